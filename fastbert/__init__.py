@@ -1,0 +1,21 @@
+"""fastbert: BERT-family encoders without work on padding, on fused kernels."""
+
+from fastbert import hf, ops
+from fastbert.backends import backend, explain
+from fastbert.config import BertConfig
+from fastbert.model import BertEncoder, BertEncoderOutput, BertModel, BertModelOutput
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BertConfig",
+    "BertEncoder",
+    "BertEncoderOutput",
+    "BertModel",
+    "BertModelOutput",
+    "__version__",
+    "backend",
+    "explain",
+    "hf",
+    "ops",
+]

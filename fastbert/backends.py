@@ -1,0 +1,257 @@
+"""Which kernel runs: the only file that decides.
+
+A backend implements ops: `reference` (plain PyTorch, any device), `cpu` (C++), `triton`, `cuda` (C++/CUDA).
+`KERNELS` says what each can do, `ORDER` which is preferred where, `why_not` gives the reason against one. The first
+backend of the order without a reason runs; `with backend("cpu"):` allows only that one and fails with its reason.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import os
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+
+BACKENDS = ("reference", "cpu", "triton", "cuda")
+OPS = (
+    "layer_norm",
+    "add_layer_norm",
+    "bias_gelu",
+    "attention",
+    "embedding",
+    "dense_gelu",
+    "cross_entropy",
+    "padding",
+)
+REBUILD = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps ."
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What one backend's implementation of one op can do."""
+
+    dtypes: tuple[torch.dtype, ...]  # of the activations
+    backward: bool = True
+    head_dims: tuple[int, ...] = ()  # attention only; empty means any
+
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+KERNELS: dict[tuple[str, str], Kernel] = {
+    ("cpu", "bias_gelu"): Kernel((*_FLOATS, torch.float64), backward=False),
+    ("cuda", "bias_gelu"): Kernel(_FLOATS, backward=False),
+}
+
+# device type -> op -> (backends, best first; what the order rests on). An op that is not listed has only `reference`.
+ORDER: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
+    "cpu": {"bias_gelu": (("cpu", "reference"), "not yet measured")},
+    "cuda": {"bias_gelu": (("cuda", "reference"), "not yet measured")},
+}
+
+
+# ---- what this machine can run
+
+
+def _load_extension() -> tuple[ModuleType | None, str | None]:
+    """The compiled module `_C`, or the reason why it is not loaded."""
+    try:
+        build = importlib.import_module("fastbert._build")
+    except ModuleNotFoundError:
+        return None, f"fastbert's C++ kernels are not built in this source tree; to build them run: {REBUILD}"
+    if build.NOT_BUILT is not None:
+        return None, f"fastbert's C++ kernels are not built, because {build.NOT_BUILT}; to build them run: {REBUILD}"
+    built, here = (version.split("+")[0] for version in (build.TORCH_VERSION, str(torch.__version__)))
+    if built != here:
+        return None, f"fastbert's C++ kernels were built for torch {built}, this is torch {here}; run: {REBUILD}"
+    try:
+        return importlib.import_module("fastbert._C"), None
+    except ImportError as error:
+        return None, f"fastbert's C++ kernels do not load ({error}); run: {REBUILD}"
+
+
+EXTENSION, EXTENSION_PROBLEM = _load_extension()
+
+
+def build_info() -> dict[str, object]:
+    """How `_C` was built (compiler, instruction sets, CUDA architectures); empty when it is not loaded."""
+    return EXTENSION.build_info() if EXTENSION else {}
+
+
+@cache
+def _cpu_problem() -> str | None:
+    if EXTENSION is None:
+        return EXTENSION_PROBLEM
+    if not build_info()["cpu_set"]:
+        return f"this processor has none of the instruction sets built: {', '.join(build_info()['cpu_sets'])}"
+    return None
+
+
+@cache
+def driver_version() -> int:
+    """The newest CUDA version that the NVIDIA driver serves, as 1000 * major + 10 * minor; 0 without a driver."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
+
+
+def _serves(architecture: str, capability: tuple[int, int]) -> bool:
+    """Whether code built for `architecture` ("90", "80-real", "90-virtual", "90a-real") runs on such a GPU."""
+    number, _, kind = architecture.partition("-")
+    major, minor = int(number.rstrip("af")[:-1]), int(number.rstrip("af")[-1])
+    binary = kind != "virtual" and major == capability[0] and minor <= capability[1]
+    ptx = kind != "real" and not number.endswith(("a", "f")) and (major, minor) <= capability
+    return binary or ptx
+
+
+@cache
+def _cuda_problem() -> str | None:
+    if EXTENSION is None:
+        return EXTENSION_PROBLEM
+    info = build_info()
+    if not info["cuda_architectures"]:
+        return "built without CUDA (nvcc was not found)"
+    if not torch.cuda.is_available():
+        return "PyTorch sees no GPU"
+    major, minor = (int(part) for part in str(info["cuda_version"]).split(".")[:2])
+    if driver_version() // 1000 < major:
+        return f"driver: it serves CUDA {driver_version() / 1000:.1f}, the kernels were built with {major}.{minor}"
+    capability = torch.cuda.get_device_capability()
+    if not any(_serves(architecture, capability) for architecture in info["cuda_architectures"]):
+        return f"built for {', '.join(info['cuda_architectures'])}, this GPU is sm_{capability[0]}{capability[1]}"
+    return None
+
+
+@cache
+def _triton_problem() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+        return "PyTorch sees no GPU (TRITON_INTERPRET=1 runs it on the CPU, for tests)"
+    return None
+
+
+_PROBLEMS = {"reference": lambda: None, "cpu": _cpu_problem, "triton": _triton_problem, "cuda": _cuda_problem}
+
+
+@cache
+def why_not(
+    name: str, op: str, device_type: str, dtype: torch.dtype, backward: bool = False, head_dim: int | None = None
+) -> str | None:
+    """The reason why a backend cannot run an op on such an input, or None if it can."""
+    if name == "reference":
+        return None
+    kernel = KERNELS.get((name, op))
+    if kernel is None:
+        return f"it has no {op} kernel"
+    devices = ("cuda", "cpu") if name == "triton" and os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
+    if device_type not in (("cpu",) if name == "cpu" else devices):
+        return f"it does not serve {device_type} tensors"
+    if problem := _PROBLEMS[name]():
+        return problem
+    if dtype not in kernel.dtypes:
+        return f"its {op} kernel does not take {dtype}"
+    if backward and not kernel.backward:
+        return f"its {op} kernel has no backward"
+    if kernel.head_dims and head_dim not in kernel.head_dims:
+        return f"its {op} kernel takes head sizes {kernel.head_dims}, not {head_dim}"
+    return None
+
+
+# ---- the choice
+
+
+def _checked(name: str | None) -> str | None:
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}")
+    return name
+
+
+class _Forced(threading.local):
+    name: str | None = _checked(os.environ.get("FASTBERT_BACKEND") or None)
+
+
+_forced = _Forced()
+_latest = _forced.name  # what the last backend(...) entered or left; torch.compile guards on it, on thread-locals it cannot
+_calls: Counter[tuple[str, str]] = Counter()
+_announced = False
+
+
+@contextlib.contextmanager
+def backend(name: str | None) -> Iterator[None]:
+    """Within this block, and in this thread, every op runs on one backend, backward passes included.
+
+    name: "reference", "cpu", "triton" or "cuda"; None returns to the order of preference. An op that the backend
+    cannot run raises RuntimeError with the reason. Code compiled by `torch.compile` follows the process's latest
+    `backend`, whatever its thread (and is compiled again for it). `FASTBERT_BACKEND` sets the same for a whole process.
+    """
+    global _latest
+    before = _forced.name
+    _forced.name = _latest = _checked(name)
+    try:
+        yield
+    finally:
+        _forced.name = _latest = before
+
+
+@torch.compiler.assume_constant_result
+def _choose(
+    forced: str | None, op: str, device_type: str, dtype: torch.dtype, backward: bool, head_dim: int | None
+) -> str:
+    _announce_missing_extension()
+    order = (forced,) if forced else ORDER.get(device_type, {}).get(op, (("reference",), ""))[0]
+    for name in order:
+        reason = why_not(name, op, device_type, dtype, backward, head_dim)
+        if reason is None:
+            return name
+    raise RuntimeError(f"backend {forced!r} cannot run {op}: {reason}")
+
+
+def choose(op: str, device_type: str, dtype: torch.dtype, *, backward: bool, head_dim: int | None = None) -> str:
+    """The backend that runs this call. Raises RuntimeError when a forced backend cannot."""
+    forced = _latest if torch.compiler.is_compiling() else _forced.name
+    return _choose(forced, op, device_type, dtype, backward, head_dim)
+
+
+def count(primitive: str, name: str) -> None:
+    """Records one run for `explain` and `calls`. Calls inside compiled graphs are not recorded."""
+    _calls[primitive, name] += 1
+
+
+def calls() -> dict[tuple[str, str], int]:
+    """How often each (primitive, backend), say ("bias_gelu_fwd", "cpu"), has run in this process, outside compiled graphs."""
+    return dict(_calls)
+
+
+def _announce_missing_extension() -> None:
+    global _announced
+    if EXTENSION is None and not _announced:
+        _announced = True
+        warnings.warn(f"{EXTENSION_PROBLEM}. Until then other backends run.", RuntimeWarning, stacklevel=4)
+
+
+def explain() -> None:
+    """Prints op x backend on this machine: usable or not, why, what the order rests on, and how often each has run."""
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"{'op':15} {'backend':10} {'runs':>15}  on {device_type} tensors (* = preferred; runs forward + backward)")
+    for op in OPS:
+        order, measured = ORDER.get(device_type, {}).get(op, (("reference",), "the only one"))
+        preferred = next(name for name in order if why_not(name, op, device_type, torch.float32) is None)
+        for name in BACKENDS:
+            reason = why_not(name, op, device_type, torch.float32)
+            kernel = KERNELS.get((name, op))
+            limits = " (forward only)" if kernel and not kernel.backward else ""
+            state = f"unusable: {reason}" if reason else f"usable{limits}; order: {measured}"
+            star = "*" if name == preferred else " "
+            runs = " + ".join(str(_calls[f"{op}_{part}", name]) for part in (("pack", "unpack") if op == "padding" else ("fwd", "bwd")))
+            print(f"{op:15} {star}{name:9} {runs:>15}  {state}")

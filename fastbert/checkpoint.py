@@ -1,0 +1,117 @@
+"""Checkpoints in Hugging Face's format: config.json beside model.safetensors, under Hugging Face's parameter names.
+
+Our modules hold q, k and v as one parameter; everything else has the same name, so translation is `to_ours` and
+`to_hugging_face`. Nothing here knows a model.
+"""
+
+import json
+import os
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_PARTS = ("query", "key", "value")
+_HEADS = ("cls.", "classifier.", "qa_outputs.", "pre_classifier.")  # heads on top of a `bert.` encoder
+
+
+def merge_qkv(state: dict[str, Tensor], prefix: str) -> None:
+    """Replaces `<prefix>self.{query,key,value}.*` by `<prefix>qkv.*`, in place, where all three are there."""
+    for kind in ("weight", "bias"):
+        names = [f"{prefix}self.{part}.{kind}" for part in _PARTS]
+        if all(name in state for name in names):
+            state[f"{prefix}qkv.{kind}"] = torch.cat([state.pop(name) for name in names])
+
+
+def to_ours(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """From Hugging Face's names, old ones too (gamma and beta, a `bert.` prefix, position_ids), or ours."""
+    state = dict(state)
+    if any(name.startswith("bert.") for name in state):
+        state = {name.removeprefix("bert."): t for name, t in state.items() if not name.startswith(_HEADS)}
+    state.pop("embeddings.position_ids", None)
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+        state = {name.removesuffix(old) + new if name.endswith(old) else name: t for name, t in state.items()}
+    for name in list(state):
+        if name.endswith("attention.self.query.weight"):
+            merge_qkv(state, name.removesuffix("self.query.weight"))
+    return state
+
+
+def to_hugging_face(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """From our names to Hugging Face's, bit for bit; the tensors share no memory with each other."""
+    result = {}
+    for name, tensor in state.items():
+        if ".attention.qkv." not in name:
+            result[name] = tensor
+            continue
+        for part, piece in zip(_PARTS, tensor.chunk(3), strict=True):
+            result[name.replace(".attention.qkv.", f".attention.self.{part}.")] = piece.clone()
+    return result
+
+
+def check(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Raises RuntimeError that lists missing and unexpected names and wrong shapes, if there are any."""
+    problems = _listed("missing", to_hugging_face_names(expected.keys() - given.keys()))
+    problems += _listed("unexpected", given.keys() - expected.keys())
+    problems += _listed(
+        "wrong shape",
+        (
+            f"{name}: {tuple(given[name].shape)}, expected {tuple(tensor.shape)}"
+            for name, tensor in expected.items()
+            if name in given and given[name].shape != tensor.shape
+        ),
+    )
+    if problems:
+        raise RuntimeError("the checkpoint does not fit the model; " + "; ".join(problems))
+
+
+def to_hugging_face_names(names: Iterable[str]) -> list[str]:
+    """What our parameter names are in a Hugging Face checkpoint."""
+    pieces = {name: [name.replace("attention.qkv.", f"attention.self.{part}.") for part in _PARTS] for name in names}
+    return sorted({piece for all_three in pieces.values() for piece in all_three})
+
+
+def _listed(what: str, names: Iterable[str]) -> list[str]:
+    names = sorted(names)
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return [f"{what}: {shown}"] if names else []
+
+
+def read(directory: str | Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, under its own names.
+
+    Reads model.safetensors or, failing that, pytorch_model.bin (tensors only, never code). Raises FileNotFoundError
+    when there is neither, ValueError for a corrupt or truncated file.
+    """
+    safe, pickled = (Path(directory) / name for name in ("model.safetensors", "pytorch_model.bin"))
+    try:
+        if safe.exists():
+            return load_file(safe)
+        if pickled.exists():
+            return torch.load(pickled, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{safe if safe.exists() else pickled} is corrupt or truncated: {error}") from error
+    raise FileNotFoundError(f"{directory} holds neither model.safetensors nor pytorch_model.bin")
+
+
+def write(directory: str | Path, config: dict, state: Mapping[str, Tensor]) -> None:
+    """Writes config.json and model.safetensors, each whole or not at all. state: under Hugging Face's names."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().contiguous() for name, tensor in state.items()}
+    _replace(directory / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    _replace(directory / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _replace(path: Path, write_to) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write_to(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,32 @@
+"""The fused operations, usable alone; each is "equivalent to" a few lines of PyTorch and has a `_ref` twin."""
+
+from fastbert.ops.attention import attention, attention_ref, attention_weights, qkv_attention
+from fastbert.ops.bias_gelu import bias_gelu, bias_gelu_ref
+from fastbert.ops.cross_entropy import cross_entropy, cross_entropy_ref
+from fastbert.ops.dense_gelu import dense_gelu, dense_gelu_ref
+from fastbert.ops.embedding import embedding, embedding_ref
+from fastbert.ops.layer_norm import add_layer_norm, add_layer_norm_ref, layer_norm, layer_norm_ref
+from fastbert.ops.padding import pack, pack_ref, unpack, unpack_ref
+
+__all__ = [
+    "add_layer_norm",
+    "add_layer_norm_ref",
+    "attention",
+    "attention_ref",
+    "attention_weights",
+    "bias_gelu",
+    "bias_gelu_ref",
+    "cross_entropy",
+    "cross_entropy_ref",
+    "dense_gelu",
+    "dense_gelu_ref",
+    "embedding",
+    "embedding_ref",
+    "layer_norm",
+    "layer_norm_ref",
+    "pack",
+    "pack_ref",
+    "qkv_attention",
+    "unpack",
+    "unpack_ref",
+]

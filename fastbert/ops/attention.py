@@ -1,0 +1,267 @@
+"""attention: softmax(Q K^T) V within each sequence of a packed batch, on the projection's own output."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert import backends, random
+from fastbert.ops import checks
+from fastbert.ops.bias_gelu import wide
+from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, needs_grad
+
+# ---- plain PyTorch: packed tokens are laid out as a padded (B, H, S, D) grid and taken back from it
+
+
+def _grid(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """For each cell of a (B, S) grid the token that belongs there, and whether one does."""
+    position = torch.arange(max_seqlen, device=cu_seqlens.device)
+    visible = position < (cu_seqlens[1:] - cu_seqlens[:-1])[:, None]
+    return (cu_seqlens[:-1, None] + position).clamp(max=tokens - 1), visible
+
+
+def _locate(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each token its sequence, its position there, and whether it is in a sequence at all."""
+    token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
+    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)
+    inside = token < cu_seqlens[-1]
+    sequence = torch.where(inside, sequence, 0)
+    return sequence, torch.where(inside, token - cu_seqlens[sequence], 0), inside
+
+
+def _spread(x: Tensor, cells: Tensor, visible: Tensor) -> Tensor:
+    """(T, ..., H, D) -> (B, ..., H, S, D), zeros where no token is (so that nothing there can leak)."""
+    grid = wide(x)[cells].masked_fill(~visible.view(*visible.shape, *[1] * (x.dim() - 1)), 0)  # [B, S, ..., H, D]
+    return grid.movedim(1, -2)
+
+
+def _gather(grid: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """(B, H, S, ...) -> (T, H, ...), zeros for tokens outside every sequence."""
+    sequence, position, inside = _locate(cu_seqlens, tokens)
+    rows = grid.transpose(1, 2)[sequence, position]
+    return rows.masked_fill(~inside.view(-1, *[1] * (rows.dim() - 1)), 0)
+
+
+def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
+    return (q @ k.mT * scale).masked_fill(~visible[:, None, None, :], -torch.inf)
+
+
+def _dropout(scores: Tensor, p: float, rng: Tensor | None, site: int) -> Callable[[Tensor], Tensor]:
+    """The dropout of one (B, H, S, S) grid, as a function; its own adjoint."""
+    if random.threshold(p, random.ATTENTION_BITS) == 0:
+        return lambda grid: grid
+    keep, scale = random.attention_keep(rng, site, *scores.shape[:3], p), random.keep_scale(p, random.ATTENTION_BITS)
+    return lambda grid: torch.where(keep, grid * scale, 0)
+
+
+def attention_weights(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    site: int = 0,
+) -> Tensor:
+    """The weights that `attention` applies to V, dropout included: (B, H, max_seqlen, max_seqlen), zeros at padding.
+
+    Plain PyTorch on any device, in qkv's dtype: memory of B * H * max_seqlen**2. Arguments as in `attention`.
+    """
+    _check(qkv, cu_seqlens, max_seqlen, dropout_p, rng)
+    if qkv.shape[0] == 0:
+        return qkv.new_zeros(cu_seqlens.shape[0] - 1, qkv.shape[2], max_seqlen, max_seqlen)
+    cells, visible = _grid(cu_seqlens, max_seqlen, qkv.shape[0])
+    q, k, _ = _spread(qkv, cells, visible).unbind(1)
+    scores = _scores(q, k, visible, qkv.shape[-1] ** -0.5 if scale is None else scale)
+    weights = scores.softmax(-1).masked_fill(~(visible[:, None, :, None] & visible[:, None, None, :]), 0)
+    return _dropout(weights, dropout_p, rng, site)(weights).to(qkv.dtype)
+
+
+def attention_ref(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    site: int = 0,
+) -> Tensor:
+    """`attention` in plain PyTorch, one sequence at a time, any number of derivatives."""
+    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+    outputs = []
+    for sequence, (start, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)):
+        q, k, v = wide(qkv[start:end]).permute(1, 2, 0, 3)  # [H, S, D] each
+        weights = (q @ k.mT * scale).softmax(-1)
+        if random.threshold(dropout_p, random.ATTENTION_BITS):
+            keep = random.attention_keep(rng, site, sequence + 1, q.shape[0], end - start, dropout_p)[-1]
+            weights = weights * keep * random.keep_scale(dropout_p, random.ATTENTION_BITS)
+        outputs.append((weights @ v).transpose(0, 1))
+    outputs.append(wide(qkv[cu_seqlens[-1] :, 0]) * 0)  # tokens outside every sequence
+    return torch.cat(outputs).to(qkv.dtype)
+
+
+def _forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
+    tokens = qkv.shape[0]
+    if tokens == 0:
+        return _fake_forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
+    cells, visible = _grid(cu_seqlens, max_seqlen, tokens)
+    q, k, v = _spread(qkv, cells, visible).unbind(1)
+    scores = _scores(q, k, visible, scale)
+    weights = _dropout(scores, dropout_p, rng, site)(scores.softmax(-1))
+    out = _gather(weights @ v, cu_seqlens, tokens).to(qkv.dtype)
+    return out, _gather(scores.logsumexp(-1), cu_seqlens, tokens).T.contiguous()
+
+
+def _backward(dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
+    """With P = exp(S - lse), M the dropout factors and D = rowsum(dO * O): dV = (P M)^T dO, dP = dO V^T M,
+    dS = P (dP - D), dQ = dS K scale, dK = dS^T Q scale (Dao et al., "FlashAttention", 2022, appendix B)."""
+    tokens = qkv.shape[0]
+    if tokens == 0:
+        return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    cells, visible = _grid(cu_seqlens, max_seqlen, tokens)
+    q, k, v = _spread(qkv, cells, visible).unbind(1)
+    do, delta = _spread(dout, cells, visible), (wide(dout) * wide(out)).sum(-1, keepdim=True)
+    delta, lse = _spread(delta, cells, visible), _spread(lse.T.unsqueeze(-1), cells, visible)
+    p = (_scores(q, k, visible, scale) - lse).exp()
+    p = p.masked_fill(~visible[:, None, :, None], 0)
+    drop = _dropout(p, dropout_p, rng, site)
+    ds = p * (drop(do @ v.mT) - delta) * scale
+    grads = ds @ k, ds.mT @ q, drop(p).mT @ do  # each [B, H, S, D]
+    return torch.stack([_gather(g, cu_seqlens, tokens) for g in grads], 1).to(qkv.dtype)
+
+
+# ---- schemas
+
+
+def _fake_forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
+    tokens, _, heads, head_dim = qkv.shape
+    lse_dtype = torch.float64 if qkv.dtype == torch.float64 else torch.float32
+    return qkv.new_empty((tokens, heads, head_dim)), qkv.new_empty((heads, tokens), dtype=lse_dtype)
+
+
+FWD = Primitive(
+    "attention",
+    "attention_fwd",
+    "(Tensor qkv, Tensor cu_seqlens, SymInt max_seqlen, float scale, float dropout_p, Tensor? rng, int site)"
+    " -> (Tensor out, Tensor lse)",
+    _fake_forward,
+    _forward,
+)
+BWD = Primitive(
+    "attention",
+    "attention_bwd",
+    "(Tensor dout, Tensor qkv, Tensor out, Tensor lse, Tensor cu_seqlens, SymInt max_seqlen, float scale,"
+    " float dropout_p, Tensor? rng, int site) -> Tensor dqkv",
+    lambda dout, qkv, *rest: qkv.new_empty(qkv.shape),
+    _backward,
+)
+
+
+# ---- the ops
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, backend, qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
+        out, lse = FWD(backend, qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
+        ctx.save_for_backward(qkv, out, lse, cu_seqlens, rng)
+        ctx.backend, ctx.rest = backend, (max_seqlen, scale, dropout_p, site)
+        return out
+
+    @staticmethod
+    @first_derivative_only("attention")
+    def backward(ctx, dout):
+        qkv, out, lse, cu_seqlens, rng = ctx.saved_tensors
+        max_seqlen, scale, dropout_p, site = ctx.rest
+        dqkv = BWD(ctx.backend, dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
+        return None, dqkv, *[None] * 6
+
+
+def _check(qkv, cu_seqlens, max_seqlen, dropout_p, rng):
+    op = "attention"
+    checks.floats(op, {"qkv": qkv}, {})
+    checks.shape(op, "qkv", qkv, (None, 3, None, None), "(T, 3, H, D)")
+    checks.sequences(op, cu_seqlens, max_seqlen, qkv.shape[0])
+    checks.same_device(op, {"qkv": qkv, "cu_seqlens": cu_seqlens})
+    checks.dropout(op, dropout_p, rng, qkv.device, random.ATTENTION_BITS)
+
+
+def attention(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    site: int = 0,
+) -> Tensor:
+    """Self-attention within each sequence of a packed batch.
+
+    qkv: (T, 3, H, D), queries, keys and values of T packed tokens, float32, bfloat16, float16 or float64.
+    cu_seqlens: (B + 1,) int32, sequence b is tokens cu_seqlens[b] to cu_seqlens[b + 1]; sequences may be empty.
+    max_seqlen: an int, at least the longest. scale: default D**-0.5. dropout_p is rounded to a multiple of 1/256, rng
+    and site are as in `add_layer_norm`; the mask is `fastbert.random.attention_keep`'s. Returns (T, H, D) in qkv's
+    dtype (autocast's, where that is on); a token outside every sequence gets zeros. Scores and sums are float32; the backward keeps qkv, the output
+    and one number a token and head.
+    Raises ValueError (shapes, devices, cu_seqlens, dropout) and TypeError (dtypes). Values of cu_seqlens are looked at
+    on a CPU, and on a GPU under FASTBERT_CHECK=1.
+
+    Equivalent to, for the tokens of each sequence::
+
+        q, k, v = qkv[start:end].permute(1, 2, 0, 3)
+        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, scale=scale).transpose(0, 1)
+    """
+    _check(qkv, cu_seqlens, max_seqlen, dropout_p, rng)
+    qkv = qkv.to(autocast_dtype(qkv))
+    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+    live = needs_grad(qkv)
+    backend = backends.choose("attention", qkv.device.type, qkv.dtype, backward=live, head_dim=qkv.shape[-1])
+    args = (qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
+    return _Attention.apply(backend, *args) if live else FWD(backend, *args)[0]
+
+
+def project_qkv(hidden: Tensor, weight: Tensor, bias: Tensor, num_heads: int) -> Tensor:
+    """(T, C) -> (T, 3, H, D) by one product with weight (3C, C) and bias (3C,), rows ordered q, k, v."""
+    checks.dense("qkv_attention", hidden, weight, bias, name="hidden")
+    width = hidden.shape[-1]
+    if hidden.dim() != 2:
+        raise ValueError(f"qkv_attention: hidden has shape {tuple(hidden.shape)}; expected packed tokens, (T, C)")
+    checks.shape("qkv_attention", "weight", weight, (3 * width, width), f"(3C, C) = ({3 * width}, {width})")
+    if num_heads < 1 or width % num_heads:
+        raise ValueError(f"qkv_attention: num_heads is {num_heads}; expected a divisor of C = {width}")
+    dtype = autocast_dtype(hidden)
+    qkv = F.linear(hidden.to(dtype), weight.to(dtype), bias.to(dtype))
+    return qkv.view(hidden.shape[0], 3, num_heads, width // num_heads)
+
+
+def qkv_attention(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    num_heads: int,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    site: int = 0,
+) -> Tensor:
+    """Projection to queries, keys and values in one product, then `attention` on its output in place: no transpose.
+
+    hidden: (T, C) packed tokens. weight: (3C, C) and bias: (3C,), the rows of q, k and v one after the other, of
+    hidden's dtype or float32 (then converted; under autocast all are). The rest as in `attention`. Returns (T, C).
+    Raises as `attention` does, and ValueError for a num_heads that does not divide C.
+
+    Equivalent to::
+
+        qkv = F.linear(hidden, weight, bias).view(T, 3, num_heads, C // num_heads)
+        attention(qkv, cu_seqlens, max_seqlen).flatten(1)
+    """
+    qkv = project_qkv(hidden, weight, bias, num_heads)
+    out = attention(qkv, cu_seqlens, max_seqlen, scale=scale, dropout_p=dropout_p, rng=rng, site=site)
+    return out.flatten(1)

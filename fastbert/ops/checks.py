@@ -1,0 +1,130 @@
+"""Argument checks of the ops: before any kernel runs, in one place, for all backends."""
+
+import os
+
+import torch
+from torch import Tensor
+
+from fastbert.random import threshold
+
+HALF = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *HALF, torch.float64)
+
+
+def shape(op: str, name: str, tensor: Tensor, expected: tuple[int | None, ...], meaning: str) -> None:
+    """Raises ValueError unless the shape matches; None stands for any size. meaning: the shape in words."""
+    if tensor.dim() != len(expected) or any(
+        want is not None and have != want for have, want in zip(tensor.shape, expected, strict=True)
+    ):
+        raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; expected {meaning}")
+
+
+def floats(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor | None]) -> None:
+    """Activations are floating point on one device; parameters there too, of the same dtype or of float32 beside half.
+
+    Raises TypeError for a wrong dtype or a value that is no tensor, ValueError for mixed devices.
+    """
+    parameters = {name: tensor for name, tensor in parameters.items() if tensor is not None}
+    for name, tensor in (activations | parameters).items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; expected a tensor")
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"{op}: {name} is {tensor.dtype}; expected one of {', '.join(map(str, FLOATS))}")
+    dtypes = {tensor.dtype for tensor in activations.values()}
+    if torch.float64 in dtypes and len(dtypes) > 1:
+        given = ", ".join(f"{name} {tensor.dtype}" for name, tensor in activations.items())
+        raise TypeError(f"{op}: float64 does not mix with other dtypes; given {given}")
+    allowed = dtypes | ({torch.float32} if torch.float64 not in dtypes else set())
+    for name, tensor in parameters.items():
+        if tensor.dtype not in allowed:
+            raise TypeError(
+                f"{op}: {name} is {tensor.dtype}; expected the dtype of {' or '.join(activations)} "
+                f"({', '.join(sorted(map(str, dtypes)))}){' or torch.float32' if torch.float64 not in dtypes else ''}"
+            )
+    same_device(op, activations | parameters)
+
+
+def integers(op: str, **tensors: Tensor | None) -> None:
+    """Raises TypeError unless each is an int32 or int64 tensor."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not (isinstance(tensor, Tensor) and tensor.dtype in (torch.int32, torch.int64)):
+            given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{op}: {name} is {given}; expected torch.int64 or torch.int32")
+
+
+def same_device(op: str, tensors: dict[str, Tensor | None]) -> None:
+    """Raises ValueError unless all tensors are on one device."""
+    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    if len(set(devices.values())) > 1:
+        given = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"{op}: expected all tensors on one device; given {given}")
+
+
+def dropout(op: str, p: float, rng: Tensor | None, device: torch.device, bits: int) -> None:
+    """p is a probability that `bits` bits can express; with p > 0 an rng key is there. Raises ValueError, TypeError."""
+    if threshold(p, bits) == 0:
+        return
+    if rng is None:
+        raise ValueError(f"{op}: dropout_p is {p} but rng is None; expected a key from fastbert.random.new_key")
+    if rng.dtype != torch.int64 or rng.numel() != 1:
+        raise TypeError(f"{op}: rng is {rng.dtype} of shape {tuple(rng.shape)}; expected one torch.int64 key")
+    if rng.device != device:
+        raise ValueError(f"{op}: rng is on {rng.device}; expected the device of the activations, {device}")
+
+
+def values_visible(tensor: Tensor) -> bool:
+    """Whether values may be looked at: on the CPU, and on a GPU under FASTBERT_CHECK=1; never in a compiled graph."""
+    if torch.compiler.is_compiling() or tensor.is_meta:
+        return False
+    return tensor.device.type == "cpu" or os.environ.get("FASTBERT_CHECK") == "1"
+
+
+def index_range(op: str, name: str, index: Tensor | None, size: int, also: int | None = None) -> None:
+    """Raises IndexError that names the first index outside [0, size), `also` apart."""
+    if index is None or not values_visible(index) or index.numel() == 0:
+        return
+    low, high = (int(bound) for bound in index.aminmax())
+    if low >= 0 and high < size:
+        return
+    bad = (index < 0) | (index >= size)
+    if also is not None:
+        bad &= index != also
+    if bad.any():
+        place = tuple(bad.nonzero()[0].tolist())
+        raise IndexError(f"{op}: {name}{list(place)} is {int(index[place])}; expected 0 <= {name} < {size}")
+
+
+def sequences(op: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> None:
+    """cu_seqlens is (B + 1,) int32, starts at 0, never falls, ends at `tokens`; no sequence exceeds max_seqlen.
+
+    Raises TypeError or ValueError.
+    """
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
+        given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"{op}: cu_seqlens is {given}; expected a torch.int32 tensor")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)}; expected (sequences + 1,)")
+    if isinstance(max_seqlen, (Tensor, bool)) or not isinstance(max_seqlen, (int, torch.SymInt)):
+        raise TypeError(f"{op}: max_seqlen is a {type(max_seqlen).__name__}; expected an int")
+    if not values_visible(cu_seqlens):
+        return
+    ends = cu_seqlens.tolist()
+    lengths = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    if ends[0] != 0 or min(lengths, default=0) < 0:
+        raise ValueError(f"{op}: cu_seqlens is {ends}; expected it to start at 0 and never to fall")
+    if ends[-1] != tokens:
+        raise ValueError(f"{op}: cu_seqlens ends at {ends[-1]}; expected the number of tokens, {tokens}")
+    if max(lengths, default=0) > max_seqlen:
+        raise ValueError(f"{op}: max_seqlen is {max_seqlen}; expected at least the longest sequence, {max(lengths)}")
+
+
+def dense(op: str, x: Tensor, weight: Tensor, bias: Tensor, name: str = "x") -> None:
+    """x (..., K) times weight (C, K) plus bias (C,). Raises ValueError, TypeError. name: what the op calls x."""
+    activations, parameters = {name: x}, {"weight": weight, "bias": bias}
+    if torch.is_autocast_enabled(x.device.type):  # which brings them all to one dtype
+        activations, parameters = activations | parameters, {}
+    floats(op, activations, parameters)
+    if x.dim() < 2:
+        raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; expected (..., K) with at least two dimensions")
+    shape(op, "weight", weight, (None, x.shape[-1]), f"(C, K) with K = {x.shape[-1]}, the last dimension of {name}")
+    shape(op, "bias", bias, (weight.shape[0],), f"(C,) = ({weight.shape[0]},), the first dimension of weight")

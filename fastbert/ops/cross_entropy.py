@@ -1,0 +1,134 @@
+"""cross_entropy: the masked-LM loss from hidden states; logits live once, and turn into their gradient in place."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert import backends
+from fastbert.ops import checks
+from fastbert.ops.bias_gelu import wide
+from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, needs_grad
+
+# ---- plain PyTorch
+
+
+def cross_entropy_ref(
+    hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, *, ignore_index: int = -100
+) -> Tensor:
+    """`cross_entropy` in plain PyTorch, any number of derivatives."""
+    logits = F.linear(hidden, weight.to(hidden.dtype), bias.to(hidden.dtype))
+    total = F.cross_entropy(wide(logits), labels.long(), ignore_index=ignore_index, reduction="sum")
+    return total / (labels != ignore_index).sum().clamp(min=1)
+
+
+def _forward(hidden, weight, bias, labels, ignore_index, need_dlogits):
+    logits = F.linear(hidden, weight, bias)
+    labelled = labels != ignore_index
+    target = torch.where(labelled, labels, 0).long().unsqueeze(-1)
+    scores = wide(logits)
+    lse = scores.logsumexp(-1, keepdim=True)
+    losses = torch.where(labelled, (lse - scores.gather(-1, target)).squeeze(-1), 0)
+    loss = losses.sum() / labelled.sum().clamp(min=1)
+    if not need_dlogits:
+        return loss, hidden.new_empty(0)
+    probabilities = (scores - lse).exp_()
+    dlogits = probabilities.scatter_add_(-1, target, probabilities.new_tensor(-1.0).expand_as(target))
+    return loss, dlogits.masked_fill_(~labelled.unsqueeze(-1), 0).to(hidden.dtype)
+
+
+def _backward(dloss, hidden, weight, labels, dlogits, ignore_index, need_dhidden, need_dparams):
+    """dlogits is softmax - onehot; dloss / count joins after the first product and on the small side of the second,
+    where it neither underflows in float16 nor costs a pass over the logits."""
+    scale = dloss / (labels != ignore_index).sum().clamp(min=1)
+    empty = hidden.new_empty(0)
+    dhidden = (wide(dlogits @ weight) * scale).to(hidden.dtype) if need_dhidden else empty
+    if not need_dparams:
+        return dhidden, empty, empty
+    dweight = dlogits.T @ (wide(hidden) * scale).to(hidden.dtype)
+    return dhidden, dweight, (wide(dlogits).sum(0) * scale).to(hidden.dtype)
+
+
+# ---- schemas
+
+
+def _fake_forward(hidden, weight, bias, labels, ignore_index, need_dlogits):
+    loss_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    shape = (hidden.shape[0], weight.shape[0]) if need_dlogits else (0,)
+    return hidden.new_empty((), dtype=loss_dtype), hidden.new_empty(shape)
+
+
+def _fake_backward(dloss, hidden, weight, labels, dlogits, ignore_index, need_dhidden, need_dparams):
+    dweight, dbias = (hidden.new_empty(s if need_dparams else (0,)) for s in (weight.shape, weight.shape[:1]))
+    return hidden.new_empty(hidden.shape if need_dhidden else (0,)), dweight, dbias
+
+
+FWD = Primitive(
+    "cross_entropy",
+    "cross_entropy_fwd",
+    "(Tensor hidden, Tensor weight, Tensor bias, Tensor labels, int ignore_index, bool need_dlogits)"
+    " -> (Tensor loss, Tensor dlogits)",
+    _fake_forward,
+    _forward,
+)
+BWD = Primitive(
+    "cross_entropy",
+    "cross_entropy_bwd",
+    "(Tensor dloss, Tensor hidden, Tensor weight, Tensor labels, Tensor dlogits, int ignore_index,"
+    " bool need_dhidden, bool need_dparams) -> (Tensor dhidden, Tensor dweight, Tensor dbias)",
+    _fake_backward,
+    _backward,
+)
+
+
+# ---- the op
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, backend, hidden, weight, bias, labels, ignore_index):
+        loss, dlogits = FWD(backend, hidden, weight, bias, labels, ignore_index, True)
+        ctx.save_for_backward(hidden, weight, labels, dlogits)
+        ctx.backend, ctx.ignore_index = backend, ignore_index
+        return loss
+
+    @staticmethod
+    @first_derivative_only("cross_entropy")
+    def backward(ctx, dloss):
+        need_dhidden, need_dparams = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:4])
+        grads = BWD(ctx.backend, dloss, *ctx.saved_tensors, ctx.ignore_index, need_dhidden, need_dparams)
+        return None, *grads, None, None
+
+
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, *, ignore_index: int = -100
+) -> Tensor:
+    """Mean cross-entropy of the labelled rows, straight from hidden states: the masked-LM loss.
+
+    hidden: (T, C) float32, bfloat16, float16 or float64. weight: (V, C) and bias: (V,), of hidden's dtype or float32
+    (then converted; under autocast all three are). labels: (T,) int64 or int32, a class or ignore_index. Returns a
+    scalar, float32 (float64 for float64); 0 when no row is labelled. Rows without a label are left out before the
+    product with `weight`, at the price of one host synchronisation on a GPU (not in compiled graphs, where they
+    are computed and weigh nothing). The backward keeps one (labelled, V) tensor.
+    Raises IndexError (a label out of range, on a CPU, or under FASTBERT_CHECK=1), ValueError and TypeError.
+
+    Equivalent to::
+
+        F.cross_entropy(F.linear(hidden, weight, bias).float(), labels, ignore_index=ignore_index)
+    """
+    op = "cross_entropy"
+    checks.dense(op, hidden, weight, bias, name="hidden")
+    checks.shape(op, "hidden", hidden, (None, weight.shape[1]), "(T, C)")
+    checks.integers(op, labels=labels)
+    checks.shape(op, "labels", labels, (hidden.shape[0],), f"(T,) = ({hidden.shape[0]},), a label for each row of hidden")
+    checks.same_device(op, {"hidden": hidden, "labels": labels})
+    checks.index_range(op, "labels", labels, weight.shape[0], also=ignore_index)
+    hidden, weight, bias = (t.to(autocast_dtype(hidden)) for t in (hidden, weight, bias))
+    if not torch.compiler.is_compiling():
+        rows = (labels != ignore_index).nonzero().squeeze(-1)
+        if rows.shape[0] < labels.shape[0]:
+            hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)
+    live = needs_grad(hidden, weight, bias)
+    backend = backends.choose(op, hidden.device.type, hidden.dtype, backward=live)
+    if live:
+        return _CrossEntropy.apply(backend, hidden, weight, bias, labels, ignore_index)
+    return FWD(backend, hidden, weight, bias, labels, ignore_index, False)[0]

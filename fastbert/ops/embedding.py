@@ -1,0 +1,211 @@
+"""embedding: word, position and token-type rows summed, LayerNorm, dropout, in one pass."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert import backends, random
+from fastbert.ops import checks
+from fastbert.ops.bias_gelu import wide
+from fastbert.ops.layer_norm import drop_rows, normalize, normalize_backward, parameter_gradients, statistics
+from fastbert.ops.op import Primitive, first_derivative_only, needs_grad
+
+# ---- plain PyTorch
+
+
+def embedding_ref(
+    input_ids: Tensor,
+    position_ids: Tensor,
+    token_type_ids: Tensor | None,
+    word: Tensor,
+    position: Tensor,
+    token_type: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-12,
+    *,
+    padding_idx: int | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    site: int = 0,
+) -> Tensor:
+    """`embedding` in plain PyTorch, any number of derivatives."""
+    z = wide(F.embedding(input_ids, word, padding_idx)) + wide(F.embedding(position_ids, position))
+    if token_type is not None:
+        z = z + wide(F.embedding(token_type_ids, token_type))
+    y = F.layer_norm(z, weight.shape, wide(weight), wide(bias), eps)
+    return drop_rows(y, dropout_p, rng, site).to(_result_dtype(word, position, token_type))
+
+
+def _result_dtype(*tables: Tensor | None) -> torch.dtype:
+    dtypes = [table.dtype for table in tables if table is not None]
+    return torch.promote_types(torch.promote_types(dtypes[0], dtypes[1]), dtypes[-1])
+
+
+def _sum(input_ids, position_ids, token_type_ids, word, position, token_type):
+    z = wide(word[input_ids]) + wide(position[position_ids])
+    return z if token_type is None else z + wide(token_type[token_type_ids])
+
+
+def _table_gradient(dz: Tensor, ids: Tensor | None, table: Tensor | None, needed: bool, padding_idx: int) -> Tensor:
+    """Rows of dz added up by id, in float32 and in a fixed order (sorted on a GPU): no atomics."""
+    if not needed:
+        return dz.new_empty(0)
+    return torch.ops.aten.embedding_dense_backward(dz, ids, table.shape[0], padding_idx, False).to(table.dtype)
+
+
+def _forward(
+    input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, rng, eps, dropout_p, site
+):
+    normalized, mean, rstd = normalize(
+        _sum(input_ids, position_ids, token_type_ids, word, position, token_type), eps
+    )
+    y = drop_rows(normalized * wide(weight) + wide(bias), dropout_p, rng, site)
+    return y.to(_result_dtype(word, position, token_type)), mean, rstd
+
+
+def _backward(
+    dy, input_ids, position_ids, token_type_ids, word, position, token_type, weight, mean, rstd, rng,
+    dropout_p, site, padding_idx, need,
+):  # fmt: skip
+    dy = drop_rows(wide(dy), dropout_p, rng, site)
+    z = _sum(input_ids, position_ids, token_type_ids, word, position, token_type)
+    dz, normalized = normalize_backward(dy, z, weight, mean, rstd)
+    return (
+        _table_gradient(dz, input_ids, word, need[0], padding_idx),
+        _table_gradient(dz, position_ids, position, need[1], -1),
+        _table_gradient(dz, token_type_ids, token_type, need[2], -1),
+        *parameter_gradients(dy, normalized, weight, need[3]),
+    )
+
+
+# ---- schemas
+
+
+def _fake_forward(
+    input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, rng, eps, dropout_p, site
+):
+    y = word.new_empty((*input_ids.shape, word.shape[1]), dtype=_result_dtype(word, position, token_type))
+    return y, statistics(y), statistics(y)
+
+
+def _fake_backward(
+    dy, input_ids, position_ids, token_type_ids, word, position, token_type, weight, mean, rstd, rng,
+    dropout_p, site, padding_idx, need,
+):  # fmt: skip
+    tables = (word, position, token_type)
+    dtables = [t.new_empty(t.shape) if n else dy.new_empty(0, dtype=mean.dtype) for t, n in zip(tables, need[:3], strict=True)]
+    return *dtables, *(weight.new_empty(weight.shape if need[3] else (0,)) for _ in range(2))
+
+
+_INPUTS = (
+    "Tensor input_ids, Tensor position_ids, Tensor? token_type_ids,"
+    " Tensor word, Tensor position, Tensor? token_type, Tensor weight, "
+)
+FWD = Primitive(
+    "embedding",
+    "embedding_fwd",
+    f"({_INPUTS}Tensor bias, Tensor? rng, float eps, float dropout_p, int site)"
+    " -> (Tensor y, Tensor mean, Tensor rstd)",
+    _fake_forward,
+    _forward,
+)
+BWD = Primitive(
+    "embedding",
+    "embedding_bwd",
+    f"(Tensor dy, {_INPUTS}Tensor mean, Tensor rstd, Tensor? rng,"
+    " float dropout_p, int site, int padding_idx, bool[] need)"  # need: word, position, token type, LayerNorm
+    " -> (Tensor dword, Tensor dposition, Tensor dtoken_type, Tensor dweight, Tensor dbias)",
+    _fake_backward,
+    _backward,
+)
+
+
+# ---- the op
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, backend, input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, rng,
+        eps, dropout_p, site, padding_idx,
+    ):  # fmt: skip
+        inputs = (input_ids, position_ids, token_type_ids, word, position, token_type, weight)
+        y, mean, rstd = FWD(backend, *inputs, bias, rng, eps, dropout_p, site)
+        ctx.save_for_backward(*inputs, mean, rstd, rng)
+        ctx.backend, ctx.dropout_p, ctx.site, ctx.padding_idx = backend, dropout_p, site, padding_idx
+        return y
+
+    @staticmethod
+    @first_derivative_only("embedding")
+    def backward(ctx, dy):
+        needs = ctx.needs_input_grad
+        need = [needs[4], needs[5], needs[6], needs[7] or needs[8]]
+        grads = BWD(ctx.backend, dy, *ctx.saved_tensors, ctx.dropout_p, ctx.site, ctx.padding_idx, need)
+        dword, dposition, dtoken_type, dweight, dbias = grads
+        return None, None, None, None, dword, dposition, dtoken_type if need[2] else None, dweight, dbias, *[None] * 5
+
+
+def _check(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, padding_idx):
+    op = "embedding"
+    if (token_type is None) != (token_type_ids is None):
+        raise ValueError(f"{op}: token_type and token_type_ids go together; expected both or neither")
+    ids = {"input_ids": input_ids, "position_ids": position_ids, "token_type_ids": token_type_ids}
+    tables = {"word": word, "position": position} | ({} if token_type is None else {"token_type": token_type})
+    checks.integers(op, **ids)
+    checks.floats(op, tables, {"weight": weight, "bias": bias})
+    checks.same_device(op, {**ids, "word": word})
+    for name, tensor in tables.items():
+        checks.shape(op, name, tensor, (None, word.shape[-1]), f"(rows, C) with C = {word.shape[-1]} as word has")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        checks.shape(op, name, tensor, (word.shape[-1],), f"(C,) = ({word.shape[-1]},)")
+    for name, tensor in ids.items():
+        if tensor is not None:
+            checks.shape(op, name, tensor, tuple(input_ids.shape), f"that of input_ids, {tuple(input_ids.shape)}")
+    if padding_idx is not None and not 0 <= padding_idx < word.shape[0]:
+        raise ValueError(f"{op}: padding_idx is {padding_idx}; expected 0 <= padding_idx < {word.shape[0]}")
+    checks.index_range(op, "input_ids", input_ids, word.shape[0])
+    checks.index_range(op, "position_ids", position_ids, position.shape[0])
+    if token_type is not None:
+        checks.index_range(op, "token_type_ids", token_type_ids, token_type.shape[0])
+
+
+def embedding(
+    input_ids: Tensor,
+    position_ids: Tensor,
+    token_type_ids: Tensor | None,
+    word: Tensor,
+    position: Tensor,
+    token_type: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-12,
+    *,
+    padding_idx: int | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    site: int = 0,
+) -> Tensor:
+    """BERT's embeddings: three rows summed, LayerNorm, dropout.
+
+    input_ids, position_ids, token_type_ids: (...), int64 or int32, of one shape. word (V, C), position (P, C),
+    token_type (K, C): tables; token_type and its ids may both be None. weight, bias: (C,) of LayerNorm. Dtypes as in
+    `add_layer_norm`. padding_idx: the word row that gets no gradient. dropout_p, rng, site: as in `add_layer_norm`;
+    row t of the flattened ids is token t. Returns (..., C) in the promoted dtype of the tables. Gradients of the
+    tables are summed in float32 in a fixed order.
+    Raises IndexError (an id out of range: always on a CPU, under FASTBERT_CHECK=1 on a GPU), ValueError, TypeError.
+
+    Equivalent to::
+
+        z = F.embedding(input_ids, word, padding_idx) + F.embedding(position_ids, position)
+        z = z + F.embedding(token_type_ids, token_type)
+        F.dropout(F.layer_norm(z, weight.shape, weight, bias, eps), dropout_p)
+    """
+    _check(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, padding_idx)
+    checks.dropout("embedding", dropout_p, rng, word.device, random.ROW_BITS)
+    live = needs_grad(word, position, token_type, weight, bias)
+    backend = backends.choose("embedding", word.device.type, word.dtype, backward=live)
+    inputs = (input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, rng)
+    if not live:
+        return FWD(backend, *inputs, eps, dropout_p, site)[0]
+    return _Embedding.apply(backend, *inputs, eps, dropout_p, site, -1 if padding_idx is None else padding_idx)

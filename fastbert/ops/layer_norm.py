@@ -1,0 +1,267 @@
+"""layer_norm, and add_layer_norm: bias, dropout, residual sum and LayerNorm in one pass."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert import backends, random
+from fastbert.ops import checks
+from fastbert.ops.bias_gelu import wide
+from fastbert.ops.op import Primitive, first_derivative_only, needs_grad
+
+# ---- plain PyTorch
+
+
+def layer_norm_ref(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-12) -> Tensor:
+    """`layer_norm` in plain PyTorch, any number of derivatives."""
+    return F.layer_norm(wide(x), weight.shape, wide(weight), wide(bias), eps).to(x.dtype)
+
+
+def add_layer_norm_ref(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-12,
+    *,
+    x_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    site: int = 0,
+) -> Tensor:
+    """`add_layer_norm` in plain PyTorch, any number of derivatives."""
+    z = wide(x) if x_bias is None else wide(x) + wide(x_bias)
+    z = drop_rows(z, dropout_p, rng, site) + wide(residual)
+    return F.layer_norm(z, weight.shape, wide(weight), wide(bias), eps).to(torch.promote_types(x.dtype, residual.dtype))
+
+
+def drop_rows(z: Tensor, p: float, rng: Tensor | None, site: int) -> Tensor:
+    """Dropout of a row op: row t of the flattened leading dimensions is token t. Its own adjoint."""
+    if random.threshold(p, random.ROW_BITS) == 0:
+        return z
+    keep = random.row_keep(rng, site, z[..., 0].numel(), z.shape[-1], p).view(z.shape)
+    return torch.where(keep, z * random.keep_scale(p, random.ROW_BITS), 0)
+
+
+def normalize(z: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(z - mean) * rstd, mean, rstd over the last dimension, two passes.
+
+    The row is shifted by its first element, so that a constant row gives exact zeros and a large offset costs nothing.
+    """
+    first = z[..., :1]
+    shifted = z - first
+    mean = shifted.mean(-1, keepdim=True)
+    centered = shifted - mean
+    rstd = (centered.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return centered * rstd, (first + mean).squeeze(-1), rstd.squeeze(-1)
+
+
+def normalize_backward(dy: Tensor, z: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """dz and the normalised rows, from saved statistics; `mean` is rounded, so what is left of it is removed again.
+
+    With g = dy * weight and n = (z - mean) * rstd: dz = rstd * (g - mean(g) - n * mean(g * n)).
+    """
+    centered = z - mean.unsqueeze(-1)
+    rstd = rstd.unsqueeze(-1)
+    normalized = (centered - centered.mean(-1, keepdim=True)) * rstd
+    g = dy * wide(weight)
+    dz = rstd * (g - g.mean(-1, keepdim=True) - normalized * (g * normalized).mean(-1, keepdim=True))
+    return dz, normalized
+
+
+def parameter_gradients(dy: Tensor, normalized: Tensor, weight: Tensor, needed: bool) -> tuple[Tensor, Tensor]:
+    """dweight and dbias, in weight's dtype; empty tensors when not needed."""
+    if not needed:
+        return weight.new_empty(0), weight.new_empty(0)
+    return tuple(g.sum_to_size(weight.shape).to(weight.dtype) for g in (dy * normalized, dy))
+
+
+def _forward(x, weight, bias, eps):
+    normalized, mean, rstd = normalize(wide(x), eps)
+    return (normalized * wide(weight) + wide(bias)).to(x.dtype), mean, rstd
+
+
+def _backward(dy, x, weight, mean, rstd, need_dparams):
+    dx, normalized = normalize_backward(wide(dy), wide(x), weight, mean, rstd)
+    return dx.to(x.dtype), *parameter_gradients(wide(dy), normalized, weight, need_dparams)
+
+
+def _sum(x, residual, x_bias, dropout_p, rng, site):
+    z = wide(x) if x_bias is None else wide(x) + wide(x_bias)
+    return drop_rows(z, dropout_p, rng, site) + wide(residual)
+
+
+def _add_forward(x, residual, weight, bias, x_bias, rng, eps, dropout_p, site):
+    normalized, mean, rstd = normalize(_sum(x, residual, x_bias, dropout_p, rng, site), eps)
+    y = normalized * wide(weight) + wide(bias)
+    return y.to(torch.promote_types(x.dtype, residual.dtype)), mean, rstd
+
+
+def _add_backward(dy, x, residual, weight, mean, rstd, x_bias, rng, dropout_p, site, need_dparams):
+    z = _sum(x, residual, x_bias, dropout_p, rng, site)
+    dz, normalized = normalize_backward(wide(dy), z, weight, mean, rstd)
+    dx = drop_rows(dz, dropout_p, rng, site)
+    with_bias = need_dparams and x_bias is not None
+    dx_bias = dx.sum_to_size(x_bias.shape).to(x_bias.dtype) if with_bias else x.new_empty(0)
+    dparams = parameter_gradients(wide(dy), normalized, weight, need_dparams)
+    return dx.to(x.dtype), dz.to(residual.dtype), *dparams, dx_bias
+
+
+# ---- schemas
+
+
+def statistics(x: Tensor) -> Tensor:
+    """An empty `mean` or `rstd` for the rows of x."""
+    return x.new_empty(x.shape[:-1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def _fake_parameters(weight: Tensor, need_dparams: bool) -> tuple[Tensor, Tensor]:
+    shape = weight.shape if need_dparams else (0,)
+    return weight.new_empty(shape), weight.new_empty(shape)
+
+
+def _fake_add_forward(x, residual, weight, bias, x_bias, rng, eps, dropout_p, site):
+    y = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    return y, statistics(x), statistics(x)
+
+
+def _fake_add_backward(dy, x, residual, weight, mean, rstd, x_bias, rng, dropout_p, site, need_dparams):
+    with_bias = need_dparams and x_bias is not None
+    dx_bias = x_bias.new_empty(x_bias.shape) if with_bias else x.new_empty(0)
+    dparams = _fake_parameters(weight, need_dparams)
+    return x.new_empty(x.shape), residual.new_empty(x.shape), *dparams, dx_bias
+
+
+FWD = Primitive(
+    "layer_norm",
+    "layer_norm_fwd",
+    "(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)",
+    lambda x, weight, bias, eps: (x.new_empty(x.shape), statistics(x), statistics(x)),
+    _forward,
+)
+BWD = Primitive(
+    "layer_norm",
+    "layer_norm_bwd",
+    "(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool need_dparams)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    lambda dy, x, weight, mean, rstd, need: (x.new_empty(x.shape), *_fake_parameters(weight, need)),
+    _backward,
+)
+ADD_FWD = Primitive(
+    "add_layer_norm",
+    "add_layer_norm_fwd",
+    "(Tensor x, Tensor residual, Tensor weight, Tensor bias, Tensor? x_bias, Tensor? rng,"
+    " float eps, float dropout_p, int site) -> (Tensor y, Tensor mean, Tensor rstd)",
+    _fake_add_forward,
+    _add_forward,
+)
+ADD_BWD = Primitive(
+    "add_layer_norm",
+    "add_layer_norm_bwd",
+    "(Tensor dy, Tensor x, Tensor residual, Tensor weight, Tensor mean, Tensor rstd, Tensor? x_bias, Tensor? rng,"
+    " float dropout_p, int site, bool need_dparams)"
+    " -> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias, Tensor dx_bias)",
+    _fake_add_backward,
+    _add_backward,
+)
+
+
+# ---- the ops
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, backend, x, weight, bias, eps):
+        y, mean, rstd = FWD(backend, x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.backend = backend
+        return y
+
+    @staticmethod
+    @first_derivative_only("layer_norm")
+    def backward(ctx, dy):
+        need_dparams = any(ctx.needs_input_grad[2:4])
+        return None, *BWD(ctx.backend, dy, *ctx.saved_tensors, need_dparams), None
+
+
+class _AddLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, backend, x, residual, weight, bias, x_bias, rng, eps, dropout_p, site):
+        y, mean, rstd = ADD_FWD(backend, x, residual, weight, bias, x_bias, rng, eps, dropout_p, site)
+        ctx.save_for_backward(x, residual, weight, mean, rstd, x_bias, rng)
+        ctx.backend, ctx.dropout_p, ctx.site = backend, dropout_p, site
+        return y
+
+    @staticmethod
+    @first_derivative_only("add_layer_norm")
+    def backward(ctx, dy):
+        need_dparams = any(ctx.needs_input_grad[3:6])
+        grads = ADD_BWD(ctx.backend, dy, *ctx.saved_tensors, ctx.dropout_p, ctx.site, need_dparams)
+        return None, *grads, None, None, None, None
+
+
+def _check(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor | None], eps: float) -> None:
+    checks.floats(op, activations, parameters)
+    x = activations["x"]
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{op}: x has shape {tuple(x.shape)}; expected (..., C) with C > 0")
+    for name, tensor in activations.items():
+        checks.shape(op, name, tensor, tuple(x.shape), f"that of x, {tuple(x.shape)}")
+    for name, tensor in parameters.items():
+        if tensor is not None:
+            checks.shape(op, name, tensor, (x.shape[-1],), f"(C,) = ({x.shape[-1]},), the last dimension of x")
+    if not eps >= 0:
+        raise ValueError(f"{op}: eps is {eps}; expected eps >= 0")
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-12) -> Tensor:
+    """LayerNorm over the last dimension (Ba, Kiros and Hinton, 2016).
+
+    x: (..., C) float32, bfloat16, float16 or float64. weight, bias: (C,), of x's dtype or float32 beside half
+    precision. eps is added to the variance in float32. Returns x's shape and dtype; statistics are float32 (float64
+    for float64), a constant row gives exactly `bias`. The backward keeps x and two numbers a row.
+    Raises ValueError (shapes, devices, eps) and TypeError (dtypes).
+
+    Equivalent to::
+
+        F.layer_norm(x, weight.shape, weight, bias, eps)
+    """
+    _check("layer_norm", {"x": x}, {"weight": weight, "bias": bias}, eps)
+    live = needs_grad(x, weight, bias)
+    backend = backends.choose("layer_norm", x.device.type, x.dtype, backward=live)
+    return _LayerNorm.apply(backend, x, weight, bias, eps) if live else FWD(backend, x, weight, bias, eps)[0]
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-12,
+    *,
+    x_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    site: int = 0,
+) -> Tensor:
+    """LayerNorm of residual + dropout(x + x_bias): what follows each of BERT's output projections, in one pass.
+
+    x, residual: (..., C), any of float32, bfloat16, float16 (they may differ), or both float64. weight, bias, x_bias:
+    (C,), of a dtype of theirs or float32. Returns the promoted dtype of x and residual (the residual stream of
+    autocast stays float32). dropout_p in [0, 1) is rounded to a multiple of 2**-16; rng is an int64 key of
+    `fastbert.random.new_key` and site the place in the model: the mask is `fastbert.random.row_keep`'s. The backward
+    keeps x, residual and two numbers a row.
+    Raises ValueError (shapes, devices, eps, dropout) and TypeError (dtypes).
+
+    Equivalent to::
+
+        x = F.dropout(x + x_bias, dropout_p)
+        F.layer_norm(x + residual, weight.shape, weight, bias, eps)
+    """
+    parameters = {"weight": weight, "bias": bias, "x_bias": x_bias}
+    _check("add_layer_norm", {"x": x, "residual": residual}, parameters, eps)
+    checks.dropout("add_layer_norm", dropout_p, rng, x.device, random.ROW_BITS)
+    live = needs_grad(x, residual, weight, bias, x_bias)
+    backend = backends.choose("add_layer_norm", x.device.type, x.dtype, backward=live)
+    args = (x, residual, weight, bias, x_bias, rng, eps, dropout_p, site)
+    return _AddLayerNorm.apply(backend, *args) if live else ADD_FWD(backend, *args)[0]

@@ -1,0 +1,87 @@
+"""What all ops share: defining a primitive, running it on the chosen backend, refusing second derivatives."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastbert import backends
+
+# `_C` implements the first namespace for CPU and CUDA, `fastbert.triton` the second. Both have the same schemas.
+_LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in ("fastbert", "fastbert_triton")}
+_NAMESPACE = {"cpu": "fastbert", "cuda": "fastbert", "triton": "fastbert_triton"}
+
+
+class Primitive:
+    """One direction of an op, e.g. `layer_norm_bwd`: a schema and a fake for every backend, and plain PyTorch.
+
+    schema: in torch's syntax, without the name. fake: from fake inputs to empty outputs; by contract outputs are
+    contiguous and freshly allocated. reference: the implementation of the `reference` backend.
+    """
+
+    def __init__(self, op: str, name: str, schema: str, fake: Callable, reference: Callable) -> None:
+        self.op, self.name, self.fake, self.reference = op, name, fake, reference
+        for namespace, library in _LIBRARIES.items():
+            library.define(name + schema)
+            torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+
+    def __call__(self, backend: str, *args):
+        """Runs on `backend` (as `backends.choose` gave it). Autocast has no say inside an op."""
+        if not torch.compiler.is_compiling():
+            backends.count(self.name, backend)
+        run = self.reference if backend == "reference" else self._kernel(_NAMESPACE[backend])
+        device_type = next(arg for arg in args if isinstance(arg, Tensor)).device.type
+        if not torch.is_autocast_enabled(device_type):
+            return run(*args)
+        with torch.autocast(device_type, enabled=False):
+            return run(*args)
+
+    def _kernel(self, namespace: str) -> Callable:
+        return getattr(getattr(torch.ops, namespace), self.name).default
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether a gradient is live: recording is on and one of the tensors requires it."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of a matrix product on `tensor`: autocast's where that is on and applies, else the tensor's own."""
+    device_type = tensor.device.type
+    if torch.is_autocast_enabled(device_type) and tensor.dtype != torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return tensor.dtype
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, op, count, *tensors):
+        ctx.op = op
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            f"fastbert.ops.{ctx.op} has no second derivative; differentiate fastbert.ops.{ctx.op}_ref instead"
+        )
+
+
+def first_derivative_only(op: str) -> Callable:
+    """Decorates `autograd.Function.backward`: differentiating its result raises RuntimeError instead of being wrong."""
+
+    def decorate(backward: Callable) -> Callable:
+        @functools.wraps(backward)
+        def checked(ctx, *grads):
+            with torch.no_grad():
+                results = backward(ctx, *grads)
+            if not torch.is_grad_enabled():
+                return results
+            given = [r for r in results if r is not None]
+            inputs = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.is_floating_point()]
+            marked = iter(_NoSecondDerivative.apply(op, len(given), *given, *inputs))
+            return tuple(None if r is None else next(marked) for r in results)
+
+        return checked
+
+    return decorate

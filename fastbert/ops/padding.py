@@ -1,0 +1,122 @@
+"""pack and unpack: real tokens out of a padded batch with one gather, and back with one scatter."""
+
+import torch
+from torch import Tensor
+
+from fastbert import backends
+from fastbert.ops import checks
+from fastbert.ops.op import Primitive, first_derivative_only, needs_grad
+
+# ---- plain PyTorch
+
+
+def pack_ref(x: Tensor, indices: Tensor) -> Tensor:
+    """`pack` in plain PyTorch, any number of derivatives."""
+    return x.flatten(0, 1)[indices]
+
+
+def unpack_ref(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """`unpack` in plain PyTorch, any number of derivatives."""
+    rows = x.new_zeros(batch * seqlen, *x.shape[1:]).index_put((indices,), x)
+    return rows.view(batch, seqlen, *x.shape[1:])
+
+
+def _pack(x, indices):
+    return x.flatten(0, 1).index_select(0, indices)
+
+
+def _unpack(x, indices, batch, seqlen):
+    rows = x.new_zeros((batch * seqlen, *x.shape[1:]))
+    return rows.index_copy(0, indices, x).view(batch, seqlen, *x.shape[1:])
+
+
+# ---- schemas: each is the other's adjoint, so neither has a backward of its own
+
+PACK = Primitive(
+    "padding",
+    "padding_pack",
+    "(Tensor x, Tensor indices) -> Tensor",
+    lambda x, indices: x.new_empty((indices.shape[0], *x.shape[2:])),
+    _pack,
+)
+UNPACK = Primitive(
+    "padding",
+    "padding_unpack",
+    "(Tensor x, Tensor indices, SymInt batch, SymInt seqlen) -> Tensor",
+    lambda x, indices, batch, seqlen: x.new_empty((batch, seqlen, *x.shape[1:])),
+    _unpack,
+)
+
+
+# ---- the ops
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, backend, x, indices):
+        ctx.save_for_backward(indices)
+        ctx.backend, ctx.shape = backend, (x.shape[0], x.shape[1])
+        return PACK(backend, x, indices)
+
+    @staticmethod
+    @first_derivative_only("pack")
+    def backward(ctx, dy):
+        return None, UNPACK(ctx.backend, dy, *ctx.saved_tensors, *ctx.shape), None
+
+
+class _Unpack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, backend, x, indices, batch, seqlen):
+        ctx.save_for_backward(indices)
+        ctx.backend = backend
+        return UNPACK(backend, x, indices, batch, seqlen)
+
+    @staticmethod
+    @first_derivative_only("unpack")
+    def backward(ctx, dy):
+        return None, PACK(ctx.backend, dy, *ctx.saved_tensors), None, None, None
+
+
+def pack(x: Tensor, indices: Tensor) -> Tensor:
+    """The rows of a padded batch that `indices` names, one after the other.
+
+    x: (B, S, ...) of any dtype. indices: (T,) int64, distinct rows of the flattened batch, b * S + s. Returns
+    (T, ...). Differentiable for floating-point x; the gradient is zero elsewhere.
+    Raises IndexError (on a CPU, or under FASTBERT_CHECK=1), ValueError and TypeError.
+
+    Equivalent to::
+
+        x.flatten(0, 1)[indices]
+    """
+    checks.integers("pack", indices=indices)
+    if x.dim() < 2:
+        raise ValueError(f"pack: x has shape {tuple(x.shape)}; expected (B, S, ...)")
+    checks.shape("pack", "indices", indices, (None,), "(T,)")
+    checks.same_device("pack", {"x": x, "indices": indices})
+    checks.index_range("pack", "indices", indices, x.shape[0] * x.shape[1])
+    live = needs_grad(x)
+    backend = backends.choose("padding", x.device.type, x.dtype, backward=live)
+    return _Pack.apply(backend, x, indices) if live else PACK(backend, x, indices)
+
+
+def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The inverse of `pack`: row t goes to place indices[t] of a padded batch, zeros elsewhere.
+
+    x: (T, ...) of any dtype. indices: (T,) int64, distinct. Returns (batch, seqlen, ...). Differentiable for
+    floating-point x. Raises as `pack` does.
+
+    Equivalent to::
+
+        y = x.new_zeros(batch * seqlen, *x.shape[1:])
+        y[indices] = x
+        y.view(batch, seqlen, *x.shape[1:])
+    """
+    checks.integers("unpack", indices=indices)
+    if x.dim() < 1:
+        raise ValueError("unpack: x has shape (); expected (T, ...)")
+    checks.shape("unpack", "indices", indices, (x.shape[0],), f"(T,) = ({x.shape[0]},), a place for each row of x")
+    checks.same_device("unpack", {"x": x, "indices": indices})
+    checks.index_range("unpack", "indices", indices, batch * seqlen)
+    live = needs_grad(x)
+    backend = backends.choose("padding", x.device.type, x.dtype, backward=live)
+    return _Unpack.apply(backend, x, indices, batch, seqlen) if live else UNPACK(backend, x, indices, batch, seqlen)

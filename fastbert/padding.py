@@ -1,0 +1,152 @@
+"""From attention masks to packed tokens and back.
+
+A padded batch is packed once, before the embeddings, and unpacked once, after the last layer. `plan` understands the
+masks people pass; everything after it sees `cu_seqlens` and `max_seqlen`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastbert.ops import checks, pack, unpack
+
+
+class Packing(NamedTuple):
+    """Where the visible tokens of a (batch, seqlen) grid are.
+
+    indices: (T,) int64 rows of the flattened grid, None when all are visible. cu_seqlens: (batch + 1,) int32.
+    max_seqlen: at least the longest sequence. real: (T,) bool, which of the rows are tokens, None when all are.
+    """
+
+    batch: int
+    seqlen: int
+    indices: Tensor | None
+    cu_seqlens: Tensor
+    max_seqlen: int
+    real: Tensor | None = None
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(batch, seqlen, ...) -> (T, ...)."""
+        if self.indices is None:
+            return x.flatten(0, 1)
+        x = pack(x, self.indices)
+        return x if self.real is None else torch.where(_like(self.real, x), x, 0)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """(T, ...) -> (batch, seqlen, ...), zeros where no token is visible."""
+        if self.indices is None:
+            return x.unflatten(0, (self.batch, self.seqlen))
+        x = x if self.real is None else torch.where(_like(self.real, x), x, 0)
+        return unpack(x, self.indices, self.batch, self.seqlen)
+
+    def unpack_weights(self, weights: Tensor) -> Tensor:
+        """(batch, H, max_seqlen, max_seqlen) by place among visible tokens -> (batch, H, seqlen, seqlen)."""
+        if self.indices is None:
+            return weights
+        tokens = self.indices.shape[0]
+        if tokens == 0:
+            return weights.new_zeros(*weights.shape[:2], self.seqlen, self.seqlen)
+        place = self.unpack(packed_positions(self.cu_seqlens, tokens))
+        visible = self.unpack(torch.ones_like(self.indices)) != 0
+        rows = weights.gather(2, place[:, None, :, None].expand(-1, weights.shape[1], -1, weights.shape[3]))
+        cells = rows.gather(3, place[:, None, None, :].expand(-1, weights.shape[1], self.seqlen, -1))
+        return cells.masked_fill(~(visible[:, None, :, None] & visible[:, None, None, :]), 0)
+
+    def positions(self) -> Tensor:
+        """(T,) int64: the column of each token in the padded grid, BERT's default position ids."""
+        columns = torch.arange(self.seqlen, device=self.cu_seqlens.device).expand(self.batch, -1)
+        return self.pack(columns)
+
+
+def _like(real: Tensor, x: Tensor) -> Tensor:
+    return real.view(-1, *[1] * (x.dim() - 1))
+
+
+def first_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """(T, C) packed -> (B, C): the first token of each sequence, zeros for an empty one."""
+    starts, empty = cu_seqlens[:-1], cu_seqlens[1:] == cu_seqlens[:-1]
+    if x.shape[0] == 0:
+        return x.new_zeros(starts.shape[0], x.shape[1])
+    rows = x[starts.clamp(max=x.shape[0] - 1).long()]
+    return rows.masked_fill(empty.unsqueeze(-1), 0)
+
+
+def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """(T,) int64: the position of each packed token in its sequence."""
+    token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
+    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=max(cu_seqlens.shape[0] - 2, 0))
+    return (token - cu_seqlens[sequence]).long()
+
+
+def plan(attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.device) -> Packing:
+    """Reads a mask. At most one host synchronisation, none for None.
+
+    attention_mask: None; (B, S), nonzero is visible, with padding anywhere; or Hugging Face's broadcast masks of three
+    or four dimensions, (B, 1, 1, S) or (B, 1, S, S) with equal rows: bool (True is visible) or additive float (0 is
+    visible, -1e4 and below is not). Raises ValueError for a mask of another shape, and for one that is no key-padding
+    mask (causal, per query, a bias); TypeError for a dtype that is no mask's.
+
+    In code compiled by torch.compile sizes cannot depend on the mask: all batch * seqlen rows stay, visible ones first
+    and zeros after them.
+    """
+    if attention_mask is None:
+        return Packing(batch, seqlen, None, _full(batch, seqlen, device), seqlen)
+    visible, only_keys = _visible_keys(attention_mask, batch, seqlen, device)
+    lengths = visible.sum(1)
+    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+    if torch.compiler.is_compiling():
+        if only_keys is not None:
+            raise ValueError("attention_mask: compiled code cannot look at a mask's values; pass a (B, S) mask")
+        return _compiled_plan(visible, cu_seqlens)
+    only_keys = lengths.new_ones(()) if only_keys is None else only_keys.to(lengths.dtype)
+    tokens, longest, ok = torch.stack([lengths.sum(), _longest(lengths), only_keys]).tolist()
+    if not ok:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)} is no key-padding mask: its rows differ, or an "
+            "additive value lies between 0 and -1e4 (causal masks, per-query masks and biases are not supported)"
+        )
+    if tokens == batch * seqlen:
+        return Packing(batch, seqlen, None, _full(batch, seqlen, device), seqlen)
+    indices = visible.flatten().nonzero_static(size=tokens).squeeze(-1)
+    return Packing(batch, seqlen, indices, cu_seqlens, longest)
+
+
+def _full(batch: int, seqlen: int, device: torch.device) -> Tensor:
+    return torch.arange(batch + 1, device=device, dtype=torch.int32) * seqlen
+
+
+def _longest(lengths: Tensor) -> Tensor:
+    return lengths.max() if lengths.numel() else lengths.new_zeros(())
+
+
+def _compiled_plan(visible: Tensor, cu_seqlens: Tensor) -> Packing:
+    batch, seqlen = visible.shape
+    indices = (~visible.flatten()).to(torch.uint8).argsort(stable=True)
+    real = torch.arange(batch * seqlen, device=visible.device) < cu_seqlens[-1]
+    return Packing(batch, seqlen, indices, cu_seqlens, seqlen, real)
+
+
+def _visible_keys(mask: Tensor, batch: int, seqlen: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """(B, S) bool, and whether the mask masks keys and nothing else: a bool scalar, None when its form says so."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask is a {type(mask).__name__}; expected a tensor")
+    if mask.is_complex():
+        raise TypeError(f"attention_mask is {mask.dtype}; expected bool, an integer or a float")
+    checks.same_device("attention_mask", {"attention_mask": mask, "the input": torch.empty(0, device=device)})
+    if mask.dim() == 2:
+        checks.shape("attention_mask", "attention_mask", mask, (batch, seqlen), f"(B, S) = ({batch}, {seqlen})")
+        return mask != 0, None
+    expected = f"(B, S), (B, 1, 1, S) or (B, 1, S, S) with B = {batch}, S = {seqlen}"
+    wide = mask.unsqueeze(1) if mask.dim() == 3 else mask
+    if wide.dim() != 4 or wide.shape[0] not in (1, batch) or wide.shape[2] not in (1, seqlen) or wide.shape[3] != seqlen:
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {expected}")
+    rows = wide[:, :1, :1]
+    repeated = wide.shape[1:3] == (1, 1) or wide.stride()[1:3] == (0, 0)
+    only_keys = None if repeated else (wide == rows).all()
+    visible = rows != 0
+    if mask.dtype.is_floating_point:
+        visible = rows == 0
+        hard = (visible | (rows <= -1e4)).all()
+        only_keys = hard if only_keys is None else hard & only_keys
+    return visible.view(-1, seqlen).expand(batch, seqlen), only_keys

@@ -1,0 +1,115 @@
+"""The random numbers of dropout, in plain PyTorch: which elements every backend drops, bit for bit.
+
+Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) is a function of a
+key and a counter. The key is one int64 a model forward, drawn from torch's generator and never read by the host; each
+place in the model ("site") adds a multiple of the golden ratio to it. Counters are logical positions, so the mask does
+not depend on backend, tile size, padding or thread count, and the backward pass makes it again instead of storing it.
+
+Kernels reimplement this file; tests compare them with it for equality. `docs/random.md` derives the layout.
+"""
+
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15
+ROW_BITS = 16  # random bits an element of a row op
+ATTENTION_BITS = 8  # random bits an attention score
+
+EMBEDDING_SITE = 0
+
+
+def layer_sites(layer: int) -> tuple[int, int, int]:
+    """The dropout sites of a BERT layer: attention weights, attention output, layer output."""
+    return 3 * layer + 1, 3 * layer + 2, 3 * layer + 3
+
+
+_LOW = 0xFFFFFFFF
+
+
+def new_key(device: torch.device | str | None = None) -> Tensor:
+    """One int64 key, shape (1,), on `device`, from torch's generator there (so `torch.manual_seed` decides it)."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+def site_key(rng: Tensor, site: int) -> Tensor:
+    """The key of one site: rng + site * GOLDEN modulo 2**64, as int64."""
+    offset = site * GOLDEN % 2**64
+    return rng + (offset - 2**64 if offset >= 2**63 else offset)
+
+
+def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int], key: Tensor) -> tuple[Tensor, ...]:
+    """Philox4x32-7: four 32-bit words (int64 tensors) for a 128-bit counter of four words, broadcast together.
+
+    key: int64 tensor; its low half is the first key word. Known answer: key 0, counter 0 gives
+    5f6fb709 0d893f64 4f121f81 4f730a48.
+    """
+    c0, c1, c2, c3 = (torch.as_tensor(word, dtype=torch.int64, device=key.device) for word in counter)
+    k0, k1 = key & _LOW, (key >> 32) & _LOW
+    for _ in range(7):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the signed product wraps to the right 64 bits
+        c0, c1, c2, c3 = (p1 >> 32 & _LOW) ^ c1 ^ k0, p1 & _LOW, (p0 >> 32 & _LOW) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+    return c0, c1, c2, c3
+
+
+def threshold(p: float, bits: int) -> int:
+    """An element of `bits` random bits is dropped if its value is below this: round(p * 2**bits), half to even.
+
+    Raises ValueError for p outside [0, 1), for p > 0 so small that nothing, or so large that everything, would go.
+    """
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout_p is {p}; expected 0 <= dropout_p < 1")
+    dropped = round(p * 2**bits)
+    if p > 0 and not 0 < dropped < 2**bits:
+        raise ValueError(f"dropout_p is {p}, which {bits} random bits an element round to {dropped} / {2**bits}")
+    return dropped
+
+
+def keep_scale(p: float, bits: int) -> float:
+    """What a kept element is multiplied by: 1 / (share of values that are kept)."""
+    return 2**bits / (2**bits - threshold(p, bits))
+
+
+def row_bits(rng: Tensor, site: int, tokens: int, channels: int) -> Tensor:
+    """The 16 random bits of every element of a (tokens, channels) tensor, as int64.
+
+    Counter (channel // 8, token low, token high, 0); element channel % 8 takes the halves of the four words in
+    little-endian order. `token` is the packed index.
+    """
+    device = rng.device
+    token = torch.arange(tokens, device=device)[:, None]
+    group = torch.arange((channels + 7) // 8, device=device)[None, :]
+    words = torch.stack(philox((group, token & _LOW, token >> 32, 0), site_key(rng, site)), -1)  # [T, G, 4]
+    halves = torch.stack((words & 0xFFFF, words >> 16), -1)  # [T, G, 4, 2]
+    return halves.flatten(1)[:, :channels]
+
+
+def attention_bits(rng: Tensor, site: int, sequences: int, heads: int, queries: int, keys: int) -> Tensor:
+    """The random byte of every attention score, (sequences, heads, queries, keys), as int64.
+
+    Counter (16-key group, query, head, sequence); query and key are positions within their sequence. The order within
+    a group is that of the `mma` accumulator: in a block of 64 keys, bytes 2j and 2j + 1 of column pair c are keys
+    8j + 2c and 8j + 2c + 1, and the group is 4 * block + c.
+    """
+    device = rng.device
+    blocks = (keys + 63) // 64
+    group = torch.arange(4 * blocks, device=device)
+    query = torch.arange(queries, device=device)[:, None]
+    head = torch.arange(heads, device=device)[:, None, None]
+    sequence = torch.arange(sequences, device=device)[:, None, None, None]
+    words = torch.stack(philox((group, query, head, sequence), site_key(rng, site)), -1)  # [B, H, Q, 4 * blocks, 4]
+    shift = torch.arange(0, 32, 8, device=device)
+    data = (words[..., None] >> shift) & 0xFF  # [B, H, Q, 4 * blocks, word, byte]
+    data = data.unflatten(3, (blocks, 4)).flatten(-2)  # [B, H, Q, block, c, 2j + low]
+    data = data.unflatten(-1, (8, 2)).transpose(-3, -2)  # [B, H, Q, block, j, c, low]
+    return data.flatten(3)[..., :keys]
+
+
+def row_keep(rng: Tensor, site: int, tokens: int, channels: int, p: float) -> Tensor:
+    """Which elements of a (tokens, channels) tensor dropout keeps: bool. Kept ones times `keep_scale(p, ROW_BITS)`."""
+    return row_bits(rng, site, tokens, channels) >= threshold(p, ROW_BITS)
+
+
+def attention_keep(rng: Tensor, site: int, sequences: int, heads: int, length: int, p: float) -> Tensor:
+    """Which scores dropout keeps, (sequences, heads, length, length) bool; kept ones times `keep_scale(p, 8)`."""
+    return attention_bits(rng, site, sequences, heads, length, length) >= threshold(p, ATTENTION_BITS)

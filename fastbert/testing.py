@@ -1,0 +1,140 @@
+"""The accuracy rule: one definition of "as accurate as PyTorch", for tests, benchmarks and users' own checks.
+
+Truth is a float64 computation on the same rounded inputs, the error of a tensor is max |difference|, e is the worst
+error of PyTorch's own implementations of the same call in the same dtypes, and u is the epsilon of the tensor's dtype:
+
+    output    error <= 2 e + u * max |truth|          (hidden states of whole models: 3 e)
+    gradient  error <= 3 e + u * (largest gradient of that call)
+    float64   error <= 1e-12 * (max |truth|, or the largest gradient)
+
+It follows the practice of FlashAttention's tests: at most a small multiple of what PyTorch gets wrong.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call gave: named outputs, and the gradients of its floating-point inputs."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor under the rule. baseline is e, the worst of PyTorch's own errors."""
+
+    name: str
+    error: float
+    bound: float
+    baseline: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound  # False for NaN
+
+    def __str__(self) -> str:
+        sign = "<=" if self.ok else "> "
+        return f"{self.name:24} error {self.error:9.3e} {sign} {self.bound:9.3e}  (PyTorch {self.baseline:9.3e})"
+
+
+def evaluate(
+    call: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Mapping[str, object],
+    *,
+    dtype: torch.dtype | None = None,
+    gradients: bool = True,
+) -> Result:
+    """Runs `call(**inputs)` on fresh leaves, and its backward with fixed random output gradients.
+
+    inputs: tensors, and anything else as it is. dtype: converts floating-point tensors first (float64 for the truth).
+    gradients: False runs without a graph.
+    """
+    leaves = {name: _leaf(value, dtype, gradients) for name, value in inputs.items()}
+    with torch.set_grad_enabled(gradients):
+        result = call(**leaves)
+    named = {f"output {i}": t for i, t in enumerate(result)} if isinstance(result, tuple) else {"output": result}
+    floating = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    if not gradients:
+        return Result(named, {})
+    outputs = list(named.values())
+    torch.autograd.backward(outputs, [_cotangent(t, i) for i, t in enumerate(outputs)])
+    zero = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in floating.items()}
+    return Result({name: t.detach() for name, t in named.items()}, {f"d{name}": grad for name, grad in zero.items()})
+
+
+def _leaf(value: object, dtype: torch.dtype | None, gradients: bool) -> object:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    copy = value.detach().to(dtype or value.dtype)
+    return (copy.clone() if copy is value or copy.data_ptr() == value.data_ptr() else copy).requires_grad_(gradients)
+
+
+def _cotangent(output: Tensor, seed: int) -> Tensor:
+    """Normal numbers that bfloat16 and float16 both hold exactly, so that every dtype sees the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    grad = torch.randn(output.shape, generator=generator).bfloat16().half()
+    return grad.to(output.device, output.dtype)
+
+
+def compare(ours: Result, truth: Result, contenders: Iterable[Result], *, factor: float = 2.0) -> list[Row]:
+    """The rule, tensor by tensor. contenders: PyTorch's own results in the dtypes of `ours`; factor: for outputs."""
+    contenders = list(contenders)
+    largest = max((_magnitude(t) for t in truth.gradients.values()), default=0.0)
+    rows = []
+    for kind, times in (("outputs", factor), ("gradients", 3.0)):
+        results, truths = getattr(ours, kind), getattr(truth, kind)
+        if results.keys() != truths.keys():
+            raise AssertionError(f"{kind} are {sorted(results)}; the truth has {sorted(truths)}")
+        for name, tensor in results.items():
+            e = max((_error(getattr(c, kind)[name], truths[name]) for c in contenders), default=0.0)
+            scale = largest if kind == "gradients" else _magnitude(truths[name])
+            double = tensor.dtype == torch.float64
+            bound = 1e-12 * scale if double else times * e + torch.finfo(tensor.dtype).eps * scale
+            rows.append(Row(name, _error(tensor, truths[name]), bound, e))
+    return rows
+
+
+def assert_accurate(
+    ours: Callable,
+    truth: Callable,
+    contenders: Iterable[Callable],
+    inputs: Mapping[str, object],
+    *,
+    factor: float = 2.0,
+    gradients: bool = True,
+) -> list[Row]:
+    """Evaluates `ours` and PyTorch's `contenders` on the inputs, `truth` on them in float64, and applies the rule.
+
+    All take the inputs as keyword arguments. Returns the rows; raises AssertionError with all of them if one fails.
+    """
+    rows = compare(
+        evaluate(ours, inputs, gradients=gradients),
+        evaluate(truth, inputs, dtype=torch.float64, gradients=gradients),
+        [evaluate(contender, inputs, gradients=gradients) for contender in contenders],
+        factor=factor,
+    )
+    assert_rows(rows)
+    return rows
+
+
+def assert_rows(rows: Iterable[Row]) -> None:
+    """Raises AssertionError with the whole table unless every row obeys the rule."""
+    rows = list(rows)
+    if not all(row.ok for row in rows):
+        raise AssertionError("the accuracy rule is broken:\n" + "\n".join(map(str, rows)))
+
+
+def _magnitude(tensor: Tensor) -> float:
+    return float(tensor.detach().double().abs().max()) if tensor.numel() else 0.0
+
+
+def _error(tensor: Tensor, truth: Tensor) -> float:
+    if tensor.shape != truth.shape:
+        raise AssertionError(f"shape {tuple(tensor.shape)}; the truth has {tuple(truth.shape)}")
+    return _magnitude(tensor.detach().double() - truth.detach().double())
