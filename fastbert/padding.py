@@ -75,7 +75,7 @@ def first_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """(T,) int64: the position of each packed token in its sequence."""
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
-    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=max(cu_seqlens.shape[0] - 2, 0))
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp(max=max(cu_seqlens.shape[0] - 2, 0))
     return (token - cu_seqlens[sequence]).long()
 
 

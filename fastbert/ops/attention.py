@@ -24,7 +24,7 @@ def _grid(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[Tensor, Ten
 def _locate(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """For each token its sequence, its position there, and whether it is in a sequence at all."""
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
-    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     inside = token < cu_seqlens[-1]
     sequence = torch.where(inside, sequence, 0)
     return sequence, torch.where(inside, token - cu_seqlens[sequence], 0), inside

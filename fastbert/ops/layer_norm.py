@@ -196,8 +196,8 @@ class _AddLayerNorm(torch.autograd.Function):
     @first_derivative_only("add_layer_norm")
     def backward(ctx, dy):
         need_dparams = any(ctx.needs_input_grad[3:6])
-        grads = ADD_BWD(ctx.backend, dy, *ctx.saved_tensors, ctx.dropout_p, ctx.site, need_dparams)
-        return None, *grads, None, None, None, None
+        *grads, dx_bias = ADD_BWD(ctx.backend, dy, *ctx.saved_tensors, ctx.dropout_p, ctx.site, need_dparams)
+        return None, *grads, dx_bias if ctx.needs_input_grad[5] else None, None, None, None, None
 
 
 def _check(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor | None], eps: float) -> None:

@@ -11,6 +11,7 @@ from fastbert import backends
 # `_C` implements the first namespace for CPU and CUDA, `fastbert.triton` the second. Both have the same schemas.
 _LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in ("fastbert", "fastbert_triton")}
 _NAMESPACE = {"cpu": "fastbert", "cuda": "fastbert", "triton": "fastbert_triton"}
+PRIMITIVES: dict[str, "Primitive"] = {}
 
 
 class Primitive:
@@ -22,6 +23,7 @@ class Primitive:
 
     def __init__(self, op: str, name: str, schema: str, fake: Callable, reference: Callable) -> None:
         self.op, self.name, self.fake, self.reference = op, name, fake, reference
+        PRIMITIVES[name] = self
         for namespace, library in _LIBRARIES.items():
             library.define(name + schema)
             torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)

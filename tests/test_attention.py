@@ -1,0 +1,253 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from op_suite import HALF, OpSuite, normal, pytest_generate_tests  # noqa: F401
+
+import fastbert
+from fastbert import ops, random, testing
+from fastbert.ops.op import PRIMITIVES
+
+
+def ends(lengths, device="cpu"):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+
+
+class AttentionSuite(OpSuite):
+    op = "attention"
+    shapes = [  # (lengths, heads, head size)
+        pytest.param(((5, 0, 3), 2, 8), id="an-empty-sequence"),
+        pytest.param(((1, 17), 1, 5), id="one-token-and-odd-sizes"),
+        pytest.param(((16, 15, 17), 2, 64), id="around-16"),
+        pytest.param(((64, 63, 65), 2, 32), id="around-64"),
+        pytest.param(((129, 127), 1, 128), id="around-128"),
+        pytest.param(((40,), 3, 96), id="unusual-head-size"),
+    ]
+
+    def inputs(self, shape, dtype, device):
+        lengths, heads, head_dim = shape
+        return {
+            "qkv": normal(sum(lengths), 3, heads, head_dim, dtype=dtype, device=device),
+            "cu_seqlens": ends(lengths, device),
+        }
+
+    def empty(self, dtype, device):
+        return self.inputs(((0, 0), 2, 8), dtype, device)
+
+    def longest(self, cu_seqlens):
+        return int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+
+    def dropout_arguments(self, qkv):
+        return {}
+
+    def factors(self, qkv, sequence, length):
+        """What dropout multiplies the weights of a sequence by, (H, S, S)."""
+        return 1
+
+    def ours(self, qkv, cu_seqlens):
+        longest = 5 if torch.compiler.is_compiling() else self.longest(cu_seqlens)
+        return ops.attention(qkv, cu_seqlens, longest, **self.dropout_arguments(qkv))
+
+    def by_sequence(self, attend, qkv, cu_seqlens):
+        rows = [qkv[:0, 0]]
+        for sequence, (start, end) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)):
+            q, k, v = qkv[start:end].permute(1, 2, 0, 3)
+            rows.append(attend(q, k, v, sequence).transpose(0, 1))
+        return torch.cat(rows)
+
+    def explicit(self, q, k, v, sequence):
+        weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+        return (weights * self.factors(q, sequence, q.shape[1])) @ v
+
+    def truth(self, qkv, cu_seqlens):
+        return self.by_sequence(self.explicit, qkv, cu_seqlens)
+
+    def contenders(self):
+        def fused(q, k, v, sequence):
+            return F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+
+        kinds = [self.explicit] if self.dropout_arguments(torch.empty(0)) else [self.explicit, fused]
+        return [lambda qkv, cu_seqlens, a=a: self.by_sequence(a, qkv, cu_seqlens) for a in kinds]
+
+    def primitive_calls(self, inputs):
+        qkv, cu_seqlens = inputs.values()
+        rng, rest = random.new_key(qkv.device), (0.5, 0.1)
+        lse = torch.ones(qkv.shape[2], qkv.shape[0], device=qkv.device)
+        yield "attention_fwd", (qkv, cu_seqlens, 5, *rest, rng, 3)
+        yield "attention_fwd", (qkv, cu_seqlens, 5, 0.5, 0.0, None, 3)
+        yield "attention_bwd", (qkv[:, 0], qkv, qkv[:, 1], lse, cu_seqlens, 5, *rest, rng, 3)
+
+
+class TestAttention(AttentionSuite):
+    def test_lse(self, backend):
+        """The saved log-sum-exp is part of the contract: one backend's forward may meet another's backward."""
+        inputs = self.inputs(((5, 0, 3), 2, 8), torch.float32, backend.device)
+        _, lse = PRIMITIVES["attention_fwd"](backend.name, *inputs.values(), 5, 8**-0.5, 0.0, None, 0)
+        q, k, _ = inputs["qkv"][:5].double().permute(1, 2, 0, 3)
+        truth = (q @ k.transpose(-1, -2) * 8**-0.5).logsumexp(-1)
+        assert lse.dtype == torch.float32 and (lse[:, :5] - truth).abs().max() <= 1e-6 * truth.abs().max()
+
+    def test_uniform_weights_give_exact_means(self, backend):
+        """Equal scores over 2**n keys and integer values: the mean is exact in every dtype."""
+        for dtype in (torch.float32, *HALF):
+            if backend.why_not(dtype, False):
+                continue
+            qkv = torch.zeros(24, 3, 2, 32, dtype=dtype, device=backend.device)
+            qkv[:, 2] = torch.randint(-8, 8, (24, 2, 32), device=backend.device)
+            out = ops.attention(qkv, ends((16, 8), backend.device), 16)
+            expected = torch.cat([qkv[:16, 2].float().mean(0).expand(16, 2, 32), qkv[16:, 2].float().mean(0).expand(8, 2, 32)])
+            assert torch.equal(out, expected.to(dtype))
+
+    def with_scale(self, scale):
+        def attend(q, k, v, _):
+            return (q @ k.transpose(-1, -2) * scale).softmax(-1) @ v
+
+        ours = lambda qkv, cu_seqlens: ops.attention(qkv, cu_seqlens, 9, scale=scale)  # noqa: E731
+        return ours, lambda qkv, cu_seqlens: self.by_sequence(attend, qkv, cu_seqlens)
+
+    @pytest.mark.parametrize("scale", [0.0, 1.0])
+    def test_scale(self, backend, scale):
+        inputs = self.inputs(((9, 4), 2, 16), torch.float32, backend.device)
+        ours, plain = self.with_scale(scale)
+        both = backend.why_not(torch.float32, True) is None
+        testing.assert_accurate(ours, plain, [plain], inputs, gradients=both)
+
+    def test_large_logits(self, backend):
+        """Logits of hundreds, where exp overflows without the maximum taken off. The backward has exp(score - lse) of
+        two float32 numbers of that size, so its weights, and gradients, are right to 2**-23 of the largest logit."""
+        inputs = self.inputs(((9, 4), 2, 16), torch.float32, backend.device)
+        ours, plain = self.with_scale(30.0)
+        logit = 30 * (inputs["qkv"][:, 0, None] * inputs["qkv"][None, :, 1]).sum(-1).abs().max()
+        both = backend.why_not(torch.float32, True) is None
+        result = testing.evaluate(ours, inputs, gradients=both)
+        truth = testing.evaluate(plain, inputs, dtype=torch.float64, gradients=both)
+        pairs = [(result.outputs, truth.outputs, 2**-20), (result.gradients, truth.gradients, 2**-22 * logit)]
+        for got, want, bound in pairs:
+            for name, tensor in got.items():
+                assert (tensor - want[name]).abs().max() <= bound * want[name].abs().max(), name
+
+    def test_sequences_do_not_see_each_other(self, backend):
+        """NaN, infinity and 1e30 in one sequence leave the others' bits alone, forward and backward."""
+        inputs = self.inputs(((5, 7, 6), 2, 16), torch.float32, backend.device)
+        both = backend.why_not(torch.float32, True) is None
+        clean = testing.evaluate(self.ours, inputs, gradients=both)
+        for poison in (torch.nan, torch.inf, 1e30):
+            qkv = inputs["qkv"].clone()
+            qkv[5:12] = poison
+            dirty = testing.evaluate(self.ours, inputs | {"qkv": qkv}, gradients=both)
+            for name, a in {**clean.outputs, **clean.gradients}.items():
+                b = {**dirty.outputs, **dirty.gradients}[name]
+                assert torch.equal(a[:5], b[:5]) and torch.equal(a[12:], b[12:]), name
+
+    def test_longer_max_seqlen_changes_nothing_but_rounding(self, backend):
+        inputs = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)
+        one, two = (ops.attention(*inputs.values(), m) for m in (5, 100))
+        assert (one - two).abs().max() <= 2**-22 * one.abs().max()
+
+    def test_token_outside_every_sequence_gets_zeros(self, backend):
+        """What a device does with a cu_seqlens that ends early: defined output, never what memory held."""
+        inputs = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)
+        out, _ = PRIMITIVES["attention_fwd"](
+            backend.name, inputs["qkv"], ends((5,), backend.device), 5, 0.3, 0.0, None, 0
+        )
+        assert torch.equal(out[5:], torch.zeros_like(out[5:])) and not out[:5].isnan().any()
+
+    def test_autocast(self, backend):
+        backend.require(torch.bfloat16)
+        inputs = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)
+        expected = self.ours(inputs["qkv"].bfloat16(), inputs["cu_seqlens"])
+        with torch.autocast(backend.device, torch.bfloat16):
+            assert torch.equal(self.ours(**inputs), expected)
+
+    def test_weights(self, backend):
+        inputs = self.inputs(((5, 0, 3), 2, 8), torch.float32, backend.device)
+        weights = ops.attention_weights(*inputs.values(), 5)
+        v = inputs["qkv"][5:, 2].permute(1, 0, 2)
+        out = self.ours(**inputs)
+        assert (weights[2, :, :3, :3] @ v - out[5:].transpose(0, 1)).abs().max() <= 1e-6
+        assert weights[1].abs().sum() == 0 and weights[2, :, 3:].abs().sum() == 0 and weights[2, :, :, 3:].abs().sum() == 0
+
+
+class TestAttentionDropout(AttentionSuite):
+    """With dropout: the truth multiplies by the mask of the contract."""
+
+    key, p, site = -0x123456789ABCDEF, 0.1, 7
+
+    def dropout_arguments(self, qkv):
+        return {"dropout_p": self.p, "rng": torch.tensor([self.key], device=qkv.device), "site": self.site}
+
+    def factors(self, q, sequence, length):
+        bits = random.attention_bits(torch.tensor([self.key]), self.site, sequence + 1, q.shape[0], length, length)
+        return ((bits[-1] >= 26).double() * (256 / 230)).to(q.device, q.dtype)  # round(0.1 * 2**8) = 26
+
+    def test_dropped_weights_are_the_contract_s(self, backend):
+        """Values that name their key show which keys were dropped."""
+        length = 70
+        qkv = torch.zeros(length, 3, 1, 128, device=backend.device)
+        qkv[:, 2, 0, :length] = torch.eye(length, device=backend.device)
+        out = ops.attention(qkv, ends((length,), backend.device), length, **self.dropout_arguments(qkv))
+        kept = self.factors(qkv, 0, length)[0] > 0
+        assert torch.equal(out[:, 0, :length] > 0, kept)
+
+
+class TestQkvAttention:
+    def test_is_a_projection_and_attention(self):
+        hidden, weight, bias = torch.randn(8, 12), torch.randn(36, 12), torch.randn(36)
+        cu_seqlens = ends((5, 3))
+        out = ops.qkv_attention(hidden, weight, bias, 3, cu_seqlens, 5)
+        for start, end in ((0, 5), (5, 8)):
+            q, k, v = (
+                F.linear(hidden[start:end], w, b).view(-1, 3, 4).transpose(0, 1)
+                for w, b in zip(weight.chunk(3), bias.chunk(3), strict=True)
+            )
+            truth = F.scaled_dot_product_attention(q[None], k[None], v[None])[0].transpose(0, 1).flatten(1)
+            assert (out[start:end] - truth).abs().max() <= 1e-5
+
+    def test_float32_parameters_and_autocast_give_the_activation_s_dtype(self):
+        hidden, weight, bias = torch.randn(8, 12).bfloat16(), torch.randn(36, 12), torch.randn(36)
+        out = ops.qkv_attention(hidden, weight, bias, 3, ends((5, 3)), 5)
+        assert out.dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(ops.qkv_attention(hidden.float(), weight, bias, 3, ends((5, 3)), 5), out)
+
+
+QKV = torch.zeros(8, 3, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("qkv", "cu_seqlens", "max_seqlen", "error", "words"),
+    [
+        (QKV, ends((5, 3)).long(), 5, TypeError, "cu_seqlens is torch.int64; expected a torch.int32 tensor"),
+        (QKV, [0, 5, 8], 5, TypeError, "cu_seqlens is list"),
+        (QKV, torch.tensor([[0, 8]], dtype=torch.int32), 8, ValueError, r"cu_seqlens has shape \(1, 2\)"),
+        (QKV, torch.tensor([0, 6, 5, 8], dtype=torch.int32), 8, ValueError, "never to fall"),
+        (QKV, torch.tensor([1, 8], dtype=torch.int32), 8, ValueError, "start at 0"),
+        (QKV, ends((5, 2)), 5, ValueError, "ends at 7; expected the number of tokens, 8"),
+        (QKV, ends((5, 4)), 5, ValueError, "ends at 9"),
+        (QKV, ends((5, 3)), 4, ValueError, "max_seqlen is 4; expected at least the longest sequence, 5"),
+        (QKV, ends((5, 3)), torch.tensor(5), TypeError, "max_seqlen is a Tensor; expected an int"),
+        (QKV[:, :2], ends((5, 3)), 5, ValueError, r"qkv has shape \(8, 2, 2, 4\); expected \(T, 3, H, D\)"),
+        (QKV.long(), ends((5, 3)), 5, TypeError, "qkv is torch.int64"),
+        (QKV, ends((5, 3)).to("meta"), 5, ValueError, "qkv on cpu, cu_seqlens on meta"),
+    ],
+)
+def test_bad_input_is_refused(qkv, cu_seqlens, max_seqlen, error, words):
+    with pytest.raises(error, match=words):
+        ops.attention(qkv, cu_seqlens, max_seqlen)
+
+
+def test_bad_dropout_and_heads_are_refused():
+    with pytest.raises(ValueError, match="8 random bits an element round to 0 / 256"):
+        ops.attention(QKV, ends((5, 3)), 5, dropout_p=0.001, rng=random.new_key())
+    with pytest.raises(ValueError, match="round to 256 / 256"):
+        ops.attention(QKV, ends((5, 3)), 5, dropout_p=0.999, rng=random.new_key())
+    with pytest.raises(ValueError, match="num_heads is 5; expected a divisor of C = 12"):
+        ops.qkv_attention(torch.zeros(8, 12), torch.zeros(36, 12), torch.zeros(36), 5, ends((5, 3)), 5)
+    with pytest.raises(ValueError, match=r"weight has shape \(35, 12\); expected \(3C, C\) = \(36, 12\)"):
+        ops.qkv_attention(torch.zeros(8, 12), torch.zeros(35, 12), torch.zeros(35), 3, ends((5, 3)), 5)
+
+
+def test_a_backend_without_the_kernel_says_so():
+    if fastbert.backends.why_not("cuda", "attention", "cpu", torch.float32) is None:
+        pytest.skip("cuda serves CPU tensors?")
+    with fastbert.backend("cuda"), pytest.raises(RuntimeError, match="backend 'cuda' cannot run attention: it"):
+        ops.attention(QKV, ends((5, 3)), 5)

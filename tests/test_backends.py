@@ -1,0 +1,156 @@
+"""Which kernel runs, and what is said when none can."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import fastbert
+from fastbert import backends, ops
+
+X, BIAS = torch.randn(3, 8), torch.randn(8)
+
+
+def ran():
+    return {key for key, n in backends.calls().items() if key[0] == "bias_gelu_fwd" and n}
+
+
+def run_python(code, **environment):
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, check=False
+    )
+
+
+def test_forcing_reference_is_for_this_thread_and_ends_with_the_block():
+    seen = []
+    with fastbert.backend("reference"):
+        thread = threading.Thread(target=lambda: seen.append(backends._forced.name))
+        thread.start()
+        thread.join()
+        assert backends._forced.name == "reference" and seen == [None]
+        with fastbert.backend(None):
+            assert backends._forced.name is None
+        assert backends._forced.name == "reference"
+    assert backends._forced.name is None
+
+
+def test_the_forced_backend_runs_the_backward_too_wherever_that_is_called():
+    x = X.clone().requires_grad_()
+    before = backends.calls().get(("bias_gelu_bwd", "reference"), 0)
+    with fastbert.backend("reference"):
+        y = ops.bias_gelu(x, BIAS)
+    y.sum().backward()
+    assert backends.calls()["bias_gelu_bwd", "reference"] == before + 1
+
+
+def test_counters_count():
+    with fastbert.backend("reference"):
+        before = backends.calls().get(("bias_gelu_fwd", "reference"), 0)
+        ops.bias_gelu(X, BIAS)
+        ops.bias_gelu(X, BIAS)
+    assert backends.calls()["bias_gelu_fwd", "reference"] == before + 2
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="unknown backend 'gpu'; expected one of reference, cpu, triton, cuda"):
+        with fastbert.backend("gpu"):
+            pass
+    result = run_python("import fastbert", FASTBERT_BACKEND="gpu")
+    assert result.returncode and "unknown backend 'gpu'" in result.stderr
+
+
+def test_a_forced_backend_that_cannot_run_says_why():
+    with fastbert.backend("cpu"), pytest.raises(RuntimeError, match="backend 'cpu' cannot run .*layer_norm"):
+        ops.layer_norm(X, BIAS, BIAS)
+    with fastbert.backend("cuda"), pytest.raises(RuntimeError, match="it does not serve cpu tensors"):
+        ops.bias_gelu(X, BIAS)
+    if backends.why_not("cpu", "bias_gelu", "cpu", torch.float32) is None:
+        with fastbert.backend("cpu"), pytest.raises(RuntimeError, match="has no backward"):
+            ops.bias_gelu(X.clone().requires_grad_(), BIAS)
+
+
+def test_the_environment_forces_a_backend():
+    code = "import torch, fastbert; fastbert.ops.bias_gelu(torch.ones(2, 2), torch.ones(2)); print(fastbert.backends.calls())"
+    assert "'reference'): 1" in run_python(code, FASTBERT_BACKEND="reference").stdout
+
+
+def test_importing_fastbert_imports_neither_transformers_nor_triton():
+    code = "import sys, fastbert; print([m for m in ('transformers', 'triton', 'tokenizers', 'rich') if m in sys.modules])"
+    assert run_python(code).stdout.strip() == "[]"
+
+
+def test_compiled_code_follows_the_block():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: ops.bias_gelu(x, BIAS), fullgraph=True, backend="eager")
+    compiled(X)
+    with fastbert.backend("cuda"), pytest.raises(Exception, match="does not serve cpu tensors"):
+        compiled(X)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        ("TORCH_VERSION, NOT_BUILT = '2.1.0', None", "were built for torch 2.1.0, this is torch"),
+        ("TORCH_VERSION, NOT_BUILT = None, 'FASTBERT_BUILD=0 was set'", "are not built, because FASTBERT_BUILD=0 was set"),
+    ],
+)
+def test_an_extension_that_does_not_fit_is_refused_and_others_take_over(tmp_path, build, words):
+    """A `_C` for another torch is not even loaded; the sentence says what to run, once, at the first call."""
+    code = f"""
+import sys, types, warnings
+module = types.ModuleType("fastbert._build")
+exec({build!r}, module.__dict__)
+sys.modules["fastbert._build"] = module
+import torch, fastbert
+assert "fastbert._C" not in sys.modules and fastbert.backends.EXTENSION is None
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        fastbert.ops.bias_gelu(torch.ones(2, 2), torch.ones(2))
+print(len(caught), caught[0].message)
+print(fastbert.backends.why_not("cpu", "bias_gelu", "cpu", torch.float32))
+"""
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+    warned, reason = result.stdout.splitlines()
+    assert warned.startswith("1 ") and words in warned and "pip install" in warned and words in reason
+
+
+def test_explain_names_every_op_and_backend(capsys):
+    fastbert.explain()
+    text = capsys.readouterr().out
+    for name in (*backends.OPS, *backends.BACKENDS):
+        assert name in text
+    assert "does not serve cpu tensors" in text or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "capability", "serves"),
+    [
+        ("80-real", (8, 0), True),
+        ("80-real", (8, 9), True),  # binaries run on later minor versions
+        ("80-real", (9, 0), False),
+        ("86-real", (8, 0), False),
+        ("90-virtual", (9, 0), True),
+        ("90-virtual", (12, 0), True),  # PTX runs on everything later
+        ("90-virtual", (8, 9), False),
+        ("90", (10, 0), True),
+        ("90a-real", (9, 0), True),
+        ("90a", (10, 0), False),  # architecture-specific PTX is not forward compatible
+        ("100-real", (10, 3), True),
+    ],
+)
+def test_which_gpus_a_build_serves(architecture, capability, serves):
+    assert backends._serves(architecture, capability) is serves
+
+
+def test_the_orders_name_real_backends_and_kernels():
+    for ops_of_device in backends.ORDER.values():
+        for op, (order, measured) in ops_of_device.items():
+            assert op in backends.OPS and order[-1] == "reference" and measured
+            assert all((name, op) in backends.KERNELS for name in order[:-1])

@@ -1,0 +1,95 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
+
+from fastbert import ops
+
+
+class TestBiasGelu(OpSuite):
+    op = "bias_gelu"
+    parameters = ("bias",)
+    shapes = [
+        pytest.param((5, 7), id="odd-columns"),  # no multiple of any vector width
+        pytest.param((1, 1), id="one-element"),
+        pytest.param((17, 3072), id="bert-base"),
+        pytest.param((2, 3, 40), id="three-dimensions"),  # leading dimensions, tail after a vector
+        pytest.param((40,), id="one-dimension"),
+    ]
+
+    # x times the normal distribution function, from its tables
+    known = {0.0: 0.0, 1.0: 0.8413447460685429, -1.0: -0.15865525393145707, 2.0: 1.9544997361036416}
+
+    def inputs(self, shape, dtype, device):
+        # three standard deviations wide: reaches both tails, where 1 + erf cancels
+        return {
+            "x": normal(*shape, dtype=dtype, device=device, scale=3),
+            "bias": normal(shape[-1], dtype=dtype, device=device),
+        }
+
+    def empty(self, dtype, device):
+        return self.inputs((0, 8), dtype, device)
+
+    def ours(self, x, bias):
+        return ops.bias_gelu(x, bias)
+
+    def truth(self, x, bias):
+        return 0.5 * (x + bias) * (1 + torch.erf((x + bias) * 0.5**0.5))
+
+    def contenders(self):
+        return [lambda x, bias: F.gelu(x + bias).to(x.dtype)]
+
+    def primitive_calls(self, inputs):
+        x, bias = inputs.values()
+        yield "bias_gelu_fwd", (x, bias, "none")
+        yield "bias_gelu_bwd", (x, x, bias, "none", True)
+        yield "bias_gelu_bwd", (x, x, bias, "none", False)
+
+    def test_values_at_the_edges(self, backend):
+        """Known values, and limits: F.gelu(inf) is NaN on a CPU, ours is not."""
+        x = torch.tensor([*self.known, 1e30, -1e30, torch.inf, -torch.inf, torch.nan], device=backend.device)
+        y = self.ours(x, torch.zeros_like(x)).cpu()
+        known = torch.tensor(list(self.known.values()))
+        assert ((y[: len(known)] - known).abs() <= 2**-22 * known.abs()).all()  # two units in the last place
+        assert y[len(known) : -1].tolist() == [torch.tensor(1e30).item(), 0, torch.inf, 0]
+        assert y[-1].isnan()
+
+    def test_gradient_at_the_edges(self, backend):
+        backend.require(torch.float32, backward=True)
+        x = torch.tensor([0.0, 1e30, -1e30, torch.inf, -torch.inf], device=backend.device, requires_grad=True)
+        ops.bias_gelu(x, torch.zeros_like(x)).sum().backward()
+        assert x.grad.tolist() == [0.5, 1, 0, 1, 0]
+
+
+class TestBiasGeluTanh(TestBiasGelu):
+    """gelu_new, the tanh form."""
+
+    known = {0.0: 0.0, 1.0: 0.8411919906082768, -1.0: -0.15880800939172324, 2.0: 1.954597694087775}
+
+    def ours(self, x, bias):
+        return ops.bias_gelu(x, bias, approximate="tanh")
+
+    def truth(self, x, bias):
+        v = x + bias
+        return 0.5 * v * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (v + 0.044715 * v**3)))
+
+    def contenders(self):
+        return [lambda x, bias: F.gelu(x + bias, approximate="tanh").to(x.dtype)]
+
+
+@pytest.mark.parametrize(
+    ("x", "bias", "approximate", "error", "words"),
+    [
+        (torch.zeros(2, 4), torch.zeros(3), "none", ValueError, r"bias has shape \(3,\); expected \(C,\) = \(4,\)"),
+        (torch.zeros(2, 4), torch.zeros(1, 4), "none", ValueError, "bias has shape"),
+        (torch.zeros(()), torch.zeros(1), "none", ValueError, "x has shape"),
+        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(4), "none", TypeError, "x is torch.int64"),
+        (torch.zeros(2, 4), torch.zeros(4).bfloat16(), "none", TypeError, "bias is torch.bfloat16"),
+        (torch.zeros(2, 4), torch.zeros(4, device="meta"), "none", ValueError, "x on cpu, bias on meta"),
+        (torch.zeros(2, 4), [0, 0, 0, 0], "none", TypeError, "bias is a list"),
+        (torch.zeros(2, 4), torch.zeros(4), "erf", ValueError, "approximate is 'erf'; expected 'none'"),
+    ],
+)
+def test_bad_input_is_refused(x, bias, approximate, error, words):
+    with pytest.raises(error, match=words):
+        ops.bias_gelu(x, bias, approximate)

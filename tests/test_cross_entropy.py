@@ -1,0 +1,113 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
+
+from fastbert import ops
+
+
+class TestCrossEntropy(OpSuite):
+    op = "cross_entropy"
+    parameters = ("weight", "bias")
+    shapes = [  # (tokens, channels, classes)
+        pytest.param((9, 7, 11), id="odd"),
+        pytest.param((33, 64, 1000), id="many-classes"),
+        pytest.param((2, 3, 2), id="two-tokens"),
+    ]
+
+    def inputs(self, shape, dtype, device):
+        tokens, channels, classes = shape
+        labels = torch.randint(classes, (tokens,))
+        labels[::3] = -100
+        return {
+            "hidden": normal(tokens, channels, dtype=dtype, device=device),
+            "weight": normal(classes, channels, dtype=dtype, device=device, scale=channels**-0.5),
+            "bias": normal(classes, dtype=dtype, device=device),
+            "labels": labels.to(device),
+        }
+
+    def empty(self, dtype, device):
+        return self.inputs((0, 8, 4), dtype, device)
+
+    def ours(self, hidden, weight, bias, labels):
+        return ops.cross_entropy(hidden, weight, bias, labels)
+
+    def truth(self, hidden, weight, bias, labels):
+        rows = labels != -100
+        logits = hidden[rows] @ weight.T + bias
+        picked = logits.gather(1, labels[rows, None]).squeeze(1)
+        return (logits.exp().sum(1).log() - picked).sum() / max(int(rows.sum()), 1)
+
+    def contenders(self):
+        def half(hidden, weight, bias, labels):
+            return F.cross_entropy(F.linear(hidden, weight.to(hidden.dtype), bias.to(hidden.dtype)), labels)
+
+        def upcast(hidden, weight, bias, labels):
+            logits = F.linear(hidden, weight.to(hidden.dtype), bias.to(hidden.dtype))
+            return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
+
+        return [half, upcast]
+
+    def primitive_calls(self, inputs):
+        hidden, weight, bias, labels = inputs.values()
+        yield "cross_entropy_fwd", (hidden, weight, bias, labels, -100, False)
+        yield "cross_entropy_fwd", (hidden, weight, bias, labels, -100, True)
+        dlogits = hidden @ weight.T
+        dloss = torch.ones((), device=hidden.device)
+        for need in ((True, True), (True, False), (False, True)):
+            yield "cross_entropy_bwd", (dloss, hidden, weight, labels, dlogits, -100, *need)
+
+    def test_no_labelled_row_is_zero(self, backend):
+        inputs = self.inputs((4, 3, 5), torch.float32, backend.device)
+        inputs["hidden"].requires_grad_()
+        loss = self.ours(**inputs | {"labels": torch.full((4,), -100, device=backend.device)})
+        loss.backward()
+        assert loss == 0 and inputs["hidden"].grad.abs().sum() == 0
+
+    def test_uniform_logits_cost_the_logarithm_of_the_classes(self, backend):
+        hidden = torch.zeros(4, 3, device=backend.device)
+        labels = torch.tensor([0, 1, -100, 7], device=backend.device)
+        loss = ops.cross_entropy(hidden, torch.ones(8, 3, device=backend.device), torch.zeros(8, device=backend.device), labels)
+        assert abs(loss.item() - 2.0794415416798357) < 1e-6  # ln 8
+
+    def test_confident_logits_do_not_overflow(self, backend):
+        weight = torch.eye(4, device=backend.device) * 3e4
+        loss = ops.cross_entropy(weight[:1] / 3e4, weight, weight[0] * 0, torch.tensor([1], device=backend.device))
+        assert loss.item() == 3e4
+
+    def test_float16_gradients_survive_loss_scaling_and_its_absence(self, backend):
+        """softmax over 30522 classes is 3e-5; divided by the row count before rounding it would underflow float16."""
+        backend.require(torch.float16, backward=True)
+        inputs = self.inputs((512, 16, 30522), torch.float16, backend.device)
+        double = {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()}
+        for scale in (1.0, 65536.0):
+            leaves = [{n: t.clone().requires_grad_(t.is_floating_point()) for n, t in i.items()} for i in (inputs, double)]
+            (self.ours(**leaves[0]) * scale).backward()
+            (self.truth(**leaves[1]) * scale).backward()
+            truth = leaves[1]["hidden"].grad
+            assert (leaves[0]["hidden"].grad - truth).abs().max() <= 0.02 * truth.abs().max()
+            assert torch.isfinite(leaves[0]["weight"].grad).all()
+
+    def test_other_ignore_index(self, backend):
+        inputs = self.inputs((9, 7, 11), torch.float32, backend.device)
+        other = inputs | {"labels": torch.where(inputs["labels"] == -100, 5, inputs["labels"])}
+        loss = ops.cross_entropy(**other, ignore_index=5)
+        truth = F.cross_entropy(inputs["hidden"] @ inputs["weight"].T + inputs["bias"], other["labels"], ignore_index=5)
+        assert abs(loss - truth) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"labels": torch.tensor([0, 5])}, IndexError, r"labels\[1\] is 5; expected 0 <= labels < 5"),
+        ({"labels": torch.tensor([0, -1])}, IndexError, r"labels\[1\] is -1"),
+        ({"labels": torch.zeros(2)}, TypeError, "labels is torch.float32"),
+        ({"labels": torch.zeros(3).long()}, ValueError, r"labels has shape \(3,\)"),
+        ({"hidden": torch.zeros(1, 2, 4)}, ValueError, r"hidden has shape \(1, 2, 4\); expected \(T, C\)"),
+        ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \(4,\); expected \(C,\) = \(5,\)"),
+    ],
+)
+def test_bad_input_is_refused(change, error, words):
+    good = {"hidden": torch.zeros(2, 4), "weight": torch.zeros(5, 4), "bias": torch.zeros(5), "labels": torch.tensor([0, 1])}
+    with pytest.raises(error, match=words):
+        ops.cross_entropy(**good | change)

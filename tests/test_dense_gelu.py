@@ -1,0 +1,94 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
+
+from fastbert import ops
+
+
+class TestDenseGelu(OpSuite):
+    op = "dense_gelu"
+    parameters = ("weight", "bias")
+    shapes = [
+        pytest.param((5, 7, 11), id="odd"),
+        pytest.param((33, 768, 3072), id="bert-base"),
+        pytest.param((1, 64, 16), id="one-token"),
+    ]
+    approximate = "none"
+
+    def inputs(self, shape, dtype, device):
+        tokens, inner, outer = shape
+        return {
+            "x": normal(tokens, inner, dtype=dtype, device=device),
+            "weight": normal(outer, inner, dtype=dtype, device=device, scale=2 * inner**-0.5),
+            "bias": normal(outer, dtype=dtype, device=device),
+        }
+
+    def empty(self, dtype, device):
+        return self.inputs((0, 8, 4), dtype, device)
+
+    def ours(self, x, weight, bias):
+        return ops.dense_gelu(x, weight, bias, self.approximate)
+
+    def truth(self, x, weight, bias):
+        v = x @ weight.T + bias
+        return 0.5 * v * (1 + torch.erf(v * 0.5**0.5))
+
+    def contenders(self):
+        def linear(x, weight, bias):
+            return F.gelu(F.linear(x, weight.to(x.dtype), bias.to(x.dtype)), approximate=self.approximate)
+
+        def product(x, weight, bias):
+            return F.gelu(x @ weight.to(x.dtype).T + bias.to(x.dtype), approximate=self.approximate)
+
+        return [linear, product]
+
+    def primitive_calls(self, inputs):
+        x, weight, bias = inputs.values()
+        pre = x @ weight.T
+        yield "dense_gelu_fwd", (x, weight, bias, self.approximate, True)
+        yield "dense_gelu_fwd", (x, weight, bias, self.approximate, False)
+        for need in ((True, True), (True, False), (False, True)):
+            yield "dense_gelu_bwd", (pre, x, weight, pre, self.approximate, *need)
+
+    def test_three_dimensions(self, backend):
+        inputs = self.inputs((6, 7, 11), torch.float32, backend.device)
+        flat = self.ours(**inputs)
+        assert torch.equal(self.ours(**inputs | {"x": inputs["x"].view(2, 3, 7)}).flatten(0, 1), flat)
+
+    def test_autocast(self, backend):
+        backend.require(torch.bfloat16)
+        inputs = self.inputs((6, 7, 11), torch.float32, backend.device)
+        expected = self.ours(**{name: t.bfloat16() for name, t in inputs.items()})
+        with torch.autocast(backend.device, torch.bfloat16):
+            assert torch.equal(self.ours(**inputs), expected)
+
+    def test_frozen_weights_cost_no_gradient(self, backend):
+        backend.require(torch.float32, backward=True)
+        inputs = self.inputs((6, 7, 11), torch.float32, backend.device)
+        inputs["x"].requires_grad_()
+        self.ours(**inputs).sum().backward()
+        assert inputs["weight"].grad is None and inputs["x"].grad.abs().sum() > 0
+
+
+class TestDenseGeluTanh(TestDenseGelu):
+    approximate = "tanh"
+
+    def truth(self, x, weight, bias):
+        v = x @ weight.T + bias
+        return 0.5 * v * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (v + 0.044715 * v**3)))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"x": torch.zeros(4)}, ValueError, "at least two dimensions"),
+        ({"weight": torch.zeros(3, 5)}, ValueError, r"weight has shape \(3, 5\); expected \(C, K\) with K = 4"),
+        ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \(4,\); expected \(C,\) = \(3,\)"),
+        ({"weight": torch.zeros(3, 4).half()}, TypeError, "weight is torch.float16"),
+        ({"approximate": "fast"}, ValueError, "approximate is 'fast'"),
+    ],
+)
+def test_bad_input_is_refused(change, error, words):
+    with pytest.raises(error, match=words):
+        ops.dense_gelu(**{"x": torch.zeros(2, 4), "weight": torch.zeros(3, 4), "bias": torch.zeros(3)} | change)

@@ -1,0 +1,143 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
+
+from fastbert import ops, random, testing
+
+EPS = 1e-12
+PADDING = 3
+
+
+class TestEmbedding(OpSuite):
+    op = "embedding"
+    parameters = ("weight", "bias")
+    shapes = [  # (ids shape, vocabulary, channels)
+        pytest.param(((9,), 11, 7), id="odd-channels-and-repeated-ids"),
+        pytest.param(((40,), 50, 768), id="bert-base"),
+        pytest.param(((2, 5), 11, 16), id="two-dimensions"),
+    ]
+
+    def inputs(self, shape, dtype, device):
+        ids, rows, channels = shape
+        word, position, token_type = torch.randint(rows, ids), torch.randint(6, ids), torch.randint(2, ids)
+        word.view(-1)[:3] = torch.tensor([PADDING, 1, 1])[: word.numel()]
+        return {
+            "input_ids": word.to(device),
+            "position_ids": position.to(device),
+            "token_type_ids": token_type.to(device),
+            "word": normal(rows, channels, dtype=dtype, device=device),
+            "position": normal(6, channels, dtype=dtype, device=device),
+            "token_type": normal(2, channels, dtype=dtype, device=device),
+            "weight": normal(channels, dtype=dtype, device=device),
+            "bias": normal(channels, dtype=dtype, device=device),
+        }
+
+    def empty(self, dtype, device):
+        return self.inputs(((0,), 5, 8), dtype, device)
+
+    def dropout_arguments(self, ids):
+        return {}
+
+    def factor_of(self, y):
+        return 1
+
+    def ours(self, **inputs):
+        dropout = self.dropout_arguments(inputs["input_ids"])
+        return ops.embedding(**inputs, eps=EPS, padding_idx=PADDING, **dropout)
+
+    def summed(self, input_ids, position_ids, token_type_ids, word, position, token_type, **_):
+        z = F.embedding(input_ids, word, padding_idx=PADDING)
+        return z + F.embedding(position_ids, position) + F.embedding(token_type_ids, token_type)
+
+    def truth(self, **inputs):
+        z = self.summed(**inputs)
+        z = z - z.mean(-1, keepdim=True)
+        y = z / (z.square().mean(-1, keepdim=True) + EPS).sqrt() * inputs["weight"] + inputs["bias"]
+        return y * self.factor_of(y)
+
+    def contenders(self):
+        def fused(**inputs):
+            z = self.summed(**inputs)
+            wide = inputs["weight"].dtype  # float32 parameters: as autocast has it
+            y = F.layer_norm(z.to(wide), z.shape[-1:], inputs["weight"], inputs["bias"], EPS).to(z.dtype)
+            return y * self.factor_of(y)
+
+        return [fused, lambda **i: self.truth(**i).to(i["word"].dtype)]
+
+    def primitive_calls(self, inputs):
+        *tables, weight, bias = inputs.values()
+        dy = torch.ones(*tables[0].shape, weight.shape[0], device=weight.device, dtype=weight.dtype)
+        stats = [torch.ones(tables[0].shape, device=weight.device) for _ in range(2)]
+        rng = random.new_key(weight.device)
+        yield "embedding_fwd", (*tables, weight, bias, rng, EPS, 0.1, 0)
+        for need in ([True] * 4, [False] * 4, [True, False, True, False]):
+            yield "embedding_bwd", (dy, *tables, weight, *stats, rng, 0.1, 0, PADDING, need)
+
+    def test_gradcheck(self, backend, monkeypatch):
+        """On ids without padding: its gradient is cut off, which finite differences do not know."""
+        build = self.inputs
+        without = lambda ids: torch.where(ids == PADDING, 4, ids)  # noqa: E731
+        monkeypatch.setattr(self, "inputs", lambda *a: (i := build(*a)) | {"input_ids": without(i["input_ids"])})
+        super().test_gradcheck(backend)
+
+    def test_padding_row_gets_no_gradient(self, backend):
+        backend.require(torch.float32, backward=True)
+        inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
+        gradient = testing.evaluate(self.ours, inputs).gradients["dword"]
+        assert gradient[PADDING].abs().sum() == 0 and gradient[1].abs().sum() > 0
+
+    def test_without_token_types(self, backend):
+        inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
+        zeros = inputs | {"token_type": torch.zeros_like(inputs["token_type"])}
+        without = inputs | {"token_type": None, "token_type_ids": None}
+        both = backend.why_not(torch.float32, True) is None
+        one, two = (testing.evaluate(self.ours, i, gradients=both) for i in (zeros, without))
+        assert torch.equal(one.outputs["output"], two.outputs["output"])
+        for name in two.gradients:
+            assert torch.equal(one.gradients[name], two.gradients[name]), name
+
+    def test_int32_ids(self, backend):
+        inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
+        narrow = {n: t.int() if n.endswith("_ids") else t for n, t in inputs.items()}
+        assert torch.equal(self.ours(**narrow), self.ours(**inputs))
+
+
+class TestEmbeddingDropout(TestEmbedding):
+    key, p, site = 99, 0.25, 0
+
+    def dropout_arguments(self, ids):
+        return {"dropout_p": self.p, "rng": torch.tensor([self.key], device=ids.device), "site": self.site}
+
+    def factor_of(self, y):
+        bits = random.row_bits(torch.tensor([self.key]), self.site, y[..., 0].numel(), y.shape[-1]).view(y.shape)
+        return ((bits >= 16384).double() * 4 / 3).to(y.device, y.dtype)
+
+
+def good():
+    return TestEmbedding().inputs(((9,), 11, 7), torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "words"),
+    [
+        ("input_ids", torch.tensor([0, 11] + [0] * 7), IndexError, r"input_ids\[1\] is 11; expected 0 <= input_ids < 11"),
+        ("input_ids", torch.tensor([0, 1, -1] + [0] * 6), IndexError, r"input_ids\[2\] is -1"),
+        ("position_ids", torch.full((9,), 6), IndexError, r"position_ids\[0\] is 6"),
+        ("token_type_ids", torch.full((9,), 2), IndexError, r"token_type_ids\[0\] is 2"),
+        ("input_ids", torch.zeros(9), TypeError, "input_ids is torch.float32; expected torch.int64 or torch.int32"),
+        ("position_ids", torch.zeros(8).long(), ValueError, r"position_ids has shape \(8,\); expected that of input_ids"),
+        ("position", torch.zeros(6, 8), ValueError, r"position has shape \(6, 8\)"),
+        ("weight", torch.zeros(8), ValueError, r"weight has shape \(8,\)"),
+        ("token_type", None, ValueError, "go together"),
+        ("input_ids", torch.zeros(9, device="meta").long(), ValueError, "input_ids on meta"),
+    ],
+)
+def test_bad_input_is_refused(name, value, error, words):
+    with pytest.raises(error, match=words):
+        ops.embedding(**good() | {name: value})
+
+
+def test_bad_padding_idx_is_refused():
+    with pytest.raises(ValueError, match="padding_idx is 11"):
+        ops.embedding(**good(), padding_idx=11)

@@ -1,0 +1,227 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
+
+from fastbert import ops, random
+
+EPS = 1e-12
+
+
+def plain(x, weight, bias, eps=EPS):
+    """LayerNorm as its definition, in the dtypes that come in."""
+    centered = x - x.mean(-1, keepdim=True)
+    return centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt() * weight + bias
+
+
+def fused(x, weight, bias, eps=EPS):
+    """PyTorch's kernel; mixed dtypes as autocast has it."""
+    if weight.dtype != x.dtype:
+        return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+SHAPES = [
+    pytest.param((5, 7), id="odd-columns"),
+    pytest.param((17, 768), id="bert-base"),
+    pytest.param((3, 1024), id="bert-large"),
+    pytest.param((2, 3, 40), id="three-dimensions"),
+    pytest.param((33,), id="one-dimension"),
+]
+
+
+class TestLayerNorm(OpSuite):
+    op = "layer_norm"
+    parameters = ("weight", "bias")
+    shapes = SHAPES
+
+    def inputs(self, shape, dtype, device):
+        return {
+            "x": normal(*shape, dtype=dtype, device=device) + 0.5,
+            "weight": normal(shape[-1], dtype=dtype, device=device),
+            "bias": normal(shape[-1], dtype=dtype, device=device),
+        }
+
+    def empty(self, dtype, device):
+        return self.inputs((0, 8), dtype, device)
+
+    def ours(self, x, weight, bias):
+        return ops.layer_norm(x, weight, bias, EPS)
+
+    def truth(self, x, weight, bias):
+        return plain(x, weight, bias)
+
+    def contenders(self):
+        return [lambda **i: plain(**i).to(i["x"].dtype), lambda **i: fused(**i).to(i["x"].dtype)]
+
+    def primitive_calls(self, inputs):
+        x, weight, bias = inputs.values()
+        stats = [torch.ones(x.shape[:-1], device=x.device) for _ in range(2)]
+        yield "layer_norm_fwd", (x, weight, bias, EPS)
+        yield "layer_norm_bwd", (x, x, weight, *stats, True)
+        yield "layer_norm_bwd", (x, x, weight, *stats, False)
+
+    @pytest.mark.parametrize("value", [0.1, -3e4, 1e-30])
+    @pytest.mark.parametrize("columns", [768, 1000])
+    def test_constant_row_gives_exactly_the_bias(self, backend, value, columns):
+        inputs = self.inputs((3, columns), torch.float32, backend.device)
+        inputs["x"] = torch.full_like(inputs["x"], value)
+        y = self.ours(**inputs)
+        assert torch.equal(y, inputs["bias"].expand_as(y))
+
+    def test_variance_near_eps(self, backend):
+        inputs = self.inputs((9, 768), torch.float32, backend.device)
+        inputs["x"] = (inputs["x"] - 0.5) * torch.logspace(-8, -4, 9, device=backend.device)[:, None]
+        y, truth = self.ours(**inputs), self.truth(**{n: t.double() for n, t in inputs.items()})
+        assert (y - truth).abs().max() <= 1e-6 * truth.abs().max()  # rounding of float32, no more: the mean is near 0
+
+    def test_offset_rows(self, backend):
+        """Mean 1e4, deviation 1: the input holds 1e4 to 2**-10, so differences from the mean are exact to 2**-11."""
+        inputs = self.inputs((9, 768), torch.float32, backend.device)
+        inputs["x"] = inputs["x"] + 1e4
+        y, truth = self.ours(**inputs), self.truth(**{n: t.double() for n, t in inputs.items()})
+        assert (y - truth).abs().max() <= 1e-5 * truth.abs().max()
+
+    def test_large_values_do_not_overflow_half(self, backend):
+        backend.require(torch.float16)
+        inputs = self.inputs((4, 768), torch.float16, backend.device)
+        inputs["x"] = (inputs["x"].float() * 1e4).clamp(-6e4, 6e4).half()
+        truth = self.truth(**{n: t.double() for n, t in inputs.items()})
+        assert (self.ours(**inputs) - truth).abs().max() <= 2**-10 * truth.abs().max()
+
+
+class TestAddLayerNorm(OpSuite):
+    op = "add_layer_norm"
+    parameters = ("weight", "bias", "x_bias")
+    shapes = SHAPES
+    dropout = {}
+
+    def inputs(self, shape, dtype, device):
+        return {
+            "x": normal(*shape, dtype=dtype, device=device),
+            "residual": normal(*shape, dtype=dtype, device=device) + 0.5,
+            "weight": normal(shape[-1], dtype=dtype, device=device),
+            "bias": normal(shape[-1], dtype=dtype, device=device),
+            "x_bias": normal(shape[-1], dtype=dtype, device=device),
+        }
+
+    def empty(self, dtype, device):
+        return self.inputs((0, 8), dtype, device)
+
+    def ours(self, x, residual, weight, bias, x_bias):
+        return ops.add_layer_norm(x, residual, weight, bias, EPS, x_bias=x_bias, **self.dropout_arguments(x))
+
+    def dropout_arguments(self, x):
+        return {}
+
+    def factor_of(self, x):
+        """What dropout multiplies x by."""
+        return 1
+
+    def truth(self, x, residual, weight, bias, x_bias):
+        return plain((x + x_bias) * self.factor_of(x) + residual, weight, bias)
+
+    def contenders(self):
+        def sum_of(x, residual, x_bias, **_):
+            return (x + x_bias) * self.factor_of(x) + residual
+
+        def result(norm, inputs):
+            y = norm(sum_of(**inputs), inputs["weight"], inputs["bias"])
+            return y.to(torch.promote_types(inputs["x"].dtype, inputs["residual"].dtype))
+
+        return [lambda **i: result(plain, i), lambda **i: result(fused, i)]
+
+    def primitive_calls(self, inputs):
+        x, residual, weight, bias, x_bias = inputs.values()
+        stats = [torch.ones(x.shape[:-1], device=x.device) for _ in range(2)]
+        rng = random.new_key(x.device)
+        for b in (x_bias, None):
+            yield "add_layer_norm_fwd", (x, residual, weight, bias, b, rng, EPS, 0.1, 3)
+            yield "add_layer_norm_fwd", (x, residual.float(), weight, bias, b, None, EPS, 0.0, 3)
+            for need in (True, False):
+                yield "add_layer_norm_bwd", (x, x, residual, weight, *stats, b, rng, 0.1, 3, need)
+
+    def test_autocast_residual_stream(self, backend):
+        """Under autocast x is half precision and the residual float32: the result is float32, and so is its accuracy."""
+        from fastbert import testing
+
+        backend.require(torch.bfloat16)
+        inputs = self.inputs((17, 768), torch.float32, backend.device)
+        inputs["x"] = inputs["x"].bfloat16()
+        assert self.ours(**inputs).dtype == torch.float32
+        both = backend.why_not(torch.bfloat16, True) is None
+        testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, gradients=both)
+
+    def test_without_x_bias(self, backend):
+        from fastbert import testing
+
+        inputs = self.inputs((5, 40), torch.float32, backend.device) | {"x_bias": None}
+        both = backend.why_not(torch.float32, True) is None
+        zero = lambda f: lambda **i: f(**i | {"x_bias": torch.zeros(40, device=backend.device)})  # noqa: E731
+        testing.assert_accurate(
+            self.ours, zero(self.truth), [zero(c) for c in self.contenders()], inputs, gradients=both
+        )
+
+    def test_constant_row_gives_exactly_the_bias(self, backend):
+        inputs = self.inputs((3, 768), torch.float32, backend.device)
+        inputs["x_bias"] = torch.full((768,), 0.25, device=backend.device)
+        inputs["x"] = torch.full_like(inputs["x"], 0.5)
+        inputs["residual"] = torch.full_like(inputs["x"], 0.1)
+        y = ops.add_layer_norm(*list(inputs.values())[:4], EPS, x_bias=inputs["x_bias"])
+        assert torch.equal(y, inputs["bias"].expand_as(y))
+
+
+class TestAddLayerNormDropout(TestAddLayerNorm):
+    """With dropout: the truth multiplies by the mask of the contract, so the comparison is exact, not statistical."""
+
+    key, p, site = 0x123456789ABCDEF, 0.1, 7
+
+    def dropout_arguments(self, x):
+        rng = torch.tensor([self.key], device=x.device)
+        return {"dropout_p": self.p, "rng": rng, "site": self.site}
+
+    def factor_of(self, x):
+        keep = random.row_keep(torch.tensor([self.key]), self.site, x[..., 0].numel(), x.shape[-1], self.p)
+        factor = keep.view(x.shape).to(x.device, torch.float64) * (65536 / (65536 - 6554))  # round(0.1 * 2**16) = 6554
+        return factor.to(x.dtype)
+
+    def test_dropped_elements_are_the_contract_s(self, backend):
+        """x = 1 beside residual = 0 shows the mask itself: only two values leave LayerNorm."""
+        x = torch.ones(5, 40, device=backend.device)
+        one, zero = torch.ones(40, device=backend.device), torch.zeros(40, device=backend.device)
+        y = ops.add_layer_norm(x, x * 0, one, zero, EPS, **self.dropout_arguments(x))
+        assert torch.equal(y > 0, self.factor_of(x) > 0)
+
+
+BAD = {
+    "x": torch.zeros(2, 4),
+    "residual": torch.zeros(2, 4),
+    "weight": torch.zeros(4),
+    "bias": torch.zeros(4),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"residual": torch.zeros(3, 4)}, ValueError, r"residual has shape \(3, 4\); expected that of x, \(2, 4\)"),
+        ({"weight": torch.zeros(5)}, ValueError, r"weight has shape \(5,\); expected \(C,\) = \(4,\)"),
+        ({"x_bias": torch.zeros(5)}, ValueError, "x_bias has shape"),
+        ({"x": torch.zeros(2, 4).double()}, TypeError, "float64 does not mix with other dtypes"),
+        ({"weight": torch.zeros(4).half()}, TypeError, "weight is torch.float16"),
+        ({"residual": torch.zeros(2, 4, device="meta")}, ValueError, "residual on meta"),
+        ({"eps": -1.0}, ValueError, "eps is -1.0"),
+        ({"dropout_p": 0.1}, ValueError, "rng is None"),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p is 1.0; expected 0 <= dropout_p < 1"),
+        ({"dropout_p": 1e-6}, ValueError, "16 random bits an element round to 0"),
+        ({"dropout_p": 0.1, "rng": torch.zeros(1)}, TypeError, "rng is torch.float32"),
+        ({"dropout_p": 0.1, "rng": torch.zeros(2, dtype=torch.int64)}, TypeError, r"shape \(2,\)"),
+        ({"x": torch.zeros(2, 0), "residual": torch.zeros(2, 0)}, ValueError, "with C > 0"),
+    ],
+)
+def test_bad_input_is_refused(change, error, words):
+    with pytest.raises(error, match=words):
+        ops.add_layer_norm(**BAD | change)
+    if not change.keys() - {"x", "weight", "eps"} and "float64" not in words:
+        with pytest.raises(error, match=words):
+            ops.layer_norm(**{n: v for n, v in (BAD | change).items() if n != "residual"})

@@ -1,0 +1,356 @@
+"""The packed model against transformers and the reference, in every way people feed it."""
+
+import copy
+import io
+
+import pytest
+import torch
+from models import TINY, batch, hugging_face, minilm, ours
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import BertModel as HuggingFaceModel
+
+import fastbert
+from fastbert import BertConfig, BertEncoder, BertModel, random, reference, testing
+from fastbert.testing import Result
+
+LENGTHS, SEQLEN = [7, 1, 12], 12
+
+
+def outputs(model, inputs, visible):
+    """Hidden states and pooled output of either library's model, where both define them."""
+    result = model(**inputs, output_hidden_states=True)
+    states = {f"state {i}": state[visible] for i, state in enumerate(result.hidden_states)}
+    first = visible[:, 0]
+    return Result({**states, "pooled": result.pooler_output[first]}, {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_forward_is_as_accurate_as_pytorch(dtype, side):
+    """Hidden states 3 e, e being the worse of transformers' eager and SDPA models in the same dtype."""
+    models = [hugging_face()]
+    models.append(hugging_face(attention="sdpa"))
+    models[1].load_state_dict(models[0].state_dict())
+    inputs = batch(LENGTHS, SEQLEN, side=side)
+    visible = inputs["attention_mask"].bool()
+    rounded = [copy.deepcopy(model).to(dtype) for model in models]
+    with torch.no_grad():
+        truth = outputs(copy.deepcopy(rounded[0]).double(), inputs, visible)
+        contenders = [outputs(model, inputs, visible) for model in rounded]
+        rows = testing.compare(outputs(ours(rounded[0]), inputs, visible), truth, contenders, factor=3.0)
+    testing.assert_rows(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_are_as_accurate_as_pytorch(dtype):
+    theirs = hugging_face().to(dtype)
+    inputs = batch(LENGTHS, SEQLEN)
+    cotangent = torch.randn(3, SEQLEN, 48).bfloat16() * inputs["attention_mask"][..., None]
+
+    def run(model):
+        result = model(**inputs)
+        loss = (result.last_hidden_state * cotangent.to(result.last_hidden_state.dtype)).sum()
+        (loss + result.pooler_output.sum()).backward()
+        state = fastbert.hf.state_dict(model) if isinstance(model, BertModel) else model.state_dict()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        if isinstance(model, BertModel):
+            gradients = fastbert.checkpoint.to_hugging_face(gradients)
+        assert gradients.keys() == state.keys()
+        visible = inputs["attention_mask"].bool()
+        return Result({"last": result.last_hidden_state[visible].detach()}, gradients)
+
+    truth = run(copy.deepcopy(theirs).double())
+    contender, mine = run(copy.deepcopy(theirs)), run(ours(theirs))
+    testing.assert_rows(testing.compare(mine, truth, [contender], factor=3.0))
+
+
+def reference_masks(model, key, lengths, seqlen):
+    """The dropout of the contract, spread over the padded grid that the reference computes on."""
+    p, batch_size, tokens = model.config.hidden_dropout_prob, len(lengths), sum(lengths)
+    visible = torch.arange(seqlen) < torch.tensor(lengths)[:, None]
+    masks = {}
+
+    def rows(site):
+        grid = torch.ones(batch_size, seqlen, model.config.hidden_size, dtype=torch.float64)
+        keep = random.row_keep(key, site, tokens, model.config.hidden_size, p)
+        grid[visible] = keep.double() * random.keep_scale(p, 16)
+        return grid
+
+    masks[random.EMBEDDING_SITE] = rows(random.EMBEDDING_SITE)
+    for layer in range(model.config.num_hidden_layers):
+        weights, one, two = random.layer_sites(layer)
+        q = model.config.attention_probs_dropout_prob
+        keep = random.attention_keep(key, weights, batch_size, model.config.num_attention_heads, seqlen, q)
+        masks[weights] = keep.double() * random.keep_scale(q, 8)
+        masks[one], masks[two] = rows(one), rows(two)
+    return masks
+
+
+def test_training_with_dropout_is_exact(monkeypatch):
+    """The same masks in the reference give the same hidden states and gradients, to float64's rounding."""
+    model = ours(hugging_face().double()).train()
+    truth = reference.BertModel(model.config).double().train()
+    truth.load_state_dict(fastbert.hf.state_dict(model))
+    inputs = batch(LENGTHS, SEQLEN)
+    key = random.new_key("cpu")
+    monkeypatch.setattr(random, "new_key", lambda device: key)
+    result = model(**inputs, output_hidden_states=True)
+    states, pooled = truth(**inputs, masks=reference_masks(model, key, LENGTHS, SEQLEN))
+    visible = inputs["attention_mask"].bool()
+    for state, expected in zip(result.hidden_states, states, strict=True):
+        assert (state - expected)[visible].abs().max() <= 1e-12 * expected.abs().max()
+    (result.last_hidden_state[visible].sin().sum() + result.pooler_output.sum()).backward()
+    (states[-1][visible].sin().sum() + pooled.sum()).backward()
+    gradients = fastbert.checkpoint.to_hugging_face({name: p.grad for name, p in model.named_parameters()})
+    largest = max(p.grad.abs().max() for p in truth.parameters())
+    for name, parameter in truth.named_parameters():
+        assert (gradients[name] - parameter.grad).abs().max() <= 1e-12 * largest, name
+    assert not torch.equal(result.last_hidden_state, model.eval()(**inputs).last_hidden_state)
+
+
+def test_seed_decides_dropout():
+    model = ours(hugging_face()).train()
+    inputs = batch(LENGTHS, SEQLEN)
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(model(**inputs).last_hidden_state)
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
+
+
+@pytest.mark.parametrize("poison", [98, 0])
+def test_padding_leaks_into_nothing(poison):
+    model = ours(hugging_face())
+    inputs = batch(LENGTHS, SEQLEN)
+    other = torch.where(inputs["attention_mask"].bool(), inputs["input_ids"], poison)
+    one, two = (model(**inputs | {"input_ids": ids}) for ids in (inputs["input_ids"], other))
+    assert torch.equal(one.last_hidden_state, two.last_hidden_state)
+    assert torch.equal(one.last_hidden_state, one.last_hidden_state * inputs["attention_mask"][..., None])  # zeros
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
+def test_ugly_values_in_padding_leak_into_nothing(value):
+    """Not forward, not into any parameter's gradient, bit for bit."""
+    model = ours(hugging_face())
+    mask = batch(LENGTHS, SEQLEN)["attention_mask"]
+    clean = torch.randn(3, SEQLEN, 48)
+    results = []
+    for hidden in (clean, torch.where(mask.bool()[..., None], clean, value)):
+        model.zero_grad()
+        out = model.encoder(hidden, mask).last_hidden_state
+        out.square().sum().backward()
+        results.append([out.detach(), *(p.grad.clone() for p in model.encoder.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_packed_input_equals_padded_input():
+    model = ours(hugging_face())
+    inputs = batch(LENGTHS, SEQLEN)
+    visible = inputs["attention_mask"].bool()
+    padded = model(**inputs, output_hidden_states=True)
+    cu_seqlens = torch.tensor([0, 7, 8, 20], dtype=torch.int32)
+    ids, types = inputs["input_ids"][visible], inputs["token_type_ids"][visible]
+    for max_seqlen in (12, None):
+        packed = model(
+            ids, token_type_ids=types, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, output_hidden_states=True
+        )
+        assert torch.equal(packed.last_hidden_state, padded.last_hidden_state[visible])
+        assert torch.equal(packed.pooler_output, padded.pooler_output)
+        for one, two in zip(packed.hidden_states, padded.hidden_states, strict=True):
+            assert torch.equal(one, two[visible])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_attentions_are_transformers_own(side):
+    theirs = hugging_face().double()
+    inputs = batch(LENGTHS, SEQLEN, side=side)
+    one = ours(theirs)(**inputs, output_attentions=True)
+    two = theirs(**inputs, output_attentions=True)
+    both = inputs["attention_mask"].bool()
+    rows = (both[:, None, :, None] & both[:, None, None, :]).double()
+    assert len(one.attentions) == TINY.num_hidden_layers
+    for a, b in zip(one.attentions, two.attentions, strict=True):
+        assert a.shape == b.shape and (a - b * rows).abs().max() <= 1e-12
+    assert ours(theirs)(**inputs).attentions is None
+
+
+def test_attentions_with_padding_inside():
+    model = ours(hugging_face())
+    inputs = batch([4, 4], 4)
+    inputs["attention_mask"] = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0]])
+    weights = model(**inputs, output_attentions=True).attentions[0]
+    assert weights.shape == (2, 4, 4, 4) and weights[1].abs().sum() == 0
+    assert weights[0, :, 1].abs().sum() == 0 and weights[0, :, :, 1].abs().sum() == 0
+    assert (weights[0, :, [0, 2, 3]].sum(-1) - 1).abs().max() < 1e-6
+
+
+def test_inputs_embeds_replace_ids():
+    model = ours(hugging_face())
+    inputs = batch(LENGTHS, SEQLEN)
+    embeds = model.embeddings.word_embeddings(inputs["input_ids"]).detach().requires_grad_()
+    rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+    result = model(inputs_embeds=embeds, **rest)
+    assert torch.equal(result.last_hidden_state, model(**inputs).last_hidden_state)
+    result.last_hidden_state.square().sum().backward()
+    visible = inputs["attention_mask"].bool()
+    assert embeds.grad[visible].abs().sum() > 0 and embeds.grad[~visible].abs().sum() == 0
+
+
+def test_position_ids_and_their_default():
+    model = ours(hugging_face())
+    inputs = batch([5], 5)
+    default = model(**inputs).last_hidden_state
+    assert torch.equal(model(**inputs, position_ids=torch.arange(5)[None]).last_hidden_state, default)
+    assert not torch.equal(model(**inputs, position_ids=torch.arange(5)[None] + 1).last_hidden_state, default)
+
+
+def test_an_all_zero_mask_gives_zeros():
+    model = ours(hugging_face())
+    inputs = batch([3, 3], 3)
+    inputs["attention_mask"] = torch.tensor([[0, 0, 0], [1, 1, 1]])
+    result = model(**inputs)
+    assert result.last_hidden_state[0].abs().sum() == 0 and result.last_hidden_state[1].abs().sum() > 0
+    assert torch.equal(result.pooler_output[0], torch.tanh(model.pooler.dense.bias))
+    nothing = model(**inputs | {"attention_mask": torch.zeros(2, 3)})
+    assert nothing.last_hidden_state.shape == (2, 3, 48) and nothing.last_hidden_state.abs().sum() == 0
+    nothing.last_hidden_state.sum().backward()
+
+
+def test_an_empty_batch_gives_an_empty_result():
+    model = ours(hugging_face())
+    assert model(torch.zeros(0, 5, dtype=torch.int64)).last_hidden_state.shape == (0, 5, 48)
+    assert model(torch.zeros(2, 0, dtype=torch.int64)).last_hidden_state.shape == (2, 0, 48)
+    packed = model(torch.zeros(0, dtype=torch.int64), cu_seqlens=torch.zeros(1, dtype=torch.int32))
+    assert packed.last_hidden_state.shape == (0, 48) and packed.pooler_output.shape == (0, 48)
+
+
+def test_encoder_alone_equals_transformers():
+    theirs = hugging_face().double()
+    encoder = BertEncoder(TINY).double().eval()
+    encoder.load_state_dict(theirs.encoder.state_dict())
+    hidden, mask = torch.randn(3, SEQLEN, 48, dtype=torch.float64), batch(LENGTHS, SEQLEN)["attention_mask"]
+    additive = (1.0 - mask.double())[:, None, None, :] * torch.finfo(torch.float64).min
+    truth = theirs.encoder(hidden, attention_mask=additive)[0]
+    for form in (mask, additive):
+        result = encoder(hidden, form)
+        assert (result[0] - truth)[mask.bool()].abs().max() <= 1e-12 * truth.abs().max()
+        assert result.last_hidden_state is result[0]
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("training", [True, False])
+def test_compiles_to_one_graph(kind, training):
+    """Forward and backward, as eager bit for bit, and recompiled a few times at most as lengths change."""
+    config = BertConfig.from_dict({**TINY.to_dict(), "num_hidden_layers": 1})
+    model = BertModel(config).train(training)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for lengths in ([5, 9], [4, 12], [3, 3, 20], [7, 8], [1, 30, 2], [2, 3, 4, 5]):
+        inputs = batch(lengths, max(lengths))
+        if kind == "packed":
+            visible = inputs["attention_mask"].bool()
+            ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+            inputs = {"input_ids": inputs["input_ids"][visible], "cu_seqlens": ends, "max_seqlen": max(lengths)}
+        results = []
+        for run in (model, compiled):
+            torch.manual_seed(3)
+            model.zero_grad()
+            last, pooled, *_ = run(**inputs)
+            (last.sin().sum() + pooled.sum()).backward()
+            results.append([last.detach(), pooled.detach(), *(p.grad.clone() for p in model.parameters())])
+        largest = max(float(t.abs().max()) for t in results[0])
+        for a, b in zip(*results, strict=True):
+            assert (a - b).abs().max() <= 1e-6 * largest  # padded graphs keep padding rows: sums have other shapes
+    assert counter.frame_count <= 4
+
+
+def test_autocast_keeps_pytorch_s_dtypes():
+    theirs = hugging_face(attention="sdpa")
+    inputs = batch(LENGTHS, SEQLEN)
+    visible = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        truth = outputs(copy.deepcopy(theirs).double(), inputs, visible)
+        with torch.autocast("cpu", torch.bfloat16):
+            one, two = outputs(ours(theirs), inputs, visible), outputs(theirs, inputs, visible)
+    assert one.outputs["state 3"].dtype == torch.float32
+    testing.assert_rows(testing.compare(one, truth, [two], factor=3.0)[:-1])  # hidden states; pooled is half precision
+
+
+def test_survives_copy_save_and_half():
+    model = ours(hugging_face())
+    inputs = batch(LENGTHS, SEQLEN)
+    expected = model(**inputs).last_hidden_state
+    assert torch.equal(copy.deepcopy(model)(**inputs).last_hidden_state, expected)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(**inputs).last_hidden_state, expected)
+    assert copy.deepcopy(model).bfloat16()(**inputs).last_hidden_state.dtype == torch.bfloat16
+
+
+def test_frozen_parameters_get_no_gradient():
+    model = ours(hugging_face())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layer.2" in name)
+    model(**batch(LENGTHS, SEQLEN)).last_hidden_state.sin().sum().backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == {
+        name for name, p in model.named_parameters() if "layer.2" in name
+    }
+
+
+IDS = torch.ones(2, 5, dtype=torch.int64)
+ENDS = torch.tensor([0, 4, 10], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({}, ValueError, "exactly one of input_ids and inputs_embeds"),
+        ({"input_ids": IDS, "inputs_embeds": torch.ones(2, 5, 48)}, ValueError, "exactly one of"),
+        ({"input_ids": IDS[0]}, ValueError, r"input_ids has shape \(5,\); expected \(B, S\)"),
+        ({"input_ids": IDS, "cu_seqlens": ENDS}, ValueError, r"input_ids has shape \(2, 5\); expected \(T,\)"),
+        ({"input_ids": IDS * 99}, IndexError, r"input_ids\[0\] is 99; expected 0 <= input_ids < 99"),
+        ({"input_ids": IDS * -1}, IndexError, r"input_ids\[0\] is -1"),
+        ({"input_ids": IDS.float()}, TypeError, "input_ids is torch.float32"),
+        ({"input_ids": IDS, "token_type_ids": IDS * 2}, IndexError, r"token_type_ids\[0\] is 2"),
+        ({"input_ids": IDS, "token_type_ids": IDS[:1]}, ValueError, r"token_type_ids has shape \(1, 5\)"),
+        ({"input_ids": IDS, "position_ids": IDS * 32}, IndexError, r"position_ids\[0\] is 32"),
+        ({"input_ids": IDS, "attention_mask": torch.ones(2, 6)}, ValueError, r"attention_mask has shape \(2, 6\)"),
+        ({"input_ids": IDS, "attention_mask": torch.ones(5, 5).tril().expand(2, 1, 5, 5)}, ValueError, "key-padding"),
+        ({"input_ids": IDS.to("meta")}, ValueError, "on meta"),
+        ({"input_ids": torch.ones(1, 33).long()}, ValueError, "sequences are 33 tokens long; the model has 32"),
+        ({"input_ids": IDS, "max_seqlen": 5}, ValueError, "max_seqlen goes with cu_seqlens"),
+        ({"input_ids": IDS.flatten(), "cu_seqlens": ENDS, "attention_mask": IDS}, ValueError, "not both"),
+        ({"input_ids": IDS.flatten(), "cu_seqlens": ENDS.long()}, TypeError, "cu_seqlens is torch.int64"),
+        ({"input_ids": IDS.flatten(), "cu_seqlens": ENDS - 1}, ValueError, "start at 0"),
+        ({"input_ids": IDS.flatten(), "cu_seqlens": ENDS[:2]}, ValueError, "ends at 4; expected the number of tokens"),
+        ({"input_ids": IDS.flatten(), "cu_seqlens": ENDS, "max_seqlen": 5}, ValueError, "longest sequence, 6"),
+        ({"inputs_embeds": torch.ones(2, 5, 47)}, ValueError, r"inputs_embeds has shape \(2, 5, 47\)"),
+    ],
+)
+def test_bad_input_is_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        BertModel(TINY)(**arguments)
+
+
+def test_encoder_refuses_bad_input():
+    encoder = BertEncoder(TINY)
+    with pytest.raises(ValueError, match=r"hidden_states has shape \(2, 5, 47\); expected \(B, S, 48\)"):
+        encoder(torch.zeros(2, 5, 47))
+    with pytest.raises(ValueError, match=r"expected \(T, 48\) with cu_seqlens"):
+        encoder(torch.zeros(2, 5, 48), cu_seqlens=ENDS)
+
+
+def test_minilm_against_transformers():
+    """A real checkpoint, float32: as close to float64 as transformers is."""
+    theirs = HuggingFaceModel.from_pretrained(minilm(), attn_implementation="sdpa").float().eval()
+    model = BertModel.from_pretrained(minilm())
+    inputs = batch([60, 17, 3], 60, 30522)
+    visible = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        truth = outputs(copy.deepcopy(theirs).double(), inputs, visible)
+        rows = testing.compare(
+            outputs(model, inputs, visible), truth, [outputs(theirs, inputs, visible)], factor=3.0
+        )
+    testing.assert_rows(rows)

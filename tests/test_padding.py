@@ -1,0 +1,144 @@
+import pytest
+import torch
+from op_suite import HALF
+
+import fastbert
+from fastbert import backends, ops, padding, testing
+
+
+def mask_of(*rows):
+    return torch.tensor(rows)
+
+
+RIGHT = mask_of([1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1])
+LEFT = mask_of([0, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1])
+INTERIOR = mask_of([1, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("mask", [RIGHT, LEFT, INTERIOR], ids=("right", "left", "interior-and-empty"))
+@pytest.mark.parametrize("form", ["int64", "bool", "float", "4d-bool", "4d-additive", "4d-rows", "3d", "values"])
+def test_masks_people_pass(mask, form):
+    visible = mask.bool()
+    forms = {
+        "int64": mask,
+        "bool": visible,
+        "float": mask.float(),
+        "values": mask * -7,  # nonzero is visible
+        "4d-bool": visible[:, None, None, :],
+        "4d-additive": torch.where(visible, 0.0, torch.finfo(torch.float32).min)[:, None, None, :],
+        "4d-rows": visible[:, None, None, :].expand(-1, 1, 4, -1).clone(),
+        "3d": torch.where(visible, 0.0, -1e4)[:, None, :],
+    }
+    packing = padding.plan(forms[form], 3, 4, torch.device("cpu"))
+    lengths = mask.sum(1)
+    assert packing.cu_seqlens.tolist() == [0, *lengths.cumsum(0).tolist()]
+    assert packing.cu_seqlens.dtype == torch.int32 and packing.max_seqlen == int(lengths.max())
+    assert packing.indices.tolist() == visible.flatten().nonzero().flatten().tolist()
+    assert packing.positions().tolist() == visible.nonzero()[:, 1].tolist()
+    x = torch.randn(3, 4, 5)
+    assert torch.equal(packing.unpack(packing.pack(x)), x * visible[..., None])
+
+
+def test_no_mask_and_a_full_one_need_no_gather():
+    for mask in (None, torch.ones(2, 3)):
+        packing = padding.plan(mask, 2, 3, torch.device("cpu"))
+        assert packing.indices is None and packing.cu_seqlens.tolist() == [0, 3, 6] and packing.max_seqlen == 3
+
+
+@pytest.mark.parametrize(("batch", "seqlen"), [(0, 4), (2, 0)])
+def test_an_empty_batch(batch, seqlen):
+    for mask in (None, torch.ones(batch, seqlen)):
+        packing = padding.plan(mask, batch, seqlen, torch.device("cpu"))
+        assert packing.cu_seqlens.tolist() == [0] * (batch + 1)
+        assert packing.unpack(packing.pack(torch.zeros(batch, seqlen, 3))).shape == (batch, seqlen, 3)
+
+
+def test_all_zero_mask_has_no_tokens():
+    packing = padding.plan(torch.zeros(2, 3), 2, 3, torch.device("cpu"))
+    assert packing.cu_seqlens.tolist() == [0, 0, 0] and packing.pack(torch.ones(2, 3, 4)).shape == (0, 4)
+    assert torch.equal(packing.unpack(torch.ones(0, 4)), torch.zeros(2, 3, 4))
+
+
+CAUSAL = torch.ones(4, 4).tril().bool()
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "words"),
+    [
+        (CAUSAL[None, None].expand(3, 1, -1, -1), ValueError, "is no key-padding mask"),
+        (torch.randint(0, 2, (3, 1, 4, 4)).bool() | CAUSAL, ValueError, "is no key-padding mask"),
+        (torch.randn(3, 1, 1, 4), ValueError, "is no key-padding mask"),  # a bias
+        (torch.ones(3, 5), ValueError, r"attention_mask has shape \(3, 5\); expected \(B, S\) = \(3, 4\)"),
+        (torch.ones(4), ValueError, r"attention_mask has shape \(4,\)"),
+        (torch.ones(3, 12, 4, 5), ValueError, r"expected \(B, S\), \(B, 1, 1, S\)"),
+        (torch.ones(3, 4, dtype=torch.complex64), TypeError, "torch.complex64"),
+        ([[1, 1, 1, 0]] * 3, TypeError, "attention_mask is a list"),
+        (torch.ones(3, 4, device="meta"), ValueError, "attention_mask on meta"),
+    ],
+)
+def test_other_masks_are_refused(mask, error, words):
+    with pytest.raises(error, match=words):
+        padding.plan(mask, 3, 4, torch.device("cpu"))
+
+
+def test_head_masks_that_agree_are_padding_masks():
+    mask = RIGHT.bool()[:, None, None, :].expand(3, 12, 4, 4)
+    assert padding.plan(mask, 3, 4, torch.device("cpu")).cu_seqlens.tolist() == [0, 3, 4, 8]
+
+
+@pytest.fixture(params=backends.BACKENDS)
+def backend(request):
+    device = "cuda" if torch.cuda.is_available() and request.param != "cpu" else "cpu"
+    if reason := backends.why_not(request.param, "padding", device, torch.float32):
+        pytest.skip(f"{request.param}: {reason}")
+    with fastbert.backend(request.param):
+        yield device
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, *HALF))
+def test_pack_and_unpack_are_exact_both_ways(backend, dtype):
+    x, indices = torch.randn(3, 4, 5).to(backend, dtype), torch.tensor([0, 2, 3, 5, 11], device=backend)
+    there = testing.evaluate(lambda x: ops.pack(x, indices), {"x": x})
+    assert torch.equal(there.outputs["output"], x.flatten(0, 1)[indices])
+    truth = testing.evaluate(lambda x: ops.pack_ref(x, indices), {"x": x})
+    assert torch.equal(there.gradients["dx"], truth.gradients["dx"])
+    rows = x.flatten(0, 1)[:5]
+    back = testing.evaluate(lambda x: ops.unpack(x, indices, 3, 4), {"x": rows})
+    truth = testing.evaluate(lambda x: ops.unpack_ref(x, indices, 3, 4), {"x": rows})
+    assert torch.equal(back.outputs["output"], truth.outputs["output"])
+    assert torch.equal(back.gradients["dx"], truth.gradients["dx"])
+
+
+def test_packing_integers_and_second_derivatives(backend):
+    indices = torch.tensor([1, 4], device=backend)
+    assert ops.pack(torch.arange(6, device=backend).view(2, 3), indices).tolist() == [1, 4]
+    x = torch.randn(2, 3, 2, device=backend, requires_grad=True)
+    (grad,) = torch.autograd.grad(ops.pack(x, indices).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: ops.pack(torch.ones(2, 3), torch.tensor([0, 6])), IndexError, r"indices\[1\] is 6"),
+        (lambda: ops.pack(torch.ones(3), torch.tensor([0])), ValueError, r"expected \(B, S, ...\)"),
+        (lambda: ops.pack(torch.ones(2, 3), torch.tensor([0.0])), TypeError, "indices is torch.float32"),
+        (lambda: ops.unpack(torch.ones(2, 3), torch.tensor([0]), 1, 4), ValueError, r"indices has shape \(1,\)"),
+        (lambda: ops.unpack(torch.ones(1, 3), torch.tensor([4]), 1, 4), IndexError, r"indices\[0\] is 4"),
+    ],
+)
+def test_bad_input_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_positions_of_packed_sequences():
+    cu_seqlens = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
+    assert padding.packed_positions(cu_seqlens, 5).tolist() == [0, 1, 2, 0, 1]
+
+
+def test_first_tokens():
+    x, cu_seqlens = torch.arange(1.0, 6)[:, None], torch.tensor([0, 3, 3, 5, 5], dtype=torch.int32)
+    assert padding.first_tokens(x, cu_seqlens).flatten().tolist() == [1, 0, 4, 0]
+    assert padding.first_tokens(x[:0], cu_seqlens * 0).flatten().tolist() == [0, 0, 0, 0]

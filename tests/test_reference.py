@@ -1,0 +1,61 @@
+"""reference.py is the truth of everything else: it agrees with transformers in float64."""
+
+import pytest
+import torch
+from models import TINY, batch, hugging_face, minilm
+from transformers import BertModel
+
+from fastbert import BertConfig, random, reference
+
+
+def assert_agrees(theirs, inputs):
+    ours = reference.BertModel(BertConfig.from_dict(theirs.config.to_dict())).double().eval()
+    ours.load_state_dict(theirs.state_dict())
+    with torch.no_grad():
+        states, pooled = ours(**inputs)
+        truth = theirs(**inputs, output_hidden_states=True)
+    visible = inputs["attention_mask"].bool()
+    for state, expected in zip(states, truth.hidden_states, strict=True):
+        assert (state - expected)[visible].abs().max() <= 1e-12 * expected.abs().max()
+    assert (pooled - truth.pooler_output)[visible[:, 0]].abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new"])
+def test_agrees_with_transformers(side, activation):
+    assert_agrees(hugging_face(hidden_act=activation).double(), batch([7, 1, 12], 12, side=side))
+
+
+def test_agrees_with_transformers_on_minilm():
+    assert_agrees(BertModel.from_pretrained(minilm(), attn_implementation="eager").double(), batch([40, 9], 40, 30522))
+
+
+def test_gradients_agree_with_transformers():
+    theirs = hugging_face().double()
+    ours = reference.BertModel(TINY).double().eval()
+    ours.load_state_dict(theirs.state_dict())
+    inputs = batch([7, 12], 12)
+    cotangent = torch.randn(2, 12, 48, dtype=torch.float64) * inputs["attention_mask"][..., None]
+    ((ours(**inputs)[0][-1] * cotangent).sum() + ours(**inputs)[1].sum()).backward()
+    result = theirs(**inputs)
+    ((result.last_hidden_state * cotangent).sum() + result.pooler_output.sum()).backward()
+    expected = dict(theirs.named_parameters())
+    largest = max(p.grad.abs().max() for p in expected.values())
+    for name, parameter in ours.named_parameters():
+        assert (parameter.grad - expected[name].grad).abs().max() <= 1e-12 * largest, name
+
+
+def test_masks_replace_dropout():
+    """All ones is no dropout; zeros at a layer's two outputs leave only its LayerNorms."""
+    model = reference.BertModel(TINY).double().train()
+    inputs = batch([5, 5], 5)
+    ones = {site: torch.ones(()) for site in range(3 * TINY.num_hidden_layers + 1)}
+    with torch.no_grad():
+        trained, _ = model(**inputs, masks=ones)
+        evaluated, _ = model.eval()(**inputs)
+        assert torch.equal(trained[-1], evaluated[-1])
+        _, attention_output, layer_output = random.layer_sites(0)
+        zeros = ones | {attention_output: torch.zeros(()), layer_output: torch.zeros(())}
+        states, _ = model(**inputs, masks=zeros)
+        layer = model.encoder.layer[0]
+        assert torch.equal(states[1], layer.output.LayerNorm(layer.attention.output.LayerNorm(states[0])))

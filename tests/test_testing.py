@@ -1,0 +1,65 @@
+"""The accuracy rule judges everything else, so it is tested with results that it must refuse."""
+
+import pytest
+import torch
+
+from fastbert import testing
+from fastbert.testing import Result
+
+
+def result(output, gradient=None):
+    return Result({"y": torch.tensor(output)}, {} if gradient is None else {"dx": torch.tensor(gradient)})
+
+
+TRUTH = Result({"y": torch.tensor([1.0, 2.0]).double()}, {"dx": torch.tensor([4.0, 0.0]).double()})
+U = 2**-23
+
+
+@pytest.mark.parametrize(
+    ("output", "gradient", "ok"),
+    [
+        ([1.0, 2.0], [4.0, 0.0], True),
+        ([1.0, 2.0 + 2 * U], [4.0, 0.0], True),  # u * max |truth|
+        ([1.0 + 5e-3, 2.0], [4.0, 0.0], True),  # 2 e = 6e-3
+        ([1.0 + 7e-3, 2.0], [4.0, 0.0], False),
+        ([1.0, 2.0], [4.0, 0.028], True),  # 3 e = 0.03
+        ([1.0, 2.0], [4.0, 0.031], False),
+        ([1.0, float("nan")], [4.0, 0.0], False),
+        ([1.0, float("inf")], [4.0, 0.0], False),
+        ([1.0, 2.0], [float("nan"), 0.0], False),
+    ],
+)
+def test_bounds(output, gradient, ok):
+    contender = result([1.003, 2.0], [4.01, 0.0])
+    rows = testing.compare(result(output, gradient), TRUTH, [contender])
+    assert all(row.ok for row in rows) is ok
+    if not ok:
+        with pytest.raises(AssertionError, match="the accuracy rule is broken"):
+            testing.assert_rows(rows)
+
+
+def test_the_worst_contender_counts():
+    rows = testing.compare(result([1.005, 2.0], [4.0, 0.0]), TRUTH, [result([1.0, 2.0], [4.0, 0.0]), result([1.003, 2.0], [4.0, 0.0])])
+    assert rows[0].ok and rows[0].baseline == pytest.approx(3e-3, rel=1e-3)
+
+
+def test_float64_has_a_bound_of_its_own():
+    close, off = (Result({"y": torch.tensor([1.0, 2.0 + d], dtype=torch.float64)}, {}) for d in (1e-12, 3e-12))
+    truth = Result(TRUTH.outputs, {})
+    assert testing.compare(close, truth, [off])[0].ok and not testing.compare(off, truth, [off])[0].ok
+
+
+def test_shapes_and_names_must_agree():
+    with pytest.raises(AssertionError, match=r"shape \(1,\); the truth has \(2,\)"):
+        testing.compare(result([1.0], [4.0, 0.0]), TRUTH, [])
+    with pytest.raises(AssertionError, match="gradients are"):
+        testing.compare(result([1.0, 2.0]), TRUTH, [])
+
+
+def test_evaluate_gives_gradients_of_every_float_input():
+    inputs = {"x": torch.tensor([2.0]), "scale": 3.0, "ids": torch.tensor([1]), "unused": torch.ones(2)}
+    got = testing.evaluate(lambda x, scale, ids, unused: (x * scale, x * ids), inputs)
+    g0, g1 = (testing._cotangent(torch.ones(1), seed) for seed in (0, 1))
+    assert got.gradients.keys() == {"dx", "dunused"} and got.outputs.keys() == {"output 0", "output 1"}
+    assert torch.equal(got.gradients["dx"], 3 * g0 + g1) and got.gradients["dunused"].abs().sum() == 0
+    assert inputs["x"].grad is None
