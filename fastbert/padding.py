@@ -135,11 +135,11 @@ def _visible_keys(mask: Tensor, batch: int, seqlen: int, device: torch.device) -
         raise TypeError(f"attention_mask is {mask.dtype}; expected bool, an integer or a float")
     checks.same_device("attention_mask", {"attention_mask": mask, "the input": torch.empty(0, device=device)})
     if mask.dim() == 2:
-        checks.shape("attention_mask", "attention_mask", mask, (batch, seqlen), f"(B, S) = ({batch}, {seqlen})")
+        checks.shape("attention_mask", "attention_mask", mask, (batch, seqlen), "(B, S)")
         return mask != 0, None
-    expected = f"(B, S), (B, 1, 1, S) or (B, 1, S, S) with B = {batch}, S = {seqlen}"
     wide = mask.unsqueeze(1) if mask.dim() == 3 else mask
     if wide.dim() != 4 or wide.shape[0] not in (1, batch) or wide.shape[2] not in (1, seqlen) or wide.shape[3] != seqlen:
+        expected = f"(B, S), (B, 1, 1, S) or (B, 1, S, S) with B = {batch}, S = {seqlen}"
         raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {expected}")
     rows = wide[:, :1, :1]
     repeated = wide.shape[1:3] == (1, 1) or wide.stride()[1:3] == (0, 0)

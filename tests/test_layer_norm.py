@@ -204,7 +204,7 @@ BAD = {
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"residual": torch.zeros(3, 4)}, ValueError, r"residual has shape \(3, 4\); expected that of x, \(2, 4\)"),
+        ({"residual": torch.zeros(3, 4)}, ValueError, r"residual has shape \(3, 4\); expected x's = \(2, 4\)"),
         ({"weight": torch.zeros(5)}, ValueError, r"weight has shape \(5,\); expected \(C,\) = \(4,\)"),
         ({"x_bias": torch.zeros(5)}, ValueError, "x_bias has shape"),
         ({"x": torch.zeros(2, 4).double()}, TypeError, "float64 does not mix with other dtypes"),

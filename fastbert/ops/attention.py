@@ -230,7 +230,7 @@ def project_qkv(hidden: Tensor, weight: Tensor, bias: Tensor, num_heads: int) ->
     width = hidden.shape[-1]
     if hidden.dim() != 2:
         raise ValueError(f"qkv_attention: hidden has shape {tuple(hidden.shape)}; expected packed tokens, (T, C)")
-    checks.shape("qkv_attention", "weight", weight, (3 * width, width), f"(3C, C) = ({3 * width}, {width})")
+    checks.shape("qkv_attention", "weight", weight, (3 * width, width), "(3C, C)")
     if num_heads < 1 or width % num_heads:
         raise ValueError(f"qkv_attention: num_heads is {num_heads}; expected a divisor of C = {width}")
     dtype = autocast_dtype(hidden)

@@ -99,7 +99,7 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
     checks.floats("bias_gelu", {"x": x}, {"bias": bias})
     if x.dim() == 0:
         raise ValueError("bias_gelu: x has shape (); expected (..., C)")
-    checks.shape("bias_gelu", "bias", bias, (x.shape[-1],), f"(C,) = ({x.shape[-1]},), the last dimension of x")
+    checks.shape("bias_gelu", "bias", bias, (x.shape[-1],), "(C,)", "the last dimension of x")
     check_approximate("bias_gelu", approximate)
     live = needs_grad(x, bias)
     backend = backends.choose("bias_gelu", x.device.type, x.dtype, backward=live)

@@ -11,12 +11,18 @@ HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALF, torch.float64)
 
 
-def shape(op: str, name: str, tensor: Tensor, expected: tuple[int | None, ...], meaning: str) -> None:
-    """Raises ValueError unless the shape matches; None stands for any size. meaning: the shape in words."""
+def shape(op: str, name: str, tensor: Tensor, expected: tuple[int | None, ...], meaning: str, why: str = "") -> None:
+    """Raises ValueError unless the shape matches; None stands for any size.
+
+    meaning: the shape in letters, why: where the sizes come from. Both are constants: formatting a size on the way,
+    not only on failure, would tie compiled code to it.
+    """
     if tensor.dim() != len(expected) or any(
         want is not None and have != want for have, want in zip(tensor.shape, expected, strict=True)
     ):
-        raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; expected {meaning}")
+        sizes = ", ".join("*" if size is None else str(size) for size in expected) + ("," if len(expected) == 1 else "")
+        because = f", {why}" if why else ""
+        raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; expected {meaning} = ({sizes}){because}")
 
 
 def floats(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor | None]) -> None:
@@ -126,5 +132,5 @@ def dense(op: str, x: Tensor, weight: Tensor, bias: Tensor, name: str = "x") -> 
     floats(op, activations, parameters)
     if x.dim() < 2:
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; expected (..., K) with at least two dimensions")
-    shape(op, "weight", weight, (None, x.shape[-1]), f"(C, K) with K = {x.shape[-1]}, the last dimension of {name}")
-    shape(op, "bias", bias, (weight.shape[0],), f"(C,) = ({weight.shape[0]},), the first dimension of weight")
+    shape(op, "weight", weight, (None, x.shape[-1]), "(C, K)", f"K the last dimension of {name}")
+    shape(op, "bias", bias, (weight.shape[0],), "(C,)", "the first dimension of weight")

@@ -119,7 +119,7 @@ def cross_entropy(
     checks.dense(op, hidden, weight, bias, name="hidden")
     checks.shape(op, "hidden", hidden, (None, weight.shape[1]), "(T, C)")
     checks.integers(op, labels=labels)
-    checks.shape(op, "labels", labels, (hidden.shape[0],), f"(T,) = ({hidden.shape[0]},), a label for each row of hidden")
+    checks.shape(op, "labels", labels, (hidden.shape[0],), "(T,)", "a label for each row of hidden")
     checks.same_device(op, {"hidden": hidden, "labels": labels})
     checks.index_range(op, "labels", labels, weight.shape[0], also=ignore_index)
     hidden, weight, bias = (t.to(autocast_dtype(hidden)) for t in (hidden, weight, bias))

@@ -156,12 +156,12 @@ def _check(input_ids, position_ids, token_type_ids, word, position, token_type, 
     checks.floats(op, tables, {"weight": weight, "bias": bias})
     checks.same_device(op, {**ids, "word": word})
     for name, tensor in tables.items():
-        checks.shape(op, name, tensor, (None, word.shape[-1]), f"(rows, C) with C = {word.shape[-1]} as word has")
+        checks.shape(op, name, tensor, (None, word.shape[-1]), "(rows, C)", "C as word has")
     for name, tensor in (("weight", weight), ("bias", bias)):
-        checks.shape(op, name, tensor, (word.shape[-1],), f"(C,) = ({word.shape[-1]},)")
+        checks.shape(op, name, tensor, (word.shape[-1],), "(C,)", "the last dimension of word")
     for name, tensor in ids.items():
         if tensor is not None:
-            checks.shape(op, name, tensor, tuple(input_ids.shape), f"that of input_ids, {tuple(input_ids.shape)}")
+            checks.shape(op, name, tensor, tuple(input_ids.shape), "input_ids'")
     if padding_idx is not None and not 0 <= padding_idx < word.shape[0]:
         raise ValueError(f"{op}: padding_idx is {padding_idx}; expected 0 <= padding_idx < {word.shape[0]}")
     checks.index_range(op, "input_ids", input_ids, word.shape[0])

@@ -206,10 +206,10 @@ def _check(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; expected (..., C) with C > 0")
     for name, tensor in activations.items():
-        checks.shape(op, name, tensor, tuple(x.shape), f"that of x, {tuple(x.shape)}")
+        checks.shape(op, name, tensor, tuple(x.shape), "x's")
     for name, tensor in parameters.items():
         if tensor is not None:
-            checks.shape(op, name, tensor, (x.shape[-1],), f"(C,) = ({x.shape[-1]},), the last dimension of x")
+            checks.shape(op, name, tensor, (x.shape[-1],), "(C,)", "the last dimension of x")
     if not eps >= 0:
         raise ValueError(f"{op}: eps is {eps}; expected eps >= 0")
 

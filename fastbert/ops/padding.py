@@ -114,7 +114,7 @@ def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     checks.integers("unpack", indices=indices)
     if x.dim() < 1:
         raise ValueError("unpack: x has shape (); expected (T, ...)")
-    checks.shape("unpack", "indices", indices, (x.shape[0],), f"(T,) = ({x.shape[0]},), a place for each row of x")
+    checks.shape("unpack", "indices", indices, (x.shape[0],), "(T,)", "a place for each row of x")
     checks.same_device("unpack", {"x": x, "indices": indices})
     checks.index_range("unpack", "indices", indices, batch * seqlen)
     live = needs_grad(x)
