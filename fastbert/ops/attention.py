@@ -44,7 +44,7 @@ def _gather(grid: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
-    return (q @ k.mT * scale).masked_fill(~visible[:, None, None, :], -torch.inf)
+    return (q * scale @ k.mT).masked_fill_(~visible[:, None, None, :], -torch.inf)
 
 
 def _dropout(scores: Tensor, p: float, rng: Tensor | None, site: int) -> Callable[[Tensor], Tensor]:
@@ -110,9 +110,12 @@ def _forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
     cells, visible = _grid(cu_seqlens, max_seqlen, tokens)
     q, k, v = _spread(qkv, cells, visible).unbind(1)
     scores = _scores(q, k, visible, scale)
-    weights = _dropout(scores, dropout_p, rng, site)(scores.softmax(-1))
-    out = _gather(weights @ v, cu_seqlens, tokens).to(qkv.dtype)
-    return out, _gather(scores.logsumexp(-1), cu_seqlens, tokens).T.contiguous()
+    largest = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = _dropout(weights, dropout_p, rng, site)(weights) @ v / total
+    lse = (largest + total.log()).squeeze(-1)
+    return _gather(out, cu_seqlens, tokens).to(qkv.dtype), _gather(lse, cu_seqlens, tokens).T.contiguous()
 
 
 def _backward(dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
@@ -125,8 +128,7 @@ def _backward(dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng
     q, k, v = _spread(qkv, cells, visible).unbind(1)
     do, delta = _spread(dout, cells, visible), (wide(dout) * wide(out)).sum(-1, keepdim=True)
     delta, lse = _spread(delta, cells, visible), _spread(lse.T.unsqueeze(-1), cells, visible)
-    p = (_scores(q, k, visible, scale) - lse).exp()
-    p = p.masked_fill(~visible[:, None, :, None], 0)
+    p = _scores(q, k, visible, scale).sub_(lse).exp_().masked_fill_(~visible[:, None, :, None], 0)
     drop = _dropout(p, dropout_p, rng, site)
     ds = p * (drop(do @ v.mT) - delta) * scale
     grads = ds @ k, ds.mT @ q, drop(p).mT @ do  # each [B, H, S, D]

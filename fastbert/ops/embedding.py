@@ -7,7 +7,7 @@ from torch import Tensor
 from fastbert import backends, random
 from fastbert.ops import checks
 from fastbert.ops.bias_gelu import wide
-from fastbert.ops.layer_norm import drop_rows, normalize, normalize_backward, parameter_gradients, statistics
+from fastbert.ops.layer_norm import drop_rows, norm_backward, norm_forward, statistics
 from fastbert.ops.op import Primitive, first_derivative_only, needs_grad
 
 # ---- plain PyTorch
@@ -57,10 +57,9 @@ def _table_gradient(dz: Tensor, ids: Tensor | None, table: Tensor | None, needed
 def _forward(
     input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, rng, eps, dropout_p, site
 ):
-    normalized, mean, rstd = normalize(
-        _sum(input_ids, position_ids, token_type_ids, word, position, token_type), eps
-    )
-    y = drop_rows(normalized * wide(weight) + wide(bias), dropout_p, rng, site)
+    z = _sum(input_ids, position_ids, token_type_ids, word, position, token_type)
+    y, mean, rstd = norm_forward(z, weight, bias, eps)
+    y = drop_rows(y, dropout_p, rng, site)
     return y.to(_result_dtype(word, position, token_type)), mean, rstd
 
 
@@ -70,12 +69,12 @@ def _backward(
 ):  # fmt: skip
     dy = drop_rows(wide(dy), dropout_p, rng, site)
     z = _sum(input_ids, position_ids, token_type_ids, word, position, token_type)
-    dz, normalized = normalize_backward(dy, z, weight, mean, rstd)
+    dz, *dparams = norm_backward(dy, z, weight, mean, rstd, need[3])
     return (
         _table_gradient(dz, input_ids, word, need[0], padding_idx),
         _table_gradient(dz, position_ids, position, need[1], -1),
         _table_gradient(dz, token_type_ids, token_type, need[2], -1),
-        *parameter_gradients(dy, normalized, weight, need[3]),
+        *dparams,
     )
 
 

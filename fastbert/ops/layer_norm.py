@@ -43,47 +43,39 @@ def drop_rows(z: Tensor, p: float, rng: Tensor | None, site: int) -> Tensor:
     return torch.where(keep, z * random.keep_scale(p, random.ROW_BITS), 0)
 
 
-def normalize(z: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(z - mean) * rstd, mean, rstd over the last dimension, two passes.
-
-    The row is shifted by its first element, so that a constant row gives exact zeros and a large offset costs nothing.
-    """
+def norm_forward(z: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mean, rstd of the rows of z. Rows are shifted by their first element before PyTorch's kernel sees them, so a
+    constant row gives exactly the bias and a large offset costs nothing."""
     first = z[..., :1]
-    shifted = z - first
-    mean = shifted.mean(-1, keepdim=True)
-    centered = shifted - mean
-    rstd = (centered.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return centered * rstd, (first + mean).squeeze(-1), rstd.squeeze(-1)
+    y, mean, rstd = torch.native_layer_norm(z - first, weight.shape, wide(weight), wide(bias), eps)
+    return y, (first + mean).squeeze(-1), rstd.squeeze(-1)
 
 
-def normalize_backward(dy: Tensor, z: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """dz and the normalised rows, from saved statistics; `mean` is rounded, so what is left of it is removed again.
+def norm_backward(
+    dy: Tensor, z: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, need_dparams: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dz, dweight and dbias (empty when not needed); the saved mean is rounded, so what is left of it comes off again.
 
     With g = dy * weight and n = (z - mean) * rstd: dz = rstd * (g - mean(g) - n * mean(g * n)).
     """
     centered = z - mean.unsqueeze(-1)
-    rstd = rstd.unsqueeze(-1)
-    normalized = (centered - centered.mean(-1, keepdim=True)) * rstd
-    g = dy * wide(weight)
-    dz = rstd * (g - g.mean(-1, keepdim=True) - normalized * (g * normalized).mean(-1, keepdim=True))
-    return dz, normalized
-
-
-def parameter_gradients(dy: Tensor, normalized: Tensor, weight: Tensor, needed: bool) -> tuple[Tensor, Tensor]:
-    """dweight and dbias, in weight's dtype; empty tensors when not needed."""
-    if not needed:
-        return weight.new_empty(0), weight.new_empty(0)
-    return tuple(g.sum_to_size(weight.shape).to(weight.dtype) for g in (dy * normalized, dy))
+    left, wide_weight = centered.mean(-1, keepdim=True), wide(weight)
+    dz, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+        dy, centered, weight.shape, left, rstd.unsqueeze(-1), wide_weight, wide_weight, [True, need_dparams, need_dparams]
+    )
+    if not need_dparams:
+        return dz, weight.new_empty(0), weight.new_empty(0)
+    return dz, dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
 def _forward(x, weight, bias, eps):
-    normalized, mean, rstd = normalize(wide(x), eps)
-    return (normalized * wide(weight) + wide(bias)).to(x.dtype), mean, rstd
+    y, mean, rstd = norm_forward(wide(x), weight, bias, eps)
+    return y.to(x.dtype), mean, rstd
 
 
 def _backward(dy, x, weight, mean, rstd, need_dparams):
-    dx, normalized = normalize_backward(wide(dy), wide(x), weight, mean, rstd)
-    return dx.to(x.dtype), *parameter_gradients(wide(dy), normalized, weight, need_dparams)
+    dx, *dparams = norm_backward(wide(dy), wide(x), weight, mean, rstd, need_dparams)
+    return dx.to(x.dtype), *dparams
 
 
 def _sum(x, residual, x_bias, dropout_p, rng, site):
@@ -92,18 +84,16 @@ def _sum(x, residual, x_bias, dropout_p, rng, site):
 
 
 def _add_forward(x, residual, weight, bias, x_bias, rng, eps, dropout_p, site):
-    normalized, mean, rstd = normalize(_sum(x, residual, x_bias, dropout_p, rng, site), eps)
-    y = normalized * wide(weight) + wide(bias)
+    y, mean, rstd = norm_forward(_sum(x, residual, x_bias, dropout_p, rng, site), weight, bias, eps)
     return y.to(torch.promote_types(x.dtype, residual.dtype)), mean, rstd
 
 
 def _add_backward(dy, x, residual, weight, mean, rstd, x_bias, rng, dropout_p, site, need_dparams):
     z = _sum(x, residual, x_bias, dropout_p, rng, site)
-    dz, normalized = normalize_backward(wide(dy), z, weight, mean, rstd)
+    dz, *dparams = norm_backward(wide(dy), z, weight, mean, rstd, need_dparams)
     dx = drop_rows(dz, dropout_p, rng, site)
     with_bias = need_dparams and x_bias is not None
     dx_bias = dx.sum_to_size(x_bias.shape).to(x_bias.dtype) if with_bias else x.new_empty(0)
-    dparams = parameter_gradients(wide(dy), normalized, weight, need_dparams)
     return dx.to(x.dtype), dz.to(residual.dtype), *dparams, dx_bias
 
 

@@ -1,0 +1,48 @@
+// The loops of cpu/ are compiled once per instruction set, each in the namespace fastbert::cpu::<set>, and the best set
+// that the processor has is chosen when the library is loaded. CMakeLists.txt gives each copy its flags and FB_SET.
+#pragma once
+
+namespace fastbert::cpu {
+
+enum class Set { none, generic, avx2, avx512 };
+
+#ifdef __x86_64__
+
+#define FB_FOR_EACH_SET(...) \
+  namespace avx2 {           \
+  __VA_ARGS__                \
+  }                          \
+  namespace avx512 {         \
+  __VA_ARGS__                \
+  }
+
+// f of the chosen set, or nullptr where the processor has none of them.
+#define FB_BEST_SET(f)                                                                 \
+  (fastbert::cpu::best_set() == fastbert::cpu::Set::avx512 ? &fastbert::cpu::avx512::f \
+   : fastbert::cpu::best_set() == fastbert::cpu::Set::avx2 ? &fastbert::cpu::avx2::f   \
+                                                           : nullptr)
+
+inline Set best_set() {
+  static const Set set = [] {
+    // F16C is older than AVX2: every processor with AVX2 has it, and not every compiler can ask for it.
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Set::none;
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return avx512 ? Set::avx512 : Set::avx2;
+  }();
+  return set;
+}
+
+#else
+
+#define FB_FOR_EACH_SET(...) \
+  namespace generic {        \
+  __VA_ARGS__                \
+  }
+#define FB_BEST_SET(f) (&fastbert::cpu::generic::f)
+
+inline Set best_set() { return Set::generic; }
+
+#endif
+
+}  // namespace fastbert::cpu

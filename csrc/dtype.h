@@ -1,0 +1,8 @@
+// The element types that cross from the torch side to the loops and kernels. No torch here.
+#pragma once
+
+namespace fastbert {
+
+enum class DType { f32, bf16, f16, f64 };
+
+}  // namespace fastbert

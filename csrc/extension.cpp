@@ -1,0 +1,44 @@
+// The module fastbert._C. Loading it registers the kernels with torch; what it offers by itself is a description of the
+// build.
+#include <pybind11/pybind11.h>
+#include <torch/version.h>
+
+#include "cpu/sets.h"
+
+namespace py = pybind11;
+
+namespace {
+
+py::object active_set() {
+  switch (fastbert::cpu::best_set()) {
+    case fastbert::cpu::Set::generic: return py::str("generic");
+    case fastbert::cpu::Set::avx2: return py::str("avx2");
+    case fastbert::cpu::Set::avx512: return py::str("avx512");
+    case fastbert::cpu::Set::none: break;
+  }
+  return py::none();
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["torch_version"] = TORCH_VERSION;
+  info["compiler"] = FB_COMPILER;
+  info["cpu_sets"] = py::tuple(py::str(FB_CPU_SETS).attr("split")());
+  info["cpu_set"] = active_set();
+#ifdef FB_CUDA
+  info["cuda_version"] = FB_CUDA_VERSION;
+  info["cuda_architectures"] = py::tuple(py::str(FB_CUDA_ARCHITECTURES).attr("split")());
+#else
+  info["cuda_version"] = py::none();
+  info["cuda_architectures"] = py::tuple();
+#endif
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.def("build_info", &build_info,
+        "What this library was built with, and cpu_set: the instruction set its CPU loops run on here, None if this "
+        "processor has none of cpu_sets.");
+}

@@ -1,0 +1,165 @@
+"""The command `fastbert`: search, embed, info."""
+
+import argparse
+import os
+import platform
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import fastbert
+from fastbert import backends
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; 0 on success, 2 with one line on stderr for what a user can mend."""
+    args = _parser().parse_args(arguments)
+    try:
+        args.run(args)
+    except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:
+        print(f"fastbert: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("fastbert", description="BERT encoders without work on padding.")
+    parser.add_argument("--version", action="version", version=f"fastbert {fastbert.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    search = commands.add_parser("search", help="find the passages that answer a question")
+    search.add_argument("question", nargs="+", help="one or several, in quotes")
+    search.add_argument("--text", type=Path, help="passages to search, one a line (default: Python's documentation)")
+    search.add_argument("--top", type=int, default=3, help="passages to show for each question (default: 3)")
+    search.set_defaults(run=_search)
+
+    embed = commands.add_parser("embed", help="embed the lines of a text file")
+    embed.add_argument("file", type=Path, help="one text a line")
+    embed.add_argument("--output", type=Path, help="where the (lines, C) float32 array goes (default: FILE.npy)")
+    embed.set_defaults(run=_embed)
+
+    for command in (search, embed):
+        command.add_argument("--model", type=Path, help="a BERT directory (default: all-MiniLM-L6-v2, if installed)")
+        command.add_argument("--dtype", choices=DTYPES, default="float32")
+        command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+    info = commands.add_parser("info", help="what a bug report needs: versions, backends, architectures, driver")
+    info.set_defaults(run=_info)
+    return parser
+
+
+def _search(args: argparse.Namespace) -> None:
+    from fastbert.sentences import python_documentation
+
+    if args.top < 1:
+        raise ValueError(f"--top is {args.top}; expected at least 1")
+    passages = [(args.text.name, line) for line in _lines(args.text)] if args.text else python_documentation()
+    encoder = _encoder(args)
+    vectors = _encode(encoder, [passage for _, passage in passages])
+    show_results(encoder, vectors, passages, args.question, args.top)
+
+
+def show_results(encoder, vectors, passages: list[tuple[str, str]], questions: list[str], top: int) -> None:
+    """Prints the best passages for each question, by cosine similarity of `vectors` (N, C)."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    console = Console()
+    scores = encoder.encode(questions) @ vectors.T
+    for question, row in zip(questions, scores, strict=True):
+        console.print(f"\n[bold]{question}[/bold]")
+        best = row.topk(min(top, len(passages)))
+        for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            source, passage = passages[index]
+            console.print(Panel(Text(passage), title=f"{score:.3f}  {source}", title_align="left"))
+
+
+def _embed(args: argparse.Namespace) -> None:
+    import numpy
+
+    texts = _lines(args.file)
+    output = args.output or args.file.with_name(args.file.name + ".npy")
+    vectors = _encode(_encoder(args), texts)
+    numpy.save(output, vectors.cpu().numpy())
+    print(f"{output}: {tuple(vectors.shape)} float32")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    if not lines:
+        raise ValueError(f"{path} holds no text")
+    return lines
+
+
+def _encoder(args: argparse.Namespace):
+    from fastbert.sentences import SentenceEncoder, minilm
+
+    return SentenceEncoder.from_pretrained(args.model or minilm(), dtype=DTYPES[args.dtype], device=args.device)
+
+
+def _encode(encoder, texts: list[str]):
+    """Embeddings with a progress bar, and a line that says how fast."""
+    from rich.progress import Progress
+
+    start = time.perf_counter()
+    with Progress(transient=True) as bar:
+        task = bar.add_task("encoding", total=len(texts))
+        vectors = encoder.encode(texts, progress=lambda done: bar.advance(task, done))
+    seconds = time.perf_counter() - start
+    print(f"{len(texts)} texts in {seconds:.1f} s on {encoder.device}", file=sys.stderr)
+    return vectors
+
+
+def _info(args: argparse.Namespace) -> None:
+    versions = {"python": platform.python_version(), "fastbert": fastbert.__version__}
+    versions |= {name: _version(name) for name in ("torch", "triton", "transformers", "tokenizers", "safetensors")}
+    lines = [
+        ("system", f"{platform.system()} {platform.machine()}, {_processor()}, {os.cpu_count()} cores"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("torch", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"),
+        ("GPU", _gpu()),
+        ("driver", f"serves CUDA {backends.driver_version() / 1000:.1f}" if backends.driver_version() else "none"),
+    ]
+    lines += [(name, str(value)) for name, value in backends.build_info().items()]
+    if backends.EXTENSION_PROBLEM:
+        lines.append(("kernels", backends.EXTENSION_PROBLEM))
+    for name, value in lines:
+        print(f"{name + ':':20}{value}")
+    print()
+    fastbert.explain()
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _gpu() -> str:
+    if not torch.cuda.is_available():
+        return "none that PyTorch sees"
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    capability = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    return f"{', '.join(names)}, {capability}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

