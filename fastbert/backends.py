@@ -182,7 +182,7 @@ class _Forced(threading.local):
 
 
 _forced = _Forced()
-_latest = _forced.name  # what the last backend(...) entered or left; torch.compile guards on it, on thread-locals it cannot
+_latest = _forced.name  # what the last backend(...) set: torch.compile guards on a global, but not on a thread-local
 _calls: Counter[tuple[str, str]] = Counter()
 _announced = False
 
@@ -229,7 +229,10 @@ def count(primitive: str, name: str) -> None:
 
 
 def calls() -> dict[tuple[str, str], int]:
-    """How often each (primitive, backend), say ("bias_gelu_fwd", "cpu"), has run in this process, outside compiled graphs."""
+    """How often each (primitive, backend), say ("bias_gelu_fwd", "cpu"), has run in this process.
+
+    Calls inside compiled graphs are not counted.
+    """
     return dict(_calls)
 
 
@@ -253,5 +256,8 @@ def explain() -> None:
             limits = " (forward only)" if kernel and not kernel.backward else ""
             state = f"unusable: {reason}" if reason else f"usable{limits}; order: {measured}"
             star = "*" if name == preferred else " "
-            runs = " + ".join(str(_calls[f"{op}_{part}", name]) for part in (("pack", "unpack") if op == "padding" else ("fwd", "bwd")))
+            runs = " + ".join(
+                str(_calls[f"{op}_{part}", name])
+                for part in (("pack", "unpack") if op == "padding" else ("fwd", "bwd"))
+            )
             print(f"{op:15} {star}{name:9} {runs:>15}  {state}")

@@ -205,7 +205,9 @@ class BertEncoder(_Loadable):
         width = self.config.hidden_size
         packed = cu_seqlens is not None
         if hidden_states.dim() != (2 if packed else 3) or hidden_states.shape[-1] != width:
-            expected = f"(T, {width}) with cu_seqlens" if packed else f"(B, S, {width}), or (T, {width}) with cu_seqlens"
+            expected = (
+                f"(T, {width}) with cu_seqlens" if packed else f"(B, S, {width}), or (T, {width}) with cu_seqlens"
+            )
             raise ValueError(f"BertEncoder: hidden_states has shape {tuple(hidden_states.shape)}; expected {expected}")
         packing = None
         if packed:
@@ -225,7 +227,9 @@ class BertEncoder(_Loadable):
             states = [packing.unpack(state) for state in states]
             attentions = [None if weights is None else packing.unpack_weights(weights) for weights in attentions]
         return BertEncoderOutput(
-            states[-1], tuple(states) if output_hidden_states else None, tuple(attentions) if output_attentions else None
+            states[-1],
+            tuple(states) if output_hidden_states else None,
+            tuple(attentions) if output_attentions else None,
         )
 
 
@@ -319,10 +323,14 @@ class BertModel(_Loadable):
             raise ValueError(f"BertModel: input_ids has shape {tuple(shape)}; expected {expected}")
         if inputs_embeds is not None and inputs_embeds.shape[-1] != self.config.hidden_size:
             width = self.config.hidden_size
-            raise ValueError(f"BertModel: inputs_embeds has shape {tuple(inputs_embeds.shape)}; expected (..., {width})")
+            raise ValueError(
+                f"BertModel: inputs_embeds has shape {tuple(inputs_embeds.shape)}; expected (..., {width})"
+            )
         for name, ids in (("token_type_ids", token_type_ids), ("position_ids", position_ids)):
             if ids is not None and ids.shape != shape:
-                raise ValueError(f"BertModel: {name} has shape {tuple(ids.shape)}; expected that of the input, {tuple(shape)}")
+                raise ValueError(
+                    f"BertModel: {name} has shape {tuple(ids.shape)}; expected that of the input, {tuple(shape)}"
+                )
 
     @classmethod
     def from_pretrained(

@@ -75,7 +75,9 @@ def first_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """(T,) int64: the position of each packed token in its sequence."""
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp(max=max(cu_seqlens.shape[0] - 2, 0))
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp(
+        max=max(cu_seqlens.shape[0] - 2, 0)
+    )
     return (token - cu_seqlens[sequence]).long()
 
 
@@ -138,7 +140,12 @@ def _visible_keys(mask: Tensor, batch: int, seqlen: int, device: torch.device) -
         checks.shape("attention_mask", "attention_mask", mask, (batch, seqlen), "(B, S)")
         return mask != 0, None
     wide = mask.unsqueeze(1) if mask.dim() == 3 else mask
-    if wide.dim() != 4 or wide.shape[0] not in (1, batch) or wide.shape[2] not in (1, seqlen) or wide.shape[3] != seqlen:
+    if (
+        wide.dim() != 4
+        or wide.shape[0] not in (1, batch)
+        or wide.shape[2] not in (1, seqlen)
+        or wide.shape[3] != seqlen
+    ):
         expected = f"(B, S), (B, 1, 1, S) or (B, 1, S, S) with B = {batch}, S = {seqlen}"
         raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {expected}")
     rows = wide[:, :1, :1]

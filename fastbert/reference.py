@@ -1,9 +1,9 @@
 """BERT in plain PyTorch, as the paper has it: the truth that every kernel of fastbert is held to.
 
 No fusion, no packing, no op of ours. Post-LayerNorm transformer encoder with learned positions, exact erf GELU and
-LayerNorm eps 1e-12 (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2018; Vaswani et al., 2017).
-Parameter names are Hugging Face's, so `load_state_dict` takes a BertModel's. Dropout masks may be passed in, to compare
-training with another implementation exactly.
+LayerNorm eps 1e-12 (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2018; Vaswani et al.,
+"Attention Is All You Need", 2017). Parameter names are Hugging Face's, so `load_state_dict` takes a BertModel's.
+Dropout masks may be passed in, to compare training with another implementation exactly.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastbert.config import BertConfig
 from fastbert.random import EMBEDDING_SITE, layer_sites
+
 
 class Dropout(nn.Module):
     """nn.Dropout that multiplies by its site's mask (0 or 1 / (1 - p) an element) where masks are passed in."""

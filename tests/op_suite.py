@@ -58,9 +58,7 @@ class OpSuite:
         backend.require(dtype)
         inputs = self.inputs(shape, dtype, backend.device)
         both = backend.why_not(dtype, True) is None
-        testing.assert_accurate(
-            self.ours, self.truth, self.contenders(), inputs, factor=self.factor, gradients=both
-        )
+        testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, factor=self.factor, gradients=both)
 
     @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))
     def test_float32_parameters_beside_half_activations(self, backend, dtype):

@@ -94,7 +94,9 @@ class TestAttention(AttentionSuite):
             qkv = torch.zeros(24, 3, 2, 32, dtype=dtype, device=backend.device)
             qkv[:, 2] = torch.randint(-8, 8, (24, 2, 32), device=backend.device)
             out = ops.attention(qkv, ends((16, 8), backend.device), 16)
-            expected = torch.cat([qkv[:16, 2].float().mean(0).expand(16, 2, 32), qkv[16:, 2].float().mean(0).expand(8, 2, 32)])
+            expected = torch.cat(
+                [qkv[:16, 2].float().mean(0).expand(16, 2, 32), qkv[16:, 2].float().mean(0).expand(8, 2, 32)]
+            )
             assert torch.equal(out, expected.to(dtype))
 
     def with_scale(self, scale):
@@ -164,7 +166,9 @@ class TestAttention(AttentionSuite):
         v = inputs["qkv"][5:, 2].permute(1, 0, 2)
         out = self.ours(**inputs)
         assert (weights[2, :, :3, :3] @ v - out[5:].transpose(0, 1)).abs().max() <= 1e-6
-        assert weights[1].abs().sum() == 0 and weights[2, :, 3:].abs().sum() == 0 and weights[2, :, :, 3:].abs().sum() == 0
+        assert (
+            weights[1].abs().sum() == 0 and weights[2, :, 3:].abs().sum() == 0 and weights[2, :, :, 3:].abs().sum() == 0
+        )
 
 
 class TestAttentionDropout(AttentionSuite):

@@ -74,12 +74,17 @@ def test_a_forced_backend_that_cannot_run_says_why():
 
 
 def test_the_environment_forces_a_backend():
-    code = "import torch, fastbert; fastbert.ops.bias_gelu(torch.ones(2, 2), torch.ones(2)); print(fastbert.backends.calls())"
+    code = (
+        "import torch, fastbert; fastbert.ops.bias_gelu(torch.ones(2, 2), torch.ones(2));"
+        "print(fastbert.backends.calls())"
+    )
     assert "'reference'): 1" in run_python(code, FASTBERT_BACKEND="reference").stdout
 
 
 def test_importing_fastbert_imports_neither_transformers_nor_triton():
-    code = "import sys, fastbert; print([m for m in ('transformers', 'triton', 'tokenizers', 'rich') if m in sys.modules])"
+    code = (
+        "import sys, fastbert; print([m for m in ('transformers', 'triton', 'tokenizers', 'rich') if m in sys.modules])"
+    )
     assert run_python(code).stdout.strip() == "[]"
 
 
@@ -96,7 +101,10 @@ def test_compiled_code_follows_the_block():
     ("build", "words"),
     [
         ("TORCH_VERSION, NOT_BUILT = '2.1.0', None", "were built for torch 2.1.0, this is torch"),
-        ("TORCH_VERSION, NOT_BUILT = None, 'FASTBERT_BUILD=0 was set'", "are not built, because FASTBERT_BUILD=0 was set"),
+        (
+            "TORCH_VERSION, NOT_BUILT = None, 'FASTBERT_BUILD=0 was set'",
+            "are not built, because FASTBERT_BUILD=0 was set",
+        ),
     ],
 )
 def test_an_extension_that_does_not_fit_is_refused_and_others_take_over(tmp_path, build, words):

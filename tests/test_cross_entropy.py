@@ -67,7 +67,9 @@ class TestCrossEntropy(OpSuite):
     def test_uniform_logits_cost_the_logarithm_of_the_classes(self, backend):
         hidden = torch.zeros(4, 3, device=backend.device)
         labels = torch.tensor([0, 1, -100, 7], device=backend.device)
-        loss = ops.cross_entropy(hidden, torch.ones(8, 3, device=backend.device), torch.zeros(8, device=backend.device), labels)
+        loss = ops.cross_entropy(
+            hidden, torch.ones(8, 3, device=backend.device), torch.zeros(8, device=backend.device), labels
+        )
         assert abs(loss.item() - 2.0794415416798357) < 1e-6  # ln 8
 
     def test_confident_logits_do_not_overflow(self, backend):
@@ -81,7 +83,9 @@ class TestCrossEntropy(OpSuite):
         inputs = self.inputs((512, 16, 30522), torch.float16, backend.device)
         double = {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()}
         for scale in (1.0, 65536.0):
-            leaves = [{n: t.clone().requires_grad_(t.is_floating_point()) for n, t in i.items()} for i in (inputs, double)]
+            leaves = [
+                {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in i.items()} for i in (inputs, double)
+            ]
             (self.ours(**leaves[0]) * scale).backward()
             (self.truth(**leaves[1]) * scale).backward()
             truth = leaves[1]["hidden"].grad
@@ -108,6 +112,11 @@ class TestCrossEntropy(OpSuite):
     ],
 )
 def test_bad_input_is_refused(change, error, words):
-    good = {"hidden": torch.zeros(2, 4), "weight": torch.zeros(5, 4), "bias": torch.zeros(5), "labels": torch.tensor([0, 1])}
+    good = {
+        "hidden": torch.zeros(2, 4),
+        "weight": torch.zeros(5, 4),
+        "bias": torch.zeros(5),
+        "labels": torch.tensor([0, 1]),
+    }
     with pytest.raises(error, match=words):
         ops.cross_entropy(**good | change)

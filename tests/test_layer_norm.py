@@ -142,7 +142,7 @@ class TestAddLayerNorm(OpSuite):
                 yield "add_layer_norm_bwd", (x, x, residual, weight, *stats, b, rng, 0.1, 3, need)
 
     def test_autocast_residual_stream(self, backend):
-        """Under autocast x is half precision and the residual float32: the result is float32, and so is its accuracy."""
+        """Under autocast x is half precision and the residual float32: so are the result and its accuracy."""
         from fastbert import testing
 
         backend.require(torch.bfloat16)

@@ -350,7 +350,5 @@ def test_minilm_against_transformers():
     visible = inputs["attention_mask"].bool()
     with torch.no_grad():
         truth = outputs(copy.deepcopy(theirs).double(), inputs, visible)
-        rows = testing.compare(
-            outputs(model, inputs, visible), truth, [outputs(theirs, inputs, visible)], factor=3.0
-        )
+        rows = testing.compare(outputs(model, inputs, visible), truth, [outputs(theirs, inputs, visible)], factor=3.0)
     testing.assert_rows(rows)

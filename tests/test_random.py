@@ -44,9 +44,10 @@ def test_row_bits(key, site):
 
 @pytest.mark.parametrize("key", [0, 0x123456789ABCDEF0, -(2**63)])
 def test_attention_bits(key):
-    """Literal places in the mma accumulator's order: key 8j + 2c + low of a block is byte 2j + low of group 4 block + c."""
+    """The mma accumulator's order: key 8j + 2c + low of a block is byte 2j + low of group 4 block + c."""
     bits = random.attention_bits(torch.tensor([key]), 4, 2, 3, 2, 130)
-    for sequence, head, query, k in [(0, 0, 0, 0), (1, 2, 1, 1), (0, 1, 1, 2), (1, 0, 0, 63), (1, 2, 0, 64), (0, 2, 1, 129)]:
+    places = [(0, 0, 0, 0), (1, 2, 1, 1), (0, 1, 1, 2), (1, 0, 0, 63), (1, 2, 0, 64), (0, 2, 1, 129)]
+    for sequence, head, query, k in places:
         block, j, c, low = k // 64, k % 64 // 8, k % 8 // 2, k % 2
         words = philox7((4 * block + c, query, head, sequence), halves(key, 4))
         data = b"".join(w.to_bytes(4, "little") for w in words)
@@ -77,7 +78,9 @@ def test_the_key_comes_from_torch_s_generator():
     assert one.dtype == torch.int64 and one.shape == (1,)
 
 
-@pytest.mark.parametrize(("p", "bits", "dropped"), [(0.1, 16, 6554), (0.1, 8, 26), (0.5, 8, 128), (0.0, 8, 0), (1 / 256, 8, 1)])
+@pytest.mark.parametrize(
+    ("p", "bits", "dropped"), [(0.1, 16, 6554), (0.1, 8, 26), (0.5, 8, 128), (0.0, 8, 0), (1 / 256, 8, 1)]
+)
 def test_threshold(p, bits, dropped):
     assert random.threshold(p, bits) == dropped
     assert random.keep_scale(p, bits) == 2**bits / (2**bits - dropped)

@@ -207,8 +207,8 @@ def attention(
     cu_seqlens: (B + 1,) int32, sequence b is tokens cu_seqlens[b] to cu_seqlens[b + 1]; sequences may be empty.
     max_seqlen: an int, at least the longest. scale: default D**-0.5. dropout_p is rounded to a multiple of 1/256, rng
     and site are as in `add_layer_norm`; the mask is `fastbert.random.attention_keep`'s. Returns (T, H, D) in qkv's
-    dtype (autocast's, where that is on); a token outside every sequence gets zeros. Scores and sums are float32; the backward keeps qkv, the output
-    and one number a token and head.
+    dtype (autocast's, where that is on); a token outside every sequence gets zeros. Scores and sums are float32; the
+    backward keeps qkv, the output and one number a token and head.
     Raises ValueError (shapes, devices, cu_seqlens, dropout) and TypeError (dtypes). Values of cu_seqlens are looked at
     on a CPU, and on a GPU under FASTBERT_CHECK=1.
 

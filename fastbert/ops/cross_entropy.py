@@ -99,9 +99,7 @@ class _CrossEntropy(torch.autograd.Function):
         return None, *grads, None, None
 
 
-def cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, *, ignore_index: int = -100
-) -> Tensor:
+def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
     """Mean cross-entropy of the labelled rows, straight from hidden states: the masked-LM loss.
 
     hidden: (T, C) float32, bfloat16, float16 or float64. weight: (V, C) and bias: (V,), of hidden's dtype or float32

@@ -93,7 +93,9 @@ def _fake_backward(
     dropout_p, site, padding_idx, need,
 ):  # fmt: skip
     tables = (word, position, token_type)
-    dtables = [t.new_empty(t.shape) if n else dy.new_empty(0, dtype=mean.dtype) for t, n in zip(tables, need[:3], strict=True)]
+    dtables = [
+        t.new_empty(t.shape) if n else dy.new_empty(0, dtype=mean.dtype) for t, n in zip(tables, need[:3], strict=True)
+    ]
     return *dtables, *(weight.new_empty(weight.shape if need[3] else (0,)) for _ in range(2))
 
 

@@ -61,7 +61,14 @@ def norm_backward(
     centered = z - mean.unsqueeze(-1)
     left, wide_weight = centered.mean(-1, keepdim=True), wide(weight)
     dz, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-        dy, centered, weight.shape, left, rstd.unsqueeze(-1), wide_weight, wide_weight, [True, need_dparams, need_dparams]
+        dy,
+        centered,
+        weight.shape,
+        left,
+        rstd.unsqueeze(-1),
+        wide_weight,
+        wide_weight,
+        [True, need_dparams, need_dparams],
     )
     if not need_dparams:
         return dz, weight.new_empty(0), weight.new_empty(0)

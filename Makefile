@@ -1,0 +1,47 @@
+# make demo | test | test-all | bench | lint. Everything runs in .venv, which is made on the first call.
+VENV ?= .venv
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+SOURCES := $(wildcard csrc/*.* csrc/*/*.*) setup.py CMakeLists.txt pyproject.toml
+
+.PHONY: demo test test-all bench lint clean
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/search_python_docs.py
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: $(VENV)/installed
+	$(BIN)/python -m pytest -q
+
+bench: $(VENV)/installed
+	$(BIN)/python -m benchmarks.run
+
+lint: $(VENV)/installed
+	$(BIN)/pip install --quiet "ruff>=0.12" "clang-format>=20"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.*)
+
+clean:
+	rm -rf $(VENV) build fastbert/_build.py fastbert/_C.*.so *.egg-info
+
+# A CPU build of torch where there is no GPU: from PyTorch's own index, or else whatever the configured index has.
+$(VENV)/torch:
+	$(PYTHON) -m venv $(VENV)
+	if command -v nvidia-smi >/dev/null; then \
+	  $(BIN)/pip install --quiet "$(TORCH)"; \
+	else \
+	  $(BIN)/pip install --quiet --retries 0 --timeout 15 --index-url $(CPU_INDEX) "$(TORCH)" \
+	    || $(BIN)/pip install --quiet "$(TORCH)"; \
+	fi
+	touch $@
+
+# CUDA kernels for one architecture, unless TORCH_CUDA_ARCH_LIST says more: tests need no more, and it is quick.
+$(VENV)/installed: $(VENV)/torch $(SOURCES)
+	$(BIN)/pip install --quiet "setuptools>=77" "cmake>=3.25" ninja
+	TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-9.0}" $(BIN)/pip install --quiet --no-build-isolation -e ".[test]"
+	touch $@
