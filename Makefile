@@ -42,6 +42,6 @@ $(VENV)/torch:
 
 # CUDA kernels for one architecture, unless TORCH_CUDA_ARCH_LIST says more: tests need no more, and it is quick.
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
-	$(BIN)/pip install --quiet "setuptools>=77" "cmake>=3.25" ninja
+	$(BIN)/pip install --quiet "setuptools>=64" "cmake>=3.25" ninja
 	TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-9.0}" $(BIN)/pip install --quiet --no-build-isolation -e ".[test]"
 	touch $@

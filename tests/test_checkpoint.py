@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import transformers
-from models import TINY, batch, hugging_face, minilm, ours
+from models import DEVICE, TINY, batch, hugging_face, minilm, ours
 from safetensors.torch import load_file, save_file
 
 import fastbert
@@ -29,7 +29,7 @@ def test_round_trip_through_transformers_is_bit_for_bit(tmp_path):
     theirs = hugging_face()
     model = ours(theirs)
     model.save_pretrained(tmp_path)
-    back = transformers.BertModel.from_pretrained(tmp_path)
+    back = transformers.BertModel.from_pretrained(tmp_path).to(DEVICE)
     expected = theirs.state_dict()
     assert back.state_dict().keys() == expected.keys() == fastbert.hf.state_dict(model).keys()
     for name, tensor in back.state_dict().items():
@@ -39,8 +39,8 @@ def test_round_trip_through_transformers_is_bit_for_bit(tmp_path):
 
 
 def test_from_pretrained_reads_what_transformers_writes(saved):
-    theirs = transformers.BertModel.from_pretrained(saved)
-    model = BertModel.from_pretrained(saved)
+    theirs = transformers.BertModel.from_pretrained(saved).to(DEVICE)
+    model = BertModel.from_pretrained(saved).to(DEVICE)
     inputs = batch([3, 5], 5)
     visible = inputs["attention_mask"].bool()
     one, two = model(**inputs).last_hidden_state, theirs(**inputs).last_hidden_state
@@ -159,7 +159,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 
 
 def test_the_encoder_loads_by_either_name_and_inside_other_modules():
-    theirs, encoder = hugging_face(), BertEncoder(TINY)
+    theirs, encoder = hugging_face().to("cpu"), BertEncoder(TINY)
     encoder.load_state_dict(theirs.encoder.state_dict())
     other = torch.nn.ModuleDict({"body": BertEncoder(TINY)})
     other.load_state_dict({f"body.{name}": t for name, t in theirs.encoder.state_dict().items()})

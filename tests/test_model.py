@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from models import TINY, batch, hugging_face, minilm, ours
+from models import DEVICE, TINY, batch, hugging_face, minilm, ours
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import BertModel as HuggingFaceModel
 
@@ -45,7 +45,7 @@ def test_forward_is_as_accurate_as_pytorch(dtype, side):
 def test_gradients_are_as_accurate_as_pytorch(dtype):
     theirs = hugging_face().to(dtype)
     inputs = batch(LENGTHS, SEQLEN)
-    cotangent = torch.randn(3, SEQLEN, 48).bfloat16() * inputs["attention_mask"][..., None]
+    cotangent = torch.randn(3, SEQLEN, 48).to(DEVICE).bfloat16() * inputs["attention_mask"][..., None]
 
     def run(model):
         result = model(**inputs)
@@ -67,11 +67,11 @@ def test_gradients_are_as_accurate_as_pytorch(dtype):
 def reference_masks(model, key, lengths, seqlen):
     """The dropout of the contract, spread over the padded grid that the reference computes on."""
     p, batch_size, tokens = model.config.hidden_dropout_prob, len(lengths), sum(lengths)
-    visible = torch.arange(seqlen) < torch.tensor(lengths)[:, None]
+    visible = (torch.arange(seqlen) < torch.tensor(lengths)[:, None]).to(key.device)
     masks = {}
 
     def rows(site):
-        grid = torch.ones(batch_size, seqlen, model.config.hidden_size, dtype=torch.float64)
+        grid = torch.ones(batch_size, seqlen, model.config.hidden_size, dtype=torch.float64, device=key.device)
         keep = random.row_keep(key, site, tokens, model.config.hidden_size, p)
         grid[visible] = keep.double() * random.keep_scale(p, 16)
         return grid
@@ -89,10 +89,10 @@ def reference_masks(model, key, lengths, seqlen):
 def test_training_with_dropout_is_exact(monkeypatch):
     """The same masks in the reference give the same hidden states and gradients, to float64's rounding."""
     model = ours(hugging_face().double()).train()
-    truth = reference.BertModel(model.config).double().train()
+    truth = reference.BertModel(model.config).to(DEVICE).double().train()
     truth.load_state_dict(fastbert.hf.state_dict(model))
     inputs = batch(LENGTHS, SEQLEN)
-    key = random.new_key("cpu")
+    key = random.new_key(DEVICE)
     monkeypatch.setattr(random, "new_key", lambda device: key)
     result = model(**inputs, output_hidden_states=True)
     states, pooled = truth(**inputs, masks=reference_masks(model, key, LENGTHS, SEQLEN))
@@ -133,7 +133,7 @@ def test_ugly_values_in_padding_leak_into_nothing(value):
     """Not forward, not into any parameter's gradient, bit for bit."""
     model = ours(hugging_face())
     mask = batch(LENGTHS, SEQLEN)["attention_mask"]
-    clean = torch.randn(3, SEQLEN, 48)
+    clean = torch.randn(3, SEQLEN, 48, device=DEVICE)
     results = []
     for hidden in (clean, torch.where(mask.bool()[..., None], clean, value)):
         model.zero_grad()
@@ -148,7 +148,7 @@ def test_packed_input_equals_padded_input():
     inputs = batch(LENGTHS, SEQLEN)
     visible = inputs["attention_mask"].bool()
     padded = model(**inputs, output_hidden_states=True)
-    cu_seqlens = torch.tensor([0, 7, 8, 20], dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, 7, 8, 20], dtype=torch.int32, device=DEVICE)
     ids, types = inputs["input_ids"][visible], inputs["token_type_ids"][visible]
     for max_seqlen in (12, None):
         packed = model(
@@ -177,7 +177,7 @@ def test_attentions_are_transformers_own(side):
 def test_attentions_with_padding_inside():
     model = ours(hugging_face())
     inputs = batch([4, 4], 4)
-    inputs["attention_mask"] = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0]])
+    inputs["attention_mask"] = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0]], device=DEVICE)
     weights = model(**inputs, output_attentions=True).attentions[0]
     assert weights.shape == (2, 4, 4, 4) and weights[1].abs().sum() == 0
     assert weights[0, :, 1].abs().sum() == 0 and weights[0, :, :, 1].abs().sum() == 0
@@ -200,35 +200,41 @@ def test_position_ids_and_their_default():
     model = ours(hugging_face())
     inputs = batch([5], 5)
     default = model(**inputs).last_hidden_state
-    assert torch.equal(model(**inputs, position_ids=torch.arange(5)[None]).last_hidden_state, default)
-    assert not torch.equal(model(**inputs, position_ids=torch.arange(5)[None] + 1).last_hidden_state, default)
+    assert torch.equal(model(**inputs, position_ids=torch.arange(5, device=DEVICE)[None]).last_hidden_state, default)
+    assert not torch.equal(
+        model(**inputs, position_ids=torch.arange(5, device=DEVICE)[None] + 1).last_hidden_state, default
+    )
 
 
 def test_an_all_zero_mask_gives_zeros():
     model = ours(hugging_face())
     inputs = batch([3, 3], 3)
-    inputs["attention_mask"] = torch.tensor([[0, 0, 0], [1, 1, 1]])
+    inputs["attention_mask"] = torch.tensor([[0, 0, 0], [1, 1, 1]], device=DEVICE)
     result = model(**inputs)
     assert result.last_hidden_state[0].abs().sum() == 0 and result.last_hidden_state[1].abs().sum() > 0
     assert torch.equal(result.pooler_output[0], torch.tanh(model.pooler.dense.bias))
-    nothing = model(**inputs | {"attention_mask": torch.zeros(2, 3)})
+    nothing = model(**inputs | {"attention_mask": torch.zeros(2, 3, device=DEVICE)})
     assert nothing.last_hidden_state.shape == (2, 3, 48) and nothing.last_hidden_state.abs().sum() == 0
     nothing.last_hidden_state.sum().backward()
 
 
 def test_an_empty_batch_gives_an_empty_result():
     model = ours(hugging_face())
-    assert model(torch.zeros(0, 5, dtype=torch.int64)).last_hidden_state.shape == (0, 5, 48)
-    assert model(torch.zeros(2, 0, dtype=torch.int64)).last_hidden_state.shape == (2, 0, 48)
-    packed = model(torch.zeros(0, dtype=torch.int64), cu_seqlens=torch.zeros(1, dtype=torch.int32))
+    assert model(torch.zeros(0, 5, dtype=torch.int64, device=DEVICE)).last_hidden_state.shape == (0, 5, 48)
+    assert model(torch.zeros(2, 0, dtype=torch.int64, device=DEVICE)).last_hidden_state.shape == (2, 0, 48)
+    nothing = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    packed = model(nothing[:0].long(), cu_seqlens=nothing)
     assert packed.last_hidden_state.shape == (0, 48) and packed.pooler_output.shape == (0, 48)
 
 
 def test_encoder_alone_equals_transformers():
     theirs = hugging_face().double()
-    encoder = BertEncoder(TINY).double().eval()
+    encoder = BertEncoder(TINY).to(DEVICE).double().eval()
     encoder.load_state_dict(theirs.encoder.state_dict())
-    hidden, mask = torch.randn(3, SEQLEN, 48, dtype=torch.float64), batch(LENGTHS, SEQLEN)["attention_mask"]
+    hidden, mask = (
+        torch.randn(3, SEQLEN, 48, dtype=torch.float64, device=DEVICE),
+        batch(LENGTHS, SEQLEN)["attention_mask"],
+    )
     additive = (1.0 - mask.double())[:, None, None, :] * torch.finfo(torch.float64).min
     truth = theirs.encoder(hidden, attention_mask=additive)[0]
     for form in (mask, additive):
@@ -242,7 +248,7 @@ def test_encoder_alone_equals_transformers():
 def test_compiles_to_one_graph(kind, training):
     """Forward and backward, as eager bit for bit, and recompiled a few times at most as lengths change."""
     config = BertConfig.from_dict({**TINY.to_dict(), "num_hidden_layers": 1})
-    model = BertModel(config).train(training)
+    model = BertModel(config).to(DEVICE).train(training)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
@@ -250,7 +256,7 @@ def test_compiles_to_one_graph(kind, training):
         inputs = batch(lengths, max(lengths))
         if kind == "packed":
             visible = inputs["attention_mask"].bool()
-            ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+            ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=DEVICE)
             inputs = {"input_ids": inputs["input_ids"][visible], "cu_seqlens": ends, "max_seqlen": max(lengths)}
         results = []
         for run in (model, compiled):
@@ -271,7 +277,7 @@ def test_autocast_keeps_pytorch_s_dtypes():
     visible = inputs["attention_mask"].bool()
     with torch.no_grad():
         truth = outputs(copy.deepcopy(theirs).double(), inputs, visible)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             one, two = outputs(ours(theirs), inputs, visible), outputs(theirs, inputs, visible)
     assert one.outputs["state 3"].dtype == torch.float32
     testing.assert_rows(testing.compare(one, truth, [two], factor=3.0)[:-1])  # hidden states; pooled is half precision
@@ -344,8 +350,8 @@ def test_encoder_refuses_bad_input():
 
 def test_minilm_against_transformers():
     """A real checkpoint, float32: as close to float64 as transformers is."""
-    theirs = HuggingFaceModel.from_pretrained(minilm(), attn_implementation="sdpa").float().eval()
-    model = BertModel.from_pretrained(minilm())
+    theirs = HuggingFaceModel.from_pretrained(minilm(), attn_implementation="sdpa").float().eval().to(DEVICE)
+    model = BertModel.from_pretrained(minilm()).to(DEVICE)
     inputs = batch([60, 17, 3], 60, 30522)
     visible = inputs["attention_mask"].bool()
     with torch.no_grad():

@@ -27,7 +27,7 @@ def _pack(x, indices):
 
 def _unpack(x, indices, batch, seqlen):
     rows = x.new_zeros((batch * seqlen, *x.shape[1:]))
-    return rows.index_copy(0, indices, x).view(batch, seqlen, *x.shape[1:])
+    return rows.index_copy_(0, indices, x).view(batch, seqlen, *x.shape[1:])
 
 
 # ---- schemas: each is the other's adjoint, so neither has a backward of its own

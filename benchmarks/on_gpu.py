@@ -1,0 +1,180 @@
+"""One command for a machine with a GPU and little time: build, check, measure, most important first.
+
+    python -m benchmarks.on_gpu --out DIR [--minutes 9] [--parts build parity ...] [--commit HASH]
+
+Needs no network: torch, Triton, nvcc, cmake, ninja, pybind11, pytest and transformers have to be there. Every part runs
+in a process group of its own inside what is left of the time; one that overruns its limit is stopped and the next one
+starts. What the parts print goes to DIR/log.txt as they print it, DIR/summary.json is written anew after every part,
+and benchmarks write their JSON files (one for each group) anew after every case, so a run that is cut off keeps what it
+had.
+On a machine without a GPU the parts that need one are skipped and the others rehearsed with small shapes.
+This file runs before anything is built: standard library only.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+ROOT = Path(__file__).resolve().parent.parent
+GRACE = 5  # seconds between asking a part to stop (pytest then prints what it has) and killing it
+PYTHON = sys.executable
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command. Skipped with less than `least` seconds left; stopped after `most`. tool: a program that it needs."""
+
+    name: str
+    command: list[str]
+    least: float
+    most: float
+    gpu: bool = False
+    tool: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    name: str
+    state: str  # ok, failed, timed out or skipped
+    seconds: float
+    reason: str = ""
+
+
+def capability() -> str | None:
+    """The GPU's compute capability as TORCH_CUDA_ARCH_LIST has it, say "9.0"; None where PyTorch sees no GPU."""
+    query = "import torch; print('%d.%d' % torch.cuda.get_device_capability())"
+    answer = subprocess.run([PYTHON, "-c", query], capture_output=True, text=True)
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[Part]:
+    """In order of importance."""
+    run = [PYTHON, "-m", "benchmarks.run"]
+    bench = [*run, "--out", str(out), *([] if architecture else ["--quick"]), *(["--commit", commit] if commit else [])]
+    build = [PYTHON, "-m", "pip", "install", "--no-index", "--no-build-isolation", "--no-deps", "--editable", "."]
+    parity = [PYTHON, "-m", "pytest", "tests", "-q", "-m", "not slow", "--tb=short", "-rfE"]
+    # Tests of the build, of the kernels on a CPU and of this file need no GPU and have been run where there is none.
+    parity += [f"--ignore=tests/{name}" for name in ("cuda_on_cpu", "test_build.py", "test_benchmarks.py")]
+    memcheck = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "20"]
+    memcheck += [*run, "--size", "tiny", "--groups", "ops", "--verify-only"]
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # PyTorch's own allocator hides what is out of bounds
+    explain = [PYTHON, "-c", "import fastbert, torch; fastbert.explain(); print(torch.__config__.show())"]
+    architectures = {"TORCH_CUDA_ARCH_LIST": architecture} if architecture else {}
+    return [
+        Part("build", build, 30, 240, environment={"FASTBERT_BUILD": "1", **architectures}),
+        Part("explain", explain, 5, 60),
+        Part("parity", parity, 30, 240),
+        Part("memcheck", memcheck, 30, 120, gpu=True, tool="compute-sanitizer", environment=uncached),
+        Part("encoder", [*bench, "--groups", "encoder"], 30, 150),
+        Part("ops", [*bench, "--groups", "ops"], 30, 150),
+        Part("encoder-compiled", [*bench, "--groups", "encoder", "--compile"], 60, 150, gpu=True),
+        Part("ops-compiled", [*bench, "--groups", "ops", "--compile"], 60, 150, gpu=True),
+    ]
+
+
+# ---- running
+
+
+def run(parts: Sequence[Part], out: Path, minutes: float, gpu: bool) -> list[Outcome]:
+    """Runs the parts in order within `minutes`; the log and the summary in `out` are up to date after each."""
+    out.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    outcomes: list[Outcome] = []
+    (out / "log.txt").write_bytes(b"")
+    for part in parts:
+        left = 60 * minutes - GRACE - (time.monotonic() - started)
+        reason = why_skipped(part, left, gpu)
+        outcomes.append(Outcome(part.name, "skipped", 0.0, reason) if reason else execute(part, left, out / "log.txt"))
+        print(line(outcomes[-1]), flush=True)
+        summary = {"gpu": gpu, "minutes": minutes, "parts": [asdict(outcome) for outcome in outcomes]}
+        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return outcomes
+
+
+def why_skipped(part: Part, left: float, gpu: bool) -> str | None:
+    if part.gpu and not gpu:
+        return "no GPU"
+    if part.tool and not shutil.which(part.tool):
+        return f"{part.tool} is not installed"
+    return f"{max(left, 0):.0f} s left, it needs {part.least:.0f}" if left < part.least else None
+
+
+def execute(part: Part, left: float, log: Path) -> Outcome:
+    """Runs one part, its output at the end of the log; the last of it is printed too if the part does not succeed."""
+    before, start = log.stat().st_size, time.monotonic()
+    with log.open("ab") as file:
+        file.write(f"\n==== {part.name}\n".encode())
+        file.flush()
+        state, reason = _wait(part, min(part.most, left), file)
+    seconds = round(time.monotonic() - start, 1)
+    if state != "ok":
+        print(log.read_bytes()[before:][-3000:].decode(errors="replace"))
+    return Outcome(part.name, state, seconds, reason)
+
+
+def _wait(part: Part, limit: float, log: BinaryIO) -> tuple[str, str]:
+    """(state, reason) of a part that may take `limit` seconds."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **part.environment}
+    try:
+        process = subprocess.Popen(
+            part.command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    except OSError as error:
+        return "failed", str(error)
+    try:
+        code = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return "timed out", f"stopped after {limit:.0f} s"
+    finally:
+        stop(process)
+    return ("ok", "") if code == 0 else ("failed", f"exit status {code}")
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Ends the process and whatever it started."""
+    try:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        pass
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # nothing was left
+    process.wait()
+
+
+def line(outcome: Outcome) -> str:
+    return f"{outcome.name:20} {outcome.state:10} {outcome.seconds:7.1f} s  {outcome.reason}".rstrip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.on_gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "out")
+    parser.add_argument("--minutes", type=float, default=9, help="for all parts together")
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--commit", help="for the results, where the tree has no git history")
+    options = parser.parse_args()
+    architecture, out = capability(), options.out.resolve()
+    parts = all_parts(architecture, out, options.commit)
+    if unknown := set(options.parts or ()) - {part.name for part in parts}:
+        parser.error(f"unknown parts {sorted(unknown)}; there are {[part.name for part in parts]}")
+    wanted = [part for part in parts if not options.parts or part.name in options.parts]
+    outcomes = run(wanted, out, options.minutes, gpu=architecture is not None)
+    print("\n" + "\n".join(map(line, outcomes)))
+    return 1 if any(outcome.state in ("failed", "timed out") for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
