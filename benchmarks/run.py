@@ -36,10 +36,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def dtypes(group: str, options: argparse.Namespace) -> list[str]:
-    if options.device == "cpu":
-        return options.dtypes or (["float32"] if group == "encoder" else ["float32", "bfloat16"])
-    return options.dtypes or ["bfloat16"]
+def dtypes(options: argparse.Namespace) -> list[str]:
+    if options.device == "cuda":
+        return options.dtypes or ["bfloat16"]
+    return options.dtypes or ["float32", *["bfloat16"] * provenance.has_bfloat16_products()]
 
 
 def reports(group: str, options: argparse.Namespace) -> Iterator[harness.Report]:
@@ -47,14 +47,14 @@ def reports(group: str, options: argparse.Namespace) -> Iterator[harness.Report]
     rounds = options.rounds or (20 if full else 5)
     how = {"rounds": 0 if options.verify_only else rounds, "limit": 10.0 if full else 1.0, "compiled": options.compile}
     if group == "ops":
-        return bench_ops.reports(sizes.for_ops(options.size, device), dtypes(group, options), device, **how)
+        return bench_ops.reports(sizes.for_ops(options.size, device), dtypes(options), device, **how)
     found = sizes.for_encoders(options.size, device, options.layers)
-    return bench_encoder.reports(found, dtypes(group, options), device, **how)
+    return bench_encoder.reports(found, dtypes(options), device, **how)
 
 
-def measured_with(group: str, options: argparse.Namespace) -> dict[str, object]:
+def measured_with(options: argparse.Namespace) -> dict[str, object]:
     """What a results file says beside its reports."""
-    ceilings = {name: asdict(floor.ceilings(options.device, bench_ops.DTYPES[name])) for name in dtypes(group, options)}
+    ceilings = {name: asdict(floor.ceilings(options.device, bench_ops.DTYPES[name])) for name in dtypes(options)}
     return provenance.environment(options.commit) | {"seed": options.seed, "ceilings": ceilings}
 
 
@@ -62,7 +62,7 @@ def run_group(group: str, options: argparse.Namespace) -> list[str]:
     """Prints and writes the reports of a group; returns fastbert's contenders that were wrong or failed."""
     name = "_".join([group, *[options.size] * (options.size != "full"), *["compile"] * options.compile])
     path = (options.out or RESULTS / options.device) / f"{name}.json"
-    environment = None if options.verify_only else measured_with(group, options)
+    environment = None if options.verify_only else measured_with(options)
     done = []
     for report in reports(group, options):
         print(report.table(), end="\n\n", flush=True)

@@ -14,6 +14,7 @@ def ends(lengths, device="cpu"):
 
 class AttentionSuite(OpSuite):
     op = "attention"
+    test_float32_parameters_beside_half_activations = None  # it has no parameters
     shapes = [  # (lengths, heads, head size)
         pytest.param(((5, 0, 3), 2, 8), id="an-empty-sequence"),
         pytest.param(((1, 17), 1, 5), id="one-token-and-odd-sizes"),
