@@ -86,20 +86,11 @@ def _installed(name: str) -> str | None:
 
 def has_bfloat16_products() -> bool:
     """Whether the processor multiplies bfloat16 itself; without that a product of them takes many times as long."""
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(_cpuinfo("flags", "Features").split()))
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(backends.cpuinfo("flags", "Features").split()))
 
 
 def _processor() -> str:
-    return _cpuinfo("model name") or platform.processor() or "unknown"
-
-
-def _cpuinfo(*names: str) -> str:
-    """The first value of one of the names in /proc/cpuinfo; empty where there is none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() in names), "")
+    return backends.cpuinfo("model name") or platform.processor() or "unknown"
 
 
 def _output(*words: str) -> str | None:

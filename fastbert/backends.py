@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -92,6 +93,15 @@ def _cpu_problem() -> str | None:
     if not build_info()["cpu_set"]:
         return f"this processor has none of the instruction sets built: {', '.join(build_info()['cpu_sets'])}"
     return None
+
+
+def cpuinfo(*names: str) -> str:
+    """The first value of one of the names in Linux's /proc/cpuinfo; empty where there is none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() in names), "")
 
 
 @cache

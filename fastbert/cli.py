@@ -123,7 +123,10 @@ def _info(args: argparse.Namespace) -> None:
     versions = {"python": platform.python_version(), "fastbert": fastbert.__version__}
     versions |= {name: _version(name) for name in ("torch", "triton", "transformers", "tokenizers", "safetensors")}
     lines = [
-        ("system", f"{platform.system()} {platform.machine()}, {_processor()}, {os.cpu_count()} cores"),
+        (
+            "system",
+            f"{platform.system()} {platform.machine()}, {backends.cpuinfo('model name') or platform.processor()}, {os.cpu_count()} cores",
+        ),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("torch", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"),
         ("GPU", _gpu()),
@@ -143,14 +146,6 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def _gpu() -> str:
