@@ -32,7 +32,7 @@ OPS = (
     "cross_entropy",
     "padding",
 )
-REBUILD = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps ."
+REBUILD = "`pip install --no-cache-dir --force-reinstall --no-deps .` in fastbert's source"
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,19 @@ def _load_extension() -> tuple[ModuleType | None, str | None]:
     try:
         build = importlib.import_module("fastbert._build")
     except ModuleNotFoundError:
-        return None, f"fastbert's C++ kernels are not built in this source tree; to build them run: {REBUILD}"
+        return None, f"fastbert's C++ kernels are not built in this source tree; {REBUILD} builds them"
     if build.NOT_BUILT is not None:
-        return None, f"fastbert's C++ kernels are not built, because {build.NOT_BUILT}; to build them run: {REBUILD}"
+        return None, f"fastbert's C++ kernels are not built, because {build.NOT_BUILT}; {REBUILD} builds them"
     built, here = (version.split("+")[0] for version in (build.TORCH_VERSION, str(torch.__version__)))
     if built != here:
-        return None, f"fastbert's C++ kernels were built for torch {built}, this is torch {here}; run: {REBUILD}"
+        return (
+            None,
+            f"fastbert's C++ kernels were built for torch {built}, this is torch {here}; {REBUILD} builds them anew",
+        )
     try:
         return importlib.import_module("fastbert._C"), None
     except ImportError as error:
-        return None, f"fastbert's C++ kernels do not load ({error}); run: {REBUILD}"
+        return None, f"fastbert's C++ kernels do not load ({error}); {REBUILD} builds them anew"
 
 
 EXTENSION, EXTENSION_PROBLEM = _load_extension()
@@ -250,7 +253,7 @@ def _announce_missing_extension() -> None:
     global _announced
     if EXTENSION is None and not _announced:
         _announced = True
-        warnings.warn(f"{EXTENSION_PROBLEM}. Until then other backends run.", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{EXTENSION_PROBLEM}; until then other backends run", RuntimeWarning, stacklevel=4)
 
 
 def explain() -> None:

@@ -122,11 +122,9 @@ def _encode(encoder, texts: list[str]):
 def _info(args: argparse.Namespace) -> None:
     versions = {"python": platform.python_version(), "fastbert": fastbert.__version__}
     versions |= {name: _version(name) for name in ("torch", "triton", "transformers", "tokenizers", "safetensors")}
+    processor = backends.cpuinfo("model name") or platform.processor()
     lines = [
-        (
-            "system",
-            f"{platform.system()} {platform.machine()}, {backends.cpuinfo('model name') or platform.processor()}, {os.cpu_count()} cores",
-        ),
+        ("system", f"{platform.system()} {platform.machine()}, {processor}, {os.cpu_count()} cores"),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("torch", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"),
         ("GPU", _gpu()),
