@@ -41,7 +41,6 @@ class Kernel:
 
     dtypes: tuple[torch.dtype, ...]  # of the activations
     backward: bool = True
-    head_dims: tuple[int, ...] = ()  # attention only; empty means any
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -158,9 +157,7 @@ _PROBLEMS = {"reference": lambda: None, "cpu": _cpu_problem, "triton": _triton_p
 
 
 @cache
-def why_not(
-    name: str, op: str, device_type: str, dtype: torch.dtype, backward: bool = False, head_dim: int | None = None
-) -> str | None:
+def why_not(name: str, op: str, device_type: str, dtype: torch.dtype, backward: bool = False) -> str | None:
     """The reason why a backend cannot run an op on such an input, or None if it can."""
     if name == "reference":
         return None
@@ -176,8 +173,6 @@ def why_not(
         return f"its {op} kernel does not take {dtype}"
     if backward and not kernel.backward:
         return f"its {op} kernel has no backward"
-    if kernel.head_dims and head_dim not in kernel.head_dims:
-        return f"its {op} kernel takes head sizes {kernel.head_dims}, not {head_dim}"
     return None
 
 
@@ -195,7 +190,9 @@ class _Forced(threading.local):
 
 
 _forced = _Forced()
-_latest = _forced.name  # what the last backend(...) set: torch.compile guards on a global, but not on a thread-local
+_blocks: list[list[str | None]] = []  # the backend(...) blocks that are open in any thread, latest last
+_latest = _forced.name  # the latest one's backend: torch.compile guards on a global, but not on a thread-local
+_lock = threading.Lock()
 _calls: Counter[tuple[str, str]] = Counter()
 _announced = False
 
@@ -205,35 +202,41 @@ def backend(name: str | None) -> Iterator[None]:
     """Within this block, and in this thread, every op runs on one backend, backward passes included.
 
     name: "reference", "cpu", "triton" or "cuda"; None returns to the order of preference. An op that the backend
-    cannot run raises RuntimeError with the reason. Code compiled by `torch.compile` follows the process's latest
-    `backend`, whatever its thread (and is compiled again for it). `FASTBERT_BACKEND` sets the same for a whole process.
+    cannot run raises RuntimeError with the reason. Code compiled by `torch.compile` follows the latest block
+    that is open in any thread (and is compiled again for it). `FASTBERT_BACKEND` sets the same for a whole process.
     """
-    global _latest
-    before = _forced.name
-    _forced.name = _latest = _checked(name)
+    before, block = _forced.name, [_checked(name)]
+    _forced.name = name
+    _set_block(block, is_open=True)
     try:
         yield
     finally:
-        _forced.name = _latest = before
+        _forced.name = before
+        _set_block(block, is_open=False)
+
+
+def _set_block(block: list[str | None], is_open: bool) -> None:
+    global _latest
+    with _lock:
+        _blocks[:] = [other for other in _blocks if other is not block] + [block] * is_open
+        _latest = _blocks[-1][0] if _blocks else _Forced.name
 
 
 @torch.compiler.assume_constant_result
-def _choose(
-    forced: str | None, op: str, device_type: str, dtype: torch.dtype, backward: bool, head_dim: int | None
-) -> str:
+def _choose(forced: str | None, op: str, device_type: str, dtype: torch.dtype, backward: bool) -> str:
     _announce_missing_extension()
     order = (forced,) if forced else ORDER.get(device_type, {}).get(op, (("reference",), ""))[0]
     for name in order:
-        reason = why_not(name, op, device_type, dtype, backward, head_dim)
+        reason = why_not(name, op, device_type, dtype, backward)
         if reason is None:
             return name
     raise RuntimeError(f"backend {forced!r} cannot run {op}: {reason}")
 
 
-def choose(op: str, device_type: str, dtype: torch.dtype, *, backward: bool, head_dim: int | None = None) -> str:
+def choose(op: str, device_type: str, dtype: torch.dtype, *, backward: bool) -> str:
     """The backend that runs this call. Raises RuntimeError when a forced backend cannot."""
     forced = _latest if torch.compiler.is_compiling() else _forced.name
-    return _choose(forced, op, device_type, dtype, backward, head_dim)
+    return _choose(forced, op, device_type, dtype, backward)
 
 
 def count(primitive: str, name: str) -> None:

@@ -6,17 +6,14 @@ Our modules hold q, k and v as one parameter; everything else has the same name,
 
 import json
 import os
-import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 _PARTS = ("query", "key", "value")
-_HEADS = ("cls.", "classifier.", "qa_outputs.", "pre_classifier.")  # heads on top of a `bert.` encoder
 
 
 def merge_qkv(state: dict[str, Tensor], prefix: str) -> None:
@@ -28,10 +25,13 @@ def merge_qkv(state: dict[str, Tensor], prefix: str) -> None:
 
 
 def to_ours(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """From Hugging Face's names, old ones too (gamma and beta, a `bert.` prefix, position_ids), or ours."""
+    """From Hugging Face's names, old ones too (gamma and beta, position_ids), or ours.
+
+    Where there is a `bert.` prefix, what does not have it belongs to a head and is left out.
+    """
     state = dict(state)
     if any(name.startswith("bert.") for name in state):
-        state = {name.removeprefix("bert."): t for name, t in state.items() if not name.startswith(_HEADS)}
+        state = {name.removeprefix("bert."): t for name, t in state.items() if name.startswith("bert.")}
     state.pop("embeddings.position_ids", None)
     for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         state = {name.removesuffix(old) + new if name.endswith(old) else name: t for name, t in state.items()}
@@ -88,21 +88,29 @@ def read(directory: str | Path) -> dict[str, Tensor]:
     when there is neither, ValueError for a corrupt or truncated file.
     """
     safe, pickled = (Path(directory) / name for name in ("model.safetensors", "pytorch_model.bin"))
+    if not safe.exists() and not pickled.exists():
+        raise FileNotFoundError(f"{directory} holds neither model.safetensors nor pytorch_model.bin")
+    path = safe if safe.exists() else pickled
     try:
-        if safe.exists():
-            return load_file(safe)
-        if pickled.exists():
-            return torch.load(pickled, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{safe if safe.exists() else pickled} is corrupt or truncated: {error}") from error
-    raise FileNotFoundError(f"{directory} holds neither model.safetensors nor pytorch_model.bin")
+        state = load_file(safe) if path == safe else torch.load(pickled, map_location="cpu", weights_only=True)
+    except PermissionError:
+        raise
+    except Exception as error:  # what a damaged pickle raises has no bounds
+        raise ValueError(f"{path} is corrupt or truncated: {error}") from error
+    if not isinstance(state, dict) or not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in state.items()):
+        raise ValueError(f"{path} holds no state dict (names and tensors, nothing around them)")
+    return state
 
 
 def write(directory: str | Path, config: dict, state: Mapping[str, Tensor]) -> None:
     """Writes config.json and model.safetensors, each whole or not at all. state: under Hugging Face's names."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().contiguous() for name, tensor in state.items()}
+    tensors, seen = {}, set()
+    for name, tensor in state.items():  # safetensors has no aliases: parameters that are tied are written twice
+        tied = tensor.data_ptr() in seen
+        tensors[name] = tensor.detach().clone() if tied else tensor.detach().contiguous()
+        seen.add(tensor.data_ptr())
     _replace(directory / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     _replace(directory / "config.json", lambda path: path.write_text(text, encoding="utf-8"))

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 import fastbert
 from fastbert import backends
@@ -21,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         args.run(args)
-    except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, AssertionError, ModuleNotFoundError) as error:
         print(f"fastbert: {error}", file=sys.stderr)
         return 2
     return 0
@@ -58,7 +59,9 @@ def _search(args: argparse.Namespace) -> None:
 
     if args.top < 1:
         raise ValueError(f"--top is {args.top}; expected at least 1")
-    passages = [(args.text.name, line) for line in _lines(args.text)] if args.text else python_documentation()
+    passages = (
+        [(args.text.name, line) for line in _lines(args.text) if line.strip()] if args.text else python_documentation()
+    )
     encoder = _encoder(args)
     vectors = _encode(encoder, [passage for _, passage in passages])
     show_results(encoder, vectors, passages, args.question, args.top)
@@ -71,7 +74,7 @@ def show_results(encoder, vectors, passages: list[tuple[str, str]], questions: l
     from rich.text import Text
 
     console = Console()
-    scores = encoder.encode(questions) @ vectors.T
+    scores = F.normalize(encoder.encode(questions), dim=-1) @ F.normalize(vectors, dim=-1).T
     for question, row in zip(questions, scores, strict=True):
         console.print(f"\n[bold]{question}[/bold]")
         best = row.topk(min(top, len(passages)))
@@ -84,20 +87,23 @@ def _embed(args: argparse.Namespace) -> None:
     import numpy
 
     texts = _lines(args.file)
+    encoder = _encoder(args)
     output = args.output or args.file.with_name(args.file.name + ".npy")
-    vectors = _encode(_encoder(args), texts)
-    numpy.save(output, vectors.cpu().numpy())
+    with output.open("wb") as file:  # before the work: a folder that is not there is better known now
+        vectors = _encode(encoder, texts)
+        numpy.save(file, vectors.cpu().numpy())
     print(f"{output}: {tuple(vectors.shape)} float32")
 
 
 def _lines(path: Path) -> list[str]:
+    """The lines of a file, blank ones too: the row of an array is the line of the text."""
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
-    if not lines:
+    if not text.strip():
         raise ValueError(f"{path} holds no text")
-    return lines
+    return text.removesuffix("\n").split("\n")
 
 
 def _encoder(args: argparse.Namespace):

@@ -47,7 +47,7 @@ class BertConfig:
             self._require(name, getattr(self, name), "a number in [0, 1)", lambda v: _is_number(v) and 0 <= v < 1)
         for name in ("initializer_range", "layer_norm_eps"):
             self._require(name, getattr(self, name), "a number >= 0", lambda v: _is_number(v) and v >= 0)
-        self._require("hidden_act", self.hidden_act, f"one of {', '.join(GELU_FORMS)}", lambda v: v in GELU_FORMS)
+        self._require("hidden_act", self.hidden_act, f"one of {', '.join(GELU_FORMS)}", lambda v: v in list(GELU_FORMS))
         self._require(
             "pad_token_id",
             self.pad_token_id,
@@ -65,7 +65,7 @@ class BertConfig:
             ("is_decoder", False),
             ("add_cross_attention", False),
         ):
-            self._require(name, self.extra.get(name, expected), repr(expected), lambda v, e=expected: v == e)
+            self._require(name, self.extra.get(name), repr(expected), lambda v, e=expected: v is None or v == e)
 
     @staticmethod
     def _require(name: str, value: object, expected: str, holds) -> None:

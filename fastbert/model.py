@@ -38,6 +38,20 @@ class BertModelOutput(NamedTuple):
     attentions: tuple[Tensor, ...] | None = None
 
 
+def _parameters(leaf: nn.Module, kind: type[nn.Module]) -> tuple[Tensor, Tensor]:
+    """weight and bias (if it has one) of a leaf that an op computes without calling it.
+
+    Raises TypeError where that would ignore something: a replaced or wrapped leaf (adapters, quantisation), or hooks.
+    """
+    hooks = leaf._forward_hooks or leaf._forward_pre_hooks or leaf._backward_hooks or leaf._backward_pre_hooks
+    if type(leaf).forward is not kind.forward or hooks:
+        raise TypeError(
+            f"fastbert computes a plain {kind.__name__} without calling it, so hooks on it and replacements are not "
+            f"possible; this one is a {type(leaf).__name__}{' with hooks' if hooks else ''}"
+        )
+    return leaf.weight, getattr(leaf, "bias", None)
+
+
 class BertEmbeddings(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -56,7 +70,8 @@ class BertEmbeddings(nn.Module):
         rng: Tensor | None,
     ) -> Tensor:
         """Ids (T,), or inputs_embeds (T, C) in place of input_ids, to (T, C)."""
-        word, padding_idx = self.word_embeddings.weight, self.word_embeddings.padding_idx
+        word, _ = _parameters(self.word_embeddings, nn.Embedding)
+        padding_idx = self.word_embeddings.padding_idx
         if inputs_embeds is not None:  # a table of its own, each row used once
             word, padding_idx = inputs_embeds, None
             input_ids = torch.arange(inputs_embeds.shape[0], device=inputs_embeds.device)
@@ -65,10 +80,9 @@ class BertEmbeddings(nn.Module):
             position_ids,
             torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids,
             word,
-            self.position_embeddings.weight,
-            self.token_type_embeddings.weight,
-            self.LayerNorm.weight,
-            self.LayerNorm.bias,
+            _parameters(self.position_embeddings, nn.Embedding)[0],
+            _parameters(self.token_type_embeddings, nn.Embedding)[0],
+            *_parameters(self.LayerNorm, nn.LayerNorm),
             self.LayerNorm.eps,
             padding_idx=padding_idx,
             dropout_p=self.config.hidden_dropout_prob if self.training else 0.0,
@@ -87,13 +101,13 @@ class BertOutput(nn.Module):
         self.dropout_p, self.site = config.hidden_dropout_prob, site
 
     def forward(self, x: Tensor, residual: Tensor, rng: Tensor | None) -> Tensor:
+        weight, bias = _parameters(self.dense, nn.Linear)
         return ops.add_layer_norm(
-            F.linear(x, self.dense.weight),
+            F.linear(x, weight),
             residual,
-            self.LayerNorm.weight,
-            self.LayerNorm.bias,
+            *_parameters(self.LayerNorm, nn.LayerNorm),
             self.LayerNorm.eps,
-            x_bias=self.dense.bias,
+            x_bias=bias,
             dropout_p=self.dropout_p if self.training else 0.0,
             rng=rng,
             site=self.site,
@@ -111,7 +125,7 @@ class BertAttention(nn.Module):
     def forward(
         self, hidden: Tensor, cu_seqlens: Tensor, max_seqlen: int, rng: Tensor | None, output_attentions: bool
     ) -> tuple[Tensor, Tensor | None]:
-        qkv = project_qkv(hidden, self.qkv.weight, self.qkv.bias, self.heads)
+        qkv = project_qkv(hidden, *_parameters(self.qkv, nn.Linear), self.heads)
         dropout = {"dropout_p": self.dropout_p if self.training else 0.0, "rng": rng, "site": self.site}
         context = ops.attention(qkv, cu_seqlens, max_seqlen, **dropout).flatten(1)
         weights = ops.attention_weights(qkv, cu_seqlens, max_seqlen, **dropout) if output_attentions else None
@@ -129,7 +143,7 @@ class BertIntermediate(nn.Module):
         self.approximate = config.gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.dense_gelu(x, self.dense.weight, self.dense.bias, self.approximate)
+        return ops.dense_gelu(x, *_parameters(self.dense, nn.Linear), self.approximate)
 
 
 class BertLayer(nn.Module):
@@ -156,12 +170,26 @@ class BertLayer(nn.Module):
 class _Loadable(nn.Module):
     """State dicts in and out: Hugging Face's names or ours in, and nothing changed when one does not fit."""
 
+    config: BertConfig
+
+    def new_rng(self, device: torch.device) -> Tensor | None:
+        """The dropout key of a forward; None, and torch's generator left alone, where nothing drops."""
+        probabilities = (self.config.hidden_dropout_prob, self.config.attention_probs_dropout_prob)
+        drops = any(probabilities) and any(module.training for module in self.modules())
+        return random.new_key(device) if drops else None
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's, for Hugging Face's names too. With strict, RuntimeError comes before any weight changes."""
         state = checkpoint.to_ours(state_dict)
         if strict:
             checkpoint.check(self.state_dict(), state)
         return super().load_state_dict(state, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """For old names where this module is a part of another, whose load_state_dict runs."""
+        own = {name.removeprefix(prefix): state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
+        state_dict.update({prefix + name: tensor for name, tensor in checkpoint.to_ours(own).items()})
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 @torch.no_grad()
@@ -177,7 +205,7 @@ def _initialize(module: nn.Module, std: float) -> None:
 
 
 class BertEncoder(_Loadable):
-    """The stack of layers. Drop it into training code in place of `transformers`' BertEncoder."""
+    """The stack of layers, for training code that has embeddings of its own."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -211,13 +239,13 @@ class BertEncoder(_Loadable):
             raise ValueError(f"BertEncoder: hidden_states has shape {tuple(hidden_states.shape)}; expected {expected}")
         packing = None
         if packed:
-            max_seqlen = _packed_input("BertEncoder", attention_mask, cu_seqlens, max_seqlen, hidden_states.shape[0])
+            max_seqlen = _packed_input("BertEncoder", attention_mask, cu_seqlens, max_seqlen, hidden_states)
         else:
             _no_max_seqlen("BertEncoder", max_seqlen)
             packing = padding.plan(attention_mask, *hidden_states.shape[:2], hidden_states.device)
             hidden_states, cu_seqlens, max_seqlen = packing.pack(hidden_states), packing.cu_seqlens, packing.max_seqlen
-        if rng is None and self.training:
-            rng = random.new_key(hidden_states.device)
+        if rng is None:
+            rng = self.new_rng(hidden_states.device)
         states, attentions = [hidden_states], []
         for layer in self.layer:
             hidden_states, weights = layer(hidden_states, cu_seqlens, max_seqlen, rng, output_attentions)
@@ -279,28 +307,33 @@ class BertModel(_Loadable):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("BertModel: expected exactly one of input_ids and inputs_embeds")
         packed = cu_seqlens is not None
+        for name, given in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
+            if given is not None and not isinstance(given, Tensor):
+                raise TypeError(f"BertModel: {name} is a {type(given).__name__}; expected a tensor")
         shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:-1]
+        if position_ids is not None and not packed and position_ids.shape == (1, *shape[1:]):
+            position_ids = position_ids.expand(shape)  # one row for all, as Hugging Face takes it
         device = self.embeddings.word_embeddings.weight.device
         self._check_inputs(shape, packed, input_ids, token_type_ids, position_ids, inputs_embeds)
         if packed:
             packing = None
-            max_seqlen = _packed_input("BertModel", attention_mask, cu_seqlens, max_seqlen, shape[0])
-            length = max_seqlen
+            tokens = input_ids if inputs_embeds is None else inputs_embeds
+            max_seqlen = _packed_input("BertModel", attention_mask, cu_seqlens, max_seqlen, tokens)
         else:
             _no_max_seqlen("BertModel", max_seqlen)
             packing = padding.plan(attention_mask, *shape, device)
-            cu_seqlens, max_seqlen, length = packing.cu_seqlens, packing.max_seqlen, shape[1]
+            cu_seqlens, max_seqlen = packing.cu_seqlens, packing.max_seqlen
             inputs = (input_ids, token_type_ids, position_ids, inputs_embeds)
             inputs = (None if x is None else packing.pack(x) for x in inputs)
             input_ids, token_type_ids, position_ids, inputs_embeds = inputs
         if position_ids is None:
-            if length > self.config.max_position_embeddings:
+            if packing and shape[1] > self.config.max_position_embeddings:
                 raise ValueError(
-                    f"BertModel: sequences are {length} tokens long; the model has "
+                    f"BertModel: sequences are {shape[1]} tokens long; the model has "
                     f"{self.config.max_position_embeddings} positions (max_position_embeddings)"
                 )
             position_ids = packing.positions() if packing else padding.packed_positions(cu_seqlens, shape[0])
-        rng = random.new_key(device) if self.training else None
+        rng = self.new_rng(device)
         hidden = self.embeddings(input_ids, position_ids, token_type_ids, inputs_embeds, rng)
         last, states, attentions = self.encoder(
             hidden,
@@ -344,6 +377,8 @@ class BertModel(_Loadable):
         """
         config = BertConfig.from_pretrained(directory)
         state = checkpoint.to_ours(checkpoint.read(directory))
+        if add_pooling_layer and not any(name.startswith("pooler.") for name in state):
+            raise RuntimeError(f"{directory}: the checkpoint has no pooler; pass add_pooling_layer=False")
         if not add_pooling_layer:
             state = {name: tensor for name, tensor in state.items() if not name.startswith("pooler.")}
         with torch.device("meta"):
@@ -358,16 +393,19 @@ class BertModel(_Loadable):
         """Writes config.json and model.safetensors under Hugging Face's names, each whole or not at all."""
         dtype = str(self.embeddings.word_embeddings.weight.dtype).removeprefix("torch.")
         config = {**self.config.to_dict(), "architectures": ["BertModel"], "dtype": dtype}
+        config.pop("torch_dtype", None)  # the older name of dtype
         checkpoint.write(directory, config, checkpoint.to_hugging_face(self.state_dict()))
 
 
 def _packed_input(
-    name: str, attention_mask: Tensor | None, cu_seqlens: Tensor, max_seqlen: int | None, tokens: int
+    name: str, attention_mask: Tensor | None, cu_seqlens: Tensor, max_seqlen: int | None, packed: Tensor
 ) -> int:
-    """max_seqlen of packed input, read from cu_seqlens when it was not given; both checked."""
+    """max_seqlen of packed input (T, ...), read from cu_seqlens when it was not given; both checked."""
+    tokens = packed.shape[0]
     if attention_mask is not None:
         raise ValueError(f"{name}: expected attention_mask or cu_seqlens, not both")
     ops.checks.sequences(name, cu_seqlens, tokens if max_seqlen is None else max_seqlen, tokens)
+    ops.checks.same_device(name, {"the input": packed, "cu_seqlens": cu_seqlens})
     if max_seqlen is None:
         lengths = cu_seqlens[1:] - cu_seqlens[:-1]
         max_seqlen = int(lengths.max()) if lengths.numel() else 0

@@ -92,6 +92,8 @@ def plan(attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.d
     In code compiled by torch.compile sizes cannot depend on the mask: all batch * seqlen rows stay, visible ones first
     and zeros after them.
     """
+    if torch.jit.is_tracing():
+        raise RuntimeError("torch.jit.trace would fix the mask that it sees; use torch.export or torch.compile")
     if attention_mask is None:
         return Packing(batch, seqlen, None, _full(batch, seqlen, device), seqlen)
     visible, only_keys = _visible_keys(attention_mask, batch, seqlen, device)
@@ -105,8 +107,9 @@ def plan(attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.d
     tokens, longest, ok = torch.stack([lengths.sum(), _longest(lengths), only_keys]).tolist()
     if not ok:
         raise ValueError(
-            f"attention_mask of shape {tuple(attention_mask.shape)} is no key-padding mask: its rows differ, or an "
-            "additive value lies between 0 and -1e4 (causal masks, per-query masks and biases are not supported)"
+            f"attention_mask of shape {tuple(attention_mask.shape)} is no key-padding mask: its rows differ, or it "
+            "holds values of another kind of mask (causal, per-query and, in two dimensions, additive masks and biases "
+            "are not supported)"
         )
     if tokens == batch * seqlen:
         return Packing(batch, seqlen, None, _full(batch, seqlen, device), seqlen)
@@ -138,7 +141,8 @@ def _visible_keys(mask: Tensor, batch: int, seqlen: int, device: torch.device) -
     checks.same_device("attention_mask", {"attention_mask": mask, "the input": torch.empty(0, device=device)})
     if mask.dim() == 2:
         checks.shape("attention_mask", "attention_mask", mask, (batch, seqlen), "(B, S)")
-        return mask != 0, None
+        additive = mask.is_floating_point() and not torch.compiler.is_compiling()
+        return mask != 0, (mask > -1e4).all() if additive else None  # -1e4 and below are a 4-D mask's values
     wide = mask.unsqueeze(1) if mask.dim() == 3 else mask
     if (
         wide.dim() != 4
@@ -156,4 +160,4 @@ def _visible_keys(mask: Tensor, batch: int, seqlen: int, device: torch.device) -
         visible = rows == 0
         hard = (visible | (rows <= -1e4)).all()
         only_keys = hard if only_keys is None else hard & only_keys
-    return visible.view(-1, seqlen).expand(batch, seqlen), only_keys
+    return visible.reshape(visible.shape[0], seqlen).expand(batch, seqlen), only_keys

@@ -43,7 +43,7 @@ def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int
     key: int64 tensor; its low half is the first key word. Known answer: key 0, counter 0 gives
     5f6fb709 0d893f64 4f121f81 4f730a48.
     """
-    c0, c1, c2, c3 = (torch.as_tensor(word, dtype=torch.int64, device=key.device) for word in counter)
+    c0, c1, c2, c3 = counter  # numbers stay numbers: a tensor of one would be a copy to the device
     k0, k1 = key & _LOW, (key >> 32) & _LOW
     for _ in range(7):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the signed product wraps to the right 64 bits

@@ -10,31 +10,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastbert.model import BertModel
+from fastbert.padding import first_tokens
 
 
 class SentenceEncoder:
     """A BERT directory as a sentence encoder: tokenizer, model, pooling and normalisation.
 
-    Computes what sentence-transformers does with the same directory: mean pooling (or the first token, as
-    `1_Pooling/config.json` says) and vectors of length 1.
+    Computes what sentence-transformers does with the same directory, or refuses it.
     """
 
-    def __init__(self, model: BertModel, tokenizer, *, pooling: str = "mean", max_length: int | None = None) -> None:
-        """tokenizer: a `tokenizers.Tokenizer`. pooling: "mean" or "cls". max_length: longer texts are cut, in tokens.
+    def __init__(
+        self,
+        model: BertModel,
+        tokenizer,
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+        max_length: int | None = None,
+    ) -> None:
+        """tokenizer: a `tokenizers.Tokenizer`, of which a copy is used; model is set to evaluation mode.
 
-        Raises ValueError for a tokenizer whose ids the model does not have.
+        pooling: "mean" over the tokens, or "cls", the first. normalize: to vectors of length 1. max_length: longer
+        texts are cut, in tokens. Raises ValueError for a tokenizer whose ids the model does not have, and for other values.
         """
-        config = model.config
+        config, special = model.config, tokenizer.num_special_tokens_to_add(False)
         if tokenizer.get_vocab_size() > config.vocab_size:
             raise ValueError(
                 f"the tokenizer has {tokenizer.get_vocab_size()} tokens, the model embeds {config.vocab_size}"
             )
         if pooling not in ("mean", "cls"):
             raise ValueError(f"pooling is {pooling!r}; expected 'mean' or 'cls'")
-        self.model, self.tokenizer, self.pooling = model.eval(), tokenizer, pooling
+        if max_length is not None and (not isinstance(max_length, int) or max_length <= special):
+            raise ValueError(f"max_length is {max_length!r}; expected a number above the {special} special tokens")
+        self.model, self.pooling, self.normalize = model.eval(), pooling, normalize
         self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
-        tokenizer.no_padding()
-        tokenizer.enable_truncation(self.max_length)
+        self.tokenizer = type(tokenizer).from_str(tokenizer.to_str())
+        self.tokenizer.no_padding()
+        self.tokenizer.enable_truncation(self.max_length)
 
     @classmethod
     def from_pretrained(
@@ -42,18 +54,22 @@ class SentenceEncoder:
     ) -> "SentenceEncoder":
         """From a directory with a BERT and tokenizer.json, and sentence-transformers' own files if they are there.
 
-        Raises FileNotFoundError, ValueError and RuntimeError as `BertModel.from_pretrained` does.
+        Without modules.json: mean pooling, normalised. Raises FileNotFoundError, ValueError and RuntimeError as
+        `BertModel.from_pretrained` does, and ValueError for modules or pooling that are not computed here.
         """
-        from tokenizers import Tokenizer
-
         directory = Path(directory)
-        if not (directory / "tokenizer.json").exists():
-            raise FileNotFoundError(f"{directory} has no tokenizer.json")
-        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        settings = _read_json(directory / "sentence_bert_config.json")
-        pooling = "cls" if _read_json(directory / "1_Pooling" / "config.json").get("pooling_mode_cls_token") else "mean"
-        model = BertModel.from_pretrained(directory, add_pooling_layer=False, dtype=dtype).to(device)
-        return cls(model, tokenizer, pooling=pooling, max_length=settings.get("max_seq_length"))
+        folder, pooling, normalize = _sentence_modules(directory)
+        settings = _read_json(folder / "sentence_bert_config.json") or _read_json(
+            directory / "sentence_bert_config.json"
+        )
+        model = BertModel.from_pretrained(folder, add_pooling_layer=False, dtype=dtype).to(device)
+        return cls(
+            model,
+            _read_tokenizer(folder / "tokenizer.json"),
+            pooling=pooling,
+            normalize=normalize,
+            max_length=settings.get("max_seq_length"),
+        )
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """The token ids of each text, special tokens included, cut at max_length."""
@@ -62,7 +78,7 @@ class SentenceEncoder:
     def encode(
         self, texts: list[str], *, tokens_per_batch: int = 2048, progress: Callable[[int], None] | None = None
     ) -> Tensor:
-        """Embeddings of length 1, (len(texts), C) float32 on the model's device.
+        """Embeddings, (len(texts), C) float32 on the model's device.
 
         tokens_per_batch: how many tokens share a forward, at least one text. progress: called with the number of
         texts done after each. Raises TypeError for what is no list of strings.
@@ -70,7 +86,7 @@ class SentenceEncoder:
         if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
             raise TypeError("texts: expected a list of strings")
         ids = self.tokenize(texts)
-        result = torch.empty(len(texts), self.model.config.hidden_size, device=self.device)
+        result = torch.empty(len(texts), self.model.config.hidden_size, device=self.device, dtype=torch.float32)
         for batch in batches([len(i) for i in ids], tokens_per_batch):
             result[batch] = self.embed([ids[i] for i in batch])
             if progress:
@@ -82,11 +98,13 @@ class SentenceEncoder:
         """Embeddings of tokenized texts in one forward, (len(ids), C) float32."""
         lengths = torch.tensor([len(i) for i in ids], device=self.device)
         cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        packed = torch.tensor([i for text in ids for i in text], device=self.device)
+        packed = torch.tensor([i for text in ids for i in text], device=self.device, dtype=torch.int64)
         hidden = self.model(packed, cu_seqlens=cu_seqlens, max_seqlen=max(map(len, ids))).last_hidden_state.float()
         if self.pooling == "cls":
-            return F.normalize(hidden[cu_seqlens[:-1]], dim=-1)
-        return F.normalize(torch.segment_reduce(hidden, "mean", lengths=lengths), dim=-1)
+            vectors = first_tokens(hidden, cu_seqlens)
+        else:
+            vectors = torch.segment_reduce(hidden, "sum", lengths=lengths) / lengths.clamp(min=1).unsqueeze(-1)
+        return F.normalize(vectors, dim=-1) if self.normalize else vectors
 
     @property
     def device(self) -> torch.device:
@@ -106,7 +124,36 @@ def batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
         yield batch
 
 
-def _read_json(path: Path) -> dict:
+def _sentence_modules(directory: Path) -> tuple[Path, str, bool]:
+    """From sentence-transformers' modules.json: the folder of the BERT, the pooling, and whether it normalises."""
+    modules = _read_json(directory / "modules.json")
+    if not modules:
+        return directory, "mean", True
+    kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
+    if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
+        raise ValueError(f"{directory} has the modules {', '.join(kinds)}; expected Transformer, Pooling[, Normalize]")
+    settings = _read_json(directory / modules[1]["path"] / "config.json")
+    legacy = [name for name, on in settings.items() if name.startswith("pooling_mode_") and on is True]
+    names = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+    pooling = settings.get("pooling_mode") or "+".join(names.get(name, name) for name in legacy)
+    if pooling not in ("mean", "cls"):
+        raise ValueError(f"{directory} pools by {pooling!r}; expected mean or cls")
+    return directory / modules[0]["path"], pooling, len(kinds) == 3
+
+
+def _read_tokenizer(path: Path):
+    from tokenizers import Tokenizer
+
+    if not path.exists():
+        raise FileNotFoundError(f"{path.parent} has no tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{path} is no tokenizer: {error}") from error
+
+
+def _read_json(path: Path):
+    """What the file holds; an empty dict without the file. Raises ValueError for what is no JSON."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 

@@ -154,6 +154,28 @@ class TestAttention(AttentionSuite):
         )
         assert torch.equal(out[5:], torch.zeros_like(out[5:])) and not out[:5].isnan().any()
 
+    def test_every_row_is_written_whatever_max_seqlen_says(self, backend):
+        """A device does not look at the values: too small a max_seqlen loses tokens, it reads nothing foreign."""
+        inputs = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)
+        out, _ = PRIMITIVES["attention_fwd"](backend.name, *inputs.values(), 3, 0.3, 0.0, None, 0)
+        assert not out.isnan().any() and torch.equal(out[3:5], torch.zeros_like(out[3:5]))
+
+    def test_compiles_with_dynamic_head_sizes(self, backend):
+        inputs = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)
+        expected = self.ours(**inputs)
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            lambda qkv, cu: ops.attention(qkv, cu, 5), fullgraph=True, dynamic=True, backend="aot_eager"
+        )
+        assert torch.equal(compiled(*inputs.values()), expected)
+
+    def test_weights_under_autocast_are_those_that_were_applied(self, backend):
+        inputs = self.inputs(((5, 3), 2, 8), torch.bfloat16, "cpu")
+        self.ours(**self.inputs(((5, 3), 2, 8), torch.float32, backend.device))
+        expected = ops.attention_weights(*inputs.values(), 5)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(ops.attention_weights(*inputs.values(), 5), expected)
+
     def test_autocast(self, backend):
         backend.require(torch.bfloat16)
         inputs = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)

@@ -157,6 +157,25 @@ def test_which_gpus_a_build_serves(architecture, capability, serves):
     assert backends._serves(architecture, capability) is serves
 
 
+def test_compiled_code_follows_blocks_that_are_open_in_other_threads():
+    """A block that ends in one thread does not undo one that is still open in another."""
+    opened, finish = threading.Event(), threading.Event()
+
+    def other():
+        with fastbert.backend("reference"):
+            opened.set()
+            finish.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    opened.wait()
+    with fastbert.backend("cpu"):
+        finish.set()
+        thread.join()
+        assert backends._latest == "cpu"
+    assert backends._latest is None
+
+
 def test_the_orders_name_real_backends_and_kernels():
     for ops_of_device in backends.ORDER.values():
         for op, (order, measured) in ops_of_device.items():

@@ -63,6 +63,23 @@ class TestBiasGelu(OpSuite):
         truth = x.float().double() * 0.5 * torch.special.erfc(-x.float().double() * 0.5**0.5)
         assert ((y - truth).abs() <= 8 * 2**-23 * truth.abs()).all()
 
+    def test_same_bits_for_any_number_of_threads(self, backend):
+        inputs = self.inputs((257, 3072), torch.float32, backend.device)
+        threads, results = torch.get_num_threads(), []
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            results.append(self.ours(**inputs))
+        torch.set_num_threads(threads)
+        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+    def test_forward_mode_is_refused(self, backend):
+        """An operator would drop the tangent in silence."""
+        inputs = self.inputs((3, 8), torch.float64, backend.device)
+        backend.require(torch.float64, backward=True)
+        self.ours(**inputs)
+        with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
+            torch.func.jvp(lambda x: self.ours(x, inputs["bias"]), (inputs["x"],), (inputs["x"],))
+
     def test_gradient_at_the_edges(self, backend):
         backend.require(torch.float32, backward=True)
         x = torch.tensor([0.0, 1e30, -1e30, torch.inf, -torch.inf], device=backend.device, requires_grad=True)
@@ -98,6 +115,7 @@ class TestBiasGeluTanh(TestBiasGelu):
         (torch.zeros(2, 4), torch.zeros(4).bfloat16(), "none", TypeError, "bias is torch.bfloat16"),
         (torch.zeros(2, 4), torch.zeros(4, device="meta"), "none", ValueError, "x on cpu, bias on meta"),
         (torch.zeros(2, 4), [0, 0, 0, 0], "none", TypeError, "bias is a list"),
+        (torch.zeros(2, 4), None, "none", TypeError, "bias is a NoneType"),
         (torch.zeros(2, 4), torch.zeros(4), "erf", ValueError, "approximate is 'erf'; expected 'none'"),
     ],
 )

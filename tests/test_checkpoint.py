@@ -66,6 +66,7 @@ def test_names_of_old_checkpoints_and_of_larger_models(saved):
             for name, t in tensors.items()
         }
         extra = {"bert.embeddings.position_ids": torch.arange(32)[None], "cls.predictions.bias": torch.zeros(99)}
+        extra["linear.weight"] = torch.zeros(3, 48)  # a head of somebody's own
         return renamed | extra
 
     rewrite(saved, old)
@@ -85,7 +86,7 @@ def test_pickled_checkpoints_hold_tensors_only(saved):
 
 def test_without_pooler(saved):
     rewrite(saved, lambda tensors: {n: t for n, t in tensors.items() if "pooler" not in n})
-    with pytest.raises(RuntimeError, match="missing: pooler.dense.bias, pooler.dense.weight"):
+    with pytest.raises(RuntimeError, match="the checkpoint has no pooler; pass add_pooling_layer=False"):
         BertModel.from_pretrained(saved)
     model = BertModel.from_pretrained(saved, add_pooling_layer=False)
     assert model(torch.ones(1, 3).long()).pooler_output is None
@@ -133,6 +134,46 @@ def test_a_corrupt_header_is_refused(saved):
     (saved / "model.safetensors").write_bytes(data)
     with pytest.raises(ValueError, match="corrupt or truncated"):
         BertModel.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("content", [[1], {"state_dict": {}}, {1: torch.zeros(1)}, "text"])
+def test_a_pickle_that_holds_no_state_dict_is_refused(saved, content):
+    (saved / "model.safetensors").unlink()
+    torch.save(content, saved / "pytorch_model.bin")
+    with pytest.raises((ValueError, RuntimeError), match="holds no state dict|does not fit|no pooler"):
+        BertModel.from_pretrained(saved)
+
+
+def test_a_damaged_pickle_is_refused(saved):
+    """Whatever a damaged byte makes the unpickler raise, the message names the file."""
+    tensors = load_file(saved / "model.safetensors")
+    (saved / "model.safetensors").unlink()
+    torch.save({"w": tensors["pooler.dense.bias"]}, saved / "pytorch_model.bin")
+    data = (saved / "pytorch_model.bin").read_bytes()
+    for at in range(0, len(data), 37):
+        damaged = bytearray(data)
+        damaged[at] ^= 0xFF
+        (saved / "pytorch_model.bin").write_bytes(damaged)
+        with pytest.raises((ValueError, RuntimeError), match="corrupt or truncated|holds no state dict|no pooler"):
+            BertModel.from_pretrained(saved)
+
+
+def test_tied_parameters_are_written_twice(tmp_path):
+    model = ours(hugging_face())
+    model.encoder.layer[1].intermediate.dense.weight = model.encoder.layer[0].intermediate.dense.weight
+    model.save_pretrained(tmp_path)
+    state = BertModel.from_pretrained(tmp_path).encoder.layer
+    assert torch.equal(state[0].intermediate.dense.weight, state[1].intermediate.dense.weight)
+
+
+def test_old_names_inside_another_module():
+    theirs = hugging_face().to("cpu")
+    state = {f"bert.{n.replace('LayerNorm.weight', 'LayerNorm.gamma')}": t for n, t in theirs.state_dict().items()}
+    state["bert.embeddings.position_ids"] = torch.arange(32)[None]
+    wrapper = torch.nn.ModuleDict({"bert": BertModel(TINY)})
+    wrapper.load_state_dict(state)
+    expected = theirs.embeddings.LayerNorm.weight
+    assert torch.equal(wrapper["bert"].embeddings.LayerNorm.weight, expected)
 
 
 def test_missing_files(tmp_path, saved):

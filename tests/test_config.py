@@ -48,6 +48,7 @@ def test_unknown_presets_list_the_known_ones(name):
         ({"hidden_size": 0}, "hidden_size is 0; expected a positive integer"),
         ({"hidden_size": "768"}, "hidden_size is '768'"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"hidden_act": ["gelu"]}, "hidden_act is"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'; expected one of gelu"),
         ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob is 1.0"),
         ({"attention_probs_dropout_prob": float("nan")}, "attention_probs_dropout_prob is nan"),
@@ -69,6 +70,10 @@ def test_json_round_trip_keeps_unknown_fields(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     config = BertConfig.from_pretrained(tmp_path)
     assert config.hidden_size == 48 and {n: config.to_dict()[n] for n in values} == values
+
+
+def test_null_fields_mean_the_default():
+    BertConfig.from_dict({"is_decoder": None, "position_embedding_type": None, "add_cross_attention": None})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"hidden_size": "big"}', "\xff\xfe"])

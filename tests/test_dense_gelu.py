@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
 
 from fastbert import ops
+from fastbert.ops.op import PRIMITIVES, Primitive
 
 
 class TestDenseGelu(OpSuite):
@@ -63,12 +64,24 @@ class TestDenseGelu(OpSuite):
         with torch.autocast(backend.device, torch.bfloat16):
             assert torch.equal(self.ours(**inputs), expected)
 
-    def test_frozen_weights_cost_no_gradient(self, backend):
+    @pytest.mark.parametrize("frozen", [("weight", "bias"), ("x",)])
+    def test_frozen_inputs_cost_no_product(self, backend, frozen):
+        """The backward returns empty tensors in place of gradients that nobody asked for."""
         backend.require(torch.float32, backward=True)
         inputs = self.inputs((6, 7, 11), torch.float32, backend.device)
-        inputs["x"].requires_grad_()
-        self.ours(**inputs).sum().backward()
-        assert inputs["weight"].grad is None and inputs["x"].grad.abs().sum() > 0
+        self.ours(**inputs)
+        x, weight, bias = inputs.values()
+        need = "x" not in frozen, "weight" not in frozen
+        pre = x @ weight.T
+        grads = PRIMITIVES["dense_gelu_bwd"](backend.name, pre, x, weight, pre, self.approximate, *need)
+        assert [g.numel() > 0 for g in grads] == [need[0], need[1], need[1]]
+        seen = []
+        original = PRIMITIVES["dense_gelu_bwd"].__class__.__call__
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Primitive, "__call__", lambda s, *a: (seen.append((s.name, a[-2:])), original(s, *a))[1])
+            leaves = {n: t.clone().requires_grad_(n not in frozen) for n, t in inputs.items()}
+            self.ours(**leaves).sum().backward()
+        assert ("dense_gelu_bwd", need) in seen
 
 
 class TestDenseGeluTanh(TestDenseGelu):

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
 
-from fastbert import ops, random
+from fastbert import ops, random, testing
 
 EPS = 1e-12
 
@@ -82,6 +82,16 @@ class TestLayerNorm(OpSuite):
         y, truth = self.ours(**inputs), self.truth(**{n: t.double() for n, t in inputs.items()})
         assert (y - truth).abs().max() <= 1e-5 * truth.abs().max()
 
+    @pytest.mark.parametrize("size", [10, 1e2, 1e4, 1e6, 1e8])
+    @pytest.mark.parametrize("place", [0, -1])
+    def test_one_outlier_in_a_row(self, backend, size, place):
+        """BERT's own hidden states have such channels."""
+        both = backend.why_not(torch.float32, True) is None
+        for columns in (8, 48, 768):
+            inputs = self.inputs((64, columns), torch.float32, backend.device)
+            inputs["x"][:, place] += size
+            testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, gradients=both)
+
     def test_large_values_do_not_overflow_half(self, backend):
         backend.require(torch.float16)
         inputs = self.inputs((4, 768), torch.float16, backend.device)
@@ -143,8 +153,6 @@ class TestAddLayerNorm(OpSuite):
 
     def test_autocast_residual_stream(self, backend):
         """Under autocast x is half precision and the residual float32: so are the result and its accuracy."""
-        from fastbert import testing
-
         backend.require(torch.bfloat16)
         inputs = self.inputs((17, 768), torch.float32, backend.device)
         inputs["x"] = inputs["x"].bfloat16()
@@ -153,8 +161,6 @@ class TestAddLayerNorm(OpSuite):
         testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, gradients=both)
 
     def test_without_x_bias(self, backend):
-        from fastbert import testing
-
         inputs = self.inputs((5, 40), torch.float32, backend.device) | {"x_bias": None}
         both = backend.why_not(torch.float32, True) is None
         zero = lambda f: lambda **i: f(**i | {"x_bias": torch.zeros(40, device=backend.device)})  # noqa: E731

@@ -7,10 +7,12 @@ import pytest
 import torch
 from models import DEVICE, TINY, batch, hugging_face, minilm, ours
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 from transformers import BertModel as HuggingFaceModel
 
 import fastbert
 from fastbert import BertConfig, BertEncoder, BertModel, random, reference, testing
+from fastbert.checkpoint import to_hugging_face
 from fastbert.testing import Result
 
 LENGTHS, SEQLEN = [7, 1, 12], 12
@@ -54,7 +56,7 @@ def test_gradients_are_as_accurate_as_pytorch(dtype):
         state = fastbert.hf.state_dict(model) if isinstance(model, BertModel) else model.state_dict()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         if isinstance(model, BertModel):
-            gradients = fastbert.checkpoint.to_hugging_face(gradients)
+            gradients = to_hugging_face(gradients)
         assert gradients.keys() == state.keys()
         visible = inputs["attention_mask"].bool()
         return Result({"last": result.last_hidden_state[visible].detach()}, gradients)
@@ -101,7 +103,7 @@ def test_training_with_dropout_is_exact(monkeypatch):
         assert (state - expected)[visible].abs().max() <= 1e-12 * expected.abs().max()
     (result.last_hidden_state[visible].sin().sum() + result.pooler_output.sum()).backward()
     (states[-1][visible].sin().sum() + pooled.sum()).backward()
-    gradients = fastbert.checkpoint.to_hugging_face({name: p.grad for name, p in model.named_parameters()})
+    gradients = to_hugging_face({name: p.grad for name, p in model.named_parameters()})
     largest = max(p.grad.abs().max() for p in truth.parameters())
     for name, parameter in truth.named_parameters():
         assert (gradients[name] - parameter.grad).abs().max() <= 1e-12 * largest, name
@@ -246,7 +248,7 @@ def test_encoder_alone_equals_transformers():
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 @pytest.mark.parametrize("training", [True, False])
 def test_compiles_to_one_graph(kind, training):
-    """Forward and backward, as eager bit for bit, and recompiled a few times at most as lengths change."""
+    """Forward and backward as in eager code, and compiled a few times at most as lengths change."""
     config = BertConfig.from_dict({**TINY.to_dict(), "num_hidden_layers": 1})
     model = BertModel(config).to(DEVICE).train(training)
     torch._dynamo.reset()
@@ -305,6 +307,79 @@ def test_frozen_parameters_get_no_gradient():
     }
 
 
+def test_parts_in_training_mode_draw_a_key_and_parts_without_dropout_leave_the_generator_alone():
+    model = ours(hugging_face())
+    inputs = batch(LENGTHS, SEQLEN)
+    evaluated = model(**inputs).last_hidden_state
+    model.encoder.layer[1].train()
+    assert not torch.equal(model(**inputs).last_hidden_state, evaluated)
+    plain = ours(hugging_face(), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).train()
+    before = torch.get_rng_state()
+    plain(**inputs)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_drops_the_same(reentrant):
+    model = ours(hugging_face()).train()
+    hidden = torch.randn(8, 48, device=DEVICE, requires_grad=True)
+    ends, key = torch.tensor([0, 5, 8], dtype=torch.int32, device=DEVICE), random.new_key(DEVICE)
+    grads = []
+    for run in (lambda layer, *a: layer(*a), lambda layer, *a: checkpoint(layer, *a, use_reentrant=reentrant)):
+        hidden.grad = None
+        run(model.encoder.layer[0], hidden, ends, 5, key)[0].sin().sum().backward(create_graph=not reentrant)
+        grads.append(hidden.grad.detach().clone())
+    assert torch.equal(*grads)
+
+
+def test_what_a_fused_op_would_ignore_is_refused():
+    """Leaves are computed without being called: a hook or a replacement must not be dropped in silence."""
+    inputs = batch(LENGTHS, SEQLEN)
+    model = ours(hugging_face())
+    handle = model.encoder.layer[0].output.dense.register_forward_hook(lambda *a: None)
+    with pytest.raises(TypeError, match="Linear with hooks"):
+        model(**inputs)
+    handle.remove()
+    model(**inputs)
+
+    class Adapter(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    model.encoder.layer[0].attention.qkv = Adapter(48, 144).to(DEVICE)
+    with pytest.raises(TypeError, match="this one is a Adapter"):
+        model(**inputs)
+
+
+def test_hooks_on_layers_are_called():
+    model, called = ours(hugging_face()), []
+    model.encoder.layer[1].register_forward_hook(lambda *a: called.append(1))
+    model(**batch(LENGTHS, SEQLEN))
+    assert called == [1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tracing_is_refused():
+    model, inputs = ours(hugging_face()), batch(LENGTHS, SEQLEN)
+    with pytest.raises(RuntimeError, match="torch.jit.trace would fix the mask"):
+        torch.jit.trace(lambda i, m: model(i, m).last_hidden_state, (inputs["input_ids"], inputs["attention_mask"]))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="PyTorch sees no GPU")
+def test_packed_training_does_not_synchronise():
+    model = ours(hugging_face()).train()
+    ids, ends = (
+        torch.ones(8, dtype=torch.int64, device=DEVICE),
+        torch.tensor([0, 5, 8], dtype=torch.int32, device=DEVICE),
+    )
+    model(ids, cu_seqlens=ends, max_seqlen=5).last_hidden_state.sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(ids, cu_seqlens=ends, max_seqlen=5).last_hidden_state.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 IDS = torch.ones(2, 5, dtype=torch.int64)
 ENDS = torch.tensor([0, 4, 10], dtype=torch.int32)
 
@@ -314,6 +389,8 @@ ENDS = torch.tensor([0, 4, 10], dtype=torch.int32)
     [
         ({}, ValueError, "exactly one of input_ids and inputs_embeds"),
         ({"input_ids": IDS, "inputs_embeds": torch.ones(2, 5, 48)}, ValueError, "exactly one of"),
+        ({"input_ids": [[1, 2]]}, TypeError, "input_ids is a list; expected a tensor"),
+        ({"input_ids": IDS.flatten(), "cu_seqlens": ENDS.to("meta")}, ValueError, "cu_seqlens on meta"),
         ({"input_ids": IDS[0]}, ValueError, r"input_ids has shape \(5,\); expected \(B, S\)"),
         ({"input_ids": IDS, "cu_seqlens": ENDS}, ValueError, r"input_ids has shape \(2, 5\); expected \(T,\)"),
         ({"input_ids": IDS * 99}, IndexError, r"input_ids\[0\] is 99; expected 0 <= input_ids < 99"),

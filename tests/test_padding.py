@@ -47,7 +47,7 @@ def test_no_mask_and_a_full_one_need_no_gather():
 
 @pytest.mark.parametrize(("batch", "seqlen"), [(0, 4), (2, 0)])
 def test_an_empty_batch(batch, seqlen):
-    for mask in (None, torch.ones(batch, seqlen)):
+    for mask in (None, torch.ones(batch, seqlen), torch.zeros(batch, 1, 1, seqlen)):
         packing = padding.plan(mask, batch, seqlen, torch.device("cpu"))
         assert packing.cu_seqlens.tolist() == [0] * (batch + 1)
         assert packing.unpack(packing.pack(torch.zeros(batch, seqlen, 3))).shape == (batch, seqlen, 3)
@@ -68,6 +68,7 @@ CAUSAL = torch.ones(4, 4).tril().bool()
         (CAUSAL[None, None].expand(3, 1, -1, -1), ValueError, "is no key-padding mask"),
         (torch.randint(0, 2, (3, 1, 4, 4)).bool() | CAUSAL, ValueError, "is no key-padding mask"),
         (torch.randn(3, 1, 1, 4), ValueError, "is no key-padding mask"),  # a bias
+        (torch.tensor([[0.0, 0.0, -1e4, -1e4]] * 3), ValueError, "is no key-padding mask"),  # additive in 2-D
         (torch.ones(3, 5), ValueError, r"attention_mask has shape \(3, 5\); expected \(B, S\) = \(3, 4\)"),
         (torch.ones(4), ValueError, r"attention_mask has shape \(4,\)"),
         (torch.ones(3, 12, 4, 5), ValueError, r"expected \(B, S\), \(B, 1, 1, S\)"),
@@ -122,6 +123,8 @@ def test_packing_integers_and_second_derivatives(backend):
     ("call", "error", "words"),
     [
         (lambda: ops.pack(torch.ones(2, 3), torch.tensor([0, 6])), IndexError, r"indices\[1\] is 6"),
+        (lambda: ops.pack(torch.ones(2, 3), torch.tensor([0, 0, 1])), ValueError, "repeated entries"),
+        (lambda: ops.unpack(torch.ones(2, 3), torch.tensor([1, 1]), 1, 4), ValueError, "repeated entries"),
         (lambda: ops.pack(torch.ones(3), torch.tensor([0])), ValueError, r"expected \(B, S, ...\)"),
         (lambda: ops.pack(torch.ones(2, 3), torch.tensor([0.0])), TypeError, "indices is torch.float32"),
         (lambda: ops.unpack(torch.ones(2, 3), torch.tensor([0]), 1, 4), ValueError, r"indices has shape \(1,\)"),
@@ -131,6 +134,14 @@ def test_packing_integers_and_second_derivatives(backend):
 def test_bad_input_is_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_int32_indices(backend):
+    indices = torch.tensor([1, 4], dtype=torch.int32, device=backend)
+    x = torch.randn(2, 3, 2, device=backend, requires_grad=True)
+    y = ops.unpack(ops.pack(x, indices), indices, 2, 3)
+    y.sum().backward()
+    assert x.grad.flatten(0, 1)[:, 0].tolist() == [0, 1, 0, 0, 1, 0]
 
 
 def test_positions_of_packed_sequences():

@@ -49,6 +49,41 @@ def test_real_passages_as_transformers_encodes_them(encoder):
     assert (encoder.encode(texts) - expected).abs().max() < 1e-6
 
 
+def test_what_sentence_transformers_computes(encoder):
+    from sentence_transformers import SentenceTransformer
+
+    theirs = SentenceTransformer(str(minilm()), device="cpu").encode(WEATHER + FIRST, convert_to_tensor=True)
+    assert (encoder.encode(WEATHER + FIRST) - theirs).abs().max() < 1e-6
+
+
+TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+DENSE = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "expected"),
+    [
+        ([TRANSFORMER, POOLING], {"pooling_mode": "cls"}, ("cls", False)),  # as sentence-transformers 6 writes it
+        ([TRANSFORMER, POOLING], {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, ("mean", False)),
+        ([TRANSFORMER, POOLING], {"pooling_mode": "max"}, "pools by 'max'"),
+        ([TRANSFORMER, POOLING], {"pooling_mode_max_tokens": True}, "pools by 'pooling_mode_max_tokens'"),
+        ([TRANSFORMER, POOLING], {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "pools by 'cls"),
+        ([TRANSFORMER, POOLING, DENSE], {"pooling_mode": "mean"}, "has the modules Transformer, Pooling, Dense"),
+    ],
+)
+def test_modules_are_honoured_or_refused(tmp_path, modules, pooling, expected):
+    shutil.copytree(minilm(), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            SentenceEncoder.from_pretrained(tmp_path)
+    else:
+        found = SentenceEncoder.from_pretrained(tmp_path)
+        assert (found.pooling, found.normalize) == expected
+
+
 def test_one_batch_or_many(encoder):
     texts = [passage for _, passage in python_documentation()[::150]]
     one, many = encoder.encode(texts, tokens_per_batch=10**6), encoder.encode(texts, tokens_per_batch=1)
@@ -92,6 +127,8 @@ def test_first_token_pooling(tmp_path, encoder):
 def test_a_tokenizer_that_does_not_fit_is_refused(encoder):
     with pytest.raises(ValueError, match="the tokenizer has 30522 tokens, the model embeds 99"):
         SentenceEncoder(BertModel(TINY), encoder.tokenizer)
+    with pytest.raises(ValueError, match="max_length is 2; expected a number above the 2 special tokens"):
+        SentenceEncoder(encoder.model, encoder.tokenizer, max_length=2)
     with pytest.raises(ValueError, match="pooling is 'max'"):
         SentenceEncoder(encoder.model, encoder.tokenizer, pooling="max")
 
@@ -123,10 +160,10 @@ def test_search_in_a_file_of_one_s_own(tmp_path, capsys):
 def test_embed_writes_an_array(tmp_path, capsys, encoder):
     import numpy
 
-    (tmp_path / "text").write_text("\n".join(WEATHER) + "\n")
-    status, output = run(capsys, "embed", str(tmp_path / "text"))
-    vectors = numpy.load(tmp_path / "text.npy")
-    assert status == 0 and "(3, 384) float32" in output.out
+    (tmp_path / "text").write_text("\n".join(WEATHER) + "\n\nsplit\u2028by\x0cnothing\n", encoding="utf-8")
+    status, output = run(capsys, "embed", str(tmp_path / "text"), "--output", str(tmp_path / "vectors"))
+    vectors = numpy.load(tmp_path / "vectors")[:3]  # one row a line, blank lines too
+    assert status == 0 and f"{tmp_path / 'vectors'}: (5, 384) float32" in output.out
     assert abs(vectors @ vectors.T - numpy.array(PUBLISHED_WEATHER)).max() <= 0.5e-4 + 1e-6
 
 
@@ -143,8 +180,9 @@ def test_info_says_what_a_bug_report_needs(capsys):
         (["embed", "nowhere"], "No such file"),
         (["embed", "EMPTY"], "holds no text"),
         (["embed", "LATIN"], "is not UTF-8"),
-        (["embed", "TEXT", "--model", "nowhere"], "nowhere has no tokenizer.json"),
+        (["embed", "TEXT", "--model", "nowhere"], "No such file"),
         (["embed", "TEXT", "--device", "nonsense"], "nonsense"),
+        (["embed", "TEXT", "--output", "nowhere/out"], "No such file"),
         (["search", "x", "--top", "0"], "--top is 0"),
     ],
 )

@@ -21,13 +21,15 @@ def _grid(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[Tensor, Ten
     return (cu_seqlens[:-1, None] + position).clamp(max=tokens - 1), visible
 
 
-def _locate(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each token its sequence, its position there, and whether it is in a sequence at all."""
+def _locate(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each token its sequence, its position there, and whether the grid has that place at all."""
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     inside = token < cu_seqlens[-1]
     sequence = torch.where(inside, sequence, 0)
-    return sequence, torch.where(inside, token - cu_seqlens[sequence], 0), inside
+    position = token - cu_seqlens[sequence]
+    inside = inside & (position < max_seqlen)
+    return sequence, torch.where(inside, position, 0), inside
 
 
 def _spread(x: Tensor, cells: Tensor, visible: Tensor) -> Tensor:
@@ -38,7 +40,7 @@ def _spread(x: Tensor, cells: Tensor, visible: Tensor) -> Tensor:
 
 def _gather(grid: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
     """(B, H, S, ...) -> (T, H, ...), zeros for tokens outside every sequence."""
-    sequence, position, inside = _locate(cu_seqlens, tokens)
+    sequence, position, inside = _locate(cu_seqlens, grid.shape[2], tokens)
     rows = grid.transpose(1, 2)[sequence, position]
     return rows.masked_fill(~inside.view(-1, *[1] * (rows.dim() - 1)), 0)
 
@@ -74,7 +76,8 @@ def attention_weights(
         return qkv.new_zeros(cu_seqlens.shape[0] - 1, qkv.shape[2], max_seqlen, max_seqlen)
     cells, visible = _grid(cu_seqlens, max_seqlen, qkv.shape[0])
     q, k, _ = _spread(qkv, cells, visible).unbind(1)
-    scores = _scores(q, k, visible, qkv.shape[-1] ** -0.5 if scale is None else scale)
+    with torch.autocast(qkv.device.type, enabled=False):
+        scores = _scores(q, k, visible, qkv.shape[-1] ** -0.5 if scale is None else scale)
     weights = scores.softmax(-1).masked_fill(~(visible[:, None, :, None] & visible[:, None, None, :]), 0)
     return _dropout(weights, dropout_p, rng, site)(weights).to(qkv.dtype)
 
@@ -175,8 +178,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only("attention")
-    def backward(ctx, dout):
-        qkv, out, lse, cu_seqlens, rng = ctx.saved_tensors
+    def backward(ctx, saved, dout):
+        qkv, out, lse, cu_seqlens, rng = saved
         max_seqlen, scale, dropout_p, site = ctx.rest
         dqkv = BWD(ctx.backend, dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
         return None, dqkv, *[None] * 6
@@ -186,6 +189,8 @@ def _check(qkv, cu_seqlens, max_seqlen, dropout_p, rng):
     op = "attention"
     checks.floats(op, {"qkv": qkv}, {})
     checks.shape(op, "qkv", qkv, (None, 3, None, None), "(T, 3, H, D)")
+    if qkv.shape[-1] == 0:
+        raise ValueError(f"{op}: qkv has shape {tuple(qkv.shape)}; expected a head size D > 0")
     checks.sequences(op, cu_seqlens, max_seqlen, qkv.shape[0])
     checks.same_device(op, {"qkv": qkv, "cu_seqlens": cu_seqlens})
     checks.dropout(op, dropout_p, rng, qkv.device, random.ATTENTION_BITS)
@@ -221,7 +226,7 @@ def attention(
     qkv = qkv.to(autocast_dtype(qkv))
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
     live = needs_grad(qkv)
-    backend = backends.choose("attention", qkv.device.type, qkv.dtype, backward=live, head_dim=qkv.shape[-1])
+    backend = backends.choose("attention", qkv.device.type, qkv.dtype, backward=live)
     args = (qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
     return _Attention.apply(backend, *args) if live else FWD(backend, *args)[0]
 

@@ -74,8 +74,8 @@ class _BiasGelu(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only("bias_gelu")
-    def backward(ctx, dy):
-        dx, dbias = BWD(ctx.backend, dy, *ctx.saved_tensors, ctx.approximate, ctx.needs_input_grad[2])
+    def backward(ctx, saved, dy):
+        dx, dbias = BWD(ctx.backend, dy, *saved, ctx.approximate, ctx.needs_input_grad[2])
         return None, dx, dbias, None
 
 

@@ -5,6 +5,7 @@ import os
 import torch
 from torch import Tensor
 
+from fastbert.ops.op import autocast_on
 from fastbert.random import threshold
 
 HALF = (torch.bfloat16, torch.float16)
@@ -25,12 +26,11 @@ def shape(op: str, name: str, tensor: Tensor, expected: tuple[int | None, ...], 
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; expected {meaning} = ({sizes}){because}")
 
 
-def floats(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor | None]) -> None:
+def floats(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor]) -> None:
     """Activations are floating point on one device; parameters there too, of the same dtype or of float32 beside half.
 
     Raises TypeError for a wrong dtype or a value that is no tensor, ValueError for mixed devices.
     """
-    parameters = {name: tensor for name, tensor in parameters.items() if tensor is not None}
     for name, tensor in (activations | parameters).items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; expected a tensor")
@@ -50,10 +50,10 @@ def floats(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor
     same_device(op, activations | parameters)
 
 
-def integers(op: str, **tensors: Tensor | None) -> None:
+def integers(op: str, **tensors: Tensor) -> None:
     """Raises TypeError unless each is an int32 or int64 tensor."""
     for name, tensor in tensors.items():
-        if tensor is not None and not (isinstance(tensor, Tensor) and tensor.dtype in (torch.int32, torch.int64)):
+        if not (isinstance(tensor, Tensor) and tensor.dtype in (torch.int32, torch.int64)):
             given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{op}: {name} is {given}; expected torch.int64 or torch.int32")
 
@@ -72,6 +72,8 @@ def dropout(op: str, p: float, rng: Tensor | None, device: torch.device, bits: i
         return
     if rng is None:
         raise ValueError(f"{op}: dropout_p is {p} but rng is None; expected a key from fastbert.random.new_key")
+    if not isinstance(rng, Tensor):
+        raise TypeError(f"{op}: rng is a {type(rng).__name__}; expected one torch.int64 key")
     if rng.dtype != torch.int64 or rng.numel() != 1:
         raise TypeError(f"{op}: rng is {rng.dtype} of shape {tuple(rng.shape)}; expected one torch.int64 key")
     if rng.device != device:
@@ -80,7 +82,7 @@ def dropout(op: str, p: float, rng: Tensor | None, device: torch.device, bits: i
 
 def values_visible(tensor: Tensor) -> bool:
     """Whether values may be looked at: on the CPU, and on a GPU under FASTBERT_CHECK=1; never in a compiled graph."""
-    if torch.compiler.is_compiling() or tensor.is_meta:
+    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter):  # a fake tensor has none
         return False
     return tensor.device.type == "cpu" or os.environ.get("FASTBERT_CHECK") == "1"
 
@@ -127,7 +129,7 @@ def sequences(op: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> None
 def dense(op: str, x: Tensor, weight: Tensor, bias: Tensor, name: str = "x") -> None:
     """x (..., K) times weight (C, K) plus bias (C,). Raises ValueError, TypeError. name: what the op calls x."""
     activations, parameters = {name: x}, {"weight": weight, "bias": bias}
-    if torch.is_autocast_enabled(x.device.type):  # which brings them all to one dtype
+    if isinstance(x, Tensor) and autocast_on(x.device.type):  # which brings them all to one dtype
         activations, parameters = activations | parameters, {}
     floats(op, activations, parameters)
     if x.dim() < 2:

@@ -32,7 +32,7 @@ def _forward(hidden, weight, bias, labels, ignore_index, need_dlogits):
     if not need_dlogits:
         return loss, hidden.new_empty(0)
     probabilities = (scores - lse).exp_()
-    dlogits = probabilities.scatter_add_(-1, target, probabilities.new_tensor(-1.0).expand_as(target))
+    dlogits = probabilities.scatter_add_(-1, target, -torch.ones_like(target, dtype=probabilities.dtype))
     return loss, dlogits.masked_fill_(~labelled.unsqueeze(-1), 0).to(hidden.dtype)
 
 
@@ -93,9 +93,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only("cross_entropy")
-    def backward(ctx, dloss):
+    def backward(ctx, saved, dloss):
         need_dhidden, need_dparams = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:4])
-        grads = BWD(ctx.backend, dloss, *ctx.saved_tensors, ctx.ignore_index, need_dhidden, need_dparams)
+        grads = BWD(ctx.backend, dloss, *saved, ctx.ignore_index, need_dhidden, need_dparams)
         return None, *grads, None, None
 
 

@@ -75,9 +75,9 @@ class _DenseGelu(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only("dense_gelu")
-    def backward(ctx, dy):
+    def backward(ctx, saved, dy):
         need_dx, need_dparams = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:4])
-        return None, *BWD(ctx.backend, dy, *ctx.saved_tensors, ctx.approximate, need_dx, need_dparams), None
+        return None, *BWD(ctx.backend, dy, *saved, ctx.approximate, need_dx, need_dparams), None
 
 
 def dense_gelu(x: Tensor, weight: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:

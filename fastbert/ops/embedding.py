@@ -139,10 +139,10 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only("embedding")
-    def backward(ctx, dy):
+    def backward(ctx, saved, dy):
         needs = ctx.needs_input_grad
         need = [needs[4], needs[5], needs[6], needs[7] or needs[8]]
-        grads = BWD(ctx.backend, dy, *ctx.saved_tensors, ctx.dropout_p, ctx.site, ctx.padding_idx, need)
+        grads = BWD(ctx.backend, dy, *saved, ctx.dropout_p, ctx.site, ctx.padding_idx, need)
         dword, dposition, dtoken_type, dweight, dbias = grads
         return None, None, None, None, dword, dposition, dtoken_type if need[2] else None, dweight, dbias, *[None] * 5
 
@@ -151,8 +151,9 @@ def _check(input_ids, position_ids, token_type_ids, word, position, token_type, 
     op = "embedding"
     if (token_type is None) != (token_type_ids is None):
         raise ValueError(f"{op}: token_type and token_type_ids go together; expected both or neither")
-    ids = {"input_ids": input_ids, "position_ids": position_ids, "token_type_ids": token_type_ids}
-    tables = {"word": word, "position": position} | ({} if token_type is None else {"token_type": token_type})
+    ids, tables = {"input_ids": input_ids, "position_ids": position_ids}, {"word": word, "position": position}
+    if token_type is not None:
+        ids["token_type_ids"], tables["token_type"] = token_type_ids, token_type
     checks.integers(op, **ids)
     checks.floats(op, tables, {"weight": weight, "bias": bias})
     checks.same_device(op, {**ids, "word": word})
@@ -161,8 +162,7 @@ def _check(input_ids, position_ids, token_type_ids, word, position, token_type, 
     for name, tensor in (("weight", weight), ("bias", bias)):
         checks.shape(op, name, tensor, (word.shape[-1],), "(C,)", "the last dimension of word")
     for name, tensor in ids.items():
-        if tensor is not None:
-            checks.shape(op, name, tensor, tuple(input_ids.shape), "input_ids'")
+        checks.shape(op, name, tensor, tuple(input_ids.shape), "input_ids'")
     if padding_idx is not None and not 0 <= padding_idx < word.shape[0]:
         raise ValueError(f"{op}: padding_idx is {padding_idx}; expected 0 <= padding_idx < {word.shape[0]}")
     checks.index_range(op, "input_ids", input_ids, word.shape[0])

@@ -44,11 +44,14 @@ def drop_rows(z: Tensor, p: float, rng: Tensor | None, site: int) -> Tensor:
 
 
 def norm_forward(z: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """y, mean, rstd of the rows of z. Rows are shifted by their first element before PyTorch's kernel sees them, so a
-    constant row gives exactly the bias and a large offset costs nothing."""
-    first = z[..., :1]
-    y, mean, rstd = torch.native_layer_norm(z - first, weight.shape, wide(weight), wide(bias), eps)
-    return y, (first + mean).squeeze(-1), rstd.squeeze(-1)
+    """y, mean, rstd of the rows of z.
+
+    Rows are shifted by their mean before PyTorch's kernel sees them, so a large offset costs nothing; the shift stays
+    between the row's ends, so that a constant row gives exactly the bias.
+    """
+    shift = z.mean(-1, keepdim=True).clamp(*torch.aminmax(z, dim=-1, keepdim=True))
+    y, left, rstd = torch.native_layer_norm(z - shift, weight.shape, wide(weight), wide(bias), eps)
+    return y, (shift + left).squeeze(-1), rstd.squeeze(-1)
 
 
 def norm_backward(
@@ -176,9 +179,9 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only("layer_norm")
-    def backward(ctx, dy):
+    def backward(ctx, saved, dy):
         need_dparams = any(ctx.needs_input_grad[2:4])
-        return None, *BWD(ctx.backend, dy, *ctx.saved_tensors, need_dparams), None
+        return None, *BWD(ctx.backend, dy, *saved, need_dparams), None
 
 
 class _AddLayerNorm(torch.autograd.Function):
@@ -191,13 +194,13 @@ class _AddLayerNorm(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only("add_layer_norm")
-    def backward(ctx, dy):
+    def backward(ctx, saved, dy):
         need_dparams = any(ctx.needs_input_grad[3:6])
-        *grads, dx_bias = ADD_BWD(ctx.backend, dy, *ctx.saved_tensors, ctx.dropout_p, ctx.site, need_dparams)
+        *grads, dx_bias = ADD_BWD(ctx.backend, dy, *saved, ctx.dropout_p, ctx.site, need_dparams)
         return None, *grads, dx_bias if ctx.needs_input_grad[5] else None, None, None, None, None
 
 
-def _check(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor | None], eps: float) -> None:
+def _check(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor], eps: float) -> None:
     checks.floats(op, activations, parameters)
     x = activations["x"]
     if x.dim() == 0 or x.shape[-1] == 0:
@@ -205,8 +208,7 @@ def _check(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor
     for name, tensor in activations.items():
         checks.shape(op, name, tensor, tuple(x.shape), "x's")
     for name, tensor in parameters.items():
-        if tensor is not None:
-            checks.shape(op, name, tensor, (x.shape[-1],), "(C,)", "the last dimension of x")
+        checks.shape(op, name, tensor, (x.shape[-1],), "(C,)", "the last dimension of x")
     if not eps >= 0:
         raise ValueError(f"{op}: eps is {eps}; expected eps >= 0")
 
@@ -255,7 +257,7 @@ def add_layer_norm(
         x = F.dropout(x + x_bias, dropout_p)
         F.layer_norm(x + residual, weight.shape, weight, bias, eps)
     """
-    parameters = {"weight": weight, "bias": bias, "x_bias": x_bias}
+    parameters = {"weight": weight, "bias": bias} | ({} if x_bias is None else {"x_bias": x_bias})
     _check("add_layer_norm", {"x": x, "residual": residual}, parameters, eps)
     checks.dropout("add_layer_norm", dropout_p, rng, x.device, random.ROW_BITS)
     live = needs_grad(x, residual, weight, bias, x_bias)

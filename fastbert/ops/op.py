@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastbert import backends
 
@@ -34,7 +35,7 @@ class Primitive:
             backends.count(self.name, backend)
         run = self.reference if backend == "reference" else self._kernel(_NAMESPACE[backend])
         device_type = next(arg for arg in args if isinstance(arg, Tensor)).device.type
-        if not torch.is_autocast_enabled(device_type):
+        if not autocast_on(device_type):
             return run(*args)
         with torch.autocast(device_type, enabled=False):
             return run(*args)
@@ -44,14 +45,24 @@ class Primitive:
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether a gradient is live: recording is on and one of the tensors requires it."""
+    """Whether a gradient is live: recording is on and one of the tensors requires it.
+
+    Within forward-mode differentiation too: the autograd.Function then says that there is none, where an operator would
+    drop the tangent in silence.
+    """
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def autocast_on(device_type: str) -> bool:
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of a matrix product on `tensor`: autocast's where that is on and applies, else the tensor's own."""
     device_type = tensor.device.type
-    if torch.is_autocast_enabled(device_type) and tensor.dtype != torch.float64:
+    if autocast_on(device_type) and tensor.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)
     return tensor.dtype
 
@@ -70,17 +81,21 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def first_derivative_only(op: str) -> Callable:
-    """Decorates `autograd.Function.backward`: differentiating its result raises RuntimeError instead of being wrong."""
+    """Decorates `backward(ctx, saved, *grads)` of an autograd.Function, saved being its saved tensors, unpacked once.
+
+    Differentiating its result raises RuntimeError instead of being wrong.
+    """
 
     def decorate(backward: Callable) -> Callable:
         @functools.wraps(backward)
         def checked(ctx, *grads):
+            saved = ctx.saved_tensors
             with torch.no_grad():
-                results = backward(ctx, *grads)
+                results = backward(ctx, saved, *grads)
             if not torch.is_grad_enabled():
                 return results
             given = [r for r in results if r is not None]
-            inputs = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.is_floating_point()]
+            inputs = [t for t in (*saved, *grads) if t is not None and t.is_floating_point()]
             marked = iter(_NoSecondDerivative.apply(op, len(given), *given, *inputs))
             return tuple(None if r is None else next(marked) for r in results)
 

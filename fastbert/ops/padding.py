@@ -60,8 +60,8 @@ class _Pack(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only("pack")
-    def backward(ctx, dy):
-        return None, UNPACK(ctx.backend, dy, *ctx.saved_tensors, *ctx.shape), None
+    def backward(ctx, saved, dy):
+        return None, UNPACK(ctx.backend, dy, *saved, *ctx.shape), None
 
 
 class _Unpack(torch.autograd.Function):
@@ -73,14 +73,24 @@ class _Unpack(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only("unpack")
-    def backward(ctx, dy):
-        return None, PACK(ctx.backend, dy, *ctx.saved_tensors), None, None, None
+    def backward(ctx, saved, dy):
+        return None, PACK(ctx.backend, dy, *saved), None, None, None
+
+
+def _places(op: str, x: Tensor, indices: Tensor, rows: int) -> Tensor:
+    """indices as int64, checked: on x's device, in range, and distinct (in order they are, which is quick to see)."""
+    checks.same_device(op, {"x": x, "indices": indices})
+    checks.index_range(op, "indices", indices, rows)
+    if checks.values_visible(indices) and not (indices[1:] > indices[:-1]).all():
+        if indices.unique().numel() < indices.numel():
+            raise ValueError(f"{op}: indices has repeated entries; expected distinct rows")
+    return indices.long()
 
 
 def pack(x: Tensor, indices: Tensor) -> Tensor:
     """The rows of a padded batch that `indices` names, one after the other.
 
-    x: (B, S, ...) of any dtype. indices: (T,) int64, distinct rows of the flattened batch, b * S + s. Returns
+    x: (B, S, ...) of any dtype. indices: (T,) integers, distinct rows of the flattened batch, b * S + s. Returns
     (T, ...). Differentiable for floating-point x; the gradient is zero elsewhere.
     Raises IndexError (on a CPU, or under FASTBERT_CHECK=1), ValueError and TypeError.
 
@@ -92,8 +102,7 @@ def pack(x: Tensor, indices: Tensor) -> Tensor:
     if x.dim() < 2:
         raise ValueError(f"pack: x has shape {tuple(x.shape)}; expected (B, S, ...)")
     checks.shape("pack", "indices", indices, (None,), "(T,)")
-    checks.same_device("pack", {"x": x, "indices": indices})
-    checks.index_range("pack", "indices", indices, x.shape[0] * x.shape[1])
+    indices = _places("pack", x, indices, x.shape[0] * x.shape[1])
     live = needs_grad(x)
     backend = backends.choose("padding", x.device.type, x.dtype, backward=live)
     return _Pack.apply(backend, x, indices) if live else PACK(backend, x, indices)
@@ -102,7 +111,7 @@ def pack(x: Tensor, indices: Tensor) -> Tensor:
 def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """The inverse of `pack`: row t goes to place indices[t] of a padded batch, zeros elsewhere.
 
-    x: (T, ...) of any dtype. indices: (T,) int64, distinct. Returns (batch, seqlen, ...). Differentiable for
+    x: (T, ...) of any dtype. indices: (T,) integers, distinct. Returns (batch, seqlen, ...). Differentiable for
     floating-point x. Raises as `pack` does.
 
     Equivalent to::
@@ -115,8 +124,7 @@ def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     if x.dim() < 1:
         raise ValueError("unpack: x has shape (); expected (T, ...)")
     checks.shape("unpack", "indices", indices, (x.shape[0],), "(T,)", "a place for each row of x")
-    checks.same_device("unpack", {"x": x, "indices": indices})
-    checks.index_range("unpack", "indices", indices, batch * seqlen)
+    indices = _places("unpack", x, indices, batch * seqlen)
     live = needs_grad(x)
     backend = backends.choose("padding", x.device.type, x.dtype, backward=live)
     return _Unpack.apply(backend, x, indices, batch, seqlen) if live else UNPACK(backend, x, indices, batch, seqlen)
