@@ -52,7 +52,6 @@ class Case:
     bytes: tuple[float, float]
     products: float = 0
     scores: float = 0
-    head_dim: int | None = None
     others: dict[str, Contender] = field(default_factory=dict)
 
     def work(self, tokens: int, backward: bool, ceilings: floor.Ceilings) -> Work:
@@ -203,7 +202,6 @@ def attention(size: Size, batch: Batch, kind: dict) -> Case:
         {PYTORCH: padded},
         bytes=(4 * row, 12 * row),
         scores=floor.attention_flops(1, width, batch.lengths),
-        head_dim=size.config.head_dim,
         others=_varlen(batch, kind),
     )
 
@@ -234,7 +232,6 @@ def qkv_attention(size: Size, batch: Batch, kind: dict) -> Case:
         bytes=(8 * row + weights, 24 * row + 3 * weights),
         products=6 * batch.tokens * C**2,
         scores=floor.attention_flops(1, C, batch.lengths),
-        head_dim=size.config.head_dim,
     )
 
 
@@ -287,9 +284,9 @@ def contenders(case: Case, dtype: torch.dtype, device: str, backward: bool, comp
     if compiled:
         first = case.pytorch[PYTORCH]
         found["PyTorch, torch.compile"] = Contender(torch.compile(first.run), first.prepare, first.collect)
-    chosen = backends.choose(case.op, device, dtype, backward=backward, head_dim=case.head_dim)
+    chosen = backends.choose(case.op, device, dtype, backward=backward)
     for name in backends.BACKENDS:
-        if name != chosen and backends.why_not(name, case.op, device, dtype, backward, case.head_dim) is None:
+        if name != chosen and backends.why_not(name, case.op, device, dtype, backward) is None:
             found[f"fastbert, {name}"] = Contender(_forced(name, case.ours))
     return found
 

@@ -31,7 +31,8 @@ class SentenceEncoder:
         """tokenizer: a `tokenizers.Tokenizer`, of which a copy is used; model is set to evaluation mode.
 
         pooling: "mean" over the tokens, or "cls", the first. normalize: to vectors of length 1. max_length: longer
-        texts are cut, in tokens. Raises ValueError for a tokenizer whose ids the model does not have, and for other values.
+        texts are cut, in tokens. Raises ValueError for a tokenizer whose ids the model does not have, and for other
+        values.
         """
         config, special = model.config, tokenizer.num_special_tokens_to_add(False)
         if tokenizer.get_vocab_size() > config.vocab_size:
