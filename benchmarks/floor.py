@@ -128,6 +128,6 @@ def ceilings(device: str, dtype: torch.dtype) -> Ceilings:
 
 
 def _seconds(call, device: str) -> float:
+    """The best of 20; a processor that was idle needs as many to reach its clock."""
     timer = harness.cuda_timer(device) if device == "cuda" else harness.host_timer()
-    call()
-    return min(timer(call, 1) for _ in range(5))
+    return min(timer(call, 1) for _ in range(20))

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
-
-from benchmarks import bench_encoder, bench_ops, floor, harness, on_gpu, provenance, run, sizes  # noqa: E402
-from benchmarks.harness import Work  # noqa: E402
-from benchmarks.on_gpu import Part  # noqa: E402
-from fastbert import backends, testing  # noqa: E402
+from benchmarks import bench_encoder, bench_ops, floor, harness, on_gpu, provenance, run, sizes
+from benchmarks.harness import Work
+from benchmarks.on_gpu import Part
+from fastbert import backends, testing
 
 RIGHT = testing.Row("y", error=1e-7, bound=2e-7, baseline=1e-7)
 WRONG = testing.Row("y", error=float("nan"), bound=2e-7, baseline=1e-7)
