@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
 from benchmarks import bench_encoder, bench_ops, floor, harness, on_gpu, provenance, run, sizes
 from benchmarks.harness import Work
 from benchmarks.on_gpu import Part
 from fastbert import backends, testing
+
+ROOT = Path(__file__).resolve().parent.parent
 
 RIGHT = testing.Row("y", error=1e-7, bound=2e-7, baseline=1e-7)
 WRONG = testing.Row("y", error=float("nan"), bound=2e-7, baseline=1e-7)
