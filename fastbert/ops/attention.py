@@ -148,7 +148,6 @@ def _fake_forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
 
 
 FWD = Primitive(
-    "attention",
     "attention_fwd",
     "(Tensor qkv, Tensor cu_seqlens, SymInt max_seqlen, float scale, float dropout_p, Tensor? rng, int site)"
     " -> (Tensor out, Tensor lse)",
@@ -156,7 +155,6 @@ FWD = Primitive(
     _forward,
 )
 BWD = Primitive(
-    "attention",
     "attention_bwd",
     "(Tensor dout, Tensor qkv, Tensor out, Tensor lse, Tensor cu_seqlens, SymInt max_seqlen, float scale,"
     " float dropout_p, Tensor? rng, int site) -> Tensor dqkv",

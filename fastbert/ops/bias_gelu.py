@@ -44,14 +44,12 @@ def _backward(dy: Tensor, x: Tensor, bias: Tensor, approximate: str, need_dbias:
 # ---- schemas
 
 FWD = Primitive(
-    "bias_gelu",
     "bias_gelu_fwd",
     "(Tensor x, Tensor bias, str approximate) -> Tensor",
     lambda x, bias, approximate: x.new_empty(x.shape),
     _forward,
 )
 BWD = Primitive(
-    "bias_gelu",
     "bias_gelu_bwd",
     "(Tensor dy, Tensor x, Tensor bias, str approximate, bool need_dbias) -> (Tensor dx, Tensor dbias)",
     lambda dy, x, bias, approximate, need_dbias: (

@@ -63,7 +63,6 @@ def _fake_backward(dloss, hidden, weight, labels, dlogits, ignore_index, need_dh
 
 
 FWD = Primitive(
-    "cross_entropy",
     "cross_entropy_fwd",
     "(Tensor hidden, Tensor weight, Tensor bias, Tensor labels, int ignore_index, bool need_dlogits)"
     " -> (Tensor loss, Tensor dlogits)",
@@ -71,7 +70,6 @@ FWD = Primitive(
     _forward,
 )
 BWD = Primitive(
-    "cross_entropy",
     "cross_entropy_bwd",
     "(Tensor dloss, Tensor hidden, Tensor weight, Tensor labels, Tensor dlogits, int ignore_index,"
     " bool need_dhidden, bool need_dparams) -> (Tensor dhidden, Tensor dweight, Tensor dbias)",

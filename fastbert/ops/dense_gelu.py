@@ -46,14 +46,12 @@ def _fake_backward(dy, x, weight, preactivation, approximate, need_dx, need_dpar
 
 
 FWD = Primitive(
-    "dense_gelu",
     "dense_gelu_fwd",
     "(Tensor x, Tensor weight, Tensor bias, str approximate, bool save) -> (Tensor y, Tensor preactivation)",
     _fake_forward,
     _forward,
 )
 BWD = Primitive(
-    "dense_gelu",
     "dense_gelu_bwd",
     "(Tensor dy, Tensor x, Tensor weight, Tensor preactivation, str approximate, bool need_dx, bool need_dparams)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)",

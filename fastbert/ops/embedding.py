@@ -104,7 +104,6 @@ _INPUTS = (
     " Tensor word, Tensor position, Tensor? token_type, Tensor weight, "
 )
 FWD = Primitive(
-    "embedding",
     "embedding_fwd",
     f"({_INPUTS}Tensor bias, Tensor? rng, float eps, float dropout_p, int site)"
     " -> (Tensor y, Tensor mean, Tensor rstd)",
@@ -112,7 +111,6 @@ FWD = Primitive(
     _forward,
 )
 BWD = Primitive(
-    "embedding",
     "embedding_bwd",
     f"(Tensor dy, {_INPUTS}Tensor mean, Tensor rstd, Tensor? rng,"
     " float dropout_p, int site, int padding_idx, bool[] need)"  # need: word, position, token type, LayerNorm

@@ -133,14 +133,12 @@ def _fake_add_backward(dy, x, residual, weight, mean, rstd, x_bias, rng, dropout
 
 
 FWD = Primitive(
-    "layer_norm",
     "layer_norm_fwd",
     "(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)",
     lambda x, weight, bias, eps: (x.new_empty(x.shape), statistics(x), statistics(x)),
     _forward,
 )
 BWD = Primitive(
-    "layer_norm",
     "layer_norm_bwd",
     "(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool need_dparams)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)",
@@ -148,7 +146,6 @@ BWD = Primitive(
     _backward,
 )
 ADD_FWD = Primitive(
-    "add_layer_norm",
     "add_layer_norm_fwd",
     "(Tensor x, Tensor residual, Tensor weight, Tensor bias, Tensor? x_bias, Tensor? rng,"
     " float eps, float dropout_p, int site) -> (Tensor y, Tensor mean, Tensor rstd)",
@@ -156,7 +153,6 @@ ADD_FWD = Primitive(
     _add_forward,
 )
 ADD_BWD = Primitive(
-    "add_layer_norm",
     "add_layer_norm_bwd",
     "(Tensor dy, Tensor x, Tensor residual, Tensor weight, Tensor mean, Tensor rstd, Tensor? x_bias, Tensor? rng,"
     " float dropout_p, int site, bool need_dparams)"

@@ -22,8 +22,8 @@ class Primitive:
     contiguous and freshly allocated. reference: the implementation of the `reference` backend.
     """
 
-    def __init__(self, op: str, name: str, schema: str, fake: Callable, reference: Callable) -> None:
-        self.op, self.name, self.fake, self.reference = op, name, fake, reference
+    def __init__(self, name: str, schema: str, fake: Callable, reference: Callable) -> None:
+        self.name, self.fake, self.reference = name, fake, reference
         PRIMITIVES[name] = self
         for namespace, library in _LIBRARIES.items():
             library.define(name + schema)

@@ -33,14 +33,12 @@ def _unpack(x, indices, batch, seqlen):
 # ---- schemas: each is the other's adjoint, so neither has a backward of its own
 
 PACK = Primitive(
-    "padding",
     "padding_pack",
     "(Tensor x, Tensor indices) -> Tensor",
     lambda x, indices: x.new_empty((indices.shape[0], *x.shape[2:])),
     _pack,
 )
 UNPACK = Primitive(
-    "padding",
     "padding_unpack",
     "(Tensor x, Tensor indices, SymInt batch, SymInt seqlen) -> Tensor",
     lambda x, indices, batch, seqlen: x.new_empty((batch, seqlen, *x.shape[1:])),
