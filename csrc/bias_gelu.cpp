@@ -2,12 +2,10 @@
 // fastbert/ops/bias_gelu.py.
 #include "bias_gelu.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <string_view>
 
 #include "tensor.h"
@@ -26,27 +24,58 @@ void check(const at::Tensor& x, const at::Tensor& bias, std::string_view approxi
   TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh", "bias_gelu: approximate is '", approximate, "'");
 }
 
-// ---- forward
+// ---- CPU
 
 at::Tensor bias_gelu_fwd_cpu(const at::Tensor& x, const at::Tensor& bias, std::string_view approximate) {
   check(x, bias, approximate);
   const auto loop = FB_BEST_SET(bias_gelu_fwd);
-  TORCH_CHECK_NOT_IMPLEMENTED(loop, "bias_gelu: the CPU kernel needs a processor with AVX2 and FMA");
+  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoSet);
   const DType dtype = dtype_of(x);
   at::Tensor y = at::empty(x.sizes(), x.options());
   if (y.numel() == 0) return y;
-  const at::Tensor in = x.contiguous();
-  const at::Tensor b = bias.to(dtype == DType::f64 ? at::kDouble : at::kFloat).contiguous();
-  const int64_t channels = x.size(-1), row_bytes = channels * x.element_size();
+  const at::Tensor in = x.contiguous(), b = as_math(bias, x);
+  const int64_t channels = x.size(-1), rows = x.numel() / channels, row_bytes = channels * x.element_size();
   const char* const src = static_cast<const char*>(in.const_data_ptr());
   char* const dst = static_cast<char*>(y.mutable_data_ptr());
-  const bool tanh = approximate == "tanh";
-  const int64_t grain = std::max<int64_t>(1, kGrain / channels);
-  at::parallel_for(0, y.numel() / channels, grain, [&](int64_t begin, int64_t end) {
-    loop(src + begin * row_bytes, b.const_data_ptr(), dst + begin * row_bytes, end - begin, channels, dtype, tanh);
+  parallel_rows(rows, channels, 0, [&](int64_t begin, int64_t end, void*) {
+    loop(src + begin * row_bytes, b.const_data_ptr(), dst + begin * row_bytes, end - begin, channels, dtype,
+         approximate == "tanh");
   });
   return y;
 }
+
+std::tuple<at::Tensor, at::Tensor> bias_gelu_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& bias,
+                                                     std::string_view approximate, bool need_dbias) {
+  check(x, bias, approximate);
+  TORCH_CHECK(dy.sizes() == x.sizes() && dy.dtype() == x.dtype(), "bias_gelu: dy is ", dy.scalar_type(), " ",
+              dy.sizes(), ", x is ", x.scalar_type(), " ", x.sizes());
+  const auto loop = FB_BEST_SET(bias_gelu_bwd);
+  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoSet);
+  const DType dtype = dtype_of(x);
+  at::Tensor dx = at::empty(x.sizes(), x.options());
+  const int64_t channels = x.size(-1), rows = channels ? x.numel() / channels : 0;
+  const int64_t row_bytes = channels * x.element_size();
+  const at::Tensor grad = dy.contiguous(), in = x.contiguous(), b = as_math(bias, x);
+  const char *const dys = static_cast<const char*>(grad.const_data_ptr()),
+             *const xs = static_cast<const char*>(in.const_data_ptr());
+  char* const dxs = static_cast<char*>(dx.mutable_data_ptr());
+  const auto run = [&](int64_t begin, int64_t end, void* dbias) {
+    const int64_t start = begin * row_bytes;
+    loop(dys + start, xs + start, b.const_data_ptr(), dxs + start, dbias, end - begin, channels, dtype,
+         approximate == "tanh");
+  };
+  if (!need_dbias) {
+    if (rows) parallel_rows(rows, channels, 0, [&](int64_t begin, int64_t end, void*) { run(begin, end, nullptr); });
+    return {dx, at::empty({0}, bias.options())};
+  }
+  const at::Tensor dbias =
+      sum_rows(rows, channels, 1, 0, b.options(), [&](int64_t begin, int64_t end, const at::Tensor& sums, void*) {
+        run(begin, end, sums.mutable_data_ptr());
+      });
+  return {dx, dbias[0].to(bias.scalar_type())};
+}
+
+// ---- CUDA
 
 #ifdef FB_CUDA
 at::Tensor bias_gelu_fwd_cuda(const at::Tensor& x, const at::Tensor& bias, std::string_view approximate) {
@@ -68,7 +97,10 @@ at::Tensor bias_gelu_fwd_cuda(const at::Tensor& x, const at::Tensor& bias, std::
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fastbert, CPU, m) { m.impl("bias_gelu_fwd", &bias_gelu_fwd_cpu); }
+TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("bias_gelu_fwd", &bias_gelu_fwd_cpu);
+  m.impl("bias_gelu_bwd", &bias_gelu_bwd_cpu);
+}
 
 #ifdef FB_CUDA
 TORCH_LIBRARY_IMPL(fastbert, CUDA, m) { m.impl("bias_gelu_fwd", &bias_gelu_fwd_cuda); }

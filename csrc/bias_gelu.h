@@ -11,9 +11,11 @@ namespace fastbert {
 
 namespace cpu {
 
-// bias: double where dtype is f64, else float.
+// bias, dbias: double where dtype is f64, else float. dbias is added to; nullptr when it is not wanted.
 FB_FOR_EACH_SET(void bias_gelu_fwd(const void* x, const void* bias, void* y, int64_t rows, int64_t channels,
-                                   DType dtype, bool tanh);)
+                                   DType dtype, bool tanh);
+                void bias_gelu_bwd(const void* dy, const void* x, const void* bias, void* dx, void* dbias, int64_t rows,
+                                   int64_t channels, DType dtype, bool tanh);)
 
 }  // namespace cpu
 

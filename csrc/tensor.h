@@ -1,9 +1,19 @@
 // What every torch side needs to hand a tensor to a loop or a kernel.
 #pragma once
 
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <optional>
+
+#include "dropout.h"
 #include "dtype.h"
 
 namespace fastbert {
@@ -24,6 +34,60 @@ inline DType dtype_of(const at::Tensor& tensor) {
 // The current stream of the tensor's device, without a CUDA header of torch: one binary serves every build of it.
 inline void* current_stream(const at::Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()).native_handle();
+}
+
+// ---- loops on the CPU
+
+constexpr char kNoSet[] = "fastbert's CPU kernels need a processor with AVX2 and FMA";
+
+// The type in which the loops compute, and take parameters.
+inline at::ScalarType math_type(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+inline at::Tensor as_math(const at::Tensor& parameter, const at::Tensor& x) {
+  return parameter.to(math_type(x)).contiguous();
+}
+
+inline const void* data(const std::optional<at::Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
+}
+
+// The dropout of a site; the key is read, so rng must be on the CPU. Values are checked in Python.
+inline Dropout dropout_of(double p, const std::optional<at::Tensor>& rng, int64_t site, int bits) {
+  Dropout drop;
+  const double range = std::exp2(bits);
+  drop.threshold = uint32_t(std::nearbyint(p * range));  // half to even, as Python rounds
+  if (drop.threshold == 0) return drop;
+  TORCH_CHECK_VALUE(rng && rng->scalar_type() == at::kLong && rng->numel() == 1 && drop.threshold < range,
+                    "dropout_p is ", p, "; it goes with a key, one int64, and is below 1");
+  drop.key = uint64_t(*rng->const_data_ptr<int64_t>()) + uint64_t(site) * 0x9E3779B97F4A7C15;
+  drop.keep_scale = float(range / (range - drop.threshold));
+  return drop;
+}
+
+// f(begin, end, scratch) on ranges of rows in all threads, each with scratch_bytes of its own.
+template <class F>
+void parallel_rows(int64_t rows, int64_t channels, int64_t scratch_bytes, const F& f) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / channels), [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
+    f(begin, end, static_cast<void*>(scratch.get()));
+  });
+}
+
+// Sums over rows that are the same bits for any number of threads: f(begin, end, sums, scratch) adds the rows of a chunk
+// to sums, a [quantities, channels] tensor of its own, and the chunks' sums are added up in order. Chunks depend on the
+// number of rows alone.
+template <class F>
+at::Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t scratch_bytes, at::TensorOptions options,
+                    const F& f) {
+  constexpr int64_t kChunkRows = 32, kChunks = 64;
+  const int64_t chunk = std::max(kChunkRows, (rows + kChunks - 1) / kChunks), chunks = (rows + chunk - 1) / chunk;
+  const at::Tensor sums = at::zeros({chunks, quantities, channels}, options);
+  const int64_t grain = std::max<int64_t>(1, kGrain / (chunk * channels));
+  at::parallel_for(0, chunks, grain, [&](int64_t first, int64_t last) {
+    const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
+    for (int64_t i = first; i < last; ++i)
+      f(i * chunk, std::min(rows, (i + 1) * chunk), sums[i], static_cast<void*>(scratch.get()));
+  });
+  return sums.sum(0);
 }
 
 }  // namespace fastbert

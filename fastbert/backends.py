@@ -46,13 +46,16 @@ class Kernel:
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 KERNELS: dict[tuple[str, str], Kernel] = {
-    ("cpu", "bias_gelu"): Kernel((*_FLOATS, torch.float64), backward=False),
+    **{("cpu", op): Kernel((*_FLOATS, torch.float64)) for op in ("layer_norm", "add_layer_norm", "bias_gelu")},
     ("cuda", "bias_gelu"): Kernel(_FLOATS, backward=False),
 }
 
 # device type -> op -> (backends, best first; what the order rests on). An op that is not listed has only `reference`.
 ORDER: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
-    "cpu": {"bias_gelu": (("cpu", "reference"), "benchmarks/results/cpu/ops.json")},
+    "cpu": {
+        op: (("cpu", "reference"), "benchmarks/results/cpu/ops.json")
+        for op in ("layer_norm", "add_layer_norm", "bias_gelu")
+    },
     "cuda": {"bias_gelu": (("cuda", "reference"), "not yet measured")},
 }
 

@@ -1,0 +1,99 @@
+// Philox4x32-7, one counter a lane, and the layouts of random bits that fastbert/random.py lays down.
+#pragma once
+
+#include "../dropout.h"
+#include "simd.h"
+
+namespace fastbert::cpu::FB_SET {
+
+constexpr int kGroups = kLanes<float>;  // counters at a time
+
+// Both halves of the 64-bit products of the lanes with m.
+inline void multiply(vuint a, uint32_t m, vuint& high, vuint& low) {
+#if defined(__AVX512F__)
+  const __m512i v = (__m512i)a, factor = _mm512_set1_epi32(int(m));
+  const __m512i even = _mm512_mul_epu32(v, factor), odd = _mm512_mul_epu32(_mm512_srli_epi64(v, 32), factor);
+  high = (vuint)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+  low = (vuint)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+#elif defined(__AVX2__) && FB_VECTOR_BYTES == 32
+  const __m256i v = (__m256i)a, factor = _mm256_set1_epi32(int(m));
+  const __m256i even = _mm256_mul_epu32(v, factor), odd = _mm256_mul_epu32(_mm256_srli_epi64(v, 32), factor);
+  high = (vuint)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+  low = (vuint)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+#else
+  for (int i = 0; i < kGroups; ++i) {
+    const uint64_t product = uint64_t(a[i]) * m;
+    high[i] = uint32_t(product >> 32), low[i] = uint32_t(product);
+  }
+#endif
+}
+
+struct Words {
+  vuint word[4];
+};
+
+// The counters are (group + lane, c1, c2, c3).
+inline Words philox(uint32_t group, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t key) {
+  vuint a{}, b = vuint{} + c1, c = vuint{} + c2, d = vuint{} + c3;
+  for (int i = 0; i < kGroups; ++i) a[i] = group + uint32_t(i);
+  uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32);
+  for (int round = 0; round < 7; ++round, k0 += 0x9E3779B9, k1 += 0xBB67AE85) {
+    vuint high0, low0, high1, low1;
+    multiply(a, 0xD2511F53, high0, low0);
+    multiply(c, 0xCD9E8D57, high1, low1);
+    a = high1 ^ b ^ k0, b = low1, c = high0 ^ d ^ k1, d = low0;
+  }
+  return {{a, b, c, d}};
+}
+
+// Room for the bits of a row, written in whole vectors of counters.
+constexpr int64_t row_bits_room(int64_t channels) { return (channels + 8 * kGroups - 1) / (8 * kGroups) * 8 * kGroups; }
+constexpr int64_t attention_bits_room(int64_t keys) {
+  return (keys + 16 * kGroups - 1) / (16 * kGroups) * 16 * kGroups;
+}
+
+// 16 bits for each channel of a token.
+inline void row_bits(uint16_t* bits, int64_t channels, uint64_t token, uint64_t key) {
+  for (int64_t channel = 0; channel < channels; channel += 8 * kGroups) {
+    const Words words = philox(uint32_t(channel / 8), uint32_t(token), uint32_t(token >> 32), 0, key);
+    uint32_t ordered[kGroups][4];  // little-endian: the halves of a word are neighbours
+    for (int word = 0; word < 4; ++word)
+      for (int group = 0; group < kGroups; ++group) ordered[group][word] = words.word[word][group];
+    __builtin_memcpy(bits + channel, ordered, sizeof ordered);
+  }
+}
+
+// A byte for each key of a query. In a block of 64 keys, bytes 2j and 2j + 1 of column c are keys 8j + 2c and 8j + 2c + 1.
+inline void attention_bits(uint8_t* bits, int64_t keys, uint32_t query, uint32_t head, uint32_t sequence,
+                           uint64_t key) {
+  for (int64_t first = 0; first < keys; first += 16 * kGroups) {
+    const Words words = philox(uint32_t(first / 16), query, head, sequence, key);
+    uint16_t pairs[kGroups / 4][8][4];  // block, j, column
+    for (int word = 0; word < 4; ++word) {
+      for (int group = 0; group < kGroups; ++group) {
+        pairs[group / 4][2 * word][group % 4] = uint16_t(words.word[word][group]);
+        pairs[group / 4][2 * word + 1][group % 4] = uint16_t(words.word[word][group] >> 16);
+      }
+    }
+    __builtin_memcpy(bits + first, pairs, sizeof pairs);
+  }
+}
+
+inline vuint widen(const uint16_t* bits) { return __builtin_convertvector(load_bits<vhalves>(bits), vuint); }
+inline vuint widen(const uint8_t* bits) { return __builtin_convertvector(load_bits<vbytes>(bits), vuint); }
+
+// v · keep_scale where the bits of its elements reach the threshold, else 0.
+template <class Bits>
+inline vfloat keep(vfloat v, const Bits* bits, const Dropout& drop) {
+  const vuint wide = widen(bits);
+  return reinterpret<vfloat>(reinterpret<vint>(v * drop.keep_scale) & (wide >= drop.threshold));
+}
+template <class Bits>
+inline vdouble keep(vdouble v, const Bits* bits, const Dropout& drop) {
+  // as fastbert/random.py has it, 2^b / (2^b - threshold) in double
+  const double range = sizeof(Bits) == 1 ? 256 : 65536, scale = range / (range - drop.threshold);
+  for (int i = 0; i < kLanes<double>; ++i) v[i] = bits[i] >= drop.threshold ? v[i] * scale : 0;
+  return v;
+}
+
+}  // namespace fastbert::cpu::FB_SET

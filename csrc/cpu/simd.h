@@ -1,0 +1,321 @@
+// Vectors of the instruction set that the loops are compiled for, on the compilers' own vector types: + - * / and
+// comparisons are theirs, and the few things that they lack stand here. Arithmetic on bf16 and f16 is fp32.
+//
+// Leftovers of a row are loaded into a whole vector, so every element sees the same instructions.
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#include "../dtype.h"
+
+namespace fastbert::cpu::FB_SET {
+
+#ifndef FB_VECTOR_BYTES
+#ifdef __AVX512F__
+#define FB_VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define FB_VECTOR_BYTES 32
+#else
+#define FB_VECTOR_BYTES 16
+#endif
+#endif
+
+// ---- elements
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+// Arithmetic on T is done in math_t<T>, kLanes<T> elements at a time.
+template <class T>
+struct Math {
+  using type = float;
+};
+template <>
+struct Math<double> {
+  using type = double;
+};
+template <class T>
+using math_t = typename Math<T>::type;
+
+template <class T>
+constexpr int kLanes = FB_VECTOR_BYTES / sizeof(math_t<T>);
+
+// Calls f with a value of the element type that dtype names.
+template <class F>
+inline void for_dtype(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::f32: return f(float{});
+    case DType::f64: return f(double{});
+    case DType::bf16: return f(bf16{});
+    case DType::f16: return f(f16{});
+  }
+}
+
+// ---- vectors
+
+#define FB_VECTOR(element, bytes) element __attribute__((vector_size(bytes)))
+typedef FB_VECTOR(float, FB_VECTOR_BYTES) vfloat;
+typedef FB_VECTOR(double, FB_VECTOR_BYTES) vdouble;
+typedef FB_VECTOR(int32_t, FB_VECTOR_BYTES) vint;
+typedef FB_VECTOR(uint32_t, FB_VECTOR_BYTES) vuint;
+typedef FB_VECTOR(uint16_t, FB_VECTOR_BYTES / 2) vhalves;  // as many elements as a vfloat has
+typedef FB_VECTOR(uint8_t, FB_VECTOR_BYTES / 4) vbytes;
+
+template <class M>
+struct VecOf {
+  using type = vfloat;
+};
+template <>
+struct VecOf<double> {
+  using type = vdouble;
+};
+template <class M>
+using vec = typename VecOf<M>::type;
+
+template <class V, class P>
+inline V load_bits(const P* src) {
+  V v;
+  __builtin_memcpy(&v, src, sizeof(V));
+  return v;
+}
+
+template <class V, class W>
+inline V reinterpret(W w) {
+  static_assert(sizeof(V) == sizeof(W));
+  return (V)w;
+}
+
+inline vfloat load(const float* src) { return load_bits<vfloat>(src); }
+inline vdouble load(const double* src) { return load_bits<vdouble>(src); }
+inline vfloat load(const bf16* src) {
+  return reinterpret<vfloat>(__builtin_convertvector(load_bits<vhalves>(src), vuint) << 16);
+}
+
+inline void store(vfloat v, float* dst) { __builtin_memcpy(dst, &v, sizeof v); }
+inline void store(vdouble v, double* dst) { __builtin_memcpy(dst, &v, sizeof v); }
+inline void store(vfloat v, bf16* dst) {
+  const vuint bits = reinterpret<vuint>(v), nearest_even = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const vhalves rounded = __builtin_convertvector(v == v ? nearest_even : vuint{} + 0x7fc0, vhalves);
+  __builtin_memcpy(dst, &rounded, sizeof rounded);
+}
+
+#if defined(__AVX512F__)
+inline vfloat load(const f16* src) { return (vfloat)_mm512_cvtph_ps(load_bits<__m256i>(src)); }
+inline void store(vfloat v, f16* dst) {
+  const __m256i halves = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+  __builtin_memcpy(dst, &halves, sizeof halves);
+}
+#else
+inline vfloat load(const f16* src) {
+  vfloat v;
+#ifdef __F16C__
+  for (int i = 0; i < kLanes<float>; i += 8) {
+    const __m256 eight = _mm256_cvtph_ps(load_bits<__m128i>(src + i));
+    __builtin_memcpy(reinterpret_cast<float*>(&v) + i, &eight, sizeof eight);
+  }
+#else
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = __builtin_bit_cast(__fp16, src[i].bits);
+#endif
+  return v;
+}
+inline void store(vfloat v, f16* dst) {
+#ifdef __F16C__
+  for (int i = 0; i < kLanes<float>; i += 8) {
+    const __m256 eight = load_bits<__m256>(reinterpret_cast<const float*>(&v) + i);
+    const __m128i halves = _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT);
+    __builtin_memcpy(dst + i, &halves, sizeof halves);
+  }
+#else
+  for (int i = 0; i < kLanes<float>; ++i) dst[i].bits = __builtin_bit_cast(uint16_t, static_cast<__fp16>(v[i]));
+#endif
+}
+#endif
+
+// How many elements a load or store touches: a whole vector, known to the compiler, or the first n.
+struct Whole {};
+
+template <class T>
+inline auto load(const T* src, Whole) {
+  return load(src);
+}
+template <class T>
+inline auto load(const T* src, int n) {
+  T whole[kLanes<T>]{};
+  __builtin_memcpy(whole, src, n * sizeof(T));
+  return load(whole);
+}
+template <class V, class T>
+inline void store(V v, T* dst, Whole) {
+  store(v, dst);
+}
+template <class V, class T>
+inline void store(V v, T* dst, int n) {
+  T whole[kLanes<T>];
+  store(v, whole);
+  __builtin_memcpy(dst, whole, n * sizeof(T));
+}
+
+// f(i, n) for each vector of a row: n is Whole or, at its end, how many elements are left.
+template <class M, class F>
+inline void for_vectors(int64_t elements, F&& f) {
+  int64_t i = 0;
+  for (; i + kLanes<M> <= elements; i += kLanes<M>) f(i, Whole{});
+  if (i < elements) f(i, int(elements - i));
+}
+
+// A reduction over a row in kSlots independent parts: shorter chains of additions, faster and more exact.
+constexpr int kSlots = 4;
+template <int i>
+struct Slot {
+  constexpr operator int() const { return i; }
+};
+
+// f(i, n, slot) for each vector of a row.
+template <class M, class F>
+inline void for_vectors_in_slots(int64_t elements, F&& f) {
+  constexpr int64_t L = kLanes<M>;
+  int64_t i = 0;
+  for (; i + kSlots * L <= elements; i += kSlots * L)
+    f(i, Whole{}, Slot<0>{}), f(i + L, Whole{}, Slot<1>{}), f(i + 2 * L, Whole{}, Slot<2>{}),
+        f(i + 3 * L, Whole{}, Slot<3>{});
+  for (; i + L <= elements; i += L) f(i, Whole{}, Slot<0>{});
+  if (i < elements) f(i, int(elements - i), Slot<1>{});
+}
+
+// v in the first n lanes, fill in the others.
+template <class V>
+inline V or_fill(V v, Whole, double) {
+  return v;
+}
+template <class V>
+inline V or_fill(V v, int n, double fill) {
+  for (int i = n; i < int(sizeof(V) / sizeof v[0]); ++i) v[i] = fill;
+  return v;
+}
+
+// ---- arithmetic
+
+template <class V>
+inline V splat(double value) {
+  using M = decltype(V{}[0] + 0);
+  return V{} + M(value);
+}
+
+// fma; lesser is a < b ? a : b and greater a > b ? a : b, so that a NaN in b stays.
+#if defined(__AVX512F__) || (defined(__FMA__) && FB_VECTOR_BYTES == 32)
+#ifdef __AVX512F__
+#define FB_INTRINSIC(name) _mm512_##name
+typedef __m512 native_float;
+typedef __m512d native_double;
+#else
+#define FB_INTRINSIC(name) _mm256_##name
+typedef __m256 native_float;
+typedef __m256d native_double;
+#endif
+inline vfloat fma(vfloat a, vfloat b, vfloat c) {
+  return (vfloat)FB_INTRINSIC(fmadd_ps)((native_float)a, (native_float)b, (native_float)c);
+}
+inline vdouble fma(vdouble a, vdouble b, vdouble c) {
+  return (vdouble)FB_INTRINSIC(fmadd_pd)((native_double)a, (native_double)b, (native_double)c);
+}
+inline vfloat lesser(vfloat a, vfloat b) { return (vfloat)FB_INTRINSIC(min_ps)((native_float)a, (native_float)b); }
+inline vfloat greater(vfloat a, vfloat b) { return (vfloat)FB_INTRINSIC(max_ps)((native_float)a, (native_float)b); }
+inline vdouble lesser(vdouble a, vdouble b) { return (vdouble)FB_INTRINSIC(min_pd)((native_double)a, (native_double)b); }
+inline vdouble greater(vdouble a, vdouble b) {
+  return (vdouble)FB_INTRINSIC(max_pd)((native_double)a, (native_double)b);
+}
+#else
+inline vfloat fma(vfloat a, vfloat b, vfloat c) {
+  vfloat r;
+  for (int i = 0; i < kLanes<float>; ++i) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return r;
+}
+inline vdouble fma(vdouble a, vdouble b, vdouble c) {
+  vdouble r;
+  for (int i = 0; i < kLanes<double>; ++i) r[i] = __builtin_fma(a[i], b[i], c[i]);
+  return r;
+}
+template <class V>
+inline V lesser(V a, V b) {
+  return a < b ? a : b;
+}
+template <class V>
+inline V greater(V a, V b) {
+  return a > b ? a : b;
+}
+#endif
+
+inline vfloat absolute(vfloat v) { return reinterpret<vfloat>(reinterpret<vint>(v) & 0x7fffffff); }
+inline vdouble absolute(vdouble v) { return v < 0 ? -v : v; }
+
+// Sum and extremes of the lanes, in one fixed order.
+template <class V>
+inline auto sum(V v) {
+  for (int half = sizeof(V) / sizeof v[0] / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) v[i] += v[i + half];
+  return v[0] + 0;
+}
+template <class V>
+inline auto sum(const V (&slots)[kSlots]) {
+  return sum((slots[0] + slots[1]) + (slots[2] + slots[3]));
+}
+template <class V>
+inline auto largest(V v) {
+  auto best = v[0] + 0;
+  for (int i = 1; i < int(sizeof(V) / sizeof v[0]); ++i) best = v[i] > best || v[i] != v[i] ? v[i] : best;
+  return best;
+}
+template <class V>
+inline auto smallest(V v) {
+  return -largest(-v);
+}
+
+// p · 2^n, n being the low bits of a sum with 1.5 · 2^23; 0 for n = -127.
+inline vfloat scale_exp2(vfloat p, vfloat shifted) {
+  return p * reinterpret<vfloat>((reinterpret<vint>(shifted) + 127) << 23);
+}
+
+// (2^f - 1) / f, |f| <= 1/2: minimax for the relative error of 2^f, 2^-28.9.
+inline vfloat exp2_slope(vfloat f) {
+  vfloat p = splat<vfloat>(1.535336196e-4);
+  p = fma(p, f, splat<vfloat>(1.339887385e-3));
+  p = fma(p, f, splat<vfloat>(9.618436918e-3));
+  p = fma(p, f, splat<vfloat>(5.550332367e-2));
+  p = fma(p, f, splat<vfloat>(2.402264774e-1));
+  return fma(p, f, splat<vfloat>(6.931471825e-1));
+}
+
+constexpr float kShift = 0x1.8p23f, kLog2e = 0x1.715476p0f;
+
+// exp(x), x <= 0; 0 below -87.6. Relative error |x| 2^-24, which a softmax, where it comes with the weight exp(x), does
+// not see. NaN stays NaN.
+inline vfloat exp_nonpositive(vfloat x) {
+  x = greater(splat<vfloat>(-88), x);
+  const vfloat shifted = fma(x, splat<vfloat>(kLog2e), splat<vfloat>(kShift));
+  const vfloat f = fma(x, splat<vfloat>(kLog2e), kShift - shifted);
+  return scale_exp2(fma(exp2_slope(f), f, splat<vfloat>(1)), shifted);
+}
+inline vdouble exp_nonpositive(vdouble x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = __builtin_exp(x[i]);
+  return x;
+}
+
+// exp(-a²/2), 0 <= a <= 13.25; 0 from 13.24 on. The square's rounding error is carried along.
+inline vfloat gaussian(vfloat a) {
+  const vfloat square = a * a, lost = fma(a, a, -square);
+  const vfloat factor = splat<vfloat>(-kLog2e / 2), rest = splat<vfloat>(-9.629815e-9);  // -log2(e) / 2 in two parts
+  const vfloat shifted = fma(square, factor, splat<vfloat>(kShift));
+  const vfloat f = fma(lost, factor, fma(square, rest, fma(square, factor, kShift - shifted)));
+  return scale_exp2(fma(exp2_slope(f), f, splat<vfloat>(1)), shifted);
+}
+inline vdouble gaussian(vdouble a) { return exp_nonpositive(-0.5 * a * a); }
+
+}  // namespace fastbert::cpu::FB_SET

@@ -1,0 +1,138 @@
+// The torch side of layer_norm and add_layer_norm. The schemas are defined in fastbert/ops/layer_norm.py.
+#include "layer_norm.h"
+
+#include <torch/library.h>
+
+#include "tensor.h"
+
+namespace fastbert {
+
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Tensors5 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// What memory safety needs; the messages for people are in Python.
+void check(const at::Tensor& x, const OptionalTensor& residual, std::initializer_list<at::Tensor> parameters) {
+  TORCH_CHECK(x.dim() > 0 && x.size(-1) > 0, "layer_norm: x has shape ", x.sizes());
+  TORCH_CHECK(!residual || (residual->sizes() == x.sizes() && math_type(*residual) == math_type(x)),
+              "layer_norm: residual is ", residual ? residual->sizes() : x.sizes(), ", x is ", x.sizes());
+  for (const at::Tensor& p : parameters)
+    TORCH_CHECK(p.dim() == 1 && p.size(0) == x.size(-1), "layer_norm: a parameter has shape ", p.sizes(),
+                ", x has shape ", x.sizes());
+}
+
+// ---- CPU: the inputs as the loops take them, kept alive
+
+struct Inputs {
+  at::Tensor x, weight, bias;
+  OptionalTensor residual, x_bias;
+  LayerNorm op{};
+  int64_t rows;
+
+  // bias is absent in the backward
+  Inputs(const at::Tensor& x_, const OptionalTensor& residual_, const at::Tensor& weight_, const OptionalTensor& bias_,
+         const OptionalTensor& x_bias_, double eps, Dropout drop)
+      : x(x_.contiguous()), weight(as_math(weight_, x_)) {
+    check(x, residual_, {weight_, bias_.value_or(weight_), x_bias_.value_or(weight_)});
+    if (bias_) bias = as_math(*bias_, x);
+    if (residual_) residual = residual_->contiguous();
+    if (x_bias_) x_bias = as_math(*x_bias_, x);
+    op.x = x.const_data_ptr(), op.residual = data(residual), op.x_bias = data(x_bias);
+    op.weight = weight.const_data_ptr(), op.bias = bias_ ? bias.const_data_ptr() : nullptr;
+    op.channels = x.size(-1), op.eps = eps, op.drop = drop;
+    op.x_type = dtype_of(x), op.residual_type = residual ? dtype_of(*residual) : op.x_type;
+    op.y_type = op.residual_type == op.x_type ? op.x_type : DType::f32;
+    rows = x.numel() / op.channels;
+  }
+
+  at::TensorOptions math() const { return weight.options(); }
+  at::TensorOptions output() const { return op.y_type == op.x_type ? x.options() : math(); }
+};
+
+Tensors3 forward(Inputs in) {
+  const auto loop = FB_BEST_SET(layer_norm_fwd);
+  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoSet);
+  const at::Tensor y = at::empty(in.x.sizes(), in.output());
+  const auto rows = in.x.sizes().slice(0, in.x.dim() - 1);
+  const at::Tensor mean = at::empty(rows, in.math()), rstd = at::empty(rows, in.math());
+  in.op.mean = mean.mutable_data_ptr(), in.op.rstd = rstd.mutable_data_ptr();
+  void* const out = y.mutable_data_ptr();
+  const int64_t scratch = FB_BEST_SET(layer_norm_scratch)(in.op.channels);
+  parallel_rows(in.rows, in.op.channels, scratch,
+                [&](int64_t begin, int64_t end, void* room) { loop(in.op, out, begin, end, room); });
+  return {y, mean, rstd};
+}
+
+Tensors5 backward(Inputs in, const at::Tensor& dy, const at::Tensor& mean, const at::Tensor& rstd, bool need_dparams,
+                  at::TensorOptions weight, at::TensorOptions x_bias) {
+  const auto loop = FB_BEST_SET(layer_norm_bwd);
+  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoSet);
+  TORCH_CHECK(dy.sizes() == in.x.sizes() && dy.scalar_type() == in.output().dtype().toScalarType() &&
+                  mean.numel() == in.rows && rstd.numel() == in.rows && mean.dtype() == in.math().dtype() &&
+                  rstd.dtype() == in.math().dtype(),
+              "layer_norm: dy is ", dy.scalar_type(), " ", dy.sizes(), ", mean ", mean.sizes());
+  const at::Tensor grad = dy.contiguous(), means = mean.contiguous(), rstds = rstd.contiguous();
+  in.op.mean = means.data_ptr(), in.op.rstd = rstds.data_ptr();
+  const at::Tensor dx = at::empty(in.x.sizes(), in.x.options());
+  at::Tensor dresidual = in.residual ? at::empty(in.x.sizes(), in.residual->options()) : at::Tensor();
+  LayerNormGradients gradients{};
+  gradients.dy = grad.const_data_ptr(), gradients.dx = dx.mutable_data_ptr();
+  if (in.residual) gradients.dresidual = dresidual.mutable_data_ptr();
+  const int64_t C = in.op.channels, scratch = FB_BEST_SET(layer_norm_scratch)(C);
+  if (!need_dparams) {
+    parallel_rows(in.rows, C, scratch,
+                  [&](int64_t begin, int64_t end, void* room) { loop(in.op, gradients, begin, end, room); });
+    const at::Tensor none = at::empty({0}, weight);
+    return {dx, dresidual, none, at::empty({0}, weight), at::empty({0}, in.x.options())};
+  }
+  const at::Tensor sums =
+      sum_rows(in.rows, C, in.x_bias ? 3 : 2, scratch, in.math(),
+               [&](int64_t begin, int64_t end, const at::Tensor& chunk, void* room) {
+                 LayerNormGradients here = gradients;
+                 here.dweight = chunk[0].mutable_data_ptr(), here.dbias = chunk[1].mutable_data_ptr();
+                 if (in.x_bias) here.dx_bias = chunk[2].mutable_data_ptr();
+                 loop(in.op, here, begin, end, room);
+               });
+  // Copies of rows, each contiguous and its own.
+  const auto row = [&](int64_t i, at::TensorOptions options) { return sums[i].to(options, false, /*copy=*/true); };
+  return {dx, dresidual, row(0, weight), row(1, weight),
+          in.x_bias ? row(2, x_bias) : at::empty({0}, in.x.options())};
+}
+
+Tensors3 layer_norm_fwd_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps) {
+  return forward({x, {}, weight, bias, {}, eps, {}});
+}
+
+Tensors3 layer_norm_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& mean,
+                            const at::Tensor& rstd, bool need_dparams) {
+  auto [dx, none, dweight, dbias, no_bias] =
+      backward({x, {}, weight, {}, {}, 0, {}}, dy, mean, rstd, need_dparams, weight.options(), {});
+  return {dx, dweight, dbias};
+}
+
+Tensors3 add_layer_norm_fwd_cpu(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
+                                const at::Tensor& bias, const OptionalTensor& x_bias, const OptionalTensor& rng,
+                                double eps, double dropout_p, int64_t site) {
+  return forward({x, residual, weight, bias, x_bias, eps, dropout_of(dropout_p, rng, site, kRowBits)});
+}
+
+Tensors5 add_layer_norm_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& residual,
+                                const at::Tensor& weight, const at::Tensor& mean, const at::Tensor& rstd,
+                                const OptionalTensor& x_bias, const OptionalTensor& rng, double dropout_p, int64_t site,
+                                bool need_dparams) {
+  return backward({x, residual, weight, {}, x_bias, 0, dropout_of(dropout_p, rng, site, kRowBits)}, dy, mean, rstd,
+                  need_dparams, weight.options(), x_bias ? x_bias->options() : at::TensorOptions());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("layer_norm_fwd", &layer_norm_fwd_cpu);
+  m.impl("layer_norm_bwd", &layer_norm_bwd_cpu);
+  m.impl("add_layer_norm_fwd", &add_layer_norm_fwd_cpu);
+  m.impl("add_layer_norm_bwd", &add_layer_norm_bwd_cpu);
+}
+
+}  // namespace fastbert
