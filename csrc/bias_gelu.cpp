@@ -69,10 +69,8 @@ std::tuple<at::Tensor, at::Tensor> bias_gelu_bwd_cpu(const at::Tensor& dy, const
     return {dx, at::empty({0}, bias.options())};
   }
   const at::Tensor dbias =
-      sum_rows(rows, channels, 1, 0, b.options(), [&](int64_t begin, int64_t end, const at::Tensor& sums, void*) {
-        run(begin, end, sums.mutable_data_ptr());
-      });
-  return {dx, dbias[0].to(bias.scalar_type())};
+      sum_rows(rows, channels, 1, 0, b.options(), [&](int64_t begin, int64_t end, char* sums, void*) { run(begin, end, sums); });
+  return {dx, dbias[0].to(bias.options(), false, /*copy=*/true)};
 }
 
 // ---- CUDA

@@ -38,7 +38,7 @@ struct Inputs {
     check(x, residual_, {weight_, bias_.value_or(weight_), x_bias_.value_or(weight_)});
     if (bias_) bias = as_math(*bias_, x);
     if (residual_) residual = residual_->contiguous();
-    if (x_bias_) x_bias = as_math(*x_bias_, x);
+    if (residual_) x_bias = x_bias_ ? as_math(*x_bias_, x) : at::zeros({x.size(-1)}, weight.options());
     op.x = x.const_data_ptr(), op.residual = data(residual), op.x_bias = data(x_bias);
     op.weight = weight.const_data_ptr(), op.bias = bias_ ? bias.const_data_ptr() : nullptr;
     op.channels = x.size(-1), op.eps = eps, op.drop = drop;
@@ -66,7 +66,7 @@ Tensors3 forward(Inputs in) {
 }
 
 Tensors5 backward(Inputs in, const at::Tensor& dy, const at::Tensor& mean, const at::Tensor& rstd, bool need_dparams,
-                  at::TensorOptions weight, at::TensorOptions x_bias) {
+                  const at::TensorOptions& weight, const std::optional<at::TensorOptions>& x_bias) {
   const auto loop = FB_BEST_SET(layer_norm_bwd);
   TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoSet);
   TORCH_CHECK(dy.sizes() == in.x.sizes() && dy.scalar_type() == in.output().dtype().toScalarType() &&
@@ -81,24 +81,18 @@ Tensors5 backward(Inputs in, const at::Tensor& dy, const at::Tensor& mean, const
   gradients.dy = grad.const_data_ptr(), gradients.dx = dx.mutable_data_ptr();
   if (in.residual) gradients.dresidual = dresidual.mutable_data_ptr();
   const int64_t C = in.op.channels, scratch = FB_BEST_SET(layer_norm_scratch)(C);
-  if (!need_dparams) {
-    parallel_rows(in.rows, C, scratch,
-                  [&](int64_t begin, int64_t end, void* room) { loop(in.op, gradients, begin, end, room); });
-    const at::Tensor none = at::empty({0}, weight);
-    return {dx, dresidual, none, at::empty({0}, weight), at::empty({0}, in.x.options())};
-  }
   const at::Tensor sums =
-      sum_rows(in.rows, C, in.x_bias ? 3 : 2, scratch, in.math(),
-               [&](int64_t begin, int64_t end, const at::Tensor& chunk, void* room) {
-                 LayerNormGradients here = gradients;
-                 here.dweight = chunk[0].mutable_data_ptr(), here.dbias = chunk[1].mutable_data_ptr();
-                 if (in.x_bias) here.dx_bias = chunk[2].mutable_data_ptr();
-                 loop(in.op, here, begin, end, room);
-               });
-  // Copies of rows, each contiguous and its own.
-  const auto row = [&](int64_t i, at::TensorOptions options) { return sums[i].to(options, false, /*copy=*/true); };
-  return {dx, dresidual, row(0, weight), row(1, weight),
-          in.x_bias ? row(2, x_bias) : at::empty({0}, in.x.options())};
+      sum_rows(in.rows, C, 3, scratch, in.math(), [&](int64_t begin, int64_t end, char* chunk, void* room) {
+        LayerNormGradients here = gradients;
+        const int64_t row_bytes = C * in.weight.element_size();
+        here.dweight = chunk, here.dbias = chunk + row_bytes, here.dx_bias = chunk + 2 * row_bytes;
+        loop(in.op, here, begin, end, room);
+      });
+  // Copies of rows, each contiguous and its own; empty where nobody asked.
+  const auto row = [&](int64_t i, const at::TensorOptions& options) {
+    return need_dparams ? sums[i].to(options, false, /*copy=*/true) : at::empty({0}, options);
+  };
+  return {dx, dresidual, row(0, weight), row(1, weight), x_bias ? row(2, *x_bias) : at::empty({0}, in.x.options())};
 }
 
 Tensors3 layer_norm_fwd_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps) {
@@ -123,7 +117,7 @@ Tensors5 add_layer_norm_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const
                                 const OptionalTensor& x_bias, const OptionalTensor& rng, double dropout_p, int64_t site,
                                 bool need_dparams) {
   return backward({x, residual, weight, {}, x_bias, 0, dropout_of(dropout_p, rng, site, kRowBits)}, dy, mean, rstd,
-                  need_dparams, weight.options(), x_bias ? x_bias->options() : at::TensorOptions());
+                  need_dparams, weight.options(), x_bias ? std::optional(x_bias->options()) : std::nullopt);
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace fastbert {
 // z = dropout(x + x_bias) + residual, y = (z - mean) rstd weight + bias, on rows of `channels` contiguous elements.
 // Where x is f64 everything is; else weight, bias, x_bias, mean, rstd and all sums are fp32.
 struct LayerNorm {
-  const void *x, *residual, *x_bias;  // residual: nullptr for layer_norm; x_bias may be nullptr
+  const void *x, *residual, *x_bias;  // the latter two: nullptr for layer_norm, where z is x
   const void *weight, *bias;
   void *mean, *rstd;  // [rows]
   int64_t channels;
@@ -23,8 +23,8 @@ struct LayerNorm {
 
 struct LayerNormGradients {
   const void* dy;                    // of y_type
-  void *dx, *dresidual;              // dresidual: nullptr for layer_norm
-  void *dweight, *dbias, *dx_bias;   // [channels], added to; nullptr when not wanted
+  void *dx, *dresidual;             // dresidual and dx_bias: nullptr for layer_norm
+  void *dweight, *dbias, *dx_bias;  // [channels], added to
 };
 
 namespace cpu {

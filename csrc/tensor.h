@@ -73,7 +73,7 @@ void parallel_rows(int64_t rows, int64_t channels, int64_t scratch_bytes, const 
 }
 
 // Sums over rows that are the same bits for any number of threads: f(begin, end, sums, scratch) adds the rows of a chunk
-// to sums, a [quantities, channels] tensor of its own, and the chunks' sums are added up in order. Chunks depend on the
+// to sums, [quantities, channels] of its own, and the chunks' sums are added up in order. Chunks depend on the
 // number of rows alone.
 template <class F>
 at::Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t scratch_bytes, at::TensorOptions options,
@@ -81,13 +81,15 @@ at::Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t 
   constexpr int64_t kChunkRows = 32, kChunks = 64;
   const int64_t chunk = std::max(kChunkRows, (rows + kChunks - 1) / kChunks), chunks = (rows + chunk - 1) / chunk;
   const at::Tensor sums = at::zeros({chunks, quantities, channels}, options);
+  char* const data = static_cast<char*>(sums.mutable_data_ptr());
+  const int64_t chunk_bytes = quantities * channels * sums.element_size();
   const int64_t grain = std::max<int64_t>(1, kGrain / (chunk * channels));
   at::parallel_for(0, chunks, grain, [&](int64_t first, int64_t last) {
     const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
     for (int64_t i = first; i < last; ++i)
-      f(i * chunk, std::min(rows, (i + 1) * chunk), sums[i], static_cast<void*>(scratch.get()));
+      f(i * chunk, std::min(rows, (i + 1) * chunk), data + i * chunk_bytes, static_cast<void*>(scratch.get()));
   });
-  return sums.sum(0);
+  return chunks == 1 ? sums[0] : sums.sum(0);
 }
 
 }  // namespace fastbert

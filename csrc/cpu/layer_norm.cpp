@@ -1,8 +1,8 @@
 // LayerNorm of x, or of dropout(x + x_bias) + residual. The caller splits rows over threads.
 //
-// A row is read once, into a buffer of fp32 in the first-level cache, and walked there. The mean is kept between the
-// row's ends, so that a constant row gives exactly the bias, and what rounding left of it is taken off in a second walk,
-// so that a large offset costs no digits. The saved mean is rounded too: the backward takes off what is left again.
+// A row is read once, into a buffer of fp32 in the first-level cache, and walked there. Sums are taken from its first
+// element on, so that a constant row gives exactly the bias, and what rounding left of the mean is taken off in a second
+// walk, so that a large offset costs no digits. The saved mean is rounded too: the backward takes off what is left again.
 //
 // Bytes moved: forward x, residual and y once; backward dy, x, residual, dx and dresidual once.
 #include "../layer_norm.h"
@@ -18,76 +18,101 @@ M square_root(M v) {
   return sizeof(M) == 8 ? M(__builtin_sqrt(v)) : M(__builtin_sqrtf(float(v)));
 }
 
-// The buffers of one row, in scratch.
-template <class M>
-struct Buffers {
-  M *z, *g;
-  uint16_t* bits;
+enum class Sum { none, plain, dropout };  // z is x; x + x_bias + residual; dropout(x + x_bias) + residual
 
-  Buffers(void* scratch, int64_t channels)
-      : z(static_cast<M*>(scratch)), g(z + channels), bits(reinterpret_cast<uint16_t*>(g + channels)) {}
-};
-
-// The vector of z at channel i.
-template <class T, class R, class N>
-auto sum_at(const LayerNorm& op, const T* x, const R* residual, const uint16_t* bits, int64_t i, N n) {
+// The rows of z. The fields of LayerNorm are copied: what a loop stores could otherwise be one of them.
+template <Sum kSum, class T, class R>
+struct Rows {
   using M = math_t<T>;
-  auto v = load(x + i, n);
-  if (op.x_bias) v += load(static_cast<const M*>(op.x_bias) + i, n);
-  if (op.drop.threshold) v = keep(v, bits + i, op.drop);
-  if (residual) v += load(residual + i, n);
-  return v;
-}
+  static constexpr bool kBuffered = kSum != Sum::none || sizeof(T) != sizeof(M);
+  const T* xs;
+  const R* residuals;
+  const M* x_bias;
+  const int64_t channels;
+  const Dropout drop;
+  M* const buffer;       // [channels]
+  uint16_t* const bits;  // [row_bits_room(channels)]
+  const T* x = nullptr;
+  const R* residual = nullptr;
 
-template <class T>
-const T* at_row(const void* rows, int64_t row, int64_t channels) {
-  return rows ? static_cast<const T*>(rows) + row * channels : nullptr;
-}
-template <class T>
-T* at_row(void* rows, int64_t row, int64_t channels) {
-  return rows ? static_cast<T*>(rows) + row * channels : nullptr;
-}
+  Rows(const LayerNorm& op, void* scratch)
+      : xs(static_cast<const T*>(op.x)),
+        residuals(static_cast<const R*>(op.residual)),
+        x_bias(static_cast<const M*>(op.x_bias)),
+        channels(op.channels),
+        drop(op.drop),
+        buffer(static_cast<M*>(scratch)),
+        bits(reinterpret_cast<uint16_t*>(buffer + channels)) {}
+
+  void start(int64_t row) {
+    x = xs + row * channels;
+    if (kSum != Sum::none) residual = residuals + row * channels;
+    if (kSum == Sum::dropout) row_bits(bits, channels, uint64_t(row), drop.key);
+  }
+
+  template <class N>
+  vec<M> at(int64_t i, N n) const {
+    auto v = load(x + i, n);
+    if constexpr (kSum != Sum::none) v += load(x_bias + i, n);
+    if constexpr (kSum == Sum::dropout) v = keep(v, bits + i, drop);
+    if constexpr (kSum != Sum::none) v += load(residual + i, n);
+    return v;
+  }
+
+  M first() const { return channels < kLanes<M> ? at(0, int(channels))[0] : at(0, Whole{})[0]; }
+
+  // What at() gave is kept for later walks, unless it is x itself.
+  template <class N>
+  void keep_for_later(vec<M> v, int64_t i, N n) const {
+    if constexpr (kBuffered) store(v, buffer + i, n);
+  }
+  const M* stored() const {
+    if constexpr (kBuffered) {
+      return buffer;
+    } else {
+      return x;
+    }
+  }
+};
 
 // ---- forward
 
-template <class T, class R, class Y>
+template <Sum kSum, class T, class R, class Y>
 void forward(const LayerNorm& op, void* ys, int64_t begin, int64_t end, void* scratch) {
   using M = math_t<T>;
   using V = vec<M>;
+  Rows<kSum, T, R> rows(op, scratch);
   const int64_t C = op.channels;
-  const Buffers<M> buffers(scratch, C);
-  const M *weight = static_cast<const M*>(op.weight), *bias = static_cast<const M*>(op.bias);
-  for (int64_t row = begin; row < end; ++row) {
-    const T* x = at_row<T>(op.x, row, C);
-    const R* residual = at_row<R>(op.residual, row, C);
-    Y* y = at_row<Y>(ys, row, C);
-    if (op.drop.threshold) row_bits(buffers.bits, C, uint64_t(row), op.drop.key);
-
-    V total[kSlots]{}, low = splat<V>(__builtin_inf()), high = -low;
+  const M *const weight = static_cast<const M*>(op.weight), *const bias = static_cast<const M*>(op.bias);
+  M *const means = static_cast<M*>(op.mean), *const rstds = static_cast<M*>(op.rstd);
+  const M eps = M(op.eps);
+  Y* y = static_cast<Y*>(ys) + begin * C;
+  for (int64_t row = begin; row < end; ++row, y += C) {
+    rows.start(row);
+    const M* const z = rows.stored();
+    const M shift = rows.first();
+    V total[kSlots]{};
     for_vectors_in_slots<M>(C, [&](int64_t i, auto n, auto slot) {
-      const V z = sum_at(op, x, residual, buffers.bits, i, n);
-      store(z, buffers.z + i, n);
-      total[slot] += or_fill(z, n, 0);
-      low = lesser(or_fill(z, n, __builtin_inf()), low);
-      high = greater(or_fill(z, n, -__builtin_inf()), high);
+      const V v = rows.at(i, n);
+      rows.keep_for_later(v, i, n);
+      total[slot] += or_fill(v - shift, n, 0);
     });
-    M mean = sum(total) / M(C);
-    mean = mean < smallest(low) ? smallest(low) : mean > largest(high) ? largest(high) : mean;
+    const M mean = shift + sum(total) / M(C);
 
     V first[kSlots]{}, second[kSlots]{};
     for_vectors_in_slots<M>(C, [&](int64_t i, auto n, auto slot) {
-      const V d = or_fill(load(buffers.z + i, n) - mean, n, 0);
+      const V d = or_fill(load(z + i, n) - mean, n, 0);
       first[slot] += d;
       second[slot] = fma(d, d, second[slot]);
     });
     const M left = sum(first) / M(C), variance = sum(second) / M(C) - left * left;
-    const M rstd = M(1) / square_root((variance > 0 || variance != variance ? variance : M(0)) + M(op.eps));
+    const M rstd = M(1) / square_root((variance < 0 ? M(0) : variance) + eps);
     for_vectors<M>(C, [&](int64_t i, auto n) {
-      const V normal = (load(buffers.z + i, n) - mean - left) * rstd;
+      const V normal = (load(z + i, n) - mean - left) * rstd;
       store(fma(normal, load(weight + i, n), load(bias + i, n)), y + i, n);
     });
-    static_cast<M*>(op.mean)[row] = mean + left;
-    static_cast<M*>(op.rstd)[row] = rstd;
+    means[row] = mean + left;
+    rstds[row] = rstd;
   }
 }
 
@@ -99,59 +124,68 @@ void accumulate(M* sums, int64_t i, N n, V v) {
   store(load(sums + i, n) + v, sums + i, n);
 }
 
-template <class T, class R, class Y>
+template <Sum kSum, class T, class R, class Y>
 void backward(const LayerNorm& op, const LayerNormGradients& gradients, int64_t begin, int64_t end, void* scratch) {
   using M = math_t<T>;
   using V = vec<M>;
+  Rows<kSum, T, R> rows(op, scratch);
   const int64_t C = op.channels;
-  const Buffers<M> buffers(scratch, C);
-  const M* weight = static_cast<const M*>(op.weight);
-  M *dweight = static_cast<M*>(gradients.dweight), *dbias = static_cast<M*>(gradients.dbias);
-  M* dx_bias = static_cast<M*>(gradients.dx_bias);
-  for (int64_t row = begin; row < end; ++row) {
-    const T* x = at_row<T>(op.x, row, C);
-    const R* residual = at_row<R>(op.residual, row, C);
-    const Y* dy = at_row<Y>(gradients.dy, row, C);
-    T* dx = at_row<T>(gradients.dx, row, C);
-    R* dresidual = at_row<R>(gradients.dresidual, row, C);
-    const M mean = static_cast<const M*>(op.mean)[row], rstd = static_cast<const M*>(op.rstd)[row];
-    if (op.drop.threshold) row_bits(buffers.bits, C, uint64_t(row), op.drop.key);
-
+  const M* const weight = static_cast<const M*>(op.weight);
+  const M *const means = static_cast<const M*>(op.mean), *const rstds = static_cast<const M*>(op.rstd);
+  M *const dweight = static_cast<M*>(gradients.dweight), *const dbias = static_cast<M*>(gradients.dbias);
+  M* const dx_bias = static_cast<M*>(gradients.dx_bias);
+  const Y* dy = static_cast<const Y*>(gradients.dy) + begin * C;
+  T* dx = static_cast<T*>(gradients.dx) + begin * C;
+  R* dresidual = kSum == Sum::none ? nullptr : static_cast<R*>(gradients.dresidual) + begin * C;
+  for (int64_t row = begin; row < end; ++row, dy += C, dx += C) {
+    const M mean = means[row], rstd = rstds[row];
+    rows.start(row);
+    const M* const z = rows.stored();
     V centered[kSlots]{}, g_total[kSlots]{}, product[kSlots]{};
     for_vectors_in_slots<M>(C, [&](int64_t i, auto n, auto slot) {
-      const V c = or_fill(sum_at(op, x, residual, buffers.bits, i, n) - mean, n, 0);
-      const V g = load(dy + i, n) * load(weight + i, n);
-      store(c, buffers.z + i, n);
-      store(g, buffers.g + i, n);
+      const V v = rows.at(i, n), c = or_fill(v - mean, n, 0), g = load(dy + i, n) * load(weight + i, n);
+      rows.keep_for_later(v, i, n);
       centered[slot] += c;
       g_total[slot] += g;
       product[slot] = fma(g, c, product[slot]);
     });
     const M left = sum(centered) / M(C), g_mean = sum(g_total) / M(C);
-    const M along = (sum(product) / M(C) - left * g_mean) * rstd * rstd;
+    const M along = -(sum(product) / M(C) - left * g_mean) * rstd * rstd;
     for_vectors<M>(C, [&](int64_t i, auto n) {
-      const V c = load(buffers.z + i, n) - left;
-      const V dz = (fma(c, splat<V>(-along), load(buffers.g + i, n)) - g_mean) * rstd;
-      const V dropped = op.drop.threshold ? keep(dz, buffers.bits + i, op.drop) : dz;
-      store(dropped, dx + i, n);
-      if (dresidual) store(dz, dresidual + i, n);
-      if (dx_bias) accumulate(dx_bias, i, n, dropped);
-      if (!dweight) return;
-      const V dys = load(dy + i, n);
+      const V c = load(z + i, n) - mean - left, dys = load(dy + i, n);
+      const V dz = (fma(c, splat<V>(along), dys * load(weight + i, n)) - g_mean) * rstd;
       accumulate(dweight, i, n, dys * (c * rstd));
       accumulate(dbias, i, n, dys);
+      V dropped = dz;
+      if constexpr (kSum == Sum::dropout) dropped = keep(dz, rows.bits + i, rows.drop);
+      store(dropped, dx + i, n);
+      if constexpr (kSum != Sum::none) {
+        store(dz, dresidual + i, n);
+        accumulate(dx_bias, i, n, dropped);
+      }
     });
+    if (kSum != Sum::none) dresidual += C;
   }
 }
 
-// Calls f with values of the element types of x, residual and y.
+template <Sum kSum>
+struct SumOf {
+  static constexpr Sum value = kSum;
+};
+
+// Calls f with the kind of sum and values of the element types of x, residual and y.
 template <class F>
 void for_types(const LayerNorm& op, F&& f) {
   for_dtype(op.x_type, [&](auto x) {
-    if (!op.residual || op.residual_type == op.x_type) return f(x, x, x);
+    if (!op.residual) return f(SumOf<Sum::none>{}, x, x, x);
+    const auto for_sum = [&](auto residual, auto y) {
+      if (op.drop.threshold) return f(SumOf<Sum::dropout>{}, x, residual, y);
+      return f(SumOf<Sum::plain>{}, x, residual, y);
+    };
+    if (op.residual_type == op.x_type) return for_sum(x, x);
     if constexpr (sizeof(x) != 8)
       for_dtype(op.residual_type, [&](auto residual) {  // two different types promote to fp32
-        if constexpr (sizeof(residual) != 8) f(x, residual, float{});
+        if constexpr (sizeof(residual) != 8) for_sum(residual, float{});
       });
   });
 }
@@ -159,19 +193,19 @@ void for_types(const LayerNorm& op, F&& f) {
 }  // namespace
 
 int64_t layer_norm_scratch(int64_t channels) {
-  return 2 * channels * int64_t(sizeof(double)) + row_bits_room(channels) * int64_t(sizeof(uint16_t));
+  return channels * int64_t(sizeof(double)) + row_bits_room(channels) * int64_t(sizeof(uint16_t));
 }
 
 void layer_norm_fwd(const LayerNorm& op, void* y, int64_t begin, int64_t end, void* scratch) {
-  for_types(op, [&](auto x, auto residual, auto out) {
-    forward<decltype(x), decltype(residual), decltype(out)>(op, y, begin, end, scratch);
+  for_types(op, [&](auto sum, auto x, auto residual, auto out) {
+    forward<decltype(sum)::value, decltype(x), decltype(residual), decltype(out)>(op, y, begin, end, scratch);
   });
 }
 
 void layer_norm_bwd(const LayerNorm& op, const LayerNormGradients& gradients, int64_t begin, int64_t end,
                     void* scratch) {
-  for_types(op, [&](auto x, auto residual, auto out) {
-    backward<decltype(x), decltype(residual), decltype(out)>(op, gradients, begin, end, scratch);
+  for_types(op, [&](auto sum, auto x, auto residual, auto out) {
+    backward<decltype(sum)::value, decltype(x), decltype(residual), decltype(out)>(op, gradients, begin, end, scratch);
   });
 }
 
