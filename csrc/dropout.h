@@ -8,7 +8,7 @@ namespace fastbert {
 struct Dropout {
   uint64_t key = 0;        // of the site
   uint32_t threshold = 0;  // elements with random bits below are dropped; 0: nothing is
-  float keep_scale = 1;
+  double keep_scale = 1;
 };
 
 constexpr int kRowBits = 16, kAttentionBits = 8;

@@ -59,7 +59,7 @@ inline Dropout dropout_of(double p, const std::optional<at::Tensor>& rng, int64_
   TORCH_CHECK_VALUE(rng && rng->scalar_type() == at::kLong && rng->numel() == 1 && drop.threshold < range,
                     "dropout_p is ", p, "; it goes with a key, one int64, and is below 1");
   drop.key = uint64_t(*rng->const_data_ptr<int64_t>()) + uint64_t(site) * 0x9E3779B97F4A7C15;
-  drop.keep_scale = float(range / (range - drop.threshold));
+  drop.keep_scale = range / (range - drop.threshold);
   return drop;
 }
 

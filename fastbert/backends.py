@@ -46,7 +46,7 @@ class Kernel:
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 KERNELS: dict[tuple[str, str], Kernel] = {
-    **{("cpu", op): Kernel((*_FLOATS, torch.float64)) for op in ("layer_norm", "add_layer_norm", "bias_gelu")},
+    **{("cpu", op): Kernel((*_FLOATS, torch.float64)) for op in ("layer_norm", "add_layer_norm", "bias_gelu", "attention")},
     ("cuda", "bias_gelu"): Kernel(_FLOATS, backward=False),
 }
 
@@ -54,7 +54,7 @@ KERNELS: dict[tuple[str, str], Kernel] = {
 ORDER: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
     "cpu": {
         op: (("cpu", "reference"), "benchmarks/results/cpu/ops.json")
-        for op in ("layer_norm", "add_layer_norm", "bias_gelu")
+        for op in ("layer_norm", "add_layer_norm", "bias_gelu", "attention")
     },
     "cuda": {"bias_gelu": (("cuda", "reference"), "not yet measured")},
 }

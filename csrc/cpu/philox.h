@@ -48,7 +48,7 @@ inline Words philox(uint32_t group, uint32_t c1, uint32_t c2, uint32_t c3, uint6
 
 // Room for the bits of a row, written in whole vectors of counters.
 constexpr int64_t row_bits_room(int64_t channels) { return (channels + 8 * kGroups - 1) / (8 * kGroups) * 8 * kGroups; }
-constexpr int64_t attention_bits_room(int64_t keys) {
+constexpr int64_t key_bits_room(int64_t keys) {
   return (keys + 16 * kGroups - 1) / (16 * kGroups) * 16 * kGroups;
 }
 
@@ -86,13 +86,11 @@ inline vuint widen(const uint8_t* bits) { return __builtin_convertvector(load_bi
 template <class Bits>
 inline vfloat keep(vfloat v, const Bits* bits, const Dropout& drop) {
   const vuint wide = widen(bits);
-  return reinterpret<vfloat>(reinterpret<vint>(v * drop.keep_scale) & (wide >= drop.threshold));
+  return reinterpret<vfloat>(reinterpret<vint>(v * float(drop.keep_scale)) & (wide >= drop.threshold));
 }
 template <class Bits>
 inline vdouble keep(vdouble v, const Bits* bits, const Dropout& drop) {
-  // as fastbert/random.py has it, 2^b / (2^b - threshold) in double
-  const double range = sizeof(Bits) == 1 ? 256 : 65536, scale = range / (range - drop.threshold);
-  for (int i = 0; i < kLanes<double>; ++i) v[i] = bits[i] >= drop.threshold ? v[i] * scale : 0;
+  for (int i = 0; i < kLanes<double>; ++i) v[i] = bits[i] >= drop.threshold ? v[i] * drop.keep_scale : 0;
   return v;
 }
 

@@ -1,0 +1,42 @@
+// The matrix products of the BLAS library that torch carries, by their Fortran names, on row-major matrices. Inside
+// at::parallel_for they run on the calling thread.
+#pragma once
+
+#include <stdint.h>
+
+extern "C" {
+void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
+            const float*, const int*, const float*, float*, const int*);
+void dgemm_(const char*, const char*, const int*, const int*, const int*, const double*, const double*, const int*,
+            const double*, const int*, const double*, double*, const int*);
+}
+
+namespace fastbert {
+
+// A matrix in memory: rows are `stride` elements apart.
+template <class M>
+struct Matrix {
+  M* data;
+  int64_t stride;
+
+  Matrix rows_from(int64_t row) const { return {data + row * stride, stride}; }
+};
+
+enum class Op : char { as_is = 'N', transposed = 'T' };
+
+// c = alpha a b + beta c, c being m by n and k the inner dimension. With beta 0, c is only written.
+template <class M>
+void product(Op op_a, Op op_b, int64_t m, int64_t n, int64_t k, M alpha, Matrix<const M> a, Matrix<const M> b, M beta,
+             Matrix<M> c) {
+  // Column-major reads a row-major matrix as its transpose, so the operands change places.
+  const char first = char(op_b), second = char(op_a);
+  const int rows = int(n), columns = int(m), inner = int(k), lda = int(a.stride), ldb = int(b.stride),
+            ldc = int(c.stride);
+  if constexpr (sizeof(M) == sizeof(float)) {
+    sgemm_(&first, &second, &rows, &columns, &inner, &alpha, b.data, &ldb, a.data, &lda, &beta, c.data, &ldc);
+  } else {
+    dgemm_(&first, &second, &rows, &columns, &inner, &alpha, b.data, &ldb, a.data, &lda, &beta, c.data, &ldc);
+  }
+}
+
+}  // namespace fastbert
