@@ -11,7 +11,7 @@ namespace fastbert {
 
 namespace cpu {
 
-// bias, dbias: double where dtype is f64, else float. dbias is added to; nullptr when it is not wanted.
+// bias, dbias: double where dtype is f64, else float. bias may be nullptr; dbias is added to.
 FB_FOR_EACH_SET(void bias_gelu_fwd(const void* x, const void* bias, void* y, int64_t rows, int64_t channels,
                                    DType dtype, bool tanh);
                 void bias_gelu_bwd(const void* dy, const void* x, const void* bias, void* dx, void* dbias, int64_t rows,

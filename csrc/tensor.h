@@ -45,6 +45,9 @@ inline at::ScalarType math_type(const at::Tensor& x) { return x.scalar_type() ==
 inline at::Tensor as_math(const at::Tensor& parameter, const at::Tensor& x) {
   return parameter.to(math_type(x)).contiguous();
 }
+inline std::optional<at::Tensor> as_math(const std::optional<at::Tensor>& parameter, const at::Tensor& x) {
+  return parameter ? std::optional(as_math(*parameter, x)) : std::nullopt;
+}
 
 inline const void* data(const std::optional<at::Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;

@@ -29,6 +29,7 @@ OPS = (
     "attention",
     "embedding",
     "dense_gelu",
+    "linear",
     "cross_entropy",
     "padding",
 )
@@ -44,9 +45,11 @@ class Kernel:
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_ON_CPU = ("layer_norm", "add_layer_norm", "bias_gelu", "attention", "dense_gelu")
 
 KERNELS: dict[tuple[str, str], Kernel] = {
-    **{("cpu", op): Kernel((*_FLOATS, torch.float64)) for op in ("layer_norm", "add_layer_norm", "bias_gelu", "attention")},
+    **{("cpu", op): Kernel((*_FLOATS, torch.float64)) for op in _ON_CPU},
+    ("cpu", "linear"): Kernel((torch.float32,)),
     ("cuda", "bias_gelu"): Kernel(_FLOATS, backward=False),
 }
 
@@ -54,7 +57,7 @@ KERNELS: dict[tuple[str, str], Kernel] = {
 ORDER: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
     "cpu": {
         op: (("cpu", "reference"), "benchmarks/results/cpu/ops.json")
-        for op in ("layer_norm", "add_layer_norm", "bias_gelu", "attention")
+        for op in (*_ON_CPU, "linear")
     },
     "cuda": {"bias_gelu": (("cuda", "reference"), "not yet measured")},
 }

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import checkpoint, ops, padding, random
@@ -103,7 +102,7 @@ class BertOutput(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, rng: Tensor | None) -> Tensor:
         weight, bias = _parameters(self.dense, nn.Linear)
         return ops.add_layer_norm(
-            F.linear(x, weight),
+            ops.linear(x, weight),
             residual,
             *_parameters(self.LayerNorm, nn.LayerNorm),
             self.LayerNorm.eps,

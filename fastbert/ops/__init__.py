@@ -6,6 +6,7 @@ from fastbert.ops.cross_entropy import cross_entropy, cross_entropy_ref
 from fastbert.ops.dense_gelu import dense_gelu, dense_gelu_ref
 from fastbert.ops.embedding import embedding, embedding_ref
 from fastbert.ops.layer_norm import add_layer_norm, add_layer_norm_ref, layer_norm, layer_norm_ref
+from fastbert.ops.linear import linear
 from fastbert.ops.padding import pack, pack_ref, unpack, unpack_ref
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "embedding_ref",
     "layer_norm",
     "layer_norm_ref",
+    "linear",
     "pack",
     "pack_ref",
     "qkv_attention",

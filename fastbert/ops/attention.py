@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastbert import backends, random
 from fastbert.ops import checks
 from fastbert.ops.bias_gelu import wide
+from fastbert.ops.linear import linear
 from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, needs_grad
 
 # ---- plain PyTorch: packed tokens are laid out as a padded (B, H, S, D) grid and taken back from it
@@ -238,9 +238,7 @@ def project_qkv(hidden: Tensor, weight: Tensor, bias: Tensor, num_heads: int) ->
     checks.shape("qkv_attention", "weight", weight, (3 * width, width), "(3C, C)")
     if num_heads < 1 or width % num_heads:
         raise ValueError(f"qkv_attention: num_heads is {num_heads}; expected a divisor of C = {width}")
-    dtype = autocast_dtype(hidden)
-    qkv = F.linear(hidden.to(dtype), weight.to(dtype), bias.to(dtype))
-    return qkv.view(hidden.shape[0], 3, num_heads, width // num_heads)
+    return linear(hidden, weight, bias).view(hidden.shape[0], 3, num_heads, width // num_heads)
 
 
 def qkv_attention(

@@ -126,13 +126,14 @@ def sequences(op: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> None
         raise ValueError(f"{op}: max_seqlen is {max_seqlen}; expected at least the longest sequence, {max(lengths)}")
 
 
-def dense(op: str, x: Tensor, weight: Tensor, bias: Tensor, name: str = "x") -> None:
+def dense(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, name: str = "x") -> None:
     """x (..., K) times weight (C, K) plus bias (C,). Raises ValueError, TypeError. name: what the op calls x."""
-    activations, parameters = {name: x}, {"weight": weight, "bias": bias}
+    activations, parameters = {name: x}, {"weight": weight} | ({} if bias is None else {"bias": bias})
     if isinstance(x, Tensor) and autocast_on(x.device.type):  # which brings them all to one dtype
         activations, parameters = activations | parameters, {}
     floats(op, activations, parameters)
     if x.dim() < 2:
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; expected (..., K) with at least two dimensions")
     shape(op, "weight", weight, (None, x.shape[-1]), "(C, K)", f"K the last dimension of {name}")
-    shape(op, "bias", bias, (weight.shape[0],), "(C,)", "the first dimension of weight")
+    if bias is not None:
+        shape(op, "bias", bias, (weight.shape[0],), "(C,)", "the first dimension of weight")
