@@ -45,7 +45,7 @@ class Kernel:
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_ON_CPU = ("layer_norm", "add_layer_norm", "bias_gelu", "attention", "dense_gelu")
+_ON_CPU = ("layer_norm", "add_layer_norm", "bias_gelu", "attention", "embedding", "dense_gelu")
 
 KERNELS: dict[tuple[str, str], Kernel] = {
     **{("cpu", op): Kernel((*_FLOATS, torch.float64)) for op in _ON_CPU},

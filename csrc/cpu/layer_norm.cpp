@@ -1,22 +1,16 @@
 // LayerNorm of x, or of dropout(x + x_bias) + residual. The caller splits rows over threads.
 //
-// A row is read once, into a buffer of fp32 in the first-level cache, and walked there. Sums are taken from its first
-// element on, so that a constant row gives exactly the bias, and what rounding left of the mean is taken off in a second
-// walk, so that a large offset costs no digits. The saved mean is rounded too: the backward takes off what is left again.
+// A row is read once, into a buffer of fp32 in the first-level cache, and walked there (layer_norm_row.h).
 //
 // Bytes moved: forward x, residual and y once; backward dy, x, residual, dx and dresidual once.
 #include "../layer_norm.h"
 
+#include "layer_norm_row.h"
 #include "philox.h"
 
 namespace fastbert::cpu::FB_SET {
 
 namespace {
-
-template <class M>
-M square_root(M v) {
-  return sizeof(M) == 8 ? M(__builtin_sqrt(v)) : M(__builtin_sqrtf(float(v)));
-}
 
 enum class Sum { none, plain, dropout };  // z is x; x + x_bias + residual; dropout(x + x_bias) + residual
 
@@ -97,32 +91,12 @@ void forward(const LayerNorm& op, void* ys, int64_t begin, int64_t end, void* sc
       rows.keep_for_later(v, i, n);
       total[slot] += or_fill(v - shift, n, 0);
     });
-    const M mean = shift + sum(total) / M(C);
-
-    V first[kSlots]{}, second[kSlots]{};
-    for_vectors_in_slots<M>(C, [&](int64_t i, auto n, auto slot) {
-      const V d = or_fill(load(z + i, n) - mean, n, 0);
-      first[slot] += d;
-      second[slot] = fma(d, d, second[slot]);
-    });
-    const M left = sum(first) / M(C), variance = sum(second) / M(C) - left * left;
-    const M rstd = M(1) / square_root((variance < 0 ? M(0) : variance) + eps);
-    for_vectors<M>(C, [&](int64_t i, auto n) {
-      const V normal = (load(z + i, n) - mean - left) * rstd;
-      store(fma(normal, load(weight + i, n), load(bias + i, n)), y + i, n);
-    });
-    means[row] = mean + left;
-    rstds[row] = rstd;
+    normalize(z, shift + sum(total) / M(C), C, eps, weight, bias, y, means[row], rstds[row]);
   }
 }
 
-// ---- backward: with g = dy weight and n = (z - mean) rstd, dz = rstd (g - mean(g) - n mean(g n)); dresidual = dz,
-// dx = dropout(dz), and the columns' sums dweight = sum(dy n), dbias = sum(dy), dx_bias = sum(dx)
-
-template <class V, class M, class N>
-void accumulate(M* sums, int64_t i, N n, V v) {
-  store(load(sums + i, n) + v, sums + i, n);
-}
+// ---- backward: dresidual = dz, dx = dropout(dz), and the columns' sums dweight = sum(dy n), dbias = sum(dy),
+// dx_bias = sum(dx)
 
 template <Sum kSum, class T, class R, class Y>
 void backward(const LayerNorm& op, const LayerNormGradients& gradients, int64_t begin, int64_t end, void* scratch) {
@@ -149,12 +123,11 @@ void backward(const LayerNorm& op, const LayerNormGradients& gradients, int64_t 
       g_total[slot] += g;
       product[slot] = fma(g, c, product[slot]);
     });
-    const M left = sum(centered) / M(C), g_mean = sum(g_total) / M(C);
-    const M along = -(sum(product) / M(C) - left * g_mean) * rstd * rstd;
+    const RowGradient<M> row_gradient(centered, g_total, product, mean, rstd, C);
     for_vectors<M>(C, [&](int64_t i, auto n) {
-      const V c = load(z + i, n) - mean - left, dys = load(dy + i, n);
-      const V dz = (fma(c, splat<V>(along), dys * load(weight + i, n)) - g_mean) * rstd;
-      accumulate(dweight, i, n, dys * (c * rstd));
+      const V dys = load(dy + i, n), normal = row_gradient.normal(load(z + i, n));
+      const V dz = row_gradient.at(normal, dys * load(weight + i, n));
+      accumulate(dweight, i, n, dys * normal);
       accumulate(dbias, i, n, dys);
       V dropped = dz;
       if constexpr (kSum == Sum::dropout) dropped = keep(dz, rows.bits + i, rows.drop);

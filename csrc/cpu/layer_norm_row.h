@@ -1,0 +1,59 @@
+// LayerNorm of one row that lies in the first-level cache as fp32 (or fp64).
+//
+// The caller sums the row from its first element on, so that a constant row gives exactly the bias. What rounding left of
+// the mean is taken off in a second walk, so that a large offset costs no digits. The saved mean is rounded too: the
+// backward takes off what is left again.
+#pragma once
+
+#include "simd.h"
+
+namespace fastbert::cpu::FB_SET {
+
+inline float square_root(float v) { return __builtin_sqrtf(v); }
+inline double square_root(double v) { return __builtin_sqrt(v); }
+
+// ---- forward: y = (z - mean) rstd weight + bias
+
+template <class M, class Y>
+inline void normalize(const M* z, M mean, int64_t channels, M eps, const M* weight, const M* bias, Y* y, M& saved_mean,
+                      M& saved_rstd) {
+  using V = vec<M>;
+  V first[kSlots]{}, second[kSlots]{};
+  for_vectors_in_slots<M>(channels, [&](int64_t i, auto n, auto slot) {
+    const V d = or_fill(load(z + i, n) - mean, n, 0);
+    first[slot] += d;
+    second[slot] = fma(d, d, second[slot]);
+  });
+  const M left = sum(first) / M(channels), variance = sum(second) / M(channels) - left * left;
+  const M rstd = M(1) / square_root((variance < 0 ? M(0) : variance) + eps);
+  for_vectors<M>(channels, [&](int64_t i, auto n) {
+    const V normal = (load(z + i, n) - mean - left) * rstd;
+    store(fma(normal, load(weight + i, n), load(bias + i, n)), y + i, n);
+  });
+  saved_mean = mean + left;
+  saved_rstd = rstd;
+}
+
+// ---- backward: with g = dy weight and n = (z - mean) rstd, dz = rstd (g - mean(g) - n mean(g n))
+
+template <class M>
+struct RowGradient {
+  using V = vec<M>;
+  M mean, left, rstd, g_mean, along;
+
+  // Sums over the row of c = z - mean, g, and g c.
+  RowGradient(const V (&c)[kSlots], const V (&g)[kSlots], const V (&gc)[kSlots], M mean_, M rstd_, int64_t channels)
+      : mean(mean_), left(sum(c) / M(channels)), rstd(rstd_), g_mean(sum(g) / M(channels)) {
+    along = -(sum(gc) / M(channels) - left * g_mean) * rstd;
+  }
+
+  V normal(V z) const { return (z - mean - left) * rstd; }
+  V at(V normal, V g) const { return (fma(normal, splat<V>(along), g) - g_mean) * rstd; }
+};
+
+template <class V, class M, class N>
+inline void accumulate(M* sums, int64_t i, N n, V v) {
+  store(load(sums + i, n) + v, sums + i, n);
+}
+
+}  // namespace fastbert::cpu::FB_SET

@@ -1,0 +1,116 @@
+// The torch side of embedding on the CPU. The schema is defined in fastbert/ops/embedding.py.
+//
+// The tables' gradients are added up by PyTorch's own kernel: each thread owns rows of the table, so the order is fixed.
+#include "embedding.h"
+
+#include <ATen/ops/embedding_dense_backward.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "tensor.h"
+
+namespace fastbert {
+
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// The inputs as the loops take them, kept alive.
+struct Inputs {
+  at::Tensor ids[3], tables[3], weight, bias;
+  Embedding op{};
+  int64_t tokens;
+
+  Inputs(const at::Tensor& input_ids, const at::Tensor& position_ids, const OptionalTensor& token_type_ids,
+         const at::Tensor& word, const at::Tensor& position, const OptionalTensor& token_type,
+         const at::Tensor& weight_, const OptionalTensor& bias_, double eps, Dropout drop) {
+    TORCH_CHECK(token_type.has_value() == token_type_ids.has_value(), "embedding: token_type without its ids");
+    auto dtype = c10::promoteTypes(word.scalar_type(), position.scalar_type());
+    if (token_type) dtype = c10::promoteTypes(dtype, token_type->scalar_type());
+    tokens = input_ids.numel(), op.channels = word.size(-1);
+    lookup(0, input_ids, word, dtype);
+    lookup(1, position_ids, position, dtype);
+    if (token_type) lookup(2, *token_type_ids, *token_type, dtype);
+    weight = as_math(weight_, tables[0]), bias = bias_ ? as_math(*bias_, tables[0]) : weight;
+    TORCH_CHECK(weight.dim() == 1 && weight.numel() == op.channels && bias.dim() == 1 && bias.numel() == op.channels,
+                "embedding: weight has shape ", weight_.sizes());
+    op.weight = weight.const_data_ptr(), op.bias = bias.const_data_ptr();
+    op.eps = eps, op.drop = drop, op.dtype = dtype_of(tables[0]);
+  }
+
+  void lookup(int i, const at::Tensor& ids_, const at::Tensor& table, at::ScalarType dtype) {
+    TORCH_CHECK(table.dim() == 2 && table.size(1) == op.channels && ids_.numel() == tokens &&
+                    (table.size(0) > 0 || tokens == 0),
+                "embedding: table has shape ", table.sizes(), ", ids have shape ", ids_.sizes());
+    ids[i] = ids_.to(at::kLong).contiguous(), tables[i] = table.to(dtype).contiguous();
+    op.lookups[i] = {ids[i].const_data_ptr<int64_t>(), tables[i].const_data_ptr(), table.size(0)};
+  }
+
+  at::TensorOptions math() const { return weight.options(); }
+};
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_fwd_cpu(
+    const at::Tensor& input_ids, const at::Tensor& position_ids, const OptionalTensor& token_type_ids,
+    const at::Tensor& word, const at::Tensor& position, const OptionalTensor& token_type, const at::Tensor& weight,
+    const at::Tensor& bias, const OptionalTensor& rng, double eps, double dropout_p, int64_t site) {
+  const auto loop = FB_BEST_SET(embedding_fwd);
+  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoSet);
+  Inputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps,
+            dropout_of(dropout_p, rng, site, kRowBits));
+  std::vector<int64_t> shape = input_ids.sizes().vec();
+  const at::Tensor mean = at::empty(shape, in.math()), rstd = at::empty(shape, in.math());
+  shape.push_back(in.op.channels);
+  const at::Tensor y = at::empty(shape, in.tables[0].options());
+  in.op.mean = mean.mutable_data_ptr(), in.op.rstd = rstd.mutable_data_ptr();
+  void* const out = y.mutable_data_ptr();
+  if (y.numel())
+    parallel_rows(in.tokens, in.op.channels, FB_BEST_SET(embedding_scratch)(in.op.channels),
+                  [&](int64_t begin, int64_t end, void* room) { loop(in.op, out, begin, end, room); });
+  return {y, mean, rstd};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding_bwd_cpu(
+    const at::Tensor& dy, const at::Tensor& input_ids, const at::Tensor& position_ids,
+    const OptionalTensor& token_type_ids, const at::Tensor& word, const at::Tensor& position,
+    const OptionalTensor& token_type, const at::Tensor& weight, const at::Tensor& mean, const at::Tensor& rstd,
+    const OptionalTensor& rng, double dropout_p, int64_t site, int64_t padding_idx, const c10::List<bool>& need) {
+  const auto loop = FB_BEST_SET(embedding_bwd);
+  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoSet);
+  const at::AutoDispatchBelowAutograd guard;
+  Inputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, {}, 0,
+            dropout_of(dropout_p, rng, site, kRowBits));
+  const int64_t C = in.op.channels;
+  TORCH_CHECK(dy.numel() == in.tokens * C && dy.scalar_type() == in.tables[0].scalar_type() &&
+                  mean.numel() == in.tokens && rstd.numel() == in.tokens && mean.dtype() == in.math().dtype() &&
+                  rstd.dtype() == in.math().dtype(),
+              "embedding: dy is ", dy.scalar_type(), " ", dy.sizes(), ", mean ", mean.sizes());
+  const at::Tensor grad = dy.contiguous(), means = mean.contiguous(), rstds = rstd.contiguous();
+  in.op.mean = means.data_ptr(), in.op.rstd = rstds.data_ptr();
+  const at::Tensor dz = at::empty({in.tokens, C}, in.math());
+  EmbeddingGradients gradients{grad.const_data_ptr(), dz.mutable_data_ptr(), nullptr, nullptr};
+  const at::Tensor sums = sum_rows(in.tokens, C, 2, FB_BEST_SET(embedding_scratch)(C), in.math(),
+                                   [&](int64_t begin, int64_t end, char* chunk, void* room) {
+                                     EmbeddingGradients here = gradients;
+                                     here.dweight = chunk, here.dbias = chunk + C * in.weight.element_size();
+                                     loop(in.op, here, begin, end, room);
+                                   });
+  const auto table = [&](int i, const at::Tensor& of, int64_t padding) {
+    if (!need.get(i)) return at::empty({0}, in.math());
+    const at::Tensor ids = in.ids[i].flatten();
+    return at::embedding_dense_backward(dz, ids, in.tables[i].size(0), padding, false).to(of.scalar_type());
+  };
+  const auto row = [&](int64_t i) {
+    return need.get(3) ? sums[i].to(weight.options(), false, /*copy=*/true) : at::empty({0}, weight.options());
+  };
+  return {table(0, word, padding_idx), table(1, position, -1), table(2, token_type.value_or(word), -1), row(0), row(1)};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("embedding_fwd", &embedding_fwd_cpu);
+  m.impl("embedding_bwd", &embedding_bwd_cpu);
+}
+
+}  // namespace fastbert

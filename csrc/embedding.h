@@ -1,0 +1,43 @@
+// What the loops of embedding offer the torch side. M stands for the type of arithmetic, double for f64, else float.
+#pragma once
+
+#include <stdint.h>
+
+#include "cpu/sets.h"
+#include "dropout.h"
+#include "dtype.h"
+
+namespace fastbert {
+
+// y = dropout(LayerNorm(word[input_id] + position[position_id] + token_type[token_type_id])); tables of one dtype.
+struct Embedding {
+  struct Lookup {
+    const int64_t* ids;  // [tokens]; clamped to the table
+    const void* table;   // [rows, channels]; nullptr where the model has no token types
+    int64_t rows;
+  } lookups[3];
+  const void *weight, *bias;  // [channels] of M
+  void *mean, *rstd;          // [tokens] of M
+  int64_t channels;
+  double eps;
+  Dropout drop;
+  DType dtype;
+};
+
+struct EmbeddingGradients {
+  const void* dy;          // of dtype
+  void* dz;                // [tokens, channels] of M
+  void *dweight, *dbias;   // [channels] of M, added to
+};
+
+namespace cpu {
+
+// Tokens begin to end. scratch: embedding_scratch(channels) bytes.
+FB_FOR_EACH_SET(int64_t embedding_scratch(int64_t channels);
+                void embedding_fwd(const Embedding& op, void* y, int64_t begin, int64_t end, void* scratch);
+                void embedding_bwd(const Embedding& op, const EmbeddingGradients& gradients, int64_t begin,
+                                   int64_t end, void* scratch);)
+
+}  // namespace cpu
+
+}  // namespace fastbert
