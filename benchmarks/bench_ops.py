@@ -115,8 +115,27 @@ def dense_gelu(size: Size, batch: Batch, kind: dict) -> Case:
     }
     moved = (batch.tokens * (C + wide) + C * wide) * inputs["x"].element_size()
     plain = Contender(lambda x, weight, bias: F.gelu(F.linear(x, weight, bias)))
-    products = 2 * batch.tokens * C * wide
-    return Case("dense_gelu", inputs, ops.dense_gelu, {PYTORCH: plain}, bytes=(moved, 3 * moved), products=products)
+    onednn = Contender(lambda x, weight, bias: F.gelu(testing.onednn_linear(x, weight, bias)))
+    ways, products = {PYTORCH: plain, **_on_cpu(kind, onednn)}, 2 * batch.tokens * C * wide
+    return Case("dense_gelu", inputs, ops.dense_gelu, ways, bytes=(moved, 3 * moved), products=products)
+
+
+def linear(size: Size, batch: Batch, kind: dict) -> Case:
+    C = size.config.hidden_size
+    inputs = {
+        "x": normal(batch.tokens, C, **kind),
+        "weight": normal(3 * C, C, scale=C**-0.5, **kind),
+        "bias": normal(3 * C, **kind),
+    }
+    moved = (4 * batch.tokens * C + 3 * C**2) * inputs["x"].element_size()
+    ways = {PYTORCH: Contender(F.linear), **_on_cpu(kind, Contender(testing.onednn_linear))}
+    products = 6 * batch.tokens * C**2
+    return Case("linear", inputs, ops.linear, ways, bytes=(moved, 3 * moved), products=products)
+
+
+def _on_cpu(kind: dict, onednn: Contender) -> dict[str, Contender]:
+    """PyTorch's other product: what its compiler uses on a CPU."""
+    return {"PyTorch, oneDNN": onednn} if kind["device"] == "cpu" and kind["dtype"] == torch.float32 else {}
 
 
 def embedding(size: Size, batch: Batch, kind: dict) -> Case:
@@ -264,6 +283,7 @@ CASES: dict[str, tuple[Callable[[Size, Batch, dict], Case], tuple[str, ...]]] = 
     "qkv_attention": (qkv_attention, ("full", "half")),
     "add_layer_norm": (add_layer_norm, ("full",)),
     "dense_gelu": (dense_gelu, ("full",)),
+    "linear": (linear, ("full", "half")),
     "bias_gelu": (bias_gelu, ("full",)),
     "layer_norm": (layer_norm, ("full",)),
     "embedding": (embedding, ("full",)),

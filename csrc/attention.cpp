@@ -1,9 +1,9 @@
 // The torch side of attention on the CPU. The schema is defined in fastbert/ops/attention.py.
 //
-// A task is one head of one sequence. Its queries are taken kQueries at a time: a matrix product makes their scores with
-// all keys, a loop turns them into weights, another product meets the values. Queries, keys and values are read where the
-// projection left them; only bf16 and f16 are converted to fp32 first. The backward adds up dK and dV of a task in the
-// order of its queries, so the number of threads changes nothing.
+// A task is one head of one sequence. Its queries are taken kQueries at a time: a matrix product makes their scores
+// with all keys, a loop turns them into weights, another product meets the values. Queries, keys and values are read
+// where the projection left them; only bf16 and f16 are converted to fp32 first. The backward adds up dK and dV of a
+// task in the order of its queries, so the number of threads changes nothing.
 #include "attention.h"
 
 #include <ATen/ops/zeros.h>
@@ -60,8 +60,8 @@ struct Batch {
   int64_t qkv_stride() const { return 3 * heads * D; }
   int64_t out_stride() const { return heads * D; }
 
-  // f(head, sequence) for all tasks, in all threads, each with a Scratch of its own. Neighbouring tasks are the same head
-  // of different sequences, so that threads get equal shares of long and short ones.
+  // f(head, sequence) for all tasks, in all threads, each with a Scratch of its own. Neighbouring tasks are the same
+  // head of different sequences, so that threads get equal shares of long and short ones.
   template <class Scratch, class F>
   void for_tasks(const F& f) const {
     if (tokens == 0 || D == 0) return;

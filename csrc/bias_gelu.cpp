@@ -66,8 +66,8 @@ std::tuple<at::Tensor, at::Tensor> gelu_bwd_cpu(const at::Tensor& dy, const at::
   const int64_t row_bytes = channels * x.element_size();
   const at::Tensor grad = dy.contiguous(), in = x.contiguous();
   const auto b = as_math(bias, x);
-  const char *const dys = static_cast<const char*>(grad.const_data_ptr()),
-                    *const xs = static_cast<const char*>(in.const_data_ptr());
+  const char *const dys = static_cast<const char*>(grad.const_data_ptr()), *const xs = static_cast<const char*>(
+                                                                               in.const_data_ptr());
   char* const dxs = static_cast<char*>(dx.mutable_data_ptr());
   const at::Tensor dbias = sum_rows(
       rows, channels, 1, 0, x.options().dtype(math_type(x)), [&](int64_t begin, int64_t end, char* sums, void*) {

@@ -1,5 +1,5 @@
-// The torch side of dense_gelu on the CPU: a library's matrix product, then one pass of bias_gelu's loops over its output.
-// oneDNN can apply the GELU itself, but is slower than the two (docs/dense_gelu.md). The schema is defined in
+// The torch side of dense_gelu on the CPU: a library's matrix product, then one pass of bias_gelu's loops over its
+// output. oneDNN can apply the GELU itself, but is slower than the two (docs/dense_gelu.md). The schema is defined in
 // fastbert/ops/dense_gelu.py.
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
@@ -30,7 +30,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> dense_gelu_bwd_cpu(const at::Tens
                                                                   bool need_dparams) {
   const at::AutoDispatchBelowAutograd guard;
   auto [dpre, dbias] = gelu_bwd_cpu(dy, preactivation, std::nullopt, approximate,
-                                   need_dparams ? std::optional(weight.options()) : std::nullopt);
+                                    need_dparams ? std::optional(weight.options()) : std::nullopt);
   const at::Tensor rows = dpre.flatten(0, -2);
   return {need_dx ? at::matmul(dpre, weight) : at::empty({0}, x.options()),
           need_dparams ? at::mm(rows.t(), x.flatten(0, -2)) : at::empty({0}, x.options()), dbias};

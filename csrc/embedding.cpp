@@ -1,6 +1,7 @@
 // The torch side of embedding on the CPU. The schema is defined in fastbert/ops/embedding.py.
 //
-// The tables' gradients are added up by PyTorch's own kernel: each thread owns rows of the table, so the order is fixed.
+// The tables' gradients are added up by PyTorch's own kernel: each thread owns rows of the table, so the order is
+// fixed.
 #include "embedding.h"
 
 #include <ATen/ops/embedding_dense_backward.h>

@@ -25,9 +25,9 @@ struct Embedding {
 };
 
 struct EmbeddingGradients {
-  const void* dy;          // of dtype
-  void* dz;                // [tokens, channels] of M
-  void *dweight, *dbias;   // [channels] of M, added to
+  const void* dy;         // of dtype
+  void* dz;               // [tokens, channels] of M
+  void *dweight, *dbias;  // [channels] of M, added to
 };
 
 namespace cpu {
@@ -35,8 +35,8 @@ namespace cpu {
 // Tokens begin to end. scratch: embedding_scratch(channels) bytes.
 FB_FOR_EACH_SET(int64_t embedding_scratch(int64_t channels);
                 void embedding_fwd(const Embedding& op, void* y, int64_t begin, int64_t end, void* scratch);
-                void embedding_bwd(const Embedding& op, const EmbeddingGradients& gradients, int64_t begin,
-                                   int64_t end, void* scratch);)
+                void embedding_bwd(const Embedding& op, const EmbeddingGradients& gradients, int64_t begin, int64_t end,
+                                   void* scratch);)
 
 }  // namespace cpu
 

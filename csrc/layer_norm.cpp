@@ -75,7 +75,8 @@ Tensors5 backward(Inputs in, const at::Tensor& dy, const at::Tensor& mean, const
               "layer_norm: dy is ", dy.scalar_type(), " ", dy.sizes(), ", mean ", mean.sizes());
   const at::Tensor grad = dy.contiguous(), means = mean.contiguous(), rstds = rstd.contiguous();
   in.op.mean = means.data_ptr(), in.op.rstd = rstds.data_ptr();
-  const at::Tensor dx = at::empty(in.x.sizes(), in.x.options());
+  const bool shared = in.residual && in.op.residual_type == in.op.x_type && in.op.drop.threshold == 0;
+  const at::Tensor dx = shared ? at::empty({0}, in.x.options()) : at::empty(in.x.sizes(), in.x.options());
   at::Tensor dresidual = in.residual ? at::empty(in.x.sizes(), in.residual->options()) : at::Tensor();
   LayerNormGradients gradients{};
   gradients.dy = grad.const_data_ptr(), gradients.dx = dx.mutable_data_ptr();

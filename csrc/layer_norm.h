@@ -22,8 +22,10 @@ struct LayerNorm {
 };
 
 struct LayerNormGradients {
-  const void* dy;                    // of y_type
-  void *dx, *dresidual;             // dresidual and dx_bias: nullptr for layer_norm
+  const void* dy;  // of y_type
+  // dresidual and dx_bias: nullptr for layer_norm. Without dropout and with residual of x's type, dx is dresidual: it
+  // is not written.
+  void *dx, *dresidual;
   void *dweight, *dbias, *dx_bias;  // [channels], added to
 };
 

@@ -7,8 +7,8 @@
 
 namespace fastbert {
 
-// x (..., K) weight (C, K)^T + bias (C,) on the CPU. In fp32 that is oneDNN where this torch has it, MKL (as in F.linear)
-// elsewhere; docs/linear.md has the measurement.
+// x (..., K) weight (C, K)^T + bias (C,) on the CPU. In fp32 that is oneDNN where this torch has it, MKL (as in
+// F.linear) elsewhere; docs/linear.md has the measurement.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
 }  // namespace fastbert

@@ -41,7 +41,9 @@ inline void* current_stream(const at::Tensor& tensor) {
 constexpr char kNoSet[] = "fastbert's CPU kernels need a processor with AVX2 and FMA";
 
 // The type in which the loops compute, and take parameters.
-inline at::ScalarType math_type(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+inline at::ScalarType math_type(const at::Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
 inline at::Tensor as_math(const at::Tensor& parameter, const at::Tensor& x) {
   return parameter.to(math_type(x)).contiguous();
 }
@@ -49,9 +51,7 @@ inline std::optional<at::Tensor> as_math(const std::optional<at::Tensor>& parame
   return parameter ? std::optional(as_math(*parameter, x)) : std::nullopt;
 }
 
-inline const void* data(const std::optional<at::Tensor>& tensor) {
-  return tensor ? tensor->const_data_ptr() : nullptr;
-}
+inline const void* data(const std::optional<at::Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
 
 // The dropout of a site; the key is read, so rng must be on the CPU. Values are checked in Python.
 inline Dropout dropout_of(double p, const std::optional<at::Tensor>& rng, int64_t site, int bits) {
@@ -75,13 +75,13 @@ void parallel_rows(int64_t rows, int64_t channels, int64_t scratch_bytes, const 
   });
 }
 
-// Sums over rows that are the same bits for any number of threads: f(begin, end, sums, scratch) adds the rows of a chunk
-// to sums, [quantities, channels] of its own, and the chunks' sums are added up in order. Chunks depend on the
+// Sums over rows that are the same bits for any number of threads: f(begin, end, sums, scratch) adds the rows of a
+// chunk to sums, [quantities, channels] of its own, and the chunks' sums are added up in order. Chunks depend on the
 // number of rows alone.
 template <class F>
-at::Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t scratch_bytes, at::TensorOptions options,
-                    const F& f) {
-  constexpr int64_t kChunkRows = 32, kChunks = 64;
+at::Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t scratch_bytes,
+                    at::TensorOptions options, const F& f) {
+  constexpr int64_t kChunkRows = 64, kChunks = 64;
   const int64_t chunk = std::max(kChunkRows, (rows + kChunks - 1) / kChunks), chunks = (rows + chunk - 1) / chunk;
   const at::Tensor sums = at::zeros({chunks, quantities, channels}, options);
   char* const data = static_cast<char*>(sums.mutable_data_ptr());

@@ -55,10 +55,7 @@ KERNELS: dict[tuple[str, str], Kernel] = {
 
 # device type -> op -> (backends, best first; what the order rests on). An op that is not listed has only `reference`.
 ORDER: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
-    "cpu": {
-        op: (("cpu", "reference"), "benchmarks/results/cpu/ops.json")
-        for op in (*_ON_CPU, "linear")
-    },
+    "cpu": {op: (("cpu", "reference"), "benchmarks/results/cpu/ops.json") for op in (*_ON_CPU, "linear")},
     "cuda": {"bias_gelu": (("cuda", "reference"), "not yet measured")},
 }
 

@@ -160,12 +160,14 @@ class TestAttention(AttentionSuite):
         The CPU's kernel takes the lengths from cu_seqlens and loses none.
         """
         inputs = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)
-        out, whole = (PRIMITIVES["attention_fwd"](backend.name, *inputs.values(), n, 0.3, 0.0, None, 0)[0] for n in (3, 5))
+        out, whole = (
+            PRIMITIVES["attention_fwd"](backend.name, *inputs.values(), n, 0.3, 0.0, None, 0)[0] for n in (3, 5)
+        )
         lost = whole[3:5] if backend.name == "cpu" else torch.zeros_like(out[3:5])
         assert not out.isnan().any() and torch.equal(out[3:5], lost)
 
     def test_foreign_cu_seqlens_are_clamped(self, backend):
-        """In compiled code nobody looks at the values: whatever they are, every row is written and nothing else read."""
+        """In compiled code nobody looks at the values: every row is written, and nothing foreign read."""
         if backend.name == "reference":
             backend.skip("plain PyTorch indexes with what it is given")
         qkv = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)["qkv"]

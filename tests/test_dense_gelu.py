@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
 
-from fastbert import ops
+from fastbert import ops, testing
 from fastbert.ops.op import PRIMITIVES, Primitive
 
 
@@ -42,7 +42,10 @@ class TestDenseGelu(OpSuite):
         def product(x, weight, bias):
             return F.gelu(x @ weight.to(x.dtype).T + bias.to(x.dtype), approximate=self.approximate)
 
-        return [linear, product]
+        def onednn(x, weight, bias):
+            return F.gelu(testing.onednn_linear(x, weight, bias), approximate=self.approximate)
+
+        return [linear, product, onednn]
 
     def primitive_calls(self, inputs):
         x, weight, bias = inputs.values()

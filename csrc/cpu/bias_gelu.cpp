@@ -1,4 +1,5 @@
-// y = gelu(x + bias) on [rows, channels], and its backward. No bias is a bias of nothing. The caller splits rows over threads.
+// y = gelu(x + bias) on [rows, channels], and its backward. No bias is a bias of nothing. The caller splits rows over
+// threads.
 //
 // Bytes moved: forward x and y once; backward dy, x and dx once. dbias is added up in a row of fp32 that stays in the
 // first-level cache.
@@ -43,8 +44,9 @@ void backward(const T* dy, const T* x, const math_t<T>* bias, T* dx, math_t<T>* 
 void bias_gelu_fwd(const void* x, const void* bias, void* y, int64_t rows, int64_t channels, DType dtype, bool tanh) {
   for_dtype(dtype, [&](auto element) {
     using T = decltype(element);
-    const auto loop = tanh ? bias ? forward<true, true, T> : forward<true, false, T>
-                      : bias ? forward<false, true, T> : forward<false, false, T>;
+    const auto loop = tanh   ? bias ? forward<true, true, T> : forward<true, false, T>
+                      : bias ? forward<false, true, T>
+                             : forward<false, false, T>;
     loop(static_cast<const T*>(x), static_cast<const math_t<T>*>(bias), static_cast<T*>(y), rows, channels);
   });
 }
@@ -54,8 +56,9 @@ void bias_gelu_bwd(const void* dy, const void* x, const void* bias, void* dx, vo
   for_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     using M = math_t<T>;
-    const auto loop = tanh ? bias ? backward<true, true, T> : backward<true, false, T>
-                      : bias ? backward<false, true, T> : backward<false, false, T>;
+    const auto loop = tanh   ? bias ? backward<true, true, T> : backward<true, false, T>
+                      : bias ? backward<false, true, T>
+                             : backward<false, false, T>;
     loop(static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const M*>(bias), static_cast<T*>(dx),
          static_cast<M*>(dbias), rows, channels);
   });

@@ -67,8 +67,7 @@ void forward(const Embedding& op, T* y, int64_t begin, int64_t end, math_t<T>* b
 // ---- backward, to the sum of the tables' rows; dweight = sum(dy n), dbias = sum(dy)
 
 template <class T>
-void backward(const Embedding& op, const EmbeddingGradients& gradients, int64_t begin, int64_t end,
-              math_t<T>* buffer) {
+void backward(const Embedding& op, const EmbeddingGradients& gradients, int64_t begin, int64_t end, math_t<T>* buffer) {
   using M = math_t<T>;
   using V = vec<M>;
   const int64_t C = op.channels;

@@ -14,6 +14,11 @@ namespace {
 
 enum class Sum { none, plain, dropout };  // z is x; x + x_bias + residual; dropout(x + x_bias) + residual
 
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+
 // The rows of z. The fields of LayerNorm are copied: what a loop stores could otherwise be one of them.
 template <Sum kSum, class T, class R>
 struct Rows {
@@ -109,9 +114,10 @@ void backward(const LayerNorm& op, const LayerNormGradients& gradients, int64_t 
   M *const dweight = static_cast<M*>(gradients.dweight), *const dbias = static_cast<M*>(gradients.dbias);
   M* const dx_bias = static_cast<M*>(gradients.dx_bias);
   const Y* dy = static_cast<const Y*>(gradients.dy) + begin * C;
-  T* dx = static_cast<T*>(gradients.dx) + begin * C;
+  constexpr bool kShared = kSum == Sum::plain && kSame<T, R>;  // dx would be dresidual
+  T* dx = kShared ? nullptr : static_cast<T*>(gradients.dx) + begin * C;
   R* dresidual = kSum == Sum::none ? nullptr : static_cast<R*>(gradients.dresidual) + begin * C;
-  for (int64_t row = begin; row < end; ++row, dy += C, dx += C) {
+  for (int64_t row = begin; row < end; ++row, dy += C) {
     const M mean = means[row], rstd = rstds[row];
     rows.start(row);
     const M* const z = rows.stored();
@@ -131,12 +137,13 @@ void backward(const LayerNorm& op, const LayerNormGradients& gradients, int64_t 
       accumulate(dbias, i, n, dys);
       V dropped = dz;
       if constexpr (kSum == Sum::dropout) dropped = keep(dz, rows.bits + i, rows.drop);
-      store(dropped, dx + i, n);
+      if constexpr (!kShared) store(dropped, dx + i, n);
       if constexpr (kSum != Sum::none) {
         store(dz, dresidual + i, n);
         accumulate(dx_bias, i, n, dropped);
       }
     });
+    if (!kShared) dx += C;
     if (kSum != Sum::none) dresidual += C;
   }
 }

@@ -1,7 +1,7 @@
 // LayerNorm of one row that lies in the first-level cache as fp32 (or fp64).
 //
-// The caller sums the row from its first element on, so that a constant row gives exactly the bias. What rounding left of
-// the mean is taken off in a second walk, so that a large offset costs no digits. The saved mean is rounded too: the
+// The caller sums the row from its first element on, so that a constant row gives exactly the bias. What rounding left
+// of the mean is taken off in a second walk, so that a large offset costs no digits. The saved mean is rounded too: the
 // backward takes off what is left again.
 #pragma once
 

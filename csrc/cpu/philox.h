@@ -48,9 +48,7 @@ inline Words philox(uint32_t group, uint32_t c1, uint32_t c2, uint32_t c3, uint6
 
 // Room for the bits of a row, written in whole vectors of counters.
 constexpr int64_t row_bits_room(int64_t channels) { return (channels + 8 * kGroups - 1) / (8 * kGroups) * 8 * kGroups; }
-constexpr int64_t key_bits_room(int64_t keys) {
-  return (keys + 16 * kGroups - 1) / (16 * kGroups) * 16 * kGroups;
-}
+constexpr int64_t key_bits_room(int64_t keys) { return (keys + 16 * kGroups - 1) / (16 * kGroups) * 16 * kGroups; }
 
 // 16 bits for each channel of a token.
 inline void row_bits(uint16_t* bits, int64_t channels, uint64_t token, uint64_t key) {
@@ -63,7 +61,8 @@ inline void row_bits(uint16_t* bits, int64_t channels, uint64_t token, uint64_t 
   }
 }
 
-// A byte for each key of a query. In a block of 64 keys, bytes 2j and 2j + 1 of column c are keys 8j + 2c and 8j + 2c + 1.
+// A byte for each key of a query. In a block of 64 keys, bytes 2j and 2j + 1 of column c are keys 8j + 2c and 8j + 2c
+// + 1.
 inline void attention_bits(uint8_t* bits, int64_t keys, uint32_t query, uint32_t head, uint32_t sequence,
                            uint64_t key) {
   for (int64_t first = 0; first < keys; first += 16 * kGroups) {

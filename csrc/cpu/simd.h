@@ -228,7 +228,9 @@ inline vdouble fma(vdouble a, vdouble b, vdouble c) {
 }
 inline vfloat lesser(vfloat a, vfloat b) { return (vfloat)FB_INTRINSIC(min_ps)((native_float)a, (native_float)b); }
 inline vfloat greater(vfloat a, vfloat b) { return (vfloat)FB_INTRINSIC(max_ps)((native_float)a, (native_float)b); }
-inline vdouble lesser(vdouble a, vdouble b) { return (vdouble)FB_INTRINSIC(min_pd)((native_double)a, (native_double)b); }
+inline vdouble lesser(vdouble a, vdouble b) {
+  return (vdouble)FB_INTRINSIC(min_pd)((native_double)a, (native_double)b);
+}
 inline vdouble greater(vdouble a, vdouble b) {
   return (vdouble)FB_INTRINSIC(max_pd)((native_double)a, (native_double)b);
 }

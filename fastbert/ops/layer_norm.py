@@ -98,13 +98,19 @@ def _add_forward(x, residual, weight, bias, x_bias, rng, eps, dropout_p, site):
     return y.to(torch.promote_types(x.dtype, residual.dtype)), mean, rstd
 
 
+def _one_gradient(x: Tensor, residual: Tensor, dropout_p: float) -> bool:
+    """Whether x and residual have the same gradient: the primitive then returns it as dresidual, and an empty dx."""
+    return x.dtype == residual.dtype and random.threshold(dropout_p, random.ROW_BITS) == 0
+
+
 def _add_backward(dy, x, residual, weight, mean, rstd, x_bias, rng, dropout_p, site, need_dparams):
     z = _sum(x, residual, x_bias, dropout_p, rng, site)
     dz, *dparams = norm_backward(wide(dy), z, weight, mean, rstd, need_dparams)
     dx = drop_rows(dz, dropout_p, rng, site)
     with_bias = need_dparams and x_bias is not None
     dx_bias = dx.sum_to_size(x_bias.shape).to(x_bias.dtype) if with_bias else x.new_empty(0)
-    return dx.to(x.dtype), dz.to(residual.dtype), *dparams, dx_bias
+    dx = x.new_empty(0) if _one_gradient(x, residual, dropout_p) else dx.to(x.dtype)
+    return dx, dz.to(residual.dtype), *dparams, dx_bias
 
 
 # ---- schemas
@@ -129,7 +135,8 @@ def _fake_add_backward(dy, x, residual, weight, mean, rstd, x_bias, rng, dropout
     with_bias = need_dparams and x_bias is not None
     dx_bias = x_bias.new_empty(x_bias.shape) if with_bias else x.new_empty(0)
     dparams = _fake_parameters(weight, need_dparams)
-    return x.new_empty(x.shape), residual.new_empty(x.shape), *dparams, dx_bias
+    dx = x.new_empty((0,) if _one_gradient(x, residual, dropout_p) else x.shape)
+    return dx, residual.new_empty(x.shape), *dparams, dx_bias
 
 
 FWD = Primitive(
@@ -192,8 +199,10 @@ class _AddLayerNorm(torch.autograd.Function):
     @first_derivative_only("add_layer_norm")
     def backward(ctx, saved, dy):
         need_dparams = any(ctx.needs_input_grad[3:6])
-        *grads, dx_bias = ADD_BWD(ctx.backend, dy, *saved, ctx.dropout_p, ctx.site, need_dparams)
-        return None, *grads, dx_bias if ctx.needs_input_grad[5] else None, None, None, None, None
+        dx, dresidual, *dparams, dx_bias = ADD_BWD(ctx.backend, dy, *saved, ctx.dropout_p, ctx.site, need_dparams)
+        if _one_gradient(saved[0], saved[1], ctx.dropout_p):
+            dx = dresidual
+        return None, dx, dresidual, *dparams, dx_bias if ctx.needs_input_grad[5] else None, None, None, None, None
 
 
 def _check(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor], eps: float) -> None:

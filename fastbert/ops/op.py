@@ -90,10 +90,10 @@ def first_derivative_only(op: str) -> Callable:
         @functools.wraps(backward)
         def checked(ctx, *grads):
             saved = ctx.saved_tensors
+            if not torch.is_grad_enabled():
+                return backward(ctx, saved, *grads)
             with torch.no_grad():
                 results = backward(ctx, saved, *grads)
-            if not torch.is_grad_enabled():
-                return results
             given = [r for r in results if r is not None]
             inputs = [t for t in (*saved, *grads) if t is not None and t.is_floating_point()]
             marked = iter(_NoSecondDerivative.apply(op, len(given), *given, *inputs))

@@ -1,0 +1,91 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
+
+from fastbert import ops, testing
+
+
+class TestLinear(OpSuite):
+    op = "linear"
+    parameters = ("weight", "bias")
+    shapes = [
+        pytest.param((5, 7, 11), id="odd"),
+        pytest.param((288, 768, 768), id="many-rows-of-a-good-number"),
+        pytest.param((287, 768, 768), id="many-rows-of-a-bad-number"),
+        pytest.param((1, 64, 16), id="one-token"),
+    ]
+
+    def inputs(self, shape, dtype, device):
+        tokens, inner, outer = shape
+        return {
+            "x": normal(tokens, inner, dtype=dtype, device=device),
+            "weight": normal(outer, inner, dtype=dtype, device=device, scale=inner**-0.5),
+            "bias": normal(outer, dtype=dtype, device=device),
+        }
+
+    def empty(self, dtype, device):
+        return self.inputs((0, 8, 4), dtype, device)
+
+    def ours(self, x, weight, bias):
+        return ops.linear(x, weight, bias)
+
+    def truth(self, x, weight, bias):
+        return x @ weight.T + bias
+
+    def contenders(self):
+        def plain(x, weight, bias):
+            return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+
+        return [plain, testing.onednn_linear]
+
+    def primitive_calls(self, inputs):
+        x, weight, bias = inputs.values()
+        yield "linear_fwd", (x, weight, bias)
+        yield "linear_fwd", (x, weight, None)
+
+    test_second_derivative_is_refused = None  # its backward is plain PyTorch
+
+    def test_second_derivative(self, backend):
+        backend.require(torch.float32, backward=True)
+        inputs = self.inputs((5, 7, 11), torch.float32, backend.device)
+        leaves = [t.clone().requires_grad_() for t in inputs.values()]
+
+        def penalty(linear):
+            dx = torch.autograd.grad(linear(*leaves).square().sum(), leaves[0], create_graph=True)[0]
+            return torch.autograd.grad(dx.square().sum(), leaves[1])[0]
+
+        torch.testing.assert_close(penalty(ops.linear), penalty(F.linear))
+
+    def test_without_bias(self, backend):
+        inputs = self.inputs((5, 7, 11), torch.float32, backend.device)
+        expected = self.ours(inputs["x"], inputs["weight"], torch.zeros_like(inputs["bias"]))
+        assert torch.equal(ops.linear(inputs["x"], inputs["weight"]), expected)
+
+    @pytest.mark.parametrize("frozen", [("weight", "bias"), ("x",)])
+    def test_frozen_inputs_get_no_gradient(self, backend, frozen):
+        inputs = self.inputs((5, 7, 11), torch.float32, backend.device)
+        leaves = {name: t.requires_grad_(name not in frozen) for name, t in inputs.items()}
+        self.ours(**leaves).sum().backward()
+        assert all((leaf.grad is None) == (name in frozen) for name, leaf in leaves.items())
+
+    def test_autocast(self, backend):
+        inputs = self.inputs((5, 7, 11), torch.float32, "cpu")
+        self.ours(**self.inputs((5, 7, 11), torch.float32, backend.device))
+        if backend.name != "reference":
+            backend.skip("bfloat16 is the library's F.linear")
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(ops.linear(**inputs), F.linear(**inputs))
+
+    def test_bad_input(self, backend):
+        x, weight, bias = self.inputs((5, 7, 11), torch.float32, backend.device).values()
+        self.ours(x, weight, bias)
+        for args, error, words in (
+            ((x[0], weight, bias), ValueError, "at least two dimensions"),
+            ((x, weight[:, 1:], bias), ValueError, "weight has shape"),
+            ((x, weight, bias[1:]), ValueError, "bias has shape"),
+            ((x.int(), weight, bias), TypeError, "x is torch.int32"),
+            ((x, weight.double(), bias), TypeError, "weight is torch.float64"),
+        ):
+            with pytest.raises(error, match=words):
+                ops.linear(*args)
