@@ -14,6 +14,7 @@ py::object active_set() {
     case fastbert::cpu::Set::generic: return py::str("generic");
     case fastbert::cpu::Set::avx2: return py::str("avx2");
     case fastbert::cpu::Set::avx512: return py::str("avx512");
+    case fastbert::cpu::Set::avx512_bf16: return py::str("avx512_bf16");
     case fastbert::cpu::Set::none: break;
   }
   return py::none();

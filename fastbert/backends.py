@@ -96,7 +96,8 @@ def _cpu_problem() -> str | None:
     if EXTENSION is None:
         return EXTENSION_PROBLEM
     if not build_info()["cpu_set"]:
-        return f"this processor has none of the instruction sets built: {', '.join(build_info()['cpu_sets'])}"
+        sets = ", ".join(build_info()["cpu_sets"])
+        return f"this processor has none of the instruction sets built ({sets}), or ATEN_CPU_CAPABILITY forbids them"
     return None
 
 

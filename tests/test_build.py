@@ -180,6 +180,7 @@ def test_best_instruction_set_of_this_processor_is_active(built):
     best = None
     if {"avx2", "fma", "f16c"} <= flags:
         best = "avx512" if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags else "avx2"
+        best += "_bf16" * (best == "avx512" and "avx512_bf16" in flags)
     assert built[1]["cpu_set"] == best
 
 

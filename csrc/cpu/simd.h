@@ -101,11 +101,18 @@ inline vfloat load(const bf16* src) {
 
 inline void store(vfloat v, float* dst) { __builtin_memcpy(dst, &v, sizeof v); }
 inline void store(vdouble v, double* dst) { __builtin_memcpy(dst, &v, sizeof v); }
+#ifdef __AVX512BF16__
+inline void store(vfloat v, bf16* dst) {
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);  // results below 2^-126 become 0
+  __builtin_memcpy(dst, &rounded, sizeof rounded);
+}
+#else
 inline void store(vfloat v, bf16* dst) {
   const vuint bits = reinterpret<vuint>(v), nearest_even = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   const vhalves rounded = __builtin_convertvector(v == v ? nearest_even : vuint{} + 0x7fc0, vhalves);
   __builtin_memcpy(dst, &rounded, sizeof rounded);
 }
+#endif
 
 #if defined(__AVX512F__)
 inline vfloat load(const f16* src) { return (vfloat)_mm512_cvtph_ps(load_bits<__m256i>(src)); }
