@@ -9,9 +9,6 @@
 
 namespace fastbert::cpu::FB_SET {
 
-inline float square_root(float v) { return __builtin_sqrtf(v); }
-inline double square_root(double v) { return __builtin_sqrt(v); }
-
 // ---- forward: y = (z - mean) rstd weight + bias
 
 template <class M, class Y>
@@ -25,9 +22,10 @@ inline void normalize(const M* z, M mean, int64_t channels, M eps, const M* weig
     second[slot] = fma(d, d, second[slot]);
   });
   const M left = sum(first) / M(channels), variance = sum(second) / M(channels) - left * left;
-  const M rstd = M(1) / square_root((variance < 0 ? M(0) : variance) + eps);
+  const M rstd = M(1 / __builtin_sqrt(double((variance < 0 ? M(0) : variance) + eps)));
+  const V scale = splat<V>(rstd), shift = splat<V>(-left * rstd);
   for_vectors<M>(channels, [&](int64_t i, auto n) {
-    const V normal = (load(z + i, n) - mean - left) * rstd;
+    const V normal = fma(load(z + i, n) - mean, scale, shift);
     store(fma(normal, load(weight + i, n), load(bias + i, n)), y + i, n);
   });
   saved_mean = mean + left;
@@ -39,15 +37,15 @@ inline void normalize(const M* z, M mean, int64_t channels, M eps, const M* weig
 template <class M>
 struct RowGradient {
   using V = vec<M>;
-  M mean, left, rstd, g_mean, along;
+  M mean, rstd, left, g_mean, along;
 
   // Sums over the row of c = z - mean, g, and g c.
   RowGradient(const V (&c)[kSlots], const V (&g)[kSlots], const V (&gc)[kSlots], M mean_, M rstd_, int64_t channels)
-      : mean(mean_), left(sum(c) / M(channels)), rstd(rstd_), g_mean(sum(g) / M(channels)) {
+      : mean(mean_), rstd(rstd_), left(sum(c) / M(channels)), g_mean(sum(g) / M(channels)) {
     along = -(sum(gc) / M(channels) - left * g_mean) * rstd;
   }
 
-  V normal(V z) const { return (z - mean - left) * rstd; }
+  V normal(V z) const { return fma(z - mean, splat<V>(rstd), splat<V>(-left * rstd)); }
   V at(V normal, V g) const { return (fma(normal, splat<V>(along), g) - g_mean) * rstd; }
 };
 
