@@ -1,12 +1,13 @@
 """BertModel and BertEncoder, forward and training step, against transformers' own with SDPA attention.
 
-A step is forward and backward without the optimizer, which is everybody's. Weights and inputs are random and new in
-every run. Truth is transformers' model in float64. "matrix products alone" is the time of the products of the real
-tokens: an encoder cannot beat it.
+A step is forward and backward without the optimizer, which is everybody's; with and without dropout. Weights and inputs
+are random and new in every run. Truth is transformers' model in float64. "matrix products alone" is the time of the
+products of the real tokens: an encoder cannot beat it.
 `pytest benchmarks/bench_encoder.py` runs one contender at a time; `python -m benchmarks.run` interleaves them.
 """
 
 import copy
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from benchmarks.sizes import Batch, Size
 from fastbert import checkpoint, testing
 
 PARTS = ("model", "encoder")
+DROPOUT = "forward+backward, dropout 0.1"
 BASELINE, TRUTH = "transformers sdpa", "truth"
 INPUT = "hidden_states"
 
@@ -152,16 +154,24 @@ def work(size: Size, lengths: list[int], dtype: torch.dtype, device: str, backwa
     return Work(sum(lengths), flops(*bert, lengths), moved(*bert, sum(lengths), element), fastest)
 
 
+def with_dropout(size: Size, p: float) -> Size:
+    config = dataclasses.replace(size.config, hidden_dropout_prob=p, attention_probs_dropout_prob=p)
+    return dataclasses.replace(size, config=config)
+
+
 def report(
     part: str, size: Size, distribution: str, dtype: str, direction: str, device: str, *, rounds, limit, compiled
 ) -> harness.Report:
-    """One case, measured (rounds > 0) or verified."""
+    """One case, measured (rounds > 0) or verified. What is timed with dropout is verified without."""
     kind, backward, batch = DTYPES[dtype], direction != "forward", sizes.make_batch(size, distribution, device)
     found = ways(part, size, batch, kind, device, backward, compiled)
+    to_time = found
+    if direction == DROPOUT and rounds:
+        to_time = ways(part, with_dropout(size, 0.1), batch, kind, device, backward, compiled)
     facts = {"part": part, "direction": direction, "dtype": dtype, "lengths": distribution, "batch": size.batch}
     facts |= {"seqlen": size.seqlen, "hidden": size.config.hidden_size, "layers": size.config.num_hidden_layers}
     return harness.measure(
-        {name: timed(way, backward) for name, way in found.items() if name != TRUTH},
+        {name: timed(way, backward) for name, way in to_time.items() if name != TRUTH},
         verify=verifier(found, batch, backward),
         baseline=BASELINE,
         work=work(size, batch.lengths, kind, device, backward) if rounds else Work(batch.tokens),
@@ -176,7 +186,7 @@ def report(
 def reports(found: list[Size], dtypes: list[str], device: str, **how) -> Iterator[harness.Report]:
     """Every part, size, dtype, distribution of lengths and direction in turn."""
     for part, size, dtype in itertools.product(PARTS, found, dtypes):
-        for distribution, direction in itertools.product(("half", "full"), DIRECTIONS):
+        for distribution, direction in itertools.product(("half", "full"), (*DIRECTIONS, DROPOUT)):
             yield report(part, size, distribution, dtype, direction, device, **how)
 
 

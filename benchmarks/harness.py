@@ -9,6 +9,7 @@ On a CPU a sample is enough calls in a row to be far above the clock's resolutio
 call between two events, with the L2 cache overwritten before.
 """
 
+import ctypes
 import json
 import math
 import random
@@ -275,15 +276,34 @@ def leaf(value: object) -> object:
 
 
 def peak_bytes(call: Call, device: str) -> int | None:
-    """Device memory that one call takes beyond what is held before it; None on a CPU, where PyTorch does not count."""
+    """Memory that one call takes beyond what is held before it: of the device, or the process's resident pages."""
     if device != "cuda":
-        call()
-        return None
+        return _resident_peak(call)
+    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def _resident_peak(call: Call) -> int | None:
+    """None where Linux does not count it. Freed memory that malloc keeps is given back first, or it would hide pages."""
+    call()  # what is allocated once and kept is not the call's
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    except (OSError, AttributeError):
+        return None
+    before = _status("VmRSS")
+    call()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    """Bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def synchronised(call: Call, device: str) -> Call:

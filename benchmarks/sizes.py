@@ -46,7 +46,8 @@ def for_encoders(name: str, device: str, layers: int | None = None) -> list[Size
         found = [Size(32, 128, BASE), Size(32, 512, BASE), Size(32, 512, LARGE), Size(32, 128, LARGE)]
         found += [Size(8, 512, BASE), Size(1, 128, BASE), Size(1, 128, LARGE)]
     else:
-        found = [Size(8, 128, replace(BASE, num_hidden_layers=2))]
+        two = replace(BASE, num_hidden_layers=2)
+        found = [Size(8, 128, two), Size(4, 512, two), Size(1, 128, two)]
     return [s if layers is None else replace(s, config=replace(s.config, num_hidden_layers=layers)) for s in found]
 
 

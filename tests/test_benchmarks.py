@@ -305,6 +305,14 @@ def test_commit_is_git_s(monkeypatch):
     assert provenance.git_state() == (None, None) and provenance.environment("def")["commit"] == "def"
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts resident pages")
+def test_peak_memory_of_a_call_is_counted():
+    def call():
+        return torch.ones(8 << 20), torch.ones(4 << 20) + 1  # 32 MiB, and 16 MiB twice
+
+    assert 60e6 < harness.peak_bytes(call, "cpu") < 90e6
+
+
 # ---- on_gpu
 
 
