@@ -288,12 +288,12 @@ def peak_bytes(call: Call, device: str) -> int | None:
 
 
 def _resident_peak(call: Call) -> int | None:
-    """None where Linux does not count it. Freed memory that malloc keeps is given back first, or it would hide pages."""
-    call()  # what is allocated once and kept is not the call's
+    """None where Linux does not count it. Freed memory that malloc keeps goes back first: it would hide new pages."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     except (OSError, AttributeError):
+        call()
         return None
     before = _status("VmRSS")
     call()
