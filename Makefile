@@ -18,6 +18,7 @@ test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -q
 
 bench: $(VENV)/installed
+	$(BIN)/pip install --quiet openvino ctranslate2
 	$(BIN)/python -m benchmarks.run
 
 lint: $(VENV)/installed

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -20,7 +20,7 @@ import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 
 import fastbert
-from benchmarks import floor, harness, sizes
+from benchmarks import floor, harness, peers, sizes
 from benchmarks.bench_ops import DIRECTIONS, DTYPES, normal
 from benchmarks.harness import Work
 from benchmarks.sizes import Batch, Size
@@ -36,7 +36,7 @@ INPUT = "hidden_states"
 class Way:
     """One implementation on one batch. padded: its inputs and outputs are (B, S, ...), not packed tokens."""
 
-    module: nn.Module
+    module: Callable[..., tuple]
     arguments: dict[str, object]
     padded: bool
 
@@ -85,8 +85,20 @@ def ways(
         "fastbert, packed input": Way(ours, {name: tokens, **ends}, padded=False),
         TRUTH: Way(wide, {name: _wide(grid), "attention_mask": their_mask}, padded=True),
     }
+    if part == "model" and device == "cpu" and not backward:
+        found |= engines(theirs, found[BASELINE].arguments, dtype)
     if compiled:
         found["transformers, torch.compile"] = Way(torch.compile(theirs), found[BASELINE].arguments, padded=True)
+    return found
+
+
+def engines(theirs: nn.Module, arguments: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Way]:
+    """Inference engines that are installed, on transformers' own weights and input."""
+    found = {}
+    if peers.installed("openvino") and dtype != torch.float16:
+        found["OpenVINO"] = Way(peers.OpenVino(copy.deepcopy(theirs), **arguments, dtype=dtype), arguments, padded=True)
+    if peers.installed("ctranslate2") and dtype == torch.float32:
+        found["CTranslate2"] = Way(peers.CTranslate2(theirs, **arguments), arguments, padded=True)
     return found
 
 

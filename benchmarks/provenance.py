@@ -71,7 +71,7 @@ def versions() -> dict[str, object]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": _installed("triton"),
-        "transformers": _installed("transformers"),
+        **{name: _installed(name) for name in ("transformers", "openvino", "ctranslate2")},
         "fastbert": fastbert.__version__,
         "kernels": backends.build_info(),
     }
