@@ -3,7 +3,7 @@
 // A task is one head of one sequence. Its queries are taken kQueries at a time: a matrix product makes their scores
 // with all keys, a loop turns them into weights, another product meets the values. Queries, keys and values are read
 // where the projection left them; only bf16 and f16 are converted to fp32 first. The backward adds up dK and dV of a
-// task in the order of its queries, so the number of threads changes nothing.
+// task in the order of its queries, so the number of threads changes nothing but what it changes in the products.
 #include "attention.h"
 
 #include <ATen/ops/zeros.h>
@@ -37,11 +37,12 @@ struct Batch {
   double scale;
   Dropout drop;
   Loops loops;
-  std::vector<int64_t> start, length;  // of the sequences, within the tokens whatever cu_seqlens says
+  std::vector<int64_t> start, length;  // of the sequences: within the tokens and disjoint, whatever cu_seqlens says
 
   Batch(const at::Tensor& qkv, const at::Tensor& cu_seqlens, double scale_, Dropout drop_)
       : element(qkv.element_size()), dtype(dtype_of(qkv)), scale(scale_), drop(drop_) {
     TORCH_CHECK_NOT_IMPLEMENTED(loops.softmax, kNoSet);
+    TORCH_CHECK_NOT_IMPLEMENTED(has_blas(), "attention: this torch exports no BLAS");
     TORCH_CHECK(qkv.dim() == 4 && qkv.size(1) == 3 && cu_seqlens.dim() == 1 && cu_seqlens.numel() > 0 &&
                     cu_seqlens.scalar_type() == at::kInt && cu_seqlens.device().is_cpu(),
                 "attention: qkv has shape ", qkv.sizes(), ", cu_seqlens is ", cu_seqlens.scalar_type(), " ",
@@ -50,7 +51,7 @@ struct Batch {
     const at::Tensor ends = cu_seqlens.contiguous();
     const int32_t* const end = ends.const_data_ptr<int32_t>();
     for (int64_t b = 0; b < sequences; ++b) {
-      start.push_back(std::clamp<int64_t>(end[b], 0, tokens));
+      start.push_back(std::clamp<int64_t>(end[b], b ? start[b - 1] + length[b - 1] : 0, tokens));
       length.push_back(std::clamp<int64_t>(end[b + 1], start[b], tokens) - start[b]);
       longest = std::max(longest, length[b]), covered += length[b];
     }

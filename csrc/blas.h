@@ -1,17 +1,20 @@
-// The matrix products of the BLAS library that torch carries, by their Fortran names, on row-major matrices. Inside
-// at::parallel_for they run on the calling thread.
+// The matrix products of the BLAS library that torch carries, by their Fortran names, on row-major matrices. Within
+// at::parallel_for's threads they run on the calling one; a call that it runs alone may use the library's own threads.
 #pragma once
 
 #include <stdint.h>
 
 extern "C" {
 void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
-            const float*, const int*, const float*, float*, const int*);
+            const float*, const int*, const float*, float*, const int*) __attribute__((weak));
 void dgemm_(const char*, const char*, const int*, const int*, const int*, const double*, const double*, const int*,
-            const double*, const int*, const double*, double*, const int*);
+            const double*, const int*, const double*, double*, const int*) __attribute__((weak));
 }
 
 namespace fastbert {
+
+// Not every build of torch exports them.
+inline bool has_blas() { return sgemm_ && dgemm_; }
 
 // A matrix in memory: rows are `stride` elements apart.
 template <class M>

@@ -4,7 +4,9 @@
 // fixed.
 #include "embedding.h"
 
+#include <ATen/ops/arange.h>
 #include <ATen/ops/embedding_dense_backward.h>
+#include <ATen/ops/index_select.h>
 #include <torch/library.h>
 
 #include <vector>
@@ -19,7 +21,8 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 // The inputs as the loops take them, kept alive.
 struct Inputs {
-  at::Tensor ids[3], tables[3], weight, bias;
+  at::Tensor ids[3], tables[3], ids_of_copies[3], weight, bias;
+  int64_t rows[3];
   Embedding op{};
   int64_t tokens;
 
@@ -41,11 +44,26 @@ struct Inputs {
   }
 
   void lookup(int i, const at::Tensor& ids_, const at::Tensor& table, at::ScalarType dtype) {
-    TORCH_CHECK(table.dim() == 2 && table.size(1) == op.channels && ids_.numel() == tokens &&
-                    (table.size(0) > 0 || tokens == 0),
+    TORCH_CHECK(table.dim() == 2 && table.size(1) == op.channels && op.channels > 0 && ids_.numel() == tokens,
                 "embedding: table has shape ", table.sizes(), ", ids have shape ", ids_.sizes());
-    ids[i] = ids_.to(at::kLong).contiguous(), tables[i] = table.to(dtype).contiguous();
-    op.lookups[i] = {ids[i].const_data_ptr<int64_t>(), tables[i].const_data_ptr(), table.size(0)};
+    ids[i] = ids_.to(at::kLong).contiguous().flatten(), rows[i] = table.size(0);
+    check_range(i);
+    at::Tensor places = ids[i];
+    tables[i] = table;
+    if (table.scalar_type() != dtype || !table.is_contiguous()) {  // the rows that are needed, not the whole table
+      tables[i] = table.index_select(0, ids[i]).to(dtype);
+      ids_of_copies[i] = places = at::arange(tokens, ids[i].options());
+    }
+    op.lookups[i] = {places.const_data_ptr<int64_t>(), tables[i].const_data_ptr()};
+  }
+
+  // In compiled code nobody has looked at the values before.
+  void check_range(int i) const {
+    static constexpr const char* kNames[] = {"input_ids", "position_ids", "token_type_ids"};
+    const int64_t* const id = ids[i].const_data_ptr<int64_t>();
+    for (int64_t t = 0; t < tokens; ++t)
+      TORCH_CHECK_INDEX(0 <= id[t] && id[t] < rows[i], "embedding: ", kNames[i], "[", t, "] is ", id[t],
+                        "; expected 0 <= ", kNames[i], " < ", rows[i]);
   }
 
   at::TensorOptions math() const { return weight.options(); }
@@ -98,8 +116,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding
                                    });
   const auto table = [&](int i, const at::Tensor& of, int64_t padding) {
     if (!need.get(i)) return at::empty({0}, in.math());
-    const at::Tensor ids = in.ids[i].flatten();
-    return at::embedding_dense_backward(dz, ids, in.tables[i].size(0), padding, false).to(of.scalar_type());
+    return at::embedding_dense_backward(dz, in.ids[i], in.rows[i], padding, false).to(of.scalar_type());
   };
   const auto row = [&](int64_t i) {
     return need.get(3) ? sums[i].to(weight.options(), false, /*copy=*/true) : at::empty({0}, weight.options());

@@ -12,9 +12,8 @@ namespace fastbert {
 // y = dropout(LayerNorm(word[input_id] + position[position_id] + token_type[token_type_id])); tables of one dtype.
 struct Embedding {
   struct Lookup {
-    const int64_t* ids;  // [tokens]; clamped to the table
+    const int64_t* ids;  // [tokens], rows of the table
     const void* table;   // [rows, channels]; nullptr where the model has no token types
-    int64_t rows;
   } lookups[3];
   const void *weight, *bias;  // [channels] of M
   void *mean, *rstd;          // [tokens] of M

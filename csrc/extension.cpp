@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <torch/version.h>
 
+#include "blas.h"
 #include "cpu/sets.h"
 
 namespace py = pybind11;
@@ -26,6 +27,7 @@ py::dict build_info() {
   info["compiler"] = FB_COMPILER;
   info["cpu_sets"] = py::tuple(py::str(FB_CPU_SETS).attr("split")());
   info["cpu_set"] = active_set();
+  info["blas"] = fastbert::has_blas();
 #ifdef FB_CUDA
   info["cuda_version"] = FB_CUDA_VERSION;
   info["cuda_architectures"] = py::tuple(py::str(FB_CUDA_ARCHITECTURES).attr("split")());

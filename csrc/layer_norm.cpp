@@ -93,7 +93,8 @@ Tensors5 backward(Inputs in, const at::Tensor& dy, const at::Tensor& mean, const
   const auto row = [&](int64_t i, const at::TensorOptions& options) {
     return need_dparams ? sums[i].to(options, false, /*copy=*/true) : at::empty({0}, options);
   };
-  return {dx, dresidual, row(0, weight), row(1, weight), x_bias ? row(2, *x_bias) : at::empty({0}, in.x.options())};
+  return {dx, dresidual, row(0, weight), row(1, weight),
+          need_dparams && x_bias ? row(2, *x_bias) : at::empty({0}, in.x.options())};
 }
 
 Tensors3 layer_norm_fwd_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps) {

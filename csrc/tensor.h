@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <optional>
 
@@ -69,28 +70,47 @@ inline Dropout dropout_of(double p, const std::optional<at::Tensor>& rng, int64_
 // f(begin, end, scratch) on ranges of rows in all threads, each with scratch_bytes of its own.
 template <class F>
 void parallel_rows(int64_t rows, int64_t channels, int64_t scratch_bytes, const F& f) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / channels), [&](int64_t begin, int64_t end) {
-    const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
-    f(begin, end, static_cast<void*>(scratch.get()));
-  });
+  at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, channels)),
+                   [&](int64_t begin, int64_t end) {
+                     const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
+                     f(begin, end, static_cast<void*>(scratch.get()));
+                   });
 }
 
-// Sums over rows that are the same bits for any number of threads: f(begin, end, sums, scratch) adds the rows of a
-// chunk to sums, [quantities, channels] of its own, and the chunks' sums are added up in order. Chunks depend on the
-// number of rows alone.
+template <class M>
+void add_to(M* sums, const M* more, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) sums[i] += more[i];
+}
+
+// Sums over rows that are the same bits for any number of threads: f(begin, end, sums, scratch) adds some rows to sums,
+// [quantities, channels]. It is called for kBlock rows at a time; blocks are added up to chunks, one a task, and chunks
+// in order. All depends on the shape alone, and no sum is long enough to lose digits.
 template <class F>
 at::Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t scratch_bytes,
                     at::TensorOptions options, const F& f) {
-  constexpr int64_t kChunkRows = 64, kChunks = 64;
-  const int64_t chunk = std::max(kChunkRows, (rows + kChunks - 1) / kChunks), chunks = (rows + chunk - 1) / chunk;
+  constexpr int64_t kBlock = 64, kChunks = 64;
+  const int64_t columns = quantities * channels,
+                smallest = std::max<int64_t>(32, kGrain / std::max<int64_t>(1, channels));
+  const int64_t chunk = std::max(smallest, (rows + kChunks - 1) / kChunks), chunks = (rows + chunk - 1) / chunk;
   const at::Tensor sums = at::zeros({chunks, quantities, channels}, options);
+  const int64_t bytes = columns * sums.element_size();
   char* const data = static_cast<char*>(sums.mutable_data_ptr());
-  const int64_t chunk_bytes = quantities * channels * sums.element_size();
-  const int64_t grain = std::max<int64_t>(1, kGrain / (chunk * channels));
-  at::parallel_for(0, chunks, grain, [&](int64_t first, int64_t last) {
-    const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
-    for (int64_t i = first; i < last; ++i)
-      f(i * chunk, std::min(rows, (i + 1) * chunk), data + i * chunk_bytes, static_cast<void*>(scratch.get()));
+  at::parallel_for(0, columns ? chunks : 0, 1, [&](int64_t first, int64_t last) {
+    const std::unique_ptr<char[]> scratch(new char[scratch_bytes]), block(new char[bytes]);
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t end = std::min(rows, (i + 1) * chunk);
+      char* const sum = data + i * bytes;
+      f(i * chunk, std::min(end, i * chunk + kBlock), sum, static_cast<void*>(scratch.get()));
+      for (int64_t row = i * chunk + kBlock; row < end; row += kBlock) {
+        std::memset(block.get(), 0, bytes);
+        f(row, std::min(end, row + kBlock), block.get(), static_cast<void*>(scratch.get()));
+        if (sums.scalar_type() == at::kDouble) {
+          add_to(reinterpret_cast<double*>(sum), reinterpret_cast<const double*>(block.get()), columns);
+        } else {
+          add_to(reinterpret_cast<float*>(sum), reinterpret_cast<const float*>(block.get()), columns);
+        }
+      }
+    }
   });
   return chunks == 1 ? sums[0] : sums.sum(0);
 }

@@ -173,6 +173,8 @@ def why_not(name: str, op: str, device_type: str, dtype: torch.dtype, backward: 
         return f"it does not serve {device_type} tensors"
     if problem := _PROBLEMS[name]():
         return problem
+    if (name, op) == ("cpu", "attention") and not build_info()["blas"]:
+        return "this torch exports no BLAS (sgemm_, dgemm_)"
     if dtype not in kernel.dtypes:
         return f"its {op} kernel does not take {dtype}"
     if backward and not kernel.backward:

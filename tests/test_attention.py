@@ -128,6 +128,20 @@ class TestAttention(AttentionSuite):
             for name, tensor in got.items():
                 assert (tensor - want[name]).abs().max() <= bound * want[name].abs().max(), name
 
+    @pytest.mark.parametrize("logit", [1e3, 1e6, 2.0**24, 1e8, 1e30])
+    def test_equal_logits_of_any_size(self, backend, logit):
+        """Four equal scores are four weights of 1/4, also where a rounded log-sum-exp has lost the log of four."""
+        backend.require(torch.float32, backward=True)
+        qkv = torch.randn(4, 3, 1, 8, device=backend.device)
+        qkv[:, 0], qkv[:, 1] = logit, 1
+        qkv.requires_grad_()
+        cu_seqlens = torch.tensor([0, 4], dtype=torch.int32, device=backend.device)
+        out = ops.attention(qkv, cu_seqlens, 4, scale=0.125)
+        dout = torch.randn_like(out)
+        (dqkv,) = torch.autograd.grad(out, qkv, dout)
+        torch.testing.assert_close(out, qkv[:, 2].mean(0).expand_as(out).detach(), rtol=2**-21, atol=2**-22)
+        torch.testing.assert_close(dqkv[:, 2], dout.mean(0).expand_as(dout), rtol=2**-21, atol=2**-22)
+
     def test_sequences_do_not_see_each_other(self, backend):
         """NaN, infinity and 1e30 in one sequence leave the others' bits alone, forward and backward."""
         inputs = self.inputs(((5, 7, 6), 2, 16), torch.float32, backend.device)
@@ -171,7 +185,7 @@ class TestAttention(AttentionSuite):
         if backend.name == "reference":
             backend.skip("plain PyTorch indexes with what it is given")
         qkv = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)["qkv"]
-        for ends in ([0, 5, 800], [-7, 5, 8], [0, 5, 3], [3, 5, 5], [2**31 - 1, -(2**31), 8]):
+        for ends in ([0, 5, 2, 5], [0, 5, 800], [-7, 5, 8], [0, 5, 3], [3, 5, 5], [2**31 - 1, -(2**31), 8]):
             cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=backend.device)
             args = (qkv, cu_seqlens, 8, 0.3, 0.0, None, 0)
             out, lse = PRIMITIVES["attention_fwd"](backend.name, *args)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fastbert
 from fastbert import BertConfig, BertModel, backends, ops, random, testing
@@ -117,6 +118,67 @@ def test_300_calls_leave_nothing_behind():
     before = _resident()
     calls(300)
     assert _resident() - before < 8 << 20
+
+
+@pytest.mark.parametrize("op", [ops.bias_gelu, ops.layer_norm])
+def test_column_sums_of_many_rows_keep_their_digits(op):
+    names = ("x", "bias") if op is ops.bias_gelu else ("x", "weight", "bias")
+    inputs = {name: torch.randn(*((200_000, 8) if name == "x" else (8,))) + 1 for name in names}
+    plain = (lambda x, bias: F.gelu(x + bias)) if op is ops.bias_gelu else lambda x, weight, bias: F.layer_norm(
+        x, weight.shape, weight, bias, 1e-12
+    )  # fmt: skip
+    with fastbert.backend("cpu"):
+        testing.assert_accurate(op, plain, [plain], inputs)
+
+
+def test_no_channels():
+    x, bias = torch.zeros(3, 0, requires_grad=True), torch.zeros(0, requires_grad=True)
+    ops.bias_gelu(x, bias).sum().backward()
+    assert x.grad.shape == (3, 0) and bias.grad.shape == (0,)
+    empty, ids = torch.zeros(5, 0), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="C > 0"):
+        ops.embedding(ids, ids, None, empty, empty, None, bias, bias)
+
+
+def test_compiled_code_does_not_read_beyond_a_table():
+    tables = [torch.randn(5, 8) for _ in range(2)]
+
+    def call(ids):
+        return ops.embedding(ids, torch.zeros_like(ids), None, *tables, None, torch.ones(8), torch.ones(8))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with pytest.raises(IndexError, match=r"input_ids\[1\] is 99; expected 0 <= input_ids < 5"):
+        compiled(torch.tensor([1, 99, -3]))
+
+
+def test_tables_that_do_not_lie_as_the_loops_want_them():
+    """Of another dtype, or transposed: only the rows that are asked for are copied."""
+    tables = [torch.randn(8, 50).T, torch.randn(50, 8).bfloat16(), torch.randn(50, 8)]
+    ids, ones = torch.randint(50, (3, 20)), torch.ones(8)
+    leaves = [table.clone(memory_format=torch.preserve_format).requires_grad_() for table in tables]
+    got = ops.embedding(*ids, *leaves, ones, ones)
+    expected = ops.embedding(*ids, *(table.float().contiguous() for table in tables), ones, ones)
+    assert got.dtype == torch.float32 and torch.equal(got, expected)
+    got.sum().backward()
+    assert all(leaf.grad.dtype == leaf.dtype and leaf.grad.shape == leaf.shape for leaf in leaves)
+
+
+def test_fakes_agree_for_mixed_dtypes_and_frozen_parameters():
+    x, w = torch.randn(4, 16, dtype=torch.bfloat16), torch.ones(16)
+    y, mean, rstd = torch.ops.fastbert.add_layer_norm_fwd(x, x, w, w, w, None, 1e-12, 0.0, 0)
+    for need in (True, False):
+        for bias in (w, None):
+            args = (y, x, x, w, mean, rstd, bias, None, 0.0, 0, need)
+            torch.library.opcheck(torch.ops.fastbert.add_layer_norm_bwd.default, args, test_utils=("test_faketensor",))
+
+
+def test_a_first_gradient_can_be_modified_in_place():
+    x = torch.randn(3, 8, requires_grad=True)
+    y = ops.layer_norm(x, torch.ones(8), torch.zeros(8))
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    expected = 2 * dx.detach()
+    assert torch.equal(dx.mul_(2).detach(), expected)
 
 
 def _run(capability, *words):

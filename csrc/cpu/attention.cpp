@@ -61,8 +61,16 @@ void softmax_bwd(const AttentionTile& tile, void* scores, void* dps, const M* ls
     M *const s = at_row<M>(scores, tile, row), *const dp = at_row<M>(dps, tile, row);
     const M row_lse = lse[row], row_delta = delta[row];
     if (kDrop) draw(tile, row);
-    for_vectors<M>(tile.keys, [&](int64_t i, auto n) {
+    // lse is rounded: what is left of the sum of the weights is divided out, or large scores would lose their digits.
+    V total[kSlots]{};
+    for_vectors_in_slots<M>(tile.keys, [&](int64_t i, auto n, auto slot) {
       const V p = exp_nonpositive(load(s + i, n) - row_lse);
+      store(p, s + i, n);
+      total[slot] += or_fill(p, n, 0);
+    });
+    const M rescale = M(1) / sum(total);
+    for_vectors<M>(tile.keys, [&](int64_t i, auto n) {
+      const V p = load(s + i, n) * rescale;
       V factor = splat<V>(1);
       if constexpr (kDrop) factor = keep(factor, bits + i, drop);
       store(p * factor, s + i, n);

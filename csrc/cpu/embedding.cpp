@@ -12,8 +12,7 @@ namespace {
 
 template <class T>
 const T* row_of(const Embedding::Lookup& lookup, int64_t token, int64_t channels) {
-  const int64_t id = lookup.ids[token], last = lookup.rows - 1;
-  return static_cast<const T*>(lookup.table) + (id < 0 ? 0 : id > last ? last : id) * channels;
+  return static_cast<const T*>(lookup.table) + lookup.ids[token] * channels;
 }
 
 // The table rows of one token.

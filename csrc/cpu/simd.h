@@ -121,6 +121,9 @@ inline void store(vfloat v, f16* dst) {
   __builtin_memcpy(dst, &halves, sizeof halves);
 }
 #else
+#ifdef __F16C__
+static_assert(FB_VECTOR_BYTES % 32 == 0, "eight at a time");
+#endif
 inline vfloat load(const f16* src) {
   vfloat v;
 #ifdef __F16C__
@@ -129,7 +132,7 @@ inline vfloat load(const f16* src) {
     __builtin_memcpy(reinterpret_cast<float*>(&v) + i, &eight, sizeof eight);
   }
 #else
-  for (int i = 0; i < kLanes<float>; ++i) v[i] = __builtin_bit_cast(__fp16, src[i].bits);
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = __builtin_bit_cast(_Float16, src[i].bits);
 #endif
   return v;
 }
@@ -141,7 +144,7 @@ inline void store(vfloat v, f16* dst) {
     __builtin_memcpy(dst + i, &halves, sizeof halves);
   }
 #else
-  for (int i = 0; i < kLanes<float>; ++i) dst[i].bits = __builtin_bit_cast(uint16_t, static_cast<__fp16>(v[i]));
+  for (int i = 0; i < kLanes<float>; ++i) dst[i].bits = __builtin_bit_cast(uint16_t, static_cast<_Float16>(v[i]));
 #endif
 }
 #endif

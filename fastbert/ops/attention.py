@@ -131,7 +131,8 @@ def _backward(dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng
     q, k, v = _spread(qkv, cells, visible).unbind(1)
     do, delta = _spread(dout, cells, visible), (wide(dout) * wide(out)).sum(-1, keepdim=True)
     delta, lse = _spread(delta, cells, visible), _spread(lse.T.unsqueeze(-1), cells, visible)
-    p = _scores(q, k, visible, scale).sub_(lse).exp_().masked_fill_(~visible[:, None, :, None], 0)
+    p = _scores(q, k, visible, scale).sub_(lse).exp_()
+    p = (p / p.sum(-1, keepdim=True)).masked_fill_(~visible[:, None, :, None], 0)  # lse is rounded, the sum is not
     drop = _dropout(p, dropout_p, rng, site)
     ds = p * (drop(do @ v.mT) - delta) * scale
     grads = ds @ k, ds.mT @ q, drop(p).mT @ do  # each [B, H, S, D]

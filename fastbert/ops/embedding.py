@@ -161,6 +161,8 @@ def _check(input_ids, position_ids, token_type_ids, word, position, token_type, 
         checks.shape(op, name, tensor, (word.shape[-1],), "(C,)", "the last dimension of word")
     for name, tensor in ids.items():
         checks.shape(op, name, tensor, tuple(input_ids.shape), "input_ids'")
+    if word.shape[-1] == 0:
+        raise ValueError(f"{op}: word has shape {tuple(word.shape)}; expected (rows, C) with C > 0")
     if padding_idx is not None and not 0 <= padding_idx < word.shape[0]:
         raise ValueError(f"{op}: padding_idx is {padding_idx}; expected 0 <= padding_idx < {word.shape[0]}")
     checks.index_range(op, "input_ids", input_ids, word.shape[0])

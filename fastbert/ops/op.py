@@ -71,7 +71,7 @@ class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def forward(ctx, op, count, *tensors):
         ctx.op = op
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+        return tuple(tensor.clone() for tensor in tensors[:count])  # views could not be modified in place
 
     @staticmethod
     def backward(ctx, *grads):

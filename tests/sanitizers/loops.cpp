@@ -1,0 +1,382 @@
+// The loops of csrc/cpu as the torch sides csrc/<op>.cpp call them, without torch: in four threads over disjoint rows,
+// chunks and tasks with shared inputs, and in one thread. Every buffer has exactly the size that the headers promise,
+// and starts with other bytes in each run, so the results are the same bits only if all of them were written.
+//
+//   loops          all checks; 1 if a result differs
+//   loops FAULT    a wrong call that a sanitizer has to report: race, overwrite, overread or overflow
+//
+// run.py builds it with each sanitizer. OpenMP's barriers are invisible to ThreadSanitizer, hence std::thread.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <initializer_list>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+#include "bias_gelu.h"
+#include "embedding.h"
+#include "layer_norm.h"
+
+using namespace fastbert;
+namespace loops = fastbert::cpu::FB_SET;
+
+namespace {
+
+// Around the vectors' widths, and BERT's own width.
+constexpr int64_t kSizes[] = {1, 7, 8, 9, 15, 17, 33, 767, 769};
+constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16, DType::f64};
+constexpr const char* kNames[] = {"f32", "bf16", "f16", "f64"};
+
+constexpr int kThreads = 4;
+constexpr int64_t kRows = 13, kChunkRows = 3, kChunks = (kRows + kChunkRows - 1) / kChunkRows;
+
+const Dropout kDropRows{0x0123456789ABCDEF, 6554, 65536.0 / (65536 - 6554)};
+const Dropout kDropScores{0x0123456789ABCDEF, 26, 256.0 / (256 - 26)};
+
+// ---- memory
+
+using Bytes = std::vector<char>;
+using Results = std::vector<Bytes>;
+
+int64_t size_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
+DType math_of(DType dtype) { return dtype == DType::f64 ? dtype : DType::f32; }
+
+Bytes filled(int64_t elements, DType dtype, int with) { return Bytes(elements * size_of(dtype), char(with)); }
+
+// Finite values of either sign in [2^-11, 4): normal in every type.
+Bytes values(int64_t elements, DType dtype) {
+  static std::mt19937 random(0);
+  Bytes bytes(elements * size_of(dtype));
+  for (int64_t i = 0; i < elements; ++i) {
+    const float v = (float(random() % 8192) - 4095.5f) / 1024;
+    const double wide = v;
+    uint32_t bits;
+    memcpy(&bits, &v, sizeof bits);
+    uint16_t half = uint16_t(bits >> 16);
+    if (dtype == DType::f16) half = uint16_t((half & 0x8000) | (((bits & 0x7fffffff) >> 13) - (112 << 10)));
+    const void* const from = dtype == DType::f64 ? (const void*)&wide : dtype == DType::f32 ? &v : (const void*)&half;
+    memcpy(bytes.data() + i * size_of(dtype), from, size_of(dtype));
+  }
+  return bytes;
+}
+
+// ---- threads
+
+// f(begin, end) on equal ranges, each in a thread of its own.
+template <class F>
+void in_threads(int threads, int64_t count, const F& f) {
+  std::vector<std::thread> pool;
+  for (int i = 0; i < threads; ++i) pool.emplace_back(f, count * i / threads, count * (i + 1) / threads);
+  for (std::thread& thread : pool) thread.join();
+}
+
+// f(i, first row, last row) for chunks of rows, as sum_rows in csrc/tensor.h makes them.
+template <class F>
+void in_chunks(int threads, const F& f) {
+  in_threads(threads, kChunks, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) f(i, i * kChunkRows, std::min(kRows, (i + 1) * kChunkRows));
+  });
+}
+
+int checks = 0, differences = 0;
+
+// run(threads) has to give the same results for one thread as for four. It fills its buffers with `threads`.
+template <class F>
+void same(const std::string& what, const F& run) {
+  ++checks;
+  if (run(1) == run(kThreads)) return;
+  ++differences;
+  fprintf(stderr, "%s: four threads give other bits than one\n", what.c_str());
+}
+
+std::string name(const char* op, int64_t size, DType dtype, const char* kind) {
+  return std::string(op) + " " + kNames[int(dtype)] + " " + std::to_string(size) + kind;
+}
+
+// ---- bias_gelu
+
+void check_bias_gelu(int64_t C, DType dtype, bool with_bias, bool tanh) {
+  const DType math = math_of(dtype);
+  const Bytes x = values(kRows * C, dtype), dy = values(kRows * C, dtype), parameter = values(C, math);
+  const void* const bias = with_bias ? parameter.data() : nullptr;
+  const int64_t row = C * size_of(dtype), sums = C * size_of(math);
+  same(name("bias_gelu", C, dtype, with_bias ? " with a bias" : ""), [&](int threads) {
+    Bytes y = filled(kRows * C, dtype, threads), in_place = x, dx = y, dbias = filled(kChunks * C, math, 0);
+    in_threads(threads, kRows, [&](int64_t begin, int64_t end) {
+      const int64_t at = begin * row, rows = end - begin;
+      loops::bias_gelu_fwd(x.data() + at, bias, y.data() + at, rows, C, dtype, tanh);
+      loops::bias_gelu_fwd(in_place.data() + at, bias, in_place.data() + at, rows, C, dtype, tanh);
+    });
+    in_chunks(threads, [&](int64_t i, int64_t begin, int64_t end) {
+      const int64_t at = begin * row;
+      loops::bias_gelu_bwd(dy.data() + at, x.data() + at, bias, dx.data() + at, dbias.data() + i * sums, end - begin, C,
+                           dtype, tanh);
+    });
+    if (in_place != y) fprintf(stderr, "bias_gelu in place gives other bits\n"), ++differences;
+    return Results{y, dx, dbias};
+  });
+}
+
+// ---- layer_norm
+
+// residual_type: nullptr for layer_norm.
+void check_layer_norm(int64_t C, DType x_type, const DType* residual_type, Dropout drop) {
+  const DType math = math_of(x_type);
+  const bool sum = residual_type, mixed = sum && *residual_type != x_type, shared = sum && !mixed && !drop.threshold;
+  const DType r_type = sum ? *residual_type : x_type, y_type = mixed ? DType::f32 : x_type;
+  const Bytes x = values(kRows * C, x_type), residual = values(kRows * C, r_type), dy = values(kRows * C, y_type);
+  const Bytes x_bias = values(C, math), weight = values(C, math), bias = values(C, math);
+  const char* const kind = drop.threshold ? " with dropout" : sum ? " of a sum" : "";
+  same(name("layer_norm", C, x_type, kind), [&](int threads) {
+    Bytes y = filled(kRows * C, y_type, threads), dx = filled(shared ? 0 : kRows * C, x_type, threads);
+    Bytes dresidual = filled(sum ? kRows * C : 0, r_type, threads);
+    Bytes mean = filled(kRows, math, threads), rstd = mean, dweight = filled(kChunks * C, math, 0), dbias = dweight;
+    Bytes dx_bias = filled(sum ? kChunks * C : 0, math, 0);
+    LayerNorm op{x.data(),
+                 sum ? residual.data() : nullptr,
+                 sum ? x_bias.data() : nullptr,
+                 weight.data(),
+                 bias.data(),
+                 mean.data(),
+                 rstd.data(),
+                 C,
+                 1e-12,
+                 drop,
+                 x_type,
+                 r_type,
+                 y_type};
+    in_threads(threads, kRows, [&](int64_t begin, int64_t end) {
+      Bytes scratch(loops::layer_norm_scratch(C), char(threads));
+      loops::layer_norm_fwd(op, y.data(), begin, end, scratch.data());
+    });
+    op.bias = nullptr;
+    in_chunks(threads, [&](int64_t i, int64_t begin, int64_t end) {
+      Bytes scratch(loops::layer_norm_scratch(C), char(threads));
+      const int64_t at = i * C * size_of(math);
+      const LayerNormGradients gradients{
+          dy.data(),         shared ? nullptr : dx.data(),       sum ? dresidual.data() : nullptr, dweight.data() + at,
+          dbias.data() + at, sum ? dx_bias.data() + at : nullptr};
+      loops::layer_norm_bwd(op, gradients, begin, end, scratch.data());
+    });
+    return Results{y, mean, rstd, dx, dresidual, dweight, dbias, dx_bias};
+  });
+}
+
+void check_layer_norms(int64_t C, DType dtype) {
+  check_layer_norm(C, dtype, nullptr, {});
+  for (const DType residual : kTypes) {
+    if (math_of(residual) != math_of(dtype)) continue;  // refused by the torch side
+    for (const Dropout& drop : {Dropout{}, kDropRows}) check_layer_norm(C, dtype, &residual, drop);
+  }
+}
+
+// ---- embedding
+
+void check_embedding(int64_t C, DType dtype, bool token_types, Dropout drop) {
+  const DType math = math_of(dtype);
+  // The last row of each table is among them.
+  const std::vector<int64_t> words{0, 10, 3, 7, 10, 4, 5, 5, 5, 9, 0, 1, 2};
+  const std::vector<int64_t> positions{0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2},
+      types{0, 0, 0, 1, 1, 1, 0, 1, 0, 1, 0, 1, 0};
+  const Bytes word = values(11 * C, dtype), position = values(5 * C, dtype), type = values(2 * C, dtype);
+  const Bytes weight = values(C, math), bias = values(C, math), dy = values(kRows * C, dtype);
+  same(name("embedding", C, dtype, drop.threshold ? " with dropout" : ""), [&](int threads) {
+    Bytes y = filled(kRows * C, dtype, threads), dz = filled(kRows * C, math, threads);
+    Bytes mean = filled(kRows, math, threads), rstd = mean, dweight = filled(kChunks * C, math, 0), dbias = dweight;
+    Embedding op{{{words.data(), word.data()}, {positions.data(), position.data()}, {}},
+                 weight.data(),
+                 bias.data(),
+                 mean.data(),
+                 rstd.data(),
+                 C,
+                 1e-12,
+                 drop,
+                 dtype};
+    if (token_types) op.lookups[2] = {types.data(), type.data()};
+    in_threads(threads, kRows, [&](int64_t begin, int64_t end) {
+      Bytes scratch(loops::embedding_scratch(C), char(threads));
+      loops::embedding_fwd(op, y.data(), begin, end, scratch.data());
+    });
+    in_chunks(threads, [&](int64_t i, int64_t begin, int64_t end) {
+      Bytes scratch(loops::embedding_scratch(C), char(threads));
+      const int64_t at = i * C * size_of(math);
+      const EmbeddingGradients gradients{dy.data(), dz.data(), dweight.data() + at, dbias.data() + at};
+      loops::embedding_bwd(op, gradients, begin, end, scratch.data());
+    });
+    return Results{y, mean, rstd, dz, dweight, dbias};
+  });
+}
+
+// ---- attention
+
+// Packed sequences, the products left out: random scores stand for them.
+struct Attention {
+  static constexpr int64_t kHeads = 2, kQueries = 64;
+  const std::vector<int64_t> lengths;
+  const int64_t D;
+  const DType dtype, math = math_of(dtype);
+  const Dropout drop;
+  int64_t tokens = 0, longest = 0;
+  std::vector<int64_t> start;
+  Bytes qkv, dout, scores;
+
+  Attention(std::vector<int64_t> lengths_, int64_t D_, DType dtype_, Dropout drop_)
+      : lengths(lengths_), D(D_), dtype(dtype_), drop(drop_) {
+    for (const int64_t length : lengths) start.push_back(tokens), tokens += length, longest = std::max(longest, length);
+    qkv = values(tokens * qkv_stride(), dtype), dout = values(tokens * out_stride(), dtype);
+    scores = values(kQueries * stride(), math);
+  }
+
+  int64_t stride() const { return (longest + 15) / 16 * 16 + 16; }
+  int64_t out_stride() const { return kHeads * D; }
+  int64_t qkv_stride() const { return 3 * out_stride(); }
+  int64_t tasks() const { return kHeads * int64_t(lengths.size()); }
+
+  // The scores of a tile end with its last row's last key.
+  Bytes scores_of(const AttentionTile& tile) const {
+    const int64_t elements = (tile.queries - 1) * tile.stride + tile.keys;
+    return Bytes(scores.begin(), scores.begin() + elements * size_of(math));
+  }
+
+  // Rows of qkv, from the first element of a head, as M. Where M is dtype, the products read them in place instead.
+  Bytes load(const char* from, int64_t rows, int fill) const {
+    Bytes to = filled(rows * D, math, fill);
+    loops::attention_load(from, qkv_stride(), rows, D, to.data(), dtype);
+    return to;
+  }
+
+  // f(head, sequence, tile, byte offset of the tile's first token in lse, out and qkv) for the tiles of a task.
+  template <class F>
+  void for_tiles(int64_t task, const F& f) const {
+    const int64_t head = task / int64_t(lengths.size()), sequence = task % int64_t(lengths.size());
+    const int64_t keys = lengths[sequence];
+    Bytes bits(drop.threshold ? loops::attention_bits_room(keys) : 0);
+    for (int64_t first = 0; first < keys; first += kQueries) {
+      const AttentionTile tile{std::min(kQueries, keys - first),
+                               keys,
+                               stride(),
+                               first,
+                               head,
+                               sequence,
+                               drop,
+                               drop.threshold ? (uint8_t*)bits.data() : nullptr};
+      const int64_t token = start[sequence] + first, element = size_of(dtype);
+      f(tile, (head * tokens + token) * size_of(math), (token * out_stride() + head * D) * element,
+        (token * qkv_stride() + head * D) * element);
+    }
+  }
+
+  void forward(int64_t task, int fill, Bytes& out, Bytes& lse, Bytes& weights) const {
+    for_tiles(task, [&](const AttentionTile& tile, int64_t lse_at, int64_t out_at, int64_t qkv_at) {
+      const Bytes sums = load(qkv.data() + qkv_at, tile.queries, fill);
+      Bytes s = scores_of(tile), factors = filled(tile.queries, math, fill);
+      loops::attention_softmax(tile, s.data(), lse.data() + lse_at, factors.data(), dtype);
+      char* const o = out.data() + out_at;
+      loops::attention_store(sums.data(), D, factors.data(), tile.queries, D, o, out_stride(), dtype);
+      if (dtype == math)
+        loops::attention_store(o, out_stride(), factors.data(), tile.queries, D, o, out_stride(), dtype);
+      weights.insert(weights.end(), s.begin(), s.end());
+    });
+  }
+
+  void backward(int64_t task, int fill, const Bytes& out, const Bytes& lse, Bytes& dqkv, Bytes& weights) const {
+    const int64_t part = out_stride() * size_of(dtype);
+    for_tiles(task, [&](const AttentionTile& tile, int64_t lse_at, int64_t out_at, int64_t qkv_at) {
+      Bytes s = scores_of(tile), dp = s, delta = filled(tile.queries, math, fill);
+      loops::attention_dot(dout.data() + out_at, out.data() + out_at, tile.queries, D, out_stride(), delta.data(),
+                           dtype);
+      loops::attention_softmax_bwd(tile, s.data(), dp.data(), lse.data() + lse_at, delta.data(), dtype);
+      for (int i = 0; i < 3; ++i) {
+        const Bytes d = load(qkv.data() + qkv_at + i * part, tile.queries, fill);
+        loops::attention_store(d.data(), D, nullptr, tile.queries, D, dqkv.data() + qkv_at + i * part, qkv_stride(),
+                               dtype);
+      }
+      weights.insert(weights.end(), s.begin(), s.end());
+      weights.insert(weights.end(), dp.begin(), dp.end());
+    });
+  }
+
+  Results run(int threads) const {
+    Bytes out = filled(tokens * out_stride(), dtype, threads), lse = filled(kHeads * tokens, math, threads);
+    Bytes dqkv = filled(tokens * qkv_stride(), dtype, threads);
+    Results results(tasks());  // first the tasks' weights, each task its own
+    const auto for_tasks = [&](const std::function<void(int64_t)>& f) {
+      in_threads(threads, tasks(), [&](int64_t begin, int64_t end) {
+        for (int64_t task = begin; task < end; ++task) f(task);
+      });
+    };
+    for_tasks([&](int64_t task) { forward(task, threads, out, lse, results[task]); });
+    for_tasks([&](int64_t task) { backward(task, threads, out, lse, dqkv, results[task]); });
+    results.insert(results.end(), {out, lse, dqkv});
+    return results;
+  }
+};
+
+void check_attention(std::vector<int64_t> lengths, int64_t D, DType dtype, Dropout drop) {
+  const Attention attention(lengths, D, dtype, drop);
+  same(name("attention", D, dtype, drop.threshold ? " with dropout" : ""),
+       [&](int threads) { return attention.run(threads); });
+}
+
+// ---- all of them
+
+void check_all() {
+  for (const DType dtype : kTypes) {
+    for (const int64_t C : kSizes) {
+      for (const bool flag : {false, true})
+        for (const bool tanh : {false, true}) check_bias_gelu(C, dtype, flag, tanh);
+      check_layer_norms(C, dtype);
+      for (const bool flag : {false, true})
+        for (const Dropout& drop : {Dropout{}, kDropRows}) check_embedding(C, dtype, flag, drop);
+    }
+    for (const Dropout& drop : {Dropout{}, kDropScores}) {
+      for (const int64_t D : {1, 7, 8, 9, 17, 65}) check_attention({1, 7, 8, 9, 17, 65, 129}, D, dtype, drop);
+      check_attention({769, 767}, 9, dtype, drop);
+    }
+  }
+}
+
+// ---- wrong calls
+
+void race(const Bytes& x, int64_t C) {
+  Bytes y(x.size());
+  in_threads(2, 2,
+             [&](int64_t, int64_t) { loops::bias_gelu_fwd(x.data(), nullptr, y.data(), 1, C, DType::f32, false); });
+}
+
+// x and y may be an element short of C.
+void out_of_bounds(int64_t x_elements, int64_t y_elements, int64_t C) {
+  const Bytes x = values(x_elements, DType::f32);
+  Bytes y = filled(y_elements, DType::f32, 0);
+  loops::bias_gelu_fwd(x.data(), nullptr, y.data(), 1, C, DType::f32, false);
+}
+
+// No rows, but their address overflows.
+void overflow(int64_t C) {
+  LayerNorm op{};
+  op.channels = C;
+  loops::layer_norm_fwd(op, nullptr, INT64_MAX, INT64_MAX, nullptr);
+}
+
+int commit(const std::string& fault) {
+  constexpr int64_t C = 17;
+  if (fault == "race") return race(values(C, DType::f32), C), 0;
+  if (fault == "overwrite") return out_of_bounds(C, C - 1, C), 0;
+  if (fault == "overread") return out_of_bounds(C - 1, C, C), 0;
+  if (fault == "overflow") return overflow(C), 0;
+  fprintf(stderr, "no fault is called %s\n", fault.c_str());
+  return 2;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc > 1) return commit(argv[1]);
+  check_all();
+  printf("%d checks, %d with differences\n", checks, differences);
+  return differences != 0;
+}
