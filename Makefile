@@ -1,4 +1,4 @@
-# make demo | test | test-all | bench | lint. Everything runs in .venv, which is made on the first call.
+# make demo | test | test-all | test-sanitizers | bench | lint. Everything runs in .venv, which is made on the first call.
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 SOURCES := $(wildcard csrc/*.* csrc/*/*.*) setup.py CMakeLists.txt pyproject.toml
 
-.PHONY: demo test test-all bench lint clean
+.PHONY: demo test test-all test-sanitizers bench lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/search_python_docs.py
@@ -16,6 +16,9 @@ test: $(VENV)/installed
 
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -q
+
+test-sanitizers: $(VENV)/installed
+	$(BIN)/python tests/sanitizers/run.py
 
 bench: $(VENV)/installed
 	$(BIN)/pip install --quiet openvino ctranslate2

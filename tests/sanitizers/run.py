@@ -1,0 +1,175 @@
+"""make test-sanitizers: the C++ of the CPU under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer.
+
+1. loops.cpp, the loops of csrc/cpu without torch: for races, and on buffers of exactly the promised size; with vectors
+   of 64 bytes too, so that the width of AVX-512 is seen on every processor.
+2. The whole `_C` in Python, on the tests of its ops.
+
+A sanitizer that sees nothing passes everything, so each program first makes wrong calls that have to be reported;
+`--self-test` stops after those of the loops. All is built in build/sanitize, with GCC (CXX names another one).
+"""
+
+import argparse
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE, OUT = Path(__file__).resolve().parent, ROOT / "build" / "sanitize"
+CXX = os.environ.get("CXX", "g++")
+JOBS = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+X86 = platform.machine() == "x86_64"
+
+# -g1 has the lines that a report shows; -g takes twice as long to compile.
+FLAGS = "-std=c++20 -Wall -Wextra -O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all".split()
+OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}  # Python leaks by design
+
+TESTS = [f"tests/test_{op}.py" for op in ("bias_gelu", "layer_norm", "attention", "embedding", "dense_gelu", "linear")]
+SELECTION = "cpu and not compile and not opcheck"
+
+
+@dataclass(frozen=True)
+class Driver:
+    """loops.cpp and the loops under one sanitizer. faults: what has to be reported for which wrong call."""
+
+    name: str
+    sanitizer: str
+    faults: dict[str, str]
+    set: str = "avx2" if X86 else "generic"
+    defines: tuple[str, ...] = ()
+
+    @property
+    def program(self) -> str:
+        return str(OUT / self.name)
+
+
+RACES = {"race": "ThreadSanitizer: data race"}
+MEMORY = {
+    "overwrite": "AddressSanitizer: heap-buffer-overflow",
+    "overread": "AddressSanitizer: heap-buffer-overflow",
+    "overflow": "runtime error: signed integer overflow",
+}
+DRIVERS = [Driver("loops-threads", "thread", RACES), Driver("loops-memory", "address,undefined", MEMORY)]
+if X86:  # the flags are AVX2's: the namespace avx512 is one that csrc/cpu/sets.h declares
+    DRIVERS += [Driver("loops-memory-wide", "address,undefined", MEMORY, "avx512", ("-DFB_VECTOR_BYTES=64",))]
+
+
+def run(command: list[str], **environment: str) -> None:
+    print("+", shlex.join(command), flush=True)
+    if subprocess.run(command, cwd=ROOT, env=os.environ | environment).returncode:
+        sys.exit(f"test-sanitizers: failed: {shlex.join(command)}")
+
+
+def expect(report: str, command: list[str], **environment: str) -> None:
+    """The command has to fail with this report."""
+    answer = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    if answer.returncode == 0 or report not in answer.stderr:
+        sys.exit(f"{answer.stderr}\ntest-sanitizers: no '{report}' from {shlex.join(command)}")
+    print(f"  {report!r}, as it has to be, from {shlex.join(command[-2:])}", flush=True)
+
+
+def fixed_addresses() -> list[str]:
+    """Where kernels place memory more randomly than GCC's runtimes expect, they fail at random."""
+    prefix = ["setarch", platform.machine(), "--addr-no-randomize"]
+    works = shutil.which("setarch") and subprocess.run([*prefix, "true"], capture_output=True).returncode == 0
+    return prefix if works else []
+
+
+# ---- the loops
+
+
+def cmake_list(name: str) -> list[str]:
+    """The compiler options that CMakeLists.txt calls `name`."""
+    return re.search(rf"set\({name} (.*)\)", (ROOT / "CMakeLists.txt").read_text())[1].split()
+
+
+def build(driver: Driver) -> None:
+    target = cmake_list("FLAGS_avx2") if X86 else []  # for wide vectors too
+    sources = [str(path.relative_to(ROOT)) for path in (HERE / "loops.cpp", *sorted(ROOT.glob("csrc/cpu/*.cpp")))]
+    options = [f"-DFB_SET={driver.set}", *driver.defines, f"-fsanitize={driver.sanitizer}", "-Wno-psabi", "-Icsrc"]
+    # The last -O counts.
+    run([CXX, *cmake_list("LOOP_FLAGS"), *target, *FLAGS, *options, *sources, "-pthread", "-o", driver.program])
+
+
+def build_drivers() -> None:
+    OUT.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(JOBS) as pool:
+        list(pool.map(build, reversed(DRIVERS)))  # the longest first
+
+
+def self_test(prefix: list[str]) -> None:
+    for driver in DRIVERS:
+        for fault, report in driver.faults.items():
+            expect(report, [*prefix, driver.program, fault], **OPTIONS)
+
+
+# ---- the whole of _C
+
+
+def configure(cmake: str, ninja: str, tree: Path) -> None:
+    import torch
+
+    variables = {
+        "CMAKE_MAKE_PROGRAM": ninja,
+        "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_CXX_COMPILER": CXX,
+        "CMAKE_CUDA_COMPILER": "NOTFOUND",
+        "Python_EXECUTABLE": sys.executable,
+        "TORCH_VERSION": torch.__version__,
+        "TORCH_DIR": Path(torch.__file__).parent,
+        "FASTBERT_SANITIZE": "address,undefined",
+    }
+    run([cmake, "-S.", f"-B{tree}", "-GNinja", *(f"-D{name}={value}" for name, value in variables.items())])
+
+
+def build_package() -> Path:
+    """The folder with a copy of fastbert that has a sanitized _C."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    cmake, ninja = (shutil.which(tool, path=path) for tool in ("cmake", "ninja"))
+    tree, package = OUT / "cmake", OUT / "package"
+    configure(cmake, ninja, tree)
+    run([cmake, "--build", str(tree), "--parallel", str(JOBS)])
+    shutil.rmtree(package, ignore_errors=True)
+    without = shutil.ignore_patterns("_C.*", "_build.py", "__pycache__")
+    shutil.copytree(ROOT / "fastbert", package / "fastbert", ignore=without)
+    run([cmake, "--install", str(tree), "--prefix", str(package / "fastbert")])
+    return package
+
+
+def test_package(package: Path, prefix: list[str]) -> None:
+    python = [*prefix, sys.executable, str(HERE / "in_python.py"), str(package)]
+    environment = OPTIONS | {"PYTHONPATH": str(package), "LD_PRELOAD": preload()}
+    expect("AddressSanitizer: heap-buffer-overflow", [*python, "--overread"], **environment)
+    run([*python, "-q", "-p", "no:cacheprovider", "-k", SELECTION, *TESTS], **environment)
+
+
+def preload() -> str:
+    """An interpreter without sanitizers needs their runtimes first, and libstdc++ for the exceptions they intercept."""
+    libraries = ("libasan.so", "libubsan.so", "libstdc++.so")
+    return " ".join(subprocess.check_output([CXX, f"-print-file-name={name}"], text=True).strip() for name in libraries)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--self-test", action="store_true", help="only make the wrong calls")
+    only_self_test, start = parser.parse_args().self_test, time.monotonic()
+    prefix = fixed_addresses()
+    build_drivers()
+    self_test(prefix)
+    if not only_self_test:
+        for driver in DRIVERS:
+            run([*prefix, driver.program], **OPTIONS)
+        test_package(build_package(), prefix)
+    what = "planted faults reported" if only_self_test else "no fault but the planted ones"
+    print(f"test-sanitizers: {what}, {time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
