@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-sanitizers | bench | lint. Everything runs in .venv, which is made on the first call.
+# make demo | test | test-all | test-sanitizers | bench | lint. All run in .venv, which is made on the first call.
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -28,7 +28,7 @@ lint: $(VENV)/installed
 	$(BIN)/pip install --quiet "ruff>=0.12" "clang-format>=20"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.*)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.* tests/sanitizers/*.cpp)
 
 clean:
 	rm -rf $(VENV) build fastbert/_build.py fastbert/_C.*.so *.egg-info
