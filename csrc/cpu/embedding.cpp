@@ -84,15 +84,13 @@ void backward(const Embedding& op, const EmbeddingGradients& gradients, int64_t 
       row_bits(bits, C, uint64_t(token), op.drop.key);
       for_vectors<M>(C, [&](int64_t i, auto n) { store(keep(load(dys + i, n), bits + i, op.drop), dys + i, n); });
     }
-    V centered[kSlots]{}, g_total[kSlots]{}, product[kSlots]{};
+    RowSums<M> sums;
     for_vectors_in_slots<M>(C, [&](int64_t i, auto n, auto slot) {
-      const V z = rows.at(i, n), c = or_fill(z - mean, n, 0), g = load(dys + i, n) * load(weight + i, n);
+      const V z = rows.at(i, n);
       store(z, buffer + i, n);
-      centered[slot] += c;
-      g_total[slot] += g;
-      product[slot] = fma(g, c, product[slot]);
+      sums.add(z - mean, load(dys + i, n) * load(weight + i, n), n, slot);
     });
-    const RowGradient<M> row_gradient(centered, g_total, product, mean, rstd, C);
+    const RowGradient<M> row_gradient(sums, mean, rstd, C);
     for_vectors<M>(C, [&](int64_t i, auto n) {
       const V d = load(dys + i, n), normal = row_gradient.normal(load(buffer + i, n));
       store(row_gradient.at(normal, d * load(weight + i, n)), dz + i, n);

@@ -121,15 +121,13 @@ void backward(const LayerNorm& op, const LayerNormGradients& gradients, int64_t 
     const M mean = means[row], rstd = rstds[row];
     rows.start(row);
     const M* const z = rows.stored();
-    V centered[kSlots]{}, g_total[kSlots]{}, product[kSlots]{};
+    RowSums<M> sums;
     for_vectors_in_slots<M>(C, [&](int64_t i, auto n, auto slot) {
-      const V v = rows.at(i, n), c = or_fill(v - mean, n, 0), g = load(dy + i, n) * load(weight + i, n);
+      const V v = rows.at(i, n);
       rows.keep_for_later(v, i, n);
-      centered[slot] += c;
-      g_total[slot] += g;
-      product[slot] = fma(g, c, product[slot]);
+      sums.add(v - mean, load(dy + i, n) * load(weight + i, n), n, slot);
     });
-    const RowGradient<M> row_gradient(centered, g_total, product, mean, rstd, C);
+    const RowGradient<M> row_gradient(sums, mean, rstd, C);
     for_vectors<M>(C, [&](int64_t i, auto n) {
       const V dys = load(dy + i, n), normal = row_gradient.normal(load(z + i, n));
       const V dz = row_gradient.at(normal, dys * load(weight + i, n));

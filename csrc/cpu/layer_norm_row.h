@@ -34,15 +34,30 @@ inline void normalize(const M* z, M mean, int64_t channels, M eps, const M* weig
 
 // ---- backward: with g = dy weight and n = (z - mean) rstd, dz = rstd (g - mean(g) - n mean(g n))
 
+// What the first walk over a row sums: c = z - mean, g, and g c.
+template <class M>
+struct RowSums {
+  using V = vec<M>;
+  V c[kSlots]{}, g[kSlots]{}, gc[kSlots]{};
+
+  template <class N>
+  void add(V c_, V g_, N n, int slot) {
+    c_ = or_fill(c_, n, 0);
+    c[slot] += c_;
+    g[slot] += g_;
+    gc[slot] = fma(g_, c_, gc[slot]);
+  }
+};
+
+// What the second walk needs of them.
 template <class M>
 struct RowGradient {
   using V = vec<M>;
   M mean, rstd, left, g_mean, along;
 
-  // Sums over the row of c = z - mean, g, and g c.
-  RowGradient(const V (&c)[kSlots], const V (&g)[kSlots], const V (&gc)[kSlots], M mean_, M rstd_, int64_t channels)
-      : mean(mean_), rstd(rstd_), left(sum(c) / M(channels)), g_mean(sum(g) / M(channels)) {
-    along = -(sum(gc) / M(channels) - left * g_mean) * rstd;
+  RowGradient(const RowSums<M>& sums, M mean_, M rstd_, int64_t channels)
+      : mean(mean_), rstd(rstd_), left(sum(sums.c) / M(channels)), g_mean(sum(sums.g) / M(channels)) {
+    along = -(sum(sums.gc) / M(channels) - left * g_mean) * rstd;
   }
 
   V normal(V z) const { return fma(z - mean, splat<V>(rstd), splat<V>(-left * rstd)); }

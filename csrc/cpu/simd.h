@@ -268,7 +268,7 @@ inline V greater(V a, V b) {
 inline vfloat absolute(vfloat v) { return reinterpret<vfloat>(reinterpret<vint>(v) & 0x7fffffff); }
 inline vdouble absolute(vdouble v) { return v < 0 ? -v : v; }
 
-// Sum and extremes of the lanes, in one fixed order.
+// Sum and largest of the lanes, in one fixed order.
 template <class V>
 inline auto sum(V v) {
   for (int half = sizeof(V) / sizeof v[0] / 2; half; half /= 2)
@@ -284,10 +284,6 @@ inline auto largest(V v) {
   auto best = v[0] + 0;
   for (int i = 1; i < int(sizeof(V) / sizeof v[0]); ++i) best = v[i] > best || v[i] != v[i] ? v[i] : best;
   return best;
-}
-template <class V>
-inline auto smallest(V v) {
-  return -largest(-v);
 }
 
 // p · 2^n, n being the low bits of a sum with 1.5 · 2^23; 0 for n = -127.
