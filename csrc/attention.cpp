@@ -144,7 +144,8 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor& qkv, cons
                                                      const OptionalTensor& rng, int64_t site) {
   const Batch batch(qkv, cu_seqlens, scale, dropout_of(dropout_p, rng, site, kAttentionBits));
   const at::Tensor in = qkv.contiguous();
-  const at::Tensor out = at::empty({batch.tokens, batch.heads, batch.D}, qkv.options());
+  const at::Tensor out =
+      empty_rows({batch.tokens, batch.heads * batch.D}, qkv.options()).unflatten(1, {batch.heads, batch.D});
   const at::Tensor lse = at::empty({batch.heads, batch.tokens}, qkv.options().dtype(math_type(qkv)));
   if (batch.covered != batch.tokens) out.zero_(), lse.zero_();
   const char* const src = static_cast<const char*>(in.const_data_ptr());

@@ -18,7 +18,7 @@ namespace {
 std::tuple<at::Tensor, at::Tensor> dense_gelu_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
                                                       const at::Tensor& bias, std::string_view approximate, bool save) {
   const at::Tensor preactivation = linear(x, weight, bias).contiguous();
-  const at::Tensor y = save ? at::empty(preactivation.sizes(), preactivation.options()) : preactivation;
+  const at::Tensor y = save ? empty_rows(preactivation.sizes(), preactivation.options()) : preactivation;
   gelu_cpu(preactivation, std::nullopt, approximate, y);
   return {y, save ? preactivation : at::empty({0}, x.options())};
 }

@@ -80,7 +80,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_fwd_cpu(
   std::vector<int64_t> shape = input_ids.sizes().vec();
   const at::Tensor mean = at::empty(shape, in.math()), rstd = at::empty(shape, in.math());
   shape.push_back(in.op.channels);
-  const at::Tensor y = at::empty(shape, in.tables[0].options());
+  const at::Tensor y = empty_rows(shape, in.tables[0].options());
   in.op.mean = mean.mutable_data_ptr(), in.op.rstd = rstd.mutable_data_ptr();
   void* const out = y.mutable_data_ptr();
   if (y.numel())

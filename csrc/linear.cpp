@@ -5,7 +5,10 @@
 #include <ATen/ops/linear.h>
 #include <torch/library.h>
 
-#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "tensor.h"
 
 namespace fastbert {
 
@@ -17,23 +20,42 @@ const std::optional<c10::OperatorHandle>& onednn_linear() {
   return op;
 }
 
-// oneDNN cuts the rows into equal blocks of a size that divides them, and is up to 1.4 x slower than MKL where no
-// divisor is a good one. Few rows, and multiples of 32, are where it always wins.
-bool onednn_is_faster(const at::Tensor& x, const at::Tensor& weight) {
-  const int64_t rows = x.numel() / std::max<int64_t>(1, x.size(-1));
-  return x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat && rows > 0 &&
-         (rows <= 256 || rows % 32 == 0) && at::globalContext().userEnabledMkldnn() && onednn_linear();
+bool use_onednn(const at::Tensor& x, const at::Tensor& weight) {
+  return x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat && x.numel() > 0 &&
+         at::globalContext().userEnabledMkldnn() && onednn_linear();
+}
+
+at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  const c10::List<std::optional<at::Scalar>> no_scalars;
+  torch::jit::Stack stack{x, weight, bias, "none", no_scalars, ""};
+  onednn_linear()->callBoxed(&stack);
+  return stack.at(0).toTensor();
+}
+
+// x (rows, K), contiguous, with the rows that fill its last block: those that lie behind it in memory, if any do, else
+// zeros in a copy. Their products are thrown away.
+at::Tensor in_whole_blocks(const at::Tensor& x) {
+  const int64_t rows = x.size(0), blocks = whole_blocks(rows), K = x.size(1);
+  if (rows == blocks) return x;
+  if (size_t(x.storage_offset() + blocks * K) * x.element_size() <= x.storage().nbytes())
+    return x.as_strided({blocks, K}, {K, 1});
+  const at::Tensor copy = empty_rows(x.sizes(), x.options());
+  copy.copy_(x);
+  return copy.as_strided({blocks, K}, {K, 1});
 }
 
 }  // namespace
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  // Up to here oneDNN is fast with any number of rows.
+  constexpr int64_t kFewRows = 256;
   const at::AutoDispatchBelowAutograd guard;
-  if (!onednn_is_faster(x, weight)) return at::linear(x, weight, bias);
-  const c10::List<std::optional<at::Scalar>> no_scalars;
-  torch::jit::Stack stack{x.contiguous(), weight.contiguous(), bias, "none", no_scalars, ""};
-  onednn_linear()->callBoxed(&stack);
-  return stack.at(0).toTensor();
+  if (!use_onednn(x, weight)) return at::linear(x, weight, bias);
+  const at::Tensor rows = x.contiguous().flatten(0, -2), w = weight.contiguous();
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = w.size(0);
+  if (rows.size(0) <= kFewRows) return onednn_product(rows, w, bias).view(shape);
+  return onednn_product(in_whole_blocks(rows), w, bias).narrow(0, 0, rows.size(0)).view(shape);
 }
 
 TORCH_LIBRARY_IMPL(fastbert, CPU, m) { m.impl("linear_fwd", &linear); }

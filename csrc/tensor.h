@@ -11,7 +11,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <memory>
+#include <numeric>
 #include <optional>
 
 #include "dropout.h"
@@ -53,6 +55,21 @@ inline std::optional<at::Tensor> as_math(const std::optional<at::Tensor>& parame
 }
 
 inline const void* data(const std::optional<at::Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
+
+// Products of many rows run on whole blocks of this many, on which oneDNN is fast (docs/linear.md).
+constexpr int64_t kRowBlock = 16;
+inline int64_t whole_blocks(int64_t rows) { return (rows + kRowBlock - 1) / kRowBlock * kRowBlock; }
+
+// An output of `sizes`, (..., channels), in memory that goes on in zeros to a whole block of rows. A product that reads
+// it need not copy it for that.
+inline at::Tensor empty_rows(at::IntArrayRef sizes, at::TensorOptions options) {
+  const int64_t channels = sizes.back();
+  const int64_t rows = std::accumulate(sizes.begin(), sizes.end() - 1, int64_t(1), std::multiplies<int64_t>());
+  const at::Tensor blocks = at::empty({whole_blocks(rows), channels}, options);
+  if (blocks.size(0) == rows) return blocks.view(sizes);
+  blocks.narrow(0, rows, blocks.size(0) - rows).zero_();
+  return blocks.narrow(0, 0, rows).view(sizes);
+}
 
 // The dropout of a site; the key is read, so rng must be on the CPU. Values are checked in Python.
 inline Dropout dropout_of(double p, const std::optional<at::Tensor>& rng, int64_t site, int bits) {

@@ -45,17 +45,19 @@ class Kernel:
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_ALL = (*_FLOATS, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _ON_CPU = ("layer_norm", "add_layer_norm", "bias_gelu", "attention", "embedding", "dense_gelu")
 
 KERNELS: dict[tuple[str, str], Kernel] = {
     **{("cpu", op): Kernel((*_FLOATS, torch.float64)) for op in _ON_CPU},
     ("cpu", "linear"): Kernel((torch.float32,)),
+    ("cpu", "padding"): Kernel(_ALL),
     ("cuda", "bias_gelu"): Kernel(_FLOATS, backward=False),
 }
 
 # device type -> op -> (backends, best first; what the order rests on). An op that is not listed has only `reference`.
 ORDER: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
-    "cpu": {op: (("cpu", "reference"), "benchmarks/results/cpu/ops.json") for op in (*_ON_CPU, "linear")},
+    "cpu": {op: (("cpu", "reference"), "benchmarks/results/cpu/ops.json") for op in (*_ON_CPU, "linear", "padding")},
     "cuda": {"bias_gelu": (("cuda", "reference"), "not yet measured")},
 }
 

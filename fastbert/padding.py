@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastbert import backends
 from fastbert.ops import checks, pack, unpack
+from fastbert.ops.padding import PLAN
 
 
 class Packing(NamedTuple):
@@ -97,36 +99,49 @@ def plan(attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.d
     if attention_mask is None:
         return Packing(batch, seqlen, None, _full(batch, seqlen, device), seqlen)
     visible, only_keys = _visible_keys(attention_mask, batch, seqlen, device)
-    lengths = visible.sum(1)
-    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
     if torch.compiler.is_compiling():
         if only_keys is not None:
             raise ValueError("attention_mask: compiled code cannot look at a mask's values; pass a (B, S) mask")
-        return _compiled_plan(visible, cu_seqlens)
-    only_keys = lengths.new_ones(()) if only_keys is None else only_keys.to(lengths.dtype)
-    tokens, longest, ok = torch.stack([lengths.sum(), _longest(lengths), only_keys]).tolist()
+        return _compiled_plan(visible)
+    find = _find_on_host if visible.device.type == "cpu" else _find_in_one_synchronisation
+    ok, indices, cu_seqlens, longest = find(visible, only_keys)
     if not ok:
         raise ValueError(
             f"attention_mask of shape {tuple(attention_mask.shape)} is no key-padding mask: its rows differ, or it "
             "holds values of another kind of mask (causal, per-query and, in two dimensions, additive masks and biases "
             "are not supported)"
         )
-    if tokens == batch * seqlen:
+    if indices.shape[0] == batch * seqlen:
         return Packing(batch, seqlen, None, _full(batch, seqlen, device), seqlen)
-    indices = visible.flatten().nonzero_static(size=tokens).squeeze(-1)
     return Packing(batch, seqlen, indices, cu_seqlens, longest)
+
+
+def _find_on_host(visible: Tensor, only_keys: Tensor | None) -> tuple[bool, Tensor, Tensor, int]:
+    backend = backends.choose("padding", "cpu", torch.bool, backward=False)
+    indices, cu_seqlens, longest = PLAN(backend, visible)
+    return only_keys is None or bool(only_keys), indices, cu_seqlens, int(longest)
+
+
+def _find_in_one_synchronisation(visible: Tensor, only_keys: Tensor | None) -> tuple[bool, Tensor, Tensor, int]:
+    lengths = visible.sum(1)
+    cu_seqlens = _ends(lengths)
+    longest = lengths.max() if lengths.numel() else lengths.new_zeros(())
+    only_keys = lengths.new_ones(()) if only_keys is None else only_keys.to(lengths.dtype)
+    tokens, longest, ok = torch.stack([lengths.sum(), longest, only_keys]).tolist()
+    return bool(ok), visible.flatten().nonzero_static(size=tokens).squeeze(-1), cu_seqlens, longest
+
+
+def _ends(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
 
 
 def _full(batch: int, seqlen: int, device: torch.device) -> Tensor:
     return torch.arange(batch + 1, device=device, dtype=torch.int32) * seqlen
 
 
-def _longest(lengths: Tensor) -> Tensor:
-    return lengths.max() if lengths.numel() else lengths.new_zeros(())
-
-
-def _compiled_plan(visible: Tensor, cu_seqlens: Tensor) -> Packing:
+def _compiled_plan(visible: Tensor) -> Packing:
     batch, seqlen = visible.shape
+    cu_seqlens = _ends(visible.sum(1))
     indices = (~visible.flatten()).to(torch.uint8).argsort(stable=True)
     real = torch.arange(batch * seqlen, device=visible.device) < cu_seqlens[-1]
     return Packing(batch, seqlen, indices, cu_seqlens, seqlen, real)

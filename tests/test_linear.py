@@ -89,3 +89,11 @@ class TestLinear(OpSuite):
         ):
             with pytest.raises(error, match=words):
                 ops.linear(*args)
+
+    @pytest.mark.parametrize("behind", (0.0, float("nan")))
+    def test_what_lies_behind_the_rows_in_memory_changes_nothing(self, backend, behind):
+        inputs = self.inputs((387, 64, 48), torch.float32, backend.device)
+        expected = self.ours(**inputs)
+        longer = torch.cat([inputs["x"], torch.full((40, 64), behind, device=backend.device)])
+        assert torch.equal(self.ours(**inputs | {"x": longer[:387]}), expected)
+        assert torch.equal(self.ours(**inputs | {"x": longer[:387].clone()}), expected)

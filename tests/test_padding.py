@@ -96,6 +96,32 @@ def backend(request):
         yield device
 
 
+def test_where_the_tokens_are(backend):
+    for shape in ((1, 1), (3, 7), (5, 64), (2, 1000)):
+        rows = (torch.rand(shape) < 0.6).tolist()
+        ends = [sum(map(sum, rows[:n])) for n in range(len(rows) + 1)]
+        places = [b * shape[1] + s for b, row in enumerate(rows) for s, seen in enumerate(row) if seen]
+        transposed = torch.tensor(rows, device=backend).T.contiguous().T
+        packing = padding.plan(transposed, *shape, transposed.device)
+        assert packing.cu_seqlens.tolist() == ends and packing.max_seqlen >= max(map(sum, rows))
+        if packing.indices is not None:
+            assert packing.indices.tolist() == places and packing.max_seqlen == max(map(sum, rows))
+
+
+def test_operators_and_their_fakes(backend):
+    if fastbert.backends.choose("padding", backend, torch.float32, backward=False) == "reference":
+        pytest.skip("the reference backend is plain PyTorch: it has no operator of its own")
+    indices = torch.tensor([0, 2, 3, 5, 11], device=backend)
+    for op, args in (
+        (torch.ops.fastbert.padding_pack, (torch.randn(3, 4, 5, device=backend), indices)),
+        (torch.ops.fastbert.padding_pack, (torch.randn(3, 5, 4, device=backend).mT, indices)),
+        (torch.ops.fastbert.padding_unpack, (torch.randn(5, 2, 3, device=backend), indices, 3, 4)),
+    ):
+        torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
+    with pytest.raises(IndexError, match="indices holds 12"):
+        torch.ops.fastbert.padding_unpack(torch.ones(1, 3), torch.tensor([12]), 3, 4)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, *HALF))
 def test_pack_and_unpack_are_exact_both_ways(backend, dtype):
     x, indices = torch.randn(3, 4, 5).to(backend, dtype), torch.tensor([0, 2, 3, 5, 11], device=backend)

@@ -1,4 +1,4 @@
-"""pack and unpack: real tokens out of a padded batch with one gather, and back with one scatter."""
+"""Where the real tokens of a padded batch are; pack takes them out with one gather, unpack puts them back."""
 
 import torch
 from torch import Tensor
@@ -30,8 +30,23 @@ def _unpack(x, indices, batch, seqlen):
     return rows.index_copy_(0, indices, x).view(batch, seqlen, *x.shape[1:])
 
 
-# ---- schemas: each is the other's adjoint, so neither has a backward of its own
+def _plan(visible):
+    lengths = visible.sum(1)
+    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+    longest = lengths.max() if lengths.numel() else lengths.new_zeros(())
+    return visible.flatten().nonzero().squeeze(-1), cu_seqlens, longest
 
+
+# ---- schemas: pack and unpack are each other's adjoint, so neither has a backward of its own
+
+
+def _fake_plan(visible):
+    tokens = torch.library.get_ctx().new_dynamic_size()
+    ends = visible.new_empty(visible.shape[0] + 1, dtype=torch.int32)
+    return visible.new_empty(tokens, dtype=torch.int64), ends, visible.new_empty((), dtype=torch.int64)
+
+
+PLAN = Primitive("padding_plan", "(Tensor visible) -> (Tensor, Tensor, Tensor)", _fake_plan, _plan)
 PACK = Primitive(
     "padding_pack",
     "(Tensor x, Tensor indices) -> Tensor",
