@@ -92,10 +92,13 @@ FB_INLINE Tail<vdouble> normal_tail(vdouble a) {
 }
 #endif
 
-// From here on both tails are 0.
+// From here on both tails are 0: the vectors' exponential ends earlier than CUDA's, which has denormal results.
+#ifdef __CUDACC__
+template <class V>
+constexpr double kTailsEnd = 14.5;
+#else
 template <class V>
 constexpr double kTailsEnd = 13.25;
-#ifndef __CUDACC__
 template <>
 constexpr double kTailsEnd<vdouble> = 40;
 #endif

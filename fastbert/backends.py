@@ -47,18 +47,21 @@ class Kernel:
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _ALL = (*_FLOATS, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _ON_CPU = ("layer_norm", "add_layer_norm", "bias_gelu", "attention", "embedding", "dense_gelu")
+_IN_TRITON = ("layer_norm", "add_layer_norm", "bias_gelu")
 
 KERNELS: dict[tuple[str, str], Kernel] = {
     **{("cpu", op): Kernel((*_FLOATS, torch.float64)) for op in _ON_CPU},
     ("cpu", "linear"): Kernel((torch.float32,)),
     ("cpu", "padding"): Kernel(_ALL),
+    **{("triton", op): Kernel(_FLOATS) for op in _IN_TRITON},
     ("cuda", "bias_gelu"): Kernel(_FLOATS, backward=False),
 }
 
 # device type -> op -> (backends, best first; what the order rests on). An op that is not listed has only `reference`.
 ORDER: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
     "cpu": {op: (("cpu", "reference"), "benchmarks/results/cpu/ops.json") for op in (*_ON_CPU, "linear", "padding")},
-    "cuda": {"bias_gelu": (("cuda", "reference"), "not yet measured")},
+    "cuda": {op: (("triton", "reference"), "not yet measured") for op in _IN_TRITON}
+    | {"bias_gelu": (("cuda", "triton", "reference"), "not yet measured")},
 }
 
 
@@ -150,11 +153,15 @@ def _cuda_problem() -> str | None:
     return None
 
 
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 @cache
 def _triton_problem() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+    if not _interpreting() and not torch.cuda.is_available():
         return "PyTorch sees no GPU (TRITON_INTERPRET=1 runs it on the CPU, for tests)"
     return None
 
@@ -170,7 +177,7 @@ def why_not(name: str, op: str, device_type: str, dtype: torch.dtype, backward: 
     kernel = KERNELS.get((name, op))
     if kernel is None:
         return f"it has no {op} kernel"
-    devices = ("cuda", "cpu") if name == "triton" and os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
+    devices = ("cuda", "cpu") if name == "triton" and _interpreting() else ("cuda",)
     if device_type not in (("cpu",) if name == "cpu" else devices):
         return f"it does not serve {device_type} tensors"
     if problem := _PROBLEMS[name]():
@@ -179,6 +186,8 @@ def why_not(name: str, op: str, device_type: str, dtype: torch.dtype, backward: 
         return "this torch exports no BLAS (sgemm_, dgemm_)"
     if dtype not in kernel.dtypes:
         return f"its {op} kernel does not take {dtype}"
+    if name == "triton" and dtype == torch.bfloat16 and _interpreting():
+        return "Triton's interpreter is wrong for bfloat16"
     if backward and not kernel.backward:
         return f"its {op} kernel has no backward"
     return None

@@ -1,6 +1,7 @@
 """What all ops share: defining a primitive, running it on the chosen backend, refusing second derivatives."""
 
 import functools
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -28,6 +29,8 @@ class Primitive:
         for namespace, library in _LIBRARIES.items():
             library.define(name + schema)
             torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+        for device_type in ("CUDA", "CPU"):  # on a CPU tensor Triton needs its interpreter: `backends` sees to that
+            _LIBRARIES["fastbert_triton"].impl(name, functools.partial(_run_triton, name), device_type)
 
     def __call__(self, backend: str, *args):
         """Runs on `backend` (as `backends.choose` gave it). Autocast has no say inside an op."""
@@ -42,6 +45,11 @@ class Primitive:
 
     def _kernel(self, namespace: str) -> Callable:
         return getattr(getattr(torch.ops, namespace), self.name).default
+
+
+def _run_triton(name: str, *args):
+    """Imports Triton when the first of its kernels runs, not before."""
+    return importlib.import_module("fastbert.triton").KERNELS[name](*args)
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

@@ -1,0 +1,49 @@
+"""GELU and its derivative, as csrc/gelu.h has them (its head comment derives the form and the fit).
+
+gelu(v) = max(v, 0) - a tail(a) with a = |v|, tail = 1 - Phi or its tanh approximation: nothing cancels for v < 0, both
+infinities are right, and NaN stays.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tail(a, TANH: tl.constexpr):
+    """tail(a), and -tail'(a), of a in [0, 14.5]."""
+    if TANH:
+        cubic = 0.044715 * a * a
+        w = tl.exp(-1.5957691216057308 * a * (cubic + 1.0))  # 2 sqrt(2 / pi)
+        tail = w / (1.0 + w)
+        slope = 1.5957691216057308 * (cubic * 3.0 + 1.0) * tail * (1.0 - tail)
+    else:
+        half = -0.5 * a
+        exponent = half * a
+        density = tl.exp(exponent)
+        density = tl.fma(density, tl.fma(half, a, -exponent), density)  # the exponent's rounding error joins
+        p = (((4.07761316e-3 * a + 4.03725745e-2) * a + 1.82461889e-1) * a + 4.37250984e-1) * a + 0.5
+        q = (((1.02209317e-2 * a + 1.01205847e-1) * a + 4.67429256e-1) * a + 1.19929097) * a + 1.67238693
+        tail = density * (p / (q * a + 1.0))
+        slope = density * 0.3989422804014327
+    return tail, slope
+
+
+@triton.jit
+def _magnitude(v):
+    a = tl.abs(v)
+    return tl.where(a > 14.5, 14.5, a)  # both tails are 0 from there on; NaN stays
+
+
+@triton.jit
+def gelu(v, TANH: tl.constexpr):
+    a = _magnitude(v)
+    tail, _ = _tail(a, TANH)
+    return tl.where(v < 0.0, 0.0, v) - a * tail
+
+
+@triton.jit
+def gelu_derivative(v, TANH: tl.constexpr):
+    a = _magnitude(v)
+    tail, slope = _tail(a, TANH)
+    d = tail - a * slope
+    return tl.where(v > 0.0, 1.0 - d, d)

@@ -1,0 +1,195 @@
+"""layer_norm and add_layer_norm in Triton: bias, dropout, residual sum and LayerNorm in one pass.
+
+A program owns whole rows, so statistics never leave its registers. In the backward it walks down a share of the rows
+with the columns' sums (dweight, dbias, dx_bias) in registers and writes them once. Bytes moved: forward x, residual
+and y; backward dy, x, residual and the gradients; 8 bytes of statistics a row, 12 C of partial sums a program.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.triton import sums
+from fastbert.triton.common import Config, dropout, launch, pick, row_keep, rows_of, site_key
+
+LARGEST = 8192  # channels
+
+
+def _forward_config(channels: int) -> Config:
+    width = max(8, triton.next_power_of_2(channels))
+    rows = max(1, min(16, 2048 // width))
+    return Config({"ROWS": rows, "WIDTH": width}, num_warps=4 if width <= 2048 else width // 512)
+
+
+def _backward_config(channels: int) -> Config:
+    width = max(8, triton.next_power_of_2(channels))
+    rows = max(1, min(16, 2048 // width))
+    return Config({"ROWS": rows, "WIDTH": width}, num_warps=4 if width <= 1024 else min(16, width // 256))
+
+
+FORWARD, BACKWARD = {80: _forward_config}, {80: _backward_config}
+PROGRAMS = 2  # a multiprocessor, in the backward
+
+
+@triton.jit
+def _sum(
+    x, residual, x_bias, rng, at, row, column, inside, channels, threshold, keep_scale, site,
+    RESIDUAL: tl.constexpr, X_BIAS: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """z = dropout(x + x_bias) + residual, zeros outside, and what dropout multiplied by."""
+    z = tl.load(x + at, inside, other=0.0).to(tl.float32)
+    factor = tl.full((ROWS, WIDTH), 1.0, tl.float32)
+    if X_BIAS:
+        z += tl.load(x_bias + column, column < channels, other=0.0).to(tl.float32)[None, :]
+    if DROPOUT:
+        k0, k1 = site_key(rng, site)
+        keep = row_keep(k0, k1, row, 0, threshold, ROWS, WIDTH)
+        factor = tl.where(keep, keep_scale, 0.0)
+        z = tl.where(keep, z * keep_scale, 0.0)
+    if RESIDUAL:
+        z += tl.load(residual + at, inside, other=0.0).to(tl.float32)
+    return tl.where(inside, z, 0.0), factor
+
+
+# ---- forward
+
+
+@triton.jit(do_not_specialize=["threshold", "site"])
+def _forward(
+    x, residual, weight, bias, x_bias, rng, y, mean, rstd, rows, channels, eps, threshold, keep_scale, site,
+    RESIDUAL: tl.constexpr, X_BIAS: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (column < channels)[None, :]
+    at = row[:, None] * channels + column[None, :]
+    z, _ = _sum(
+        x, residual, x_bias, rng, at, row, column, inside, channels, threshold, keep_scale, site,
+        RESIDUAL, X_BIAS, DROPOUT, ROWS, WIDTH,
+    )  # fmt: skip
+    # A mean between the row's ends makes a constant row exactly 0; what rounding left of the mean comes off after it.
+    least, most = tl.min(tl.where(inside, z, float("inf")), 1), tl.max(tl.where(inside, z, float("-inf")), 1)
+    shift = tl.minimum(tl.maximum(tl.sum(z, 1) / channels, least), most)
+    z = tl.where(inside, z - shift[:, None], 0.0)
+    left = tl.sum(z, 1) / channels
+    z = tl.where(inside, z - left[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(z * z, 1) / channels + eps)
+    w = tl.load(weight + column, column < channels, other=0.0).to(tl.float32)
+    b = tl.load(bias + column, column < channels, other=0.0).to(tl.float32)
+    tl.store(y + at, z * scale[:, None] * w[None, :] + b[None, :], inside)
+    tl.store(mean + row, shift + left, row < rows)
+    tl.store(rstd + row, scale, row < rows)
+
+
+def add_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, x_bias: Tensor | None, rng: Tensor | None,
+    eps: float, dropout_p: float, site: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    inputs = _Inputs(x, residual, x_bias, rng, dropout_p, site)
+    y = x.new_empty(x.shape, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
+    config = pick(FORWARD, x.device, inputs.channels)
+    launch(
+        _forward, (triton.cdiv(inputs.rows, config.tiles["ROWS"]),),
+        inputs.x, inputs.residual, weight.contiguous(), bias.contiguous(), inputs.x_bias, rng, y, mean, rstd,
+        inputs.rows, inputs.channels, eps, *inputs.dropout, config=config, **inputs.flags,
+    )  # fmt: skip
+    return y, mean, rstd
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    return add_forward(x, None, weight, bias, None, None, eps, 0.0, 0)
+
+
+# ---- backward: with n = (z - mean) rstd and g = dy weight, dz = rstd (g - mean(g) - n mean(g n)); dweight and dbias
+# are the sums of dy n and dy over the rows, dx is dz dropped out again and dx_bias its sum
+
+
+@triton.jit(do_not_specialize=["threshold", "site"])
+def _backward(
+    dy, x, residual, weight, mean, rstd, x_bias, rng, dx, dresidual, partials,
+    rows, channels, share, threshold, keep_scale, site,
+    RESIDUAL: tl.constexpr, X_BIAS: tl.constexpr, DROPOUT: tl.constexpr, DX: tl.constexpr, NEED_DPARAMS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    w = tl.load(weight + column, column < channels, other=0.0).to(tl.float32)
+    dweight = tl.zeros((ROWS, WIDTH), tl.float32)
+    dbias = tl.zeros((ROWS, WIDTH), tl.float32)
+    dx_bias = tl.zeros((ROWS, WIDTH), tl.float32)
+    for first in range(0, share, ROWS):
+        row = program * share + first + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < channels)[None, :]
+        at = row[:, None] * channels + column[None, :]
+        z, factor = _sum(
+            x, residual, x_bias, rng, at, row, column, inside, channels, threshold, keep_scale, site,
+            RESIDUAL, X_BIAS, DROPOUT, ROWS, WIDTH,
+        )  # fmt: skip
+        z = tl.where(inside, z - tl.load(mean + row, row < rows, other=0.0)[:, None], 0.0)
+        scale = tl.load(rstd + row, row < rows, other=0.0)[:, None]
+        n = tl.where(inside, (z - (tl.sum(z, 1) / channels)[:, None]) * scale, 0.0)  # the saved mean is rounded
+        d = tl.load(dy + at, inside, other=0.0).to(tl.float32)
+        g = d * w[None, :]
+        dz = scale * (g - (tl.sum(g, 1) / channels)[:, None] - n * (tl.sum(g * n, 1) / channels)[:, None])
+        dropped = tl.where(factor > 0, dz * factor, 0.0)
+        if RESIDUAL:
+            tl.store(dresidual + at, dz, inside)
+        if DX:
+            tl.store(dx + at, dropped, inside)
+        if NEED_DPARAMS:
+            dweight += d * n
+            dbias += d
+            if X_BIAS:
+                dx_bias += tl.where(inside, dropped, 0.0)
+    if NEED_DPARAMS:
+        quantities: tl.constexpr = 3 if X_BIAS else 2
+        to = partials + program * quantities * channels + column
+        tl.store(to, tl.sum(dweight, 0), column < channels)
+        tl.store(to + channels, tl.sum(dbias, 0), column < channels)
+        if X_BIAS:
+            tl.store(to + 2 * channels, tl.sum(dx_bias, 0), column < channels)
+
+
+def add_backward(
+    dy: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, mean: Tensor, rstd: Tensor, x_bias: Tensor | None,
+    rng: Tensor | None, dropout_p: float, site: int, need_dparams: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    inputs = _Inputs(x, residual, x_bias, rng, dropout_p, site)
+    shared = residual is not None and residual.dtype == x.dtype and not inputs.flags["DROPOUT"]  # dx is dresidual
+    dx = x.new_empty((0,) if shared else x.shape)
+    dresidual = dx if residual is None else residual.new_empty(x.shape)
+    config = pick(BACKWARD, x.device, inputs.channels)
+    share, programs = sums.share(inputs.rows, config.tiles["ROWS"], sums.programs(x.device, PROGRAMS))
+    dtypes = [weight.dtype, weight.dtype] + ([] if x_bias is None else [x_bias.dtype])
+    partials = x.new_empty((programs, len(dtypes), inputs.channels) if need_dparams else (0,), dtype=torch.float32)
+    launch(
+        _backward, (programs,), dy.contiguous(), inputs.x, inputs.residual, weight.contiguous(), mean.contiguous(),
+        rstd.contiguous(), inputs.x_bias, rng, dx, dresidual, partials, inputs.rows, inputs.channels, share,
+        *inputs.dropout, config=config, **inputs.flags, DX=not shared, NEED_DPARAMS=need_dparams,
+    )  # fmt: skip
+    dparams = sums.add_up(partials, dtypes) if need_dparams else [weight.new_empty(0), weight.new_empty(0)]
+    if len(dparams) == 2:
+        dparams.append(x.new_empty(0))
+    return dx, dresidual, *dparams
+
+
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, need_dparams: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, _, dweight, dbias, _ = add_backward(dy, x, None, weight, mean, rstd, None, None, 0.0, 0, need_dparams)
+    return dx, dweight, dbias
+
+
+class _Inputs:
+    """What forward and backward make of the arguments that decide z."""
+
+    def __init__(self, x, residual, x_bias, rng, dropout_p, site):
+        self.x, self.channels = x.contiguous(), x.shape[-1]
+        self.rows = rows_of(x).shape[0]
+        self.residual = None if residual is None else residual.contiguous()
+        self.x_bias = None if x_bias is None else x_bias.contiguous()
+        dropped, scale = dropout(dropout_p, 16)
+        self.dropout = dropped, scale, site
+        self.flags = {"RESIDUAL": residual is not None, "X_BIAS": x_bias is not None, "DROPOUT": dropped > 0}
