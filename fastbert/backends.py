@@ -42,19 +42,35 @@ class Kernel:
 
     dtypes: tuple[torch.dtype, ...]  # of the activations
     backward: bool = True
+    largest: int | None = None  # row length (of attention: head size); None: any
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _ALL = (*_FLOATS, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _ON_CPU = ("layer_norm", "add_layer_norm", "bias_gelu", "attention", "embedding", "dense_gelu")
-_IN_TRITON = ("layer_norm", "add_layer_norm", "bias_gelu")
+_IN_TRITON = (
+    "attention",
+    "layer_norm",
+    "add_layer_norm",
+    "bias_gelu",
+    "embedding",
+    "dense_gelu",
+    "cross_entropy",
+    "padding",
+)
+_LARGEST_IN_TRITON = {"attention": 128, "layer_norm": 8192, "add_layer_norm": 4096, "embedding": 8192}
 
 KERNELS: dict[tuple[str, str], Kernel] = {
     **{("cpu", op): Kernel((*_FLOATS, torch.float64)) for op in _ON_CPU},
     ("cpu", "linear"): Kernel((torch.float32,)),
     ("cpu", "padding"): Kernel(_ALL),
-    **{("triton", op): Kernel(_FLOATS) for op in _IN_TRITON},
+    **{("triton", op): Kernel(_FLOATS, largest=_LARGEST_IN_TRITON.get(op)) for op in _IN_TRITON},
+    ("triton", "padding"): Kernel(_ALL),
     ("cuda", "bias_gelu"): Kernel(_FLOATS, backward=False),
+}
+
+_LIMITS: dict[str, list[tuple[str, int]]] = {
+    op: [(name, k.largest) for (name, other), k in KERNELS.items() if other == op and k.largest] for op in OPS
 }
 
 # device type -> op -> (backends, best first; what the order rests on). An op that is not listed has only `reference`.
@@ -170,7 +186,9 @@ _PROBLEMS = {"reference": lambda: None, "cpu": _cpu_problem, "triton": _triton_p
 
 
 @cache
-def why_not(name: str, op: str, device_type: str, dtype: torch.dtype, backward: bool = False) -> str | None:
+def why_not(
+    name: str, op: str, device_type: str, dtype: torch.dtype, backward: bool = False, too_large: bool = False
+) -> str | None:
     """The reason why a backend cannot run an op on such an input, or None if it can."""
     if name == "reference":
         return None
@@ -186,6 +204,8 @@ def why_not(name: str, op: str, device_type: str, dtype: torch.dtype, backward: 
         return "this torch exports no BLAS (sgemm_, dgemm_)"
     if dtype not in kernel.dtypes:
         return f"its {op} kernel does not take {dtype}"
+    if too_large:
+        return f"its {op} kernel takes {'head sizes' if op == 'attention' else 'rows'} of at most {kernel.largest}"
     if name == "triton" and dtype == torch.bfloat16 and _interpreting():
         return "Triton's interpreter is wrong for bfloat16"
     if backward and not kernel.backward:
@@ -239,21 +259,31 @@ def _set_block(block: list[str | None], is_open: bool) -> None:
         _latest = _blocks[-1][0] if _blocks else _Forced.name
 
 
-@torch.compiler.assume_constant_result
-def _choose(forced: str | None, op: str, device_type: str, dtype: torch.dtype, backward: bool) -> str:
+def _choose(
+    forced: str | None, op: str, device_type: str, dtype: torch.dtype, backward: bool, too_large: tuple[str, ...]
+) -> str:
     _announce_missing_extension()
     order = (forced,) if forced else ORDER.get(device_type, {}).get(op, (("reference",), ""))[0]
     for name in order:
-        reason = why_not(name, op, device_type, dtype, backward)
+        reason = why_not(name, op, device_type, dtype, backward, name in too_large)
         if reason is None:
             return name
     raise RuntimeError(f"backend {forced!r} cannot run {op}: {reason}")
 
 
-def choose(op: str, device_type: str, dtype: torch.dtype, *, backward: bool) -> str:
-    """The backend that runs this call. Raises RuntimeError when a forced backend cannot."""
+# What torch.compiler.assume_constant_result does, but that imports torch._dynamo, and with it Triton: 1.6 s.
+_choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def choose(op: str, device_type: str, dtype: torch.dtype, *, backward: bool, size: int = 0) -> str:
+    """The backend that runs this call. size: the row length, of attention the head size.
+
+    Raises RuntimeError when a forced backend cannot.
+    """
     forced = _latest if torch.compiler.is_compiling() else _forced.name
-    return _choose(forced, op, device_type, dtype, backward)
+    # Compared here, where torch.compile guards on the outcome and not on the size.
+    too_large = tuple([name for name, largest in _LIMITS.get(op, ()) if size > largest])
+    return _choose(forced, op, device_type, dtype, backward, too_large)
 
 
 def count(primitive: str, name: str) -> None:

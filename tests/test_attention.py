@@ -21,6 +21,7 @@ class AttentionSuite(OpSuite):
         pytest.param(((16, 15, 17), 2, 64), id="around-16"),
         pytest.param(((64, 63, 65), 2, 32), id="around-64"),
         pytest.param(((129, 127), 1, 128), id="around-128"),
+        pytest.param(((129, 3), 2, 64), id="a-program-with-two-key-tiles"),
         pytest.param(((40,), 3, 96), id="unusual-head-size"),
     ]
 

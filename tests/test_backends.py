@@ -185,3 +185,14 @@ def test_the_orders_name_real_backends_and_kernels():
         for op, (order, measured) in ops_of_device.items():
             assert op in backends.OPS and order[-1] == "reference" and measured
             assert all((name, op) in backends.KERNELS for name in order[:-1])
+
+
+def test_a_size_that_a_kernel_does_not_take_is_said_before_it_runs():
+    limit = backends.KERNELS["triton", "layer_norm"].largest
+    x, weight = torch.randn(2, limit + 1), torch.ones(limit + 1)
+    if backends.why_not("triton", "layer_norm", "cpu", torch.float32) is None:
+        with fastbert.backend("triton"), pytest.raises(RuntimeError, match=f"takes rows of at most {limit}"):
+            ops.layer_norm(x, weight, weight)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: ops.layer_norm(x, weight, weight), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), ops.layer_norm(x, weight, weight))

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
 
-from fastbert import ops, random, testing
+from fastbert import backends, ops, random, testing
 
 EPS = 1e-12
 PADDING = 3
@@ -16,6 +16,7 @@ class TestEmbedding(OpSuite):
         pytest.param(((9,), 11, 7), id="odd-channels-and-repeated-ids"),
         pytest.param(((40,), 50, 768), id="bert-base"),
         pytest.param(((2, 5), 11, 16), id="two-dimensions"),
+        pytest.param(((300,), 4, 5), id="many-tokens-to-the-row"),
     ]
 
     def inputs(self, shape, dtype, device):
@@ -112,6 +113,64 @@ class TestEmbeddingDropout(TestEmbedding):
     def factor_of(self, y):
         bits = random.row_bits(torch.tensor([self.key]), self.site, y[..., 0].numel(), y.shape[-1]).view(y.shape)
         return ((bits >= 16384).double() * 4 / 3).to(y.device, y.dtype)
+
+
+TABLE_ROWS = 9
+RUNS = {  # of (id, how often), in chunks of 128 sorted ids and tiles of 16 chunks
+    "one-id-in-every-row": [(4, 2400)],
+    "more-chunks-than-a-tile-to-the-row": [(0, 1), (1, 128 * 16), (2, 128)],
+    "runs-that-end-with-chunks": [(1, 128), (2, 256), (5, 127), (6, 1)],
+    "runs-that-end-a-row-off": [(0, 127), (1, 129), (2, 1), (3, 128), (8, 2)],
+    "both-ends-of-the-table": [(0, 130), (8, 130)],
+    "out-of-range": [(-7, 70), (0, 70), (8, 3), (9, 200), (2**40, 1)],  # nearest in range
+}
+
+
+@pytest.fixture
+def triton_device():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if reason := backends.why_not("triton", "embedding", device, torch.float32):
+        pytest.skip(reason)
+    return device
+
+
+def triton_table_gradient(dz, ids, table, padding_idx):
+    from fastbert.triton.embedding import _table_gradient
+
+    return _table_gradient(dz.to(table.device), ids.to(table.device), table, padding_idx).cpu()
+
+
+@pytest.mark.parametrize(
+    ("runs", "padding_idx"),
+    [(runs, -1) for runs in RUNS.values()] + [(RUNS["out-of-range"], 8)],
+    ids=[*RUNS, "padding"],
+)
+def test_table_gradients_in_triton_are_exact_for_integers(triton_device, runs, padding_idx):
+    ids = torch.cat([torch.full((count,), id) for id, count in runs])
+    ids = ids[torch.randperm(ids.numel())]
+    dz = torch.randint(-9, 10, (ids.numel(), 3)).float()
+    truth = torch.zeros(TABLE_ROWS, 3).index_add_(0, ids.clamp(0, TABLE_ROWS - 1), dz)
+    if padding_idx >= 0:
+        truth[padding_idx] = 0
+    table = torch.zeros(TABLE_ROWS, 3, device=triton_device)
+    assert torch.equal(triton_table_gradient(dz, ids, table, padding_idx), truth)
+
+
+def test_table_gradients_in_triton_are_added_up_in_float32(triton_device):
+    """2048 and 300 ones: a sum in float16 would stay at 2048. Over more columns than a tile has."""
+    dz, ids = torch.ones(301, 300), torch.ones(301, dtype=torch.int32)
+    dz[0] = 2048
+    gradient = triton_table_gradient(dz, ids, torch.zeros(2, 300, device=triton_device, dtype=torch.float16), -1)
+    assert gradient.dtype == torch.float16 and (gradient[0] == 0).all() and (gradient[1] == 2348).all()
+
+
+def test_triton_clamps_ids(triton_device):
+    inputs = TestEmbedding().inputs(((3,), 11, 7), torch.float32, triton_device)
+    forward = torch.ops.fastbert_triton.embedding_fwd
+    ids = {n: torch.tensor([-1, 99, 2**40], device=triton_device) for n in inputs if n.endswith("_ids")}
+    ends = {n: torch.tensor([0, r, r], device=triton_device) for n, r in zip(ids, (10, 5, 1), strict=True)}
+    wild, tame = (forward(*(inputs | i).values(), None, EPS, 0.0, 0) for i in (ids, ends))
+    assert all(torch.equal(a, b) for a, b in zip(wild, tame, strict=True))
 
 
 def good():

@@ -225,7 +225,7 @@ def attention(
     qkv = qkv.to(autocast_dtype(qkv))
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
     live = needs_grad(qkv)
-    backend = backends.choose("attention", qkv.device.type, qkv.dtype, backward=live)
+    backend = backends.choose("attention", qkv.device.type, qkv.dtype, backward=live, size=qkv.shape[-1])
     args = (qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
     return _Attention.apply(backend, *args) if live else FWD(backend, *args)[0]
 

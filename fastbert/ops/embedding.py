@@ -205,7 +205,7 @@ def embedding(
     _check(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, padding_idx)
     checks.dropout("embedding", dropout_p, rng, word.device, random.ROW_BITS)
     live = needs_grad(word, position, token_type, weight, bias)
-    backend = backends.choose("embedding", word.device.type, word.dtype, backward=live)
+    backend = backends.choose("embedding", word.device.type, word.dtype, backward=live, size=word.shape[1])
     inputs = (input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, rng)
     if not live:
         return FWD(backend, *inputs, eps, dropout_p, site)[0]

@@ -232,7 +232,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-12) -> T
     """
     _check("layer_norm", {"x": x}, {"weight": weight, "bias": bias}, eps)
     live = needs_grad(x, weight, bias)
-    backend = backends.choose("layer_norm", x.device.type, x.dtype, backward=live)
+    backend = backends.choose("layer_norm", x.device.type, x.dtype, backward=live, size=x.shape[-1])
     return _LayerNorm.apply(backend, x, weight, bias, eps) if live else FWD(backend, x, weight, bias, eps)[0]
 
 
@@ -266,6 +266,6 @@ def add_layer_norm(
     _check("add_layer_norm", {"x": x, "residual": residual}, parameters, eps)
     checks.dropout("add_layer_norm", dropout_p, rng, x.device, random.ROW_BITS)
     live = needs_grad(x, residual, weight, bias, x_bias)
-    backend = backends.choose("add_layer_norm", x.device.type, x.dtype, backward=live)
+    backend = backends.choose("add_layer_norm", x.device.type, x.dtype, backward=live, size=x.shape[-1])
     args = (x, residual, weight, bias, x_bias, rng, eps, dropout_p, site)
     return _AddLayerNorm.apply(backend, *args) if live else ADD_FWD(backend, *args)[0]

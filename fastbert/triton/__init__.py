@@ -1,12 +1,23 @@
 """The Triton kernels, by the names of the primitives that they implement. Importing this imports Triton."""
 
-from fastbert.triton import bias_gelu, layer_norm
+from fastbert.triton import attention, bias_gelu, cross_entropy, dense_gelu, embedding, layer_norm, padding
 
 KERNELS = {
+    "attention_fwd": attention.forward,
+    "attention_bwd": attention.backward,
     "layer_norm_fwd": layer_norm.forward,
     "layer_norm_bwd": layer_norm.backward,
     "add_layer_norm_fwd": layer_norm.add_forward,
     "add_layer_norm_bwd": layer_norm.add_backward,
     "bias_gelu_fwd": bias_gelu.forward,
     "bias_gelu_bwd": bias_gelu.backward,
+    "dense_gelu_fwd": dense_gelu.forward,
+    "dense_gelu_bwd": dense_gelu.backward,
+    "embedding_fwd": embedding.forward,
+    "embedding_bwd": embedding.backward,
+    "cross_entropy_fwd": cross_entropy.forward,
+    "cross_entropy_bwd": cross_entropy.backward,
+    "padding_plan": padding.plan,
+    "padding_pack": padding.pack,
+    "padding_unpack": padding.unpack,
 }

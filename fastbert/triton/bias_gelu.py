@@ -19,21 +19,23 @@ PROGRAMS = 4  # a multiprocessor, in the backward
 
 
 @triton.jit
-def _load(x, bias, at, column, inside, channels):
-    shift = tl.load(bias + column, column < channels, other=0.0).to(tl.float32)
-    return tl.load(x + at, inside, other=0.0).to(tl.float32) + shift[None, :]
+def _load(x, bias, at, column, inside, channels, BIAS: tl.constexpr):
+    v = tl.load(x + at, inside, other=0.0).to(tl.float32)
+    if BIAS:
+        v += tl.load(bias + column, column < channels, other=0.0).to(tl.float32)[None, :]
+    return v
 
 
 # ---- forward
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward(x, bias, y, rows, channels, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < channels)[None, :]
     at = row[:, None] * channels + column[None, :]
-    tl.store(y + at, gelu(_load(x, bias, at, column, inside, channels), TANH), inside)
+    tl.store(y + at, gelu(_load(x, bias, at, column, inside, channels, True), TANH), inside)
 
 
 def forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
@@ -49,10 +51,10 @@ def forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
 # ---- backward: dx = dy * GELU'(x + bias), dbias = sum of dx over the rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "share"])
 def _backward(
     dy, x, bias, dx, partials, rows, channels, share,
-    TANH: tl.constexpr, NEED_DBIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr, TANH: tl.constexpr, NEED_DBIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -61,7 +63,7 @@ def _backward(
         row = program * share + first + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < channels)[None, :]
         at = row[:, None] * channels + column[None, :]
-        slope = gelu_derivative(_load(x, bias, at, column, inside, channels), TANH)
+        slope = gelu_derivative(_load(x, bias, at, column, inside, channels, BIAS), TANH)
         d = tl.load(dy + at, inside, other=0.0).to(tl.float32) * slope
         tl.store(dx + at, d, inside)
         if NEED_DBIAS:
@@ -70,8 +72,10 @@ def _backward(
         tl.store(partials + program * channels + column, tl.sum(total, 0), column < channels)
 
 
-def backward(dy: Tensor, x: Tensor, bias: Tensor, approximate: str, need_dbias: bool) -> tuple[Tensor, Tensor]:
-    dy, x, bias = dy.contiguous(), x.contiguous(), bias.contiguous()
+def backward(dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str, need_dbias: bool) -> tuple[Tensor, Tensor]:
+    """bias: None where x has it already, as in dense_gelu; dbias is then of x's dtype."""
+    dy, x = dy.contiguous(), x.contiguous()
+    dtype, bias = (x.dtype, None) if bias is None else (bias.dtype, bias.contiguous())
     dx, channels, rows = x.new_empty(x.shape), x.shape[-1], rows_of(x).shape[0]
     config = pick(BACKWARD, x.device, channels)
     across = triton.cdiv(channels, config.tiles["COLUMNS"])
@@ -79,6 +83,6 @@ def backward(dy: Tensor, x: Tensor, bias: Tensor, approximate: str, need_dbias: 
     partials = x.new_empty((programs, 1, channels) if need_dbias else (0,), dtype=torch.float32)
     launch(
         _backward, (programs, across), dy, x, bias, dx, partials, rows, channels, share,
-        config=config, TANH=approximate == "tanh", NEED_DBIAS=need_dbias,
+        config=config, BIAS=bias is not None, TANH=approximate == "tanh", NEED_DBIAS=need_dbias,
     )  # fmt: skip
-    return dx, sums.add_up(partials, [bias.dtype])[0] if need_dbias else bias.new_empty(0)
+    return dx, sums.add_up(partials, [dtype])[0] if need_dbias else x.new_empty(0, dtype=dtype)

@@ -6,13 +6,17 @@ configurations, by architecture and shape class, and `python -m benchmarks.compi
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+T = TypeVar("T")
 
 # ---- configurations
 
@@ -24,6 +28,11 @@ class Config:
     tiles: Mapping[str, int] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 1
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton's compiler is told beside the kernel's arguments."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
 _assumed: int | None = None  # the architecture that `assume` pretends to
@@ -50,8 +59,8 @@ def multiprocessors(device: torch.device) -> int:
     return _properties(device.index or 0)[1]
 
 
-def pick(table: Mapping[int, Callable[..., Config]], device: torch.device, *shape) -> Config:
-    """The configuration for a shape: of the newest architecture in the table that is not newer than the device's."""
+def pick(table: Mapping[int, Callable[..., T]], device: torch.device, *shape) -> T:
+    """The entry, as a rule a `Config`, for a shape: of the newest architecture in the table that is not newer than the device's."""
     here = architecture(device)
     known = [arch for arch in table if arch <= here] or [min(table)]
     return table[max(known)](*shape)
@@ -65,8 +74,7 @@ Launcher = Callable[..., None]
 def _launch_now(kernel, grid: Sequence[int], args: tuple, config: Config, constants: Mapping[str, object]) -> None:
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        kernel[tuple(grid)](*args, **config.tiles, **constants, **options)
+        kernel[tuple(grid)](*args, **config.tiles, **constants, **config.options)
 
 
 _launcher: Launcher = _launch_now
@@ -96,7 +104,12 @@ def recorded(architecture: int, launcher: Launcher) -> Iterator[None]:
 
 def rows_of(x: Tensor) -> Tensor:
     """(..., C) as contiguous (rows, C)."""
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
+
+
+def precision(x: Tensor) -> str:
+    """How tl.dot multiplies float32: "tf32" where PyTorch's setting allows it for its own products, else "ieee"."""
+    return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 # ---- random numbers: fastbert/random.py states the contract

@@ -22,13 +22,14 @@ def _forward_config(channels: int) -> Config:
     return Config({"ROWS": rows, "WIDTH": width}, num_warps=4 if width <= 2048 else width // 512)
 
 
-def _backward_config(channels: int) -> Config:
+def _backward_config(channels: int, warps: int = 4) -> Config:
     width = max(8, triton.next_power_of_2(channels))
     rows = max(1, min(16, 2048 // width))
-    return Config({"ROWS": rows, "WIDTH": width}, num_warps=4 if width <= 1024 else min(16, width // 256))
+    return Config({"ROWS": rows, "WIDTH": width}, num_warps=warps if width <= 1024 else min(16, width // 256))
 
 
-FORWARD, BACKWARD = {80: _forward_config}, {80: _backward_config}
+FORWARD = {80: _forward_config}
+BACKWARD = {80: _backward_config, 100: lambda channels: _backward_config(channels, 8)}  # 4 warps spill there
 PROGRAMS = 2  # a multiprocessor, in the backward
 
 
@@ -55,7 +56,19 @@ def _sum(
 # ---- forward
 
 
-@triton.jit(do_not_specialize=["threshold", "site"])
+@triton.jit
+def normalize(z, inside, channels, eps):
+    """z - mean, mean and rstd of rows of float32; inside [ROWS, WIDTH] marks what is theirs."""
+    # A mean between the row's ends makes a constant row exactly 0; what rounding left of the mean comes off after it.
+    least, most = tl.min(tl.where(inside, z, float("inf")), 1), tl.max(tl.where(inside, z, float("-inf")), 1)
+    shift = tl.minimum(tl.maximum(tl.sum(z, 1) / channels, least), most)
+    z = tl.where(inside, z - shift[:, None], 0.0)
+    left = tl.sum(z, 1) / channels
+    z = tl.where(inside, z - left[:, None], 0.0)
+    return z, shift + left, tl.rsqrt(tl.sum(z * z, 1) / channels + eps)
+
+
+@triton.jit(do_not_specialize=["rows", "threshold", "site"])
 def _forward(
     x, residual, weight, bias, x_bias, rng, y, mean, rstd, rows, channels, eps, threshold, keep_scale, site,
     RESIDUAL: tl.constexpr, X_BIAS: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -68,17 +81,11 @@ def _forward(
         x, residual, x_bias, rng, at, row, column, inside, channels, threshold, keep_scale, site,
         RESIDUAL, X_BIAS, DROPOUT, ROWS, WIDTH,
     )  # fmt: skip
-    # A mean between the row's ends makes a constant row exactly 0; what rounding left of the mean comes off after it.
-    least, most = tl.min(tl.where(inside, z, float("inf")), 1), tl.max(tl.where(inside, z, float("-inf")), 1)
-    shift = tl.minimum(tl.maximum(tl.sum(z, 1) / channels, least), most)
-    z = tl.where(inside, z - shift[:, None], 0.0)
-    left = tl.sum(z, 1) / channels
-    z = tl.where(inside, z - left[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(z * z, 1) / channels + eps)
+    z, middle, scale = normalize(z, inside, channels, eps)
     w = tl.load(weight + column, column < channels, other=0.0).to(tl.float32)
     b = tl.load(bias + column, column < channels, other=0.0).to(tl.float32)
     tl.store(y + at, z * scale[:, None] * w[None, :] + b[None, :], inside)
-    tl.store(mean + row, shift + left, row < rows)
+    tl.store(mean + row, middle, row < rows)
     tl.store(rstd + row, scale, row < rows)
 
 
@@ -106,7 +113,17 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor
 # are the sums of dy n and dy over the rows, dx is dz dropped out again and dx_bias its sum
 
 
-@triton.jit(do_not_specialize=["threshold", "site"])
+@triton.jit
+def normalize_backward(d, z, w, mean, rstd, inside, channels):
+    """n and dz of rows; d is dy, w [WIDTH] the weight."""
+    z = tl.where(inside, z - mean[:, None], 0.0)
+    n = tl.where(inside, (z - (tl.sum(z, 1) / channels)[:, None]) * rstd[:, None], 0.0)  # the saved mean is rounded
+    g = d * w[None, :]
+    dz = rstd[:, None] * (g - (tl.sum(g, 1) / channels)[:, None] - n * (tl.sum(g * n, 1) / channels)[:, None])
+    return n, dz
+
+
+@triton.jit(do_not_specialize=["rows", "share", "threshold", "site"])
 def _backward(
     dy, x, residual, weight, mean, rstd, x_bias, rng, dx, dresidual, partials,
     rows, channels, share, threshold, keep_scale, site,
@@ -127,12 +144,10 @@ def _backward(
             x, residual, x_bias, rng, at, row, column, inside, channels, threshold, keep_scale, site,
             RESIDUAL, X_BIAS, DROPOUT, ROWS, WIDTH,
         )  # fmt: skip
-        z = tl.where(inside, z - tl.load(mean + row, row < rows, other=0.0)[:, None], 0.0)
-        scale = tl.load(rstd + row, row < rows, other=0.0)[:, None]
-        n = tl.where(inside, (z - (tl.sum(z, 1) / channels)[:, None]) * scale, 0.0)  # the saved mean is rounded
+        middle = tl.load(mean + row, row < rows, other=0.0)
+        scale = tl.load(rstd + row, row < rows, other=0.0)
         d = tl.load(dy + at, inside, other=0.0).to(tl.float32)
-        g = d * w[None, :]
-        dz = scale * (g - (tl.sum(g, 1) / channels)[:, None] - n * (tl.sum(g * n, 1) / channels)[:, None])
+        n, dz = normalize_backward(d, z, w, middle, scale, inside, channels)
         dropped = tl.where(factor > 0, dz * factor, 0.0)
         if RESIDUAL:
             tl.store(dresidual + at, dz, inside)

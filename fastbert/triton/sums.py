@@ -20,7 +20,7 @@ def programs(device: torch.device, per_multiprocessor: int) -> int:
     return multiprocessors(device) * per_multiprocessor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _add_up(partials, total, count, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)

@@ -1,0 +1,90 @@
+"""cross_entropy in Triton: the products are the library's; one kernel makes losses of logits, and their gradient in
+place.
+
+A program owns a row of logits: one sweep over its columns for the largest logit and the sum of exponentials, kept for
+each column of the tile and rescaled where a larger logit comes, and, for a backward, a second sweep, mostly out of the
+L2 cache, that turns the logits into softmax - onehot. Bytes moved: the logits read once, or twice and written once.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.triton.common import Config, launch, pick
+
+
+def _config(classes: int) -> Config:
+    columns = max(16, min(4096, triton.next_power_of_2(classes)))
+    return Config({"COLUMNS": columns}, num_warps=max(1, columns // 512))
+
+
+FORWARD = {80: _config}
+
+
+# ---- forward
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _forward(logits, labels, losses, classes, ignore_index, NEED_DLOGITS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * classes
+    given = tl.load(labels + row).to(tl.int64)
+    labelled = given != ignore_index
+    label = tl.minimum(tl.maximum(given, 0), classes - 1)  # -1 where there is no class
+    picked = tl.load(logits + label, labelled & (label >= 0), other=0.0).to(tl.float32)
+    largest = tl.full((COLUMNS,), -3.4028234663852886e38, tl.float32)  # -inf - -inf would be NaN
+    total = tl.zeros((COLUMNS,), tl.float32)
+    end = tl.where(labelled, classes, 0)  # nothing is read of a row without a label
+    for first in range(0, end, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        x = tl.load(logits + column, column < end, other=float("-inf")).to(tl.float32)
+        further = x - largest
+        fade = tl.exp(-tl.abs(further))  # one exponential serves both cases
+        total = tl.where(further > 0.0, total * fade + 1.0, total + fade)
+        largest = tl.maximum(largest, x)
+    top = tl.max(largest, 0)
+    total = tl.where(labelled, tl.sum(total * tl.exp(largest - top), 0), 1.0)
+    tl.store(losses + row, tl.where(labelled, top - picked + tl.log(total), 0.0))
+    if NEED_DLOGITS:
+        tl.debug_barrier()  # warps that have still to read a logit must not find its gradient there
+        for first in range(0, classes, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            x = tl.load(logits + column, column < end, other=float("-inf")).to(tl.float32)
+            p = tl.exp(x - top) / total
+            d = tl.where(column == label, p - 1.0, p)
+            tl.store(logits + column, tl.where(column < end, d, 0.0), column < classes)
+
+
+def forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, ignore_index: int, need_dlogits: bool
+) -> tuple[Tensor, Tensor]:
+    logits = F.linear(hidden, weight, bias)
+    losses = hidden.new_empty(labels.shape, dtype=torch.float32)
+    config, classes = pick(FORWARD, hidden.device, weight.shape[0]), weight.shape[0]
+    launch(
+        _forward, labels.shape, logits, labels.contiguous(), losses, classes, ignore_index,
+        config=config, NEED_DLOGITS=need_dlogits,
+    )  # fmt: skip
+    return losses.sum() / _count(labels, ignore_index), logits if need_dlogits else hidden.new_empty(0)
+
+
+def _count(labels: Tensor, ignore_index: int) -> Tensor:
+    return (labels != ignore_index).sum().clamp(min=1)
+
+
+# ---- backward: dlogits is (softmax - onehot), and dloss / count joins after the first product and on the small side of
+# the second, where it neither underflows in float16 nor costs a pass over the logits
+
+
+def backward(
+    dloss: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, dlogits: Tensor, ignore_index: int,
+    need_dhidden: bool, need_dparams: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    scale, dtype = dloss / _count(labels, ignore_index), hidden.dtype
+    dhidden = ((dlogits @ weight).float() * scale).to(dtype) if need_dhidden else hidden.new_empty(0)
+    if not need_dparams:
+        return dhidden, hidden.new_empty(0), hidden.new_empty(0)
+    dweight = dlogits.T @ (hidden.float() * scale).to(dtype)
+    return dhidden, dweight, (dlogits.sum(0, dtype=torch.float32) * scale).to(dtype)

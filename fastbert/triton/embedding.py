@@ -1,0 +1,248 @@
+"""embedding in Triton: table rows summed, LayerNorm and dropout in one pass; the tables' gradients without atomics.
+
+Programs own whole rows, as in layer_norm.py, whose LayerNorm this is. The backward makes z again from the tables and
+writes dz once, in float32; then each table's gradient is a sum of dz's rows by id:
+
+    ids       4 4 4 4 | 4 4 7 7 | 7 9 9 9      sorted (stable, so that a sum has one order), in chunks of CHUNK
+    heads               4 4       7            a chunk's first run, where it goes on from the chunk before
+    runs      4 ...         7 ...   9          one program each: its rows in the chunk where it begins, then its heads
+
+So nobody adds up more than CHUNK rows and one partial sum a chunk, though all tokens may have one id, and each row of
+the gradient has one writer; the others are torch's zeros. Sorting stays on the device, and nothing waits for it.
+Bytes moved: forward the rows and y; backward dy and the rows read, dz written and read once more for each table, the
+gradients, and what layer_norm.py says of partial sums.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.triton import layer_norm, sums
+from fastbert.triton.common import Config, dropout, launch, pick, row_keep, site_key
+from fastbert.triton.layer_norm import normalize, normalize_backward
+
+FORWARD, BACKWARD, PROGRAMS = layer_norm.FORWARD, layer_norm.BACKWARD, layer_norm.PROGRAMS
+BY_ID = {80: lambda channels: Config({"CHUNK": 128, "ROWS": 16, "COLUMNS": 256}, num_warps=4)}
+
+
+@triton.jit
+def _ids(ids, at, inside, rows):
+    """Ids, those out of range as the nearest in it; -1 outside, and where the table is empty."""
+    id = tl.load(ids + at, inside, other=0).to(tl.int64)
+    return tl.where(inside, tl.minimum(tl.maximum(id, 0), rows - 1), -1)
+
+
+@triton.jit
+def _rows(table, ids, token, tokens, column, rows, channels):
+    id = _ids(ids, token, token < tokens, rows)[:, None]
+    inside = (id >= 0) & (column < channels)[None, :]
+    return tl.load(table + id * channels + column[None, :], inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _sum(
+    input_ids, position_ids, token_type_ids, word, position, token_type, token, column,
+    tokens, channels, words, positions, types, TYPES: tl.constexpr,
+):  # fmt: skip
+    z = _rows(word, input_ids, token, tokens, column, words, channels)
+    z += _rows(position, position_ids, token, tokens, column, positions, channels)
+    if TYPES:
+        z += _rows(token_type, token_type_ids, token, tokens, column, types, channels)
+    return z
+
+
+class _Inputs:
+    """What forward and backward make of the arguments that decide z and the mask."""
+
+    def __init__(self, ids, tables, rng, dropout_p, site):
+        self.ids = [None if i is None else i.contiguous() for i in ids]
+        self.tables = [None if table is None else table.contiguous() for table in tables]
+        self.tokens, self.channels = ids[0].numel(), tables[0].shape[1]
+        self.sizes = [0 if table is None else table.shape[0] for table in tables]
+        dropped, scale = dropout(dropout_p, 16)
+        self.dropout = dropped, scale, site
+        self.flags = {"TYPES": tables[2] is not None, "DROPOUT": dropped > 0}
+
+
+# ---- forward
+
+
+@triton.jit(do_not_specialize=["tokens", "words", "positions", "types", "threshold", "site"])
+def _forward(
+    input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, rng, y, mean, rstd,
+    tokens, channels, words, positions, types, eps, threshold, keep_scale, site,
+    TYPES: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    inside = (token < tokens)[:, None] & (column < channels)[None, :]
+    z = _sum(
+        input_ids, position_ids, token_type_ids, word, position, token_type, token, column,
+        tokens, channels, words, positions, types, TYPES,
+    )  # fmt: skip
+    z, middle, scale = normalize(z, inside, channels, eps)
+    w = tl.load(weight + column, column < channels, other=0.0).to(tl.float32)
+    b = tl.load(bias + column, column < channels, other=0.0).to(tl.float32)
+    out = z * scale[:, None] * w[None, :] + b[None, :]
+    if DROPOUT:
+        k0, k1 = site_key(rng, site)
+        out = tl.where(row_keep(k0, k1, token, 0, threshold, ROWS, WIDTH), out * keep_scale, 0.0)
+    tl.store(y + token[:, None] * channels + column[None, :], out, inside)
+    tl.store(mean + token, middle, token < tokens)
+    tl.store(rstd + token, scale, token < tokens)
+
+
+def forward(
+    input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor | None, word: Tensor, position: Tensor,
+    token_type: Tensor | None, weight: Tensor, bias: Tensor, rng: Tensor | None,
+    eps: float, dropout_p: float, site: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tables = word, position, token_type
+    inputs = _Inputs((input_ids, position_ids, token_type_ids), tables, rng, dropout_p, site)
+    y = word.new_empty((*input_ids.shape, inputs.channels), dtype=_result_dtype(tables))
+    mean, rstd = (word.new_empty(input_ids.shape, dtype=torch.float32) for _ in range(2))
+    config = pick(FORWARD, word.device, inputs.channels)
+    launch(
+        _forward, (triton.cdiv(inputs.tokens, config.tiles["ROWS"]),), *inputs.ids, *inputs.tables,
+        weight.contiguous(), bias.contiguous(), rng, y, mean, rstd,
+        inputs.tokens, inputs.channels, *inputs.sizes, eps, *inputs.dropout, config=config, **inputs.flags,
+    )  # fmt: skip
+    return y, mean, rstd
+
+
+def _result_dtype(tables: tuple[Tensor | None, ...]) -> torch.dtype:
+    word, position, *rest = (table.dtype for table in tables if table is not None)
+    return torch.promote_types(torch.promote_types(word, position), rest[0] if rest else position)
+
+
+# ---- backward: dy is dropped out again, dz, dweight and dbias follow as in layer_norm.py, and a table's gradient is
+# the sum of dz by id
+
+
+@triton.jit(do_not_specialize=["tokens", "words", "positions", "types", "share", "threshold", "site"])
+def _backward(
+    dy, input_ids, position_ids, token_type_ids, word, position, token_type, weight, mean, rstd, rng, dz_out, partials,
+    tokens, channels, words, positions, types, share, threshold, keep_scale, site,
+    TYPES: tl.constexpr, DROPOUT: tl.constexpr, NEED_DZ: tl.constexpr, NEED_DPARAMS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    w = tl.load(weight + column, column < channels, other=0.0).to(tl.float32)
+    dweight = tl.zeros((ROWS, WIDTH), tl.float32)
+    dbias = tl.zeros((ROWS, WIDTH), tl.float32)
+    for first in range(0, share, ROWS):
+        token = program * share + first + tl.arange(0, ROWS)
+        inside = (token < tokens)[:, None] & (column < channels)[None, :]
+        at = token[:, None] * channels + column[None, :]
+        z = _sum(
+            input_ids, position_ids, token_type_ids, word, position, token_type, token, column,
+            tokens, channels, words, positions, types, TYPES,
+        )  # fmt: skip
+        d = tl.load(dy + at, inside, other=0.0).to(tl.float32)
+        if DROPOUT:
+            k0, k1 = site_key(rng, site)
+            d = tl.where(row_keep(k0, k1, token, 0, threshold, ROWS, WIDTH), d * keep_scale, 0.0)
+        middle = tl.load(mean + token, token < tokens, other=0.0)
+        scale = tl.load(rstd + token, token < tokens, other=0.0)
+        n, dz = normalize_backward(d, z, w, middle, scale, inside, channels)
+        if NEED_DZ:
+            tl.store(dz_out + at, dz, inside)
+        if NEED_DPARAMS:
+            dweight += d * n
+            dbias += d
+    if NEED_DPARAMS:
+        to = partials + program * 2 * channels + column
+        tl.store(to, tl.sum(dweight, 0), column < channels)
+        tl.store(to + channels, tl.sum(dbias, 0), column < channels)
+
+
+@triton.jit
+def _add_rows(
+    dz, ids, order, first, id, column, tokens, channels, rows,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The rows of `id` from place `first` to the end of its chunk, added up to [ROWS, COLUMNS]; and how many."""
+    place = first + tl.arange(0, CHUNK)
+    here = (place < tokens) & (place // CHUNK == first // CHUNK)
+    count = tl.sum((_ids(ids, place, here, rows) == id).to(tl.int32), 0)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for begin in range(0, count, ROWS):
+        at = begin + tl.arange(0, ROWS)
+        row = tl.load(order + first + at, at < count, other=0)
+        inside = (at < count)[:, None] & (column < channels)[None, :]
+        total += tl.load(dz + row[:, None] * channels + column[None, :], inside, other=0.0)
+    return total, count
+
+
+@triton.jit(do_not_specialize=["tokens", "rows", "padding_idx"])
+def _sum_heads(
+    dz, ids, order, heads, tokens, channels, rows, padding_idx,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first = chunk * CHUNK
+    id = _ids(ids, first, first < tokens, rows)
+    if (id == _ids(ids, first - 1, first > 0, rows)) & (id != padding_idx):
+        total, _ = _add_rows(dz, ids, order, first, id, column, tokens, channels, rows, CHUNK, ROWS, COLUMNS)
+        tl.store(heads + chunk * channels + column, tl.sum(total, 0), column < channels)
+
+
+@triton.jit(do_not_specialize=["tokens", "rows", "padding_idx"])
+def _sum_runs(
+    dz, ids, order, heads, gradient, tokens, channels, rows, padding_idx,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    id = _ids(ids, first, first < tokens, rows)
+    if (id != _ids(ids, first - 1, first > 0, rows)) & (id != padding_idx):
+        total, count = _add_rows(dz, ids, order, first, id, column, tokens, channels, rows, CHUNK, ROWS, COLUMNS)
+        chunk = first // CHUNK + 1
+        more = first + count == chunk * CHUNK
+        while more:
+            later = chunk + tl.arange(0, ROWS)
+            same = _ids(ids, later * CHUNK, later * CHUNK < tokens, rows) == id
+            inside = same[:, None] & (column < channels)[None, :]
+            total += tl.load(heads + later[:, None] * channels + column[None, :], inside, other=0.0)
+            chunk += ROWS
+            more = tl.sum(same.to(tl.int32), 0) == ROWS
+        tl.store(gradient + id * channels + column, tl.sum(total, 0), column < channels)
+
+
+def _table_gradient(dz: Tensor, ids: Tensor, table: Tensor, padding_idx: int) -> Tensor:
+    ordered, order = torch.sort(ids.flatten(), stable=True)
+    (tokens, channels), gradient = dz.shape, torch.zeros_like(table, memory_format=torch.contiguous_format)
+    config = pick(BY_ID, dz.device, channels)
+    chunks, across = triton.cdiv(tokens, config.tiles["CHUNK"]), triton.cdiv(channels, config.tiles["COLUMNS"])
+    heads, sizes = dz.new_empty((chunks, channels)), (tokens, channels, table.shape[0], padding_idx)
+    launch(_sum_heads, (chunks, across), dz, ordered, order, heads, *sizes, config=config)
+    launch(_sum_runs, (tokens, across), dz, ordered, order, heads, gradient, *sizes, config=config)
+    return gradient
+
+
+def backward(
+    dy: Tensor, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor | None, word: Tensor, position: Tensor,
+    token_type: Tensor | None, weight: Tensor, mean: Tensor, rstd: Tensor, rng: Tensor | None,
+    dropout_p: float, site: int, padding_idx: int, need: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    tables, (*need_tables, need_dparams) = (word, position, token_type), need
+    inputs = _Inputs((input_ids, position_ids, token_type_ids), tables, rng, dropout_p, site)
+    tokens, channels = inputs.tokens, inputs.channels
+    config = pick(BACKWARD, dy.device, channels)
+    share, programs = sums.share(tokens, config.tiles["ROWS"], sums.programs(dy.device, PROGRAMS))
+    dz = mean.new_empty((tokens, channels) if any(need_tables) else (0,))
+    partials = mean.new_empty((programs, 2, channels) if need_dparams else (0,))
+    launch(
+        _backward, (programs,), dy.contiguous(), *inputs.ids, *inputs.tables, weight.contiguous(), mean.contiguous(),
+        rstd.contiguous(), rng, dz, partials, tokens, channels, *inputs.sizes, share, *inputs.dropout,
+        config=config, **inputs.flags, NEED_DZ=any(need_tables), NEED_DPARAMS=need_dparams,
+    )  # fmt: skip
+    dtables = [
+        _table_gradient(dz, ids, table, padding) if needed else mean.new_empty(0)
+        for ids, table, padding, needed in zip(inputs.ids, tables, (padding_idx, -1, -1), need_tables, strict=True)
+    ]
+    dparams = sums.add_up(partials, [weight.dtype] * 2) if need_dparams else [weight.new_empty(0) for _ in range(2)]
+    return *dtables, *dparams
