@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-sanitizers | bench | lint. All run in .venv, which is made on the first call.
+# make demo | test | test-all | test-sanitizers | bench | compile-report | lint. All run in .venv, which is made on the first call.
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 SOURCES := $(wildcard csrc/*.* csrc/*/*.*) setup.py CMakeLists.txt pyproject.toml
 
-.PHONY: demo test test-all test-sanitizers bench lint clean
+.PHONY: demo test test-all test-sanitizers bench compile-report lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/search_python_docs.py
@@ -23,6 +23,11 @@ test-sanitizers: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/pip install --quiet openvino ctranslate2
 	$(BIN)/python -m benchmarks.run
+
+# What the Triton kernels compile to, for GPUs that need not be there: docs/triton_report.md.
+compile-report: $(VENV)/installed
+	$(BIN)/pip install --quiet "triton>=3.6"
+	$(BIN)/python -m benchmarks.compile_report
 
 lint: $(VENV)/installed
 	$(BIN)/pip install --quiet "ruff>=0.12" "clang-format>=20"

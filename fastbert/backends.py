@@ -62,9 +62,10 @@ _LARGEST_IN_TRITON = {"attention": 128, "layer_norm": 8192, "add_layer_norm": 40
 
 KERNELS: dict[tuple[str, str], Kernel] = {
     **{("cpu", op): Kernel((*_FLOATS, torch.float64)) for op in _ON_CPU},
-    ("cpu", "linear"): Kernel((torch.float32,)),
+    ("cpu", "linear"): Kernel((*_FLOATS, torch.float64)),
     ("cpu", "padding"): Kernel(_ALL),
     **{("triton", op): Kernel(_FLOATS, largest=_LARGEST_IN_TRITON.get(op)) for op in _IN_TRITON},
+    ("triton", "linear"): Kernel(_FLOATS),
     ("triton", "padding"): Kernel(_ALL),
     ("cuda", "bias_gelu"): Kernel(_FLOATS, backward=False),
 }

@@ -60,7 +60,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def pick(table: Mapping[int, Callable[..., T]], device: torch.device, *shape) -> T:
-    """The entry, as a rule a `Config`, for a shape: of the newest architecture in the table that is not newer than the device's."""
+    """What a table has for a shape: the entry of its newest architecture that is not newer than the device's."""
     here = architecture(device)
     known = [arch for arch in table if arch <= here] or [min(table)]
     return table[max(known)](*shape)

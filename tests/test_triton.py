@@ -1,0 +1,223 @@
+"""What the Triton kernels share, and what all of them compile to."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastbert import random
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from benchmarks import compile_report as report  # noqa: E402
+from fastbert.triton import KERNELS, common, sums  # noqa: E402
+from fastbert.triton.common import Config  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# ---- choosing and launching
+
+
+def test_pick_takes_the_newest_architecture_that_is_not_newer_than_the_device():
+    table = {arch: lambda size, arch=arch: Config({"M": arch + size}) for arch in (80, 90, 120)}
+    for here, chosen in ((75, 80), (80, 80), (89, 80), (90, 90), (100, 90), (121, 120)):
+        with common.recorded(here, lambda *launch: None):
+            assert common.pick(table, torch.device("cpu"), 1).tiles["M"] == chosen + 1, here
+
+
+def test_nothing_is_launched_on_an_empty_grid():
+    seen = []
+    x = torch.zeros(4)
+    with common.recorded(90, lambda *launch: seen.append(launch)):
+        common.launch("kernel", (3, 0), x, config=Config())
+        common.launch("kernel", (3, 2), x, None, 5, config=Config({"M": 16}), FLAG=True)
+    assert seen == [("kernel", (3, 2), (x, None, 5), Config({"M": 16}), {"FLAG": True})]
+
+
+def test_recording_ends_with_its_block():
+    with pytest.raises(KeyError), common.recorded(80, lambda *launch: None):
+        assert common.architecture(torch.device("cpu")) == 80
+        raise KeyError
+    partials = torch.ones(3, 1, 5, device=DEVICE)
+    assert torch.equal(sums.add_up(partials, [torch.float32])[0], torch.full((5,), 3.0, device=DEVICE))
+
+
+@pytest.mark.parametrize(("rows", "tile", "programs"), [(1, 8, 264), (1000, 8, 4), (4096, 16, 264), (7, 8, 0)])
+def test_shares_cover_all_rows_in_whole_tiles(rows, tile, programs):
+    each, count = sums.share(rows, tile, programs)
+    assert each % tile == 0 and (count - 1) * each < rows <= count * each
+    assert count <= max(1, programs)
+
+
+# ---- random numbers
+
+
+@triton.jit
+def _philox(out, key0, key1):
+    zero = tl.zeros((16,), tl.uint32)
+    words = common.philox(tl.load(key0), tl.load(key1), zero + tl.arange(0, 16).to(tl.uint32), zero, zero, zero)
+    for i in tl.static_range(4):
+        tl.store(out + 4 * tl.arange(0, 16) + i, words[i].to(tl.int64))
+
+
+def test_philox_gives_the_known_answer():
+    zero, out = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros(16, 4, dtype=torch.int64, device=DEVICE)
+    with triton_device():
+        _philox[(1,)](out, zero.view(torch.uint32), zero.view(torch.uint32))
+    assert [f"{word:08x}" for word in out[0].tolist()] == ["5f6fb709", "0d893f64", "4f121f81", "4f730a48"]
+    counters = torch.arange(16, device=DEVICE)
+    assert torch.equal(out, torch.stack(random.philox((counters, 0, 0, 0), torch.zeros(1, dtype=torch.int64)), -1))
+
+
+@triton.jit(do_not_specialize=["site"])
+def _row_keep(out, rng, site, tokens, first_channel, threshold, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+    k0, k1 = common.site_key(rng, site)
+    token = tl.load(tokens + tl.arange(0, ROWS))
+    keep = common.row_keep(k0, k1, token, first_channel, threshold, ROWS, CHANNELS)
+    at = tl.arange(0, ROWS)[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    tl.store(out + at, keep)
+
+
+@pytest.mark.parametrize("first_channel", [0, 24])
+@pytest.mark.parametrize("site", [0, 1, 37])
+def test_row_keep_is_the_contract(first_channel, site):
+    """Tokens beyond 2**32 have their own counters; random.py, whose tokens begin at 0, is asked word by word there."""
+    rows, channels, p = 8, 32, 0.3
+    rng = random.new_key(DEVICE)
+    out = torch.zeros(rows, channels, dtype=torch.bool, device=DEVICE)
+    threshold = common.dropout(p, random.ROW_BITS)[0]
+    for first in (0, 2**31 - 4, 2**32 - 4, 3 * 2**40):
+        token = first + torch.arange(rows, device=DEVICE)
+        with triton_device():
+            _row_keep[(1,)](out, rng, site, token, first_channel, threshold, rows, channels)
+        assert torch.equal(out, row_keep(rng, site, token, first_channel, channels, p)), first
+        if first == 0:
+            expected = random.row_keep(rng, site, rows, first_channel + channels, p)
+            assert torch.equal(out, expected[:, first_channel:])
+
+
+def row_keep(rng, site, token, first_channel, channels, p):
+    """random.row_keep of any tokens and channels, from random.philox."""
+    group = first_channel // 8 + torch.arange(channels // 8, device=token.device)
+    counter = group[None, :], token[:, None] & 0xFFFFFFFF, token[:, None] >> 32, 0
+    words = torch.stack(random.philox(counter, random.site_key(rng, site)), -1)
+    halves = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(1)
+    return halves >= random.threshold(p, random.ROW_BITS)
+
+
+def triton_device():
+    return torch.cuda.device(DEVICE) if DEVICE == "cuda" else torch.no_grad()
+
+
+def test_dropout_agrees_with_the_contract():
+    for p in (0.1, 0.5, 0.999):
+        for bits in (random.ROW_BITS, random.ATTENTION_BITS):
+            if round(p * 2**bits) < 2**bits:
+                assert common.dropout(p, bits) == (random.threshold(p, bits), random.keep_scale(p, bits))
+
+
+# ---- dense_gelu's tiles
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((131, 72, 296), id="several tiles a program, by descriptor, none of them whole"),
+        pytest.param((131, 71, 296), id="rows that no descriptor can describe"),
+        pytest.param((1, 8, 1), id="one number"),
+        pytest.param((5, 0, 24), id="nothing to add up"),
+        pytest.param((5, 8, 0), id="no channel"),
+        pytest.param((0, 8, 24), id="no token"),
+    ],
+)
+def test_dense_gelu_multiplies_small_integers_exactly(shape, dtype):
+    tokens, inner, channels = shape
+    x, weight, bias = (
+        torch.randint(-3, 4, size, device=DEVICE, dtype=dtype)
+        for size in ((tokens, inner), (channels, inner), (channels,))
+    )
+    y, preactivation = KERNELS["dense_gelu_fwd"](x, weight, bias, "none", True)
+    exact = (x.double() @ weight.double().T + bias).to(dtype)
+    assert torch.equal(preactivation, exact)
+    assert torch.equal(KERNELS["dense_gelu_fwd"](x, weight, bias, "none", False)[0], y)
+    assert torch.equal(y[exact > 8], exact[exact > 8]) and (y[exact < -8] <= 0).all() and not y.isnan().any()
+    grads = KERNELS["dense_gelu_bwd"](torch.ones_like(y), x, weight, preactivation, "none", True, True)
+    assert [g.shape for g in grads] == [x.shape, weight.shape, bias.shape] and not any(g.isnan().any() for g in grads)
+
+
+def test_dense_gelu_reads_rows_that_begin_anywhere():
+    """A view whose first element is not 16-byte aligned, which a descriptor cannot describe."""
+    storage = torch.randint(-3, 4, (1 + 8 * 16,), device=DEVICE, dtype=torch.float16)
+    x, weight = storage[1:].view(8, 16), torch.ones(4, 16, device=DEVICE, dtype=torch.float16)
+    _, preactivation = KERNELS["dense_gelu_fwd"](x, weight, weight[:, 0] * 0, "none", True)
+    assert torch.equal(preactivation, x.double().sum(1, keepdim=True).half().expand(8, 4))
+
+
+# ---- compiling for GPUs that are not here
+
+
+def python(*words: str) -> subprocess.CompletedProcess:
+    """A process of its own: this one may have been told to interpret kernels."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def compile_report(*words: str) -> subprocess.CompletedProcess:
+    return python("-m", "benchmarks.compile_report", *words)
+
+
+def rows(text: str) -> list[dict[str, str]]:
+    """The lines of all tables of a report, by the names of the columns."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines if line != lines[0] and set(line) != {"---"}]
+
+
+def test_dense_gelu_compiles_to_hoppers_instructions_and_spills_nothing():
+    result = compile_report("--arch", "90", "--only", "dense_gelu._forward 5 bf16 DESCRIBED=True, SAVE=True", "sums")
+    assert result.returncode == 0, result.stderr
+    found = rows(result.stdout)
+    assert {row["kernel"] for row in found} == {"dense_gelu._forward", "sums._add_up"}
+    half = [row for row in found if "bf16" in row["types"] and row["kernel"] == "dense_gelu._forward"]
+    assert {row["instructions"] for row in half} == {"wgmma, TMA"}
+    assert {row["spilled"] for row in found} == {"0"}
+
+
+def test_a_configuration_that_spills_fails_the_report():
+    """A planted fault: tiles that no multiprocessor has the registers for."""
+    planted = (
+        "import sys; from fastbert.triton import common, bias_gelu; from benchmarks import compile_report\n"
+        "bias_gelu.FORWARD = {80: lambda channels: common.Config({'ROWS': 16, 'COLUMNS': 1024}, num_warps=1)}\n"
+        "sys.argv = ['compile_report', '--arch', '80', '--only', 'bias_gelu._forward 3 bf16 TANH=True']\n"
+        "sys.exit(compile_report.main())"
+    )
+    result = python("-c", planted)
+    assert result.returncode == 1 and "sm_80: spills" in result.stderr, result.stderr
+
+
+def test_the_check_sees_a_row_that_changed():
+    """Registers count only where the same version of Triton wrote the report."""
+    columns = ("a._forward", "1 bf16", "M=64", "4", "3", "100", "0", "1024", "wgmma")
+    row = report.Row(columns)
+    written = report.report([report.section(80, []), report.section(90, [row])])
+    other_version = written.replace(f"Triton {triton.__version__}", "Triton 1.0")
+    more_registers = report.Row((*columns[:5], "101", *columns[6:]))
+    slower = report.Row((*columns[:8], "mma.sync"))
+    assert report.differences(90, [row], written) == []
+    assert len(report.differences(90, [more_registers], written)) == 2
+    assert report.differences(90, [more_registers], other_version) == []
+    assert len(report.differences(90, [slower], other_version)) == 2
+    assert len(report.differences(90, [], other_version)) == 1
+
+
+@pytest.mark.slow
+def test_the_committed_report_is_what_the_kernels_compile_to():
+    result = compile_report("--check", "--arch", "90")
+    assert result.returncode == 0, result.stderr
