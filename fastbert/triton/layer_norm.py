@@ -13,6 +13,7 @@ from torch import Tensor
 from fastbert.triton import sums
 from fastbert.triton.common import Config, dropout, launch, pick, row_keep, rows_of, site_key
 
+
 def _forward_config(channels: int) -> Config:
     width = max(8, triton.next_power_of_2(channels))
     rows = max(1, min(16, 2048 // width))
