@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertModel as HuggingFaceModel
 
 import fastbert
-from fastbert import BertConfig, BertEncoder, BertModel, random, reference, testing
+from fastbert import BertConfig, BertEncoder, BertModel, backends, random, reference, testing
 from fastbert.checkpoint import to_hugging_face
 from fastbert.testing import Result
 
@@ -43,8 +43,12 @@ def test_forward_is_as_accurate_as_pytorch(dtype, side):
     testing.assert_rows(rows)
 
 
+@pytest.mark.parametrize("backend", [None, *backends.BACKENDS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_gradients_are_as_accurate_as_pytorch(dtype):
+def test_gradients_are_as_accurate_as_pytorch(dtype, backend):
+    for op in ("attention", "add_layer_norm", "dense_gelu", "embedding", "linear", "padding"):
+        if backend and (reason := backends.why_not(backend, op, DEVICE, dtype, backward=True)):
+            pytest.skip(f"{backend}: {reason}")
     theirs = hugging_face().to(dtype)
     inputs = batch(LENGTHS, SEQLEN)
     cotangent = torch.randn(3, SEQLEN, 48).to(DEVICE).bfloat16() * inputs["attention_mask"][..., None]
@@ -62,7 +66,9 @@ def test_gradients_are_as_accurate_as_pytorch(dtype):
         return Result({"last": result.last_hidden_state[visible].detach()}, gradients)
 
     truth = run(copy.deepcopy(theirs).double())
-    contender, mine = run(copy.deepcopy(theirs)), run(ours(theirs))
+    contender = run(copy.deepcopy(theirs))
+    with fastbert.backend(backend):
+        mine = run(ours(theirs))
     testing.assert_rows(testing.compare(mine, truth, [contender], factor=3.0))
 
 

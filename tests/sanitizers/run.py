@@ -31,7 +31,10 @@ X86 = platform.machine() == "x86_64"
 FLAGS = "-std=c++20 -Wall -Wextra -O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all".split()
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}  # Python leaks by design
 
-TESTS = [f"tests/test_{op}.py" for op in ("bias_gelu", "layer_norm", "attention", "embedding", "dense_gelu", "linear")]
+TESTS = [
+    f"tests/test_{op}.py"
+    for op in ("bias_gelu", "layer_norm", "attention", "embedding", "dense_gelu", "linear", "padding")
+]
 SELECTION = "cpu and not compile and not opcheck"
 
 
