@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import shutil
 import threading
 import warnings
 from collections import Counter
@@ -58,7 +59,13 @@ _IN_TRITON = (
     "cross_entropy",
     "padding",
 )
-_LARGEST_IN_TRITON = {"attention": 128, "layer_norm": 8192, "add_layer_norm": 4096, "embedding": 8192}
+_LARGEST_IN_TRITON = {
+    "attention": 128,
+    "layer_norm": 8192,
+    "add_layer_norm": 4096,
+    "embedding": 8192,
+    "bias_gelu": 1 << 22,  # a grid's second dimension ends at 65535
+}
 
 KERNELS: dict[tuple[str, str], Kernel] = {
     **{("cpu", op): Kernel((*_FLOATS, torch.float64)) for op in _ON_CPU},
@@ -180,6 +187,10 @@ def _triton_problem() -> str | None:
         return "Triton is not installed"
     if not _interpreting() and not torch.cuda.is_available():
         return "PyTorch sees no GPU (TRITON_INTERPRET=1 runs it on the CPU, for tests)"
+    if not _interpreting() and torch.cuda.get_device_capability() < (8, 0):
+        return "its configurations are for GPUs from sm_80 on"
+    if not _interpreting() and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler (gcc, clang or CC)"
     return None
 
 

@@ -221,3 +221,12 @@ def test_the_check_sees_a_row_that_changed():
 def test_the_committed_report_is_what_the_kernels_compile_to():
     result = compile_report("--check", "--arch", "90")
     assert result.returncode == 0, result.stderr
+
+
+def test_dense_gelu_of_one_row_that_is_a_transposed_column():
+    """Contiguous, with strides (1, 1): a descriptor of those would be refused."""
+    column, weight, bias = (torch.randn(*shape, device=DEVICE).half() for shape in ((64, 1), (16, 64), (16,)))
+    one, two = (
+        KERNELS["dense_gelu_fwd"](x, weight, bias, "none", False)[0] for x in (column.t(), column.flatten()[None])
+    )
+    assert torch.equal(one, two)

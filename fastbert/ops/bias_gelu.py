@@ -100,5 +100,5 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
     checks.shape("bias_gelu", "bias", bias, (x.shape[-1],), "(C,)", "the last dimension of x")
     check_approximate("bias_gelu", approximate)
     live = needs_grad(x, bias)
-    backend = backends.choose("bias_gelu", x.device.type, x.dtype, backward=live)
+    backend = backends.choose("bias_gelu", x.device.type, x.dtype, backward=live, size=x.shape[-1])
     return _BiasGelu.apply(backend, x, bias, approximate) if live else FWD(backend, x, bias, approximate)

@@ -103,8 +103,8 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, 
     hidden: (T, C) float32, bfloat16, float16 or float64. weight: (V, C) and bias: (V,), of hidden's dtype or float32
     (then converted; under autocast all three are). labels: (T,) int64 or int32, a class or ignore_index. Returns a
     scalar, float32 (float64 for float64); 0 when no row is labelled. Rows without a label are left out before the
-    product with `weight`, at the price of one host synchronisation on a GPU (not in compiled graphs, where they
-    are computed and weigh nothing). The backward keeps one (labelled, V) tensor.
+    product with `weight`, at the price of one host synchronisation on a GPU (not in compiled or captured graphs, where
+    they are computed and weigh nothing). The backward keeps one (labelled, V) tensor.
     Raises IndexError (a label out of range, on a CPU, or under FASTBERT_CHECK=1), ValueError and TypeError.
 
     Equivalent to::
@@ -119,7 +119,7 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, 
     checks.same_device(op, {"hidden": hidden, "labels": labels})
     checks.index_range(op, "labels", labels, weight.shape[0], also=ignore_index)
     hidden, weight, bias = (t.to(autocast_dtype(hidden)) for t in (hidden, weight, bias))
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not (hidden.is_cuda and torch.cuda.is_current_stream_capturing()):
         rows = (labels != ignore_index).nonzero().squeeze(-1)
         if rows.shape[0] < labels.shape[0]:
             hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)

@@ -75,7 +75,7 @@ def _keys_90(width: int, bits: int, few: bool) -> Config:
 
 
 def _keys_100(width: int, bits: int, few: bool) -> Config:
-    return _keys_80(width, bits, few) if bits == 32 else _tiles(64, 64, 4 if width < 64 else 8)
+    return _keys_80(width, bits, few) if bits == 32 else _tiles(64, 64, 4 if width == 16 else 8)
 
 
 def _queries_80(width: int, bits: int, few: bool) -> Config:
@@ -114,8 +114,9 @@ def _uncovered(cu_seqlens, token, batch, tokens, longest):
         low, high = tl.where(below, tl.minimum(middle + 1, batch), low), tl.where(below, high, middle)
         step = step // 2
     sequence = tl.maximum(low - 1, 0)
-    start, end = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + tl.minimum(sequence + 1, batch))
-    covered = (start >= 0) & (start <= token) & (token < end) & (token - start < longest)
+    start = tl.maximum(tl.load(cu_seqlens + sequence), 0)  # as in _bounds
+    end = tl.load(cu_seqlens + tl.minimum(sequence + 1, batch))
+    covered = (start <= token) & (token < end) & (token - start < longest)
     return (token < tokens) & ~covered
 
 
@@ -132,7 +133,7 @@ def _clear(x, token, rows, columns, COLUMNS: tl.constexpr):
 def _load(x, row, length, stride, D: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr):
     """[rows, WIDTH] of a head of a sequence that begins at x; zeros behind its end and beyond D."""
     column = tl.arange(0, WIDTH)
-    at = x + row[:, None] * stride + column[None, :]
+    at = x + row[:, None].to(tl.int64) * stride + column[None, :]
     if CHECK:
         return tl.load(at, (row < length)[:, None] & (column < D)[None, :], other=0.0)
     if D < WIDTH:
@@ -143,7 +144,9 @@ def _load(x, row, length, stride, D: tl.constexpr, WIDTH: tl.constexpr, CHECK: t
 @triton.jit
 def _store(x, value, row, length, stride, D: tl.constexpr, WIDTH: tl.constexpr):
     column = tl.arange(0, WIDTH)
-    tl.store(x + row[:, None] * stride + column[None, :], value, (row < length)[:, None] & (column < D)[None, :])
+    tl.store(
+        x + row[:, None].to(tl.int64) * stride + column[None, :], value, (row < length)[:, None] & (column < D)[None, :]
+    )
 
 
 # ---- scores
@@ -467,7 +470,7 @@ class _Call:
     def __init__(self, qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
         self.qkv, self.cu_seqlens = qkv.contiguous(), cu_seqlens.contiguous()
         self.tokens, _, self.heads, self.D = qkv.shape
-        self.batch, self.longest = cu_seqlens.shape[0] - 1, max_seqlen
+        self.batch, self.longest = cu_seqlens.shape[0] - 1, min(max_seqlen, self.tokens)
         self.sizes = self.tokens, self.batch, self.longest
         threshold, keep_scale = dropout(dropout_p, 8)
         self.numbers = scale, threshold, keep_scale, site
@@ -476,7 +479,7 @@ class _Call:
         self.constants = constants
 
     def tiles(self, size: int) -> int:
-        return max(1, triton.cdiv(min(self.longest, self.tokens), size))
+        return max(1, triton.cdiv(self.longest, size))
 
     def pick(self, table):
         few = self.tiles(128) * self.heads * self.batch < multiprocessors(self.qkv.device)

@@ -136,7 +136,8 @@ def _is_aligned(matrix: Tensor) -> bool:
 
 
 def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+    strides = [matrix.shape[1], 1]  # not matrix.stride(): a single row may have any and still be contiguous
+    return TensorDescriptor(matrix, list(matrix.shape), strides, [rows, columns])
 
 
 # ---- backward: dpre = dy * GELU'(preactivation), dx = dpre weight, dweight = dpre^T x, dbias = sum of dpre's rows

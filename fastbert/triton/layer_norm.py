@@ -200,7 +200,7 @@ class _Inputs:
 
     def __init__(self, x, residual, x_bias, rng, dropout_p, site):
         self.x, self.channels = x.contiguous(), x.shape[-1]
-        self.rows = rows_of(x).shape[0]
+        self.rows = rows_of(self.x).shape[0]
         self.residual = None if residual is None else residual.contiguous()
         self.x_bias = None if x_bias is None else x_bias.contiguous()
         dropped, scale = dropout(dropout_p, 16)
