@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastbert import backends
 from fastbert.ops import checks, pack, unpack
-from fastbert.ops.padding import PLAN
+from fastbert.ops.padding import PLAN, ends_of
 
 
 class Packing(NamedTuple):
@@ -124,15 +124,11 @@ def _find_on_host(visible: Tensor, only_keys: Tensor | None) -> tuple[bool, Tens
 
 def _find_in_one_synchronisation(visible: Tensor, only_keys: Tensor | None) -> tuple[bool, Tensor, Tensor, int]:
     lengths = visible.sum(1)
-    cu_seqlens = _ends(lengths)
+    cu_seqlens = ends_of(lengths)
     longest = lengths.max() if lengths.numel() else lengths.new_zeros(())
     only_keys = lengths.new_ones(()) if only_keys is None else only_keys.to(lengths.dtype)
     tokens, longest, ok = torch.stack([lengths.sum(), longest, only_keys]).tolist()
     return bool(ok), visible.flatten().nonzero_static(size=tokens).squeeze(-1), cu_seqlens, longest
-
-
-def _ends(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
 
 
 def _full(batch: int, seqlen: int, device: torch.device) -> Tensor:
@@ -141,7 +137,7 @@ def _full(batch: int, seqlen: int, device: torch.device) -> Tensor:
 
 def _compiled_plan(visible: Tensor) -> Packing:
     batch, seqlen = visible.shape
-    cu_seqlens = _ends(visible.sum(1))
+    cu_seqlens = ends_of(visible.sum(1))
     indices = (~visible.flatten()).to(torch.uint8).argsort(stable=True)
     real = torch.arange(batch * seqlen, device=visible.device) < cu_seqlens[-1]
     return Packing(batch, seqlen, indices, cu_seqlens, seqlen, real)

@@ -273,7 +273,8 @@ def forward(
     programs = fill + tiles * call.heads * call.batch
     launch(
         _forward, (programs if call.tokens else 0,), call.qkv, call.cu_seqlens, rng, out, lse,
-        *call.sizes, tiles, fill, call.heads, *call.numbers, config=config, FILL=FILL, **call.constants,
+        *call.sizes, tiles, fill, call.heads, *call.numbers,
+        config=config, FILL=FILL, DROPOUT=call.drops, **call.constants,
     )  # fmt: skip
     return out, lse
 
@@ -437,7 +438,6 @@ def backward(
     fill, tiles = triton.cdiv(call.tokens, FILL), call.tiles(config.tiles["M"])
     # Ampere's registers do not suffice for the TF32 products of the backward with dropout.
     constants = call.constants | ({"PRECISION": "ieee"} if architecture(qkv.device) < 90 else {})
-    dropout_too = {"DROPOUT": constants.pop("DROPOUT")}
     launch(
         _prepare, (fill + tiles * call.heads * call.batch,), call.qkv, call.cu_seqlens, out.contiguous(),
         lse.contiguous(), dout, dqkv, delta, shift, inverse, *call.sizes, tiles, fill, call.heads, scale,
@@ -452,14 +452,14 @@ def backward(
     tiles = 1 if one_pass else call.tiles(N)
     launch(
         _backward, (tiles * owners,), *inputs, sums, *call.sizes, tiles, call.heads, *call.numbers, config=config,
-        NEED_DQ=one_pass, **dropout_too, **constants,
+        NEED_DQ=one_pass, DROPOUT=call.drops, **constants,
     )  # fmt: skip
     if not one_pass:
         config = call.pick(QUERIES)
         tiles = call.tiles(config.tiles["M"])
         launch(
             _backward_queries, (tiles * owners,), *inputs, *call.sizes, tiles, call.heads, *call.numbers,
-            config=config, **dropout_too, **constants,
+            config=config, DROPOUT=call.drops, **constants,
         )  # fmt: skip
     return dqkv
 
@@ -475,8 +475,8 @@ class _Call:
         threshold, keep_scale = dropout(dropout_p, 8)
         self.numbers = scale, threshold, keep_scale, site
         self.width = max(16, triton.next_power_of_2(self.D))
-        constants = {"DROPOUT": threshold > 0, "PRECISION": precision(qkv), "D": self.D, "WIDTH": self.width}
-        self.constants = constants
+        self.drops = threshold > 0
+        self.constants = {"PRECISION": precision(qkv), "D": self.D, "WIDTH": self.width}
 
     def tiles(self, size: int) -> int:
         return max(1, triton.cdiv(self.longest, size))
