@@ -11,6 +11,14 @@ struct Dropout {
   double keep_scale = 1;
 };
 
+// The same for a kernel on a device, where the key is in memory and stays there.
+struct DeviceDropout {
+  const int64_t* rng = nullptr;  // [1], on the device
+  uint64_t offset = 0;           // of the site, added to the key
+  uint32_t threshold = 0;        // 0: nothing is dropped
+  float keep_scale = 1;
+};
+
 constexpr int kRowBits = 16, kAttentionBits = 8;
 
 }  // namespace fastbert

@@ -39,6 +39,36 @@ inline void* current_stream(const at::Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()).native_handle();
 }
 
+// ---- dropout
+
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
+
+// Random values of `bits` bits below this are dropped; if any can be, there is a key. Values are checked in Python.
+inline uint32_t dropout_threshold(double p, const std::optional<at::Tensor>& rng, int bits) {
+  const double range = std::exp2(bits), threshold = std::nearbyint(p * range);  // half to even, as Python rounds
+  TORCH_CHECK_VALUE(threshold == 0 || (threshold > 0 && threshold < range && rng && rng->scalar_type() == at::kLong &&
+                                       rng->numel() == 1),
+                    "dropout_p is ", p, "; it goes with a key, one int64, and is in [0, 1)");
+  return uint32_t(threshold);
+}
+
+inline double keep_scale(uint32_t threshold, int bits) { return std::exp2(bits) / (std::exp2(bits) - threshold); }
+
+// The dropout of a site; the key is read, so rng must be on the CPU.
+inline Dropout dropout_of(double p, const std::optional<at::Tensor>& rng, int64_t site, int bits) {
+  const uint32_t threshold = dropout_threshold(p, rng, bits);
+  if (threshold == 0) return {};
+  const uint64_t key = uint64_t(*rng->const_data_ptr<int64_t>()) + uint64_t(site) * kGolden;
+  return {key, threshold, keep_scale(threshold, bits)};
+}
+
+// The same for kernels on rng's device; rng has to outlive the call of the launcher, not the kernel.
+inline DeviceDropout device_dropout_of(double p, const std::optional<at::Tensor>& rng, int64_t site, int bits) {
+  const uint32_t threshold = dropout_threshold(p, rng, bits);
+  if (threshold == 0) return {};
+  return {rng->const_data_ptr<int64_t>(), uint64_t(site) * kGolden, threshold, float(keep_scale(threshold, bits))};
+}
+
 // ---- loops on the CPU
 
 constexpr char kNoSet[] = "fastbert's CPU kernels need a processor with AVX2 and FMA";
@@ -69,19 +99,6 @@ inline at::Tensor empty_rows(at::IntArrayRef sizes, at::TensorOptions options) {
   if (blocks.size(0) == rows) return blocks.view(sizes);
   blocks.narrow(0, rows, blocks.size(0) - rows).zero_();
   return blocks.narrow(0, 0, rows).view(sizes);
-}
-
-// The dropout of a site; the key is read, so rng must be on the CPU. Values are checked in Python.
-inline Dropout dropout_of(double p, const std::optional<at::Tensor>& rng, int64_t site, int bits) {
-  Dropout drop;
-  const double range = std::exp2(bits);
-  drop.threshold = uint32_t(std::nearbyint(p * range));  // half to even, as Python rounds
-  if (drop.threshold == 0) return drop;
-  TORCH_CHECK_VALUE(rng && rng->scalar_type() == at::kLong && rng->numel() == 1 && drop.threshold < range,
-                    "dropout_p is ", p, "; it goes with a key, one int64, and is below 1");
-  drop.key = uint64_t(*rng->const_data_ptr<int64_t>()) + uint64_t(site) * 0x9E3779B97F4A7C15;
-  drop.keep_scale = range / (range - drop.threshold);
-  return drop;
 }
 
 // f(begin, end, scratch) on ranges of rows in all threads, each with scratch_bytes of its own.

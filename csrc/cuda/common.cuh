@@ -1,10 +1,14 @@
-// What every CUDA kernel needs: launching, vectors of elements, conversion. No torch here.
+// What every CUDA kernel needs: launching, shared memory, vectors of elements, conversion. No torch here.
 #pragma once
 
 #ifdef FB_CUDA_ON_CPU
 #include "cuda_on_cpu.h"  // tests run this text on the processor: it stands in for the compiler and for launch()
 #else
 #include <cuda_runtime.h>
+
+// Shared memory: N elements of T, and what the launch asked for, as bytes.
+#define FB_SHARED(T, name, N) __shared__ alignas(16) T name[N]
+#define FB_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 #endif
 
 #include <cuda_bf16.h>
@@ -16,13 +20,27 @@
 namespace fastbert::cuda {
 
 #ifndef FB_CUDA_ON_CPU
-// Launches and returns what went wrong, or nullptr.
+inline const char* words(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
+
+// Launches on the current device and returns what went wrong, or nullptr. Nothing here waits, so graphs can capture it.
 template <class... Params, class... Args>
 const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, Args... args) {
+  constexpr size_t kWithoutAsking = 48 << 10;
+  if (shared_bytes > kWithoutAsking) {  // granted for one device, and cheap enough to ask each time
+    const auto bytes = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    if (const char* error = words(cudaFuncSetAttribute(kernel, bytes, int(shared_bytes)))) return error;
+  }
   kernel<<<grid, block, shared_bytes, static_cast<cudaStream_t>(stream)>>>(args...);
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  return words(cudaGetLastError());
 }
+
+inline int attribute(cudaDeviceAttr which) {
+  int device = 0, value = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&value, which, device);
+  return value;
+}
+inline int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
 #endif
 
 // N elements that move in as few instructions as their size allows, 16 bytes each at most. Index with pointers to Vec:

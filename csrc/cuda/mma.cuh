@@ -1,0 +1,104 @@
+// PTX, all of it: asynchronous copies, matrix fragments, products, the fast exponential. Tests run kernels on the
+// processor, where each function is the one of the same name in tests/cuda_on_cpu.
+//
+// Fragments of mma.m16n8k16, for lane l with g = l / 4 and t = l % 4, two elements a register, the lower half first:
+//   A (16 x 16): a[0] row g, columns 2t, 2t + 1; a[1] row g + 8; a[2], a[3] the same rows, columns 8 + 2t, 9 + 2t
+//   B (16 x 8):  b[0] rows 2t, 2t + 1 of column g; b[1] rows 8 + 2t, 9 + 2t
+//   C (16 x 8):  c[0], c[1] row g, columns 2t, 2t + 1; c[2], c[3] row g + 8
+// (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".)
+#pragma once
+
+#include "common.cuh"
+
+namespace fastbert::cuda {
+
+#ifdef FB_CUDA_ON_CPU
+
+namespace ptx = ::cuda_on_cpu;
+
+#else
+
+namespace ptx {
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return unsigned(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes from device to shared memory, of which the last 16 - source_bytes are zeros. Visible to this thread after
+// the cp_async_wait of its group, to others after a barrier behind that.
+__device__ __forceinline__ void cp_async16(void* shared, const void* global, int source_bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(shared)), "l"(global),
+               "r"(source_bytes));
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n"); }
+
+// Waits until at most kPending of this thread's latest groups are under way.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending));
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lanes 8i to 8i + 7 give the addresses of the rows of matrix i. r[i] of lane l
+// is row l / 4, columns 2 (l % 4) and the next; transposed, rows and columns change places.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// d += a b
+template <class T>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <>
+__device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                            uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_m16n8k16<__half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// 2^x to 2 ulp; denormal results are 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace ptx
+
+#endif
+
+// Two floats as two rounded 16-bit elements, the first in the lower half.
+template <class T>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  uint32_t bits;
+  memcpy(&bits, &pair, sizeof bits);
+  return bits;
+}
+template <>
+__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  uint32_t bits;
+  memcpy(&bits, &pair, sizeof bits);
+  return bits;
+}
+
+}  // namespace fastbert::cuda
