@@ -1,0 +1,194 @@
+"""Training as people do it: mixed precision, accumulation, frozen layers, export, several processes, resuming."""
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import DEVICE, batch, hugging_face, ours
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastbert
+from fastbert import BertModel, backends, testing
+from fastbert.testing import Result
+
+HERE = Path(__file__).resolve().parent
+LENGTHS, SEQLEN = [7, 1, 12], 12
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return fastbert.checkpoint.to_hugging_face(found) if isinstance(model, BertModel) else found
+
+
+def loss_of(model, inputs):
+    out = model(**inputs)
+    mask = inputs["attention_mask"][..., None]
+    return (out.last_hidden_state.sin() * mask).sum() / mask.sum() + out.pooler_output.sin().mean()
+
+
+# ---- mixed precision
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_autocast_gradients_are_as_accurate_as_pytorch(dtype):
+    theirs, inputs = hugging_face(attention="sdpa", **NO_DROPOUT), batch(LENGTHS, SEQLEN)
+    truth, mine = copy.deepcopy(theirs).double(), ours(theirs)
+    results = []
+    for model, enabled in ((truth, False), (mine, True), (theirs, True)):
+        with torch.autocast(DEVICE, dtype, enabled=enabled):
+            loss = loss_of(model, inputs)
+        (loss * 2**10).backward()  # what a GradScaler does; without it fp16's smallest gradients are 0
+        assert all(p.grad.dtype == p.dtype for p in model.parameters())
+        results.append(Result({}, {name: grad / 2**10 for name, grad in gradients(model).items()}))
+    rows = testing.compare(results[1], results[0], results[2:], factor=3.0)
+    testing.assert_rows(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_autocast_training_learns(dtype):
+    """Parameters and gradients float32, scaled loss, clipping, fused AdamW, dropout on."""
+    torch.manual_seed(0)
+    model, inputs = ours(hugging_face()).train(), batch(LENGTHS, SEQLEN)
+    scaler = torch.amp.GradScaler(DEVICE, enabled=dtype == torch.float16, init_scale=2.0**12)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        with torch.autocast(DEVICE, dtype):
+            loss = (model(**inputs).pooler_output.float() - 0.5).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 4, losses
+
+
+def test_a_step_with_an_overflow_is_skipped():
+    model, inputs = ours(hugging_face()).train(), batch(LENGTHS, SEQLEN)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = copy.deepcopy(model.state_dict())
+    with torch.autocast(DEVICE, torch.float16):
+        loss = model(**inputs).last_hidden_state.square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() < 2.0**40
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+# ---- gradients
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch():
+    model = ours(hugging_face().double(), **NO_DROPOUT).train()
+    inputs = batch([7, 1, 12, 5], SEQLEN)
+
+    def run(parts):
+        model.zero_grad()
+        for part in parts:
+            some = {name: tensor[part] for name, tensor in inputs.items()}
+            model(**some).pooler_output.sin().sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    whole, parts = run([slice(0, 4)]), run([slice(0, 1), slice(1, 3), slice(3, 4)])
+    for name, gradient in whole.items():
+        assert (parts[name] - gradient).abs().max() <= 1e-12 * gradient.abs().max().clamp(min=1), name
+
+
+def test_nothing_is_computed_for_frozen_layers():
+    """Frozen from below, the backward ends where the gradients do; frozen throughout, weights cost nothing."""
+    model, inputs = ours(hugging_face()).train(), batch(LENGTHS, SEQLEN)
+
+    def backward(**changes):
+        before = backends.calls()
+        loss = model(**inputs, **changes).last_hidden_state.sin().sum()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        ran = {name: n - before.get((name, by), 0) for (name, by), n in backends.calls().items()}
+        return ran, counter.get_total_flops()
+
+    _, everything = backward()
+    model.requires_grad_(False)
+    model.encoder.layer[2].requires_grad_(True)
+    ran, top = backward()
+    assert ran["attention_bwd"] == 1 and ran["add_layer_norm_bwd"] == 2 and ran.get("embedding_bwd", 0) == 0
+    assert top < everything / 2.5
+
+    model.requires_grad_(False)
+    model.encoder.layer[0].output.LayerNorm.requires_grad_(True)  # the layers above are passed, their weights are not
+    ran, passed = backward()
+    assert ran["attention_bwd"] == 2
+    products = [
+        2 * sum(LENGTHS) * 48 * n for n in (3 * 48, 48)
+    ] * 2  # dx of qkv and output; the FFN's are in dense_gelu
+    assert passed <= sum(products) + 2 * 2 * 2 * sum(LENGTHS) * 48 * 96
+
+
+# ---- export and processes
+
+
+def test_exports_with_dynamic_shapes():
+    model = ours(hugging_face())
+    size = {0: torch.export.Dim("B", min=2, max=64), 1: torch.export.Dim("S", min=2, max=32)}
+    inputs, others = batch(LENGTHS, SEQLEN), batch([3, 9], 9)
+    program = torch.export.export(model, (), inputs, dynamic_shapes={name: size for name in inputs}).module()
+    for some in (inputs, others):
+        assert (program(**some).last_hidden_state - model(**some).last_hidden_state).abs().max() <= 1e-5
+
+
+def test_exports_packed_with_dynamic_shapes():
+    model = ours(hugging_face())
+    shapes = {
+        "input_ids": {0: torch.export.Dim("T", min=2, max=4096)},
+        "cu_seqlens": {0: torch.export.Dim("ends", min=3, max=64)},
+        "max_seqlen": torch.export.Dim.AUTO,
+    }
+
+    def packed(*ends):
+        ids = torch.randint(1, 99, (ends[-1],), device=DEVICE)
+        longest = max(b - a for a, b in zip(ends, ends[1:], strict=False))
+        return {
+            "input_ids": ids,
+            "cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=DEVICE),
+            "max_seqlen": longest,
+        }
+
+    inputs, others = packed(0, 7, 8, 20), packed(0, 17, 30)
+    program = torch.export.export(model, (), inputs, dynamic_shapes=shapes).module()
+    for some in (inputs, others):
+        assert (program(**some).last_hidden_state - model(**some).last_hidden_state).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_give_the_gradients_of_one(kind):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    answer = subprocess.run(
+        [*command, str(HERE / "distributed.py"), kind],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert answer.returncode == 0 and answer.stdout.count("equal") == 2, answer.stderr[-3000:]
+
+
+def test_a_killed_run_resumes_bit_for_bit(tmp_path):
+    def run(*arguments):
+        command = [sys.executable, str(HERE / "resume.py"), *map(str, arguments)]
+        return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+
+    uninterrupted = run(tmp_path / "one.pt", 6)
+    killed = run(tmp_path / "two.pt", 6, 4)
+    assert killed.returncode == -signal.SIGKILL and torch.load(tmp_path / "two.pt", weights_only=True)["step"] == 3
+    resumed = run(tmp_path / "two.pt", 6)
+    assert len(uninterrupted.stdout.strip()) == 64, uninterrupted.stderr
+    assert resumed.stdout == uninterrupted.stdout
