@@ -24,16 +24,17 @@ bench: $(VENV)/installed
 	$(BIN)/pip install --quiet openvino ctranslate2
 	$(BIN)/python -m benchmarks.run
 
-# What the Triton kernels compile to, for GPUs that need not be there: docs/triton_report.md.
+# What the Triton and the CUDA kernels compile to, for GPUs that need not be there: docs/{triton,cuda}_report.md.
 compile-report: $(VENV)/installed
 	$(BIN)/pip install --quiet "triton>=3.6"
 	$(BIN)/python -m benchmarks.compile_report
+	if [ -n "$$CUDA_HOME" ] || command -v nvcc >/dev/null; then $(BIN)/python -m benchmarks.cuda_report; fi
 
 lint: $(VENV)/installed
 	$(BIN)/pip install --quiet "ruff>=0.12" "clang-format>=20"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.* tests/sanitizers/*.cpp)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.* tests/sanitizers/*.cpp tests/cuda_on_cpu/*.cpp tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cu)
 
 clean:
 	rm -rf $(VENV) build fastbert/_build.py fastbert/_C.*.so *.egg-info

@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include "blas.h"
+#include "checks.h"
 #include "tensor.h"
 
 namespace fastbert {
@@ -43,10 +44,7 @@ struct Batch {
       : element(qkv.element_size()), dtype(dtype_of(qkv)), scale(scale_), drop(drop_) {
     TORCH_CHECK_NOT_IMPLEMENTED(loops.softmax, kNoSet);
     TORCH_CHECK_NOT_IMPLEMENTED(has_blas(), "attention: this torch exports no BLAS");
-    TORCH_CHECK(qkv.dim() == 4 && qkv.size(1) == 3 && cu_seqlens.dim() == 1 && cu_seqlens.numel() > 0 &&
-                    cu_seqlens.scalar_type() == at::kInt && cu_seqlens.device().is_cpu(),
-                "attention: qkv has shape ", qkv.sizes(), ", cu_seqlens is ", cu_seqlens.scalar_type(), " ",
-                cu_seqlens.sizes());
+    check_attention(qkv, cu_seqlens);
     tokens = qkv.size(0), heads = qkv.size(2), D = qkv.size(3), sequences = cu_seqlens.numel() - 1;
     const at::Tensor ends = cu_seqlens.contiguous();
     const int32_t* const end = ends.const_data_ptr<int32_t>();
@@ -219,13 +217,7 @@ at::Tensor attention_bwd_cpu(const at::Tensor& dout, const at::Tensor& qkv, cons
                              const at::Tensor& lse, const at::Tensor& cu_seqlens, c10::SymInt /*max_seqlen*/,
                              double scale, double dropout_p, const OptionalTensor& rng, int64_t site) {
   const Batch batch(qkv, cu_seqlens, scale, dropout_of(dropout_p, rng, site, kAttentionBits));
-  const std::vector<int64_t> expected = {batch.tokens, batch.heads, batch.D};
-  TORCH_CHECK(dout.sizes() == expected && out.sizes() == expected && dout.dtype() == qkv.dtype() &&
-                  out.dtype() == qkv.dtype() && lse.numel() == batch.heads * batch.tokens &&
-                  lse.scalar_type() == math_type(qkv),
-              "attention: dout is ", dout.scalar_type(), " ", dout.sizes(), ", out ", out.scalar_type(), " ",
-              out.sizes(), ", lse ", lse.scalar_type(), " ", lse.sizes(), ", qkv ", qkv.scalar_type(), " ",
-              qkv.sizes());
+  check_attention_gradients(dout, out, lse, qkv, math_type(qkv));
   const at::Tensor in = qkv.contiguous(), grad = dout.contiguous(), result = out.contiguous(), sums = lse.contiguous();
   const at::Tensor dqkv = at::empty(qkv.sizes(), qkv.options());
   if (batch.covered != batch.tokens) dqkv.zero_();

@@ -1,5 +1,5 @@
-// What the loops of attention offer the torch side, which calls the matrix products between them. M stands for the type
-// of arithmetic, double where dtype is f64, else float.
+// What the loops and the kernels of attention offer the torch side. The loops leave the matrix products between them to
+// it; M stands for their type of arithmetic, double where dtype is f64, else float.
 #pragma once
 
 #include <stdint.h>
@@ -38,5 +38,34 @@ FB_FOR_EACH_SET(int64_t attention_bits_room(int64_t keys);
                                      int64_t columns, void* to, int64_t stride, DType dtype);)
 
 }  // namespace cpu
+
+namespace cuda {
+
+// One call: softmax(Q K^T scale) V within each sequence, whatever cu_seqlens holds: sequences are cut to the tokens and
+// to `longest`, and rows of tokens that are in none become zeros.
+struct Attention {
+  const void* qkv;            // [T, 3, H, D], contiguous
+  const int32_t* cu_seqlens;  // [B + 1], on the device
+  int64_t tokens;             // T
+  int sequences, longest, heads, D;
+  float scale;
+  DeviceDropout drop;
+  DType dtype;
+};
+
+constexpr int kAttentionLargest = 128;  // D
+
+// Room for the numbers that the backward passes on, in floats.
+inline int64_t attention_statistics(const Attention& a) {
+  return 3 * a.heads * (a.tokens + 4 * (int64_t(a.sequences) + 1));
+}
+
+// out: [T, H, D] of dtype, lse: [H, T] float. Both return what went wrong, or nullptr.
+const char* attention_fwd(const Attention& a, void* out, float* lse, void* stream);
+// dout, out: [T, H, D], dqkv: [T, 3, H, D]. statistics: attention_statistics(a) floats, 16-byte aligned.
+const char* attention_bwd(const Attention& a, const void* dout, const void* out, const float* lse, void* dqkv,
+                          float* statistics, void* stream);
+
+}  // namespace cuda
 
 }  // namespace fastbert

@@ -1,42 +1,20 @@
-// The torch side of bias_gelu: checks, allocation, threads or stream. The schema is defined in
-// fastbert/ops/bias_gelu.py.
+// The torch side of bias_gelu on the CPU: checks, allocation, threads. The schema is defined in
+// fastbert/ops/bias_gelu.py, the CUDA side is cuda/bias_gelu.cpp.
 #include "bias_gelu.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include <string_view>
-
+#include "checks.h"
 #include "gelu_rows.h"
 #include "tensor.h"
 
 namespace fastbert {
 
-namespace {
-
-// What memory safety needs; the messages for people are in Python.
-void check(const at::Tensor& x, std::string_view approximate) {
-  TORCH_CHECK(x.dim() > 0, "bias_gelu: x has shape ", x.sizes());
-  TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh", "bias_gelu: approximate is '", approximate, "'");
-}
-
-void check(const at::Tensor& x, const at::Tensor& bias, std::string_view approximate) {
-  check(x, approximate);
-  TORCH_CHECK(bias.dim() == 1 && bias.size(0) == x.size(-1), "bias_gelu: bias has shape ", bias.sizes(),
-              ", x has shape ", x.sizes());
-  TORCH_CHECK(bias.device() == x.device(), "bias_gelu: bias is on ", bias.device(), ", x is on ", x.device());
-  TORCH_CHECK_TYPE(bias.scalar_type() == x.scalar_type() || bias.scalar_type() == at::kFloat, "bias_gelu: bias is ",
-                   bias.scalar_type(), ", x is ", x.scalar_type());
-}
-
-}  // namespace
-
-// ---- CPU
-
 void gelu_cpu(const at::Tensor& x, const std::optional<at::Tensor>& bias, std::string_view approximate,
               const at::Tensor& y) {
-  check(x, approximate);
+  check_rows("bias_gelu", x);
+  check_approximate("bias_gelu", approximate);
   const auto loop = FB_BEST_SET(bias_gelu_fwd);
   TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoSet);
   if (x.numel() == 0) return;
@@ -55,9 +33,10 @@ void gelu_cpu(const at::Tensor& x, const std::optional<at::Tensor>& bias, std::s
 std::tuple<at::Tensor, at::Tensor> gelu_bwd_cpu(const at::Tensor& dy, const at::Tensor& x,
                                                 const std::optional<at::Tensor>& bias, std::string_view approximate,
                                                 const std::optional<at::TensorOptions>& dbias_options) {
-  check(x, approximate);
-  TORCH_CHECK(dy.sizes() == x.sizes() && dy.dtype() == x.dtype(), "bias_gelu: dy is ", dy.scalar_type(), " ",
-              dy.sizes(), ", x is ", x.scalar_type(), " ", x.sizes());
+  check_rows("bias_gelu", x);
+  check_approximate("bias_gelu", approximate);
+  check_like("bias_gelu", "dy", dy, x);
+  check_dtype("bias_gelu", "dy", dy, x.scalar_type());
   const auto loop = FB_BEST_SET(bias_gelu_bwd);
   TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoSet);
   const DType dtype = dtype_of(x);
@@ -81,7 +60,8 @@ std::tuple<at::Tensor, at::Tensor> gelu_bwd_cpu(const at::Tensor& dy, const at::
 namespace {
 
 at::Tensor bias_gelu_fwd_cpu(const at::Tensor& x, const at::Tensor& bias, std::string_view approximate) {
-  check(x, bias, approximate);
+  check_rows("bias_gelu", x);
+  check_parameter("bias_gelu", "bias", bias, x);
   const at::Tensor y = at::empty(x.sizes(), x.options());
   gelu_cpu(x, bias, approximate, y);
   return y;
@@ -89,30 +69,11 @@ at::Tensor bias_gelu_fwd_cpu(const at::Tensor& x, const at::Tensor& bias, std::s
 
 std::tuple<at::Tensor, at::Tensor> bias_gelu_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& bias,
                                                      std::string_view approximate, bool need_dbias) {
-  check(x, bias, approximate);
+  check_rows("bias_gelu", x);
+  check_parameter("bias_gelu", "bias", bias, x);
   auto [dx, dbias] = gelu_bwd_cpu(dy, x, bias, approximate, need_dbias ? std::optional(bias.options()) : std::nullopt);
   return {dx, need_dbias ? dbias : at::empty({0}, bias.options())};
 }
-
-// ---- CUDA
-
-#ifdef FB_CUDA
-at::Tensor bias_gelu_fwd_cuda(const at::Tensor& x, const at::Tensor& bias, std::string_view approximate) {
-  check(x, bias, approximate);
-  const DType dtype = dtype_of(x);
-  TORCH_CHECK_NOT_IMPLEMENTED(dtype != DType::f64, "bias_gelu: the CUDA kernel has no fp64");
-  const c10::DeviceGuard guard(x.device());
-  at::Tensor y = at::empty(x.sizes(), x.options());
-  if (y.numel() == 0) return y;
-  const at::Tensor in = x.contiguous(), b = bias.contiguous();
-  const int64_t channels = x.size(-1);
-  const char* const error =
-      cuda::bias_gelu_fwd(in.const_data_ptr(), b.const_data_ptr(), y.mutable_data_ptr(), y.numel() / channels, channels,
-                          dtype, dtype_of(b), approximate == "tanh", current_stream(x));
-  TORCH_CHECK(!error, "bias_gelu: ", error);
-  return y;
-}
-#endif
 
 }  // namespace
 
@@ -120,9 +81,5 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("bias_gelu_fwd", &bias_gelu_fwd_cpu);
   m.impl("bias_gelu_bwd", &bias_gelu_bwd_cpu);
 }
-
-#ifdef FB_CUDA
-TORCH_LIBRARY_IMPL(fastbert, CUDA, m) { m.impl("bias_gelu_fwd", &bias_gelu_fwd_cuda); }
-#endif
 
 }  // namespace fastbert

@@ -8,7 +8,11 @@
 // exp(-a²/2), which the derivative needs too.
 #pragma once
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(FB_CUDA_ON_CPU)
+#define FB_IN_KERNEL
+#endif
+
+#ifdef FB_IN_KERNEL
 
 #define FB_INLINE static __device__ __forceinline__
 
@@ -84,7 +88,7 @@ FB_INLINE Tail<V> tanh_tail(V a) {
   return {tail, splat<V>(1.5957691216057308) * fma(cubic, splat<V>(3), one) * tail * (one - tail)};
 }
 
-#ifndef __CUDACC__
+#ifndef FB_IN_KERNEL
 FB_INLINE Tail<vdouble> normal_tail(vdouble a) {
   vdouble tail;
   for (int i = 0; i < kLanes<double>; ++i) tail[i] = 0.5 * __builtin_erfc(a[i] * 0.70710678118654752440);
@@ -93,7 +97,7 @@ FB_INLINE Tail<vdouble> normal_tail(vdouble a) {
 #endif
 
 // From here on both tails are 0: the vectors' exponential ends earlier than CUDA's, which has denormal results.
-#ifdef __CUDACC__
+#ifdef FB_IN_KERNEL
 template <class V>
 constexpr double kTailsEnd = 14.5;
 #else

@@ -1,8 +1,10 @@
-// The torch side of layer_norm and add_layer_norm. The schemas are defined in fastbert/ops/layer_norm.py.
+// The torch side of layer_norm and add_layer_norm on the CPU. The schemas are defined in fastbert/ops/layer_norm.py,
+// the CUDA side is cuda/layer_norm.cpp.
 #include "layer_norm.h"
 
 #include <torch/library.h>
 
+#include "checks.h"
 #include "tensor.h"
 
 namespace fastbert {
@@ -13,18 +15,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Tensors5 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// What memory safety needs; the messages for people are in Python.
-void check(const at::Tensor& x, const OptionalTensor& residual, std::initializer_list<at::Tensor> parameters) {
-  TORCH_CHECK(x.dim() > 0 && x.size(-1) > 0, "layer_norm: x has shape ", x.sizes());
-  TORCH_CHECK(!residual || (residual->sizes() == x.sizes() && math_type(*residual) == math_type(x)),
-              "layer_norm: residual is ", residual ? residual->sizes() : x.sizes(), ", x is ", x.sizes());
-  for (const at::Tensor& p : parameters)
-    TORCH_CHECK(p.dim() == 1 && p.size(0) == x.size(-1), "layer_norm: a parameter has shape ", p.sizes(),
-                ", x has shape ", x.sizes());
-}
-
-// ---- CPU: the inputs as the loops take them, kept alive
-
+// The inputs as the loops take them, kept alive.
 struct Inputs {
   at::Tensor x, weight, bias;
   OptionalTensor residual, x_bias;
@@ -35,7 +26,8 @@ struct Inputs {
   Inputs(const at::Tensor& x_, const OptionalTensor& residual_, const at::Tensor& weight_, const OptionalTensor& bias_,
          const OptionalTensor& x_bias_, double eps, Dropout drop)
       : x(x_.contiguous()), weight(as_math(weight_, x_)) {
-    check(x, residual_, {weight_, bias_.value_or(weight_), x_bias_.value_or(weight_)});
+    check_layer_norm(x, residual_, weight_, bias_, x_bias_);
+    TORCH_CHECK(!residual_ || math_type(*residual_) == math_type(x), "layer_norm: fp64 does not mix with others");
     if (bias_) bias = as_math(*bias_, x);
     if (residual_) residual = residual_->contiguous();
     if (residual_) x_bias = x_bias_ ? as_math(*x_bias_, x) : at::zeros({x.size(-1)}, weight.options());
@@ -69,10 +61,9 @@ Tensors5 backward(Inputs in, const at::Tensor& dy, const at::Tensor& mean, const
                   const at::TensorOptions& weight, const std::optional<at::TensorOptions>& x_bias) {
   const auto loop = FB_BEST_SET(layer_norm_bwd);
   TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoSet);
-  TORCH_CHECK(dy.sizes() == in.x.sizes() && dy.scalar_type() == in.output().dtype().toScalarType() &&
-                  mean.numel() == in.rows && rstd.numel() == in.rows && mean.dtype() == in.math().dtype() &&
-                  rstd.dtype() == in.math().dtype(),
-              "layer_norm: dy is ", dy.scalar_type(), " ", dy.sizes(), ", mean ", mean.sizes());
+  check_like("layer_norm", "dy", dy, in.x);
+  check_dtype("layer_norm", "dy", dy, in.output().dtype().toScalarType());
+  check_statistics("layer_norm", mean, rstd, in.x, math_type(in.x));
   const at::Tensor grad = dy.contiguous(), means = mean.contiguous(), rstds = rstd.contiguous();
   in.op.mean = means.data_ptr(), in.op.rstd = rstds.data_ptr();
   const bool shared = in.residual && in.op.residual_type == in.op.x_type && in.op.drop.threshold == 0;

@@ -39,4 +39,25 @@ FB_FOR_EACH_SET(int64_t layer_norm_scratch(int64_t channels);
 
 }  // namespace cpu
 
+namespace cuda {
+
+constexpr int64_t kMostChannels = 8192;  // that the kernels take
+
+// op.drop is not read; op.x_bias may be nullptr beside a residual. x is of type T, residual and y are both of type T or
+// both f32; weight, bias and x_bias are of type `parameters`: T where y is, or f32. mean and rstd are f32. Each returns
+// what went wrong, or nullptr.
+const char* layer_norm_fwd(const LayerNorm& op, DType parameters, const DeviceDropout& drop, void* y, int64_t rows,
+                           void* stream);
+
+// partials: the sums dweight, dbias and, with 3 quantities, dx_bias of each block's rows, [blocks, quantities,
+// channels] f32, or nullptr; those of `gradients` are not written. dx and dresidual: written where not nullptr.
+const char* layer_norm_bwd(const LayerNorm& op, DType parameters, const DeviceDropout& drop,
+                           const LayerNormGradients& gradients, float* partials, int quantities, int64_t blocks,
+                           int64_t rows, void* stream);
+
+// How many blocks fill the current device; rows and channels are at least 1.
+int64_t layer_norm_bwd_blocks(int64_t rows, int64_t channels);
+
+}  // namespace cuda
+
 }  // namespace fastbert

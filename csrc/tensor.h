@@ -34,10 +34,20 @@ inline DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
+// Where csrc/cuda/<op>.cpp registers. Tests build the same files so that the kernels run on CPU tensors, which have no
+// streams: tests/cuda_on_cpu.
+#ifdef FB_CUDA_ON_CPU
+#define FB_CUDA_LIBRARY(m) TORCH_LIBRARY_IMPL(fastbert_cuda_on_cpu, CPU, m)
+
+inline void* current_stream(const at::Tensor&) { return nullptr; }
+#else
+#define FB_CUDA_LIBRARY(m) TORCH_LIBRARY_IMPL(fastbert, CUDA, m)
+
 // The current stream of the tensor's device, without a CUDA header of torch: one binary serves every build of it.
 inline void* current_stream(const at::Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()).native_handle();
 }
+#endif
 
 // ---- dropout
 

@@ -62,7 +62,7 @@ _IN_TRITON = (
 _LARGEST_IN_TRITON = {
     "attention": 128,
     "layer_norm": 8192,
-    "add_layer_norm": 4096,
+    "add_layer_norm": 8192,
     "embedding": 8192,
     "bias_gelu": 1 << 22,  # a grid's second dimension ends at 65535
 }
@@ -74,8 +74,13 @@ KERNELS: dict[tuple[str, str], Kernel] = {
     **{("triton", op): Kernel(_FLOATS, largest=_LARGEST_IN_TRITON.get(op)) for op in _IN_TRITON},
     ("triton", "linear"): Kernel(_FLOATS),
     ("triton", "padding"): Kernel(_ALL),
-    ("cuda", "bias_gelu"): Kernel(_FLOATS, backward=False),
+    **{("cuda", op): Kernel(_FLOATS, largest=8192) for op in ("layer_norm", "add_layer_norm")},
+    ("cuda", "bias_gelu"): Kernel(_FLOATS),
+    ("cuda", "attention"): Kernel(_FLOATS, largest=128),
 }
+
+# The device types whose tensors a backend takes. Triton takes the CPU's too where its interpreter is on.
+SERVES: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "triton": ("cuda",), "cuda": ("cuda",)}
 
 _LIMITS: dict[str, list[tuple[str, int]]] = {
     op: [(name, k.largest) for (name, other), k in KERNELS.items() if other == op and k.largest] for op in OPS
@@ -85,6 +90,7 @@ _LIMITS: dict[str, list[tuple[str, int]]] = {
 ORDER: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
     "cpu": {op: (("cpu", "reference"), "benchmarks/results/cpu/ops.json") for op in (*_ON_CPU, "linear", "padding")},
     "cuda": {op: (("triton", "reference"), "not yet measured") for op in _IN_TRITON}
+    | {op: (("triton", "cuda", "reference"), "not yet measured") for op in ("layer_norm", "add_layer_norm", "attention")}
     | {"bias_gelu": (("cuda", "triton", "reference"), "not yet measured")},
 }
 
@@ -207,8 +213,8 @@ def why_not(
     kernel = KERNELS.get((name, op))
     if kernel is None:
         return f"it has no {op} kernel"
-    devices = ("cuda", "cpu") if name == "triton" and _interpreting() else ("cuda",)
-    if device_type not in (("cpu",) if name == "cpu" else devices):
+    interpreted = name == "triton" and device_type == "cpu" and _interpreting()
+    if device_type not in SERVES[name] and not interpreted:
         return f"it does not serve {device_type} tensors"
     if problem := _PROBLEMS[name]():
         return problem

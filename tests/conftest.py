@@ -9,8 +9,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels then run on the CPU
 
+import cuda_on_cpu
+
 import fastbert
 from fastbert import backends
+
+if not torch.cuda.is_available():
+    cuda_on_cpu.install()
 
 
 @pytest.fixture(autouse=True)

@@ -1,3 +1,4 @@
+import cuda_on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,24 @@ class AttentionSuite(OpSuite):
         yield "attention_fwd", (qkv, cu_seqlens, 5, *rest, rng, 3)
         yield "attention_fwd", (qkv, cu_seqlens, 5, 0.5, 0.0, None, 3)
         yield "attention_bwd", (qkv[:, 0], qkv, qkv[:, 1], lse, cu_seqlens, 5, *rest, rng, 3)
+
+
+    @pytest.mark.parametrize(
+        ("kibibytes", "lengths", "heads", "head_dim"),
+        [
+            pytest.param(227, (300, 20), 6, 32, id="a-block-walks-over-two-tiles-of-rows"),
+            pytest.param(99, (270,), 1, 64, id="three-tiles-rotate-forward"),
+            pytest.param(163, (330,), 1, 128, id="three-tiles-rotate-backward"),
+            pytest.param(99, (200,), 1, 128, id="two-tiles-rotate"),
+        ],
+    )
+    def test_shared_memory_of_every_size(self, backend, kibibytes, lengths, heads, head_dim):
+        """The CUDA kernels lay out their blocks by what a device has."""
+        if backend.name != "cuda" or backend.device != "cpu":
+            backend.skip("for CUDA kernels on the CPU")
+        inputs = self.inputs((lengths, heads, head_dim), torch.float16, backend.device)
+        with cuda_on_cpu.shared_memory(kibibytes):
+            testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
 
 
 class TestAttention(AttentionSuite):
@@ -189,9 +208,10 @@ class TestAttention(AttentionSuite):
         for ends in ([0, 5, 2, 5], [0, 5, 800], [-7, 5, 8], [0, 5, 3], [3, 5, 5], [2**31 - 1, -(2**31), 8]):
             cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=backend.device)
             args = (qkv, cu_seqlens, 8, 0.3, 0.0, None, 0)
-            out, lse = PRIMITIVES["attention_fwd"](backend.name, *args)
-            args = (torch.ones_like(out), qkv, out, lse, cu_seqlens, *args[2:])
-            dqkv = PRIMITIVES["attention_bwd"](backend.name, *args)
+            with cuda_on_cpu.overlap():  # of the sequences
+                out, lse = PRIMITIVES["attention_fwd"](backend.name, *args)
+                args = (torch.ones_like(out), qkv, out, lse, cu_seqlens, *args[2:])
+                dqkv = PRIMITIVES["attention_bwd"](backend.name, *args)
             assert not out.isnan().any() and not dqkv.isnan().any()
 
     def test_compiles_with_dynamic_head_sizes(self, backend):
@@ -308,7 +328,6 @@ def test_bad_dropout_and_heads_are_refused():
 
 
 def test_a_backend_without_the_kernel_says_so():
-    if fastbert.backends.why_not("cuda", "attention", "cpu", torch.float32) is None:
-        pytest.skip("cuda serves CPU tensors?")
-    with fastbert.backend("cuda"), pytest.raises(RuntimeError, match="backend 'cuda' cannot run attention: it"):
+    refusal = pytest.raises(RuntimeError, match="backend 'cuda' cannot run attention: it")
+    with cuda_on_cpu.uninstalled(), fastbert.backend("cuda"), refusal:
         ops.attention(QKV, ends((5, 3)), 5)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 
+import cuda_on_cpu
 import pytest
 import torch
 
@@ -11,6 +12,12 @@ import fastbert
 from fastbert import backends, ops
 
 X, BIAS = torch.randn(3, 8), torch.randn(8)
+
+
+@pytest.fixture(autouse=True)
+def cuda_needs_a_gpu():
+    with cuda_on_cpu.uninstalled():
+        yield
 
 
 def ran():

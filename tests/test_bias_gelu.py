@@ -1,9 +1,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
+from op_suite import OpSuite, normal, one_element_in, pytest_generate_tests  # noqa: F401
 
-from fastbert import ops
+from fastbert import ops, testing
 
 
 class TestBiasGelu(OpSuite):
@@ -72,6 +72,14 @@ class TestBiasGelu(OpSuite):
             results.append(self.ours(**inputs))
         torch.set_num_threads(threads)
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=("float32", "float16"))
+    def test_unaligned_memory(self, backend, dtype):
+        backend.require(dtype)
+        inputs = self.inputs((5, 264), dtype, backend.device)  # 264: one vector beyond what 32 threads hold
+        both = backend.why_not(dtype, True) is None
+        for call in (self.ours, one_element_in(self.ours)):
+            testing.assert_accurate(call, self.truth, self.contenders(), inputs, gradients=both)
 
     def test_forward_mode_is_refused(self, backend):
         """An operator would drop the tangent in silence."""

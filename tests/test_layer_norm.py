@@ -1,9 +1,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
+from op_suite import OpSuite, normal, one_element_in, pytest_generate_tests  # noqa: F401
 
-from fastbert import ops, random, testing
+from fastbert import backends, ops, random, testing
 
 EPS = 1e-12
 
@@ -30,7 +30,41 @@ SHAPES = [
 ]
 
 
-class TestLayerNorm(OpSuite):
+class Rows(OpSuite):
+    """What depends on how a row is split over threads."""
+
+    @pytest.mark.parametrize(
+        "size",
+        [
+            pytest.param((3, 8), id="one-vector"),
+            pytest.param((50, 512), id="more-rows-than-threads-hold"),
+            pytest.param((40, 520), id="a-vector-beyond-a-power-of-2"),
+            pytest.param((5, 1032), id="a-vector-beyond-a-warp-s-row"),
+            pytest.param((7, 2050), id="pairs-but-no-vectors"),
+            pytest.param((2, 4096), id="the-longest-that-triton-keeps-whole"),
+            pytest.param((9, 4104), id="triton-s-last-chunk-is-short"),
+            pytest.param((2, 8192), id="the-longest"),
+        ],
+    )
+    def test_rows_of_any_length(self, backend, size):
+        kernel = backends.KERNELS.get((backend.name, self.op))
+        if kernel and kernel.largest and size[-1] > kernel.largest:
+            backend.skip("too long a row")
+        inputs = self.inputs(size, torch.float32, backend.device)
+        both = backend.why_not(torch.float32, True) is None
+        testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, gradients=both)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=("float32", "float16"))
+    @pytest.mark.parametrize("columns", [264, 1288])
+    def test_unaligned_memory(self, backend, dtype, columns):
+        backend.require(dtype)
+        inputs = self.inputs((5, columns), dtype, backend.device)
+        both = backend.why_not(dtype, True) is None
+        for call in (self.ours, one_element_in(self.ours)):
+            testing.assert_accurate(call, self.truth, self.contenders(), inputs, gradients=both)
+
+
+class TestLayerNorm(Rows):
     op = "layer_norm"
     parameters = ("weight", "bias")
     shapes = SHAPES
@@ -106,7 +140,7 @@ class TestLayerNorm(OpSuite):
         assert (self.ours(**inputs) - truth).abs().max() <= 2**-10 * truth.abs().max()
 
 
-class TestAddLayerNorm(OpSuite):
+class TestAddLayerNorm(Rows):
     op = "add_layer_norm"
     parameters = ("weight", "bias", "x_bias")
     shapes = SHAPES
@@ -165,6 +199,24 @@ class TestAddLayerNorm(OpSuite):
         assert self.ours(**inputs).dtype == torch.float32
         both = backend.why_not(torch.bfloat16, True) is None
         testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, gradients=both)
+
+    @pytest.mark.parametrize(
+        "others",
+        [
+            pytest.param({"x": torch.float32}, id="a-narrow-residual"),
+            pytest.param({"residual": torch.float32}, id="a-narrow-x"),
+            pytest.param({"residual": torch.bfloat16}, id="two-half-types"),
+            pytest.param({"weight": torch.float32, "bias": torch.float32}, id="a-narrow-x_bias"),
+            pytest.param({"x_bias": torch.float32}, id="a-wide-x_bias"),
+        ],
+    )
+    def test_types_may_differ(self, backend, others):
+        for dtype in (torch.float16, *others.values()):
+            backend.require(dtype)
+        inputs = self.inputs((5, 48), torch.float16, backend.device)
+        inputs |= {name: inputs[name].to(dtype) for name, dtype in others.items()}
+        both = backend.why_not(torch.float16, True) is None
+        testing.assert_accurate(self.ours, self.truth, self.contenders()[:1], inputs, gradients=both)
 
     def test_without_x_bias(self, backend):
         inputs = self.inputs((5, 40), torch.float32, backend.device) | {"x_bias": None}

@@ -41,6 +41,7 @@ inline int attribute(cudaDeviceAttr which) {
   return value;
 }
 inline int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
+inline int shared_memory_limit() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }  // bytes, of a block
 #endif
 
 // N elements that move in as few instructions as their size allows, 16 bytes each at most. Index with pointers to Vec:
@@ -70,6 +71,14 @@ template <>
 __device__ __forceinline__ __half from_float(float x) {
   return __float2half_rn(x);
 }
+
+// A number as a type, for generic lambdas that choose a template.
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
+
+__host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Calls f with a value of the element type that dtype names; fp64 has no kernels.
 template <class F>

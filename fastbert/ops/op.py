@@ -12,7 +12,7 @@ from fastbert import backends
 
 # `_C` implements the first namespace for CPU and CUDA, `fastbert.triton` the second. Both have the same schemas.
 _LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in ("fastbert", "fastbert_triton")}
-_NAMESPACE = {"cpu": "fastbert", "cuda": "fastbert", "triton": "fastbert_triton"}
+NAMESPACE = {"cpu": "fastbert", "cuda": "fastbert", "triton": "fastbert_triton"}  # of a backend's operators
 PRIMITIVES: dict[str, "Primitive"] = {}
 
 
@@ -24,27 +24,30 @@ class Primitive:
     """
 
     def __init__(self, name: str, schema: str, fake: Callable, reference: Callable) -> None:
-        self.name, self.fake, self.reference = name, fake, reference
+        self.name, self.schema, self.fake, self.reference = name, schema, fake, reference
         PRIMITIVES[name] = self
         for namespace, library in _LIBRARIES.items():
-            library.define(name + schema)
-            torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+            self.define(namespace, library)
         for device_type in ("CUDA", "CPU"):  # on a CPU tensor Triton needs its interpreter: `backends` sees to that
             _LIBRARIES["fastbert_triton"].impl(name, functools.partial(_run_triton, name), device_type)
+
+    def define(self, namespace: str, library: torch.library.Library) -> None:
+        library.define(self.name + self.schema)
+        torch.library.register_fake(f"{namespace}::{self.name}", self.fake, lib=library)
 
     def __call__(self, backend: str, *args):
         """Runs on `backend` (as `backends.choose` gave it). Autocast has no say inside an op."""
         if not torch.compiler.is_compiling():
             backends.count(self.name, backend)
-        run = self.reference if backend == "reference" else self._kernel(_NAMESPACE[backend])
+        run = self.reference if backend == "reference" else self.operator(backend)
         device_type = next(arg for arg in args if isinstance(arg, Tensor)).device.type
         if not autocast_on(device_type):
             return run(*args)
         with torch.autocast(device_type, enabled=False):
             return run(*args)
 
-    def _kernel(self, namespace: str) -> Callable:
-        return getattr(getattr(torch.ops, namespace), self.name).default
+    def operator(self, backend: str) -> Callable:
+        return getattr(getattr(torch.ops, NAMESPACE[backend]), self.name).default
 
 
 def _run_triton(name: str, *args):

@@ -1,8 +1,9 @@
-"""make test-sanitizers: the C++ of the CPU under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer.
+"""make test-sanitizers: the C++ and CUDA under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer.
 
 1. loops.cpp, the loops of csrc/cpu without torch: for races, and on buffers of exactly the promised size; with vectors
    of 64 bytes too, so that the width of AVX-512 is seen on every processor.
-2. The whole `_C` in Python, on the tests of its ops.
+2. The CUDA kernels on the processor (tests/cuda_on_cpu) without torch: for races, of the threads of a block.
+3. The whole `_C`, and the CUDA kernels on the processor, in Python, on the tests of their ops.
 
 A sanitizer that sees nothing passes everything, so each program first makes wrong calls that have to be reported;
 `--self-test` stops after those of the loops. All is built in build/sanitize, with GCC (CXX names another one).
@@ -29,13 +30,17 @@ X86 = platform.machine() == "x86_64"
 
 # -g1 has the lines that a report shows; -g takes twice as long to compile.
 FLAGS = "-std=c++20 -Wall -Wextra -O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all".split()
-OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}  # Python leaks by design
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0",  # Python leaks by design
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "ignore_interceptors_accesses=1",  # the scheduler of CUDA threads copies, on all of their fibers
+}
 
 TESTS = [
     f"tests/test_{op}.py"
     for op in ("bias_gelu", "layer_norm", "attention", "embedding", "dense_gelu", "linear", "padding")
 ]
-SELECTION = "cpu and not compile and not opcheck"
+SELECTION = "{} and not compile and not opcheck"
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,12 @@ MEMORY = {
     "overwrite": "AddressSanitizer: heap-buffer-overflow",
     "overread": "AddressSanitizer: heap-buffer-overflow",
     "overflow": "runtime error: signed integer overflow",
+}
+CUDA_RACES = ("missing_barrier", "reused_buffer", "missing_syncwarp", "wait_without_barrier")
+CUDA_MEMORY = {  # shared memory
+    "row_guard": "runtime error: index 63 out of bounds",
+    "beyond_dynamic": "AddressSanitizer: use-after-poison",
+    "misaligned_shared": "runtime error: store to misaligned address",
 }
 DRIVERS = [Driver("loops-threads", "thread", RACES), Driver("loops-memory", "address,undefined", MEMORY)]
 if X86:  # the flags are AVX2's: the namespace avx512 is one that csrc/cpu/sets.h declares
@@ -146,17 +157,49 @@ def build_package() -> Path:
     return package
 
 
-def test_package(package: Path, prefix: list[str]) -> None:
+def test_package(package: Path, cuda: Path | None, prefix: list[str]) -> None:
     python = [*prefix, sys.executable, str(HERE / "in_python.py"), str(package)]
     environment = OPTIONS | {"PYTHONPATH": str(package), "LD_PRELOAD": preload()}
-    expect("AddressSanitizer: heap-buffer-overflow", [*python, "--overread"], **environment)
-    run([*python, "-q", "-p", "no:cacheprovider", "-k", SELECTION, *TESTS], **environment)
+    if cuda:
+        environment["FB_CUDA_ON_CPU_FOLDER"] = str(cuda)
+    for backend in ("cpu", "cuda") if cuda else ("cpu",):
+        expect("AddressSanitizer: heap-buffer-overflow", [*python, "--overread", backend], **environment)
+        if backend == "cuda":
+            for fault, report in CUDA_MEMORY.items():
+                expect(report, [*python, "--fault", fault], **environment)
+        selection = SELECTION.format(backend)
+        run([*python, "-q", "-p", "no:cacheprovider", "-k", selection, *TESTS], **environment)
 
 
 def preload() -> str:
     """An interpreter without sanitizers needs their runtimes first, and libstdc++ for the exceptions they intercept."""
     libraries = ("libasan.so", "libubsan.so", "libstdc++.so")
     return " ".join(subprocess.check_output([CXX, f"-print-file-name={name}"], text=True).strip() for name in libraries)
+
+
+# ---- the CUDA kernels on the processor
+
+
+def build_cuda_kernels(sanitizer: str) -> Path | None:
+    sys.path.insert(0, str(HERE.parent))
+    import cuda_on_cpu
+
+    tree = OUT / f"cuda-{sanitizer.replace(',', '-')}"
+    print(f"+ building {tree}", flush=True)
+    if reason := cuda_on_cpu.build(tree, CMAKE_CXX_COMPILER=CXX, FASTBERT_SANITIZE=sanitizer):
+        print(f"  left out: {reason}")
+        return None
+    return tree
+
+
+def test_cuda_threads(prefix: list[str]) -> None:
+    tree = build_cuda_kernels("thread")
+    if tree is None:
+        return
+    program = [*prefix, str(tree / "tests" / "cuda_on_cpu" / "cuda_on_cpu")]
+    for fault in CUDA_RACES:
+        expect(RACES["race"], [*program, fault], **OPTIONS)
+    run(program, **OPTIONS)
 
 
 def main() -> None:
@@ -169,7 +212,8 @@ def main() -> None:
     if not only_self_test:
         for driver in DRIVERS:
             run([*prefix, driver.program], **OPTIONS)
-        test_package(build_package(), prefix)
+        test_cuda_threads(prefix)
+        test_package(build_package(), build_cuda_kernels("address,undefined"), prefix)
     what = "planted faults reported" if only_self_test else "no fault but the planted ones"
     print(f"test-sanitizers: {what}, {time.monotonic() - start:.0f} s")
 

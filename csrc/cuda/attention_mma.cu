@@ -1,0 +1,692 @@
+// attention in 16-bit types on tensor cores (mma.sync), for head sizes that are multiples of 8; 32, 64 and 128 are
+// filled.
+//
+// Rows of a head (of Q, K, V or dO) stand in shared memory 16-byte chunk by chunk, chunks of a row exchanged with each
+// other (at()) so that neither copies nor ldmatrix meet in a bank. A block of up to 8 warps owns a tile of rows; a warp
+// 16 or 32 of them, from the first product to the last: scores never leave its registers, for the accumulator of one
+// product is, rounded, the A operand of the next. The other side of the sequence arrives by cp.async in tiles of 64
+// rows, two ahead (one, where shared memory is small). If all of it fits into shared memory (S <= 512 at D = 64), it
+// stays there for all tiles of rows that the block works on; else three tiles rotate.
+//
+// Dropout in the forward and for dQ costs one Philox call for the 16 scores that a thread holds of a row (fastbert/
+// random.py). For dK and dV rows are keys and the accumulator is transposed: there the block makes the bits of a tile
+// together, 64 x 64 bits in shared memory.
+//
+// Bytes moved: forward Q, K, V, out and 4 a row of lse; K and V once more, from L2, for every block beyond the first
+// that shares a head. Backward: dQ reads qkv, out, dout, lse, dK and dV read qkv, dout, each writes its part of dqkv.
+// The scores are computed in both, 7 products instead of 5, so that no sum crosses blocks: no atomics, no order.
+#include <algorithm>
+#include <type_traits>
+
+#include "attention.cuh"
+#include "mma.cuh"
+
+namespace fastbert::cuda {
+
+namespace {
+
+constexpr int kTile = 64;     // rows of the streamed side a step; a block of dropout bits
+constexpr int kRotating = 3;  // tiles in shared memory where not all fit; 2 where not even 3 do
+constexpr int kThreads = 256;
+constexpr unsigned kAll = 0xffffffff;
+constexpr float kLog2e = 1.4426950408889634f;
+
+// ---- tiles in shared memory
+
+struct alignas(16) Chunk {  // 8 elements
+  uint32_t word[4];
+};
+
+// Place of a chunk in a tile of rows of kWidth elements.
+template <int kWidth>
+__device__ __forceinline__ int at(int row, int chunk) {
+  constexpr int kChunks = kWidth / 8, kRowsOfBanks = kChunks < 8 ? 8 / kChunks : 1,
+                kMask = kChunks < 8 ? kChunks - 1 : 7;
+  return row * kChunks + (chunk ^ (row / kRowsOfBanks & kMask));
+}
+
+// Rows of a matrix of one head: `count` of them lie `stride` elements apart.
+template <class T>
+struct Rows {
+  const T* first;
+  int64_t stride;
+  int count;
+};
+
+// Copies kRows rows from `row` on to a tile, zeros behind the last and beyond D.
+template <int kRows, int kWidth, class T>
+__device__ __forceinline__ void copy(Chunk* tile, const Rows<T>& from, int row, int D) {
+  constexpr int kChunks = kWidth / 8;
+  for (int i = threadIdx.x; i < kRows * kChunks; i += blockDim.x) {
+    const int r = i / kChunks, chunk = i % kChunks;
+    const bool inside = row + r < from.count && chunk * 8 < D;
+    const T* const source = from.first + (inside ? (row + r) * from.stride + chunk * 8 : 0);
+    ptx::cp_async16(tile + at<kWidth>(r, chunk), source, inside ? 16 : 0);
+  }
+}
+
+// ---- the streamed side: two matrices, K and V or Q and dO, in tiles of kTile rows
+
+template <int kWidth, class T>
+struct Stream {
+  static constexpr int kMatrix = kTile * kWidth / 8;  // chunks
+  static constexpr int kNumbers = 3 * kTile / 4;      // chunks of statistics of the rows, where there are any
+
+  Chunk* shared;
+  Rows<T> one, two;
+  const float *lse, *delta, *inverse;  // of the rows, or nullptr
+  int D, slots, tiles, ahead;          // ahead: tiles under way
+
+  __device__ Stream(Chunk* shared_, Rows<T> one_, Rows<T> two_, int D_, int slots_)
+      : shared(shared_), one(one_), two(two_), lse(nullptr), delta(nullptr), inverse(nullptr), D(D_), slots(slots_) {
+    tiles = (one.count + kTile - 1) / kTile;
+    ahead = stays() ? kRotating - 1 : slots - 1;
+  }
+
+  __host__ __device__ static constexpr int chunks(bool numbers) { return 2 * kMatrix + numbers * kNumbers; }
+  __device__ bool stays() const { return tiles <= slots; }
+  __device__ const Chunk* first(int tile) const { return slot(tile); }
+  __device__ const Chunk* second(int tile) const { return slot(tile) + kMatrix; }
+  // lse, delta and inverse, kTile each
+  __device__ const float* numbers(int tile) const { return reinterpret_cast<const float*>(slot(tile) + 2 * kMatrix); }
+
+  // Starts to copy a tile; a group of copies in any case, so that they can be counted.
+  __device__ void start(int tile) {
+    if (tile < tiles) {
+      copy<kTile, kWidth>(slot(tile), one, tile * kTile, D);
+      copy<kTile, kWidth>(slot(tile) + kMatrix, two, tile * kTile, D);
+      if (lse) start_numbers(tile);
+    }
+    ptx::cp_async_commit();
+  }
+
+  __device__ void begin() {
+    for (int tile = 0; tile < ahead; ++tile) start(tile);
+  }
+
+  // Waits for a tile and starts the one that is `ahead` behind it, in the place of one that no warp reads any more.
+  __device__ void next(int tile) {
+    if (ahead > 1) {
+      ptx::cp_async_wait<1>();
+    } else {
+      ptx::cp_async_wait<0>();
+    }
+    __syncthreads();
+    start(tile + ahead);
+  }
+
+ private:
+  __device__ Chunk* slot(int tile) const { return shared + tile % slots * chunks(lse); }
+
+  __device__ void start_numbers(int tile) {
+    for (int i = threadIdx.x; i < kNumbers; i += blockDim.x) {
+      const int row = i * 4 % kTile, behind = one.count - tile * kTile - row;
+      const float* const of = i * 4 < kTile ? lse : i * 4 < 2 * kTile ? delta : inverse;
+      const int bytes = within(behind * 4, 0, 16);
+      ptx::cp_async16(slot(tile) + 2 * kMatrix + i, bytes ? of + tile * kTile + row : of, bytes);
+    }
+  }
+};
+
+// ---- fragments and products; lane l has rows l / 4 and l / 4 + 8 of an accumulator, columns 2 (l % 4) and the next
+
+__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+
+// 16 rows of a tile as A operands: held in registers, or, where those are needed for sums, read again for every
+// product.
+template <int kWidth, bool kHeld>
+struct Operand {
+  uint32_t word[kWidth / 16][4];  // if kHeld
+  const Chunk* tile;
+  int row;
+
+  __device__ __forceinline__ void load(const Chunk* tile_, int row_) {
+    tile = tile_, row = row_;
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int k = 0; k < kWidth / 16; ++k) read(k, word[k]);
+    }
+  }
+  // Columns 16k to 16k + 15.
+  __device__ __forceinline__ void columns(int k, uint32_t (&a)[4]) const {
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = word[k][i];
+    } else {
+      read(k, a);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void read(int k, uint32_t (&a)[4]) const {
+    ptx::ldmatrix_x4(a, tile + at<kWidth>(row + lane() % 16, 2 * k + lane() / 16));
+  }
+};
+
+// c[i][j] = rows of a[i] times, transposed, rows 8j to 8j + 7 of the tile behind `row`.
+template <class T, int kWidth, bool kHeld, int kRowTiles, int kColumns>
+__device__ __forceinline__ void times_transposed(float (&c)[kRowTiles][kColumns][4],
+                                                 const Operand<kWidth, kHeld> (&rows)[kRowTiles], const Chunk* tile,
+                                                 int row) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) c[i][j][e] = 0;
+#pragma unroll
+  for (int k = 0; k < kWidth / 16; ++k) {
+    uint32_t a[kRowTiles][4];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) rows[i].columns(k, a[i]);
+#pragma unroll
+    for (int j = 0; j < kColumns; j += 2) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4(b, tile + at<kWidth>(row + 8 * j + lane() / 16 * 8 + lane() % 8, 2 * k + lane() / 8 % 2));
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        ptx::mma_m16n8k16<T>(c[i][j], a[i], b[0], b[1]);
+        ptx::mma_m16n8k16<T>(c[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// sum[i] += p[i], rounded, times the tile's rows from `row` on, as many as p has columns.
+template <class T, int kWidth, int kRowTiles, int kColumns>
+__device__ __forceinline__ void add_product(float (&sum)[kRowTiles][kWidth / 8][4],
+                                            const float (&p)[kRowTiles][kColumns][4], const Chunk* tile, int row) {
+#pragma unroll
+  for (int k = 0; k < kColumns / 2; ++k) {
+    uint32_t a[kRowTiles][4];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        a[i][2 * half] = pack<T>(p[i][2 * k + half][0], p[i][2 * k + half][1]);
+        a[i][2 * half + 1] = pack<T>(p[i][2 * k + half][2], p[i][2 * k + half][3]);
+      }
+#pragma unroll
+    for (int j = 0; j < kWidth / 8; j += 2) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4_trans(b, tile + at<kWidth>(row + 16 * k + lane() % 16, j + lane() / 16));
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        ptx::mma_m16n8k16<T>(sum[i][j], a[i], b[0], b[1]);
+        ptx::mma_m16n8k16<T>(sum[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// -inf in the columns from `columns` on, of an accumulator whose first column is `first`.
+template <int kRowTiles, int kColumns>
+__device__ __forceinline__ void hide(float (&c)[kRowTiles][kColumns][4], int first, int columns) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (first + 8 * j + 2 * (lane() % 4) + e % 2 >= columns) c[i][j][e] = -INFINITY;
+}
+
+// A row's four lanes together.
+__device__ __forceinline__ float sum_of_row(float x) {
+  x += __shfl_xor_sync(kAll, x, 1);
+  return x + __shfl_xor_sync(kAll, x, 2);
+}
+__device__ __forceinline__ float largest_of_row(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kAll, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kAll, x, 2));
+}
+
+// Writes 16 rows of `sums`, each times the factor of its half, from row `row` of x on. They pass through `tile`, the
+// warp's own 16 rows of shared memory, to leave in chunks.
+template <class T, int kWidth>
+__device__ __forceinline__ void store(const float (&sums)[kWidth / 8][4], float upper, float lower, Chunk* tile,
+                                      int tile_row, T* x, int64_t stride, int row, int rows, int D) {
+  constexpr int kChunks = kWidth / 8;
+  const int g = lane() / 4, t = lane() % 4;
+  __syncwarp();  // all lanes have read their operands
+#pragma unroll
+  for (int j = 0; j < kChunks; ++j) {
+    tile[at<kWidth>(tile_row + g, j)].word[t] = pack<T>(sums[j][0] * upper, sums[j][1] * upper);
+    tile[at<kWidth>(tile_row + g + 8, j)].word[t] = pack<T>(sums[j][2] * lower, sums[j][3] * lower);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = lane(); i < 16 * kChunks; i += 32) {
+    const int r = i / kChunks, chunk = i % kChunks;
+    if (row + r < rows && chunk * 8 < D)
+      *reinterpret_cast<Chunk*>(x + (row + r) * stride + chunk * 8) = tile[at<kWidth>(tile_row + r, chunk)];
+  }
+}
+
+template <class T>
+struct Head {  // one head of one sequence
+  Bounds at;
+  Rows<T> q, k, v;
+
+  __device__ Head(const Attention& a, Work work) : at(bounds_of(a, work.sequence)) {
+    const int64_t part = int64_t(a.heads) * a.D, stride = 3 * part;
+    const T* const first = static_cast<const T*>(a.qkv) + at.start * stride + work.head * a.D;
+    q = {first, stride, at.length}, k = {first + part, stride, at.length}, v = {first + 2 * part, stride, at.length};
+  }
+};
+
+// ---- forward
+
+template <class T, int kWidth, int kRowTiles, bool kDropout>
+__global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T* __restrict__ out,  // [T, H, D]
+                                                                 float* __restrict__ lse,           // [H, T]
+                                                                 int parts, int slots) {
+  constexpr bool kHeld = kWidth < 64 || !kDropout;
+  if (fill_uncovered(a, out, int64_t(a.heads) * a.D, lse)) return;
+  const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
+  const Head<T> head(a, work);
+  const int length = head.at.length, rows_of_warp = 16 * kRowTiles, rows_of_block = blockDim.x / 32 * rows_of_warp;
+  const int g = lane() / 4, t = lane() % 4, warp_row = int(threadIdx.x) / 32 * rows_of_warp;
+  const float scale = a.scale * kLog2e;
+  const Key key = kDropout ? site_key(a.drop) : Key{};
+  FB_DYNAMIC_SHARED(shared);
+  Chunk* const queries = reinterpret_cast<Chunk*>(shared);
+  Stream<kWidth, T> stream(queries + rows_of_block * kWidth / 8, head.k, head.v, a.D, slots);
+
+  for (int tile = work.part; tile * rows_of_block < length; tile += parts) {
+    const bool arrived = tile != work.part && stream.stays();
+    if (tile != work.part) __syncthreads();
+    const int first = tile * rows_of_block;
+    for (int row = 0; row < rows_of_block; row += 64)
+      copy<64, kWidth>(queries + row * kWidth / 8, head.q, first + row, a.D);
+    if (arrived) {
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+    } else {
+      stream.begin();  // the first group has the queries too
+    }
+
+    Operand<kWidth, kHeld> q[kRowTiles];
+    float sum[kRowTiles][kWidth / 8][4] = {}, largest[kRowTiles][2], total[kRowTiles][2] = {};
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) largest[i][0] = largest[i][1] = -INFINITY;
+
+    for (int step = 0; step < stream.tiles; ++step) {
+      if (!arrived) stream.next(step);
+      if (first + warp_row >= length) continue;  // this warp has no rows, but takes part in copies and barriers
+      if (step == 0) {
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) q[i].load(queries, warp_row + 16 * i);
+      }
+      float s[kRowTiles][kTile / 8][4];
+      times_transposed<T>(s, q, stream.first(step), 0);
+      if ((step + 1) * kTile > length) hide(s, step * kTile, length);
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float most = largest[i][half];
+#pragma unroll
+          for (int j = 0; j < kTile / 8; ++j) most = fmaxf(most, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
+          most = largest_of_row(most);
+          const float shrink = ptx::exp2_approx((largest[i][half] - most) * scale), offset = most * scale;
+          largest[i][half] = most;
+          total[i][half] *= shrink;
+#pragma unroll
+          for (int j = 0; j < kWidth / 8; ++j) sum[i][j][2 * half] *= shrink, sum[i][j][2 * half + 1] *= shrink;
+          Words bits{};
+          if (kDropout)
+            bits = attention_bits(key, step, t, first + warp_row + 16 * i + 8 * half + g, work.head, work.sequence);
+#pragma unroll
+          for (int j = 0; j < kTile / 8; ++j)
+#pragma unroll
+            for (int low = 0; low < 2; ++low) {
+              float& score = s[i][j][2 * half + low];
+              const float weight = ptx::exp2_approx(fmaf(score, scale, -offset));
+              total[i][half] += weight;
+              score = !kDropout || is_kept(bits, j, low, a.drop.threshold) ? weight : 0;
+            }
+        }
+      add_product<T, kWidth>(sum, s, stream.second(step), 0);
+    }
+
+    if (first + warp_row >= length) continue;
+    const int64_t stride = int64_t(a.heads) * a.D;
+    T* const rows = out + head.at.start * stride + work.head * a.D;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      const int row = first + warp_row + 16 * i;
+      float factor[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float weights = sum_of_row(total[i][half]);
+        factor[half] = (kDropout ? a.drop.keep_scale : 1) / weights;
+        if (t == 0 && row + 8 * half + g < length)
+          lse[work.head * a.tokens + head.at.start + row + 8 * half + g] = largest[i][half] * a.scale + logf(weights);
+      }
+      store<T, kWidth>(sum[i], factor[0], factor[1], queries, warp_row + 16 * i, rows, stride, row, length, a.D);
+    }
+  }
+}
+
+// ---- backward: with P = exp(S - lse) / its row's sum, F the dropout factors and delta = rowsum(dO O):
+// dP = dO V^T, dS = P (F dP - delta), dQ = scale dS K, dK = scale dS^T Q, dV = (P F)^T dO.
+// The sums of P are 1 but for the rounding of lse: dQ's pass finds them and passes them on.
+
+// delta of two rows (g and g + 8 of the 16 behind `row`), from out in memory and dout in shared memory.
+template <class T, int kWidth>
+__device__ __forceinline__ float delta_of(const Chunk* dout, int tile_row, const T* out, bool inside, int D) {
+  float delta = 0;
+  for (int chunk = lane() % 4; chunk * 8 < D; chunk += 4) {
+    Vec<T, 8> o{}, d;
+    if (inside) o = *reinterpret_cast<const Vec<T, 8>*>(out + chunk * 8);
+    d = *reinterpret_cast<const Vec<T, 8>*>(dout + at<kWidth>(tile_row, chunk));
+#pragma unroll
+    for (int e = 0; e < 8; ++e) delta = fmaf(to_float(o.at[e]), to_float(d.at[e]), delta);
+  }
+  return sum_of_row(delta);
+}
+
+template <class T, int kWidth, bool kDropout>
+__global__ void __launch_bounds__(kThreads)
+    attention_bwd_queries_kernel(Attention a, const T* __restrict__ dout,  // [T, H, D]
+                                 const T* __restrict__ out,                // [T, H, D]
+                                 const float* __restrict__ lse,            // [H, T]
+                                 T* __restrict__ dqkv,                     // [T, 3, H, D]: dQ of it
+                                 Statistics statistics, int parts, int slots) {
+  constexpr int kPart = kTile * 32 / kWidth;  // keys at a time: as many as registers allow
+  constexpr bool kHeld = kWidth < 64 || !kDropout;
+  constexpr int kUnroll = kWidth > 64 ? 1 : kTile / kPart;
+  const int64_t columns = int64_t(a.heads) * a.D;
+  if (fill_uncovered(a, dqkv, 3 * columns, nullptr)) return;
+  const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
+  const Head<T> head(a, work);
+  const int length = head.at.length, rows_of_block = blockDim.x / 32 * 16;
+  const int g = lane() / 4, t = lane() % 4, warp_row = int(threadIdx.x) / 32 * 16;
+  const int64_t before = head.at.start * columns + work.head * a.D;
+  const Rows<T> grads{dout + before, columns, length};
+  const float scale = a.scale * kLog2e;
+  const Key key = kDropout ? site_key(a.drop) : Key{};
+  FB_DYNAMIC_SHARED(shared);
+  Chunk *const queries = reinterpret_cast<Chunk*>(shared), *const douts = queries + rows_of_block * kWidth / 8;
+  Stream<kWidth, T> stream(douts + rows_of_block * kWidth / 8, head.k, head.v, a.D, slots);
+
+  for (int tile = work.part; tile * rows_of_block < length; tile += parts) {
+    const bool arrived = tile != work.part && stream.stays();
+    if (tile != work.part) __syncthreads();
+    const int first = tile * rows_of_block;
+    for (int row = 0; row < rows_of_block; row += 64) {
+      copy<64, kWidth>(queries + row * kWidth / 8, head.q, first + row, a.D);
+      copy<64, kWidth>(douts + row * kWidth / 8, grads, first + row, a.D);
+    }
+    if (arrived) {
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+    } else {
+      stream.begin();
+    }
+
+    Operand<kWidth, kHeld> q[1], grad[1];
+    float dq[1][kWidth / 8][4] = {}, offset[2] = {}, delta[2] = {}, total[2] = {};
+    for (int step = 0; step < stream.tiles; ++step) {
+      if (!arrived) stream.next(step);
+      if (first + warp_row >= length) continue;
+      if (step == 0) {
+        q[0].load(queries, warp_row), grad[0].load(douts, warp_row);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = first + warp_row + 8 * half + g;
+          const bool inside = row < length;
+          delta[half] = delta_of<T, kWidth>(douts, warp_row + 8 * half + g, out + before + row * columns, inside, a.D);
+          if (inside) offset[half] = lse[work.head * a.tokens + head.at.start + row] * kLog2e;
+        }
+      }
+      unsigned kept[2] = {};
+      if (kDropout)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int query = first + warp_row + 8 * half + g;
+          kept[half] = kept_of(attention_bits(key, step, t, query, work.head, work.sequence), a.drop.threshold);
+        }
+#pragma unroll(kUnroll)
+      for (int part = 0; part < kTile; part += kPart) {
+        float s[1][kPart / 8][4], dp[1][kPart / 8][4];
+        times_transposed<T>(s, q, stream.first(step), part);
+        times_transposed<T>(dp, grad, stream.second(step), part);
+        if ((step + 1) * kTile > length) hide(s, step * kTile + part, length);
+#pragma unroll
+        for (int j = 0; j < kPart / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int half = e / 2;
+            const float weight = ptx::exp2_approx(fmaf(s[0][j][e], scale, -offset[half]));
+            total[half] += weight;
+            float factor = 1;
+            if (kDropout) factor = kept[half] >> (part / 4 + 2 * j + e % 2) & 1 ? a.drop.keep_scale : 0;
+            s[0][j][e] = weight * (dp[0][j][e] * factor - delta[half]);
+          }
+        add_product<T, kWidth>(dq, s, stream.first(step), part);
+      }
+    }
+
+    if (first + warp_row >= length) continue;
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first + warp_row + 8 * half + g;
+      inverse[half] = 1 / sum_of_row(total[half]);
+      if (t == 0 && row < length) {
+        statistics.of(0, work.head, head.at, work.sequence)[row] = offset[half];
+        statistics.of(1, work.head, head.at, work.sequence)[row] = delta[half];
+        statistics.of(2, work.head, head.at, work.sequence)[row] = inverse[half];
+      }
+    }
+    T* const rows = dqkv + head.at.start * 3 * columns + work.head * a.D;
+    store<T, kWidth>(dq[0], inverse[0] * a.scale, inverse[1] * a.scale, queries, warp_row, rows, 3 * columns,
+                     first + warp_row, length, a.D);
+  }
+}
+
+// The bits of a tile of queries against the 64 keys of a block: bit 2j + low of mask[pair][query] is 1 where the weight
+// of key 8j + 2 pair + low is kept.
+__device__ __forceinline__ void make_mask(uint16_t* mask, const Attention& a, Key key, Work work, int query,
+                                          int block) {
+  for (int i = threadIdx.x; i < 4 * kTile; i += blockDim.x) {
+    const Words bits = attention_bits(key, block, i / kTile, query + i % kTile, work.head, work.sequence);
+    mask[i] = uint16_t(kept_of(bits, a.drop.threshold));
+  }
+}
+
+template <class T, int kWidth, bool kDropout>
+__global__ void __launch_bounds__(kThreads)
+    attention_bwd_keys_kernel(Attention a, const T* __restrict__ dout,  // [T, H, D]
+                              T* __restrict__ dqkv,                     // [T, 3, H, D]: dK and dV of it
+                              Statistics statistics, int parts, int slots) {
+  constexpr int kPart = kWidth > 32 ? 16 : 64;  // queries at a time
+  constexpr bool kHeld = kWidth <= 64;
+  constexpr int kUnroll = kWidth > 64 ? 1 : kTile / kPart;
+  const Work work = work_of(a, parts, int(blockIdx.x));
+  const Head<T> head(a, work);
+  const int64_t columns = int64_t(a.heads) * a.D;
+  const int length = head.at.length, rows_of_block = blockDim.x / 32 * 16;
+  const int g = lane() / 4, t = lane() % 4, warp_row = int(threadIdx.x) / 32 * 16;
+  const Rows<T> grads{dout + head.at.start * columns + work.head * a.D, columns, length};
+  const float scale = a.scale * kLog2e;
+  const Key key = kDropout ? site_key(a.drop) : Key{};
+  FB_DYNAMIC_SHARED(shared);
+  Chunk *const keys = reinterpret_cast<Chunk*>(shared), *const values = keys + rows_of_block * kWidth / 8;
+  uint16_t* const masks = reinterpret_cast<uint16_t*>(values + rows_of_block * kWidth / 8);  // [2][blocks][4][kTile]
+  const int blocks = rows_of_block / kTile, mask_size = kDropout ? blocks * 4 * kTile : 0;
+  Stream<kWidth, T> stream(reinterpret_cast<Chunk*>(masks + 2 * mask_size), head.q, grads, a.D, slots);
+  stream.lse = statistics.of(0, work.head, head.at, work.sequence);
+  stream.delta = statistics.of(1, work.head, head.at, work.sequence);
+  stream.inverse = statistics.of(2, work.head, head.at, work.sequence);
+
+  for (int tile = work.part; tile * rows_of_block < length; tile += parts) {
+    const bool arrived = tile != work.part && stream.stays();
+    if (tile != work.part) __syncthreads();
+    const int first = tile * rows_of_block;
+    for (int row = 0; row < rows_of_block; row += 64) {
+      copy<64, kWidth>(keys + row * kWidth / 8, head.k, first + row, a.D);
+      copy<64, kWidth>(values + row * kWidth / 8, head.v, first + row, a.D);
+    }
+    if (arrived) {
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+    } else {
+      stream.begin();
+    }
+
+    Operand<kWidth, kHeld> k[1], v[1];
+    float dk[1][kWidth / 8][4] = {}, dv[1][kWidth / 8][4] = {};
+    for (int step = 0; step < stream.tiles; ++step) {
+      uint16_t* const mask = masks + step % 2 * mask_size;
+      if (kDropout)
+        for (int block = 0; block < blocks; ++block)
+          make_mask(mask + block * 4 * kTile, a, key, work, step * kTile, first / kTile + block);
+      if (!arrived) {
+        stream.next(step);
+      } else if (kDropout) {
+        __syncthreads();
+      }
+      if (first + warp_row >= length) continue;
+      if (step == 0) k[0].load(keys, warp_row), v[0].load(values, warp_row);
+      const float* const numbers = stream.numbers(step);
+      // Keys g and g + 8 of this warp are in one block of 64: bits 2j + low and 2j + 2 + low of the column pair g / 2.
+      const uint16_t* const kept = mask + (warp_row / kTile * 4 + g % 8 / 2) * kTile;
+      const int bit = warp_row % kTile / 8 * 2 + g % 2;
+#pragma unroll(kUnroll)
+      for (int part = 0; part < kTile; part += kPart) {
+        float s[1][kPart / 8][4], dp[1][kPart / 8][4];
+        times_transposed<T>(s, k, stream.first(step), part);
+        times_transposed<T>(dp, v, stream.second(step), part);
+#pragma unroll
+        for (int j = 0; j < kPart / 8; ++j) {
+          const int query = part + 8 * j + 2 * t;
+#pragma unroll
+          for (int low = 0; low < 2; ++low) {
+            const float offset = numbers[query + low], delta = numbers[kTile + query + low];
+            const float inverse = numbers[2 * kTile + query + low];
+            const unsigned bits = kDropout ? kept[query + low] >> bit : 0;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              float &score = s[0][j][2 * half + low], &gradient = dp[0][j][2 * half + low];
+              const float weight = ptx::exp2_approx(fmaf(score, scale, -offset)) * inverse;
+              float factor = 1;
+              if (kDropout) factor = bits >> 2 * half & 1 ? a.drop.keep_scale : 0;
+              score = weight * factor;
+              gradient = weight * (gradient * factor - delta);
+            }
+          }
+        }
+        add_product<T, kWidth>(dv, s, stream.second(step), part);
+        add_product<T, kWidth>(dk, dp, stream.first(step), part);
+      }
+    }
+
+    if (first + warp_row >= length) continue;
+    T* const rows = dqkv + head.at.start * 3 * columns + columns + work.head * a.D;
+    store<T, kWidth>(dk[0], a.scale, a.scale, keys, warp_row, rows, 3 * columns, first + warp_row, length, a.D);
+    store<T, kWidth>(dv[0], 1, 1, values, warp_row, rows + columns, 3 * columns, first + warp_row, length, a.D);
+  }
+}
+
+// ---- launchers
+
+// How a kernel's grid and shared memory are laid out.
+struct Plan {
+  int warps, parts, slots;
+  size_t bytes;
+};
+
+// row_chunks: of shared memory, for a row of the block's; tile_chunks: for a streamed tile.
+Plan plan_of(const Attention& a, int rows_of_warp, int row_chunks, int tile_chunks) {
+  const int tiles = (a.longest + kTile - 1) / kTile, limit = shared_memory_limit();
+  const auto slots_of = [&](int warps) {
+    const int room = (limit - warps * rows_of_warp * row_chunks * 16) / (tile_chunks * 16);
+    return tiles <= room ? tiles : std::max(2, std::min(kRotating, room));
+  };
+  const auto bytes_of = [&](int warps) {
+    return (warps * rows_of_warp * row_chunks + slots_of(warps) * tile_chunks) * 16;
+  };
+  // A tile of 64 rows or more where a sequence has them, but not more than 4 warps where a multiprocessor takes two
+  // such blocks: they share out uneven work better than one block twice as large.
+  int warps = 64 / rows_of_warp;
+  while (warps < 8 && a.longest > warps * rows_of_warp && bytes_of(2 * warps) <= limit &&
+         (warps < 4 || 2 * bytes_of(warps) > limit))
+    warps *= 2;
+  const int row_tiles = (a.longest + warps * rows_of_warp - 1) / (warps * rows_of_warp);
+  const int64_t heads = int64_t(a.heads) * a.sequences, wanted = (4 * multiprocessors() + heads - 1) / heads;
+  const int parts = slots_of(warps) >= tiles ? int(std::min<int64_t>(row_tiles, wanted)) : row_tiles;
+  return {warps, parts, slots_of(warps), size_t(bytes_of(warps))};
+}
+
+template <class... Params, class... Args>
+const char* run(const Attention& a, const Plan& plan, int64_t more, void* stream, void (*kernel)(Params...),
+                Args... args) {
+  const int64_t blocks = more + int64_t(plan.parts) * a.heads * a.sequences;
+  if (blocks == 0) return nullptr;
+  if (blocks > INT32_MAX) return "attention: too many heads and sequences for one launch";
+  return launch(kernel, dim3(blocks), dim3(32 * plan.warps), plan.bytes, stream, a, args..., plan.parts, plan.slots);
+}
+
+template <class T, int kWidth, bool kDropout>
+const char* forward(const Attention& a, void* out, float* lse, void* stream) {
+  constexpr int kRowTiles = kWidth > 64 ? 1 : 2;
+  const Plan plan = plan_of(a, 16 * kRowTiles, kWidth / 8, Stream<kWidth, T>::chunks(false));
+  return run(a, plan, fill_blocks(a), stream, attention_fwd_kernel<T, kWidth, kRowTiles, kDropout>,
+             static_cast<T*>(out), lse);
+}
+
+template <class T, int kWidth, bool kDropout>
+const char* backward(const Attention& a, const void* dout, const void* out, const float* lse, void* dqkv, float* room,
+                     void* stream) {
+  const Statistics statistics = statistics_in(room, a);
+  const T* const douts = static_cast<const T*>(dout);
+  T* const gradients = static_cast<T*>(dqkv);
+  const Plan queries = plan_of(a, 16, 2 * kWidth / 8, Stream<kWidth, T>::chunks(false));
+  const char* const error = run(a, queries, fill_blocks(a), stream, attention_bwd_queries_kernel<T, kWidth, kDropout>,
+                                douts, static_cast<const T*>(out), lse, gradients, statistics);
+  if (error) return error;
+  const int mask = kDropout ? 1 : 0;  // 4 pairs x 64 queries x 16 bits x 2 buffers, for 64 rows
+  const Plan keys = plan_of(a, 16, 2 * kWidth / 8 + mask, Stream<kWidth, T>::chunks(true));
+  return run(a, keys, 0, stream, attention_bwd_keys_kernel<T, kWidth, kDropout>, douts, gradients, statistics);
+}
+
+// f of the element type, the head size in shared memory, and whether anything is dropped.
+template <class F>
+const char* for_variant(const Attention& a, const F& f) {
+  const auto of_width = [&](auto element, auto width) {
+    return a.drop.threshold ? f(element, width, std::true_type{}) : f(element, width, std::false_type{});
+  };
+  const auto of_type = [&](auto element) {
+    if (a.D <= 32) return of_width(element, std::integral_constant<int, 32>{});
+    if (a.D <= 64) return of_width(element, std::integral_constant<int, 64>{});
+    return of_width(element, std::integral_constant<int, 128>{});
+  };
+  return a.dtype == DType::bf16 ? of_type(__nv_bfloat16{}) : of_type(__half{});
+}
+
+}  // namespace
+
+bool mma_takes(const Attention& a) {
+  return a.dtype != DType::f32 && a.D % 8 == 0 && a.D <= kAttentionLargest && a.scale > 0;
+}
+
+const char* mma_fwd(const Attention& a, void* out, float* lse, void* stream) {
+  return for_variant(a, [&](auto element, auto width, auto dropout) {
+    return forward<decltype(element), width(), dropout()>(a, out, lse, stream);
+  });
+}
+
+const char* mma_bwd(const Attention& a, const void* dout, const void* out, const float* lse, void* dqkv, float* room,
+                    void* stream) {
+  return for_variant(a, [&](auto element, auto width, auto dropout) {
+    return backward<decltype(element), width(), dropout()>(a, dout, out, lse, dqkv, room, stream);
+  });
+}
+
+}  // namespace fastbert::cuda

@@ -1,0 +1,332 @@
+// attention without tensor cores: float32, and 16-bit types with a head size or a scale that attention_mma.cu refuses.
+//
+// A block owns 32 rows (queries, or keys for dK and dV) and walks over the other side in tiles of 32, which stand in
+// shared memory as floats. A warp has 4 of the rows. For scores a lane is one of the 32 of the other side, for sums of
+// rows of V, K, Q or dO it is 4 of the columns, and weights go from lane to lane by shuffle. Scores are made by the
+// same chain of fused multiply-adds everywhere, so the backward meets the forward's bits and even a log-sum-exp that
+// has lost all digits of the sum gives the right weights.
+//
+// Bound by shared memory: about 0.6 loads a multiply-add. Bytes moved as in attention_mma.cu.
+#include <algorithm>
+
+#include "attention.cuh"
+
+namespace fastbert::cuda {
+
+namespace {
+
+constexpr int kWarps = 8, kRows = 4, kBlock = kWarps * kRows, kThreads = 32 * kWarps;
+constexpr int kColumns = kAttentionLargest / 32;  // of a lane
+constexpr unsigned kAll = 0xffffffff;
+
+__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+
+// Rows of one head of one sequence; the block's warps read them into shared memory, kBlock at a time, with zeros behind
+// the last.
+template <class T>
+struct Rows {
+  const T* first;
+  int64_t stride;
+  int count, D;
+
+  // Where lane after lane reads the same column of neighbouring rows, an odd number of columns keeps them apart.
+  __device__ static int padded(int D) { return D | 1; }
+
+  __device__ void read(float* tile, int row) const {
+    for (int i = threadIdx.x; i < kBlock * D; i += kThreads) {
+      const int r = i / D, column = i % D;
+      tile[r * padded(D) + column] = row + r < count ? to_float(first[(row + r) * stride + column]) : 0;
+    }
+  }
+};
+
+// dots[r] = row r of the warp's times the lane's row of the tile.
+__device__ __forceinline__ void dot(float (&dots)[kRows], const float* rows, const float* tile, int D) {
+  const int stride = D | 1;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) dots[r] = 0;
+  for (int column = 0; column < D; ++column) {
+    const float x = tile[lane() * stride + column];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) dots[r] = fmaf(rows[r * stride + column], x, dots[r]);
+  }
+}
+
+using Sums = float[kRows][kColumns];  // lane l has columns l, l + 32, ...
+
+// sums[r] += weights of row r, one a lane, times the rows of the tile.
+__device__ __forceinline__ void add(Sums& sums, const float (&weights)[kRows], const float* tile, int D) {
+  for (int other = 0; other < kBlock; ++other) {
+    float weight[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) weight[r] = __shfl_sync(kAll, weights[r], other);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      if (lane() + 32 * i >= D) break;
+      const float x = tile[other * (D | 1) + lane() + 32 * i];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) sums[r][i] = fmaf(weight[r], x, sums[r][i]);
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void store(const float (&sums)[kColumns], float factor, T* x, int D) {
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i)
+    if (lane() + 32 * i < D) x[lane() + 32 * i] = from_float<T>(sums[i] * factor);
+}
+
+__device__ __forceinline__ float sum_of_warp(float x) {
+#pragma unroll
+  for (int distance = 16; distance; distance /= 2) x += __shfl_xor_sync(kAll, x, distance);
+  return x;
+}
+
+__device__ __forceinline__ float largest_of_warp(float x) {
+#pragma unroll
+  for (int distance = 16; distance; distance /= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, distance));
+  return x;
+}
+
+// Whether the weight of one query and key is kept.
+__device__ __forceinline__ bool keeps(const Attention& a, Key site, int query, int key, const Work& work) {
+  const Words bits = attention_bits(site, key / 64, key % 8 / 2, query, work.head, work.sequence);
+  return kept_of(bits, a.drop.threshold) >> (key % 64 / 8 * 2 + key % 2) & 1;
+}
+
+// What a block has at hand.
+template <class T>
+struct Head {
+  Bounds at;
+  int D, first, row;  // first row of the block, and of the warp within it
+  int64_t columns;    // H D
+  Rows<T> q, k, v;
+
+  __device__ Head(const Attention& a, const Work& work)
+      : at(bounds_of(a, work.sequence)),
+        D(a.D),
+        first(work.part * kBlock),
+        row(int(threadIdx.x) / 32 * kRows),
+        columns(int64_t(a.heads) * a.D) {
+    const T* const start = static_cast<const T*>(a.qkv) + at.start * 3 * columns + work.head * D;
+    q = {start, 3 * columns, at.length, D}, k = {start + columns, 3 * columns, at.length, D};
+    v = {start + 2 * columns, 3 * columns, at.length, D};
+  }
+  // The head of a tensor [T, H, D].
+  __device__ Rows<T> of(const T* x, const Work& work) const {
+    return {x + at.start * columns + work.head * D, columns, at.length, D};
+  }
+};
+
+// ---- forward
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) attention_plain_fwd_kernel(Attention a, T* __restrict__ out,  // [T, H, D]
+                                                                       float* __restrict__ lse,           // [H, T]
+                                                                       int parts) {
+  if (fill_uncovered(a, out, int64_t(a.heads) * a.D, lse)) return;
+  const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
+  const Head<T> head(a, work);
+  const int D = a.D, tile = kBlock * (D | 1), length = head.at.length;
+  if (head.first >= length) return;
+  const Key site = a.drop.threshold ? site_key(a.drop) : Key{};
+  FB_DYNAMIC_SHARED(shared);
+  float *const queries = reinterpret_cast<float*>(shared), *const keys = queries + tile, *const values = keys + tile;
+  head.q.read(queries, head.first);
+
+  Sums sums = {};
+  float largest[kRows], total[kRows] = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) largest[r] = -INFINITY;
+  for (int step = 0; step < length; step += kBlock) {
+    __syncthreads();
+    head.k.read(keys, step), head.v.read(values, step);
+    __syncthreads();
+    float weights[kRows];
+    dot(weights, queries + head.row * (D | 1), keys, D);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float score = step + lane() < length ? weights[r] * a.scale : -INFINITY;
+      const float most = fmaxf(largest[r], largest_of_warp(score)), shrink = expf(largest[r] - most);
+      largest[r] = most;
+      weights[r] = expf(score - most);
+      total[r] = total[r] * shrink + weights[r];
+      if (a.drop.threshold && !keeps(a, site, head.first + head.row + r, step + lane(), work)) weights[r] = 0;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) sums[r][i] *= shrink;
+    }
+    add(sums, weights, values, D);
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = head.first + head.row + r;
+    const float weights = sum_of_warp(total[r]);
+    if (row >= length) continue;
+    store(sums[r], a.drop.keep_scale / weights, out + (head.at.start + row) * head.columns + work.head * D, D);
+    if (lane() == 0) lse[work.head * a.tokens + head.at.start + row] = largest[r] + logf(weights);
+  }
+}
+
+// ---- backward: the formulas stand in attention_mma.cu
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    attention_plain_bwd_queries_kernel(Attention a, const T* __restrict__ dout,  // [T, H, D]
+                                       const T* __restrict__ out,                // [T, H, D]
+                                       const float* __restrict__ lse,            // [H, T]
+                                       T* __restrict__ dqkv,                     // [T, 3, H, D]: dQ of it
+                                       Statistics statistics, int parts) {
+  const int64_t columns = int64_t(a.heads) * a.D;
+  if (fill_uncovered(a, dqkv, 3 * columns, nullptr)) return;
+  const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
+  const Head<T> head(a, work);
+  const int D = a.D, tile = kBlock * (D | 1), length = head.at.length;
+  if (head.first >= length) return;
+  const Key site = a.drop.threshold ? site_key(a.drop) : Key{};
+  FB_DYNAMIC_SHARED(shared);
+  float *const queries = reinterpret_cast<float*>(shared), *const douts = queries + tile;
+  float *const keys = douts + tile, *const values = keys + tile;
+  const Rows<T> outs = head.of(out, work);
+  head.q.read(queries, head.first), head.of(dout, work).read(douts, head.first);
+  __syncthreads();
+
+  Sums dq = {};
+  float offset[kRows], delta[kRows], total[kRows] = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = head.first + head.row + r;
+    offset[r] = row < length ? lse[work.head * a.tokens + head.at.start + row] : 0;
+    float sum = 0;
+    if (row < length)
+      for (int i = lane(); i < D; i += 32)
+        sum = fmaf(to_float(outs.first[row * columns + i]), douts[(head.row + r) * (D | 1) + i], sum);
+    delta[r] = sum_of_warp(sum);
+  }
+  for (int step = 0; step < length; step += kBlock) {
+    __syncthreads();
+    head.k.read(keys, step), head.v.read(values, step);
+    __syncthreads();
+    float scores[kRows], ds[kRows];
+    dot(scores, queries + head.row * (D | 1), keys, D);
+    dot(ds, douts + head.row * (D | 1), values, D);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float weight = step + lane() < length ? expf(scores[r] * a.scale - offset[r]) : 0;
+      float factor = a.drop.keep_scale;
+      if (a.drop.threshold && !keeps(a, site, head.first + head.row + r, step + lane(), work)) factor = 0;
+      total[r] += weight;
+      ds[r] = weight * (ds[r] * factor - delta[r]);
+    }
+    add(dq, ds, keys, D);
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = head.first + head.row + r;
+    const float inverse = 1 / sum_of_warp(total[r]);
+    if (row >= length) continue;
+    store(dq[r], inverse * a.scale, dqkv + (head.at.start + row) * 3 * columns + work.head * D, D);
+    if (lane() == 0) {
+      statistics.of(0, work.head, head.at, work.sequence)[row] = offset[r];
+      statistics.of(1, work.head, head.at, work.sequence)[row] = delta[r];
+      statistics.of(2, work.head, head.at, work.sequence)[row] = inverse;
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    attention_plain_bwd_keys_kernel(Attention a, const T* __restrict__ dout,  // [T, H, D]
+                                    T* __restrict__ dqkv,                     // [T, 3, H, D]: dK and dV of it
+                                    Statistics statistics, int parts) {
+  const Work work = work_of(a, parts, int(blockIdx.x));
+  const Head<T> head(a, work);
+  const int D = a.D, tile = kBlock * (D | 1), length = head.at.length;
+  if (head.first >= length) return;
+  const Key site = a.drop.threshold ? site_key(a.drop) : Key{};
+  const Rows<T> grads = head.of(dout, work);
+  FB_DYNAMIC_SHARED(shared);
+  float *const keys = reinterpret_cast<float*>(shared), *const values = keys + tile;
+  float *const queries = values + tile, *const douts = queries + tile;
+  head.k.read(keys, head.first), head.v.read(values, head.first);
+
+  Sums dk = {}, dv = {};
+  for (int step = 0; step < length; step += kBlock) {
+    __syncthreads();
+    head.q.read(queries, step), grads.read(douts, step);
+    __syncthreads();
+    const int query = step + lane();
+    const bool inside = query < length;
+    const float offset = inside ? statistics.of(0, work.head, head.at, work.sequence)[query] : 0;
+    const float delta = inside ? statistics.of(1, work.head, head.at, work.sequence)[query] : 0;
+    const float inverse = inside ? statistics.of(2, work.head, head.at, work.sequence)[query] : 0;
+    float weights[kRows], ds[kRows];
+    dot(weights, keys + head.row * (D | 1), queries, D);
+    dot(ds, values + head.row * (D | 1), douts, D);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float weight = inside ? expf(weights[r] * a.scale - offset) * inverse : 0;
+      float factor = a.drop.keep_scale;
+      if (a.drop.threshold && !keeps(a, site, query, head.first + head.row + r, work)) factor = 0;
+      weights[r] = weight * factor;
+      ds[r] = weight * (ds[r] * factor - delta);
+    }
+    add(dv, weights, douts, D);
+    add(dk, ds, queries, D);
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = head.first + head.row + r;
+    if (row >= length) continue;
+    T* const place = dqkv + (head.at.start + row) * 3 * head.columns + head.columns + work.head * D;
+    store(dk[r], a.scale, place, D);
+    store(dv[r], 1, place + head.columns, D);
+  }
+}
+
+// ---- launchers
+
+template <class... Params, class... Args>
+const char* run(const Attention& a, int64_t more, int tiles, void* stream, void (*kernel)(Params...), Args... args) {
+  const int parts = (a.longest + kBlock - 1) / kBlock;
+  const int64_t blocks = more + int64_t(parts) * a.heads * a.sequences;
+  if (blocks == 0) return nullptr;
+  if (blocks > INT32_MAX) return "attention: too many heads and sequences for one launch";
+  return launch(kernel, dim3(blocks), dim3(kThreads), tiles * kBlock * (a.D | 1) * sizeof(float), stream, a, args...,
+                parts);
+}
+
+}  // namespace
+
+const char* plain_fwd(const Attention& a, void* out, float* lse, void* stream) {
+  return for_dtype(a.dtype, [&](auto element) {
+    using T = decltype(element);
+    return run(a, fill_blocks(a), 3, stream, attention_plain_fwd_kernel<T>, static_cast<T*>(out), lse);
+  });
+}
+
+const char* plain_bwd(const Attention& a, const void* dout, const void* out, const float* lse, void* dqkv, float* room,
+                      void* stream) {
+  const Statistics statistics = statistics_in(room, a);
+  return for_dtype(a.dtype, [&](auto element) {
+    using T = decltype(element);
+    const T* const douts = static_cast<const T*>(dout);
+    T* const gradients = static_cast<T*>(dqkv);
+    const char* const error = run(a, fill_blocks(a), 4, stream, attention_plain_bwd_queries_kernel<T>, douts,
+                                  static_cast<const T*>(out), lse, gradients, statistics);
+    return error ? error : run(a, 0, 4, stream, attention_plain_bwd_keys_kernel<T>, douts, gradients, statistics);
+  });
+}
+
+// ---- the choice between the two sets
+
+const char* attention_fwd(const Attention& a, void* out, float* lse, void* stream) {
+  return (mma_takes(a) ? mma_fwd : plain_fwd)(a, out, lse, stream);
+}
+
+const char* attention_bwd(const Attention& a, const void* dout, const void* out, const float* lse, void* dqkv,
+                          float* statistics, void* stream) {
+  return (mma_takes(a) ? mma_bwd : plain_bwd)(a, dout, out, lse, dqkv, statistics, stream);
+}
+
+}  // namespace fastbert::cuda

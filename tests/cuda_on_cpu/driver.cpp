@@ -1,0 +1,181 @@
+// The CUDA kernels on the processor without torch: each at a few shapes, in three orders of its threads, in buffers of
+// exactly the promised sizes. tests/sanitizers/run.py builds it with ThreadSanitizer, which knows fibers.
+//
+//   driver          all launches; 1 if one fails or an order changes a bit
+//   driver FAULT    a kernel of faults.cu, with a race that has to be reported
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <algorithm>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+#include "bias_gelu.h"
+#include "cuda/column_sums.h"
+#include "layer_norm.h"
+
+using namespace fastbert;
+
+extern "C" {
+void cuda_on_cpu_set_order(const char* words);
+const char* run_fault(const char* name, float* memory);
+}
+
+namespace {
+
+constexpr int64_t kRows = 13;
+const int64_t kKey[] = {0x0123456789ABCDEF};
+
+// ---- memory: as many bytes as asked for, in chunks that vectors may be read from
+
+struct alignas(16) Chunk {
+  unsigned char at[16];
+};
+
+class Buffer {
+ public:
+  Buffer(int64_t elements, DType dtype)
+      : bytes_(elements * (dtype == DType::f32 ? 4 : 2)), chunks_((bytes_ + 15) / 16) {
+    memset(chunks_.data(), 0xFF, bytes_);  // NaN
+  }
+  unsigned char* bytes() { return chunks_.data()->at; }
+  operator void*() { return chunks_.data(); }
+  operator float*() { return reinterpret_cast<float*>(chunks_.data()); }
+  bool operator==(const Buffer& other) const { return !memcmp(chunks_.data(), other.chunks_.data(), bytes_); }
+
+ private:
+  size_t bytes_;
+  std::vector<Chunk> chunks_;
+};
+
+// Finite values in (-4, 4), of bf16's digits.
+Buffer values(int64_t elements, DType dtype) {
+  static std::minstd_rand random(0);
+  Buffer buffer(elements, dtype);
+  unsigned char* to = buffer.bytes();
+  for (int64_t i = 0; i < elements; ++i) {
+    const float value = float(int(random() % 255) - 127) / 32;
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    // f16 has another bias of the exponent, and three more digits.
+    if (dtype == DType::f16 && value != 0) bits = (bits & 0x80000000) | ((bits & 0x7FFFFFFF) - (112 << 23)) << 3;
+    const size_t size = dtype == DType::f32 ? 4 : 2;
+    memcpy(to + i * size, reinterpret_cast<char*>(&bits) + 4 - size, size);
+  }
+  return buffer;
+}
+
+// ---- launches
+
+using Results = std::vector<Buffer>;
+int failures = 0;
+
+void require(const char* error) {
+  if (!error) return;
+  ++failures;
+  fprintf(stderr, "%s\n", error);
+}
+
+void same_in_all_orders(const std::string& what, const std::function<Results()>& run) {
+  std::vector<Results> results;
+  for (const char* order : {"forward", "reverse", "random:1"}) {
+    cuda_on_cpu_set_order(order);
+    results.push_back(run());
+  }
+  if (results[0] == results[1] && results[0] == results[2]) return;
+  ++failures;
+  fprintf(stderr, "%s: the order of the threads changes bits\n", what.c_str());
+}
+
+std::string name(const char* op, int64_t size, DType dtype) {
+  static constexpr const char* kNames[] = {"f32", "bf16", "f16"};
+  return std::string(op) + " " + kNames[int(dtype)] + " " + std::to_string(size);
+}
+
+void check_bias_gelu(int64_t C, DType dtype, bool tanh) {
+  Buffer x = values(kRows * C, dtype), dy = values(kRows * C, dtype), bias = values(C, dtype);
+  same_in_all_orders(name("bias_gelu", C, dtype), [&] {
+    const int64_t shares = cuda::bias_gelu_bwd_shares(kRows, C, dtype);
+    Buffer y(kRows * C, dtype), dx(kRows * C, dtype), partials(shares * C, DType::f32), dbias(C, dtype);
+    require(cuda::bias_gelu_fwd(x, bias, y, kRows, C, dtype, dtype, tanh, nullptr));
+    require(cuda::bias_gelu_bwd(dy, x, bias, dx, partials, kRows, C, shares, dtype, dtype, tanh, nullptr));
+    require(cuda::column_sums(partials, shares, C, {{{dbias, dtype}}, 1}, nullptr));
+    return Results{y, dx, dbias};
+  });
+}
+
+void check_layer_norm(int64_t C, DType dtype, bool add) {
+  Buffer x = values(kRows * C, dtype), residual = values(kRows * C, dtype), dy = values(kRows * C, dtype);
+  Buffer weight = values(C, dtype), bias = values(C, dtype), x_bias = values(C, dtype);
+  const DeviceDropout drop = add ? DeviceDropout{kKey, 7, 6554, 65536.0f / (65536 - 6554)} : DeviceDropout{};
+  same_in_all_orders(name(add ? "add_layer_norm" : "layer_norm", C, dtype), [&] {
+    const int64_t blocks = cuda::layer_norm_bwd_blocks(kRows, C);
+    const int quantities = add ? 3 : 2;
+    Buffer y(kRows * C, dtype), mean(kRows, DType::f32), rstd(kRows, DType::f32), dx(kRows * C, dtype);
+    Buffer dresidual(add ? kRows * C : 0, dtype), partials(blocks * quantities * C, DType::f32);
+    Buffer dweight(C, dtype), dbias(C, dtype), dx_bias(add ? C : 0, dtype);
+    LayerNorm op{};
+    op.x = x, op.weight = weight, op.bias = bias, op.mean = mean, op.rstd = rstd, op.channels = C, op.eps = 1e-12;
+    op.x_type = op.residual_type = op.y_type = dtype;
+    if (add) op.residual = residual, op.x_bias = x_bias;
+    require(cuda::layer_norm_fwd(op, dtype, drop, y, kRows, nullptr));
+    LayerNormGradients gradients{};
+    gradients.dy = dy, gradients.dx = dx;
+    if (add) gradients.dresidual = dresidual;
+    op.bias = nullptr;
+    require(cuda::layer_norm_bwd(op, dtype, drop, gradients, partials, quantities, blocks, kRows, nullptr));
+    const cuda::ColumnSums sums{{{dweight, dtype}, {dbias, dtype}, {dx_bias, dtype}}, quantities};
+    require(cuda::column_sums(partials, blocks, C, sums, nullptr));
+    return Results{y, mean, rstd, dx, dresidual, dweight, dbias, dx_bias};
+  });
+}
+
+void check_attention(const std::vector<int>& lengths, int D, DType dtype, bool dropout) {
+  constexpr int kHeads = 2;
+  std::vector<int32_t> ends{0};
+  for (const int length : lengths) ends.push_back(ends.back() + length);
+  const int64_t tokens = ends.back(), out_size = tokens * kHeads * D;
+  Buffer qkv = values(3 * out_size, dtype), dout = values(out_size, dtype);
+  cuda::Attention a{};
+  a.qkv = qkv, a.cu_seqlens = ends.data(), a.tokens = tokens, a.sequences = int(lengths.size());
+  a.longest = *std::max_element(lengths.begin(), lengths.end()), a.heads = kHeads, a.D = D, a.dtype = dtype;
+  a.scale = 0.125f;
+  if (dropout) a.drop = {kKey, 7, 26, 256.0f / (256 - 26)};
+  same_in_all_orders(name("attention", D, dtype), [&] {
+    Buffer out(out_size, dtype), lse(kHeads * tokens, DType::f32), dqkv(3 * out_size, dtype);
+    Buffer statistics(cuda::attention_statistics(a), DType::f32);
+    require(cuda::attention_fwd(a, out, lse, nullptr));
+    require(cuda::attention_bwd(a, dout, out, lse, dqkv, statistics, nullptr));
+    return Results{out, lse, dqkv};
+  });
+}
+
+void check_all() {
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    for (const int64_t C : {72, 75, 1032}) {
+      for (const bool tanh : {false, true}) check_bias_gelu(C, dtype, tanh);
+      for (const bool add : {false, true}) check_layer_norm(C, dtype, add);
+    }
+    for (const bool dropout : {false, true}) {
+      check_attention({1, 33, 70}, 64, dtype, dropout);
+      check_attention({17}, 24, dtype, dropout);
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc == 2) {
+    std::vector<float> memory(1024);
+    require(run_fault(argv[1], memory.data()));
+    return failures;
+  }
+  check_all();
+  printf("the CUDA kernels: %d failures\n", failures);
+  return failures != 0;
+}

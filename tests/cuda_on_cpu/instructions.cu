@@ -1,0 +1,90 @@
+// One instruction a kernel, for tests/test_cuda_on_cpu.py: run by the processor, and by a GPU where there is one. Each
+// runs in one warp; memory is [lane][register].
+#include "../../csrc/cuda/mma.cuh"
+
+#define FB_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace fastbert::cuda {
+
+namespace {
+
+template <class T>
+__global__ void mma(const uint32_t* a, const uint32_t* b, float* d) {
+  const int lane = threadIdx.x;
+  uint32_t from[4];
+  float to[4];
+  for (int i = 0; i < 4; ++i) from[i] = a[lane * 4 + i], to[i] = d[lane * 4 + i];
+  ptx::mma_m16n8k16<T>(to, from, b[lane * 2], b[lane * 2 + 1]);
+  for (int i = 0; i < 4; ++i) d[lane * 4 + i] = to[i];
+}
+
+// rows: [32][8]
+__global__ void ldmatrix(const uint16_t* rows, uint32_t* fragment, bool transposed) {
+  FB_SHARED(uint16_t, matrices, 32 * 8);
+  const int lane = threadIdx.x;
+  for (int i = 0; i < 8; ++i) matrices[lane * 8 + i] = rows[lane * 8 + i];
+  __syncthreads();
+  uint32_t r[4];
+  if (transposed) {
+    ptx::ldmatrix_x4_trans(r, &matrices[lane * 8]);
+  } else {
+    ptx::ldmatrix_x4(r, &matrices[lane * 8]);
+  }
+  for (int i = 0; i < 4; ++i) fragment[lane * 4 + i] = r[i];
+}
+
+// Lane l copies l bytes, at most 16, into the first of three groups and 16 into the others; waits for two groups, then
+// for the last one. from, to: [3][32][16]
+__global__ void cp_async(const unsigned char* from, unsigned char* to) {
+  FB_SHARED(unsigned char, copied, 3 * 32 * 16);
+  const int lane = threadIdx.x, bytes = min(lane, 16);
+  for (int group = 0; group < 3; ++group) {
+    const int at = (group * 32 + lane) * 16;
+    ptx::cp_async16(copied + at, from + at, group == 0 ? bytes : 16);
+    ptx::cp_async_commit();
+  }
+  ptx::cp_async_wait<1>();
+  for (int i = 0; i < 16; ++i) {
+    for (int group = 0; group < 2; ++group) to[(group * 32 + lane) * 16 + i] = copied[(group * 32 + lane) * 16 + i];
+  }
+  ptx::cp_async_wait<0>();
+  for (int i = 0; i < 16; ++i) to[(2 * 32 + lane) * 16 + i] = copied[(2 * 32 + lane) * 16 + i];
+}
+
+// to: [7][32]
+__global__ void shuffles(int* to) {
+  const int lane = threadIdx.x;
+  to[lane] = __shfl_sync(~0u, lane, 5);
+  to[32 + lane] = __shfl_sync(~0u, lane, 9, 8);
+  to[64 + lane] = __shfl_xor_sync(~0u, lane, 3);
+  to[96 + lane] = __shfl_up_sync(~0u, lane, 2, 8);
+  to[128 + lane] = __shfl_down_sync(~0u, lane, 2, 8);
+  to[160 + lane] = __shfl_xor_sync(~0u, lane, 4, 4);
+  to[192 + lane] = int(__shfl_sync(~0u, double(lane), 31 - lane));
+}
+
+// to: [5][32]; the odd lanes vote apart from the even ones.
+__global__ void votes(unsigned* to) {
+  const int lane = threadIdx.x;
+  to[lane] = __ballot_sync(~0u, lane % 3 == 0);
+  to[32 + lane] = lane % 2 ? __ballot_sync(0xAAAAAAAAu, lane > 15) : __ballot_sync(0x55555555u, lane < 16);
+  to[64 + lane] = __any_sync(~0u, lane == 7);
+  to[96 + lane] = __all_sync(~0u, lane < 31);
+  to[128 + lane] = __all_sync(~0u, lane < 32);
+}
+
+}  // namespace
+
+FB_EXPORT const char* run_mma(const uint32_t* a, const uint32_t* b, float* d, bool bf16) {
+  return launch(bf16 ? mma<__nv_bfloat16> : mma<__half>, dim3(1), dim3(32), 0, nullptr, a, b, d);
+}
+FB_EXPORT const char* run_ldmatrix(const uint16_t* rows, uint32_t* fragment, bool transposed) {
+  return launch(ldmatrix, dim3(1), dim3(32), 0, nullptr, rows, fragment, transposed);
+}
+FB_EXPORT const char* run_cp_async(const unsigned char* from, unsigned char* to) {
+  return launch(cp_async, dim3(1), dim3(32), 0, nullptr, from, to);
+}
+FB_EXPORT const char* run_shuffles(int* to) { return launch(shuffles, dim3(1), dim3(32), 0, nullptr, to); }
+FB_EXPORT const char* run_votes(unsigned* to) { return launch(votes, dim3(1), dim3(32), 0, nullptr, to); }
+
+}  // namespace fastbert::cuda
