@@ -27,7 +27,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from benchmarks import triton_calls
+from benchmarks import tables, triton_calls
+from benchmarks.tables import Row
 from fastbert.triton import common
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "triton_report.md"
@@ -123,17 +124,6 @@ def _is_aligned(value) -> bool:
 # ---- compiling
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the report, as text, and why the variant cannot be used; empty if it can."""
-
-    columns: tuple[str, ...]
-    problem: str = ""
-
-    def __str__(self) -> str:
-        return f"| {' | '.join(self.columns)} |"
-
-
 def compiled(variant: Variant, architecture: int) -> Row:
     options = dict(variant.options)
     start = (variant.name, variant.types, variant.constexprs, str(options["num_warps"]), str(options["num_stages"]))
@@ -189,35 +179,19 @@ def compile_all(architecture: int, only: Sequence[str] = ()) -> list[Row]:
 # ---- the report
 
 
-def title(architecture: int) -> str:
-    return f"## sm_{architecture}"
-
-
-def section(architecture: int, rows: Sequence[Row]) -> str:
-    lines = [title(architecture), "", str(Row(HEADER)), str(Row(("---",) * len(HEADER))), *map(str, rows)]
-    return "\n".join(lines) + "\n"
-
-
-def report(sections: Sequence[str]) -> str:
-    head = f"""# What the Triton kernels compile to
+def head() -> str:
+    return f"""# What the Triton kernels compile to
 
 Triton {triton.__version__}. Written by `make compile-report`, which needs no GPU: every kernel in every configuration
 of its tables, for calls of BERT's shapes (`benchmarks/triton_calls.py`). Registers are a thread's; spilled and shared
 are bytes, of shared memory at most {SHARED[80]} on sm_80 and {SHARED[90]} from sm_90 on. TMA is Hopper's engine for
 copies of tiles.
 """
-    return "\n".join([head, *sections])
 
 
-def differences(architecture: int, rows: Sequence[Row], committed: str) -> list[str]:
-    """Rows that only one of the two has. Between versions of Triton registers and shared memory may differ."""
-    same_version = f"\nTriton {triton.__version__}. " in committed
-    columns = range(len(HEADER)) if same_version else INDEPENDENT
-    text = committed.partition(title(architecture) + "\n")[2].partition("\n## ")[0]
-    there = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
-    cut = lambda lines: {" | ".join(line[i] for i in columns) for line in lines}  # noqa: E731
-    here, there = cut(row.columns for row in rows), cut(there)
-    return [f"+ {line}" for line in sorted(here - there)] + [f"- {line}" for line in sorted(there - here)]
+def comparable(committed: str) -> Sequence[int]:
+    """The columns to compare: between versions of Triton registers and shared memory may differ."""
+    return range(len(HEADER)) if f"\nTriton {triton.__version__}. " in committed else INDEPENDENT
 
 
 def main() -> int:
@@ -228,18 +202,10 @@ def main() -> int:
     options = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: there is nothing to compile")
-    rows = {architecture: compile_all(architecture, options.only) for architecture in options.arch}
-    found = [f"sm_{a}: {row.problem}: {row}" for a in rows for row in rows[a] if row.problem]
-    if options.check:
-        committed = REPORT.read_text(encoding="utf-8")
-        found += [f"sm_{a}: {line}" for a in rows for line in differences(a, rows[a], committed)]
-    elif options.only or set(rows) != set(SHARED):
-        print("\n".join(section(a, rows[a]) for a in rows))
-    else:
-        REPORT.write_text(report([section(a, rows[a]) for a in rows]), encoding="utf-8")
-    for line in found:
-        print(line, file=sys.stderr)
-    return 1 if found else 0
+    sections = {f"sm_{architecture}": compile_all(architecture, options.only) for architecture in options.arch}
+    columns = comparable(REPORT.read_text(encoding="utf-8")) if options.check else None
+    is_whole = not options.only and set(options.arch) == set(SHARED)
+    return tables.conclude(REPORT, head(), HEADER, sections, columns, is_whole)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from fastbert.triton import KERNELS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BERT = (768, 1024)  # hidden sizes
-WIDE = (128, 2048, 4096, 8192)  # the other widths that row ops have configurations for, add_layer_norm up to 4096
+WIDE = (128, 2048, 4096, 8192)  # the other widths that row ops have configurations for
 TOKENS = 8191
 EPS, SITE, IGNORED = 1e-12, 4, -100
 
@@ -72,8 +72,11 @@ def layer_norm(call: Calls) -> None:
 def add_layer_norm(call: Calls) -> None:
     for dtype, channels in itertools.product(DTYPES, BERT):
         _add_layer_norm(call, dtype, dtype, channels, 0.1, x_bias=True)
-    for channels in WIDE[:-1]:
+    for channels in WIDE:
         _add_layer_norm(call, torch.bfloat16, torch.bfloat16, channels, 0.1, x_bias=True)
+    for residual_dtype in (torch.bfloat16, torch.float32):
+        _add_layer_norm(call, torch.bfloat16, residual_dtype, 5120, 0.1, x_bias=True)  # 3 chunks of the backward
+    _add_layer_norm(call, torch.float32, torch.float32, 8192, 0.1, x_bias=True)
     for residual_dtype in (torch.bfloat16, torch.float32):  # float32 as under autocast
         _add_layer_norm(call, torch.bfloat16, residual_dtype, 768, 0.0, x_bias=False)
     _add_layer_norm(call, torch.bfloat16, torch.float32, 768, 0.1, x_bias=True)

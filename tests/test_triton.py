@@ -15,6 +15,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from benchmarks import compile_report as report  # noqa: E402
+from benchmarks import tables  # noqa: E402
 from fastbert.triton import KERNELS, common, sums  # noqa: E402
 from fastbert.triton.common import Config  # noqa: E402
 
@@ -205,16 +206,18 @@ def test_a_configuration_that_spills_fails_the_report():
 def test_the_check_sees_a_row_that_changed():
     """Registers count only where the same version of Triton wrote the report."""
     columns = ("a._forward", "1 bf16", "M=64", "4", "3", "100", "0", "1024", "wgmma")
-    row = report.Row(columns)
-    written = report.report([report.section(80, []), report.section(90, [row])])
+    row = tables.Row(columns)
+    sections = (tables.section(title, report.HEADER, rows) for title, rows in (("sm_80", []), ("sm_90", [row])))
+    written = "\n".join([report.head(), *sections])
     other_version = written.replace(f"Triton {triton.__version__}", "Triton 1.0")
-    more_registers = report.Row((*columns[:5], "101", *columns[6:]))
-    slower = report.Row((*columns[:8], "mma.sync"))
-    assert report.differences(90, [row], written) == []
-    assert len(report.differences(90, [more_registers], written)) == 2
-    assert report.differences(90, [more_registers], other_version) == []
-    assert len(report.differences(90, [slower], other_version)) == 2
-    assert len(report.differences(90, [], other_version)) == 1
+    more_registers = tables.Row((*columns[:5], "101", *columns[6:]))
+    slower = tables.Row((*columns[:8], "mma.sync"))
+    differences = lambda rows, text: tables.differences("sm_90", rows, text, report.comparable(text))  # noqa: E731
+    assert differences([row], written) == []
+    assert len(differences([more_registers], written)) == 2
+    assert differences([more_registers], other_version) == []
+    assert len(differences([slower], other_version)) == 2
+    assert len(differences([], other_version)) == 1
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 """layer_norm and add_layer_norm in Triton: bias, dropout, residual sum and LayerNorm in one pass.
 
 A program owns whole rows, so statistics never leave its registers. In the backward it walks down a share of the rows
-with the columns' sums (dweight, dbias, dx_bias) in registers and writes them once. Bytes moved: forward x, residual
-and y; backward dy, x, residual and the gradients; 8 bytes of statistics a row, 12 C of partial sums a program.
+with the columns' sums (dweight, dbias, dx_bias) in registers and writes them once. Beside those sums a row of more than
+WIDEST columns does not fit: it is read in chunks, once for the means that its gradient needs and once for the gradient,
+and dropout's bits are made twice. The second reading is the cache's. Bytes moved: forward x, residual and y; backward
+dy, x, residual and the gradients; 8 bytes of statistics a row, 12 C of partial sums a program.
 """
 
 import torch
@@ -17,7 +19,8 @@ from fastbert.triton.common import Config, dropout, launch, pick, row_keep, rows
 def _forward_config(channels: int) -> Config:
     width = max(8, triton.next_power_of_2(channels))
     rows = max(1, min(16, 2048 // width))
-    return Config({"ROWS": rows, "WIDTH": width}, num_warps=4 if width <= 2048 else width // 512)
+    warps = 4 if width <= 2048 else 8 if width == 4096 else 32  # at 8192 8 or 16 spill, by architecture and dtypes
+    return Config({"ROWS": rows, "WIDTH": width}, num_warps=warps)
 
 
 def _backward_config(channels: int, warps: int = 4) -> Config:
@@ -28,22 +31,24 @@ def _backward_config(channels: int, warps: int = 4) -> Config:
 
 FORWARD = {80: _forward_config}
 BACKWARD = {80: _backward_config, 100: lambda channels: _backward_config(channels, 8)}  # 4 warps spill there
+WIDE = {80: lambda channels: Config({"ROWS": 1, "WIDTH": 2048}, num_warps=8)}  # backward of rows longer than
+WIDEST = 4096
 PROGRAMS = 2  # a multiprocessor, in the backward
 
 
 @triton.jit
 def _sum(
-    x, residual, x_bias, rng, at, row, column, inside, channels, threshold, keep_scale, site,
+    x, residual, x_bias, rng, at, row, column, first, inside, channels, threshold, keep_scale, site,
     RESIDUAL: tl.constexpr, X_BIAS: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """z = dropout(x + x_bias) + residual, zeros outside, and what dropout multiplied by."""
+    """z = dropout(x + x_bias) + residual, zeros outside, and what dropout multiplied by; columns from `first` on."""
     z = tl.load(x + at, inside, other=0.0).to(tl.float32)
     factor = tl.full((ROWS, WIDTH), 1.0, tl.float32)
     if X_BIAS:
         z += tl.load(x_bias + column, column < channels, other=0.0).to(tl.float32)[None, :]
     if DROPOUT:
         k0, k1 = site_key(rng, site)
-        keep = row_keep(k0, k1, row, 0, threshold, ROWS, WIDTH)
+        keep = row_keep(k0, k1, row, first, threshold, ROWS, WIDTH)
         factor = tl.where(keep, keep_scale, 0.0)
         z = tl.where(keep, z * keep_scale, 0.0)
     if RESIDUAL:
@@ -76,7 +81,7 @@ def _forward(
     inside = (row < rows)[:, None] & (column < channels)[None, :]
     at = row[:, None] * channels + column[None, :]
     z, _ = _sum(
-        x, residual, x_bias, rng, at, row, column, inside, channels, threshold, keep_scale, site,
+        x, residual, x_bias, rng, at, row, column, 0, inside, channels, threshold, keep_scale, site,
         RESIDUAL, X_BIAS, DROPOUT, ROWS, WIDTH,
     )  # fmt: skip
     z, middle, scale = normalize(z, inside, channels, eps)
@@ -121,48 +126,91 @@ def normalize_backward(d, z, w, mean, rstd, inside, channels):
     return n, dz
 
 
+@triton.jit
+def _means(
+    dy, x, residual, weight, mean, rstd, x_bias, rng, row, rows, channels, threshold, keep_scale, site,
+    RESIDUAL: tl.constexpr, X_BIAS: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Means over rows of z - mean, g and g n, from one walk over the chunks."""
+    middle = tl.load(mean + row, row < rows, other=0.0)
+    scale = tl.load(rstd + row, row < rows, other=0.0)
+    sum_z = tl.zeros((ROWS, WIDTH), tl.float32)
+    sum_g = tl.zeros((ROWS, WIDTH), tl.float32)
+    sum_gz = tl.zeros((ROWS, WIDTH), tl.float32)
+    for first in range(0, channels, WIDTH):
+        column = first + tl.arange(0, WIDTH)
+        inside = (row < rows)[:, None] & (column < channels)[None, :]
+        at = row[:, None] * channels + column[None, :]
+        z, _ = _sum(
+            x, residual, x_bias, rng, at, row, column, first, inside, channels, threshold, keep_scale, site,
+            RESIDUAL, X_BIAS, DROPOUT, ROWS, WIDTH,
+        )  # fmt: skip
+        z = tl.where(inside, z - middle[:, None], 0.0)
+        g = tl.load(dy + at, inside, other=0.0).to(tl.float32)
+        g *= tl.load(weight + column, column < channels, other=0.0).to(tl.float32)[None, :]
+        sum_z += z
+        sum_g += g
+        sum_gz += g * z
+    left, mean_g = tl.sum(sum_z, 1) / channels, tl.sum(sum_g, 1) / channels
+    return left, mean_g, scale * (tl.sum(sum_gz, 1) / channels - left * mean_g)
+
+
 @triton.jit(do_not_specialize=["rows", "share", "threshold", "site"])
 def _backward(
     dy, x, residual, weight, mean, rstd, x_bias, rng, dx, dresidual, partials,
     rows, channels, share, threshold, keep_scale, site,
     RESIDUAL: tl.constexpr, X_BIAS: tl.constexpr, DROPOUT: tl.constexpr, DX: tl.constexpr, NEED_DPARAMS: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     w = tl.load(weight + column, column < channels, other=0.0).to(tl.float32)
-    dweight = tl.zeros((ROWS, WIDTH), tl.float32)
-    dbias = tl.zeros((ROWS, WIDTH), tl.float32)
-    dx_bias = tl.zeros((ROWS, WIDTH), tl.float32)
+    zeros = tl.zeros((ROWS, WIDTH), tl.float32)
+    dweight, dbias, dx_bias = (zeros,) * CHUNKS, (zeros,) * CHUNKS, (zeros,) * CHUNKS
     for first in range(0, share, ROWS):
         row = program * share + first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < channels)[None, :]
-        at = row[:, None] * channels + column[None, :]
-        z, factor = _sum(
-            x, residual, x_bias, rng, at, row, column, inside, channels, threshold, keep_scale, site,
-            RESIDUAL, X_BIAS, DROPOUT, ROWS, WIDTH,
-        )  # fmt: skip
-        middle = tl.load(mean + row, row < rows, other=0.0)
-        scale = tl.load(rstd + row, row < rows, other=0.0)
-        d = tl.load(dy + at, inside, other=0.0).to(tl.float32)
-        n, dz = normalize_backward(d, z, w, middle, scale, inside, channels)
-        dropped = tl.where(factor > 0, dz * factor, 0.0)
-        if RESIDUAL:
-            tl.store(dresidual + at, dz, inside)
-        if DX:
-            tl.store(dx + at, dropped, inside)
-        if NEED_DPARAMS:
-            dweight += d * n
-            dbias += d
-            if X_BIAS:
-                dx_bias += tl.where(inside, dropped, 0.0)
+        if CHUNKS > 1:
+            left, mean_g, mean_gn = _means(
+                dy, x, residual, weight, mean, rstd, x_bias, rng, row, rows, channels, threshold, keep_scale, site,
+                RESIDUAL, X_BIAS, DROPOUT, ROWS, WIDTH,
+            )  # fmt: skip
+        for i in tl.static_range(CHUNKS):
+            if CHUNKS > 1:  # the weight of all chunks would take the registers that the chunks are there to save
+                column = i * WIDTH + tl.arange(0, WIDTH)
+                w = tl.load(weight + column, column < channels, other=0.0).to(tl.float32)
+            inside = (row < rows)[:, None] & (column < channels)[None, :]
+            at = row[:, None] * channels + column[None, :]
+            z, factor = _sum(
+                x, residual, x_bias, rng, at, row, column, i * WIDTH, inside, channels, threshold, keep_scale, site,
+                RESIDUAL, X_BIAS, DROPOUT, ROWS, WIDTH,
+            )  # fmt: skip
+            middle = tl.load(mean + row, row < rows, other=0.0)
+            scale = tl.load(rstd + row, row < rows, other=0.0)
+            d = tl.load(dy + at, inside, other=0.0).to(tl.float32)
+            if CHUNKS > 1:
+                n = tl.where(inside, (z - middle[:, None] - left[:, None]) * scale[:, None], 0.0)
+                dz = scale[:, None] * (d * w[None, :] - mean_g[:, None] - n * mean_gn[:, None])
+            else:
+                n, dz = normalize_backward(d, z, w, middle, scale, inside, channels)
+            dropped = tl.where(factor > 0, dz * factor, 0.0)
+            if RESIDUAL:
+                tl.store(dresidual + at, dz, inside)
+            if DX:
+                tl.store(dx + at, dropped, inside)
+            if NEED_DPARAMS:
+                dweight = dweight[:i] + (dweight[i] + d * n,) + dweight[i + 1 :]
+                dbias = dbias[:i] + (dbias[i] + d,) + dbias[i + 1 :]
+                if X_BIAS:
+                    dx_bias = dx_bias[:i] + (dx_bias[i] + tl.where(inside, dropped, 0.0),) + dx_bias[i + 1 :]
     if NEED_DPARAMS:
         quantities: tl.constexpr = 3 if X_BIAS else 2
-        to = partials + program * quantities * channels + column
-        tl.store(to, tl.sum(dweight, 0), column < channels)
-        tl.store(to + channels, tl.sum(dbias, 0), column < channels)
-        if X_BIAS:
-            tl.store(to + 2 * channels, tl.sum(dx_bias, 0), column < channels)
+        for i in tl.static_range(CHUNKS):
+            column = i * WIDTH + tl.arange(0, WIDTH)
+            to = partials + program * quantities * channels + column
+            tl.store(to, tl.sum(dweight[i], 0), column < channels)
+            tl.store(to + channels, tl.sum(dbias[i], 0), column < channels)
+            if X_BIAS:
+                tl.store(to + 2 * channels, tl.sum(dx_bias[i], 0), column < channels)
 
 
 def add_backward(
@@ -173,7 +221,7 @@ def add_backward(
     shared = residual is not None and residual.dtype == x.dtype and not inputs.flags["DROPOUT"]  # dx is dresidual
     dx = x.new_empty((0,) if shared else x.shape)
     dresidual = dx if residual is None else residual.new_empty(x.shape)
-    config = pick(BACKWARD, x.device, inputs.channels)
+    config = pick(BACKWARD if inputs.channels <= WIDEST else WIDE, x.device, inputs.channels)
     share, programs = sums.share(inputs.rows, config.tiles["ROWS"], sums.programs(x.device, PROGRAMS))
     dtypes = [weight.dtype, weight.dtype] + ([] if x_bias is None else [x_bias.dtype])
     partials = x.new_empty((programs, len(dtypes), inputs.channels) if need_dparams else (0,), dtype=torch.float32)
@@ -181,6 +229,7 @@ def add_backward(
         _backward, (programs,), dy.contiguous(), inputs.x, inputs.residual, weight.contiguous(), mean.contiguous(),
         rstd.contiguous(), inputs.x_bias, rng, dx, dresidual, partials, inputs.rows, inputs.channels, share,
         *inputs.dropout, config=config, **inputs.flags, DX=not shared, NEED_DPARAMS=need_dparams,
+        CHUNKS=triton.cdiv(inputs.channels, config.tiles["WIDTH"]),
     )  # fmt: skip
     dparams = sums.add_up(partials, dtypes) if need_dparams else [weight.new_empty(0), weight.new_empty(0)]
     if len(dparams) == 2:

@@ -1,0 +1,88 @@
+"""What the CUDA kernels compile to: benchmarks/cuda_report.py and docs/cuda_report.md. No GPU needed."""
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import cuda_report as report
+
+needs_nvcc = pytest.mark.skipif(report.nvcc() is None, reason="there is no nvcc (CUDA_HOME, PATH)")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "threads", "registers", "shared", "percent"),
+    [
+        pytest.param(90, 128, 32, 0, 100, id="nothing-limits"),
+        pytest.param(90, 128, 40, 0, 75, id="registers-are-given-to-4-warps-at-a-time"),
+        pytest.param(90, 256, 255, 0, 12, id="one-block-s-registers"),
+        pytest.param(80, 32, 16, 0, 50, id="blocks"),
+        pytest.param(80, 128, 32, 40 << 10, 25, id="shared-memory-and-what-the-system-takes-of-it"),
+        pytest.param(90, 768, 32, 0, 75, id="a-third-block-does-not-fit"),
+        pytest.param(120, 128, 32, 0, 100, id="48-warps"),
+    ],
+)
+def test_occupancy_is_the_calculator_s(architecture, threads, registers, shared, percent):
+    assert report.MULTIPROCESSORS[architecture].occupancy(threads, registers, shared) == percent
+
+
+def test_names_keep_their_template_arguments():
+    long = (
+        "void fastbert::cuda::(anonymous namespace)::f_kernel<__half, fastbert::cuda::Vec<__nv_bfloat16, 8>, (int)4>"
+        "(__half const*, int)"
+    )
+    assert report.short(long) == "f_kernel<half, Vec<bf16, 8>, (int)4>"
+    assert report.short("fastbert::cuda::(anonymous namespace)::f_kernel(float const*, int)") == "f_kernel"
+
+
+SOURCE = """
+extern __shared__ float shared[];
+template <int N>
+__global__ void __launch_bounds__(1024) spills(float* x) {  // N > 64 values a thread, of which 64 fit
+  float v[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) v[i] = x[i * 1024 + threadIdx.x];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[threadIdx.x * N + i] = v[i] * v[N - 1 - i] + v[(i * 7) % N];
+}
+__global__ void copies(float4* x) {
+  shared[threadIdx.x] = x[threadIdx.x].x;
+  __syncthreads();
+  const float f = shared[threadIdx.x ^ 1];
+  x[threadIdx.x] = make_float4(f, f, f, f);
+}
+template __global__ void spills<200>(float*);
+"""
+
+
+@needs_nvcc
+def test_a_kernel_that_spills_is_a_problem(tmp_path):
+    source = tmp_path / "planted.cu"
+    source.write_text(SOURCE)
+    copies, spills = (
+        dict(zip(report.HEADER, r.columns, strict=True)) | {"why": r.problem} for r in report.compiled(source, 90)
+    )
+    assert (copies["file"], copies["kernel"], copies["threads"], copies["occupancy"]) == (
+        "planted.cu",
+        "copies",
+        "?",
+        "?",
+    )
+    assert (copies["shared"], copies["STG.128"], copies["LDL+STL"], copies["why"]) == ("0 + launch's", "1", "0", "")
+    assert (spills["kernel"], spills["threads"], spills["registers"], spills["shared"]) == (
+        "spills<200>",
+        "1024",
+        "64",
+        "0",
+    )
+    assert spills["occupancy"] == "50%" and int(spills["LDL+STL"]) > 100
+    assert int(spills["spilled"]) > 400 and spills["why"] == f"spills {spills['spilled']} bytes"
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_the_committed_report_is_what_the_kernels_compile_to():
+    command = [sys.executable, "-m", "benchmarks.cuda_report", "--check", "--arch", "90"]
+    result = subprocess.run(command, cwd=report.ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
