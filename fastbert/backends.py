@@ -90,7 +90,10 @@ _LIMITS: dict[str, list[tuple[str, int]]] = {
 ORDER: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
     "cpu": {op: (("cpu", "reference"), "benchmarks/results/cpu/ops.json") for op in (*_ON_CPU, "linear", "padding")},
     "cuda": {op: (("triton", "reference"), "not yet measured") for op in _IN_TRITON}
-    | {op: (("triton", "cuda", "reference"), "not yet measured") for op in ("layer_norm", "add_layer_norm", "attention")}
+    | {
+        op: (("triton", "cuda", "reference"), "not yet measured")
+        for op in ("layer_norm", "add_layer_norm", "attention")
+    }
     | {"bias_gelu": (("cuda", "triton", "reference"), "not yet measured")},
 }
 
