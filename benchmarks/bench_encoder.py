@@ -44,11 +44,18 @@ class Way:
         return self.module(**arguments)[0]
 
 
-@functools.lru_cache(1)
 def models(config: fastbert.BertConfig, dtype: torch.dtype, device: str) -> tuple[nn.Module, nn.Module, nn.Module]:
     """transformers' BertModel, ours, and transformers' in float64, with the same random weights, none of them zero."""
+    return _models(tuple(config.to_dict().items()), dtype, device)
+
+
+@functools.lru_cache(1)
+def _models(
+    values: tuple[tuple[str, object], ...], dtype: torch.dtype, device: str
+) -> tuple[nn.Module, nn.Module, nn.Module]:
     import transformers
 
+    config = fastbert.BertConfig.from_dict(dict(values))
     with torch.device(device):
         theirs = transformers.BertModel(
             transformers.BertConfig(**config.to_dict(), attn_implementation="sdpa"), add_pooling_layer=False

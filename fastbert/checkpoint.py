@@ -1,7 +1,8 @@
 """Checkpoints in Hugging Face's format: config.json beside model.safetensors, under Hugging Face's parameter names.
 
-Our modules hold q, k and v as one parameter; everything else has the same name, so translation is `to_ours` and
-`to_hugging_face`. Nothing here knows a model.
+Our modules hold q, k and v as one parameter, and no decoder of the masked-LM head, which is the word embeddings;
+everything else has the same name, so translation is `to_ours` (`to_ours_with_head`) and `to_hugging_face`. Nothing here
+knows a model.
 """
 
 import json
@@ -14,6 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 _PARTS = ("query", "key", "value")
+BODY = ("embeddings.", "encoder.", "pooler.")  # what names of a bare BertModel begin with
+TIED = {  # names that Hugging Face's models have in memory, for tensors that they have under another name as well
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
 
 
 def merge_qkv(state: dict[str, Tensor], prefix: str) -> None:
@@ -29,10 +35,33 @@ def to_ours(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Where there is a `bert.` prefix, what does not have it belongs to a head and is left out.
     """
-    state = dict(state)
     if any(name.startswith("bert.") for name in state):
         state = {name.removeprefix("bert."): t for name, t in state.items() if name.startswith("bert.")}
-    state.pop("embeddings.position_ids", None)
+    return _modern(state)
+
+
+def to_ours_with_head(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As `to_ours`, for a model that holds its body as `bert`: heads stay, a bare BertModel gets the prefix.
+
+    Raises RuntimeError where a masked-LM decoder is not the word embeddings.
+    """
+    if not any(name.startswith("bert.") for name in state):
+        state = {f"bert.{name}" if name.startswith(BODY) else name: t for name, t in state.items()}
+    state = _modern(state)
+    for name, source in TIED.items():
+        tied = state.pop(name, None)
+        if tied is not None and not _same(state.setdefault(source, tied), tied):
+            raise RuntimeError(f"{name} differs from {source}; fastbert computes masked-LM heads that tie them")
+    return state
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one is other or one.is_meta or other.is_meta or torch.equal(one, other.to(one.device))
+
+
+def _modern(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Old names become new ones, and q, k and v one parameter."""
+    state = {name: tensor for name, tensor in state.items() if not name.endswith("embeddings.position_ids")}
     for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         state = {name.removesuffix(old) + new if name.endswith(old) else name: t for name, t in state.items()}
     for name in list(state):
@@ -42,7 +71,7 @@ def to_ours(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_hugging_face(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """From our names to Hugging Face's, bit for bit; the tensors share no memory with each other."""
+    """From our names to Hugging Face's, bit for bit; no tensors share memory but those that theirs tie."""
     result = {}
     for name, tensor in state.items():
         if ".attention.qkv." not in name:
@@ -50,6 +79,8 @@ def to_hugging_face(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         for part, piece in zip(_PARTS, tensor.chunk(3), strict=True):
             result[name.replace(".attention.qkv.", f".attention.self.{part}.")] = piece.clone()
+    if "cls.predictions.bias" in result:
+        result |= {name: result[source] for name, source in TIED.items() if source in result}
     return result
 
 
@@ -103,10 +134,14 @@ def read(directory: str | Path) -> dict[str, Tensor]:
 
 
 def write(directory: str | Path, config: dict, state: Mapping[str, Tensor]) -> None:
-    """Writes config.json and model.safetensors, each whole or not at all. state: under Hugging Face's names."""
+    """Writes config.json and model.safetensors, each whole or not at all. state: under Hugging Face's names.
+
+    A masked-LM decoder is left out, as Hugging Face leaves it out.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors, seen = {}, set()
+    state = {name: tensor for name, tensor in state.items() if name not in TIED}
     for name, tensor in state.items():  # safetensors has no aliases: parameters that are tied are written twice
         tied = tensor.data_ptr() in seen
         tensors[name] = tensor.detach().clone() if tied else tensor.detach().contiguous()

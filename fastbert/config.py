@@ -5,15 +5,18 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
 # hidden_act of config.json -> the `approximate` of the GELU ops
 GELU_FORMS = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class BertConfig:
     """The shape of a BERT encoder; fields and defaults are those of `transformers.BertConfig`.
 
-    Fields of a config.json that are not listed here are kept in `extra` and written back by `to_dict`.
+    Fields of a config.json that are not listed here are kept in `extra` and written back by `to_dict`. A model reads it
+    when it is made; what is assigned later (transformers.Trainer sets `use_cache`) changes no model.
     Raises ValueError for a configuration that makes no sense or that fastbert does not compute.
     """
 
@@ -30,7 +33,10 @@ class BertConfig:
     initializer_range: float = 0.02
     layer_norm_eps: float = 1e-12
     pad_token_id: int | None = 0
-    extra: dict = field(default_factory=dict, hash=False)
+    num_labels: int = 2
+    problem_type: str | None = None
+    classifier_dropout: float | None = None
+    extra: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in (
@@ -41,13 +47,17 @@ class BertConfig:
             "intermediate_size",
             "max_position_embeddings",
             "type_vocab_size",
+            "num_labels",
         ):
             self._require(name, getattr(self, name), "a positive integer", lambda v: _is_int(v) and v > 0)
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
-            self._require(name, getattr(self, name), "a number in [0, 1)", lambda v: _is_number(v) and 0 <= v < 1)
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
+            value = self.head_dropout if name == "classifier_dropout" else getattr(self, name)
+            self._require(name, value, "a number in [0, 1)", lambda v: _is_number(v) and 0 <= v < 1)
         for name in ("initializer_range", "layer_norm_eps"):
             self._require(name, getattr(self, name), "a number >= 0", lambda v: _is_number(v) and v >= 0)
         self._require("hidden_act", self.hidden_act, f"one of {', '.join(GELU_FORMS)}", lambda v: v in list(GELU_FORMS))
+        known = (None, *PROBLEM_TYPES)
+        self._require("problem_type", self.problem_type, f"one of {known}", lambda v: v in known)
         self._require(
             "pad_token_id",
             self.pad_token_id,
@@ -77,6 +87,11 @@ class BertConfig:
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def head_dropout(self) -> float:
+        """The dropout before a classifier."""
+        return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
+
+    @property
     def gelu(self) -> str:
         """The GELU form of `hidden_act`, as the ops' `approximate`."""
         return GELU_FORMS[self.hidden_act]
@@ -97,6 +112,8 @@ class BertConfig:
     def from_dict(cls, values: dict) -> "BertConfig":
         """From the fields of a config.json."""
         known = {f.name for f in dataclasses.fields(cls)} - {"extra"}
+        if values.get("id2label") and "num_labels" not in values:
+            values = {**values, "num_labels": len(values["id2label"])}
         return cls(
             **{name: value for name, value in values.items() if name in known},
             extra={name: value for name, value in values.items() if name not in known},
@@ -113,6 +130,13 @@ class BertConfig:
         if not isinstance(values, dict):
             raise ValueError(f"{path} holds a {type(values).__name__}; expected an object")
         return cls.from_dict(values)
+
+    def changed(self, **fields) -> "BertConfig":
+        """With other values of these fields. The names of the labels go where there is another number of labels."""
+        values = {**self.to_dict(), **fields}
+        if len(values.get("id2label") or ()) != values["num_labels"] and not {"id2label", "label2id"} & fields.keys():
+            values = {name: value for name, value in values.items() if name not in ("id2label", "label2id")}
+        return self.from_dict(values)
 
     def to_dict(self) -> dict:
         """The fields of a config.json that `transformers` reads."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fastbert import checkpoint, ops, padding, random
 from fastbert.config import BertConfig
 from fastbert.ops.attention import project_qkv
+from fastbert.padding import Packing
 
 
 class BertEncoderOutput(NamedTuple):
@@ -37,7 +38,18 @@ class BertModelOutput(NamedTuple):
     attentions: tuple[Tensor, ...] | None = None
 
 
-def _parameters(leaf: nn.Module, kind: type[nn.Module]) -> tuple[Tensor, Tensor]:
+class PackedInput(NamedTuple):
+    """What BertModel computes on: ids (T,), or inputs_embeds (T, C) in place of input_ids, and where sequences end."""
+
+    input_ids: Tensor | None
+    token_type_ids: Tensor | None
+    position_ids: Tensor | None
+    inputs_embeds: Tensor | None
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+def leaf_parameters(leaf: nn.Module, kind: type[nn.Module]) -> tuple[Tensor, Tensor]:
     """weight and bias (if it has one) of a leaf that an op computes without calling it.
 
     Raises TypeError where that would ignore something: a replaced or wrapped leaf (adapters, quantisation), or hooks.
@@ -54,7 +66,7 @@ def _parameters(leaf: nn.Module, kind: type[nn.Module]) -> tuple[Tensor, Tensor]
 class BertEmbeddings(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.config = config
+        self.dropout_p = config.hidden_dropout_prob
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
@@ -69,7 +81,7 @@ class BertEmbeddings(nn.Module):
         rng: Tensor | None,
     ) -> Tensor:
         """Ids (T,), or inputs_embeds (T, C) in place of input_ids, to (T, C)."""
-        word, _ = _parameters(self.word_embeddings, nn.Embedding)
+        word, _ = leaf_parameters(self.word_embeddings, nn.Embedding)
         padding_idx = self.word_embeddings.padding_idx
         if inputs_embeds is not None:  # a table of its own, each row used once
             word, padding_idx = inputs_embeds, None
@@ -79,12 +91,12 @@ class BertEmbeddings(nn.Module):
             position_ids,
             torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids,
             word,
-            _parameters(self.position_embeddings, nn.Embedding)[0],
-            _parameters(self.token_type_embeddings, nn.Embedding)[0],
-            *_parameters(self.LayerNorm, nn.LayerNorm),
+            leaf_parameters(self.position_embeddings, nn.Embedding)[0],
+            leaf_parameters(self.token_type_embeddings, nn.Embedding)[0],
+            *leaf_parameters(self.LayerNorm, nn.LayerNorm),
             self.LayerNorm.eps,
             padding_idx=padding_idx,
-            dropout_p=self.config.hidden_dropout_prob if self.training else 0.0,
+            dropout_p=self.dropout_p if self.training else 0.0,
             rng=rng,
             site=random.EMBEDDING_SITE,
         )
@@ -100,11 +112,11 @@ class BertOutput(nn.Module):
         self.dropout_p, self.site = config.hidden_dropout_prob, site
 
     def forward(self, x: Tensor, residual: Tensor, rng: Tensor | None) -> Tensor:
-        weight, bias = _parameters(self.dense, nn.Linear)
+        weight, bias = leaf_parameters(self.dense, nn.Linear)
         return ops.add_layer_norm(
             ops.linear(x, weight),
             residual,
-            *_parameters(self.LayerNorm, nn.LayerNorm),
+            *leaf_parameters(self.LayerNorm, nn.LayerNorm),
             self.LayerNorm.eps,
             x_bias=bias,
             dropout_p=self.dropout_p if self.training else 0.0,
@@ -124,7 +136,7 @@ class BertAttention(nn.Module):
     def forward(
         self, hidden: Tensor, cu_seqlens: Tensor, max_seqlen: int, rng: Tensor | None, output_attentions: bool
     ) -> tuple[Tensor, Tensor | None]:
-        qkv = project_qkv(hidden, *_parameters(self.qkv, nn.Linear), self.heads)
+        qkv = project_qkv(hidden, *leaf_parameters(self.qkv, nn.Linear), self.heads)
         dropout = {"dropout_p": self.dropout_p if self.training else 0.0, "rng": rng, "site": self.site}
         context = ops.attention(qkv, cu_seqlens, max_seqlen, **dropout).flatten(1)
         weights = ops.attention_weights(qkv, cu_seqlens, max_seqlen, **dropout) if output_attentions else None
@@ -142,7 +154,7 @@ class BertIntermediate(nn.Module):
         self.approximate = config.gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.dense_gelu(x, *_parameters(self.dense, nn.Linear), self.approximate)
+        return ops.dense_gelu(x, *leaf_parameters(self.dense, nn.Linear), self.approximate)
 
 
 class BertLayer(nn.Module):
@@ -170,16 +182,16 @@ class _Loadable(nn.Module):
     """State dicts in and out: Hugging Face's names or ours in, and nothing changed when one does not fit."""
 
     config: BertConfig
+    to_ours = staticmethod(checkpoint.to_ours)
 
     def new_rng(self, device: torch.device) -> Tensor | None:
         """The dropout key of a forward; None, and torch's generator left alone, where nothing drops."""
-        probabilities = (self.config.hidden_dropout_prob, self.config.attention_probs_dropout_prob)
-        drops = any(probabilities) and any(module.training for module in self.modules())
+        drops = any(module.training and getattr(module, "dropout_p", 0) for module in self.modules())
         return random.new_key(device) if drops else None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's, for Hugging Face's names too. With strict, RuntimeError comes before any weight changes."""
-        state = checkpoint.to_ours(state_dict)
+        state = self.to_ours(state_dict)
         if strict:
             checkpoint.check(self.state_dict(), state)
         return super().load_state_dict(state, strict, assign)
@@ -187,12 +199,23 @@ class _Loadable(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """For old names where this module is a part of another, whose load_state_dict runs."""
         own = {name.removeprefix(prefix): state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
-        state_dict.update({prefix + name: tensor for name, tensor in checkpoint.to_ours(own).items()})
+        state_dict.update({prefix + name: tensor for name, tensor in self.to_ours(own).items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+class Saveable(_Loadable):
+    """A whole model, with a directory of its own."""
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes config.json and model.safetensors under Hugging Face's names, each whole or not at all."""
+        dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
+        config = {**self.config.to_dict(), "architectures": [type(self).__name__], "dtype": dtype}
+        config.pop("torch_dtype", None)  # the older name of dtype
+        checkpoint.write(directory, config, checkpoint.to_hugging_face(self.state_dict()))
+
+
 @torch.no_grad()
-def _initialize(module: nn.Module, std: float) -> None:
+def initialize(module: nn.Module, std: float) -> None:
     """Normal weights, zero biases, LayerNorm at identity, a zero row for padding (as in BERT's own code)."""
     for part in module.modules():
         if isinstance(part, (nn.Linear, nn.Embedding)):
@@ -210,7 +233,7 @@ class BertEncoder(_Loadable):
         super().__init__()
         self.config = config
         self.layer = nn.ModuleList(BertLayer(config, i) for i in range(config.num_hidden_layers))
-        _initialize(self, config.initializer_range)
+        initialize(self, config.initializer_range)
 
     def forward(
         self,
@@ -269,7 +292,7 @@ class BertPooler(nn.Module):
         return torch.tanh(self.dense(first))
 
 
-class BertModel(_Loadable):
+class BertModel(Saveable):
     """Embeddings, encoder and (optionally) pooler; Hugging Face's BertModel on packed tokens."""
 
     def __init__(self, config: BertConfig, add_pooling_layer: bool = True) -> None:
@@ -278,9 +301,9 @@ class BertModel(_Loadable):
         self.embeddings = BertEmbeddings(config)
         self.encoder = BertEncoder(config)
         self.pooler = BertPooler(config) if add_pooling_layer else None
-        _initialize(self.embeddings, config.initializer_range)
+        initialize(self.embeddings, config.initializer_range)
         if self.pooler is not None:
-            _initialize(self.pooler, config.initializer_range)
+            initialize(self.pooler, config.initializer_range)
 
     def forward(
         self,
@@ -303,6 +326,34 @@ class BertModel(_Loadable):
         reads the first visible token of each sequence (zeros where there is none).
         Raises ValueError, TypeError, and IndexError for an id out of range.
         """
+        inputs, packing = self.pack(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen
+        )
+        rng = self.new_rng(inputs.cu_seqlens.device)
+        last, states, attentions = self.encoder(
+            self.embeddings(inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds, rng),
+            cu_seqlens=inputs.cu_seqlens,
+            max_seqlen=inputs.max_seqlen,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            rng=rng,
+        )
+        pooled = self.pooler(padding.first_tokens(last, inputs.cu_seqlens)) if self.pooler else None
+        if packing:
+            last, states, attentions = packing.unpack(last), *unpack_records(packing, states, attentions)
+        return BertModelOutput(last, pooled, states, attentions)
+
+    def pack(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+    ) -> tuple[PackedInput, Packing | None]:
+        """The arguments of `forward`, checked and packed, and the way back; None where they were packed already."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("BertModel: expected exactly one of input_ids and inputs_embeds")
         packed = cu_seqlens is not None
@@ -312,42 +363,27 @@ class BertModel(_Loadable):
         shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:-1]
         if position_ids is not None and not packed and position_ids.shape == (1, *shape[1:]):
             position_ids = position_ids.expand(shape)  # one row for all, as Hugging Face takes it
-        device = self.embeddings.word_embeddings.weight.device
         self._check_inputs(shape, packed, input_ids, token_type_ids, position_ids, inputs_embeds)
+        inputs = (input_ids, token_type_ids, position_ids, inputs_embeds)
         if packed:
             packing = None
             tokens = input_ids if inputs_embeds is None else inputs_embeds
             max_seqlen = _packed_input("BertModel", attention_mask, cu_seqlens, max_seqlen, tokens)
         else:
             _no_max_seqlen("BertModel", max_seqlen)
-            packing = padding.plan(attention_mask, *shape, device)
+            packing = padding.plan(attention_mask, *shape, self.embeddings.word_embeddings.weight.device)
             cu_seqlens, max_seqlen = packing.cu_seqlens, packing.max_seqlen
-            inputs = (input_ids, token_type_ids, position_ids, inputs_embeds)
             inputs = (None if x is None else packing.pack(x) for x in inputs)
-            input_ids, token_type_ids, position_ids, inputs_embeds = inputs
-        if position_ids is None:
-            if packing and shape[1] > self.config.max_position_embeddings:
-                raise ValueError(
-                    f"BertModel: sequences are {shape[1]} tokens long; the model has "
-                    f"{self.config.max_position_embeddings} positions (max_position_embeddings)"
-                )
-            position_ids = packing.positions() if packing else padding.packed_positions(cu_seqlens, shape[0])
-        rng = self.new_rng(device)
-        hidden = self.embeddings(input_ids, position_ids, token_type_ids, inputs_embeds, rng)
-        last, states, attentions = self.encoder(
-            hidden,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-            rng=rng,
-        )
-        pooled = self.pooler(padding.first_tokens(last, cu_seqlens)) if self.pooler else None
-        if packing:
-            last = packing.unpack(last)
-            states = states and tuple(packing.unpack(state) for state in states)
-            attentions = attentions and tuple(packing.unpack_weights(weights) for weights in attentions)
-        return BertModelOutput(last, pooled, states, attentions)
+        inputs = PackedInput(*inputs, cu_seqlens, max_seqlen)
+        if position_ids is not None:
+            return inputs, packing
+        if packing and shape[1] > self.config.max_position_embeddings:
+            raise ValueError(
+                f"BertModel: sequences are {shape[1]} tokens long; the model has "
+                f"{self.config.max_position_embeddings} positions (max_position_embeddings)"
+            )
+        position_ids = packing.positions() if packing else padding.packed_positions(cu_seqlens, shape[0])
+        return inputs._replace(position_ids=position_ids), packing
 
     def _check_inputs(self, shape, packed, input_ids, token_type_ids, position_ids, inputs_embeds) -> None:
         if len(shape) != (1 if packed else 2):
@@ -388,12 +424,13 @@ class BertModel(_Loadable):
             raise RuntimeError(f"{directory}: {error}") from None
         return model.to(dtype).eval()
 
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Writes config.json and model.safetensors under Hugging Face's names, each whole or not at all."""
-        dtype = str(self.embeddings.word_embeddings.weight.dtype).removeprefix("torch.")
-        config = {**self.config.to_dict(), "architectures": ["BertModel"], "dtype": dtype}
-        config.pop("torch_dtype", None)  # the older name of dtype
-        checkpoint.write(directory, config, checkpoint.to_hugging_face(self.state_dict()))
+
+def unpack_records(
+    packing: Packing, states: tuple[Tensor, ...] | None, attentions: tuple[Tensor, ...] | None
+) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
+    """hidden_states and attentions of packed tokens, where they were asked for, in the padded form."""
+    states = states and tuple(packing.unpack(state) for state in states)
+    return states, attentions and tuple(packing.unpack_weights(weights) for weights in attentions)
 
 
 def _packed_input(

@@ -28,12 +28,12 @@ class Packing(NamedTuple):
     max_seqlen: int
     real: Tensor | None = None
 
-    def pack(self, x: Tensor) -> Tensor:
-        """(batch, seqlen, ...) -> (T, ...)."""
+    def pack(self, x: Tensor, fill: int = 0) -> Tensor:
+        """(batch, seqlen, ...) -> (T, ...), with `fill` in rows that are no tokens."""
         if self.indices is None:
             return x.flatten(0, 1)
         x = pack(x, self.indices)
-        return x if self.real is None else torch.where(_like(self.real, x), x, 0)
+        return x if self.real is None else torch.where(_like(self.real, x), x, fill)
 
     def unpack(self, x: Tensor) -> Tensor:
         """(T, ...) -> (batch, seqlen, ...), zeros where no token is visible."""
@@ -76,11 +76,23 @@ def first_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """(T,) int64: the position of each packed token in its sequence."""
+    return _places(cu_seqlens, tokens)[1]
+
+
+def packed_grid(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Packing:
+    """Where packed tokens are in a (B, max_seqlen) grid, padded on the right."""
+    sequence, position = _places(cu_seqlens, tokens)
+    batch = cu_seqlens.shape[0] - 1
+    return Packing(batch, max_seqlen, sequence * max_seqlen + position, cu_seqlens, max_seqlen)
+
+
+def _places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """(T,) int64 twice: the sequence of each packed token, and its position there."""
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp(
         max=max(cu_seqlens.shape[0] - 2, 0)
     )
-    return (token - cu_seqlens[sequence]).long()
+    return sequence, (token - cu_seqlens[sequence]).long()
 
 
 def plan(attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.device) -> Packing:

@@ -45,7 +45,12 @@ def _backward(dloss, hidden, weight, labels, dlogits, ignore_index, need_dhidden
     if not need_dparams:
         return dhidden, empty, empty
     dweight = dlogits.T @ (wide(hidden) * scale).to(hidden.dtype)
-    return dhidden, dweight, (wide(dlogits).sum(0) * scale).to(hidden.dtype)
+    return dhidden, dweight, _dbias(dloss, hidden, weight, labels, dlogits, ignore_index)
+
+
+def _dbias(dloss, hidden, weight, labels, dlogits, ignore_index):
+    scale = dloss / (labels != ignore_index).sum().clamp(min=1)
+    return (wide(dlogits).sum(0) * scale).to(hidden.dtype)
 
 
 # ---- schemas
@@ -92,9 +97,11 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_derivative_only("cross_entropy")
     def backward(ctx, saved, dloss):
-        need_dhidden, need_dparams = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:4])
-        grads = BWD(ctx.backend, dloss, *saved, ctx.ignore_index, need_dhidden, need_dparams)
-        return None, *grads, None, None
+        need_dhidden, need_dweight, need_dbias = ctx.needs_input_grad[1:4]
+        dhidden, dweight, dbias = BWD(ctx.backend, dloss, *saved, ctx.ignore_index, need_dhidden, need_dweight)
+        if need_dbias and not need_dweight:  # a head trained on frozen embeddings: no product for the weight
+            dbias = _dbias(dloss, *saved, ctx.ignore_index)
+        return None, dhidden, dweight, dbias, None, None
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
@@ -111,6 +118,35 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, 
 
         F.cross_entropy(F.linear(hidden, weight, bias).float(), labels, ignore_index=ignore_index)
     """
+    _check(hidden, weight, bias, labels, ignore_index)
+    rows = labelled_rows(labels, ignore_index)
+    if rows is not None and rows.shape[0] < labels.shape[0]:
+        hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)
+    return _apply(hidden, weight, bias, labels, ignore_index)
+
+
+def cross_entropy_of_rows(
+    hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, *, ignore_index: int = -100
+) -> Tensor:
+    """`cross_entropy` that looks for no unlabelled rows: all are computed, and those without a label weigh nothing.
+
+    For rows that were gathered already: it never synchronises.
+    """
+    _check(hidden, weight, bias, labels, ignore_index)
+    return _apply(hidden, weight, bias, labels, ignore_index)
+
+
+def labelled_rows(labels: Tensor, ignore_index: int = -100) -> Tensor | None:
+    """(L,) int64: the rows of labels (T,) that have one. One host synchronisation on a GPU.
+
+    None in compiled and captured graphs, where their number cannot be known.
+    """
+    if torch.compiler.is_compiling() or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return (labels != ignore_index).nonzero().squeeze(-1)
+
+
+def _check(hidden, weight, bias, labels, ignore_index):
     op = "cross_entropy"
     checks.dense(op, hidden, weight, bias, name="hidden")
     checks.shape(op, "hidden", hidden, (None, weight.shape[1]), "(T, C)")
@@ -118,13 +154,12 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, 
     checks.shape(op, "labels", labels, (hidden.shape[0],), "(T,)", "a label for each row of hidden")
     checks.same_device(op, {"hidden": hidden, "labels": labels})
     checks.index_range(op, "labels", labels, weight.shape[0], also=ignore_index)
+
+
+def _apply(hidden, weight, bias, labels, ignore_index):
     hidden, weight, bias = (t.to(autocast_dtype(hidden)) for t in (hidden, weight, bias))
-    if not torch.compiler.is_compiling() and not (hidden.is_cuda and torch.cuda.is_current_stream_capturing()):
-        rows = (labels != ignore_index).nonzero().squeeze(-1)
-        if rows.shape[0] < labels.shape[0]:
-            hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)
     live = needs_grad(hidden, weight, bias)
-    backend = backends.choose(op, hidden.device.type, hidden.dtype, backward=live)
+    backend = backends.choose("cross_entropy", hidden.device.type, hidden.dtype, backward=live)
     if live:
         return _CrossEntropy.apply(backend, hidden, weight, bias, labels, ignore_index)
     return FWD(backend, hidden, weight, bias, labels, ignore_index, False)[0]

@@ -1,0 +1,612 @@
+"""BERT with a head: masked LM, next sentence, sequence and token classification, question answering, multiple choice.
+
+Arguments, losses and checkpoints are those of `transformers`; the work is that of packed tokens. What all heads share:
+
+- Padded input (B, S) with a mask, or packed input (T,) with `cu_seqlens` and `max_seqlen`; labels and logits of tokens
+  have the same form. Logits of padding are zeros, and a label there counts as -100.
+- A loss is a mean over what is labelled, in float32 or better, and 0 (not NaN) where nothing is.
+- Dropout before a classifier is `nn.Dropout`, as in `transformers`: it follows `torch.manual_seed`, and is drawn for
+  packed tokens, so padding does not change it.
+- Every forward raises ValueError, TypeError and, for ids and labels out of range, IndexError (on a CPU, or under
+  FASTBERT_CHECK=1).
+"""
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastbert import checkpoint, ops, padding
+from fastbert.config import BertConfig
+from fastbert.model import BertModel, Saveable, initialize, leaf_parameters, unpack_records
+from fastbert.ops import checks
+from fastbert.ops.bias_gelu import wide
+from fastbert.ops.cross_entropy import cross_entropy_of_rows, labelled_rows
+from fastbert.padding import Packing
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+IGNORED = -100  # the label of what has none
+
+
+# ---- outputs
+
+
+def _given(fields: tuple, at: int | slice) -> Any:
+    """A slice leaves out what was not computed, so that `output[1:]` is what `transformers.Trainer` evaluates."""
+    part = tuple.__getitem__(fields, at)
+    return tuple(field for field in part if field is not None) if isinstance(at, slice) else part
+
+
+class BertHeadOutput(NamedTuple):
+    """Indexable, and by name. loss: a scalar, None without labels. Fields that were not asked for are None.
+
+    hidden_states, attentions: as in BertModelOutput. A slice leaves out the fields that are None.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+    __getitem__ = _given
+
+
+class BertForPreTrainingOutput(NamedTuple):
+    """As BertHeadOutput, with the logits of both heads."""
+
+    loss: Tensor | None = None
+    prediction_logits: Tensor | None = None
+    seq_relationship_logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+    __getitem__ = _given
+
+
+class BertForQuestionAnsweringOutput(NamedTuple):
+    """As BertHeadOutput, with logits for the first and for the last token of the answer."""
+
+    loss: Tensor | None = None
+    start_logits: Tensor | None = None
+    end_logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+    __getitem__ = _given
+
+
+# ---- what heads share
+
+
+class _Encoded(NamedTuple):
+    """The body's result on packed tokens, and the way back to the caller's form (packing None: that is packed)."""
+
+    op: str  # whose errors are reported
+    hidden: Tensor  # (T, C)
+    pooled: Tensor | None  # (B, C)
+    cu_seqlens: Tensor
+    max_seqlen: int
+    packing: Packing | None
+    records: tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]  # hidden_states, attentions: as asked for
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """(T, ...) -> the caller's form."""
+        return x if self.packing is None else self.packing.unpack(x)
+
+    def token_labels(self, labels: Tensor, classes: int) -> Tensor:
+        """Labels in the caller's form -> (T,), checked."""
+        packed, packing = self.hidden.shape[:1], self.packing
+        shape, meaning = (packed, "(T,)") if packing is None else ((packing.batch, packing.seqlen), "(B, S)")
+        _check_labels(self.op, "labels", labels, self.hidden.device, shape, meaning, classes)
+        return labels if packing is None else packing.pack(labels, fill=IGNORED)
+
+    def sequence_labels(self, name: str, labels: Tensor, classes: int) -> Tensor:
+        """A class for each sequence, (B,) or (B, 1) -> (B,), checked."""
+        labels, shape = labels.flatten(), (self.cu_seqlens.shape[0] - 1,)
+        _check_labels(self.op, name, labels, self.hidden.device, shape, "(B,)", classes)
+        return labels
+
+
+def _check_labels(
+    op: str, name: str, labels: Tensor, device: torch.device, shape: tuple[int, ...], meaning: str, classes: int | None
+) -> None:
+    """Integers of that shape, and where classes are given, below them or -100."""
+    checks.integers(op, **{name: labels})
+    checks.shape(op, name, labels, shape, meaning)
+    checks.same_device(op, {name: labels, "the model": torch.empty(0, device=device)})
+    if classes is not None:
+        checks.index_range(op, name, labels, classes, also=IGNORED)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over labelled rows; 0 where there is none."""
+    total = F.cross_entropy(wide(logits), labels.long(), ignore_index=IGNORED, reduction="sum")
+    return total / (labels != IGNORED).sum().clamp(min=1)
+
+
+class _BertWithHead(Saveable):
+    """A BertModel named `bert`, and a head beside it."""
+
+    to_ours = staticmethod(checkpoint.to_ours_with_head)
+    pooling = True
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.bert = BertModel(config, add_pooling_layer=self.pooling)
+
+    def _encode(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        **records: bool,
+    ) -> _Encoded:
+        """The body on packed tokens. It is called, not taken apart, so hooks on it run."""
+        inputs, packing = self.bert.pack(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen
+        )
+        hidden, pooled, *recorded = self.bert(**inputs._asdict(), **records)
+        recorded = recorded if packing is None else unpack_records(packing, *recorded)
+        op = type(self).__name__
+        return _Encoded(op, hidden, pooled, inputs.cu_seqlens, inputs.max_seqlen, packing, tuple(recorded))
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, *, dtype: torch.dtype | None = None, **config: Any) -> "Self":
+        """From a directory with config.json and model.safetensors (or pytorch_model.bin), in evaluation mode.
+
+        The checkpoint may be a bare BertModel's or another head's. What it lacks of this head, and of the pooler, is
+        initialised, with a UserWarning that names it; heads that this model does not have are left out. dtype: as
+        stored when None. config: fields of the configuration to change, as in `num_labels=3`.
+        Raises FileNotFoundError, ValueError (a corrupt file, a configuration that makes no sense) and RuntimeError (a
+        parameter of the encoder that is missing or unexpected, or of any part that has another shape).
+        """
+        config = BertConfig.from_pretrained(directory).changed(**config)
+        with torch.device("meta"):
+            model = cls(config)
+        try:
+            state = cls.to_ours(checkpoint.read(directory))
+            state = model._complete(state, directory)
+            model.load_state_dict(state, assign=True)
+        except RuntimeError as error:
+            raise RuntimeError(f"{directory}: {error}") from None
+        return model.to(dtype).eval()
+
+    def _complete(self, state: dict[str, Tensor], directory: str | Path) -> dict[str, Tensor]:
+        """The state without other heads, and with new parameters for what it lacks of this one."""
+        expected, body = self.state_dict(), ("bert.embeddings.", "bert.encoder.")
+        state = {name: tensor for name, tensor in state.items() if name in expected or name.startswith(body)}
+        new = sorted(name for name in expected.keys() - state.keys() if not name.startswith(body))
+        if new:
+            dtype = next(iter(state.values())).dtype if state else None
+            state |= {name: self._new_parameter(name, expected[name].shape, dtype) for name in new}
+            names = ", ".join(checkpoint.to_hugging_face_names(new))
+            warnings.warn(f"{directory} lacks {names}: initialised anew, to be trained", stacklevel=3)
+        return state
+
+    def _new_parameter(self, name: str, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
+        if name.endswith("LayerNorm.weight"):
+            return torch.ones(shape, dtype=dtype)
+        values = torch.zeros(shape, dtype=dtype)
+        return values if name.endswith("bias") else values.normal_(0, self.config.initializer_range)
+
+
+# ---- the heads of pre-training
+
+
+class BertPredictionHeadTransform(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.approximate = config.gelu
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        x = ops.dense_gelu(hidden, *leaf_parameters(self.dense, nn.Linear), self.approximate)
+        return ops.layer_norm(x, *leaf_parameters(self.LayerNorm, nn.LayerNorm), self.LayerNorm.eps)
+
+
+class BertLMPredictionHead(nn.Module):
+    """Scores of the vocabulary. The decoder is the word embeddings, passed in: nothing tied can come apart."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        if config.extra.get("tie_word_embeddings") is False:
+            raise ValueError("BertConfig: tie_word_embeddings is False; expected True, for a masked-LM head")
+        self.transform = BertPredictionHeadTransform(config)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, hidden: Tensor, words: Tensor) -> Tensor:
+        """(T, C) to logits (T, V)."""
+        return ops.linear(self.transform(hidden), words, self.bias)
+
+    def loss(self, hidden: Tensor, words: Tensor, labels: Tensor, rows: Tensor | None) -> Tensor:
+        """The mean cross-entropy of labelled rows, from them alone. rows: which they are, found when None."""
+        rows = labelled_rows(labels) if rows is None else rows
+        if rows is not None:
+            hidden, labels = ops.pack(hidden.unsqueeze(0), rows), labels.index_select(0, rows)
+        return cross_entropy_of_rows(self.transform(hidden), words, self.bias, labels)
+
+
+class BertPreTrainingHeads(nn.Module):
+    def __init__(self, config: BertConfig, predictions: bool = True, seq_relationship: bool = True) -> None:
+        super().__init__()
+        if predictions:
+            self.predictions = BertLMPredictionHead(config)
+        if seq_relationship:
+            self.seq_relationship = nn.Linear(config.hidden_size, 2)
+        initialize(self, config.initializer_range)
+
+
+class _MaskedLM(_BertWithHead):
+    def _predict(
+        self, body: _Encoded, labels: Tensor | None, rows: Tensor | None, skip_logits: bool | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Loss and logits of the masked-LM head; None without labels, and where they are skipped."""
+        head, loss, logits = self.cls.predictions, None, None
+        words, _ = leaf_parameters(self.bert.embeddings.word_embeddings, nn.Embedding)
+        if rows is not None and (labels is None or body.packing is not None):
+            raise ValueError(f"{body.op}: labelled_rows goes with packed labels, (T,) with cu_seqlens")
+        if labels is not None:
+            labels = body.token_labels(labels, self.config.vocab_size)
+            loss = head.loss(body.hidden, words, labels, rows)
+        if skip_logits is None:
+            skip_logits = self.training and labels is not None
+        if not skip_logits:
+            logits = body.unpack(head(body.hidden, words))
+        return loss, logits
+
+
+class BertForMaskedLM(_MaskedLM):
+    """BERT with the masked-LM head; Hugging Face's BertForMaskedLM on packed tokens."""
+
+    pooling = False
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.cls = BertPreTrainingHeads(config, seq_relationship=False)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        labelled_rows: Tensor | None = None,
+        skip_logits: bool | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> BertHeadOutput:
+        """Input as in BertModel. labels: (B, S) or packed (T,) integers, a token or -100. logits: (B, S, V) or (T, V).
+
+        The head runs on labelled tokens alone. Logits, which are of all tokens, are None in training with labels;
+        skip_logits=False makes them, True leaves them out in evaluation too. labelled_rows: (L,) the distinct rows of
+        packed labels that have one, where the caller knows them (`fastbert.data.PackingCollator` does); found when
+        None, with one host synchronisation on a GPU.
+        """
+        body = self._encode(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            cu_seqlens,
+            max_seqlen,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        loss, logits = self._predict(body, labels, labelled_rows, skip_logits)
+        return BertHeadOutput(loss, logits, *body.records)
+
+
+class BertForPreTraining(_MaskedLM):
+    """BERT with both heads of its pre-training; Hugging Face's BertForPreTraining on packed tokens."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.cls = BertPreTrainingHeads(config)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        next_sentence_label: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        labelled_rows: Tensor | None = None,
+        skip_logits: bool | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> BertForPreTrainingOutput:
+        """Arguments as in BertForMaskedLM, and next_sentence_label (B,): 0 for the next sentence, 1 for a random one.
+
+        loss: the sum of the two losses, or the one whose labels are given (transformers gives none then).
+        prediction_logits: (B, S, V) or (T, V), made or left out as BertForMaskedLM's. seq_relationship_logits: (B, 2).
+        """
+        body = self._encode(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            cu_seqlens,
+            max_seqlen,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        loss, prediction_logits = self._predict(body, labels, labelled_rows, skip_logits)
+        logits = self.cls.seq_relationship(body.pooled)
+        if next_sentence_label is not None:
+            labels = body.sequence_labels("next_sentence_label", next_sentence_label, 2)
+            loss = _cross_entropy(logits, labels) + (0 if loss is None else loss)
+        return BertForPreTrainingOutput(loss, prediction_logits, logits, *body.records)
+
+
+# ---- classifiers
+
+
+class _Classifier(_BertWithHead):
+    """A head that turns what the body gave, and labels, into a loss and logits in the caller's form."""
+
+    def _classify(self, body: _Encoded, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        raise NotImplementedError
+
+    def _add_classifier(self, classes: int) -> None:
+        self.dropout = nn.Dropout(self.config.head_dropout)
+        self.classifier = nn.Linear(self.config.hidden_size, classes)
+        initialize(self.classifier, self.config.initializer_range)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> BertHeadOutput:
+        """Input as in BertModel; labels and logits as the class says."""
+        body = self._encode(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            cu_seqlens,
+            max_seqlen,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        return BertHeadOutput(*self._classify(body, labels), *body.records)
+
+
+class BertForNextSentencePrediction(_Classifier):
+    """BERT with the next-sentence head. labels: (B,), 0 for the next sentence, 1 for a random one. logits: (B, 2)."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.cls = BertPreTrainingHeads(config, predictions=False)
+
+    def _classify(self, body: _Encoded, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        logits = self.cls.seq_relationship(body.pooled)
+        if labels is None:
+            return None, logits
+        return _cross_entropy(logits, body.sequence_labels("labels", labels, 2)), logits
+
+
+class BertForSequenceClassification(_Classifier):
+    """BERT with a classifier or a regression on the pooled output. logits: (B, num_labels).
+
+    config.problem_type decides the loss; None goes by num_labels and the dtype of the labels, in each call:
+    "regression" (one label; mean squared error; labels (B,), or (B, num_labels) for several),
+    "single_label_classification" (integers; cross-entropy; labels (B,), a class or -100),
+    "multi_label_classification" (floats; binary cross-entropy; labels (B, num_labels)).
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self._add_classifier(config.num_labels)
+
+    def _classify(self, body: _Encoded, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        logits = self.classifier(self.dropout(body.pooled))
+        return None if labels is None else self._loss(body, logits, labels), logits
+
+    def _loss(self, body: _Encoded, logits: Tensor, labels: Tensor) -> Tensor:
+        classes, problem = self.config.num_labels, self.config.problem_type or self._problem(labels)
+        if problem == "single_label_classification":
+            return _cross_entropy(logits, body.sequence_labels("labels", labels, classes))
+        labels = labels.reshape(-1, 1) if classes == 1 else labels
+        checks.shape(body.op, "labels", labels, tuple(logits.shape), "(B, num_labels)", f"for {problem}")
+        checks.same_device(body.op, {"labels": labels, "the model": logits})
+        scores = wide(logits)
+        loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+        return loss(scores, labels.to(scores.dtype), reduction="sum") / max(labels.numel(), 1)
+
+    def _problem(self, labels: Tensor) -> str:
+        if self.config.num_labels == 1:
+            return "regression"
+        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+
+class BertForTokenClassification(_Classifier):
+    """BERT with a classifier on every token. labels: (B, S) or packed (T,), a class or -100.
+
+    logits: (B, S, num_labels) or (T, num_labels).
+    """
+
+    pooling = False
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self._add_classifier(config.num_labels)
+
+    def _classify(self, body: _Encoded, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        logits = self.classifier(self.dropout(body.hidden))
+        if labels is None:
+            return None, body.unpack(logits)
+        labels = body.token_labels(labels, self.config.num_labels)
+        return _cross_entropy(logits, labels), body.unpack(logits)
+
+
+class BertForMultipleChoice(_Classifier):
+    """BERT that scores N choices by their pooled outputs. labels: (B,), the right choice or -100. logits: (B, N)."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self._add_classifier(1)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        num_choices: int | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> BertHeadOutput:
+        """Padded input (B, N, S), or packed (T,) with cu_seqlens (B * N + 1,) and num_choices N.
+
+        hidden_states and attentions are those of the B * N sequences.
+        """
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        if cu_seqlens is None:
+            num_choices = self._choices(input_ids, inputs_embeds)
+            inputs = tuple(None if x is None else x.flatten(0, 1) for x in inputs)
+        elif not num_choices or (cu_seqlens.shape[0] - 1) % num_choices:
+            raise ValueError(
+                f"BertForMultipleChoice: num_choices is {num_choices}; expected, for packed input, a number that "
+                f"divides that of the sequences, {cu_seqlens.shape[0] - 1}"
+            )
+        _, logits, *records = super().forward(
+            *inputs,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        logits = logits.view(-1, num_choices)
+        return BertHeadOutput(None if labels is None else self._loss(logits, labels), logits, *records)
+
+    @staticmethod
+    def _choices(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> int | None:
+        given, sizes = (input_ids, "(B, N, S)") if inputs_embeds is None else (inputs_embeds, "(B, N, S, C)")
+        if given is not None and given.dim() != sizes.count(",") + 1:
+            raise ValueError(
+                f"BertForMultipleChoice: the input has shape {tuple(given.shape)}; expected {sizes}, or packed tokens "
+                "with cu_seqlens"
+            )
+        return None if given is None else given.shape[1]
+
+    def _classify(self, body: _Encoded, labels: None) -> tuple[None, Tensor]:
+        return None, self.classifier(self.dropout(body.pooled))
+
+    @staticmethod
+    def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+        labels, (batch, choices) = labels.flatten(), logits.shape
+        _check_labels("BertForMultipleChoice", "labels", labels, logits.device, (batch,), "(B,)", choices)
+        return _cross_entropy(logits, labels)
+
+
+# ---- question answering
+
+
+class BertForQuestionAnswering(_BertWithHead):
+    """BERT that finds an answer in the text: a score for each token to be its first, and one to be its last."""
+
+    pooling = False
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        initialize(self.qa_outputs, config.initializer_range)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> BertForQuestionAnsweringOutput:
+        """Input as in BertModel. start_positions, end_positions: (B,) integers, the column of the padded batch, or for
+        packed input the place in the sequence; both or no loss.
+
+        start_logits, end_logits: (B, S), the lowest number at padding, so that no answer begins there; or (T,). loss:
+        the mean of both cross-entropies over the tokens of each sequence. Padding takes no part (in transformers it
+        does: losses are equal without padding). A position before the text counts as 0, as in transformers; one
+        beyond it, or at padding, is left out.
+        """
+        body = self._encode(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            cu_seqlens,
+            max_seqlen,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        logits = self.qa_outputs(body.hidden)  # (T, 2)
+        grid, visible = _on_grid(body, logits)  # (B, S, 2), (B, S)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            positions = {"start_positions": start_positions, "end_positions": end_positions}
+            targets = [_answer_labels(name, given, visible) for name, given in positions.items()]
+            loss = sum(_cross_entropy(grid[..., i], target) for i, target in enumerate(targets)) / 2
+        shown = logits if body.packing is None else grid
+        return BertForQuestionAnsweringOutput(loss, *shown.unbind(-1), *body.records)
+
+
+def _on_grid(body: _Encoded, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(T, 2) to (B, S, 2), the lowest number where there is no token, and where there is one."""
+    tokens = logits.shape[0]
+    grid = body.packing or padding.packed_grid(body.cu_seqlens, body.max_seqlen, tokens)
+    visible = grid.unpack(torch.ones(tokens, dtype=torch.int64, device=logits.device)) != 0
+    return grid.unpack(logits).masked_fill(~visible.unsqueeze(-1), torch.finfo(logits.dtype).min), visible
+
+
+def _answer_labels(name: str, positions: Tensor, visible: Tensor) -> Tensor:
+    """Positions (B,) or (B, 1) as labels of the grid's columns, those without a token left out."""
+    positions, (batch, seqlen) = positions.flatten(), visible.shape
+    _check_labels("BertForQuestionAnswering", name, positions, visible.device, (batch,), "(B,)", None)
+    column = positions.long().clamp(0, seqlen)
+    answerable = F.pad(visible, (0, 1)).gather(1, column.unsqueeze(1)).squeeze(1)  # column `seqlen`: beyond the text
+    return column.masked_fill(~answerable, IGNORED)

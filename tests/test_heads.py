@@ -1,0 +1,619 @@
+"""The heads against transformers: logits, losses, gradients, checkpoints; padded and packed."""
+
+import copy
+import io
+import json
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from models import DEVICE, TINY, batch, hugging_face
+from safetensors.torch import load_file, save_file
+
+import fastbert
+from fastbert import testing
+from fastbert.checkpoint import TIED, to_hugging_face
+from fastbert.testing import Result
+
+LENGTHS, SEQLEN, CLASSES = [7, 1, 12, 4], 12, 3
+CONFIG = TINY.changed(num_labels=CLASSES, hidden_dropout_prob=0.1, num_hidden_layers=2)
+
+HEADS = (
+    "BertForPreTraining",
+    "BertForMaskedLM",
+    "BertForNextSentencePrediction",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+    "BertForQuestionAnswering",
+    "BertForMultipleChoice",
+)
+MASKED_LM = HEADS[:2]
+LOGITS = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
+
+
+def their(name, attention="sdpa", **changes):
+    """transformers' model, with biases and LayerNorms that are not trivial."""
+    values = {"num_labels": 2 if name == "BertForQuestionAnswering" else CLASSES, **changes}
+    config = transformers.BertConfig(**CONFIG.changed(**values).to_dict(), attn_implementation=attention)
+    model = getattr(transformers, name)(config)
+    for parameter_name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.1 if "weight" in parameter_name and parameter.dim() > 1 else 0.3)
+        if parameter_name.endswith("LayerNorm.weight"):
+            parameter.data += 1
+    return model.eval().to(DEVICE)
+
+
+def our(model):
+    """Our model with the weights and configuration of theirs."""
+    config = fastbert.BertConfig.from_dict(model.config.to_dict())
+    mine = getattr(fastbert, type(model).__name__)(config).to(model.device, model.dtype)
+    mine.load_state_dict(model.state_dict())
+    return mine.train(model.training)
+
+
+def integers(low, high, *shape):
+    return torch.randint(low, high, shape).to(DEVICE)
+
+
+def example(name, lengths=LENGTHS, side="right"):
+    """A padded batch and its labels. Question answering has no padding: transformers scores it, fastbert does not."""
+    size = len(lengths)
+    inputs = batch([SEQLEN] * size if name == "BertForQuestionAnswering" else lengths, SEQLEN, side=side)
+    visible = inputs["attention_mask"].bool()
+    tokens = integers(0, CLASSES, size, SEQLEN).masked_fill(
+        ~visible | (torch.rand(visible.shape) < 0.6).to(DEVICE), -100
+    )
+    match name:
+        case "BertForPreTraining":
+            labels = {"labels": tokens, "next_sentence_label": integers(0, 2, size)}
+        case "BertForMaskedLM" | "BertForTokenClassification":
+            labels = {"labels": tokens}
+        case "BertForQuestionAnswering":
+            labels = {"start_positions": integers(-1, SEQLEN + 2, size), "end_positions": integers(0, SEQLEN, size)}
+        case "BertForMultipleChoice":
+            inputs = {key: value.unflatten(0, (size // 2, 2)) for key, value in inputs.items()}
+            labels = {"labels": integers(0, 2, size // 2)}
+        case _:
+            labels = {"labels": integers(0, 2, size)}
+    return inputs, labels
+
+
+def packed(inputs, labels):
+    """The same batch without padding."""
+    rows = {key: value.flatten(0, -2) for key, value in inputs.items()}
+    visible = rows.pop("attention_mask").bool()
+    ends = F.pad(visible.sum(1).cumsum(0), (1, 0)).int()
+    of_tokens = {key: value[visible] for key, value in labels.items() if value.shape == visible.shape}
+    choices = {"num_choices": 2} if inputs["input_ids"].dim() == 3 else {}
+    rest = {"cu_seqlens": ends, "max_seqlen": int(visible.sum(1).max()), **choices}
+    return {key: value[visible] for key, value in rows.items()} | labels | of_tokens | rest
+
+
+def result(out, model, visible):
+    """Loss and logits where there are tokens, and the gradients under transformers' names."""
+    tensors = {name: getattr(out, name) for name in ("loss", *LOGITS) if getattr(out, name, None) is not None}
+    tensors = {name: t[visible] if t.shape[:2] == visible.shape else t for name, t in tensors.items()}
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    gradients = {name: g for name, g in to_hugging_face(gradients).items() if name not in TIED}
+    return Result({name: t.detach() for name, t in tensors.items()}, gradients)
+
+
+def run(model, inputs, labels):
+    out = model(**inputs, **labels)
+    out.loss.backward()
+    return result(out, model, inputs["attention_mask"].flatten(0, -2).bool())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", HEADS)
+def test_as_accurate_as_transformers(name, dtype):
+    """Logits, loss and gradients; the loss, which is float32 here, to the dtype of transformers'."""
+    theirs = their(name).to(dtype)
+    eager = their(name, attention="eager").to(dtype)
+    eager.load_state_dict(theirs.state_dict())
+    inputs, labels = example(name)
+    truth = run(copy.deepcopy(theirs).double(), inputs, labels)
+    contenders = [run(model, inputs, labels) for model in (copy.deepcopy(theirs), eager)]
+    mine = run(our(theirs), inputs, labels)
+    assert mine.outputs["loss"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    mine.outputs["loss"] = mine.outputs["loss"].to(dtype)
+    testing.assert_rows(testing.compare(mine, truth, contenders))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", HEADS)
+def test_packed_equals_padded(name, training):
+    """In training too: dropout is drawn for packed tokens, so padding does not change it."""
+    model = our(their(name)).train(training)
+    inputs, labels = example(name)
+    visible = inputs["attention_mask"].flatten(0, -2).bool()
+    results = []
+    for arguments in (inputs | labels, packed(inputs, labels)):
+        torch.manual_seed(5)
+        out = model(**arguments)
+        results.append(result(out, model, visible).outputs)
+    assert results[0].keys() == results[1].keys()
+    for key, value in results[0].items():
+        assert torch.equal(value.flatten(), results[1][key].flatten()), key
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_seed_decides_dropout(name):
+    model = our(their(name)).train()
+    inputs, labels = example(name)
+    losses = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        losses.append(model(**inputs, **labels).loss)
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_classifier_dropout_and_its_default():
+    for p, expected in ((None, 0.1), (0.0, 0.0), (0.3, 0.3)):
+        assert fastbert.BertForTokenClassification(CONFIG.changed(classifier_dropout=p)).dropout.p == expected
+    with pytest.raises(ValueError, match="classifier_dropout is 1.5"):
+        CONFIG.changed(classifier_dropout=1.5)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_without_labels(name):
+    model, (inputs, _) = our(their(name)).train(), example(name)
+    out = model(**inputs, output_hidden_states=True, output_attentions=True)
+    assert out.loss is None and all(getattr(out, field) is not None for field in LOGITS if field in out._fields)
+    sequences = inputs["input_ids"].flatten(0, -2).shape
+    assert [state.shape for state in out.hidden_states] == [(*sequences, 48)] * 3
+    assert [weights.shape for weights in out.attentions] == [(len(LENGTHS), 4, SEQLEN, SEQLEN)] * 2
+    assert model(**inputs).hidden_states is None
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_records_are_those_of_the_body(name):
+    model, (inputs, _) = our(their(name)), example(name)
+    flat = {key: value.flatten(0, -2) for key, value in inputs.items()}
+    for arguments, body in ((inputs, flat), (packed(inputs, {}), packed(inputs, {}))):
+        records = {"output_hidden_states": True, "output_attentions": True}
+        expected = model.bert(**{key: value for key, value in body.items() if key != "num_choices"}, **records)
+        out = model(**arguments, **records)
+        for one, two in zip(
+            out.hidden_states + out.attentions, expected.hidden_states + expected.attentions, strict=True
+        ):
+            assert torch.equal(one, two)
+
+
+def test_outputs_are_tuples_whose_slices_hold_what_was_computed():
+    """transformers.Trainer evaluates output[1:]."""
+    model, (inputs, labels) = our(their("BertForTokenClassification")), example("BertForTokenClassification")
+    out = model(**inputs, **labels)
+    assert isinstance(out, tuple) and out[0] is out.loss and out[1] is out.logits and out[2] is None
+    assert [t is out.logits for t in out[1:]] == [True]
+
+
+# ---- masked LM: labelled tokens only
+
+
+@pytest.mark.parametrize("form", ["padded", "packed"])
+@pytest.mark.parametrize("name", MASKED_LM)
+def test_labelled_tokens_alone_give_the_whole_loss(name, form):
+    """The head runs on them and nothing else, and loss and gradients are those of all logits."""
+    model = our(their(name, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).double()).train()
+    inputs, labels = example(name)
+    arguments = inputs | labels if form == "padded" else packed(inputs, labels)
+    arguments.pop("next_sentence_label", None)
+    seen = []
+    model.cls.predictions.transform.register_forward_hook(lambda module, given, out: seen.append(tuple(out.shape)))
+    out = model(**arguments)
+    out.loss.backward()
+    assert out[1] is None
+    assert seen == [(int((arguments["labels"] != -100).sum()), 48)]
+    gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    full = model(**arguments, skip_logits=False)
+    logits = full.logits if name == "BertForMaskedLM" else full.prediction_logits
+    expected = F.cross_entropy(logits.flatten(0, -2), arguments["labels"].flatten())
+    expected.backward()
+    assert (out.loss - expected).abs() <= 1e-12 * expected.abs() and torch.equal(full.loss, out.loss)
+    largest = max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
+    for key, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert (gradients[key] - parameter.grad).abs().max() <= 1e-12 * largest, key
+
+
+def test_when_logits_are_made():
+    model, (inputs, labels) = our(their("BertForMaskedLM")), example("BertForMaskedLM")
+    made = {}
+    for training in (True, False):
+        for skip in (None, True, False):
+            made[training, skip] = model.train(training)(**inputs, **labels, skip_logits=skip).logits is not None
+    assert made == {
+        (True, None): False, (True, True): False, (True, False): True,
+        (False, None): True, (False, True): False, (False, False): True,
+    }  # fmt: skip
+    assert model.train()(**inputs).logits.shape == (4, SEQLEN, 99)
+
+
+def test_the_caller_may_say_which_rows_have_labels():
+    model, (inputs, labels) = our(their("BertForMaskedLM")), example("BertForMaskedLM")
+    arguments = packed(inputs, labels)
+    rows = (arguments["labels"] != -100).nonzero().squeeze(-1)
+    assert torch.equal(model(**arguments, labelled_rows=rows).loss, model(**arguments).loss)
+    with pytest.raises(ValueError, match="labelled_rows goes with packed labels"):
+        model(**inputs, **labels, labelled_rows=rows)
+
+
+@pytest.mark.parametrize("name", MASKED_LM)
+def test_labels_of_padding_are_left_out(name):
+    model, (inputs, labels) = our(their(name)).train(), example(name)
+    padding = inputs["attention_mask"] == 0
+    torch.manual_seed(1)
+    expected = model(**inputs, **labels).loss
+    torch.manual_seed(1)
+    assert torch.equal(model(**inputs, **labels | {"labels": labels["labels"].masked_fill(padding, 7)}).loss, expected)
+
+
+def test_frozen_parameters_cost_no_gradient(monkeypatch):
+    """A head trained on a frozen body: nothing of the body gets one, and no product is made for the tied weight."""
+    model, (inputs, labels) = our(their("BertForMaskedLM")), example("BertForMaskedLM")
+    model.train()(**inputs, **labels).loss.backward()
+    expected = model.cls.predictions.bias.grad.clone()
+    needed = []
+    op = fastbert.ops.cross_entropy.__globals__
+    backward = op["BWD"]
+    monkeypatch.setitem(op, "BWD", lambda *a: needed.append(a[-2:]) or backward(*a))
+    model.zero_grad()
+    model.eval().bert.requires_grad_(False)
+    model(**inputs, **labels).loss.backward()
+    assert needed == [(True, False)] and all(p.grad is None for p in model.bert.parameters())
+    assert all(p.grad is not None for p in model.cls.parameters())
+    assert model.cls.predictions.bias.grad.shape == expected.shape
+    model.bert.embeddings.word_embeddings.weight.requires_grad_()
+    bias = model.cls.predictions.bias.grad.clone()
+    model.zero_grad()
+    model(**inputs, **labels).loss.backward()
+    assert torch.equal(model.cls.predictions.bias.grad, bias)
+
+
+def test_pre_training_adds_up_the_losses_whose_labels_are_given():
+    model, (inputs, labels) = our(their("BertForPreTraining").double()), example("BertForPreTraining")
+    both, *each = (model(**inputs, **given).loss for given in (labels, *({k: v} for k, v in labels.items())))
+    assert (both - sum(each)).abs() <= 1e-12 * both
+
+
+# ---- losses
+
+
+@pytest.mark.parametrize(
+    ("problem", "classes", "labels"),
+    [
+        (None, 1, torch.tensor([0.5, -1.0, 2.0, 0.0])),
+        (None, 1, torch.tensor([[0.5], [-1.0], [2.0], [0.0]])),
+        ("regression", 1, torch.tensor([1.0, 0.0, 2.0, 3.0])),
+        ("regression", 3, torch.randn(4, 3, generator=torch.Generator().manual_seed(0))),
+        (None, 3, torch.tensor([0, 2, 1, -100])),
+        (None, 3, torch.tensor([[0], [2], [1], [1]])),
+        (None, 3, torch.tensor([0, 2, 1, 1], dtype=torch.int32)),
+        ("single_label_classification", 3, torch.tensor([0, 2, 1, 1])),
+        (None, 3, torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1]])),
+        ("multi_label_classification", 3, torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1]])),
+    ],
+)
+def test_problem_types(problem, classes, labels):
+    theirs = their("BertForSequenceClassification", num_labels=classes, problem_type=problem).double()
+    inputs, _ = example("BertForSequenceClassification")
+    labels = labels.to(DEVICE)
+    their_labels = labels.double() if labels.is_floating_point() else labels.long()
+    expected, out = theirs(**inputs, labels=their_labels), our(theirs)(**inputs, labels=labels)
+    assert (out.loss - expected.loss).abs() <= 1e-12 * expected.loss.abs()
+
+
+def test_integers_as_regression_targets():
+    model = our(their("BertForSequenceClassification", num_labels=1))
+    inputs, _ = example("BertForSequenceClassification")
+    ratings = torch.tensor([1, 0, 5, 2], device=DEVICE)
+    assert torch.equal(model(**inputs, labels=ratings).loss, model(**inputs, labels=ratings.float()).loss)
+
+
+def test_answers_are_scored_within_their_sequence():
+    """Padding takes no part in the loss: it is the mean over the sequences alone, whatever the padding's side."""
+    theirs = their("BertForQuestionAnswering").double()
+    model = our(theirs)
+    for side in ("right", "left"):
+        inputs = batch(LENGTHS, SEQLEN, side=side)
+        visible = inputs["attention_mask"].bool()
+        first = visible.int().argmax(1)
+        starts, ends = torch.tensor([2, 0, 11, 3], device=DEVICE), torch.tensor([6, 0, 11, 3], device=DEVICE)
+        losses = []
+        for i in range(len(LENGTHS)):
+            alone = {key: value[i : i + 1, visible[i]] for key, value in inputs.items()}
+            columns = torch.arange(SEQLEN, device=DEVICE)[visible[i]][None]
+            losses.append(
+                theirs(
+                    **alone, position_ids=columns, start_positions=starts[i : i + 1], end_positions=ends[i : i + 1]
+                ).loss
+            )
+        out = model(**inputs, start_positions=starts + first, end_positions=ends + first)
+        assert (out.loss - torch.stack(losses).mean()).abs() <= 1e-12 * out.loss
+        lowest = torch.finfo(torch.float64).min
+        assert ((out.start_logits == lowest) == ~visible).all() and ((out.end_logits == lowest) == ~visible).all()
+
+
+def test_answers_outside_the_text_are_left_out():
+    """The first sequence has seven tokens: with no answer there, the second alone is scored."""
+    model = our(their("BertForQuestionAnswering"))
+    inputs = batch([7, 12], SEQLEN)
+    for arguments in (inputs, packed(inputs, {})):
+
+        def loss(start, arguments=arguments):
+            starts, ends = (torch.tensor([start, 3], device=DEVICE), torch.tensor([99, 4], device=DEVICE))
+            return model(**arguments, start_positions=starts, end_positions=ends).loss
+
+        alone = {key: value[1:] for key, value in inputs.items()}
+        place = {"start_positions": torch.tensor([3], device=DEVICE), "end_positions": torch.tensor([4], device=DEVICE)}
+        second = model(**alone, **place).loss
+        assert loss(7) == loss(100) and (loss(7) - second).abs() <= 1e-5 * second
+        assert loss(-5) == loss(0) != loss(7)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_nothing_labelled_gives_zero_and_zero_gradients(name):
+    """transformers gives NaN."""
+    model, (inputs, labels) = our(their(name)).train(), example(name)
+    nothing = {key: torch.full_like(value, 99 if "positions" in key else -100) for key, value in labels.items()}
+    out = model(**inputs, **nothing)
+    out.loss.backward()
+    assert out.loss == 0
+    assert all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_an_empty_batch(name):
+    model = our(their(name))
+    ids = torch.zeros(0, *((2,) if name == "BertForMultipleChoice" else ()), 5, dtype=torch.int64, device=DEVICE)
+    out = model(ids)
+    assert out.loss is None and out[1:] != ()
+
+
+# ---- bad input
+
+IDS = torch.ones(2, 5, dtype=torch.int64)
+TOKENS = torch.full((2, 5), 2)
+
+
+ONE_TOO_LARGE = TOKENS.index_put((torch.tensor(1), torch.tensor(3)), torch.tensor(99))
+
+
+def case(name, words, error=ValueError, **arguments):
+    return pytest.param(f"BertFor{name}", {"input_ids": IDS} | arguments, error, words, id=f"{name}: {words}")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error", "words"),
+    [
+        case("MaskedLM", r"labels\[1, 3\] is 99; expected 0 <= labels < 99", IndexError, labels=ONE_TOO_LARGE),
+        case(
+            "MaskedLM",
+            r"BertForMaskedLM: labels has shape \(2, 4\); expected \(B, S\) = \(2, 5\)",
+            labels=TOKENS[:, :4],
+        ),
+        case("MaskedLM", "labels is torch.float32", TypeError, labels=TOKENS.float()),
+        case("MaskedLM", "labels on meta", labels=TOKENS.to("meta")),
+        case("MaskedLM", r"attention_mask has shape \(2, 6\)", attention_mask=torch.ones(2, 6)),
+        case("PreTraining", r"next_sentence_label\[1\] is 2", IndexError, next_sentence_label=torch.tensor([0, 2])),
+        case("PreTraining", r"next_sentence_label has shape \(1,\)", next_sentence_label=torch.tensor([0])),
+        case("NextSentencePrediction", r"labels\[1\] is -1; expected 0", IndexError, labels=torch.tensor([0, -1])),
+        case("SequenceClassification", r"labels\[0\] is 3", IndexError, labels=torch.tensor([3, 0])),
+        case("SequenceClassification", r"expected \(B, num_labels\) = \(2, 3\), for multi", labels=torch.ones(2)),
+        case("TokenClassification", r"labels\[0, 0\] is 3", IndexError, labels=TOKENS + 1),
+        case("TokenClassification", r"labels has shape \(5,\); expected \(B, S\)", labels=TOKENS[0]),
+        case(
+            "QuestionAnswering",
+            "start_positions is torch.float32",
+            TypeError,
+            start_positions=torch.ones(2),
+            end_positions=IDS[:, 0],
+        ),
+        case("QuestionAnswering", r"end_positions has shape \(5,\)", start_positions=IDS[:, 0], end_positions=IDS[0]),
+        case("MultipleChoice", r"the input has shape \(2, 5\); expected \(B, N, S\)"),
+        case("MultipleChoice", r"labels\[0\] is 2", IndexError, input_ids=IDS[None], labels=torch.tensor([2])),
+    ],
+)
+def test_bad_input_is_refused(name, arguments, error, words):
+    with pytest.raises(error, match=words):
+        getattr(fastbert, name)(CONFIG)(**arguments)
+
+
+def test_packed_choices_need_their_number():
+    model, ends = fastbert.BertForMultipleChoice(CONFIG), torch.tensor([0, 4, 10], dtype=torch.int32)
+    for choices in (None, 3):
+        with pytest.raises(
+            ValueError, match=f"num_choices is {choices}; expected, for packed input, a number that divides"
+        ):
+            model(IDS.flatten(), cu_seqlens=ends, num_choices=choices)
+
+
+def test_packed_labels_have_the_packed_shape():
+    ends = torch.tensor([0, 4, 10], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"labels has shape \(2, 5\); expected \(T,\) = \(10,\)"):
+        fastbert.BertForMaskedLM(CONFIG)(IDS.flatten(), cu_seqlens=ends, labels=TOKENS)
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_checkpoints_are_transformers_bit_for_bit(name, tmp_path):
+    theirs = their(name).to("cpu")
+    theirs.save_pretrained(tmp_path / "theirs")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = getattr(fastbert, name).from_pretrained(tmp_path / "theirs")
+    assert not model.training and model.config.num_labels == theirs.config.num_labels
+    model.save_pretrained(tmp_path / "ours")
+    one, two = (load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    back = getattr(transformers, name).from_pretrained(tmp_path / "ours")
+    state = fastbert.hf.state_dict(model)
+    assert back.state_dict().keys() == theirs.state_dict().keys() == state.keys()
+    for key, tensor in theirs.state_dict().items():
+        assert torch.equal(back.state_dict()[key], tensor) and torch.equal(state[key], tensor), key
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert config["architectures"] == [name] and back.config.num_labels == theirs.config.num_labels
+    theirs.load_state_dict(state)
+
+
+@pytest.mark.parametrize("source", ["BertModel", "BertForMaskedLM"])
+@pytest.mark.parametrize("name", HEADS)
+def test_what_a_checkpoint_lacks_is_new_and_named(name, source, tmp_path):
+    theirs = (hugging_face(CONFIG) if source == "BertModel" else their(source)).to("cpu")
+    theirs.save_pretrained(tmp_path)
+    cls = getattr(fastbert, name)
+    if name == source:
+        return
+    with pytest.warns(UserWarning, match="initialised anew, to be trained") as caught:
+        model = cls.from_pretrained(tmp_path)
+    expected = {key.removeprefix("bert."): t for key, t in theirs.state_dict().items() if not key.startswith("cls")}
+    state = {key.removeprefix("bert."): t for key, t in fastbert.hf.state_dict(model).items()}
+    for key in expected.keys() & state.keys():
+        assert torch.equal(expected[key], state[key]), key
+    new = state.keys() - expected.keys() - {key.removeprefix("bert.") for key in TIED}
+    if source == "BertModel":
+        assert all(key in str(caught[0].message) for key in new)
+    assert ("bert.pooler.dense.weight" in str(caught[0].message)) == (source == "BertForMaskedLM" and cls.pooling)
+    assert len(caught) == 1 and all(torch.isfinite(t).all() for t in state.values())
+    model(**{k: v.to("cpu") for k, v in example(name)[0].items()})
+
+
+def test_an_encoder_s_parameter_is_never_new(tmp_path):
+    their("BertForTokenClassification").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    missing = "bert.encoder.layer.1.output.dense.bias"
+    save_file({k: t for k, t in tensors.items() if k != missing}, tmp_path / "model.safetensors")
+    with pytest.raises(RuntimeError, match=f"missing: {missing}"):
+        fastbert.BertForTokenClassification.from_pretrained(tmp_path)
+    save_file(tensors | {"bert.encoder.layer.9.x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(RuntimeError, match=r"unexpected: bert.encoder.layer.9.x"):
+        fastbert.BertForTokenClassification.from_pretrained(tmp_path)
+
+
+def test_another_number_of_labels(tmp_path):
+    their("BertForTokenClassification").save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match=r"wrong shape: classifier.bias: \(3,\), expected \(5,\)"):
+        fastbert.BertForTokenClassification.from_pretrained(tmp_path, num_labels=5)
+    hugging_face(CONFIG).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="lacks classifier.bias, classifier.weight:"):
+        model = fastbert.BertForTokenClassification.from_pretrained(tmp_path, num_labels=5, dtype=torch.bfloat16)
+    assert model.classifier.weight.shape == (5, 48) and {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    model.save_pretrained(tmp_path / "five")
+    assert transformers.BertConfig.from_pretrained(tmp_path / "five").num_labels == 5
+    assert fastbert.BertConfig.from_pretrained(tmp_path / "five").num_labels == 5
+
+
+def test_names_of_labels_survive(tmp_path):
+    names = {0: "a", 1: "b", 2: "c"}
+    transformers.BertConfig(id2label=names, label2id={v: k for k, v in names.items()}).save_pretrained(tmp_path)
+    config = fastbert.BertConfig.from_pretrained(tmp_path)
+    assert config.num_labels == 3 and config.to_dict()["id2label"] == {"0": "a", "1": "b", "2": "c"}
+    assert "id2label" not in config.changed(num_labels=4).to_dict()
+    assert config.changed(problem_type="regression").to_dict()["id2label"] == {"0": "a", "1": "b", "2": "c"}
+    with pytest.raises(ValueError, match="problem_type is 'ranking'; expected one of"):
+        config.changed(problem_type="ranking")
+
+
+def test_old_names(tmp_path):
+    """gamma and beta in a head, its decoder, position_ids."""
+    theirs = their("BertForMaskedLM").to("cpu")
+    theirs.save_pretrained(tmp_path)
+    state = {k.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): v.clone()
+             for k, v in theirs.state_dict().items()}  # fmt: skip
+    del state["cls.predictions.bias"]
+    save_file(state | {"bert.embeddings.position_ids": torch.arange(32)[None]}, tmp_path / "model.safetensors")
+    model = fastbert.BertForMaskedLM.from_pretrained(tmp_path)
+    for key, tensor in theirs.state_dict().items():
+        assert torch.equal(fastbert.hf.state_dict(model)[key], tensor), key
+
+
+def test_an_untied_decoder_is_refused(tmp_path):
+    theirs = their("BertForMaskedLM", tie_word_embeddings=False)
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tie_word_embeddings is False; expected True"):
+        fastbert.BertForMaskedLM.from_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="cls.predictions.decoder.weight differs from bert.embeddings"):
+        fastbert.BertForMaskedLM.from_pretrained(tmp_path, tie_word_embeddings=True)
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    theirs, model = their("BertForPreTraining"), fastbert.BertForPreTraining(CONFIG)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    state = dict(theirs.state_dict())
+    del state["cls.seq_relationship.bias"]
+    with pytest.raises(RuntimeError, match="missing: cls.seq_relationship.bias"):
+        model.load_state_dict(state)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    torch.nn.ModuleDict({"model": model}).load_state_dict({f"model.{k}": t for k, t in theirs.state_dict().items()})
+    assert torch.equal(model.cls.predictions.bias, theirs.cls.predictions.bias.cpu())
+
+
+# ---- the rest of PyTorch
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_survives_copy_save_and_half(name):
+    model, (inputs, labels) = our(their(name)), example(name)
+    expected = model(**inputs, **labels)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        out = other(**inputs, **labels)
+        assert torch.equal(out.loss, expected.loss) and all(
+            torch.equal(a, b) for a, b in zip(out[1:], expected[1:], strict=True)
+        )
+    half = copy.deepcopy(model).bfloat16()(**inputs, **labels)
+    assert half[1].dtype == torch.bfloat16 and half.loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["BertForPreTraining", "BertForTokenClassification", *HEADS[-2:]])
+def test_compiles_to_one_graph(name):
+    """A padded graph keeps its padding rows: they change neither loss nor gradients."""
+    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    model, (inputs, labels) = our(their(name, num_hidden_layers=1, **dropout)).train(), example(name)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for arguments in (inputs | labels, packed(inputs, labels)):
+        results = []
+        for call in (model, compiled):
+            model.zero_grad()
+            loss = call(**arguments).loss
+            loss.backward()
+            results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        largest = max(float(t.abs().max()) for t in results[0])
+        assert all((a - b).abs().max() <= 1e-6 * largest for a, b in zip(*results, strict=True))
+
+
+def test_hooks_on_the_body_are_called():
+    model, called = our(their("BertForMaskedLM")), []
+    model.bert.register_forward_hook(lambda *a: called.append(1))
+    model(**example("BertForMaskedLM")[0])
+    assert called == [1]
+
+
+def test_autocast():
+    theirs, (inputs, labels) = their("BertForMaskedLM"), example("BertForMaskedLM")
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out, expected = our(theirs)(**inputs, **labels), theirs(**inputs, **labels)
+    assert out.loss.dtype == torch.float32 and (out.loss - expected.loss).abs() < 0.02 * expected.loss
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="PyTorch sees no GPU")
+@pytest.mark.parametrize("name", HEADS)
+def test_packed_training_does_not_synchronise(name):
+    model, (inputs, labels) = our(their(name)).train(), example(name)
+    arguments = packed(inputs, labels)
+    if name in MASKED_LM:
+        arguments["labelled_rows"] = (arguments["labels"] != -100).nonzero().squeeze(-1)
+    model(**arguments).loss.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**arguments).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
