@@ -1,11 +1,132 @@
-"""Hugging Face in and out."""
+"""Hugging Face in and out: state dicts, and live `transformers` models on our kernels."""
 
-from torch import Tensor
+import re
 
-from fastbert import checkpoint
+from torch import Tensor, nn
+
+from fastbert import checkpoint, families, hf_attention, stand_ins
+from fastbert.families import FAMILIES
 from fastbert.model import BertEncoder, BertModel
+from fastbert.stand_ins import Report
+
+OLDEST = (5, 0)  # transformers
 
 
 def state_dict(model: BertModel | BertEncoder) -> dict[str, Tensor]:
     """The parameters of one of our modules under Hugging Face's names, bit for bit."""
     return checkpoint.to_hugging_face(model.state_dict())
+
+
+def accelerate(model: nn.Module) -> Report:
+    """Makes a live `transformers` model run on fastbert's kernels, with padding removed once for the whole stack.
+
+    model: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT or ALBERT, with any head, or a module that
+    contains some (of peft, sentence-transformers, one's own). It keeps its class, configuration, parameters and
+    outputs; `docs/accelerate.md` says what differs. What the packed path cannot do runs the original computation, with
+    one warning for each reason. Returns a live report; for a model that is accelerated already, the one it has.
+
+    Raises TypeError for what is no module of transformers' models, RuntimeError for transformers below 5.0, and
+    ValueError for a model without a supported family or on the meta device. The model is then unchanged.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fastbert.accelerate: given a {type(model).__name__}; expected a transformers model")
+    _check_version()
+    bases = {name: module for name, module in model.named_modules() if families.key_of(module)}
+    _check_supported(model, bases)
+    known = [stand_in.report for base in bases.values() if (stand_in := stand_ins.of(base))]
+    report = next((report for report in known if report.active), None) or Report()
+    report.not_replaced |= _left_out(model, bases)
+    for name, base in bases.items():
+        stand_in = stand_ins.of(base)
+        if stand_in is None or not stand_in.report.active:
+            _replace(model, name, base, report)
+    return report
+
+
+def restore(model: nn.Module) -> None:
+    """Undoes `accelerate`: every `forward` is again what it was. Raises ValueError for a model not accelerated."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fastbert.restore: given a {type(model).__name__}; expected a transformers model")
+    found = [stand_in for module in model.modules() if (stand_in := stand_ins.of(module)) and stand_in.report.active]
+    if not found:
+        raise ValueError(f"fastbert.restore: this {type(model).__name__} is not accelerated")
+    for stand_in in found:
+        stand_in.remove()
+    for report in {id(stand_in.report): stand_in.report for stand_in in found}.values():
+        report.active = False
+
+
+def register() -> str:
+    """Registers our attention, and the mask that it needs, with transformers; returns its name, "fastbert".
+
+    `model.set_attn_implementation("fastbert")` then computes attention without padding in any encoder that goes
+    through transformers' attention interface. Everything else still computes padding: `accelerate` is faster.
+    """
+    _check_version()
+    return hf_attention.register()
+
+
+# ---- which modules
+
+
+def _check_version() -> None:
+    import transformers
+
+    version = transformers.__version__
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST:
+        raise RuntimeError(f"fastbert: transformers is {version}; expected 5.0 or newer")
+
+
+def _check_supported(model: nn.Module, bases: dict[str, nn.Module]) -> None:
+    from transformers import PreTrainedModel
+
+    supported = ", ".join(family.name for family in FAMILIES.values())
+    if not bases:
+        theirs = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        if theirs is None:
+            raise TypeError(f"fastbert.accelerate: a {type(model).__name__} holds no transformers model")
+        what = f"{type(theirs).__name__} (model_type {theirs.config.model_type!r})"
+        raise ValueError(f"fastbert.accelerate: {what} is not supported; expected one of {supported}")
+    for name, base in bases.items():
+        empty = next((key for key, parameter in base.named_parameters() if parameter.is_meta), None)
+        if empty is not None:
+            where = f"{name}.{empty}" if name else empty
+            raise ValueError(f"fastbert.accelerate: {where} is on the meta device; expected a model with its weights")
+
+
+def _left_out(model: nn.Module, bases: dict[str, nn.Module]) -> dict[str, str]:
+    """transformers' models of other families within the model: neither around a base model nor a part of one."""
+    from transformers import PreTrainedModel
+
+    return {
+        name: f"{type(module).__name__} (model_type {module.config.model_type!r}) is not supported"
+        for name, module in model.named_modules()
+        if isinstance(module, PreTrainedModel) and not any(_within(name, base) or _within(base, name) for base in bases)
+    }
+
+
+def _within(inner: str, outer: str) -> bool:
+    return outer in ("", inner) or inner.startswith(f"{outer}.")
+
+
+def _replace(model: nn.Module, name: str, base: nn.Module, report: Report) -> None:
+    key = families.key_of(base)
+    family = FAMILIES[key]
+    layers = list(dict.fromkeys(family.applications(base)))
+    head = _around(model, name)
+    # Whatever is not known to read all tokens alike may read the first.
+    first_token = head is not None and not type(head).__name__.endswith(stand_ins.TOKEN_HEADS)
+    stand_ins.ModelForward(base, key, report, first_token).install()
+    stand_ins.EmbeddingsForward(base.embeddings, key, report).install()
+    stand_ins.EncoderForward(getattr(base, family.encoder), key, report).install()
+    for layer in layers:
+        stand_ins.LayerForward(layer, key, report).install()
+        stand_ins.AttentionForward(family.layer.parts(layer).attention, key, report).install()
+    if type(head).__name__.endswith(stand_ins.ALL_POSITIONS) and stand_ins.of(head) is None:
+        stand_ins.HeadForward(head, key, report).install()
+    report.replaced[name] = f"{type(base).__name__} ({family.name}), {len(layers)} layers"
+
+
+def _around(model: nn.Module, name: str) -> nn.Module | None:
+    """The module that holds a base model, where that is not the model itself."""
+    return model.get_submodule(name.rpartition(".")[0]) if name else None

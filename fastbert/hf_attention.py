@@ -1,0 +1,84 @@
+"""Our attention behind `transformers`' attention interface: the gentler alternative to `accelerate`.
+
+transformers builds a mask once a forward and hands it to every layer's attention. Ours is a `Packing`: where the
+tokens are is found out once, and each attention packs and unpacks by it. What is no encoder's self-attention with a
+key-padding mask runs transformers' SDPA attention.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastbert import ops, padding, random
+
+NAME = "fastbert"  # a name with "flash" in it sends sentence-transformers to its own loader
+
+
+def register() -> str:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)  # without a mask of its own, an attention gets none at all
+    return NAME
+
+
+def mask(*args: Any, **kwargs: Any) -> Any:
+    """transformers' mask function: a Packing for bidirectional masks, else SDPA's mask."""
+    from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+
+    visible = kwargs.get("attention_mask")
+    bidirectional = kwargs.get("mask_function") is bidirectional_mask_function
+    if not bidirectional or visible is None or visible.shape[1] != kwargs.get("kv_length"):
+        return sdpa_mask(*args, **kwargs)
+    return padding.plan(visible, *visible.shape, visible.device)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention function: (B, H, S, D) each to (B, S, H, D), and the weights if they are asked for."""
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    packing = attention_mask
+    if packing is None and not causal:
+        packing = padding.plan(None, query.shape[0], query.shape[2], query.device)
+    if causal or not _serves(packing, query, key, value, dropout):
+        return _sdpa(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    qkv = packing.pack(torch.stack([x.transpose(1, 2) for x in (query, key, value)], 2))  # (T, 3, H, D)
+    arguments = {
+        "scale": scaling,
+        "dropout_p": dropout,
+        "rng": random.new_key(query.device) if dropout else None,
+    }
+    sequences = (packing.cu_seqlens, packing.max_seqlen)
+    out = packing.unpack(ops.attention(qkv, *sequences, **arguments))
+    if not kwargs.get("output_attentions"):
+        return out, None
+    return out, packing.unpack_weights(ops.attention_weights(qkv, *sequences, **arguments))
+
+
+def _serves(packing: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    same = query.shape == key.shape == value.shape
+    expressible = dropout == 0 or 0 < round(dropout * 2**random.ATTENTION_BITS) < 2**random.ATTENTION_BITS
+    return isinstance(packing, padding.Packing) and same and expressible
+
+
+def _sdpa(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if isinstance(attention_mask, padding.Packing):
+        indices = attention_mask.indices
+        visible = None if indices is None else attention_mask.unpack(torch.ones_like(indices, dtype=torch.bool))
+        attention_mask = None if visible is None else visible[:, None, None, :]
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )

@@ -1,0 +1,995 @@
+"""`accelerate`, `restore` and `register` against the unmodified transformers model, in all that people do with one."""
+
+import copy
+import inspect
+import io
+import pickle
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import transformers
+from models import DEVICE, minilm
+from test_model import reference_masks
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fastbert
+from fastbert import backends, random, reference, stand_ins, testing
+from fastbert.families import FAMILIES
+from fastbert.testing import Result
+
+LENGTHS, SEQLEN = [7, 1, 12], 12
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 32,
+}
+DISTILBERT = {"vocab_size": 99, "dim": 48, "n_layers": 3, "n_heads": 4, "hidden_dim": 96, "max_position_embeddings": 32}
+CONFIGS = {
+    "bert": SIZES,
+    "roberta": SIZES | {"pad_token_id": 1},
+    "xlm-roberta": SIZES | {"pad_token_id": 1},
+    "camembert": SIZES | {"pad_token_id": 1},
+    "electra": SIZES | {"embedding_size": 32},  # unequal widths: a projection between
+    "distilbert": DISTILBERT,
+    "albert": SIZES | {"embedding_size": 32, "num_hidden_layers": 4, "num_hidden_groups": 2, "inner_group_num": 2},
+}
+HEADS = {
+    "base": transformers.AutoModel,
+    "sequence": transformers.AutoModelForSequenceClassification,
+    "tokens": transformers.AutoModelForTokenClassification,
+    "question": transformers.AutoModelForQuestionAnswering,
+    "mlm": transformers.AutoModelForMaskedLM,
+    "choice": transformers.AutoModelForMultipleChoice,
+}
+DROPOUTS = (
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
+    *("dropout", "attention_dropout", "seq_classif_dropout", "qa_dropout"),
+)
+
+
+def build(family="bert", head="base", dtype=torch.float64, attention="sdpa", dropout=None, **changes):
+    """A tiny model of transformers, random weights with biases and LayerNorms that are not trivial."""
+    config = transformers.AutoConfig.for_model(family, **CONFIGS[family] | changes)
+    for name in DROPOUTS if dropout is not None else ():
+        if hasattr(config, name):
+            setattr(config, name, dropout)
+    config._attn_implementation = attention
+    model = HEADS[head].from_config(config)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() > 1 else 0.3)
+        if "norm" in name.lower() and name.endswith("weight"):
+            parameter.data += 1
+    return model.eval().to(DEVICE, dtype)
+
+
+def batch(model, lengths=LENGTHS, side="right", seqlen=SEQLEN):
+    """Random ids and a mask, with the family's padding token in padding."""
+    mask = (torch.arange(seqlen) < torch.tensor(lengths)[:, None]).long()
+    mask = mask.flip(1) if side == "left" else mask
+    ids = torch.randint(2, 99, mask.shape)
+    padding = model.config.pad_token_id or 0
+    return {"input_ids": torch.where(mask.bool(), ids, padding).to(DEVICE), "attention_mask": mask.to(DEVICE)}
+
+
+def labels(model, head, inputs):
+    """Labels of the head's shape, -100 at padding."""
+    mask = inputs["attention_mask"]
+    if head in ("mlm", "tokens"):
+        return {"labels": torch.randint(2, mask.shape, device=DEVICE).masked_fill(mask == 0, -100)}
+    return {"labels": torch.tensor([1, 0, 1], device=DEVICE)} if head == "sequence" else {}
+
+
+def accelerated(model):
+    """An accelerated copy, and its report."""
+    copied = copy.deepcopy(model)
+    return copied, fastbert.accelerate(copied)
+
+
+def visible(output, inputs):
+    """The floating-point tensors of an output by name, those of a token each at visible tokens only."""
+    mask = inputs["attention_mask"].bool()
+    result = {}
+    for name, value in output.items():
+        for i, tensor in enumerate(value if isinstance(value, tuple) else (value,)):
+            token = tensor.dim() > 1 and tensor.shape[:2] == mask.shape
+            result[f"{name} {i}"] = tensor[mask] if token else tensor
+    return result
+
+
+def assert_packed(report, times=1):
+    """Exactly so many forwards were packed, and none fell back."""
+    assert (report.packed, report.fallbacks.total()) == (times, 0), report
+
+
+def assert_fell_back(report, words):
+    assert report.packed == 0 and report.fallbacks.total() == 1, report
+    assert words in next(iter(report.fallbacks)), report
+
+
+def equal(one, two, bound=1e-12):
+    """The accuracy rule's for float64."""
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert tensor.shape == two[name].shape, name
+        assert (tensor - two[name]).detach().abs().max() <= bound * two[name].detach().abs().max(), name
+
+
+# ---- the same numbers
+
+
+@pytest.mark.parametrize("head", [name for name in HEADS if name != "choice"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_and_head(family, head):
+    """Outputs, loss and gradients of the original, in float64, in training without dropout."""
+    original = build(family, head, dropout=0.0).train()
+    model, report = accelerated(original)
+    inputs = batch(model)
+    targets = labels(model, head, inputs)
+    results = [each(**inputs, **targets) for each in (model, original)]
+    assert type(results[0]) is type(results[1]) and list(results[0]) == list(results[1])
+    equal(*(visible(result, inputs) for result in results))
+    for result in results:
+        (result.loss if targets else sum(x.sin().sum() for x in visible(result, inputs).values())).backward()
+    assert_packed(report)
+    gradients = [{name: p.grad for name, p in each.named_parameters()} for each in (model, original)]
+    largest = max(grad.abs().max() for grad in gradients[1].values() if grad is not None)
+    for name, grad in gradients[1].items():
+        assert (grad is None) == (gradients[0][name] is None), name
+        assert grad is None or (gradients[0][name] - grad).abs().max() <= 1e-12 * largest, name
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_question_answering_loss_over_padding_runs_the_original(family):
+    """Its softmax counts the logits of padding, which are not computed on packed tokens."""
+    original = build(family, "question")
+    model, report = accelerated(original)
+    inputs, places = batch(model), torch.tensor([1, 0, 3], device=DEVICE)
+    targets = {"start_positions": places, "end_positions": places}
+    with pytest.warns(RuntimeWarning, match="counts padding"):
+        assert torch.equal(model(**inputs, **targets).loss, original(**inputs, **targets).loss)
+    assert_fell_back(report, "question")
+    for mask in (None, torch.ones_like(inputs["attention_mask"])):
+        one, two = (each(inputs["input_ids"], mask, **targets).loss for each in (model, original))
+        assert (one - two).abs() <= 1e-12 * two
+    assert report.packed == 2
+
+
+@pytest.mark.parametrize("head", ["tokens", "mlm"])
+def test_labels_of_masked_tokens_count_as_ignored(head):
+    original = build("bert", head)
+    model, report = accelerated(original)
+    inputs = batch(model)
+    targets = torch.randint(2, (3, SEQLEN), device=DEVICE)
+    ignored = targets.masked_fill(inputs["attention_mask"] == 0, -100)
+    one, two = model(**inputs, labels=targets).loss, original(**inputs, labels=ignored).loss
+    assert (one - two).abs() <= 1e-12 * two
+    assert_packed(report)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_multiple_choice(family):
+    original = build(family, "choice")
+    model, report = accelerated(original)
+    inputs = batch(model)
+    wide = {name: tensor.reshape(1, 3, SEQLEN) for name, tensor in inputs.items()}
+    if getattr(model.base_model, "pooler", model) is None:
+        pytest.skip("transformers 5.0 reads a pooler that its model does not have")
+    one, two = model(**wide, labels=torch.tensor([2], device=DEVICE)), original(**wide)
+    assert (one.logits - two.logits).abs().max() <= 1e-12 * two.logits.abs().max() and one.loss is not None
+    assert_packed(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_as_accurate_as_pytorch(family, dtype):
+    originals = [build(family, dtype=dtype)]
+    originals.append(build(family, dtype=dtype, attention="eager"))
+    originals[1].load_state_dict(originals[0].state_dict())
+    model, report = accelerated(originals[0])
+    inputs = batch(model)
+
+    def run(each):
+        with torch.no_grad():
+            states = each(**inputs, output_hidden_states=True).hidden_states
+        return Result({f"state {i}": state[inputs["attention_mask"].bool()] for i, state in enumerate(states)}, {})
+
+    truth = run(copy.deepcopy(originals[0]).double())
+    testing.assert_rows(testing.compare(run(model), truth, map(run, originals), factor=3.0))
+    assert_packed(report)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_python"])
+def test_forms_of_gelu(activation):
+    original = build(hidden_act=activation)
+    model, report = accelerated(original)
+    inputs = batch(model)
+    equal(visible(model(**inputs), inputs), visible(original(**inputs), inputs))
+    assert_packed(report)
+
+
+def test_training_with_dropout_is_exact(monkeypatch):
+    """The masks of fastbert.random in the reference give the same hidden states and gradients, one key a forward."""
+    model = build().train()
+    truth = reference.BertModel(fastbert.BertConfig.from_dict(model.config.to_dict())).to(DEVICE).double().train()
+    truth.load_state_dict(model.state_dict())
+    report = fastbert.accelerate(model)
+    inputs = batch(model)
+    keys = [random.new_key(DEVICE)]
+    monkeypatch.setattr(random, "new_key", lambda device: keys.append(keys[0]) or keys[0])
+    last = model(**inputs).last_hidden_state
+    result = model(**inputs, output_hidden_states=True)
+    assert torch.equal(last, result.last_hidden_state)  # however layers exchange tensors
+    states, pooled = truth(**inputs, masks=reference_masks(model, keys[0], LENGTHS, SEQLEN))
+    seen = inputs["attention_mask"].bool()
+    for state, expected in zip(result.hidden_states, states, strict=True):
+        assert (state - expected)[seen].abs().max() <= 1e-12 * expected.abs().max()
+    (result.last_hidden_state[seen].sin().sum() + result.pooler_output.sum()).backward()
+    (states[-1][seen].sin().sum() + pooled.sum()).backward()
+    expected = dict(truth.named_parameters())
+    largest = max(p.grad.abs().max() for p in expected.values())
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - expected[name].grad).abs().max() <= 1e-12 * largest, name
+    assert len(keys) == 3
+    assert_packed(report, 2)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_seed_decides_dropout(family):
+    model, report = accelerated(build(family, dropout=0.3).train())
+    inputs, runs = batch(model), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(model(**inputs).last_hidden_state)
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
+    assert torch.equal(model.eval()(**inputs)[0], model(**inputs)[0])
+    assert_packed(report, 5)
+
+
+@pytest.mark.parametrize("module", ["attention", "hidden"])
+def test_dropout_follows_its_own_module(module):
+    """Monte Carlo dropout: eval() but for some modules, as transformers' code reads `training`."""
+    model, report = accelerated(build(dropout=0.3))
+    inputs = batch(model)
+    still = model(**inputs)[0]
+    layer = model.encoder.layer[0]
+    (layer.attention.self if module == "attention" else layer.output.dropout).train()
+    assert not torch.equal(model(**inputs)[0], still)
+    model.train()
+    for part in model.modules():
+        if isinstance(part, nn.Dropout) or part is layer.attention.self:
+            part.eval()
+    layer.attention.self.train(False)
+    for other in model.encoder.layer:
+        other.attention.self.eval()
+    assert torch.equal(model(**inputs)[0], still)
+    assert_packed(report, 3)
+
+
+# ---- padding
+
+
+@pytest.mark.parametrize("head", ["tokens", "question", "mlm"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_left_padding_runs_packed_under_token_heads(family, head):
+    if family == "albert" and head == "mlm":
+        pytest.skip("AlbertForMaskedLM has a pooler")
+    original = build(family, head)
+    model, report = accelerated(original)
+    inputs = batch(model, side="left")
+    equal(visible(model(**inputs), inputs), visible(original(**inputs), inputs))
+    assert_packed(report)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "electra", "distilbert", "albert"])
+def test_a_masked_first_token_that_is_read_runs_the_original(family):
+    original = build(family, "sequence")
+    model, report = accelerated(original)
+    inputs = batch(model, side="left")
+    with pytest.warns(RuntimeWarning, match="position 0 is masked"):
+        assert torch.equal(model(**inputs).logits, original(**inputs).logits)
+    assert_fell_back(report, "position 0")
+
+
+def test_a_row_without_tokens_gives_zeros():
+    model, report = accelerated(build("distilbert"))
+    inputs = batch(model)
+    inputs["attention_mask"][1] = 0
+    out = model(**inputs).last_hidden_state
+    assert out[1].abs().sum() == 0 and out[0, :7].abs().sum() > 0 and not out.isnan().any()
+    inputs["attention_mask"][:] = 0
+    assert model(**inputs).last_hidden_state.abs().sum() == 0
+    assert_packed(report, 2)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
+def test_ugly_values_in_padding_leak_into_nothing(value):
+    """Not forward, not into any gradient, bit for bit; padding rows are zeros."""
+    model, report = accelerated(build(dtype=torch.float32))
+    mask = batch(model)["attention_mask"]
+    clean = torch.randn(3, SEQLEN, 48, device=DEVICE)
+    results = []
+    for embeds in (clean, torch.where(mask.bool()[..., None], clean, value)):
+        model.zero_grad()
+        out = model(inputs_embeds=embeds, attention_mask=mask).last_hidden_state
+        out.square().sum().backward()
+        results.append([out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][0][mask == 0].abs().sum() == 0
+    assert_packed(report, 2)
+
+
+def test_forms_of_masks():
+    original = build()
+    model, report = accelerated(original)
+    inputs = batch(model)
+    mask, truth = inputs["attention_mask"], original(**inputs)
+    additive = (1.0 - mask.double())[:, None, None] * torch.finfo(torch.float64).min
+    for form in (mask, mask.bool(), mask.float(), mask.bool()[:, None, None], additive):
+        equal(visible(model(**inputs | {"attention_mask": form}), inputs), visible(truth, inputs))
+    full = model(inputs["input_ids"]).last_hidden_state
+    assert (full - original(inputs["input_ids"]).last_hidden_state).abs().max() <= 1e-12 * full.abs().max()
+    assert_packed(report, 6)
+
+
+def test_visible_padding_tokens_get_roberta_s_gradients():
+    """Without a mask, RoBERTa's padding tokens are seen at position padding_idx, whose embedding gets no gradient."""
+    original = build("roberta", dropout=0.0).train()
+    model, report = accelerated(original)
+    ids = batch(model)["input_ids"]
+    for each in (model, original):
+        each(ids).last_hidden_state.sin().sum().backward()
+    for name in ("word_embeddings", "position_embeddings"):
+        one, two = (getattr(each.embeddings, name).weight.grad for each in (model, original))
+        assert two[1].abs().sum() == 0 and (one - two).abs().max() <= 1e-12 * two.abs().max()
+    assert_packed(report)
+
+
+# ---- what a transformers model can do, it still can
+
+
+def test_it_keeps_class_parameters_names_and_state():
+    original = build("bert", "mlm")
+    model, _ = accelerated(original)
+    before = {name: id(p) for name, p in model.named_parameters()}
+    fastbert.accelerate(model)
+    assert type(model) is type(original) and {name: id(p) for name, p in model.named_parameters()} == before
+    assert list(model.state_dict()) == list(original.state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in original.named_modules()]
+    assert inspect.signature(model.bert.forward) == inspect.signature(original.bert.forward)
+    assert repr(model) == repr(original)
+
+
+def test_checkpoints(tmp_path):
+    original = build("bert", "mlm")
+    model, _ = accelerated(original)
+    model.save_pretrained(tmp_path)
+    loaded = type(original).from_pretrained(tmp_path)
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name].to(tensor))
+    model.load_state_dict(build("bert", "mlm").state_dict())
+
+
+def test_hidden_states_and_attentions():
+    original = build(attention="eager")
+    model, report = accelerated(original)
+    model.set_attn_implementation("sdpa")  # under which transformers itself returns no attentions
+    inputs = batch(model)
+    one = model(**inputs, output_hidden_states=True, output_attentions=True)
+    two = original(**inputs, output_hidden_states=True, output_attentions=True)
+    equal(visible({"states": one.hidden_states}, inputs), visible({"states": two.hidden_states}, inputs))
+    assert torch.equal(one.hidden_states[-1], one.last_hidden_state)
+    seen = inputs["attention_mask"].bool()
+    both = (seen[:, None, :, None] & seen[:, None, None, :]).double()
+    assert len(one.attentions) == 3
+    for a, b in zip(one.attentions, two.attentions, strict=True):
+        assert a.shape == b.shape and (a - b * both).abs().max() <= 1e-12
+    plain = model(**inputs)
+    assert plain.hidden_states is None and plain.attentions is None
+    assert torch.equal(plain.last_hidden_state, one.last_hidden_state)
+    only = model(**inputs, output_attentions=True)
+    assert all(map(torch.equal, only.attentions, one.attentions)) and only.hidden_states is None
+    assert_packed(report, 3)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_outputs_asked_for_in_the_configuration(family):
+    original = build(family, "tokens", attention="eager")
+    original.config.output_hidden_states = original.config.output_attentions = True
+    model, report = accelerated(original)
+    inputs = batch(model)
+    one, two = model(**inputs), original(**inputs)
+    assert list(one) == list(two)
+    assert len(one.hidden_states) == len(two.hidden_states) and len(one.attentions) == len(two.attentions) > 0
+    equal(visible({"states": one.hidden_states}, inputs), visible({"states": two.hidden_states}, inputs))
+    assert_packed(report)
+
+
+def test_return_dict():
+    model, report = accelerated(build("bert", "sequence"))
+    inputs = batch(model)
+    (logits,) = model(**inputs, return_dict=False)
+    assert torch.equal(logits, model(**inputs).logits)
+    assert isinstance(model.bert(inputs["input_ids"], inputs["attention_mask"], return_dict=False), tuple)
+    assert_packed(report, 3)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name != "albert"])  # which has no checkpointing
+def test_gradient_checkpointing_drops_the_same_elements(family, reentrant):
+    model, report = accelerated(build(family, dropout=0.3).train())
+    inputs, results = batch(model), []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(3)
+        model.zero_grad()
+        runs = backends.calls().get(("attention_fwd", "cpu"), 0)
+        model(**inputs).last_hidden_state.sin().sum().backward()
+        runs = backends.calls().get(("attention_fwd", "cpu"), 0) - runs
+        assert DEVICE != "cpu" or runs in (0, 6 if checkpointing else 3)  # 0: another backend
+        results.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert_packed(report, 2)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_embeddings_positions_and_types_of_ones_own(family):
+    original = build(family)
+    model, report = accelerated(original)
+    inputs = batch(model)
+    mask, shape = inputs["attention_mask"], inputs["attention_mask"].shape
+    positions = torch.randint(2, 30, shape, device=DEVICE)
+    width = original.get_input_embeddings().weight.shape[1]
+    embeds = torch.randn(*shape, width, dtype=torch.float64, device=DEVICE)
+    cases = [
+        {**inputs, "position_ids": positions},
+        {**inputs, "position_ids": positions[:1]},
+        {"inputs_embeds": embeds, "attention_mask": mask},
+    ]
+    if original.config.to_dict().get("type_vocab_size"):
+        cases.append({**inputs, "token_type_ids": torch.randint(original.config.type_vocab_size, shape).to(DEVICE)})
+    for case in cases:
+        equal(visible(model(**case), inputs), visible(original(**case), inputs))
+    assert_packed(report, len(cases))
+
+
+def test_inputs_embeds_get_gradients():
+    original = build()
+    model, _ = accelerated(original)
+    inputs, grads = batch(model), []
+    embeds = torch.randn(3, SEQLEN, 48, dtype=torch.float64, device=DEVICE)
+    seen = inputs["attention_mask"].bool()
+    for each in (model, original):
+        leaf = embeds.clone().requires_grad_()
+        each(inputs_embeds=leaf, attention_mask=inputs["attention_mask"])[0][seen].sin().sum().backward()
+        grads.append(leaf.grad)
+    assert (grads[0] - grads[1]).abs().max() <= 1e-12 * grads[1].abs().max()
+
+
+def test_weights_that_change_are_seen():
+    """By an optimizer, through .data, by load_state_dict and by a resized vocabulary: nothing is kept between calls."""
+    original = build()
+    model, report = accelerated(original)
+    inputs = batch(model)
+
+    def check():
+        equal(visible(model(**inputs), inputs), visible(original(**inputs), inputs))
+
+    check()
+    for each in (model, original):
+        each.encoder.layer[1].attention.self.key.weight.data.mul_(1.5)
+    check()
+    for each in (model, original):
+        with torch.no_grad():
+            each.encoder.layer[0].attention.self.query = nn.Linear(48, 48, device=DEVICE, dtype=torch.float64)
+            each.encoder.layer[0].attention.self.query.weight.fill_(0.01)
+            each.encoder.layer[0].attention.self.query.bias.zero_()
+    check()
+    for each in (model, original):
+        each.resize_token_embeddings(120, mean_resizing=False)
+    original.load_state_dict(model.state_dict())
+    inputs["input_ids"][0, 0] = 110
+    check()
+    assert_packed(report, 4)
+
+
+def test_planted_fault_a_cached_weight_is_noticed(monkeypatch):
+    """If the projection kept its packed weights, the test above would fail."""
+    kept = {}
+
+    def stale(parts, hidden):
+        qkv = (parts.query, parts.key, parts.value)
+        weight, bias = kept.setdefault(
+            id(parts.query), [torch.cat([getattr(x, name).detach() for x in qkv]) for name in ("weight", "bias")]
+        )
+        return nn.functional.linear(hidden, weight, bias).view(hidden.shape[1], 3, parts.heads, -1)
+
+    monkeypatch.setattr(stand_ins, "_project", stale)
+    with pytest.raises(AssertionError):
+        test_weights_that_change_are_seen()
+
+
+def copies(model):
+    yield copy.deepcopy(model)
+    yield pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    yield torch.load(file, weights_only=False)
+
+
+def test_copies_compute_with_their_own_weights():
+    model, report = accelerated(build("bert", "sequence"))
+    inputs = batch(model)
+    expected = model(**inputs).logits
+    for other in copies(model):
+        assert torch.equal(other(**inputs).logits, expected)
+        own = fastbert.accelerate(other)
+        assert own is not report and own.packed == report.packed + 1
+        for parameter in other.parameters():
+            parameter.data.zero_()
+        assert other(**inputs).logits.abs().sum() == 0 and torch.equal(model(**inputs).logits, expected)
+        fastbert.restore(other)
+    assert report.active and report.packed == 4
+
+
+def test_half_precision_and_autocast():
+    model, report = accelerated(build("bert", "tokens", dtype=torch.float32))
+    inputs = batch(model)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert model(**inputs).logits.dtype == torch.bfloat16
+        model.train()(**inputs, **labels(model, "tokens", inputs)).loss.backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
+    assert model.eval().bfloat16()(**inputs).logits.dtype == torch.bfloat16
+    assert_packed(report, 3)
+
+
+def test_hooks_on_layers_see_padded_tensors():
+    original = build()
+    model, report = accelerated(original)
+    inputs, seen = batch(model), []
+    handle = model.encoder.layer[1].register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+    states = original(**inputs, output_hidden_states=True).hidden_states
+    out = model(**inputs)
+    equal(visible({"in, out": seen[0]}, inputs), visible({"in, out": states[1:3]}, inputs))
+    handle.remove()
+    assert torch.equal(model(**inputs).last_hidden_state, out.last_hidden_state)
+    model.encoder.layer[1].register_forward_hook(lambda _, args, out: out * 0)  # what a hook returns counts
+    assert not torch.equal(model(**inputs).last_hidden_state, out.last_hidden_state)
+    assert_packed(report, 3)
+
+
+HOOKED = ["encoder.layer.1.attention.self", "encoder.layer.0.output.dense", "embeddings.word_embeddings", "encoder"]
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooks_on_what_is_not_called_run_the_original(name):
+    original = build()
+    model, report = accelerated(original)
+    inputs, calls = batch(model), []
+    model.get_submodule(name).register_forward_hook(lambda module, args, out: calls.append(args))
+    with pytest.warns(RuntimeWarning, match="hook"):
+        assert torch.equal(model(**inputs).last_hidden_state, original(**inputs).last_hidden_state)
+    assert len(calls) == 1
+    assert_fell_back(report, "hook")
+
+
+def test_hooks_on_the_model_and_the_pooler_change_nothing():
+    model, report = accelerated(build())
+    calls = []
+    for module in (model, model.pooler):
+        module.register_forward_hook(lambda module, args, out: calls.append(type(module)))
+    model(**batch(model))
+    assert len(calls) == 2
+    assert_packed(report)
+
+
+# ---- what the packed path cannot do
+
+
+def decoder(**changes):
+    return {"is_decoder": True, "use_cache": False, **changes}
+
+
+FALLBACKS = {
+    "a decoder": (decoder(), {}, "decoder"),
+    "another activation": ({"hidden_act": "relu"}, {}, "activation"),
+    "a dropout of almost 1": ({"attention_probs_dropout_prob": 0.9999}, {}, "dropout"),
+    "relative positions": ({"position_embedding_type": "relative_key"}, {}, "position_embedding_type"),
+    "a per-query mask": ({}, {"attention_mask": torch.ones(12, 12, dtype=torch.bool).tril()}, "no key-padding mask"),
+    "too long": ({"max_position_embeddings": 8}, {}, "longer than the position"),
+    "an argument it does not know": ({}, {"is_causal": False}, "is_causal is given"),
+}
+
+
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_fallbacks_are_the_original_bit_for_bit(case):
+    changes, arguments, words = FALLBACKS[case]
+    original = build(**changes)
+    model, report = accelerated(original)
+    inputs = batch(model) | {
+        name: x.expand(3, 1, 12, 12).to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()
+    }
+    results = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for each in (model, original):
+            try:
+                results.append(each(**inputs).last_hidden_state)
+            except Exception as error:  # what the original refuses is refused in its own words
+                results.append(str(error))
+    same = torch.equal if isinstance(results[0], torch.Tensor) else str.__eq__
+    assert same(*results)
+    assert sum(words in str(each.message) for each in said) == 1
+    assert_fell_back(report, words)
+
+
+def test_cross_attention_runs_the_original():
+    original = build(**decoder(add_cross_attention=True))
+    model, report = accelerated(original)
+    inputs = batch(model) | {"encoder_hidden_states": torch.randn(3, 5, 48, dtype=torch.float64, device=DEVICE)}
+    with pytest.warns(RuntimeWarning):
+        assert torch.equal(model(**inputs)[0], original(**inputs)[0])
+    assert_fell_back(report, "decoder")
+
+
+def test_a_reason_is_said_once_and_counted_every_time():
+    model, report = accelerated(build(hidden_act="relu"))
+    inputs = batch(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(**inputs)
+    assert len(said) == 1 and report.fallbacks.total() == 3 and report.packed == 0
+    assert "activation" in str(report) and "fallen back: 3" in str(report)
+
+
+def test_planted_fault_a_fallback_is_not_taken_for_packed():
+    """The helper on which the tests rely fails when a forward fell back."""
+    model, report = accelerated(build(hidden_act="relu"))
+    with pytest.warns(RuntimeWarning):
+        model(**batch(model))
+    with pytest.raises(AssertionError):
+        assert_packed(report)
+
+
+@pytest.mark.parametrize("name", ["layer", "attention"])
+def test_modules_put_in_later_are_noticed(name):
+    original = build()
+    model, report = accelerated(original)
+    inputs = batch(model)
+    fresh = copy.deepcopy(original.encoder.layer[1])
+    if name == "layer":
+        model.encoder.layer[1] = fresh
+    else:
+        model.encoder.layer[1].attention.self = fresh.attention.self
+    with pytest.warns(RuntimeWarning, match="put into the model after"):
+        assert torch.equal(model(**inputs)[0], original(**inputs)[0])
+    assert_fell_back(report, "put into")
+
+
+def test_weights_of_another_kind_run_the_original():
+    class Quantised(torch.Tensor):
+        pass
+
+    original = build()
+    model, report = accelerated(original)
+    for each in (original, model):
+        linear = each.encoder.layer[1].output.dense
+        linear.weight = nn.Parameter(linear.weight.data.as_subclass(Quantised))
+    inputs = batch(model)
+    with pytest.warns(RuntimeWarning, match="is a Quantised"):
+        assert torch.equal(model(**inputs)[0], original(**inputs)[0])
+    assert_fell_back(report, "Quantised")
+
+
+def test_parametrized_weights_are_read():
+    original = build()
+    nn.utils.parametrizations.weight_norm(original.encoder.layer[0].output.dense)
+    model, report = accelerated(original)
+    inputs = batch(model)
+    equal(visible(model(**inputs), inputs), visible(original(**inputs), inputs))
+    assert_packed(report)
+
+
+def test_layers_can_be_taken_out_and_doubled():
+    original = build()
+    model, report = accelerated(original)
+    for each in (model, original):
+        del each.encoder.layer[0]
+        each.encoder.layer.append(copy.deepcopy(each.encoder.layer[0]))
+    inputs = batch(model)
+    equal(visible(model(**inputs), inputs), visible(original(**inputs), inputs))
+    assert_packed(report)
+
+
+def test_parts_called_alone_are_the_original():
+    original = build()
+    model, _ = accelerated(original)
+    ids = batch(model)["input_ids"]
+    hidden = original.embeddings(ids)
+    assert torch.equal(model.embeddings(ids), hidden)
+    assert torch.equal(model.encoder(hidden)[0], original.encoder(hidden)[0])
+    assert torch.equal(model.encoder.layer[0](hidden), original.encoder.layer[0](hidden))
+
+
+# ---- restoring, misuse
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_restore_puts_everything_back(family):
+    original = build(family, "tokens")
+    model, report = accelerated(original)
+    inputs = batch(model)
+    model(**inputs)
+    fastbert.restore(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert torch.equal(model(**inputs).logits, original(**inputs).logits)
+    assert report.packed == 1 and not report.active
+    with pytest.raises(ValueError, match="is not accelerated"):
+        fastbert.restore(model)
+    again = fastbert.accelerate(model)
+    model(**inputs)
+    assert again is not report
+    assert_packed(again)
+
+
+def test_restore_under_a_wrapper_of_someone_else():
+    """What wraps forward later, as Hugging Face's accelerate does, stays, and leads to the original."""
+    original = build()
+    model, report = accelerated(original)
+    inner = model.forward
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    inputs = batch(model)
+    model(**inputs)
+    assert_packed(report)
+    fastbert.restore(model)
+    assert torch.equal(model(**inputs)[0], original(**inputs)[0])
+    assert report.packed == 1
+
+
+def test_accelerating_twice_gives_the_same_report():
+    model, report = accelerated(build("bert", "tokens"))
+    assert fastbert.accelerate(model) is report and fastbert.accelerate(model.bert) is report
+    model(**batch(model))
+    assert_packed(report)
+    assert list(report.replaced) == ["bert"] and report.not_replaced == {}
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="GPT2Model .*'gpt2'.*expected one of BERT, RoBERTa"):
+        fastbert.accelerate(
+            transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9))
+        )
+    with pytest.raises(TypeError, match="holds no transformers model"):
+        fastbert.accelerate(nn.Linear(2, 2))
+    for function in (fastbert.accelerate, fastbert.restore):
+        with pytest.raises(TypeError, match="given a str"):
+            function("bert-base-uncased")
+    with torch.device("meta"):
+        model = transformers.BertModel(transformers.BertConfig(**SIZES))
+    with pytest.raises(ValueError, match="embeddings.word_embeddings.weight is on the meta device"):
+        fastbert.accelerate(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_old_transformers_are_refused(monkeypatch):
+    model = build()
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
+    for call in (lambda: fastbert.accelerate(model), fastbert.hf.register):
+        with pytest.raises(RuntimeError, match="4.57.1; expected 5.0 or newer"):
+            call()
+    assert "forward" not in vars(model)
+
+
+def test_a_subclass_with_its_own_forward_is_not_taken_for_bert():
+    class Mine(transformers.BertModel):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    with pytest.raises(ValueError, match="Mine"):
+        fastbert.accelerate(Mine(transformers.BertConfig(**SIZES)))
+
+
+def test_other_models_inside_are_reported():
+    other = transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9))
+    both = nn.ModuleDict({"one": build("bert", "tokens"), "two": other})
+    report = fastbert.accelerate(both)
+    assert list(report.replaced) == ["one.bert"] and list(report.not_replaced) == ["two"]
+    assert "gpt2" in report.not_replaced["two"]
+
+
+def test_bad_input_is_said_and_changes_nothing():
+    model, report = accelerated(build("bert", "tokens"))
+    inputs = batch(model)
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(3, 9\); expected .* \(3, 12\)"):
+        model(inputs["input_ids"], attention_mask=inputs["attention_mask"][:, :9])
+    with pytest.raises(IndexError, match="out of"):
+        model(**inputs, labels=torch.full((3, SEQLEN), 7, device=DEVICE))
+    with pytest.raises(IndexError, match=r"input_ids.* is 99; expected 0 <= input_ids < 99"):
+        model(torch.full((3, SEQLEN), 99, device=DEVICE), attention_mask=inputs["attention_mask"])
+    with pytest.warns(RuntimeWarning), pytest.raises(ValueError, match="exactly one of input_ids"):
+        model()
+    model(**inputs)
+    assert report.packed == 2  # the one whose labels were wrong, and the last
+
+
+def test_importing_fastbert_does_not_import_transformers():
+    code = "import sys, fastbert; sys.exit('transformers' in sys.modules or 'triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_family_of_the_table_is_tested():
+    assert len(FAMILIES) == len(CONFIGS)
+
+
+# ---- with the libraries around
+
+
+def test_compiled_model_is_right():
+    """Forward and backward, over changing lengths, with few compilations."""
+    original = build("bert", "tokens", dropout=0.0).train()
+    model, _ = accelerated(original)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter)
+    for lengths, seqlen in ((LENGTHS, 12), ([3, 12, 2], 12), ([4, 2, 8], 10), ([4, 2, 9], 11), ([1, 1, 2], 9)):
+        inputs = batch(model, lengths, seqlen=seqlen)
+        targets = labels(model, "tokens", inputs)
+        results = [each(**inputs, **targets) for each in (compiled, original)]
+        equal(*(visible(result, inputs) for result in results))
+        for result in results:
+            result.loss.backward()
+    for one, two in zip(model.parameters(), original.parameters(), strict=True):
+        assert (one.grad - two.grad).abs().max() <= 1e-11
+    assert counter.frame_count <= 4
+
+
+def test_trainer(tmp_path):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs Hugging Face's accelerate")
+    model, report = accelerated(build("bert", "sequence", dtype=torch.float32))
+    inputs = batch(model)
+    rows = [{name: tensor[i] for name, tensor in inputs.items()} | {"labels": i % 2} for i in range(3)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=3, per_device_train_batch_size=3, report_to=[], use_cpu=DEVICE == "cpu", bf16=True
+    )
+    before = model.bert.encoder.layer[0].attention.self.query.weight.clone()
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    trainer.evaluate()
+    assert_packed(report, 4)
+    assert not torch.equal(before.cpu(), model.bert.encoder.layer[0].attention.self.query.weight.cpu())
+
+
+@pytest.mark.parametrize("order", ["accelerate, peft", "peft, accelerate"])
+def test_lora(order):
+    """Adapters run on packed tokens, in whatever order they came, and train as they do on the original."""
+    peft = pytest.importorskip("peft", reason="LoRA is peft's")
+    targets = ["query", "value", "dense", "word_embeddings"]
+    config = peft.LoraConfig(target_modules=targets, r=4, lora_dropout=0.0, init_lora_weights=False)
+    original = build("bert", "sequence", dropout=0.0).train()
+    model = copy.deepcopy(original)
+    torch.manual_seed(0)
+    truth = peft.get_peft_model(original, config)
+    torch.manual_seed(0)
+    if order == "accelerate, peft":
+        report = fastbert.accelerate(model)
+        model = peft.get_peft_model(model, config)
+    else:
+        model = peft.get_peft_model(model, config)
+        report = fastbert.accelerate(model)
+    inputs = batch(original)
+    for each in (model, truth):
+        each(**inputs, labels=torch.tensor([1, 0, 1], device=DEVICE)).loss.backward()
+    gradients = [{n: p.grad for n, p in each.named_parameters() if p.grad is not None} for each in (model, truth)]
+    largest = max(grad.abs().max() for grad in gradients[1].values())
+    assert gradients[0].keys() == gradients[1].keys() and largest > 0
+    for name, grad in gradients[1].items():
+        assert (gradients[0][name] - grad).abs().max() <= 1e-12 * largest, name
+    assert_packed(report)
+
+
+def test_sentence_transformers_on_minilm():
+    sentence_transformers = pytest.importorskip(
+        "sentence_transformers", reason="sentence-transformers is not installed"
+    )
+    model = sentence_transformers.SentenceTransformer(str(minilm()), device=DEVICE)
+    texts = ["The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium.", "", "A " * 90]
+    before = model.encode(texts, convert_to_tensor=True)
+    report = fastbert.accelerate(model)
+    after = model.encode(texts, convert_to_tensor=True)
+    assert (before - after).abs().max() < 1e-5
+    published = [[1.0, 0.6660, 0.1046], [0.6660, 1.0, 0.1411], [0.1046, 0.1411, 1.0]]  # sentence-transformers' README
+    assert (model.similarity(after[:3], after[:3]).cpu() - torch.tensor(published)).abs().max() < 5e-4
+    assert report.packed >= 1 and report.fallbacks.total() == 0
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    from torch import distributed
+
+    if not distributed.is_available():
+        pytest.skip("torch.distributed is not built")
+    store = f"file://{tmp_path}/store"
+    distributed.init_process_group("gloo" if DEVICE == "cpu" else "nccl", init_method=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_fsdp2(one_process, when):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    original = build(dtype=torch.float32)
+    model, mesh = copy.deepcopy(original), init_device_mesh(DEVICE, (1,))
+    report = fastbert.accelerate(model) if when == "before" else None
+    for layer in model.encoder.layer:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    report = report or fastbert.accelerate(model)
+    inputs = batch(model)
+    one, two = model(**inputs), original(**inputs)
+    equal(visible(one, inputs), visible(two, inputs), bound=1e-5)
+    one.last_hidden_state.sum().backward()
+    assert_packed(report)
+
+
+def test_ddp(one_process):
+    model, report = accelerated(build("bert", "sequence", dtype=torch.float32).train())
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    inputs = batch(model)
+    wrapped(**inputs, labels=torch.tensor([1, 0, 1], device=DEVICE)).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert_packed(report)
+
+
+# ---- attention alone
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_registered_attention(family):
+    original = build(family, attention="eager")
+    model = copy.deepcopy(original)
+    model.set_attn_implementation(fastbert.hf.register())
+    for side in ("right", "left"):
+        inputs = batch(model, side=side)
+        before = sum(n for (name, _), n in backends.calls().items() if name == "attention_fwd")
+        one, two = (each(**inputs, output_attentions=True) for each in (model, original))
+        calls = sum(n for (name, _), n in backends.calls().items() if name == "attention_fwd") - before
+        assert calls == len(two.attentions) > 0
+        seen = inputs["attention_mask"].bool()
+        assert (one[0] - two[0])[seen].abs().max() <= 1e-12 * two[0].abs().max()
+        both = (seen[:, None, :, None] & seen[:, None, None, :]).double()
+        for a, b in zip(one.attentions, two.attentions, strict=True):
+            assert (a - b * both).abs().max() <= 1e-12
+
+
+def test_registered_attention_is_causal_where_the_model_is():
+    original = build(**decoder())
+    model = copy.deepcopy(original)
+    model.set_attn_implementation(fastbert.hf.register())
+    inputs = batch(model)
+    for case in (inputs, {"input_ids": inputs["input_ids"]}):
+        one, two = (visible(each(**case), inputs) for each in (model, original))
+        equal(one, two)
+
+
+def test_registered_attention_drops_in_training():
+    model = build(dropout=0.5)
+    model.set_attn_implementation(fastbert.hf.register())
+    inputs = batch(model)
+    still = model(**inputs)[0]
+    for layer in model.encoder.layer:
+        layer.attention.self.train()
+    torch.manual_seed(0)
+    one = model(**inputs)[0]
+    torch.manual_seed(0)
+    assert torch.equal(one, model(**inputs)[0]) and not torch.equal(one, still)
