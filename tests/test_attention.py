@@ -2,7 +2,7 @@ import cuda_on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import HALF, OpSuite, normal, pytest_generate_tests  # noqa: F401
+from op_suite import HALF, OpSuite, normal, one_element_in, pytest_generate_tests  # noqa: F401
 
 import fastbert
 from fastbert import ops, random, testing
@@ -79,7 +79,6 @@ class AttentionSuite(OpSuite):
         yield "attention_fwd", (qkv, cu_seqlens, 5, 0.5, 0.0, None, 3)
         yield "attention_bwd", (qkv[:, 0], qkv, qkv[:, 1], lse, cu_seqlens, 5, *rest, rng, 3)
 
-
     @pytest.mark.parametrize(
         ("kibibytes", "lengths", "heads", "head_dim"),
         [
@@ -99,9 +98,11 @@ class AttentionSuite(OpSuite):
 
 
 class TestAttention(AttentionSuite):
-    def test_lse(self, backend):
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
+    def test_lse(self, backend, dtype):
         """The saved log-sum-exp is part of the contract: one backend's forward may meet another's backward."""
-        inputs = self.inputs(((5, 0, 3), 2, 8), torch.float32, backend.device)
+        backend.require(dtype)
+        inputs = self.inputs(((5, 0, 3), 2, 8), dtype, backend.device)
         _, lse = PRIMITIVES["attention_fwd"](backend.name, *inputs.values(), 5, 8**-0.5, 0.0, None, 0)
         q, k, _ = inputs["qkv"][:5].double().permute(1, 2, 0, 3)
         truth = (q @ k.transpose(-1, -2) * 8**-0.5).logsumexp(-1)
@@ -127,11 +128,13 @@ class TestAttention(AttentionSuite):
         ours = lambda qkv, cu_seqlens: ops.attention(qkv, cu_seqlens, 9, scale=scale)  # noqa: E731
         return ours, lambda qkv, cu_seqlens: self.by_sequence(attend, qkv, cu_seqlens)
 
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
     @pytest.mark.parametrize("scale", [0.0, 1.0])
-    def test_scale(self, backend, scale):
-        inputs = self.inputs(((9, 4), 2, 16), torch.float32, backend.device)
+    def test_scale(self, backend, scale, dtype):
+        backend.require(dtype)
+        inputs = self.inputs(((9, 4), 2, 16), dtype, backend.device)
         ours, plain = self.with_scale(scale)
-        both = backend.why_not(torch.float32, True) is None
+        both = backend.why_not(dtype, True) is None
         testing.assert_accurate(ours, plain, [plain], inputs, gradients=both)
 
     def test_large_logits(self, backend):
@@ -148,24 +151,27 @@ class TestAttention(AttentionSuite):
             for name, tensor in got.items():
                 assert (tensor - want[name]).abs().max() <= bound * want[name].abs().max(), name
 
+    @pytest.mark.parametrize("scale", [0.125, 0.3])  # a power of two, and one that rounds
     @pytest.mark.parametrize("logit", [1e3, 1e6, 2.0**24, 1e8, 1e30])
-    def test_equal_logits_of_any_size(self, backend, logit):
+    def test_equal_logits_of_any_size(self, backend, logit, scale):
         """Four equal scores are four weights of 1/4, also where a rounded log-sum-exp has lost the log of four."""
         backend.require(torch.float32, backward=True)
         qkv = torch.randn(4, 3, 1, 8, device=backend.device)
         qkv[:, 0], qkv[:, 1] = logit, 1
         qkv.requires_grad_()
         cu_seqlens = torch.tensor([0, 4], dtype=torch.int32, device=backend.device)
-        out = ops.attention(qkv, cu_seqlens, 4, scale=0.125)
+        out = ops.attention(qkv, cu_seqlens, 4, scale=scale)
         dout = torch.randn_like(out)
         (dqkv,) = torch.autograd.grad(out, qkv, dout)
         torch.testing.assert_close(out, qkv[:, 2].mean(0).expand_as(out).detach(), rtol=2**-21, atol=2**-22)
         torch.testing.assert_close(dqkv[:, 2], dout.mean(0).expand_as(dout), rtol=2**-21, atol=2**-22)
 
-    def test_sequences_do_not_see_each_other(self, backend):
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
+    def test_sequences_do_not_see_each_other(self, backend, dtype):
         """NaN, infinity and 1e30 in one sequence leave the others' bits alone, forward and backward."""
-        inputs = self.inputs(((5, 7, 6), 2, 16), torch.float32, backend.device)
-        both = backend.why_not(torch.float32, True) is None
+        backend.require(dtype)
+        inputs = self.inputs(((5, 7, 6), 2, 16), dtype, backend.device)
+        both = backend.why_not(dtype, True) is None
         clean = testing.evaluate(self.ours, inputs, gradients=both)
         for poison in (torch.nan, torch.inf, 1e30):
             qkv = inputs["qkv"].clone()
@@ -180,13 +186,52 @@ class TestAttention(AttentionSuite):
         one, two = (ops.attention(*inputs.values(), m) for m in (5, 100))
         assert (one - two).abs().max() <= 2**-22 * one.abs().max()
 
-    def test_token_outside_every_sequence_gets_zeros(self, backend):
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
+    def test_token_outside_every_sequence_gets_zeros(self, backend, dtype):
         """What a device does with a cu_seqlens that ends early: defined output, never what memory held."""
-        inputs = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)
-        out, _ = PRIMITIVES["attention_fwd"](
-            backend.name, inputs["qkv"], ends((5,), backend.device), 5, 0.3, 0.0, None, 0
-        )
+        backend.require(dtype)
+        qkv, cu_seqlens = self.inputs(((5, 3), 2, 8), dtype, backend.device)["qkv"], ends((5,), backend.device)
+        rest = (5, 0.3, 0.0, None, 0)
+        out, lse = PRIMITIVES["attention_fwd"](backend.name, qkv, cu_seqlens, *rest)
         assert torch.equal(out[5:], torch.zeros_like(out[5:])) and not out[:5].isnan().any()
+        assert torch.equal(lse[:, 5:], torch.zeros_like(lse[:, 5:]))
+        dqkv = PRIMITIVES["attention_bwd"](backend.name, torch.ones_like(out), qkv, out, lse, cu_seqlens, *rest)
+        assert torch.equal(dqkv[5:], torch.zeros_like(dqkv[5:])) and not dqkv[:5].isnan().any()
+
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
+    def test_no_sequence_at_all(self, backend, dtype):
+        backend.require(dtype)
+        qkv = self.inputs(((5,), 2, 8), dtype, backend.device)["qkv"]
+        cu_seqlens = torch.zeros(1, dtype=torch.int32, device=backend.device)
+        if backend.name in ("reference", "triton"):
+            backend.skip("it takes a sequence")
+        out, _ = PRIMITIVES["attention_fwd"](backend.name, qkv, cu_seqlens, 5, 0.3, 0.0, None, 0)
+        assert torch.equal(out, torch.zeros_like(out))
+
+    @pytest.mark.parametrize("factor", [30.0, 8e3])
+    @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))
+    def test_equal_logits_of_any_size_in_half_precision(self, backend, dtype, factor):
+        """As above; 64 products of 8000 and 8000 are more than a fused multiply-add takes off exactly."""
+        backend.require(dtype, backward=True)
+        if backend.name == "triton":
+            backend.skip("its exponent is fused, good for logits to 2**30")
+        qkv = normal(4, 3, 1, 64, dtype=dtype, device=backend.device)
+        qkv[:, 0], qkv[:, 1] = factor, factor
+        qkv.requires_grad_()
+        out = ops.attention(qkv, ends((4,), backend.device), 4, scale=0.3)
+        dout = torch.randn_like(out)
+        (dqkv,) = torch.autograd.grad(out, qkv, dout)
+        bounds = {"rtol": 2 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
+        torch.testing.assert_close(out, qkv[:, 2].mean(0).expand_as(out).detach(), **bounds)
+        torch.testing.assert_close(dqkv[:, 2], dout.mean(0).expand_as(dout), **bounds)
+
+    def test_unaligned_memory(self, backend):
+        backend.require(torch.float16)
+        inputs = self.inputs(((5, 3), 2, 16), torch.float16, backend.device)
+        expected = testing.evaluate(self.ours, inputs)
+        got = testing.evaluate(one_element_in(self.ours), inputs)
+        for name, tensor in {**expected.outputs, **expected.gradients}.items():
+            assert torch.equal({**got.outputs, **got.gradients}[name], tensor), name
 
     def test_every_row_is_written_whatever_max_seqlen_says(self, backend):
         """A device does not look at the values: too small a max_seqlen loses tokens, it reads nothing foreign.

@@ -268,6 +268,20 @@ def test_order_of_threads_changes_no_bit(op, dtype):
         assert all(torch.equal(others[0], other) and other.isfinite().all() for other in others)
 
 
+def test_sums_over_more_blocks_than_a_tile_of_partial_sums(emulated):
+    """132 multiprocessors leave 132 rows of partial sums; integers add up exactly in any order."""
+    if torch.cuda.is_available():
+        pytest.skip("backend 'cuda' is the GPU's")
+    dy, x = integers(2300, 8, dtype=torch.float32), torch.full((2300, 8), 50.0)
+    signs = torch.tensor([1.0, -1.0]).repeat(2300, 4)
+    mean, rstd = torch.zeros(2300), torch.ones(2300)
+    with cuda_on_cpu.multiprocessors(132):
+        _, of_gelu = PRIMITIVES["bias_gelu_bwd"]("cuda", dy, x, torch.zeros(8), "none", True)
+        _, dweight, dbias = PRIMITIVES["layer_norm_bwd"]("cuda", dy, signs, torch.ones(8), mean, rstd, True)
+    assert torch.equal(of_gelu, dy.sum(0)) and torch.equal(dbias, dy.sum(0))
+    assert torch.equal(dweight, (dy * signs).sum(0))
+
+
 def exact(dtype: torch.dtype) -> list[tuple]:
     """(primitive, arguments) whose results are exact, whatever the machine's exponential and square root round to.
 

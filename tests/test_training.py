@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -113,14 +114,16 @@ def test_nothing_is_computed_for_frozen_layers():
         loss = model(**inputs, **changes).last_hidden_state.sin().sum()
         with FlopCounterMode(display=False) as counter:
             loss.backward()
-        ran = {name: n - before.get((name, by), 0) for (name, by), n in backends.calls().items()}
+        ran = Counter()
+        for (name, by), n in backends.calls().items():
+            ran[name] += n - before.get((name, by), 0)
         return ran, counter.get_total_flops()
 
     _, everything = backward()
     model.requires_grad_(False)
     model.encoder.layer[2].requires_grad_(True)
     ran, top = backward()
-    assert ran["attention_bwd"] == 1 and ran["add_layer_norm_bwd"] == 2 and ran.get("embedding_bwd", 0) == 0
+    assert ran["attention_bwd"] == 1 and ran["add_layer_norm_bwd"] == 2 and ran["embedding_bwd"] == 0
     assert top < everything / 2.5
 
     model.requires_grad_(False)

@@ -61,12 +61,16 @@ __device__ __forceinline__ bool is_covered(const Attention& a, int token) {
 // lse [H, T]. Returns whether it was.
 template <class T>
 __device__ bool fill_uncovered(const Attention& a, T* x, int64_t columns, float* lse) {
-  const int first = int(blockIdx.x) * kFill;
-  if (first >= a.tokens) return false;
-  for (int token = first + int(threadIdx.x); token < min(int64_t(first) + kFill, a.tokens); token += blockDim.x) {
-    if (is_covered(a, token)) continue;
-    for (int64_t column = 0; column < columns; ++column) x[token * columns + column] = from_float<T>(0);
-    for (int head = 0; lse && head < a.heads; ++head) lse[head * a.tokens + token] = 0;
+  if (int(blockIdx.x) >= fill_blocks(a)) return false;
+  const int lane = threadIdx.x % 32;
+  for (int i = threadIdx.x; i < kFill; i += blockDim.x) {
+    const int64_t first = int64_t(blockIdx.x) * kFill + i - lane, token = first + lane;
+    unsigned alone = __ballot_sync(0xffffffff, token < a.tokens && !is_covered(a, int(token)));
+    for (; alone; alone &= alone - 1) {  // by the warp, so that the stores of a row are neighbours
+      const int64_t row = first + __ffs(alone) - 1;
+      for (int64_t column = lane; column < columns; column += 32) x[row * columns + column] = from_float<T>(0);
+      for (int head = lane; lse && head < a.heads; head += 32) lse[head * a.tokens + row] = 0;
+    }
   }
   return true;
 }

@@ -30,6 +30,9 @@ constexpr int kRotating = 3;  // tiles in shared memory where not all fit; 2 whe
 constexpr int kThreads = 256;
 constexpr unsigned kAll = 0xffffffff;
 constexpr float kLog2e = 1.4426950408889634f;
+// Beyond it a fused multiply-add no longer takes off exactly what makes the largest exponent 0: the score's rounded
+// multiple, of which lse is made, does.
+constexpr float kFar = 1024;
 
 // ---- tiles in shared memory
 
@@ -53,16 +56,17 @@ struct Rows {
   int count;
 };
 
-// Copies kRows rows from `row` on to a tile, zeros behind the last and beyond D.
+// Copies kRows rows from `row` on to a tile, zeros behind the last and beyond D. A thread copies the same chunk of
+// every so many rows: a multiple of 8, after which chunks are exchanged in the same way.
 template <int kRows, int kWidth, class T>
 __device__ __forceinline__ void copy(Chunk* tile, const Rows<T>& from, int row, int D) {
   constexpr int kChunks = kWidth / 8;
-  for (int i = threadIdx.x; i < kRows * kChunks; i += blockDim.x) {
-    const int r = i / kChunks, chunk = i % kChunks;
-    const bool inside = row + r < from.count && chunk * 8 < D;
-    const T* const source = from.first + (inside ? (row + r) * from.stride + chunk * 8 : 0);
-    ptx::cp_async16(tile + at<kWidth>(r, chunk), source, inside ? 16 : 0);
-  }
+  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks, turn = blockDim.x / kChunks;
+  const int rows = chunk * 8 < D ? min(from.count - row, kRows) : 0;
+  Chunk* to = tile + at<kWidth>(first, chunk);
+  const T* source = from.first + (row + first) * from.stride + chunk * 8;
+  for (int r = first; r < kRows; r += turn, to += turn * kChunks, source += turn * from.stride)
+    ptx::cp_async16(to, r < rows ? source : from.first, r < rows ? 16 : 0);
 }
 
 // ---- the streamed side: two matrices, K and V or Q and dO, in tiles of kTile rows
@@ -281,7 +285,7 @@ template <class T, int kWidth, int kRowTiles, bool kDropout>
 __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T* __restrict__ out,  // [T, H, D]
                                                                  float* __restrict__ lse,           // [H, T]
                                                                  int parts, int slots) {
-  constexpr bool kHeld = kWidth < 64 || !kDropout;
+  constexpr bool kHeld = kWidth < 64 || (kWidth == 64 && kRowTiles == 1);
   if (fill_uncovered(a, out, int64_t(a.heads) * a.D, lse)) return;
   const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
   const Head<T> head(a, work);
@@ -330,7 +334,13 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
 #pragma unroll
           for (int j = 0; j < kTile / 8; ++j) most = fmaxf(most, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
           most = largest_of_row(most);
-          const float shrink = ptx::exp2_approx((largest[i][half] - most) * scale), offset = most * scale;
+          const float shrink = ptx::exp2_approx((largest[i][half] - most) * scale);
+          float offset = most * scale;
+          if (fabsf(offset) > kFar) {
+#pragma unroll
+            for (int j = 0; j < kTile / 8; ++j) s[i][j][2 * half] -= most, s[i][j][2 * half + 1] -= most;
+            offset = 0;
+          }
           largest[i][half] = most;
           total[i][half] *= shrink;
 #pragma unroll
@@ -363,7 +373,8 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
         const float weights = sum_of_row(total[i][half]);
         factor[half] = (kDropout ? a.drop.keep_scale : 1) / weights;
         if (t == 0 && row + 8 * half + g < length)
-          lse[work.head * a.tokens + head.at.start + row + 8 * half + g] = largest[i][half] * a.scale + logf(weights);
+          lse[work.head * a.tokens + head.at.start + row + 8 * half + g] =
+              __fadd_rn(__fmul_rn(largest[i][half], a.scale), logf(weights));
       }
       store<T, kWidth>(sum[i], factor[0], factor[1], queries, warp_row + 16 * i, rows, stride, row, length, a.D);
     }
@@ -429,7 +440,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 
     Operand<kWidth, kHeld> q[1], grad[1];
-    float dq[1][kWidth / 8][4] = {}, offset[2] = {}, delta[2] = {}, total[2] = {};
+    float dq[1][kWidth / 8][4] = {}, row_lse[2] = {}, delta[2] = {}, total[2] = {};
     for (int step = 0; step < stream.tiles; ++step) {
       if (!arrived) stream.next(step);
       if (first + warp_row >= length) continue;
@@ -440,9 +451,11 @@ __global__ void __launch_bounds__(kThreads)
           const int row = first + warp_row + 8 * half + g;
           const bool inside = row < length;
           delta[half] = delta_of<T, kWidth>(douts, warp_row + 8 * half + g, out + before + row * columns, inside, a.D);
-          if (inside) offset[half] = lse[work.head * a.tokens + head.at.start + row] * kLog2e;
+          if (inside) row_lse[half] = lse[work.head * a.tokens + head.at.start + row];
         }
       }
+      const bool far = __any_sync(kAll, fmaxf(fabsf(row_lse[0]), fabsf(row_lse[1])) > kFar);
+      const float times = far ? kLog2e : scale, unit = far ? 0 : kLog2e;
       unsigned kept[2] = {};
       if (kDropout)
 #pragma unroll
@@ -456,12 +469,18 @@ __global__ void __launch_bounds__(kThreads)
         times_transposed<T>(s, q, stream.first(step), part);
         times_transposed<T>(dp, grad, stream.second(step), part);
         if ((step + 1) * kTile > length) hide(s, step * kTile + part, length);
+        if (far) {
+#pragma unroll
+          for (int j = 0; j < kPart / 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) s[0][j][e] = __fsub_rn(__fmul_rn(s[0][j][e], a.scale), row_lse[e / 2]);
+        }
 #pragma unroll
         for (int j = 0; j < kPart / 8; ++j)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const int half = e / 2;
-            const float weight = ptx::exp2_approx(fmaf(s[0][j][e], scale, -offset[half]));
+            const float weight = ptx::exp2_approx(fmaf(s[0][j][e], times, -row_lse[half] * unit));
             total[half] += weight;
             float factor = 1;
             if (kDropout) factor = kept[half] >> (part / 4 + 2 * j + e % 2) & 1 ? a.drop.keep_scale : 0;
@@ -478,24 +497,33 @@ __global__ void __launch_bounds__(kThreads)
       const int row = first + warp_row + 8 * half + g;
       inverse[half] = 1 / sum_of_row(total[half]);
       if (t == 0 && row < length) {
-        statistics.of(0, work.head, head.at, work.sequence)[row] = offset[half];
+        statistics.of(0, work.head, head.at, work.sequence)[row] = row_lse[half];
         statistics.of(1, work.head, head.at, work.sequence)[row] = delta[half];
         statistics.of(2, work.head, head.at, work.sequence)[row] = inverse[half];
       }
     }
-    T* const rows = dqkv + head.at.start * 3 * columns + work.head * a.D;
+    T* const rows = dqkv + 3 * columns * head.at.start + work.head * a.D;
     store<T, kWidth>(dq[0], inverse[0] * a.scale, inverse[1] * a.scale, queries, warp_row, rows, 3 * columns,
                      first + warp_row, length, a.D);
   }
 }
 
-// The bits of a tile of queries against the 64 keys of a block: bit 2j + low of mask[pair][query] is 1 where the weight
-// of key 8j + 2 pair + low is kept.
-__device__ __forceinline__ void make_mask(uint16_t* mask, const Attention& a, Key key, Work work, int query,
+// The bits of a tile of queries against the 64 keys of a block, 16 for a query and column pair: bit 2j + low is 1 where
+// the weight of key 8j + 2 pair + low is kept. Two queries share a word, mask[query / 2][pair]: what the lanes of a
+// warp read together is then in different banks.
+constexpr int kMask = 2 * kTile;  // words
+
+__device__ __forceinline__ void make_mask(uint32_t* mask, const Attention& a, Key key, Work work, int query,
                                           int block) {
-  for (int i = threadIdx.x; i < 4 * kTile; i += blockDim.x) {
-    const Words bits = attention_bits(key, block, i / kTile, query + i % kTile, work.head, work.sequence);
-    mask[i] = uint16_t(kept_of(bits, a.drop.threshold));
+  for (int i = threadIdx.x; i < kMask; i += blockDim.x) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int low = 0; low < 2; ++low) {
+      const int of_word = query + i / 4 * 2 + low;
+      const Words bits = attention_bits(key, block, i % 4, of_word, work.head, work.sequence);
+      word |= kept_of(bits, a.drop.threshold) << 16 * low;
+    }
+    mask[i] = word;
   }
 }
 
@@ -505,7 +533,7 @@ __global__ void __launch_bounds__(kThreads)
                               T* __restrict__ dqkv,                     // [T, 3, H, D]: dK and dV of it
                               Statistics statistics, int parts, int slots) {
   constexpr int kPart = kWidth > 32 ? 16 : 64;  // queries at a time
-  constexpr bool kHeld = kWidth <= 64;
+  constexpr bool kHeld = kWidth < 64 || (kWidth == 64 && !kDropout);
   constexpr int kUnroll = kWidth > 64 ? 1 : kTile / kPart;
   const Work work = work_of(a, parts, int(blockIdx.x));
   const Head<T> head(a, work);
@@ -517,8 +545,8 @@ __global__ void __launch_bounds__(kThreads)
   const Key key = kDropout ? site_key(a.drop) : Key{};
   FB_DYNAMIC_SHARED(shared);
   Chunk *const keys = reinterpret_cast<Chunk*>(shared), *const values = keys + rows_of_block * kWidth / 8;
-  uint16_t* const masks = reinterpret_cast<uint16_t*>(values + rows_of_block * kWidth / 8);  // [2][blocks][4][kTile]
-  const int blocks = rows_of_block / kTile, mask_size = kDropout ? blocks * 4 * kTile : 0;
+  uint32_t* const masks = reinterpret_cast<uint32_t*>(values + rows_of_block * kWidth / 8);  // [2][blocks][kMask]
+  const int blocks = rows_of_block / kTile, mask_size = kDropout ? blocks * kMask : 0;
   Stream<kWidth, T> stream(reinterpret_cast<Chunk*>(masks + 2 * mask_size), head.q, grads, a.D, slots);
   stream.lse = statistics.of(0, work.head, head.at, work.sequence);
   stream.delta = statistics.of(1, work.head, head.at, work.sequence);
@@ -543,10 +571,10 @@ __global__ void __launch_bounds__(kThreads)
     Operand<kWidth, kHeld> k[1], v[1];
     float dk[1][kWidth / 8][4] = {}, dv[1][kWidth / 8][4] = {};
     for (int step = 0; step < stream.tiles; ++step) {
-      uint16_t* const mask = masks + step % 2 * mask_size;
+      uint32_t* const mask = masks + step % 2 * mask_size;
       if (kDropout)
         for (int block = 0; block < blocks; ++block)
-          make_mask(mask + block * 4 * kTile, a, key, work, step * kTile, first / kTile + block);
+          make_mask(mask + block * kMask, a, key, work, step * kTile, first / kTile + block);
       if (!arrived) {
         stream.next(step);
       } else if (kDropout) {
@@ -555,8 +583,10 @@ __global__ void __launch_bounds__(kThreads)
       if (first + warp_row >= length) continue;
       if (step == 0) k[0].load(keys, warp_row), v[0].load(values, warp_row);
       const float* const numbers = stream.numbers(step);
+      const bool far = __any_sync(kAll, fmaxf(fabsf(numbers[lane()]), fabsf(numbers[lane() + 32])) > kFar);
+      const float times = far ? kLog2e : scale, unit = far ? 0 : kLog2e;
       // Keys g and g + 8 of this warp are in one block of 64: bits 2j + low and 2j + 2 + low of the column pair g / 2.
-      const uint16_t* const kept = mask + (warp_row / kTile * 4 + g % 8 / 2) * kTile;
+      const uint32_t* const pairs = mask + warp_row / kTile * kMask + g % 8 / 2;
       const int bit = warp_row % kTile / 8 * 2 + g % 2;
 #pragma unroll(kUnroll)
       for (int part = 0; part < kTile; part += kPart) {
@@ -566,15 +596,24 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int j = 0; j < kPart / 8; ++j) {
           const int query = part + 8 * j + 2 * t;
+          const uint32_t kept = kDropout ? pairs[query / 2 * 4] : 0;  // of both queries
 #pragma unroll
           for (int low = 0; low < 2; ++low) {
-            const float offset = numbers[query + low], delta = numbers[kTile + query + low];
+            const float of_query = numbers[query + low], delta = numbers[kTile + query + low];
             const float inverse = numbers[2 * kTile + query + low];
-            const unsigned bits = kDropout ? kept[query + low] >> bit : 0;
+            const unsigned bits = kDropout ? kept >> 16 * low >> bit : 0;
+            const float offset = of_query * unit;
+            if (far) {
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                float& score = s[0][j][2 * half + low];
+                score = __fsub_rn(__fmul_rn(score, a.scale), of_query);
+              }
+            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               float &score = s[0][j][2 * half + low], &gradient = dp[0][j][2 * half + low];
-              const float weight = ptx::exp2_approx(fmaf(score, scale, -offset)) * inverse;
+              const float weight = ptx::exp2_approx(fmaf(score, times, -offset)) * inverse;
               float factor = 1;
               if (kDropout) factor = bits >> 2 * half & 1 ? a.drop.keep_scale : 0;
               score = weight * factor;
@@ -588,7 +627,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 
     if (first + warp_row >= length) continue;
-    T* const rows = dqkv + head.at.start * 3 * columns + columns + work.head * a.D;
+    T* const rows = dqkv + 3 * columns * head.at.start + columns + work.head * a.D;
     store<T, kWidth>(dk[0], a.scale, a.scale, keys, warp_row, rows, 3 * columns, first + warp_row, length, a.D);
     store<T, kWidth>(dv[0], 1, 1, values, warp_row, rows + columns, 3 * columns, first + warp_row, length, a.D);
   }
@@ -619,7 +658,8 @@ Plan plan_of(const Attention& a, int rows_of_warp, int row_chunks, int tile_chun
          (warps < 4 || 2 * bytes_of(warps) > limit))
     warps *= 2;
   const int row_tiles = (a.longest + warps * rows_of_warp - 1) / (warps * rows_of_warp);
-  const int64_t heads = int64_t(a.heads) * a.sequences, wanted = (4 * multiprocessors() + heads - 1) / heads;
+  const int64_t heads = std::max<int64_t>(1, int64_t(a.heads) * a.sequences);
+  const int64_t wanted = (4 * multiprocessors() + heads - 1) / heads;
   const int parts = slots_of(warps) >= tiles ? int(std::min<int64_t>(row_tiles, wanted)) : row_tiles;
   return {warps, parts, slots_of(warps), size_t(bytes_of(warps))};
 }
@@ -635,7 +675,7 @@ const char* run(const Attention& a, const Plan& plan, int64_t more, void* stream
 
 template <class T, int kWidth, bool kDropout>
 const char* forward(const Attention& a, void* out, float* lse, void* stream) {
-  constexpr int kRowTiles = kWidth > 64 ? 1 : 2;
+  constexpr int kRowTiles = kWidth > 64 || (kWidth == 64 && kDropout) ? 1 : 2;
   const Plan plan = plan_of(a, 16 * kRowTiles, kWidth / 8, Stream<kWidth, T>::chunks(false));
   return run(a, plan, fill_blocks(a), stream, attention_fwd_kernel<T, kWidth, kRowTiles, kDropout>,
              static_cast<T*>(out), lse);

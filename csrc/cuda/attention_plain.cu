@@ -109,7 +109,7 @@ struct Head {
         first(work.part * kBlock),
         row(int(threadIdx.x) / 32 * kRows),
         columns(int64_t(a.heads) * a.D) {
-    const T* const start = static_cast<const T*>(a.qkv) + at.start * 3 * columns + work.head * D;
+    const T* const start = static_cast<const T*>(a.qkv) + 3 * columns * at.start + work.head * D;
     q = {start, 3 * columns, at.length, D}, k = {start + columns, 3 * columns, at.length, D};
     v = {start + 2 * columns, 3 * columns, at.length, D};
   }
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) attention_plain_fwd_kernel(Attention
     dot(weights, queries + head.row * (D | 1), keys, D);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float score = step + lane() < length ? weights[r] * a.scale : -INFINITY;
+      const float score = step + lane() < length ? __fmul_rn(weights[r], a.scale) : -INFINITY;
       const float most = fmaxf(largest[r], largest_of_warp(score)), shrink = expf(largest[r] - most);
       largest[r] = most;
       weights[r] = expf(score - most);
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kThreads)
     dot(ds, douts + head.row * (D | 1), values, D);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float weight = step + lane() < length ? expf(scores[r] * a.scale - offset[r]) : 0;
+      const float weight = step + lane() < length ? expf(__fsub_rn(__fmul_rn(scores[r], a.scale), offset[r])) : 0;
       float factor = a.drop.keep_scale;
       if (a.drop.threshold && !keeps(a, site, head.first + head.row + r, step + lane(), work)) factor = 0;
       total[r] += weight;
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads)
     const int row = head.first + head.row + r;
     const float inverse = 1 / sum_of_warp(total[r]);
     if (row >= length) continue;
-    store(dq[r], inverse * a.scale, dqkv + (head.at.start + row) * 3 * columns + work.head * D, D);
+    store(dq[r], inverse * a.scale, dqkv + 3 * columns * (head.at.start + row) + work.head * D, D);
     if (lane() == 0) {
       statistics.of(0, work.head, head.at, work.sequence)[row] = offset[r];
       statistics.of(1, work.head, head.at, work.sequence)[row] = delta[r];
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kThreads)
     dot(ds, values + head.row * (D | 1), douts, D);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float weight = inside ? expf(weights[r] * a.scale - offset) * inverse : 0;
+      const float weight = inside ? expf(__fsub_rn(__fmul_rn(weights[r], a.scale), offset)) * inverse : 0;
       float factor = a.drop.keep_scale;
       if (a.drop.threshold && !keeps(a, site, query, head.first + head.row + r, work)) factor = 0;
       weights[r] = weight * factor;
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int r = 0; r < kRows; ++r) {
     const int row = head.first + head.row + r;
     if (row >= length) continue;
-    T* const place = dqkv + (head.at.start + row) * 3 * head.columns + head.columns + work.head * D;
+    T* const place = dqkv + 3 * head.columns * (head.at.start + row) + head.columns + work.head * D;
     store(dk[r], a.scale, place, D);
     store(dv[r], 1, place + head.columns, D);
   }

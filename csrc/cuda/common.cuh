@@ -22,18 +22,6 @@ namespace fastbert::cuda {
 #ifndef FB_CUDA_ON_CPU
 inline const char* words(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
 
-// Launches on the current device and returns what went wrong, or nullptr. Nothing here waits, so graphs can capture it.
-template <class... Params, class... Args>
-const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, Args... args) {
-  constexpr size_t kWithoutAsking = 48 << 10;
-  if (shared_bytes > kWithoutAsking) {  // granted for one device, and cheap enough to ask each time
-    const auto bytes = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    if (const char* error = words(cudaFuncSetAttribute(kernel, bytes, int(shared_bytes)))) return error;
-  }
-  kernel<<<grid, block, shared_bytes, static_cast<cudaStream_t>(stream)>>>(args...);
-  return words(cudaGetLastError());
-}
-
 inline int attribute(cudaDeviceAttr which) {
   int device = 0, value = 0;
   cudaGetDevice(&device);
@@ -42,6 +30,30 @@ inline int attribute(cudaDeviceAttr which) {
 }
 inline int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
 inline int shared_memory_limit() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }  // bytes, of a block
+
+// Lets a kernel have all the shared memory of the device. Always the same for a kernel and a device, for the latest
+// value counts in all threads of the process.
+template <class... Params>
+const char* allow_shared_memory(void (*kernel)(Params...)) {
+  cudaFuncAttributes has;
+  cudaError_t error = cudaFuncGetAttributes(&has, kernel);
+  if (error == cudaSuccess) {
+    const int bytes = shared_memory_limit() - int(has.sharedSizeBytes);
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  }
+  if (error != cudaSuccess) cudaGetLastError();  // is reported here, not by the next launch
+  return words(error);
+}
+
+// Launches on the current device and returns what went wrong, or nullptr. Nothing here waits, so graphs can capture it.
+template <class... Params, class... Args>
+const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, Args... args) {
+  constexpr size_t kWithoutAsking = 48 << 10;
+  if (shared_bytes > kWithoutAsking)
+    if (const char* error = allow_shared_memory(kernel)) return error;
+  kernel<<<grid, block, shared_bytes, static_cast<cudaStream_t>(stream)>>>(args...);
+  return words(cudaGetLastError());
+}
 #endif
 
 // N elements that move in as few instructions as their size allows, 16 bytes each at most. Index with pointers to Vec:

@@ -28,15 +28,16 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 // the cp_async_wait of its group, to others after a barrier behind that.
 __device__ __forceinline__ void cp_async16(void* shared, const void* global, int source_bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(shared)), "l"(global),
-               "r"(source_bytes));
+               "r"(source_bytes)
+               : "memory");
 }
 
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n"); }
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
 // Waits until at most kPending of this thread's latest groups are under way.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending));
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
 // Four 8 x 8 matrices of 16-bit elements; lanes 8i to 8i + 7 give the addresses of the rows of matrix i. r[i] of lane l

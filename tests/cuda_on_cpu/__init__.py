@@ -135,6 +135,16 @@ def shared_memory(kibibytes: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def multiprocessors(count: int) -> Iterator[None]:
+    """Within this block the device has so many, not 3."""
+    library().cuda_on_cpu_set_multiprocessors(count)
+    try:
+        yield
+    finally:
+        library().cuda_on_cpu_set_multiprocessors(3)
+
+
+@contextlib.contextmanager
 def overlap() -> Iterator[None]:
     """Within this block, threads may write the same addresses of global memory: for inputs that make no sense."""
     if backends._PROBLEMS["cuda"] is not problem or problem():

@@ -252,6 +252,7 @@ void run_block() {
 }
 
 int shared_limit = kSharedLimit;  // bytes that a block may have
+int processors = 3;
 
 std::string bad_configuration(dim3 grid, dim3 block, size_t shared_bytes) {
   const auto words = [](dim3 size) { return text({size.x, size.y, size.z}); };
@@ -284,10 +285,12 @@ const bool order_is_set = [] {
 
 extern "C" {
 [[gnu::visibility("default")]] void cuda_on_cpu_set_order(const char* words) { device.order = parse(words); }
+[[gnu::visibility("default")]] void cuda_on_cpu_set_multiprocessors(int count) { processors = count; }
 [[gnu::visibility("default")]] void cuda_on_cpu_set_shared_memory(int bytes) { shared_limit = bytes; }
 [[gnu::visibility("default")]] void cuda_on_cpu_allow_overlap(bool allowed) { checker::allow_overlap(allowed); }
 }
 
+int multiprocessors() { return processors; }
 int shared_memory_limit() { return shared_limit; }
 
 const char* run_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*kernel)(const void*), const void* parameters) {

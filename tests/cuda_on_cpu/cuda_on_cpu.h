@@ -119,6 +119,7 @@ inline float exp2_approx(float x) {
 
 // ---- launches
 
+int multiprocessors();
 int shared_memory_limit();
 const char* run_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*kernel)(const void*), const void* parameters);
 
@@ -140,7 +141,7 @@ const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shar
       &call);
 }
 
-inline int multiprocessors() { return 3; }
+inline int multiprocessors() { return ::cuda_on_cpu::multiprocessors(); }
 inline int shared_memory_limit() { return ::cuda_on_cpu::shared_memory_limit(); }
 
 }  // namespace fastbert::cuda
@@ -205,8 +206,14 @@ inline float __fdividef(float p, float q) { return p / q; }
 inline float __frcp_rn(float x) { return 1 / x; }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
+// Rounded by themselves: the compiler, which fuses products and sums as nvcc does, cannot look through them.
+inline float rounded(float x) {
+  asm("" : "+m"(x));
+  return x;
+}
+inline float __fmul_rn(float a, float b) { return rounded(a * b); }
+inline float __fadd_rn(float a, float b) { return rounded(rounded(a) + rounded(b)); }
+inline float __fsub_rn(float a, float b) { return __fadd_rn(a, -b); }
 inline float __saturatef(float x) { return x > 0 ? (x < 1 ? x : 1) : 0; }
 inline int __float2int_rn(float x) { return int(nearbyintf(x)); }
 inline int __float2int_rd(float x) { return int(floorf(x)); }
