@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-sanitizers | bench | compile-report | lint. All run in .venv, which is made on the first call.
+# make demo | examples | test | test-all | test-sanitizers | bench | compile-report | lint. All run in .venv, which is made on the first call.
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -6,10 +6,16 @@ BIN := $(VENV)/bin
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 SOURCES := $(wildcard csrc/*.* csrc/*/*.*) setup.py CMakeLists.txt pyproject.toml
 
-.PHONY: demo test test-all test-sanitizers bench compile-report lint clean
+.PHONY: demo examples test test-all test-sanitizers bench compile-report lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/search_python_docs.py
+
+# Training, beside the same training in pure PyTorch; plots in build/examples. It fails where the two come apart.
+examples: $(VENV)/installed
+	$(BIN)/pip install --quiet scikit-learn matplotlib
+	$(BIN)/python examples/pretrain_mlm.py
+	$(BIN)/python examples/finetune_classifier.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m "not slow"

@@ -1,4 +1,4 @@
-"""The command `fastbert`: search, embed, info."""
+"""The command `fastbert`: search, embed, check, info."""
 
 import argparse
 import os
@@ -18,14 +18,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; 0 on success, 2 with one line on stderr for what a user can mend."""
+    """Runs the command; 0 on success, 1 for a check that fails, 2 with one line on stderr for what a user can mend."""
     args = _parser().parse_args(arguments)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except (OSError, ValueError, TypeError, RuntimeError, AssertionError, ModuleNotFoundError) as error:
         print(f"fastbert: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,9 +48,52 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--dtype", choices=DTYPES, default="float32")
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
+    _add_check(commands)
+
     info = commands.add_parser("info", help="what a bug report needs: versions, backends, architectures, driver")
     info.set_defaults(run=_info)
     return parser
+
+
+def _add_check(commands) -> None:
+    from fastbert.check import BACKENDS
+
+    check = commands.add_parser("check", help="compare your model on your text with float64 and with transformers")
+    check.add_argument("--model", type=Path, help="a BERT directory (default: all-MiniLM-L6-v2, if installed)")
+    check.add_argument("--text", type=Path, help="texts, one a line (default: Python's documentation)")
+    check.add_argument("--json", type=Path, metavar="OUT", help="write the report there as well")
+    check.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    check.add_argument("--dtypes", nargs="+", choices=[*DTYPES, "float64"], default=[*DTYPES, "float64"])
+    check.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    check.add_argument("--max-length", type=int, default=64, help="tokens of a text (default: 64)")
+    check.add_argument("--batch", type=int, default=4, help="texts to check on (default: 4)")
+    check.set_defaults(run=_check)
+
+
+def _check(args: argparse.Namespace) -> int:
+    """1 where the accuracy rule is broken, else 0."""
+    from rich.console import Console
+
+    from fastbert import check
+    from fastbert.sentences import minilm
+
+    if args.batch < 1:
+        raise ValueError(f"--batch is {args.batch}; expected at least 1")
+    texts = check.spread(_lines(args.text), args.batch) if args.text else check.default_texts(args.batch)
+    with Console(stderr=True).status("reading") as status:
+        report = check.run(
+            args.model or minilm(),
+            texts,
+            device=args.device,
+            dtypes=args.dtypes,
+            names=args.backends,
+            max_length=args.max_length,
+            tell=status.update,
+        )
+    check.show(report)
+    if args.json:
+        report.write(args.json, versions=_versions(), machine=dict(_machine()))
+    return 0 if report.ok else 1
 
 
 def _search(args: argparse.Namespace) -> None:
@@ -126,12 +168,24 @@ def _encode(encoder, texts: list[str]):
 
 
 def _info(args: argparse.Namespace) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in _versions().items())
+    for name, value in [("versions", versions), *_machine()]:
+        print(f"{name + ':':20}{value}")
+    print()
+    fastbert.explain()
+
+
+def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "fastbert": fastbert.__version__}
-    versions |= {name: _version(name) for name in ("torch", "triton", "transformers", "tokenizers", "safetensors")}
+    return versions | {
+        name: _version(name) for name in ("torch", "triton", "transformers", "tokenizers", "safetensors")
+    }
+
+
+def _machine() -> list[tuple[str, str]]:
     processor = backends.cpuinfo("model name") or platform.processor()
     lines = [
         ("system", f"{platform.system()} {platform.machine()}, {processor}, {os.cpu_count()} cores"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("torch", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"),
         ("GPU", _gpu()),
         ("driver", f"serves CUDA {backends.driver_version() / 1000:.1f}" if backends.driver_version() else "none"),
@@ -139,10 +193,7 @@ def _info(args: argparse.Namespace) -> None:
     lines += [(name, str(value)) for name, value in backends.build_info().items()]
     if backends.EXTENSION_PROBLEM:
         lines.append(("kernels", backends.EXTENSION_PROBLEM))
-    for name, value in lines:
-        print(f"{name + ':':20}{value}")
-    print()
-    fastbert.explain()
+    return lines
 
 
 def _version(name: str) -> str:

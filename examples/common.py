@@ -1,0 +1,159 @@
+"""What the training examples share: the same training in pure PyTorch beside fastbert's, and the verdict on both.
+
+The plain run is `fastbert/reference.py` on the padded batch, with no operation of fastbert in it. Dropout is on: its
+masks are made from the key that fastbert's forward draws as well, by `fastbert.random`, in plain PyTorch. Training
+amplifies rounding errors, so a third run, `nudged`, says how much: the plain run again, after every weight has been
+moved by one unit in its last place. Two curves coincide where fastbert stays as near to the plain run as that.
+"""
+
+import argparse
+import copy
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fastbert import random, reference
+
+FACTOR = 3  # of the nudged run's distance: that of the accuracy rule for gradients (fastbert/testing.py)
+ROUNDINGS = 4  # of the loss itself: early on nudged often has the very same number
+
+
+def options(doc: str, **more: int) -> argparse.Namespace:
+    """--steps and --output, which is made, and other numbers of steps."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    for name, default in {"steps": 300, **more}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--output", type=Path, default=Path("build/examples"))
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+class PlainBert(nn.Module):
+    """reference.py's BERT on the batches of PackingCollator: padded, with fastbert's dropout. Heads are added to it."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.config, self.bert = config, reference.BertModel(config)
+
+    def encode(self, batch: dict) -> tuple[Tensor, Tensor]:
+        """The last hidden state of real tokens (T, C), and the pooled output (B, C)."""
+        lengths = batch["cu_seqlens"].diff().long()
+        visible = torch.arange(batch["max_seqlen"]) < lengths[:, None]
+        ids = torch.zeros(visible.shape, dtype=torch.int64).masked_scatter(visible, batch["input_ids"])
+        masks = dropout_masks(self.config, random.new_key(), visible) if self.training else None
+        states, pooled = self.bert(ids, visible, masks=masks)
+        return states[-1][visible], pooled
+
+
+def dropout_masks(config, key: Tensor, visible: Tensor) -> dict[int, Tensor]:
+    """The dropout contract of fastbert.random, for every site, on the grid of a padded batch."""
+    (batch, seqlen), tokens = visible.shape, int(visible.sum())
+    p, q = config.hidden_dropout_prob, config.attention_probs_dropout_prob
+
+    def rows(site: int) -> Tensor:
+        kept = random.row_keep(key, site, tokens, config.hidden_size, p) * random.keep_scale(p, random.ROW_BITS)
+        return torch.ones(batch, seqlen, config.hidden_size).masked_scatter(visible[..., None], kept.float())
+
+    masks = {random.EMBEDDING_SITE: rows(random.EMBEDDING_SITE)}
+    for layer in range(config.num_hidden_layers):
+        weights, *others = random.layer_sites(layer)
+        keep = random.attention_keep(key, weights, batch, config.num_attention_heads, seqlen, q)
+        masks[weights] = keep * random.keep_scale(q, random.ATTENTION_BITS)
+        masks |= {site: rows(site) for site in others}
+    return masks
+
+
+class Run:
+    """A model in training: its optimizer, its losses, its seconds. The model gives the loss of a batch."""
+
+    def __init__(self, name: str, model: nn.Module, loss, steps: int, lr: float) -> None:
+        self.name, self.model, self.loss = name, model.train(), loss
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
+        warm = max(1, steps // 10)
+        schedule = lambda step: min((step + 1) / warm, (steps - step) / (steps - warm + 1))  # noqa: E731
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
+        self.losses, self.seconds = [], 0.0
+
+    def step(self, batch: dict) -> None:
+        start = time.perf_counter()
+        torch.manual_seed(len(self.losses))  # decides all dropout of this step
+        loss = self.loss(batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.losses.append(loss.item())
+        self.seconds += time.perf_counter() - start
+
+
+@torch.no_grad()
+def nudge(model: nn.Module) -> nn.Module:
+    """Moves every weight to the next number of its dtype, up or down at random."""
+    for parameter in model.parameters():
+        up = torch.rand_like(parameter) < 0.5
+        parameter.copy_(parameter.nextafter(torch.where(up, torch.inf, -torch.inf)))
+    return model
+
+
+def three_runs(model: nn.Module, plain: nn.Module, steps: int, lr: float) -> list[Run]:
+    """fastbert, plain and nudged, all from the same weights."""
+    nudged = nudge(copy.deepcopy(plain))
+    losses = {
+        "fastbert": (model, lambda batch: model(**batch).loss),
+        "plain": (plain, plain),
+        "nudged": (nudged, nudged),
+    }
+    return [Run(name, part, loss, steps, lr) for name, (part, loss) in losses.items()]
+
+
+def train(runs: list[Run], batches, steps: int) -> None:
+    """The same batches for all runs, step by step, with a progress bar."""
+    from rich.progress import Progress
+
+    with Progress(*Progress.get_default_columns(), "loss {task.fields[loss]:.3f}") as bar:
+        task = bar.add_task("training, each in turn", total=steps, loss=0.0)
+        for _, batch in zip(range(steps), batches, strict=False):
+            for run in runs:
+                run.step(batch)
+            bar.update(task, advance=1, loss=runs[0].losses[-1])
+
+
+def verdict(runs: list[Run], path: Path) -> int:
+    """Plots the curves, prints how far they are apart; 0 where they coincide, else 1. runs: fastbert, plain, nudged."""
+    shared = len(runs[1].losses)  # fastbert's run may have gone on
+    losses = [torch.tensor(run.losses[:shared], dtype=torch.float64) for run in runs]
+    apart, drift = ((curve - losses[1]).abs() for curve in (losses[0], losses[2]))
+    plot(runs, apart, drift, path)
+    for run in runs:
+        pace = f"{run.seconds / len(run.losses) * 1e3:6.0f} ms a step"
+        print(f"{run.name:9}{pace}, loss at step {shared}: {run.losses[shared - 1]:.6f}")
+    # At every step, so that an early difference is not excused by how far rounding has led by the end.
+    allowed = FACTOR * drift.cummax(0).values + ROUNDINGS * torch.finfo(torch.float32).eps * losses[1].max()
+    ok = bool((apart <= allowed).all())  # False for NaN
+    print(f"largest difference of the losses over {shared} steps: fastbert {apart.max():.1e}, nudged {drift.max():.1e}")
+    print(f"allowed at each step: {FACTOR} x the largest of nudged so far, and {ROUNDINGS} roundings of the loss")
+    print(f"the curves {'coincide' if ok else 'DO NOT COINCIDE'} ({path})")
+    return 0 if ok else 1
+
+
+def plot(runs: list[Run], apart: Tensor, drift: Tensor, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file, on a machine without a screen
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(7, 6), layout="constrained")
+    for run, style in zip(runs[:2], ("-", "--"), strict=True):
+        above.plot(run.losses, style, label=run.name)
+    above.set_ylabel("training loss")
+    for name, values in (("fastbert", apart), ("nudged", drift)):
+        below.semilogy(values.clamp(min=1e-9), label=f"{name} - plain")
+    below.set(xlabel="step", ylabel="difference of the losses")
+    above.legend()
+    below.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,494 @@
+"""`fastbert check`: the accuracy rule on a checkpoint and a text of one's own.
+
+Every dtype and backend that runs here computes hidden states, logits, the loss and all gradients of one padded batch,
+in evaluation mode. The truth is transformers' eager model in float64, on the weights rounded to the dtype, and
+`reference.py` has to agree with it; bounds come from the errors of transformers' eager and SDPA models in the dtype
+itself (`fastbert.testing`), in float32 on a CPU with each of PyTorch's two libraries for matrix products. Both sides
+read the checkpoint by themselves, so its translation is checked too.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import fastbert
+from fastbert import backends, checkpoint, reference, testing
+from fastbert.config import BertConfig
+from fastbert.model import Saveable
+from fastbert.testing import Result, Row
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DEFAULT = "default"  # the order of preference, no backend forced
+BACKENDS = (DEFAULT, *backends.BACKENDS)
+TRUTH = "truth"  # in place of a backend: reference.py against transformers, in float64
+_LOGITS = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
+_OF_TOKENS = ("start_logits", "end_logits")  # (B, S); other logits are of tokens if they are (B, S, classes)
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Line(Row):
+    """One row of the report. difference: between fastbert and transformers with SDPA, in the same dtype."""
+
+    difference: float = math.nan
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One dtype on one backend. kernels: the operations that each backend ran."""
+
+    dtype: str
+    backend: str
+    lines: list[Line]
+    kernels: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return all(line.ok for line in self.lines)
+
+
+@dataclass(frozen=True)
+class Omission:
+    """What could not be checked, and why."""
+
+    dtype: str
+    backend: str
+    reason: str
+
+
+@dataclass
+class Report:
+    """What `run` found. ok: every row that could be checked obeys the rule."""
+
+    model: str
+    architecture: str
+    device: str
+    batch: str
+    checks: list[Check] = field(default_factory=list)
+    omissions: list[Omission] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    def write(self, path: Path, **about: object) -> None:
+        """As JSON. about: what else the file should say (versions, machine)."""
+        values = {"ok": self.ok, **about, **asdict(self)}
+        for check, written in zip(self.checks, values["checks"], strict=True):
+            for line, row in zip(check.lines, written["lines"], strict=True):
+                row["ok"] = line.ok
+        path.write_text(json.dumps(_finite(values), indent=1) + "\n", encoding="utf-8")
+
+
+def _finite(value):
+    """JSON has no NaN and no infinity: they become strings."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def run(
+    directory: str | Path,
+    texts: list[str],
+    *,
+    device: str = "cpu",
+    dtypes: list[str] = tuple(DTYPES),
+    names: list[str] = BACKENDS,
+    max_length: int = 128,
+    tell: Callable[[str], None] = lambda what: None,
+) -> Report:
+    """Checks a directory with a BERT and its tokenizer on one batch of texts.
+
+    dtypes, names: of DTYPES and BACKENDS. max_length: longer texts are cut, in tokens. tell: is told what runs next.
+    Raises FileNotFoundError, ValueError and RuntimeError for a model, a tokenizer or texts that cannot be used.
+    """
+    torch.empty(0, device=device)  # a device that is not there is better known before a model is read
+    subject = _Subject.read(Path(directory), device)
+    sample = _sample(subject, texts, max_length)
+    mask = sample.inputs["attention_mask"]
+    batch = f"{len(texts)} texts, {int(mask.sum())} tokens, padded to {' x '.join(map(str, mask.shape))}"
+    report = Report(str(directory), subject.name, device, batch)
+    for dtype in dtypes:
+        tell(f"{dtype}: transformers")
+        try:
+            yardstick = _Yardstick.measure(subject, DTYPES[dtype], sample)
+        except _NotFinite as problem:
+            report.omissions.append(Omission(dtype, "all", str(problem)))
+            continue
+        report.checks.append(Check(dtype, TRUTH, [yardstick.reference]))
+        for name in names:
+            tell(f"{dtype}: {name}")
+            found = _repeats(report, dtype, name) or _check(subject, dtype, name, sample, yardstick)
+            (report.checks if isinstance(found, Check) else report.omissions).append(found)
+    return report
+
+
+def _repeats(report: Report, dtype: str, name: str) -> Omission | None:
+    """A backend that is all that the order of preference chose would compute the same again."""
+    found = next((c for c in report.checks if (c.dtype, c.backend) == (dtype, DEFAULT)), None)
+    return Omission(dtype, name, f"that is what {DEFAULT} ran") if found and list(found.kernels) == [name] else None
+
+
+# ---- the model, in both libraries
+
+
+class _Subject(NamedTuple):
+    """A checkpoint, and what its config.json says that it is."""
+
+    directory: Path
+    config: BertConfig
+    name: str  # of the class, in either library
+    arguments: dict[str, bool]  # of its constructor
+    device: str
+
+    @classmethod
+    def read(cls, directory: Path, device: str) -> "_Subject":
+        config = BertConfig.from_pretrained(directory)
+        names = config.extra.get("architectures") or ()
+        name = next((name for name in names if _is_head(getattr(fastbert, name, None))), "BertModel")
+        pooled = any(key.startswith("pooler.") for key in checkpoint.to_ours(checkpoint.read(directory)))
+        return cls(directory, config, name, {"add_pooling_layer": pooled} if name == "BertModel" else {}, device)
+
+    def ours(self, dtype: torch.dtype) -> Saveable:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = getattr(fastbert, self.name).from_pretrained(self.directory, dtype=dtype, **self.arguments)
+        if caught:  # parameters that are not in the checkpoint are random, and not the same in both libraries
+            raise ValueError(str(caught[0].message))
+        return model.to(self.device)
+
+    def theirs(self, dtype: torch.dtype, attention: str):
+        import transformers
+
+        with _quiet():
+            model = getattr(transformers, self.name).from_pretrained(
+                self.directory, dtype=dtype, attn_implementation=attention, local_files_only=True, **self.arguments
+            )
+        return model.to(self.device).eval()
+
+
+def _is_head(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, Saveable)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars, and its tables of the weights that a bare model leaves out."""
+    from transformers.utils import logging
+
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
+
+
+# ---- the batch
+
+
+class _Sample(NamedTuple):
+    inputs: dict[str, Tensor]
+    labels: dict[str, Tensor]
+    visible: Tensor  # (sequences, S) bool
+
+
+def _sample(subject: _Subject, texts: list[str], max_length: int) -> _Sample:
+    """The texts as a padded batch, with labels for the model's head."""
+    if subject.name == "BertForMultipleChoice":
+        texts = texts[: len(texts) // 2 * 2]  # pairs
+    if not texts:
+        raise ValueError("expected at least one text to check on (two for multiple choice)")
+    tokenizer = _tokenizer(subject.directory)
+    limit = min(max_length, subject.config.max_position_embeddings)
+    if limit <= 2:
+        raise ValueError(f"max_length is {limit}; expected more than the special tokens")
+    ids = tokenizer(texts, truncation=True, max_length=limit)["input_ids"]
+    if subject.name == "BertForQuestionAnswering":  # transformers scores padding, fastbert does not: so there is none
+        limit = min(map(len, ids))
+    inputs = tokenizer(
+        texts,
+        truncation=True,
+        max_length=limit,
+        padding=True,
+        padding_side="right",
+        return_token_type_ids=True,
+        return_attention_mask=True,
+        return_tensors="pt",
+    )
+    inputs = dict(inputs)
+    largest, vocabulary = int(inputs["input_ids"].max()), subject.config.vocab_size
+    if largest >= vocabulary:
+        raise ValueError(f"the tokenizer gives id {largest}, the model embeds {vocabulary} tokens")
+    visible = inputs["attention_mask"].bool()
+    labels = _labels(subject, inputs, visible)
+    if "BertForMaskedLM" == subject.name and tokenizer.mask_token_id is not None:
+        inputs["input_ids"] = inputs["input_ids"].masked_fill(labels["labels"] != _IGNORED, tokenizer.mask_token_id)
+    if subject.name == "BertForMultipleChoice":
+        inputs = {name: value.unflatten(0, (-1, 2)) for name, value in inputs.items()}
+    moved = ({name: tensor.to(subject.device) for name, tensor in part.items()} for part in (inputs, labels))
+    return _Sample(*moved, visible.to(subject.device))
+
+
+def _tokenizer(directory: Path):
+    from transformers import AutoTokenizer
+
+    if not any((directory / name).exists() for name in ("tokenizer.json", "vocab.txt")):
+        raise FileNotFoundError(f"{directory} has neither tokenizer.json nor vocab.txt")  # transformers makes one up
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # what a damaged tokenizer raises has no bounds
+        raise ValueError(f"the tokenizer in {directory} cannot be read: {error}") from error
+
+
+def _labels(subject: _Subject, inputs: dict[str, Tensor], visible: Tensor) -> dict[str, Tensor]:
+    """Labels that the head's loss takes: a fifth of the text's own tokens, or classes in turn; {} without a head."""
+    batch, seqlen = visible.shape
+    classes, row, column = subject.config.num_labels, torch.arange(batch), torch.arange(seqlen)
+    chosen = visible & (column % 5 == 1)
+    words = inputs["input_ids"].masked_fill(~chosen, _IGNORED)
+    match subject.name:
+        case "BertForMaskedLM":
+            return {"labels": words}
+        case "BertForPreTraining":
+            return {"labels": words, "next_sentence_label": row % 2}
+        case "BertForNextSentencePrediction":
+            return {"labels": row % 2}
+        case "BertForMultipleChoice":
+            return {"labels": row[: batch // 2] % 2}
+        case "BertForTokenClassification":
+            return {"labels": ((row[:, None] + column) % classes).masked_fill(~visible, _IGNORED)}
+        case "BertForQuestionAnswering":
+            return {"start_positions": row % seqlen, "end_positions": (row + seqlen // 2) % seqlen}
+        case "BertForSequenceClassification":
+            return {"labels": _classes(subject.config, row)}
+    return {}
+
+
+def _classes(config: BertConfig, row: Tensor) -> Tensor:
+    classes = config.num_labels
+    problem = config.problem_type or ("regression" if classes == 1 else "single_label_classification")
+    if problem == "single_label_classification":
+        return row % classes
+    several = ((row[:, None] + torch.arange(classes)) % 3 == 0).float()
+    return several.squeeze(1) if classes == 1 else several
+
+
+# ---- one run, and what it is measured by
+
+
+class _Run(NamedTuple):
+    """Hidden states and the pooled output, which have another factor than logits and the loss; gradients."""
+
+    states: dict[str, Tensor]
+    scores: dict[str, Tensor]
+    gradients: dict[str, Tensor]  # of the parameters
+    at_scores: dict[str, Tensor]  # gradients of the logits, where the loss comes from them
+
+
+def _compute(model: torch.nn.Module, sample: _Sample) -> _Run:
+    """A forward and a backward of either library's model: from its loss, or from fixed signs where it has none."""
+    dtype, visible = next(model.parameters()).dtype, sample.visible
+    out = model(**sample.inputs, **sample.labels, output_hidden_states=True)
+    states = {f"hidden state {i}": state[visible] for i, state in enumerate(out.hidden_states)}
+    if (pooled := getattr(out, "pooler_output", None)) is not None:
+        states["pooled output"] = pooled
+    scores = {name: getattr(out, name) for name in _LOGITS if getattr(out, name, None) is not None}
+    scores = {name: t[visible] if t.dim() == 3 or name in _OF_TOKENS else t for name, t in scores.items()}
+    logits = {f"d{name}": getattr(out, name) for name in scores}
+    for tensor in logits.values():
+        tensor.retain_grad()
+    if sample.labels:
+        scores["loss"] = out.loss.to(dtype)  # ours is float32 or better
+        out.loss.backward()
+    else:
+        ends = list(states.values())[len(out.hidden_states) - 1 :]
+        torch.autograd.backward(ends, [_signs(end) for end in ends])
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    gradients = {name: g for name, g in checkpoint.to_hugging_face(gradients).items() if name not in checkpoint.TIED}
+    detached = ({name: t.detach() for name, t in part.items()} for part in (states, scores))
+    return _Run(*detached, gradients, {name: t.grad for name, t in logits.items() if t.grad is not None})
+
+
+def _signs(output: Tensor) -> Tensor:
+    """Random numbers 2^-8 and -2^-8: every dtype holds them, and float16 the gradients that follow."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, output.shape, generator=generator) * 2 - 1
+    return (signs / 256).to(output.device, output.dtype)
+
+
+class _NotFinite(ValueError):
+    """transformers' own result has NaN or infinity: nothing can be said about ours."""
+
+
+class _Yardstick(NamedTuple):
+    truth: _Run
+    contenders: list[_Run]  # transformers in the dtype; first with SDPA, as people run it
+    reference: Line
+
+    @classmethod
+    def measure(cls, subject: _Subject, dtype: torch.dtype, sample: _Sample) -> "_Yardstick":
+        exact = subject.theirs(dtype, "eager").double()
+        truth, line = _compute(exact, sample), _reference_line(subject, exact, sample)
+        models = [subject.theirs(dtype, "sdpa"), subject.theirs(dtype, "eager")]
+        if subject.device == "cpu" and dtype == torch.float32:
+            models.append(_on_onednn(subject.theirs(dtype, "sdpa")))
+        contenders = [_compute(model, sample) for model in models]
+        for name, tensor in ((name, t) for run in contenders for part in run for name, t in part.items()):
+            if not tensor.isfinite().all():
+                raise _NotFinite(f"transformers' own {name} is not finite")
+        return cls(truth, contenders, line)
+
+
+def _on_onednn(model: torch.nn.Module) -> torch.nn.Module:
+    """With dense layers as PyTorch's compiler computes them: they add up in another order than its eager ones."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.forward = functools.partial(testing.onednn_linear, weight=module.weight, bias=module.bias)
+    return model
+
+
+def _reference_line(subject: _Subject, exact: torch.nn.Module, sample: _Sample) -> Line:
+    """reference.py's hidden states, float64: the worst of them beside the truth."""
+    inputs = {name: value.flatten(0, -2) for name, value in sample.inputs.items()}
+    with torch.device("meta"):
+        model = reference.BertModel(subject.config)
+    body = exact.base_model.state_dict()
+    if not any(name.startswith("pooler.") for name in body):
+        model.pooler = torch.nn.Identity()
+    model.load_state_dict(body, assign=True)
+    with torch.no_grad():
+        states, _ = model.eval()(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])
+        truths = exact.base_model(**inputs, output_hidden_states=True).hidden_states
+    ours, truth = (
+        Result({f"hidden state {i}": state[sample.visible] for i, state in enumerate(part)}, {})
+        for part in (states, truths)
+    )
+    worst = max(testing.compare(ours, truth, []), key=_badness)
+    return Line(f"reference.py, worst: {worst.name}", worst.error, worst.bound, worst.baseline)
+
+
+def _check(subject: _Subject, dtype: str, name: str, sample: _Sample, yardstick: _Yardstick) -> Check | Omission:
+    before = backends.calls()
+    model = subject.ours(DTYPES[dtype])
+    try:
+        with fastbert.backend(None if name == DEFAULT else name):
+            mine = _compute(model, sample)
+    except RuntimeError as error:
+        refusal = f"backend {name!r} cannot run "
+        if not str(error).startswith(refusal):
+            raise
+        return Omission(dtype, name, str(error).removeprefix(refusal))
+    return Check(dtype, name, _lines(mine, yardstick), _kernels(before))
+
+
+def _lines(mine: _Run, yardstick: _Yardstick) -> list[Line]:
+    """The rule, row by row; gradients are one row, that of the worst."""
+    truth, contenders = yardstick.truth, yardstick.contenders
+    # A classifier's bias may have a gradient of 0, a sum of gradients of logits that cancel: those set the scale then.
+    scale = truth.at_scores
+    states, scores = (
+        testing.compare(*_results((mine, truth), part, scale), _results(contenders, part, scale), factor=factor)
+        for part, factor in (("states", 3.0), ("scores", 2.0))
+    )
+    sdpa = contenders[0]
+    rows = [row for row in states if row.name in mine.states] + [row for row in scores if row.name in mine.scores]
+    outputs = [_line(row, mine.states | mine.scores, sdpa.states | sdpa.scores) for row in rows]
+    gradients = [row for row in states if row.name in mine.gradients]
+    worst = max(gradients, key=_badness)
+    obey = f"worst; {sum(row.ok for row in gradients)} of {len(gradients)} gradients obey"
+    return [*outputs, _line(worst, mine.gradients, sdpa.gradients, obey)]
+
+
+def _results(runs: Iterable[_Run], part: str, scale: dict[str, Tensor]) -> list[Result]:
+    """For the rule: states with the gradients, or scores alone. scale: gradients for the size of the largest."""
+    return [Result(getattr(run, part), run.gradients | scale if part == "states" else {}) for run in runs]
+
+
+def _line(row: Row, ours: dict[str, Tensor], theirs: dict[str, Tensor], note: str = "") -> Line:
+    difference = float((ours[row.name].double() - theirs[row.name].double()).abs().max())
+    return Line(row.name, row.error, row.bound, row.baseline, difference, note)
+
+
+def _badness(row: Row) -> float:
+    """How much of its bound an error uses; NaN is worst of all."""
+    if math.isnan(row.error):
+        return math.inf
+    return row.error / row.bound if row.bound else row.error
+
+
+def _kernels(before: dict[tuple[str, str], int]) -> dict[str, list[str]]:
+    ran = sorted((name, op) for (op, name), n in backends.calls().items() if n > before.get((op, name), 0))
+    return {name: [op for other, op in ran if other == name] for name, _ in ran}
+
+
+# ---- for people
+
+
+def show(report: Report) -> None:
+    """Prints a table for each dtype, what was left out, and the verdict."""
+    from rich.console import Console
+
+    console = Console()
+    console.print(f"{report.architecture} in {report.model}, on {report.device}: {report.batch}", highlight=False)
+    for dtype in dict.fromkeys(check.dtype for check in report.checks):
+        console.print(_table(dtype, [check for check in report.checks if check.dtype == dtype]))
+    for omission in report.omissions:
+        line = f"not checked: {omission.dtype}, {omission.backend}: {omission.reason}"
+        console.print(line, style="yellow", highlight=False)
+    lines = [line for check in report.checks for line in check.lines]
+    broken = sum(not line.ok for line in lines)
+    verdict = f"{broken} of {len(lines)} rows break the accuracy rule" if broken else f"all {len(lines)} rows obey"
+    console.print(verdict, style="bold red" if broken else "bold green", highlight=False)
+
+
+def _table(dtype: str, checks: list[Check]):
+    from rich import box
+    from rich.table import Table
+
+    title = f"{dtype}: largest errors, and how far fastbert and transformers are apart"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("backend", "tensor"):
+        table.add_column(column, overflow="fold")
+    for column in ("fastbert", "allowed", "theirs", "apart"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for check in checks:
+        for i, line in enumerate(check.lines):
+            error = f"[{'green' if line.ok else 'bold red'}]{line.error:.1e} {'ok' if line.ok else 'NO'}[/]"
+            numbers = [f"{number:.1e}" for number in (line.bound, line.baseline, line.difference)]
+            if check.backend == TRUTH:
+                numbers[1:] = ["", ""]
+            last = i == len(check.lines) - 1
+            name = f"{line.name} ({line.note})" if line.note else line.name
+            table.add_row("" if i else check.backend, name, error, *numbers, end_section=last)
+    return table
+
+
+def default_texts(count: int) -> list[str]:
+    """Passages of Python's documentation, the first the shortest, so that there is padding."""
+    from fastbert.sentences import python_documentation
+
+    passages = [passage for _, passage in python_documentation()]
+    chosen = passages[:: max(1, len(passages) // count)][:count]
+    return [passage[: 60 + 540 * (i + 1) // count] for i, passage in enumerate(chosen)]
+
+
+def spread(texts: list[str], count: int) -> list[str]:
+    """At most `count` of the texts that are not blank, from beginning to end."""
+    texts = [text for text in texts if text.strip()]
+    return texts[:: max(1, len(texts) // count)][:count]

@@ -1,0 +1,180 @@
+"""`fastbert check` on small checkpoints of every head, on planted faults, and on what a user can mend."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from models import TINY
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+import fastbert
+from fastbert import check, cli
+from fastbert.check import DEFAULT
+
+WORDS = "the cat sat on a mat while it rained and nobody came to see what had become of him".split()
+TEXTS = ["the cat sat", "nobody came to see what had become of the cat", "it rained", "a mat and a cat on him"]
+HEADS = [name for name in fastbert.__all__ if name.startswith("BertFor") and not name.endswith("Output")]
+
+
+def tokenizer():
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    result = Tokenizer(models.WordPiece({word: i for i, word in enumerate(special + WORDS)}, unk_token="[UNK]"))
+    result.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    result.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    result.add_special_tokens(special)
+    return result
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Writes a checkpoint of that class with its tokenizer, as transformers does."""
+
+    def write(name="BertModel", **changes):
+        config = transformers.BertConfig(**TINY.changed(num_hidden_layers=2, **changes).to_dict())
+        model = getattr(transformers, name)(config)
+        for parameter in model.parameters():  # biases and LayerNorms that are not trivial
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(tmp_path)
+        tokenizer().save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+        (tmp_path / "texts").write_text("\n".join(TEXTS) + "\n")
+        return tmp_path
+
+    return write
+
+
+def command(directory, *arguments):
+    out = directory / "report.json"
+    arguments = ["--model", directory, "--text", directory / "texts", "--json", out, *arguments]
+    status = cli.main(["check", *map(str, arguments)])
+    return status, json.loads(out.read_text()) if out.exists() else None
+
+
+def lines(report, backend=DEFAULT):
+    return {line["name"]: line for found in report["checks"] if found["backend"] == backend for line in found["lines"]}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_head_obeys(name, checkpoint):
+    changes = {} if name == "BertForQuestionAnswering" else {"num_labels": 3}
+    status, report = command(checkpoint(name, **changes), "--dtypes", "float32", "--backends", DEFAULT)
+    assert status == 0 and report["ok"] and report["architecture"] == name
+    found = lines(report)
+    assert {"hidden state 0", "hidden state 2", "loss"} <= found.keys()
+    assert any(key.endswith("logits") for key in found)
+    assert all(line["error"] <= line["bound"] for line in found.values())
+    assert sum("gradients obey" in line["note"] for line in found.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem"), [(1, None), (3, "multi_label_classification"), (3, "regression")], ids=str
+)
+def test_other_losses_of_a_classifier(checkpoint, labels, problem):
+    directory = checkpoint("BertForSequenceClassification", num_labels=labels, problem_type=problem)
+    assert command(directory, "--dtypes", "float32", "--backends", DEFAULT)[0] == 0
+
+
+def test_every_dtype_and_backend_is_there_or_said_not_to_be(checkpoint, capsys):
+    status, report = command(checkpoint(), "--max-length", "6", "--batch", "2")
+    assert status == 0 and report["versions"]["torch"] == torch.__version__ and report["machine"]["system"]
+    there = {(found["dtype"], found["backend"]) for found in report["checks"]}
+    missing = {(found["dtype"], found["backend"]) for found in report["omissions"]}
+    wanted = {(dtype, backend) for dtype in check.DTYPES for backend in check.BACKENDS}
+    assert there | missing >= wanted and not there & missing
+    assert {(dtype, "reference") for dtype in check.DTYPES} <= there
+    assert ("float64", "triton") in missing
+    assert "reference.py" in str(lines(report, check.TRUTH))
+    output = " ".join(capsys.readouterr().out.split())
+    assert "not checked: float64, triton: " in output and "rows obey" in output
+
+
+def test_a_weight_that_is_read_wrongly_is_found(checkpoint, monkeypatch, capsys):
+    read = fastbert.checkpoint.read
+
+    def wrong(directory):
+        state = read(directory)
+        state["encoder.layer.1.output.dense.bias"][3] += 1e-4
+        return state
+
+    monkeypatch.setattr(fastbert.checkpoint, "read", wrong)
+    status, report = command(checkpoint(), "--dtypes", "float32", "--backends", DEFAULT)
+    found = lines(report)
+    assert status == 1 and not report["ok"]
+    assert found["hidden state 1"]["ok"] and not found["hidden state 2"]["ok"]
+    assert "break the accuracy rule" in capsys.readouterr().out
+
+
+def test_a_gradient_that_is_wrong_is_found_and_named(checkpoint, monkeypatch):
+    right = fastbert.ops.dense_gelu
+
+    def wrong(*arguments):
+        y = right(*arguments)
+        return y.detach() + 0.99 * (y - y.detach())
+
+    monkeypatch.setattr(fastbert.ops, "dense_gelu", wrong)
+    status, report = command(checkpoint(), "--dtypes", "float32", "--backends", DEFAULT)
+    broken = [line for line in lines(report).values() if not line["ok"]]
+    assert status == 1 and len(broken) == 1 and broken[0]["name"].startswith("encoder.layer.")
+    obeying, of = (int(word) for word in broken[0]["note"].split() if word.isdigit())
+    assert 0 < obeying < of == 39
+
+
+def test_nan_is_no_number_that_obeys(checkpoint, monkeypatch):
+    right = fastbert.ops.layer_norm
+    monkeypatch.setattr(fastbert.ops, "layer_norm", lambda *arguments: right(*arguments) * torch.nan)
+    status, report = command(checkpoint("BertForMaskedLM"), "--dtypes", "float32", "--backends", DEFAULT)
+    assert status == 1 and lines(report)["loss"]["error"] == "nan"
+
+
+def test_overflow_in_transformers_itself_is_said_and_not_judged(checkpoint):
+    directory = checkpoint("BertForMaskedLM")
+    model = transformers.BertForMaskedLM.from_pretrained(directory)
+    model.cls.predictions.transform.LayerNorm.weight.data.fill_(6e4)
+    model.bert.embeddings.word_embeddings.weight.data.mul_(1e3)
+    model.save_pretrained(directory)
+    status, report = command(directory, "--dtypes", "float16", "--backends", DEFAULT)
+    assert status == 0 and not report["checks"]
+    assert "is not finite" in report["omissions"][0]["reason"]
+
+
+def test_a_bare_model_without_a_pooler(checkpoint):
+    directory = checkpoint()
+    transformers.BertModel.from_pretrained(directory, add_pooling_layer=False).save_pretrained(directory)
+    status, report = command(directory, "--dtypes", "float64", "--backends", DEFAULT)
+    assert status == 0 and "pooled output" not in lines(report)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "arguments", "words"),
+    [
+        (None, ["--model", "nowhere"], "No such file"),
+        (None, ["--text", "nowhere"], "No such file"),
+        (None, ["--batch", "0"], "--batch is 0"),
+        (None, ["--max-length", "2"], "max_length is 2"),
+        (None, ["--device", "nonsense"], "nonsense"),
+        ("tokenizer.json", [], "has neither tokenizer.json nor vocab.txt"),
+        ("model.safetensors", [], "holds neither model.safetensors nor"),
+        ("config.json", [], "No such file"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(checkpoint, capsys, spoil, arguments, words):
+    directory = checkpoint()
+    if spoil:
+        (directory / spoil).unlink()
+    capsys.readouterr()
+    status, report = command(directory, "--dtypes", "float32", *arguments)
+    error = capsys.readouterr().err
+    assert status == 2 and report is None and error.startswith("fastbert: ") and words in error
+    assert error.count("\n") == 1
+
+
+def test_files_that_do_not_fit_are_refused(checkpoint, capsys):
+    directory = checkpoint("BertModel", vocab_size=12)
+    assert command(directory)[0] == 2 and "the model embeds 12 tokens" in capsys.readouterr().err
+    directory = checkpoint("BertModel")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
+    assert command(directory)[0] == 2 and "lacks cls.predictions" in capsys.readouterr().err
+    (directory / "tokenizer.json").write_text("{")
+    assert command(directory)[0] == 2 and "cannot be read" in capsys.readouterr().err
