@@ -42,7 +42,7 @@ class Case:
 
     op: its name in fastbert.backends. pytorch: PyTorch's own ways; the first is the baseline and, in float64, the
     truth. others: peers whose error is no yardstick. bytes: moved at least, (forward, forward + backward). products,
-    scores: forward operations in matrix products and in attention.
+    scores: forward operations in matrix products and in attention. also: other ops that it goes through.
     """
 
     op: str
@@ -52,6 +52,7 @@ class Case:
     bytes: tuple[float, float]
     products: float = 0
     scores: float = 0
+    also: tuple[str, ...] = ()
     others: dict[str, Contender] = field(default_factory=dict)
 
     def work(self, tokens: int, backward: bool, ceilings: floor.Ceilings) -> Work:
@@ -251,6 +252,7 @@ def qkv_attention(size: Size, batch: Batch, kind: dict) -> Case:
         bytes=(8 * row + weights, 24 * row + 3 * weights),
         products=6 * batch.tokens * C**2,
         scores=floor.attention_flops(1, C, batch.lengths),
+        also=("linear",),
     )
 
 
@@ -306,7 +308,8 @@ def contenders(case: Case, dtype: torch.dtype, device: str, backward: bool, comp
         found["PyTorch, torch.compile"] = Contender(torch.compile(first.run), first.prepare, first.collect)
     chosen = backends.choose(case.op, device, dtype, backward=backward)
     for name in backends.BACKENDS:
-        if name != chosen and backends.why_not(name, case.op, device, dtype, backward) is None:
+        reasons = (backends.why_not(name, op, device, dtype, backward) for op in (case.op, *case.also))
+        if name != chosen and not any(reasons):
             found[f"fastbert, {name}"] = Contender(_forced(name, case.ours))
     return found
 
