@@ -122,9 +122,10 @@ struct Head {
 // ---- forward
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) attention_plain_fwd_kernel(Attention a, T* __restrict__ out,  // [T, H, D]
-                                                                       float* __restrict__ lse,           // [H, T]
-                                                                       int parts) {
+__global__ void __launch_bounds__(kThreads, 2)
+    attention_plain_fwd_kernel(Attention a, T* __restrict__ out,  // [T, H, D]
+                               float* __restrict__ lse,           // [H, T]
+                               int parts) {
   if (fill_uncovered(a, out, int64_t(a.heads) * a.D, lse)) return;
   const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
   const Head<T> head(a, work);
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(kThreads) attention_plain_fwd_kernel(Attention
 // ---- backward: the formulas stand in attention_mma.cu
 
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     attention_plain_bwd_queries_kernel(Attention a, const T* __restrict__ dout,  // [T, H, D]
                                        const T* __restrict__ out,                // [T, H, D]
                                        const float* __restrict__ lse,            // [H, T]
@@ -235,7 +236,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     attention_plain_bwd_keys_kernel(Attention a, const T* __restrict__ dout,  // [T, H, D]
                                     T* __restrict__ dqkv,                     // [T, 3, H, D]: dK and dV of it
                                     Statistics statistics, int parts) {
