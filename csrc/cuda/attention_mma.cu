@@ -104,8 +104,16 @@ struct Stream {
     ptx::cp_async_commit();
   }
 
-  __device__ void begin() {
-    for (int tile = 0; tile < ahead; ++tile) start(tile);
+  // After the block's own rows have been asked for: they arrive with the first tile, or, where the tiles have arrived
+  // for earlier rows, are waited for here.
+  __device__ void begin(bool arrived) {
+    if (arrived) {
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+    } else {
+      for (int tile = 0; tile < ahead; ++tile) start(tile);
+    }
   }
 
   // Waits for a tile and starts the one that is `ahead` behind it, in the place of one that no warp reads any more.
@@ -303,13 +311,7 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
     const int first = tile * rows_of_block;
     for (int row = 0; row < rows_of_block; row += 64)
       copy<64, kWidth>(queries + row * kWidth / 8, head.q, first + row, a.D);
-    if (arrived) {
-      ptx::cp_async_commit();
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-    } else {
-      stream.begin();  // the first group has the queries too
-    }
+    stream.begin(arrived);
 
     Operand<kWidth, kHeld> q[kRowTiles];
     float sum[kRowTiles][kWidth / 8][4] = {}, largest[kRowTiles][2], total[kRowTiles][2] = {};
@@ -431,13 +433,7 @@ __global__ void __launch_bounds__(kThreads)
       copy<64, kWidth>(queries + row * kWidth / 8, head.q, first + row, a.D);
       copy<64, kWidth>(douts + row * kWidth / 8, grads, first + row, a.D);
     }
-    if (arrived) {
-      ptx::cp_async_commit();
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-    } else {
-      stream.begin();
-    }
+    stream.begin(arrived);
 
     Operand<kWidth, kHeld> q[1], grad[1];
     float dq[1][kWidth / 8][4] = {}, row_lse[2] = {}, delta[2] = {}, total[2] = {};
@@ -560,13 +556,7 @@ __global__ void __launch_bounds__(kThreads)
       copy<64, kWidth>(keys + row * kWidth / 8, head.k, first + row, a.D);
       copy<64, kWidth>(values + row * kWidth / 8, head.v, first + row, a.D);
     }
-    if (arrived) {
-      ptx::cp_async_commit();
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-    } else {
-      stream.begin();
-    }
+    stream.begin(arrived);
 
     Operand<kWidth, kHeld> k[1], v[1];
     float dk[1][kWidth / 8][4] = {}, dv[1][kWidth / 8][4] = {};
