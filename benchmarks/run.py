@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 import fastbert
-from benchmarks import bench_encoder, bench_hf, bench_ops, floor, harness, provenance, sizes
+from benchmarks import bench_encoder, bench_hf, bench_mlm, bench_ops, floor, harness, provenance, sizes
 
 RESULTS = Path(__file__).resolve().parent / "results"
-GROUPS = ("encoder", "hf", "ops")
+GROUPS = ("encoder", "hf", "mlm", "ops")
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -49,10 +49,12 @@ def reports(group: str, options: argparse.Namespace) -> Iterator[harness.Report]
     if group == "ops":
         return bench_ops.reports(sizes.for_ops(options.size, device), dtypes(options), device, **how)
     found = sizes.for_encoders(options.size, device, options.layers)
-    if group == "hf":
-        how.pop("compiled")
-        return bench_hf.reports(found, options.size, dtypes(options), device, **how)
-    return bench_encoder.reports(found, dtypes(options), device, **how)
+    if group == "encoder":
+        return bench_encoder.reports(found, dtypes(options), device, **how)
+    how.pop("compiled")
+    if group == "mlm":
+        return bench_mlm.reports(found, dtypes(options), device, **how)
+    return bench_hf.reports(found, options.size, dtypes(options), device, **how)
 
 
 def measured_with(options: argparse.Namespace) -> dict[str, object]:

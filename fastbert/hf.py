@@ -17,7 +17,7 @@ def state_dict(model: BertModel | BertEncoder) -> dict[str, Tensor]:
     return checkpoint.to_hugging_face(model.state_dict())
 
 
-def accelerate(model: nn.Module) -> Report:
+def accelerate(model: nn.Module, *, skip_logits: bool = False) -> Report:
     """Makes a live `transformers` model run on fastbert's kernels, with padding removed once for the whole stack.
 
     model: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT or ALBERT, with any head, or a module that
@@ -25,17 +25,24 @@ def accelerate(model: nn.Module) -> Report:
     outputs; `docs/accelerate.md` says what differs. What the packed path cannot do runs the original computation, with
     one warning for each reason. Returns a live report; for a model that is accelerated already, the one it has.
 
+    skip_logits: masked-LM heads in training with labels run on the labelled tokens alone, and their outputs have a loss
+    and no logits. Without it outputs are the original's in every field.
+
     Raises TypeError for what is no module of transformers' models, RuntimeError for transformers below 5.0, and
-    ValueError for a model without a supported family or on the meta device. The model is then unchanged.
+    ValueError for a model without a supported family or on the meta device, and for skip_logits without a masked-LM
+    head. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fastbert.accelerate: given a {type(model).__name__}; expected a transformers model")
     _check_version()
     bases = {name: module for name, module in model.named_modules() if families.key_of(module)}
     _check_supported(model, bases)
+    if skip_logits and not any(type(_around(model, name)).__name__.endswith(stand_ins.MASKED_LM) for name in bases):
+        raise ValueError(f"fastbert.accelerate: skip_logits is for masked-LM heads; {type(model).__name__} has none")
     known = [stand_in.report for base in bases.values() if (stand_in := stand_ins.of(base))]
     report = next((report for report in known if report.active), None) or Report()
     report.not_replaced |= _left_out(model, bases)
+    report.skip_logits = skip_logits
     for name, base in bases.items():
         stand_in = stand_ins.of(base)
         if stand_in is None or not stand_in.report.active:

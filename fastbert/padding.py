@@ -19,6 +19,7 @@ class Packing(NamedTuple):
 
     indices: (T,) int64 rows of the flattened grid, None when all are visible. cu_seqlens: (batch + 1,) int32.
     max_seqlen: at least the longest sequence. real: (T,) bool, which of the rows are tokens, None when all are.
+    starts_visible: whether every sequence has a token in column 0 (not known in compiled code, and then True).
     """
 
     batch: int
@@ -27,6 +28,7 @@ class Packing(NamedTuple):
     cu_seqlens: Tensor
     max_seqlen: int
     real: Tensor | None = None
+    starts_visible: bool = True
 
     def pack(self, x: Tensor, fill: int = 0) -> Tensor:
         """(batch, seqlen, ...) -> (T, ...), with `fill` in rows that are no tokens."""
@@ -116,7 +118,7 @@ def plan(attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.d
             raise ValueError("attention_mask: compiled code cannot look at a mask's values; pass a (B, S) mask")
         return _compiled_plan(visible)
     find = _find_on_host if visible.device.type == "cpu" else _find_in_one_synchronisation
-    ok, indices, cu_seqlens, longest = find(visible, only_keys)
+    ok, indices, cu_seqlens, longest, starts_visible = find(visible, only_keys)
     if not ok:
         raise ValueError(
             f"attention_mask of shape {tuple(attention_mask.shape)} is no key-padding mask: its rows differ, or it "
@@ -125,22 +127,27 @@ def plan(attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.d
         )
     if indices.shape[0] == batch * seqlen:
         return Packing(batch, seqlen, None, _full(batch, seqlen, device), seqlen)
-    return Packing(batch, seqlen, indices, cu_seqlens, longest)
+    return Packing(batch, seqlen, indices, cu_seqlens, longest, starts_visible=starts_visible)
 
 
-def _find_on_host(visible: Tensor, only_keys: Tensor | None) -> tuple[bool, Tensor, Tensor, int]:
+Found = tuple[bool, Tensor, Tensor, int, bool]  # only keys are masked, and the fields of Packing
+
+
+def _find_on_host(visible: Tensor, only_keys: Tensor | None) -> Found:
     backend = backends.choose("padding", "cpu", torch.bool, backward=False)
     indices, cu_seqlens, longest = PLAN(backend, visible)
-    return only_keys is None or bool(only_keys), indices, cu_seqlens, int(longest)
+    return only_keys is None or bool(only_keys), indices, cu_seqlens, int(longest), bool(visible[:, :1].all())
 
 
-def _find_in_one_synchronisation(visible: Tensor, only_keys: Tensor | None) -> tuple[bool, Tensor, Tensor, int]:
+def _find_in_one_synchronisation(visible: Tensor, only_keys: Tensor | None) -> Found:
     lengths = visible.sum(1)
     cu_seqlens = ends_of(lengths)
     longest = lengths.max() if lengths.numel() else lengths.new_zeros(())
     only_keys = lengths.new_ones(()) if only_keys is None else only_keys.to(lengths.dtype)
-    tokens, longest, ok = torch.stack([lengths.sum(), longest, only_keys]).tolist()
-    return bool(ok), visible.flatten().nonzero_static(size=tokens).squeeze(-1), cu_seqlens, longest
+    facts = (lengths.sum(), longest, only_keys, visible[:, :1].all().to(lengths.dtype))
+    tokens, longest, ok, starts_visible = torch.stack(facts).tolist()
+    indices = visible.flatten().nonzero_static(size=tokens).squeeze(-1)
+    return bool(ok), indices, cu_seqlens, longest, bool(starts_visible)
 
 
 def _full(batch: int, seqlen: int, device: torch.device) -> Tensor:

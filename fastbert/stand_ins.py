@@ -31,11 +31,9 @@ ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_att
 TENSORS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 SETTINGS = ("use_cache", "return_dict", "output_hidden_states", "output_attentions", "num_items_in_batch")
 
+MASKED_LM = ("ForMaskedLM", "BertForPreTraining", "AlbertForPreTraining")
 # Heads whose loss is over all positions, padding included.
-ALL_POSITIONS = (
-    *("ForQuestionAnswering", "ForMaskedLM", "ForTokenClassification"),
-    *("BertForPreTraining", "AlbertForPreTraining"),
-)
+ALL_POSITIONS = (*MASKED_LM, "ForQuestionAnswering", "ForTokenClassification")
 # Heads over base models without a pooler that read every token alike. Any other module around one may read the first.
 TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "ElectraForPreTraining")
 
@@ -45,10 +43,11 @@ class Report:
 
     replaced, not_replaced: module names, with what they are and with the reason. packed: forwards that ran on packed
     tokens. fallbacks: forwards that ran the original computation, by reason. Compiled forwards are not counted: a
-    compiled graph would be compiled again for every number.
+    compiled graph would be compiled again for every number. skip_logits: as `accelerate` was asked.
     """
 
     def __init__(self) -> None:
+        self.skip_logits = False
         self.replaced: dict[str, str] = {}
         self.not_replaced: dict[str, str] = {}
         self.packed = 0
@@ -113,6 +112,7 @@ class _Active(threading.local):
     def __init__(self) -> None:  # in each thread: torch.compile trips over attributes that come later
         self.call: Call | None = None
         self.obstacle: str | None = None  # why its head cannot do with zeros at padding
+        self.rows: Tensor | None = None  # of the flattened batch, the ones that its head reads; None: all
 
 
 _active = _Active()
@@ -200,11 +200,11 @@ class ModelForward(StandIn):
         except CannotPack as reason:
             self.report.fell_back(str(reason))
             with _calling(None):
-                return self.__wrapped__(*args, **kwargs)
+                return _selected(self.__wrapped__(*args, **kwargs))
         with _calling(call):
             output = self.__wrapped__(**packed, fastbert=call)
         self.report.ran_packed()
-        return output
+        return _selected(output)
 
     def _prepare(self, inputs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
         """The call, and what to hand to the original. Raises CannotPack."""
@@ -297,7 +297,7 @@ class ModelForward(StandIn):
         if _active.obstacle is not None and packing.indices is not None:
             raise CannotPack(_active.obstacle)
         first_token = self.first_token or getattr(self.module, "pooler", None) is not None
-        if first_token and not torch.compiler.is_compiling() and not _starts_visible(packing):
+        if first_token and not packing.starts_visible:
             raise CannotPack("position 0 is masked, which a pooler or a head may read")
         return packing
 
@@ -319,22 +319,23 @@ class ModelForward(StandIn):
         return inputs.get(name, getattr(self.module.config, name, False))
 
 
-def _starts_visible(packing: padding.Packing) -> bool:
-    """Whether the token in column 0 of every row is visible. One synchronisation where there is padding."""
-    if packing.indices is None:
-        return True
-    tokens = packing.indices.shape[0]
-    if tokens == 0:
-        return False
-    first = packing.indices[packing.cu_seqlens[:-1].long().clamp(max=tokens - 1)]
-    return bool((first == torch.arange(packing.batch, device=first.device) * packing.seqlen).all())
+def _selected(output: Any) -> Any:
+    """A base model's output with the rows of the last hidden state that its head reads, (1, L, C)."""
+    if _active.rows is None:
+        return output
+    chosen = output[0].flatten(0, 1).index_select(0, _active.rows)[None]
+    if isinstance(output, tuple):
+        return (chosen, *output[1:])
+    output.last_hidden_state = chosen
+    return output
 
 
 class HeadForward(StandIn):
     """A head whose loss is over all positions.
 
     Labels of masked tokens count as -100: no prediction is made there. A question-answering loss is a softmax over the
-    positions, in which padding's logits count too: only the original has them.
+    positions, in which padding's logits count too: only the original has them. With `skip_logits`, a masked-LM head in
+    training with labels reads the labelled rows alone, and its logits, which are of those, are left out.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -344,13 +345,35 @@ class HeadForward(StandIn):
         mask, labels = inputs.get("attention_mask"), inputs.get("labels")
         if isinstance(mask, Tensor) and isinstance(labels, Tensor) and mask.shape == labels.shape:
             inputs["labels"] = labels.masked_fill(mask == 0, -100)
-        before = _active.obstacle
+        skips = self._skips_logits(inputs)
+        before = _active.obstacle, _active.rows
         if inputs.get("start_positions") is not None:
             _active.obstacle = "a question-answering loss counts padding"
+        if skips and not torch.compiler.is_compiling():  # where sizes cannot depend on labels
+            labels = inputs["labels"].flatten()
+            _active.rows = (labels != -100).nonzero().squeeze(-1)
+            inputs["labels"] = labels[_active.rows][None]
         try:
-            return self.__wrapped__(**inputs)
+            output = self.__wrapped__(**inputs)
         finally:
-            _active.obstacle = before
+            _active.obstacle, _active.rows = before
+        return _without_logits(output) if skips else output
+
+    def _skips_logits(self, inputs: dict[str, Any]) -> bool:
+        """Labels of another shape than the batch's the original refuses best."""
+        if not (self.report.skip_logits and self.module.training and type(self.module).__name__.endswith(MASKED_LM)):
+            return False
+        ids, labels = inputs.get("input_ids"), inputs.get("labels")
+        batch = inputs.get("inputs_embeds") if ids is None else ids
+        return isinstance(labels, Tensor) and isinstance(batch, Tensor) and labels.shape == batch.shape[:2]
+
+
+def _without_logits(output: Any) -> Any:
+    """The output of a masked-LM head with a loss, without the logits after it."""
+    if isinstance(output, tuple):
+        return (*output[:1], *output[2:])
+    name = "prediction_logits" if "prediction_logits" in output else "logits"
+    return type(output)(**{key: value for key, value in output.items() if key != name})
 
 
 class EmbeddingsForward(StandIn):

@@ -46,6 +46,7 @@ HEADS = {
     "tokens": transformers.AutoModelForTokenClassification,
     "question": transformers.AutoModelForQuestionAnswering,
     "mlm": transformers.AutoModelForMaskedLM,
+    "pretraining": transformers.AutoModelForPreTraining,
     "choice": transformers.AutoModelForMultipleChoice,
 }
 DROPOUTS = (
@@ -124,7 +125,7 @@ def equal(one, two, bound=1e-12):
 # ---- the same numbers
 
 
-@pytest.mark.parametrize("head", [name for name in HEADS if name != "choice"])
+@pytest.mark.parametrize("head", [name for name in HEADS if name not in ("choice", "pretraining")])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_family_and_head(family, head):
     """Outputs, loss and gradients of the original, in float64, in training without dropout."""
@@ -171,6 +172,52 @@ def test_labels_of_masked_tokens_count_as_ignored(head):
     one, two = model(**inputs, labels=targets).loss, original(**inputs, labels=ignored).loss
     assert (one - two).abs() <= 1e-12 * two
     assert_packed(report)
+
+
+@pytest.mark.parametrize(
+    ("family", "head"), [*((name, "mlm") for name in CONFIGS), ("bert", "pretraining"), ("albert", "pretraining")]
+)
+@pytest.mark.parametrize("side", ["right", "left"])  # left: the pooler of pretraining runs the original
+def test_skipped_logits(family, head, side):
+    """Loss and gradients of the original, from the labelled rows alone, and the logits left out."""
+    original = build(family, head, dropout=0.0).train()
+    model = copy.deepcopy(original)
+    report = fastbert.accelerate(model, skip_logits=True)
+    inputs = batch(model, [7, 3, 12], side)
+    chosen = torch.rand(3, SEQLEN, device=DEVICE) < 0.3
+    chosen[0, SEQLEN // 2] = True  # visible on either side
+    targets = torch.randint(2, 99, (3, SEQLEN), device=DEVICE).masked_fill(~chosen, -100)
+    ignored = targets.masked_fill(inputs["attention_mask"] == 0, -100)
+    more = {} if head == "mlm" else {"bert": "next_sentence_label", "albert": "sentence_order_label"}
+    more = {more[family]: torch.tensor([1, 0, 1], device=DEVICE)} if more else {}
+    rows = []
+    model.get_output_embeddings().register_forward_hook(
+        lambda module, args, output: rows.append(output.shape[:-1].numel())
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        one = model(**inputs, labels=targets, **more)
+    two = original(**inputs, labels=ignored, **more)
+    assert (one.loss - two.loss).abs() <= 1e-12 * two.loss and rows == [(ignored != -100).sum()]
+    assert set(two) - set(one) == {"logits" if head == "mlm" else "prediction_logits"}
+    for result in (one, two):
+        result.loss.backward()
+    gradients = [{name: p.grad for name, p in each.named_parameters()} for each in (model, original)]
+    largest = max(grad.abs().max() for grad in gradients[1].values() if grad is not None)
+    for name, grad in gradients[1].items():
+        assert grad is None or (gradients[0][name] - grad).abs().max() <= 1e-12 * largest, name
+    short = model(**inputs, labels=targets, **more, return_dict=False)
+    assert len(short) == len(original(**inputs, labels=targets, **more, return_dict=False)) - 1
+    assert report.packed == (0 if side == "left" and head == "pretraining" else 2)
+    for output in (model(**inputs), model.eval()(**inputs, labels=targets, **more)):
+        assert (output["logits" if head == "mlm" else "prediction_logits"]).shape == (3, SEQLEN, 99)
+
+
+def test_logits_are_skipped_only_where_there_is_a_masked_lm_head():
+    model = build("bert", "tokens")
+    with pytest.raises(ValueError, match="skip_logits is for masked-LM heads; BertForTokenClassification has none"):
+        fastbert.accelerate(model, skip_logits=True)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -116,6 +116,25 @@ class TestLayerNorm(Rows):
         y, truth = self.ours(**inputs), self.truth(**{n: t.double() for n, t in inputs.items()})
         assert (y - truth).abs().max() <= 1e-5 * truth.abs().max()
 
+    @pytest.mark.parametrize("columns", [64, 768, 1500])
+    def test_a_mean_that_float32_does_not_hold(self, backend, columns):
+        """Eighths above 2**20, where float32 has nothing finer: the rounded mean alone is off by a deviation's fifth.
+
+        What rounding left of the mean has to come off again, forward and backward; PyTorch's own is off by a half.
+        """
+        inputs = self.inputs((32, columns), torch.float32, backend.device)
+        inputs["x"] = 2.0**20 + torch.randint(0, 8, (32, columns), device=backend.device) / 8
+        y, truth = self.ours(**inputs), self.truth(**{n: t.double() for n, t in inputs.items()})
+        assert (y - truth).abs().max() <= 1e-6 * truth.abs().max()
+        if backend.why_not(torch.float32, True) is None:
+            wide = {n: t.double().requires_grad_() for n, t in inputs.items()}
+            own = {n: t.requires_grad_() for n, t in inputs.items()}
+            dy = torch.randn_like(truth, dtype=torch.float32)
+            found = torch.autograd.grad(self.ours(**own), list(own.values()), dy)
+            right = torch.autograd.grad(self.truth(**wide), list(wide.values()), dy.double())
+            for gradient, exact in zip(found, right, strict=True):
+                assert (gradient - exact).abs().max() <= 1e-6 * exact.abs().max()
+
     @pytest.mark.parametrize("size", [10, 1e2, 1e4, 1e6, 1e8])
     @pytest.mark.parametrize("place", [0, -1])
     def test_one_outlier_in_a_row(self, backend, size, place):

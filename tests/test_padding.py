@@ -108,6 +108,16 @@ def test_where_the_tokens_are(backend):
             assert packing.indices.tolist() == places and packing.max_seqlen == max(map(sum, rows))
 
 
+def test_what_a_gpu_reads_at_once_is_what_the_host_finds():
+    """The way of GPUs, one synchronisation, run on a CPU as well."""
+    for shape, share in (((1, 1), 1.0), ((3, 7), 0.6), ((5, 64), 0.9), ((2, 9), 0.0), ((4, 1), 0.5)):
+        visible = torch.rand(shape) < share
+        found = padding._find_in_one_synchronisation(visible, None)
+        for one, other in zip(found, padding._find_on_host(visible, None), strict=True):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        assert found[-1] == all(row[0] for row in visible.tolist())
+
+
 def test_operators_and_their_fakes(backend):
     name = backends.choose("padding", backend, torch.float32, backward=False)
     if name == "reference":

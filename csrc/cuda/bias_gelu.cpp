@@ -20,7 +20,8 @@ void check(const at::Tensor& x, const at::Tensor& bias, std::string_view approxi
   check_rows("bias_gelu", x);
   check_parameter("bias_gelu", "bias", bias, x);
   check_approximate("bias_gelu", approximate);
-  TORCH_CHECK_NOT_IMPLEMENTED(dtype_of(x) != DType::f64, "bias_gelu: the CUDA kernels have no fp64");
+  TORCH_CHECK_NOT_IMPLEMENTED(dtype_of(x) != DType::f64 && dtype_of(bias) != DType::f64,
+                              "bias_gelu: the CUDA kernels have no fp64");
 }
 
 // As the kernels take it: of x's type or float.

@@ -36,7 +36,8 @@ struct Inputs {
       : drop(device_dropout_of(dropout_p, rng, site, kRowBits)), guard(x_.device()) {
     check_layer_norm(x_, residual_, weight_, bias_, x_bias_);
     TORCH_CHECK(drop.threshold == 0 || rng->device() == x_.device(), "layer_norm: rng is not on ", x_.device());
-    TORCH_CHECK_NOT_IMPLEMENTED(dtype_of(x_) != DType::f64 && (!residual_ || dtype_of(*residual_) != DType::f64),
+    const auto wide = [](const OptionalTensor& tensor) { return tensor && dtype_of(*tensor) == DType::f64; };
+    TORCH_CHECK_NOT_IMPLEMENTED(!wide(x_) && !wide(residual_) && !wide(weight_) && !wide(bias_) && !wide(x_bias_),
                                 "layer_norm: the CUDA kernels have no fp64");
     TORCH_CHECK_NOT_IMPLEMENTED(x_.size(-1) <= cuda::kMostChannels,
                                 "layer_norm: the CUDA kernels take rows of at most ", cuda::kMostChannels,
