@@ -1,8 +1,17 @@
 """fastbert: BERT-family encoders without work on padding, on fused kernels."""
 
 from fastbert import hf, ops
+from fastbert.auto import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForPreTraining,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from fastbert.backends import backend, explain
-from fastbert.config import BertConfig
+from fastbert.config import BertConfig, create_model_config
 from fastbert.heads import (
     BertForMaskedLM,
     BertForMultipleChoice,
@@ -11,16 +20,24 @@ from fastbert.heads import (
     BertForPreTrainingOutput,
     BertForQuestionAnswering,
     BertForQuestionAnsweringOutput,
+    BertForReplacedTokenDetection,
     BertForSequenceClassification,
     BertForTokenClassification,
     BertHeadOutput,
 )
 from fastbert.hf import accelerate, restore
-from fastbert.model import BertEncoder, BertEncoderOutput, BertModel, BertModelOutput
+from fastbert.model import BertEncoder, BertEncoderOutput, BertModel, BertModelOutput, count_parameters
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoModel",
+    "AutoModelForMaskedLM",
+    "AutoModelForMultipleChoice",
+    "AutoModelForPreTraining",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
     "BertConfig",
     "BertEncoder",
     "BertEncoderOutput",
@@ -31,6 +48,7 @@ __all__ = [
     "BertForPreTrainingOutput",
     "BertForQuestionAnswering",
     "BertForQuestionAnsweringOutput",
+    "BertForReplacedTokenDetection",
     "BertForSequenceClassification",
     "BertForTokenClassification",
     "BertHeadOutput",
@@ -39,6 +57,8 @@ __all__ = [
     "__version__",
     "accelerate",
     "backend",
+    "count_parameters",
+    "create_model_config",
     "explain",
     "hf",
     "ops",

@@ -1,12 +1,14 @@
 """Checkpoints in Hugging Face's format: config.json beside model.safetensors, under Hugging Face's parameter names.
 
 Our modules hold q, k and v as one parameter, and no decoder of the masked-LM head, which is the word embeddings;
-everything else has the same name, so translation is `to_ours` (`to_ours_with_head`) and `to_hugging_face`. Nothing here
+everything else is called as in `transformers`' BERT, whatever the family. So translation has two steps: between a
+family's names and BERT's (`Names`, from the facts in `fastbert/families.py`), and between BERT's and ours. Nothing here
 knows a model.
 """
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -14,12 +16,65 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fastbert.families import BY_MODEL_TYPE, Family, Head
+
 _PARTS = ("query", "key", "value")
+_OF_LAYERS = (*_PARTS, "out", "out_norm", "up", "down", "down_norm")  # the facts of a layer that hold parameters
 BODY = ("embeddings.", "encoder.", "pooler.")  # what names of a bare BertModel begin with
 TIED = {  # names that Hugging Face's models have in memory, for tensors that they have under another name as well
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
+
+
+class Names:
+    """What a family calls the parameters that BERT calls otherwise, by the module that holds them.
+
+    head: whose names are translated too. encoder: names begin inside the encoder, not at the model.
+    """
+
+    def __init__(self, family: Family, head: Head | None = None, *, encoder: bool = False) -> None:
+        bert = BY_MODEL_TYPE["bert"]
+        self._prefixes, self._stacks = (bert.prefix, family.prefix), (bert.encoder, family.encoder)
+        self._inside = tuple(f"{stack}." if encoder else "" for stack in self._stacks)
+        self._layers = (f"{bert.stack}.{{}}.", f"{family.stack}.{{}}." + "albert_layers.0." * family.grouped)
+        parts = {getattr(bert.layer, fact): getattr(family.layer, fact) for fact in _OF_LAYERS}
+        modules = {"pooler.dense": family.pooler_dense, "embeddings.project": family.projection}
+        modules = {ours: theirs for ours, theirs in modules.items() if theirs} | dict(head.names if head else {})
+        self._parts = (parts, {theirs: ours for ours, theirs in parts.items()})
+        self._modules = (modules, {theirs: ours for ours, theirs in modules.items()})
+
+    def theirs(self, name: str) -> str:
+        """From BERT's name."""
+        return self._translate(name, 0)
+
+    def ours(self, name: str) -> str:
+        """To BERT's name; one that is BERT's already, or ours, stays."""
+        own, family = (f"{prefix}." for prefix in self._prefixes)
+        return self._translate(name.replace(own, family, 1) if name.startswith(own) else name, 1)
+
+    def _translate(self, name: str, source: int) -> str:
+        target = 1 - source
+        name = self._inside[source] + name
+        prefix = f"{self._prefixes[source]}."
+        prefixed, name = name.startswith(prefix), name.removeprefix(prefix)
+        name = self._renamed(name, source, target)
+        name = f"{self._prefixes[target]}.{name}" if prefixed else name
+        return name.removeprefix(self._inside[target])
+
+    def _renamed(self, name: str, source: int, target: int) -> str:
+        layer = re.escape(self._layers[source]).replace(r"\{\}", r"(\d+)")
+        if found := re.fullmatch(rf"{layer}(.+)\.(\w+)", name):
+            index, part, kind = found.groups()
+            return f"{self._layers[target].format(index)}{self._parts[source].get(part, part)}.{kind}"
+        module, _, kind = name.rpartition(".")
+        if module in self._modules[source]:
+            return f"{self._modules[source][module]}.{kind}"
+        root, rest = name.partition(".")[::2]
+        return f"{self._stacks[target]}.{rest}" if rest and root == self._stacks[source] else name
+
+
+BERT = Names(BY_MODEL_TYPE["bert"])
 
 
 def merge_qkv(state: dict[str, Tensor], prefix: str) -> None:
@@ -30,28 +85,31 @@ def merge_qkv(state: dict[str, Tensor], prefix: str) -> None:
             state[f"{prefix}qkv.{kind}"] = torch.cat([state.pop(name) for name in names])
 
 
-def to_ours(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_ours(state: Mapping[str, Tensor], names: Names = BERT) -> dict[str, Tensor]:
     """From Hugging Face's names, old ones too (gamma and beta, position_ids), or ours.
 
-    Where there is a `bert.` prefix, what does not have it belongs to a head and is left out.
+    Where there is a `bert.` prefix (or the family's), what does not have it belongs to a head and is left out.
     """
+    state = {names.ours(name): tensor for name, tensor in state.items()}
     if any(name.startswith("bert.") for name in state):
         state = {name.removeprefix("bert."): t for name, t in state.items() if name.startswith("bert.")}
     return _modern(state)
 
 
-def to_ours_with_head(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_ours_with_head(state: Mapping[str, Tensor], names: Names = BERT) -> dict[str, Tensor]:
     """As `to_ours`, for a model that holds its body as `bert`: heads stay, a bare BertModel gets the prefix.
 
     Raises RuntimeError where a masked-LM decoder is not the word embeddings.
     """
+    state = {names.ours(name): tensor for name, tensor in state.items()}
     if not any(name.startswith("bert.") for name in state):
         state = {f"bert.{name}" if name.startswith(BODY) else name: t for name, t in state.items()}
     state = _modern(state)
     for name, source in TIED.items():
         tied = state.pop(name, None)
         if tied is not None and not _same(state.setdefault(source, tied), tied):
-            raise RuntimeError(f"{name} differs from {source}; fastbert computes masked-LM heads that tie them")
+            one, other = names.theirs(name), names.theirs(source)
+            raise RuntimeError(f"{one} differs from {other}; fastbert computes masked-LM heads that tie them")
     return state
 
 
@@ -70,28 +128,35 @@ def _modern(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def to_hugging_face(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """From our names to Hugging Face's, bit for bit; no tensors share memory but those that theirs tie."""
+def to_hugging_face(state: Mapping[str, Tensor], names: Names = BERT, *, tied: bool = True) -> dict[str, Tensor]:
+    """From our names to Hugging Face's, bit for bit; no tensors share memory but those that theirs tie.
+
+    tied: with the second names of tied tensors, as in memory; files do not have them.
+    """
     result = {}
     for name, tensor in state.items():
-        if ".attention.qkv." not in name:
+        if "attention.qkv." not in name:
             result[name] = tensor
             continue
         for part, piece in zip(_PARTS, tensor.chunk(3), strict=True):
-            result[name.replace(".attention.qkv.", f".attention.self.{part}.")] = piece.clone()
-    if "cls.predictions.bias" in result:
+            result[_of_part(name, part)] = piece.clone()
+    if tied and "cls.predictions.bias" in result:
         result |= {name: result[source] for name, source in TIED.items() if source in result}
-    return result
+    return {names.theirs(name): tensor for name, tensor in result.items()}
 
 
-def check(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+def _of_part(name: str, part: str) -> str:
+    return name.replace("attention.qkv.", f"attention.self.{part}.")
+
+
+def check(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], names: Names = BERT) -> None:
     """Raises RuntimeError that lists missing and unexpected names and wrong shapes, if there are any."""
-    problems = _listed("missing", to_hugging_face_names(expected.keys() - given.keys()))
-    problems += _listed("unexpected", given.keys() - expected.keys())
+    problems = _listed("missing", to_hugging_face_names(expected.keys() - given.keys(), names))
+    problems += _listed("unexpected", map(names.theirs, given.keys() - expected.keys()))
     problems += _listed(
         "wrong shape",
         (
-            f"{name}: {tuple(given[name].shape)}, expected {tuple(tensor.shape)}"
+            f"{names.theirs(name)}: {tuple(given[name].shape)}, expected {tuple(tensor.shape)}"
             for name, tensor in expected.items()
             if name in given and given[name].shape != tensor.shape
         ),
@@ -100,10 +165,9 @@ def check(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
         raise RuntimeError("the checkpoint does not fit the model; " + "; ".join(problems))
 
 
-def to_hugging_face_names(names: Iterable[str]) -> list[str]:
+def to_hugging_face_names(ours: Iterable[str], names: Names = BERT) -> list[str]:
     """What our parameter names are in a Hugging Face checkpoint."""
-    pieces = {name: [name.replace("attention.qkv.", f"attention.self.{part}.") for part in _PARTS] for name in names}
-    return sorted({piece for all_three in pieces.values() for piece in all_three})
+    return sorted({names.theirs(_of_part(name, part)) for name in ours for part in _PARTS})
 
 
 def _listed(what: str, names: Iterable[str]) -> list[str]:
@@ -134,14 +198,10 @@ def read(directory: str | Path) -> dict[str, Tensor]:
 
 
 def write(directory: str | Path, config: dict, state: Mapping[str, Tensor]) -> None:
-    """Writes config.json and model.safetensors, each whole or not at all. state: under Hugging Face's names.
-
-    A masked-LM decoder is left out, as Hugging Face leaves it out.
-    """
+    """Writes config.json and model.safetensors, each whole or not at all. state: under Hugging Face's names."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors, seen = {}, set()
-    state = {name: tensor for name, tensor in state.items() if name not in TIED}
     for name, tensor in state.items():  # safetensors has no aliases: parameters that are tied are written twice
         tied = tensor.data_ptr() in seen
         tensors[name] = tensor.detach().clone() if tied else tensor.detach().contiguous()

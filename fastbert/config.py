@@ -1,9 +1,12 @@
-"""BertConfig: what a BERT is made of, in Hugging Face's field names and defaults, and the well-known sizes by name."""
+"""BertConfig: what a model of the family is made of, in Hugging Face's names and defaults, and known sizes by name."""
 
 import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from fastbert.families import BY_MODEL_TYPE, Family
 
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
@@ -11,15 +14,23 @@ PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_class
 GELU_FORMS = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
-@dataclass
+@dataclass(init=False)
 class BertConfig:
-    """The shape of a BERT encoder; fields and defaults are those of `transformers.BertConfig`.
+    """The shape of an encoder; fields are those of `transformers.BertConfig`, by keyword.
 
-    Fields of a config.json that are not listed here are kept in `extra` and written back by `to_dict`. A model reads it
-    when it is made; what is assigned later (transformers.Trainer sets `use_cache`) changes no model.
-    Raises ValueError for a configuration that makes no sense or that fastbert does not compute.
+    model_type: "bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert" or "albert". What is not given
+    has the default that transformers' configuration of that type has; below are BERT's. embedding_size: the width of
+    the embeddings, where the family projects them (ALBERT, ELECTRA); None is hidden_size. The names here are BERT's for
+    all; `from_dict` and `to_dict` know what each family calls them.
+
+    Fields of a config.json that are not listed here are kept in `extra` and written back by `to_dict`; so are those
+    that only one family has, which are keywords too (ALBERT's num_hidden_groups, DistilBERT's qa_dropout, ...). A model
+    reads it when it is made; what is assigned later (transformers.Trainer sets `use_cache`) changes no model.
+    Raises ValueError for a configuration that makes no sense or that fastbert does not compute, TypeError for a keyword
+    that is no field.
     """
 
+    model_type: str = "bert"
     vocab_size: int = 30522
     hidden_size: int = 768
     num_hidden_layers: int = 12
@@ -33,12 +44,24 @@ class BertConfig:
     initializer_range: float = 0.02
     layer_norm_eps: float = 1e-12
     pad_token_id: int | None = 0
+    embedding_size: int | None = None
     num_labels: int = 2
     problem_type: str | None = None
     classifier_dropout: float | None = None
     extra: dict = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __init__(self, *, model_type: str = "bert", extra: dict | None = None, **fields: Any) -> None:
+        _require("model_type", model_type, f"one of {', '.join(BY_MODEL_TYPE)}", lambda v: v in list(BY_MODEL_TYPE))
+        self.model_type = model_type
+        self.extra = {**self.family.own, **(extra or {})}
+        self.extra |= {name: fields.pop(name) for name in self.family.own if name in fields}
+        for name, default in _defaults().items():
+            setattr(self, name, fields.pop(name, self.family.defaults.get(name, default)))
+        if fields:
+            raise TypeError(f"BertConfig: {', '.join(fields)}: no field of a {model_type} configuration")
+        self._check()
+
+    def _check(self) -> None:
         for name in (
             "vocab_size",
             "hidden_size",
@@ -49,47 +72,99 @@ class BertConfig:
             "type_vocab_size",
             "num_labels",
         ):
-            self._require(name, getattr(self, name), "a positive integer", lambda v: _is_int(v) and v > 0)
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
-            value = self.head_dropout if name == "classifier_dropout" else getattr(self, name)
-            self._require(name, value, "a number in [0, 1)", lambda v: _is_number(v) and 0 <= v < 1)
+            self._require(name, "a positive integer", lambda v: _is_int(v) and v > 0)
+        none = ["classifier_dropout"] if self.family.defaults.get("classifier_dropout") is None else []
+        own = [name for name in self.family.own if name.endswith("_dropout")]
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", *own):
+            self._require(name, "a number in [0, 1)", lambda v, n=name: _is_share(v) or (v is None and n in none))
         for name in ("initializer_range", "layer_norm_eps"):
-            self._require(name, getattr(self, name), "a number >= 0", lambda v: _is_number(v) and v >= 0)
-        self._require("hidden_act", self.hidden_act, f"one of {', '.join(GELU_FORMS)}", lambda v: v in list(GELU_FORMS))
+            self._require(name, "a number >= 0", lambda v: _is_number(v) and v >= 0)
+        self._require("hidden_act", f"one of {', '.join(GELU_FORMS)}", lambda v: v in list(GELU_FORMS))
         known = (None, *PROBLEM_TYPES)
-        self._require("problem_type", self.problem_type, f"one of {known}", lambda v: v in known)
+        self._require("problem_type", f"one of {known}", lambda v: v in known)
+        self._check_ids()
+        if self.hidden_size % self.num_attention_heads:
+            heads, hidden = (self.family.config_names.get(n, n) for n in ("num_attention_heads", "hidden_size"))
+            raise ValueError(
+                f"BertConfig: {heads} is {self.num_attention_heads}, which does not divide {hidden} "
+                f"({self.hidden_size})"
+            )
+        self._check_family()
+
+    def _check_ids(self) -> None:
         self._require(
             "pad_token_id",
-            self.pad_token_id,
             f"None or an id below vocab_size ({self.vocab_size})",
             lambda v: v is None or (_is_int(v) and 0 <= v < self.vocab_size),
         )
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"BertConfig: num_attention_heads is {self.num_attention_heads}, "
-                f"which does not divide hidden_size ({self.hidden_size})"
+        if self.family.padding_positions:
+            limit = self.max_position_embeddings - 1
+            self._require(
+                "pad_token_id",
+                f"an id below {limit}: in {self.family.name} positions begin after it, and there are {limit + 1} "
+                "(max_position_embeddings)",
+                lambda v: v is not None and v < limit,
             )
+
+    def _check_family(self) -> None:
+        """What transformers computes and fastbert does not, and what the family does not have."""
         for name, expected in (
-            ("model_type", "bert"),
+            ("model_type", self.model_type),
             ("position_embedding_type", "absolute"),
             ("is_decoder", False),
             ("add_cross_attention", False),
+            ("inner_group_num", 1),
         ):
-            self._require(name, self.extra.get(name), repr(expected), lambda v, e=expected: v is None or v == e)
+            _require(name, self.extra.get(name), repr(expected), lambda v, e=expected: v is None or v == e)
+        for name, only in self.family.fixed.items():
+            if name != "embedding_size":
+                self._require(name, f"{only!r}, which is all that {self.family.name} has", lambda v, o=only: v == o)
+        if "embedding_size" in self.family.fixed:
+            expected = f"None or hidden_size ({self.hidden_size}): {self.family.name} does not project its embeddings"
+            self._require("embedding_size", expected, lambda v: v in (None, self.hidden_size))
+        self._require("embedding_size", "None or a positive integer", lambda v: v is None or (_is_int(v) and v > 0))
+        if "num_hidden_groups" in self.family.own:
+            expected = f"a positive integer, at most num_hidden_layers ({self.num_hidden_layers})"
+            self._require("num_hidden_groups", expected, lambda v: _is_int(v) and 0 < v <= self.num_hidden_layers)
 
-    @staticmethod
-    def _require(name: str, value: object, expected: str, holds) -> None:
-        if not holds(value):
-            raise ValueError(f"BertConfig: {name} is {value!r}; expected {expected}")
+    def _require(self, name: str, expected: str, holds) -> None:
+        """In the family's own name for the field."""
+        _require(self.family.config_names.get(name, name), self._value(name), expected, holds)
+
+    def _value(self, name: str) -> Any:
+        return self.extra[name] if name in self.family.own else getattr(self, name)
+
+    @property
+    def family(self) -> Family:
+        return BY_MODEL_TYPE[self.model_type]
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def embedding_width(self) -> int:
+        """Of the embeddings before a projection."""
+        return self.hidden_size if self.embedding_size is None else self.embedding_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """The longest sequence, in tokens: all positions, or those after the padding's."""
+        return self.max_position_embeddings - (self.pad_token_id + 1 if self.family.padding_positions else 0)
+
+    @property
+    def layer_groups(self) -> int | None:
+        """How many layers there are for all `num_hidden_layers` runs of one (ALBERT); None: a layer for each."""
+        return self.extra.get("num_hidden_groups") if self.family.grouped else None
+
+    @property
     def head_dropout(self) -> float:
         """The dropout before a classifier."""
         return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
+
+    def dropout_of(self, name: str) -> float:
+        """The dropout of a head (`fastbert.families.Head.dropout`)."""
+        return self.head_dropout if name == "classifier_dropout" else self._value(name)
 
     @property
     def gelu(self) -> str:
@@ -100,28 +175,32 @@ class BertConfig:
     def preset(cls, name: str) -> "BertConfig":
         """A published size by name: "bert-base-uncased", or with its parameters, "bert-base-uncased (110M)".
 
+        Names are those of the Hugging Face Hub, the owner before a slash may be left out.
         Raises ValueError that lists the known names.
         """
         for known, (size, fields) in PRESETS.items():
-            if name in (known, f"{known} ({size})"):
+            if name in {f"{form}{end}" for form in (known, known.rpartition("/")[2]) for end in ("", f" ({size})")}:
                 return cls(**fields)
         names = ", ".join(f"{known} ({size})" for known, (size, _) in PRESETS.items())
         raise ValueError(f"unknown model {name!r}; known, with or without the number: {names}")
 
     @classmethod
     def from_dict(cls, values: dict) -> "BertConfig":
-        """From the fields of a config.json."""
-        known = {f.name for f in dataclasses.fields(cls)} - {"extra"}
+        """From the fields of a config.json, by the family's own names for them or by those of this class."""
+        model_type = values.get("model_type") or "bert"
+        values = _in_our_names(values, BY_MODEL_TYPE[model_type]) if model_type in list(BY_MODEL_TYPE) else values
         if values.get("id2label") and "num_labels" not in values:
             values = {**values, "num_labels": len(values["id2label"])}
+        known = {f.name for f in dataclasses.fields(cls)} - {"extra", "model_type"}
         return cls(
+            model_type=model_type,
             **{name: value for name, value in values.items() if name in known},
-            extra={name: value for name, value in values.items() if name not in known},
+            extra={name: value for name, value in values.items() if name not in known and name != "model_type"},
         )
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> "BertConfig":
-        """From `directory`/config.json. Raises FileNotFoundError, or ValueError for what is no BERT's configuration."""
+        """From `directory`/config.json. Raises FileNotFoundError, or ValueError for no model's of the family."""
         path = Path(directory) / "config.json"
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -133,15 +212,45 @@ class BertConfig:
 
     def changed(self, **fields) -> "BertConfig":
         """With other values of these fields. The names of the labels go where there is another number of labels."""
-        values = {**self.to_dict(), **fields}
+        values = {**self.extra, **self._fields(), **_in_our_names(fields, self.family)}
         if len(values.get("id2label") or ()) != values["num_labels"] and not {"id2label", "label2id"} & fields.keys():
             values = {name: value for name, value in values.items() if name not in ("id2label", "label2id")}
         return self.from_dict(values)
 
     def to_dict(self) -> dict:
-        """The fields of a config.json that `transformers` reads."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
-        return {"model_type": "bert", **self.extra, **values}
+        """The fields of a config.json that `transformers` reads, by the family's own names for them."""
+        values, names = self._fields() | {"embedding_size": self.embedding_width}, self.family.config_names
+        return self.extra | {names.get(n, n): v for n, v in values.items() if n not in self.family.fixed}
+
+    def _fields(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
+
+
+def create_model_config(name: str) -> BertConfig:
+    """`BertConfig.preset(name)`."""
+    return BertConfig.preset(name)
+
+
+def _defaults() -> dict[str, Any]:
+    return {f.name: f.default for f in dataclasses.fields(BertConfig) if f.name not in ("model_type", "extra")}
+
+
+def _in_our_names(values: dict, family: Family) -> dict:
+    """Raises ValueError where a field is there by both names, with two values."""
+    values = dict(values)
+    for ours, theirs in family.config_names.items():
+        if theirs not in values:
+            continue
+        given, other = values.pop(theirs), values.get(ours)
+        if other is not None and other != given:
+            raise ValueError(f"BertConfig: {theirs} is {given!r} and {ours}, which means the same, is {other!r}")
+        values[ours] = given
+    return values
+
+
+def _require(name: str, value: object, expected: str, holds) -> None:
+    if not holds(value):
+        raise ValueError(f"BertConfig: {name} is {value!r}; expected {expected}")
 
 
 def _is_int(value: object) -> bool:
@@ -152,7 +261,11 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _size(layers: int, hidden: int, **others: int) -> dict:
+def _is_share(value: object) -> bool:
+    return _is_number(value) and 0 <= value < 1
+
+
+def _size(layers: int, hidden: int, **others: Any) -> dict:
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -162,14 +275,55 @@ def _size(layers: int, hidden: int, **others: int) -> dict:
     }
 
 
+def _roberta(vocab_size: int, layers: int = 12, hidden: int = 768, model_type: str = "roberta") -> dict:
+    sizes = _size(layers, hidden, vocab_size=vocab_size, max_position_embeddings=514)
+    return {"model_type": model_type, "type_vocab_size": 1, "layer_norm_eps": 1e-5, **sizes}
+
+
+def _albert(layers: int, hidden: int, heads: int) -> dict:
+    return {"model_type": "albert", **_size(layers, hidden, num_attention_heads=heads)}
+
+
+def _electra(layers: int, hidden: int, embedding: int) -> dict:
+    return {"model_type": "electra", **_size(layers, hidden, embedding_size=embedding)}
+
+
+def _minilm(layers: int) -> dict:
+    return _size(layers, 384, num_attention_heads=12)
+
+
 # name -> (parameters of the encoder with embeddings and pooler, as published; fields that differ from the defaults)
 PRESETS: dict[str, tuple[str, dict]] = {
     "bert-base-uncased": ("110M", {}),
     "bert-base-cased": ("110M", {"vocab_size": 28996}),
+    "bert-base-multilingual-uncased": ("167M", {"vocab_size": 105879}),
+    "bert-base-multilingual-cased": ("178M", {"vocab_size": 119547}),
+    "bert-base-chinese": ("102M", {"vocab_size": 21128}),
     "bert-large-uncased": ("340M", _size(24, 1024)),
     "bert-large-cased": ("340M", _size(24, 1024, vocab_size=28996)),
     "bert-medium": ("41.7M", _size(8, 512)),
     "bert-small": ("29.1M", _size(4, 512)),
     "bert-mini": ("11.3M", _size(4, 256)),
     "bert-tiny": ("4.4M", _size(2, 128)),
+    "sentence-transformers/all-MiniLM-L6-v2": ("22.7M", _minilm(6)),
+    "sentence-transformers/all-MiniLM-L12-v2": ("33.4M", _minilm(12)),
+    "roberta-base": ("125M", _roberta(50265)),
+    "roberta-large": ("355M", _roberta(50265, 24, 1024)),
+    "distilroberta-base": ("82M", _roberta(50265, 6)),
+    "xlm-roberta-base": ("278M", _roberta(250002, model_type="xlm-roberta")),
+    "xlm-roberta-large": ("560M", _roberta(250002, 24, 1024, "xlm-roberta")),
+    "camembert-base": ("110M", _roberta(32005, model_type="camembert")),
+    "distilbert-base-uncased": ("66M", {"model_type": "distilbert"}),
+    "distilbert-base-cased": ("65M", {"model_type": "distilbert", "vocab_size": 28996}),
+    "distilbert-base-multilingual-cased": ("134M", {"model_type": "distilbert", "vocab_size": 119547}),
+    "albert-base-v2": ("11.7M", _albert(12, 768, 12)),
+    "albert-large-v2": ("17.7M", _albert(24, 1024, 16)),
+    "albert-xlarge-v2": ("58.7M", _albert(24, 2048, 16)),
+    "albert-xxlarge-v2": ("223M", _albert(12, 4096, 64)),
+    "google/electra-small-discriminator": ("13.5M", _electra(12, 256, 128)),
+    "google/electra-base-discriminator": ("109M", _electra(12, 768, 768)),
+    "google/electra-large-discriminator": ("334M", _electra(24, 1024, 1024)),
+    "google/electra-small-generator": ("13.5M", _electra(12, 256, 128)),
+    "google/electra-base-generator": ("33.5M", _electra(12, 256, 768)),
+    "google/electra-large-generator": ("51M", _electra(24, 256, 1024)),
 }

@@ -1,9 +1,11 @@
-"""The `transformers` families that `fastbert.accelerate` knows: where each keeps what a BERT layer is made of.
+"""The families that fastbert knows: where `transformers` keeps the parts of each, and how it differs from BERT.
 
-Facts only, as data. One set of forwards (`fastbert/stand_ins.py`) computes all families from them.
+Facts only, as data. `fastbert.accelerate` computes live models from them (`fastbert/stand_ins.py`); our own modules
+read here how they differ from BERT (`fastbert/model.py`, `fastbert/heads.py`), and `fastbert/checkpoint.py` the names.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import nn
@@ -72,29 +74,77 @@ class LayerParts:
 
 
 @dataclass(frozen=True)
+class Head:
+    """A head of transformers: what it is made of, and what it calls that.
+
+    names: our module path -> theirs, where they differ. dropout: the field of the configuration that it drops with,
+    None where it does not. dense: the activation of a dense layer of its own, which reads the first token, in place of
+    the pooler; drops_first: there is dropout before it too. exact_gelu: a masked LM that computes erf whatever
+    hidden_act is. requires: fields of the configuration, and the only value of each that fastbert computes.
+    pair_label: the argument with the label of a pair of sentences. called: what follows the family's name in that of
+    the class, where it is not our name for the head.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    dropout: str | None = None
+    dense: str | None = None
+    drops_first: bool = False
+    exact_gelu: bool = False
+    requires: Mapping[str, Any] = field(default_factory=dict)
+    pair_label: str | None = None
+    called: str | None = None
+
+
+@dataclass(frozen=True)
 class Family:
     """One base model class (the encoder under the heads).
 
-    stack: path to its layers, or to groups that share them. projection: path to a Linear between embeddings and
-    layers. padding_positions: position ids count the tokens that are not padding_idx, as RoBERTa does.
+    classes: what its classes' names begin with. prefix: what it is called in a model with a head. stack: path to its
+    layers, or to groups that share them. projection: path to a Linear between embeddings and layers, there for unequal
+    widths, or always. padding_positions: position ids count the tokens that are not padding_idx, as RoBERTa does.
+    heads: by our name for them. pooler_dense: path to the Linear of the pooler, None where there is no pooler.
+
+    Of the configuration, by our names for its fields: config_names: what the family calls them, where that differs.
+    defaults: those of transformers that are not BERT's. fixed: fields that it does not have, and the only value of each
+    that it computes. own: fields that only it has, and their defaults.
     """
 
     name: str
     layer: LayerFacts
+    model_type: str
+    classes: str
+    prefix: str
+    heads: Mapping[str, Head]
     encoder: str = "encoder"
     stack: str = "encoder.layer"
     grouped: bool = False
     projection: str | None = None
+    always_projects: bool = False
+    pooler_dense: str | None = "pooler.dense"
     token_types: bool = True
     padding_positions: bool = False
+    config_names: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def base_class(self) -> str:
+        """Module and name of transformers' class."""
+        module = self.model_type.replace("-", "_")
+        return f"transformers.models.{module}.modeling_{module}.{self.classes}Model"
+
+    def class_name(self, kind: str) -> str:
+        """transformers' name of a class: kind is "Model" or one of `heads`."""
+        head = self.heads.get(kind)
+        return self.classes + (head.called if head and head.called else kind)
 
     def applications(self, base: nn.Module) -> list[nn.Module]:
         """The layers in the order in which a forward runs them; shared ones come several times."""
         stack = _follow(base, self.stack.split("."))
         if not self.grouped:
             return list(stack)
-        count = base.config.num_hidden_layers
-        groups = [stack[int(index / (count / base.config.num_hidden_groups))] for index in range(count)]
+        groups = [stack[index] for index in groups_of(base.config.num_hidden_layers, base.config.num_hidden_groups)]
         return [layer for group in groups for layer in group.albert_layers]
 
     def passages(self, base: nn.Module) -> list[nn.Module]:
@@ -109,6 +159,13 @@ class Family:
             module = getattr(module, name, None)
         return module
 
+
+def groups_of(layers: int, groups: int) -> list[int]:
+    """Which group of shared parameters each layer of a forward uses, as AlbertTransformer computes it."""
+    return [int(index / (layers / groups)) for index in range(layers)]
+
+
+# ---- layers
 
 _BERT = LayerFacts(
     attention="attention.self",
@@ -159,30 +216,185 @@ _ALBERT = LayerFacts(
     down_norm="full_layer_layer_norm",
 )
 
-# Module and class name of the base model -> family. By name, so that transformers need not be imported.
-FAMILIES: dict[str, Family] = {
-    "transformers.models.bert.modeling_bert.BertModel": Family("BERT", _BERT),
-    "transformers.models.roberta.modeling_roberta.RobertaModel": Family("RoBERTa", _BERT, padding_positions=True),
-    "transformers.models.xlm_roberta.modeling_xlm_roberta.XLMRobertaModel": Family(
-        "XLM-RoBERTa", _BERT, padding_positions=True
+# ---- heads
+
+_PLAIN = Head()
+_DROPS = Head(dropout="classifier_dropout")
+
+
+def _masked_lm(dense: str, norm: str, decoder: str, bias: str | None = None, **facts: Any) -> Head:
+    """decoder: the tied Linear. bias: the module that holds its bias as well, where one does."""
+    parts = {"transform.dense": dense, "transform.LayerNorm": norm, "decoder": decoder}
+    names = {f"cls.predictions.{ours}": theirs for ours, theirs in parts.items()}
+    return Head({"cls.predictions": bias or decoder} | names, **facts)
+
+
+def _own_dense(dense: str, classifier: str, activation: str, **facts: Any) -> Head:
+    return Head({"pre_classifier": dense, "classifier": classifier}, dense=activation, **facts)
+
+
+_BERT_HEADS = {
+    "ForPreTraining": Head(pair_label="next_sentence_label"),
+    "ForMaskedLM": _PLAIN,
+    "ForNextSentencePrediction": _PLAIN,
+    "ForSequenceClassification": _DROPS,
+    "ForTokenClassification": _DROPS,
+    "ForQuestionAnswering": _PLAIN,
+    "ForMultipleChoice": _DROPS,
+}
+_ROBERTA_HEADS = {
+    "ForMaskedLM": _masked_lm(
+        "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", bias="lm_head", exact_gelu=True
     ),
-    "transformers.models.camembert.modeling_camembert.CamembertModel": Family(
-        "CamemBERT", _BERT, padding_positions=True
+    "ForSequenceClassification": _own_dense(
+        "classifier.dense", "classifier.out_proj", "tanh", drops_first=True, dropout="classifier_dropout"
     ),
-    "transformers.models.electra.modeling_electra.ElectraModel": Family(
-        "ELECTRA", _BERT, projection="embeddings_project"
+    "ForTokenClassification": _DROPS,
+    "ForQuestionAnswering": _PLAIN,
+    "ForMultipleChoice": Head(dropout="hidden_dropout_prob"),
+}
+_ELECTRA_HEADS = {
+    "ForMaskedLM": _masked_lm(
+        "generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head", exact_gelu=True
     ),
-    "transformers.models.distilbert.modeling_distilbert.DistilBertModel": Family(
-        "DistilBERT", _DISTILBERT, encoder="transformer", stack="transformer.layer", token_types=False
+    "ForReplacedTokenDetection": Head(called="ForPreTraining"),
+    "ForSequenceClassification": _own_dense(
+        "classifier.dense", "classifier.out_proj", "gelu", drops_first=True, dropout="classifier_dropout"
     ),
-    "transformers.models.albert.modeling_albert.AlbertModel": Family(
+    "ForTokenClassification": _DROPS,
+    "ForQuestionAnswering": _PLAIN,
+    "ForMultipleChoice": _own_dense(
+        "sequence_summary.summary",
+        "classifier",
+        "gelu",
+        dropout="summary_last_dropout",
+        requires={
+            "summary_type": "first",
+            "summary_use_proj": True,
+            "summary_activation": "gelu",
+            "summary_proj_to_labels": False,
+            "summary_first_dropout": 0.0,
+        },
+    ),
+}
+_DISTILBERT_HEADS = {
+    "ForMaskedLM": _masked_lm("vocab_transform", "vocab_layer_norm", "vocab_projector"),
+    "ForSequenceClassification": _own_dense("pre_classifier", "classifier", "relu", dropout="classifier_dropout"),
+    "ForTokenClassification": Head(dropout="hidden_dropout_prob"),
+    "ForQuestionAnswering": Head(dropout="qa_dropout", requires={"num_labels": 2}),
+    "ForMultipleChoice": _own_dense("pre_classifier", "classifier", "relu", dropout="classifier_dropout"),
+}
+_ALBERT_MASKED_LM = _masked_lm("predictions.dense", "predictions.LayerNorm", "predictions.decoder", bias="predictions")
+_ALBERT_HEADS = {
+    "ForPreTraining": Head(
+        {**_ALBERT_MASKED_LM.names, "cls.seq_relationship": "sop_classifier.classifier"},
+        dropout="classifier_dropout",
+        requires={"num_labels": 2},
+        pair_label="sentence_order_label",
+    ),
+    "ForMaskedLM": _ALBERT_MASKED_LM,
+    "ForSequenceClassification": _DROPS,
+    "ForTokenClassification": _DROPS,
+    "ForQuestionAnswering": _PLAIN,
+    "ForMultipleChoice": _DROPS,
+}
+
+# ---- families
+
+
+def _roberta(name: str, model_type: str, classes: str, vocab_size: int) -> Family:
+    return Family(
+        name,
+        _BERT,
+        model_type,
+        classes,
+        "roberta",
+        _ROBERTA_HEADS,
+        padding_positions=True,
+        defaults={"vocab_size": vocab_size, "pad_token_id": 1},
+        fixed={"embedding_size": None},
+    )
+
+
+_KNOWN = (
+    Family("BERT", _BERT, "bert", "Bert", "bert", _BERT_HEADS, fixed={"embedding_size": None}),
+    _roberta("RoBERTa", "roberta", "Roberta", 50265),
+    _roberta("XLM-RoBERTa", "xlm-roberta", "XLMRoberta", 30522),
+    _roberta("CamemBERT", "camembert", "Camembert", 30522),
+    Family(
+        "ELECTRA",
+        _BERT,
+        "electra",
+        "Electra",
+        "electra",
+        _ELECTRA_HEADS,
+        projection="embeddings_project",
+        pooler_dense=None,
+        defaults={"embedding_size": 128, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024},
+        own={
+            "summary_type": "first",
+            "summary_use_proj": True,
+            "summary_activation": "gelu",
+            "summary_last_dropout": 0.1,
+        },
+    ),
+    Family(
+        "DistilBERT",
+        _DISTILBERT,
+        "distilbert",
+        "DistilBert",
+        "distilbert",
+        _DISTILBERT_HEADS,
+        encoder="transformer",
+        stack="transformer.layer",
+        pooler_dense=None,
+        token_types=False,
+        config_names={
+            "hidden_size": "dim",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "intermediate_size": "hidden_dim",
+            "hidden_act": "activation",
+            "hidden_dropout_prob": "dropout",
+            "attention_probs_dropout_prob": "attention_dropout",
+            "classifier_dropout": "seq_classif_dropout",
+        },
+        defaults={"num_hidden_layers": 6, "classifier_dropout": 0.2},
+        fixed={"embedding_size": None, "layer_norm_eps": 1e-12, "type_vocab_size": 2},
+        own={"qa_dropout": 0.1, "sinusoidal_pos_embds": False},
+    ),
+    Family(
         "ALBERT",
         _ALBERT,
+        "albert",
+        "Albert",
+        "albert",
+        _ALBERT_HEADS,
         stack="encoder.albert_layer_groups",
         grouped=True,
         projection="encoder.embedding_hidden_mapping_in",
+        always_projects=True,
+        pooler_dense="pooler",
+        config_names={"classifier_dropout": "classifier_dropout_prob"},
+        defaults={
+            "vocab_size": 30000,
+            "embedding_size": 128,
+            "hidden_size": 4096,
+            "num_attention_heads": 64,
+            "intermediate_size": 16384,
+            "hidden_act": "gelu_new",
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "classifier_dropout": 0.1,
+        },
+        own={"num_hidden_groups": 1, "inner_group_num": 1},
     ),
-}
+)
+
+BY_MODEL_TYPE: dict[str, Family] = {family.model_type: family for family in _KNOWN}
+
+# Module and class name of the base model -> family. By name, so that transformers need not be imported.
+FAMILIES: dict[str, Family] = {family.base_class: family for family in _KNOWN}
 
 
 def key_of(base: nn.Module) -> str | None:

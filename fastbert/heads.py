@@ -1,6 +1,8 @@
-"""BERT with a head: masked LM, next sentence, sequence and token classification, question answering, multiple choice.
+"""BERT and its family with a head: masked LM, next sentence, replaced tokens, sequence and token classification,
+question answering, multiple choice.
 
-Arguments, losses and checkpoints are those of `transformers`; the work is that of packed tokens. What all heads share:
+One class a head for all families; how a family's head differs from BERT's is in `fastbert/families.py`. Arguments,
+losses and checkpoints are those of `transformers`; the work is that of packed tokens. What all heads share:
 
 - Padded input (B, S) with a mask, or packed input (T,) with `cu_seqlens` and `max_seqlen`; labels and logits of tokens
   have the same form. Logits of padding are zeros, and a label there counts as -100.
@@ -12,6 +14,7 @@ Arguments, losses and checkpoints are those of `transformers`; the work is that 
 """
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 
 from fastbert import checkpoint, ops, padding
 from fastbert.config import BertConfig
+from fastbert.families import Head
 from fastbert.model import BertModel, Saveable, initialize, leaf_parameters, unpack_records
 from fastbert.ops import checks
 from fastbert.ops.bias_gelu import wide
@@ -130,15 +134,40 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _BertWithHead(Saveable):
-    """A BertModel named `bert`, and a head beside it."""
+    """A BertModel named `bert`, and a head beside it.
 
-    to_ours = staticmethod(checkpoint.to_ours_with_head)
+    pooling: the head reads the pooler's output, or that of a layer in its place.
+    """
+
     pooling = True
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
+        self._check_head(config)
         self.config = config
-        self.bert = BertModel(config, add_pooling_layer=self.pooling)
+        self.bert = BertModel(config, add_pooling_layer=self.pooling and self.head.dense is None)
+
+    @property
+    def head(self) -> Head:
+        """What the family's head is made of."""
+        return self.config.family.heads[self.kind]
+
+    @property
+    def names(self) -> checkpoint.Names:
+        return checkpoint.Names(self.config.family, self.head)
+
+    def to_ours(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return checkpoint.to_ours_with_head(state, self.names)
+
+    def _check_head(self, config: BertConfig) -> None:
+        family, op = config.family, type(self).__name__
+        if self.kind not in family.heads:
+            known = ", ".join(f"Bert{kind}" for kind in family.heads)
+            raise ValueError(f"{op}: {family.name} has no such head; expected one of {known}")
+        for name, expected in family.heads[self.kind].requires.items():
+            value = getattr(config, name, config.extra.get(name, expected))
+            if value != expected:
+                raise ValueError(f"{op}: {name} is {value!r}; expected {expected!r}, for {family.name}")
 
     def _encode(
         self,
@@ -174,7 +203,7 @@ class _BertWithHead(Saveable):
         with torch.device("meta"):
             model = cls(config)
         try:
-            state = cls.to_ours(checkpoint.read(directory))
+            state = model.to_ours(checkpoint.read(directory))
             state = model._complete(state, directory)
             model.load_state_dict(state, assign=True)
         except RuntimeError as error:
@@ -189,9 +218,13 @@ class _BertWithHead(Saveable):
         if new:
             dtype = next(iter(state.values())).dtype if state else None
             state |= {name: self._new_parameter(name, expected[name].shape, dtype) for name in new}
-            names = ", ".join(checkpoint.to_hugging_face_names(new))
+            names = ", ".join(checkpoint.to_hugging_face_names(new, self.names))
             warnings.warn(f"{directory} lacks {names}: initialised anew, to be trained", stacklevel=3)
         return state
+
+    def _new_dropout(self) -> nn.Dropout | None:
+        """The head's own; None where it has none."""
+        return nn.Dropout(self.config.dropout_of(self.head.dropout)) if self.head.dropout else None
 
     def _new_parameter(self, name: str, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
         if name.endswith("LayerNorm.weight"):
@@ -206,9 +239,9 @@ class _BertWithHead(Saveable):
 class BertPredictionHeadTransform(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.approximate = config.gelu
+        self.dense = nn.Linear(config.hidden_size, config.embedding_width)
+        self.LayerNorm = nn.LayerNorm(config.embedding_width, eps=config.layer_norm_eps)
+        self.approximate = "none" if config.family.heads["ForMaskedLM"].exact_gelu else config.gelu
 
     def forward(self, hidden: Tensor) -> Tensor:
         x = ops.dense_gelu(hidden, *leaf_parameters(self.dense, nn.Linear), self.approximate)
@@ -269,6 +302,7 @@ class _MaskedLM(_BertWithHead):
 class BertForMaskedLM(_MaskedLM):
     """BERT with the masked-LM head; Hugging Face's BertForMaskedLM on packed tokens."""
 
+    kind = "ForMaskedLM"
     pooling = False
 
     def __init__(self, config: BertConfig) -> None:
@@ -314,10 +348,13 @@ class BertForMaskedLM(_MaskedLM):
 
 
 class BertForPreTraining(_MaskedLM):
-    """BERT with both heads of its pre-training; Hugging Face's BertForPreTraining on packed tokens."""
+    """BERT or ALBERT with both heads of its pre-training; Hugging Face's BertForPreTraining on packed tokens."""
+
+    kind = "ForPreTraining"
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
+        self.dropout = self._new_dropout()
         self.cls = BertPreTrainingHeads(config)
 
     def forward(
@@ -332,12 +369,14 @@ class BertForPreTraining(_MaskedLM):
         *,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        sentence_order_label: Tensor | None = None,
         labelled_rows: Tensor | None = None,
         skip_logits: bool | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> BertForPreTrainingOutput:
-        """Arguments as in BertForMaskedLM, and next_sentence_label (B,): 0 for the next sentence, 1 for a random one.
+        """Arguments as in BertForMaskedLM, and a label of the pair, (B,): in BERT next_sentence_label, 0 for the next
+        sentence, 1 for a random one; in ALBERT sentence_order_label, 0 for the order of the text, 1 for the other.
 
         loss: the sum of the two losses, or the one whose labels are given (transformers gives none then).
         prediction_logits: (B, S, V) or (T, V), made or left out as BertForMaskedLM's. seq_relationship_logits: (B, 2).
@@ -354,14 +393,27 @@ class BertForPreTraining(_MaskedLM):
             output_attentions=output_attentions,
         )
         loss, prediction_logits = self._predict(body, labels, labelled_rows, skip_logits)
-        logits = self.cls.seq_relationship(body.pooled)
-        if next_sentence_label is not None:
-            labels = body.sequence_labels("next_sentence_label", next_sentence_label, 2)
+        logits = self.cls.seq_relationship(body.pooled if self.dropout is None else self.dropout(body.pooled))
+        name, label = self._pair_label(next_sentence_label, sentence_order_label)
+        if label is not None:
+            labels = body.sequence_labels(name, label, 2)
             loss = _cross_entropy(logits, labels) + (0 if loss is None else loss)
         return BertForPreTrainingOutput(loss, prediction_logits, logits, *body.records)
 
+    def _pair_label(self, next_sentence: Tensor | None, order: Tensor | None) -> tuple[str, Tensor | None]:
+        labels, name = {"next_sentence_label": next_sentence, "sentence_order_label": order}, self.head.pair_label
+        label = labels.pop(name)
+        for other, given in labels.items():
+            if given is not None:
+                family = self.config.family.name
+                raise ValueError(f"BertForPreTraining: {other} is given; expected {name}, for {family}")
+        return name, label
+
 
 # ---- classifiers
+
+
+_ACTIVATIONS = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu}
 
 
 class _Classifier(_BertWithHead):
@@ -371,9 +423,22 @@ class _Classifier(_BertWithHead):
         raise NotImplementedError
 
     def _add_classifier(self, classes: int) -> None:
-        self.dropout = nn.Dropout(self.config.head_dropout)
-        self.classifier = nn.Linear(self.config.hidden_size, classes)
+        width = self.config.hidden_size
+        self.dropout = self._new_dropout()
+        self.classifier = nn.Linear(width, classes)
         initialize(self.classifier, self.config.initializer_range)
+        if self.pooling and self.head.dense:
+            self.pre_classifier = nn.Linear(width, width)
+            initialize(self.pre_classifier, self.config.initializer_range)
+
+    def _score(self, body: _Encoded) -> Tensor:
+        """(B, classes), from the pooler's output or, where the head has a dense layer of its own, the first token."""
+        head, x = self.head, body.pooled
+        if head.dense:
+            x = padding.first_tokens(body.hidden, body.cu_seqlens)
+            x = self.pre_classifier(self.dropout(x) if head.drops_first else x)
+            x = _ACTIVATIONS[head.dense](x)
+        return self.classifier(self.dropout(x))
 
     def forward(
         self,
@@ -407,6 +472,8 @@ class _Classifier(_BertWithHead):
 class BertForNextSentencePrediction(_Classifier):
     """BERT with the next-sentence head. labels: (B,), 0 for the next sentence, 1 for a random one. logits: (B, 2)."""
 
+    kind = "ForNextSentencePrediction"
+
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
         self.cls = BertPreTrainingHeads(config, predictions=False)
@@ -427,12 +494,14 @@ class BertForSequenceClassification(_Classifier):
     "multi_label_classification" (floats; binary cross-entropy; labels (B, num_labels)).
     """
 
+    kind = "ForSequenceClassification"
+
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
         self._add_classifier(config.num_labels)
 
     def _classify(self, body: _Encoded, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        logits = self.classifier(self.dropout(body.pooled))
+        logits = self._score(body)
         return None if labels is None else self._loss(body, logits, labels), logits
 
     def _loss(self, body: _Encoded, logits: Tensor, labels: Tensor) -> Tensor:
@@ -458,6 +527,7 @@ class BertForTokenClassification(_Classifier):
     logits: (B, S, num_labels) or (T, num_labels).
     """
 
+    kind = "ForTokenClassification"
     pooling = False
 
     def __init__(self, config: BertConfig) -> None:
@@ -474,6 +544,8 @@ class BertForTokenClassification(_Classifier):
 
 class BertForMultipleChoice(_Classifier):
     """BERT that scores N choices by their pooled outputs. labels: (B,), the right choice or -100. logits: (B, N)."""
+
+    kind = "ForMultipleChoice"
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
@@ -528,7 +600,7 @@ class BertForMultipleChoice(_Classifier):
         return None if given is None else given.shape[1]
 
     def _classify(self, body: _Encoded, labels: None) -> tuple[None, Tensor]:
-        return None, self.classifier(self.dropout(body.pooled))
+        return None, self._score(body)
 
     @staticmethod
     def _loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -537,16 +609,61 @@ class BertForMultipleChoice(_Classifier):
         return _cross_entropy(logits, labels)
 
 
+# ---- replaced tokens
+
+
+class BertDiscriminatorPredictions(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense_prediction = nn.Linear(config.hidden_size, 1)
+        self.approximate = config.gelu
+        initialize(self, config.initializer_range)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(T, C) to logits (T,)."""
+        x = ops.dense_gelu(hidden, *leaf_parameters(self.dense, nn.Linear), self.approximate)
+        return self.dense_prediction(x).squeeze(-1)
+
+
+class BertForReplacedTokenDetection(_Classifier):
+    """ELECTRA's discriminator: which tokens were replaced; Hugging Face's ElectraForPreTraining on packed tokens.
+
+    labels: (B, S) or packed (T,), 0 for a token of the text, 1 for a replaced one, or -100. logits: (B, S) or (T,), of
+    being replaced. loss: the mean binary cross-entropy of labelled tokens.
+    """
+
+    kind = "ForReplacedTokenDetection"
+    pooling = False
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.discriminator_predictions = BertDiscriminatorPredictions(config)
+
+    def _classify(self, body: _Encoded, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        logits = self.discriminator_predictions(body.hidden)
+        return None if labels is None else self._loss(logits, body.token_labels(labels, 2)), body.unpack(logits)
+
+    @staticmethod
+    def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+        scores, labelled = wide(logits), labels != IGNORED
+        target, weight = (t.to(scores.dtype) for t in (labels.masked_fill(~labelled, 0), labelled))
+        total = F.binary_cross_entropy_with_logits(scores, target, weight, reduction="sum")
+        return total / labelled.sum().clamp(min=1)
+
+
 # ---- question answering
 
 
 class BertForQuestionAnswering(_BertWithHead):
     """BERT that finds an answer in the text: a score for each token to be its first, and one to be its last."""
 
+    kind = "ForQuestionAnswering"
     pooling = False
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
+        self.dropout = self._new_dropout()
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         initialize(self.qa_outputs, config.initializer_range)
 
@@ -584,7 +701,7 @@ class BertForQuestionAnswering(_BertWithHead):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        logits = self.qa_outputs(body.hidden)  # (T, 2)
+        logits = self.qa_outputs(body.hidden if self.dropout is None else self.dropout(body.hidden))  # (T, 2)
         grid, visible = _on_grid(body, logits)  # (B, S, 2), (B, S)
         loss = None
         if start_positions is not None and end_positions is not None:

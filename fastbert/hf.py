@@ -4,7 +4,7 @@ import re
 
 from torch import Tensor, nn
 
-from fastbert import checkpoint, families, hf_attention, stand_ins
+from fastbert import families, hf_attention, stand_ins
 from fastbert.families import FAMILIES
 from fastbert.model import BertEncoder, BertModel
 from fastbert.stand_ins import Report
@@ -14,7 +14,7 @@ OLDEST = (5, 0)  # transformers
 
 def state_dict(model: BertModel | BertEncoder) -> dict[str, Tensor]:
     """The parameters of one of our modules under Hugging Face's names, bit for bit."""
-    return checkpoint.to_hugging_face(model.state_dict())
+    return model.to_hugging_face(model.state_dict())
 
 
 def accelerate(model: nn.Module, *, skip_logits: bool = False) -> Report:

@@ -1,7 +1,8 @@
-"""BERT on packed tokens: embeddings, layer, encoder, model.
+"""BERT and its family on packed tokens: embeddings, layer, encoder, model.
 
 Everything between the packing of the input and the unpacking of the output sees (T, C), T real tokens, with
-`cu_seqlens` and `max_seqlen`. Parameter names are Hugging Face's, but for q, k and v, which are one `qkv`.
+`cu_seqlens` and `max_seqlen`. Parameter names are those of Hugging Face's BERT for every family, but for q, k and v,
+which are one `qkv`. Where a family differs from BERT, `fastbert/families.py` says so and the constructors read it.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from fastbert import checkpoint, ops, padding, random
 from fastbert.config import BertConfig
+from fastbert.families import groups_of
 from fastbert.ops.attention import project_qkv
 from fastbert.padding import Packing
 
@@ -63,14 +65,38 @@ def leaf_parameters(leaf: nn.Module, kind: type[nn.Module]) -> tuple[Tensor, Ten
     return leaf.weight, getattr(leaf, "bias", None)
 
 
+class _FrozenRow(torch.autograd.Function):
+    """A table, of which one row gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, table: Tensor, row: int) -> Tensor:
+        ctx.row = row
+        return table.view_as(table)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone()
+        grad[ctx.row] = 0
+        return grad, None
+
+
 class BertEmbeddings(nn.Module):
+    """Three tables and LayerNorm, of config.embedding_width; then, in ALBERT and ELECTRA, a projection to hidden_size.
+
+    `position_embeddings.padding_idx` is that of padding tokens where positions are counted after it, as in RoBERTa.
+    """
+
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
+        family, width = config.family, config.embedding_width
         self.dropout_p = config.hidden_dropout_prob
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
+        padding_idx = config.pad_token_id if family.padding_positions else None
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, width, padding_idx=padding_idx)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width) if family.token_types else None
+        self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        projects = family.projection and (family.always_projects or width != config.hidden_size)
+        self.project = nn.Linear(width, config.hidden_size) if projects else None
 
     def forward(
         self,
@@ -80,19 +106,25 @@ class BertEmbeddings(nn.Module):
         inputs_embeds: Tensor | None,
         rng: Tensor | None,
     ) -> Tensor:
-        """Ids (T,), or inputs_embeds (T, C) in place of input_ids, to (T, C)."""
+        """Ids (T,), or inputs_embeds (T, width) in place of input_ids, to (T, C)."""
         word, _ = leaf_parameters(self.word_embeddings, nn.Embedding)
-        padding_idx = self.word_embeddings.padding_idx
+        position, _ = leaf_parameters(self.position_embeddings, nn.Embedding)
+        token_type, padding_idx = None, self.word_embeddings.padding_idx
+        if self.position_embeddings.padding_idx is not None:  # the op leaves out a row of the words alone
+            position = _FrozenRow.apply(position, self.position_embeddings.padding_idx)
+        if self.token_type_embeddings is not None:
+            token_type, _ = leaf_parameters(self.token_type_embeddings, nn.Embedding)
+            token_type_ids = torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids
         if inputs_embeds is not None:  # a table of its own, each row used once
             word, padding_idx = inputs_embeds, None
             input_ids = torch.arange(inputs_embeds.shape[0], device=inputs_embeds.device)
-        return ops.embedding(
+        x = ops.embedding(
             input_ids,
             position_ids,
-            torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids,
+            token_type_ids,
             word,
-            leaf_parameters(self.position_embeddings, nn.Embedding)[0],
-            leaf_parameters(self.token_type_embeddings, nn.Embedding)[0],
+            position,
+            token_type,
             *leaf_parameters(self.LayerNorm, nn.LayerNorm),
             self.LayerNorm.eps,
             padding_idx=padding_idx,
@@ -100,16 +132,19 @@ class BertEmbeddings(nn.Module):
             rng=rng,
             site=random.EMBEDDING_SITE,
         )
+        if self.project is None:
+            return x
+        return ops.linear(x, *leaf_parameters(self.project, nn.Linear)).to(x.dtype)  # under autocast a float32 stream
 
 
 class BertOutput(nn.Module):
     """Projection, then bias, dropout, residual sum and LayerNorm in one pass: what ends both halves of a layer."""
 
-    def __init__(self, config: BertConfig, inputs: int, site: int) -> None:
+    def __init__(self, config: BertConfig, inputs: int, site: int, drops: bool) -> None:
         super().__init__()
         self.dense = nn.Linear(inputs, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout_p, self.site = config.hidden_dropout_prob, site
+        self.dropout_p, self.site = config.hidden_dropout_prob if drops else 0.0, site
 
     def forward(self, x: Tensor, residual: Tensor, rng: Tensor | None) -> Tensor:
         weight, bias = leaf_parameters(self.dense, nn.Linear)
@@ -131,7 +166,8 @@ class BertAttention(nn.Module):
         self.heads = config.num_attention_heads
         self.dropout_p, self.site = config.attention_probs_dropout_prob, sites[0]
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.output = BertOutput(config, config.hidden_size, sites[1])
+        drops = config.family.layer.out_dropout is not None
+        self.output = BertOutput(config, config.hidden_size, sites[1], drops)
 
     def forward(
         self, hidden: Tensor, cu_seqlens: Tensor, max_seqlen: int, rng: Tensor | None, output_attentions: bool
@@ -158,12 +194,15 @@ class BertIntermediate(nn.Module):
 
 
 class BertLayer(nn.Module):
+    """index: where it is in the encoder, which decides its dropout sites."""
+
     def __init__(self, config: BertConfig, index: int) -> None:
         super().__init__()
         sites = random.layer_sites(index)
         self.attention = BertAttention(config, sites)
         self.intermediate = BertIntermediate(config)
-        self.output = BertOutput(config, config.intermediate_size, sites[2])
+        drops = config.family.layer.down_dropout is not None
+        self.output = BertOutput(config, config.intermediate_size, sites[2], drops)
 
     def forward(
         self,
@@ -182,7 +221,21 @@ class _Loadable(nn.Module):
     """State dicts in and out: Hugging Face's names or ours in, and nothing changed when one does not fit."""
 
     config: BertConfig
-    to_ours = staticmethod(checkpoint.to_ours)
+
+    @property
+    def names(self) -> checkpoint.Names:
+        return checkpoint.Names(self.config.family)
+
+    def to_ours(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """From the family's names in Hugging Face's models, or ours, to ours."""
+        return checkpoint.to_ours(state, self.names)
+
+    def to_hugging_face(self, state: Mapping[str, Tensor], *, tied: bool = True) -> dict[str, Tensor]:
+        """From our names to the family's, of parameters or of what belongs to them (gradients), bit for bit.
+
+        tied: with the second names of tied tensors, which models have and files have not.
+        """
+        return checkpoint.to_hugging_face(state, self.names, tied=tied)
 
     def new_rng(self, device: torch.device) -> Tensor | None:
         """The dropout key of a forward; None, and torch's generator left alone, where nothing drops."""
@@ -193,7 +246,7 @@ class _Loadable(nn.Module):
         """As nn.Module's, for Hugging Face's names too. With strict, RuntimeError comes before any weight changes."""
         state = self.to_ours(state_dict)
         if strict:
-            checkpoint.check(self.state_dict(), state)
+            checkpoint.check(self.state_dict(), state, self.names)
         return super().load_state_dict(state, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -204,14 +257,17 @@ class _Loadable(nn.Module):
 
 
 class Saveable(_Loadable):
-    """A whole model, with a directory of its own."""
+    """A whole model, with a directory of its own. kind: what follows "Bert" in the name of its class."""
+
+    kind = "Model"
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes config.json and model.safetensors under Hugging Face's names, each whole or not at all."""
         dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
-        config = {**self.config.to_dict(), "architectures": [type(self).__name__], "dtype": dtype}
+        name = self.config.family.class_name(self.kind)
+        config = {**self.config.to_dict(), "architectures": [name], "dtype": dtype}
         config.pop("torch_dtype", None)  # the older name of dtype
-        checkpoint.write(directory, config, checkpoint.to_hugging_face(self.state_dict()))
+        checkpoint.write(directory, config, self.to_hugging_face(self.state_dict(), tied=False))
 
 
 @torch.no_grad()
@@ -227,13 +283,33 @@ def initialize(module: nn.Module, std: float) -> None:
 
 
 class BertEncoder(_Loadable):
-    """The stack of layers, for training code that has embeddings of its own."""
+    """The stack of layers, for training code that has embeddings of its own.
+
+    In ALBERT a layer runs several times, each time with dropout of its own.
+    """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.config = config
-        self.layer = nn.ModuleList(BertLayer(config, i) for i in range(config.num_hidden_layers))
+        layers, groups = config.num_hidden_layers, config.layer_groups
+        self.layer = nn.ModuleList(BertLayer(config, i) for i in range(groups or layers))
+        self.order = groups_of(layers, groups) if groups else None
         initialize(self, config.initializer_range)
+
+    @property
+    def names(self) -> checkpoint.Names:
+        return checkpoint.Names(self.config.family, encoder=True)
+
+    def _runs(self, rng: Tensor | None) -> list[tuple[BertLayer, Tensor | None]]:
+        """The layers of a forward in turn, and the dropout key of each.
+
+        A shared layer keeps the sites that it was made with; the key moves on instead, to those of its turn.
+        """
+        if self.order is None:
+            return [(layer, rng) for layer in self.layer]
+        moves = [random.layer_sites(turn)[0] - random.layer_sites(index)[0] for turn, index in enumerate(self.order)]
+        keys = [random.site_key(rng, move) if rng is not None and move else rng for move in moves]
+        return [(self.layer[index], key) for index, key in zip(self.order, keys, strict=True)]
 
     def forward(
         self,
@@ -269,8 +345,8 @@ class BertEncoder(_Loadable):
         if rng is None:
             rng = self.new_rng(hidden_states.device)
         states, attentions = [hidden_states], []
-        for layer in self.layer:
-            hidden_states, weights = layer(hidden_states, cu_seqlens, max_seqlen, rng, output_attentions)
+        for layer, key in self._runs(rng):
+            hidden_states, weights = layer(hidden_states, cu_seqlens, max_seqlen, key, output_attentions)
             states = [*states, hidden_states] if output_hidden_states else [hidden_states]
             attentions.append(weights)
         if packing is not None:
@@ -293,10 +369,17 @@ class BertPooler(nn.Module):
 
 
 class BertModel(Saveable):
-    """Embeddings, encoder and (optionally) pooler; Hugging Face's BertModel on packed tokens."""
+    """Embeddings, encoder and (optionally) pooler; Hugging Face's BertModel, RobertaModel, ... on packed tokens.
 
-    def __init__(self, config: BertConfig, add_pooling_layer: bool = True) -> None:
+    add_pooling_layer: None for one where the family has one (DistilBERT and ELECTRA have none).
+    """
+
+    def __init__(self, config: BertConfig, add_pooling_layer: bool | None = None) -> None:
         super().__init__()
+        if add_pooling_layer and config.family.pooler_dense is None:
+            raise ValueError(f"BertModel: add_pooling_layer is {add_pooling_layer}; {config.family.name} has no pooler")
+        if add_pooling_layer is None:
+            add_pooling_layer = config.family.pooler_dense is not None
         self.config = config
         self.embeddings = BertEmbeddings(config)
         self.encoder = BertEncoder(config)
@@ -304,6 +387,9 @@ class BertModel(Saveable):
         initialize(self.embeddings, config.initializer_range)
         if self.pooler is not None:
             initialize(self.pooler, config.initializer_range)
+        if config.extra.get("sinusoidal_pos_embds"):
+            table = self.embeddings.position_embeddings.weight
+            table.data.copy_(_sinusoids(*table.shape))
 
     def forward(
         self,
@@ -320,8 +406,10 @@ class BertModel(Saveable):
     ) -> BertModelOutput:
         """Padded (B, S) ids with a mask (see `fastbert.padding.plan`), or packed (T,) ids with cu_seqlens (B + 1,).
 
-        token_type_ids (default 0) and position_ids (default: the column, or for packed input the place in the
-        sequence) have the shape of input_ids; inputs_embeds (..., C) replaces input_ids. max_seqlen: the longest
+        token_type_ids (default 0; DistilBERT has none) and position_ids (default: the column, or for packed input the
+        place in the sequence) have the shape of input_ids; inputs_embeds (..., config.embedding_width) replaces
+        input_ids. In RoBERTa, XLM-RoBERTa and CamemBERT position_ids count, from pad_token_id + 1, the tokens of the
+        row that are not pad_token_id, whatever the mask says; those that are have pad_token_id. max_seqlen: the longest
         sequence; computed when None (one host synchronisation). Padding rows of the output are zeros, and the pooler
         reads the first visible token of each sequence (zeros where there is none).
         Raises ValueError, TypeError, and IndexError for an id out of range.
@@ -375,25 +463,46 @@ class BertModel(Saveable):
             cu_seqlens, max_seqlen = packing.cu_seqlens, packing.max_seqlen
             inputs = (None if x is None else packing.pack(x) for x in inputs)
         inputs = PackedInput(*inputs, cu_seqlens, max_seqlen)
-        if position_ids is not None:
-            return inputs, packing
-        if packing and shape[1] > self.config.max_position_embeddings:
+        if position_ids is None:
+            inputs = inputs._replace(position_ids=self._positions(input_ids, inputs, packing))
+        return inputs, packing
+
+    def _positions(self, input_ids: Tensor | None, inputs: PackedInput, packing: Packing | None) -> Tensor:
+        """(T,) int64, the default position ids. input_ids: in the caller's form."""
+        before = self.embeddings.position_embeddings.padding_idx
+        counts = before is not None and input_ids is not None
+        if packing:
+            self._check_length(packing.max_seqlen if counts else packing.seqlen)
+            if counts:
+                return packing.pack(_count(input_ids, before))
+            columns = packing.positions()
+        else:
+            given = inputs.inputs_embeds if input_ids is None else input_ids
+            columns = padding.packed_positions(inputs.cu_seqlens, given.shape[0])
+            if counts:
+                return _count_packed(input_ids, before, columns)
+        return columns if before is None else columns + (before + 1)
+
+    def _check_length(self, tokens: int) -> None:
+        limit = self.config.max_sequence_length
+        if tokens > limit:
+            after = "" if limit == self.config.max_position_embeddings else " after pad_token_id"
             raise ValueError(
-                f"BertModel: sequences are {shape[1]} tokens long; the model has "
-                f"{self.config.max_position_embeddings} positions (max_position_embeddings)"
+                f"BertModel: sequences are {tokens} tokens long; the model has {limit} positions{after} "
+                "(max_position_embeddings)"
             )
-        position_ids = packing.positions() if packing else padding.packed_positions(cu_seqlens, shape[0])
-        return inputs._replace(position_ids=position_ids), packing
 
     def _check_inputs(self, shape, packed, input_ids, token_type_ids, position_ids, inputs_embeds) -> None:
         if len(shape) != (1 if packed else 2):
             expected = "(T,) with cu_seqlens" if packed else "(B, S), or (T,) with cu_seqlens"
             raise ValueError(f"BertModel: input_ids has shape {tuple(shape)}; expected {expected}")
-        if inputs_embeds is not None and inputs_embeds.shape[-1] != self.config.hidden_size:
-            width = self.config.hidden_size
+        width = self.config.embedding_width
+        if inputs_embeds is not None and inputs_embeds.shape[-1] != width:
             raise ValueError(
                 f"BertModel: inputs_embeds has shape {tuple(inputs_embeds.shape)}; expected (..., {width})"
             )
+        if token_type_ids is not None and self.embeddings.token_type_embeddings is None:
+            raise ValueError(f"BertModel: token_type_ids is given; expected None, {self.config.family.name} has none")
         for name, ids in (("token_type_ids", token_type_ids), ("position_ids", position_ids)):
             if ids is not None and ids.shape != shape:
                 raise ValueError(
@@ -402,27 +511,53 @@ class BertModel(Saveable):
 
     @classmethod
     def from_pretrained(
-        cls, directory: str | Path, *, add_pooling_layer: bool = True, dtype: torch.dtype | None = None
+        cls, directory: str | Path, *, add_pooling_layer: bool | None = None, dtype: torch.dtype | None = None
     ) -> "BertModel":
         """From a directory with config.json and model.safetensors (or pytorch_model.bin), in evaluation mode.
 
-        Heads of a larger checkpoint are left out, and so is its pooler without add_pooling_layer. dtype: as stored
-        when None. Raises FileNotFoundError, ValueError (a corrupt file, a configuration that is no BERT's) and
-        RuntimeError (a missing or unexpected parameter).
+        Heads of a larger checkpoint are left out, and so is its pooler with add_pooling_layer=False. dtype: as stored
+        when None. Raises FileNotFoundError, ValueError (a corrupt file, a configuration of no family that is known)
+        and RuntimeError (a missing or unexpected parameter).
         """
-        config = BertConfig.from_pretrained(directory)
-        state = checkpoint.to_ours(checkpoint.read(directory))
-        if add_pooling_layer and not any(name.startswith("pooler.") for name in state):
-            raise RuntimeError(f"{directory}: the checkpoint has no pooler; pass add_pooling_layer=False")
-        if not add_pooling_layer:
-            state = {name: tensor for name, tensor in state.items() if not name.startswith("pooler.")}
         with torch.device("meta"):
-            model = cls(config, add_pooling_layer)
+            model = cls(BertConfig.from_pretrained(directory), add_pooling_layer)
+        state = model.to_ours(checkpoint.read(directory))
+        if model.pooler is None:
+            state = {name: tensor for name, tensor in state.items() if not name.startswith("pooler.")}
+        elif not any(name.startswith("pooler.") for name in state):
+            raise RuntimeError(f"{directory}: the checkpoint has no pooler; pass add_pooling_layer=False")
         try:
             model.load_state_dict(state, assign=True)
         except RuntimeError as error:
             raise RuntimeError(f"{directory}: {error}") from None
         return model.to(dtype).eval()
+
+
+def count_parameters(config: BertConfig) -> int:
+    """How many parameters a BertModel of this configuration has, shared ones once. Nothing is allocated."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in BertModel(config).parameters())
+
+
+def _sinusoids(positions: int, width: int) -> Tensor:
+    """(positions, width): sines in even channels, cosines in odd ones (Vaswani et al., 2017, 3.5)."""
+    channel, position = torch.arange(width), torch.arange(positions, dtype=torch.float64)
+    angle = position[:, None] / 10000 ** (2 * (channel // 2).double() / width)
+    return torch.where(channel % 2 == 0, angle.sin(), angle.cos())
+
+
+def _count(ids: Tensor, padding_idx: int) -> Tensor:
+    """(B, S) ids to int64: which token of its row each is, from padding_idx + 1; padding_idx has padding_idx."""
+    token = (ids != padding_idx).long()
+    return token.cumsum(1) * token + padding_idx
+
+
+def _count_packed(ids: Tensor, padding_idx: int, places: Tensor) -> Tensor:
+    """`_count` of packed ids (T,). places: (T,), where each is in its sequence."""
+    token = (ids != padding_idx).long()
+    counts = token.cumsum(0)
+    first = torch.arange(ids.shape[0], device=ids.device) - places
+    return (counts - (counts - token)[first]) * token + padding_idx
 
 
 def unpack_records(

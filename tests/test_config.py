@@ -6,13 +6,24 @@ import torch
 import transformers
 
 from fastbert import BertConfig, BertModel
+from fastbert.families import BY_MODEL_TYPE
 
 
 def test_defaults_are_hugging_face_s():
     theirs = transformers.BertConfig()
     for field in dataclasses.fields(BertConfig):
-        if field.name != "extra":
-            assert getattr(BertConfig(), field.name) == getattr(theirs, field.name), field.name
+        if field.name not in ("extra", "embedding_size"):  # no field of theirs
+            assert getattr(BertConfig(), field.name) == getattr(theirs, field.name) == field.default, field.name
+
+
+@pytest.mark.parametrize("model_type", BY_MODEL_TYPE)
+def test_each_family_has_its_own_names_and_defaults(model_type):
+    theirs = transformers.AutoConfig.for_model(model_type)
+    values = theirs.to_dict()
+    ours = BertConfig(model_type=model_type).to_dict()
+    assert ours == {name: values[name] if name in values else getattr(theirs, name) for name in ours}
+    assert BertConfig.from_dict({"model_type": model_type}).to_dict() == ours
+    assert {**values, **BertConfig.from_dict(values).to_dict()} == {**values, "num_labels": 2, "problem_type": None}
 
 
 @pytest.mark.parametrize(
@@ -57,11 +68,47 @@ def test_unknown_presets_list_the_known_ones(name):
         ({"extra": {"is_decoder": True}}, "is_decoder is True; expected False"),
         ({"extra": {"position_embedding_type": "relative_key"}}, "position_embedding_type is 'relative_key'"),
         ({"extra": {"model_type": "roberta"}}, "model_type is 'roberta'; expected 'bert'"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; expected one of bert, roberta, .*albert"),
+        ({"model_type": None}, "model_type is None; expected one of bert"),
+        (
+            {"embedding_size": 128},
+            r"embedding_size is 128; expected None or hidden_size \(768\): BERT does not project",
+        ),
+        ({"model_type": "albert", "embedding_size": 0}, "embedding_size is 0; expected None or a positive integer"),
+        ({"model_type": "albert", "inner_group_num": 2}, "inner_group_num is 2; expected 1"),
+        ({"model_type": "albert", "num_hidden_groups": 13}, r"num_hidden_groups is 13; .* num_hidden_layers \(12\)"),
+        ({"model_type": "albert", "classifier_dropout": None}, "classifier_dropout_prob is None; expected a number"),
+        ({"model_type": "roberta", "pad_token_id": None}, "pad_token_id is None; expected an id below 511: in RoBERTa"),
+        ({"model_type": "camembert", "pad_token_id": 511}, "pad_token_id is 511; expected an id below 511"),
+        ({"model_type": "distilbert", "layer_norm_eps": 1e-5}, "layer_norm_eps is 1e-05; expected 1e-12, which is all"),
+        ({"model_type": "distilbert", "hidden_size": 770}, r"n_heads is 12, which does not divide dim \(770\)"),
+        ({"model_type": "distilbert", "hidden_act": "relu"}, "activation is 'relu'; expected one of gelu"),
+        ({"model_type": "distilbert", "qa_dropout": 1}, "qa_dropout is 1; expected a number in"),
+        ({"model_type": "electra", "extra": {"is_decoder": True}}, "is_decoder is True; expected False"),
     ],
 )
 def test_nonsense_is_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         BertConfig(**fields)
+
+
+def test_unknown_keywords_are_refused():
+    for fields in ({"hiden_size": 1}, {"num_hidden_groups": 2}, {"model_type": "albert", "dim": 1}):
+        with pytest.raises(TypeError, match="BertConfig: .*: no field of a"):
+            BertConfig(**fields)
+
+
+def test_a_family_s_own_names_are_understood_and_written():
+    config = BertConfig.from_dict({"model_type": "distilbert", "dim": 24, "n_heads": 2, "seq_classif_dropout": 0.3})
+    assert (config.hidden_size, config.num_attention_heads, config.classifier_dropout) == (24, 2, 0.3)
+    assert BertConfig.from_dict({"model_type": "distilbert", "hidden_size": 24}).to_dict()["dim"] == 24  # as attributes
+    changed = config.changed(hidden_dropout_prob=0.0, qa_dropout=0.2).changed(n_layers=1)
+    assert {"dropout": 0.0, "qa_dropout": 0.2, "n_layers": 1, "dim": 24}.items() <= changed.to_dict().items()
+    assert changed.num_hidden_layers == 1 and not {"hidden_size", "type_vocab_size"} & changed.to_dict().keys()
+    with pytest.raises(ValueError, match="dim is 24 and hidden_size, which means the same, is 48"):
+        BertConfig.from_dict({"model_type": "distilbert", "dim": 24, "hidden_size": 48})
+    assert BertConfig(model_type="albert", embedding_size=None).to_dict()["embedding_size"] == 4096
+    assert dataclasses.replace(config, vocab_size=9).to_dict() == config.to_dict() | {"vocab_size": 9}
 
 
 def test_json_round_trip_keeps_unknown_fields(tmp_path):
