@@ -88,7 +88,9 @@ def main() -> int:
     examples = [{"input_ids": encoding.ids} for encoding in tokenizer.encode_batch(texts)]
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
-    config = BertConfig(tokenizer.get_vocab_size(), **sizes, max_position_embeddings=LENGTH, initializer_range=0.08)
+    config = BertConfig(
+        vocab_size=tokenizer.get_vocab_size(), **sizes, max_position_embeddings=LENGTH, initializer_range=0.08
+    )
     model, plain = BertForMaskedLM(config), PlainMaskedLM(config)
     plain.load_state_dict({name: t for name, t in hf.state_dict(model).items() if ".decoder." not in name})
     runs = three_runs(model, plain, args.steps + args.alone, lr=2e-3)

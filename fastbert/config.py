@@ -73,10 +73,11 @@ class BertConfig:
             "num_labels",
         ):
             self._require(name, "a positive integer", lambda v: _is_int(v) and v > 0)
-        none = ["classifier_dropout"] if self.family.defaults.get("classifier_dropout") is None else []
         own = [name for name in self.family.own if name.endswith("_dropout")]
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", *own):
-            self._require(name, "a number in [0, 1)", lambda v, n=name: _is_share(v) or (v is None and n in none))
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", *own):
+            self._require(name, "a number in [0, 1)", _is_share)
+        falls_back = self.family.defaults.get("classifier_dropout") is None  # to hidden_dropout_prob
+        self._require("classifier_dropout", "a number in [0, 1)", lambda v: _is_share(v) or (v is None and falls_back))
         for name in ("initializer_range", "layer_norm_eps"):
             self._require(name, "a number >= 0", lambda v: _is_number(v) and v >= 0)
         self._require("hidden_act", f"one of {', '.join(GELU_FORMS)}", lambda v: v in list(GELU_FORMS))
@@ -179,7 +180,7 @@ class BertConfig:
         Raises ValueError that lists the known names.
         """
         for known, (size, fields) in PRESETS.items():
-            if name in {f"{form}{end}" for form in (known, known.rpartition("/")[2]) for end in ("", f" ({size})")}:
+            if name.removesuffix(f" ({size})") in (known, known.rpartition("/")[2]):
                 return cls(**fields)
         names = ", ".join(f"{known} ({size})" for known, (size, _) in PRESETS.items())
         raise ValueError(f"unknown model {name!r}; known, with or without the number: {names}")
@@ -188,7 +189,8 @@ class BertConfig:
     def from_dict(cls, values: dict) -> "BertConfig":
         """From the fields of a config.json, by the family's own names for them or by those of this class."""
         model_type = values.get("model_type") or "bert"
-        values = _in_our_names(values, BY_MODEL_TYPE[model_type]) if model_type in list(BY_MODEL_TYPE) else values
+        if family := BY_MODEL_TYPE.get(str(model_type)):  # what is none __init__ refuses
+            values = _in_our_names(values, family)
         if values.get("id2label") and "num_labels" not in values:
             values = {**values, "num_labels": len(values["id2label"])}
         known = {f.name for f in dataclasses.fields(cls)} - {"extra", "model_type"}

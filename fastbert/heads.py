@@ -145,19 +145,19 @@ class _BertWithHead(Saveable):
         super().__init__()
         self._check_head(config)
         self.config = config
-        self.bert = BertModel(config, add_pooling_layer=self.pooling and self.head.dense is None)
+        self.bert = BertModel(config, add_pooling_layer=self.pooling and self._facts.dense is None)
 
     @property
-    def head(self) -> Head:
+    def _facts(self) -> Head:
         """What the family's head is made of."""
         return self.config.family.heads[self.kind]
 
     @property
-    def names(self) -> checkpoint.Names:
-        return checkpoint.Names(self.config.family, self.head)
+    def _names(self) -> checkpoint.Names:
+        return checkpoint.Names(self.config.family, self._facts)
 
     def to_ours(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return checkpoint.to_ours_with_head(state, self.names)
+        return checkpoint.to_ours_with_head(state, self._names)
 
     def _check_head(self, config: BertConfig) -> None:
         family, op = config.family, type(self).__name__
@@ -218,13 +218,13 @@ class _BertWithHead(Saveable):
         if new:
             dtype = next(iter(state.values())).dtype if state else None
             state |= {name: self._new_parameter(name, expected[name].shape, dtype) for name in new}
-            names = ", ".join(checkpoint.to_hugging_face_names(new, self.names))
+            names = ", ".join(checkpoint.to_hugging_face_names(new, self._names))
             warnings.warn(f"{directory} lacks {names}: initialised anew, to be trained", stacklevel=3)
         return state
 
     def _new_dropout(self) -> nn.Dropout | None:
         """The head's own; None where it has none."""
-        return nn.Dropout(self.config.dropout_of(self.head.dropout)) if self.head.dropout else None
+        return nn.Dropout(self.config.dropout_of(self._facts.dropout)) if self._facts.dropout else None
 
     def _new_parameter(self, name: str, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
         if name.endswith("LayerNorm.weight"):
@@ -381,6 +381,7 @@ class BertForPreTraining(_MaskedLM):
         loss: the sum of the two losses, or the one whose labels are given (transformers gives none then).
         prediction_logits: (B, S, V) or (T, V), made or left out as BertForMaskedLM's. seq_relationship_logits: (B, 2).
         """
+        name, label = self._pair_label(next_sentence_label, sentence_order_label)
         body = self._encode(
             input_ids,
             attention_mask,
@@ -394,19 +395,17 @@ class BertForPreTraining(_MaskedLM):
         )
         loss, prediction_logits = self._predict(body, labels, labelled_rows, skip_logits)
         logits = self.cls.seq_relationship(body.pooled if self.dropout is None else self.dropout(body.pooled))
-        name, label = self._pair_label(next_sentence_label, sentence_order_label)
         if label is not None:
             labels = body.sequence_labels(name, label, 2)
             loss = _cross_entropy(logits, labels) + (0 if loss is None else loss)
         return BertForPreTrainingOutput(loss, prediction_logits, logits, *body.records)
 
     def _pair_label(self, next_sentence: Tensor | None, order: Tensor | None) -> tuple[str, Tensor | None]:
-        labels, name = {"next_sentence_label": next_sentence, "sentence_order_label": order}, self.head.pair_label
+        labels, name = {"next_sentence_label": next_sentence, "sentence_order_label": order}, self._facts.pair_label
         label = labels.pop(name)
         for other, given in labels.items():
             if given is not None:
-                family = self.config.family.name
-                raise ValueError(f"BertForPreTraining: {other} is given; expected {name}, for {family}")
+                raise ValueError(f"BertForPreTraining: {other} is given; {self.config.family.name} has {name}")
         return name, label
 
 
@@ -427,17 +426,17 @@ class _Classifier(_BertWithHead):
         self.dropout = self._new_dropout()
         self.classifier = nn.Linear(width, classes)
         initialize(self.classifier, self.config.initializer_range)
-        if self.pooling and self.head.dense:
+        if self.pooling and self._facts.dense:
             self.pre_classifier = nn.Linear(width, width)
             initialize(self.pre_classifier, self.config.initializer_range)
 
     def _score(self, body: _Encoded) -> Tensor:
         """(B, classes), from the pooler's output or, where the head has a dense layer of its own, the first token."""
-        head, x = self.head, body.pooled
-        if head.dense:
+        facts, x = self._facts, body.pooled
+        if facts.dense:
             x = padding.first_tokens(body.hidden, body.cu_seqlens)
-            x = self.pre_classifier(self.dropout(x) if head.drops_first else x)
-            x = _ACTIVATIONS[head.dense](x)
+            x = self.pre_classifier(self.dropout(x) if facts.drops_first else x)
+            x = _ACTIVATIONS[facts.dense](x)
         return self.classifier(self.dropout(x))
 
     def forward(

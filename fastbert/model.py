@@ -223,19 +223,19 @@ class _Loadable(nn.Module):
     config: BertConfig
 
     @property
-    def names(self) -> checkpoint.Names:
+    def _names(self) -> checkpoint.Names:
         return checkpoint.Names(self.config.family)
 
     def to_ours(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """From the family's names in Hugging Face's models, or ours, to ours."""
-        return checkpoint.to_ours(state, self.names)
+        return checkpoint.to_ours(state, self._names)
 
     def to_hugging_face(self, state: Mapping[str, Tensor], *, tied: bool = True) -> dict[str, Tensor]:
         """From our names to the family's, of parameters or of what belongs to them (gradients), bit for bit.
 
         tied: with the second names of tied tensors, which models have and files have not.
         """
-        return checkpoint.to_hugging_face(state, self.names, tied=tied)
+        return checkpoint.to_hugging_face(state, self._names, tied=tied)
 
     def new_rng(self, device: torch.device) -> Tensor | None:
         """The dropout key of a forward; None, and torch's generator left alone, where nothing drops."""
@@ -246,7 +246,7 @@ class _Loadable(nn.Module):
         """As nn.Module's, for Hugging Face's names too. With strict, RuntimeError comes before any weight changes."""
         state = self.to_ours(state_dict)
         if strict:
-            checkpoint.check(self.state_dict(), state, self.names)
+            checkpoint.check(self.state_dict(), state, self._names)
         return super().load_state_dict(state, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -297,7 +297,7 @@ class BertEncoder(_Loadable):
         initialize(self, config.initializer_range)
 
     @property
-    def names(self) -> checkpoint.Names:
+    def _names(self) -> checkpoint.Names:
         return checkpoint.Names(self.config.family, encoder=True)
 
     def _runs(self, rng: Tensor | None) -> list[tuple[BertLayer, Tensor | None]]:
@@ -387,7 +387,7 @@ class BertModel(Saveable):
         initialize(self.embeddings, config.initializer_range)
         if self.pooler is not None:
             initialize(self.pooler, config.initializer_range)
-        if config.extra.get("sinusoidal_pos_embds"):
+        if "sinusoidal_pos_embds" in config.family.own and config.extra["sinusoidal_pos_embds"]:
             table = self.embeddings.position_embeddings.weight
             table.data.copy_(_sinusoids(*table.shape))
 

@@ -16,7 +16,7 @@ from test_heads import LOGITS, integers, packed
 from test_model import reference_masks
 
 import fastbert
-from fastbert import BertConfig, BertModel, checkpoint, random, reference, testing
+from fastbert import BertConfig, BertModel, backends, checkpoint, random, reference, testing
 from fastbert.config import PRESETS
 from fastbert.families import BY_MODEL_TYPE
 from fastbert.testing import Result
@@ -160,6 +160,29 @@ def test_as_accurate_as_transformers(family, kind, side):
     contenders = [run(model, inputs, labels) for model in (theirs, eager)]
     for source, others in ((theirs, contenders), (exact, [])):
         assert_accurate(run(our(source, kind), inputs, labels), truth, others)
+
+
+OPS = {"embedding": 1, "attention": 2, "add_layer_norm": 4, "dense_gelu": 2, "linear": None, "padding": None}
+
+
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+@pytest.mark.parametrize("family", ["roberta", "distilbert", "albert"])  # a frozen position; no token types; two widths
+def test_every_backend(family, backend):
+    """Each operation runs once a layer, or half, on the backend that is asked for, and obeys the rule."""
+    for op in OPS:
+        if reason := backends.why_not(backend, op, DEVICE, torch.float32, backward=True):
+            pytest.skip(f"{backend}: {reason}")
+    theirs = their(family, **{"n_layers" if family == "distilbert" else "num_hidden_layers": 2})
+    inputs, _ = example(theirs, "Model")
+    truth, contender = run(copy.deepcopy(theirs).double(), inputs, {}), run(theirs, inputs, {})
+    before = backends.calls()
+    with fastbert.backend(backend):
+        assert_accurate(run(our(theirs), inputs, {}), truth, [contender])
+    ran = {key: n - before.get(key, 0) for key, n in backends.calls().items() if n > before.get(key, 0)}
+    assert {name for _, name in ran} == {backend}
+    for op, times in OPS.items():
+        for direction in ("fwd", "bwd") if times else ():
+            assert ran[f"{op}_{direction}", backend] == times, op
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -601,14 +624,14 @@ IDS = torch.full((2, 5), 7)
             "ForPreTraining",
             {"next_sentence_label": IDS[:, 0] // 7},
             ValueError,
-            "expected sentence_order_label",
+            "ALBERT has sentence_order_label",
         ),
         (
             "bert",
             "ForPreTraining",
             {"sentence_order_label": IDS[:, 0] // 7},
             ValueError,
-            "expected next_sentence_label",
+            "BERT has next_sentence_label",
         ),
         (
             "albert",
