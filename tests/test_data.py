@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import fastbert
-from fastbert.data import PackingCollator, TokenBudgetSampler
+from fastbert.data import BatchSizeSampler, PackingCollator, TokenBudgetSampler
 
 CLS, SEP, MASK, WORDS = 1, 2, 3, 99
 CONFIG = TINY.changed(num_hidden_layers=1, num_labels=3)
@@ -133,6 +133,42 @@ def test_what_does_not_fit_is_refused(arguments, rows, words):
         PackingCollator(**arguments)(rows)
 
 
+# ---- padded
+
+
+def test_a_padded_batch_is_transformers_s():
+    rows = examples([7, 2, 12], labels=[{"labels": [i % 3] * n} for i, n in enumerate([7, 2, 12])])
+    batch = PackingCollator(packed=False, pad_token_id=5)(rows)
+    names = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    tokenizer = tokenizers.Tokenizer.from_file(str(minilm() / "tokenizer.json"))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[unused4]", **names)
+    assert theirs.pad_token_id == 5
+    expected = transformers.DataCollatorForTokenClassification(theirs)(rows)
+    assert batch.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(batch[name], tensor) and batch[name].dtype == tensor.dtype, name
+
+
+def test_padded_and_packed_batches_have_the_same_masks_and_losses():
+    rows = examples([7, 2, 12, 30], labels=[{"next_sentence_label": i % 2} for i in range(4)])
+    packed, other = (masking(seed=3, packed=form, pad_token_id=0)(rows) for form in (True, False))
+    visible = other["attention_mask"].bool()
+    for name in ("input_ids", "token_type_ids", "labels"):
+        assert torch.equal(other[name][visible], packed[name])
+    assert (other["input_ids"][~visible] == 0).all() and (other["labels"][~visible] == -100).all()
+    assert not {"cu_seqlens", "max_seqlen", "position_ids", "labelled_rows"} & other.keys()
+    assert packed["labels"].max() > 0
+    model = fastbert.BertForPreTraining(CONFIG).eval()
+    assert torch.equal(model(**packed).loss, model(**other).loss)
+
+
+def test_padding_comes_from_the_tokenizer():
+    tokenizer = tokenizers.Tokenizer.from_file(str(minilm() / "tokenizer.json"))
+    assert PackingCollator(tokenizer, packed=False).pad_token_id == tokenizer.token_to_id("[PAD]")
+    with pytest.raises(ValueError, match="packed=False needs pad_token_id, or a tokenizer that has it"):
+        PackingCollator(packed=False)
+
+
 # ---- masking
 
 
@@ -211,6 +247,103 @@ def test_masking_that_makes_no_sense_is_refused(arguments, words):
         PackingCollator(**arguments)
 
 
+# ---- whole words
+
+
+def runs(words):
+    """(first, after the last) of each run of equal numbers that are not -1."""
+    edges = [0, *((words[1:] != words[:-1]).nonzero().flatten() + 1).tolist(), len(words)]
+    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if words[a] != -1]
+
+
+def of_words(count, seed=0):
+    """Examples of words of 1 to 6 tokens, of which some would look like going on in the next example."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = examples(torch.randint(8, 60, (count,), generator=generator).tolist(), seed)
+    for row in rows:
+        inner = len(row["input_ids"]) - 2
+        sizes = torch.randint(1, 7, (inner,), generator=generator)
+        row["word_ids"] = [-1, *torch.arange(inner).repeat_interleave(sizes)[:inner].tolist(), -1]
+    rows[0]["word_ids"][0] = rows[0]["word_ids"][-1] = None  # as tokenizers have it
+    return rows
+
+
+def test_whole_words_have_the_right_statistics():
+    rows = of_words(3000)
+    batch = masking(seed=1, whole_words=True)(rows)
+    before = torch.tensor([token for row in rows for token in row["input_ids"]])
+    words = torch.tensor([-1 if word is None else word for row in rows for word in row["word_ids"]])
+    after, labels = batch["input_ids"], batch["labels"]
+    chosen = labels != -100
+    assert torch.equal(labels[chosen], before[chosen]) and torch.equal(after[~chosen], before[~chosen])
+    assert not (chosen & (words == -1)).any() and torch.equal(batch["labelled_rows"], chosen.nonzero().squeeze(-1))
+    spans = runs(words)
+    whole = [bool(chosen[a]) for a, b in spans]
+    assert all(bool((chosen[a:b] == chosen[a]).all()) for a, b in spans)  # as a whole or not at all
+    assert share(sum(whole), len(spans), 0.15)
+    by_size = [[hit for hit, (a, b) in zip(whole, spans, strict=True) if b - a == size] for size in range(1, 7)]
+    assert all(share(sum(hits), len(hits), 0.15) for hits in by_size)  # long words no more often than short ones
+    total, masked, kept = int(chosen.sum()), (after == MASK) & chosen, (after == before) & chosen
+    assert share(int(masked.sum()), total, 0.8 + 0.1 / WORDS) and share(int(kept.sum()), total, 0.1 + 0.1 / WORDS)
+    # Token by token: what becomes of one token of a word says nothing of the next.
+    pairs = torch.tensor([i for hit, (a, b) in zip(whole, spans, strict=True) if hit for i in range(a, b - 1)])
+    assert share(int((masked[pairs] & masked[pairs + 1]).sum()), len(pairs), (0.8 + 0.1 / WORDS) ** 2)
+
+
+def test_words_of_a_wordpiece_are_the_tokenizer_s():
+    """`##` alone gives what word_ids give, also where an example begins in the middle of a word."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(minilm() / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(24)
+    texts = ["unbelievable embeddings, tokenisation's don't-cares [SEP] [MASK] ##ing antidisestablishmentarianism " * 3]
+    first = tokenizer.encode(texts[0])
+    parts = [first, *first.overflowing]
+    assert any(part.tokens[1].startswith("##") for part in parts)
+    rows = [{"input_ids": part.ids} for part in parts]
+    collator = PackingCollator(tokenizer, mlm_probability=0.3, whole_words=True, seed=0)
+    assert collator([row | {"word_ids": part.word_ids} for row, part in zip(rows, parts, strict=True)])["labels"].equal(
+        collator(rows)["labels"]
+    )
+    all_of_them = PackingCollator(tokenizer, mlm_probability=1.0, whole_words=True)(rows)
+    special = torch.isin(torch.tensor([i for row in rows for i in row["input_ids"]]), collator.special_ids)
+    assert torch.equal(all_of_them["labels"] == -100, special)  # also those that are in the text
+
+
+def test_words_are_those_of_transformers_collator():
+    """Where punctuation stands alone: theirs go by the spaces between words."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(minilm() / "tokenizer.json"))
+    tokenizer.no_padding()
+    text = "unbelievable embeddings and tokenisation of antidisestablishmentarianism"
+    encoding = tokenizer.encode(text)
+    offsets, special = torch.tensor([encoding.offsets]), torch.tensor([encoding.special_tokens_mask])
+    theirs = transformers.DataCollatorForLanguageModeling
+    words, not_first = theirs._calc_word_ids_and_prob_mask(offsets.numpy(), special.numpy())
+    collator = PackingCollator(tokenizer, mlm_probability=0.5, whole_words=True, seed=0)
+    row = torch.tensor(encoding.ids)
+    first = collator._first_of_word(row, special[0].bool(), None, torch.tensor([len(row)]))
+    for _ in range(20):
+        chosen = (torch.rand(1, len(row)) < 0.5) & ~torch.from_numpy(not_first)
+        assert torch.equal(
+            torch.from_numpy(theirs._whole_word_mask(words, chosen))[0], chosen[0][first] & (special[0] == 0)
+        )
+
+
+def test_whole_words_follow_seed_and_epoch():
+    rows, one, same = of_words(9), masking(seed=7, whole_words=True), masking(seed=7, whole_words=True)
+    assert torch.equal(one(rows)["input_ids"], same(rows)["input_ids"])
+    same.set_epoch(1)
+    assert not torch.equal(one(rows)["labels"], same(rows)["labels"])
+
+
+def test_words_that_nobody_knows_are_refused():
+    with pytest.raises(ValueError, match="whole_words goes with mlm_probability"):
+        PackingCollator(whole_words=True)
+    with pytest.raises(ValueError, match="whole_words needs word_ids in the examples, or a WordPiece tokenizer"):
+        masking(whole_words=True)(examples([5]))
+    with pytest.raises(ValueError, match=r"word_ids of example 0 of the batch has shape \(2,\)"):
+        masking(whole_words=True)([{"input_ids": [1, 2, 3], "word_ids": [0, 0]}])
+
+
 # ---- batches by a budget of tokens
 
 LENGTHS = torch.randint(2, 31, (500,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -244,6 +377,48 @@ def test_samplers_of_nothing_and_of_too_much():
     assert list(TokenBudgetSampler([10, 10, 0, 0], 10, shuffle=False)) == [[0], [1, 2, 3]]
     with pytest.raises(ValueError, match="example 2 has 11 tokens; expected at most max_tokens, 10"):
         TokenBudgetSampler([3, 4, 11], 10)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("sampler", ["tokens", "examples"])
+def test_ranks_share_examples_without_overlap_or_loss(sampler, world_size):
+    for epoch in (0, 1):
+        ranks = []
+        for rank in range(world_size):
+            more = {"rank": rank, "world_size": world_size}
+            made = TokenBudgetSampler(LENGTHS, 128, **more) if sampler == "tokens" else BatchSizeSampler(500, 8, **more)
+            made.set_epoch(epoch)
+            ranks.append(list(made))
+            assert len(ranks[-1]) == len(made)
+        assert len(set(map(len, ranks))) == 1  # as many steps: nobody waits for a batch that does not come
+        batches = [batch for rank in ranks for batch in rank]
+        assert sorted(i for batch in batches for i in batch) == list(range(500)) and all(batches)
+        assert max(sum(LENGTHS[i] for i in batch) for batch in batches) <= 128 or sampler == "examples"
+        assert max(map(len, batches)) <= 8 or sampler == "tokens"
+
+
+def test_batches_of_a_number_of_examples():
+    assert list(BatchSizeSampler(7, 3, shuffle=False)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(BatchSizeSampler(6, 3, shuffle=False)) == [[0, 1, 2], [3, 4, 5]] and list(BatchSizeSampler(0, 3)) == []
+    one, other = BatchSizeSampler(50, 7), BatchSizeSampler(50, 7, seed=1)
+    assert sorted(i for batch in one for i in batch) == list(range(50)) and list(one) == list(one) != list(other)
+    two = BatchSizeSampler(9, 4, shuffle=False, rank=1, world_size=2)  # of [0..4) [4..8) [8..9), the first is halved
+    assert list(two) == [[2, 3], [8]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "words"),
+    [
+        ((5, 0), {}, "batch_size is 0; expected at least 1"),
+        ((5, 2), {"rank": 2, "world_size": 2}, r"rank is 2; expected 0 to 1 \(world_size - 1\)"),
+        ((5, 2), {"rank": 0, "world_size": 0}, "rank is 0; expected 0 to -1"),
+        ((5, 1), {"rank": 0, "world_size": 2}, "5 batches of one example each cannot be shared evenly by 2 ranks"),
+        ((3, 8), {"rank": 0, "world_size": 4}, "3 batches of one example each cannot be shared evenly by 4 ranks"),
+    ],
+)
+def test_samplers_that_make_no_sense_are_refused(arguments, more, words):
+    with pytest.raises(ValueError, match=words):
+        BatchSizeSampler(*arguments, **more)
 
 
 # ---- with the rest of the world

@@ -1,25 +1,17 @@
-"""Batches without padding: a collator that packs tokenised examples, and a sampler that fills a budget of tokens.
+"""A collator: tokenised examples to one batch, packed or padded, masked for a masked LM where that is wanted.
 
-The collator runs on the host, where lengths and labels are known, and hands them on (`cu_seqlens`, `max_seqlen`,
-`labelled_rows`), so that no model has to ask a GPU for them::
-
-    sampler = TokenBudgetSampler([len(example["input_ids"]) for example in dataset], max_tokens=8192)
-    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=PackingCollator(tokenizer, mlm_probability=0.15))
-    for batch in loader:
-        loss = model(**batch).loss  # fastbert.BertForMaskedLM, or another of its models
-
-`transformers.Trainer` takes the collator as its `data_collator`; docs/heads.md shows how it takes the sampler.
+It runs on the host, where lengths and labels are known, and hands them on (`cu_seqlens`, `max_seqlen`,
+`labelled_rows`), so that no model has to ask a GPU for them.
 """
 
-import bisect
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
 
+from fastbert.data.tokenizer import continuation_prefix, copy_of, special_token_id
 from fastbert.ops.padding import ends_of
 
 IGNORED = -100  # the label of what has none
@@ -32,9 +24,9 @@ class PackingCollator:
     """Packs a list of tokenised examples into one batch of `fastbert`'s models.
 
     An example is a mapping with input_ids, and optionally token_type_ids, attention_mask (padding, where it is 0, is
-    left out; it has to be at the end), special_tokens_mask, and labels (also `label`, `label_ids`): an int or a float
-    for the example, ints for each token, or floats for several classes at once. Other entries are left out. The batch
-    holds
+    left out; it has to be at the end), special_tokens_mask, word_ids, and labels (also `label`, `label_ids`): an int or
+    a float for the example, ints for each token, or floats for several classes at once. Other entries are left out. The
+    batch holds
 
     - input_ids, position_ids and, if the examples have them, token_type_ids: (T,) int64
     - cu_seqlens: (B + 1,) int32, and max_seqlen: an int
@@ -42,9 +34,13 @@ class PackingCollator:
     - next_sentence_label, start_positions, end_positions: (B,) int64, if the examples have them
     - labelled_rows: (L,) int64, with masking only: the rows that have a label
 
+    With packed=False it is the same batch padded: what is (T,) above is (B, S) with attention_mask, (B, S) int64;
+    position_ids, cu_seqlens, max_seqlen and labelled_rows are left out.
+
     With an mlm_probability it masks tokens for a masked LM, anew each time: that share of all tokens but special ones
     is to be predicted; of these 80 % become the mask token, 10 % a random token, 10 % stay (Devlin et al., "BERT",
-    2018, 3.1). Labels are then its own, those of the examples are left out.
+    2018, 3.1). Labels are then its own, those of the examples are left out. With whole_words a word is predicted as a
+    whole or not at all, with that probability; its tokens are replaced one by one, as in BERT's own code.
     """
 
     def __init__(
@@ -52,32 +48,44 @@ class PackingCollator:
         tokenizer: Any = None,
         *,
         mlm_probability: float | None = None,
+        whole_words: bool = False,
         mask_token_id: int | None = None,
         vocab_size: int | None = None,
         special_ids: Sequence[int] | None = None,
         max_tokens: int | None = None,
         max_length: int | None = None,
+        packed: bool = True,
+        pad_token_id: int | None = None,
         return_position_ids: bool = True,
         seed: int | None = None,
     ) -> None:
-        """tokenizer: from `transformers` or `tokenizers`, asked for mask_token_id, vocab_size and special_ids where
-        these are not given; only masking needs them.
+        """tokenizer: from `transformers` or `tokenizers`, asked for mask_token_id, vocab_size, special_ids and
+        pad_token_id where these are not given; only masking and padding need them.
 
-        max_tokens, max_length: of a batch and of an example (a model's max_position_embeddings); what is longer raises
-        ValueError in a call. seed: None draws from torch's generator of the process: `torch.manual_seed` decides, and
-        in the workers of a DataLoader, which seed theirs from it, the number of workers too. With a seed, masks depend
-        on it, the epoch (`set_epoch`) and the tokens of the batch alone: the same with any number of workers, and
-        after a restart in the middle of an epoch.
+        whole_words: a word is what has one number in an example's word_ids (-1 or None at special tokens); without
+        them, where the tokenizer is a WordPiece, a token and the `##` tokens after it. max_tokens, max_length: of a
+        batch and of an example (a model's max_position_embeddings), padding not counted; what is longer raises
+        ValueError in a call. return_position_ids: in packed batches. seed: None draws from torch's generator of the
+        process: `torch.manual_seed` decides, and in the workers of a DataLoader, which seed theirs from it, the number
+        of workers too. With a seed, masks depend on it, the epoch (`set_epoch`) and the tokens of the batch alone: the
+        same with any number of workers, packed or padded, and after a restart in the middle of an epoch.
         Raises ValueError for values that make no sense.
         """
-        self.mlm_probability, self.seed, self.return_position_ids = mlm_probability, seed, return_position_ids
+        self.mlm_probability, self.whole_words, self.seed = mlm_probability, whole_words, seed
+        self.packed, self.return_position_ids = packed, return_position_ids
         self.max_tokens, self.max_length = max_tokens, max_length
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers that live on see it change
+        self.pad_token_id = special_token_id(tokenizer, "pad_token") if pad_token_id is None else pad_token_id
+        if not packed and self.pad_token_id is None:
+            raise ValueError("PackingCollator: packed=False needs pad_token_id, or a tokenizer that has it")
+        if whole_words and mlm_probability is None:
+            raise ValueError("PackingCollator: whole_words goes with mlm_probability")
         if mlm_probability is not None:
-            self.mask_token_id = _mask_token_id(tokenizer) if mask_token_id is None else mask_token_id
+            self.mask_token_id = special_token_id(tokenizer, "mask_token") if mask_token_id is None else mask_token_id
             self.vocab_size = _vocab_size(tokenizer) if vocab_size is None else vocab_size
             self.special_ids = torch.tensor(_special_ids(tokenizer) if special_ids is None else list(special_ids))
             self._check_masking()
+            self._continues = _continuations(tokenizer) if whole_words else None
 
     def _check_masking(self) -> None:
         if not 0 < self.mlm_probability <= 1:
@@ -100,21 +108,37 @@ class PackingCollator:
             raise ValueError("PackingCollator: expected at least one example")
         lengths = torch.tensor([len(example["input_ids"]) for example in examples])
         tokens = {name: _flat(name, _column(name, examples), lengths) for name in _OF_TOKENS}
+        if self.whole_words:
+            tokens["word_ids"] = _flat("word_ids", _numbered(_column("word_ids", examples)), lengths)
         labels = None if self.mlm_probability else _labels(examples)
         if isinstance(labels, list):
             tokens["labels"], labels = _flat("labels", labels, lengths), None
         tokens, lengths = _without_padding(tokens, lengths)
         self._check_sizes(lengths)
-        special = tokens.pop("special_tokens_mask")
+        others = {name: _stacked(column) for name in _OF_SEQUENCES if (column := _column(name, examples))}
+        if labels is not None:
+            others["labels"] = labels
+        special, words = tokens.pop("special_tokens_mask"), tokens.pop("word_ids", None)
+        if self.mlm_probability:
+            tokens |= self._masked(tokens["input_ids"], special, words, lengths)
+        tokens = {name: row for name, row in tokens.items() if row is not None}
+        return (self._packed(tokens, lengths) if self.packed else self._padded(tokens, lengths)) | others
+
+    def _packed(self, tokens: dict[str, Tensor], lengths: Tensor) -> dict[str, Tensor | int]:
         batch = {**tokens, "cu_seqlens": ends_of(lengths), "max_seqlen": int(lengths.max())}
         if self.return_position_ids:
             batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])
-        if labels is not None:
-            batch["labels"] = labels
-        batch |= {name: _stacked(column) for name in _OF_SEQUENCES if (column := _column(name, examples))}
         if self.mlm_probability:
-            batch |= self._masked(batch["input_ids"], special)
-        return {name: value for name, value in batch.items() if value is not None}
+            batch["labelled_rows"] = (tokens["labels"] != IGNORED).nonzero().squeeze(-1)
+        return batch
+
+    def _padded(self, tokens: dict[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
+        visible = torch.arange(int(lengths.max())) < lengths[:, None]
+        fill = {"input_ids": self.pad_token_id, "token_type_ids": 0, "labels": IGNORED}
+        grids = {
+            name: torch.full(visible.shape, fill[name]).masked_scatter(visible, row) for name, row in tokens.items()
+        }
+        return {**grids, "attention_mask": visible.long()}
 
     def _check_sizes(self, lengths: Tensor) -> None:
         for name, limit in {"max_tokens": self.max_tokens, "max_length": self.max_length}.items():
@@ -129,19 +153,31 @@ class PackingCollator:
                 f"PackingCollator: the batch has {lengths.sum()} tokens; expected at most max_tokens, {self.max_tokens}"
             )
 
-    def _masked(self, ids: Tensor, special: Tensor | None) -> dict[str, Tensor]:
-        """input_ids, labels and labelled_rows of a masked LM. One random number a token decides its fate."""
+    def _masked(self, ids: Tensor, special: Tensor | None, words: Tensor | None, lengths: Tensor) -> dict[str, Tensor]:
+        """input_ids and labels of a masked LM. One random number a token decides its fate, or that of its word."""
         generator, p = self._generator(ids), self.mlm_probability
         fate = torch.rand(ids.shape, generator=generator)
-        words = torch.randint(self.vocab_size, ids.shape, generator=generator)
+        random = torch.randint(self.vocab_size, ids.shape, generator=generator)
         special = torch.isin(ids, self.special_ids) | (False if special is None else special != 0)
-        chosen = (fate < p) & ~special
-        replaced = torch.where(fate < 0.8 * p, self.mask_token_id, torch.where(fate < 0.9 * p, words, ids))
-        return {
-            "input_ids": torch.where(chosen, replaced, ids),
-            "labels": torch.where(chosen, ids, IGNORED),
-            "labelled_rows": chosen.nonzero().squeeze(-1),
-        }
+        chosen = fate < p
+        if self.whole_words:
+            chosen = chosen[self._first_of_word(ids, special, words, lengths)]
+            fate = p * torch.rand(ids.shape, generator=generator)  # that of the token, given that it is chosen
+        chosen &= ~special
+        replaced = torch.where(fate < 0.8 * p, self.mask_token_id, torch.where(fate < 0.9 * p, random, ids))
+        return {"input_ids": torch.where(chosen, replaced, ids), "labels": torch.where(chosen, ids, IGNORED)}
+
+    def _first_of_word(self, ids: Tensor, special: Tensor, words: Tensor | None, lengths: Tensor) -> Tensor:
+        """For every token, the row of the first token of its word, (T,)."""
+        if words is not None:
+            begins = words != words.roll(1)
+        elif self._continues is not None:
+            begins = ~self._continues[ids]
+        else:
+            raise ValueError("PackingCollator: whole_words needs word_ids in the examples, or a WordPiece tokenizer")
+        begins[ends_of(lengths)[:-1][lengths > 0].long()] = True  # no word goes on in another example,
+        begins[1:] |= special[:-1]  # nor beyond a special token
+        return begins.nonzero().squeeze(-1)[begins.cumsum(0) - 1]
 
     def _generator(self, ids: Tensor) -> torch.Generator | None:
         if self.seed is None:
@@ -158,6 +194,13 @@ def _column(name: str, examples: Sequence[Mapping[str, Any]]) -> list | None:
     if not all(has):
         raise ValueError(f"PackingCollator: example {has.index(False)} of the batch has no {name}; others have")
     return [example[name] for example in examples]
+
+
+def _numbered(rows: list | None) -> list | None:
+    """word_ids with -1 for None, which is how tokenizers mark special tokens."""
+    if rows is None:
+        return None
+    return [[-1 if word is None else word for word in row] if isinstance(row, list) else row for row in rows]
 
 
 def _flat(name: str, rows: list | None, lengths: Tensor) -> Tensor | None:
@@ -208,12 +251,6 @@ def _without_padding(tokens: dict[str, Tensor | None], lengths: Tensor) -> tuple
 # ---- what a tokenizer says: `transformers` has attributes, `tokenizers` methods
 
 
-def _mask_token_id(tokenizer: Any) -> int | None:
-    if hasattr(tokenizer, "token_to_id"):
-        return tokenizer.token_to_id("[MASK]")
-    return getattr(tokenizer, "mask_token_id", None)
-
-
 def _vocab_size(tokenizer: Any) -> int | None:
     if hasattr(tokenizer, "get_vocab_size"):
         return tokenizer.get_vocab_size()
@@ -226,49 +263,13 @@ def _special_ids(tokenizer: Any) -> list[int]:
     return list(getattr(tokenizer, "all_special_ids", ()))
 
 
-class TokenBudgetSampler(Sampler[list[int]]):
-    """Batches of examples that together have at most max_tokens tokens, for `DataLoader(batch_sampler=...)`.
-
-    Examples are taken in order, or shuffled anew in each epoch, and a batch ends before the example that would exceed
-    the budget. Batches depend on seed and epoch alone: the same in every process, with any number of workers.
-    """
-
-    def __init__(
-        self, lengths: Sequence[int] | Tensor, max_tokens: int, *, shuffle: bool = True, seed: int = 0
-    ) -> None:
-        """lengths: of every example, in tokens. Raises ValueError for one longer than max_tokens, with its index."""
-        self.lengths = torch.as_tensor(lengths, dtype=torch.int64)
-        wrong = ((self.lengths > max_tokens) | (self.lengths < 0)).nonzero().flatten()
-        if wrong.numel():
-            index = int(wrong[0])
-            raise ValueError(
-                f"TokenBudgetSampler: example {index} has {self.lengths[index]} tokens; expected at most max_tokens, "
-                f"{max_tokens}"
-            )
-        self.max_tokens, self.shuffle, self.seed = max_tokens, shuffle, seed
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """For another order in each epoch; before the epoch's first batch. (transformers.Trainer calls it.)"""
-        count = len(self.lengths)
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        self._order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
-        self._ends = self._fill(self.lengths[self._order].cumsum(0).tolist())
-
-    def _fill(self, sums: list[int]) -> list[int]:
-        """Where batches end, given how many tokens the first 1, 2, ... examples have."""
-        ends, end, before = [], 0, 0
-        while end < len(sums):
-            end = bisect.bisect_right(sums, before + self.max_tokens)
-            ends.append(end)
-            before = sums[end - 1]
-        return ends
-
-    def __iter__(self) -> Iterator[list[int]]:
-        starts = [0, *self._ends]
-        for start, end in zip(starts, self._ends, strict=False):
-            yield self._order[start:end].tolist()
-
-    def __len__(self) -> int:
-        """The number of batches in this epoch; shuffled, it differs a little from epoch to epoch."""
-        return len(self._ends)
+def _continuations(tokenizer: Any) -> Tensor | None:
+    """Which ids go on with a word, (V,) bool, by the prefix of a WordPiece; None for other tokenizers."""
+    prefix = None if tokenizer is None else continuation_prefix(copy_of(tokenizer))
+    if prefix is None:
+        return None
+    vocabulary = tokenizer.get_vocab()
+    ids = [index for token, index in vocabulary.items() if token.startswith(prefix)]
+    continues = torch.zeros(max(vocabulary.values()) + 1, dtype=torch.bool)
+    continues[torch.tensor(ids, dtype=torch.int64)] = True
+    return continues

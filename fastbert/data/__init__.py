@@ -1,0 +1,56 @@
+"""From raw text to batches without padding, or with it.
+
+Tokenizers, data sets of examples, corpora in memory-mapped files, a collator that packs and masks, samplers by number
+of examples or of tokens, and a loader that resumes in the middle of an epoch (docs/data.md)::
+
+    loader = create_mlm_dataloader(texts, tokenizer, max_tokens=8192)
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            loss = model(**batch).loss  # fastbert.BertForMaskedLM, or another of its models
+
+`transformers.Trainer` takes the data sets, and the collator as its `data_collator`; docs/heads.md shows how it takes
+the samplers.
+"""
+
+from fastbert.data.collator import PackingCollator
+from fastbert.data.corpus import TokenFile, read_texts, write_tokens
+from fastbert.data.datasets import (
+    ClassificationDataset,
+    MLMDataset,
+    NSPDataset,
+    QADataset,
+    TokenClassificationDataset,
+    align_labels,
+)
+from fastbert.data.loader import (
+    BatchLoader,
+    create_classification_dataloader,
+    create_dataloader,
+    create_mlm_dataloader,
+)
+from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler
+from fastbert.data.tokenizer import check_tokenizer, get_tokenizer, save_tokenizer, train_tokenizer
+
+__all__ = [
+    "BatchLoader",
+    "BatchSizeSampler",
+    "ClassificationDataset",
+    "MLMDataset",
+    "NSPDataset",
+    "PackingCollator",
+    "QADataset",
+    "TokenBudgetSampler",
+    "TokenClassificationDataset",
+    "TokenFile",
+    "align_labels",
+    "check_tokenizer",
+    "create_classification_dataloader",
+    "create_dataloader",
+    "create_mlm_dataloader",
+    "get_tokenizer",
+    "read_texts",
+    "save_tokenizer",
+    "train_tokenizer",
+    "write_tokens",
+]

@@ -1,0 +1,440 @@
+"""Data sets of tokenised examples, for each of the tasks. Texts are tokenised once, when a data set is made.
+
+Token types are in the examples of pairs, as the tokenizer has them: 0 and 1 for BERT's, 0 for RoBERTa's.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastbert.data.collator import IGNORED
+from fastbert.data.encode import COLUMNS, NO_WORD, TokenizedDataset, empty_side, encode, encodings, joined
+from fastbert.data.tokenizer import copy_of, strings
+
+PAIR = ("input_ids", "token_type_ids")
+
+
+def _check_truncation(owner: str, truncation: bool | str, *known: bool | str) -> None:
+    if truncation not in known:
+        raise ValueError(f"{owner}: truncation is {truncation!r}; expected {' or '.join(map(repr, known))}")
+
+
+def _check_counts(owner: str, **columns: Sequence[Any] | None) -> None:
+    """Raises ValueError where the columns that are given have not as many entries."""
+    counts = {name: len(column) for name, column in columns.items() if column is not None}
+    if len(set(counts.values())) > 1:
+        given = " and ".join(f"{count} {name}" for name, count in counts.items())
+        raise ValueError(f"{owner}: there are {given}; expected as many of each")
+
+
+# ---- pre-training
+
+
+class MLMDataset(TokenizedDataset):
+    """Texts for a masked LM; PackingCollator masks them. Examples: input_ids, and word_ids for whole words."""
+
+    def __init__(
+        self,
+        texts: Iterable[str],
+        tokenizer: Any,
+        *,
+        max_length: int = 512,
+        truncation: bool | str = "split",
+        whole_words: bool = False,
+    ) -> None:
+        """tokenizer: of `tokenizers`, or one of `transformers` that is based on it.
+
+        truncation: "split" makes as many examples of a text as it needs, True cuts it at max_length and warns once with
+        the count, False raises ValueError. whole_words: keeps word_ids, for PackingCollator(whole_words=True). A text
+        without a token (an empty line) is skipped, and one warning has the count.
+        Raises ValueError, and TypeError for what is no string.
+        """
+        _check_truncation("MLMDataset", truncation, "split", True, False)
+        columns, lengths = encode(
+            "MLMDataset",
+            strings("MLMDataset", "texts", texts),
+            tokenizer,
+            max_length=max_length,
+            truncation=truncation,
+            where=lambda index, side: f"texts[{index}]",
+            columns=("input_ids", "word_ids") if whole_words else ("input_ids",),
+            skip_empty=True,
+        )
+        super().__init__(columns, lengths)
+
+
+class NSPDataset(TokenizedDataset):
+    """Pairs of texts for the next-sentence prediction (Devlin et al., "BERT", 2018, 3.1).
+
+    Each two consecutive texts of a document make an example: with probability 1/2 as they stand, label 0; else the
+    first of them with a text of another document, any with the same probability, label 1. The pairs are drawn once.
+    Examples: input_ids, token_type_ids, and the label.
+    """
+
+    def __init__(
+        self,
+        documents: Iterable[Iterable[str]],
+        tokenizer: Any,
+        *,
+        max_length: int = 512,
+        truncation: bool = True,
+        label_name: str = "labels",
+        seed: int = 0,
+    ) -> None:
+        """documents: each a list of texts (sentences, paragraphs). label_name: "labels" for
+        BertForNextSentencePrediction, "next_sentence_label" for BertForPreTraining, whose labels are masked tokens.
+
+        truncation: True cuts a pair at max_length, the longer text first, and warns once with the count; False raises
+        ValueError. Raises ValueError for a text without a token, and unless there are two documents and two
+        consecutive texts; TypeError for what is no string.
+        """
+        _check_truncation("NSPDataset", truncation, True, False)
+        if label_name not in ("labels", "next_sentence_label"):
+            raise ValueError(f"NSPDataset: label_name is {label_name!r}; expected 'labels' or 'next_sentence_label'")
+        documents = [list(strings("NSPDataset", f"documents[{i}]", texts)) for i, texts in enumerate(documents)]
+        counts = np.array([len(document) for document in documents], np.int64)
+        texts, names = list(chain.from_iterable(documents)), _names(counts)
+        _check_texts("NSPDataset", texts, names, tokenizer)
+        first, second, labels = _next_or_random(counts, seed)
+        columns, lengths = encode(
+            "NSPDataset",
+            [(texts[i], texts[j]) for i, j in zip(first, second, strict=True)],
+            tokenizer,
+            max_length=max_length,
+            truncation=truncation,
+            where=lambda index, side: names(first[index]),
+            columns=PAIR,
+            pairs=True,
+        )
+        super().__init__(columns, lengths, {label_name: labels})
+
+
+def _names(counts: np.ndarray) -> Callable[[int], str]:
+    """What error messages call a text, which are numbered through in documents of so many."""
+    starts = counts.cumsum() - counts
+
+    def name(text: int) -> str:
+        document = int(np.searchsorted(starts, text, side="right")) - 1
+        return f"documents[{document}][{text - starts[document]}]"
+
+    return name
+
+
+def _check_texts(owner: str, texts: list[str], names: Callable[[int], str], tokenizer: Any) -> None:
+    """Each has to have a token, drawn or not."""
+    for index, encoding in enumerate(encodings(copy_of(tokenizer), texts, special=False)):
+        if not len(encoding):
+            raise ValueError(f"{owner}: {names(index)} has no token; expected text")
+
+
+def _next_or_random(counts: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For documents of so many texts, numbered through: the first and the second text of each pair, and its label."""
+    document = np.repeat(np.arange(len(counts)), counts)
+    first = np.flatnonzero(document[:-1] == document[1:])
+    count = counts[document[first]]  # of the texts of the pair's own document, which are not to be drawn
+    if not len(first) or (others := counts.sum() - count).min() == 0:
+        raise ValueError("NSPDataset: expected at least two documents with text, and one of them with two texts")
+    generator = torch.Generator().manual_seed(seed)
+    random, place = torch.rand(2, len(first), generator=generator, dtype=torch.float64).numpy()
+    other = (place * others).astype(np.int64)
+    other += np.where(other >= (counts.cumsum() - counts)[document[first]], count, 0)
+    labels = (random < 0.5).astype(np.int64)
+    return first, np.where(labels == 1, other, first + 1), labels
+
+
+# ---- classification of texts
+
+
+class ClassificationDataset(TokenizedDataset):
+    """Texts or pairs of texts with labels. Examples: input_ids, token_type_ids for pairs, labels."""
+
+    def __init__(
+        self,
+        texts: Iterable[str],
+        labels: Sequence[Any] | None,
+        tokenizer: Any,
+        *,
+        pairs: Iterable[str] | None = None,
+        max_length: int = 512,
+        truncation: bool = True,
+        num_labels: int | None = None,
+    ) -> None:
+        """labels: for each text a class (an int, -100 for none), a number (a float: regression), or a number for each
+        class (several classes at once); None for texts to be predicted. pairs: the second text of each.
+
+        num_labels: where it is given, classes have to be below it, and with 1 labels are numbers. truncation: True
+        cuts at max_length (of a pair the longer text first) and warns once with the count, False raises ValueError.
+        Raises ValueError, also for a text without a token, and TypeError.
+        """
+        owner = "ClassificationDataset"
+        _check_truncation(owner, truncation, True, False)
+        texts = list(strings(owner, "texts", texts))
+        pairs = None if pairs is None else list(strings(owner, "pairs", pairs))
+        _check_counts(owner, texts=texts, pairs=pairs, labels=labels)
+        labels = {} if labels is None else {"labels": _label_array(owner, labels, num_labels)}
+        columns, lengths = encode(
+            owner,
+            texts if pairs is None else list(zip(texts, pairs, strict=True)),
+            tokenizer,
+            max_length=max_length,
+            truncation=truncation,
+            where=lambda index, side: f"{'pairs' if side else 'texts'}[{index}]",
+            columns=("input_ids",) if pairs is None else PAIR,
+            pairs=pairs is not None,
+        )
+        super().__init__(columns, lengths, labels)
+
+
+def _label_array(owner: str, labels: Sequence[Any], num_labels: int | None) -> np.ndarray:
+    """(N,) int64, or float32 of (N,) or (N, classes)."""
+    try:
+        array = np.asarray(labels)
+    except ValueError:  # rows of different length
+        array = np.empty(0, dtype=object)
+    if array.dtype.kind not in "iubf" or array.ndim not in (1, 2):
+        raise TypeError(f"{owner}: labels are {_shown(labels)}; expected an int, a float, or as many numbers for each")
+    if array.ndim == 2 and num_labels not in (None, array.shape[1]):
+        raise ValueError(f"{owner}: labels have {array.shape[1]} numbers each; expected num_labels, {num_labels}")
+    if array.ndim == 1 and array.dtype.kind != "f" and num_labels != 1:
+        return _classes(owner, array, num_labels, lambda index: f"labels[{index}]")
+    if array.ndim == 1 and num_labels not in (None, 1):
+        raise TypeError(f"{owner}: labels are floats; expected ints, for num_labels {num_labels}")
+    if not np.isfinite(array).all():
+        raise ValueError(f"{owner}: labels[{np.argwhere(~np.isfinite(array))[0][0]}] is not finite")
+    return array.astype(np.float32)
+
+
+def _shown(labels: Sequence[Any]) -> str:
+    return f"{', '.join(repr(label) for label in list(labels)[:3])}{', ...' if len(labels) > 3 else ''}"
+
+
+def _classes(owner: str, labels: np.ndarray, num_labels: int | None, where) -> np.ndarray:
+    """int64, each a class or -100."""
+    wrong = (labels != IGNORED) & ((labels < 0) | (labels >= (np.inf if num_labels is None else num_labels)))
+    if wrong.any():
+        index = int(wrong.argmax())
+        most = "0 or more" if num_labels is None else f"0 to {num_labels - 1} (num_labels - 1)"
+        raise ValueError(f"{owner}: {where(index)} is {labels[index]}; expected {most}, or {IGNORED} for none")
+    return labels.astype(np.int64)
+
+
+# ---- classification of words
+
+
+def align_labels(word_ids: Sequence[int | None], labels: Sequence[int]) -> list[int]:
+    """Labels of words as labels of tokens: on the first token of each word, -100 on the others and on special tokens.
+
+    word_ids: of one example's tokens (`encoding.word_ids`), None or -1 at special tokens. labels: of its words.
+    Raises ValueError for a word that has no label.
+    """
+    words = [NO_WORD if word is None else word for word in word_ids]
+    if max(words, default=NO_WORD) >= len(labels):
+        raise ValueError(
+            f"align_labels: there is a word {max(words)}; expected words below {len(labels)}, as labels has"
+        )
+    before = [NO_WORD, *words]
+    first = (word not in (NO_WORD, previous) for word, previous in zip(words, before, strict=False))
+    return [int(labels[word]) if new else IGNORED for word, new in zip(words, first, strict=True)]
+
+
+class TokenClassificationDataset(TokenizedDataset):
+    """Lists of words with a label for each word. Examples: input_ids, word_ids, labels (of tokens, as align_labels).
+
+    Where labels is not -100 are the first tokens of words, in their order: predictions there are those of the words.
+    """
+
+    def __init__(
+        self,
+        words: Iterable[Sequence[str]],
+        labels: Sequence[Sequence[int]] | None,
+        tokenizer: Any,
+        *,
+        max_length: int = 512,
+        truncation: bool = True,
+        num_labels: int | None = None,
+    ) -> None:
+        """labels: a class for each word, -100 for none; None for words to be predicted. num_labels: where it is given,
+        classes have to be below it. A byte-level BPE sees a space before each word (add_prefix_space), as
+        `transformers` demands for words.
+
+        truncation: True cuts at max_length and warns once with the count, False raises ValueError. Words that have no
+        token, or were cut off, lose their labels: one warning has the count.
+        Raises ValueError, also for words without a token at all, and TypeError.
+        """
+        owner = "TokenClassificationDataset"
+        _check_truncation(owner, truncation, True, False)
+        words = [list(strings(owner, f"words[{i}]", row)) for i, row in enumerate(words)]
+        _check_counts(owner, words=words, labels=labels)
+        labels = None if labels is None else _word_labels(owner, words, labels, num_labels)
+        columns, lengths = encode(
+            owner,
+            words,
+            _with_spaces(tokenizer),
+            max_length=max_length,
+            truncation=truncation,
+            where=lambda index, side: f"words[{index}]",
+            columns=("input_ids", "word_ids"),
+            words=True,
+        )
+        super().__init__(columns, lengths)
+        if labels is not None:
+            rows = (align_labels(self.rows("word_ids", i).tolist(), row) for i, row in enumerate(labels))
+            self._tokens["labels"] = np.fromiter(chain.from_iterable(rows), np.int32, count=len(columns["word_ids"]))
+        self._warn_of_lost_words(owner, sum(map(len, words)))
+
+    def _warn_of_lost_words(self, owner: str, count: int) -> None:
+        found = sum(len(set(self.rows("word_ids", i)) - {NO_WORD}) for i in range(len(self)))
+        if found < count:
+            warnings.warn(
+                f"{owner}: {count - found} of {count} words have no token, or were cut off: their labels are left out",
+                stacklevel=3,
+            )
+
+
+def _word_labels(
+    owner: str, words: list[list[str]], labels: Sequence[Sequence[int]], num_labels: int | None
+) -> list[list[int]]:
+    for index, (row, given) in enumerate(zip(words, labels, strict=True)):
+        if len(row) != len(given):
+            raise ValueError(f"{owner}: words[{index}] has {len(row)} words and {len(given)} labels; expected as many")
+        array = np.asarray(given)
+        if array.size and (array.dtype.kind not in "iub" or array.ndim != 1):
+            raise TypeError(f"{owner}: labels[{index}] is {_shown(given)}; expected an int for each word")
+        _classes(owner, array, num_labels, lambda word, index=index: f"labels[{index}][{word}]")
+    return [list(row) for row in labels]
+
+
+def _with_spaces(tokenizer: Any) -> Any:
+    """A copy that, if it is a byte-level BPE, sees a space before each of the words that it is given."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer = copy_of(tokenizer)
+    step = tokenizer.pre_tokenizer
+    for part in step if isinstance(step, pre_tokenizers.Sequence) else [step]:
+        if isinstance(part, pre_tokenizers.ByteLevel):
+            part.add_prefix_space = True
+    return tokenizer
+
+
+# ---- question answering
+
+
+class QADataset(TokenizedDataset):
+    """Questions about contexts, long ones in overlapping windows. Examples: input_ids, token_type_ids, positions.
+
+    A window holds the question and at most max_length tokens in all; the next one begins so that `stride` tokens of
+    context are in both. start_positions and end_positions are the places of the first and of the last token that the
+    answer touches; 0, which is [CLS], where the answer is not whole in the window or there is none (as in
+    `transformers`' run_qa.py).
+
+    example_index: (N,) int64, which question a window belongs to. rows("offsets", i): (T, 2), where each token of
+    window i is in the context, in characters; -1 for what is not of the context.
+    """
+
+    def __init__(
+        self,
+        questions: Iterable[str],
+        contexts: Iterable[str],
+        answers: Sequence[Mapping[str, Any] | None] | None,
+        tokenizer: Any,
+        *,
+        max_length: int = 384,
+        stride: int = 128,
+    ) -> None:
+        """answers: as SQuAD has them, {"text": [...], "answer_start": [...]}, of which the first is taken; empty lists
+        or None for a question that the context does not answer. None for all: questions to be answered.
+
+        Raises ValueError for a text without a token, an answer that is not in its context at answer_start, and a
+        question that leaves no room for more than `stride` tokens of context; TypeError for what is no string.
+        """
+        questions = [question.lstrip() for question in strings("QADataset", "questions", questions)]
+        self.contexts = list(strings("QADataset", "contexts", contexts))
+        _check_counts("QADataset", questions=questions, contexts=self.contexts, answers=answers)
+        spans = None if answers is None else list(map(_span, range(len(answers)), answers, self.contexts))
+        tokenizer = copy_of(tokenizer)
+        _check_room(questions, tokenizer, max_length, stride)
+        tokenizer.enable_truncation(max_length, stride=stride, strategy="only_second")
+        columns, lengths, self.example_index = _windows(questions, self.contexts, tokenizer)
+        super().__init__(columns, lengths)
+        if spans is not None:
+            found = [self._places(i, *spans[example]) for i, example in enumerate(self.example_index)]
+            names = ("start_positions", "end_positions")
+            self._of_examples = dict(zip(names, np.array(found, np.int64).reshape(-1, 2).T, strict=True))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        example = super().__getitem__(index)
+        del example["offsets"]
+        return example
+
+    def _places(self, index: int, start: int, end: int) -> tuple[int, int]:
+        """The first and the last token of window `index` that hold characters start to end; 0, 0 if they are not in."""
+        offsets = self.rows("offsets", index)
+        context = np.flatnonzero(offsets[:, 0] >= 0)
+        begins, ends = offsets[context].T
+        if start < 0 or start < begins[0] or end > ends[-1]:
+            return 0, 0
+        first, last = np.searchsorted(begins, start, side="right") - 1, np.searchsorted(ends, end, side="left")
+        return int(context[first]), int(context[last])
+
+    def answer(self, index: int, start: int, end: int) -> str:
+        """The text of the context from token `start` to token `end` of window `index`; "" where they are not in it."""
+        offsets = self.rows("offsets", index)
+        if not 0 <= start <= end < len(offsets) or min(offsets[start, 0], offsets[end, 0]) < 0:
+            return ""
+        return self.contexts[self.example_index[index]][offsets[start, 0] : offsets[end, 1]]
+
+
+def _span(index: int, answer: Mapping[str, Any] | None, context: str) -> tuple[int, int]:
+    """The characters of the first answer, (-1, -1) without one. Raises ValueError if it is not there."""
+    if answer is None:
+        return -1, -1
+    if not isinstance(answer, Mapping) or not {"text", "answer_start"} <= answer.keys():
+        raise TypeError(
+            f"QADataset: answers[{index}] is {answer!r}; expected {{'text': [...], 'answer_start': [...]}}, or None"
+        )
+    if not len(answer["answer_start"]):
+        return -1, -1
+    start, text = int(answer["answer_start"][0]), answer["text"][0]
+    there = context[max(start, 0) : max(start, 0) + len(text)]
+    if there != text or start < 0 or not text.strip():
+        raise ValueError(
+            f"QADataset: answers[{index}] is {text!r}; expected what contexts[{index}] has at answer_start, {start}: "
+            f"{there!r}"
+        )
+    start += len(text) - len(text.lstrip())
+    return start, start + len(text.strip())
+
+
+def _check_room(questions: list[str], tokenizer: Any, max_length: int, stride: int) -> None:
+    """For more than `stride` tokens of context beside each question: else windows would not move on."""
+    if stride < 0:
+        raise ValueError(f"QADataset: stride is {stride}; expected 0 or more")
+    special = tokenizer.num_special_tokens_to_add(True)
+    for index, question in enumerate(encodings(tokenizer, questions, special=False)):
+        room = max_length - special - len(question)
+        if room <= stride:
+            raise ValueError(
+                f"QADataset: questions[{index}] has {len(question)} tokens, which leaves {max(room, 0)} of max_length, "
+                f"{max_length}, for the context; expected more than stride, {stride}"
+            )
+
+
+def _windows(
+    questions: list[str], contexts: list[str], tokenizer: Any
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Columns of tokens, lengths, and the example of each window."""
+    rows, examples = {name: [] for name in (*PAIR, "offsets")}, []
+    for index, encoding in enumerate(encodings(tokenizer, zip(questions, contexts, strict=True))):
+        if (side := empty_side(encoding, pairs=True)) is not None:
+            raise ValueError(f"QADataset: {('questions', 'contexts')[side]}[{index}] has no token; expected text")
+        for window in (encoding, *encoding.overflowing):
+            of_context = np.array([sequence == 1 for sequence in window.sequence_ids])
+            rows["offsets"].append(np.where(of_context[:, None], np.array(window.offsets, np.int32), -1))
+            for name in PAIR:
+                rows[name].append(COLUMNS[name](window))
+            examples.append(index)
+    return *joined("QADataset", rows), np.array(examples)

@@ -1,0 +1,167 @@
+"""Texts to columns of tokens, in flat arrays: what all data sets rest on. Counts what is cut and what is empty."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fastbert.data.tokenizer import copy_of
+
+NO_WORD = -1  # the word of a special token
+
+
+def _numbers(values: Sequence[int | None]) -> np.ndarray:
+    return np.array([NO_WORD if value is None else value for value in values], np.int32)
+
+
+COLUMNS: dict[str, Callable[[Any], np.ndarray]] = {
+    "input_ids": lambda encoding: np.array(encoding.ids, np.int32),
+    "token_type_ids": lambda encoding: np.array(encoding.type_ids, np.int8),
+    "word_ids": lambda encoding: _numbers(encoding.word_ids),
+}
+
+
+class TokenizedDataset(Dataset):
+    """Examples of tokens, as dicts of int64 tensors (one entry a token) and of numbers (labels of examples).
+
+    They are kept in flat arrays of at most 4 bytes an entry, which workers share. lengths: (N,) int64, in tokens.
+    """
+
+    def __init__(
+        self, tokens: Mapping[str, np.ndarray], lengths: np.ndarray, of_examples: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """tokens: by name, (total,) each. of_examples: by name, (N, ...) each."""
+        self.lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        self._ends = self.lengths.cumsum(0)
+        self._tokens, self._of_examples = dict(tokens), dict(of_examples or {})
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor | int | float | list[float]]:
+        index = range(len(self))[index]  # IndexError beyond the end; from the end if negative
+        tokens = {name: torch.from_numpy(self.rows(name, index).astype(np.int64)) for name in self._tokens}
+        return tokens | {name: values[index].tolist() for name, values in self._of_examples.items()}
+
+    def rows(self, name: str, index: int) -> np.ndarray:
+        """The entries of one example in a column of tokens."""
+        end = int(self._ends[index])
+        return self._tokens[name][end - int(self.lengths[index]) : end]
+
+
+def encode(
+    owner: str,
+    inputs: Iterable[Any],
+    tokenizer: Any,
+    *,
+    max_length: int,
+    truncation: bool | str,
+    where: Callable[[int, int], str],
+    columns: Sequence[str] = ("input_ids",),
+    pairs: bool = False,
+    words: bool = False,
+    skip_empty: bool = False,
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Columns of tokens (total,) and lengths (N,) of texts, of pairs of texts, or of lists of words.
+
+    truncation: True cuts at max_length, the longer text of a pair first, and warns once with the count; "split" makes
+    examples of all of a text; False raises ValueError. where: what error messages call input number i, its first or
+    second text. Without skip_empty a text without a token raises ValueError; with it there is one warning.
+    """
+    tokenizer = copy_of(tokenizer)
+    _check_max_length(owner, max_length, tokenizer.num_special_tokens_to_add(pairs), pairs)
+    rows, seen, cut, empty = {name: [] for name in columns}, 0, 0, 0
+    for index, encoding in enumerate(encodings(tokenizer, inputs, words)):
+        seen += 1
+        if (side := empty_side(encoding, pairs)) is not None:
+            if not skip_empty:
+                raise ValueError(f"{owner}: {where(index, side)} has no token; expected text")
+            empty += 1
+            continue
+        if len(encoding) > max_length and not truncation:
+            raise ValueError(
+                f"{owner}: {where(index, 0)} has {len(encoding)} tokens; expected at most max_length, {max_length}"
+            )
+        cut += len(encoding) > max_length and truncation != "split"
+        for piece in _pieces(encoding, max_length, truncation == "split"):
+            for name in columns:
+                rows[name].append(COLUMNS[name](encoding)[piece])
+    of_all = f"of {seen} {'pairs' if pairs else 'texts'} have"
+    for count, what in ((cut, f"more than max_length, {max_length}, tokens: cut there"), (empty, "no token: skipped")):
+        if count:
+            warnings.warn(f"{owner}: {count} {of_all} {what}", stacklevel=3)
+    return joined(owner, rows)
+
+
+def joined(owner: str, rows: Mapping[str, list[np.ndarray]]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The columns, flat, and the lengths of the examples. Raises ValueError where there is none."""
+    lengths = np.array([len(row) for row in rows["input_ids"]])
+    if not len(lengths):
+        raise ValueError(f"{owner}: there is no text; expected at least one")
+    return {name: np.concatenate(parts) for name, parts in rows.items()}, lengths
+
+
+def _check_max_length(owner: str, max_length: int, special: int, pairs: bool) -> None:
+    least = special + 1 + pairs  # a token of each text
+    if max_length < least:
+        raise ValueError(
+            f"{owner}: max_length is {max_length}; expected at least {least}, with the {special} special tokens"
+        )
+
+
+def encodings(tokenizer: Any, inputs: Iterable[Any], words: bool = False, special: bool = True) -> Iterator[Any]:
+    """Of texts, of pairs of them, or of lists of words; with special tokens, or without."""
+    for batch in _batched(inputs):
+        yield from tokenizer.encode_batch(batch, is_pretokenized=words, add_special_tokens=special)
+
+
+def _batched(inputs: Iterable[Any]) -> Iterator[list[Any]]:
+    """Lists of at most 1000 inputs, fewer where they are long: while a text is an Encoding it takes a lot of memory."""
+    batch, characters = [], 0
+    for one in inputs:
+        batch.append(one)
+        characters += len(one) if isinstance(one, str) else sum(map(len, one))
+        if len(batch) == 1000 or characters >= 1 << 20:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def empty_side(encoding: Any, pairs: bool) -> int | None:
+    """Which of one or two texts has no token, 0 or 1; None where all have."""
+    sides = set(encoding.sequence_ids)
+    return next((side for side in range(1 + pairs) if side not in sides), None)
+
+
+def _pieces(encoding: Any, limit: int, split: bool) -> list[slice | np.ndarray]:
+    """Which tokens make an example: all of them; those that are left after a cut; those of each part of a text."""
+    if len(encoding) <= limit:
+        return [slice(None)]
+    sequences = _numbers(encoding.sequence_ids)
+    return _parts(sequences, limit) if split else [_cut(sequences, limit)]
+
+
+def _parts(sequences: np.ndarray, limit: int) -> list[np.ndarray]:
+    """The text in consecutive parts, each with the special tokens before and after it."""
+    text, special = np.flatnonzero(sequences == 0), np.flatnonzero(sequences < 0)
+    before, after = special[special < text[0]], special[special > text[-1]]
+    room = limit - len(special)
+    return [np.concatenate([before, text[i : i + room], after]) for i in range(0, len(text), room)]
+
+
+def _cut(sequences: np.ndarray, limit: int) -> np.ndarray:
+    """What is left of one or two texts, and the special tokens: the longer text gives its end first.
+
+    As `tokenizers` does with "longest_first", which for two long texts makes all pairs of all their parts as well.
+    """
+    first, second = (int((sequences == side).sum()) for side in (0, 1))
+    room = limit - int((sequences < 0).sum())
+    short = min(first, second, room // 2)
+    left = (room - short, short) if first > second else (short, room - short)
+    kept = [(sequences == side) & (np.cumsum(sequences == side) <= left[side]) for side in (0, 1)]
+    return np.flatnonzero((sequences < 0) | kept[0] | kept[1])

@@ -1,0 +1,368 @@
+"""Tokenizers of the library `tokenizers`: from a checkpoint's files, or trained; `transformers` reads what is saved.
+
+Two kinds, each with the special tokens and the post-processor of its family: WordPiece as BERT has it
+(`[CLS] a [SEP] b [SEP]`, token types 0 and 1), byte-level BPE as RoBERTa has it (`<s> a </s></s> b </s>`, all 0).
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+# What transformers calls them, in the order of their ids.
+SPECIAL_TOKENS = {
+    "wordpiece": {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
+    },
+    "byte-level-bpe": {
+        "cls_token": "<s>",
+        "pad_token": "<pad>",
+        "sep_token": "</s>",
+        "unk_token": "<unk>",
+        "mask_token": "<mask>",
+    },
+}
+
+
+# ---- from files
+
+
+def get_tokenizer(source: str | Path | Iterable[str | Path]) -> "Tokenizer":
+    """A `tokenizers.Tokenizer` from a Hugging Face directory, or from files of one.
+
+    source: a directory, a file, or several. The first of these that is there makes it: tokenizer.json, as it stands,
+    but without truncation and padding; vocab.txt, WordPiece; vocab.json with merges.txt, byte-level BPE. The last two
+    follow tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars; add_prefix_space, trim_offsets;
+    special and added tokens), with the defaults of `transformers`. A file given by itself may have a name before its
+    own (`bert-base-uncased-vocab.txt`).
+    Raises FileNotFoundError, or ValueError for a file that is not what its name says or lacks a special token.
+    """
+    files = _Files(source)
+    if path := files.get("tokenizer.json"):
+        from tokenizers import Tokenizer
+
+        tokenizer = _read(path, lambda: Tokenizer.from_file(str(path)))
+    elif path := files.get("vocab.txt"):
+        tokenizer = _from_vocab_txt(path, files.config())
+    elif (path := files.get("vocab.json")) and (merges := files.get("merges.txt")):
+        tokenizer = _from_merges(path, merges, files.config())
+    else:
+        raise FileNotFoundError(f"{files} has no tokenizer.json, no vocab.txt, and not both vocab.json and merges.txt")
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+class _Files:
+    """The files of a directory by their names; those given one by one by how their names end."""
+
+    def __init__(self, source: str | Path | Iterable[str | Path]) -> None:
+        given = [Path(path) for path in ([source] if isinstance(source, (str, Path)) else source)]
+        for path in given:
+            if not path.exists():
+                raise FileNotFoundError(f"there is no {path}")
+        self.in_directory = len(given) == 1 and given[0].is_dir()
+        self.paths = sorted(given[0].iterdir()) if self.in_directory else given
+        self.name = ", ".join(map(str, given)) or "an empty list"
+
+    def __str__(self) -> str:
+        return self.name
+
+    def get(self, name: str) -> Path | None:
+        found = (path for path in self.paths if path.name == name or not self.in_directory and path.name.endswith(name))
+        return next(found, None)
+
+    def config(self) -> dict[str, Any]:
+        """tokenizer_config.json, and what older files say that it leaves out."""
+        values = self._json("special_tokens_map.json") | self._json("tokenizer_config.json")
+        added = {index: {"content": token} for token, index in self._json("added_tokens.json").items()}
+        return {"added_tokens_decoder": added} | values
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.get(name)
+        return _read(path, lambda: dict(json.loads(path.read_text(encoding="utf-8")))) if path else {}
+
+
+def _read(path: Path, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{path} is not what its name says: {error}") from error
+
+
+def _from_vocab_txt(path: Path, config: dict[str, Any]) -> "Tokenizer":
+    from tokenizers import models
+
+    lines = _read(path, lambda: path.read_text(encoding="utf-8").removesuffix("\n").split("\n"))
+    vocabulary = {line: index for index, line in enumerate(lines)}
+    special = _special_tokens("wordpiece", config)
+    tokenizer = _wordpiece(
+        models.WordPiece(vocabulary, unk_token=special["unk_token"].content),
+        lowercase=config.get("do_lower_case", True),
+        strip_accents=config.get("strip_accents"),
+        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
+    )
+    _add_tokens(tokenizer, path, special, config)
+    return _with_template(tokenizer, special)
+
+
+def _from_merges(path: Path, merges: Path, config: dict[str, Any]) -> "Tokenizer":
+    from tokenizers import models
+
+    model = _read(path, lambda: models.BPE(*models.BPE.read_file(str(path), str(merges))))
+    special = _special_tokens("byte-level-bpe", config)
+    tokenizer = _byte_level_bpe(model, add_prefix_space=config.get("add_prefix_space", False))
+    _add_tokens(tokenizer, path, special, config)
+    return _with_roberta_template(tokenizer, special, config.get("trim_offsets", True))
+
+
+def _special_tokens(kind: str, config: dict[str, Any]) -> dict[str, "AddedToken"]:
+    """By transformers' names: as the configuration has them, else the family's."""
+    return {role: _added_token(config.get(role) or name, role, kind) for role, name in SPECIAL_TOKENS[kind].items()}
+
+
+def _added_token(given: str | dict[str, Any], role: str = "", kind: str = "") -> "AddedToken":
+    from tokenizers import AddedToken
+
+    fields = {"content": given} if isinstance(given, str) else {k: v for k, v in given.items() if k != "__type"}
+    # RoBERTa's mask takes the space before it along: what is predicted there is a word with its space.
+    with_space = (role, kind) == ("mask_token", "byte-level-bpe")
+    return AddedToken(**{"lstrip": with_space, "normalized": not role, "special": bool(role)} | fields)
+
+
+def _add_tokens(tokenizer: "Tokenizer", path: Path, special: dict[str, "AddedToken"], config: dict[str, Any]) -> None:
+    """The added tokens at their ids, then the special ones, which have to be known by then."""
+    for index, fields in sorted(config["added_tokens_decoder"].items(), key=lambda item: int(item[0])):
+        token = _added_token(fields)
+        tokenizer.add_tokens([token])
+        if tokenizer.token_to_id(token.content) != int(index):
+            raise ValueError(
+                f"{path}: the added token {token.content!r} gets the id {tokenizer.token_to_id(token.content)}; "
+                f"expected {index}, as the configuration says"
+            )
+    for role, token in special.items():
+        if tokenizer.token_to_id(token.content) is None:
+            raise ValueError(f"{path} has no {token.content!r}; expected the {role} there")
+    tokenizer.add_special_tokens(list(special.values()))
+
+
+# ---- the two families
+
+
+def _wordpiece(model: Any, *, lowercase: bool, strip_accents: bool | None = None, handle_chinese_chars: bool = True):
+    from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=handle_chinese_chars, strip_accents=strip_accents, lowercase=lowercase
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    return tokenizer
+
+
+def _with_template(tokenizer: "Tokenizer", special: dict[str, "AddedToken"]) -> "Tokenizer":
+    from tokenizers import processors
+
+    cls, sep = special["cls_token"].content, special["sep_token"].content
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{cls}:0 $A:0 {sep}:0",
+        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (cls, sep)],
+    )
+    return tokenizer
+
+
+def _byte_level_bpe(model: Any, *, lowercase: bool = False, add_prefix_space: bool = False) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(model)
+    if lowercase:
+        tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _with_roberta_template(
+    tokenizer: "Tokenizer", special: dict[str, "AddedToken"], trim_offsets: bool = True
+) -> "Tokenizer":
+    from tokenizers import processors
+
+    sep, cls = (special[role].content for role in ("sep_token", "cls_token"))
+    prefixed = tokenizer.pre_tokenizer.add_prefix_space
+    ends = ((token, tokenizer.token_to_id(token)) for token in (sep, cls))
+    tokenizer.post_processor = processors.RobertaProcessing(*ends, trim_offsets, prefixed)
+    return tokenizer
+
+
+# ---- trained
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    kind: str = "wordpiece",
+    *,
+    vocab_size: int = 30522,
+    lowercase: bool | None = None,
+    min_frequency: int = 2,
+) -> "Tokenizer":
+    """A `tokenizers.Tokenizer` for a corpus, to be kept with `save_tokenizer`.
+
+    texts: strings, read once (`read_texts` gives them from files). kind: "wordpiece" or "byte-level-bpe". vocab_size:
+    with the special tokens; a small corpus gives fewer. lowercase: None as the family does, WordPiece yes, BPE no.
+    min_frequency: how often two pieces stand together before they become one. A model for it has
+    `BertConfig(vocab_size=tokenizer.get_vocab_size(), pad_token_id=tokenizer.token_to_id("[PAD]"))`, or "<pad>".
+    Raises ValueError for an unknown kind, no text, and a vocab_size that the alphabet alone exceeds; TypeError for
+    what is no string.
+    """
+    if kind not in SPECIAL_TOKENS:
+        raise ValueError(f"train_tokenizer: kind is {kind!r}; expected one of {', '.join(map(repr, SPECIAL_TOKENS))}")
+    if vocab_size < 1 or min_frequency < 1:
+        raise ValueError(
+            f"train_tokenizer: vocab_size is {vocab_size}, min_frequency is {min_frequency}; expected numbers above 0"
+        )
+    lowercase = kind == "wordpiece" if lowercase is None else lowercase
+    special = _special_tokens(kind, {})
+    tokenizer, trainer = (_new_wordpiece if kind == "wordpiece" else _new_byte_level_bpe)(lowercase, special)
+    trainer.vocab_size, trainer.min_frequency, trainer.show_progress = vocab_size, min_frequency, False
+    seen = Counted(strings("train_tokenizer", "texts", texts))
+    tokenizer.train_from_iterator(seen, trainer)
+    if not seen.count:
+        raise ValueError("train_tokenizer: texts is empty; expected at least one")
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise ValueError(
+            f"train_tokenizer: vocab_size is {vocab_size}; expected at least {tokenizer.get_vocab_size()}, for the "
+            "special tokens and the alphabet of the texts"
+        )
+    return (_with_template if kind == "wordpiece" else _with_roberta_template)(tokenizer, special)
+
+
+def _new_wordpiece(lowercase: bool, special: dict[str, "AddedToken"]) -> tuple["Tokenizer", Any]:
+    from tokenizers import models, trainers
+
+    model = models.WordPiece(unk_token=special["unk_token"].content)
+    return _wordpiece(model, lowercase=lowercase), trainers.WordPieceTrainer(special_tokens=list(special.values()))
+
+
+def _new_byte_level_bpe(lowercase: bool, special: dict[str, "AddedToken"]) -> tuple["Tokenizer", Any]:
+    from tokenizers import models, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all bytes: nothing is unknown, whatever the corpus
+    trainer = trainers.BpeTrainer(special_tokens=list(special.values()), initial_alphabet=alphabet)
+    return _byte_level_bpe(models.BPE(), lowercase=lowercase), trainer
+
+
+class Counted:
+    """Iterates once, and counts."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items, self.count = items, 0
+
+    def __iter__(self):
+        for item in self.items:
+            self.count += 1
+            yield item
+
+
+def save_tokenizer(tokenizer: Any, directory: str | Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json, for `get_tokenizer` and `transformers.AutoTokenizer`.
+
+    directory: made where it is missing; a model's own will do.
+    """
+    directory, backend = Path(directory), copy_of(tokenizer)
+    tokens = {
+        role: getattr(tokenizer, role, None) or special_token(backend, role) for role in SPECIAL_TOKENS["wordpiece"]
+    }
+    names = {role: token for role, token in tokens.items() if token is not None}
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]  # without its list transformers leaves token types out
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": inputs, **names}
+    directory.mkdir(parents=True, exist_ok=True)
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+# ---- what a tokenizer says
+
+
+def copy_of(tokenizer: Any) -> "Tokenizer":
+    """A `tokenizers.Tokenizer` of our own, without truncation and padding.
+
+    tokenizer: of `tokenizers`, or one of `transformers` that is based on it. Raises TypeError for others.
+    """
+    from tokenizers import Tokenizer
+
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not hasattr(backend, "to_str"):
+        raise TypeError(f"tokenizer is a {type(tokenizer).__name__}; expected one of tokenizers, or based on it")
+    tokenizer = Tokenizer.from_str(backend.to_str())
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def special_token(tokenizer: Any, role: str) -> str | None:
+    """The special token of that role ("mask_token", ...) in a `tokenizers.Tokenizer`, by the families' names."""
+    names = (tokens[role] for tokens in SPECIAL_TOKENS.values())
+    return next((name for name in names if tokenizer.token_to_id(name) is not None), None)
+
+
+def special_token_id(tokenizer: Any, role: str) -> int | None:
+    """Its id, in a tokenizer of `tokenizers` or of `transformers`, which has attributes; None where there is none."""
+    if not hasattr(tokenizer, "token_to_id"):
+        return getattr(tokenizer, f"{role}_id", None)
+    token = special_token(tokenizer, role)
+    return None if token is None else tokenizer.token_to_id(token)
+
+
+def continuation_prefix(tokenizer: "Tokenizer") -> str | None:
+    """What begins the tokens that go on with a word: `##` of a WordPiece; None for other models."""
+    return getattr(tokenizer.model, "continuing_subword_prefix", None) or None
+
+
+def check_tokenizer(tokenizer: Any, config: Any) -> None:
+    """Raises ValueError where a tokenizer does not fit a model's configuration.
+
+    Every id has to be below config.vocab_size; and config.pad_token_id, whose embedding is not trained, must not be
+    another token's id. config: a BertConfig, or one of `transformers`.
+    """
+    vocabulary = tokenizer.get_vocab()
+    token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", -1))
+    if largest >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {token!r} at {largest}; expected ids below the vocab_size of the model, "
+            f"{config.vocab_size}"
+        )
+    pad, untrained = special_token_id(tokenizer, "pad_token"), getattr(config, "pad_token_id", None)
+    names = [token for token, index in vocabulary.items() if index == untrained != pad]
+    if names:
+        raise ValueError(
+            f"pad_token_id of the model is {untrained}, which is {names[0]!r} in the tokenizer; expected {pad}, its "
+            "own padding (the embedding of pad_token_id is not trained)"
+        )
+
+
+def strings(owner: str, name: str, texts: Iterable[str]) -> Iterator[str]:
+    """The texts one by one. Raises as `text_of` does, and TypeError for a string by itself."""
+    if isinstance(texts, (str, bytes)):
+        raise TypeError(f"{owner}: {name} is a {type(texts).__name__}; expected several strings")
+    for index, text in enumerate(texts):
+        yield text_of(owner, f"{name}[{index}]", text)
+
+
+def text_of(owner: str, name: str, text: Any, expected: str = "a string") -> str:
+    """The text itself. Raises TypeError for what is no string, ValueError for half a surrogate pair (JSON has such)."""
+    if not isinstance(text, str):
+        raise TypeError(f"{owner}: {name} is a {type(text).__name__}; expected {expected}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{owner}: {name} is no text at character {error.start}: {error.reason}") from None
+    return text

@@ -1,0 +1,402 @@
+"""Token files and loaders: nothing lost, nothing twice, the same batches after a stop, whatever reads them."""
+
+import itertools
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from models import TINY, minilm
+
+import fastbert
+from fastbert.data import (
+    BatchLoader,
+    BatchSizeSampler,
+    MLMDataset,
+    PackingCollator,
+    TokenFile,
+    create_classification_dataloader,
+    create_dataloader,
+    create_mlm_dataloader,
+    get_tokenizer,
+    read_texts,
+    train_tokenizer,
+    write_tokens,
+)
+from fastbert.sentences import python_documentation
+
+PASSAGES = [text for _, text in python_documentation(600)][:100]
+WORDPIECE = get_tokenizer(minilm())
+BPE = train_tokenizer(PASSAGES, "byte-level-bpe", vocab_size=1000)
+both = pytest.mark.parametrize("tokenizer", [WORDPIECE, BPE], ids=["wordpiece", "bpe"])
+
+
+def same(one, two):
+    """Whether two examples or batches are equal, bit for bit."""
+    return one.keys() == two.keys() and all(torch.equal(*map(torch.as_tensor, (one[k], two[k]))) for k in one)
+
+
+# ---- files of text
+
+
+def test_lines_of_files(tmp_path):
+    (tmp_path / "a").write_bytes("\ufeffone\r\n\ntwo \u2028 é\n".encode())  # a mark of order, an empty line, no end
+    (tmp_path / "b").write_bytes(b"three")
+    assert list(read_texts([tmp_path / "a", str(tmp_path / "b")])) == ["one", "", "two \u2028 é", "three"]
+    assert list(read_texts(tmp_path / "b")) == ["three"]
+
+
+@pytest.mark.parametrize("before", ["", "é\n", "x\n" * 100_000])
+def test_what_is_not_utf_8_is_refused_with_file_and_byte(tmp_path, before):
+    path = tmp_path / "latin-1.txt"
+    path.write_bytes(before.encode() + b"caf\xe9 \n")
+    place = len(before.encode()) + 3
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} is not UTF-8 at byte {place}: invalid"):
+        list(read_texts(path))
+    with pytest.raises(ValueError, match=f"at byte {place}"):
+        write_tokens(path, WORDPIECE, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["latin-1.txt"]
+
+
+# ---- files of tokens
+
+
+@both
+@pytest.mark.parametrize("max_length", [16, 512])
+def test_a_token_file_holds_what_a_data_set_holds(tmp_path, tokenizer, max_length):
+    lines = tmp_path / "lines.txt"
+    lines.write_text("\n".join(text.replace("\n", " ") for text in PASSAGES[50:]), encoding="utf-8")
+    texts = PASSAGES[:50] + [text.replace("\n", " ") for text in PASSAGES[50:]]
+    write_tokens([*PASSAGES[:50], lines], tokenizer, tmp_path / "tokens")
+    file = TokenFile(tmp_path / "tokens", max_length)
+    dataset = MLMDataset(texts, tokenizer, max_length=max_length, whole_words=True)
+    assert len(file) == len(dataset) and torch.equal(file.lengths, dataset.lengths)
+    for one, other in zip(file, dataset, strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"]) and one["input_ids"].dtype == torch.int64
+        if tokenizer is BPE:  # the same words, under other numbers
+            assert torch.equal(one["word_ids"] == -1, other["word_ids"] == -1)
+            edges = [words[1:] != words[:-1] for words in (one["word_ids"], other["word_ids"])]
+            assert torch.equal(*edges)
+    assert same(file[-1], file[len(file) - 1]) and file.tokenizer.to_str() == tokenizer.to_str()
+    with pytest.raises(IndexError):
+        file[len(file)]
+
+
+def test_the_files_are_numpy_s(tmp_path):
+    write_tokens(["a cat", "two dogs sat"], WORDPIECE, tmp_path / "tokens")
+    tokens, ends = (np.load(tmp_path / "tokens" / name) for name in ("tokens.npy", "ends.npy"))
+    assert tokens.tolist() == WORDPIECE.encode("a cat two dogs sat", add_special_tokens=False).ids
+    assert ends.tolist() == [2, 5] and tokens.dtype == np.uint16 and ends.dtype == np.int64
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "tokens")) == 30522
+    large = train_tokenizer(["a cat"], vocab_size=100)
+    large.add_tokens([f"token{i}" for i in range(70_000)])
+    write_tokens(["token69999 token0"], large, tmp_path / "large")
+    assert np.load(tmp_path / "large" / "tokens.npy").dtype == np.uint32
+    assert TokenFile(tmp_path / "large")[0]["input_ids"].tolist() == large.encode("token69999 token0").ids
+
+
+def test_a_token_file_is_pickled_by_name(tmp_path):
+    file = write_tokens(PASSAGES, WORDPIECE, tmp_path / "tokens")
+    len(file)
+    copy = pickle.loads(pickle.dumps(file))
+    assert len(pickle.dumps(file)) < 500 and all(same(a, b) for a, b in zip(file, copy, strict=True))
+
+
+def test_empty_lines_are_skipped_and_counted(tmp_path):
+    with pytest.warns(UserWarning, match="write_tokens: 3 of 5 texts have no token: skipped") as said:
+        file = write_tokens(["a", "", " ", "\u200b", "b"], WORDPIECE, tmp_path / "tokens")
+    assert len(file) == 2 and said[0].filename == __file__
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path):
+    def texts():
+        yield from PASSAGES
+        raise RuntimeError("the network is down")
+
+    with pytest.raises(RuntimeError, match="the network is down"):
+        write_tokens(texts(), WORDPIECE, tmp_path / "tokens")
+    for nothing in ([], ["", " "]):
+        with pytest.raises(ValueError, match="there is no text with tokens"):
+            write_tokens(nothing, WORDPIECE, tmp_path / "tokens")
+    for wrong, words in (("a text", "texts is a str"), (["a", 1], r"texts\[1\] is a int; expected a string or a Path")):
+        with pytest.raises(TypeError, match=words):
+            write_tokens(wrong, WORDPIECE, tmp_path / "tokens")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_writer_that_is_killed_leaves_no_directory_of_that_name(tmp_path):
+    code = """
+import os, signal, sys
+from fastbert.data import get_tokenizer, write_tokens
+from fastbert.sentences import minilm
+def texts():
+    yield from ["a cat"] * 5000
+    os.kill(os.getpid(), signal.SIGKILL)
+write_tokens(texts(), get_tokenizer(minilm()), sys.argv[1])
+"""
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path / "tokens")])
+    assert run.returncode == -signal.SIGKILL
+    assert not (tmp_path / "tokens").exists() and all(name.endswith(".part") for name in os.listdir(tmp_path))
+    assert len(write_tokens(["a cat"], WORDPIECE, tmp_path / "tokens")) == 1  # the rest is in nobody's way
+
+
+def test_nothing_is_overwritten(tmp_path):
+    write_tokens(["a"], WORDPIECE, tmp_path / "tokens")
+    with pytest.raises(FileExistsError, match="expected a new directory"):
+        write_tokens(["b"], WORDPIECE, tmp_path / "tokens")
+
+
+def test_damaged_token_files_are_refused(tmp_path):
+    directory = tmp_path / "tokens"
+    with pytest.raises(FileNotFoundError, match="expected a directory of write_tokens"):
+        TokenFile(directory)
+    write_tokens(PASSAGES, WORDPIECE, directory)
+    with pytest.raises(ValueError, match="max_length is 2; expected at least 3, with the 2 special tokens"):
+        TokenFile(directory, 2)
+    whole = {name: (directory / name).read_bytes() for name in ("tokens.npy", "ends.npy", "tokens.json")}
+    info = json.loads(whole["tokens.json"])
+    damages = [
+        ("tokens.npy", whole["tokens.npy"][:-100], "tokens.npy is damaged"),
+        ("ends.npy", b"", "ends.npy is damaged"),
+        ("ends.npy", whole["tokens.npy"], r"ends.npy has shape \(\d+,\); expected \(100,\)"),
+        ("tokens.json", json.dumps(info | {"tokens": 7}).encode(), r"tokens.npy has shape .*; expected \(7,\)"),
+        ("tokens.json", b"{", "tokens.json is no JSON"),
+        ("tokens.json", b"{}", "tokens.json lacks before"),
+    ]
+    for name, data, words in damages:
+        (directory / name).write_bytes(data)
+        with pytest.raises(ValueError, match=words):
+            TokenFile(directory)
+        (directory / name).write_bytes(whole[name])
+    assert len(TokenFile(directory)) == 100
+
+
+# ---- loaders
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_tokens(PASSAGES, BPE, tmp_path_factory.mktemp("corpus") / "tokens")
+
+
+def loader(corpus, **more):
+    """24 tokens an example at most, by a budget of tokens, with masks of whole words."""
+    file, budget = TokenFile(corpus.directory, 24), {} if "batch_size" in more else {"max_tokens": 200}
+    collator = PackingCollator(BPE, mlm_probability=0.3, whole_words=True, seed=5, packed=more.pop("packed", True))
+    return create_dataloader(file, collator, seed=3, **budget | more)
+
+
+def seen(batches):
+    """The sequences of packed batches, unmasked, in some order."""
+    rows = []
+    for batch in batches:
+        ids = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+        rows += [tuple(row.tolist()) for row in ids.tensor_split(batch["cu_seqlens"][1:-1].long())]
+    return sorted(rows)
+
+
+@pytest.mark.parametrize("more", [{}, {"batch_size": 7}], ids=["tokens", "examples"])
+def test_two_ranks_of_two_workers_see_every_example_once(corpus, more):
+    expected = sorted(tuple(example["input_ids"].tolist()) for example in TokenFile(corpus.directory, 24))
+    ranks = [loader(corpus, rank=rank, world_size=2, num_workers=2, **more) for rank in (0, 1)]
+    for epoch in (0, 1):
+        for one in ranks:
+            one.set_epoch(epoch)
+        batches = [list(one) for one in ranks]
+        assert len(batches[0]) == len(batches[1]) == len(ranks[0])
+        assert seen(batches[0] + batches[1]) == expected
+
+
+def test_ranks_are_those_of_torch_distributed(corpus):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    alone = loader(corpus)
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        second, whole = loader(corpus), loader(corpus, rank=0, world_size=1)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert list(second.batch_sampler) == list(loader(corpus, rank=1, world_size=2).batch_sampler)
+    assert list(whole.batch_sampler) == list(alone.batch_sampler)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 5, -1])  # before the first batch, in between, at the end of the epoch
+@pytest.mark.parametrize(("workers", "later", "persistent"), [(2, 0, False), (0, 2, True)])
+def test_a_loader_goes_on_where_it_stopped(corpus, workers, later, persistent, stop):
+    one = loader(corpus, num_workers=workers)
+    stop %= len(one) + 1
+    one.set_epoch(2)
+    taken = list(itertools.islice(one, stop))
+    state = json.loads(json.dumps(one.state_dict()))
+    assert (state["epoch"], state["batch"]) == (2, stop) == (2, len(taken))
+    expected = loader(corpus)
+    expected.set_epoch(2)
+    rest = list(expected)[stop:]
+
+    other = loader(corpus, num_workers=later, persistent_workers=persistent)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    other.set_epoch(2)  # as a loop over epochs does: the epoch goes on
+    again = list(other)
+    assert len(again) == len(rest) and all(map(same, again, rest))
+    assert other.state_dict()["batch"] == len(other)
+    for epoch in (2, 3):  # whole epochs from now on
+        other.set_epoch(epoch)
+        expected.set_epoch(epoch)
+        assert all(itertools.starmap(same, zip(other, expected, strict=True)))
+
+
+KILLED = """
+import json, os, signal, sys, pickle
+from fastbert.data import PackingCollator, TokenFile, create_dataloader
+directory, state, batches, die, workers = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+file = TokenFile(directory, 24)
+collator = PackingCollator(file.tokenizer, mlm_probability=0.3, whole_words=True, seed=5)
+loader = create_dataloader(file, collator, max_tokens=200, seed=3, num_workers=workers)
+if os.path.exists(state):
+    loader.load_state_dict(json.load(open(state)))
+for epoch in range(loader.state_dict()["epoch"], 2):
+    loader.set_epoch(epoch)
+    for batch in loader:
+        pickle.dump(batch, open(batches, "ab"))
+        json.dump(loader.state_dict(), open(state + ".part", "w"))
+        os.replace(state + ".part", state)
+        if (epoch, loader.state_dict()["batch"]) == (1, die):
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_goes_on_with_the_same_batches(corpus, tmp_path):
+    """Two workers in the first life, none in the second; the batches of both are those of a life without an end."""
+    command = [sys.executable, "-c", KILLED, str(corpus.directory), str(tmp_path / "state"), str(tmp_path / "batches")]
+    assert subprocess.run([*command, "6", "2"]).returncode == -signal.SIGKILL
+    assert subprocess.run([*command, "-1", "0"]).returncode == 0
+    whole, found = loader(corpus), []
+    with open(tmp_path / "batches", "rb") as file:
+        for epoch in (0, 1):
+            whole.set_epoch(epoch)
+            found += [same(batch, pickle.load(file)) for batch in whole]
+        assert all(found) and len(found) > 12 and not file.read()
+
+
+def test_spawned_workers_that_live_on_see_the_epoch(corpus):
+    """They get the data set, the collator and its epoch by pickle."""
+    more = {"multiprocessing_context": "spawn", "persistent_workers": True, "num_workers": 1}
+    one, other = loader(corpus), loader(corpus, **more)
+    for epoch in (0, 1):
+        one.set_epoch(epoch)
+        other.set_epoch(epoch)
+        assert all(itertools.starmap(same, zip(one, other, strict=True)))
+
+
+def test_states_of_other_loaders_are_refused(corpus):
+    one = loader(corpus)
+    next(iter(one))
+    state = one.state_dict()
+    for other, words in (
+        (loader(corpus, batch_size=5), "sampler TokenBudgetSampler .here BatchSizeSampler."),
+        (loader(corpus, shuffle=False), r"shuffle True \(here False\)"),
+        (loader(corpus, rank=0, world_size=2), r"world_size 1 \(here 2\)"),
+        (
+            create_dataloader(corpus, one.collate_fn, max_tokens=512, seed=3),
+            r"examples \d+ \(here \d+\), max_tokens 200 \(here 512\)",
+        ),
+        (create_dataloader(one.dataset, PackingCollator(), max_tokens=200, seed=3), r"mask_seed 5 \(here None\)"),
+    ):
+        before = other.state_dict()
+        with pytest.raises(ValueError, match=f"the state is of another loader: .*{words}"):
+            other.load_state_dict(state)
+        assert other.state_dict() == before
+    with pytest.raises(ValueError, match="it has no epoch and batch"):
+        one.load_state_dict({name: value for name, value in state.items() if name != "epoch"})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torch_s_generator_is_left_alone(corpus, workers):
+    """So the dropout of a run that goes on is that of a run that never stopped."""
+    torch.manual_seed(0)
+    expected = torch.get_rng_state()
+    list(loader(corpus, num_workers=workers))
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_an_iteration_that_is_left_begins_anew(corpus):
+    one = loader(corpus)
+    first = next(iter(one))
+    assert same(next(iter(one)), first) and one.state_dict()["batch"] == 1
+
+
+# ---- from texts
+
+
+@both
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_masked_lm_from_texts(tokenizer, packed):
+    more = {"max_length": 40, "whole_words": True, "packed": packed, "seed": 1}
+    made = create_mlm_dataloader(PASSAGES, tokenizer, 16, 0.3, **more)
+    assert isinstance(made, BatchLoader) and isinstance(made.batch_sampler, BatchSizeSampler)
+    batches = list(made)
+    assert len(batches) == len(made) and ("cu_seqlens" in batches[0]) == packed
+    rows = MLMDataset(PASSAGES, tokenizer, max_length=40, whole_words=True)
+    collator = PackingCollator(tokenizer, mlm_probability=0.3, whole_words=True, packed=packed, seed=1)
+    expected = [collator([rows[i] for i in batch]) for batch in BatchSizeSampler(len(rows), 16, seed=1)]
+    assert all(itertools.starmap(same, zip(batches, expected, strict=True)))
+    share = torch.cat([batch["labels"].flatten() != -100 for batch in batches]).sum() / rows.lengths.sum()
+    assert 0.2 < share < 0.35  # of all tokens; special ones have no label
+    config = TINY.changed(vocab_size=30522, max_position_embeddings=40)
+    assert fastbert.BertForMaskedLM(config)(**batches[0]).loss.isfinite()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_classifier_from_texts(packed):
+    labels = [i % 3 for i in range(len(PASSAGES))]
+    more = {"max_tokens": 100, "max_length": 20, "packed": packed, "shuffle": False, "num_labels": 3}
+    with pytest.warns(UserWarning, match="pairs have more than max_length, 20, tokens"):
+        made = create_classification_dataloader(PASSAGES, labels, WORDPIECE, pairs=PASSAGES[::-1], **more)
+    batches = list(made)
+    assert torch.cat([batch["labels"] for batch in batches]).tolist() == labels
+    assert all(len(batch["labels"]) <= 5 for batch in batches) and "token_type_ids" in batches[0]
+    model = fastbert.BertForSequenceClassification(TINY.changed(vocab_size=30522, num_labels=3))
+    assert model(**batches[0]).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, "batch_size is None, max_tokens is None; expected one of them"),
+        ({"batch_size": 4, "max_tokens": 99}, "batch_size is 4, max_tokens is 99; expected one of them"),
+        ({"batch_size": 4, "rank": 0}, "rank is 0, world_size is None; expected both or neither"),
+        ({"max_tokens": 10}, r"example \d+ has \d+ tokens; expected at most max_tokens, 10"),
+    ],
+)
+def test_loaders_that_make_no_sense_are_refused(more, words):
+    with pytest.raises(ValueError, match=words):
+        create_mlm_dataloader(PASSAGES, WORDPIECE, **more)
+
+
+def test_transformers_trainer_takes_data_set_and_collator(tmp_path):
+    pytest.importorskip("accelerate")
+    settings = {"per_device_train_batch_size": 8, "max_steps": 3, "report_to": "none", "save_strategy": "no"}
+    arguments = transformers.TrainingArguments(str(tmp_path), disable_tqdm=True, logging_steps=1, **settings)
+    model = fastbert.BertForMaskedLM(TINY.changed(vocab_size=30522, num_hidden_layers=1))
+    dataset = MLMDataset(PASSAGES, WORDPIECE, max_length=32)
+    trainer = transformers.Trainer(model, arguments, PackingCollator(WORDPIECE, mlm_probability=0.2), dataset)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 3 and all(map(np.isfinite, losses))
+
+
+def test_accelerate_takes_a_loader(corpus):
+    accelerate = pytest.importorskip("accelerate")
+    prepared = accelerate.Accelerator(cpu=True).prepare(loader(corpus))
+    prepared.set_epoch(1)
+    expected = loader(corpus)
+    expected.batch_sampler.set_epoch(1)  # accelerate knows of the sampler alone
+    assert all(itertools.starmap(same, zip(prepared, expected, strict=True)))

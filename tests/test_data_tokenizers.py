@@ -1,0 +1,228 @@
+"""Tokenizers from files and trained ones are those of transformers, token for token."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+import transformers
+from models import TINY, minilm
+
+from fastbert import BertConfig
+from fastbert.data import check_tokenizer, get_tokenizer, save_tokenizer, train_tokenizer
+from fastbert.sentences import python_documentation
+
+PASSAGES = [text for _, text in python_documentation(2000)][:150]
+TEXTS = [
+    *PASSAGES[::10],
+    "Café naïve İSTANBUL ẞ straße",  # accents, and letters whose lower case is longer
+    "日本語 and 中文 text",
+    "a [MASK] b <mask> c </s>",  # special tokens in the text
+    "x" * 300 + " tabs\tand\u00a0spaces \u200b\ufffd\x00end",  # one word too long for a WordPiece; controls
+    "😀 emoji 👩‍👩‍👧",
+]
+
+
+@pytest.fixture(scope="module", params=["wordpiece", "byte-level-bpe"])
+def trained(request):
+    return request.param, train_tokenizer(PASSAGES, request.param, vocab_size=1500)
+
+
+def same_as(ours, theirs, texts=TEXTS):
+    """Ids of texts and of pairs, token types of pairs, and places in the text."""
+    for text, pair in zip(texts, texts[1:], strict=False):
+        single, both = ours.encode(text), ours.encode(text, pair)
+        expected = theirs(text, pair, return_token_type_ids=True, return_offsets_mapping=True)
+        assert single.ids == theirs(text).input_ids and both.ids == expected.input_ids
+        assert both.type_ids == expected.token_type_ids and both.offsets == expected.offset_mapping
+
+
+# ---- from files
+
+
+def test_tokenizer_json_as_it_stands_without_truncation_and_padding():
+    tokenizer = get_tokenizer(minilm())
+    expected = tokenizers.Tokenizer.from_file(str(minilm() / "tokenizer.json"))
+    assert expected.truncation and expected.padding and not tokenizer.truncation and not tokenizer.padding
+    expected.no_truncation()
+    expected.no_padding()
+    assert tokenizer.to_str() == expected.to_str()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,  # transformers' defaults: lower case
+        {"do_lower_case": False},
+        {"do_lower_case": False, "strip_accents": True},
+        {"tokenize_chinese_chars": False, "strip_accents": False},
+        {"mask_token": {"content": "[unused7]", "__type": "AddedToken"}},  # as older files write them
+    ],
+)
+def test_vocab_txt_is_transformers_bert_tokenizer(tmp_path, config):
+    shutil.copy(minilm() / "vocab.txt", tmp_path)
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.BertTokenizer.from_pretrained(tmp_path)
+    ours = get_tokenizer(tmp_path)
+    same_as(ours, theirs, TEXTS[:-3] + TEXTS[-1:] if config and "mask_token" in config else TEXTS)
+    special = {i for i, token in ours.get_added_tokens_decoder().items() if token.special}
+    assert special == set(theirs.all_special_ids)
+
+
+def test_files_by_themselves_with_a_name_before_theirs(tmp_path):
+    path = shutil.copy(minilm() / "vocab.txt", tmp_path / "bert-base-uncased-vocab.txt")
+    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    assert get_tokenizer(path).encode("The").tokens == ["[CLS]", "the", "[SEP]"]
+    assert get_tokenizer([path, tmp_path / "tokenizer_config.json"]).encode("The").tokens[1] == "[UNK]"
+    with pytest.raises(FileNotFoundError, match="has no tokenizer.json, no vocab.txt"):
+        get_tokenizer(tmp_path)  # whose files go by their names alone
+
+
+@pytest.mark.parametrize("config", [{}, {"add_prefix_space": True}, {"trim_offsets": False}])
+def test_merges_are_transformers_roberta_tokenizer(tmp_path, config):
+    train_tokenizer(PASSAGES, "byte-level-bpe", vocab_size=1500).model.save(str(tmp_path))  # vocab.json, merges.txt
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "RobertaTokenizer", **config}))
+    texts = [text for text in TEXTS if " <mask>" not in text]  # transformers 5 leaves that space to a token of its own
+    same_as(get_tokenizer(tmp_path), transformers.RobertaTokenizer.from_pretrained(tmp_path), texts)
+    masked = get_tokenizer(tmp_path).encode("a <mask>").ids
+    assert masked[-2:] == [get_tokenizer(tmp_path).token_to_id(token) for token in ("<mask>", "</s>")]
+    assert masked[:-2] == get_tokenizer(tmp_path).encode("a").ids[:-1]
+
+
+def test_added_tokens_keep_their_ids(tmp_path):
+    shutil.copy(minilm() / "vocab.txt", tmp_path)
+    (tmp_path / "added_tokens.json").write_text('{"[E1]": 30522, "[E2]": 30523}')
+    assert get_tokenizer(tmp_path).encode("a [E2] b").ids == [101, 1037, 30523, 1038, 102]
+    (tmp_path / "added_tokens.json").write_text('{"[E1]": 30530}')
+    with pytest.raises(ValueError, match=r"the added token '\[E1\]' gets the id 30522; expected 30530"):
+        get_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "words"),
+    [
+        ({}, FileNotFoundError, "has no tokenizer.json, no vocab.txt, and not both vocab.json and merges.txt"),
+        ({"vocab.json": b"{}"}, FileNotFoundError, "not both vocab.json and merges.txt"),
+        ({"tokenizer.json": b"{"}, ValueError, "tokenizer.json is not what its name says"),
+        (
+            {"vocab.txt": b"[PAD]\n[UNK]\n[CLS]\nthe\n"},
+            ValueError,
+            r"vocab.txt has no '\[SEP\]'; expected the sep_token",
+        ),
+        ({"vocab.txt": b"[PAD]\n\xff\n"}, ValueError, "vocab.txt is not what its name says: .*utf-8"),
+        ({"vocab.json": b"{}", "merges.txt": b"#version: 0.2\n"}, ValueError, "vocab.json has no '<s>'"),
+        ({"vocab.json": b"{}", "merges.txt": b"a b\n"}, ValueError, "vocab.json is not what .* `a` out of voc"),
+        ({"vocab.txt": b"[PAD]\n", "tokenizer_config.json": b"[1]"}, ValueError, "tokenizer_config.json is not what"),
+    ],
+)
+def test_files_that_make_no_tokenizer_are_refused(tmp_path, files, error, words):
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(error, match=words):
+        get_tokenizer(tmp_path)
+
+
+def test_a_path_that_is_not_there():
+    with pytest.raises(FileNotFoundError, match="there is no nowhere"):
+        get_tokenizer("nowhere")
+
+
+# ---- trained
+
+
+def test_a_trained_tokenizer(trained):
+    kind, tokenizer = trained
+    first = {"wordpiece": "[PAD] [UNK] [CLS] [SEP] [MASK]", "byte-level-bpe": "<s> <pad> </s> <unk> <mask>"}[kind]
+    assert [tokenizer.id_to_token(i) for i in range(5)] == first.split()
+    assert tokenizer.get_vocab_size() == 1500
+    text = "the function returns a list"
+    assert len(tokenizer.encode(text).ids) < len(text) / 2  # it has learned words
+    expected = text if kind == "byte-level-bpe" else text.lower()
+    assert tokenizer.decode(tokenizer.encode(text).ids) == expected
+    both = tokenizer.encode("a", "b")
+    template = {
+        "wordpiece": ("[CLS] a [SEP] b [SEP]", [0, 0, 0, 1, 1]),
+        "byte-level-bpe": ("<s> a </s> </s> b </s>", [0] * 6),
+    }
+    assert (" ".join(both.tokens), both.type_ids) == template[kind]
+
+
+def test_bytes_are_never_unknown_to_a_byte_level_bpe():
+    tokenizer = train_tokenizer(["only a few letters"], "byte-level-bpe", vocab_size=300)
+    text = "日本語 😀 \x00 ü\n\t"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_lower_case_is_a_choice():
+    for kind, default in (("wordpiece", True), ("byte-level-bpe", False)):
+        for lowercase in (None, True, False):
+            tokenizer = train_tokenizer(["Ab ab AB"] * 9, kind, vocab_size=400, lowercase=lowercase)
+            lowered = tokenizer.encode("AB").ids == tokenizer.encode("ab").ids
+            assert lowered == (default if lowercase is None else lowercase), (kind, lowercase)
+
+
+@pytest.mark.parametrize("model_beside", [False, True])
+def test_transformers_reads_what_is_saved(trained, tmp_path, model_beside):
+    _, tokenizer = trained
+    if model_beside:
+        (tmp_path / "config.json").write_text(json.dumps(TINY.to_dict()))
+    tokenizer.enable_truncation(5)  # belongs to a use, not to the tokenizer
+    save_tokenizer(tokenizer, tmp_path)
+    tokenizer.no_truncation()
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    same_as(tokenizer, theirs)
+    assert "token_type_ids" in theirs("a", "b")
+    roles = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    assert {getattr(theirs, f"{role}_id") for role in roles} == set(range(5)) and len(theirs) == 1500
+    assert get_tokenizer(tmp_path).to_str() == tokenizer.to_str()
+    save_tokenizer(theirs, tmp_path / "again")  # one of transformers
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "again").mask_token == theirs.mask_token
+
+
+@pytest.mark.parametrize(
+    ("texts", "more", "error", "words"),
+    [
+        (["a"], {"kind": "unigram"}, ValueError, "kind is 'unigram'; expected one of 'wordpiece', 'byte-level-bpe'"),
+        ([], {}, ValueError, "texts is empty"),
+        (["a"], {"vocab_size": 0}, ValueError, "vocab_size is 0, min_frequency is 2; expected numbers above 0"),
+        (["abc def"], {"vocab_size": 6}, ValueError, r"vocab_size is 6; expected at least \d+"),
+        (
+            ["abc"],
+            {"kind": "byte-level-bpe", "vocab_size": 200},
+            ValueError,
+            "vocab_size is 200; expected at least 261",
+        ),
+        ("abc", {}, TypeError, "texts is a str; expected several strings"),
+        (["a", b"b"], {}, TypeError, r"texts\[1\] is a bytes; expected a string"),
+    ],
+)
+def test_training_that_makes_no_sense_is_refused(texts, more, error, words):
+    with pytest.raises(error, match=words):
+        train_tokenizer(texts, **more)
+
+
+# ---- the model that it is for
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(trained):
+    kind, tokenizer = trained
+    pad = tokenizer.token_to_id("[PAD]" if kind == "wordpiece" else "<pad>")
+    check_tokenizer(tokenizer, BertConfig(vocab_size=1500, pad_token_id=pad))
+    check_tokenizer(tokenizer, BertConfig(vocab_size=1536, pad_token_id=None))  # rows to spare, as models have them
+    check_tokenizer(tokenizer, BertConfig(vocab_size=1536, pad_token_id=1500))  # no token's row
+    check_tokenizer(get_tokenizer(minilm()), BertConfig.from_pretrained(minilm()))
+    check_tokenizer(transformers.AutoTokenizer.from_pretrained(minilm()), BertConfig.from_pretrained(minilm()))
+    with pytest.raises(ValueError, match="the tokenizer has .* at 1499; expected ids below the vocab_size .*, 1499"):
+        check_tokenizer(tokenizer, BertConfig(vocab_size=1499))
+    other = tokenizer.id_to_token(7)
+    with pytest.raises(ValueError) as error:
+        check_tokenizer(tokenizer, BertConfig(vocab_size=1500, pad_token_id=7))
+    assert f"pad_token_id of the model is 7, which is {other!r} in the tokenizer; expected {pad}" in str(error.value)
+
+
+def test_the_libraries_are_imported_when_they_are_needed():
+    code = "import sys, fastbert.data; sys.exit(' '.join({'tokenizers', 'transformers'} & sys.modules.keys()) or 0)"
+    subprocess.run([sys.executable, "-c", code], check=True)
