@@ -12,6 +12,7 @@ from fastbert.auto import (
 )
 from fastbert.backends import backend, explain
 from fastbert.config import BertConfig, create_model_config
+from fastbert.graph import graph
 from fastbert.heads import (
     BertForMaskedLM,
     BertForMultipleChoice,
@@ -60,6 +61,7 @@ __all__ = [
     "count_parameters",
     "create_model_config",
     "explain",
+    "graph",
     "hf",
     "ops",
     "restore",

@@ -1,0 +1,535 @@
+"""CUDA graphs of a model, one for each size of batch: a forward is one launch instead of hundreds. For latency.
+
+A graph runs the same kernels on the same addresses each time. What changes from call to call is therefore written to
+memory of its own before a replay, as a packed batch with room to spare:
+
+    input_ids   a a a b b . . .     5 tokens in a bucket of 8; 3 are spare
+    cu_seqlens  0 3 5 8 8 8         2 sequences; one after them holds the spare tokens, the others are empty
+
+Spare tokens are sequences of their own (of token 0), and everything but attention works on each row alone, so no real
+token sees them. The longest sequence that a bucket admits is captured as a number: attention launches programs for it,
+and those behind a sequence's end return at once. docs/graph.md has the rest: costs, limits, what was checked.
+"""
+
+import operator
+import os
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fastbert import backends
+from fastbert.config import BertConfig
+from fastbert.heads import (
+    BertForMaskedLM,
+    BertForMultipleChoice,
+    BertForNextSentencePrediction,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertForReplacedTokenDetection,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+)
+from fastbert.model import BertModel, PackedInput
+from fastbert.ops import checks
+from fastbert.ops.op import autocast_on
+from fastbert.padding import Packing
+
+NAME = "fastbert.graph"  # whose errors these are
+MODELS = (
+    BertModel,
+    BertForMaskedLM,
+    BertForMultipleChoice,
+    BertForNextSentencePrediction,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertForReplacedTokenDetection,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+)
+# Outputs with a row a token; others have a row a sequence. `logits` are either, by the head.
+OF_TOKENS = ("last_hidden_state", "prediction_logits", "start_logits", "end_logits")
+LOGITS_OF_TOKENS = (BertForMaskedLM, BertForReplacedTokenDetection, BertForTokenClassification)
+
+
+def graph(
+    model: nn.Module,
+    max_tokens: Iterable[int] = (64, 128, 256, 512),
+    max_sequences: int = 8,
+    max_seqlen: int | None = None,
+) -> "GraphedModel":
+    """The model as CUDA graphs, called as the model is, for inference with little latency.
+
+    model: a BertModel or BertFor... of any family on one GPU, in evaluation mode. max_tokens: the buckets. A call
+    replays the smallest that holds its tokens (padding is none), if it has at most max_sequences sequences of at most
+    max_seqlen tokens (default: the longest that the model takes); any other call runs the model itself. All buckets are
+    captured here, which takes some runs of the model each.
+    Raises TypeError for another model, ValueError for sizes that make no sense and for a model that is not on one GPU,
+    RuntimeError for a model in training mode or with hooks, and under autocast.
+    """
+    return GraphedModel(model, max_tokens, max_sequences, max_seqlen)
+
+
+# ---- what a graph has room for
+
+
+class _Batch(NamedTuple):
+    """The packed input of a call, on the host or on the device, and the way back to the caller's form."""
+
+    inputs: PackedInput
+    packing: Packing | None = None  # of padded input
+    choices: int | None = None  # of multiple choice
+
+    @property
+    def tokens(self) -> int:
+        return self.inputs.input_ids.shape[0]
+
+    @property
+    def sequences(self) -> int:
+        return self.inputs.cu_seqlens.shape[0] - 1
+
+    @property
+    def longest(self) -> int:
+        return min(self.inputs.max_seqlen, self.tokens)  # people pass the model's maximum
+
+
+class Bucket(NamedTuple):
+    """The most tokens and sequences that a graph takes, and the longest sequence."""
+
+    tokens: int
+    sequences: int
+    longest: int
+
+    @property
+    def slots(self) -> int:
+        """Sequences of the captured batch: the caller's, and enough for all tokens to be spare."""
+        return self.sequences + -(-self.tokens // self.longest)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.tokens,) * 4 + (self.slots + 1,)
+
+    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """input_ids, token_type_ids, position_ids, places in the padded batch, cu_seqlens: one buffer, one copy."""
+        return buffer.split_with_sizes(self.sizes)
+
+    def write(self, buffer: Tensor, batch: _Batch) -> None:
+        """The batch, on the buffer's device, and everything after it. Asks for no value, so nothing waits."""
+        input_ids, token_type_ids, position_ids, places, ends = self.views(buffer.zero_())
+        input_ids[: batch.tokens] = batch.inputs.input_ids
+        position_ids[: batch.tokens] = batch.inputs.position_ids
+        if batch.inputs.token_type_ids is not None:
+            token_type_ids[: batch.tokens] = batch.inputs.token_type_ids
+        if batch.packing is not None and batch.packing.indices is not None:
+            places[: batch.tokens] = batch.packing.indices
+        ends[: batch.sequences + 1] = batch.inputs.cu_seqlens
+        spare = torch.arange(1, self.slots - batch.sequences + 1, device=buffer.device)
+        ends[batch.sequences + 1 :] = (batch.tokens + spare * self.longest).clamp(max=self.tokens)
+
+
+# ---- capture: all that is CUDA's
+
+
+class Recorder(Protocol):
+    """What makes a replay of a function of fixed memory."""
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Runs the function; a replay, which does it again, and the outputs, which a replay writes anew."""
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """Captures, replays and all use of their memory are in such blocks, which the device runs one after another."""
+
+
+class CudaGraphs:
+    """Records CUDA graphs on one GPU. They share one pool of memory, so that one at a time may run."""
+
+    WARM_UPS = 3  # in the first kernels are compiled and loaded, and libraries made ready
+    alone = threading.Lock()  # PyTorch allows one capture at a time in a process
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"{NAME}: the model is on {device}; CUDA graphs need a GPU")
+        with torch.cuda.device(device):
+            self.device, self.pool = device, torch.cuda.graph_pool_handle()
+            self.stream, self.used = torch.cuda.Stream(), torch.cuda.Event()
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        caller, captured = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        with self.alone, torch.cuda.stream(self.stream):
+            self.stream.wait_stream(caller)
+            for _ in range(self.WARM_UPS):
+                function()
+            with _workspaces_of_its_own():
+                # Other threads may go on using the GPU: only this one is held to what a capture allows.
+                with torch.cuda.graph(captured, self.pool, self.stream, capture_error_mode="thread_local"):
+                    outputs = function()
+        return captured.replay, outputs
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"{NAME}: called while a graph is being captured; capture the model itself")
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self.used)
+            try:
+                yield
+            finally:
+                self.used.record(stream)
+
+
+@contextmanager
+def _workspaces_of_its_own() -> Iterator[None]:
+    """Within, matrix products take workspaces anew, and so from a capture's pool, which lives as long as its graphs.
+
+    PyTorch keeps one for each stream, and frees it when any graph of that stream goes (pytorch/pytorch#193402).
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+class _Graph(NamedTuple):
+    buffer: Tensor
+    replay: Callable[[], None]
+    outputs: Any
+
+
+# ---- what a graph has captured of the model
+
+
+class _Watch:
+    """The tensors of a model at the addresses that graphs read, and what would make a replay another computation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = list(model.modules())
+        self.children = [module._modules for module in self.modules]
+        self.children_then = [dict(children) for children in self.children]
+        self.tables = [table for module in self.modules for table in (module._parameters, module._buffers)]
+        self.hooks = [hooks for module in self.modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self.entries = list(chain.from_iterable(table.values() for table in self.tables))
+        self.tensors = [tensor for tensor in self.entries if tensor is not None]
+        self.places = self._places()
+
+    def _places(self) -> list[Any]:
+        return [*map(Tensor.data_ptr, self.tensors), *map(operator.attrgetter("dtype"), self.tensors)]
+
+    def has_changed(self) -> bool:
+        """Whether a module or a tensor was replaced, or a tensor moved. Values that changed in place are none of it."""
+        now = list(chain.from_iterable(map(dict.values, self.tables)))
+        same = len(now) == len(self.entries) and all(map(operator.is_, now, self.entries))
+        return not (same and self._places() == self.places and self.children == self.children_then)
+
+    def device(self) -> torch.device:
+        devices = {tensor.device for tensor in self.tensors}
+        if len(devices) != 1:
+            given = ", ".join(sorted(map(str, devices))) or "no device"
+            raise ValueError(f"{NAME}: the model is on {given}; expected one GPU")
+        return devices.pop()
+
+    def refuse(self, device: torch.device) -> None:
+        """Raises RuntimeError where the model does what a replay does not."""
+        if any([module.training for module in self.modules]):
+            raise RuntimeError(f"{NAME}: the model is in training mode; graphs are for inference: call model.eval()")
+        if any(self.hooks):
+            raise RuntimeError(f"{NAME}: the model has forward hooks; a replay runs no Python, so they would not run")
+        if autocast_on(device.type):
+            raise RuntimeError(
+                f"{NAME}: autocast is on, and would convert every weight in every replay; convert the model instead, "
+                "as in model.to(torch.bfloat16), and call it outside autocast"
+            )
+
+    def refuse_gradients(self) -> None:
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors):
+            raise RuntimeError(
+                f"{NAME}: gradients are live, and a replay records none; call it under torch.inference_mode() or "
+                "torch.no_grad(), or freeze the model with model.requires_grad_(False)"
+            )
+
+
+# ---- the model
+
+
+class Report:
+    """What calls have done. replays, captures: by the bucket's tokens. direct: runs of the model itself, by reason."""
+
+    def __init__(self) -> None:
+        self.captures: Counter[int] = Counter()
+        self.replays: Counter[int] = Counter()
+        self.direct: Counter[str] = Counter()
+
+    def ran_directly(self, reason: str) -> None:
+        self.direct[reason] += 1
+        if self.direct[reason] == 1:
+            message = f"{NAME}: calls run the model without a graph where {reason} (said once)"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+    def __str__(self) -> str:
+        lines = [f"calls replayed: {self.replays.total()}, run directly: {self.direct.total()}"]
+        lines += [
+            f"  {self.replays[tokens]} in the graph of {tokens} tokens, captured {count} x"
+            for tokens, count in sorted(self.captures.items())
+        ]
+        return "\n".join(lines + [f"  {count} directly where {reason}" for reason, count in self.direct.items()])
+
+
+class GraphedModel:
+    """A model that replays graphs of itself; made by `graph`. model, buckets and a live report are its attributes.
+
+    Calls from several threads take turns. Results are the caller's: no later call writes to them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        max_tokens: Iterable[int],
+        max_sequences: int,
+        max_seqlen: int | None,
+        recorder: Callable[[torch.device], Recorder] = CudaGraphs,
+    ) -> None:
+        """recorder: what captures on a device; another than CUDA graphs' is for tests. The rest as in `graph`."""
+        if not isinstance(model, MODELS):
+            known = ", ".join(kind.__name__ for kind in MODELS)
+            raise TypeError(f"{NAME}: given a {type(model).__name__}; expected one of {known}")
+        self.model, self.report = model, Report()
+        longest = model.config.max_sequence_length if max_seqlen is None else max_seqlen
+        self.buckets = _buckets(max_tokens, max_sequences, longest)
+        self._on_host = _packing_on_host(model.config)
+        self._new_recorder, self._lock = recorder, threading.Lock()
+        with self._lock:
+            self._start_over()
+            self._watch.refuse(self._device)
+            if not _checking():
+                with self._recorder.in_order():
+                    for bucket in reversed(self.buckets):  # the others fit into the memory of the largest
+                        self._captured(bucket)
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        num_choices: int | None = None,
+        **others: Any,
+    ) -> tuple:
+        """What model(...) gives for the same arguments, on the model's device. Not for training, nor with gradients.
+
+        Input is padded or packed as the model takes it, all on the host or all on the model's device. Host input is
+        checked as on a CPU and waits for nothing; on the device a mask, or cu_seqlens without max_seqlen, costs one
+        synchronisation. num_choices: of packed input for BertForMultipleChoice.
+        Raises TypeError for other arguments (labels, inputs_embeds, output_...), RuntimeError for a model in training
+        mode, with hooks or with live gradients, under autocast and in a capture, and as the model does.
+        """
+        if others:
+            raise TypeError(f"{NAME}: no graph takes {', '.join(others)}; call the model itself")
+        given = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": max_seqlen,
+        }
+        with self._lock:
+            self._look_at_model()
+            with self._recorder.in_order():
+                batch = self._read(given, num_choices)
+                bucket, obstacle = self._bucket_for(batch)
+                if bucket is not None:
+                    return self._replay(bucket, batch)
+            self.report.ran_directly(obstacle)
+        return self._run_directly(given, num_choices)
+
+    # the model, now and when it was captured
+
+    def _start_over(self) -> None:
+        """Nothing captured, of the model as it is."""
+        self._graphs: dict[Any, _Graph] = {}
+        watch = _Watch(self.model)
+        self._device = watch.device()
+        self._recorder = self._new_recorder(self._device)  # with a pool of its own: an emptied one cannot be used again
+        self._watch = watch
+
+    def _look_at_model(self) -> None:
+        if self._watch.has_changed():
+            self._start_over()
+        self._watch.refuse(self._device)
+        self._watch.refuse_gradients()
+
+    def _settings(self) -> tuple[Any, ...]:
+        """What decides which kernels are captured: `fastbert.backend`, and the precision of float32 products."""
+        config, dtype = self.model.config, self._watch.tensors[0].dtype
+        sizes = {"attention": config.head_dim, "add_layer_norm": config.hidden_size, "linear": 0, "dense_gelu": 0}
+        sizes |= dict.fromkeys(("embedding", "layer_norm"), config.embedding_width)
+        kernels = [
+            backends.choose(op, self._device.type, dtype, backward=False, size=size) for op, size in sizes.items()
+        ]
+        return *kernels, torch.backends.cuda.matmul.fp32_precision
+
+    # a call
+
+    def _read(self, given: dict[str, Any], num_choices: int | None) -> _Batch:
+        """The arguments, checked and packed, by the model itself or, on the host, by what stands there for it."""
+        given, choices = self._sequences_of_choices(given, num_choices)
+        names = ("input_ids", "token_type_ids", "position_ids")
+        ids = {name: given[name] for name in names if given[name] is not None or name == "input_ids"}
+        checks.integers(NAME, **ids)
+        checks.same_device(NAME, ids)
+        device, body = ids["input_ids"].device, self.model if isinstance(self.model, BertModel) else self.model.bert
+        if device not in (self._device, torch.device("cpu")):
+            raise ValueError(f"{NAME}: the input is on {device}; expected the model's {self._device}, or the host")
+        with backends.backend(None):  # one that is forced is for the model, and may not serve the host
+            pack = (self._on_host if device.type == "cpu" else body).pack
+            batch = _Batch(*pack(**given, inputs_embeds=None), choices)
+        config, inputs = self.model.config, batch.inputs
+        checks.index_range(NAME, "input_ids", inputs.input_ids, config.vocab_size)
+        checks.index_range(NAME, "token_type_ids", inputs.token_type_ids, config.type_vocab_size)
+        checks.index_range(NAME, "position_ids", inputs.position_ids, config.max_position_embeddings)
+        return batch
+
+    def _sequences_of_choices(
+        self, given: dict[str, Any], num_choices: int | None
+    ) -> tuple[dict[str, Any], int | None]:
+        """Of multiple choice: B * N sequences of (B, N, S), and N."""
+        if not isinstance(self.model, BertForMultipleChoice):
+            if num_choices is not None:
+                raise TypeError(f"{NAME}: num_choices goes with BertForMultipleChoice, not {type(self.model).__name__}")
+            return given, None
+        ids, ends = given["input_ids"], given["cu_seqlens"]
+        if ends is None and isinstance(ids, Tensor) and ids.dim() == 3:
+            flat = {key: value.flatten(0, 1) if isinstance(value, Tensor) else value for key, value in given.items()}
+            return flat, ids.shape[1]
+        if not isinstance(ends, Tensor) or not num_choices or (ends.numel() - 1) % num_choices:
+            raise ValueError(
+                f"{NAME}: BertForMultipleChoice takes input_ids (B, N, S), or (T,) with cu_seqlens and a num_choices "
+                f"that divides the number of sequences; num_choices is {num_choices}"
+            )
+        return given, num_choices
+
+    def _bucket_for(self, batch: _Batch) -> tuple[Bucket | None, str]:
+        """The smallest that holds the batch, or why none does."""
+        largest = self.buckets[-1]
+        if _checking():
+            return None, "FASTBERT_CHECK=1 asks for checks that no replay makes"
+        if batch.tokens > largest.tokens:
+            return None, f"a batch has more than {largest.tokens} tokens"
+        if batch.sequences > largest.sequences:
+            return None, f"a batch has more than {largest.sequences} sequences"
+        if batch.longest > largest.longest:
+            return None, f"a sequence has more than {largest.longest} tokens"
+        return next(bucket for bucket in self.buckets if batch.tokens <= bucket.tokens), ""
+
+    def _run_directly(self, given: dict[str, Any], num_choices: int | None) -> tuple:
+        arguments = given if num_choices is None else given | {"num_choices": num_choices}
+        on_device = {
+            name: value.to(self._device) if isinstance(value, Tensor) else value for name, value in arguments.items()
+        }
+        return self.model(**on_device)
+
+    def _replay(self, bucket: Bucket, batch: _Batch) -> tuple:
+        buffer, replay, outputs = self._captured(bucket)
+        if batch.inputs.input_ids.device == self._device:
+            bucket.write(buffer, batch)
+        else:
+            # Made anew, for the last call's may still be on its way; PyTorch takes it back when the copy is done.
+            pinned = torch.empty(buffer.shape, dtype=torch.int32, pin_memory=True)
+            bucket.write(pinned, batch)
+            buffer.copy_(pinned, non_blocking=True)
+        replay()
+        self.report.replays[bucket.tokens] += 1
+        return self._result(outputs, batch, bucket.views(buffer)[3][: batch.tokens])
+
+    def _captured(self, bucket: Bucket) -> _Graph:
+        """The bucket's graph under the present settings."""
+        key = bucket.tokens, self._settings()
+        if key not in self._graphs:
+            with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be written to outside it
+                self._graphs[key] = self._capture(bucket)
+            self.report.captures[bucket.tokens] += 1
+        return self._graphs[key]
+
+    def _capture(self, bucket: Bucket) -> _Graph:
+        buffer = torch.empty(sum(bucket.sizes), dtype=torch.int32, device=self._device)
+        nothing = torch.empty(0, dtype=torch.int32, device=self._device)
+        bucket.write(buffer, _Batch(PackedInput(nothing, None, nothing, None, nothing.new_zeros(1), 0)))
+        input_ids, token_type_ids, position_ids, _, ends = bucket.views(buffer)
+        token_type_ids = token_type_ids if self.model.config.family.token_types else None
+        more = {"num_choices": 1} if isinstance(self.model, BertForMultipleChoice) else {}
+
+        def forward() -> tuple:
+            return self.model(
+                input_ids,
+                token_type_ids=token_type_ids,
+                position_ids=position_ids,
+                cu_seqlens=ends,
+                max_seqlen=bucket.longest,
+                **more,
+            )
+
+        return _Graph(buffer, *self._recorder.capture(forward))
+
+    def _result(self, outputs: Any, batch: _Batch, places: Tensor) -> tuple:
+        """The batch's part of what a replay wrote, in the caller's form and memory."""
+        of_answers = isinstance(self.model, BertForQuestionAnswering)
+        fill = torch.finfo(outputs.start_logits.dtype).min if of_answers else 0  # at padding, as the model does
+        fields = {}
+        for name, rows in zip(outputs._fields, outputs, strict=True):
+            if rows is None:
+                fields[name] = None
+            elif name in OF_TOKENS or (name == "logits" and isinstance(self.model, LOGITS_OF_TOKENS)):
+                fields[name] = _of_tokens(rows[: batch.tokens], batch.packing, places, fill)
+            else:
+                rows = rows[: batch.sequences]
+                fields[name] = (rows if batch.choices is None else rows.view(-1, batch.choices)).clone()
+        return type(outputs)(**fields)
+
+
+# ---- the parts of a call that need no graph
+
+
+def _checking() -> bool:
+    return os.environ.get("FASTBERT_CHECK") == "1"
+
+
+def _buckets(max_tokens: Iterable[int], max_sequences: int, max_seqlen: int) -> tuple[Bucket, ...]:
+    if isinstance(max_tokens, str) or not isinstance(max_tokens, Iterable) or not (max_tokens := tuple(max_tokens)):
+        raise ValueError(f"{NAME}: max_tokens is {max_tokens!r}; expected the sizes of buckets, as in (64, 128)")
+    sizes = sorted({_size("max_tokens", size) for size in max_tokens})
+    count, longest = _size("max_sequences", max_sequences), _size("max_seqlen", max_seqlen)
+    return tuple(Bucket(size, count, min(longest, size)) for size in sizes)
+
+
+def _size(name: str, value: int) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{NAME}: {name} has {value!r}; expected positive ints")
+    return value
+
+
+def _packing_on_host(config: BertConfig) -> BertModel:
+    """A model without weights for its `pack`, which asks where its words are and what family it is of."""
+    with torch.device("meta"):
+        body = BertModel(config)
+    body.embeddings.word_embeddings = nn.Embedding(1, 1, device="cpu")
+    return body
+
+
+def _of_tokens(rows: Tensor, packing: Packing | None, places: Tensor, fill: float) -> Tensor:
+    """(T, ...) in the caller's form, `fill` at padding, and in memory of its own."""
+    if packing is None:
+        return rows.clone()
+    if packing.indices is None:
+        return rows.unflatten(0, (packing.batch, packing.seqlen)).clone()
+    grid = rows.new_full((packing.batch * packing.seqlen, *rows.shape[1:]), fill)
+    return grid.index_copy_(0, places.long(), rows).unflatten(0, (packing.batch, packing.seqlen))
