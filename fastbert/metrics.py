@@ -1,0 +1,304 @@
+"""Metrics of predictions, by scikit-learn and seqeval, and of models over loaders; plots of both.
+
+Predictions and labels are tensors, arrays or lists. A label of -100 is left out, as it is in losses. Means over
+nothing (a class that nobody predicts) are 0.
+"""
+
+import csv
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastbert.heads import IGNORED
+from fastbert.training import Batch, evaluating, label_counts, require, to_device
+
+# ---- classes
+
+
+class PrecisionRecallF1(NamedTuple):
+    """Floats in [0, 1]; with average=None an array each, of a number for every class."""
+
+    precision: Any
+    recall: Any
+    f1: Any
+
+
+def compute_precision_recall_f1(
+    predictions: Any, labels: Any, average: str | None = "macro", num_classes: int | None = None
+) -> PrecisionRecallF1:
+    """Of classes, integers of one shape. average: "macro", "micro", "weighted", "binary" (of class 1), None for each.
+
+    num_classes: classes from 0 that the average is over; None: those that occur. Raises ValueError for nothing
+    labelled, other shapes, and classes out of range; TypeError for what are no integers.
+    Equivalent to `sklearn.metrics.precision_recall_fscore_support(..., zero_division=0)`.
+    """
+    averages = ("macro", "micro", "weighted", "binary", None)
+    if average not in averages:
+        raise ValueError(f"compute_precision_recall_f1: average is {average!r}; expected one of {averages}")
+    predictions, labels = _classes("compute_precision_recall_f1", predictions, labels, num_classes)
+    if average == "binary":
+        _check_range("compute_precision_recall_f1", predictions, labels, 2)
+    sklearn = require("sklearn.metrics", "scikit-learn")
+    classes = None if num_classes is None or average == "binary" else range(num_classes)
+    scores = sklearn.precision_recall_fscore_support(
+        labels, predictions, average=average, labels=classes, zero_division=0
+    )
+    return PrecisionRecallF1(*(score if average is None else float(score) for score in scores[:3]))
+
+
+def compute_confusion_matrix(predictions: Any, labels: Any, num_classes: int) -> np.ndarray:
+    """(num_classes, num_classes) int64: how often a class, the row, was predicted as another, the column.
+
+    Raises as compute_precision_recall_f1. Equivalent to `sklearn.metrics.confusion_matrix`.
+    """
+    predictions, labels = _classes("compute_confusion_matrix", predictions, labels, num_classes)
+    return require("sklearn.metrics", "scikit-learn").confusion_matrix(labels, predictions, labels=range(num_classes))
+
+
+def _classes(caller: str, predictions: Any, labels: Any, num_classes: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Both as (N,) int64, of what is labelled, checked."""
+    predictions, labels = _integers(caller, "predictions", predictions), _integers(caller, "labels", labels)
+    if predictions.shape != labels.shape:
+        raise ValueError(
+            f"{caller}: predictions has shape {predictions.shape}, labels {labels.shape}; expected equal ones"
+        )
+    labelled = labels != IGNORED
+    if not labelled.any():
+        raise ValueError(
+            f"{caller}: none of {labels.size} labels is a class; expected at least one that is not {IGNORED}"
+        )
+    predictions, labels = predictions[labelled], labels[labelled]
+    _check_range(caller, predictions, labels, num_classes)
+    return predictions, labels
+
+
+def _integers(caller: str, name: str, given: Any) -> np.ndarray:
+    array = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+    if array.size and not (np.issubdtype(array.dtype, np.integer) or array.dtype == bool):
+        raise TypeError(f"{caller}: {name} is of {array.dtype}; expected integers, one class each")
+    return array.astype(np.int64)
+
+
+def _check_range(caller: str, predictions: np.ndarray, labels: np.ndarray, num_classes: int | None) -> None:
+    for name, values in (("predictions", predictions), ("labels", labels)):
+        wrong = values[(values < 0) | (values >= num_classes)] if num_classes is not None else values[values < 0]
+        if wrong.size:
+            below = "" if num_classes is None else f" to {num_classes - 1}"
+            raise ValueError(f"{caller}: {name} has {wrong[0]}; expected classes from 0{below}")
+
+
+def evaluate_classification_metrics(
+    model: nn.Module,
+    loader: Iterable[Batch],
+    device: torch.device | str,
+    num_classes: int,
+    average: str | None = "macro",
+) -> dict[str, Any]:
+    """loss, accuracy, precision, recall, f1 and confusion_matrix of a classifier of sequences or of tokens.
+
+    The class is the one of the highest logit; the loss is that of all batches as if they were one. Packed or padded
+    batches with labels; those of -100 and at padding are left out. Raises ValueError for a batch without labels, logits
+    of another number of classes, and what compute_precision_recall_f1 refuses.
+    """
+    total, count, predictions, labels = 0.0, 0.0, [], []
+    with evaluating(model):
+        for batch in loader:
+            labelled = label_counts(model, batch).sum().to(device)
+            batch = to_device(batch, device)
+            out = model(**batch)
+            found, truth = _predicted("evaluate_classification_metrics", out.logits, batch, num_classes)
+            total, count = total + out.loss * labelled, count + labelled
+            predictions.append(found)
+            labels.append(truth)
+    if not predictions:
+        raise ValueError("evaluate_classification_metrics: the loader has no batch; expected at least one")
+    predictions, labels = torch.cat(predictions), torch.cat(labels)
+    matrix = compute_confusion_matrix(predictions, labels, num_classes)
+    scores = compute_precision_recall_f1(predictions, labels, average, num_classes)
+    accuracy = float(matrix.trace() / matrix.sum())
+    return {"loss": float(total / count), "accuracy": accuracy, **scores._asdict(), "confusion_matrix": matrix}
+
+
+def _predicted(caller: str, logits: Tensor, batch: Batch, num_classes: int) -> tuple[Tensor, Tensor]:
+    """(N,) classes of the highest logits, and labels, -100 at padding."""
+    labels = batch.get("labels")
+    if labels is None or labels.is_floating_point() or labels.numel() != logits.numel() // logits.shape[-1]:
+        raise ValueError(
+            f"{caller}: labels has {_shape(labels)}, for logits of {_shape(logits)}; expected a class, an integer, for "
+            "each row of logits"
+        )
+    if logits.shape[-1] != num_classes:
+        raise ValueError(f"{caller}: {num_classes} classes were given; the model has {logits.shape[-1]}")
+    mask = batch.get("attention_mask")
+    if mask is not None and logits.dim() == 3:
+        labels = labels.masked_fill(mask == 0, IGNORED)
+    return logits.argmax(-1).flatten(), labels.flatten()
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
+
+
+# ---- entities
+
+
+def compute_entity_metrics(
+    predictions: Sequence[Sequence[str]], labels: Sequence[Sequence[str]], scheme: str | None = None
+) -> dict[str, float]:
+    """precision, recall and f1 of entities, floats in [0, 1]: one counts if its type and both its ends are right.
+
+    A list of tags for each sentence, as in ["B-PER", "I-PER", "O"]. scheme: None reads tags as the script conlleval
+    does, with which papers report CoNLL's data sets: an entity may begin with I-. "BIO" and "BIOES" take strictly what
+    the scheme allows. Raises ValueError for nothing, other lengths, and tags that the scheme does not have.
+    Equivalent to `seqeval.metrics`, micro-averaged, in its default mode or the strict one.
+    """
+    prefixes = {None: "BIES", "BIO": "BI", "BIOES": "BIES"}
+    if scheme not in prefixes:
+        raise ValueError(f"compute_entity_metrics: scheme is {scheme!r}; expected None, 'BIO' or 'BIOES'")
+    lengths = [[len(tags) for tags in sentences] for sentences in (predictions, labels)]
+    if lengths[0] != lengths[1] or not sum(lengths[0]):
+        raise ValueError(
+            f"compute_entity_metrics: predictions has {len(lengths[0])} sentences of {sum(lengths[0])} tags, labels "
+            f"{len(lengths[1])} of {sum(lengths[1])}; expected as many, one by one, and at least one tag"
+        )
+    tag = re.compile(rf"O|[{prefixes[scheme]}]-.+")
+    for name, sentences in (("predictions", predictions), ("labels", labels)):
+        wrong = next((found for tags in sentences for found in tags if not tag.fullmatch(found)), None)
+        if wrong is not None:
+            raise ValueError(f"compute_entity_metrics: {name} has the tag {wrong!r}; expected {tag.pattern}")
+    seqeval = require("seqeval.metrics", "seqeval")
+    options = {"average": "micro", "zero_division": 0}
+    if scheme is not None:
+        schemes = require("seqeval.scheme", "seqeval")
+        options |= {"mode": "strict", "scheme": schemes.IOB2 if scheme == "BIO" else schemes.IOBES}
+    scores = {name: getattr(seqeval, f"{name}_score") for name in ("precision", "recall", "f1")}
+    truth, found = ([list(tags) for tags in sentences] for sentences in (labels, predictions))
+    return {name: float(score(truth, found, **options)) for name, score in scores.items()}
+
+
+def evaluate_entity_metrics(
+    model: nn.Module,
+    loader: Iterable[Batch],
+    device: torch.device | str,
+    id2label: Mapping[int, str] | Sequence[str],
+    scheme: str | None = None,
+) -> dict[str, float]:
+    """compute_entity_metrics of a token classifier: tokens labelled -100 (later pieces of a word) are left out.
+
+    Packed or padded batches with labels. id2label: a tag for each class. Raises ValueError as compute_entity_metrics,
+    and evaluate_classification_metrics.
+    """
+    if isinstance(id2label, Mapping) and id2label.keys() != set(range(len(id2label))):
+        raise ValueError(f"evaluate_entity_metrics: id2label has {sorted(id2label)}; expected every class, from 0")
+    predictions, labels = [], []
+    with evaluating(model):
+        for batch in loader:
+            batch = to_device(batch, device)
+            logits = model(**batch).logits
+            pair = _predicted("evaluate_entity_metrics", logits, batch, len(id2label))
+            packed = "cu_seqlens" in batch
+            lengths = batch["cu_seqlens"].diff().tolist() if packed else [logits.shape[1]] * len(logits)
+            sentences = zip(*(x.split(lengths) for x in torch.stack(pair).cpu()), strict=True)
+            for found, truth in sentences:
+                kept = truth != IGNORED
+                predictions.append([id2label[i] for i in found[kept].tolist()])
+                labels.append([id2label[i] for i in truth[kept].tolist()])
+    return compute_entity_metrics(predictions, labels, scheme)
+
+
+# ---- answers
+
+
+def compute_squad_metrics(
+    predictions: Mapping[str, str] | Sequence[str], answers: Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
+) -> dict[str, float]:
+    """exact_match and f1 of answers to questions, in percent; each the best over the right answers of a question.
+
+    predictions: a text for each question, by its id or in order; "" for no answer. answers: lists of right ones; an
+    empty list for a question without. Raises ValueError for nothing and for questions that do not match.
+    Equivalent to SQuAD's evaluate-v2.0.py (Rajpurkar et al., 2018); where all answers have words, to evaluate-v1.1.py.
+    """
+    by_id = [given if isinstance(given, Mapping) else dict(enumerate(given)) for given in (predictions, answers)]
+    if not by_id[1] or by_id[0].keys() != by_id[1].keys():
+        first = next(iter(by_id[0].keys() ^ by_id[1].keys()), None)
+        raise ValueError(
+            f"compute_squad_metrics: {len(by_id[0])} predictions for {len(by_id[1])} questions"
+            f"{'' if first is None else f'; only one of them has {first!r}'}; expected one for each, and at least one"
+        )
+    scores = [_answer_scores(by_id[0][question], right) for question, right in by_id[1].items()]
+    exact, f1 = np.mean(scores, axis=0) * 100
+    return {"exact_match": float(exact), "f1": float(f1)}
+
+
+def _answer_scores(prediction: str, right: Sequence[str]) -> tuple[float, float]:
+    if isinstance(right, str):
+        raise ValueError(f"compute_squad_metrics: the answers to a question are {right!r}; expected a list of texts")
+    found = _words(prediction)
+    answers = [words for answer in right if (words := _words(answer))] or [[]]  # those of no word are no answer
+    return float(found in answers), max(_overlap(found, answer) for answer in answers)
+
+
+def _words(text: str) -> list[str]:
+    """In lower case, without punctuation, then without articles."""
+    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def _overlap(found: list[str], answer: list[str]) -> float:
+    """F1 of the words that both have, as often as both have them."""
+    if not found or not answer:
+        return float(found == answer)
+    return 2 * (Counter(found) & Counter(answer)).total() / (len(found) + len(answer))
+
+
+# ---- plots
+
+
+def plot_confusion_matrix(matrix: Any, path: str | Path, names: Sequence[str] | None = None) -> None:
+    """Draws a confusion matrix (C, C), rows the labels, to a file (PNG, or what its name says).
+
+    names: of the classes; numbers when None. Raises ValueError for another shape, or number of names.
+    """
+    matrix = np.asarray(matrix)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+        raise ValueError(f"plot_confusion_matrix: matrix has shape {matrix.shape}; expected (C, C)")
+    if names is not None and len(names) != len(matrix):
+        raise ValueError(f"plot_confusion_matrix: {len(names)} names; expected {len(matrix)}, one for each class")
+    classes, display = len(matrix), require("sklearn.metrics", "scikit-learn").ConfusionMatrixDisplay
+    side = 2.5 + 0.5 * classes
+    figure = require("matplotlib.figure", "matplotlib").Figure(figsize=(side, side), layout="constrained")
+    shown = display(matrix, display_labels=range(classes) if names is None else names)
+    shown.plot(
+        ax=figure.subplots(),
+        cmap="Blues",
+        colorbar=False,
+        xticks_rotation="vertical",
+        values_format="d" if np.issubdtype(matrix.dtype, np.integer) else ".2f",
+    )
+    figure.savefig(path, dpi=120)
+
+
+def plot_losses(output_dir: str | Path, path: str | Path | None = None) -> Path:
+    """Draws the losses that AMPTrainer logged in output_dir, to `path` or losses.png there; returns where.
+
+    Raises FileNotFoundError without train.csv.
+    """
+    figure = require("matplotlib.figure", "matplotlib").Figure(figsize=(7, 4), layout="constrained")
+    axes, directory = figure.subplots(), Path(output_dir)
+    for table, style in (("train", "-"), ("evaluation", "o-")):
+        if table == "train" or (directory / f"{table}.csv").exists():
+            with (directory / f"{table}.csv").open(newline="") as file:
+                points = [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file) if row.get("loss")]
+            axes.plot([step for step, _ in points], [loss for _, loss in points], style, label=table)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    path = directory / "losses.png" if path is None else Path(path)
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,832 @@
+"""AMPTrainer and what it stands on: weighted losses, groups, ELECTRA, precision, exact resuming, several processes."""
+
+import copy
+import csv
+import functools
+import math
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import trainer_process as process
+import transformers
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fastbert.training
+from fastbert import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertForReplacedTokenDetection,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    hf,
+    metrics,
+)
+from fastbert.data import PackingCollator, TokenBudgetSampler, create_dataloader
+from fastbert.training import (
+    AMPTrainer,
+    ElectraPretraining,
+    compute_classification_loss,
+    compute_loader_loss,
+    compute_mlm_loader_loss,
+    compute_mlm_loss,
+    evaluating,
+    freeze,
+    label_counts,
+    linear_schedule,
+    loss_terms,
+    parameter_groups,
+    sample,
+)
+
+HERE = Path(__file__).resolve().parent
+EXACT, CONFIG = process.EXACT, process.CONFIG
+
+
+def sgd(model, tmp_path, **options):
+    """Plain steps of length 1 against the gradient, not clipped: weights tell what the gradient was."""
+    options = {"max_grad_norm": None, "progress": False, **options}
+    return AMPTrainer(model, torch.optim.SGD(model.parameters(), lr=1.0), output_dir=tmp_path, **options)
+
+
+def rows(path):
+    with path.open() as file:
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+
+
+def assert_stepped(before, after, length=1.0):
+    """By that length against the gradients of `before`."""
+    largest = max(float(p.grad.abs().max()) for p in before.parameters())
+    for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True):
+        assert ((old - new) - length * old.grad).abs().max() <= 1e-12 * largest, name
+
+
+class Loss:
+    """The output of a model that has nothing else."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+
+# ---- the loss of unequal batches is that of one big batch
+
+
+def examples():
+    """Six of unequal lengths, with labels for every head; some are -100, one example has none."""
+    found = []
+    for i, length in enumerate([3, 12, 5, 9, 2, 7]):
+        ids = torch.randint(5, 99, (length,))
+        of_tokens = torch.where(torch.rand(length) < (0.3, 0.6, 0.0)[i % 3], ids, -100)
+        found.append(
+            {
+                "input_ids": ids.tolist(),
+                "of_tokens": of_tokens.tolist(),
+                "tag": torch.where(of_tokens == -100, -100, ids % 3).tolist(),
+                "of_sequence": [0, 2, -100, 1, -100, 2][i],
+                "score": float(i) / 3,
+                "next_sentence_label": [0, 1, -100, 0, 1, 1][i],
+                "start_positions": min(i, length - 1),
+                "end_positions": length + 4 if i == 3 else length - 1,
+            }
+        )
+        found[-1]["start_positions"] = found[-1]["start_positions"] if i != 3 else length + 2  # beyond the text
+    return found
+
+
+def collate(part, labels, *others):
+    """Packed, with that entry as labels."""
+    kept = [{"input_ids": e["input_ids"]} | {name: e[name] for name in others} for e in part]
+    return PackingCollator()(
+        [{**row, "labels": e[labels]} if labels else row for row, e in zip(kept, part, strict=True)]
+    )
+
+
+def padded(part, labels, *others):
+    """Padded, with a label of 0 at padding, which is to count for nothing."""
+    batch = collate(part, labels, *others)
+    lengths = batch.pop("cu_seqlens").diff()
+    visible = torch.arange(batch.pop("max_seqlen")) < lengths[:, None]
+    del batch["position_ids"]
+    tokens = {name for name, x in batch.items() if len(x) == visible.sum() and name in ("input_ids", "labels")}
+    filled = {
+        name: torch.zeros(visible.shape, dtype=torch.int64).masked_scatter(visible, batch[name]) for name in tokens
+    }
+    return batch | filled | {"attention_mask": visible.long()}
+
+
+ANSWERS = ("start_positions", "end_positions")
+HEADS = {
+    "mlm": (BertForMaskedLM, {}, ("of_tokens",)),
+    "mlm and next sentence": (BertForPreTraining, {}, ("of_tokens", "next_sentence_label")),
+    "sequences": (BertForSequenceClassification, {"num_labels": 3}, ("of_sequence",)),
+    "regression": (BertForSequenceClassification, {"num_labels": 1}, ("score",)),
+    "tokens": (BertForTokenClassification, {"num_labels": 3}, ("tag",)),
+    "answers": (BertForQuestionAnswering, {}, (None, *ANSWERS)),
+}
+
+
+@pytest.mark.parametrize("form", [collate, padded], ids=["packed", "padded"])
+@pytest.mark.parametrize("head", HEADS)
+def test_an_accumulated_step_is_that_of_one_big_batch(tmp_path, head, form):
+    """In float64. Micro-batches of one, two and three examples; the truth is autograd on one batch of all six."""
+    kind, changes, labels = HEADS[head]
+    model = kind(BertConfig.from_dict({**EXACT.to_dict(), **changes})).double()
+    before, all_six = copy.deepcopy(model), examples()
+    loss = before(**collate(all_six, *labels)).loss
+    loss.backward()
+
+    parts = [form(part, *labels) for part in (all_six[:1], all_six[1:3], all_six[3:])]
+    sgd(model, tmp_path, gradient_accumulation_steps=3).train(parts, max_steps=1)
+    assert float(rows(tmp_path / "train.csv")[0]["loss"]) == pytest.approx(loss.item(), rel=1e-12)
+    assert_stepped(before, model)
+    with pytest.raises(AssertionError), evaluating(before):  # the mean of means is something else
+        assert sum(before(**part).loss for part in parts) / 3 == pytest.approx(loss.item(), rel=1e-9)
+
+
+def test_a_batch_without_labels_counts_for_nothing(tmp_path):
+    """Also where the model calls the mean of nothing NaN, as those of transformers do."""
+    config = transformers.BertConfig(**EXACT.changed(num_labels=3).to_dict())
+    model, all_six = transformers.BertForTokenClassification(config).double(), examples()
+    parts = [padded(part, "tag") for part in (all_six[:2], all_six[2:3], all_six[3:])]
+    for part in parts:
+        part["labels"][part["attention_mask"] == 0] = -100
+    before, whole = copy.deepcopy(model), padded(all_six, "tag")
+    whole["labels"][whole["attention_mask"] == 0] = -100
+    assert before(**parts[1]).loss.isnan()
+    loss = before(**whole).loss
+    loss.backward()
+    assert compute_loader_loss(model, parts, "cpu") == pytest.approx(loss.item(), rel=1e-12)
+    sgd(model, tmp_path, gradient_accumulation_steps=3).train(parts, max_steps=1)
+    assert float(rows(tmp_path / "train.csv")[0]["loss"]) == pytest.approx(loss.item(), rel=1e-12)
+    assert_stepped(before, model)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_loss_of_a_loader_is_that_of_one_big_batch(head):
+    kind, changes, labels = HEADS[head]
+    model, all_six = kind(BertConfig.from_dict({**EXACT.to_dict(), **changes})).double(), examples()
+    parts = [padded(all_six[:1], *labels), collate(all_six[1:3], *labels), collate(all_six[3:], *labels)]
+    expected = model(**collate(all_six, *labels)).loss.item()
+    assert compute_loader_loss(model, parts, "cpu") == pytest.approx(expected, rel=1e-12)
+    assert model.training
+
+
+def test_mlm_losses_are_those_of_transformers():
+    """On a padded batch, labels at padding -100, in float64; a loader, and next-sentence labels, change nothing."""
+    model, all_six = BertForPreTraining(EXACT).double(), examples()
+    theirs = transformers.BertForMaskedLM(transformers.BertConfig(**EXACT.to_dict())).double().eval()
+    state = {name: x for name, x in hf.state_dict(model).items() if "pooler" not in name and "seq_rel" not in name}
+    theirs.load_state_dict(state)
+    batch = padded(all_six, "of_tokens", "next_sentence_label")
+    labels = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+    expected = theirs(batch["input_ids"], batch["attention_mask"], labels=labels).loss.item()
+    assert compute_mlm_loss(model, batch).item() == pytest.approx(expected, rel=1e-12)
+    parts = [collate(all_six[at : at + 2], "of_tokens", "next_sentence_label") for at in (0, 2, 4)]
+    assert compute_mlm_loader_loss(model, parts, "cpu") == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_classification_loss_is_that_of_its_logits():
+    model, batch = (
+        BertForSequenceClassification(EXACT.changed(num_labels=3)).double(),
+        collate(examples(), "of_sequence"),
+    )
+    expected = F.cross_entropy(model(**batch).logits, batch["labels"])
+    assert compute_classification_loss(model, batch).item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_labels_are_counted():
+    """By hand: -100, padding, and answers beyond the text or at padding do not count; floats all do."""
+    model = nn.Module()
+
+    def counts(**batch):
+        return label_counts(model, {name: torch.tensor(x) for name, x in batch.items()}).tolist()
+
+    assert counts(labels=[3, -100, 0, -100], cu_seqlens=[0, 4]) == [2]
+    mask = [[1, 1, 1], [1, 0, 0]]
+    assert counts(labels=[[3, -100, 0], [7, 7, -100]], attention_mask=mask) == [3]
+    assert counts(labels=[0, -100], next_sentence_label=[1, 0], attention_mask=mask) == [1, 2]
+    assert counts(labels=[0, 1], sentence_order_label=[[1], [-100]]) == [2, 1]
+    assert counts(labels=[[0.0, 1.0], [1.0, -100.0]], attention_mask=[[1, 0], [1, 1]]) == [4]
+    assert counts(start_positions=[0, 0], end_positions=[2, 1], attention_mask=mask) == [1.5]
+    assert counts(start_positions=[-1, 1], end_positions=[3, 7], cu_seqlens=[0, 3, 4]) == [0.5]
+    with pytest.raises(ValueError, match="the batch has input_ids; expected labels"):
+        counts(input_ids=[1])
+
+
+@pytest.mark.parametrize("call", [compute_mlm_loss, compute_classification_loss])
+def test_a_batch_without_labels_is_refused(call):
+    batch = PackingCollator()([{"input_ids": [1, 2]}])
+    with pytest.raises(ValueError, match=f"{call.__name__}: the batch has .*expected labels as well"):
+        call(BertForMaskedLM(EXACT), batch)
+
+
+def test_a_loader_without_labels_is_refused():
+    model, batch = BertForMaskedLM(EXACT), PackingCollator()([{"input_ids": [1, 2], "labels": [-100, -100]}])
+    for loader in ([], [batch]):
+        with pytest.raises(ValueError, match="the loader has no label"):
+            compute_mlm_loader_loss(model, loader, "cpu")
+
+
+def test_clipping_is_of_the_whole_step(tmp_path):
+    model = BertForMaskedLM(EXACT).double()
+    before, all_six = copy.deepcopy(model), examples()
+    before(**collate(all_six, "of_tokens")).loss.backward()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in before.parameters()))
+    trainer = sgd(model, tmp_path, gradient_accumulation_steps=2, max_grad_norm=norm / 10)
+    trainer.train([collate(all_six[:2], "of_tokens"), collate(all_six[2:], "of_tokens")], max_steps=1)
+    assert float(rows(tmp_path / "train.csv")[0]["gradient_norm"]) == pytest.approx(norm, rel=1e-12)
+    assert_stepped(before, model, norm / 10 / (norm + 1e-6))  # that 1e-6 is PyTorch's
+
+
+# ---- parameters and schedule
+
+
+def test_rates_fall_layer_by_layer():
+    """Of three layers, at 0.5 a layer, by hand."""
+    model = BertForSequenceClassification(EXACT.changed(num_hidden_layers=3))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    rates = {names[p]: group["lr"] for group in parameter_groups(model, 1.0, layer_decay=0.5) for p in group["params"]}
+    assert len(rates) == len(names)
+    for part, rate in {
+        "embeddings": 0.0625,
+        "layer.0.": 0.125,
+        "layer.1.": 0.25,
+        "layer.2.": 0.5,
+        "pooler": 1.0,
+        "classifier": 1.0,
+    }.items():
+        assert {rates[name] for name in rates if part in name} == {rate}, part
+
+
+@pytest.mark.parametrize("kind", ["ours", "theirs"])
+def test_decay_spares_what_the_trainer_of_transformers_spares(kind, tmp_path):
+    theirs = transformers.BertForPreTraining(transformers.BertConfig(**EXACT.to_dict()))
+    model = theirs if kind == "theirs" else BertForPreTraining(EXACT)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[])
+    expected = transformers.Trainer(model, arguments).get_decay_parameter_names(model)
+    groups = parameter_groups(model, lr=1.0, weight_decay=0.3)
+    decayed = {p for group in groups if group["weight_decay"] for p in group["params"]}
+    assert decayed == {p for name, p in model.named_parameters(remove_duplicate=False) if name in expected}
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
+
+
+def test_a_decay_over_several_stacks_is_refused():
+    model = ElectraPretraining(
+        BertForMaskedLM(EXACT), BertForReplacedTokenDetection(EXACT.changed(model_type="electra"))
+    )
+    with pytest.raises(ValueError, match="layer_decay needs one stack of layers; the model has 2"):
+        parameter_groups(model, 1.0, layer_decay=0.9)
+    assert sum(len(group["params"]) for group in parameter_groups(model, 1.0)) == len(list(model.parameters()))
+
+
+def test_frozen_parts_do_not_train(tmp_path):
+    model = BertForTokenClassification(EXACT.changed(num_hidden_layers=3, num_labels=3))
+    freeze(model, layers=2)
+    groups = parameter_groups(model, 0.1)
+    trained = {name for name, p in model.named_parameters() if any(p is q for g in groups for q in g["params"])}
+    assert trained == {n for n, _ in model.named_parameters() if "layer.2." in n or n.startswith("classifier")}
+    before = copy.deepcopy(model.state_dict())
+    trainer = AMPTrainer(model, torch.optim.AdamW(groups), output_dir=tmp_path, progress=False)
+    trainer.train([collate(examples(), "tag")], max_steps=1)
+    assert {name for name, x in model.state_dict().items() if not torch.equal(x, before[name])} == trained
+
+
+def test_freeze_takes_indices_and_refuses_layers_that_do_not_exist():
+    model = BertForMaskedLM(EXACT)
+    freeze(model, layers=[1], embeddings=False)
+    assert {name.split(".")[3] for name, p in model.named_parameters() if not p.requires_grad} == {"1"}
+    for layers in (3, [0, 2]):
+        with pytest.raises(ValueError, match=r"layers has \[2\]; the model has 2 layers"):
+            freeze(BertForMaskedLM(EXACT), layers=layers)
+    with pytest.raises(ValueError, match="layers is -1"):
+        freeze(BertForMaskedLM(EXACT), layers=-1)
+
+
+@pytest.mark.parametrize("warmup, steps", [(0, 7), (3, 10), (9, 10)])
+def test_the_schedule_is_that_of_transformers(warmup, steps):
+    def rates(make):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+        schedule, found = make(optimizer, warmup, steps), []
+        for _ in range(steps + 3):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        return found
+
+    assert rates(linear_schedule) == rates(transformers.get_linear_schedule_with_warmup)
+
+
+def test_a_schedule_that_makes_no_sense_is_refused():
+    for warmup in (-1, 5):
+        with pytest.raises(ValueError, match=f"warmup_steps is {warmup}; expected 0 to max_steps - 1, 4"):
+            linear_schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), warmup, 5)
+
+
+# ---- precision
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+def test_every_precision_learns(tmp_path, precision):
+    torch.manual_seed(0)
+    model = BertForTokenClassification(CONFIG.changed(num_labels=3))
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-2), fused=True)
+    schedule = linear_schedule(optimizer, 2, 40)
+    trainer = AMPTrainer(
+        model, optimizer, schedule, output_dir=tmp_path, mixed_precision=precision, gradient_accumulation_steps=2
+    )
+    all_six = examples()
+    loader = [collate(all_six[:2], "tag"), collate(all_six[2:], "tag")]
+    found = trainer.train(loader, max_steps=40, eval_loader=loader, eval_steps=20)
+    assert found["loss"] < 0.3 < 0.9 < float(rows(tmp_path / "train.csv")[0]["loss"])
+    assert [row["step"] for row in rows(tmp_path / "evaluation.csv")] == ["20", "40"]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_an_overflow_is_skipped_counted_and_not_an_error(tmp_path):
+    """A scale at which the first steps overflow, and later ones do not."""
+    model = BertForMaskedLM(CONFIG)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    schedule = linear_schedule(optimizer, 0, 10)
+    trainer = AMPTrainer(model, optimizer, schedule, output_dir=tmp_path, mixed_precision="fp16", progress=False)
+    trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 2.0**40, "growth_interval": 1000})
+    loader = [collate(examples(), "of_tokens")]
+    trainer.train(loader, max_steps=1)
+    assert trainer.skipped_steps == trainer.step == 1
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    trainer.train(loader, max_steps=30)
+    logged = rows(tmp_path / "train.csv")
+    skipped = int(logged[-1]["skipped_steps"])
+    assert 1 < skipped < 30 and schedule.last_epoch == 30 - skipped
+    assert [int(row["skipped_steps"]) for row in logged][: skipped + 1] == [*range(1, skipped + 1), skipped]
+    assert not all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("precision", [None, "fp16"])
+def test_a_loss_that_is_not_finite_stops_before_its_step(tmp_path, precision):
+    model = BertForTokenClassification(CONFIG.changed(num_labels=3))
+    trainer = sgd(model, tmp_path, mixed_precision=precision, gradient_accumulation_steps=2)
+    loader = [collate(examples(), "tag")] * 4
+    trainer.train(loader, max_steps=3)
+    before = copy.deepcopy(model.state_dict())
+    model.classifier.register_forward_hook(lambda *call: call[2] * float("nan"))
+    with pytest.raises(FloatingPointError, match="step 4: the loss is nan.* weights are those of step 3"):
+        trainer.train(loader, max_steps=9)
+    assert [row["step"] for row in rows(tmp_path / "train.csv")] == ["1", "2", "3"]
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_gradients_that_are_not_finite_stop_too(tmp_path):
+    class Root(nn.Module):
+        """Its loss is 0, and its slope infinite."""
+
+        def __init__(self):
+            super().__init__()
+            self.x = nn.Parameter(torch.zeros(1))
+
+        def forward(self, labels):
+            return Loss(self.x.sqrt().sum())
+
+    with pytest.raises(FloatingPointError, match="step 1: the loss is 0.0, the norm of its gradients inf"):
+        sgd(Root(), tmp_path).train([{"labels": torch.tensor([1])}], max_steps=1)
+
+
+# ---- evaluation
+
+
+def test_evaluation_changes_nothing_in_training(tmp_path):
+    """Not a bit, though the loader that is evaluated draws random numbers."""
+
+    def run(name, **options):
+        process.seed()
+        trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path / name, 6)
+        result = trainer.train(process.masking_loader(), max_steps=6, **options)
+        return process.digest(trainer.checkpoints()[-1]), result
+
+    plain, nothing = run("plain")
+    evaluated, found = run("evaluated", eval_loader=process.masking_loader(), eval_steps=1)
+    assert plain == evaluated and nothing == {}
+    logged = [float(row["loss"]) for row in rows(tmp_path / "evaluated" / "evaluation.csv")]
+    assert len(logged) == 6 and logged[-1] == found["loss"] > 0
+
+
+def test_a_metric_may_be_any_function(tmp_path):
+    model = BertForSequenceClassification(CONFIG.changed(num_labels=3))
+    loader = [collate(examples(), "of_sequence")]
+    metric = functools.partial(metrics.evaluate_classification_metrics, num_classes=3)
+    found = sgd(model, tmp_path).train(loader, max_steps=1, eval_loader=loader, metric=metric)
+    assert found.keys() == {"loss", "accuracy", "precision", "recall", "f1"}  # numbers are kept, the matrix is not
+    assert found["loss"] == pytest.approx(compute_loader_loss(model, loader, "cpu"))
+
+
+# ---- ELECTRA
+
+
+class StandIn(nn.Module):
+    """A discriminator that notes what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Embedding(99, 2)
+
+    def forward(self, input_ids, labels, cu_seqlens, max_seqlen, position_ids):
+        self.given = input_ids, labels
+        return Loss(F.cross_entropy(self.scores(input_ids), labels))
+
+
+def electra_batch():
+    torch.manual_seed(3)
+    collator = PackingCollator(mlm_probability=0.3, mask_token_id=4, vocab_size=99, special_ids=[0])
+    originals = process.examples(6)
+    return collator(originals), torch.tensor([i for example in originals for i in example["input_ids"]])
+
+
+def test_the_discriminator_sees_what_the_generator_drew(monkeypatch):
+    """It draws from its logits of masked tokens; a draw that is the token of the text is not a replacement."""
+    model = ElectraPretraining(BertForMaskedLM(EXACT).double(), StandIn().double(), weight=7.0)
+    (batch, original), drawn = electra_batch(), []
+
+    def rigged(logits):
+        drawn.append(logits.detach())
+        found = sample(logits)
+        found[::2] = original[batch["labelled_rows"]][::2]
+        return found
+
+    monkeypatch.setattr(fastbert.training, "sample", rigged)
+    out, at_masks = model(**batch), batch["labelled_rows"]
+    ids, labels = model.discriminator.given
+    assert torch.equal(labels, (ids != original).long()) and 0 < labels.sum() < len(at_masks)
+    assert not labels[at_masks][::2].any()
+    others = torch.ones(len(ids), dtype=torch.bool)
+    others[at_masks] = False
+    assert torch.equal(ids[others], original[others])
+    logits = model.generator(**batch, skip_logits=False).logits[at_masks]
+    assert (drawn[0] - logits).abs().max() <= 1e-12 * logits.abs().max()
+
+    expected = model.generator(**batch).loss + 7.0 * F.cross_entropy(model.discriminator.scores(ids), labels)
+    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert out.loss.item() == pytest.approx(loss_terms(out, batch).sum().item(), rel=1e-12)
+    assert label_counts(model, batch).tolist() == [len(at_masks), len(ids)]
+    without_rows = {name: x for name, x in batch.items() if name != "labelled_rows"}
+    assert torch.equal(model(**without_rows).losses[0], out.losses[0])
+
+
+def test_samples_have_the_distribution_of_the_logits():
+    """Chi-square over four tokens, 40 000 draws: 16.3 is exceeded once in a thousand."""
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0])
+    drawn = sample(logits.expand(40_000, 4)).bincount(minlength=4)
+    expected = 40_000 * logits.softmax(-1)
+    assert ((drawn - expected).square() / expected).sum() < 16.3
+
+
+def test_an_accumulated_step_of_electra_is_that_of_one_big_batch(tmp_path, monkeypatch):
+    """With the likeliest token in place of a random one, which would depend on the order of draws."""
+    monkeypatch.setattr(fastbert.training, "sample", lambda logits: logits.argmax(-1))
+    model = ElectraPretraining(
+        BertForMaskedLM(EXACT), BertForReplacedTokenDetection(EXACT.changed(model_type="electra"))
+    ).double()
+    before, all_six = copy.deepcopy(model), examples()
+    loss = before(**collate(all_six, "of_tokens")).loss
+    loss.backward()
+    parts = [collate(part, "of_tokens") for part in (all_six[:1], all_six[1:3], all_six[3:])]
+    sgd(model, tmp_path, gradient_accumulation_steps=3).train(parts, max_steps=1)
+    assert float(rows(tmp_path / "train.csv")[0]["loss"]) == pytest.approx(loss.item(), rel=1e-12)
+    assert_stepped(before, model)
+
+
+def test_electra_learns_with_shared_embeddings_and_resumes(tmp_path):
+    """A narrower generator, and tables that both models read."""
+
+    def new(directory):
+        process.seed()
+        wide = CONFIG.changed(model_type="electra", embedding_size=32)
+        generator, discriminator = BertForMaskedLM(wide.changed(hidden_size=16)), BertForReplacedTokenDetection(wide)
+        for table in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
+            setattr(discriminator.bert.embeddings, table, getattr(generator.bert.embeddings, table))
+        return process.trainer_of(ElectraPretraining(generator, discriminator), directory, 30, layer_decay=1.0)
+
+    one, two = new(tmp_path / "one"), new(tmp_path / "two")
+    one.train(process.masking_loader(), max_steps=30, save_steps=20)
+    losses = [float(row["loss"]) for row in rows(tmp_path / "one" / "train.csv")]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    two.load(one.checkpoints()[0])
+    two.train(process.masking_loader(), max_steps=30)
+    assert process.digest(one.checkpoints()[-1]) == process.digest(two.checkpoints()[-1])
+    tables = {model.bert.embeddings.word_embeddings for model in (two.model.generator, two.model.discriminator)}
+    assert len(tables) == 1
+
+
+def test_electra_refuses_padded_input():
+    model = ElectraPretraining(BertForMaskedLM(EXACT), StandIn())
+    with pytest.raises(ValueError, match="ElectraPretraining: expected packed input"):
+        model(torch.tensor([[1, 2]]), torch.tensor([[1, -100]]))
+
+
+# ---- resuming
+
+
+def shuffled(workers=0):
+    """Order and masks from torch's own generator; with workers, masks from theirs."""
+    loader = process.masking_loader()
+    return DataLoader(loader.dataset, 2, shuffle=True, collate_fn=loader.collate_fn, num_workers=workers)
+
+
+def by_python_and_numpy():
+    """A loader that is no DataLoader, and draws from everything that has a state."""
+
+    class Batches:
+        def __iter__(self):
+            for start in range(0, 24, 3):
+                batch = PackingCollator()(process.examples()[start : start + 3])
+                ids = batch["input_ids"]
+                ids[0], ids[1] = random.randint(5, 98), int(np.random.randint(5, 99))
+                yield batch | {"labels": ids.clone()}
+
+    return Batches()
+
+
+def with_a_generator():
+    loader = process.masking_loader()
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(loader.dataset, 2, shuffle=True, collate_fn=loader.collate_fn, generator=generator)
+
+
+def seeded():
+    """By a budget of tokens, order and masks of each epoch decided by set_epoch."""
+    data = process.examples()
+    sampler = TokenBudgetSampler([len(example["input_ids"]) for example in data], 40)
+    collator = PackingCollator(mlm_probability=0.3, mask_token_id=4, vocab_size=99, special_ids=[0], seed=7)
+    return DataLoader(data, batch_sampler=sampler, collate_fn=collator)
+
+
+def resumable():
+    """Knows its own place: nothing is read twice."""
+    collator = PackingCollator(mlm_probability=0.3, mask_token_id=4, vocab_size=99, special_ids=[0], seed=7)
+    return create_dataloader(process.examples(), collator, batch_size=2, seed=3)
+
+
+LOADERS = {
+    "shuffled by torch": shuffled,
+    "two workers": functools.partial(shuffled, 2),
+    "python and numpy": by_python_and_numpy,
+    "a generator of its own": with_a_generator,
+    "seeded": seeded,
+    "resumable": resumable,
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_an_interrupted_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path, loader):
+    """After a checkpoint at the end of an epoch, and one within; with dropout, scaler, schedule and evaluation.
+
+    Logs are the same as well: what was logged after the checkpoint is logged anew.
+    """
+
+    def run(name, stop=None):
+        process.seed()
+        model = BertForMaskedLM(CONFIG)
+        trainer = process.trainer_of(
+            model, tmp_path / name, 12, gradient_accumulation_steps=3, mixed_precision="fp16", save_total_limit=9
+        )
+
+        def interrupt(*_):
+            if trainer.step == stop:
+                raise KeyboardInterrupt
+
+        model.register_forward_hook(interrupt)
+        trainer.resume()
+        try:
+            trainer.train(LOADERS[loader](), max_steps=10, eval_loader=[held_out], eval_steps=3, save_steps=2)
+        except KeyboardInterrupt:
+            assert stop is not None
+        return trainer
+
+    held_out = electra_batch()[0]
+    one = run("one")
+    assert one.epoch >= 2
+    for stop in (5, 7):
+        assert run("two", stop).step == stop
+    two = run("two")
+    assert [process.digest(path) for path in one.checkpoints()] == [process.digest(path) for path in two.checkpoints()]
+    for table in ("train.csv", "evaluation.csv"):
+        assert rows(tmp_path / "one" / table) == rows(tmp_path / "two" / table) != []
+
+
+def test_training_may_go_on_in_the_same_process(tmp_path):
+    def run(name, *ends):
+        process.seed()
+        trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path / name, 12)
+        for end in ends:
+            trainer.train(shuffled(), max_steps=end)
+        return process.digest(trainer.checkpoints()[-1])
+
+    assert run("one", 15) == run("two", 7, 12, 15)
+
+
+def launch(*arguments, torchrun=False):
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+    return subprocess.run(
+        [sys.executable, *command, str(HERE / "trainer_process.py"), *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_a_killed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path):
+    """SIGKILL in the middle of a step, and then while a checkpoint is being written."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the processes have
+    uninterrupted = process.alone(tmp_path / "one", 6)
+    torch.set_num_threads(threads)
+    assert launch(tmp_path / "two", 6, "--die", "step").returncode == -signal.SIGKILL
+    assert launch(tmp_path / "two", 6, "--die", "save").returncode == -signal.SIGKILL
+    left = sorted(path.name for path in (tmp_path / "two").iterdir())
+    assert left == ["checkpoint-00000002.pt", "checkpoint-00000003.pt", "checkpoint-00000004.pt.part", "train.csv"]
+    resumed = launch(tmp_path / "two", 6)
+    assert resumed.stdout.strip() == uninterrupted, resumed.stderr
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [
+        "checkpoint-00000005.pt",
+        "checkpoint-00000006.pt",
+        "train.csv",
+    ]
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
+    """The operating system ends the write halfway, as a full disk does."""
+    trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 10)
+    trainer.train(shuffled(), max_steps=2)
+    (checkpoint,) = trainer.checkpoints()
+    whole, limits = checkpoint.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) // 2, limits[1]))
+    try:
+        with pytest.raises(OSError, match="checkpoint-00000003.pt") as raised:
+            trainer.train(shuffled(), max_steps=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.errno and not isinstance(raised.value, FileExistsError)
+    assert trainer.checkpoints() == [checkpoint] and checkpoint.read_bytes() == whole
+    assert not list(tmp_path.glob("*.part"))
+    again = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 10)
+    assert again.resume() and again.step == 2
+    again.train(shuffled(), max_steps=4)
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path):
+    trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 20, save_total_limit=3)
+    (tmp_path / "checkpoint-best.pt").touch()  # somebody else's
+    assert not trainer.resume()
+    trainer.train(shuffled(), max_steps=11, save_steps=2)
+    assert [int(path.stem[-8:]) for path in trainer.checkpoints()] == [8, 10, 11]
+    other = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 20)
+    assert other.resume() and other.step == 11 and other.optimizer.state
+    with pytest.raises(FileExistsError, match="checkpoint-00000011.pt, and this run is at step 0; call resume"):
+        process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 20).train(shuffled(), max_steps=1)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "a bit flipped", "something else", "other weights"])
+def test_a_damaged_checkpoint_is_refused_before_anything_changes(tmp_path, damage):
+    trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 10)
+    trainer.train(shuffled(), max_steps=1)
+    (path,) = trainer.checkpoints()
+    data = bytearray(path.read_bytes())
+    if damage == "cut off":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "a bit flipped":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    elif damage == "something else":
+        torch.save({"model": {}}, path)
+    changes = {"hidden_size": 16} if damage == "other weights" else {}
+    other = process.trainer_of(BertForMaskedLM(CONFIG.changed(**changes)), tmp_path, 10)
+    before = copy.deepcopy(other.model.state_dict())
+    with pytest.raises(RuntimeError if changes else ValueError, match="wrong shape" if changes else str(path)):
+        other.resume()
+    assert all(torch.equal(x, before[name]) for name, x in other.model.state_dict().items()) and other.step == 0
+    with pytest.raises(FileNotFoundError):
+        other.load(tmp_path / "checkpoint-00000099.pt")
+
+
+def test_a_loader_that_has_shrunk_is_refused(tmp_path):
+    trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 20)
+    trainer.train(shuffled(), max_steps=10)
+    with pytest.raises(ValueError, match="the run is at batch 10 of its epoch; the loader has 4 batches"):
+        trainer.train(list(shuffled())[:4], max_steps=11)
+
+
+# ---- logs
+
+
+def test_tensorboard_has_every_number_once(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    model, loader = BertForTokenClassification(CONFIG.changed(num_labels=3)), [collate(examples(), "tag")]
+    sgd(model, tmp_path, tensorboard=True).train(loader, max_steps=3, eval_loader=loader)
+    events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+    logged = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    expected = [(int(row["step"]), float(row["loss"])) for row in rows(tmp_path / "train.csv")]
+    assert logged == [pytest.approx(point, rel=1e-6) for point in expected] and len(logged) == 3
+    assert [event.step for event in events.Scalars("evaluation/loss")] == [3]
+
+
+@pytest.mark.parametrize("package, option", [("tensorboard", {"tensorboard": True}), ("rich", {"progress": True})])
+def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch, package, option):
+    for name in [name for name in sys.modules if package in name.split(".")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    trainer = sgd(BertForTokenClassification(CONFIG), tmp_path, **option)
+    with pytest.raises(ModuleNotFoundError, match=f"pip install {package}"):
+        trainer.train([collate(examples(), "tag")], max_steps=1)
+    assert trainer.step == 0
+
+
+def test_the_losses_of_a_run_are_drawn(tmp_path):
+    loader = [collate(examples(), "of_tokens")]
+    sgd(BertForMaskedLM(CONFIG), tmp_path).train(loader, max_steps=2, eval_loader=loader)
+    assert metrics.plot_losses(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+# ---- what makes no sense
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mixed_precision": "half"}, "mixed_precision is 'half'; expected None, 'bf16' or 'fp16'"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0; expected at least 1"),
+        ({"save_total_limit": 0}, "save_total_limit is 0; expected at least 1"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; expected a positive number, or None"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=f"AMPTrainer: {message}"):
+        sgd(BertForMaskedLM(CONFIG), tmp_path, **options)
+
+
+def test_a_loader_or_a_period_that_makes_no_sense_is_refused(tmp_path):
+    trainer = sgd(BertForMaskedLM(CONFIG), tmp_path)
+    with pytest.raises(ValueError, match="the loader has no batch"):
+        trainer.train([], max_steps=1)
+    with pytest.raises(ValueError, match="expected labels"):
+        trainer.train([PackingCollator()(process.examples(2))], max_steps=1)
+    for name in ("eval_steps", "save_steps"):
+        with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
+            trainer.train(shuffled(), **{"max_steps": 1, name: 0})
+    with pytest.raises(ValueError, match="kind is 'dp'; expected 'ddp' or 'fsdp'"):
+        fastbert.training.distribute(nn.Linear(1, 1), "dp")
+
+
+# ---- several processes, and other people's loops
+
+
+def test_two_processes_train_as_one(tmp_path):
+    """In float64, to rounding, with unequal numbers of labels, in DDP and FSDP2; a checkpoint serves one process."""
+    answer = launch(tmp_path, torchrun=True)
+    assert answer.returncode == 0 and answer.stdout.count("resumed") == 4, answer.stderr[-3000:]
+    one = process.exact_run(tmp_path / "alone")
+    expected = [float(x) for row in rows(tmp_path / "alone" / "train.csv") for x in row.values()]
+    for kind in ("ddp", "fsdp"):
+        logged = [float(x) for row in rows(tmp_path / kind / "exact" / "train.csv") for x in row.values()]
+        assert logged == pytest.approx(expected, rel=1e-12)
+        two = process.trainer_of(BertForPreTraining(EXACT).double(), tmp_path / kind / "exact", 8)
+        with pytest.warns(UserWarning, match="written by 2 processes and is read by 1: the epoch starts again"):
+            assert two.resume()
+        assert (two.step, two.epoch, two.position) == (8, 2, 0)
+        for (name, mine), theirs in zip(one.model.named_parameters(), two.model.parameters(), strict=True):
+            assert (mine - theirs).abs().max() <= 1e-12, (kind, name)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                a, b = (trainer.optimizer.state[p][moment] for trainer, p in ((one, mine), (two, theirs)))
+                assert (a - b).abs().max() <= 1e-12 * (1 + a.abs().max()), (kind, name, moment)
+
+
+def test_accelerate_trains_the_same_model():
+    """Its own loop, with our head, groups and schedule; the truth is a plain one."""
+    from accelerate import Accelerator
+
+    accelerator, weights = Accelerator(cpu=True), []
+    for accelerated in (True, False):
+        process.seed()
+        model = BertForMaskedLM(CONFIG)
+        optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-2), fused=True)
+        loader = [collate(examples()[:3], "of_tokens")] * 3
+        if accelerated:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        torch.manual_seed(1)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = compute_mlm_loss(model, batch)
+            accelerator.backward(loss) if accelerated else loss.backward()
+            optimizer.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))

@@ -1,0 +1,167 @@
+"""Runs of AMPTrainer that need a process of their own, for tests/test_trainer.py.
+
+    python trainer_process.py DIR STEPS [--die step|save]
+    torchrun --nproc-per-node 2 trainer_process.py DIR
+
+The first trains to STEPS, from the newest checkpoint in DIR where there is one, and prints a digest of all that
+training goes on from; with --die it kills itself (SIGKILL) in the fourth step's forward, or while it writes the fourth
+step's checkpoint. The second does two things with DDP and with FSDP2: it trains without dropout into DIR/KIND/exact,
+for the test to compare with one process; and it checks that a resumed run ends where an uninterrupted one does, bit
+for bit: "resumed" from each process.
+"""
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import fastbert.training
+from fastbert import BertConfig, BertForMaskedLM, BertForPreTraining
+from fastbert.data import PackingCollator
+from fastbert.training import (
+    AMPTrainer,
+    compute_mlm_loader_loss,
+    distribute,
+    linear_schedule,
+    parameter_groups,
+)
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+CONFIG = BertConfig(vocab_size=99, max_position_embeddings=32, **SIZES)
+EXACT = BertConfig.from_dict({**CONFIG.to_dict(), "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
+ACCUMULATION = 4  # batches of a step, over all processes
+
+
+def examples(count: int = 24) -> list[dict]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(2, 20, (count,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(5, 99, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def labelled_batches() -> list[dict]:
+    """Twelve of two examples each, with 0 to 11 masked tokens and one or two labelled pairs."""
+    batches = []
+    for i in range(12):
+        pair = [{**example, "next_sentence_label": i % 2} for example in examples()[2 * i : 2 * i + 2]]
+        batch = PackingCollator()(pair)
+        labels = batch["input_ids"].clone()
+        labels[i:] = -100
+        batch["next_sentence_label"][: i % 2] = -100
+        batches.append(batch | {"labels": labels})
+    return batches
+
+
+def masking_loader(rank: int = 0, processes: int = 1) -> DataLoader:
+    """Shuffled and masked by torch's own generator: the hardest to resume."""
+    collator = PackingCollator(mlm_probability=0.3, mask_token_id=4, vocab_size=99, special_ids=[0])
+    return DataLoader(examples()[rank::processes], 2, shuffle=True, collate_fn=collator)
+
+
+def trainer_of(model: torch.nn.Module, directory: Path, steps: int, layer_decay: float = 0.8, **options) -> AMPTrainer:
+    groups = parameter_groups(model, lr=1e-2, layer_decay=layer_decay)
+    # With AdamW's usual eps, rounding errors of gradients near 0 are divided by as much.
+    optimizer = torch.optim.AdamW(groups, eps=1e-3, fused=True)
+    schedule = linear_schedule(optimizer, 2, steps + 1)
+    return AMPTrainer(model, optimizer, schedule, output_dir=directory, progress=False, **options)
+
+
+def exact_run(directory: Path, kind: str = "ddp", rank: int = 0, processes: int = 1) -> AMPTrainer:
+    """Two epochs and a half of labelled_batches, in float64, shared out to the processes."""
+    seed()
+    model = distribute(BertForPreTraining(EXACT).double(), kind)
+    trainer = trainer_of(model, directory, 8, gradient_accumulation_steps=ACCUMULATION // processes, max_grad_norm=0.1)
+    trainer.train(labelled_batches()[rank::processes], max_steps=8)
+    return trainer
+
+
+def digest(checkpoint: Path) -> str:
+    """Of all that is in it: weights, moments, rates, scale, random numbers, position."""
+    parts, found = [torch.load(checkpoint, weights_only=True)], hashlib.sha256()
+    while parts:
+        part = parts.pop()
+        if isinstance(part, (dict, list, tuple)):
+            parts.extend(part.values() if isinstance(part, dict) else part)
+        else:
+            found.update(part.numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode())
+    return found.hexdigest()
+
+
+def seed() -> None:
+    for generator in (random.seed, np.random.seed, torch.manual_seed):
+        generator(0)
+
+
+def alone(directory: Path, steps: int, die: str | None = None) -> str:
+    seed()
+    model = BertForMaskedLM(CONFIG)
+    trainer = trainer_of(model, directory, 8, gradient_accumulation_steps=3, mixed_precision="fp16")
+    trainer.resume()
+
+    def kill(*_) -> None:
+        if trainer.step == (3 if die == "step" else 4):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if die == "step":
+        model.register_forward_hook(kill)
+    elif die == "save":
+        fastbert.training.os.fsync = kill  # the temporary file is written, and not yet renamed
+    trainer.train(masking_loader(), max_steps=steps, save_steps=1)
+    return digest(trainer.checkpoints()[-1])
+
+
+def resumed(directory: Path, kind: str, rank: int, processes: int) -> None:
+    def run(name: str, start: Path | None = None) -> AMPTrainer:
+        seed()
+        model = distribute(BertForMaskedLM(CONFIG), kind)
+        trainer = trainer_of(model, directory / name, 6, gradient_accumulation_steps=2, mixed_precision="bf16")
+        if start is not None:
+            trainer.load(start)
+        held_out = labelled_batches()[:3]  # the whole of it in every process
+        trainer.train(
+            masking_loader(rank, processes),
+            max_steps=6,
+            eval_loader=held_out,
+            metric=compute_mlm_loader_loss,
+            eval_steps=3,
+            save_steps=4,
+        )
+        return trainer
+
+    try:
+        trainer_of(BertForMaskedLM(CONFIG), directory / "refused", 6)
+    except ValueError as error:
+        assert "2 processes, each with its own model" in str(error)
+    else:
+        raise AssertionError("models that come apart were accepted")
+    one = run("uninterrupted")
+    two = run("resumed", one.checkpoints()[0])
+    assert [trainer.step for trainer in (one, two)] == [6, 6] and one.checkpoints()[0].stem.endswith("4")
+    assert digest(one.checkpoints()[-1]) == digest(two.checkpoints()[-1])
+    print("resumed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("steps", type=int, nargs="?")
+    parser.add_argument("--die", choices=("step", "save"))
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        print(alone(args.directory, args.steps, args.die))
+        return
+    for kind in ("ddp", "fsdp"):
+        process = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        exact_run(args.directory / kind / "exact", kind, *process)
+        resumed(args.directory / kind, kind, *process)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
