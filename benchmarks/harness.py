@@ -9,6 +9,7 @@ On a CPU a sample is enough calls in a row to be far above the clock's resolutio
 call between two events, with the L2 cache overwritten before.
 """
 
+import contextlib
 import ctypes
 import json
 import math
@@ -38,23 +39,28 @@ class Work:
     """What one call has to do, whoever does it.
 
     tokens: real ones; padding is nobody's work. flops, bytes: 0 where they say nothing. floor: seconds (see floor.py).
+    rest: the part of the floor that is no matrix product; with the time of the products as the library runs them it
+    makes the floor that this library can reach.
     """
 
     tokens: int
     flops: float = 0
     bytes: float = 0
     floor: float | None = None
+    rest: float | None = None
 
 
 @dataclass
 class Row:
     """One contender. problem: why it was not timed. ran: primitive -> backend. seconds: one number a round.
 
-    bound: the time of something that cannot be avoided, not a contender: it has no result to be right or wrong.
+    absent: why it was not even tried: not installed, or not for such a case. bound: the time of something that cannot
+    be avoided, not a contender: it has no result to be right or wrong.
     """
 
     name: str
     problem: str | None = None
+    absent: str | None = None
     accuracy: list[testing.Row] = field(default_factory=list)
     ran: dict[str, str] = field(default_factory=dict)
     peak_bytes: int | None = None
@@ -92,11 +98,19 @@ class Report:
         pairs = list(zip(self.row(self.baseline).seconds, self.row(name).seconds, strict=False))
         return statistics.median(base / own for base, own in pairs) if pairs else None
 
+    @property
+    def library_floor(self) -> float | None:
+        """Seconds: the products as the faster library ran them in this very run, and the floor of everything else."""
+        products = [row.median for row in self.rows if row.bound and row.seconds and row.name.startswith(PRODUCTS)]
+        return min(products) + self.work.rest if products and self.work.rest is not None else None
+
     def table(self) -> str:
         title = "  ".join(f"{name} {value}" for name, value in self.case.items())
         heading = f"{'':28} {'median ms':>10} {'p20':>10} {'p80':>10} {'speedup':>8} {'tokens/s':>10}"
-        heading += f" {'GB/s':>7} {'TFLOP/s':>8} {'% floor':>7} {'peak MB':>8}  ran on"
-        return "\n".join([title, heading, *map(self._line, self.rows)])
+        heading += f" {'GB/s':>7} {'TFLOP/s':>8} {'% floor':>7} {'% lib':>7} {'peak MB':>8}  ran on"
+        absent = [f"{row.name} ({row.absent})" for row in self.rows if row.absent]
+        last = [f"  not run: {'; '.join(absent)}"] if absent else []
+        return "\n".join([title, heading, *(self._line(row) for row in self.rows if not row.absent), *last])
 
     def _line(self, row: Row) -> str:
         name = f"  {f'({row.name})' if row.bound else row.name:26}"
@@ -113,13 +127,14 @@ class Report:
 
     def _numbers(self, row: Row) -> dict[str, float | None]:
         """What a table and a JSON file say about a row that was timed, beside its times."""
-        work, median = self.work, row.median
+        work, median, library = self.work, row.median, self.library_floor
         return {
             "speedup": self.speedup(row.name),
             "tokens_per_second": None if row.bound else work.tokens / median,
             "gigabytes_per_second": work.bytes / median / 1e9 if work.bytes and not row.bound else None,
             "teraflops": work.flops / median / 1e12 if work.flops and not row.bound else None,
             "percent_of_floor": 100 * work.floor / median if work.floor and not row.bound else None,
+            "percent_of_library": 100 * library / median if library and not row.bound else None,
             "peak_megabytes": None if row.peak_bytes is None else row.peak_bytes / 1e6,
         }
 
@@ -127,8 +142,11 @@ class Report:
         """Plain values for JSON: what the table says, and every sample behind it."""
         rows = []
         for row in self.rows:
+            if row.absent:
+                rows.append({"name": row.name, "absent": row.absent})
+                continue
             facts = {"name": row.name, "problem": row.problem, "ran": row.ran, "bound": row.bound}
-            facts["accuracy"] = [_accuracy(tensor) for tensor in row.accuracy]
+            facts |= {"tensors": len(row.accuracy), "accuracy": [_accuracy(tensor) for tensor in _worst(row.accuracy)]}
             if row.seconds:
                 p20, p80 = row.spread
                 facts |= {"median": row.median, "p20": p20, "p80": p80, **self._numbers(row)}
@@ -137,14 +155,21 @@ class Report:
         return {"case": self.case, "work": asdict(self.work), "baseline": self.baseline, "rows": rows}
 
 
+PRODUCTS = "matrix products alone"  # how the bounds begin that `library_floor` is made of
 _COLUMNS = (
     ("speedup", 8, 2),
     ("tokens_per_second", 10, 0),
     ("gigabytes_per_second", 7, 1),
     ("teraflops", 8, 3),
     ("percent_of_floor", 7, 0),
+    ("percent_of_library", 7, 0),
     ("peak_megabytes", 8, 1),
 )
+
+
+def _worst(tensors: list[testing.Row], count: int = 3) -> list[testing.Row]:
+    """Those nearest to their bound, or furthest beyond: a model has hundreds."""
+    return sorted(tensors, key=lambda t: (t.ok, -t.error / t.bound if t.bound else 0.0))[:count]
 
 
 def _accuracy(tensor: testing.Row) -> dict[str, object]:
@@ -168,24 +193,29 @@ def measure(
     work: Work,
     case: Mapping[str, object],
     bounds: Mapping[str, Call] | None = None,
+    others: Iterable[Row] = (),
     device: str = "cpu",
     rounds: int = 20,
     limit: float = math.inf,
     timer: Timer | None = None,
     sample: float | None = None,
+    pause: float | None = None,
 ) -> Report:
     """Verifies every contender, times those that are right, interleaved.
 
-    verify: `by_the_rule` makes one. bounds: timed beside the contenders, nothing to verify. rounds: 0 verifies only;
-    after `limit` seconds no new one begins, the first three apart. sample: seconds that one sample lasts at least; 0 is
-    a single call, the default on CUDA. Raises ValueError for a baseline that is no contender.
+    verify: `by_the_rule` makes one. bounds: timed beside the contenders, nothing to verify. others: rows of those who
+    have nothing to run. rounds: 0 verifies only; after `limit` seconds no new one begins, the first three apart.
+    sample: seconds that one sample lasts at least; 0 is a single call, the default on CUDA. pause: seconds before each
+    sample; on a CPU the threads of whoever ran before go on spinning for a millisecond or so. Raises ValueError for a
+    baseline that is no contender.
     """
     if baseline not in contenders:
         raise ValueError(f"measure: the baseline {baseline!r} is none of {', '.join(contenders)}")
     timer = timer or (cuda_timer(device) if device == "cuda" else host_timer())
     sample = (0.0 if device == "cuda" else 0.01) if sample is None else sample
+    pause = (0.0 if device == "cuda" else 0.01) if pause is None else pause
     rows = [_examine(name, call, verify, device) for name, call in contenders.items()]
-    rows += [Row(name, bound=True) for name in bounds or {}]
+    rows += [Row(name, bound=True) for name in (bounds or {}) if rounds]
     calls = {**contenders, **(bounds or {})}
     timed = [row for row in rows if not row.problem]
     for row in timed if rounds else []:
@@ -195,8 +225,9 @@ def measure(
         if done >= 3 and time.monotonic() > deadline:
             break
         for row in order.sample(timed, len(timed)):
+            time.sleep(pause)
             row.seconds.append(timer(calls[row.name], row.repeats))
-    return Report(dict(case), work, baseline, rows)
+    return Report(dict(case), work, baseline, [*rows, *others])
 
 
 def _examine(name: str, call: Call, verify: Verify, device: str) -> Row:
@@ -212,13 +243,15 @@ def _examine(name: str, call: Call, verify: Verify, device: str) -> Row:
         row.peak_bytes = peak_bytes(call, device)
         row.ran = dict((Counter(backends.calls()) - before).keys())
     except Exception as error:  # whatever a contender raises is its result
-        row.problem = f"failed: {type(error).__name__}: {_first_line(error)}"
+        row.problem = failure(error)
+        row.accuracy = []
     return row
 
 
-def _first_line(error: Exception) -> str:
+def failure(error: Exception) -> str:
     """What a results file keeps of an error: not the folders of this machine that it names."""
-    return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", str(error).partition("\n")[0])
+    line = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", str(error).partition("\n")[0])
+    return f"failed: {type(error).__name__}: {line}"
 
 
 def by_the_rule(
@@ -228,15 +261,24 @@ def by_the_rule(
     *,
     factor: float = 2.0,
 ) -> Verify:
-    """`verify` of `measure` by fastbert.testing's rule. yardsticks: the contenders that are PyTorch's own."""
+    """`verify` of `measure` by fastbert.testing's rule.
+
+    yardsticks: the contenders that are PyTorch's own. The first one has to work; another that fails is none.
+    """
+    names = list(yardsticks)
 
     @cache  # not before it is asked for: what fails here is then reported with the contender that it concerns
-    def standard() -> tuple[testing.Result, list[testing.Result]]:
-        return truth(), [result_of(name) for name in yardsticks]
+    def standard() -> tuple[testing.Result, dict[str, testing.Result]]:
+        right, found = truth(), {names[0]: result_of(names[0])}
+        for name in names[1:]:
+            with contextlib.suppress(Exception):  # its own row says why
+                found[name] = result_of(name)
+        return right, found
 
     def verify(name: str) -> list[testing.Row]:
         right, pytorch = standard()
-        return testing.compare(result_of(name), right, pytorch, factor=factor)
+        result = pytorch[name] if name in pytorch else result_of(name)
+        return testing.compare(result, right, pytorch.values(), factor=factor)
 
     return verify
 
@@ -347,24 +389,6 @@ def cuda_timer(device: str = "cuda") -> Timer:
         return total / repeats
 
     return seconds
-
-
-# ---- lengths
-
-
-def lengths(distribution: str, batch: int, seqlen: int, seed: int = 0) -> list[int]:
-    """The lengths of a batch: "full", or "half", uniform in 10 to 90 % of seqlen, in random order.
-
-    One length of "half" comes from each of `batch` equal slices of that range, so that a small batch is half full too.
-    """
-    if distribution == "full":
-        return [seqlen] * batch
-    if distribution != "half":
-        raise ValueError(f"lengths: unknown distribution {distribution!r}; expected full or half")
-    generator = random.Random(seed)
-    drawn = [0.1 + 0.8 * (slice_ + generator.random()) / batch for slice_ in range(batch)]
-    generator.shuffle(drawn)
-    return [max(1, round(fraction * seqlen)) for fraction in drawn]
 
 
 # ---- results

@@ -1,17 +1,19 @@
 """One command for a machine with a GPU and little time: build, check, measure, most important first.
 
-    python -m benchmarks.on_gpu --out DIR [--minutes 9] [--parts build parity ...] [--commit HASH]
+    python -m benchmarks.on_gpu --out DIR [--minutes 9] [--parts build parity ...] [--commit HASH] [--rehearse]
 
-Needs no network: torch, Triton, nvcc, cmake, ninja, pybind11, pytest and transformers have to be there. Every part runs
-in a process group of its own inside what is left of the time; one that overruns its limit is stopped and the next one
-starts. What the parts print goes to DIR/log.txt as they print it, DIR/summary.json is written anew after every part,
-and benchmarks write their JSON files (one for each group) anew after every case, so a run that is cut off keeps what it
-had.
-On a machine without a GPU the parts that need one are skipped and the others rehearsed with small shapes.
+Needs no network: torch, Triton, nvcc, cmake, ninja, pybind11, pytest and transformers have to be there; contenders that
+are not are reported as absent. Every part runs in a process group of its own inside what is left of the time; one that
+overruns its limit is stopped and the next one starts. Benchmarks know their limit, begin no case after it, and name
+what they left out. What the parts print goes to DIR/log.txt as they print it, DIR/summary.json is written anew after
+every part, and benchmarks write their JSON files (one for each group) anew after every case, so a run that is cut off
+keeps what it had.
+Without a GPU, or with --rehearse, the parts that need one are skipped and the others run on small shapes.
 This file runs before anything is built: standard library only.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -25,13 +27,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 ROOT = Path(__file__).resolve().parent.parent
+CONCLUDE = 20  # seconds that a benchmark gets after its last case has begun
 GRACE = 5  # seconds between asking a part to stop (pytest then prints what it has) and killing it
 PYTHON = sys.executable
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command. Skipped with less than `least` seconds left; stopped after `most`. tool: a program that it needs."""
+    """A command. Skipped with less than `least` seconds left; stopped after `most`. tool: a program that it needs.
+
+    told: gets its limit as an option, --minutes.
+    """
 
     name: str
     command: list[str]
@@ -39,7 +45,13 @@ class Part:
     most: float
     gpu: bool = False
     tool: str | None = None
+    told: bool = False
     environment: dict[str, str] = field(default_factory=dict)
+
+    def words(self, limit: float) -> list[str]:
+        """The command line for `limit` seconds."""
+        told = ["--minutes", f"{max(limit - CONCLUDE, 1) / 60:.2f}"] if self.told else []
+        return [*self.command, *told]
 
 
 @dataclass
@@ -57,29 +69,41 @@ def capability() -> str | None:
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
+# Tests that use no GPU, or that are about machines without one: they have been run there.
+ELSEWHERE = ("benchmarks", "build", "check*", "config", "cpu", "cuda_*", "data*", "examples", "sentences", "testing")
+COMPILED = ("--contenders", "fastbert", "fastbert.graph", "transformers, torch.compile", "PyTorch, torch.compile")
+MEMCHECKED = ("attention", "add_layer_norm", "layer_norm", "bias_gelu", "dense_gelu", "embedding", "cross_entropy")
+
+
 def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[Part]:
-    """In order of importance."""
+    """In order of importance. architecture: None rehearses."""
     run = [PYTHON, "-m", "benchmarks.run"]
     bench = [*run, "--out", str(out), *([] if architecture else ["--quick"]), *(["--commit", commit] if commit else [])]
     build = [PYTHON, "-m", "pip", "install", "--no-index", "--no-build-isolation", "--no-deps", "--editable", "."]
-    parity = [PYTHON, "-m", "pytest", "tests", "-q", "-m", "not slow", "--tb=short", "-rfE"]
-    # Tests of the build, of the kernels on a CPU and of this file need no GPU and have been run where there is none.
-    parity += [f"--ignore=tests/{name}" for name in ("cuda_on_cpu", "test_build.py", "test_benchmarks.py")]
-    memcheck = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "20"]
-    memcheck += [*run, "--size", "tiny", "--groups", "ops", "--verify-only"]
-    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # PyTorch's own allocator hides what is out of bounds
     explain = [PYTHON, "-c", "import fastbert, torch; fastbert.explain(); print(torch.__config__.show())"]
     architectures = {"TORCH_CUDA_ARCH_LIST": architecture} if architecture else {}
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # PyTorch's own allocator hides what is out of bounds
+    memcheck = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "20"]
+    memcheck += [*run, "--size", "tiny", "--groups", "ops", "--parts", *MEMCHECKED, "--verify-only"]
     return [
         Part("build", build, 30, 240, environment={"FASTBERT_BUILD": "1", **architectures}),
         Part("explain", explain, 5, 60),
-        Part("parity", parity, 30, 240),
-        Part("memcheck", memcheck, 30, 120, gpu=True, tool="compute-sanitizer", environment=uncached),
-        Part("encoder", [*bench, "--groups", "encoder"], 30, 150),
-        Part("ops", [*bench, "--groups", "ops"], 30, 150),
-        Part("encoder-compiled", [*bench, "--groups", "encoder", "--compile"], 60, 150, gpu=True),
-        Part("ops-compiled", [*bench, "--groups", "ops", "--compile"], 60, 150, gpu=True),
+        Part("parity", parity(), 30, 180),
+        Part("memcheck", memcheck, 30, 60, gpu=True, tool="compute-sanitizer", environment=uncached),
+        Part("encoder", [*bench, "--groups", "encoder"], 40, 150, told=True),
+        Part("ops", [*bench, "--groups", "ops"], 40, 90, told=True),
+        Part("mlm", [*bench, "--groups", "mlm"], 40, 70, told=True),
+        Part("compiled", [*bench, "--name", "compiled", "--compile", *COMPILED], 60, 150, gpu=True, told=True),
+        Part("hf", [*bench, "--groups", "hf"], 40, 70, told=True),
+        Part("growth", [*bench, "--groups", "growth"], 40, 120, told=True),
     ]
+
+
+def parity() -> list[str]:
+    """The test suite, on four processes where pytest-xdist is there."""
+    command = [PYTHON, "-m", "pytest", "tests", "-q", "-m", "not slow", "--tb=short", "-rfE"]
+    command += ["-n", "4"] * (importlib.util.find_spec("xdist") is not None)
+    return [*command, "--ignore=tests/cuda_on_cpu", *(f"--ignore-glob=*/test_{name}.py" for name in ELSEWHERE)]
 
 
 # ---- running
@@ -127,7 +151,7 @@ def _wait(part: Part, limit: float, log: BinaryIO) -> tuple[str, str]:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **part.environment}
     try:
         process = subprocess.Popen(
-            part.command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            part.words(limit), cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
     except OSError as error:
         return "failed", str(error)
@@ -165,8 +189,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9, help="for all parts together")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--commit", help="for the results, where the tree has no git history")
+    parser.add_argument("--rehearse", action="store_true", help="as on a machine without a GPU")
     options = parser.parse_args()
-    architecture, out = capability(), options.out.resolve()
+    architecture, out = None if options.rehearse else capability(), options.out.resolve()
     parts = all_parts(architecture, out, options.commit)
     if unknown := set(options.parts or ()) - {part.name for part in parts}:
         parser.error(f"unknown parts {sorted(unknown)}; there are {[part.name for part in parts]}")

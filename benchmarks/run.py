@@ -1,94 +1,158 @@
-"""python -m benchmarks.run: every case, contenders interleaved, a table for each and one JSON file for each group.
+"""python -m benchmarks.run: cases with contenders interleaved, a table for each, one JSON file for each group.
 
-A file is written anew after every case, so a run that is stopped leaves what it has. `pytest benchmarks` runs the same
-cases one at a time under pytest-benchmark.
+A file is written anew after every case, so a run that is stopped leaves what it has; the last table has one line for
+each case. `pytest benchmarks` runs cases one contender at a time under pytest-benchmark. docs/benchmarks.md says what
+the numbers mean.
 """
 
 import argparse
+import math
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 import fastbert
-from benchmarks import bench_encoder, bench_hf, bench_mlm, bench_ops, floor, harness, provenance, sizes
+from benchmarks import cases, contenders, floor, harness, lengths, provenance, selection, sizes, summary
+from benchmarks.cases import How, Spec
 
 RESULTS = Path(__file__).resolve().parent / "results"
-GROUPS = ("encoder", "hf", "mlm", "ops")
+DIRECTIONS = {"forward": cases.FORWARD, "backward": cases.BACKWARD, "dropout": cases.DROPOUT, "step": cases.STEP}
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=sizes.NAMES, default="full")
-    parser.add_argument("--quick", dest="size", action="store_const", const="quick", help="small shapes, few rounds")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="folder of the JSON files; default benchmarks/results/<device>")
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
-    parser.add_argument("--dtypes", nargs="+", choices=bench_ops.DTYPES, help="default: what the device is good for")
-    parser.add_argument("--layers", type=int, help="layers of the encoders; default: each size's own")
-    parser.add_argument("--rounds", type=int, help="default: 5 for small sizes, 20")
-    parser.add_argument("--verify-only", action="store_true", help="accuracy of every contender, no times, no files")
-    parser.add_argument("--compile", action="store_true", help="torch.compile of the baselines as contenders")
-    parser.add_argument("--seed", type=int, help="of weights and inputs; default: a new one")
-    parser.add_argument("--commit", help="for the results, where the tree has no git history")
-    return parser.parse_args(words)
+    add = parser.add_argument
+    add("--groups", nargs="+", choices=selection.GROUPS, default=selection.DEFAULT)
+    add("--parts", nargs="+", metavar="PART", help="of the groups: model, encoder, 'masked LM', attention, ...")
+    add("--models", nargs="+", choices=sizes.MODELS, help="with any of the next five: everything with everything")
+    add("--shapes", nargs="+", metavar="BxS", help="batch x sequence length, as in 8x128")
+    add("--layers", type=int, help="of the models")
+    add("--lengths", nargs="+", choices=lengths.DISTRIBUTIONS)
+    add("--directions", nargs="+", choices=DIRECTIONS)
+    add("--dtypes", nargs="+", choices=cases.DTYPES, help="default: what the device is good for")
+    add("--size", choices=sizes.NAMES, default="full", help="tiny and quick are one small shape each")
+    add("--quick", dest="size", action="store_const", const="quick", help="small shapes, few rounds")
+    add("--contenders", nargs="+", choices=contenders.NAMES, metavar="NAME", help="only these, beside PyTorch's own")
+    add("--compile", action="store_true", help="also contenders that take minutes to make: torch.compile")
+    add("--minutes", type=float, default=math.inf, help="no case begins after that; what is left out is named")
+    add("--rounds", type=int, help="at most; default: 5 for small sizes, 20")
+    add("--verify-only", action="store_true", help="accuracy of every contender, no times, no files")
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--out", type=Path, help="folder of the JSON files; default benchmarks/results/<device>")
+    add("--name", help="of one JSON file for all groups; default: one for each group")
+    add("--seed", type=int, help="of weights and inputs; default: a new one")
+    add("--commit", help="for the results, where the tree has no git history")
+    options = parser.parse_args(words)
+    options.directions = [DIRECTIONS[name] for name in options.directions or ()]
+    try:
+        options.specs = selection.specs(options)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
 
 
-def dtypes(options: argparse.Namespace) -> list[str]:
-    if options.device == "cuda":
-        return options.dtypes or ["bfloat16"]
-    return options.dtypes or ["float32", *["bfloat16"] * provenance.has_bfloat16_products()]
+@dataclass
+class Group:
+    """What a results file says. left_out: cases without a report, and why."""
+
+    path: Path
+    reports: list[harness.Report] = field(default_factory=list)
+    left_out: list[dict[str, str]] = field(default_factory=list)
 
 
-def reports(group: str, options: argparse.Namespace) -> Iterator[harness.Report]:
-    full, device = options.size == "full", options.device
-    rounds = options.rounds or (20 if full else 5)
-    how = {"rounds": 0 if options.verify_only else rounds, "limit": 10.0 if full else 1.0, "compiled": options.compile}
-    if group == "ops":
-        return bench_ops.reports(sizes.for_ops(options.size, device), dtypes(options), device, **how)
-    found = sizes.for_encoders(options.size, device, options.layers)
-    if group == "encoder":
-        return bench_encoder.reports(found, dtypes(options), device, **how)
-    how.pop("compiled")
-    if group == "mlm":
-        return bench_mlm.reports(found, dtypes(options), device, **how)
-    return bench_hf.reports(found, options.size, dtypes(options), device, **how)
+def path_of(name: str, options: argparse.Namespace) -> Path:
+    """Of a results file. What is compiled or small has a name of its own."""
+    ending = [options.size] * (options.size != "full") + ["compile"] * (options.compile and not options.name)
+    return (options.out or RESULTS / options.device) / f"{'_'.join([name, *ending])}.json"
 
 
-def measured_with(options: argparse.Namespace) -> dict[str, object]:
-    """What a results file says beside its reports."""
-    ceilings = {name: asdict(floor.ceilings(options.device, bench_ops.DTYPES[name])) for name in dtypes(options)}
-    return provenance.environment(options.commit) | {"seed": options.seed, "ceilings": ceilings}
+class Run:
+    """One run over cases."""
 
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.deadline = options, time.monotonic() + 60 * options.minutes
+        self.groups = {name: Group(path_of(options.name or name, options)) for name in options.groups}
+        if options.name:
+            self.groups = dict.fromkeys(options.groups, self.groups[options.groups[0]])
+        self.environment = provenance.environment(options.commit) | {"seed": options.seed}
+        self.bad: list[str] = []
 
-def run_group(group: str, options: argparse.Namespace) -> list[str]:
-    """Prints and writes the reports of a group; returns fastbert's contenders that were wrong or failed."""
-    name = "_".join([group, *[options.size] * (options.size != "full"), *["compile"] * options.compile])
-    path = (options.out or RESULTS / options.device) / f"{name}.json"
-    environment = None if options.verify_only else measured_with(options)
-    done = []
-    for report in reports(group, options):
+    def run(self) -> None:
+        """All cases in turn. A case that fails is left out; on an interrupt, all that are left are."""
+        reason = None
+        for name, spec in self.options.specs:
+            reason = reason or ("no time was left" if self.left() <= 0 else None)
+            try:
+                if not reason:
+                    self.report(name, spec)
+            except KeyboardInterrupt:
+                reason = "interrupted"
+            except Exception as error:  # the other cases are worth having
+                self.leave_out(name, spec, harness.failure(error))
+                self.bad.append(str(spec))
+            if reason:
+                self.leave_out(name, spec, reason)
+        for group in self.files():
+            self.write(group)
+
+    def files(self) -> list[Group]:
+        return list({group.path: group for group in self.groups.values()}.values())
+
+    def left(self) -> float:
+        """Seconds."""
+        return self.deadline - time.monotonic()
+
+    def how(self) -> How:
+        full = self.options.size == "full"
+        rounds = 0 if self.options.verify_only else self.options.rounds or (20 if full else 5)
+        limit = min(8.0 if full else 1.0, self.left())
+        return How(self.options.device, rounds, limit, self.options.contenders, self.options.compile)
+
+    def report(self, name: str, spec: Spec) -> None:
+        report, group = selection.GROUPS[name].report(spec, self.how()), self.groups[name]
         print(report.table(), end="\n\n", flush=True)
-        done.append(report)
-        if environment:
-            harness.write(path, done, environment)
-    return [row.name for report in done for row in report.rows if row.problem and row.name.startswith("fastbert")]
+        group.reports.append(report)
+        wrong = (row.name for row in report.rows if row.problem and row.name.startswith("fastbert"))
+        self.bad += [f"{name}: {spec}" for name in wrong]
+        self.write(group)
+
+    def leave_out(self, name: str, spec: Spec, reason: str) -> None:
+        print(f"{spec}\n  LEFT OUT: {reason}\n", flush=True)
+        self.groups[name].left_out.append({"case": str(spec), "reason": reason})
+
+    def write(self, group: Group) -> None:
+        """Not without a report: an older file is worth more than an empty one."""
+        if self.options.verify_only or not group.reports:
+            return
+        types = {report.case["dtype"] for report in group.reports}
+        known = {name: asdict(floor.ceilings(self.options.device, cases.DTYPES[name])) for name in sorted(types)}
+        harness.write(group.path, group.reports, self.environment | {"ceilings": known, "left_out": group.left_out})
+
+    def conclude(self) -> int:
+        """Prints one line for each case. 1 if fastbert was wrong or failed somewhere."""
+        done = [report.to_dict() for group in self.files() for report in group.reports]
+        print(summary.text(done))
+        fastbert.explain()
+        left_out = sum(len(group.left_out) for group in self.files())
+        print(f"\n{len(done)} cases; {left_out} left out" if left_out else f"\n{len(done)} cases")
+        print("\n".join(["wrong or failed:", *self.bad]) if self.bad else "fastbert was right everywhere")
+        return 1 if self.bad else 0
 
 
 def main(words: list[str] | None = None) -> int:
-    """1 if a contender of fastbert was wrong or failed."""
+    """1 if a contender of fastbert was wrong or failed, or a whole case did."""
     options = arguments(words)
     options.seed = torch.seed() if options.seed is None else options.seed
     torch.manual_seed(options.seed)
     machine = provenance.machine()
     if machine["load"] > 0.5 * machine["cores"]:
         print(f"warning: load {machine['load']} on {machine['cores']} cores: others are busy, times will be too long\n")
-    bad = [name for group in options.groups for name in run_group(group, options)]
-    fastbert.explain()
-    print(f"\n{len(bad)} contenders of fastbert were wrong or failed" if bad else "\nfastbert was right everywhere")
-    return 1 if bad else 0
+    run = Run(options)
+    run.run()
+    return run.conclude()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from benchmarks import harness
+from benchmarks import lengths
 from fastbert import BertConfig, padding
 
 
@@ -17,6 +17,10 @@ class Size:
     seqlen: int
     config: BertConfig
 
+    def facts(self) -> dict[str, int]:
+        """What a case says about it."""
+        return {"batch": self.batch, "seqlen": self.seqlen, "hidden": self.config.hidden_size}
+
 
 def _bert(preset: str = "bert-base-uncased", **changes: int) -> BertConfig:
     # Without dropout: two implementations with masks of their own have no result to compare.
@@ -24,6 +28,7 @@ def _bert(preset: str = "bert-base-uncased", **changes: int) -> BertConfig:
 
 
 BASE, LARGE = _bert(), _bert("bert-large-uncased")
+MODELS = {"base": BASE, "large": LARGE}
 SMALL = {
     # For tests, and for tools that watch every access: an odd length, head size 64.
     "tiny": Size(3, 17, _bert("bert-tiny", vocab_size=1000, num_hidden_layers=1)),
@@ -32,23 +37,16 @@ SMALL = {
 NAMES = (*SMALL, "full")
 
 
-def for_ops(name: str, device: str) -> Size:
-    if name in SMALL:
-        return SMALL[name]
-    return Size(32, 512, BASE) if device == "cuda" else Size(8, 128, BASE)
+def of(shape: str, model: str = "base", layers: int | None = None) -> Size:
+    """Of a shape as the command line has it, "8x128": batch by sequence length. layers: None keeps the model's own.
 
-
-def for_encoders(name: str, device: str, layers: int | None = None) -> list[Size]:
-    """The most important first, for runs that are cut short. layers: instead of each size's own."""
-    if name in SMALL:
-        found = [SMALL[name]]
-    elif device == "cuda":
-        found = [Size(32, 128, BASE), Size(32, 512, BASE), Size(32, 512, LARGE), Size(32, 128, LARGE)]
-        found += [Size(8, 512, BASE), Size(1, 128, BASE), Size(1, 128, LARGE)]
-    else:
-        two = replace(BASE, num_hidden_layers=2)
-        found = [Size(8, 128, two), Size(4, 512, two), Size(1, 128, two)]
-    return [s if layers is None else replace(s, config=replace(s.config, num_hidden_layers=layers)) for s in found]
+    Raises ValueError for what is no shape.
+    """
+    batch, _, seqlen = shape.partition("x")
+    if not (batch.isdecimal() and seqlen.isdecimal() and int(batch) and int(seqlen)):
+        raise ValueError(f"{shape!r} is no shape; expected batch x sequence length, as in 8x128")
+    config = MODELS[model] if layers is None else replace(MODELS[model], num_hidden_layers=layers)
+    return Size(int(batch), int(seqlen), config)
 
 
 @dataclass(frozen=True)
@@ -68,13 +66,17 @@ class Batch:
         return sum(self.lengths)
 
     @property
+    def is_full(self) -> bool:
+        return self.keys is None
+
+    @property
     def indices(self) -> Tensor:
         """(T,) int64: rows of the flattened grid."""
         return self.mask.flatten().nonzero().squeeze(-1)
 
-    def pad(self, x: Tensor) -> Tensor:
-        """Packed (T, ...) to (batch, seqlen, ...), zeros at padding."""
-        rows = x.new_zeros(*self.mask.shape, *x.shape[1:])
+    def pad(self, x: Tensor, fill: int = 0) -> Tensor:
+        """Packed (T, ...) to (batch, seqlen, ...), `fill` at padding."""
+        rows = x.new_full((*self.mask.shape, *x.shape[1:]), fill)
         return rows.index_put(self.mask.nonzero(as_tuple=True), x)
 
     def take(self, x: Tensor) -> Tensor:
@@ -83,7 +85,9 @@ class Batch:
 
 
 def make_batch(size: Size, distribution: str, device: str) -> Batch:
-    lengths = harness.lengths(distribution, size.batch, size.seqlen)
-    mask = torch.arange(size.seqlen, device=device) < torch.tensor(lengths, device=device)[:, None]
-    packing = padding.plan(mask, size.batch, size.seqlen, mask.device)
-    return Batch(lengths, mask, None if distribution == "full" else mask[:, None, None], packing)
+    """The grid is `size.seqlen` wide, of "text" as wide as the longest sequence."""
+    found = lengths.draw(distribution, size.batch, size.seqlen)
+    width = max(found) if distribution == "text" else size.seqlen
+    mask = torch.arange(width, device=device) < torch.tensor(found, device=device)[:, None]
+    packing = padding.plan(mask, size.batch, width, mask.device)
+    return Batch(found, mask, None if min(found) == width else mask[:, None, None], packing)
