@@ -2,19 +2,22 @@
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastbert.data.tokenizer import get_tokenizer
 from fastbert.model import BertModel
 from fastbert.padding import first_tokens
 
 
 class SentenceEncoder:
-    """A BERT directory as a sentence encoder: tokenizer, model, pooling and normalisation.
+    """A directory with a model of the family as a sentence encoder: tokenizer, model, pooling and normalisation.
 
     Computes what sentence-transformers does with the same directory, or refuses it.
     """
@@ -44,7 +47,7 @@ class SentenceEncoder:
         if max_length is not None and (not isinstance(max_length, int) or max_length <= special):
             raise ValueError(f"max_length is {max_length!r}; expected a number above the {special} special tokens")
         self.model, self.pooling, self.normalize = model.eval(), pooling, normalize
-        self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
+        self.max_length = min(max_length or config.max_sequence_length, config.max_sequence_length)
         self.tokenizer = type(tokenizer).from_str(tokenizer.to_str())
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(self.max_length)
@@ -53,7 +56,7 @@ class SentenceEncoder:
     def from_pretrained(
         cls, directory: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
     ) -> "SentenceEncoder":
-        """From a directory with a BERT and tokenizer.json, and sentence-transformers' own files if they are there.
+        """From a directory with a model and its tokenizer, and sentence-transformers' own files if they are there.
 
         Without modules.json: mean pooling, normalised. Raises FileNotFoundError, ValueError and RuntimeError as
         `BertModel.from_pretrained` does, and ValueError for modules or pooling that are not computed here.
@@ -66,15 +69,17 @@ class SentenceEncoder:
         model = BertModel.from_pretrained(folder, add_pooling_layer=False, dtype=dtype).to(device)
         return cls(
             model,
-            _read_tokenizer(folder / "tokenizer.json"),
+            get_tokenizer(folder),
             pooling=pooling,
             normalize=normalize,
             max_length=settings.get("max_seq_length"),
         )
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
-        """The token ids of each text, special tokens included, cut at max_length."""
-        return [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
+        """The token ids of each text, special tokens included, cut at max_length with a warning."""
+        encodings = self.tokenizer.encode_batch(texts)
+        warn_of_cut(encodings, self.max_length)
+        return [encoding.ids for encoding in encodings]
 
     def encode(
         self, texts: list[str], *, tokens_per_batch: int = 2048, progress: Callable[[int], None] | None = None
@@ -125,6 +130,12 @@ def batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
         yield batch
 
 
+def warn_of_cut(encodings: Sequence[Any], max_length: int) -> None:
+    """A UserWarning that says how many texts a tokenizer cut."""
+    if cut := sum(bool(encoding.overflowing) for encoding in encodings):
+        warnings.warn(f"{cut} of {len(encodings)} texts are longer than {max_length} tokens: cut there", stacklevel=4)
+
+
 def _sentence_modules(directory: Path) -> tuple[Path, str, bool]:
     """From sentence-transformers' modules.json: the folder of the BERT, the pooling, and whether it normalises."""
     modules = _read_json(directory / "modules.json")
@@ -140,17 +151,6 @@ def _sentence_modules(directory: Path) -> tuple[Path, str, bool]:
     if pooling not in ("mean", "cls"):
         raise ValueError(f"{directory} pools by {pooling!r}; expected mean or cls")
     return directory / modules[0]["path"], pooling, len(kinds) == 3
-
-
-def _read_tokenizer(path: Path):
-    from tokenizers import Tokenizer
-
-    if not path.exists():
-        raise FileNotFoundError(f"{path.parent} has no tokenizer.json")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ValueError(f"{path} is no tokenizer: {error}") from error
 
 
 def _read_json(path: Path):

@@ -1,0 +1,44 @@
+"""The command `fastbert`: search and embeddings, predictions, and tools around a model."""
+
+import argparse
+import sys
+import warnings
+
+import fastbert
+from fastbert.cli import embeddings, predictions, tools
+from fastbert.cli.embeddings import show_results
+
+__all__ = ["main", "show_results"]
+
+_MENDABLE = (OSError, ValueError, TypeError, IndexError, RuntimeError, AssertionError, ModuleNotFoundError)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; 0 on success, 1 for a check that fails, 2 with one line on stderr for what a user can mend."""
+    args = _parser().parse_args(arguments)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            return args.run(args) or 0
+    except _MENDABLE as error:
+        _say(str(error) or type(error).__name__)
+        return 2
+
+
+def _warn(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
+    """Ours, and what is for users; what libraries tell developers is for tests."""
+    if not issubclass(category, (DeprecationWarning, FutureWarning)):
+        _say(str(message))
+
+
+def _say(message: str) -> None:
+    print(f"fastbert: {'; '.join(line.strip() for line in message.splitlines() if line.strip())}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("fastbert", description="BERT encoders without work on padding.")
+    parser.add_argument("--version", action="version", version=f"fastbert {fastbert.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for group in (embeddings, predictions, tools):
+        group.add(commands)
+    return parser

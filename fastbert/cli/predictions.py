@@ -1,0 +1,102 @@
+"""fill-mask, classify, tag, answer: what `fastbert.inference` does, for people and for machines."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from fastbert.cli.common import DTYPES, add_json, add_model, add_texts, read, texts_of, write_json
+
+
+def add(commands) -> None:
+    fill = commands.add_parser("fill-mask", help="fill the masks of texts")
+    add_texts(fill, 'with [MASK] (or <mask>, as the tokenizer has it), in quotes: "Paris is the [MASK] of France."')
+    fill.add_argument("--top", type=int, default=5, help="tokens to show for each mask (default: 5)")
+    fill.set_defaults(run=_fill_mask)
+
+    classify = commands.add_parser("classify", help="label texts")
+    add_texts(classify, "one or several, in quotes")
+    classify.add_argument("--top", type=int, help="labels to show for each text (default: all)")
+    classify.set_defaults(run=_classify)
+
+    tag = commands.add_parser("tag", help="find the entities of texts")
+    add_texts(tag, "one or several, in quotes")
+    tag.set_defaults(run=_tag)
+
+    answer = commands.add_parser("answer", help="find the answer to a question in a text")
+    answer.add_argument("question", help="in quotes")
+    answer.add_argument("--context", type=Path, required=True, metavar="FILE", help="the text, of any length")
+    answer.add_argument("--top", type=int, default=1, help="answers to show (default: 1)")
+    answer.add_argument("--max-answer-length", type=int, default=30, help="tokens of an answer (default: 30)")
+    answer.set_defaults(run=_answer)
+
+    for command in (fill, classify, tag, answer):
+        add_model(command, required=True)
+        add_json(command)
+
+
+def _model(kind: type, args: argparse.Namespace):
+    return kind.from_pretrained(args.model, dtype=DTYPES[args.dtype], device=args.device)
+
+
+def _fill_mask(args: argparse.Namespace) -> None:
+    from fastbert.inference import MaskFiller
+
+    texts = texts_of(args)
+    results = _model(MaskFiller, args)(texts, top_k=args.top)
+    if args.json:
+        masks = [[[asdict(fill) for fill in fills] for fills in masks] for masks in results]
+        write_json([{"text": text, "masks": found} for text, found in zip(texts, masks, strict=True)])
+        return
+    for text, masks in zip(texts, results, strict=True):
+        print(text)
+        for fills in masks:
+            for fill in fills:
+                print(f"  {fill.score:.4f}  {fill.token:16} {fill.text}")
+            print()
+
+
+def _classify(args: argparse.Namespace) -> None:
+    from fastbert.inference import TextClassifier
+
+    texts = texts_of(args)
+    results = _model(TextClassifier, args)(texts, top_k=args.top)
+    if args.json:
+        write_json(_of_texts(texts, "labels", results))
+        return
+    for text, labels in zip(texts, results, strict=True):
+        print(text)
+        for label in labels:
+            print(f"  {label.score:.4f}  {label.label}")
+
+
+def _tag(args: argparse.Namespace) -> None:
+    from fastbert.inference import EntityTagger
+
+    texts = texts_of(args)
+    results = _model(EntityTagger, args)(texts)
+    if args.json:
+        write_json(_of_texts(texts, "entities", results))
+        return
+    for text, entities in zip(texts, results, strict=True):
+        print(text)
+        for entity in entities:
+            print(f"  {entity.score:.4f}  {entity.start:5}-{entity.end:<5} {entity.label:8} {entity.text}")
+
+
+def _of_texts(texts: list[str], name: str, results: list[list]) -> list[dict]:
+    return [{"text": t, name: [asdict(one) for one in found]} for t, found in zip(texts, results, strict=True)]
+
+
+def _answer(args: argparse.Namespace) -> None:
+    from fastbert.inference import QuestionAnswerer
+
+    context = read(args.context)
+    answerer = _model(QuestionAnswerer, args)
+    (found,) = answerer([args.question], [context], top_k=args.top, max_answer_length=args.max_answer_length)
+    if args.json:
+        answers = [asdict(answer) for answer in found.best]
+        write_json({"question": args.question, "answers": answers, "no_answer": found.no_answer})
+        return
+    for answer in found.best:
+        print(f"{answer.score:.4f}  {answer.text}")
+    print(f"{found.no_answer:.4f}  (no answer)")

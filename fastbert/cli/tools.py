@@ -1,0 +1,170 @@
+"""check, export, plot-attention, info."""
+
+import argparse
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastbert
+from fastbert import backends
+from fastbert.cli.common import DTYPES, add_device, add_json, lines, write_json
+from fastbert.config import BertConfig
+
+
+def add(commands) -> None:
+    _add_check(commands)
+
+    export = commands.add_parser("export", help="write a model as ONNX or by torch.export, checked against itself")
+    export.add_argument("--model", type=Path, required=True, help="a directory; what it is, its config.json says")
+    export.add_argument("--format", choices=("onnx", "torch-export"), default="onnx")
+    export.add_argument("--output", type=Path, required=True, metavar="PATH", help="PATH.onnx or PATH.pt2")
+    export.add_argument("--dtype", choices=DTYPES, default="float32")
+    export.set_defaults(run=_export)
+
+    plot = commands.add_parser("plot-attention", help="draw what each token of a text reads")
+    plot.add_argument("text", help="in quotes")
+    plot.add_argument("--model", type=Path, required=True, help="a directory")
+    plot.add_argument("--output", type=Path, required=True, metavar="FILE.png")
+    plot.add_argument("--layer", type=int, help="from 0 (default: all)")
+    plot.add_argument("--head", type=int, help="from 0 (default: all)")
+    plot.set_defaults(run=_plot_attention)
+
+    info = commands.add_parser("info", help="what a bug report needs; with --model, what a model is made of")
+    info.add_argument("--model", metavar="NAME_OR_DIR", help='a directory, or a name as "bert-base-uncased (110M)"')
+    add_json(info)
+    info.set_defaults(run=_info)
+
+
+def _add_check(commands) -> None:
+    from fastbert.check import BACKENDS
+
+    check = commands.add_parser("check", help="compare your model on your text with float64 and with transformers")
+    check.add_argument("--model", type=Path, help="a BERT directory (default: all-MiniLM-L6-v2, if installed)")
+    check.add_argument("--text", type=Path, help="texts, one a line (default: Python's documentation)")
+    check.add_argument("--json", type=Path, metavar="OUT", help="write the report there as well")
+    add_device(check)
+    check.add_argument("--dtypes", nargs="+", choices=[*DTYPES, "float64"], default=[*DTYPES, "float64"])
+    check.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    check.add_argument("--max-length", type=int, default=64, help="tokens of a text (default: 64)")
+    check.add_argument("--batch", type=int, default=4, help="texts to check on (default: 4)")
+    check.set_defaults(run=_check)
+
+
+def _check(args: argparse.Namespace) -> int:
+    """1 where the accuracy rule is broken, else 0."""
+    from rich.console import Console
+
+    from fastbert import check
+    from fastbert.sentences import minilm
+
+    if args.batch < 1:
+        raise ValueError(f"--batch is {args.batch}; expected at least 1")
+    texts = check.spread(lines(args.text), args.batch) if args.text else check.default_texts(args.batch)
+    with Console(stderr=True).status("reading") as status:
+        report = check.run(
+            args.model or minilm(),
+            texts,
+            device=args.device,
+            dtypes=args.dtypes,
+            names=args.backends,
+            max_length=args.max_length,
+            tell=status.update,
+        )
+    check.show(report)
+    if args.json:
+        report.write(args.json, versions=_versions(), machine=dict(_machine()))
+    return 0 if report.ok else 1
+
+
+def _export(args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from fastbert.export import export
+    from fastbert.inference import trained_model
+
+    model = trained_model(args.model, dtype=DTYPES[args.dtype])
+    with Console(stderr=True).status("exporting"):
+        done = export(model, args.output, args.format)
+    for row in done.rows:
+        print(row)
+    print(f"{done.path}: {', '.join(done.inputs)} -> {', '.join(done.outputs)}, {args.dtype}")
+
+
+def _plot_attention(args: argparse.Namespace) -> None:
+    from fastbert import AutoModel
+    from fastbert.data import get_tokenizer
+    from fastbert.data.tokenizer import check_tokenizer
+    from fastbert.plots import plot_attention
+
+    model = AutoModel.from_pretrained(args.model, add_pooling_layer=False, dtype=torch.float32)
+    tokenizer = get_tokenizer(args.model)
+    check_tokenizer(tokenizer, model.config)
+    print(plot_attention(model, tokenizer, args.text, args.output, layer=args.layer, head=args.head))
+
+
+# ---- info
+
+
+def _info(args: argparse.Namespace) -> None:
+    about = _about_model(args.model) if args.model else {"versions": _versions(), **dict(_machine())}
+    if args.json:
+        write_json(about)
+        return
+    for name, value in about.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {item}" for key, item in value.items())
+        print(f"{name + ':':30}{value:,}" if name == "parameters" else f"{name + ':':30}{value}")
+    if not args.model:
+        print()
+        fastbert.explain()
+
+
+def _about_model(name: str) -> dict[str, Any]:
+    """Its class, its true number of parameters (shared ones once), and its configuration."""
+    from fastbert.inference import model_class_of
+
+    config = BertConfig.from_pretrained(name) if Path(name).is_dir() else BertConfig.preset(name)
+    model_class = model_class_of(config)
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in model_class(config).parameters())
+    return {"model": name, "class": model_class.__name__, "parameters": parameters, **config.to_dict()}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "fastbert": fastbert.__version__}
+    return versions | {
+        name: _version(name) for name in ("torch", "triton", "transformers", "tokenizers", "safetensors")
+    }
+
+
+def _machine() -> list[tuple[str, str]]:
+    processor = backends.cpuinfo("model name") or platform.processor()
+    found = [
+        ("system", f"{platform.system()} {platform.machine()}, {processor}, {os.cpu_count()} cores"),
+        ("torch", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"),
+        ("GPU", _gpu()),
+        ("driver", f"serves CUDA {backends.driver_version() / 1000:.1f}" if backends.driver_version() else "none"),
+    ]
+    found += [(name, str(value)) for name, value in backends.build_info().items()]
+    if backends.EXTENSION_PROBLEM:
+        found.append(("kernels", backends.EXTENSION_PROBLEM))
+    return found
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _gpu() -> str:
+    if not torch.cuda.is_available():
+        return "none that PyTorch sees"
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    capability = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    return f"{', '.join(names)}, {capability}"

@@ -1,0 +1,536 @@
+"""Text in, predictions out: fill masks, classify, tag, answer. Batches are packed by length, nothing is padded.
+
+Each class takes a trained checkpoint and refuses one without its head: new parameters would answer nonsense::
+
+    classify = TextClassifier.from_pretrained("path/to/model")
+    classify(["a text", ("a text", "and its pair")])  # [[Label(label="good", score=0.98), ...], [...]]
+
+Sentence embeddings are `fastbert.sentences.SentenceEncoder`; `similarity` compares them. What `transformers`' pipelines
+of the same tasks do otherwise is in docs/inference.md.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert import checkpoint
+from fastbert.config import BertConfig
+from fastbert.data.datasets import QADataset
+from fastbert.data.tokenizer import (
+    check_tokenizer,
+    continuation_prefix,
+    copy_of,
+    get_tokenizer,
+    special_token_id,
+    strings,
+)
+from fastbert.heads import (
+    BertForMaskedLM,
+    BertForMultipleChoice,
+    BertForNextSentencePrediction,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertForReplacedTokenDetection,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+)
+from fastbert.model import BertModel, Saveable
+from fastbert.ops.bias_gelu import wide
+from fastbert.ops.padding import ends_of
+from fastbert.sentences import batches, warn_of_cut
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+# ---- results
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A token for a mask. text: the text with it in the mask's place."""
+
+    token: str
+    token_id: int
+    score: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Label:
+    """score: a probability; of a regression the value itself."""
+
+    label: str
+    score: float
+
+
+@dataclass(frozen=True)
+class Entity:
+    """text: characters start to end of the input. score: the mean probability of its words' labels."""
+
+    label: str
+    score: float
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """text: characters start to end of the context. score: a probability."""
+
+    text: str
+    score: float
+    start: int
+    end: int
+
+
+class Answers(NamedTuple):
+    """The best spans of a context, best first, and the probability that it holds no answer."""
+
+    best: list[Answer]
+    no_answer: float
+
+
+# ---- trained models
+
+_HEADS = (
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForNextSentencePrediction,
+    BertForReplacedTokenDetection,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertForQuestionAnswering,
+    BertForMultipleChoice,
+)
+
+
+def trained_model(
+    directory: str | Path, classes: Sequence[type[Saveable]] | None = None, *, dtype: torch.dtype | None = None
+) -> Saveable:
+    """The model that a directory holds, as the `architectures` of its config.json say, in evaluation mode.
+
+    classes: those that will do; any when None, BertModel too. Two heads may have parameters of the same names, so what
+    the file says decides; where it says nothing, it is read as the first of them.
+    Raises ValueError for a checkpoint of another head, or without parameters of its own; FileNotFoundError and
+    RuntimeError as from_pretrained does.
+    """
+    config = BertConfig.from_pretrained(directory)
+    model_class = model_class_of(config, classes, str(directory))
+    arguments = {}
+    if model_class is BertModel and not any("pooler." in name for name in checkpoint.read(directory)):
+        arguments["add_pooling_layer"] = False
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".* initialised anew", UserWarning)
+        try:
+            return model_class.from_pretrained(directory, dtype=dtype, **arguments)
+        except UserWarning as lack:
+            raise ValueError(f"{lack}; expected a trained model") from None
+
+
+def model_class_of(
+    config: BertConfig, classes: Sequence[type[Saveable]] | None = None, owner: str = "the configuration"
+) -> type[Saveable]:
+    """The class for the `architectures` of a configuration. Raises ValueError where it is none of `classes`."""
+    names, family = config.extra.get("architectures") or (), config.family
+    classes = (BertModel, *_HEADS) if classes is None else classes
+    known = {family.class_name(c.kind): c for c in classes if c is BertModel or c.kind in family.heads}
+    if names and not known.keys() & set(names):
+        raise ValueError(f"{owner} is of {', '.join(names)}; expected {' or '.join(known) or family.name}")
+    return next((known[name] for name in names if name in known), classes[0])
+
+
+# ---- what they share
+
+
+class _Tokens(NamedTuple):
+    """Packed input, and which of the texts it holds."""
+
+    texts: list[int]
+    lengths: list[int]
+    inputs: dict[str, Any]
+
+    def split(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(T, ...) by text."""
+        return zip(self.texts, x.split(self.lengths), strict=True)
+
+
+class _Predictor:
+    """A model in evaluation mode, and a tokenizer that fits it. classes: of the model, the one to load first."""
+
+    classes: tuple[type[Saveable], ...]
+
+    def __init__(
+        self, model: Saveable, tokenizer: Any, *, max_length: int | None = None, tokens_per_batch: int = 2048
+    ) -> None:
+        """tokenizer: of `tokenizers`, or one of `transformers` that is based on it; a copy is used.
+
+        max_length: in tokens, of a text with its special tokens; the model's when None. Longer texts are cut, with a
+        warning. tokens_per_batch: how many tokens share a forward, at least one text.
+        Raises TypeError for another model, ValueError for a tokenizer whose ids the model has not, and other values.
+        """
+        name = type(self).__name__
+        if not isinstance(model, self.classes):
+            expected = " or ".join(known.__name__ for known in self.classes)
+            raise TypeError(f"{name}: model is a {type(model).__name__}; expected a {expected}")
+        self.model, self.config, self.tokenizer = model.eval(), model.config, copy_of(tokenizer)
+        check_tokenizer(self.tokenizer, self.config)
+        longest, special = self.config.max_sequence_length, self.tokenizer.num_special_tokens_to_add(True)
+        self.max_length, self.tokens_per_batch = self._longest() if max_length is None else max_length, tokens_per_batch
+        if not special + 1 < self.max_length <= longest:
+            raise ValueError(
+                f"{name}: max_length is {max_length}; expected more than {special + 1} and at most {longest}"
+            )
+        if tokens_per_batch < 1:
+            raise ValueError(f"{name}: tokens_per_batch is {tokens_per_batch}; expected at least 1")
+        self.token_types = self.config.family.token_types and self.config.type_vocab_size > 1
+
+    def _longest(self) -> int:
+        return self.config.max_sequence_length
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        **arguments: Any,
+    ) -> "Self":
+        """From a directory with a trained model and its tokenizer. arguments: of the constructor.
+
+        Raises ValueError for a checkpoint of another head or without parameters of this one, FileNotFoundError and
+        RuntimeError as the model's own from_pretrained.
+        """
+        return cls(trained_model(directory, cls.classes, dtype=dtype).to(device), get_tokenizer(directory), **arguments)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _encode(self, texts: Sequence[Any]) -> list[Any]:
+        """An Encoding for each text or pair of texts, cut at max_length."""
+        self.tokenizer.enable_truncation(self.max_length)
+        encodings = self.tokenizer.encode_batch(list(texts))
+        for index, encoding in enumerate(encodings):
+            if all(sequence is None for sequence in encoding.sequence_ids):
+                raise ValueError(f"{type(self).__name__}: texts[{index}] has no token; expected text")
+        warn_of_cut(encodings, self.max_length)
+        return encodings
+
+    def _batches(self, ids: Sequence[Sequence[int]], token_types: Sequence[Sequence[int]]) -> Iterator[_Tokens]:
+        """Packed batches of texts of like length."""
+        for texts in batches([len(text) for text in ids], self.tokens_per_batch):
+            lengths = [len(ids[text]) for text in texts]
+            inputs = {"input_ids": ids} | ({"token_type_ids": token_types} if self.token_types else {})
+            packed = {
+                name: torch.tensor(np.concatenate([rows[text] for text in texts])) for name, rows in inputs.items()
+            }
+            packed = {name: tensor.long().to(self.device) for name, tensor in packed.items()}
+            ends = ends_of(torch.tensor(lengths)).to(self.device)
+            yield _Tokens(texts, lengths, {**packed, "cu_seqlens": ends, "max_seqlen": max(lengths)})
+
+    def _of(self, encodings: Sequence[Any]) -> Iterator[_Tokens]:
+        return self._batches([encoding.ids for encoding in encodings], [encoding.type_ids for encoding in encodings])
+
+
+# ---- masks
+
+
+class MaskFiller(_Predictor):
+    """Fills masks: the tokens that a masked language model finds likeliest for each of them."""
+
+    classes = (BertForMaskedLM, BertForPreTraining)
+
+    def __init__(self, model: Saveable, tokenizer: Any, **arguments: Any) -> None:
+        super().__init__(model, tokenizer, **arguments)
+        self.mask_id = special_token_id(self.tokenizer, "mask_token")
+        if self.mask_id is None:
+            raise ValueError("MaskFiller: the tokenizer has no mask token ([MASK] or <mask>)")
+        self.prefix = continuation_prefix(self.tokenizer)
+
+    @torch.inference_mode()
+    def __call__(self, texts: Sequence[str], *, top_k: int = 5) -> list[list[list[Fill]]]:
+        """For each text, for each of its masks, the top_k likeliest tokens, the likeliest first.
+
+        Several masks of a text are filled each by itself, the others standing. The head runs on masks alone.
+        Raises ValueError for a text without a mask, or with none before max_length; TypeError for other texts.
+        """
+        if not 1 <= top_k <= self.config.vocab_size:
+            raise ValueError(f"MaskFiller: top_k is {top_k}; expected 1 to {self.config.vocab_size}")
+        encodings = self._encode(list(strings("MaskFiller", "texts", texts)))
+        places = [[i for i, token in enumerate(encoding.ids) if token == self.mask_id] for encoding in encodings]
+        for index, found in enumerate(places):
+            if not found:
+                mask, cut = self.tokenizer.id_to_token(self.mask_id), bool(encodings[index].overflowing)
+                where = f" in its first {self.max_length} tokens" if cut else ""
+                raise ValueError(f"MaskFiller: texts[{index}] has no {mask}{where}; expected one to fill")
+        results: list[list[list[Fill]]] = [[] for _ in texts]
+        for batch in self._of(encodings):
+            best = self._likelihoods(batch.inputs).topk(top_k)
+            rows = iter(zip(best.values.tolist(), best.indices.tolist(), strict=True))
+            for text in batch.texts:
+                for place in places[text]:
+                    span = encodings[text].offsets[place]
+                    results[text].append(
+                        [self._fill(texts[text], span, *fill) for fill in zip(*next(rows), strict=True)]
+                    )
+        return results
+
+    def _likelihoods(self, inputs: dict[str, Any]) -> Tensor:
+        """(masks, V) probabilities, of the masks one after the other."""
+        body, head = self.model.bert, self.model.cls.predictions
+        hidden = body(**inputs).last_hidden_state[inputs["input_ids"] == self.mask_id]
+        return wide(head(hidden, body.embeddings.word_embeddings.weight)).softmax(-1)
+
+    def _fill(self, text: str, span: tuple[int, int], score: float, token: int) -> Fill:
+        word, (start, end) = self.tokenizer.decode([token], skip_special_tokens=False), span
+        before, after = text[:start], text[end:]
+        if self.prefix and word.startswith(self.prefix):  # it goes on with the word before
+            return Fill(word, token, score, before.rstrip() + word.removeprefix(self.prefix) + after)
+        return Fill(word, token, score, before + word + after)
+
+
+# ---- whole texts
+
+
+class TextClassifier(_Predictor):
+    """Classifies texts, or pairs of them, by a model that was trained to."""
+
+    classes = (BertForSequenceClassification,)
+
+    @torch.inference_mode()
+    def __call__(self, texts: Sequence[str | tuple[str, str]], *, top_k: int | None = None) -> list[list[Label]]:
+        """For each text its labels (all, or the top_k best), the best first.
+
+        Scores are probabilities: of classes that exclude each other, by softmax; each by itself, by sigmoid, where
+        config.problem_type is "multi_label_classification" or there is one label. With "regression" they are what the
+        model gives, in its order. Names of labels: id2label of the configuration.
+        Raises ValueError for an empty text, TypeError for what is no list of texts.
+        """
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"TextClassifier: top_k is {top_k}; expected at least 1")
+        names, encodings = label_names(self.config), self._encode(_texts_or_pairs(texts))
+        results: list[list[Label]] = [[] for _ in encodings]
+        for batch in self._of(encodings):
+            scores = self._scores(wide(self.model(**batch.inputs).logits)).tolist()
+            for text, row in zip(batch.texts, scores, strict=True):
+                labels = [Label(name, score) for name, score in zip(names, row, strict=True)]
+                if self.config.problem_type != "regression":
+                    labels.sort(key=lambda label: -label.score)
+                results[text] = labels[:top_k]
+        return results
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        if self.config.problem_type == "regression":
+            return logits
+        single = self.config.num_labels == 1 or self.config.problem_type == "multi_label_classification"
+        return logits.sigmoid() if single else logits.softmax(-1)
+
+
+def _texts_or_pairs(texts: Sequence[str | tuple[str, str]]) -> list[str | tuple[str, str]]:
+    """Raises TypeError for other things, and for a string by itself."""
+    for text in [texts] if isinstance(texts, str) else texts:
+        parts = text if isinstance(text, (tuple, list)) and len(text) == 2 else [text]
+        if isinstance(texts, str) or not all(isinstance(part, str) for part in parts):
+            raise TypeError(f"TextClassifier: texts holds {text!r}; expected a list of strings, or of pairs of strings")
+    return [text if isinstance(text, str) else tuple(text) for text in texts]
+
+
+def label_names(config: BertConfig) -> list[str]:
+    """The names of the labels by their numbers; LABEL_0, ... where the configuration has none."""
+    names = {int(number): name for number, name in (config.extra.get("id2label") or {}).items()}
+    return [names.get(number, f"LABEL_{number}") for number in range(config.num_labels)]
+
+
+# ---- words
+
+
+class EntityTagger(_Predictor):
+    """Finds entities: the labels of words, put together where they go on."""
+
+    classes = (BertForTokenClassification,)
+
+    @torch.inference_mode()
+    def __call__(self, texts: Sequence[str]) -> list[list[Entity]]:
+        """For each text its entities, in order. A word has the label of its first token; words are the tokenizer's.
+
+        An entity goes on with a word of the same type, unless its label begins with B-; labels without B- and I- go on
+        too. Words of label O are none. As transformers' pipeline with aggregation_strategy="first".
+        Raises ValueError for an empty text, TypeError for what is no list of strings.
+        """
+        encodings = self._encode(list(strings("EntityTagger", "texts", texts)))
+        results: list[list[Entity]] = [[] for _ in encodings]
+        for batch in self._of(encodings):
+            best = wide(self.model(**batch.inputs).logits).softmax(-1).max(-1)
+            for (text, scores), (_, labels) in zip(batch.split(best.values), batch.split(best.indices), strict=True):
+                results[text] = self._entities(texts[text], encodings[text], scores.tolist(), labels.tolist())
+        return results
+
+    def _entities(self, text: str, encoding: Any, scores: list[float], labels: list[int]) -> list[Entity]:
+        names, entities = label_names(self.config), []
+        for kind, words in _grouped(
+            [_Word(names[labels[first]], scores[first], *span) for first, span in _words(encoding)]
+        ):
+            start, end = _trimmed(text, words[0].start, words[-1].end)
+            if kind != "O":
+                score = sum(word.score for word in words) / len(words)
+                entities.append(Entity(kind, score, start, end, text[start:end]))
+        return entities
+
+
+class _Word(NamedTuple):
+    label: str
+    score: float
+    start: int
+    end: int
+
+
+def _words(encoding: Any) -> Iterator[tuple[int, tuple[int, int]]]:
+    """The first token of each word, and the characters from which to which it goes."""
+    for word, tokens in groupby(range(len(encoding.ids)), key=lambda token: encoding.word_ids[token]):
+        tokens = list(tokens)
+        if word is not None:
+            yield tokens[0], (encoding.offsets[tokens[0]][0], encoding.offsets[tokens[-1]][1])
+
+
+def _grouped(words: list[_Word]) -> Iterator[tuple[str, list[_Word]]]:
+    """Runs of words of one type, and the type."""
+    group: list[_Word] = []
+    for word in words:
+        if group and (word.label.startswith("B-") or _kind(word.label) != _kind(group[0].label)):
+            yield _kind(group[0].label), group
+            group = []
+        group.append(word)
+    if group:
+        yield _kind(group[0].label), group
+
+
+def _kind(label: str) -> str:
+    return label[2:] if label.startswith(("B-", "I-")) else label
+
+
+# ---- answers
+
+
+class QuestionAnswerer(_Predictor):
+    """Answers questions by a span of a context, which may be of any length: windows of it overlap."""
+
+    classes = (BertForQuestionAnswering,)
+
+    def __init__(self, model: Saveable, tokenizer: Any, *, stride: int | None = None, **arguments: Any) -> None:
+        """max_length: of a window with the question, at most 384 when None. stride: the tokens that two windows share;
+        128 when None, or half of max_length.
+        """
+        super().__init__(model, tokenizer, **arguments)
+        self.stride = min(128, self.max_length // 2) if stride is None else stride
+
+    def _longest(self) -> int:
+        return min(384, self.config.max_sequence_length)
+
+    @torch.inference_mode()
+    def __call__(
+        self, questions: Sequence[str], contexts: Sequence[str], *, top_k: int = 1, max_answer_length: int = 30
+    ) -> list[Answers]:
+        """For each question the top_k best spans of its context, of at most max_answer_length tokens.
+
+        A span has the score of its first token as a start and of its last token as an end, in the window that gives the
+        most; no answer has those of [CLS], in the window that gives the least (Devlin et al., "BERT", 2018, 4.2 and
+        4.3). Probabilities are the softmax over all spans and no answer; those of a model that was trained without
+        unanswerable questions say nothing about the latter.
+        Raises ValueError for an empty text, another number of contexts, and a question that leaves no room for more
+        than `stride` tokens of context; TypeError for what is no list of strings.
+        """
+        for name, value in (("top_k", top_k), ("max_answer_length", max_answer_length)):
+            if value < 1:
+                raise ValueError(f"QuestionAnswerer: {name} is {value}; expected at least 1")
+        if not len(questions):
+            return []
+        windows = QADataset(questions, contexts, None, self.tokenizer, max_length=self.max_length, stride=self.stride)
+        scores = self._scores(windows)
+        of_questions = [np.flatnonzero(windows.example_index == question) for question in range(len(windows.contexts))]
+        return [
+            _Spans.of(windows, found, scores, self.stride, max_answer_length).best(windows.contexts[question], top_k)
+            for question, found in enumerate(of_questions)
+        ]
+
+    def _scores(self, windows: QADataset) -> list[np.ndarray]:
+        """For each window (T, 2) float64, the logits of its tokens as a start and as an end."""
+        ids, types = ([windows.rows(name, i) for i in range(len(windows))] for name in ("input_ids", "token_type_ids"))
+        scores = [np.empty((0, 2))] * len(windows)
+        for batch in self._batches(ids, types):
+            output = self.model(**batch.inputs)
+            for window, logits in batch.split(torch.stack([output.start_logits, output.end_logits], -1)):
+                scores[window] = logits.double().cpu().numpy()
+        return scores
+
+
+class _Spans(NamedTuple):
+    """All spans of a context of T tokens: scores[t, n] is that of the n + 1 tokens from t on."""
+
+    scores: np.ndarray  # (T, max_answer_length), -inf where there is no such span
+    no_answer: float
+    offsets: np.ndarray  # (T, 2)
+
+    @classmethod
+    def of(
+        cls, windows: QADataset, indices: np.ndarray, logits: list[np.ndarray], stride: int, longest: int
+    ) -> "_Spans":
+        offsets = [windows.rows("offsets", window) for window in indices]
+        contexts = [np.flatnonzero(rows[:, 0] >= 0) for rows in offsets]
+        step = len(contexts[0]) - stride  # from one window's first token of context to the next one's
+        tokens = step * (len(contexts) - 1) + len(contexts[-1])
+        scores, places, no_answer = np.full((tokens, min(longest, tokens)), -np.inf), np.empty((tokens, 2), int), np.inf
+        for turn, (window, context) in enumerate(zip(indices, contexts, strict=True)):
+            first, (starts, ends) = turn * step, logits[window].T
+            no_answer = min(no_answer, starts[0] + ends[0])
+            places[first : first + len(context)] = offsets[turn][context]
+            for more in range(min(len(context), scores.shape[1])):
+                known = scores[first : first + len(context) - more, more]
+                np.maximum(known, starts[context[: len(context) - more]] + ends[context[more:]], out=known)
+        return cls(scores, no_answer, places)
+
+    def best(self, context: str, top_k: int) -> Answers:
+        largest = max(self.scores.max(), self.no_answer)
+        weights, nothing = np.exp(self.scores - largest), np.exp(self.no_answer - largest)
+        total, found = weights.sum() + nothing, {}
+        for place in np.argsort(-self.scores, axis=None, kind="stable"):
+            token, more = np.unravel_index(place, self.scores.shape)
+            span = _trimmed(context, self.offsets[token, 0], self.offsets[min(token + more, len(self.offsets) - 1), 1])
+            if len(found) == top_k or not weights[token, more]:
+                break
+            if span[0] < span[1]:  # some tokens are a space
+                found.setdefault(span, weights[token, more] / total)  # bytes of one character are several tokens
+        best = [Answer(context[start:end], float(score), start, end) for (start, end), score in found.items()]
+        return Answers(best, float(nothing / total))
+
+
+def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
+    """Without the space before, which some tokenizers count to the word."""
+    return int(end) - len(text[start:end].lstrip()), int(end)
+
+
+# ---- embeddings
+
+
+def similarity(vectors: Tensor, others: Tensor | None = None) -> Tensor:
+    """Cosines (N, M) of vectors (N, C) with others (M, C), or with each other; 0 for a vector of zeros.
+
+    Equivalent to `F.cosine_similarity(vectors[:, None], others[None], dim=-1)`. Raises ValueError for other shapes.
+    """
+    others = vectors if others is None else others
+    if vectors.dim() != 2 or others.dim() != 2 or vectors.shape[1] != others.shape[1]:
+        raise ValueError(
+            f"similarity: vectors has shape {tuple(vectors.shape)}, others {tuple(others.shape)}; expected (N, C) "
+            "and (M, C)"
+        )
+    return F.normalize(vectors, dim=-1) @ F.normalize(others, dim=-1).T

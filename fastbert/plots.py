@@ -1,0 +1,107 @@
+"""Pictures of attention: what each token reads, exactly, without dropout."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastbert.data.tokenizer import copy_of
+from fastbert.model import Saveable
+from fastbert.training import evaluating, require
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LABELLED = 64  # tokens beside the axes of one head; more would not be readable
+
+
+def attention_of(model: Saveable, tokenizer: Any, text: str) -> tuple[list[str], Tensor]:
+    """The tokens of a text, and the weights (layers, heads, T, T) float32 with which they read each other.
+
+    model: BertModel or one with a head. Row q of a head is the softmax over the tokens that token q reads.
+    Raises ValueError for a text without a token, or longer than the model's positions; TypeError for no string.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"attention_of: text is a {type(text).__name__}; expected a string")
+    encoding, longest = copy_of(tokenizer).encode(text), model.config.max_sequence_length
+    if len(encoding.ids) <= sum(encoding.special_tokens_mask) or len(encoding.ids) > longest:
+        raise ValueError(
+            f"attention_of: text has {len(encoding.ids)} tokens; expected some text, and at most {longest}"
+        )
+    ids = torch.tensor([encoding.ids], device=next(model.parameters()).device)
+    with evaluating(model):
+        weights = model(ids, output_attentions=True).attentions
+    return encoding.tokens, torch.cat(weights).float().cpu()
+
+
+def attention_figure(
+    weights: Tensor | np.ndarray, tokens: Sequence[str], *, layer: int | None = None, head: int | None = None
+) -> "Figure":
+    """A grid of layers (rows) and heads (columns); a layer, or a head, alone where one is given.
+
+    weights: (layers, heads, T, T). tokens: T names, written beside the axes where it is one head. layer and head count
+    from 0. Each map has its own scale, from 0 to its largest weight. Raises ValueError for other shapes and numbers.
+    """
+    weights = np.asarray(weights)
+    sizes = weights.shape
+    if weights.ndim != 4 or sizes[2:] != (len(tokens), len(tokens)) or not weights.size:
+        expected = f"(layers, heads, T, T) with T = {len(tokens)}, as tokens has"
+        raise ValueError(f"attention_figure: weights has shape {sizes}; expected {expected}")
+    for name, index, size in (("layer", layer, sizes[0]), ("head", head, sizes[1])):
+        if index is not None and not 0 <= index < size:
+            raise ValueError(f"attention_figure: {name} is {index}; expected 0 to {size - 1}")
+    layers, heads = (range(size) if one is None else [one] for one, size in zip((layer, head), sizes[:2], strict=True))
+    if len(layers) == len(heads) == 1:
+        return _one_head(weights[layers[0], heads[0]], tokens, f"layer {layers[0]}, head {heads[0]}")
+    return _grid(weights, layers, heads)
+
+
+def _one_head(weights: np.ndarray, tokens: Sequence[str], title: str) -> "Figure":
+    side = 2.5 + 0.22 * min(len(tokens), _LABELLED)
+    figure = _figure(side + 1, side)
+    axes = figure.subplots()
+    image = axes.imshow(weights, vmin=0, cmap="Blues")
+    figure.colorbar(image, shrink=0.8)
+    axes.set(title=title, xlabel="reads", ylabel="token")
+    if len(tokens) <= _LABELLED:
+        plain = [token.replace("$", r"\$") for token in tokens]  # no mathematics
+        axes.set_xticks(range(len(tokens)), plain, rotation=90, fontsize=8)
+        axes.set_yticks(range(len(tokens)), plain, fontsize=8)
+    return figure
+
+
+def _grid(weights: np.ndarray, layers: Sequence[int], heads: Sequence[int]) -> "Figure":
+    figure = _figure(1 + 1.2 * len(heads), 0.8 + 1.2 * len(layers))
+    for row, layer in zip(figure.subplots(len(layers), len(heads), squeeze=False), layers, strict=True):
+        for axes, head in zip(row, heads, strict=True):
+            axes.imshow(weights[layer, head], vmin=0, cmap="Blues")
+            axes.set(xticks=[], yticks=[])
+            if layer == layers[0]:
+                axes.set_title(f"head {head}", fontsize=8)
+        row[0].set_ylabel(f"layer {layer}", fontsize=8)
+    return figure
+
+
+def _figure(width: float, height: float) -> "Figure":
+    """Drawn by Agg: no window, no global state of pyplot."""
+    return require("matplotlib.figure", "matplotlib").Figure(figsize=(width, height), layout="constrained")
+
+
+def plot_attention(
+    model: Saveable, tokenizer: Any, text: str, path: str | Path, *, layer: int | None = None, head: int | None = None
+) -> Path:
+    """Draws the attention of a text to a PNG, whole or not at all; returns where. Arguments and errors as above."""
+    path = Path(path)
+    tokens, weights = attention_of(model, tokenizer, text)
+    figure = attention_figure(weights, tokens, layer=layer, head=head)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        figure.savefig(temporary, format="png", dpi=120)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path

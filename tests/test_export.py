@@ -1,0 +1,240 @@
+"""Exported files: what they compute by themselves, for every head and family; what is refused and leaves no file."""
+
+import copy
+import importlib.util
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import transformers
+from models import TINY, batch, hugging_face, ours
+
+import fastbert
+from fastbert import BertConfig, BertModel, backends, export, testing
+from fastbert.testing import Result
+
+HEADS = [
+    "BertModel",
+    *(name for name in fastbert.__all__ if name.startswith("BertFor") and not name.endswith("Output")),
+]
+FAMILIES = {  # what each has that no other has
+    "bert": {},
+    "roberta": {"type_vocab_size": 1, "pad_token_id": 1},  # positions that count
+    "distilbert": {},  # no token types, no pooler
+    "albert": {"embedding_size": 16},  # a projection, one layer run twice
+    "electra": {"embedding_size": 16},
+}
+needs_onnx = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")), reason="no ONNX"
+)
+FORMATS = ["torch-export", pytest.param("onnx", marks=needs_onnx)]
+ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
+
+
+def model_of(name, family="bert", **changes):
+    """A small model with parameters that are not trivial; skips what the family does not have."""
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    sizes |= {"vocab_size": 99, "max_position_embeddings": 32, **FAMILIES[family], **changes}
+    try:
+        model = getattr(fastbert, name)(BertConfig(model_type=family, **sizes))
+    except ValueError as error:
+        pytest.skip(str(error))
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def run_alone(code, *arguments):
+    """In a process that cannot import fastbert."""
+    code = "import sys\nsys.modules['fastbert'] = None\n" + textwrap.dedent(code)
+    answer = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr[-3000:]
+
+
+RUN = {
+    "onnx": """
+        import onnxruntime, torch
+        session = onnxruntime.InferenceSession(sys.argv[1])
+        batches = torch.load(sys.argv[2])
+        names = [output.name for output in session.get_outputs()]
+        found = [session.run(names, {name: ids.numpy() for name, ids in batch.items()}) for batch in batches]
+        torch.save([dict(zip(names, map(torch.from_numpy, arrays))) for arrays in found], sys.argv[3])
+    """,
+    "torch-export": """
+        import torch
+        program = torch.export.load(sys.argv[1]).module()
+        with torch.no_grad():
+            torch.save([program(**batch) for batch in torch.load(sys.argv[2])], sys.argv[3])
+    """,
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_file_alone_computes_what_transformers_does(tmp_path, format):
+    """Shapes that the export did not check. The bound: export.FACTOR times transformers' own error."""
+    theirs, sdpa = (hugging_face(attention=attention, num_hidden_layers=2) for attention in ("eager", "sdpa"))
+    truth = copy.deepcopy(theirs).double()
+    sdpa.load_state_dict(theirs.state_dict())
+    path = tmp_path / f"model{ENDINGS[format]}"
+    done = export.export(ours(theirs), path, format)
+    assert done.inputs == ("input_ids", "attention_mask", "token_type_ids")
+    assert done.outputs == ("last_hidden_state", "pooler_output")
+    batches = [batch(*sizes) for sizes in (([1], 1), ([4, 4], 4), ([32, 2, 17], 32), ([1, 3], 6), ([2] * 9, 2))]
+    torch.save(batches, tmp_path / "batches")
+    run_alone(RUN[format], path, tmp_path / "batches", tmp_path / "outputs")
+    for inputs, found in zip(batches, torch.load(tmp_path / "outputs"), strict=True):
+        visible = inputs["attention_mask"].bool()
+        assert not found["last_hidden_state"][~visible].any()
+        results = []
+        for model in (truth, theirs, sdpa):
+            with torch.no_grad():
+                output = model(**inputs)
+            results.append((output.last_hidden_state[visible], output.pooler_output))
+        results = [Result(dict(enumerate(part)), {}) for part in results]
+        mine = Result({0: found["last_hidden_state"][visible], 1: found["pooler_output"]}, {})
+        testing.assert_rows(testing.compare(mine, results[0], results[1:], factor=export.FACTOR))
+
+
+# Logits of a vocabulary; three dimensions; the lowest number at padding.
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForMultipleChoice", "BertForQuestionAnswering"])
+def test_a_head(tmp_path, name):
+    check(tmp_path, name, "bert", "torch-export", num_hidden_layers=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", HEADS)
+def test_every_head_of_every_family(tmp_path, name, family, format):
+    check(tmp_path, name, family, format)
+
+
+def check(tmp_path, name, family, format, **changes):
+    """export() compares; here it is left to see that it did, on an honest bound, with what the head gives."""
+    model = model_of(name, family, **changes)
+    done = export.export(model, tmp_path / f"model{ENDINGS[format]}", format)
+    token_types = family not in ("roberta", "distilbert")
+    assert done.inputs == ("input_ids", "attention_mask", "token_type_ids")[: 2 + token_types]
+    assert all("logits" in output for output in done.outputs) or name == "BertModel"
+    assert [row.name for row in done.rows] == list(done.outputs) and all(row.ok for row in done.rows)
+    assert all(0 < row.baseline < 1e-5 and row.error < 1e-5 for row in done.rows)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [done.path.name] and model.training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [
+        ("torch-export", torch.bfloat16),
+        ("torch-export", torch.float64),
+        pytest.param("onnx", torch.float16, marks=needs_onnx),
+    ],
+    ids=str,
+)
+def test_other_dtypes(tmp_path, format, dtype):
+    model = model_of("BertModel").to(dtype)
+    assert export.export(model, tmp_path / f"model{ENDINGS[format]}", format).outputs[0] == "last_hidden_state"
+
+
+@pytest.mark.slow
+@needs_onnx
+def test_onnx_says_what_its_sizes_are_and_nothing_of_this_machine(tmp_path, monkeypatch):
+    import onnx
+    from torch.onnx._internal.exporter import _onnx_program
+
+    export.export(model_of("BertForMultipleChoice"), tmp_path / "model.onnx")
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    sizes = {v.name: [d.dim_param for d in v.type.tensor_type.shape.dim] for v in (*graph.input, *graph.output)}
+    assert sizes.pop("logits") == ["batch", "choices"]
+    assert all(size == ["batch", "choices", "length"] for size in sizes.values()) and len(sizes) == 3
+    assert {node.domain for node in graph.node} == {""}
+    assert fastbert.__path__[0].encode() not in (tmp_path / "model.onnx").read_bytes()
+    # What is too large for one file has its weights in another; both are put in place.
+    monkeypatch.setattr(_onnx_program, "_LARGE_MODEL_THRESHOLD", 0)
+    export.export(model_of("BertModel"), tmp_path / "large.onnx")
+    assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "large.onnx", "large.onnx.data"}
+    assert (tmp_path / "large.onnx").stat().st_size < (tmp_path / "large.onnx.data").stat().st_size
+
+
+# ---- refused
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """A file of an earlier export, and an assertion that nothing changed it."""
+    (tmp_path / "model.pt2").write_text("earlier")
+    yield tmp_path / "model.pt2"
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
+    assert (tmp_path / "model.pt2").read_text() == "earlier"
+
+
+def test_a_wrong_file_is_not_kept(earlier, monkeypatch):
+    def wrong(file, names):
+        program = torch.export.load(file).module()
+        return lambda **inputs: {name: value * (1 + 1e-5) for name, value in program(**inputs).items()}
+
+    monkeypatch.setitem(export._FORMATS, "torch-export", export._FORMATS["torch-export"]._replace(read=wrong))
+    with pytest.raises(RuntimeError, match="does not compute what the model does:\nlast_hidden_state"):
+        export.export(model_of("BertModel", num_hidden_layers=1), earlier, "torch-export")
+
+
+def test_padding_that_differs_is_not_kept(earlier, monkeypatch):
+    def wrong(file, names):
+        program = torch.export.load(file).module()
+        return lambda **inputs: {name: value + 1e-7 * (value == 0) for name, value in program(**inputs).items()}
+
+    monkeypatch.setitem(export._FORMATS, "torch-export", export._FORMATS["torch-export"]._replace(read=wrong))
+    with pytest.raises(RuntimeError, match="logits is not equal at padding"):
+        export.export(model_of("BertForTokenClassification", num_hidden_layers=1), earlier, "torch-export")
+
+
+@pytest.mark.skipif(backends.EXTENSION is None, reason="without kernels everything is plain PyTorch")
+def test_custom_operators_are_not_written(earlier, monkeypatch):
+    monkeypatch.setattr(export.backends, "backend", lambda name: torch.no_grad())  # the kernels stay in the graph
+    with pytest.raises(RuntimeError, match="has the operators fastbert.add_layer_norm_fwd.default, fastbert.attention"):
+        export.export(model_of("BertModel", num_hidden_layers=1), earlier, "torch-export")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"format": "tflite"}, ValueError, "format is 'tflite'; expected one of 'onnx', 'torch-export'"),
+        ({"path": "model.onnx"}, ValueError, "expected a name that ends in .pt2"),
+        ({"path": "nowhere/model.pt2"}, ValueError, "in a folder that is there"),
+        ({"model": transformers.BertModel}, TypeError, "model is a BertModel; expected a fastbert.BertModel"),
+        ({"model": "meta"}, ValueError, "the model is on meta; expected it on the CPU"),
+        ({"format": "onnx", "dtype": torch.bfloat16}, TypeError, "torch.bfloat16; expected one of torch.float32"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_is_refused_at_once(earlier, change, error, words):
+    if change.get("format") == "onnx":
+        pytest.importorskip("onnxscript")
+    model = BertModel(TINY).to(change.get("dtype"))
+    if change.get("model") == "meta":
+        model = model.to("meta")
+    elif "model" in change:
+        model = hugging_face()
+    format = change.get("format", "torch-export")
+    path = earlier.parent / change.get("path", f"model{ENDINGS.get(format, '.pt2')}")
+    with pytest.raises(error, match=words):
+        export.export(model, path, format)
+
+
+def test_missing_packages_are_named(earlier, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        export.importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else found(name)
+    )
+    with pytest.raises(ModuleNotFoundError, match="pip install onnx onnxscript onnxruntime"):
+        export.export(BertModel(TINY), earlier.with_suffix(".onnx"))
+
+
+@pytest.mark.parametrize("name", ["BertModel", "BertForMaskedLM", "BertForQuestionAnswering"])
+def test_jit_trace_is_refused_with_what_to_use(name):
+    model, ids = model_of(name), torch.ones(2, 3, dtype=torch.int64)
+    for arguments in ((ids,), (ids, torch.ones_like(ids))):
+        with pytest.raises(RuntimeError, match="torch.jit.trace would fix the mask.*use torch.export or torch.compile"):
+            torch.jit.trace(lambda *inputs: model(*inputs)[-1], arguments)

@@ -1,0 +1,446 @@
+"""Predictions against transformers' pipelines on the same small checkpoints, and against all spans, one by one."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from models import TINY
+from tokenizers.pre_tokenizers import ByteLevel
+
+from fastbert import AutoModel, BertForMaskedLM
+from fastbert.data import get_tokenizer, save_tokenizer
+from fastbert.inference import (
+    EntityTagger,
+    Fill,
+    MaskFiller,
+    QuestionAnswerer,
+    TextClassifier,
+    _grouped,
+    _Word,
+    similarity,
+    trained_model,
+)
+from fastbert.plots import attention_figure, attention_of, plot_attention
+from fastbert.sentences import SentenceEncoder, python_documentation
+
+CLOSE = 1e-6  # probabilities in float32, computed in two ways
+TEXTS = [text for _, text in python_documentation(150)[::97]]
+NER = {0: "O", 1: "B-PER", 2: "I-PER", 3: "B-LOC", 4: "I-LOC", 5: "MISC"}
+FAMILIES = {
+    "bert": ("wordpiece", transformers.BertConfig, {}),
+    "distilbert": ("wordpiece", transformers.DistilBertConfig, {}),
+    "roberta": ("byte-level-bpe", transformers.RobertaConfig, {"type_vocab_size": 1, "pad_token_id": 1}),
+}
+
+
+MERGES = ["Ġ t", "h e", "Ġt he", "i n", "Ġ a", "e r", "o n", "Ġ s", "l e", "p le", "a t"]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """Of words and characters, and of bytes and a few merges; training one gives another vocabulary each time."""
+    wordpiece, bpe = (tmp_path_factory.mktemp(kind) for kind in ("wordpiece", "bpe"))
+    words = Counter(re.findall("[a-z]+|[^a-z ]", " ".join(TEXTS).lower()))
+    characters = sorted({character for word in words for character in word if not character.isspace()})
+    common = sorted(word for word, count in words.items() if count > 3 and len(word) > 1)
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = [*special, *characters, *(f"##{character}" for character in characters), *common]
+    (wordpiece / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf-8")
+    tokens = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *sorted(ByteLevel.alphabet())]
+    tokens += [merge.replace(" ", "") for merge in MERGES]
+    (bpe / "vocab.json").write_text(json.dumps({token: index for index, token in enumerate(tokens)}))
+    (bpe / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES]), encoding="utf-8")
+    return {"wordpiece": get_tokenizer(wordpiece), "byte-level-bpe": get_tokenizer(bpe)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path, tokenizers):
+    """Writes a small checkpoint of transformers with its tokenizer."""
+
+    def write(head, family="bert", **changes):
+        kind, config, own = FAMILIES[family]
+        names = {"dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 96}
+        if family != "distilbert":
+            names = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+        sizes = {"vocab_size": tokenizers[kind].get_vocab_size(), "max_position_embeddings": 66}
+        model = getattr(transformers, head)(config(**sizes, **names, **own, **changes))
+        for parameter in model.parameters():
+            parameter.data += 0.2 * torch.randn_like(parameter)
+        model.save_pretrained(tmp_path)
+        save_tokenizer(tokenizers[kind], tmp_path)
+        if family == "distilbert":  # transformers' pipelines would hand it token types
+            edit(tmp_path / "tokenizer_config.json", model_input_names=["input_ids", "attention_mask"])
+        return tmp_path
+
+    return write
+
+
+def edit(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def pipeline(task, directory, **arguments):
+    return transformers.pipeline(task, model=str(directory), tokenizer=str(directory), device="cpu", **arguments)
+
+
+# ---- masks
+
+
+@pytest.mark.parametrize(("head", "family"), [("BertForMaskedLM", "bert"), ("RobertaForMaskedLM", "roberta")])
+def test_masks_as_transformers_fills_them(checkpoint, head, family):
+    directory = checkpoint(head, family)
+    mask = "[MASK]" if family == "bert" else "<mask>"
+    texts = [f"The {mask} statement is executed.", f"a {mask} and {mask}, of which {mask}", f"{mask}"]
+    found, theirs = (
+        MaskFiller.from_pretrained(directory)(texts, top_k=7),
+        pipeline("fill-mask", directory)(texts, top_k=7),
+    )
+    theirs[0], theirs[2] = [theirs[0]], [theirs[2]]
+    assert [len(masks) for masks in found] == [1, 3, 1]
+    for mine, other in zip(itertools.chain(*found), itertools.chain(*theirs), strict=True):
+        assert [(fill.token_id, fill.token) for fill in mine] == [(fill["token"], fill["token_str"]) for fill in other]
+        assert max(abs(a.score - b["score"]) for a, b in zip(mine, other, strict=True)) < CLOSE
+
+
+def test_the_text_has_the_token_in_the_mask_s_place(checkpoint):
+    fill = MaskFiller.from_pretrained(checkpoint("BertForMaskedLM"))
+    vocabulary = fill.tokenizer.get_vocab()
+    whole, piece = (
+        next(iter(vocabulary.keys() & {"the"})),
+        next(token for token in vocabulary if token.startswith("##")),
+    )
+    assert fill._fill("É [MASK] b", (2, 8), 0.5, vocabulary[whole]) == Fill("the", vocabulary["the"], 0.5, "É the b")
+    assert fill._fill("go [MASK]!", (3, 9), 0.5, vocabulary[piece]).text == f"go{piece[2:]}!"
+    assert fill(["two [MASK] and [MASK]"], top_k=1)[0][1][0].text.startswith("two [MASK] and")
+
+
+def test_the_head_runs_on_masks_alone(checkpoint):
+    fill = MaskFiller.from_pretrained(checkpoint("BertForMaskedLM"))
+    rows = []
+    fill.model.cls.predictions.register_forward_hook(lambda head, inputs, logits: rows.append(len(logits)))
+    fill(["[MASK] a long text with many tokens", "[MASK] [MASK]"])
+    assert sum(rows) == 3
+
+
+# ---- texts
+
+
+@pytest.mark.parametrize(
+    ("head", "family", "changes"),
+    [
+        ("BertForSequenceClassification", "bert", {"num_labels": 3}),
+        (
+            "BertForSequenceClassification",
+            "bert",
+            {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}},
+        ),
+        ("BertForSequenceClassification", "bert", {"num_labels": 3, "problem_type": "multi_label_classification"}),
+        ("BertForSequenceClassification", "bert", {"num_labels": 1}),
+        ("BertForSequenceClassification", "bert", {"num_labels": 2, "problem_type": "regression"}),
+        ("DistilBertForSequenceClassification", "distilbert", {"num_labels": 3}),
+        ("RobertaForSequenceClassification", "roberta", {"num_labels": 3}),
+    ],
+    ids=["softmax", "names", "sigmoid", "one label", "regression", "distilbert", "roberta"],
+)
+def test_labels_as_transformers_gives_them(checkpoint, head, family, changes):
+    directory = checkpoint(head, family, **changes)
+    texts = ["one text", *(text[:100] for text in TEXTS[:5])]
+    pairs = [("a premise of some words", "and what follows"), ("x", "y")]
+    classify, theirs = TextClassifier.from_pretrained(directory), pipeline("text-classification", directory)
+    given = [{"text": first, "text_pair": second} for first, second in pairs]
+    expected = [*theirs(texts, top_k=None), *(theirs(pair, top_k=None) for pair in given)]
+    for mine, other in zip(classify([*texts, *pairs]), expected, strict=True):
+        if changes.get("problem_type") == "regression":
+            other.sort(key=lambda label: label["label"])
+        assert [label.label for label in mine] == [label["label"] for label in other]
+        assert max(abs(a.score - b["score"]) for a, b in zip(mine, other, strict=True)) < 4 * CLOSE
+    assert [len(labels) for labels in classify(texts, top_k=1)] == [1] * len(texts)
+
+
+def test_one_batch_or_many(checkpoint):
+    directory = checkpoint("BertForSequenceClassification")
+    one, many = (TextClassifier.from_pretrained(directory, tokens_per_batch=budget) for budget in (10**6, 1))
+    texts = [text[:80] for text in TEXTS]
+    for a, b in zip(one(texts), many(texts), strict=True):
+        assert all(abs(x.score - y.score) < CLOSE and x.label == y.label for x, y in zip(a, b, strict=True))
+    assert one([]) == []
+
+
+# ---- entities
+
+
+def test_entities_as_transformers_finds_them(checkpoint):
+    directory = checkpoint("BertForTokenClassification", id2label=NER, label2id={n: i for i, n in NER.items()})
+    texts = [text[:120] for text in TEXTS[:12]]
+    theirs = pipeline("token-classification", directory, aggregation_strategy="first")(texts)
+    found = EntityTagger.from_pretrained(directory)(texts)
+    assert sum(map(len, found)) > 50 and len({entity.label for entities in found for entity in entities}) == 3
+    for text, mine, other in zip(texts, found, theirs, strict=True):
+        keys = ("entity_group", "start", "end")
+        assert [(e.label, e.start, e.end) for e in mine] == [tuple(e[key] for key in keys) for e in other]
+        assert all(abs(a.score - b["score"]) < CLOSE for a, b in zip(mine, other, strict=True))
+        assert all(e.text == text[e.start : e.end] for e in mine)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ("B-PER I-PER O B-LOC", [("PER", 0, 2), ("LOC", 3, 4)]),
+        ("B-PER B-PER I-PER", [("PER", 0, 1), ("PER", 1, 3)]),  # B- begins another one
+        ("I-PER I-LOC I-LOC", [("PER", 0, 1), ("LOC", 1, 3)]),  # I- without B-, and another type
+        ("MISC MISC O MISC", [("MISC", 0, 2), ("MISC", 3, 4)]),  # a scheme without prefixes
+        ("O O", []),
+        ("B-A-B I-A-B", [("A-B", 0, 2)]),  # a type with a hyphen
+    ],
+)
+def test_labels_of_words_become_entities(labels, expected):
+    words = [_Word(label, 1.0, place, place + 1) for place, label in enumerate(labels.split())]
+    found = [(kind, group[0].start, group[-1].end) for kind, group in _grouped(words)]
+    assert [entity for entity in found if entity[0] != "O"] == expected
+
+
+def test_words_of_a_byte_level_tokenizer(checkpoint):
+    """Offsets without the space that belongs to a token; a word in pieces has one label."""
+    tag = EntityTagger.from_pretrained(checkpoint("RobertaForTokenClassification", "roberta", num_labels=1))
+    tag.config.extra["id2label"] = {"0": "B-X"}
+    text = "Zürich, unbelievable places"
+    assert [entity.text for entity in tag([text])[0]] == ["Zürich", ",", "unbelievable", "places"]
+
+
+# ---- answers
+
+
+def all_spans(model, tokenizer, question, context, max_length, stride, longest):
+    """Spans by their characters, best first, no answer, the number of windows: transformers' windows, and loops."""
+    windows = tokenizer(
+        question,
+        context,
+        truncation="only_second",
+        max_length=max_length,
+        stride=stride,
+        return_overflowing_tokens=True,
+    )
+    names = [name for name in ("input_ids", "token_type_ids") if name in windows]
+    whole = tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)
+    scores, nothing, place = {}, float("inf"), -1
+    for window in range(len(windows["input_ids"])):
+        with torch.no_grad():
+            output = model(**{name: torch.tensor([windows[name][window]]) for name in names})
+        starts, ends = output.start_logits[0].double(), output.end_logits[0].double()
+        nothing = min(nothing, float(starts[0] + ends[0]))
+        tokens = [token for token, part in enumerate(windows.sequence_ids(window)) if part == 1]
+        ids = [windows["input_ids"][window][token] for token in tokens]
+        place = next(p for p in range(place + 1, len(whole.input_ids)) if whole.input_ids[p : p + len(ids)] == ids)
+        for first, last in itertools.combinations_with_replacement(range(len(ids)), 2):
+            if last < first + longest:
+                span, score = (place + first, place + last), float(starts[tokens[first]] + ends[tokens[last]])
+                scores[span] = max(scores.get(span, -float("inf")), score)
+    total, spans = sum(map(np.exp, scores.values())) + np.exp(nothing), {}
+    for (first, last), score in sorted(scores.items(), key=lambda item: -item[1]):
+        start, end = whole["offset_mapping"][first][0], whole["offset_mapping"][last][1]
+        if context[start:end].strip():  # some tokens of a byte-level tokenizer are spaces
+            spans.setdefault((end - len(context[start:end].lstrip()), end), np.exp(score) / total)
+    return spans, np.exp(nothing) / total, len(windows["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("head", "family"), [("BertForQuestionAnswering", "bert"), ("RobertaForQuestionAnswering", "roberta")]
+)
+@pytest.mark.parametrize("size", [60, 700], ids=["one window", "many"])
+def test_answers_are_the_best_of_all_spans(checkpoint, head, family, size):
+    directory = checkpoint(head, family)
+    question, context = "Which statement is it?", " ".join(TEXTS[:6])[:size]
+    model = getattr(transformers, head).from_pretrained(directory).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    spans, nothing, windows = all_spans(model, tokenizer, question, context, 48, 12, 9)
+    assert (windows > 4) == (size == 700)
+    answer = QuestionAnswerer.from_pretrained(directory, max_length=48, stride=12)
+    (other, found) = answer(["what?", question], ["a b c", context], top_k=20, max_answer_length=9)
+    assert [(a.start, a.end) for a in found.best] == list(spans)[:20] and len(other.best) > 1
+    assert all(abs(a.score - spans[a.start, a.end]) < CLOSE for a in found.best)
+    assert all(a.text == context[a.start : a.end] for a in found.best)
+    assert found.no_answer == pytest.approx(nothing, abs=CLOSE)
+
+
+def test_probabilities_of_all_answers_are_one(checkpoint):
+    answer = QuestionAnswerer.from_pretrained(checkpoint("BertForQuestionAnswering"))
+    (found,) = answer(["what?"], ["the cat sat on the mat"], top_k=10**6, max_answer_length=10**6)
+    assert sum(a.score for a in found.best) + found.no_answer == pytest.approx(1)
+    assert answer([], []) == []
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("head", "predictor", "words"),
+    [
+        ("BertModel", MaskFiller, "is of BertModel; expected BertForMaskedLM or BertForPreTraining"),
+        ("BertForTokenClassification", TextClassifier, "expected BertForSequenceClassification"),  # names are the same
+        ("BertForSequenceClassification", EntityTagger, "expected BertForTokenClassification"),
+        ("BertForMaskedLM", QuestionAnswerer, "expected BertForQuestionAnswering"),
+    ],
+)
+def test_a_model_without_the_head_is_refused(checkpoint, head, predictor, words):
+    with pytest.raises(ValueError, match=words):
+        predictor.from_pretrained(checkpoint(head))
+
+
+def test_parameters_that_are_not_there_are_not_made_up(checkpoint):
+    directory = checkpoint("BertModel")
+    config = json.loads((directory / "config.json").read_text())
+    for architectures in (["BertForQuestionAnswering"], None):
+        (directory / "config.json").write_text(json.dumps({**config, "architectures": architectures}))
+        with pytest.raises(ValueError, match="lacks qa_outputs.bias, qa_outputs.weight.* expected a trained model"):
+            QuestionAnswerer.from_pretrained(directory)
+    assert type(trained_model(directory)).__name__ == "BertModel"  # which says nothing and has no head
+
+
+def test_what_does_not_fit_is_refused(checkpoint, tokenizers):
+    tokenizer = tokenizers["wordpiece"]
+    directory = checkpoint("BertForMaskedLM")
+    fill, model = MaskFiller.from_pretrained(directory), trained_model(directory)
+    with pytest.raises(ValueError, match="expected ids below the vocab_size of the model, 99"):
+        MaskFiller(BertForMaskedLM(TINY), tokenizer)
+    with pytest.raises(TypeError, match="model is a BertForMaskedLM; expected a BertForSequenceClassification"):
+        TextClassifier(model, tokenizer)
+    with pytest.raises(ValueError, match="max_length is 67; expected more than 4 and at most 66"):
+        MaskFiller(model, tokenizer, max_length=67)
+    with pytest.raises(ValueError, match="tokens_per_batch is 0"):
+        MaskFiller(model, tokenizer, tokens_per_batch=0)
+    with pytest.raises(ValueError, match=r"texts\[1\] has no \[MASK\]; expected one to fill"):
+        fill(["a [MASK]", "a mask"])
+    with (
+        pytest.raises(ValueError, match=r"texts\[0\] has no \[MASK\] in its first 66 tokens"),
+        pytest.warns(match="cut"),
+    ):
+        fill(["word " * 100 + "[MASK]"])
+    with pytest.raises(ValueError, match="top_k is 0"):
+        fill(["[MASK]"], top_k=0)
+    for texts in ("[MASK]", [None], [("a", "b")]):
+        with pytest.raises(TypeError, match="expected"):
+            fill(texts)
+
+
+def test_texts_that_cannot_be_used(checkpoint):
+    classify = TextClassifier.from_pretrained(checkpoint("BertForSequenceClassification"))
+    for texts in (["a", ""], [" "]):
+        with pytest.raises(ValueError, match=rf"texts\[{len(texts) - 1}\] has no token; expected text"):
+            classify(texts)
+    for texts in ("text", [("a", "b", "c")], [b"text"]):
+        with pytest.raises(TypeError, match="expected a list of strings, or of pairs of strings"):
+            classify(texts)
+    with pytest.warns(UserWarning, match="1 of 2 texts are longer than 66 tokens: cut there"):
+        labels = classify(["short", "word " * 100])
+    assert len(labels) == 2
+    with pytest.raises(ValueError, match="top_k is 0"):
+        classify(["a"], top_k=0)
+
+
+def test_questions_that_cannot_be_asked(checkpoint):
+    answer = QuestionAnswerer.from_pretrained(checkpoint("BertForQuestionAnswering"))
+    assert (answer.max_length, answer.stride) == (66, 33)
+    with pytest.raises(ValueError, match=r"questions\[0\] has \d+ tokens, which leaves 0 of max_length, 66"):
+        answer(["why " * 70], ["because"])
+    with pytest.raises(ValueError, match="has no token"):
+        answer(["why?"], [" "])
+    with pytest.raises(ValueError, match="contexts"):
+        answer(["why?"], ["a", "b"])
+    with pytest.raises(ValueError, match="max_answer_length is 0"):
+        answer(["why?"], ["a"], max_answer_length=0)
+
+
+# ---- embeddings
+
+
+def test_similarity_is_the_cosine(checkpoint):
+    vectors, others = torch.randn(3, 5), torch.randn(2, 5)
+    others[1] = 0
+    expected = F.cosine_similarity(vectors[:, None], others[None], dim=-1)
+    assert (similarity(vectors, others) - expected).abs().max() < CLOSE
+    assert (similarity(vectors).diagonal() - 1).abs().max() < CLOSE
+    with pytest.raises(ValueError, match=r"vectors has shape \(3, 5\), others \(5,\)"):
+        similarity(vectors, others[0])
+
+
+def test_sentences_of_another_family(checkpoint):
+    """RoBERTa's positions begin after the padding's: 64 tokens are the longest of 66."""
+    directory = checkpoint("RobertaModel", "roberta")
+    encoder = SentenceEncoder.from_pretrained(directory)
+    assert encoder.max_length == 64
+    with pytest.warns(UserWarning, match="1 of 2 texts are longer than 64 tokens"):
+        found = encoder.encode(["a text", "word " * 100])
+    tokenizer, theirs = (
+        transformers.AutoTokenizer.from_pretrained(directory),
+        transformers.RobertaModel.from_pretrained(directory),
+    )
+    for text, vector in zip(["a text", "word " * 100], found, strict=True):
+        with torch.no_grad():
+            hidden = theirs.eval()(**tokenizer(text, truncation=True, max_length=64, return_tensors="pt"))[0][0]
+        assert (F.normalize(hidden.mean(0), dim=0) - vector).abs().max() < CLOSE
+
+
+# ---- attention
+
+
+def test_attention_is_transformers_own(checkpoint):
+    directory = checkpoint("BertModel", attn_implementation="eager")
+    theirs = transformers.BertModel.from_pretrained(directory, attn_implementation="eager").eval()
+    tokenizer, model = get_tokenizer(directory), AutoModel.from_pretrained(directory).train()
+    tokens, weights = attention_of(model, tokenizer, "the cat sat on the mat")
+    with torch.no_grad():
+        expected = torch.cat(
+            theirs(torch.tensor([tokenizer.encode("the cat sat on the mat").ids]), output_attentions=True).attentions
+        )
+    assert (weights - expected).abs().max() < CLOSE and model.training  # as it was, but drawn without dropout
+    assert tokens[0] == "[CLS]" and weights.shape == (2, 4, len(tokens), len(tokens))
+
+
+def test_pictures(tmp_path):
+    tokens = ["[CLS]", "$x$", "Ġa"]
+    weights = torch.rand(2, 4, 3, 3)
+    grids = {(None, None): 8, (1, None): 4, (None, 2): 2}
+    for (layer, head), count in grids.items():
+        figure = attention_figure(weights, tokens, layer=layer, head=head)
+        assert len(figure.axes) == count
+    shown = figure.axes[1].images[0].get_array()  # layer 1, head 2
+    assert np.array_equal(shown, weights[1, 2].numpy())
+    one = attention_figure(weights, tokens, layer=1, head=2)
+    one.savefig(tmp_path / "one.png")
+    assert [label.get_text() for label in one.axes[0].get_yticklabels()] == ["[CLS]", r"\$x\$", "Ġa"]
+    assert np.array_equal(one.axes[0].images[0].get_array(), weights[1, 2].numpy())
+    for changes, words in [
+        ({"layer": 2}, "layer is 2; expected 0 to 1"),
+        ({"head": -1}, "head is -1; expected 0 to 3"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            attention_figure(weights, tokens, **changes)
+    with pytest.raises(ValueError, match=r"weights has shape \(2, 4, 3, 3\); expected .* T = 2"):
+        attention_figure(weights, tokens[:2])
+
+
+def test_a_picture_is_written_whole_or_not_at_all(tmp_path, checkpoint):
+    directory = checkpoint("BertModel")
+    model, tokenizer = AutoModel.from_pretrained(directory), get_tokenizer(directory)
+    path = plot_attention(model, tokenizer, "the cat", tmp_path / "picture")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    before = sorted(tmp_path.iterdir())
+    for text, layer, words in (("", None, "has 2 tokens"), ("word " * 99, None, "at most 66"), ("a", 9, "layer is 9")):
+        with pytest.raises(ValueError, match=words):
+            plot_attention(model, tokenizer, text, tmp_path / "other.png", layer=layer)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_importing_is_light():
+    modules = "fastbert.inference, fastbert.plots, fastbert.export, fastbert.cli"
+    heavy = "transformers triton tokenizers matplotlib sklearn onnx onnxscript onnxruntime rich seqeval".split()
+    code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
