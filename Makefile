@@ -13,7 +13,6 @@ demo: $(VENV)/installed
 
 # Training, beside the same training in pure PyTorch; plots in build/examples. It fails where the two come apart.
 examples: $(VENV)/installed
-	$(BIN)/pip install --quiet scikit-learn matplotlib
 	$(BIN)/python examples/pretrain_mlm.py
 	$(BIN)/python examples/finetune_classifier.py
 

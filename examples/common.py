@@ -1,4 +1,4 @@
-"""What the training examples share: the same training in pure PyTorch beside fastbert's, and the verdict on both.
+"""What the training examples share; most of it is the same training in pure PyTorch beside fastbert's, and the verdict.
 
 The plain run is `fastbert/reference.py` on the padded batch, with no operation of fastbert in it. Dropout is on: its
 masks are made from the key that fastbert's forward draws as well, by `fastbert.random`, in plain PyTorch. Training
@@ -8,6 +8,7 @@ moved by one unit in its last place. Two curves coincide where fastbert stays as
 
 import argparse
 import copy
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,20 +16,29 @@ import torch
 from torch import Tensor, nn
 
 from fastbert import random, reference
+from fastbert.training import AMPTrainer, linear_schedule, parameter_groups
 
 FACTOR = 3  # of the nudged run's distance: that of the accuracy rule for gradients (fastbert/testing.py)
 ROUNDINGS = 4  # of the loss itself: early on nudged often has the very same number
 
 
 def options(doc: str, **more: int) -> argparse.Namespace:
-    """--steps and --output, which is made, and other numbers of steps."""
+    """--steps and --output, which is made, and other numbers."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     for name, default in {"steps": 300, **more}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--output", type=Path, default=Path("build/examples"))
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     return args
+
+
+def fit(model: nn.Module, loader, steps: int, lr: float) -> None:
+    """Trains as most people do. What it draws, loader and dropout, depends on the seeds alone."""
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr=lr))
+    schedule = linear_schedule(optimizer, steps // 10, steps)
+    with tempfile.TemporaryDirectory() as checkpoints:  # none of these runs is long enough to keep them
+        AMPTrainer(model, optimizer, schedule, output_dir=checkpoints).train(loader, max_steps=steps)
 
 
 class PlainBert(nn.Module):
@@ -69,8 +79,8 @@ def dropout_masks(config, key: Tensor, visible: Tensor) -> dict[int, Tensor]:
 class Run:
     """A model in training: its optimizer, its losses, its seconds. The model gives the loss of a batch."""
 
-    def __init__(self, name: str, model: nn.Module, loss, steps: int, lr: float) -> None:
-        self.name, self.model, self.loss = name, model.train(), loss
+    def __init__(self, name: str, model: nn.Module, loss, steps: int, lr: float, seed: int = 0) -> None:
+        self.name, self.model, self.loss, self.seed = name, model.train(), loss, seed
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
         warm = max(1, steps // 10)
         schedule = lambda step: min((step + 1) / warm, (steps - step) / (steps - warm + 1))  # noqa: E731
@@ -79,7 +89,7 @@ class Run:
 
     def step(self, batch: dict) -> None:
         start = time.perf_counter()
-        torch.manual_seed(len(self.losses))  # decides all dropout of this step
+        torch.manual_seed(self.seed + len(self.losses))  # decides all dropout of this step
         loss = self.loss(batch)
         self.optimizer.zero_grad()
         loss.backward()
@@ -111,13 +121,13 @@ def three_runs(model: nn.Module, plain: nn.Module, steps: int, lr: float) -> lis
 
 
 def train(runs: list[Run], batches, steps: int) -> None:
-    """The same batches for all runs, step by step, with a progress bar."""
+    """The same batches for all runs, step by step, whose turn is first alternates; with a progress bar."""
     from rich.progress import Progress
 
     with Progress(*Progress.get_default_columns(), "loss {task.fields[loss]:.3f}") as bar:
         task = bar.add_task("training, each in turn", total=steps, loss=0.0)
-        for _, batch in zip(range(steps), batches, strict=False):
-            for run in runs:
+        for step, batch in zip(range(steps), batches, strict=False):
+            for run in runs[:: -1 if step % 2 else 1]:
                 run.step(batch)
             bar.update(task, advance=1, loss=runs[0].losses[-1])
 

@@ -1,38 +1,68 @@
-"""The training examples, a short run of each: they train, they draw, and they notice curves that come apart."""
+"""The training examples, a short run of each: they train, they draw, and they notice what they are there to notice."""
 
+import copy
 import importlib
+import json
+import math
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from models import minilm
+from models import TINY, minilm
 
 import fastbert
+from fastbert.data import PackingCollator, create_mlm_dataloader, get_tokenizer
+from fastbert.sentences import python_documentation
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.fixture
-def example(tmp_path, monkeypatch, capsys):
-    """Runs an example for so many steps: its status, and what it prints."""
+def examples(monkeypatch):
+    """They can be imported, and run as people run them."""
     for package in ("matplotlib", "sklearn"):
         pytest.importorskip(package)
     monkeypatch.syspath_prepend(EXAMPLES)
     torch.use_deterministic_algorithms(False)  # as people run it: memory is not filled
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # steps this small mostly wait for the other thread
+    yield
+    torch.set_num_threads(threads)
 
-    def run(name, steps):
-        arguments = ["--steps", str(steps), "--output", str(tmp_path)]
-        arguments += ["--alone", "0"] if name == "pretrain_mlm" else []
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
-        status = importlib.import_module(name).main()
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+@pytest.fixture
+def run(examples, monkeypatch, capsys):
+    """Runs an example with arguments, on every so manieth passage: its status, and what it prints."""
+
+    def run(name, *arguments, every=1):
+        example = importlib.import_module(name)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        monkeypatch.setattr(example, "python_documentation", lambda size: python_documentation(size)[::every])
+        status = example.main()
         return status, capsys.readouterr().out
 
-    yield run
-    torch.set_num_threads(threads)
+    return run
+
+
+@pytest.fixture
+def example(run, tmp_path):
+    """Runs one that draws two curves for so many steps."""
+
+    def steps(name, steps):
+        alone = ["--alone", "0"] if name == "pretrain_mlm" else []
+        result = run(name, "--steps", steps, "--output", tmp_path, *alone)
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        return result
+
+    return steps
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short(path):
+    """But for what several share."""
+    assert path.stem == "common" or len(path.read_text().splitlines()) < 120
 
 
 @pytest.mark.parametrize("name", ["pretrain_mlm", pytest.param("finetune_classifier", marks=pytest.mark.slow)])
@@ -63,3 +93,95 @@ def test_a_gradient_that_is_wrong_is_noticed(example, monkeypatch):
     monkeypatch.setattr(fastbert.ops, "dense_gelu", wrong)
     status, output = example("pretrain_mlm", 5)
     assert status == 1 and "DO NOT COINCIDE" in output
+
+
+# ---- distill
+
+
+def test_distillation_in_a_few_steps(run, tmp_path):
+    steps = ["--layers", 1, "--steps", 2, "--teacher-steps", 2]
+    status, output = run("distill", *steps, "--output", tmp_path, every=10)
+    student = fastbert.BertForMaskedLM.from_pretrained(tmp_path / "distilled")
+    assert student.config.num_hidden_layers == 1
+    assert get_tokenizer(tmp_path / "distilled").get_vocab_size() == student.config.vocab_size
+    assert all(name in output for name in ("teacher", "distilled", "the same start", "from scratch"))
+    assert status == (0 if "the best student: distilled" in output else 1)
+
+
+def test_the_student_begins_as_every_other_layer(examples):
+    distill = importlib.import_module("distill")
+    teacher = fastbert.BertForMaskedLM(TINY.changed(num_hidden_layers=4))
+    theirs, ours = fastbert.hf.state_dict(teacher), fastbert.hf.state_dict(distill.half_of(teacher))
+    assert "bert.encoder.layer.1.output.dense.weight" in ours and not any("layer.2." in name for name in ours)
+    for name, parameter in ours.items():
+        assert torch.equal(parameter, theirs[name.replace("layer.1.", "layer.2.")])
+
+
+def test_a_perfect_student_has_the_masked_lm_loss_alone(examples):
+    """Nothing is left of the other two; and no gradient reaches the teacher."""
+    distill = importlib.import_module("distill")
+    teacher = fastbert.BertForMaskedLM(TINY)
+    distillation = distill.Distillation(copy.deepcopy(teacher), teacher).train()
+    assert distillation.student.training and not teacher.training
+    batch = PackingCollator(mlm_probability=0.3, mask_token_id=4, vocab_size=99, special_ids=[], seed=0)(
+        [{"input_ids": list(range(5, 25))}, {"input_ids": list(range(40, 47))}]
+    )
+    distillation.eval()
+    loss = distillation(**batch).loss
+    loss.backward()
+    assert (loss - distill.HARD * teacher(**batch).loss).abs() < 1e-5
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert all(parameter.grad is not None for parameter in distillation.student.parameters())
+
+
+# ---- pretrain_bert
+
+
+def test_pretraining_in_a_few_steps(run, tmp_path):
+    """Too few to beat the frequencies: it says so."""
+    status, output = run("pretrain_bert", "--steps", 2, "--output", tmp_path, every=10)
+    assert status == 1 and "NOT the" in output and "next sentences" in output
+    fastbert.BertForPreTraining.from_pretrained(tmp_path / "pretrained_bert")
+
+
+def test_loss_by_frequency(examples):
+    """The same sum, token by token."""
+    pretrain = importlib.import_module("pretrain_bert")
+    training, held_out = ([text for _, text in python_documentation()[part]] for part in (slice(9), slice(9, 12)))
+    tokenizer = get_tokenizer(minilm())
+    batches = list(create_mlm_dataloader(held_out, tokenizer, max_tokens=512))
+    counts = Counter(i for text in training for i in tokenizer.encode(text, add_special_tokens=False).ids)
+    total = counts.total() + tokenizer.get_vocab_size()
+    labels = [label for batch in batches for label in batch["labels"].tolist() if label != -100]
+    expected = -sum(math.log((counts[label] + 1) / total) for label in labels) / len(labels)
+    assert abs(pretrain.loss_by_frequency(training, tokenizer, batches) - expected) < 1e-5
+
+
+def test_held_out_paragraphs_are_in_no_training_document(examples):
+    training, held_out = importlib.import_module("pretrain_bert").documents()
+    everything = [text for _, text in python_documentation(120)]
+    assert sorted(text for part in (*training, *held_out) for text in part) == sorted(everything)
+
+
+# ---- compare_training
+
+
+def test_comparison_in_one_step(run, tmp_path):
+    minilm()
+    status, output = run("compare_training", "--steps", 1, "--seeds", 2, "--json", tmp_path / "found.json", every=12)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [result["seed"] for result in found["seeds"]] == [0, 1]
+    assert status == (0 if found["apart"] <= found["spread"] else 1) and ("they agree" in output) == (status == 0)
+    for result in found["seeds"]:
+        # One step from the same weights on the same batch: the losses differ by dropout alone.
+        assert abs(result["fastbert"]["last_loss"] - result["transformers"]["last_loss"]) < 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["distill", "pretrain_bert", "compare_training"])
+def test_full_size(run, tmp_path, name):
+    """It proves what it claims: its exit status says so."""
+    if name == "compare_training":
+        minilm()
+    status, output = run(name, *(() if name == "compare_training" else ("--output", tmp_path)))
+    assert status == 0, output
