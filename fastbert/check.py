@@ -156,6 +156,8 @@ class _Subject(NamedTuple):
     @classmethod
     def read(cls, directory: Path, device: str) -> "_Subject":
         config = BertConfig.from_pretrained(directory)
+        if config.model_type != "bert":
+            raise ValueError(f"{directory}: model_type is {config.model_type!r}; expected 'bert'")
         names = config.extra.get("architectures") or ()
         name = next((name for name in names if _is_head(getattr(fastbert, name, None))), "BertModel")
         pooled = any(key.startswith("pooler.") for key in checkpoint.to_ours(checkpoint.read(directory)))

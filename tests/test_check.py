@@ -11,10 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import fastbert
 from fastbert import check, cli
 from fastbert.check import DEFAULT
+from fastbert.families import BY_MODEL_TYPE
 
 WORDS = "the cat sat on a mat while it rained and nobody came to see what had become of him".split()
 TEXTS = ["the cat sat", "nobody came to see what had become of the cat", "it rained", "a mat and a cat on him"]
-HEADS = [name for name in fastbert.__all__ if name.startswith("BertFor") and not name.endswith("Output")]
+HEADS = [f"Bert{kind}" for kind in BY_MODEL_TYPE["bert"].heads]
 
 
 def tokenizer():
@@ -178,3 +179,9 @@ def test_files_that_do_not_fit_are_refused(checkpoint, capsys):
     assert command(directory)[0] == 2 and "lacks cls.predictions" in capsys.readouterr().err
     (directory / "tokenizer.json").write_text("{")
     assert command(directory)[0] == 2 and "cannot be read" in capsys.readouterr().err
+
+
+def test_another_family_is_refused(tmp_path, capsys):
+    fastbert.BertModel(TINY.changed(model_type="roberta", pad_token_id=1)).save_pretrained(tmp_path)
+    assert cli.main(["check", "--model", str(tmp_path)]) == 2
+    assert "model_type is 'roberta'; expected 'bert'" in capsys.readouterr().err

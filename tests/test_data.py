@@ -49,7 +49,7 @@ def share(hits, total, probability):
 
 
 def test_a_packed_batch():
-    batch = PackingCollator()(
+    batch = PackingCollator(return_position_ids=True)(
         [{"input_ids": [1, 5, 2], "token_type_ids": [0, 0, 1]}, {"input_ids": [1, 2], "token_type_ids": [0, 1]}]
     )
     expected = {
@@ -61,7 +61,15 @@ def test_a_packed_batch():
     assert batch.pop("max_seqlen") == 3 and batch.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(batch[name], tensor) and batch[name].dtype == tensor.dtype, name
-    assert "position_ids" not in PackingCollator(return_position_ids=False)([{"input_ids": [1, 2]}])
+    assert "position_ids" not in PackingCollator()([{"input_ids": [1, 2]}])  # RoBERTa counts from elsewhere
+
+
+def test_a_packed_batch_of_roberta_has_the_right_positions():
+    model = fastbert.BertModel(CONFIG.changed(model_type="roberta", pad_token_id=0)).eval()
+    batch = PackingCollator()(examples([7, 2, 12]))
+    ids = padded(batch, "input_ids")
+    mask = ids != 0
+    assert torch.equal(model(**batch)[0], model(ids, mask, padded(batch, "token_type_ids"))[0][mask])
 
 
 def test_a_packed_batch_computes_what_a_padded_one_computes():

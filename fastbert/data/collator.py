@@ -17,7 +17,8 @@ from fastbert.ops.padding import ends_of
 IGNORED = -100  # the label of what has none
 _OF_TOKENS = ("input_ids", "token_type_ids", "attention_mask", "special_tokens_mask")
 _LABELS = ("labels", "label", "label_ids")  # what data sets call them
-_OF_SEQUENCES = ("next_sentence_label", "start_positions", "end_positions")  # more labels of whole examples
+# More labels of whole examples:
+_OF_SEQUENCES = ("next_sentence_label", "sentence_order_label", "start_positions", "end_positions")
 
 
 class PackingCollator:
@@ -28,10 +29,11 @@ class PackingCollator:
     a float for the example, ints for each token, or floats for several classes at once. Other entries are left out. The
     batch holds
 
-    - input_ids, position_ids and, if the examples have them, token_type_ids: (T,) int64
+    - input_ids and, if the examples have them, token_type_ids: (T,) int64
     - cu_seqlens: (B + 1,) int32, and max_seqlen: an int
+    - position_ids: (T,) int64, with return_position_ids only; without, the model counts by itself
     - labels: (B,) int64 or float32, (T,) int64, or (B, classes) float32
-    - next_sentence_label, start_positions, end_positions: (B,) int64, if the examples have them
+    - next_sentence_label, sentence_order_label, start_positions, end_positions: (B,) int64, if the examples have them
     - labelled_rows: (L,) int64, with masking only: the rows that have a label
 
     With packed=False it is the same batch padded: what is (T,) above is (B, S) with attention_mask, (B, S) int64;
@@ -56,7 +58,7 @@ class PackingCollator:
         max_length: int | None = None,
         packed: bool = True,
         pad_token_id: int | None = None,
-        return_position_ids: bool = True,
+        return_position_ids: bool = False,
         seed: int | None = None,
     ) -> None:
         """tokenizer: from `transformers` or `tokenizers`, asked for mask_token_id, vocab_size, special_ids and
@@ -65,9 +67,10 @@ class PackingCollator:
         whole_words: a word is what has one number in an example's word_ids (-1 or None at special tokens); without
         them, where the tokenizer is a WordPiece, a token and the `##` tokens after it. max_tokens, max_length: of a
         batch and of an example (a model's max_position_embeddings), padding not counted; what is longer raises
-        ValueError in a call. return_position_ids: in packed batches. seed: None draws from torch's generator of the
-        process: `torch.manual_seed` decides, and in the workers of a DataLoader, which seed theirs from it, the number
-        of workers too. With a seed, masks depend on it, the epoch (`set_epoch`) and the tokens of the batch alone: the
+        ValueError in a call. return_position_ids: in packed batches, the place in the sequence, from 0, which is not
+        what RoBERTa, XLM-RoBERTa and CamemBERT want. seed: None draws from torch's generator of the process:
+        `torch.manual_seed` decides, and in the workers of a DataLoader, which seed theirs from it, the number of
+        workers too. With a seed, masks depend on it, the epoch (`set_epoch`) and the tokens of the batch alone: the
         same with any number of workers, packed or padded, and after a restart in the middle of an epoch.
         Raises ValueError for values that make no sense.
         """
