@@ -133,17 +133,33 @@ def verifier(found: Field, setup: Setup, spec: Spec, device: str) -> harness.Ver
     )
 
 
-def report(spec: Spec, setup: Setup, how: How) -> harness.Report:
-    """Everybody on one case, measured or, without rounds, verified."""
-    people, subject = contenders.of(spec.part, how.names, how.slow), setup.subject_to_time()
-    found = to_time = gather(people, setup.exact, setup.batch, spec, how.device)
+def start(found: Field, setup: Setup, people: list[Contender], spec: Spec, device: str) -> dict[str, harness.Call]:
+    """The calls to time, of those who take part. Who fails here is moved to the others."""
+    subject, ways, calls = setup.subject_to_time(), found, {}
     if subject is not setup.exact:
-        to_time = gather(people, subject, setup.batch, spec, how.device)
+        ways = gather([c for c in people if c.name in found.ways], subject, setup.batch, spec, device)
+        found.others += ways.others
+    for name, way in ways.ways.items():
+        try:
+            calls[name] = setup.start(way, subject.inputs, spec.backward)
+        except Exception as error:
+            found.others.append(harness.Row(name, problem=harness.failure(error)))
+    return calls
+
+
+def report(spec: Spec, setup: Setup, how: How) -> harness.Report:
+    """Everybody on one case, measured or, without rounds, verified. Raises RuntimeError without a baseline."""
+    people, baseline = contenders.of(spec.part, how.names, how.slow), contenders.baseline(spec.part).name
+    found = gather(people, setup.exact, setup.batch, spec, how.device)
+    calls = start(found, setup, people, spec, how.device)
+    for row in found.others:
+        if row.name == baseline:
+            raise RuntimeError(f"{baseline}: {row.problem or row.absent}")
     width = {"width": setup.batch.mask.shape[1]} if spec.lengths == "text" else {}
     return harness.measure(
-        {name: setup.start(to_time.ways[name], subject.inputs, spec.backward) for name in found.ways},
+        calls,
         verify=verifier(found, setup, spec, how.device),
-        baseline=contenders.baseline(spec.part).name,
+        baseline=baseline,
         work=setup.work() if how.rounds else Work(setup.batch.tokens),
         case=spec.facts() | width | setup.facts,
         bounds=setup.bounds,
@@ -165,7 +181,4 @@ def alone(spec: Spec, setup: Setup, who: str, device: str) -> tuple[harness.Call
     if who not in found.ways:
         return None, "repeats another contender"
     testing.assert_rows(verifier(found, setup, spec, device)(who))
-    subject = setup.subject_to_time()
-    if subject is not setup.exact:
-        found = gather([contender for contender in people if contender.name == who], subject, setup.batch, spec, device)
-    return setup.start(found.ways[who], subject.inputs, spec.backward), ""
+    return start(found, setup, people, spec, device)[who], ""

@@ -106,14 +106,14 @@ class Report:
 
     def table(self) -> str:
         title = "  ".join(f"{name} {value}" for name, value in self.case.items())
-        heading = f"{'':28} {'median ms':>10} {'p20':>10} {'p80':>10} {'speedup':>8} {'tokens/s':>10}"
+        heading = f"{'':36} {'median ms':>10} {'p20':>10} {'p80':>10} {'speedup':>8} {'tokens/s':>10}"
         heading += f" {'GB/s':>7} {'TFLOP/s':>8} {'% floor':>7} {'% lib':>7} {'peak MB':>8}  ran on"
         absent = [f"{row.name} ({row.absent})" for row in self.rows if row.absent]
         last = [f"  not run: {'; '.join(absent)}"] if absent else []
         return "\n".join([title, heading, *(self._line(row) for row in self.rows if not row.absent), *last])
 
     def _line(self, row: Row) -> str:
-        name = f"  {f'({row.name})' if row.bound else row.name:26}"
+        name = f"  {f'({row.name})' if row.bound else row.name:34}"
         if row.problem:
             return f"{name} NOT TIMED: {row.problem}"
         if not row.seconds:
@@ -214,7 +214,7 @@ def measure(
     timer = timer or (cuda_timer(device) if device == "cuda" else host_timer())
     sample = (0.0 if device == "cuda" else 0.01) if sample is None else sample
     pause = (0.0 if device == "cuda" else 0.01) if pause is None else pause
-    rows = [_examine(name, call, verify, device) for name, call in contenders.items()]
+    rows = [_examine(name, call, verify, device, bool(rounds)) for name, call in contenders.items()]
     rows += [Row(name, bound=True) for name in (bounds or {}) if rounds]
     calls = {**contenders, **(bounds or {})}
     timed = [row for row in rows if not row.problem]
@@ -230,8 +230,8 @@ def measure(
     return Report(dict(case), work, baseline, [*rows, *others])
 
 
-def _examine(name: str, call: Call, verify: Verify, device: str) -> Row:
-    """Verifies a contender and runs it once, to warm it up and to see what it takes."""
+def _examine(name: str, call: Call, verify: Verify, device: str, is_timed: bool) -> Row:
+    """Verifies a contender and runs it, to warm it up, to see which kernels it takes and, once warm, what memory."""
     row = Row(name)
     try:
         row.accuracy = verify(name)
@@ -240,8 +240,9 @@ def _examine(name: str, call: Call, verify: Verify, device: str) -> Row:
             row.problem = f"wrong: {'; '.join(wrong)}" if wrong else "nothing was verified"
             return row
         before = Counter(backends.calls())
-        row.peak_bytes = peak_bytes(call, device)
+        call()
         row.ran = dict((Counter(backends.calls()) - before).keys())
+        row.peak_bytes = peak_bytes(call, device) if is_timed else None
     except Exception as error:  # whatever a contender raises is its result
         row.problem = failure(error)
         row.accuracy = []
@@ -395,7 +396,9 @@ def cuda_timer(device: str = "cuda") -> Timer:
 
 
 def write(path: Path, reports: Iterable[Report], environment: Mapping[str, object] | None = None) -> None:
-    """One JSON file: where and with what it was measured, then the reports."""
+    """One JSON file: where and with what it was measured, then the reports. The old one is there until it is whole."""
     content = {**(environment or provenance.environment()), "reports": [report.to_dict() for report in reports]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    whole = path.with_suffix(".writing")
+    whole.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    whole.replace(path)

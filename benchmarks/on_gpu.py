@@ -93,7 +93,7 @@ def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[P
         Part("encoder", [*bench, "--groups", "encoder"], 40, 150, told=True),
         Part("ops", [*bench, "--groups", "ops"], 40, 90, told=True),
         Part("mlm", [*bench, "--groups", "mlm"], 40, 70, told=True),
-        Part("compiled", [*bench, "--name", "compiled", "--compile", *COMPILED], 60, 150, gpu=True, told=True),
+        Part("compiled", [*bench, "--name", "compiled", *COMPILED], 60, 150, gpu=True, told=True),
         Part("hf", [*bench, "--groups", "hf"], 40, 70, told=True),
         Part("growth", [*bench, "--groups", "growth"], 40, 120, told=True),
     ]

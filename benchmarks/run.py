@@ -27,9 +27,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--groups", nargs="+", choices=selection.GROUPS, default=selection.DEFAULT)
     add("--parts", nargs="+", metavar="PART", help="of the groups: model, encoder, 'masked LM', attention, ...")
-    add("--models", nargs="+", choices=sizes.MODELS, help="with any of the next five: everything with everything")
+    add("--models", nargs="+", choices=sizes.MODELS, help="with any of the next four: everything with everything")
     add("--shapes", nargs="+", metavar="BxS", help="batch x sequence length, as in 8x128")
-    add("--layers", type=int, help="of the models")
+    add("--layers", type=_positive, help="of the models")
     add("--lengths", nargs="+", choices=lengths.DISTRIBUTIONS)
     add("--directions", nargs="+", choices=DIRECTIONS)
     add("--dtypes", nargs="+", choices=cases.DTYPES, help="default: what the device is good for")
@@ -38,7 +38,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--contenders", nargs="+", choices=contenders.NAMES, metavar="NAME", help="only these, beside PyTorch's own")
     add("--compile", action="store_true", help="also contenders that take minutes to make: torch.compile")
     add("--minutes", type=float, default=math.inf, help="no case begins after that; what is left out is named")
-    add("--rounds", type=int, help="at most; default: 5 for small sizes, 20")
+    add("--rounds", type=_positive, help="at most; default: 5 for small sizes, 20")
     add("--verify-only", action="store_true", help="accuracy of every contender, no times, no files")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, help="folder of the JSON files; default benchmarks/results/<device>")
@@ -52,6 +52,12 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def _positive(word: str) -> int:
+    if not word.isdecimal() or not int(word):
+        raise argparse.ArgumentTypeError(f"{word!r} is no number above 0")
+    return int(word)
 
 
 @dataclass

@@ -91,13 +91,25 @@ def dtypes(device: str) -> list[str]:
 def specs(options: argparse.Namespace) -> list[tuple[str, Spec]]:
     """(group, case) in the order in which they run: all groups in one type before the next.
 
-    Raises ValueError for a part that none of the groups has, and for what is no shape.
+    Raises ValueError for a part that none of the groups has, for what is no shape, for options that go with nothing
+    that is measured, and where no case is left.
     """
     if unknown := set(options.parts or ()) - {part for group in options.groups for part in GROUPS[group].PARTS}:
         raise ValueError(f"no part {', '.join(sorted(unknown))} in the groups {', '.join(options.groups)}")
+    _check(options)
     wanted = options.dtypes or dtypes(options.device)
     found = [(group, spec) for group in options.groups for spec in _of_group(group, options, wanted)]
+    if not found:
+        raise ValueError(f"no case of the groups {', '.join(options.groups)} is left by the other options")
     return sorted(found, key=lambda item: [*wanted, item[1].dtype].index(item[1].dtype))
+
+
+def _check(options: argparse.Namespace) -> None:
+    named = [name for name in ("shapes", "models", "layers") if getattr(options, name)]
+    if named and options.size != "full":
+        raise ValueError(f"--{named[0]} goes with --size full; {options.size} is one small shape")
+    if "growth" in options.groups and (named or options.lengths):
+        raise ValueError(f"--{[*named, 'lengths'][0]} does not go with the group growth, which has sizes of its own")
 
 
 def _of_group(group: str, options: argparse.Namespace, dtypes: list[str]) -> Iterator[Spec]:

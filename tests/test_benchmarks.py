@@ -152,9 +152,9 @@ def test_medians_percentiles_and_ratios_by_hand():
     """The machine is ten times slower in the third round: the ratio of that round, and so the median, do not care."""
     clock = Clock()
     base, ours = (2.0, 4.0, 40.0, 6.0, 8.0), (1.0, 1.0, 10.0, 3.0, 2.0)  # ratios 2, 4, 4, 2, 4
-    contenders = {  # a warm-up and a calibration come first
-        "base": clock.contender("base", 9.0, 9.0, *base),
-        "ours": clock.contender("ours", 9.0, 9.0, *ours),
+    contenders = {  # a warm-up, a look at the memory and a calibration come first
+        "base": clock.contender("base", 9.0, 9.0, 9.0, *base),
+        "ours": clock.contender("ours", 9.0, 9.0, 9.0, *ours),
     }
     report = measure(clock, contenders, work=Work(tokens=100, flops=6e12, bytes=3e9, floor=0.5))
     row = report.row("ours")
@@ -172,7 +172,7 @@ def test_short_calls_are_repeated():
     report = measure(clock, contenders, sample=0.0095)
     assert (report.row("base").repeats, report.row("long").repeats) == (10, 1)
     assert report.row("base").median == pytest.approx(0.001)
-    assert clock.order.count("base") == 2 + 5 * 10
+    assert clock.order.count("base") == 3 + 5 * 10
 
 
 def test_bounds_are_timed_but_no_contenders():
@@ -671,6 +671,11 @@ def test_growth():
         (["--shapes", "8by128"], "'8by128' is no shape"),
         (["--contenders", "TensorRT"], "invalid choice: 'TensorRT'"),
         (["--lengths", "most"], "invalid choice: 'most'"),
+        (["--layers", "0"], "'0' is no number above 0"),
+        (["--rounds", "ten"], "'ten' is no number above 0"),
+        (["--quick", "--shapes", "8x128"], "--shapes goes with --size full; quick is one small shape"),
+        (["--groups", "growth", "--lengths", "half"], "--lengths does not go with the group growth"),
+        (["--groups", "ops", "--directions", "step"], "no case of the groups ops is left"),
     ],
 )
 def test_wrong_options_are_refused(words, message, capsys):

@@ -34,7 +34,7 @@ def examples(monkeypatch):
 
 @pytest.fixture
 def run(examples, monkeypatch, capsys):
-    """Runs an example with arguments, on every so manieth passage: its status, and what it prints."""
+    """Runs an example with arguments, on one passage in `every`: its status, and what it prints."""
 
     def run(name, *arguments, every=1):
         example = importlib.import_module(name)

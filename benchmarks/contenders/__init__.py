@@ -65,8 +65,7 @@ def baseline(part: str) -> Contender:
 
 def of(part: str, names: list[str] | None = None, slow: bool = False) -> list[Contender]:
     """Those of one part, the baseline first. names: only these, beside PyTorch's own, by which all are judged; None
-    for all, but those slow to make only with `slow`."""
+    for all but those slow to make. slow: those as well."""
     found = [c for c in ALL if part in c.parts]
-    if names is not None:
-        return [c for c in found if c.yardstick or c.name in names]
-    return [c for c in found if slow or not c.slow_to_make]
+    wanted = [c.name for c in found if not c.slow_to_make] if names is None else names
+    return [c for c in found if c.yardstick or c.name in wanted or (slow and c.slow_to_make)]

@@ -1,0 +1,236 @@
+"""The command: what it prints for people and for machines, and what a user can mend, in one line with status 2."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from models import TINY, minilm
+
+import fastbert
+from fastbert import cli
+from fastbert.config import PRESETS
+from fastbert.data import get_tokenizer, save_tokenizer
+from fastbert.inference import EntityTagger, MaskFiller, QuestionAnswerer, TextClassifier
+from fastbert.sentences import SentenceEncoder
+
+HEADS = ["BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification", "BertForQuestionAnswering"]
+SMALL = TINY.changed(vocab_size=30522, max_position_embeddings=64, num_hidden_layers=2)
+NAMES = {"id2label": {"0": "O", "1": "B-PER", "2": "I-PER"}, "num_labels": 3}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A small checkpoint of each head, with the tokenizer of all-MiniLM-L6-v2."""
+    torch.manual_seed(0)
+    folder, tokenizer = tmp_path_factory.mktemp("models"), get_tokenizer(minilm())
+    for name in ("BertModel", *HEADS):
+        changes = NAMES if name == "BertForTokenClassification" else {}
+        model = getattr(fastbert, name)(SMALL.changed(**changes))
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(folder / name)
+        save_tokenizer(tokenizer, folder / name)
+    return folder
+
+
+def run(capsys, *arguments):
+    status = cli.main([str(argument) for argument in arguments])
+    return status, capsys.readouterr()
+
+
+def json_of(capsys, *arguments):
+    status, output = run(capsys, *arguments, "--json")
+    assert status == 0
+    return json.loads(output.out)
+
+
+# ---- predictions
+
+
+def test_fill_mask(models, capsys):
+    directory, text = models / "BertForMaskedLM", "The [MASK] sat on the [MASK]."
+    expected = MaskFiller.from_pretrained(directory)([text], top_k=2)[0]
+    (found,) = json_of(capsys, "fill-mask", text, "--model", directory, "--top", 2)
+    assert found["text"] == text
+    assert found["masks"] == [[vars(fill) for fill in fills] for fills in expected]
+    status, output = run(capsys, "fill-mask", text, "--model", directory, "--top", 2)
+    assert status == 0 and output.out.startswith(text) and not output.err
+    assert all(fill.text in output.out and f"{fill.score:.4f}" in output.out for fills in expected for fill in fills)
+
+
+def test_classify(models, capsys, tmp_path):
+    directory = models / "BertForSequenceClassification"
+    (tmp_path / "texts").write_text("one\n\nanother\n")
+    expected = TextClassifier.from_pretrained(directory)(["one", "another"])
+    found = json_of(capsys, "classify", "--text", tmp_path / "texts", "--model", directory)
+    assert [entry["text"] for entry in found] == ["one", "another"]
+    assert [entry["labels"] for entry in found] == [[vars(label) for label in labels] for labels in expected]
+    status, output = run(capsys, "classify", "one", "--model", directory, "--top", 1)
+    assert output.out == f"one\n  {expected[0][0].score:.4f}  {expected[0][0].label}\n"
+
+
+def test_tag(models, capsys):
+    directory, text = models / "BertForTokenClassification", "Ada Lovelace and Charles Babbage met in London."
+    expected = EntityTagger.from_pretrained(directory)([text])[0]
+    (found,) = json_of(capsys, "tag", text, "--model", directory)
+    assert expected and found == {"text": text, "entities": [vars(entity) for entity in expected]}
+    status, output = run(capsys, "tag", text, "--model", directory)
+    assert output.out.count("\n") == 1 + len(expected) and f"PER      {expected[0].text}" in output.out
+
+
+def test_answer(models, capsys, tmp_path):
+    directory, context = models / "BertForQuestionAnswering", "The cat sat on the mat.\nIt rained all day. " * 30
+    (tmp_path / "context").write_text(context)
+    arguments = ["answer", "where?", "--context", tmp_path / "context", "--model", directory, "--top", 3]
+    found = json_of(capsys, *arguments, "--max-answer-length", 4)
+    expected = QuestionAnswerer.from_pretrained(directory)(["where?"], [context], top_k=3, max_answer_length=4)[0]
+    assert found["answers"] == [vars(answer) for answer in expected.best] and found["no_answer"] == expected.no_answer
+    status, output = run(capsys, *arguments)
+    assert status == 0 and output.out.endswith("(no answer)\n")
+
+
+def test_similarity(capsys):
+    texts = ["The cat sits outside", "A cat is in the garden", "He drove to the stadium."]
+    found = json_of(capsys, "similarity", *texts, "--model", minilm())["similarity"]
+    vectors = SentenceEncoder.from_pretrained(minilm()).encode(texts)
+    assert (torch.tensor(found) - vectors @ vectors.T).abs().max() < 1e-6
+    status, output = run(capsys, "similarity", *texts, "--model", minilm())
+    assert status == 0 and output.out.splitlines()[1].split()[0] == f"{found[1][0]:.4f}" and texts[2] in output.out
+
+
+def test_half_precision(models, capsys):
+    directory = models / "BertForSequenceClassification"
+    scores = [json_of(capsys, "classify", "one", "--model", directory, "--dtype", dtype)[0]["labels"][0]["score"]
+              for dtype in ("float32", "bfloat16")]  # fmt: skip
+    assert 0 < abs(scores[0] - scores[1]) < 0.02
+
+
+# ---- tools
+
+
+def test_plot_attention(models, capsys, tmp_path):
+    path = tmp_path / "attention.png"
+    status, output = run(capsys, "plot-attention", "the cat", "--model", models / "BertForMaskedLM", "--output", path)
+    assert status == 0 and output.out == f"{path}\n" and path.read_bytes().startswith(b"\x89PNG")
+    arguments = ("plot-attention", "the cat", "--model", minilm(), "--output", path, "--layer", 1, "--head", 2)
+    whole = path.read_bytes()
+    assert run(capsys, *arguments)[0] == 0 and path.read_bytes() != whole
+
+
+def test_export(models, capsys, tmp_path):
+    path = tmp_path / "model.pt2"
+    directory = models / "BertForSequenceClassification"
+    status, output = run(capsys, "export", "--model", directory, "--format", "torch-export", "--output", path)
+    assert status == 0 and output.out.endswith("input_ids, attention_mask, token_type_ids -> logits, float32\n")
+    ids = torch.tensor([[101, 5, 102]])
+    model = fastbert.BertForSequenceClassification.from_pretrained(directory)
+    found = torch.export.load(path).module()(input_ids=ids, attention_mask=ids * 0 + 1, token_type_ids=ids * 0)
+    assert (found["logits"] - model(ids).logits).abs().max() < 1e-5
+
+
+# As the files on the Hub have them, without heads.
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("bert-base-uncased (110M)", 109_482_240),
+        ("bert-large-uncased", 335_141_888),
+        ("roberta-base", 124_645_632),
+        ("distilbert-base-uncased", 66_362_880),
+        ("albert-base-v2", 11_683_584),
+    ],
+)
+def test_info_about_a_name(capsys, name, parameters):
+    found = json_of(capsys, "info", "--model", name)
+    assert found["parameters"] == parameters and found["class"] == "BertModel"
+    assert found["vocab_size"] == fastbert.BertConfig.preset(name).vocab_size
+
+
+def test_info_about_a_directory(models, capsys):
+    status, output = run(capsys, "info", "--model", models / "BertForTokenClassification")
+    model = fastbert.BertForTokenClassification.from_pretrained(models / "BertForTokenClassification")
+    lines = dict(line.split(":", 1) for line in output.out.splitlines())
+    assert lines["parameters"].strip() == f"{sum(p.numel() for p in model.parameters()):,}"
+    assert lines["class"].strip() == "BertForTokenClassification" and lines["hidden_size"].strip() == "48"
+    assert lines["id2label"].strip() == "0 O, 1 B-PER, 2 I-PER"
+
+
+def test_info_for_machines(capsys):
+    found = json_of(capsys, "info")
+    assert found["versions"]["torch"] == torch.__version__ and "driver" in found
+
+
+def test_the_module_runs():
+    answer = subprocess.run([sys.executable, "-m", "fastbert.cli", "--version"], capture_output=True, text=True)
+    assert answer.stdout == f"fastbert {fastbert.__version__}\n"
+
+
+# ---- what a user can mend
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["info", "--model", "bert-huge"], "unknown model 'bert-huge'; known, with or without the number: bert-base"),
+        (["info", "--model", "EMPTY"], "No such file"),
+        (["fill-mask", "a [MASK]", "--model", "nowhere"], "No such file"),
+        (["fill-mask", "no mask", "--model", "BertForMaskedLM"], "texts[0] has no [MASK]; expected one to fill"),
+        (["fill-mask", "[MASK]", "--model", "BertForMaskedLM", "--top", "0"], "top_k is 0"),
+        (["fill-mask", "--model", "BertForMaskedLM"], "expected texts, or --text FILE"),
+        (["fill-mask", "a", "--text", "b", "--model", "BertForMaskedLM"], "expected texts, or --text FILE"),
+        (["fill-mask", "[MASK]", "--model", "BertModel"], "is of BertModel; expected BertForMaskedLM"),
+        (["classify", "", "--model", "BertForSequenceClassification"], "texts[0] has no token"),
+        (["classify", "a", "--model", "BertForTokenClassification"], "expected BertForSequenceClassification"),
+        (["tag", "--text", "nowhere", "--model", "BertForTokenClassification"], "No such file"),
+        (["answer", "why?", "--context", "BLANK", "--model", "BertForQuestionAnswering"], "holds no text"),
+        (["answer", "", "--context", "TEXT", "--model", "BertForQuestionAnswering"], "has no token"),
+        (["similarity", "one"], "expected at least two texts"),
+        (["similarity", "one", " "], "none that is empty"),
+        (["plot-attention", "a", "--model", "BertModel", "--output", "x.png", "--layer", "2"], "layer is 2"),
+        (["plot-attention", "", "--model", "BertModel", "--output", "x.png"], "expected some text"),
+        (["plot-attention", "a", "--model", "BertModel", "--output", "nowhere/x.png"], "No such file"),
+        (["export", "--model", "BertModel", "--output", "model.bin"], "expected a name that ends in .onnx"),
+        (["export", "--model", "bert-base-uncased", "--output", "model.onnx"], "No such file"),
+        (["classify", "a", "--model", "BertForSequenceClassification", "--device", "nonsense"], "nonsense"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_it_is_one_line(models, tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "BLANK").write_text("\n")
+    (tmp_path / "TEXT").write_text("text\n")
+    before = sorted(tmp_path.iterdir())
+    arguments = [str(models / argument) if argument.startswith("Bert") else argument for argument in arguments]
+    if arguments[0] == "similarity":
+        arguments += ["--model", str(minilm())]
+    status, output = run(capsys, *arguments)
+    assert status == 2 and output.err.startswith("fastbert: ") and words in output.err
+    assert output.err.count("\n") == 1 and not output.out and sorted(tmp_path.iterdir()) == before
+
+
+def test_every_known_name_is_listed(capsys):
+    _, output = run(capsys, "info", "--model", "nix")
+    assert all(f"{name} ({size})" in output.err for name, (size, _) in PRESETS.items())
+
+
+def test_a_text_that_is_cut_is_said(models, capsys):
+    long = "word " * 100
+    status, output = run(capsys, "classify", "a", long, "--model", models / "BertForSequenceClassification", "--json")
+    assert status == 0 and output.err == "fastbert: 1 of 2 texts are longer than 64 tokens: cut there\n"
+    assert len(json.loads(output.out)) == 2
+
+
+def test_ids_out_of_range_are_one_line(models, tmp_path, capsys, monkeypatch):
+    """A tokenizer whose ids the model has not is refused; so is what only the model can see."""
+    directory = models / "BertForSequenceClassification"
+    monkeypatch.setattr("fastbert.inference.check_tokenizer", lambda tokenizer, config: None)
+    small = fastbert.BertForSequenceClassification(SMALL.changed(vocab_size=500))
+    small.save_pretrained(tmp_path)
+    save_tokenizer(get_tokenizer(directory), tmp_path)
+    status, output = run(capsys, "classify", "hello", "--model", tmp_path)
+    assert status == 2 and output.err == "fastbert: embedding: input_ids[1] is 7592; expected 0 <= input_ids < 500\n"
+    monkeypatch.undo()
+    status, output = run(capsys, "classify", "hello", "--model", tmp_path)
+    assert status == 2 and "expected ids below the vocab_size of the model, 500" in output.err
