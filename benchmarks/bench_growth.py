@@ -1,7 +1,7 @@
 """How cost grows: with the number of tokens for ops on rows and for a whole layer, with their length for attention.
 
 Ops on rows and the layer run on T = 2^7 to 2^16 tokens (the layer's in sequences of 128), attention on 2^13 tokens in
-sequences of 64 to 2^13: all full. Time, memory and the floor; no engine and nobody slow to make.
+sequences of 64 to 2^13: all full. Time, memory and the floor, of few contenders.
 `python -m benchmarks.run --groups growth`; `python -m benchmarks.report` draws it.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from benchmarks import bench_encoder, bench_ops, cases
 from benchmarks.cases import How, Spec
-from benchmarks.contenders import hf_sdpa, ours, ours_packed, pytorch, varlen_attn
+from benchmarks.contenders import flash_attention, hf_sdpa, ours, ours_packed, pytorch, varlen_attn
 from benchmarks.contenders.interface import ENCODER
 from benchmarks.harness import Report
 from benchmarks.sizes import BASE, SMALL, Size
@@ -20,7 +20,7 @@ DIRECTIONS = (cases.FORWARD, cases.BACKWARD)
 TOKENS = tuple(2**n for n in range(7, 17))
 SEQLENS = tuple(2**n for n in range(6, 14))
 LAYER_SEQLEN, ATTENTION_TOKENS = 128, 2**13
-NAMES = [c.CONTENDER.name for c in (hf_sdpa, pytorch, ours, ours_packed, varlen_attn)]
+NAMES = [c.CONTENDER.name for c in (hf_sdpa, pytorch, ours, ours_packed, varlen_attn, flash_attention)]
 
 
 def sizes(part: str, name: str = "full") -> list[Size]:

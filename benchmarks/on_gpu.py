@@ -69,8 +69,12 @@ def capability() -> str | None:
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
-# Tests that use no GPU, or that are about machines without one: they have been run there.
-ELSEWHERE = ("benchmarks", "build", "check*", "config", "cpu", "cuda_*", "data*", "examples", "sentences", "testing")
+# The test files that say most about kernels, in this order; then the others, but for those that use no GPU or are about
+# machines without one, and have been run there.
+FIRST = ("attention", "layer_norm", "bias_gelu", "dense_gelu", "embedding", "cross_entropy", "linear", "padding")
+FIRST += ("model", "graph", "heads", "hf", "training")
+ELSEWHERE = ("benchmarks", "build", "check", "checkpoint", "config", "cpu", "cuda_on_cpu", "cuda_report", "data")
+ELSEWHERE += ("data_corpus", "data_tokenizers", "datasets", "examples", "metrics", "sentences", "testing")
 COMPILED = ("--contenders", "fastbert", "fastbert.graph", "transformers, torch.compile", "PyTorch, torch.compile")
 MEMCHECKED = ("attention", "add_layer_norm", "layer_norm", "bias_gelu", "dense_gelu", "embedding", "cross_entropy")
 
@@ -101,9 +105,11 @@ def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[P
 
 def parity() -> list[str]:
     """The test suite, on four processes where pytest-xdist is there."""
-    command = [PYTHON, "-m", "pytest", "tests", "-q", "-m", "not slow", "--tb=short", "-rfE"]
+    names = sorted(path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py"))
+    names = [name for name in FIRST if name in names] + [name for name in names if name not in FIRST + ELSEWHERE]
+    command = [PYTHON, "-m", "pytest", "-q", "-m", "not slow", "--tb=short", "-rfE"]
     command += ["-n", "4"] * (importlib.util.find_spec("xdist") is not None)
-    return [*command, "--ignore=tests/cuda_on_cpu", *(f"--ignore-glob=*/test_{name}.py" for name in ELSEWHERE)]
+    return [*command, *(f"tests/test_{name}.py" for name in names)]
 
 
 # ---- running

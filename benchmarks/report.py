@@ -112,6 +112,9 @@ def device_section(device: str, files: Sequence[File], plots: Path, readme: Path
     tables = summary.families(reports)
     parts += [summary.table(tables[name]) for name in ("modules", "ops") if name in tables]
     parts += [f"![{name}]({_relative(plots / f'{name}.svg', readme)})" for name in figures(reports)]
+    wrong = [f"{name} in {summary.title(report['case'])}" for report in reports for name in summary.wrong(report)]
+    if wrong:
+        parts.append(f"**Wrong or failed, and so not timed: {'; '.join(wrong)}.**")
     left_out = [entry for file in files for entry in file.content.get("left_out", [])]
     if left_out:
         parts.append("Left out: " + "; ".join(f"{entry['case']} ({entry['reason']})" for entry in left_out) + ".")

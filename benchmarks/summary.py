@@ -1,7 +1,7 @@
 """What reports come to: one line for each case, with the ratio to each contender. Works on reports as JSON has them.
 
 A ratio is a contender's seconds over fastbert's, median over the rounds of one interleaved run: above 1 fastbert is
-faster. fastbert's are those of the first of OURS that was timed: the way that asks least of a user.
+faster. fastbert's are those of the first of OURS that took part: the way that asks least of a user.
 """
 
 import json
@@ -59,18 +59,23 @@ def is_ours(name: str) -> bool:
 
 
 def own(report: Mapping) -> Mapping | None:
-    """The row that stands for fastbert; None if it was not timed."""
-    rows = timed(report)
+    """The row that stands for fastbert, right or wrong; None if none took part."""
+    rows = {row["name"]: row for row in report["rows"] if not row.get("absent")}
     return next((rows[name] for name in OURS if name in rows), None)
 
 
 def ratios(report: Mapping) -> dict[str, Ratio]:
     """Contender -> ratio; fastbert's other ways of use too, but neither forced backends nor bounds."""
     mine = own(report)
-    if mine is None:
+    if mine is None or not mine.get("seconds"):
         return {}
     others = {name: row for name, row in timed(report).items() if row is not mine and not row.get("bound")}
     return {name: ratio(row, mine) for name, row in others.items() if not is_ours(name) or name in OURS}
+
+
+def wrong(report: Mapping) -> list[str]:
+    """fastbert's ways of use, and backends, that were wrong or failed."""
+    return [row["name"] for row in report["rows"] if is_ours(row["name"]) and row.get("problem")]
 
 
 def title(case: Mapping) -> str:
@@ -95,7 +100,7 @@ def short(name: str) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """One case, from every run that measured it. own: fastbert's row of the first; None if it was not timed."""
+    """One case, from every run that measured it. own: fastbert's row of the first run; None if it took no part."""
 
     case: Mapping
     own: Mapping | None
@@ -105,7 +110,8 @@ class Line:
 
     def cells(self, names: Sequence[str]) -> list[str]:
         own = self.own or {}
-        cells = [title(self.case), self.case["dtype"], milliseconds(own["median"]) if own else "–"]
+        cells = [title(self.case), self.case["dtype"]]
+        cells += [milliseconds(own["median"]) if "median" in own else _problem(self.own)]
         cells += [_percent(own.get(name)) for name in ("percent_of_floor", "percent_of_library")]
         cells += ["–" if self.memory is None else f"{self.memory:.2f}"]
         return [*cells, *(str(self.ratios.get(name) or _problem(self.rows.get(name))) for name in names)]

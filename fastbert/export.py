@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from fastbert import backends, testing
+from fastbert.config import BertConfig
 from fastbert.model import Saveable
 from fastbert.testing import Result, Row
+from fastbert.training import evaluating
 
 FACTOR = 4.0  # how much further from float64 than the model itself an exported model may be
 OPSET = 20  # the first with Gelu
@@ -55,14 +57,14 @@ def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
     (batch, choices, length); any batch and any length up to the model's. Outputs as the model's: last_hidden_state,
     pooler_output, logits, ...
 
-    Five batches of other shapes, padded left, right and between, are computed by the model and by the file as it was
-    read again: for every output, the error against float64 may be FACTOR times the model's own plus one rounding of
-    the largest value; padding has to be equal. Raises RuntimeError where it is not, or where the graph has other
+    The traced batch and four of other shapes, padded left, right and between, are computed by the model and by the
+    file as it was read again: for every output, the error against float64 may be FACTOR times the model's own plus one
+    rounding of the largest value; padding has to be equal. Raises RuntimeError where it is not, or where the graph has other
     operators than PyTorch's (or ONNX's) own; ValueError, TypeError; ModuleNotFoundError that says what to install.
     """
     path = Path(path)
     _check(model, path, format)
-    with _evaluating(model), _quiet(), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+    with evaluating(model), _quiet(), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         batches = _batches(model)
         program = _trace(model, batches[0])
         names = tuple(batches[0]), tuple(_Inference(model)(**batches[0]))
@@ -92,18 +94,6 @@ def _check(model: Saveable, path: Path, format: str) -> None:
     if format == "onnx" and not dtypes <= set(_ONNX_DTYPES):
         given, expected = (", ".join(map(str, some)) for some in (dtypes, _ONNX_DTYPES))
         raise TypeError(f"export: the model is {given}; expected one of {expected}, which onnxruntime computes")
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextlib.contextmanager
@@ -278,14 +268,13 @@ def _batches(model: Saveable) -> list[Batch]:
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         if turn == 3:  # padding on the left, and in between
             mask[:3], mask[5] = mask[:3].flip(1), mask[5][torch.randperm(mask.shape[1], generator=generator)]
-        batches.append(_batch(model, mask.long(), generator))
+        if model.kind == "ForMultipleChoice":
+            mask = torch.stack([mask.roll(choice, 0) for choice in range((2, 1, 3, 2, 3)[turn])], 1)
+        batches.append(_batch(model.config, mask.long(), generator))
     return batches
 
 
-def _batch(model: Saveable, mask: Tensor, generator: torch.Generator) -> Batch:
-    config = model.config
-    if model.kind == "ForMultipleChoice":
-        mask = torch.stack([mask, mask.roll(1, 0)], 1)
+def _batch(config: BertConfig, mask: Tensor, generator: torch.Generator) -> Batch:
     tables = {"input_ids": config.vocab_size, "token_type_ids": config.type_vocab_size}
     if not config.family.token_types or config.type_vocab_size == 1:
         del tables["token_type_ids"]

@@ -145,7 +145,8 @@ def model_class_of(
     classes = (BertModel, *_HEADS) if classes is None else classes
     known = {family.class_name(c.kind): c for c in classes if c is BertModel or c.kind in family.heads}
     if names and not known.keys() & set(names):
-        raise ValueError(f"{owner} is of {', '.join(names)}; expected {' or '.join(known) or family.name}")
+        expected = " or ".join(known) or f"a head that {family.name} has"
+        raise ValueError(f"{owner}: architectures is {', '.join(names)}; expected {expected}")
     return next((known[name] for name in names if name in known), classes[0])
 
 
@@ -217,10 +218,10 @@ class _Predictor:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _encode(self, texts: Sequence[Any]) -> list[Any]:
+    def _encode(self, texts: list[Any]) -> list[Any]:
         """An Encoding for each text or pair of texts, cut at max_length."""
         self.tokenizer.enable_truncation(self.max_length)
-        encodings = self.tokenizer.encode_batch(list(texts))
+        encodings = self.tokenizer.encode_batch(texts)
         for index, encoding in enumerate(encodings):
             if all(sequence is None for sequence in encoding.sequence_ids):
                 raise ValueError(f"{type(self).__name__}: texts[{index}] has no token; expected text")
@@ -267,7 +268,8 @@ class MaskFiller(_Predictor):
         """
         if not 1 <= top_k <= self.config.vocab_size:
             raise ValueError(f"MaskFiller: top_k is {top_k}; expected 1 to {self.config.vocab_size}")
-        encodings = self._encode(list(strings("MaskFiller", "texts", texts)))
+        texts = list(strings("MaskFiller", "texts", texts))
+        encodings = self._encode(texts)
         places = [[i for i, token in enumerate(encoding.ids) if token == self.mask_id] for encoding in encodings]
         for index, found in enumerate(places):
             if not found:
@@ -368,7 +370,8 @@ class EntityTagger(_Predictor):
         too. Words of label O are none. As transformers' pipeline with aggregation_strategy="first".
         Raises ValueError for an empty text, TypeError for what is no list of strings.
         """
-        encodings = self._encode(list(strings("EntityTagger", "texts", texts)))
+        texts = list(strings("EntityTagger", "texts", texts))
+        encodings = self._encode(texts)
         results: list[list[Entity]] = [[] for _ in encodings]
         for batch in self._of(encodings):
             best = wide(self.model(**batch.inputs).logits).softmax(-1).max(-1)

@@ -179,7 +179,7 @@ def test_the_module_runs():
         (["fill-mask", "[MASK]", "--model", "BertForMaskedLM", "--top", "0"], "top_k is 0"),
         (["fill-mask", "--model", "BertForMaskedLM"], "expected texts, or --text FILE"),
         (["fill-mask", "a", "--text", "b", "--model", "BertForMaskedLM"], "expected texts, or --text FILE"),
-        (["fill-mask", "[MASK]", "--model", "BertModel"], "is of BertModel; expected BertForMaskedLM"),
+        (["fill-mask", "[MASK]", "--model", "BertModel"], "architectures is BertModel; expected BertForMaskedLM"),
         (["classify", "", "--model", "BertForSequenceClassification"], "texts[0] has no token"),
         (["classify", "a", "--model", "BertForTokenClassification"], "expected BertForSequenceClassification"),
         (["tag", "--text", "nowhere", "--model", "BertForTokenClassification"], "No such file"),

@@ -87,7 +87,7 @@ class Block(NamedTuple):
         """The code with the values of its `small`, each the value of one line that assigns the name."""
         code = self.code
         for assignment in self.marks["small"].split("; "):
-            name = assignment.split(" = ")[0]
+            name = re.escape(assignment.split(" = ")[0])
             code, count = re.subn(rf"^{name} = [^#\n]*[^#\s]", assignment, code, flags=re.MULTILINE)
             assert count == 1, f"line {self.line}: {count} lines of the block begin with `{name} = `; expected one"
         return code

@@ -117,7 +117,6 @@ def padded(part, labels, *others):
     batch = collate(part, labels, *others)
     lengths = batch.pop("cu_seqlens").diff()
     visible = torch.arange(batch.pop("max_seqlen")) < lengths[:, None]
-    del batch["position_ids"]
     tokens = {name for name, x in batch.items() if len(x) == visible.sum() and name in ("input_ids", "labels")}
     filled = {
         name: torch.zeros(visible.shape, dtype=torch.int64).masked_scatter(visible, batch[name]) for name in tokens
@@ -440,7 +439,7 @@ class StandIn(nn.Module):
         super().__init__()
         self.scores = nn.Embedding(99, 2)
 
-    def forward(self, input_ids, labels, cu_seqlens, max_seqlen, position_ids):
+    def forward(self, input_ids, labels, cu_seqlens, max_seqlen):
         self.given = input_ids, labels
         return Loss(F.cross_entropy(self.scores(input_ids), labels))
 
@@ -623,6 +622,39 @@ def test_an_interrupted_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp
         assert rows(tmp_path / "one" / table) == rows(tmp_path / "two" / table) != []
 
 
+def test_epochs_are_told_to_the_loader_or_to_its_parts_before_their_first_batch(tmp_path):
+    """By name: a loader that knows epochs tells its parts itself. After resuming within an epoch, its number again."""
+    told = []
+
+    class Telling:
+        def __init__(self, name, **parts):
+            self.__dict__ |= {"name": name, **parts}
+
+        def set_epoch(self, epoch):
+            told.append(f"{self.name} {epoch}")
+
+    class Batches:
+        def __init__(self, **parts):
+            self.__dict__ |= parts
+
+        def __iter__(self):
+            told.append("batches")
+            return iter([collate(examples(), "of_tokens")] * 2)
+
+    class Loader(Telling, Batches):
+        pass
+
+    parts = {"batch_sampler": Telling("sampler"), "collate_fn": Telling("collator")}
+    for loader, names in ((Batches(**parts), ["sampler", "collator"]), (Loader("loader", **parts), ["loader"])):
+        told.clear()
+        directory = tmp_path / names[0]
+        sgd(BertForMaskedLM(CONFIG), directory).train(loader, max_steps=3)
+        again = sgd(BertForMaskedLM(CONFIG), directory)
+        again.resume()
+        again.train(loader, max_steps=5)
+        assert told == [x for epoch in (0, 1, 1, 2) for x in [*(f"{name} {epoch}" for name in names), "batches"]]
+
+
 def test_training_may_go_on_in_the_same_process(tmp_path):
     def run(name, *ends):
         process.seed()
@@ -672,6 +704,9 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
     whole, limits = checkpoint.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) // 2, limits[1]))
     try:
+        with pytest.raises(OSError, match="checkpoint-00000002.pt"):
+            trainer.save()  # over the old one
+        assert checkpoint.read_bytes() == whole
         with pytest.raises(OSError, match="checkpoint-00000003.pt") as raised:
             trainer.train(shuffled(), max_steps=3)
     finally:
