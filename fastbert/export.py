@@ -59,8 +59,9 @@ def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
 
     The traced batch and four of other shapes, padded left, right and between, are computed by the model and by the
     file as it was read again: for every output, the error against float64 may be FACTOR times the model's own plus one
-    rounding of the largest value; padding has to be equal. Raises RuntimeError where it is not, or where the graph has other
-    operators than PyTorch's (or ONNX's) own; ValueError, TypeError; ModuleNotFoundError that says what to install.
+    rounding of the largest value; padding has to be equal. Raises RuntimeError where it is not, or where the graph has
+    other operators than PyTorch's (or ONNX's) own; ValueError, TypeError; ModuleNotFoundError that says what to
+    install.
     """
     path = Path(path)
     _check(model, path, format)

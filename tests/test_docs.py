@@ -154,7 +154,10 @@ def as_people_run_it(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+SLOW = {"docs/export.md"}  # a minute, for what tests/test_export.py does at a smaller size
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in RUNNABLE])
 def test_page_runs(as_people_run_it, name):
     run(name, small=True)
 
