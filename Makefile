@@ -1,4 +1,4 @@
-# make demo | examples | test | test-all | test-sanitizers | bench | compile-report | lint. All run in .venv, which is made on the first call.
+# make demo | examples | test | test-all | test-sanitizers | bench | bench-gpu | compile-report | lint. All run in .venv, which is made on the first call.
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 SOURCES := $(wildcard csrc/*.* csrc/*/*.*) setup.py CMakeLists.txt pyproject.toml
 
-.PHONY: demo examples test test-all test-sanitizers bench compile-report lint clean
+.PHONY: demo examples test test-all test-sanitizers bench bench-gpu compile-report lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/search_python_docs.py
@@ -27,7 +27,11 @@ test-sanitizers: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/pip install --quiet openvino ctranslate2
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.run --minutes 14
+
+# On a machine with a GPU: parity, compute-sanitizer, then every benchmark, the most important first.
+bench-gpu: $(VENV)/installed
+	$(BIN)/python -m benchmarks.on_gpu --out build/on_gpu
 
 # What the Triton and the CUDA kernels compile to, for GPUs that need not be there: docs/{triton,cuda}_report.md.
 compile-report: $(VENV)/installed
