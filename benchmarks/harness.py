@@ -218,7 +218,7 @@ def measure(
     rows += [Row(name, bound=True) for name in (bounds or {}) if rounds]
     calls = {**contenders, **(bounds or {})}
     timed = [row for row in rows if not row.problem]
-    for row in timed if rounds else []:
+    for row in timed if rounds and sample else []:
         row.repeats = max(1, math.ceil(sample / max(timer(calls[row.name], 1), 1e-9)))
     order, deadline = random.Random(0), time.monotonic() + limit
     for done in range(rounds):

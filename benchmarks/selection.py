@@ -21,7 +21,7 @@ LAYERS = {"cpu": 2, "cuda": None}  # of a processor's; None: all
 @dataclass(frozen=True)
 class Pick:
     """Cases of one part: every shape with every distribution of lengths and every direction. dtypes: None for what the
-    device is good for."""
+    device is good for. last: they come after all that are not, whatever the group."""
 
     part: str
     shapes: tuple[str, ...]
@@ -30,6 +30,7 @@ class Pick:
     models: tuple[str, ...] = ("base",)
     layers: int | None = None
     dtypes: tuple[str, ...] | None = None
+    last: bool = False
 
     def specs(self, dtypes: list[str]) -> Iterator[Spec]:
         for model, shape, lengths in itertools.product(self.models, self.shapes, self.lengths):
@@ -42,13 +43,19 @@ _CPU = {
     "encoder": (
         Pick(MODEL, ("1x128",), ("full",), (FORWARD,)),
         Pick(MODEL, ("8x128",), ("half", "full", "text"), (FORWARD,), layers=2),
-        Pick(MODEL, ("8x128",), ("half",), (BACKWARD, DROPOUT), layers=2),
-        Pick(MODEL, ("8x512",), ("half", "text"), (FORWARD,), layers=2),
-        Pick(MODEL, ("8x512",), ("half",), (DROPOUT,), layers=2),
-        Pick(MODEL, ("8x128",), ("full",), (DROPOUT,), layers=2),
-        Pick(ENCODER, ("8x128",), ("half",), (FORWARD, BACKWARD), layers=2),
+        Pick(MODEL, ("8x128",), ("half",), (DROPOUT,), layers=2),
+        Pick(MODEL, ("8x512",), ("half",), (FORWARD,), layers=2),
+        Pick(ENCODER, ("8x128",), ("half",), (FORWARD,), layers=2),
+        Pick(MODEL, ("8x128",), ("full",), (DROPOUT,), layers=2, last=True),
+        Pick(MODEL, ("8x512",), ("text",), (FORWARD,), layers=2, last=True),
+        Pick(MODEL, ("8x128",), ("half",), (BACKWARD,), layers=2, last=True),
+        Pick(ENCODER, ("8x128",), ("half",), (BACKWARD,), layers=2, last=True),
+        Pick(MODEL, ("8x512",), ("half",), (DROPOUT,), layers=2, last=True),
     ),
-    "mlm": (Pick(MASKED_LM, ("8x128",), ("half",), (STEP, DROPOUT), layers=2),),
+    "mlm": (
+        Pick(MASKED_LM, ("8x128",), ("half",), (STEP,), layers=2),
+        Pick(MASKED_LM, ("8x128",), ("half",), (DROPOUT,), layers=2, last=True),
+    ),
     "hf": (
         Pick(ENCODE, ("64x256",), ("text",), (FORWARD,), dtypes=("float32",)),
         Pick(CLASSIFIER, ("8x128",), ("half",), (FORWARD, DROPOUT), layers=2),
@@ -89,7 +96,7 @@ def dtypes(device: str) -> list[str]:
 
 
 def specs(options: argparse.Namespace) -> list[tuple[str, Spec]]:
-    """(group, case) in the order in which they run: all groups in one type before the next.
+    """(group, case) in the order in which they run: all groups in one type before the next, and what comes last.
 
     Raises ValueError for a part that none of the groups has, for what is no shape, for options that go with nothing
     that is measured, and where no case is left.
@@ -98,10 +105,11 @@ def specs(options: argparse.Namespace) -> list[tuple[str, Spec]]:
         raise ValueError(f"no part {', '.join(sorted(unknown))} in the groups {', '.join(options.groups)}")
     _check(options)
     wanted = options.dtypes or dtypes(options.device)
-    found = [(group, spec) for group in options.groups for spec in _of_group(group, options, wanted)]
+    found = [(group, *item) for group in options.groups for item in _of_group(group, options, wanted)]
     if not found:
         raise ValueError(f"no case of the groups {', '.join(options.groups)} is left by the other options")
-    return sorted(found, key=lambda item: [*wanted, item[1].dtype].index(item[1].dtype))
+    found.sort(key=lambda item: (item[2], [*wanted, item[1].dtype].index(item[1].dtype)))
+    return [(group, spec) for group, spec, _ in found]
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -112,17 +120,18 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--{[*named, 'lengths'][0]} does not go with the group growth, which has sizes of its own")
 
 
-def _of_group(group: str, options: argparse.Namespace, dtypes: list[str]) -> Iterator[Spec]:
+def _of_group(group: str, options: argparse.Namespace, dtypes: list[str]) -> Iterator[tuple[Spec, bool]]:
+    """Cases, and whether they come last."""
     parts = [part for part in GROUPS[group].PARTS if part in (options.parts or GROUPS[group].PARTS)]
     named = options.shapes or options.models or options.layers or options.lengths or options.directions
     if group == "growth":
-        yield from _growth(parts, options, dtypes)
+        yield from ((spec, False) for spec in _growth(parts, options, dtypes))
     elif options.size != "full" or named or group == "ops":
-        yield from _product(group, parts, options, dtypes)
+        yield from ((spec, False) for spec in _product(group, parts, options, dtypes))
     else:
         for pick in PICKS[options.device][group]:
             if pick.part in parts and (pick.dtypes is None or not options.dtypes):
-                yield from pick.specs(dtypes)
+                yield from ((spec, pick.last) for spec in pick.specs(dtypes))
 
 
 def _product(group: str, parts: list[str], options: argparse.Namespace, dtypes: list[str]) -> Iterator[Spec]:

@@ -1,8 +1,8 @@
 """`fastbert check`: the accuracy rule on a checkpoint and a text of one's own.
 
 Every dtype and backend that runs here computes hidden states, logits, the loss and all gradients of one padded batch,
-in evaluation mode. The truth is transformers' eager model in float64, on the weights rounded to the dtype, and
-`reference.py` has to agree with it; bounds come from the errors of transformers' eager and SDPA models in the dtype
+in evaluation mode. The truth is transformers' eager model in float64, on the weights rounded to the dtype; of a BERT
+`reference.py` has to agree with it. Bounds come from the errors of transformers' eager and SDPA models in the dtype
 itself (`fastbert.testing`), in float32 on a CPU with each of PyTorch's two libraries for matrix products. Both sides
 read the checkpoint by themselves, so its translation is checked too.
 """
@@ -18,21 +18,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fastbert
 from fastbert import backends, checkpoint, reference, testing
 from fastbert.config import BertConfig
-from fastbert.model import Saveable
+from fastbert.heads import HEADS, IGNORED
+from fastbert.model import BertModel, Saveable
 from fastbert.testing import Result, Row
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 DEFAULT = "default"  # the order of preference, no backend forced
 BACKENDS = (DEFAULT, *backends.BACKENDS)
 TRUTH = "truth"  # in place of a backend: reference.py against transformers, in float64
-_LOGITS = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
-_OF_TOKENS = ("start_logits", "end_logits")  # (B, S); other logits are of tokens if they are (B, S, classes)
-_IGNORED = -100
+_LOGITS = {  # ours -> transformers' other name
+    name: {"seq_relationship_logits": "sop_logits"}.get(name)
+    for name in ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
+}
+_OF_TOKENS = {"ForQuestionAnswering", "ForReplacedTokenDetection"}  # (B, S); others are if they are (B, S, classes)
+_TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ def run(
     max_length: int = 128,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Report:
-    """Checks a directory with a BERT and its tokenizer on one batch of texts.
+    """Checks a directory with a model and its tokenizer on one batch of texts.
 
     dtypes, names: of DTYPES and BACKENDS. max_length: longer texts are cut, in tokens. tell: is told what runs next.
     Raises FileNotFoundError, ValueError and RuntimeError for a model, a tokenizer or texts that cannot be used.
@@ -127,7 +132,7 @@ def run(
         except _NotFinite as problem:
             report.omissions.append(Omission(dtype, "all", str(problem)))
             continue
-        report.checks.append(Check(dtype, TRUTH, [yardstick.reference]))
+        report.checks += [Check(dtype, TRUTH, [line]) for line in yardstick.reference]
         for name in names:
             tell(f"{dtype}: {name}")
             found = _repeats(report, dtype, name) or _check(subject, dtype, name, sample, yardstick)
@@ -149,24 +154,34 @@ class _Subject(NamedTuple):
 
     directory: Path
     config: BertConfig
-    name: str  # of the class, in either library
+    kind: str  # "Model", or one of the family's heads
     arguments: dict[str, bool]  # of its constructor
     device: str
 
     @classmethod
     def read(cls, directory: Path, device: str) -> "_Subject":
         config = BertConfig.from_pretrained(directory)
-        if config.model_type != "bert":
-            raise ValueError(f"{directory}: model_type is {config.model_type!r}; expected 'bert'")
-        names = config.extra.get("architectures") or ()
-        name = next((name for name in names if _is_head(getattr(fastbert, name, None))), "BertModel")
-        pooled = any(key.startswith("pooler.") for key in checkpoint.to_ours(checkpoint.read(directory)))
-        return cls(directory, config, name, {"add_pooling_layer": pooled} if name == "BertModel" else {}, device)
+        family, names = config.family, config.extra.get("architectures") or ()
+        kind = next((kind for kind in family.heads if family.class_name(kind) in names), "Model")
+        arguments = {}
+        if kind == "Model" and family.pooler_dense:
+            state = checkpoint.to_ours(checkpoint.read(directory), checkpoint.Names(family))
+            arguments["add_pooling_layer"] = any(name.startswith("pooler.") for name in state)
+        return cls(directory, config, kind, arguments, device)
+
+    @property
+    def name(self) -> str:
+        """transformers' name of the class."""
+        return self.config.family.class_name(self.kind)
+
+    @property
+    def ours_class(self) -> type[Saveable]:
+        return next((head for head in HEADS if head.kind == self.kind), BertModel)
 
     def ours(self, dtype: torch.dtype) -> Saveable:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            model = getattr(fastbert, self.name).from_pretrained(self.directory, dtype=dtype, **self.arguments)
+            model = self.ours_class.from_pretrained(self.directory, dtype=dtype, **self.arguments)
         if caught:  # parameters that are not in the checkpoint are random, and not the same in both libraries
             raise ValueError(str(caught[0].message))
         return model.to(self.device)
@@ -179,10 +194,6 @@ class _Subject(NamedTuple):
                 self.directory, dtype=dtype, attn_implementation=attention, local_files_only=True, **self.arguments
             )
         return model.to(self.device).eval()
-
-
-def _is_head(found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, Saveable)
 
 
 @contextlib.contextmanager
@@ -208,20 +219,21 @@ class _Sample(NamedTuple):
     inputs: dict[str, Tensor]
     labels: dict[str, Tensor]
     visible: Tensor  # (sequences, S) bool
+    of_tokens: bool  # whatever logits there are
 
 
 def _sample(subject: _Subject, texts: list[str], max_length: int) -> _Sample:
     """The texts as a padded batch, with labels for the model's head."""
-    if subject.name == "BertForMultipleChoice":
+    if subject.kind == "ForMultipleChoice":
         texts = texts[: len(texts) // 2 * 2]  # pairs
     if not texts:
         raise ValueError("expected at least one text to check on (two for multiple choice)")
     tokenizer = _tokenizer(subject.directory)
-    limit = min(max_length, subject.config.max_position_embeddings)
+    limit = min(max_length, subject.config.max_sequence_length)
     if limit <= 2:
         raise ValueError(f"max_length is {limit}; expected more than the special tokens")
     ids = tokenizer(texts, truncation=True, max_length=limit)["input_ids"]
-    if subject.name == "BertForQuestionAnswering":  # transformers scores padding, fastbert does not: so there is none
+    if subject.kind == "ForQuestionAnswering":  # transformers scores padding, fastbert does not: so there is none
         limit = min(map(len, ids))
     inputs = tokenizer(
         texts,
@@ -229,7 +241,7 @@ def _sample(subject: _Subject, texts: list[str], max_length: int) -> _Sample:
         max_length=limit,
         padding=True,
         padding_side="right",
-        return_token_type_ids=True,
+        return_token_type_ids=subject.config.family.token_types,
         return_attention_mask=True,
         return_tensors="pt",
     )
@@ -239,19 +251,19 @@ def _sample(subject: _Subject, texts: list[str], max_length: int) -> _Sample:
         raise ValueError(f"the tokenizer gives id {largest}, the model embeds {vocabulary} tokens")
     visible = inputs["attention_mask"].bool()
     labels = _labels(subject, inputs, visible)
-    if "BertForMaskedLM" == subject.name and tokenizer.mask_token_id is not None:
-        inputs["input_ids"] = inputs["input_ids"].masked_fill(labels["labels"] != _IGNORED, tokenizer.mask_token_id)
-    if subject.name == "BertForMultipleChoice":
+    if subject.kind == "ForMaskedLM" and tokenizer.mask_token_id is not None:
+        inputs["input_ids"] = inputs["input_ids"].masked_fill(labels["labels"] != IGNORED, tokenizer.mask_token_id)
+    if subject.kind == "ForMultipleChoice":
         inputs = {name: value.unflatten(0, (-1, 2)) for name, value in inputs.items()}
     moved = ({name: tensor.to(subject.device) for name, tensor in part.items()} for part in (inputs, labels))
-    return _Sample(*moved, visible.to(subject.device))
+    return _Sample(*moved, visible.to(subject.device), subject.kind in _OF_TOKENS)
 
 
 def _tokenizer(directory: Path):
     from transformers import AutoTokenizer
 
-    if not any((directory / name).exists() for name in ("tokenizer.json", "vocab.txt")):
-        raise FileNotFoundError(f"{directory} has neither tokenizer.json nor vocab.txt")  # transformers makes one up
+    if not any((directory / name).exists() for name in _TOKENIZERS):  # transformers makes one up
+        raise FileNotFoundError(f"{directory} has no tokenizer: expected one of {', '.join(_TOKENIZERS)}")
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # what a damaged tokenizer raises has no bounds
@@ -263,21 +275,23 @@ def _labels(subject: _Subject, inputs: dict[str, Tensor], visible: Tensor) -> di
     batch, seqlen = visible.shape
     classes, row, column = subject.config.num_labels, torch.arange(batch), torch.arange(seqlen)
     chosen = visible & (column % 5 == 1)
-    words = inputs["input_ids"].masked_fill(~chosen, _IGNORED)
-    match subject.name:
-        case "BertForMaskedLM":
+    words = inputs["input_ids"].masked_fill(~chosen, IGNORED)
+    match subject.kind:
+        case "ForMaskedLM":
             return {"labels": words}
-        case "BertForPreTraining":
-            return {"labels": words, "next_sentence_label": row % 2}
-        case "BertForNextSentencePrediction":
+        case "ForPreTraining":
+            return {"labels": words, subject.config.family.heads[subject.kind].pair_label: row % 2}
+        case "ForReplacedTokenDetection":
+            return {"labels": chosen.long().masked_fill(~visible, IGNORED)}
+        case "ForNextSentencePrediction":
             return {"labels": row % 2}
-        case "BertForMultipleChoice":
+        case "ForMultipleChoice":
             return {"labels": row[: batch // 2] % 2}
-        case "BertForTokenClassification":
-            return {"labels": ((row[:, None] + column) % classes).masked_fill(~visible, _IGNORED)}
-        case "BertForQuestionAnswering":
+        case "ForTokenClassification":
+            return {"labels": ((row[:, None] + column) % classes).masked_fill(~visible, IGNORED)}
+        case "ForQuestionAnswering":
             return {"start_positions": row % seqlen, "end_positions": (row + seqlen // 2) % seqlen}
-        case "BertForSequenceClassification":
+        case "ForSequenceClassification":
             return {"labels": _classes(subject.config, row)}
     return {}
 
@@ -310,21 +324,23 @@ def _compute(model: torch.nn.Module, sample: _Sample) -> _Run:
     states = {f"hidden state {i}": state[visible] for i, state in enumerate(out.hidden_states)}
     if (pooled := getattr(out, "pooler_output", None)) is not None:
         states["pooled output"] = pooled
-    scores = {name: getattr(out, name) for name in _LOGITS if getattr(out, name, None) is not None}
-    scores = {name: t[visible] if t.dim() == 3 or name in _OF_TOKENS else t for name, t in scores.items()}
-    logits = {f"d{name}": getattr(out, name) for name in scores}
+    logits = {name: getattr(out, name, getattr(out, other or name, None)) for name, other in _LOGITS.items()}
+    logits = {name: tensor for name, tensor in logits.items() if tensor is not None}
     for tensor in logits.values():
         tensor.retain_grad()
+    scores = {name: t[visible] if t.dim() == 3 or sample.of_tokens else t for name, t in logits.items()}
     if sample.labels:
         scores["loss"] = out.loss.to(dtype)  # ours is float32 or better
         out.loss.backward()
     else:
         ends = list(states.values())[len(out.hidden_states) - 1 :]
         torch.autograd.backward(ends, [_signs(end) for end in ends])
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    gradients = {name: g for name, g in checkpoint.to_hugging_face(gradients).items() if name not in checkpoint.TIED}
+    parameters = model.named_parameters(remove_duplicate=False)
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters}
+    if isinstance(model, Saveable):
+        gradients = model.to_hugging_face(gradients)
     detached = ({name: t.detach() for name, t in part.items()} for part in (states, scores))
-    return _Run(*detached, gradients, {name: t.grad for name, t in logits.items() if t.grad is not None})
+    return _Run(*detached, gradients, {f"d{name}": t.grad for name, t in logits.items() if t.grad is not None})
 
 
 def _signs(output: Tensor) -> Tensor:
@@ -341,12 +357,17 @@ class _NotFinite(ValueError):
 class _Yardstick(NamedTuple):
     truth: _Run
     contenders: list[_Run]  # transformers in the dtype; first with SDPA, as people run it
-    reference: Line
+    reference: list[Line]  # of a BERT, one
 
     @classmethod
     def measure(cls, subject: _Subject, dtype: torch.dtype, sample: _Sample) -> "_Yardstick":
         exact = subject.theirs(dtype, "eager").double()
-        truth, line = _compute(exact, sample), _reference_line(subject, exact, sample)
+        truth, lines = _compute(exact, sample), []
+        if subject.config.model_type == "bert":
+            lines.append(_reference_line(subject, exact, sample))
+        if subject.kind == "ForReplacedTokenDetection":  # transformers rounds it to float32
+            labels = sample.labels["labels"][sample.visible].double()
+            truth.scores["loss"] = F.binary_cross_entropy_with_logits(truth.scores["logits"], labels)
         models = [subject.theirs(dtype, "sdpa"), subject.theirs(dtype, "eager")]
         if subject.device == "cpu" and dtype == torch.float32:
             models.append(_on_onednn(subject.theirs(dtype, "sdpa")))
@@ -354,7 +375,7 @@ class _Yardstick(NamedTuple):
         for name, tensor in ((name, t) for run in contenders for part in run for name, t in part.items()):
             if not tensor.isfinite().all():
                 raise _NotFinite(f"transformers' own {name} is not finite")
-        return cls(truth, contenders, line)
+        return cls(truth, contenders, lines)
 
 
 def _on_onednn(model: torch.nn.Module) -> torch.nn.Module:

@@ -27,13 +27,11 @@ from torch import Tensor, nn
 from fastbert import backends
 from fastbert.config import BertConfig
 from fastbert.heads import (
+    HEADS,
     BertForMaskedLM,
     BertForMultipleChoice,
-    BertForNextSentencePrediction,
-    BertForPreTraining,
     BertForQuestionAnswering,
     BertForReplacedTokenDetection,
-    BertForSequenceClassification,
     BertForTokenClassification,
 )
 from fastbert.model import BertModel, PackedInput
@@ -42,17 +40,7 @@ from fastbert.ops.op import autocast_on
 from fastbert.padding import Packing
 
 NAME = "fastbert.graph"  # whose errors these are
-MODELS = (
-    BertModel,
-    BertForMaskedLM,
-    BertForMultipleChoice,
-    BertForNextSentencePrediction,
-    BertForPreTraining,
-    BertForQuestionAnswering,
-    BertForReplacedTokenDetection,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-)
+MODELS = (BertModel, *HEADS)
 # Outputs with a row a token; others have a row a sequence. `logits` are either, by the head.
 OF_TOKENS = ("last_hidden_state", "prediction_logits", "start_logits", "end_logits")
 LOGITS_OF_TOKENS = (BertForMaskedLM, BertForReplacedTokenDetection, BertForTokenClassification)

@@ -726,3 +726,15 @@ def _answer_labels(name: str, positions: Tensor, visible: Tensor) -> Tensor:
     column = positions.long().clamp(0, seqlen)
     answerable = F.pad(visible, (0, 1)).gather(1, column.unsqueeze(1)).squeeze(1)  # column `seqlen`: beyond the text
     return column.masked_fill(~answerable, IGNORED)
+
+
+HEADS = (  # which of them a family has: fastbert/families.py
+    BertForPreTraining,
+    BertForMaskedLM,
+    BertForNextSentencePrediction,
+    BertForReplacedTokenDetection,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertForQuestionAnswering,
+    BertForMultipleChoice,
+)

@@ -33,12 +33,10 @@ from fastbert.data.tokenizer import (
     strings,
 )
 from fastbert.heads import (
+    HEADS,
     BertForMaskedLM,
-    BertForMultipleChoice,
-    BertForNextSentencePrediction,
     BertForPreTraining,
     BertForQuestionAnswering,
-    BertForReplacedTokenDetection,
     BertForSequenceClassification,
     BertForTokenClassification,
 )
@@ -102,17 +100,6 @@ class Answers(NamedTuple):
 
 # ---- trained models
 
-_HEADS = (
-    BertForMaskedLM,
-    BertForPreTraining,
-    BertForNextSentencePrediction,
-    BertForReplacedTokenDetection,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    BertForQuestionAnswering,
-    BertForMultipleChoice,
-)
-
 
 def trained_model(
     directory: str | Path, classes: Sequence[type[Saveable]] | None = None, *, dtype: torch.dtype | None = None
@@ -142,7 +129,7 @@ def model_class_of(
 ) -> type[Saveable]:
     """The class for the `architectures` of a configuration. Raises ValueError where it is none of `classes`."""
     names, family = config.extra.get("architectures") or (), config.family
-    classes = (BertModel, *_HEADS) if classes is None else classes
+    classes = (BertModel, *HEADS) if classes is None else classes
     known = {family.class_name(c.kind): c for c in classes if c is BertModel or c.kind in family.heads}
     if names and not known.keys() & set(names):
         expected = " or ".join(known) or f"a head that {family.name} has"

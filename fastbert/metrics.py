@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.heads import IGNORED
-from fastbert.training import Batch, evaluating, label_counts, require, to_device
+from fastbert.require import require
+from fastbert.training import evaluating, label_counts, to_device
+from fastbert.training.losses import Batch
 
 # ---- classes
 

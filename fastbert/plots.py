@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fastbert.data.tokenizer import copy_of
 from fastbert.model import Saveable
-from fastbert.training import evaluating, require
+from fastbert.require import require
+from fastbert.training import evaluating
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,7 +21,6 @@ import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 
-import fastbert.training
 from fastbert import (
     BertConfig,
     BertForMaskedLM,
@@ -41,14 +40,16 @@ from fastbert.training import (
     compute_loader_loss,
     compute_mlm_loader_loss,
     compute_mlm_loss,
+    distribute,
+    electra,
     evaluating,
     freeze,
     label_counts,
     linear_schedule,
     loss_terms,
     parameter_groups,
-    sample,
 )
+from fastbert.training.electra import sample
 
 HERE = Path(__file__).resolve().parent
 EXACT, CONFIG = process.EXACT, process.CONFIG
@@ -462,7 +463,7 @@ def test_the_discriminator_sees_what_the_generator_drew(monkeypatch):
         found[::2] = original[batch["labelled_rows"]][::2]
         return found
 
-    monkeypatch.setattr(fastbert.training, "sample", rigged)
+    monkeypatch.setattr(electra, "sample", rigged)
     out, at_masks = model(**batch), batch["labelled_rows"]
     ids, labels = model.discriminator.given
     assert torch.equal(labels, (ids != original).long()) and 0 < labels.sum() < len(at_masks)
@@ -491,7 +492,7 @@ def test_samples_have_the_distribution_of_the_logits():
 
 def test_an_accumulated_step_of_electra_is_that_of_one_big_batch(tmp_path, monkeypatch):
     """With the likeliest token in place of a random one, which would depend on the order of draws."""
-    monkeypatch.setattr(fastbert.training, "sample", lambda logits: logits.argmax(-1))
+    monkeypatch.setattr(electra, "sample", lambda logits: logits.argmax(-1))
     model = ElectraPretraining(
         BertForMaskedLM(EXACT), BertForReplacedTokenDetection(EXACT.changed(model_type="electra"))
     ).double()
@@ -819,7 +820,7 @@ def test_a_loader_or_a_period_that_makes_no_sense_is_refused(tmp_path):
         with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
             trainer.train(shuffled(), **{"max_steps": 1, name: 0})
     with pytest.raises(ValueError, match="kind is 'dp'; expected 'ddp' or 'fsdp'"):
-        fastbert.training.distribute(nn.Linear(1, 1), "dp")
+        distribute(nn.Linear(1, 1), "dp")
 
 
 # ---- several processes, and other people's loops

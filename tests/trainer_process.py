@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-import fastbert.training
 from fastbert import BertConfig, BertForMaskedLM, BertForPreTraining
 from fastbert.data import PackingCollator
 from fastbert.training import (
@@ -111,7 +110,7 @@ def alone(directory: Path, steps: int, die: str | None = None) -> str:
     if die == "step":
         model.register_forward_hook(kill)
     elif die == "save":
-        fastbert.training.os.fsync = kill  # the temporary file is written, and not yet renamed
+        os.fsync = kill  # the temporary file is written, and not yet renamed
     trainer.train(masking_loader(), max_steps=steps, save_steps=1)
     return digest(trainer.checkpoints()[-1])
 

@@ -1,0 +1,47 @@
+"""Training: losses over batches of unequal size, parameter groups, ELECTRA, and a trainer that resumes bit for bit.
+
+The same script runs under `python` and, on several GPUs, under `torchrun`::
+
+    model = distribute(BertForMaskedLM(config))
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr=5e-4), fused=True)
+    scheduler = linear_schedule(optimizer, warmup_steps=1000, max_steps=20_000)
+    trainer = AMPTrainer(model, optimizer, scheduler, mixed_precision="bf16", output_dir="runs/mlm")
+    trainer.resume()  # from the newest checkpoint, if there is one
+    trainer.train(loader, max_steps=20_000, eval_loader=held_out, eval_steps=500, save_steps=500)
+
+A step's loss is that of one big batch, however its labels fall on micro-batches and processes: the mean over all that
+is labelled in the step, not the mean of means. docs/training.md has the rest.
+"""
+
+from fastbert.training.distributed import distribute
+from fastbert.training.electra import ElectraPretraining, ElectraPretrainingOutput
+from fastbert.training.losses import (
+    compute_classification_loss,
+    compute_loader_loss,
+    compute_mlm_loader_loss,
+    compute_mlm_loss,
+    evaluating,
+    label_counts,
+    loss_terms,
+    to_device,
+)
+from fastbert.training.parameters import freeze, linear_schedule, parameter_groups
+from fastbert.training.trainer import AMPTrainer
+
+__all__ = [
+    "AMPTrainer",
+    "ElectraPretraining",
+    "ElectraPretrainingOutput",
+    "compute_classification_loss",
+    "compute_loader_loss",
+    "compute_mlm_loader_loss",
+    "compute_mlm_loss",
+    "distribute",
+    "evaluating",
+    "freeze",
+    "label_counts",
+    "linear_schedule",
+    "loss_terms",
+    "parameter_groups",
+    "to_device",
+]

@@ -1,0 +1,56 @@
+"""One model in several processes."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def distribute(model: nn.Module, kind: str = "ddp") -> nn.Module:
+    """The model on this process's GPU, if there is one for each, and shared by the processes that `torchrun` started.
+
+    kind: "ddp" for DistributedDataParallel, "fsdp" to shard layers by FSDP2; without `torchrun` neither. All processes
+    get the weights of the first, and random numbers of their own. Raises ValueError for another kind.
+    """
+    if kind not in ("ddp", "fsdp"):
+        raise ValueError(f"distribute: kind is {kind!r}; expected 'ddp' or 'fsdp'")
+    local, neighbours = (int(os.environ.get(name, only)) for name, only in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    on_gpus = torch.cuda.device_count() >= neighbours
+    if on_gpus:
+        torch.cuda.set_device(local)
+        model.cuda()
+    if "LOCAL_RANK" not in os.environ:
+        return model
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if on_gpus else "gloo")
+    torch.manual_seed(torch.initial_seed() + dist.get_rank())
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, 0)
+    for layer in [layer for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part]:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def whole(state: Any) -> Any:
+    """What FSDP2 has sharded, gathered on the host of the first process; all have to call it."""
+    if isinstance(state, Mapping):
+        return {name: whole(value) for name, value in state.items()}
+    if not isinstance(state, DTensor):
+        return state
+    whole = state.full_tensor()
+    return whole.cpu() if dist.get_rank() == 0 else None
+
+
+def sharded(value: Any, like: Any) -> Any:
+    """This process's part of a whole tensor, where `like` is sharded; anything else as it is."""
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,64 @@
+"""ELECTRA's two models, trained together."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastbert.heads import IGNORED, BertForMaskedLM
+from fastbert.ops.bias_gelu import wide
+from fastbert.training.losses import Batch
+
+
+class ElectraPretrainingOutput(NamedTuple):
+    """loss: the sum of `losses`, the generator's and the weighted one of the discriminator."""
+
+    loss: Tensor
+    losses: tuple[Tensor, Tensor]
+
+
+class ElectraPretraining(nn.Module):
+    """A generator that fills masks, and a discriminator that tells its tokens from real ones, trained together.
+
+    loss = masked-LM loss + weight * replaced-token loss (Clark et al., "ELECTRA", 2020, section 2). generator: a
+    BertForMaskedLM. discriminator: a BertForReplacedTokenDetection, or what takes the batch with labels (T,), 1 where a
+    token was replaced, and gives the mean over all tokens as `loss`. They may share tables of one width, as in
+    `discriminator.bert.embeddings.word_embeddings = generator.bert.embeddings.word_embeddings`.
+    """
+
+    def __init__(self, generator: BertForMaskedLM, discriminator: nn.Module, weight: float = 50.0) -> None:
+        super().__init__()
+        self.generator, self.discriminator, self.weight = generator, discriminator, weight
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, labelled_rows: Tensor | None = None, **packed: Any
+    ) -> ElectraPretrainingOutput:
+        """A batch of PackingCollator: input_ids (T,) with masks, labels (T,) what is behind them, else -100.
+
+        packed: cu_seqlens, max_seqlen, and what else both models take. Raises ValueError for padded input.
+        """
+        if packed.get("cu_seqlens") is None:
+            raise ValueError("ElectraPretraining: expected packed input, (T,) with cu_seqlens and max_seqlen")
+        rows = (labels != IGNORED).nonzero().squeeze(-1) if labelled_rows is None else labelled_rows
+        body, masked = self.generator.bert, labels.index_select(0, rows)
+        hidden = body(input_ids, **packed).last_hidden_state.index_select(0, rows)
+        logits = wide(self.generator.cls.predictions(hidden, body.embeddings.word_embeddings.weight))
+        generator_loss = F.cross_entropy(logits, masked, reduction="sum") / max(len(rows), 1)
+        drawn = sample(logits)
+        filled = input_ids.index_copy(0, rows, drawn)
+        replaced = torch.zeros_like(labels).index_copy(0, rows, (drawn != masked).to(labels.dtype))
+        discriminator_loss = self.discriminator(input_ids=filled, labels=replaced, **packed).loss
+        losses = (generator_loss, self.weight * discriminator_loss)
+        return ElectraPretrainingOutput(losses[0] + losses[1], losses)
+
+    @staticmethod
+    def label_counts(batch: Batch) -> Tensor:
+        """Masks for the generator, all tokens for the discriminator."""
+        return torch.stack([(batch["labels"] != IGNORED).sum(), torch.tensor(batch["input_ids"].numel())]).double()
+
+
+@torch.no_grad()
+def sample(logits: Tensor) -> Tensor:
+    """(L, V) to (L,): a draw from softmax(logits) in each row, by the Gumbel-max trick."""
+    return (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)

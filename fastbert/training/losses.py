@@ -1,0 +1,144 @@
+"""Losses of batches of unequal size, and how many labels each is a mean over."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fastbert.heads import IGNORED, BertForMaskedLM, BertForPreTraining
+from fastbert.ops.bias_gelu import wide
+
+Batch = Mapping[str, Any]
+_OF_PAIRS = ("next_sentence_label", "sentence_order_label")  # BERT's and ALBERT's
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and torch.compile."""
+    while (inner := getattr(model, "_orig_mod", None)) or isinstance(model, DistributedDataParallel):
+        model = inner or model.module
+    return model
+
+
+def to_device(batch: Batch, device: torch.device | str) -> dict[str, Any]:
+    return {name: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for name, x in batch.items()}
+
+
+def label_counts(model: nn.Module, batch: Batch) -> Tensor:
+    """(K,) float64: the loss of the batch is a sum of K means, over so many labels each.
+
+    A model with a loss of its own has a method `label_counts(batch)`, and the means as `losses` in its output.
+    Raises ValueError for a batch without labels.
+    """
+    if hasattr(unwrapped(model), "label_counts"):
+        return unwrapped(model).label_counts(batch)
+    batch = {name: x for name, x in batch.items() if x is not None}
+    counts = [_labelled(batch[name], batch) for name in ("labels", *_OF_PAIRS) if name in batch]
+    if "start_positions" in batch and "end_positions" in batch:
+        counts.append(sum(_answerable(batch[name], batch) for name in ("start_positions", "end_positions")) / 2)
+    if not counts:
+        given = ", ".join(sorted(batch))
+        raise ValueError(
+            f"the batch has {given}; expected labels, {' or '.join(_OF_PAIRS)}, or start_positions and end_positions"
+        )
+    return torch.stack(counts).double()
+
+
+def _labelled(labels: Tensor, batch: Batch) -> Tensor:
+    """Integers that are neither -100 nor at padding; all floats, which are of a regression or of several classes."""
+    if labels.is_floating_point():
+        return torch.tensor(labels.numel())
+    labelled, mask = labels != IGNORED, batch.get("attention_mask")
+    of_padded_tokens = mask is not None and labels.dim() == 2 and mask.shape == labels.shape
+    return (labelled & (mask != 0) if of_padded_tokens else labelled).sum()
+
+
+def _answerable(positions: Tensor, batch: Batch) -> Tensor:
+    """How many answers are at a token: the question-answering head leaves out the others."""
+    positions = positions.flatten().clamp(min=0)
+    if "cu_seqlens" in batch:
+        return (positions < batch["cu_seqlens"].diff()).sum()
+    mask = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])
+    column = positions.clamp(max=mask.shape[1]).unsqueeze(1)
+    return F.pad(mask != 0, (0, 1)).gather(1, column).sum()
+
+
+def loss_terms(out: Any, batch: Batch) -> Tensor:
+    """(K,) the means whose sum is `out.loss`, in the order of `label_counts`."""
+    if hasattr(out, "losses"):
+        return torch.stack(out.losses)
+    pairs = next((batch[name] for name in _OF_PAIRS if batch.get(name) is not None), None)
+    if batch.get("labels") is None or pairs is None:
+        return out.loss.reshape(1)
+    logits, labels = wide(out.seq_relationship_logits), pairs.flatten().long()
+    total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    sentences = total / (labels != IGNORED).sum().clamp(min=1)
+    return torch.stack([out.loss - sentences, sentences])
+
+
+def compute_mlm_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The masked-LM loss of a batch, the mean over its labelled tokens: a scalar, in float32 or better.
+
+    A loss of pairs of sentences is left out. Raises ValueError for a batch without labels.
+    """
+    return _forward(model, _without_pairs(_require_labels("compute_mlm_loss", batch))).loss
+
+
+def compute_classification_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss of a classifier of sequences or of tokens, the mean over what is labelled: a scalar.
+
+    Raises ValueError for a batch without labels.
+    """
+    return model(**_require_labels("compute_classification_loss", batch)).loss
+
+
+def compute_mlm_loader_loss(model: nn.Module, loader: Iterable[Batch], device: torch.device | str) -> float:
+    """The masked-LM loss of a loader, the mean over its labelled tokens. Raises ValueError where there is none."""
+    labelled = (_require_labels("compute_mlm_loader_loss", batch) for batch in loader)
+    return compute_loader_loss(model, map(_without_pairs, labelled), device)
+
+
+def compute_loader_loss(model: nn.Module, loader: Iterable[Batch], device: torch.device | str) -> float:
+    """The loss of all batches of a loader as if they were one. Raises ValueError where nothing is labelled."""
+    terms, counts = [], []
+    with evaluating(model):
+        for batch in loader:
+            counts.append(label_counts(model, batch).cpu())
+            batch = to_device(batch, device)
+            terms.append(loss_terms(_forward(model, batch), batch).double())
+    if not counts or not torch.stack(counts).any():
+        raise ValueError("the loader has no label; expected at least one")
+    terms, counts = torch.stack(terms).cpu(), torch.stack(counts)
+    return float(((terms.where(counts > 0, 0) * counts).sum(0) / counts.sum(0).clamp(min=1)).sum())
+
+
+def _forward(model: nn.Module, batch: Batch) -> Any:
+    """`model(**batch)`, without the logits of a masked-LM head, which no loss needs."""
+    masked_lm = isinstance(unwrapped(model), (BertForMaskedLM, BertForPreTraining))
+    return model(**batch, **({"skip_logits": True} if masked_lm else {}))
+
+
+def _require_labels(caller: str, batch: Batch) -> Batch:
+    if batch.get("labels") is None:
+        raise ValueError(f"{caller}: the batch has {', '.join(sorted(batch))}; expected labels as well")
+    return batch
+
+
+def _without_pairs(batch: Batch) -> Batch:
+    return {name: x for name, x in batch.items() if name not in _OF_PAIRS}
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every part is in the mode that it was in."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, mode in modes:
+            part.training = mode

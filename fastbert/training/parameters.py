@@ -1,0 +1,81 @@
+"""Parameter groups, frozen layers, and the usual schedule."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+_LAYER = re.compile(r"(.*\blayer)\.(\d+)\b")
+_EMBEDDINGS = re.compile(r".*\bembeddings(_project)?\b")
+
+
+def parameter_groups(
+    model: nn.Module, lr: float, weight_decay: float = 0.01, layer_decay: float = 1.0
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer, of trainable parameters: no decay of biases and LayerNorms, lower rates further down.
+
+    Heads and pooler have the rate lr, the last layer lr * layer_decay, and so on down to the embeddings (0.8 in
+    ELECTRA-Base; Clark et al., 2020). Raises ValueError for a layer_decay where there is not one stack of layers.
+    """
+    layers = [match for name, _ in model.named_parameters() if (match := _LAYER.match(name))]
+    if layer_decay != 1 and len({match[1] for match in layers}) != 1:
+        stacks = len({match[1] for match in layers})
+        raise ValueError(f"parameter_groups: layer_decay needs one stack of layers; the model has {stacks}")
+    top = max((int(match[2]) for match in layers), default=-1) + 2
+    groups: dict[tuple[int, bool], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault((_depth(name, top), parameter.dim() > 1), []).append(parameter)
+    rates = {depth: lr * layer_decay ** (top - depth) for depth, _ in groups}
+    return [
+        {"params": parameters, "lr": rates[depth], "weight_decay": weight_decay if decays else 0.0}
+        for (depth, decays), parameters in groups.items()
+    ]
+
+
+def _depth(name: str, top: int) -> int:
+    """0 for the embeddings, 1 for the first layer, `top` for what is above the last."""
+    if match := _LAYER.match(name):
+        return int(match[2]) + 1
+    return 0 if _EMBEDDINGS.match(name) else top
+
+
+def freeze(model: nn.Module, layers: int | Iterable[int] = 0, embeddings: bool = True) -> None:
+    """Ends the training of the embeddings and of the lowest `layers` layers, or of those with the given indices.
+
+    Call it before `distribute` and `parameter_groups`. Dropout in frozen layers stays. The decoder of a masked-LM head
+    is the word embeddings, and is frozen with them. Raises ValueError for a layer that does not exist.
+    """
+    if isinstance(layers, int) and layers < 0:
+        raise ValueError(f"freeze: layers is {layers}; expected at least 0")
+    parts = dict(model.named_modules())
+    indices = {name: int(match[2]) for name in parts if (match := _LAYER.fullmatch(name))}
+    chosen = set(range(layers) if isinstance(layers, int) else layers)
+    if missing := sorted(chosen - set(indices.values())):
+        count = len(set(indices.values()))
+        raise ValueError(f"freeze: layers has {missing}; the model has {count} layers, counted from 0")
+    for name, part in parts.items():
+        if indices.get(name) in chosen or (embeddings and _EMBEDDINGS.fullmatch(name)):
+            part.requires_grad_(False)
+
+
+def linear_schedule(optimizer: Optimizer, warmup_steps: int, max_steps: int) -> LambdaLR:
+    """Rates rise from 0 in warmup_steps, then fall to 0 at max_steps.
+
+    Equivalent to `transformers.get_linear_schedule_with_warmup`. Raises ValueError unless
+    0 <= warmup_steps < max_steps.
+    """
+    if not 0 <= warmup_steps < max_steps:
+        raise ValueError(
+            f"linear_schedule: warmup_steps is {warmup_steps}; expected 0 to max_steps - 1, {max_steps - 1}"
+        )
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return step / warmup_steps
+        return max(max_steps - step, 0) / (max_steps - warmup_steps)
+
+    return LambdaLR(optimizer, factor)

@@ -1,0 +1,80 @@
+"""Random numbers and files: what a run needs to go on where it was."""
+
+import csv
+import os
+import pickle
+import random
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of Python, NumPy and torch, in types that `torch.load(weights_only=True)` takes."""
+    kind, keys, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """Whole or not at all: after an error, a full disk or a kill, what was there is there still."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException as error:
+        part.unlink(missing_ok=True)
+        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch.save hides a full disk in one
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
+        raise
+    if hasattr(os, "O_DIRECTORY"):  # not on Windows; the new name, too, is to outlive a loss of power
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        os.fsync(directory)
+        os.close(directory)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint, on the host, its checksums verified. Raises FileNotFoundError, ValueError for a damaged file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        state = torch.load(path, map_location="cpu", weights_only=True) if damaged is None else None
+    except (zipfile.BadZipFile, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is no checkpoint, or was cut off: {error}") from error
+    if not isinstance(state, dict) or "processes" not in state:
+        raise ValueError(f"{path} is {f'damaged, in {damaged}' if damaged else 'no checkpoint of AMPTrainer'}")
+    return state
+
+
+def append_row(path: Path, row: dict[str, float]) -> None:
+    with path.open("a+", newline="") as file:
+        file.seek(0)
+        names = next(csv.reader(file), None)
+        writer = csv.DictWriter(file, names or list(row), lineterminator="\n")
+        if names is None:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def keep_rows(path: Path, step: int) -> None:
+    """Drops the rows of later steps, and a last one that was cut off."""
+    if path.exists():
+        header, *rows = path.read_text().splitlines(keepends=True) or [""]
+        kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
+        write_whole(path, lambda file: file.write("".join([header, *kept] if kept else []).encode()))

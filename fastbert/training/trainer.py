@@ -1,0 +1,362 @@
+"""The loop: steps, evaluations, checkpoints."""
+
+import contextlib
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fastbert.require import require
+from fastbert.training.distributed import sharded, whole
+from fastbert.training.losses import Batch, compute_loader_loss, label_counts, loss_terms, to_device, unwrapped
+from fastbert.training.state import append_row, keep_rows, random_state, read_checkpoint, set_random_state, write_whole
+
+_COUNTERS = ("step", "skipped_steps", "epoch", "position")
+
+
+class AMPTrainer:
+    """Trains whatever gives a loss as `model(**batch).loss`, in mixed precision, and resumes bit for bit.
+
+    It writes train.csv, evaluation.csv and checkpoint-<step>.pt to output_dir. One loop without plug-ins: who wants
+    more uses `transformers.Trainer` or `accelerate`, which take the same models and batches.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None = None,
+        *,
+        output_dir: str | Path,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = 1.0,
+        save_total_limit: int = 2,
+        tensorboard: bool = False,
+        progress: bool = True,
+    ) -> None:
+        """mixed_precision: None computes in the dtype of the parameters; "bf16" and "fp16" under autocast, the latter
+        with a GradScaler. scheduler: None for constant rates. save_total_limit: how many checkpoints are kept.
+
+        Raises ValueError for values that make no sense, and for several processes that do not share the model.
+        """
+        dtypes = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
+        if mixed_precision not in dtypes:
+            raise ValueError(f"AMPTrainer: mixed_precision is {mixed_precision!r}; expected None, 'bf16' or 'fp16'")
+        _at_least_one(gradient_accumulation_steps=gradient_accumulation_steps, save_total_limit=save_total_limit)
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"AMPTrainer: max_grad_norm is {max_grad_norm}; expected a positive number, or None")
+        self.processes, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        if self.processes > 1 and not isinstance(model, (DistributedDataParallel, FSDPModule)):
+            raise ValueError(f"AMPTrainer: {self.processes} processes, each with its own model; expected `distribute`")
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.device, self.dtype = next(model.parameters()).device, dtypes[mixed_precision]
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=mixed_precision == "fp16")
+        self.accumulation, self.max_grad_norm = gradient_accumulation_steps, max_grad_norm
+        self.output_dir, self.save_total_limit = Path(output_dir), save_total_limit
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        self.progress, self.tensorboard = progress, tensorboard
+        self.step = self.skipped_steps = 0  # steps taken, and how many of them the scaler made void
+        self.epoch = self.position = 0  # position: batches of this epoch that this process has had
+        self.epoch_random = self.loader_state = None  # random numbers at its start; the state of a loader that has one
+
+    def train(
+        self,
+        loader: Iterable[Batch],
+        max_steps: int,
+        *,
+        eval_loader: Iterable[Batch] | None = None,
+        metric: Callable[..., Any] = compute_loader_loss,
+        eval_steps: int | None = None,
+        save_steps: int | None = None,
+    ) -> dict[str, float]:
+        """Trains to max_steps, counted from the first, in as many epochs as that takes. Returns the last evaluation.
+
+        loader: of this process's share of the batches; an epoch ends with the shortest share. metric(model,
+        eval_loader, device): the loss, or a dictionary whose numbers are kept; every eval_steps and at the end, in
+        every process. Checkpoints are written every save_steps and at the end.
+        Raises FloatingPointError for a loss that is not finite, before its step is taken; FileExistsError where
+        output_dir has checkpoints of later steps; ValueError for a loader without batches or labels.
+        """
+        _at_least_one(max_steps=max_steps, eval_steps=eval_steps, save_steps=save_steps)
+        self._clear_up()
+        self.model.train()
+        result: dict[str, float] = {}
+        with self._logging(max_steps) as log:
+            while self.step < max_steps:
+                for batches in self._steps_of_the_epoch(loader):
+                    log("train", self._step(batches))
+                    last = self.step == max_steps
+                    if eval_loader is not None and (last or _due(self.step, eval_steps)):
+                        result = self.evaluate(eval_loader, metric)
+                        log("evaluation", {"step": self.step, **result})
+                    if last or _due(self.step, save_steps):
+                        self.loader_state = loader.state_dict() if hasattr(loader, "state_dict") else None
+                        self.save()
+                    if last:
+                        break
+                else:
+                    self._end_epoch()
+        return result
+
+    def evaluate(self, loader: Iterable[Batch], metric: Callable[..., Any] = compute_loader_loss) -> dict[str, float]:
+        """metric(model, loader, device), in the precision of training, whose random numbers it leaves alone."""
+        before = random_state(self.device)
+        with self._autocast():
+            found = metric(unwrapped(self.model), loader, self.device)
+        set_random_state(before, self.device)
+        values = found if isinstance(found, Mapping) else {"loss": found}
+        numbers = {name: x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for name, x in values.items()}
+        return {name: float(x) for name, x in numbers.items() if isinstance(x, Real)}
+
+    # -- one step
+
+    def _step(self, batches: list[Batch]) -> dict[str, float]:
+        """One step of the optimizer on one big batch, in parts; what there is to log."""
+        start = time.perf_counter()
+        counts = [label_counts(self.model, batch).to(self.device) for batch in batches]
+        total = self._over_processes(torch.stack(counts).sum(0)).clamp(min=1)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.optimizer.zero_grad()
+        for i, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+            batch = to_device(batch, self.device)
+            with self._exchanging(i + 1 == len(batches)):
+                with self._autocast():
+                    terms = loss_terms(self.model(**batch), batch)
+                part = (terms.where(count > 0, 0) * (count / total)).sum()  # of no label, transformers' mean is NaN
+                # DDP and FSDP2 average gradients over processes, where their sum is wanted.
+                self.scaler.scale(part * self.processes).backward()
+            loss += part.detach()
+        norm = self._clip()
+        loss, norm = torch.stack([self._over_processes(loss), norm]).tolist()  # the host waits for the GPU here
+        self._require_finite(loss, norm)
+        rate = self.optimizer.param_groups[-1]["lr"]
+        self._update()
+        row = {"step": self.step, "epoch": self.epoch, "loss": loss, "learning_rate": rate, "gradient_norm": norm}
+        return row | {"skipped_steps": self.skipped_steps, "seconds": time.perf_counter() - start}
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
+
+    def _clip(self) -> Tensor:
+        """The norm of the gradients before they are clipped."""
+        self.scaler.unscale_(self.optimizer)
+        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(self._parameters(), limit)
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).double()
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _require_finite(self, loss: float, norm: float) -> None:
+        """Gradients that are not finite are the scaler's business, where there is one."""
+        if not math.isfinite(loss) or not (self.scaler.is_enabled() or math.isfinite(norm)):
+            raise FloatingPointError(
+                f"step {self.step + 1}: the loss is {loss}, the norm of its gradients {norm}; expected finite numbers. "
+                f"The step was not taken: the weights are those of step {self.step}"
+            )
+
+    def _update(self) -> None:
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.step += 1
+        if self.scaler.get_scale() < scale:
+            self.skipped_steps += 1
+        elif self.scheduler is not None:
+            self.scheduler.step()
+
+    # -- several processes
+
+    def _over_processes(self, x: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        if self.processes > 1:
+            dist.all_reduce(x, operation)
+        return x
+
+    def _exchanging(self, now: bool) -> contextlib.AbstractContextManager:
+        """DDP exchanges gradients once a step; FSDP2 after every batch, or it would hold whole gradients."""
+        wait = not now and isinstance(self.model, DistributedDataParallel)
+        return self.model.no_sync() if wait else contextlib.nullcontext()
+
+    # -- the place in the data
+
+    def _steps_of_the_epoch(self, loader: Iterable[Batch]) -> Iterator[list[Batch]]:
+        """The batches of one step after the other, from where the epoch was left."""
+        iterator = self._open(loader)
+        while True:
+            batches = list(itertools.islice(iterator, self.accumulation))
+            shortest = torch.tensor(len(batches), device=self.device)
+            batches = batches[: int(self._over_processes(shortest, dist.ReduceOp.MIN))]
+            if not batches:
+                return
+            self.position += len(batches)
+            yield batches
+
+    def _open(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """What is left of the epoch. A loader that cannot go on by itself runs again from the start of the epoch, with
+        the random numbers of that time."""
+        now = random_state(self.device)
+        self._begin_epoch(loader, now)
+        goes_on = self.position > 0 and self.loader_state is not None
+        if goes_on:
+            loader.load_state_dict(self.loader_state)
+        iterator = iter(loader)
+        skipped = self.position if goes_on else sum(1 for _ in itertools.islice(iterator, self.position))
+        if skipped < self.position:
+            raise ValueError(f"the run is at batch {self.position} of its epoch; the loader has {skipped} batches")
+        if self.position:
+            set_random_state(now, self.device)
+        return iterator
+
+    def _begin_epoch(self, loader: Iterable[Batch], now: dict[str, Any]) -> None:
+        """Random numbers as they were when the epoch began, and its number to whatever in the loader wants it."""
+        names = ("sampler", "batch_sampler", "dataset", "collate_fn")
+        parts = [loader, *(getattr(loader, name, None) for name in names)]
+        generators = [part.generator for part in parts if isinstance(getattr(part, "generator", None), torch.Generator)]
+        if self.position == 0:
+            self.epoch_random = {**now, "loader": [generator.get_state() for generator in generators]}
+        set_random_state(self.epoch_random, self.device)
+        for generator, state in zip(generators, self.epoch_random["loader"], strict=True):
+            generator.set_state(state)
+        for part in parts[:1] if hasattr(loader, "set_epoch") else parts:
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self.epoch)
+
+    def _end_epoch(self) -> None:
+        if self.position == 0:
+            raise ValueError("train: the loader has no batch, for one of the processes; expected at least one")
+        self.epoch, self.position, self.loader_state = self.epoch + 1, 0, None
+
+    # -- checkpoints
+
+    def checkpoints(self) -> list[Path]:
+        """Those in output_dir, oldest first."""
+        found = [path for path in self.output_dir.glob("checkpoint-*.pt") if path.stem[len("checkpoint-") :].isdigit()]
+        return sorted(found, key=_step_of)
+
+    def save(self) -> Path:
+        """Writes a checkpoint, whole or not at all, then removes the oldest; all processes have to call it.
+
+        Raises OSError for a full disk; the checkpoints before it are whole.
+        """
+        own = {"random": random_state(self.device), "epoch_random": self.epoch_random, "loader": self.loader_state}
+        everyone = [own]
+        if self.processes > 1:
+            everyone = [None] * self.processes
+            dist.all_gather_object(everyone, own)
+        state = {name: whole(part.state_dict()) for name, part in self._parts().items()}
+        state |= {name: getattr(self, name) for name in _COUNTERS}
+        path = self.output_dir / f"checkpoint-{self.step:08}.pt"
+        if self.rank == 0:
+            write_whole(path, lambda file: torch.save({**state, "processes": everyone}, file))
+            for old in self.checkpoints()[: -self.save_total_limit]:
+                old.unlink()
+        if self.processes > 1:
+            dist.barrier()
+        return path
+
+    def resume(self) -> bool:
+        """Goes on from the newest checkpoint in output_dir; False where there is none."""
+        found = self.checkpoints()
+        if found:
+            self.load(found[-1])
+        return bool(found)
+
+    def load(self, path: str | Path) -> None:
+        """Goes on from a checkpoint: by as many processes as wrote it, to the bits of a run without the interruption.
+
+        Another number of processes starts the epoch again, with new random numbers and a UserWarning.
+        Raises FileNotFoundError; ValueError for a corrupt file, before anything changes; RuntimeError and ValueError
+        for one of another model or optimizer.
+        """
+        state = read_checkpoint(Path(path))
+        expected, parameters = unwrapped(self.model).state_dict(), dict(enumerate(self._parameters()))
+        state["model"] = {name: sharded(x, expected.get(name)) for name, x in state["model"].items()}
+        for i, moments in state["optimizer"]["state"].items():
+            state["optimizer"]["state"][i] = {name: sharded(x, parameters.get(i)) for name, x in moments.items()}
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
+        everyone = state["processes"]
+        if len(everyone) == self.processes:
+            own = everyone[self.rank]
+            self.epoch_random, self.loader_state = own["epoch_random"], own["loader"]
+            set_random_state(own["random"], self.device)
+        else:
+            self.position = 0
+            warnings.warn(
+                f"{path} was written by {len(everyone)} processes and is read by {self.processes}: the epoch starts "
+                "again, with new random numbers",
+                stacklevel=2,
+            )
+
+    def _parts(self) -> dict[str, Any]:
+        parts = {"model": unwrapped(self.model), "optimizer": self.optimizer, "scaler": self.scaler}
+        return parts if self.scheduler is None else {**parts, "scheduler": self.scheduler}
+
+    # -- what is logged
+
+    @contextlib.contextmanager
+    def _logging(self, max_steps: int) -> Iterator[Callable[[str, dict[str, float]], None]]:
+        """log(table, row): to <table>.csv, a progress bar and TensorBoard; from the first process alone."""
+        with contextlib.ExitStack() as stack:
+            bar = board = None
+            if self.progress and self.rank == 0:
+                progress = require("rich.progress", "rich").Progress
+                bar = stack.enter_context(progress(*progress.get_default_columns(), "{task.fields[shown]}"))
+                task = bar.add_task("training", total=max_steps, completed=self.step, shown="")
+            if self.tensorboard and self.rank == 0:
+                writer = require("torch.utils.tensorboard", "tensorboard").SummaryWriter
+                board = stack.enter_context(writer(self.output_dir, purge_step=self.step + 1))
+
+            def log(table: str, row: dict[str, float]) -> None:
+                if self.rank == 0:
+                    append_row(self.output_dir / f"{table}.csv", row)
+                if bar is not None and table == "train":
+                    skipped = f", {self.skipped_steps} steps skipped" if self.skipped_steps else ""
+                    bar.update(task, completed=self.step, shown=f"loss {row['loss']:.4f}{skipped}")
+                for name, value in row.items() if board is not None else ():
+                    board.add_scalar(f"{table}/{name}", value, self.step)
+
+            yield log
+
+    def _clear_up(self) -> None:
+        """Removes what an interrupted run left: a file half written, rows after the checkpoint that this one has."""
+        if later := [path.name for path in self.checkpoints() if _step_of(path) > self.step]:
+            raise FileExistsError(
+                f"{self.output_dir} has {later[-1]}, and this run is at step {self.step}; call resume() before "
+                "train(), or choose another output_dir"
+            )
+        if self.rank == 0:
+            for unfinished in self.output_dir.glob("checkpoint-*.pt.part"):
+                unfinished.unlink()
+            for table in ("train", "evaluation"):
+                keep_rows(self.output_dir / f"{table}.csv", self.step)
+
+
+def _at_least_one(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"AMPTrainer: {name} is {number}; expected at least 1")
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem[len("checkpoint-") :])
