@@ -244,7 +244,8 @@ class MaskFiller(_Predictor):
         self.mask_id = special_token_id(self.tokenizer, "mask_token")
         if self.mask_id is None:
             raise ValueError("MaskFiller: the tokenizer has no mask token ([MASK] or <mask>)")
-        self.prefix = continuation_prefix(self.tokenizer)
+        self.prefix, added = continuation_prefix(self.tokenizer), self.tokenizer.get_added_tokens_decoder()
+        self.takes_space = self.mask_id in added and added[self.mask_id].lstrip
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str], *, top_k: int = 5) -> list[list[list[Fill]]]:
@@ -284,6 +285,8 @@ class MaskFiller(_Predictor):
     def _fill(self, text: str, span: tuple[int, int], score: float, token: int) -> Fill:
         word, (start, end) = self.tokenizer.decode([token], skip_special_tokens=False), span
         before, after = text[:start], text[end:]
+        if self.takes_space:  # RoBERTa's mask stands for a word with its space; offsets leave the space out
+            before = before.rstrip()
         if self.prefix and word.startswith(self.prefix):  # it goes on with the word before
             return Fill(word, token, score, before.rstrip() + word.removeprefix(self.prefix) + after)
         return Fill(word, token, score, before + word + after)
