@@ -45,8 +45,8 @@ def whole(state: Any) -> Any:
         return {name: whole(value) for name, value in state.items()}
     if not isinstance(state, DTensor):
         return state
-    whole = state.full_tensor()
-    return whole.cpu() if dist.get_rank() == 0 else None
+    gathered = state.full_tensor()
+    return gathered.cpu() if dist.get_rank() == 0 else None
 
 
 def sharded(value: Any, like: Any) -> Any:
