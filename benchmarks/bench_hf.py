@@ -77,6 +77,7 @@ def _encode(texts: list[str], case: dict[str, object], how: How) -> Report:
         device=how.device,
         rounds=how.rounds,
         limit=how.limit,
+        launches=True,
     )
 
 

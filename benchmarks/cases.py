@@ -167,6 +167,7 @@ def report(spec: Spec, setup: Setup, how: How) -> harness.Report:
         device=how.device,
         rounds=how.rounds,
         limit=how.limit,
+        launches=spec.part not in OPS,
     )
 
 

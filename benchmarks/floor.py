@@ -78,9 +78,9 @@ def step_bytes(layers: int, hidden: int, tokens: int, element: int = 2) -> int:
     return layers * element * (84 * tokens * hidden + 36 * hidden**2)
 
 
-def adamw_bytes(parameters: int) -> int:
-    """One optimizer step in fp32: weight and two moments read and written, gradient read."""
-    return 28 * parameters
+def adamw_bytes(parameters: int, element: int = 2) -> int:
+    """One optimizer step, all in the weights' type: weight and two moments read and written, gradient read."""
+    return 7 * element * parameters
 
 
 # ---- time: sums over the ops of max(operations / rate, bytes / bandwidth)
@@ -178,10 +178,15 @@ def ceilings(device: str, dtype: torch.dtype) -> Ceilings:
     """
     product, bandwidth = _product_rate(device, dtype), _bandwidth(device)
     origin = "large products and a copy, measured before the cases"
-    if device == "cuda" and dtype.itemsize == 2 and "H100" in torch.cuda.get_device_name():
+    if device == "cuda" and dtype.itemsize == 2 and _is_sxm_h100(torch.cuda.get_device_name()):
         rates = (H100.attention_forward, H100.attention_backward)
         return Ceilings(product, *rates, bandwidth, f"{origin}; attention: FlashAttention 3, as published")
     return Ceilings(product, product, product, bandwidth, origin)
+
+
+def _is_sxm_h100(name: str) -> bool:
+    """Those on a PCIe card, and H100 NVL, are slower."""
+    return "H100" in name and not {"PCIe", "NVL"} & set(name.split())
 
 
 def _product_rate(device: str, dtype: torch.dtype) -> float:

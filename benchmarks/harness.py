@@ -155,6 +155,7 @@ class Report:
         return {"case": self.case, "work": asdict(self.work), "baseline": self.baseline, "rows": rows}
 
 
+LEAST = 5  # rounds, whatever they take
 PRODUCTS = "matrix products alone"  # how the bounds begin that `library_floor` is made of
 _COLUMNS = (
     ("speedup", 8, 2),
@@ -197,6 +198,7 @@ def measure(
     device: str = "cpu",
     rounds: int = 20,
     limit: float = math.inf,
+    launches: bool = False,
     timer: Timer | None = None,
     sample: float | None = None,
     pause: float | None = None,
@@ -204,14 +206,15 @@ def measure(
     """Verifies every contender, times those that are right, interleaved.
 
     verify: `by_the_rule` makes one. bounds: timed beside the contenders, nothing to verify. others: rows of those who
-    have nothing to run. rounds: 0 verifies only; after `limit` seconds no new one begins, the first three apart.
-    sample: seconds that one sample lasts at least; 0 is a single call, the default on CUDA. pause: seconds before each
-    sample; on a CPU the threads of whoever ran before go on spinning for a millisecond or so. Raises ValueError for a
-    baseline that is no contender.
+    have nothing to run. rounds: 0 verifies only; after `limit` seconds no new one begins, the first LEAST apart.
+    launches: on CUDA, whether what the host does before the device can begin is counted, as in a whole model. sample:
+    seconds that one sample lasts at least; 0 is a single call, the default on CUDA. pause: seconds before each sample;
+    on a CPU the threads of whoever ran before go on spinning for a millisecond or so. Who fails is not timed any
+    further. Raises ValueError for a baseline that is no contender.
     """
     if baseline not in contenders:
         raise ValueError(f"measure: the baseline {baseline!r} is none of {', '.join(contenders)}")
-    timer = timer or (cuda_timer(device) if device == "cuda" else host_timer())
+    timer = timer or (cuda_timer(device, launches=launches) if device == "cuda" else host_timer())
     sample = (0.0 if device == "cuda" else 0.01) if sample is None else sample
     pause = (0.0 if device == "cuda" else 0.01) if pause is None else pause
     rows = [_examine(name, call, verify, device, bool(rounds)) for name, call in contenders.items()]
@@ -219,15 +222,28 @@ def measure(
     calls = {**contenders, **(bounds or {})}
     timed = [row for row in rows if not row.problem]
     for row in timed if rounds and sample else []:
-        row.repeats = max(1, math.ceil(sample / max(timer(calls[row.name], 1), 1e-9)))
+        if seconds := _timed(row, calls[row.name], timer):
+            row.repeats = max(1, math.ceil(sample / max(seconds, 1e-9)))
     order, deadline = random.Random(0), time.monotonic() + limit
     for done in range(rounds):
-        if done >= 3 and time.monotonic() > deadline:
+        if done >= LEAST and time.monotonic() > deadline:
             break
         for row in order.sample(timed, len(timed)):
             time.sleep(pause)
-            row.seconds.append(timer(calls[row.name], row.repeats))
+            seconds = _timed(row, calls[row.name], timer)
+            row.seconds += [] if seconds is None else [seconds]
     return Report(dict(case), work, baseline, [*rows, *others])
+
+
+def _timed(row: Row, call: Call, timer: Timer) -> float | None:
+    """Seconds of a sample; None from the first failure on, which is all that the row says then."""
+    if row.problem:
+        return None
+    try:
+        return timer(call, row.repeats)
+    except Exception as error:
+        row.problem, row.seconds = failure(error), []
+        return None
 
 
 def _examine(name: str, call: Call, verify: Verify, device: str, is_timed: bool) -> Row:
@@ -369,11 +385,12 @@ def host_timer(clock: Callable[[], float] = time.perf_counter) -> Timer:
     return seconds
 
 
-def cuda_timer(device: str = "cuda") -> Timer:
+def cuda_timer(device: str = "cuda", launches: bool = False) -> Timer:
     """Seconds a call by CUDA events, with cold caches.
 
     Overwriting the buffer empties the L2 cache, and takes long enough (512 MiB) for the host to have launched the first
-    kernels of `call` when it ends, so that short calls are not measured by their launches.
+    kernels of `call` when it ends, so that short calls are not measured by their launches. launches: the host waits for
+    that end, and they are.
     """
     flush = torch.empty(512 << 20, dtype=torch.uint8, device=device)
 
@@ -382,6 +399,8 @@ def cuda_timer(device: str = "cuda") -> Timer:
         for _ in range(repeats):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
+            if launches:
+                torch.cuda.synchronize(device)
             start.record()
             call()
             end.record()

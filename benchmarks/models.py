@@ -92,7 +92,7 @@ def work(spec: Spec, batch: Batch, device: str, labelled: int = 0, parameters: i
         products = floor.forward_products_seconds(layers, hidden, batch.tokens, *known)
         rest = floor.forward_rest_seconds(layers, hidden, batch.lengths, *known)
     products += (3 if spec.backward else 1) * floor.head_flops(hidden, vocab, labelled) / ceilings.product
-    optimizer = floor.adamw_bytes(parameters)
+    optimizer = floor.adamw_bytes(parameters, element)
     rest += optimizer / ceilings.bandwidth
     return Work(batch.tokens, flops, moved + optimizer, products + rest, rest)
 

@@ -2,7 +2,7 @@
 
 Reads RESULTS/<device>/*.json, draws into RESULTS/<device>/plots (or OUT/<device>), and writes the part of README.md
 between its two marker comments: tables, the cases in which somebody is faster than fastbert, and where every number
-comes from. Files of small sizes (_tiny, _quick) are no results and are left alone.
+comes from. Files of small sizes (_tiny, _quick) and of runs that were cut short (.partial) are left alone.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from benchmarks.summary import Ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
-SMALL = ("_tiny", "_quick")
+NO_RESULTS = ("_tiny", "_quick", ".partial")  # in names
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def read(folder: Path) -> dict[str, list[File]]:
     """Device -> its files. Raises ValueError for a file that is no results file, with its name."""
     found: dict[str, list[File]] = {}
     for path in sorted(folder.glob("*/*.json")):
-        if path.stem.endswith(SMALL):
+        if any(part in path.stem for part in NO_RESULTS):
             continue
         try:
             content = json.loads(path.read_text(encoding="utf-8"))

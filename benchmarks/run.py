@@ -1,14 +1,17 @@
 """python -m benchmarks.run: cases with contenders interleaved, a table for each, one JSON file for each group.
 
-A file is written anew after every case, so a run that is stopped leaves what it has; the last table has one line for
-each case. `pytest benchmarks` runs cases one contender at a time under pytest-benchmark. docs/benchmarks.md says what
-the numbers mean.
+A file is written anew after every case, so a run that is stopped leaves what it has: in NAME.partial.json where
+NAME.json has cases that it did not come to. The last table has one line for each case. `pytest benchmarks` runs cases
+one contender at a time under pytest-benchmark. docs/benchmarks.md says what the numbers mean.
 """
 
 import argparse
+import contextlib
+import json
 import math
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -37,6 +40,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--quick", dest="size", action="store_const", const="quick", help="small shapes, few rounds")
     add("--contenders", nargs="+", choices=contenders.NAMES, metavar="NAME", help="only these, beside PyTorch's own")
     add("--compile", action="store_true", help="also contenders that take minutes to make: torch.compile")
+    add("--skip", type=int, default=0, metavar="N", help="leave out the first N cases, as after a lost GPU")
     add("--minutes", type=float, default=math.inf, help="no case begins after that; what is left out is named")
     add("--rounds", type=_positive, help="at most; default: 5 for small sizes, 20")
     add("--verify-only", action="store_true", help="accuracy of every contender, no times, no files")
@@ -48,7 +52,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(words)
     options.directions = [DIRECTIONS[name] for name in options.directions or ()]
     try:
-        options.specs = selection.specs(options)
+        options.specs = selection.specs(options)[options.skip :]
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -60,18 +64,46 @@ def _positive(word: str) -> int:
     return int(word)
 
 
+class GpuLost(Exception):
+    """An error of the device that outlives the call that made it: nothing can be measured in this process any more."""
+
+
+def require_device(device: str) -> None:
+    try:
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise GpuLost(harness.failure(error)) from error
+
+
 @dataclass
 class Group:
-    """What a results file says. left_out: cases without a report, and why."""
+    """What a results file says. left_out: cases without a report, and why. before: cases that the file has had."""
 
     path: Path
     reports: list[harness.Report] = field(default_factory=list)
     left_out: list[dict[str, str]] = field(default_factory=list)
+    before: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            self.before = {_key(report["case"]) for report in json.loads(self.path.read_text())["reports"]}
+
+    @property
+    def target(self) -> Path:
+        """A run that did not come to all cases of an older one does not take its place."""
+        done = {_key(report.case) for report in self.reports}
+        return self.path if self.before <= done else self.path.with_suffix(".partial.json")
+
+
+def _key(case: Mapping[str, object]) -> str:
+    return json.dumps(case, sort_keys=True)
 
 
 def path_of(name: str, options: argparse.Namespace) -> Path:
     """Of a results file. What is compiled or small has a name of its own."""
     ending = [options.size] * (options.size != "full") + ["compile"] * (options.compile and not options.name)
+    ending += [f"from_{options.skip + 1}"] * (options.skip > 0)
     return (options.out or RESULTS / options.device) / f"{'_'.join([name, *ending])}.json"
 
 
@@ -85,11 +117,12 @@ class Run:
             self.groups = dict.fromkeys(options.groups, self.groups[options.groups[0]])
         self.environment = provenance.environment(options.commit) | {"seed": options.seed}
         self.bad: list[str] = []
+        self.lost: str | None = None
 
     def run(self) -> None:
         """All cases in turn. A case that fails is left out; on an interrupt, all that are left are."""
         reason = None
-        for name, spec in self.options.specs:
+        for number, (name, spec) in enumerate(self.options.specs, self.options.skip + 1):
             reason = reason or ("no time was left" if self.left() <= 0 else None)
             try:
                 if not reason:
@@ -99,6 +132,13 @@ class Run:
             except Exception as error:  # the other cases are worth having
                 self.leave_out(name, spec, harness.failure(error))
                 self.bad.append(str(spec))
+            try:
+                if not reason:
+                    require_device(self.options.device)
+            except GpuLost as error:
+                self.lost = f"GPU lost in case {number}: {spec}"
+                reason = f"the GPU was lost in case {number}: {error}"
+                continue
             if reason:
                 self.leave_out(name, spec, reason)
         for group in self.files():
@@ -114,7 +154,7 @@ class Run:
     def how(self) -> How:
         full = self.options.size == "full"
         rounds = 0 if self.options.verify_only else self.options.rounds or (20 if full else 5)
-        limit = min(8.0 if full else 1.0, self.left())
+        limit = min(10.0 if full else 1.0, self.left())
         return How(self.options.device, rounds, limit, self.options.contenders, self.options.compile)
 
     def report(self, name: str, spec: Spec) -> None:
@@ -135,21 +175,28 @@ class Run:
             return
         types = {report.case["dtype"] for report in group.reports}
         known = {name: asdict(floor.ceilings(self.options.device, cases.DTYPES[name])) for name in sorted(types)}
-        harness.write(group.path, group.reports, self.environment | {"ceilings": known, "left_out": group.left_out})
+        harness.write(group.target, group.reports, self.environment | {"ceilings": known, "left_out": group.left_out})
+        if group.target == group.path:
+            group.path.with_suffix(".partial.json").unlink(missing_ok=True)
 
     def conclude(self) -> int:
-        """Prints one line for each case. 1 if fastbert was wrong or failed somewhere."""
+        """Prints one line for each case. 1 if fastbert was wrong or failed somewhere, 3 if the GPU was lost."""
         done = [report.to_dict() for group in self.files() for report in group.reports]
         print(summary.text(done))
-        fastbert.explain()
+        if not self.lost:
+            fastbert.explain()
         left_out = sum(len(group.left_out) for group in self.files())
         print(f"\n{len(done)} cases; {left_out} left out" if left_out else f"\n{len(done)} cases")
         print("\n".join(["wrong or failed:", *self.bad]) if self.bad else "fastbert was right everywhere")
-        return 1 if self.bad else 0
+        for group in self.files():
+            if group.target != group.path and group.reports:
+                print(f"{group.path} has cases that this run did not come to, and stays: see {group.target.name}")
+        print(self.lost or "", end="\n" if self.lost else "")
+        return 3 if self.lost else 1 if self.bad else 0
 
 
 def main(words: list[str] | None = None) -> int:
-    """1 if a contender of fastbert was wrong or failed, or a whole case did."""
+    """1 if a contender of fastbert was wrong or failed, or a whole case did; 3 if the GPU was lost on the way."""
     options = arguments(words)
     options.seed = torch.seed() if options.seed is None else options.seed
     torch.manual_seed(options.seed)

@@ -152,9 +152,9 @@ def test_medians_percentiles_and_ratios_by_hand():
     """The machine is ten times slower in the third round: the ratio of that round, and so the median, do not care."""
     clock = Clock()
     base, ours = (2.0, 4.0, 40.0, 6.0, 8.0), (1.0, 1.0, 10.0, 3.0, 2.0)  # ratios 2, 4, 4, 2, 4
-    contenders = {  # a warm-up, a look at the memory and a calibration come first
-        "base": clock.contender("base", 9.0, 9.0, 9.0, *base),
-        "ours": clock.contender("ours", 9.0, 9.0, 9.0, *ours),
+    contenders = {  # a warm-up and a look at the memory come first
+        "base": clock.contender("base", 9.0, 9.0, *base),
+        "ours": clock.contender("ours", 9.0, 9.0, *ours),
     }
     report = measure(clock, contenders, work=Work(tokens=100, flops=6e12, bytes=3e9, floor=0.5))
     row = report.row("ours")
@@ -188,9 +188,28 @@ def test_one_round_has_no_spread():
     assert measure(clock, {"base": clock.contender("base", 1.0)}, rounds=1).row("base").spread == (1.0, 1.0)
 
 
-def test_three_rounds_whatever_the_limit():
+def test_five_rounds_whatever_the_limit():
     clock = Clock()
-    assert len(measure(clock, {"base": clock.contender("base", 1.0)}, rounds=9, limit=0).row("base").seconds) == 3
+    assert len(measure(clock, {"base": clock.contender("base", 1.0)}, rounds=9, limit=0).row("base").seconds) == 5
+
+
+def test_who_fails_while_it_is_timed_has_no_time_and_keeps_nobody_from_theirs():
+    clock, calls = Clock(), 0
+
+    def tires():
+        nonlocal calls
+        calls += 1
+        if calls > 4:
+            raise RuntimeError("no breath left")
+
+    contenders = {"base": clock.contender("base", 1.0), "tires": tires}
+    report = measure(clock, contenders, rounds=9, bounds={"bound": tires})
+    assert len(report.row("base").seconds) == 9
+    for name in ("tires", "bound"):
+        row = report.row(name)
+        assert row.problem == "failed: RuntimeError: no breath left" and not row.seconds
+    assert report.table().count("NOT TIMED: failed: RuntimeError: no breath left") == 2
+    assert "seconds" not in report.to_dict()["rows"][1]
 
 
 def test_no_rounds_verify_only():
@@ -456,7 +475,7 @@ def test_floor_formulas_by_hand():
     assert floor.forward_flops(5, 2, [3, 1], vocab=7, labelled=2) == 5 * (384 + 80) + 2 * (8 + 28)
     assert floor.forward_bytes(5, 2, 4) == 5 * (52 * 2 * 4 + 24 * 4)
     assert floor.step_bytes(5, 2, 4) == 5 * (168 * 2 * 4 + 72 * 4)
-    assert floor.adamw_bytes(10) == 280
+    assert floor.adamw_bytes(10, element=4) == 280
 
 
 BASE, LARGE = (12, 768), (24, 1024)
@@ -645,10 +664,11 @@ def test_options_are_multiplied():
     assert {(s.dtype, s.lengths, s.size.config.num_hidden_layers) for s in found} == {("float16", "text", 3)}
 
 
-def test_types_follow_one_another():
+def test_types_follow_one_another_and_what_comes_last_follows_all():
     found = chosen("--groups", "mlm", "ops", "--dtypes", "float32", "bfloat16")
-    order = [spec.dtype for _, spec in found]
-    assert order == sorted(order, reverse=True) and {group for group, _ in found[: len(found) // 2]} == {"mlm", "ops"}
+    order = [(spec.part == MASKED_LM and spec.direction == DROPOUT, spec.dtype != "float32") for _, spec in found]
+    assert order == sorted(order) and len(set(order)) == 4
+    assert {group for group, _ in found[: len(found) // 2]} == {"mlm", "ops"}
 
 
 def test_growth():
@@ -738,6 +758,40 @@ def test_no_time_at_all_overwrites_nothing(tmp_path, capsys):
     assert run.main([*ROW_OPS, "--minutes", "0", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "ops_tiny.json").read_text() == "older"
     assert "0 cases; 4 left out" in capsys.readouterr().out
+
+
+def test_a_run_that_is_cut_short_does_not_replace_a_whole_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_ops, "report", quick_report)
+    assert run.main([*ROW_OPS, "--out", str(tmp_path)]) == 0
+    whole = (tmp_path / "ops_tiny.json").read_text()
+    assert run.main([*ROW_OPS, "--parts", "layer_norm", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "ops_tiny.json").read_text() == whole
+    partial = json.loads((tmp_path / "ops_tiny.partial.json").read_text())
+    assert {report["case"]["op"] for report in partial["reports"]} == {"layer_norm"}
+    assert "stays: see ops_tiny.partial.json" in capsys.readouterr().out
+    assert run.main([*ROW_OPS, "--seed", "7", "--out", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["ops_tiny.json"]
+    assert json.loads((tmp_path / "ops_tiny.json").read_text())["seed"] == 7
+
+
+def test_a_lost_gpu_ends_the_run_and_the_next_one_goes_on_behind_it(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def lose(device):
+        calls.append(device)
+        if len(calls) == 2:
+            raise run.GpuLost("failed: AcceleratorError: illegal memory access")
+
+    monkeypatch.setattr(bench_ops, "report", quick_report)
+    monkeypatch.setattr(run, "require_device", lose)
+    assert run.main([*ROW_OPS, "--out", str(tmp_path)]) == 3
+    assert capsys.readouterr().out.splitlines()[-1].startswith("GPU lost in case 2: ")
+    content = json.loads((tmp_path / "ops_tiny.json").read_text())
+    assert len(content["reports"]) == 2 and len(content["left_out"]) == 2
+    assert "illegal memory access" in content["left_out"][0]["reason"]
+    assert run.main([*ROW_OPS, "--skip", "2", "--out", str(tmp_path)]) == 0
+    rest = json.loads((tmp_path / "ops_tiny_from_3.json").read_text())
+    assert len(rest["reports"]) == 2 and json.loads((tmp_path / "ops_tiny.json").read_text()) == content
 
 
 def test_one_file_for_all_groups(tmp_path, monkeypatch):

@@ -56,8 +56,8 @@ class Way:
     """How a contender computes it: collect(run(**prepare(**inputs))), of which `run` is what is timed.
 
     prepare: packed inputs into what run takes; collect: what it gives, packed again. module: has the parameters whose
-    gradients are wanted. hidden: hidden states of the real tokens from prepared inputs; they are verified in place of
-    outputs that are too few numbers to judge by.
+    gradients are wanted. hidden: hidden states of the real tokens from prepared inputs; they are verified beside
+    outputs that are few numbers.
     """
 
     run: Callable[..., Tensor]
@@ -112,7 +112,7 @@ def result(way: Way, inputs: dict[str, Tensor], backward: bool) -> testing.Resul
     outputs = {"output": output.detach()}
     if way.hidden:
         with torch.no_grad():
-            outputs = {"hidden states": way.hidden(**arguments)}
+            outputs["hidden states"] = way.hidden(**arguments)
     if not backward:
         return testing.Result(outputs, {})
     wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}

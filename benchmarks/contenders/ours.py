@@ -17,7 +17,7 @@ def make(subject: Subject, batch: Batch, dtype: torch.dtype, device: str, backwa
     module = subject.ours.train(backward)
     return Way(
         lambda **arguments: subject.output(module(**arguments)),
-        padded.prepare(batch, None if batch.is_full else batch.mask),
+        padded.prepare(batch, None if batch.is_full else batch.mask.long()),
         padded.collect(subject, batch),
         module,
         hf_sdpa.hidden_states(module.bert, batch) if subject.part == CLASSIFIER else None,
