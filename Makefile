@@ -11,10 +11,13 @@ SOURCES := $(wildcard csrc/*.* csrc/*/*.*) setup.py CMakeLists.txt pyproject.tom
 demo: $(VENV)/installed
 	$(BIN)/python examples/search_python_docs.py
 
-# Training, beside the same training in pure PyTorch; plots in build/examples. It fails where the two come apart.
+# Five trainings, minutes each, with plots and models in build/examples. One that does not prove what it is for fails.
 examples: $(VENV)/installed
 	$(BIN)/python examples/pretrain_mlm.py
 	$(BIN)/python examples/finetune_classifier.py
+	$(BIN)/python examples/pretrain_bert.py
+	$(BIN)/python examples/compare_training.py
+	$(BIN)/python examples/distill.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m "not slow"
@@ -29,7 +32,7 @@ bench: $(VENV)/installed
 	$(BIN)/pip install --quiet openvino ctranslate2
 	$(BIN)/python -m benchmarks.run --minutes 14
 
-# On a machine with a GPU: parity, compute-sanitizer, then every benchmark, the most important first.
+# On a machine with a GPU: the build, parity, benchmarks of models and ops, compute-sanitizer, the other benchmarks.
 bench-gpu: $(VENV)/installed
 	$(BIN)/python -m benchmarks.on_gpu --out build/on_gpu
 

@@ -185,8 +185,8 @@ def ceilings(device: str, dtype: torch.dtype) -> Ceilings:
 
 
 def _is_sxm_h100(name: str) -> bool:
-    """Those on a PCIe card, and H100 NVL, are slower."""
-    return "H100" in name and not {"PCIe", "NVL"} & set(name.split())
+    """A whole one; those on a PCIe card, and H100 NVL, are slower."""
+    return "H100" in name and not {"PCIe", "NVL", "MIG"} & set(name.split())
 
 
 def _product_rate(device: str, dtype: torch.dtype) -> float:

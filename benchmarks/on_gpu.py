@@ -5,7 +5,8 @@
 Needs no network: torch, Triton, nvcc, cmake, ninja, pybind11, pytest and transformers have to be there; contenders that
 are not are reported as absent. Every part runs in a process group of its own inside what is left of the time; one that
 overruns its limit is stopped and the next one starts. Benchmarks know their limit, begin no case after it, and name
-what they left out. What the parts print goes to DIR/log.txt as they print it, DIR/summary.json is written anew after
+what they left out; one that loses the GPU in a case (an illegal access lasts as long as its process) is started again
+behind that case. What the parts print goes to DIR/log.txt as they print it, DIR/summary.json is written anew after
 every part, and benchmarks write their JSON files (one for each group) anew after every case, so a run that is cut off
 keeps what it had.
 Without a GPU, or with --rehearse, the parts that need one are skipped and the others run on small shapes.
@@ -16,6 +17,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,8 +29,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 ROOT = Path(__file__).resolve().parent.parent
-CONCLUDE = 20  # seconds that a benchmark gets after its last case has begun
-GRACE = 5  # seconds between asking a part to stop (pytest then prints what it has) and killing it
+CONCLUDE = 20  # seconds that a benchmark gets to start, and after its last case has begun
+PROCESSES = max(2, min(8, len(os.sched_getaffinity(0)) // 2))  # of the tests: Triton compiles on the CPU
+GRACE = 12  # seconds between asking a part to stop (pytest then prints what it has) and killing it
+IMPORT = 90  # seconds for PyTorch to say what GPU there is; the first import reads gigabytes
+CUDA = Path("/usr/local/cuda")  # where a toolkit is that is not on PATH
+LOST = re.compile(r"^(GPU lost in case (\d+): .*)$", re.MULTILINE)  # benchmarks.run's last words, with exit status 3
 PYTHON = sys.executable
 
 
@@ -36,7 +42,7 @@ PYTHON = sys.executable
 class Part:
     """A command. Skipped with less than `least` seconds left; stopped after `most`. tool: a program that it needs.
 
-    told: gets its limit as an option, --minutes.
+    told: it is benchmarks.run, and gets its limit, less `conclude` seconds, as --minutes.
     """
 
     name: str
@@ -46,12 +52,13 @@ class Part:
     gpu: bool = False
     tool: str | None = None
     told: bool = False
+    conclude: float = CONCLUDE
     environment: dict[str, str] = field(default_factory=dict)
 
-    def words(self, limit: float) -> list[str]:
-        """The command line for `limit` seconds."""
-        told = ["--minutes", f"{max(limit - CONCLUDE, 1) / 60:.2f}"] if self.told else []
-        return [*self.command, *told]
+    def words(self, limit: float, skip: int = 0) -> list[str]:
+        """The command line for `limit` seconds, without the first `skip` cases."""
+        told = ["--minutes", f"{max(limit - self.conclude, 1) / 60:.2f}"] if self.told else []
+        return [*self.command, *told, *(["--skip", str(skip)] if skip else [])]
 
 
 @dataclass
@@ -65,8 +72,21 @@ class Outcome:
 def capability() -> str | None:
     """The GPU's compute capability as TORCH_CUDA_ARCH_LIST has it, say "9.0"; None where PyTorch sees no GPU."""
     query = "import torch; print('%d.%d' % torch.cuda.get_device_capability())"
-    answer = subprocess.run([PYTHON, "-c", query], capture_output=True, text=True)
+    try:
+        answer = subprocess.run([PYTHON, "-c", query], capture_output=True, text=True, timeout=IMPORT)
+    except subprocess.TimeoutExpired:
+        print(f"PyTorch did not say within {IMPORT} s whether there is a GPU")
+        return None
     return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def toolkit() -> dict[str, str]:
+    """What the environment lacks for nvcc and compute-sanitizer to be found. CMake builds for the CPU without nvcc."""
+    home = Path(os.environ.get("CUDA_HOME") or CUDA)
+    if shutil.which("nvcc") or not (home / "bin" / "nvcc").exists():
+        return {}
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(home / "bin")])
+    return {"CUDA_HOME": str(home), "PATH": path}
 
 
 # The test files that say most about kernels, in this order; then the others, but for those that use no GPU or are about
@@ -74,9 +94,17 @@ def capability() -> str | None:
 FIRST = ("attention", "layer_norm", "bias_gelu", "dense_gelu", "embedding", "cross_entropy", "linear", "padding")
 FIRST += ("model", "graph", "heads", "hf", "training")
 ELSEWHERE = ("benchmarks", "build", "check", "checkpoint", "config", "cpu", "cuda_on_cpu", "cuda_report", "data")
-ELSEWHERE += ("data_corpus", "data_tokenizers", "datasets", "examples", "metrics", "sentences", "testing")
+ELSEWHERE += ("data_corpus", "data_tokenizers", "datasets", "examples", "export", "metrics", "sentences", "testing")
 COMPILED = ("--contenders", "fastbert", "fastbert.graph", "transformers, torch.compile", "PyTorch, torch.compile")
 MEMCHECKED = ("attention", "add_layer_norm", "layer_norm", "bias_gelu", "dense_gelu", "embedding", "cross_entropy")
+EXPLAIN = "import fastbert, torch; fastbert.explain(); print(torch.__config__.show())"
+# A build that left CUDA out succeeds, and everything after it would run on other kernels.
+EXPLAIN_ON_GPU = """
+import sys
+from fastbert import backends
+found = {name: backends.why_not(name, "attention", "cuda", torch.float32) for name in ("triton", "cuda")}
+sys.exit("\\n".join(f"{name} cannot run: {reason}" for name, reason in found.items() if reason) or 0)
+"""
 
 
 def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[Part]:
@@ -84,18 +112,21 @@ def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[P
     run = [PYTHON, "-m", "benchmarks.run"]
     bench = [*run, "--out", str(out), *([] if architecture else ["--quick"]), *(["--commit", commit] if commit else [])]
     build = [PYTHON, "-m", "pip", "install", "--no-index", "--no-build-isolation", "--no-deps", "--editable", "."]
-    explain = [PYTHON, "-c", "import fastbert, torch; fastbert.explain(); print(torch.__config__.show())"]
+    explain = [PYTHON, "-c", EXPLAIN + (EXPLAIN_ON_GPU if architecture else "")]
     architectures = {"TORCH_CUDA_ARCH_LIST": architecture} if architecture else {}
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # PyTorch's own allocator hides what is out of bounds
     memcheck = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "20"]
+    memcheck += ["--report-api-errors", "no", "--launch-timeout", "120"]  # PyTorch asks what may fail; it starts slowly
     memcheck += [*run, "--size", "tiny", "--groups", "ops", "--parts", *MEMCHECKED, "--verify-only"]
+    memcheck += ["--dtypes", "bfloat16", "float32"]
+    sanitizer = {"gpu": True, "tool": "compute-sanitizer"}
     return [
-        Part("build", build, 30, 240, environment={"FASTBERT_BUILD": "1", **architectures}),
-        Part("explain", explain, 5, 60),
-        Part("parity", parity(), 30, 180),
-        Part("memcheck", memcheck, 30, 60, gpu=True, tool="compute-sanitizer", environment=uncached),
-        Part("encoder", [*bench, "--groups", "encoder"], 40, 150, told=True),
-        Part("ops", [*bench, "--groups", "ops"], 40, 90, told=True),
+        Part("build", build, 30, 180, environment={"FASTBERT_BUILD": "1", **architectures}),
+        Part("explain", explain, 5, 30),
+        Part("parity", parity(), 30, 120),
+        Part("encoder", [*bench, "--groups", "encoder"], 40, 120, told=True),
+        Part("ops", [*bench, "--groups", "ops"], 40, 75, told=True),
+        Part("memcheck", memcheck, 60, 120, told=True, conclude=40, environment=uncached, **sanitizer),
         Part("mlm", [*bench, "--groups", "mlm"], 40, 70, told=True),
         Part("compiled", [*bench, "--name", "compiled", *COMPILED], 60, 150, gpu=True, told=True),
         Part("hf", [*bench, "--groups", "hf"], 40, 70, told=True),
@@ -104,27 +135,34 @@ def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[P
 
 
 def parity() -> list[str]:
-    """The test suite, on four processes where pytest-xdist is there."""
+    """The test suite; in several processes, of which one that loses the GPU is replaced, where pytest-xdist is there.
+
+    -v: what has failed is in the log also when time is up before the end.
+    """
     names = sorted(path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py"))
     names = [name for name in FIRST if name in names] + [name for name in names if name not in FIRST + ELSEWHERE]
-    command = [PYTHON, "-m", "pytest", "-q", "-m", "not slow", "--tb=short", "-rfE"]
-    command += ["-n", "4"] * (importlib.util.find_spec("xdist") is not None)
+    command = [PYTHON, "-m", "pytest", "-v", "-m", "not slow", "--tb=short", "-rfE", "--continue-on-collection-errors"]
+    command += ["-n", str(PROCESSES)] * (importlib.util.find_spec("xdist") is not None)
     return [*command, *(f"tests/test_{name}.py" for name in names)]
 
 
 # ---- running
 
 
-def run(parts: Sequence[Part], out: Path, minutes: float, gpu: bool) -> list[Outcome]:
-    """Runs the parts in order within `minutes`; the log and the summary in `out` are up to date after each."""
+def run(parts: Sequence[Part], out: Path, minutes: float, gpu: bool, started: float | None = None) -> list[Outcome]:
+    """Runs the parts in order; the log and the summary in `out` are up to date after each.
+
+    All of it ends within `minutes` of `started`, a time of time.monotonic(); default: now.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    outcomes: list[Outcome] = []
+    started = time.monotonic() if started is None else started
+    since, outcomes = time.time(), []
     (out / "log.txt").write_bytes(b"")
     for part in parts:
         left = 60 * minutes - GRACE - (time.monotonic() - started)
         reason = why_skipped(part, left, gpu)
         outcomes.append(Outcome(part.name, "skipped", 0.0, reason) if reason else execute(part, left, out / "log.txt"))
+        join_results(out, since)
         print(line(outcomes[-1]), flush=True)
         summary = {"gpu": gpu, "minutes": minutes, "parts": [asdict(outcome) for outcome in outcomes]}
         (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
@@ -141,23 +179,41 @@ def why_skipped(part: Part, left: float, gpu: bool) -> str | None:
 
 def execute(part: Part, left: float, log: Path) -> Outcome:
     """Runs one part, its output at the end of the log; the last of it is printed too if the part does not succeed."""
-    before, start = log.stat().st_size, time.monotonic()
-    with log.open("ab") as file:
-        file.write(f"\n==== {part.name}\n".encode())
-        file.flush()
-        state, reason = _wait(part, min(part.most, left), file)
-    seconds = round(time.monotonic() - start, 1)
+    start, before = time.monotonic(), log.stat().st_size
+    deadline = start + min(part.most, left)
+    skip, losses = 0, []
+    while True:
+        state, reason, output = _run_once(part, deadline - time.monotonic(), skip, log)
+        found = LOST.findall(output) if part.told else []
+        if state != "failed" or not found or int(found[-1][1]) <= skip:
+            break
+        losses.append(found[-1][0])
+        skip = int(found[-1][1])
+        if deadline - time.monotonic() < part.least:
+            break
+    if losses:
+        state, reason = "failed", "; ".join([*losses, *[reason] * (state != "ok")])
     if state != "ok":
         print(log.read_bytes()[before:][-3000:].decode(errors="replace"))
-    return Outcome(part.name, state, seconds, reason)
+    return Outcome(part.name, state, round(time.monotonic() - start, 1), reason)
 
 
-def _wait(part: Part, limit: float, log: BinaryIO) -> tuple[str, str]:
-    """(state, reason) of a part that may take `limit` seconds."""
+def _run_once(part: Part, limit: float, skip: int, log: Path) -> tuple[str, str, str]:
+    """(state, reason, output) of a part that may take `limit` seconds."""
+    before = log.stat().st_size
+    with log.open("ab") as file:
+        file.write(f"\n==== {part.name}{f' behind case {skip}' if skip else ''}\n".encode())
+        file.flush()
+        state, reason = _wait(part, part.words(limit, skip), limit, file)
+    return state, reason, log.read_bytes()[before:].decode(errors="replace")
+
+
+def _wait(part: Part, words: list[str], limit: float, log: BinaryIO) -> tuple[str, str]:
+    """(state, reason) of a command that may take `limit` seconds."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **part.environment}
     try:
         process = subprocess.Popen(
-            part.words(limit), cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
     except OSError as error:
         return "failed", str(error)
@@ -185,6 +241,36 @@ def stop(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def join_results(out: Path, since: float) -> None:
+    """NAME_from_N.json, of a run that went on behind a lost GPU, becomes part of NAME.json if both are newer than this.
+
+    since: seconds of time.time(). A file for each loss would be more than a lent machine gives back.
+    """
+    named = {path: re.fullmatch(r"(.*)_from_(\d+)\.json", path.name) for path in out.iterdir()}
+    found = [(int(name[2]), path, out / f"{name[1]}.json") for path, name in named.items() if name]
+    for _, path, first in sorted(found):
+        if path.stat().st_mtime < since - 1:
+            continue
+        if not first.exists():
+            path.replace(first)
+        elif first.stat().st_mtime >= since - 1:
+            content = joined(*(json.loads(file.read_text(encoding="utf-8")) for file in (first, path)))
+            first.with_suffix(".writing").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            first.with_suffix(".writing").replace(first)
+            path.unlink()
+
+
+def joined(content: dict, rest: dict) -> dict:
+    """The content of one results file, of two. What the first left out for want of a GPU is in `rest`, done or not."""
+    kept = [entry for entry in content["left_out"] if not entry["reason"].startswith("the GPU was lost")]
+    return content | {
+        "reports": content["reports"] + rest["reports"],
+        "left_out": kept + rest["left_out"],
+        "ceilings": rest["ceilings"] | content["ceilings"],
+        "continued": [*content.get("continued", ()), {name: rest[name] for name in ("date", "command", "seed")}],
+    }
+
+
 def line(outcome: Outcome) -> str:
     return f"{outcome.name:20} {outcome.state:10} {outcome.seconds:7.1f} s  {outcome.reason}".rstrip()
 
@@ -196,13 +282,14 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--commit", help="for the results, where the tree has no git history")
     parser.add_argument("--rehearse", action="store_true", help="as on a machine without a GPU")
-    options = parser.parse_args()
+    options, started = parser.parse_args(), time.monotonic()
+    os.environ.update(toolkit())
     architecture, out = None if options.rehearse else capability(), options.out.resolve()
     parts = all_parts(architecture, out, options.commit)
     if unknown := set(options.parts or ()) - {part.name for part in parts}:
         parser.error(f"unknown parts {sorted(unknown)}; there are {[part.name for part in parts]}")
     wanted = [part for part in parts if not options.parts or part.name in options.parts]
-    outcomes = run(wanted, out, options.minutes, gpu=architecture is not None)
+    outcomes = run(wanted, out, options.minutes, architecture is not None, started)
     print("\n" + "\n".join(map(line, outcomes)))
     return 1 if any(outcome.state in ("failed", "timed out") for outcome in outcomes) else 0
 

@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def environment(commit: str | None = None) -> dict[str, object]:
-    """Everything that a results file says about its origin. commit: for a copy of the tree that has no git history."""
+    """Everything that a results file says about its origin.
+
+    commit: for a copy of the tree that has no git history; nothing then says whether the copy has changes.
+    """
     known, dirty = git_state()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -30,10 +33,10 @@ def environment(commit: str | None = None) -> dict[str, object]:
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """Commit, and whether the tree differs from it (results aside); None for both where there is no git."""
+    """Commit, and whether the tree differs from it (results aside); None for what git does not say."""
     commit = _output("git", "rev-parse", "HEAD")
     changes = _output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results")
-    return (commit, bool(changes)) if commit else (None, None)
+    return (commit, None if changes is None else bool(changes)) if commit else (None, None)
 
 
 def command(argv: list[str]) -> str:

@@ -20,6 +20,7 @@ from benchmarks.summary import Ratio
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
 NO_RESULTS = ("_tiny", "_quick", ".partial")  # in names
+TREE = {None: " (tree not checked)", True: " and changes", False: ""}  # by `dirty`; None where there was no git
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def origin(files: Sequence[File]) -> str:
     rows = []
     for file in files:
         content, versions, machine = file.content, file.content["versions"], file.content["machine"]
-        commit = (content["commit"] or "unknown")[:9] + (" and changes" if content["dirty"] else "")
+        commit = (content["commit"] or "unknown")[:9] + TREE[content["dirty"]]
         gpu = machine.get("gpu")
         where = f"{gpu['name']}, " if gpu else ""
         where += f"{machine['processor']}, {machine['threads']} threads, {machine['instruction_set']}"
@@ -110,7 +111,8 @@ def device_section(device: str, files: Sequence[File], plots: Path, readme: Path
     parts = [f"### {device}", origin(files)]
     reports = [report for file in files for report in file.reports]
     tables = summary.families(reports)
-    parts += [summary.table(tables[name]) for name in ("modules", "ops") if name in tables]
+    parts += [summary.table(tables["modules"])] if "modules" in tables else []
+    parts += [folded("Operations", summary.table(tables["ops"]))] if "ops" in tables else []
     parts += [f"![{name}]({_relative(plots / f'{name}.svg', readme)})" for name in figures(reports)]
     wrong = [f"{name} in {summary.title(report['case'])}" for report in reports for name in summary.wrong(report)]
     if wrong:
@@ -122,6 +124,11 @@ def device_section(device: str, files: Sequence[File], plots: Path, readme: Path
     if missing:
         parts.append("Not installed: " + "; ".join(f"{name} (`{how}`)" for name, how in missing.items()) + ".")
     return "\n\n".join(parts)
+
+
+def folded(title: str, text: str) -> str:
+    """Shown by GitHub when it is clicked."""
+    return f"<details>\n<summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
 def _relative(path: Path, readme: Path) -> str:

@@ -40,7 +40,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--quick", dest="size", action="store_const", const="quick", help="small shapes, few rounds")
     add("--contenders", nargs="+", choices=contenders.NAMES, metavar="NAME", help="only these, beside PyTorch's own")
     add("--compile", action="store_true", help="also contenders that take minutes to make: torch.compile")
-    add("--skip", type=int, default=0, metavar="N", help="leave out the first N cases, as after a lost GPU")
+    add("--skip", type=_count, default=0, metavar="N", help="leave out the first N cases, as after a lost GPU")
     add("--minutes", type=float, default=math.inf, help="no case begins after that; what is left out is named")
     add("--rounds", type=_positive, help="at most; default: 5 for small sizes, 20")
     add("--verify-only", action="store_true", help="accuracy of every contender, no times, no files")
@@ -56,6 +56,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def _count(word: str) -> int:
+    return 0 if word == "0" else _positive(word)
 
 
 def _positive(word: str) -> int:
@@ -158,6 +162,8 @@ class Run:
         return How(self.options.device, rounds, limit, self.options.contenders, self.options.compile)
 
     def report(self, name: str, spec: Spec) -> None:
+        if not self.options.verify_only:
+            floor.ceilings(self.options.device, spec.kind)  # kept: a GPU that is lost later has told them
         report, group = selection.GROUPS[name].report(spec, self.how()), self.groups[name]
         print(report.table(), end="\n\n", flush=True)
         group.reports.append(report)

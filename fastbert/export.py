@@ -54,8 +54,8 @@ def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
     is replaced when everything is right, and not before; an ONNX model above 1.5 GB keeps its weights in PATH.data.
     format: "onnx", or "torch-export" for `torch.export.load(path).module()`. Inputs by name, int64: input_ids,
     attention_mask and, where the family has several types, token_type_ids, each (batch, length), for multiple choice
-    (batch, choices, length); any batch and any length up to the model's. Outputs as the model's: last_hidden_state,
-    pooler_output, logits, ...
+    (batch, choices, length); any batch from 1 on, any length from 1 to the model's, which has to be 2 or more. Outputs
+    as the model's: last_hidden_state, pooler_output, logits, ...
 
     The traced batch and four of other shapes, padded left, right and between, are computed by the model and by the
     file as it was read again: for every output, the error against float64 may be FACTOR times the model's own plus one
@@ -88,6 +88,9 @@ def _check(model: Saveable, path: Path, format: str) -> None:
     if path.suffix != _FORMATS[format].suffix or not path.parent.is_dir() or path.is_dir():
         expected = f"a name that ends in {_FORMATS[format].suffix}, in a folder that is there"
         raise ValueError(f"export: path is {path}; expected {expected}")
+    if (longest := model.config.max_sequence_length) < 2:  # torch.export then takes the length for a constant
+        given = f"max_position_embeddings {model.config.max_position_embeddings}, which is {longest} token a sequence"
+        raise ValueError(f"export: the model has {given}; expected 2 or more, as the length is free in the file")
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None] if format == "onnx" else []
     if missing:
         raise ModuleNotFoundError(f"export to ONNX needs {', '.join(missing)}: pip install {' '.join(missing)}")

@@ -57,7 +57,7 @@ def graph(
     model: a BertModel or BertFor... of any family on one GPU, in evaluation mode. max_tokens: the buckets. A call
     replays the smallest that holds its tokens (padding is none), if it has at most max_sequences sequences of at most
     max_seqlen tokens (default: the longest that the model takes); any other call runs the model itself. All buckets are
-    captured here, which takes some runs of the model each.
+    captured here, which takes some runs of the model each; capture before other threads use the GPU (docs/graph.md).
     Raises TypeError for another model, ValueError for sizes that make no sense and for a model that is not on one GPU,
     RuntimeError for a model in training mode or with hooks, and under autocast.
     """
@@ -154,7 +154,7 @@ class CudaGraphs:
             for _ in range(self.WARM_UPS):
                 function()
             with _workspaces_of_its_own():
-                # Other threads may go on using the GPU: only this one is held to what a capture allows.
+                # Only this thread is held to what a capture allows. Others still should not use the GPU: see below.
                 with torch.cuda.graph(captured, self.pool, self.stream, capture_error_mode="thread_local"):
                     outputs = function()
         return captured.replay, outputs
@@ -176,7 +176,9 @@ class CudaGraphs:
 def _workspaces_of_its_own() -> Iterator[None]:
     """Within, matrix products take workspaces anew, and so from a capture's pool, which lives as long as its graphs.
 
-    PyTorch keeps one for each stream, and frees it when any graph of that stream goes (pytorch/pytorch#193402).
+    PyTorch keeps one for each stream, and frees it when any graph of that stream goes (pytorch/pytorch#193402). What
+    clears them clears those of all streams: matrix products that another thread has queued lose theirs. Hence "capture
+    before other threads use the GPU".
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -272,7 +274,8 @@ class Report:
 class GraphedModel:
     """A model that replays graphs of itself; made by `graph`. model, buckets and a live report are its attributes.
 
-    Calls from several threads take turns. Results are the caller's: no later call writes to them.
+    Calls from several threads take turns; a capture, in the first of them after the model changed, has to have the GPU
+    to itself. Results are the caller's: no later call writes to them.
     """
 
     def __init__(

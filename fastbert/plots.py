@@ -44,9 +44,12 @@ def attention_figure(
 ) -> "Figure":
     """A grid of layers (rows) and heads (columns); a layer, or a head, alone where one is given.
 
-    weights: (layers, heads, T, T). tokens: T names, written beside the axes where it is one head. layer and head count
-    from 0. Each map has its own scale, from 0 to its largest weight. Raises ValueError for other shapes and numbers.
+    weights: (layers, heads, T, T), of any dtype and device. tokens: T names, written beside the axes where it is one
+    head. layer and head count from 0. Each map has its own scale, from 0 to its largest weight. Raises ValueError for
+    other shapes and numbers.
     """
+    if isinstance(weights, Tensor):
+        weights = weights.detach().float().cpu()  # numpy has no bfloat16
     weights = np.asarray(weights)
     sizes = weights.shape
     if weights.ndim != 4 or sizes[2:] != (len(tokens), len(tokens)) or not weights.size:

@@ -29,6 +29,30 @@ def strict():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.hookimpl(trylast=True)  # after whoever prints the report, or sends it to the process that does
+def pytest_runtest_logreport(report):
+    """Ends the process after a failure that took the GPU with it: each of its later tests would fail for that alone.
+
+    An illegal access, for one, is an error of everything until the process ends. pytest-xdist replaces a worker that is
+    gone, and lists its last test once more, as crashed.
+    """
+    if not report.failed or not (problem := gpu_problem()):
+        return
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os._exit(1)  # an orderly end would ask the GPU
+    pytest.exit(f"the GPU was lost in {report.nodeid}: {problem}")
+
+
+def gpu_problem() -> str | None:
+    """What the GPU says of earlier work, where this process has used one."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
 @dataclass
 class Run:
     """One backend of one op: its name and the device to test it on."""

@@ -599,6 +599,8 @@ def test_commit_is_git_s(monkeypatch):
     assert provenance.git_state() == ("abc", True)
     answers["status"] = ""
     assert provenance.git_state() == ("abc", False)
+    answers["status"] = None  # an index that git cannot read, say
+    assert provenance.git_state() == ("abc", None)
     monkeypatch.setattr(provenance, "_output", lambda *words: None)
     assert provenance.git_state() == (None, None) and provenance.environment("def")["commit"] == "def"
 
@@ -908,6 +910,13 @@ def test_tables_have_a_ratio_for_each_contender(results):
     assert any("0123456789"[:9] in line and "Abacus" in line and "2030-01-02" in line for line in lines)
 
 
+@pytest.mark.parametrize(("dirty", "words"), [(False, ""), (True, " and changes"), (None, " (tree not checked)")])
+def test_a_commit_is_clean_where_somebody_looked(tmp_path, dirty, words):
+    written(tmp_path / "cpu" / "ops.json", dirty=dirty)
+    line = report.origin(report.read(tmp_path)["cpu"]).splitlines()[-1]
+    assert line.split("|")[3].strip() == f"012345678{words}"
+
+
 def test_every_slower_case_is_listed_the_worst_first(results):
     report_main(results)
     text = (results / "README.md").read_text().partition("### When is it slower")[2]
@@ -1087,6 +1096,161 @@ def gone(pid, patience=5.0):
     return False
 
 
+def test_a_benchmark_goes_on_behind_a_case_that_lost_the_gpu(tmp_path):
+    def loses(until):
+        return python(
+            "import sys",
+            "skip = int(sys.argv[sys.argv.index('--skip') + 1]) if '--skip' in sys.argv else 0",
+            "print('skipped', skip)",
+            f"if skip < {until}: print(f'GPU lost in case {{skip // 2 * 2 + 2}}: an op')",
+            f"raise SystemExit(3 if skip < {until} else 0)",
+        )
+
+    stuck = python("print('GPU lost in case 2: an op')", "raise SystemExit(3)")
+    parts = [
+        Part("twice", loses(4), 0, 20, told=True),
+        Part("no time", loses(4), 30, 20, told=True),
+        Part("stuck", stuck, 0, 20, told=True),
+        Part("no benchmark", stuck, 0, 20),
+    ]
+    outcomes, log = rehearse(parts, tmp_path)
+    assert {outcome.state for outcome in outcomes.values()} == {"failed"}
+    assert outcomes["twice"].reason == "GPU lost in case 2: an op; GPU lost in case 4: an op"
+    assert outcomes["no time"].reason == outcomes["stuck"].reason == "GPU lost in case 2: an op; exit status 3"
+    assert outcomes["no benchmark"].reason == "exit status 3"
+    titles = [line.removeprefix("==== ") for line in log.splitlines() if line.startswith("====")]
+    assert titles[:4] == ["twice", "twice behind case 2", "twice behind case 4", "no time"]
+    assert titles[4:] == ["stuck", "stuck behind case 2", "no benchmark"]
+    assert re.findall(r"skipped (\d)", log) == ["0", "2", "4", "0"]
+
+
+def test_what_ran_behind_a_lost_gpu_is_in_the_same_file(tmp_path, monkeypatch):
+    """Of this run; what an earlier one left in the folder stays as it is."""
+    calls = []
+
+    def lose(device):
+        calls.append(device)
+        if len(calls) in (1, 3):
+            raise run.GpuLost("failed: AcceleratorError: illegal memory access")
+
+    monkeypatch.setattr(bench_ops, "report", quick_report)
+    monkeypatch.setattr(run, "require_device", lose)
+    for skip, code in ((0, 3), (1, 3), (3, 0)):
+        assert run.main([*ROW_OPS, "--skip", str(skip), "--out", str(tmp_path)]) == code
+    others = {"encoder_from_2.json", "hf.json", "hf_from_2.json", "mlm_from_2.partial.json"}
+    for name in others:
+        (tmp_path / name).write_text("no results")
+    for name in ("encoder_from_2.json", "hf.json"):
+        os.utime(tmp_path / name, (0, 0))
+    on_gpu.join_results(tmp_path, time.time() - 60)
+    assert {path.name for path in tmp_path.iterdir()} == {"ops_tiny.json", *others}
+    content = json.loads((tmp_path / "ops_tiny.json").read_text())
+    assert len({json.dumps(report["case"]) for report in content["reports"]}) == len(content["reports"]) == 4
+    assert content["left_out"] == []
+    assert [set(run) for run in content["continued"]] == [{"date", "command", "seed"}] * 2
+
+
+def test_a_toolkit_that_is_not_on_the_path_is_found(tmp_path, monkeypatch):
+    def program(path):
+        path.parent.mkdir(parents=True)
+        path.touch(mode=0o755)
+        return path.parent
+
+    found, named, listed = (program(tmp_path / name / "bin" / "nvcc") for name in ("found", "named", "listed"))
+    monkeypatch.setattr(on_gpu, "CUDA", found.parent)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    assert on_gpu.toolkit() == {"CUDA_HOME": str(found.parent), "PATH": f"{tmp_path}{os.pathsep}{found}"}
+    monkeypatch.setenv("CUDA_HOME", str(named.parent))
+    assert on_gpu.toolkit()["CUDA_HOME"] == str(named.parent)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # none there: CMake says so
+    assert on_gpu.toolkit() == {}
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("PATH", str(listed))
+    assert on_gpu.toolkit() == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about kernels that cannot run")
+def test_kernels_that_are_missing_on_a_gpu_are_a_failure(tmp_path):
+    explain = on_gpu.all_parts("9.0", tmp_path, None)[1]
+    outcomes, log = rehearse([explain], tmp_path)
+    assert outcomes["explain"].state == "failed" and "\ncuda cannot run: " in log
+
+
+def test_a_pytorch_that_does_not_answer_is_no_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(on_gpu, "IMPORT", 0.05)
+    assert on_gpu.capability() is None and "did not say" in capsys.readouterr().out
+
+
+def test_tests_that_are_cut_off_leave_what_has_failed(tmp_path):
+    (tmp_path / "test_slow.py").write_text(
+        "import time\n\ndef test_wrong():\n    assert 'this' == 'that'\n\ndef test_slow():\n    time.sleep(60)\n"
+    )
+    (tmp_path / "test_broken.py").write_text("import no_such_module\n")
+    options = [word for word in on_gpu.parity() if not word.startswith("tests/")]
+    files = [str(tmp_path / name) for name in ("test_broken.py", "test_slow.py")]
+    outcomes, log = rehearse([Part("parity", [*options, *files], 0, 8)], tmp_path)
+    assert outcomes["parity"].state == "timed out" and outcomes["parity"].seconds < 20
+    head, _, end = log.partition("= FAILURES =")
+    assert "test_slow.py::test_wrong" in head and "FAILED" in head
+    assert "assert 'this' == 'that'" in end and "No module named 'no_such_module'" in log
+
+
+# What the last of these tests does to the GPU that is put in PyTorch's place is an error of every later test.
+FAULT = """
+import pytest, torch
+
+lost = []
+
+def synchronize():
+    if lost:
+        raise RuntimeError("CUDA error: an illegal memory access\\nand a long story")
+
+torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, synchronize
+
+@pytest.mark.parametrize("number", range(6))
+def test_kernel(number):
+    if number == 3:
+        lost.append(number)
+    assert number != 1 and not lost
+"""
+
+
+def with_a_fault(folder, *words, **environment):
+    """tests/conftest.py over tests of which number 1 fails and number 3 loses the GPU."""
+    (folder / "test_fault.py").write_text(FAULT)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    words = ["-p", "conftest", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder), "-v", *words]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, str(folder / "test_fault.py")],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_lost_gpu_ends_the_tests_and_says_where(tmp_path):
+    code, output = with_a_fault(tmp_path)
+    assert code == 2 and "the GPU was lost in test_fault.py::test_kernel[3]: CUDA error: an illegal memory" in output
+    assert output.count("2 failed, 2 passed") == 1 and "test_kernel[4]" not in output
+
+
+def test_a_worker_that_lost_the_gpu_is_gone_after_its_report(tmp_path):
+    code, output = with_a_fault(tmp_path, PYTEST_XDIST_WORKER="gw0")
+    assert code == 1 and "test_kernel[3] FAILED" in output
+    assert "test_kernel[4]" not in output and "2 passed" not in output  # no later test, and no summary
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("xdist") is None, reason="needs pytest-xdist")
+def test_a_worker_that_lost_the_gpu_is_replaced(tmp_path):
+    code, output = with_a_fault(tmp_path, "-n", "1")
+    assert code == 1 and "replacing crashed worker" in output and "test_kernel[5]" in output
+    assert "3 failed, 4 passed" in output  # the one that lost it counts twice, as failed and as crashed
+
+
 def test_parts_share_the_time(tmp_path, monkeypatch):
     monkeypatch.setattr(on_gpu, "GRACE", 0.2)
     sleep = python("import time; time.sleep(30)")
@@ -1094,6 +1258,8 @@ def test_parts_share_the_time(tmp_path, monkeypatch):
     outcomes, _ = rehearse(parts, tmp_path, minutes=2 / 60)
     assert outcomes["long"].state == "timed out" and outcomes["long"].seconds < 8  # stopped by the total, not its own
     assert outcomes["no time"].state == "skipped" and outcomes["no time"].reason == "0 s left, it needs 5"
+    late = on_gpu.run(parts, tmp_path, 2 / 60, gpu=False, started=time.monotonic() - 2)
+    assert [outcome.state for outcome in late] == ["skipped", "skipped"]
 
 
 @pytest.mark.parametrize("architecture", [None, "9.0"])
@@ -1108,16 +1274,25 @@ def test_the_real_parts_are_few_files_and_small_without_a_gpu(architecture, tmp_
         if "benchmarks.run" in part.command:  # options that exist
             words = part.words(100)
             options = run.arguments(words[words.index("benchmarks.run") + 1 :])
-            assert options.specs and (part.name == "memcheck" or 0 < options.minutes * 60 < 100)
+            assert options.specs and 0 < options.minutes * 60 < 100
+            assert part.name != "memcheck" or {spec.dtype for _, spec in options.specs} == {"bfloat16", "float32"}
             written |= {group.path.name for group in run.Run(options).groups.values() if not options.verify_only}
     assert len(written) <= 8  # as many as come back from a machine that is lent
     assert sum(part.least for part in parts.values()) < 540
 
 
+def test_what_matters_most_has_time_even_if_everything_before_takes_all_of_its_own(tmp_path):
+    left = 9 * 60 - on_gpu.GRACE - 15  # PyTorch's first import
+    for part in on_gpu.all_parts("9.0", tmp_path, None)[:5]:
+        assert left >= part.least, part.name
+        left -= part.most
+    assert part.name == "ops"
+
+
 def test_a_benchmark_ends_with_its_time(tmp_path):
     """What the machine runs, on one small case: it is told its limit, concludes, and leaves its results."""
     command = [sys.executable, "-m", "benchmarks.run", *ROW_OPS, "--out", str(tmp_path)]
-    outcomes, log = rehearse([Part("ops", command, 5, 55, told=True)], tmp_path)
+    outcomes, log = rehearse([Part("ops", command, 5, 55, told=True)], tmp_path, minutes=1.2)
     assert (
         outcomes["ops"].state == "ok"
         and "--minutes 0.5" in json.loads((tmp_path / "ops_tiny.json").read_text())["command"]
