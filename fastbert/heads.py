@@ -13,6 +13,7 @@ losses and checkpoints are those of `transformers`; the work is that of packed t
   FASTBERT_CHECK=1).
 """
 
+import copy
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -487,7 +488,8 @@ class BertForNextSentencePrediction(_Classifier):
 class BertForSequenceClassification(_Classifier):
     """BERT with a classifier or a regression on the pooled output. logits: (B, num_labels).
 
-    config.problem_type decides the loss; None goes by num_labels and the dtype of the labels, in each call:
+    config.problem_type decides the loss. Where it is None the first labels decide, by num_labels and their dtype, and
+    set it in the model's own copy of the configuration, so that what is saved says how to read the logits:
     "regression" (one label; mean squared error; labels (B,), or (B, num_labels) for several),
     "single_label_classification" (integers; cross-entropy; labels (B,), a class or -100),
     "multi_label_classification" (floats; binary cross-entropy; labels (B, num_labels)).
@@ -496,15 +498,20 @@ class BertForSequenceClassification(_Classifier):
     kind = "ForSequenceClassification"
 
     def __init__(self, config: BertConfig) -> None:
-        super().__init__(config)
+        super().__init__(copy.copy(config))
         self._add_classifier(config.num_labels)
 
     def _classify(self, body: _Encoded, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
         logits = self._score(body)
-        return None if labels is None else self._loss(body, logits, labels), logits
+        if labels is None:
+            return None, logits
+        problem = self.config.problem_type or self._problem(labels)
+        loss = self._loss(body, logits, labels, problem)
+        self.config.problem_type = problem
+        return loss, logits
 
-    def _loss(self, body: _Encoded, logits: Tensor, labels: Tensor) -> Tensor:
-        classes, problem = self.config.num_labels, self.config.problem_type or self._problem(labels)
+    def _loss(self, body: _Encoded, logits: Tensor, labels: Tensor, problem: str) -> Tensor:
+        classes = self.config.num_labels
         if problem == "single_label_classification":
             return _cross_entropy(logits, body.sequence_labels("labels", labels, classes))
         labels = labels.reshape(-1, 1) if classes == 1 else labels

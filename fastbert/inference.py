@@ -24,6 +24,7 @@ from torch import Tensor
 from fastbert import checkpoint
 from fastbert.config import BertConfig
 from fastbert.data.datasets import QADataset
+from fastbert.data.encode import COLUMNS, NO_WORD, encodings, pieces
 from fastbert.data.tokenizer import (
     check_tokenizer,
     continuation_prefix,
@@ -31,6 +32,7 @@ from fastbert.data.tokenizer import (
     get_tokenizer,
     special_token_id,
     strings,
+    text_of,
 )
 from fastbert.heads import (
     HEADS,
@@ -43,7 +45,7 @@ from fastbert.heads import (
 from fastbert.model import BertModel, Saveable
 from fastbert.ops.bias_gelu import wide
 from fastbert.ops.padding import ends_of
-from fastbert.sentences import batches, warn_of_cut
+from fastbert.sentences import batches
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -205,15 +207,19 @@ class _Predictor:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _encode(self, texts: list[Any]) -> list[Any]:
-        """An Encoding for each text or pair of texts, cut at max_length."""
-        self.tokenizer.enable_truncation(self.max_length)
-        encodings = self.tokenizer.encode_batch(texts)
-        for index, encoding in enumerate(encodings):
+    def _encode(self, texts: Sequence[Any], *more: str) -> list[dict[str, np.ndarray]]:
+        """Of each text or pair of texts input_ids, token_type_ids and `more` columns of tokens, cut at max_length."""
+        names, rows, cut = ("input_ids", "token_type_ids", *more), [], 0
+        for index, encoding in enumerate(encodings(self.tokenizer, texts)):
             if all(sequence is None for sequence in encoding.sequence_ids):
                 raise ValueError(f"{type(self).__name__}: texts[{index}] has no token; expected text")
-        warn_of_cut(encodings, self.max_length)
-        return encodings
+            cut += len(encoding) > self.max_length
+            (piece,) = pieces(encoding, self.max_length, split=False)
+            rows.append({name: COLUMNS[name](encoding)[piece] for name in names})
+        if cut:
+            which = f"{cut} of {len(rows)} texts are longer than {self.max_length} tokens"
+            warnings.warn(f"{which}: cut there", stacklevel=4)
+        return rows
 
     def _batches(self, ids: Sequence[Sequence[int]], token_types: Sequence[Sequence[int]]) -> Iterator[_Tokens]:
         """Packed batches of texts of like length."""
@@ -227,8 +233,8 @@ class _Predictor:
             ends = ends_of(torch.tensor(lengths)).to(self.device)
             yield _Tokens(texts, lengths, {**packed, "cu_seqlens": ends, "max_seqlen": max(lengths)})
 
-    def _of(self, encodings: Sequence[Any]) -> Iterator[_Tokens]:
-        return self._batches([encoding.ids for encoding in encodings], [encoding.type_ids for encoding in encodings])
+    def _of(self, rows: Sequence[dict[str, np.ndarray]]) -> Iterator[_Tokens]:
+        return self._batches([row["input_ids"] for row in rows], [row["token_type_ids"] for row in rows])
 
 
 # ---- masks
@@ -257,23 +263,21 @@ class MaskFiller(_Predictor):
         if not 1 <= top_k <= self.config.vocab_size:
             raise ValueError(f"MaskFiller: top_k is {top_k}; expected 1 to {self.config.vocab_size}")
         texts = list(strings("MaskFiller", "texts", texts))
-        encodings = self._encode(texts)
-        places = [[i for i, token in enumerate(encoding.ids) if token == self.mask_id] for encoding in encodings]
-        for index, found in enumerate(places):
+        rows = self._encode(texts, "offsets")
+        spans = [row.pop("offsets")[row["input_ids"] == self.mask_id].tolist() for row in rows]
+        for index, found in enumerate(spans):
             if not found:
-                mask, cut = self.tokenizer.id_to_token(self.mask_id), bool(encodings[index].overflowing)
-                where = f" in its first {self.max_length} tokens" if cut else ""
+                mask, long = self.tokenizer.id_to_token(self.mask_id), len(rows[index]["input_ids"]) == self.max_length
+                where = f" in its first {self.max_length} tokens" if long else ""
                 raise ValueError(f"MaskFiller: texts[{index}] has no {mask}{where}; expected one to fill")
         results: list[list[list[Fill]]] = [[] for _ in texts]
-        for batch in self._of(encodings):
+        for batch in self._of(rows):
             best = self._likelihoods(batch.inputs).topk(top_k)
-            rows = iter(zip(best.values.tolist(), best.indices.tolist(), strict=True))
+            fills = iter(zip(best.values.tolist(), best.indices.tolist(), strict=True))
             for text in batch.texts:
-                for place in places[text]:
-                    span = encodings[text].offsets[place]
-                    results[text].append(
-                        [self._fill(texts[text], span, *fill) for fill in zip(*next(rows), strict=True)]
-                    )
+                for span in spans[text]:
+                    best_of_mask = zip(*next(fills), strict=True)
+                    results[text].append([self._fill(texts[text], span, *fill) for fill in best_of_mask])
         return results
 
     def _likelihoods(self, inputs: dict[str, Any]) -> Tensor:
@@ -282,14 +286,16 @@ class MaskFiller(_Predictor):
         hidden = body(**inputs).last_hidden_state[inputs["input_ids"] == self.mask_id]
         return wide(head(hidden, body.embeddings.word_embeddings.weight)).softmax(-1)
 
-    def _fill(self, text: str, span: tuple[int, int], score: float, token: int) -> Fill:
+    def _fill(self, text: str, span: Sequence[int], score: float, token: int) -> Fill:
         word, (start, end) = self.tokenizer.decode([token], skip_special_tokens=False), span
-        before, after = text[:start], text[end:]
-        if self.takes_space:  # RoBERTa's mask stands for a word with its space; offsets leave the space out
+        before, after, filled = text[:start], text[end:], word
+        if self.takes_space:  # RoBERTa's mask stands for a word with its space; offsets may leave the space out
             before = before.rstrip()
+            if before and self.tokenizer.id_to_token(token).startswith("\u2581"):
+                filled = " " + word.removeprefix(" ")  # decoders of SentencePiece tokenizers drop a first token's
         if self.prefix and word.startswith(self.prefix):  # it goes on with the word before
             return Fill(word, token, score, before.rstrip() + word.removeprefix(self.prefix) + after)
-        return Fill(word, token, score, before + word + after)
+        return Fill(word, token, score, before + filled + after)
 
 
 # ---- whole texts
@@ -311,9 +317,9 @@ class TextClassifier(_Predictor):
         """
         if top_k is not None and top_k < 1:
             raise ValueError(f"TextClassifier: top_k is {top_k}; expected at least 1")
-        names, encodings = label_names(self.config), self._encode(_texts_or_pairs(texts))
-        results: list[list[Label]] = [[] for _ in encodings]
-        for batch in self._of(encodings):
+        names, rows = label_names(self.config), self._encode(_texts_or_pairs(texts))
+        results: list[list[Label]] = [[] for _ in rows]
+        for batch in self._of(rows):
             scores = self._scores(wide(self.model(**batch.inputs).logits)).tolist()
             for text, row in zip(batch.texts, scores, strict=True):
                 labels = [Label(name, score) for name, score in zip(names, row, strict=True)]
@@ -330,11 +336,13 @@ class TextClassifier(_Predictor):
 
 
 def _texts_or_pairs(texts: Sequence[str | tuple[str, str]]) -> list[str | tuple[str, str]]:
-    """Raises TypeError for other things, and for a string by itself."""
-    for text in [texts] if isinstance(texts, str) else texts:
+    """Raises TypeError for other things, and for a string by itself; ValueError as text_of does."""
+    for index, text in enumerate([texts] if isinstance(texts, str) else texts):
         parts = text if isinstance(text, (tuple, list)) and len(text) == 2 else [text]
         if isinstance(texts, str) or not all(isinstance(part, str) for part in parts):
             raise TypeError(f"TextClassifier: texts holds {text!r}; expected a list of strings, or of pairs of strings")
+        for part in parts:
+            text_of("TextClassifier", f"texts[{index}]", part)
     return [text if isinstance(text, str) else tuple(text) for text in texts]
 
 
@@ -361,19 +369,20 @@ class EntityTagger(_Predictor):
         Raises ValueError for an empty text, TypeError for what is no list of strings.
         """
         texts = list(strings("EntityTagger", "texts", texts))
-        encodings = self._encode(texts)
-        results: list[list[Entity]] = [[] for _ in encodings]
-        for batch in self._of(encodings):
+        rows = self._encode(texts, "word_ids", "offsets")
+        results: list[list[Entity]] = [[] for _ in rows]
+        for batch in self._of(rows):
             best = wide(self.model(**batch.inputs).logits).softmax(-1).max(-1)
             for (text, scores), (_, labels) in zip(batch.split(best.values), batch.split(best.indices), strict=True):
-                results[text] = self._entities(texts[text], encodings[text], scores.tolist(), labels.tolist())
+                words = _words(rows[text]["word_ids"].tolist(), rows[text]["offsets"].tolist())
+                results[text] = self._entities(texts[text], words, scores.tolist(), labels.tolist())
         return results
 
-    def _entities(self, text: str, encoding: Any, scores: list[float], labels: list[int]) -> list[Entity]:
+    def _entities(
+        self, text: str, found: Iterator[tuple[int, int, int]], scores: list[float], labels: list[int]
+    ) -> list[Entity]:
         names, entities = label_names(self.config), []
-        for kind, words in _grouped(
-            [_Word(names[labels[first]], scores[first], *span) for first, span in _words(encoding)]
-        ):
+        for kind, words in _grouped([_Word(names[labels[first]], scores[first], *span) for first, *span in found]):
             start, end = _trimmed(text, words[0].start, words[-1].end)
             if kind != "O":
                 score = sum(word.score for word in words) / len(words)
@@ -388,12 +397,12 @@ class _Word(NamedTuple):
     end: int
 
 
-def _words(encoding: Any) -> Iterator[tuple[int, tuple[int, int]]]:
+def _words(word_ids: list[int], offsets: list[list[int]]) -> Iterator[tuple[int, int, int]]:
     """The first token of each word, and the characters from which to which it goes."""
-    for word, tokens in groupby(range(len(encoding.ids)), key=lambda token: encoding.word_ids[token]):
+    for word, tokens in groupby(range(len(word_ids)), key=word_ids.__getitem__):
         tokens = list(tokens)
-        if word is not None:
-            yield tokens[0], (encoding.offsets[tokens[0]][0], encoding.offsets[tokens[-1]][1])
+        if word != NO_WORD:
+            yield tokens[0], offsets[tokens[0]][0], offsets[tokens[-1]][1]
 
 
 def _grouped(words: list[_Word]) -> Iterator[tuple[str, list[_Word]]]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fastbert.heads import IGNORED
 from fastbert.require import require
 from fastbert.training import evaluating, label_counts, to_device
-from fastbert.training.losses import Batch
+from fastbert.training.losses import Batch, loss_of
 
 # ---- classes
 
@@ -116,7 +116,8 @@ def evaluate_classification_metrics(
             batch = to_device(batch, device)
             out = model(**batch)
             found, truth = _predicted("evaluate_classification_metrics", out.logits, batch, num_classes)
-            total, count = total + out.loss * labelled, count + labelled
+            # Of no label the mean is NaN in transformers.
+            total, count = total + loss_of(out, batch).where(labelled > 0, 0) * labelled, count + labelled
             predictions.append(found)
             labels.append(truth)
     if not predictions:

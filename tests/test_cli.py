@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from models import TINY, minilm
@@ -187,6 +188,8 @@ def test_the_module_runs():
         (["answer", "", "--context", "TEXT", "--model", "BertForQuestionAnswering"], "has no token"),
         (["similarity", "one"], "expected at least two texts"),
         (["similarity", "one", " "], "none that is empty"),
+        (["similarity", "one", "\udcff"], "texts[1] is no text at character 0"),
+        (["classify", "\udcff", "--model", "BertForSequenceClassification"], "texts[0] is no text at character 0"),
         (["plot-attention", "a", "--model", "BertModel", "--output", "x.png", "--layer", "2"], "layer is 2"),
         (["plot-attention", "", "--model", "BertModel", "--output", "x.png"], "expected some text"),
         (["plot-attention", "a", "--model", "BertModel", "--output", "nowhere/x.png"], "No such file"),
@@ -213,6 +216,29 @@ def test_it_is_one_line(models, tmp_path, monkeypatch, capsys, arguments, words)
 def test_every_known_name_is_listed(capsys):
     _, output = run(capsys, "info", "--model", "nix")
     assert all(f"{name} ({size})" in output.err for name, (size, _) in PRESETS.items())
+
+
+def test_an_earlier_output_outlives_an_error(tmp_path, capsys, monkeypatch):
+    (tmp_path / "texts").write_text("one\ntwo\n")
+    arguments = ("embed", tmp_path / "texts", "--model", minilm())
+    status, output = run(capsys, *arguments)
+    path = tmp_path / "texts.npy"
+    whole = path.read_bytes()
+    assert status == 0 and output.out.strip() == f"{path}: (2, 384) float32" and np.load(path).shape == (2, 384)
+
+    def fail(*_, **more):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(SentenceEncoder, "encode", fail)
+    status, output = run(capsys, *arguments)
+    assert status == 2 and output.err == "fastbert: out of memory\n" and path.read_bytes() == whole
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "texts", path]
+
+
+def test_a_byte_order_mark_is_no_text(models, capsys, tmp_path):
+    (tmp_path / "texts").write_text("one\nanother\n", encoding="utf-8-sig")
+    found = json_of(capsys, "classify", "--text", tmp_path / "texts", "--model", models / HEADS[1])
+    assert [entry["text"] for entry in found] == ["one", "another"]
 
 
 def test_a_text_that_is_cut_is_said(models, capsys):

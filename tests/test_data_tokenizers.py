@@ -81,6 +81,35 @@ def test_files_by_themselves_with_a_name_before_theirs(tmp_path):
         get_tokenizer(tmp_path)  # whose files go by their names alone
 
 
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize(
+    ("names", "given", "fits"),
+    [
+        (["vocab.txt"], "BertJapaneseTokenizer", False),
+        (["vocab.txt"], "BertweetTokenizer", False),
+        (["vocab.txt"], "BertTokenizerFast", True),
+        (["vocab.txt"], "DistilBertTokenizer", True),
+        (["vocab.txt"], "ElectraTokenizer", True),
+        (["vocab.txt"], "PreTrainedTokenizerFast", True),
+        (["vocab.txt"], None, True),
+        (["vocab.json", "merges.txt"], "HerbertTokenizerFast", False),  # a BERT with a BPE that is not of bytes
+        (["vocab.json", "merges.txt"], "RobertaTokenizerFast", True),
+    ],
+)
+def test_files_of_other_tokenizers_are_refused(tmp_path, place, names, given, fits):
+    """Their names are the same."""
+    if "vocab.txt" in names:
+        shutil.copy(minilm() / "vocab.txt", tmp_path)
+    else:
+        train_tokenizer(["a text"], "byte-level-bpe", vocab_size=300).model.save(str(tmp_path))
+    (tmp_path / place).write_text(json.dumps({"tokenizer_class": given}))
+    if fits:
+        get_tokenizer(tmp_path)
+    else:
+        with pytest.raises(ValueError, match=f"{names[0]} is of a {given}; expected one of .*, or a tokenizer.json"):
+            get_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("config", [{}, {"add_prefix_space": True}, {"trim_offsets": False}])
 def test_merges_are_transformers_roberta_tokenizer(tmp_path, config):
     train_tokenizer(PASSAGES, "byte-level-bpe", vocab_size=1500).model.save(str(tmp_path))  # vocab.json, merges.txt
@@ -180,6 +209,31 @@ def test_transformers_reads_what_is_saved(trained, tmp_path, model_beside):
     assert get_tokenizer(tmp_path).to_str() == tokenizer.to_str()
     save_tokenizer(theirs, tmp_path / "again")  # one of transformers
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "again").mask_token == theirs.mask_token
+
+
+def test_transformers_knows_where_to_cut(tmp_path):
+    """At the length of the model, less what RoBERTa's positions leave out, or at that of a tokenizer of theirs."""
+    theirs = transformers.AutoTokenizer.from_pretrained(minilm())
+    unknown = transformers.PreTrainedTokenizerFast(tokenizer_object=get_tokenizer(minilm()))
+    roberta = TINY.changed(model_type="roberta", pad_token_id=1, type_vocab_size=1)  # of 32 positions
+    for name, tokenizer, config, expected in (
+        ("theirs", theirs, None, 512),
+        ("the model's", get_tokenizer(minilm()), TINY, 32),
+        ("with an offset", get_tokenizer(minilm()), roberta, 30),
+        ("theirs, which knows none", unknown, TINY, 32),
+        ("another model's", get_tokenizer(minilm()), {"model_type": "t5"}, None),
+        ("no model's", get_tokenizer(minilm()), None, None),
+    ):
+        directory = tmp_path / name
+        directory.mkdir()
+        if config is not None:
+            values = config if isinstance(config, dict) else config.to_dict()
+            (directory / "config.json").write_text(json.dumps(values))
+        save_tokenizer(tokenizer, directory)
+        found = json.loads((directory / "tokenizer_config.json").read_text()).get("model_max_length")
+        assert found == expected, name
+    again = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "with an offset")
+    assert len(again("word " * 99, truncation=True).input_ids) == 30
 
 
 @pytest.mark.parametrize(

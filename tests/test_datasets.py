@@ -499,6 +499,28 @@ def test_answers_are_found_again_in_the_text(tokenizer):
         assert texts == {answer} if tokenizer is WORDPIECE else all(answer in text for text in texts)
 
 
+def test_a_character_of_several_tokens_is_covered_by_all_of_them():
+    """Bytes of BPE; the answer is every token that overlaps it, by their offsets."""
+    context = "the sign 😀 and 北京 x."
+    asked = ["😀", "北京", "北", "京 x"]
+    answers = [{"text": [text], "answer_start": [context.index(text)]} for text in asked]
+    dataset = QADataset(["what?"] * 4, [context] * 4, answers, BPE, max_length=64, stride=8)
+    for index, text in enumerate(asked):
+        begin, end = context.index(text), context.index(text) + len(text)
+        offsets = dataset.rows("offsets", index).tolist()
+        touched = [i for i, (first, last) in enumerate(offsets) if first < end and last > begin and first >= 0]
+        found = dataset[index]["start_positions"], dataset[index]["end_positions"]
+        assert found == (touched[0], touched[-1]) and dataset.answer(index, *found).strip() == text
+    assert len(touched) > 3
+
+
+def test_an_answer_without_a_token_is_none():
+    """A WordPiece drops what is no character to it."""
+    context = "a \u200b b"
+    dataset = QADataset(["what?"], [context], [{"text": ["\u200b"], "answer_start": [2]}], WORDPIECE)
+    assert (dataset[0]["start_positions"], dataset[0]["end_positions"]) == (0, 0)
+
+
 def test_the_head_s_loss_is_transformers_s():
     asked, contexts, answers = zip(*questions(), strict=True)
     dataset = QADataset(asked, contexts, answers, WORDPIECE, max_length=64, stride=16)

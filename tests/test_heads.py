@@ -307,6 +307,38 @@ def test_problem_types(problem, classes, labels):
     assert (out.loss - expected.loss).abs() <= 1e-12 * expected.loss.abs()
 
 
+@pytest.mark.parametrize(
+    ("problem", "classes", "labels"),
+    [
+        ("regression", 1, torch.rand(len(LENGTHS))),
+        ("single_label_classification", 3, torch.ones(len(LENGTHS), dtype=torch.int64)),
+        ("multi_label_classification", 3, torch.ones(len(LENGTHS), 3)),
+    ],
+)
+def test_what_the_labels_were_is_saved(tmp_path, problem, classes, labels):
+    """As transformers does it; a configuration that several models were made from stays as it was."""
+    config = CONFIG.changed(num_labels=classes, num_hidden_layers=1)
+    model, other = (fastbert.BertForSequenceClassification(config).to(DEVICE) for _ in range(2))
+    inputs, _ = example("BertForSequenceClassification")
+    with pytest.raises(ValueError, match="labels"):
+        model(**inputs, labels=torch.ones(9, 9, device=DEVICE))
+    assert model.config.problem_type is None
+    model(**inputs, labels=labels.to(DEVICE)).loss.backward()
+    model.save_pretrained(tmp_path)
+    assert fastbert.BertConfig.from_pretrained(tmp_path).problem_type == model.config.problem_type == problem
+    assert config.problem_type is None and other.config.problem_type is None
+
+
+def test_a_compiled_model_notes_what_the_labels_were():
+    model = fastbert.BertForSequenceClassification(CONFIG.changed(num_labels=1, num_hidden_layers=1)).to(DEVICE).eval()
+    inputs, _ = example("BertForSequenceClassification")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        losses = [call(**inputs, labels=torch.ones(4, device=DEVICE)).loss for call in (compiled, compiled, model)]
+    assert model.config.problem_type == "regression" and (losses[0] - losses[2]).abs() <= 1e-6
+    assert torch.equal(losses[0], losses[1])
+
+
 def test_integers_as_regression_targets():
     model = our(their("BertForSequenceClassification", num_labels=1))
     inputs, _ = example("BertForSequenceClassification")

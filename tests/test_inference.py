@@ -9,14 +9,15 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import tokenizers as tokenizers_library
 import torch
 import torch.nn.functional as F
 import transformers
 from models import TINY
 from tokenizers.pre_tokenizers import ByteLevel
 
-from fastbert import AutoModel, BertForMaskedLM
-from fastbert.data import get_tokenizer, save_tokenizer
+from fastbert import AutoModel, BertForMaskedLM, BertForSequenceClassification
+from fastbert.data import create_classification_dataloader, get_tokenizer, save_tokenizer
 from fastbert.inference import (
     EntityTagger,
     Fill,
@@ -38,6 +39,7 @@ FAMILIES = {
     "bert": ("wordpiece", transformers.BertConfig, {}),
     "distilbert": ("wordpiece", transformers.DistilBertConfig, {}),
     "roberta": ("byte-level-bpe", transformers.RobertaConfig, {"type_vocab_size": 1, "pad_token_id": 1}),
+    "xlm-roberta": ("sentencepiece", transformers.XLMRobertaConfig, {"type_vocab_size": 1, "pad_token_id": 1}),
 }
 
 
@@ -58,7 +60,26 @@ def tokenizers(tmp_path_factory):
     tokens += [merge.replace(" ", "") for merge in MERGES]
     (bpe / "vocab.json").write_text(json.dumps({token: index for index, token in enumerate(tokens)}))
     (bpe / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES]), encoding="utf-8")
-    return {"wordpiece": get_tokenizer(wordpiece), "byte-level-bpe": get_tokenizer(bpe)}
+    return {
+        "wordpiece": get_tokenizer(wordpiece),
+        "byte-level-bpe": get_tokenizer(bpe),
+        "sentencepiece": sentencepiece(characters, common),
+    }
+
+
+def sentencepiece(characters, words):
+    """As XLM-RoBERTa has it: a space is a part of the word after it."""
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    scores = {token: 0.0 for token in special} | {token: -9.0 for token in ["▁", *characters]}
+    scores |= {f"▁{word}": -2.0 for word in words} | {"▁at": -2.0, "ing": -3.0}
+    tokenizer = tokenizers_library.Tokenizer(tokenizers_library.models.Unigram(list(scores.items()), unk_id=3))
+    tokenizer.pre_tokenizer = tokenizers_library.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tokenizers_library.decoders.Metaspace()
+    tokenizer.add_special_tokens([*special, tokenizers_library.AddedToken("<mask>", lstrip=True, special=True)])
+    tokenizer.post_processor = tokenizers_library.processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    return tokenizer
 
 
 @pytest.fixture
@@ -133,6 +154,21 @@ def test_a_mask_of_bytes_takes_its_space_along(checkpoint):
     assert whole == theirs
 
 
+def test_a_mask_of_sentencepiece_takes_its_space_along(checkpoint, tokenizers):
+    directory, text = checkpoint("XLMRobertaForMaskedLM", "xlm-roberta"), "walk  <mask> at once"
+    every = tokenizers["sentencepiece"].get_vocab_size()
+    fills = MaskFiller.from_pretrained(directory)([text, "<mask> at"], top_k=every)
+    found = {fill.token_id: fill.text for fill in fills[0][0]}
+    assert {"walk the at once", "walking at once"} <= set(found.values())
+    assert "the at" in {fill.text for fill in fills[1][0]}  # nothing is before it
+    of_pipeline = pipeline("fill-mask", directory)(text, top_k=every)
+    assert {fill.token_id: fill.token for fill in fills[0][0]} == {f["token"]: f["token_str"] for f in of_pipeline}
+    theirs = {fill["token"]: fill["sequence"] for fill in of_pipeline}
+    special = {0, 1, 2, 3, get_tokenizer(directory).token_to_id("<mask>")}  # they leave those out
+    assert found.keys() == theirs.keys() and len(found) == every
+    assert all(found[token] == theirs[token] for token in found.keys() - special)
+
+
 def test_the_head_runs_on_masks_alone(checkpoint):
     fill = MaskFiller.from_pretrained(checkpoint("BertForMaskedLM"))
     rows = []
@@ -174,6 +210,43 @@ def test_labels_as_transformers_gives_them(checkpoint, head, family, changes):
         assert [label.label for label in mine] == [label["label"] for label in other]
         assert max(abs(a.score - b["score"]) for a, b in zip(mine, other, strict=True)) < 4 * CLOSE
     assert [len(labels) for labels in classify(texts, top_k=1)] == [1] * len(texts)
+
+
+@pytest.mark.parametrize(
+    ("labels", "changes", "score"),
+    [
+        ([[1, 0, 1], [0, 1, 1]], {"num_labels": 3}, torch.sigmoid),
+        ([3.5, -2.0], {"num_labels": 1}, lambda logits: logits),
+    ],
+    ids=["several at once", "regression"],
+)
+def test_scores_are_of_what_the_model_was_trained_for(tmp_path, tokenizers, labels, changes, score):
+    tokenizer, texts = tokenizers["wordpiece"], ["one text", "another"]
+    loader = create_classification_dataloader(texts, labels, tokenizer, batch_size=2, shuffle=False, **changes)
+    model = BertForSequenceClassification(TINY.changed(vocab_size=tokenizer.get_vocab_size(), **changes))
+    (batch,) = loader
+    model(**batch).loss.backward()
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tokenizer, tmp_path)
+    with torch.no_grad():
+        expected = score(model.eval()(**batch).logits)
+    for found, row in zip(TextClassifier.from_pretrained(tmp_path)(texts), expected, strict=True):
+        assert sorted(label.score for label in found) == pytest.approx(sorted(row.tolist()), abs=CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "byte-level-bpe"])
+def test_texts_are_cut_as_tokenizers_cuts_them(checkpoint, tokenizers, kind):
+    """Its own truncation of the last pair would make all pairs of all their parts: 150 million tokens."""
+    family, names = {"wordpiece": ("bert", "Bert"), "byte-level-bpe": ("roberta", "Roberta")}[kind]
+    classify = TextClassifier.from_pretrained(checkpoint(f"{names}ForSequenceClassification", family), max_length=16)
+    texts = ["a b", "a " * 40, ("a " * 40, "b"), ("a", "b " * 40), ("a " * 40, "b " * 41), ("a b", "c d")]
+    tokenizer = tokenizers_library.Tokenizer.from_str(tokenizers[kind].to_str())
+    tokenizer.enable_truncation(16)
+    with pytest.warns(UserWarning, match="5 of 7 texts are longer than 16 tokens"):
+        rows = classify._encode([*texts, ("a b c d e " * 4000, "1 2 3 4 5 " * 4000)])
+    for row, encoding in zip(rows, tokenizer.encode_batch(texts), strict=False):
+        assert row["input_ids"].tolist() == encoding.ids and row["token_type_ids"].tolist() == encoding.type_ids
+    assert len(rows[-1]["input_ids"]) == 16
 
 
 def test_one_batch_or_many(checkpoint):
@@ -347,6 +420,9 @@ def test_texts_that_cannot_be_used(checkpoint):
     for texts in (["a", ""], [" "]):
         with pytest.raises(ValueError, match=rf"texts\[{len(texts) - 1}\] has no token; expected text"):
             classify(texts)
+    for text in ("\ud800", ("a", "\ud800")):
+        with pytest.raises(ValueError, match=r"TextClassifier: texts\[1\] is no text at character 0"):
+            classify(["a", text])
     for texts in ("text", [("a", "b", "c")], [b"text"]):
         with pytest.raises(TypeError, match="expected a list of strings, or of pairs of strings"):
             classify(texts)
@@ -429,6 +505,9 @@ def test_pictures(tmp_path):
     one.savefig(tmp_path / "one.png")
     assert [label.get_text() for label in one.axes[0].get_yticklabels()] == ["[CLS]", r"\$x\$", "Ġa"]
     assert np.array_equal(one.axes[0].images[0].get_array(), weights[1, 2].numpy())
+    for other in (weights.bfloat16(), weights.double().requires_grad_()):  # numpy takes neither
+        shown = attention_figure(other, tokens, layer=1, head=2).axes[0].images[0].get_array()
+        assert np.array_equal(shown, other[1, 2].detach().float().numpy())
     for changes, words in [
         ({"layer": 2}, "layer is 2; expected 0 to 1"),
         ({"head": -1}, "head is -1; expected 0 to 3"),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from models import DEVICE, TINY
 
 from fastbert import BertConfig, BertForSequenceClassification, BertForTokenClassification, metrics
@@ -127,6 +128,16 @@ def test_a_classifier_over_a_loader(kind, collate):
     expected = precision_recall_fscore_support(truth, found, average="macro", labels=[0, 1, 2], zero_division=0)[:3]
     assert [result[name] for name in ("precision", "recall", "f1")] == pytest.approx(expected)
     assert (result["confusion_matrix"] == confusion_matrix(truth, found, labels=[0, 1, 2])).all()
+
+
+def test_a_batch_without_labels_counts_for_nothing():
+    """Though its mean is NaN in transformers' models."""
+    model = transformers.BertForTokenClassification(transformers.BertConfig(**config().to_dict())).to(DEVICE)
+    first, *others = (PackingCollator(packed=False, pad_token_id=0)([row]) for row in examples(True)[1:4])
+    nothing = first | {"labels": torch.full_like(first["labels"], -100)}
+    expected = metrics.evaluate_classification_metrics(model, others, DEVICE, 3)
+    result = metrics.evaluate_classification_metrics(model, [nothing, *others], DEVICE, 3)
+    assert result["loss"] == expected["loss"] > 0 and result["f1"] == expected["f1"]
 
 
 def test_an_evaluation_that_cannot_be_is_refused():

@@ -125,7 +125,7 @@ def padded(part, labels, *others):
     return batch | filled | {"attention_mask": visible.long()}
 
 
-ANSWERS = ("start_positions", "end_positions")
+ANSWERS, PAIRS = ("start_positions", "end_positions"), "next_sentence_label"
 HEADS = {
     "mlm": (BertForMaskedLM, {}, ("of_tokens",)),
     "mlm and next sentence": (BertForPreTraining, {}, ("of_tokens", "next_sentence_label")),
@@ -229,6 +229,51 @@ def test_a_batch_without_labels_is_refused(call):
     batch = PackingCollator()([{"input_ids": [1, 2]}])
     with pytest.raises(ValueError, match=f"{call.__name__}: the batch has .*expected labels as well"):
         call(BertForMaskedLM(EXACT), batch)
+
+
+def test_shares_of_labels_count(tmp_path):
+    """A quarter in all: a mean is divided by what there is, not by 1."""
+
+    class Shares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.x = nn.Parameter(torch.tensor([3.0]))
+
+        def forward(self, labels):
+            return Loss(self.x.sum())
+
+        def label_counts(self, batch):
+            return torch.tensor([0.125], dtype=torch.float64)
+
+    loader, model = [{"labels": torch.tensor([1])}] * 2, Shares()
+    assert compute_loader_loss(model, loader, "cpu") == 3.0
+    sgd(model, tmp_path, gradient_accumulation_steps=2).train(loader, max_steps=1)
+    assert rows(tmp_path / "train.csv")[0]["loss"] == "3.0" and model.x.item() == 2.0
+
+
+def test_albert_of_transformers_calls_its_pairs_otherwise():
+    config = transformers.AlbertConfig(vocab_size=99, embedding_size=16, **process.SIZES)
+    model, batch = transformers.AlbertForPreTraining(config).eval(), padded(examples(), "of_tokens", PAIRS)
+    batch["sentence_order_label"] = batch.pop(PAIRS)
+    batch["labels"][batch["attention_mask"] == 0] = -100
+    out = model(**batch)
+    sentences = F.cross_entropy(out.sop_logits, batch["sentence_order_label"])
+    terms = loss_terms(out, batch)
+    assert torch.equal(terms, torch.stack([out.loss - sentences, sentences]))
+
+
+def test_a_model_without_a_loss_is_refused(tmp_path):
+    """transformers' BertForPreTraining has none with one of its labels alone."""
+    model, batch = (
+        transformers.BertForPreTraining(transformers.BertConfig(**EXACT.to_dict())),
+        padded(examples(), "tag"),
+    )
+    message = "the batch has attention_mask, input_ids, labels, and the model gave no loss"
+    for call in (compute_mlm_loss, compute_classification_loss):
+        with pytest.raises(ValueError, match=message):
+            call(model, batch)
+    with pytest.raises(ValueError, match=message):
+        sgd(model, tmp_path).train([batch], max_steps=1)
 
 
 def test_a_loader_without_labels_is_refused():
@@ -430,6 +475,16 @@ def test_a_metric_may_be_any_function(tmp_path):
     assert found["loss"] == pytest.approx(compute_loader_loss(model, loader, "cpu"))
 
 
+def test_a_finished_run_is_evaluated_again(tmp_path):
+    loader = [collate(examples(), "of_tokens")]
+    first = sgd(BertForMaskedLM(CONFIG), tmp_path)
+    found = first.train(loader, max_steps=2, eval_loader=loader)
+    again = sgd(BertForMaskedLM(CONFIG), tmp_path)
+    again.resume()
+    assert again.train(loader, max_steps=2, eval_loader=loader) == found and again.model.training
+    assert len(rows(tmp_path / "evaluation.csv")) == 1
+
+
 # ---- ELECTRA
 
 
@@ -576,9 +631,15 @@ def resumable():
     return create_dataloader(process.examples(), collator, batch_size=2, seed=3)
 
 
+def with_a_worker_that_stays():
+    """Whose seed is drawn when it starts: once in an uninterrupted run, and again in one that goes on."""
+    return DataLoader(seeded().dataset, 2, True, collate_fn=seeded().collate_fn, num_workers=1, persistent_workers=True)
+
+
 LOADERS = {
     "shuffled by torch": shuffled,
     "two workers": functools.partial(shuffled, 2),
+    "a worker that stays": with_a_worker_that_stays,
     "python and numpy": by_python_and_numpy,
     "a generator of its own": with_a_generator,
     "seeded": seeded,
@@ -665,6 +726,107 @@ def test_training_may_go_on_in_the_same_process(tmp_path):
         return process.digest(trainer.checkpoints()[-1])
 
     assert run("one", 15) == run("two", 7, 12, 15)
+
+
+def trained(directory, loader, start=None, hook=None, **options):
+    """A trainer after 15 steps, of which an epoch has 12 at most; from a checkpoint, where one is given."""
+    process.seed()
+    trainer = process.trainer_of(BertForMaskedLM(CONFIG), directory, 16, save_total_limit=99)
+    if start is not None:
+        trainer.load(start)
+    if hook is not None:
+        trainer.model.register_forward_hook(functools.partial(hook, trainer))
+    try:
+        trainer.train(loader, max_steps=15, **options)
+    except KeyboardInterrupt:
+        trainer.save()
+    return trainer
+
+
+@pytest.mark.parametrize("kind", ["a generator of its own", "resumable"])
+def test_the_loader_of_training_may_be_evaluated(tmp_path, kind):
+    """In the middle of an epoch, where it goes on afterwards."""
+
+    def run(name, start=None):
+        loader = LOADERS[kind]()
+        return trained(tmp_path / name, loader, start, eval_loader=loader, eval_steps=2, save_steps=5)
+
+    one = run("one")
+    assert [trainer_state(path)["position"] for path in one.checkpoints()] == [5, 10, 3]
+    for start in one.checkpoints()[:2]:
+        two = run(start.stem, start)
+        assert process.digest(one.checkpoints()[-1]) == process.digest(two.checkpoints()[-1])
+
+
+def trainer_state(path):
+    return torch.load(path, weights_only=True)
+
+
+def test_workers_that_stay_serve_one_iteration_at_a_time(tmp_path):
+    loader = with_a_worker_that_stays()
+    with pytest.raises(ValueError, match="eval_loader is loader, whose persistent workers serve one iteration"):
+        sgd(BertForMaskedLM(CONFIG), tmp_path).train(loader, max_steps=1, eval_loader=loader)
+
+
+@pytest.mark.parametrize("loader", ["shuffled by torch", "a generator of its own", "resumable"])
+@pytest.mark.parametrize("stop", [5, 12], ids=["within an epoch", "in the first step of one"])
+def test_a_run_that_is_interrupted_by_hand_can_be_saved(tmp_path, loader, stop):
+    """In the middle of a step: its batch and its dropout have been drawn, and are drawn again."""
+
+    def interrupt(trainer, *_):
+        if trainer.step == stop:
+            raise KeyboardInterrupt
+
+    one = trained(tmp_path / "one", LOADERS[loader]())
+    two = trained(tmp_path / "two", LOADERS[loader](), hook=interrupt)
+    (saved,) = two.checkpoints()
+    assert trainer_state(saved)["step"] == stop
+    three = trained(tmp_path / "three", LOADERS[loader](), saved)
+    assert process.digest(one.checkpoints()[-1]) == process.digest(three.checkpoints()[-1])
+
+
+@pytest.mark.parametrize("loader", ["shuffled by torch", "resumable"])
+def test_a_metric_may_save_the_best_model(tmp_path, loader):
+    """After it has drawn random numbers of its own."""
+
+    def metric(model, batches, device):
+        loss = compute_loader_loss(model, batches, device)
+        if trainers[-1].step in (6, 12):
+            trainers[-1].save()
+        return loss
+
+    def run(name, start=None):
+        process.seed()
+        trainers.append(process.trainer_of(BertForMaskedLM(CONFIG), tmp_path / name, 16, save_total_limit=99))
+        if start is not None:
+            trainers[-1].load(start)
+        held_out = process.masking_loader()
+        trainers[-1].train(LOADERS[loader](), max_steps=15, eval_loader=held_out, metric=metric, eval_steps=3)
+        return trainers[-1].checkpoints()
+
+    trainers = []
+    at_six, at_twelve, end = run("one")
+    for start in (at_six, at_twelve):
+        assert process.digest(run(start.stem, start)[-1]) == process.digest(end)
+
+
+@pytest.mark.parametrize("part", ["a scheduler", 'mixed_precision="fp16"'])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_checkpoint_with_other_parts_is_refused_before_anything_changes(tmp_path, part, there):
+    def new(has):
+        model = BertForMaskedLM(CONFIG)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = linear_schedule(optimizer, 0, 9) if part == "a scheduler" and has else None
+        precision = "fp16" if part != "a scheduler" and has else None
+        return AMPTrainer(model, optimizer, schedule, output_dir=tmp_path, mixed_precision=precision, progress=False)
+
+    new(there).train([collate(examples(), "of_tokens")], max_steps=1)
+    other = new(not there)
+    before = copy.deepcopy(other.model.state_dict())
+    was, has = ("with", "without") if there else ("without", "with")
+    with pytest.raises(ValueError, match=f"00000001.pt was saved {was} {part}, and this trainer is {has}; expected"):
+        other.resume()
+    assert all(torch.equal(x, before[name]) for name, x in other.model.state_dict().items()) and other.step == 0
 
 
 def launch(*arguments, torchrun=False):
@@ -765,6 +927,19 @@ def test_a_loader_that_has_shrunk_is_refused(tmp_path):
 # ---- logs
 
 
+def test_another_metric_adds_its_columns(tmp_path):
+    loader = [collate(examples(), "of_tokens")]
+    sgd(BertForMaskedLM(CONFIG), tmp_path).train(loader, max_steps=1, eval_loader=loader)
+    again = sgd(BertForMaskedLM(CONFIG), tmp_path)
+    again.resume()
+    again.train(loader, max_steps=2, eval_loader=loader, metric=lambda *_: {"hits, first": 3})
+    again.train(loader, max_steps=3, eval_loader=loader)
+    (first, second, third), name = rows(tmp_path / "evaluation.csv"), "hits, first"
+    assert float(first["loss"]) > 0 and float(third["loss"]) > 0 and first[name] == third[name] == ""
+    assert second == {"step": "2", "loss": "", name: "3.0"}
+    assert again.checkpoints()[-1].stem.endswith("3") and metrics.plot_losses(tmp_path).exists()
+
+
 def test_tensorboard_has_every_number_once(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     model, loader = BertForTokenClassification(CONFIG.changed(num_labels=3)), [collate(examples(), "tag")]
@@ -814,6 +989,10 @@ def test_a_loader_or_a_period_that_makes_no_sense_is_refused(tmp_path):
     trainer = sgd(BertForMaskedLM(CONFIG), tmp_path)
     with pytest.raises(ValueError, match="the loader has no batch"):
         trainer.train([], max_steps=1)
+    with pytest.raises(
+        ValueError, match="batches in epoch 0 and none in epoch 1; expected one that can be iterated again"
+    ):
+        sgd(BertForMaskedLM(CONFIG), tmp_path / "once").train(iter([collate(examples(), "of_tokens")]), max_steps=2)
     with pytest.raises(ValueError, match="expected labels"):
         trainer.train([PackingCollator()(process.examples(2))], max_steps=1)
     for name in ("eval_steps", "save_steps"):

@@ -47,7 +47,7 @@ def lines(path: Path) -> list[str]:
 
 def read(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
     if not text.strip():

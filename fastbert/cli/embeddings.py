@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.nn.functional as F
 
 from fastbert.cli.common import DTYPES, add_json, add_model, lines, write_json
+from fastbert.data.tokenizer import strings
 
 
 def add(commands) -> None:
@@ -39,9 +40,9 @@ def _search(args: argparse.Namespace) -> None:
     passages = (
         [(args.text.name, line) for line in lines(args.text) if line.strip()] if args.text else python_documentation()
     )
-    encoder = _encoder(args)
+    questions, encoder = list(strings("search", "questions", args.question)), _encoder(args)
     vectors = _encode(encoder, [passage for _, passage in passages])
-    show_results(encoder, vectors, passages, args.question, args.top)
+    show_results(encoder, vectors, passages, questions, args.top)
 
 
 def show_results(encoder, vectors, passages: list[tuple[str, str]], questions: list[str], top: int) -> None:
@@ -63,13 +64,14 @@ def show_results(encoder, vectors, passages: list[tuple[str, str]], questions: l
 def _embed(args: argparse.Namespace) -> None:
     import numpy
 
+    from fastbert.training.state import write_whole
+
     texts = lines(args.file)
     encoder = _encoder(args)
     output = args.output or args.file.with_name(args.file.name + ".npy")
-    with output.open("wb") as file:  # before the work: a folder that is not there is better known now
-        vectors = _encode(encoder, texts)
-        numpy.save(file, vectors.cpu().numpy())
-    print(f"{output}: {tuple(vectors.shape)} float32")
+    # The file is opened before the work: a folder that is not there is better known now.
+    write_whole(output, lambda file: numpy.save(file, _encode(encoder, texts).cpu().numpy()))
+    print(f"{output}: {(len(texts), encoder.model.config.hidden_size)} float32")
 
 
 def _similarity(args: argparse.Namespace) -> None:
@@ -77,7 +79,7 @@ def _similarity(args: argparse.Namespace) -> None:
 
     if len(args.texts) < 2 or not all(text.strip() for text in args.texts):
         raise ValueError("expected at least two texts, and none that is empty")
-    cosines = similarity(_encoder(args).encode(args.texts)).tolist()
+    cosines = similarity(_encoder(args).encode(list(strings("similarity", "texts", args.texts)))).tolist()
     if args.json:
         write_json({"texts": args.texts, "similarity": cosines})
         return

@@ -377,8 +377,9 @@ class QADataset(TokenizedDataset):
         begins, ends = offsets[context].T
         if start < 0 or start < begins[0] or end > ends[-1]:
             return 0, 0
-        first, last = np.searchsorted(begins, start, side="right") - 1, np.searchsorted(ends, end, side="left")
-        return int(context[first]), int(context[last])
+        # Several tokens may be of one character; and none, where the tokenizer drops it.
+        first, last = np.searchsorted(ends, start, side="right"), np.searchsorted(begins, end, side="left") - 1
+        return (int(context[first]), int(context[last])) if first <= last else (0, 0)
 
     def answer(self, index: int, start: int, end: int) -> str:
         """The text of the context from token `start` to token `end` of window `index`; "" where they are not in it."""

@@ -22,6 +22,7 @@ COLUMNS: dict[str, Callable[[Any], np.ndarray]] = {
     "input_ids": lambda encoding: np.array(encoding.ids, np.int32),
     "token_type_ids": lambda encoding: np.array(encoding.type_ids, np.int8),
     "word_ids": lambda encoding: _numbers(encoding.word_ids),
+    "offsets": lambda encoding: np.array(encoding.offsets, np.int32),
 }
 
 
@@ -87,7 +88,7 @@ def encode(
                 f"{owner}: {where(index, 0)} has {len(encoding)} tokens; expected at most max_length, {max_length}"
             )
         cut += len(encoding) > max_length and truncation != "split"
-        for piece in _pieces(encoding, max_length, truncation == "split"):
+        for piece in pieces(encoding, max_length, truncation == "split"):
             for name in columns:
                 rows[name].append(COLUMNS[name](encoding)[piece])
     of_all = f"of {seen} {'pairs' if pairs else 'texts'} have"
@@ -138,7 +139,7 @@ def empty_side(encoding: Any, pairs: bool) -> int | None:
     return next((side for side in range(1 + pairs) if side not in sides), None)
 
 
-def _pieces(encoding: Any, limit: int, split: bool) -> list[slice | np.ndarray]:
+def pieces(encoding: Any, limit: int, split: bool) -> list[slice | np.ndarray]:
     """Which tokens make an example: all of them; those that are left after a cut; those of each part of a text."""
     if len(encoding) <= limit:
         return [slice(None)]

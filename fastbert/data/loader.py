@@ -46,11 +46,13 @@ class BatchLoader(DataLoader):
         self._batch = sampler.start
         batches = super().__iter__()  # workers begin
         sampler.start = 0
-        return self._counted(batches)
+        return self._counted(batches, self._batch)
 
-    def _counted(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        for batch in batches:  # the sampler is ahead of what has been handed out, where there are workers
-            self._batch += 1
+    def _counted(self, batches: Iterator[dict[str, Any]], before: int) -> Iterator[dict[str, Any]]:
+        # The sampler is ahead of what has been handed out, where there are workers; and an evaluation may have run
+        # through this loader in between.
+        for number, batch in enumerate(batches, before + 1):
+            self._batch = number
             yield batch
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastbert.config import BertConfig
+
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
@@ -31,6 +33,14 @@ SPECIAL_TOKENS = {
 }
 
 
+# What `tokenizer_class` may be where the files hold no tokenizer.json; with or without "Fast".
+_CLASSES = {
+    "wordpiece": ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer"),
+    "byte-level-bpe": ("RobertaTokenizer",),
+}
+_GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")  # which say nothing
+
+
 # ---- from files
 
 
@@ -42,7 +52,8 @@ def get_tokenizer(source: str | Path | Iterable[str | Path]) -> "Tokenizer":
     follow tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars; add_prefix_space, trim_offsets;
     special and added tokens), with the defaults of `transformers`. A file given by itself may have a name before its
     own (`bert-base-uncased-vocab.txt`).
-    Raises FileNotFoundError, or ValueError for a file that is not what its name says or lacks a special token.
+    Raises FileNotFoundError, or ValueError for a file that is not what its name says or lacks a special token, and for
+    a vocabulary whose tokenizer_class splits texts in another way (BertJapaneseTokenizer).
     """
     files = _Files(source)
     if path := files.get("tokenizer.json"):
@@ -81,9 +92,10 @@ class _Files:
 
     def config(self) -> dict[str, Any]:
         """tokenizer_config.json, and what older files say that it leaves out."""
+        of_model = {"tokenizer_class": self._json("config.json").get("tokenizer_class")}
         values = self._json("special_tokens_map.json") | self._json("tokenizer_config.json")
         added = {index: {"content": token} for token, index in self._json("added_tokens.json").items()}
-        return {"added_tokens_decoder": added} | values
+        return {"added_tokens_decoder": added} | of_model | values
 
     def _json(self, name: str) -> dict[str, Any]:
         path = self.get(name)
@@ -102,6 +114,7 @@ def _from_vocab_txt(path: Path, config: dict[str, Any]) -> "Tokenizer":
 
     lines = _read(path, lambda: path.read_text(encoding="utf-8").removesuffix("\n").split("\n"))
     vocabulary = {line: index for index, line in enumerate(lines)}
+    _check_class(path, "wordpiece", config)
     special = _special_tokens("wordpiece", config)
     tokenizer = _wordpiece(
         models.WordPiece(vocabulary, unk_token=special["unk_token"].content),
@@ -117,10 +130,19 @@ def _from_merges(path: Path, merges: Path, config: dict[str, Any]) -> "Tokenizer
     from tokenizers import models
 
     model = _read(path, lambda: models.BPE(*models.BPE.read_file(str(path), str(merges))))
+    _check_class(path, "byte-level-bpe", config)
     special = _special_tokens("byte-level-bpe", config)
     tokenizer = _byte_level_bpe(model, add_prefix_space=config.get("add_prefix_space", False))
     _add_tokens(tokenizer, path, special, config)
     return _with_roberta_template(tokenizer, special, config.get("trim_offsets", True))
+
+
+def _check_class(path: Path, kind: str, config: dict[str, Any]) -> None:
+    """Files of other tokenizers have the same names."""
+    given = config.get("tokenizer_class")
+    if given and given.removesuffix("Fast") not in (*_CLASSES[kind], *_GENERIC):
+        expected = ", ".join(_CLASSES[kind])
+        raise ValueError(f"{path} is of a {given}; expected one of {expected}, or a tokenizer.json beside it")
 
 
 def _special_tokens(kind: str, config: dict[str, Any]) -> dict[str, "AddedToken"]:
@@ -275,7 +297,8 @@ class Counted:
 def save_tokenizer(tokenizer: Any, directory: str | Path) -> None:
     """Writes tokenizer.json and tokenizer_config.json, for `get_tokenizer` and `transformers.AutoTokenizer`.
 
-    directory: made where it is missing; a model's own will do.
+    directory: made where it is missing; a model's own will do. Its model_max_length, where transformers cuts, is that
+    of a tokenizer of transformers, else that of the model that is saved there.
     """
     directory, backend = Path(directory), copy_of(tokenizer)
     tokens = {
@@ -284,9 +307,21 @@ def save_tokenizer(tokenizer: Any, directory: str | Path) -> None:
     names = {role: token for role, token in tokens.items() if token is not None}
     inputs = ["input_ids", "token_type_ids", "attention_mask"]  # without its list transformers leaves token types out
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": inputs, **names}
+    if (longest := _model_max_length(tokenizer, directory)) is not None:
+        config["model_max_length"] = longest
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _model_max_length(tokenizer: Any, directory: Path) -> int | None:
+    given = getattr(tokenizer, "model_max_length", None)
+    if given is not None and given < 1e20:  # above, it is how transformers says that nobody knows
+        return given
+    try:
+        return BertConfig.from_pretrained(directory).max_sequence_length
+    except (FileNotFoundError, ValueError):  # no model there, or none that fastbert reads
+        return None
 
 
 # ---- what a tokenizer says

@@ -71,20 +71,30 @@ def loss_terms(out: Any, batch: Batch) -> Tensor:
     if hasattr(out, "losses"):
         return torch.stack(out.losses)
     pairs = next((batch[name] for name in _OF_PAIRS if batch.get(name) is not None), None)
+    loss = loss_of(out, batch)
     if batch.get("labels") is None or pairs is None:
-        return out.loss.reshape(1)
-    logits, labels = wide(out.seq_relationship_logits), pairs.flatten().long()
-    total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        return loss.reshape(1)
+    logits = out.sop_logits if hasattr(out, "sop_logits") else out.seq_relationship_logits  # ALBERT of transformers
+    labels = pairs.flatten().long()
+    total = F.cross_entropy(wide(logits), labels, ignore_index=IGNORED, reduction="sum")
     sentences = total / (labels != IGNORED).sum().clamp(min=1)
-    return torch.stack([out.loss - sentences, sentences])
+    return torch.stack([loss - sentences, sentences])
+
+
+def loss_of(out: Any, batch: Batch) -> Tensor:
+    """`out.loss`. Raises ValueError where the model gave none: its head wants other labels than the batch has."""
+    if out.loss is None:
+        raise ValueError(f"the batch has {', '.join(sorted(batch))}, and the model gave no loss; expected its labels")
+    return out.loss
 
 
 def compute_mlm_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The masked-LM loss of a batch, the mean over its labelled tokens: a scalar, in float32 or better.
 
-    A loss of pairs of sentences is left out. Raises ValueError for a batch without labels.
+    A loss of pairs of sentences is left out. Raises ValueError for a batch without labels, or a model without a loss.
     """
-    return _forward(model, _without_pairs(_require_labels("compute_mlm_loss", batch))).loss
+    batch = _without_pairs(_require_labels("compute_mlm_loss", batch))
+    return loss_of(_forward(model, batch), batch)
 
 
 def compute_classification_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -92,7 +102,7 @@ def compute_classification_loss(model: nn.Module, batch: Batch) -> Tensor:
 
     Raises ValueError for a batch without labels.
     """
-    return model(**_require_labels("compute_classification_loss", batch)).loss
+    return loss_of(model(**_require_labels("compute_classification_loss", batch)), batch)
 
 
 def compute_mlm_loader_loss(model: nn.Module, loader: Iterable[Batch], device: torch.device | str) -> float:
@@ -112,7 +122,8 @@ def compute_loader_loss(model: nn.Module, loader: Iterable[Batch], device: torch
     if not counts or not torch.stack(counts).any():
         raise ValueError("the loader has no label; expected at least one")
     terms, counts = torch.stack(terms).cpu(), torch.stack(counts)
-    return float(((terms.where(counts > 0, 0) * counts).sum(0) / counts.sum(0).clamp(min=1)).sum())
+    total = counts.sum(0)
+    return float(((terms.where(counts > 0, 0) * counts).sum(0) / total.where(total > 0, 1)).sum())
 
 
 def _forward(model: nn.Module, batch: Batch) -> Any:

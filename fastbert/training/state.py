@@ -1,6 +1,7 @@
 """Random numbers and files: what a run needs to go on where it was."""
 
 import csv
+import io
 import os
 import pickle
 import random
@@ -63,13 +64,21 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def append_row(path: Path, row: dict[str, float]) -> None:
+    """A name that the table has not becomes its last column, empty in the rows before."""
     with path.open("a+", newline="") as file:
         file.seek(0)
-        names = next(csv.reader(file), None)
-        writer = csv.DictWriter(file, names or list(row), lineterminator="\n")
-        if names is None:
-            writer.writeheader()
-        writer.writerow(row)
+        rows = csv.DictReader(file)
+        names = list(rows.fieldnames or ())
+        new = [name for name in row if name not in names]
+        if not new:
+            csv.DictWriter(file, names, lineterminator="\n").writerow(row)
+            return
+        rows = [*rows, row]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names + new, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, lambda file: file.write(text.getvalue().encode()))
 
 
 def keep_rows(path: Path, step: int) -> None:

@@ -72,6 +72,7 @@ class AMPTrainer:
         self.step = self.skipped_steps = 0  # steps taken, and how many of them the scaler made void
         self.epoch = self.position = 0  # position: batches of this epoch that this process has had
         self.epoch_random = self.loader_state = None  # random numbers at its start; the state of a loader that has one
+        self.place: dict[str, Any] | None = None  # what of it a checkpoint holds: where the last whole step ended
 
     def train(
         self,
@@ -87,24 +88,30 @@ class AMPTrainer:
 
         loader: of this process's share of the batches; an epoch ends with the shortest share. metric(model,
         eval_loader, device): the loss, or a dictionary whose numbers are kept; every eval_steps and at the end, in
-        every process. Checkpoints are written every save_steps and at the end.
+        every process; for a run that has reached max_steps before, once more. Checkpoints are written every save_steps
+        and at the end.
         Raises FloatingPointError for a loss that is not finite, before its step is taken; FileExistsError where
-        output_dir has checkpoints of later steps; ValueError for a loader without batches or labels.
+        output_dir has checkpoints of later steps; ValueError for a loader without batches or labels, or one that has
+        them only once, and for a loader with persistent workers that is eval_loader too.
         """
         _at_least_one(max_steps=max_steps, eval_steps=eval_steps, save_steps=save_steps)
+        if eval_loader is loader and getattr(loader, "persistent_workers", False):  # that would end the epoch unnoticed
+            raise ValueError("train: eval_loader is loader, whose persistent workers serve one iteration at a time")
         self._clear_up()
         self.model.train()
-        result: dict[str, float] = {}
+        finished = self.step >= max_steps
+        result = self.evaluate(eval_loader, metric) if finished and eval_loader is not None else {}
         with self._logging(max_steps) as log:
             while self.step < max_steps:
                 for batches in self._steps_of_the_epoch(loader):
-                    log("train", self._step(batches))
+                    row = self._step(batches)
+                    self._note(loader, len(batches))
+                    log("train", row)
                     last = self.step == max_steps
                     if eval_loader is not None and (last or _due(self.step, eval_steps)):
                         result = self.evaluate(eval_loader, metric)
                         log("evaluation", {"step": self.step, **result})
                     if last or _due(self.step, save_steps):
-                        self.loader_state = loader.state_dict() if hasattr(loader, "state_dict") else None
                         self.save()
                     if last:
                         break
@@ -114,10 +121,13 @@ class AMPTrainer:
 
     def evaluate(self, loader: Iterable[Batch], metric: Callable[..., Any] = compute_loader_loss) -> dict[str, float]:
         """metric(model, loader, device), in the precision of training, whose random numbers it leaves alone."""
-        before = random_state(self.device)
+        before, generators = random_state(self.device), _generators(loader)  # it may be the loader of training
+        states = [generator.get_state() for generator in generators]
         with self._autocast():
             found = metric(unwrapped(self.model), loader, self.device)
         set_random_state(before, self.device)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
         values = found if isinstance(found, Mapping) else {"loss": found}
         numbers = {name: x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for name, x in values.items()}
         return {name: float(x) for name, x in numbers.items() if isinstance(x, Real)}
@@ -128,7 +138,8 @@ class AMPTrainer:
         """One step of the optimizer on one big batch, in parts; what there is to log."""
         start = time.perf_counter()
         counts = [label_counts(self.model, batch).to(self.device) for batch in batches]
-        total = self._over_processes(torch.stack(counts).sum(0)).clamp(min=1)
+        total = self._over_processes(torch.stack(counts).sum(0))
+        total = total.where(total > 0, 1)  # counts may be fractions
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.optimizer.zero_grad()
         for i, (batch, count) in enumerate(zip(batches, counts, strict=True)):
@@ -202,7 +213,6 @@ class AMPTrainer:
             batches = batches[: int(self._over_processes(shortest, dist.ReduceOp.MIN))]
             if not batches:
                 return
-            self.position += len(batches)
             yield batches
 
     def _open(self, loader: Iterable[Batch]) -> Iterator[Batch]:
@@ -213,6 +223,9 @@ class AMPTrainer:
         goes_on = self.position > 0 and self.loader_state is not None
         if goes_on:
             loader.load_state_dict(self.loader_state)
+        if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None:
+            # Starting workers, as a resumed run does here, draws their seed; going on with them does not.
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         iterator = iter(loader)
         skipped = self.position if goes_on else sum(1 for _ in itertools.islice(iterator, self.position))
         if skipped < self.position:
@@ -223,9 +236,7 @@ class AMPTrainer:
 
     def _begin_epoch(self, loader: Iterable[Batch], now: dict[str, Any]) -> None:
         """Random numbers as they were when the epoch began, and its number to whatever in the loader wants it."""
-        names = ("sampler", "batch_sampler", "dataset", "collate_fn")
-        parts = [loader, *(getattr(loader, name, None) for name in names)]
-        generators = [part.generator for part in parts if isinstance(getattr(part, "generator", None), torch.Generator)]
+        parts, generators = _parts_of(loader), _generators(loader)
         if self.position == 0:
             self.epoch_random = {**now, "loader": [generator.get_state() for generator in generators]}
         set_random_state(self.epoch_random, self.device)
@@ -235,9 +246,24 @@ class AMPTrainer:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self.epoch)
 
+    def _note(self, loader: Iterable[Batch], batches: int) -> None:
+        """Where a whole step has ended: metrics that save, and whoever saves after an interruption, are past it."""
+        self.position += batches
+        self.loader_state = loader.state_dict() if hasattr(loader, "state_dict") else None
+        self.place = self._place()
+
+    def _place(self) -> dict[str, Any]:
+        own = {"random": random_state(self.device), "epoch_random": self.epoch_random, "loader": self.loader_state}
+        return {name: getattr(self, name) for name in _COUNTERS} | {"own": own}
+
     def _end_epoch(self) -> None:
-        if self.position == 0:
+        if self.position == 0 and self.epoch == 0:
             raise ValueError("train: the loader has no batch, for one of the processes; expected at least one")
+        if self.position == 0:
+            raise ValueError(
+                f"train: the loader gave batches in epoch {self.epoch - 1} and none in epoch {self.epoch}; expected "
+                "one that can be iterated again, as a generator cannot"
+            )
         self.epoch, self.position, self.loader_state = self.epoch + 1, 0, None
 
     # -- checkpoints
@@ -250,18 +276,18 @@ class AMPTrainer:
     def save(self) -> Path:
         """Writes a checkpoint, whole or not at all, then removes the oldest; all processes have to call it.
 
+        At any time: the place in the data and the random numbers are those where the last whole step ended.
         Raises OSError for a full disk; the checkpoints before it are whole.
         """
-        own = {"random": random_state(self.device), "epoch_random": self.epoch_random, "loader": self.loader_state}
-        everyone = [own]
+        place = dict(self.place or self._place())
+        everyone = [own := place.pop("own")]
         if self.processes > 1:
             everyone = [None] * self.processes
             dist.all_gather_object(everyone, own)
         state = {name: whole(part.state_dict()) for name, part in self._parts().items()}
-        state |= {name: getattr(self, name) for name in _COUNTERS}
-        path = self.output_dir / f"checkpoint-{self.step:08}.pt"
+        path = self.output_dir / f"checkpoint-{place['step']:08}.pt"
         if self.rank == 0:
-            write_whole(path, lambda file: torch.save({**state, "processes": everyone}, file))
+            write_whole(path, lambda file: torch.save({**state, **place, "processes": everyone}, file))
             for old in self.checkpoints()[: -self.save_total_limit]:
                 old.unlink()
         if self.processes > 1:
@@ -279,10 +305,11 @@ class AMPTrainer:
         """Goes on from a checkpoint: by as many processes as wrote it, to the bits of a run without the interruption.
 
         Another number of processes starts the epoch again, with new random numbers and a UserWarning.
-        Raises FileNotFoundError; ValueError for a corrupt file, before anything changes; RuntimeError and ValueError
-        for one of another model or optimizer.
+        Raises FileNotFoundError; ValueError for a corrupt file, and where one has a schedule or a scaler that the other
+        has not, before anything changes; RuntimeError and ValueError for one of another model or optimizer.
         """
         state = read_checkpoint(Path(path))
+        self._require_the_same_parts(path, state)
         expected, parameters = unwrapped(self.model).state_dict(), dict(enumerate(self._parameters()))
         state["model"] = {name: sharded(x, expected.get(name)) for name, x in state["model"].items()}
         for i, moments in state["optimizer"]["state"].items():
@@ -303,6 +330,15 @@ class AMPTrainer:
                 "again, with new random numbers",
                 stacklevel=2,
             )
+        self.place = self._place()
+
+    def _require_the_same_parts(self, path: str | Path, state: dict[str, Any]) -> None:
+        here = {"a scheduler": self.scheduler is not None, 'mixed_precision="fp16"': self.scaler.is_enabled()}
+        there = {"a scheduler": "scheduler" in state, 'mixed_precision="fp16"': bool(state["scaler"])}
+        for name, saved in there.items():
+            if saved != here[name]:
+                was, has = ("with", "without") if saved else ("without", "with")
+                raise ValueError(f"{path} was saved {was} {name}, and this trainer is {has}; expected the same")
 
     def _parts(self) -> dict[str, Any]:
         parts = {"model": unwrapped(self.model), "optimizer": self.optimizer, "scaler": self.scaler}
@@ -346,6 +382,16 @@ class AMPTrainer:
                 unfinished.unlink()
             for table in ("train", "evaluation"):
                 keep_rows(self.output_dir / f"{table}.csv", self.step)
+
+
+def _parts_of(loader: Iterable[Batch]) -> list[Any]:
+    """The loader, and what in it may want to know the epoch, or draw from a generator of its own."""
+    return [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset", "collate_fn"))]
+
+
+def _generators(loader: Iterable[Batch]) -> list[torch.Generator]:
+    found = (getattr(part, "generator", None) for part in _parts_of(loader))
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
 def _at_least_one(**numbers: int | None) -> None:
