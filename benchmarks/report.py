@@ -113,13 +113,16 @@ def device_section(device: str, files: Sequence[File], plots: Path, readme: Path
     tables = summary.families(reports)
     parts += [summary.table(tables["modules"])] if "modules" in tables else []
     parts += [folded("Operations", summary.table(tables["ops"]))] if "ops" in tables else []
-    parts += [f"![{name}]({_relative(plots / f'{name}.svg', readme)})" for name in figures(reports)]
+    images = {name: f"![{name}]({_relative(plots / f'{name}.svg', readme)})" for name in figures(reports)}
+    parts += [images.pop("speedup")] if "speedup" in images else []
+    parts += [folded("How cost grows", "\n\n".join(images.values()))] if images else []
     wrong = [f"{name} in {summary.title(report['case'])}" for report in reports for name in summary.wrong(report)]
     if wrong:
         parts.append(f"**Wrong or failed, and so not timed: {'; '.join(wrong)}.**")
     left_out = [entry for file in files for entry in file.content.get("left_out", [])]
     if left_out:
-        parts.append("Left out: " + "; ".join(f"{entry['case']} ({entry['reason']})" for entry in left_out) + ".")
+        cases = "; ".join(f"{' '.join(entry['case'].split())} ({entry['reason']})" for entry in left_out)
+        parts.append(folded(f"Left out: {len(left_out)} cases", cases))
     missing = summary.absent(reports)
     if missing:
         parts.append("Not installed: " + "; ".join(f"{name} (`{how}`)" for name, how in missing.items()) + ".")
