@@ -24,7 +24,7 @@ from torch import Tensor
 from fastbert import checkpoint
 from fastbert.config import BertConfig
 from fastbert.data.datasets import QADataset
-from fastbert.data.encode import COLUMNS, NO_WORD, encodings, pieces
+from fastbert.data.encode import COLUMNS, NO_WORD, cut_encodings
 from fastbert.data.tokenizer import (
     check_tokenizer,
     continuation_prefix,
@@ -209,16 +209,11 @@ class _Predictor:
 
     def _encode(self, texts: Sequence[Any], *more: str) -> list[dict[str, np.ndarray]]:
         """Of each text or pair of texts input_ids, token_type_ids and `more` columns of tokens, cut at max_length."""
-        names, rows, cut = ("input_ids", "token_type_ids", *more), [], 0
-        for index, encoding in enumerate(encodings(self.tokenizer, texts)):
+        names, rows = ("input_ids", "token_type_ids", *more), []
+        for encoding, left in cut_encodings(self.tokenizer, texts, self.max_length):
             if all(sequence is None for sequence in encoding.sequence_ids):
-                raise ValueError(f"{type(self).__name__}: texts[{index}] has no token; expected text")
-            cut += len(encoding) > self.max_length
-            (piece,) = pieces(encoding, self.max_length, split=False)
-            rows.append({name: COLUMNS[name](encoding)[piece] for name in names})
-        if cut:
-            which = f"{cut} of {len(rows)} texts are longer than {self.max_length} tokens"
-            warnings.warn(f"{which}: cut there", stacklevel=4)
+                raise ValueError(f"{type(self).__name__}: texts[{len(rows)}] has no token; expected text")
+            rows.append({name: COLUMNS[name](encoding)[left] for name in names})
         return rows
 
     def _batches(self, ids: Sequence[Sequence[int]], token_types: Sequence[Sequence[int]]) -> Iterator[_Tokens]:

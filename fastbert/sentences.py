@@ -2,16 +2,15 @@
 
 import importlib.util
 import json
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastbert.data.tokenizer import get_tokenizer
+from fastbert.data.encode import COLUMNS, cut_encodings
+from fastbert.data.tokenizer import get_tokenizer, strings
 from fastbert.model import BertModel
 from fastbert.padding import first_tokens
 
@@ -50,7 +49,7 @@ class SentenceEncoder:
         self.max_length = min(max_length or config.max_sequence_length, config.max_sequence_length)
         self.tokenizer = type(tokenizer).from_str(tokenizer.to_str())
         self.tokenizer.no_padding()
-        self.tokenizer.enable_truncation(self.max_length)
+        self.tokenizer.no_truncation()
 
     @classmethod
     def from_pretrained(
@@ -76,10 +75,13 @@ class SentenceEncoder:
         )
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
-        """The token ids of each text, special tokens included, cut at max_length with a warning."""
-        encodings = self.tokenizer.encode_batch(texts)
-        warn_of_cut(encodings, self.max_length)
-        return [encoding.ids for encoding in encodings]
+        """The token ids of each text, special tokens included, cut at max_length with a warning.
+
+        Raises TypeError for what is no list of strings, ValueError for half a surrogate pair, which is no text.
+        """
+        texts = strings("SentenceEncoder", "texts", texts)
+        found = cut_encodings(self.tokenizer, texts, self.max_length)
+        return [COLUMNS["input_ids"](encoding)[left].tolist() for encoding, left in found]
 
     def encode(
         self, texts: list[str], *, tokens_per_batch: int = 2048, progress: Callable[[int], None] | None = None
@@ -87,12 +89,10 @@ class SentenceEncoder:
         """Embeddings, (len(texts), C) float32 on the model's device.
 
         tokens_per_batch: how many tokens share a forward, at least one text. progress: called with the number of
-        texts done after each. Raises TypeError for what is no list of strings.
+        texts done after each. Raises as `tokenize` does.
         """
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-            raise TypeError("texts: expected a list of strings")
         ids = self.tokenize(texts)
-        result = torch.empty(len(texts), self.model.config.hidden_size, device=self.device, dtype=torch.float32)
+        result = torch.empty(len(ids), self.model.config.hidden_size, device=self.device, dtype=torch.float32)
         for batch in batches([len(i) for i in ids], tokens_per_batch):
             result[batch] = self.embed([ids[i] for i in batch])
             if progress:
@@ -128,12 +128,6 @@ def batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
         tokens += lengths[index]
     if batch:
         yield batch
-
-
-def warn_of_cut(encodings: Sequence[Any], max_length: int) -> None:
-    """A UserWarning that says how many texts a tokenizer cut."""
-    if cut := sum(bool(encoding.overflowing) for encoding in encodings):
-        warnings.warn(f"{cut} of {len(encodings)} texts are longer than {max_length} tokens: cut there", stacklevel=4)
 
 
 def _sentence_modules(directory: Path) -> tuple[Path, str, bool]:

@@ -104,14 +104,17 @@ def test_batches_keep_to_the_budget_and_lose_nothing():
 def test_empty_text_and_no_text(encoder):
     assert encoder.encode([""]).norm() == pytest.approx(1)  # [CLS] [SEP]
     assert encoder.encode([]).shape == (0, 384)
-    with pytest.raises(TypeError, match="expected a list of strings"):
+    with pytest.raises(TypeError, match="texts is a str; expected several strings"):
         encoder.encode("one text")
-    with pytest.raises(TypeError, match="expected a list of strings"):
+    with pytest.raises(TypeError, match=r"texts\[0\] is a NoneType; expected a string"):
         encoder.encode([None])
+    with pytest.raises(ValueError, match=r"texts\[1\] is no text"):
+        encoder.encode(["a text", "\ud800"])
 
 
 def test_long_text_is_cut_at_the_model_s_length(encoder):
-    assert len(encoder.tokenize(["word " * 1000])[0]) == 256
+    with pytest.warns(UserWarning, match="1 of 2 texts are longer than 256 tokens"):
+        assert list(map(len, encoder.tokenize(["word " * 1000, "word"]))) == [256, 3]
 
 
 def test_first_token_pooling(tmp_path, encoder):

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch.nn.functional as F
 
 from fastbert.cli.common import DTYPES, add_json, add_model, lines, write_json
-from fastbert.data.tokenizer import strings
 
 
 def add(commands) -> None:
@@ -40,9 +39,9 @@ def _search(args: argparse.Namespace) -> None:
     passages = (
         [(args.text.name, line) for line in lines(args.text) if line.strip()] if args.text else python_documentation()
     )
-    questions, encoder = list(strings("search", "questions", args.question)), _encoder(args)
+    encoder = _encoder(args)
     vectors = _encode(encoder, [passage for _, passage in passages])
-    show_results(encoder, vectors, passages, questions, args.top)
+    show_results(encoder, vectors, passages, args.question, args.top)
 
 
 def show_results(encoder, vectors, passages: list[tuple[str, str]], questions: list[str], top: int) -> None:
@@ -79,7 +78,7 @@ def _similarity(args: argparse.Namespace) -> None:
 
     if len(args.texts) < 2 or not all(text.strip() for text in args.texts):
         raise ValueError("expected at least two texts, and none that is empty")
-    cosines = similarity(_encoder(args).encode(list(strings("similarity", "texts", args.texts)))).tolist()
+    cosines = similarity(_encoder(args).encode(args.texts)).tolist()
     if args.json:
         write_json({"texts": args.texts, "similarity": cosines})
         return

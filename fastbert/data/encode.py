@@ -120,6 +120,17 @@ def encodings(tokenizer: Any, inputs: Iterable[Any], words: bool = False, specia
         yield from tokenizer.encode_batch(batch, is_pretokenized=words, add_special_tokens=special)
 
 
+def cut_encodings(tokenizer: Any, inputs: Iterable[Any], max_length: int) -> Iterator[tuple[Any, slice | np.ndarray]]:
+    """Of texts, or pairs of them, and which of the tokens are left; in the end a warning that counts what was cut."""
+    seen = cut = 0
+    for encoding in encodings(tokenizer, inputs):
+        seen, cut = seen + 1, cut + (len(encoding) > max_length)
+        (piece,) = pieces(encoding, max_length, split=False)
+        yield encoding, piece
+    if cut:
+        warnings.warn(f"{cut} of {seen} texts are longer than {max_length} tokens: cut there", stacklevel=5)
+
+
 def _batched(inputs: Iterable[Any]) -> Iterator[list[Any]]:
     """Lists of at most 1000 inputs, fewer where they are long: while a text is an Encoding it takes a lot of memory."""
     batch, characters = [], 0
