@@ -1,6 +1,6 @@
 """Distils a BERT into one of half its layers, as DistilBERT was made (Sanh et al., 2019).
 
-    python examples/distill.py [--layers 3] [--steps 400] [--teacher-steps 1200] [--output DIR]
+    python examples/distill.py [--layers 3] [--steps 200] [--teacher-steps 1200] [--output DIR]
 
 A teacher of twice --layers is trained first, on text that ships with Python. The student begins as every other layer
 of it, with its embeddings and its head, and learns from three losses: the teacher's distribution over the vocabulary
@@ -86,7 +86,7 @@ def side_by_side(models: dict[str, BertForMaskedLM], batches: list[dict]) -> dic
 
 
 def main() -> int:
-    args = options(__doc__, steps=400, teacher_steps=1200, layers=3)
+    args = options(__doc__, steps=200, teacher_steps=1200, layers=3)
     texts = [passage for _, passage in python_documentation(300)]
     training = [text for i, text in enumerate(texts) if i % 10]
     tokenizer = train_tokenizer(training, vocab_size=2000)
