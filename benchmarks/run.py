@@ -11,7 +11,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -91,17 +90,13 @@ class Group:
 
     def __post_init__(self) -> None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            self.before = {_key(report["case"]) for report in json.loads(self.path.read_text())["reports"]}
+            self.before = {summary.key(report["case"]) for report in json.loads(self.path.read_text())["reports"]}
 
     @property
     def target(self) -> Path:
         """A run that did not come to all cases of an older one does not take its place."""
-        done = {_key(report.case) for report in self.reports}
+        done = {summary.key(report.case) for report in self.reports}
         return self.path if self.before <= done else self.path.with_suffix(".partial.json")
-
-
-def _key(case: Mapping[str, object]) -> str:
-    return json.dumps(case, sort_keys=True)
 
 
 def path_of(name: str, options: argparse.Namespace) -> Path:

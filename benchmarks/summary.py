@@ -78,6 +78,11 @@ def wrong(report: Mapping) -> list[str]:
     return [row["name"] for row in report["rows"] if is_ours(row["name"]) and row.get("problem")]
 
 
+def key(case: Mapping) -> str:
+    """The same for the same case, whoever measured it."""
+    return json.dumps(case, sort_keys=True)
+
+
 def title(case: Mapping) -> str:
     """A case in words, without its type."""
     if "texts" in case:
@@ -121,7 +126,7 @@ def lines(reports: Iterable[Mapping]) -> list[Line]:
     """Runs of the same case with other contenders share a line: a ratio is within one run."""
     same: dict[str, list[Mapping]] = {}
     for report in reports:
-        same.setdefault(json.dumps(report["case"], sort_keys=True), []).append(report)
+        same.setdefault(key(report["case"]), []).append(report)
     found = []
     for members in same.values():
         together: dict[str, Ratio] = {}

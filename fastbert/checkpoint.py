@@ -9,7 +9,7 @@ knows a model.
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -206,12 +206,13 @@ def write(directory: str | Path, config: dict, state: Mapping[str, Tensor]) -> N
         tied = tensor.data_ptr() in seen
         tensors[name] = tensor.detach().clone() if tied else tensor.detach().contiguous()
         seen.add(tensor.data_ptr())
-    _replace(directory / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    replace_file(directory / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    _replace(directory / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+    replace_file(directory / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def _replace(path: Path, write_to) -> None:
+def replace_file(path: Path, write_to: Callable[[Path], object]) -> None:
+    """Whole or not at all: what write_to writes takes the place of the file when it is done."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write_to(temporary)

@@ -1,6 +1,5 @@
 """Pictures of attention: what each token reads, exactly, without dropout."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastbert.checkpoint import replace_file
 from fastbert.data.tokenizer import copy_of
 from fastbert.model import Saveable
 from fastbert.require import require
@@ -102,10 +102,5 @@ def plot_attention(
     path = Path(path)
     tokens, weights = attention_of(model, tokenizer, text)
     figure = attention_figure(weights, tokens, layer=layer, head=head)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(temporary, format="png", dpi=120)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120))
     return path

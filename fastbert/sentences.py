@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastbert.data.encode import COLUMNS, cut_encodings
-from fastbert.data.tokenizer import get_tokenizer, strings
+from fastbert.data.tokenizer import copy_of, get_tokenizer, strings
 from fastbert.model import BertModel
 from fastbert.padding import first_tokens
 
@@ -47,9 +47,7 @@ class SentenceEncoder:
             raise ValueError(f"max_length is {max_length!r}; expected a number above the {special} special tokens")
         self.model, self.pooling, self.normalize = model.eval(), pooling, normalize
         self.max_length = min(max_length or config.max_sequence_length, config.max_sequence_length)
-        self.tokenizer = type(tokenizer).from_str(tokenizer.to_str())
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
+        self.tokenizer = copy_of(tokenizer)
 
     @classmethod
     def from_pretrained(

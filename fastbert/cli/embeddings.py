@@ -5,8 +5,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch.nn.functional as F
-
 from fastbert.cli.common import DTYPES, add_json, add_model, lines, write_json
 
 
@@ -50,8 +48,9 @@ def show_results(encoder, vectors, passages: list[tuple[str, str]], questions: l
     from rich.panel import Panel
     from rich.text import Text
 
-    console = Console()
-    scores = F.normalize(encoder.encode(questions), dim=-1) @ F.normalize(vectors, dim=-1).T
+    from fastbert.inference import similarity
+
+    console, scores = Console(), similarity(encoder.encode(questions), vectors)
     for question, row in zip(questions, scores, strict=True):
         console.print(f"\n[bold]{question}[/bold]")
         best = row.topk(min(top, len(passages)))

@@ -1,8 +1,10 @@
 """fill-mask, classify, tag, answer: what `fastbert.inference` does, for people and for machines."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from fastbert.cli.common import DTYPES, add_json, add_model, add_texts, read, texts_of, write_json
 
@@ -60,13 +62,7 @@ def _classify(args: argparse.Namespace) -> None:
 
     texts = texts_of(args)
     results = _model(TextClassifier, args)(texts, top_k=args.top)
-    if args.json:
-        write_json(_of_texts(texts, "labels", results))
-        return
-    for text, labels in zip(texts, results, strict=True):
-        print(text)
-        for label in labels:
-            print(f"  {label.score:.4f}  {label.label}")
+    _show(args, "labels", texts, results, lambda label: label.label)
 
 
 def _tag(args: argparse.Namespace) -> None:
@@ -74,17 +70,20 @@ def _tag(args: argparse.Namespace) -> None:
 
     texts = texts_of(args)
     results = _model(EntityTagger, args)(texts)
+    _show(args, "entities", texts, results, lambda one: f"{one.start:5}-{one.end:<5} {one.label:8} {one.text}")
+
+
+def _show(
+    args: argparse.Namespace, name: str, texts: list[str], results: list[list], line: Callable[[Any], str]
+) -> None:
+    """A list for each text: as JSON, or a line for each entry, with its score."""
     if args.json:
-        write_json(_of_texts(texts, "entities", results))
+        write_json([{"text": t, name: [asdict(one) for one in found]} for t, found in zip(texts, results, strict=True)])
         return
-    for text, entities in zip(texts, results, strict=True):
+    for text, found in zip(texts, results, strict=True):
         print(text)
-        for entity in entities:
-            print(f"  {entity.score:.4f}  {entity.start:5}-{entity.end:<5} {entity.label:8} {entity.text}")
-
-
-def _of_texts(texts: list[str], name: str, results: list[list]) -> list[dict]:
-    return [{"text": t, name: [asdict(one) for one in found]} for t, found in zip(texts, results, strict=True)]
+        for one in found:
+            print(f"  {one.score:.4f}  {line(one)}")
 
 
 def _answer(args: argparse.Namespace) -> None:
