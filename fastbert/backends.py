@@ -194,12 +194,23 @@ def _interpreting() -> bool:
 def _triton_problem() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if not _interpreting() and not torch.cuda.is_available():
+    if _interpreting():
+        return _interpreter_problem()
+    if not torch.cuda.is_available():
         return "PyTorch sees no GPU (TRITON_INTERPRET=1 runs it on the CPU, for tests)"
-    if not _interpreting() and torch.cuda.get_device_capability() < (8, 0):
+    if torch.cuda.get_device_capability() < (8, 0):
         return "its configurations are for GPUs from sm_80 on"
-    if not _interpreting() and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler (gcc, clang or CC)"
+    return None
+
+
+def _interpreter_problem() -> str | None:
+    """Triton 3.6's takes arrays of one element for numbers, which NumPy 2.4 put an end to."""
+    versions = [importlib.import_module(name).__version__ for name in ("triton", "numpy")]
+    triton, numpy = (tuple(int(part) for part in version.split(".")[:2]) for version in versions)
+    if triton < (3, 7) and numpy >= (2, 4):
+        return f"the interpreter of Triton {versions[0]} needs a NumPy older than 2.4"
     return None
 
 

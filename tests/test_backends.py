@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import cuda_on_cpu
 import pytest
@@ -82,6 +83,16 @@ def test_a_forced_backend_that_cannot_run_says_why(monkeypatch):
             ops.bias_gelu(X.clone().requires_grad_(), BIAS)
         monkeypatch.undo()
         backends.why_not.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "triton, numpy, works", [("3.6.0", "2.3.5", True), ("3.6.0", "2.4.0", False), ("3.7.1", "2.5.0", True)]
+)
+def test_an_interpreter_that_numpy_has_left_behind_is_not_usable(monkeypatch, triton, numpy, works):
+    for name, version in (("triton", triton), ("numpy", numpy)):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__version__=version))
+    problem = backends._interpreter_problem()
+    assert problem is None if works else "Triton 3.6.0 needs a NumPy older than 2.4" in problem
 
 
 def test_the_environment_forces_a_backend():

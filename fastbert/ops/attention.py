@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastbert import backends, random
 from fastbert.ops import checks
-from fastbert.ops.bias_gelu import wide
+from fastbert.ops.bias_gelu import narrow, wide
 from fastbert.ops.linear import linear
 from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, needs_grad
 
@@ -118,7 +118,7 @@ def _forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
     total = weights.sum(-1, keepdim=True)
     out = _dropout(weights, dropout_p, rng, site)(weights) @ v / total
     lse = (largest + total.log()).squeeze(-1)
-    return _gather(out, cu_seqlens, tokens).to(qkv.dtype), _gather(lse, cu_seqlens, tokens).T.contiguous()
+    return narrow(_gather(out, cu_seqlens, tokens), qkv.dtype), _gather(lse, cu_seqlens, tokens).T.contiguous()
 
 
 def _backward(dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):

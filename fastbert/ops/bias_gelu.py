@@ -21,6 +21,12 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def narrow(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """y in `dtype`, for a forward to return. y.to(dtype) may be y itself, and where an autograd.Function returns what
+    such a call gave, torch.compile of torch 2.11 makes its gradients zero."""
+    return y if y.dtype == dtype else y.to(dtype)
+
+
 def gelu(v: Tensor, approximate: str) -> Tensor:
     """GELU that is right at infinity (F.gelu gives NaN there on a CPU); beyond 100 it is the identity or 0."""
     return torch.where(v > 100, v, F.gelu(v.clamp(-100, 100), approximate=approximate))
@@ -32,7 +38,7 @@ def gelu_backward(dy: Tensor, v: Tensor, approximate: str) -> Tensor:
 
 
 def _forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
-    return gelu(wide(x) + wide(bias), approximate).to(x.dtype)
+    return narrow(gelu(wide(x) + wide(bias), approximate), x.dtype)
 
 
 def _backward(dy: Tensor, x: Tensor, bias: Tensor, approximate: str, need_dbias: bool) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastbert import backends
 from fastbert.ops import checks
-from fastbert.ops.bias_gelu import check_approximate, gelu, gelu_backward, wide
+from fastbert.ops.bias_gelu import check_approximate, gelu, gelu_backward, narrow, wide
 from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, needs_grad
 
 # ---- plain PyTorch
@@ -19,7 +19,7 @@ def dense_gelu_ref(x: Tensor, weight: Tensor, bias: Tensor, approximate: str = "
 
 def _forward(x, weight, bias, approximate, save):
     preactivation = F.linear(x, weight, bias)
-    y = gelu(wide(preactivation), approximate).to(x.dtype)
+    y = narrow(gelu(wide(preactivation), approximate), x.dtype)
     return y, preactivation if save else x.new_empty(0)
 
 

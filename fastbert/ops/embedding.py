@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastbert import backends, random
 from fastbert.ops import checks
-from fastbert.ops.bias_gelu import wide
+from fastbert.ops.bias_gelu import narrow, wide
 from fastbert.ops.layer_norm import drop_rows, norm_backward, norm_forward, statistics
 from fastbert.ops.op import Primitive, first_derivative_only, needs_grad
 
@@ -60,7 +60,7 @@ def _forward(
     z = _sum(input_ids, position_ids, token_type_ids, word, position, token_type)
     y, mean, rstd = norm_forward(z, weight, bias, eps)
     y = drop_rows(y, dropout_p, rng, site)
-    return y.to(_result_dtype(word, position, token_type)), mean, rstd
+    return narrow(y, _result_dtype(word, position, token_type)), mean, rstd
 
 
 def _backward(

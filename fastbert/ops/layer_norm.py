@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastbert import backends, random
 from fastbert.ops import checks
-from fastbert.ops.bias_gelu import wide
+from fastbert.ops.bias_gelu import narrow, wide
 from fastbert.ops.op import Primitive, first_derivative_only, needs_grad
 
 # ---- plain PyTorch
@@ -80,7 +80,7 @@ def norm_backward(
 
 def _forward(x, weight, bias, eps):
     y, mean, rstd = norm_forward(wide(x), weight, bias, eps)
-    return y.to(x.dtype), mean, rstd
+    return narrow(y, x.dtype), mean, rstd
 
 
 def _backward(dy, x, weight, mean, rstd, need_dparams):
@@ -95,7 +95,7 @@ def _sum(x, residual, x_bias, dropout_p, rng, site):
 
 def _add_forward(x, residual, weight, bias, x_bias, rng, eps, dropout_p, site):
     y, mean, rstd = norm_forward(_sum(x, residual, x_bias, dropout_p, rng, site), weight, bias, eps)
-    return y.to(torch.promote_types(x.dtype, residual.dtype)), mean, rstd
+    return narrow(y, torch.promote_types(x.dtype, residual.dtype)), mean, rstd
 
 
 def _one_gradient(x: Tensor, residual: Tensor, dropout_p: float) -> bool:
