@@ -320,7 +320,8 @@ class _Run(NamedTuple):
 def _compute(model: torch.nn.Module, sample: _Sample) -> _Run:
     """A forward and a backward of either library's model: from its loss, or from fixed signs where it has none."""
     dtype, visible = next(model.parameters()).dtype, sample.visible
-    out = model(**sample.inputs, **sample.labels, output_hidden_states=True)
+    labels = {name: t.to(dtype) if t.is_floating_point() else t for name, t in sample.labels.items()}
+    out = model(**sample.inputs, **labels, output_hidden_states=True)
     states = {f"hidden state {i}": state[visible] for i, state in enumerate(out.hidden_states)}
     if (pooled := getattr(out, "pooler_output", None)) is not None:
         states["pooled output"] = pooled

@@ -198,7 +198,7 @@ class ModelForward(StandIn):
         try:
             call, packed = self._prepare(inputs)
         except CannotPack as reason:
-            self.report.fell_back(str(reason))
+            self.report.fell_back(reason.args[0])  # torch.compile of torch 2.11 has no str() of an exception
             with _calling(None):
                 return _selected(self.__wrapped__(*args, **kwargs))
         with _calling(call):

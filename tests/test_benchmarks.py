@@ -375,7 +375,7 @@ def test_who_is_not_installed_is_reported_with_the_command(monkeypatch):
     found = {row.name: row.absent for row in bench_encoder.report(tiny(MODEL), VERIFIED).rows}
     assert found["OpenVINO"] == "not installed: pip install openvino"
     assert found["CTranslate2"] == "not installed: pip install ctranslate2"
-    assert found["ONNX Runtime"] == "not installed: pip install onnxruntime onnx onnxscript"
+    assert found["ONNX Runtime"] == "not installed: pip install 'onnxruntime>=1.31' onnx onnxscript"
     assert found["transformers flash_attention_2"] == found["fastbert.graph"] == "runs on cuda only"
     assert found["fastbert"] is None
 
@@ -1200,6 +1200,9 @@ def test_tests_that_are_cut_off_leave_what_has_failed(tmp_path):
     assert "assert 'this' == 'that'" in end and "No module named 'no_such_module'" in log
 
 
+ALONE = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+
+
 # What the last of these tests does to the GPU that is put in PyTorch's place is an error of every later test.
 FAULT = """
 import pytest, torch
@@ -1227,7 +1230,7 @@ def with_a_fault(folder, *words, **environment):
     words = ["-p", "conftest", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder), "-v", *words]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words, str(folder / "test_fault.py")],
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env={**ALONE, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
         timeout=120,

@@ -231,8 +231,8 @@ def test_ranks_are_those_of_torch_distributed(corpus):
 @pytest.mark.parametrize(("workers", "later", "persistent"), [(2, 0, False), (0, 2, True)])
 def test_a_loader_goes_on_where_it_stopped(corpus, workers, later, persistent, stop):
     one = loader(corpus, num_workers=workers)
-    stop %= len(one) + 1
     one.set_epoch(2)
+    stop %= len(one) + 1
     taken = list(itertools.islice(one, stop))
     state = json.loads(json.dumps(one.state_dict()))
     assert (state["epoch"], state["batch"]) == (2, stop) == (2, len(taken))

@@ -2,7 +2,7 @@
 
 The optimizer knows the graph of PyTorch's older exporter, of eager attention with a mask, and makes of it one node for
 the embeddings, and per layer Attention, BiasGelu and two SkipLayerNormalizations. A graph that it does not recognise is
-refused here: that would not be ONNX Runtime at its best.
+refused here: that would not be ONNX Runtime at its best. What 1.30 makes is; what 1.31 makes is not.
 """
 
 import functools
@@ -47,6 +47,7 @@ def optimized(model: nn.Module):
 
 def fused(model: nn.Module, folder: Path) -> Path:
     """Exports and optimizes. Raises RuntimeError if the optimizer left something as it was."""
+    import onnxruntime
     from onnxruntime.transformers import optimizer
 
     config, plain = model.config, str(folder / "plain.onnx")
@@ -59,7 +60,7 @@ def fused(model: nn.Module, folder: Path) -> Path:
     expected = {"EmbedLayerNormalization": 1, "Attention": layers, "BiasGelu": layers}
     expected |= {"SkipLayerNormalization": 2 * layers}
     if missing := {name: counts.get(name, 0) for name, count in expected.items() if counts.get(name, 0) != count}:
-        raise RuntimeError(f"ONNX Runtime's optimizer made {missing}; expected {expected}")
+        raise RuntimeError(f"ONNX Runtime {onnxruntime.__version__}'s optimizer made {missing}; expected {expected}")
     graph.change_graph_inputs_to_int32()
     graph.save_model_to_file(str(folder / "fused.onnx"))
     return folder / "fused.onnx"
@@ -94,7 +95,7 @@ CONTENDER = Contender(
     (MODEL,),
     make,
     needs=("onnxruntime", "onnx", "onnxscript"),
-    install="pip install onnxruntime onnx onnxscript",
+    install="pip install 'onnxruntime>=1.31' onnx onnxscript",
     devices=("cpu",),
     dtypes=(torch.float32,),
     inference=True,

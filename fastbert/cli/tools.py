@@ -135,10 +135,8 @@ def _about_model(name: str) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "fastbert": fastbert.__version__}
-    return versions | {
-        name: _version(name) for name in ("torch", "triton", "transformers", "tokenizers", "safetensors")
-    }
+    versions = {"python": platform.python_version(), "fastbert": fastbert.__version__, "torch": str(torch.__version__)}
+    return versions | {name: _version(name) for name in ("triton", "transformers", "tokenizers", "safetensors")}
 
 
 def _machine() -> list[tuple[str, str]]:
