@@ -175,7 +175,7 @@ class TestAttention(AttentionSuite):
         clean = testing.evaluate(self.ours, inputs, gradients=both)
         for poison in (torch.nan, torch.inf, 1e30):
             qkv = inputs["qkv"].clone()
-            qkv[5:12] = poison
+            qkv[5:12] = torch.tensor(poison).to(qkv)  # 1e30 is infinite in float16
             dirty = testing.evaluate(self.ours, inputs | {"qkv": qkv}, gradients=both)
             for name, a in {**clean.outputs, **clean.gradients}.items():
                 b = {**dirty.outputs, **dirty.gradients}[name]
