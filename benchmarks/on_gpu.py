@@ -33,6 +33,7 @@ CONCLUDE = 20  # seconds that a benchmark gets to start, and after its last case
 PROCESSES = max(2, min(8, len(os.sched_getaffinity(0)) // 2))  # of the tests: Triton compiles on the CPU
 GRACE = 12  # seconds between asking a part to stop (pytest then prints what it has) and killing it
 IMPORT = 90  # seconds for PyTorch to say what GPU there is; the first import reads gigabytes
+REHEARSED = "9.0"  # the compute capability that a rehearsal builds for, as the Makefile does
 CUDA = Path("/usr/local/cuda")  # where a toolkit is that is not on PATH
 LOST = re.compile(r"^(GPU lost in case (\d+): .*)$", re.MULTILINE)  # benchmarks.run's last words, with exit status 3
 PYTHON = sys.executable
@@ -113,15 +114,16 @@ def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[P
     bench = [*run, "--out", str(out), *([] if architecture else ["--quick"]), *(["--commit", commit] if commit else [])]
     build = [PYTHON, "-m", "pip", "install", "--no-index", "--no-build-isolation", "--no-deps", "--editable", "."]
     explain = [PYTHON, "-c", EXPLAIN + (EXPLAIN_ON_GPU if architecture else "")]
-    architectures = {"TORCH_CUDA_ARCH_LIST": architecture} if architecture else {}
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # PyTorch's own allocator hides what is out of bounds
+    built = {"FASTBERT_BUILD": "1"}
+    built["TORCH_CUDA_ARCH_LIST"] = architecture or os.environ.get("TORCH_CUDA_ARCH_LIST", REHEARSED)
     memcheck = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "20"]
     memcheck += ["--report-api-errors", "no", "--launch-timeout", "120"]  # PyTorch asks what may fail; it starts slowly
     memcheck += [*run, "--size", "tiny", "--groups", "ops", "--parts", *MEMCHECKED, "--verify-only"]
     memcheck += ["--dtypes", "bfloat16", "float32"]
     sanitizer = {"gpu": True, "tool": "compute-sanitizer"}
     return [
-        Part("build", build, 30, 180, environment={"FASTBERT_BUILD": "1", **architectures}),
+        Part("build", build, 30, 180, environment=built),
         Part("explain", explain, 5, 30),
         Part("parity", parity(), 30, 120),
         Part("encoder", [*bench, "--groups", "encoder"], 40, 120, told=True),
@@ -213,7 +215,13 @@ def _wait(part: Part, words: list[str], limit: float, log: BinaryIO) -> tuple[st
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **part.environment}
     try:
         process = subprocess.Popen(
-            words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            words,
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # nohup and & have it ignored
         )
     except OSError as error:
         return "failed", str(error)
