@@ -1201,6 +1201,7 @@ def test_tests_that_are_cut_off_leave_what_has_failed(tmp_path):
     assert "assert 'this' == 'that'" in end and "No module named 'no_such_module'" in log
 
 
+# The environment without what pytest-xdist tells its workers: else a test in one would be taken for one.
 ALONE = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
 
 
