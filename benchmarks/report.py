@@ -1,8 +1,9 @@
-"""python -m benchmarks.report: plots and README's tables, from the JSON files of benchmarks.run and nothing else.
+"""python -m benchmarks.report: a plot and the tables of docs/performance.md, from the JSON files of benchmarks.run.
 
-Reads RESULTS/<device>/*.json, draws into RESULTS/<device>/plots (or OUT/<device>), and writes the part of README.md
-between its two marker comments: tables, the cases in which somebody is faster than fastbert, and where every number
-comes from. Files of small sizes (_tiny, _quick) and of runs that were cut short (.partial) are left alone.
+Reads RESULTS/<device>/*.json, draws into RESULTS/<device>/plots (or OUT/<device>), and writes the part of
+docs/performance.md between its two marker comments: tables, the cases in which somebody is faster than fastbert, and
+where every number comes from. Files of small sizes (_tiny, _quick) and of runs that were cut short (.partial) are left
+alone.
 """
 
 import argparse
@@ -143,7 +144,7 @@ Under a name: that contender's time over fastbert's, so above 1 fastbert is fast
 interleaved run). ms: fastbert's own median. % floor: of what peak rate and bandwidth, measured in the same run, allow.
 % library: of what the library's own matrix products, timed in the same case, allow. memory: fastbert's peak over the
 baseline's (HF SDPA, PyTorch). `wrong`: not timed, because its result was.
-[docs/benchmarks.md](docs/benchmarks.md) says how it is measured."""
+[benchmarks.md](benchmarks.md) says how it is measured."""
 
 
 def block(results: Mapping[str, Sequence[File]], folders: Mapping[str, Path], readme: Path) -> str:
@@ -258,7 +259,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="has a folder per device")
     parser.add_argument("--out", type=Path, help="plots go to OUT/<device>; default RESULTS/<device>/plots")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--readme", type=Path, default=ROOT / "docs" / "performance.md")
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if the README is not what files give")
     return parser.parse_args(words)
 
