@@ -1,4 +1,4 @@
-"""The Python in the documentation runs: every block of README.md and docs/, without a network.
+"""The documentation holds: the Python of README.md and docs/ runs, without a network; links and paths exist.
 
 A page is one program: its blocks share a namespace and a directory, which is empty at first. Comments that do not
 render, on the lines before a block, say what it needs:
@@ -11,8 +11,10 @@ Excerpts begin with what their reader has already, a model or a batch: that is i
 """
 
 import importlib.util
+import os
 import re
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -21,35 +23,14 @@ import pytest
 import torch
 from models import minilm
 
+import fastbert.cli
+
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^(?P<marks>(?:<!-- .* -->\n)*)```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"<!-- (small|needs|fragment): (.+) -->")
 
 # By page and the beginning of a block: what comes before it.
 GIVEN = {
-    ("README.md", "import torch\nfrom fastbert import BertConfig"): """
-import torch
-from fastbert import BertModel
-from models import TINY, batch
-BertModel(TINY).save_pretrained("path/to/bert")
-input_ids, token_type_ids, attention_mask = (tensor.cpu() for tensor in batch([5, 9, 2], 9).values())
-ids, cu_seqlens = torch.arange(11), torch.tensor([0, 4, 11], dtype=torch.int32)
-""",
-    ("README.md", "from fastbert import BertForMaskedLM\nfrom fastbert.data"): """
-from fastbert import BertForMaskedLM
-from models import TINY, minilm
-from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained(minilm())
-dataset = [{"input_ids": tokenizer(text).input_ids} for text in ("One text.", "Another text, a longer one.")]
-lengths = [len(example["input_ids"]) for example in dataset]
-model = BertForMaskedLM(TINY.changed(vocab_size=len(tokenizer)))
-""",
-    ("README.md", "report = fastbert.accelerate(model)"): """
-import fastbert
-from models import hugging_face
-model = hugging_face()
-""",
     ("docs/accelerate.md", "report = fastbert.accelerate(model)"): """
 import fastbert
 from models import hugging_face
@@ -69,6 +50,16 @@ if not torch.cuda.is_available():
 model = fastbert.BertModel(TINY).cuda().eval()
 input_ids, _, attention_mask = batch([5, 9, 2], 9).values()
 ids, ends = torch.arange(40), torch.tensor([0, 11, 40], dtype=torch.int32)
+""",
+    ("docs/heads.md", "from fastbert import BertForMaskedLM\nfrom fastbert.data"): """
+from fastbert import BertForMaskedLM
+from models import TINY, minilm
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(minilm())
+dataset = [{"input_ids": tokenizer(text).input_ids} for text in ("One text.", "Another text, a longer one.")]
+lengths = [len(example["input_ids"]) for example in dataset]
+model = BertForMaskedLM(TINY.changed(vocab_size=len(tokenizer)))
 """,
     ("docs/heads.md", "class PackedTrainer(Trainer)"): """
 from torch.utils.data import DataLoader
@@ -180,3 +171,100 @@ def test_every_block_is_found(name):
 @pytest.mark.parametrize(("name", "beginning"), GIVEN)
 def test_what_is_given_is_given_to_one_block(name, beginning):
     assert sum(block.code.startswith(beginning) for block in PAGES[name]) == 1
+
+
+# ---- README
+
+
+def test_readme_runs_as_pasted(tmp_path):
+    """In a fresh interpreter, an empty directory and without anything given: its blocks one after the other."""
+    pytest.importorskip("transformers")
+    code = "\n".join(block.code for block in PAGES["README.md"])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "forwards packed: 1, fallen back: 0" in done.stdout and "backends" in done.stdout
+
+
+# What README's first table calls them, in docs/performance.md: the case, and against whom.
+MEASURED = (
+    ("classifier base, 12 layers, forward, 8 × 128, half", "HF SDPA"),
+    ("classifier base, 12 layers, forward+backward, dropout 0.1, 8 × 128, half", "HF SDPA"),
+    ("masked LM base, 12 layers, step with AdamW, dropout 0.1, 8 × 128, half", "HF SDPA"),
+    ("classifier base, 12 layers, forward, 8 × 128, full", "HF SDPA"),
+    ("model base, 12 layers, forward, 1 × 128, full", "ONNX Runtime"),
+)
+
+
+def test_readmes_speeds_are_the_measured_ones():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = readme.partition("| times as fast |")[2].partition("\n\n")[0]
+    told = re.findall(r"\[(\d+\.\d+)(: slower)?\]\(benchmarks/results/", table)
+    assert [number for number, _ in told] == [measured(*where) for where in MEASURED]
+    assert [float(number) < 1 for number, _ in told] == [bool(slower) for _, slower in told]
+
+
+def measured(case: str, contender: str) -> str:
+    """A number of the tables of docs/performance.md, as it stands there."""
+    lines = (ROOT / "docs/performance.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")]
+    (at,) = (i for i, row in enumerate(rows) if row[0] == case)
+    heads = next(row for row in reversed(rows[:at]) if row[0] == "case")
+    return rows[at][heads.index(contender)]
+
+
+# ---- links and paths
+
+LINKING = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+REPORTS = {"cuda_report.md", "triton_report.md"}  # of a compiler: tables, nothing to follow
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    heads = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if link.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link}: no such file"
+        assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", [p for p in LINKING if p.name not in REPORTS], ids=lambda p: str(p.relative_to(ROOT)))
+def test_paths_exist(page):
+    """What a page calls by its place in the repository is there; <op> and * stand for any name."""
+    rooms = r"(?:fastbert|csrc|tests|benchmarks|examples|docs)"
+    for path in re.findall(rf"`({rooms}/[^`\s:]+)(?:::[^`]*)?`", prose(page)):
+        pattern = re.sub(r"<\w+>", "*", path)
+        for choice in alternatives(pattern):
+            assert any(ROOT.glob(choice)), f"{path}: no such file"
+
+
+def alternatives(pattern: str) -> list[str]:
+    """a/{b,c}.md: both."""
+    found = re.search(r"\{([^}]*)\}", pattern)
+    if not found:
+        return [pattern]
+    return [pattern.replace(found[0], choice, 1) for choice in found[1].split(",")]
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
+    assert [str(page) for page in pages if page.name != "index.md" and f"]({page})" not in index] == []
+
+
+def test_every_command_is_on_its_page():
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    (commands,) = (action for action in fastbert.cli._parser()._actions if action.choices and not action.option_strings)
+    assert [name for name in commands.choices if f"fastbert {name} " not in text] == []
