@@ -21,7 +21,8 @@ from benchmarks.contenders import hf_sdpa, ours_accelerated
 from benchmarks.contenders.interface import CLASSIFIER
 from benchmarks.harness import Report, Row, Work
 from benchmarks.sizes import make_batch
-from fastbert import sentences, testing
+from fastbert import testing
+from fastbert.cli import demo
 
 ENCODE = "encode"
 PARTS = (CLASSIFIER, ENCODE)
@@ -86,7 +87,7 @@ def encoders(device: str) -> tuple[nn.Module, nn.Module, nn.Module]:
     """sentence-transformers' model as it is, accelerated and in float64."""
     from sentence_transformers import SentenceTransformer
 
-    theirs = SentenceTransformer(str(sentences.minilm()), device=device)
+    theirs = SentenceTransformer(str(demo.minilm()), device=device)
     accelerated = copy.deepcopy(theirs)
     fastbert.accelerate(accelerated)
     return theirs, accelerated, copy.deepcopy(theirs).double()
@@ -94,7 +95,7 @@ def encoders(device: str) -> tuple[nn.Module, nn.Module, nn.Module]:
 
 def passages(count: int) -> list[str]:
     """Passages from all over the documentation, of 600 characters and more."""
-    found = sentences.python_documentation()
+    found = demo.python_documentation()
     return [passage for _, passage in found[:: len(found) // count][:count]]
 
 

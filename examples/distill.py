@@ -19,8 +19,8 @@ from common import fit, options
 from torch import Tensor, nn
 
 from fastbert import BertConfig, BertForMaskedLM, BertHeadOutput
+from fastbert.cli.demo import python_documentation
 from fastbert.data import create_mlm_dataloader, save_tokenizer, train_tokenizer
-from fastbert.sentences import python_documentation
 
 LENGTH, BUDGET = 128, 1024  # tokens of a text, and of a batch
 TEMPERATURE = 2.0

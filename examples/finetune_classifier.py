@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from fastbert import BertForSequenceClassification, hf
+from fastbert.cli.demo import minilm, python_documentation
 from fastbert.data import PackingCollator, TokenBudgetSampler
-from fastbert.sentences import minilm, python_documentation
 
 LENGTH, BUDGET = 40, 160  # tokens of a passage, and of a batch
 AREAS = (  # the largest topics that share no text

@@ -16,9 +16,9 @@ from common import fit, options
 from torch.utils.data import ConcatDataset
 
 from fastbert import BertConfig, BertForPreTraining
+from fastbert.cli.demo import python_documentation
 from fastbert.data import NSPDataset, PackingCollator, create_dataloader, save_tokenizer, train_tokenizer
 from fastbert.inference import MaskFiller
-from fastbert.sentences import python_documentation
 from fastbert.training import compute_mlm_loader_loss, evaluating
 
 MARGIN = 0.5  # nats

@@ -18,8 +18,8 @@ from tokenizers import BertWordPieceTokenizer
 from torch import nn
 
 from fastbert import BertConfig, BertForMaskedLM, hf
+from fastbert.cli.demo import python_documentation
 from fastbert.data import PackingCollator, TokenBudgetSampler
-from fastbert.sentences import python_documentation
 
 LENGTH, BUDGET = 128, 1024  # tokens of a text, and of a batch
 SENTENCES = [

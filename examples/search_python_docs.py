@@ -17,7 +17,8 @@ from transformers.utils import logging
 
 from fastbert import backends
 from fastbert.cli import show_results
-from fastbert.sentences import SentenceEncoder, batches, minilm, python_documentation
+from fastbert.cli.demo import minilm, python_documentation
+from fastbert.inference.sentences import SentenceEncoder, batches
 
 QUESTIONS = [
     "how do I catch several exceptions in one clause?",

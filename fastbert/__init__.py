@@ -12,7 +12,6 @@ from fastbert.auto import (
 )
 from fastbert.backends import backend, explain
 from fastbert.config import BertConfig, create_model_config
-from fastbert.graph import graph
 from fastbert.heads import (
     BertForMaskedLM,
     BertForMultipleChoice,
@@ -27,6 +26,7 @@ from fastbert.heads import (
     BertHeadOutput,
 )
 from fastbert.hf import accelerate, restore
+from fastbert.inference.graphs import graph
 from fastbert.model import BertEncoder, BertEncoderOutput, BertModel, BertModelOutput, count_parameters
 
 __version__ = "0.1.0"

@@ -7,9 +7,8 @@ knows a model.
 """
 
 import json
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fastbert.families import BY_MODEL_TYPE, Family, Head
+from fastbert.files import replacing, write_text
 
 _PARTS = ("query", "key", "value")
 _OF_LAYERS = (*_PARTS, "out", "out_norm", "up", "down", "down_norm")  # the facts of a layer that hold parameters
@@ -206,16 +206,6 @@ def write(directory: str | Path, config: dict, state: Mapping[str, Tensor]) -> N
         tied = tensor.data_ptr() in seen
         tensors[name] = tensor.detach().clone() if tied else tensor.detach().contiguous()
         seen.add(tensor.data_ptr())
-    replace_file(directory / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    replace_file(directory / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
-
-
-def replace_file(path: Path, write_to: Callable[[Path], object]) -> None:
-    """Whole or not at all: what write_to writes takes the place of the file when it is done."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write_to(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(directory / "model.safetensors") as file:
+        save_file(tensors, file.name, metadata={"format": "pt"})
+    write_text(directory / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")

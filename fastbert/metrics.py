@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.heads import IGNORED
+from fastbert.modes import evaluating
 from fastbert.require import require
-from fastbert.training import evaluating, label_counts, to_device
+from fastbert.training import label_counts, to_device
 from fastbert.training.losses import Batch, loss_of
 
 # ---- classes

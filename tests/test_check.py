@@ -9,8 +9,9 @@ from test_family import CONFIGS
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import fastbert
-from fastbert import check, cli
-from fastbert.check import DEFAULT
+from fastbert import cli
+from fastbert.cli import check
+from fastbert.cli.check import DEFAULT
 from fastbert.families import BY_MODEL_TYPE
 
 WORDS = "the cat sat on a mat while it rained and nobody came to see what had become of him".split()

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,7 +191,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     before = (tmp_path / "model.safetensors").read_bytes()
 
     def full(tensors, path, metadata):
-        path.write_bytes(b"half")
+        Path(path).write_bytes(b"half")
         raise OSError("No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)

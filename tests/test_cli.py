@@ -13,8 +13,7 @@ import fastbert
 from fastbert import cli
 from fastbert.config import PRESETS
 from fastbert.data import get_tokenizer, save_tokenizer
-from fastbert.inference import EntityTagger, MaskFiller, QuestionAnswerer, TextClassifier
-from fastbert.sentences import SentenceEncoder
+from fastbert.inference import EntityTagger, MaskFiller, QuestionAnswerer, SentenceEncoder, TextClassifier
 
 HEADS = ["BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification", "BertForQuestionAnswering"]
 SMALL = TINY.changed(vocab_size=30522, max_position_embeddings=64, num_hidden_layers=2)
@@ -251,7 +250,7 @@ def test_a_text_that_is_cut_is_said(models, capsys):
 def test_ids_out_of_range_are_one_line(models, tmp_path, capsys, monkeypatch):
     """A tokenizer whose ids the model has not is refused; so is what only the model can see."""
     directory = models / "BertForSequenceClassification"
-    monkeypatch.setattr("fastbert.inference.check_tokenizer", lambda tokenizer, config: None)
+    monkeypatch.setattr("fastbert.inference.predict.check_tokenizer", lambda tokenizer, config: None)
     small = fastbert.BertForSequenceClassification(SMALL.changed(vocab_size=500))
     small.save_pretrained(tmp_path)
     save_tokenizer(get_tokenizer(directory), tmp_path)

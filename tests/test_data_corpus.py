@@ -16,6 +16,7 @@ import transformers
 from models import TINY, minilm
 
 import fastbert
+from fastbert.cli.demo import python_documentation
 from fastbert.data import (
     BatchLoader,
     BatchSizeSampler,
@@ -30,7 +31,6 @@ from fastbert.data import (
     train_tokenizer,
     write_tokens,
 )
-from fastbert.sentences import python_documentation
 
 PASSAGES = [text for _, text in python_documentation(600)][:100]
 WORDPIECE = get_tokenizer(minilm())
@@ -135,7 +135,7 @@ def test_a_writer_that_is_killed_leaves_no_directory_of_that_name(tmp_path):
     code = """
 import os, signal, sys
 from fastbert.data import get_tokenizer, write_tokens
-from fastbert.sentences import minilm
+from fastbert.cli.demo import minilm
 def texts():
     yield from ["a cat"] * 5000
     os.kill(os.getpid(), signal.SIGKILL)

@@ -11,8 +11,8 @@ import transformers
 from models import TINY, minilm
 
 from fastbert import BertConfig
+from fastbert.cli.demo import python_documentation
 from fastbert.data import check_tokenizer, get_tokenizer, save_tokenizer, train_tokenizer
-from fastbert.sentences import python_documentation
 
 PASSAGES = [text for _, text in python_documentation(2000)][:150]
 TEXTS = [

@@ -14,6 +14,7 @@ from models import TINY, minilm
 from torch.utils.data import DataLoader
 
 import fastbert
+from fastbert.cli.demo import python_documentation
 from fastbert.data import (
     ClassificationDataset,
     MLMDataset,
@@ -26,7 +27,6 @@ from fastbert.data import (
     save_tokenizer,
     train_tokenizer,
 )
-from fastbert.sentences import python_documentation
 
 PASSAGES = [text for _, text in python_documentation(600)][:120]
 WORDPIECE = get_tokenizer(minilm())

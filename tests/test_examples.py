@@ -13,8 +13,8 @@ import torch
 from models import TINY, minilm
 
 import fastbert
+from fastbert.cli.demo import python_documentation
 from fastbert.data import PackingCollator, create_mlm_dataloader, get_tokenizer
-from fastbert.sentences import python_documentation
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

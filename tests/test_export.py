@@ -13,7 +13,8 @@ import transformers
 from models import TINY, batch, hugging_face, ours
 
 import fastbert
-from fastbert import BertConfig, BertModel, backends, export, testing
+from fastbert import BertConfig, BertModel, backends, testing
+from fastbert.inference import export
 from fastbert.testing import Result
 
 HEADS = [

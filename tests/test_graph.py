@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastbert
 from fastbert import BertConfig, BertModel, testing
 from fastbert.families import BY_MODEL_TYPE
-from fastbert.graph import MODELS, Bucket, CudaGraphs, GraphedModel, _Batch, graph
+from fastbert.inference.graphs import MODELS, Bucket, CudaGraphs, GraphedModel, _Batch, graph
 from fastbert.model import PackedInput
 from fastbert.ops import checks
 from fastbert.testing import Result

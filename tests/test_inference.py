@@ -17,20 +17,22 @@ from models import TINY
 from tokenizers.pre_tokenizers import ByteLevel
 
 from fastbert import AutoModel, BertForMaskedLM, BertForSequenceClassification
+from fastbert.cli.demo import python_documentation
 from fastbert.data import create_classification_dataloader, get_tokenizer, save_tokenizer
 from fastbert.inference import (
     EntityTagger,
     Fill,
     MaskFiller,
     QuestionAnswerer,
+    SentenceEncoder,
     TextClassifier,
-    _grouped,
-    _Word,
+    attention_figure,
+    attention_of,
+    plot_attention,
     similarity,
     trained_model,
 )
-from fastbert.plots import attention_figure, attention_of, plot_attention
-from fastbert.sentences import SentenceEncoder, python_documentation
+from fastbert.inference.predict import _grouped, _Word
 
 CLOSE = 1e-6  # probabilities in float32, computed in two ways
 TEXTS = [text for _, text in python_documentation(150)[::97]]
@@ -535,7 +537,7 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path, checkpoint):
 
 
 def test_importing_is_light():
-    modules = "fastbert.inference, fastbert.plots, fastbert.export, fastbert.cli"
+    modules = "fastbert.inference.export, fastbert.sentences, fastbert.export, fastbert.cli.check"
     heavy = "transformers triton tokenizers matplotlib sklearn onnx onnxscript onnxruntime rich seqeval".split()
     code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

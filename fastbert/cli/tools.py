@@ -40,7 +40,7 @@ def add(commands) -> None:
 
 
 def _add_check(commands) -> None:
-    from fastbert.check import BACKENDS
+    from fastbert.cli.check import BACKENDS
 
     check = commands.add_parser("check", help="compare your model on your text with float64 and with transformers")
     check.add_argument("--model", type=Path, help="a BERT directory (default: all-MiniLM-L6-v2, if installed)")
@@ -58,8 +58,8 @@ def _check(args: argparse.Namespace) -> int:
     """1 where the accuracy rule is broken, else 0."""
     from rich.console import Console
 
-    from fastbert import check
-    from fastbert.sentences import minilm
+    from fastbert.cli import check
+    from fastbert.cli.demo import minilm
 
     if args.batch < 1:
         raise ValueError(f"--batch is {args.batch}; expected at least 1")
@@ -83,8 +83,8 @@ def _check(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from fastbert.export import export
     from fastbert.inference import trained_model
+    from fastbert.inference.export import export
 
     model = trained_model(args.model, dtype=DTYPES[args.dtype])
     with Console(stderr=True).status("exporting"):
@@ -98,7 +98,7 @@ def _plot_attention(args: argparse.Namespace) -> None:
     from fastbert import AutoModel
     from fastbert.data import get_tokenizer
     from fastbert.data.tokenizer import check_tokenizer
-    from fastbert.plots import plot_attention
+    from fastbert.inference import plot_attention
 
     model = AutoModel.from_pretrained(args.model, add_pooling_layer=False, dtype=torch.float32)
     tokenizer = get_tokenizer(args.model)

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 
 from fastbert.data.encode import NO_WORD, encodings
 from fastbert.data.tokenizer import Counted, continuation_prefix, copy_of, get_tokenizer, save_tokenizer, text_of
+from fastbert.files import write_text
 
 # ---- text
 
@@ -134,7 +135,7 @@ def _write(texts: Iterable[str], tokenizer: Any, directory: Path) -> None:
         warnings.warn(f"write_tokens: {skipped} of {texts.count} texts have no token: skipped", stacklevel=3)
     before, after = _special_tokens_around(tokenizer, row)
     info = {"before": before, "after": after, "tokens": columns["tokens"].count, "texts": columns["ends"].count}
-    (directory / "tokens.json").write_text(json.dumps(info), encoding="utf-8")
+    write_text(directory / "tokens.json", json.dumps(info))
     save_tokenizer(tokenizer, directory)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastbert.config import BertConfig
+from fastbert.files import write_text
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -310,8 +311,8 @@ def save_tokenizer(tokenizer: Any, directory: str | Path) -> None:
     if (longest := _model_max_length(tokenizer, directory)) is not None:
         config["model_max_length"] = longest
     directory.mkdir(parents=True, exist_ok=True)
-    backend.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    write_text(directory / "tokenizer.json", backend.to_str(pretty=True))
+    write_text(directory / "tokenizer_config.json", json.dumps(config, indent=2))
 
 
 def _model_max_length(tokenizer: Any, directory: Path) -> int | None:

@@ -13,6 +13,7 @@ A step's loss is that of one big batch, however its labels fall on micro-batches
 is labelled in the step, not the mean of means. docs/training.md has the rest.
 """
 
+from fastbert.modes import evaluating
 from fastbert.training.distributed import distribute
 from fastbert.training.electra import ElectraPretraining, ElectraPretrainingOutput
 from fastbert.training.losses import (
@@ -20,7 +21,6 @@ from fastbert.training.losses import (
     compute_loader_loss,
     compute_mlm_loader_loss,
     compute_mlm_loss,
-    evaluating,
     label_counts,
     loss_terms,
     to_device,

@@ -1,7 +1,6 @@
 """Losses of batches of unequal size, and how many labels each is a mean over."""
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastbert.heads import IGNORED, BertForMaskedLM, BertForPreTraining
+from fastbert.modes import evaluating
 from fastbert.ops.bias_gelu import wide
 
 Batch = Mapping[str, Any]
@@ -140,16 +140,3 @@ def _require_labels(caller: str, batch: Batch) -> Batch:
 
 def _without_pairs(batch: Batch) -> Batch:
     return {name: x for name, x in batch.items() if name not in _OF_PAIRS}
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every part is in the mode that it was in."""
-    modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for part, mode in modes:
-            part.training = mode

@@ -2,16 +2,16 @@
 
 import csv
 import io
-import os
 import pickle
 import random
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
+
+from fastbert.files import write_text
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -27,27 +27,6 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def write_whole(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Whole or not at all: after an error, a full disk or a kill, what was there is there still."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        with part.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException as error:
-        part.unlink(missing_ok=True)
-        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch.save hides a full disk in one
-        if isinstance(cause, OSError):
-            raise OSError(cause.errno, cause.strerror, str(path)) from error
-        raise
-    if hasattr(os, "O_DIRECTORY"):  # not on Windows; the new name, too, is to outlive a loss of power
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        os.fsync(directory)
-        os.close(directory)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -78,7 +57,7 @@ def append_row(path: Path, row: dict[str, float]) -> None:
     writer = csv.DictWriter(text, names + new, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_whole(path, lambda file: file.write(text.getvalue().encode()))
+    write_text(path, text.getvalue())
 
 
 def keep_rows(path: Path, step: int) -> None:
@@ -86,4 +65,4 @@ def keep_rows(path: Path, step: int) -> None:
     if path.exists():
         header, *rows = path.read_text().splitlines(keepends=True) or [""]
         kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
-        write_whole(path, lambda file: file.write("".join([header, *kept] if kept else []).encode()))
+        write_text(path, "".join([header, *kept] if kept else []))

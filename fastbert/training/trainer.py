@@ -19,10 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fastbert.files import replacing
 from fastbert.require import require
 from fastbert.training.distributed import sharded, whole
 from fastbert.training.losses import Batch, compute_loader_loss, label_counts, loss_terms, to_device, unwrapped
-from fastbert.training.state import append_row, keep_rows, random_state, read_checkpoint, set_random_state, write_whole
+from fastbert.training.state import append_row, keep_rows, random_state, read_checkpoint, set_random_state
 
 _COUNTERS = ("step", "skipped_steps", "epoch", "position")
 
@@ -287,7 +288,8 @@ class AMPTrainer:
         state = {name: whole(part.state_dict()) for name, part in self._parts().items()}
         path = self.output_dir / f"checkpoint-{place['step']:08}.pt"
         if self.rank == 0:
-            write_whole(path, lambda file: torch.save({**state, **place, "processes": everyone}, file))
+            with replacing(path) as file:
+                torch.save({**state, **place, "processes": everyone}, file)
             for old in self.checkpoints()[: -self.save_total_limit]:
                 old.unlink()
         if self.processes > 1:
@@ -378,7 +380,7 @@ class AMPTrainer:
                 "train(), or choose another output_dir"
             )
         if self.rank == 0:
-            for unfinished in self.output_dir.glob("checkpoint-*.pt.part"):
+            for unfinished in self.output_dir.glob("checkpoint-*.part"):
                 unfinished.unlink()
             for table in ("train", "evaluation"):
                 keep_rows(self.output_dir / f"{table}.csv", self.step)

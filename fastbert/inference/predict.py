@@ -5,7 +5,7 @@ Each class takes a trained checkpoint and refuses one without its head: new para
     classify = TextClassifier.from_pretrained("path/to/model")
     classify(["a text", ("a text", "and its pair")])  # [[Label(label="good", score=0.98), ...], [...]]
 
-Sentence embeddings are `fastbert.sentences.SentenceEncoder`; `similarity` compares them. What `transformers`' pipelines
+Sentence embeddings are `SentenceEncoder`; `similarity` compares them. What `transformers`' pipelines
 of the same tasks do otherwise is in docs/inference.md.
 """
 
@@ -42,10 +42,10 @@ from fastbert.heads import (
     BertForSequenceClassification,
     BertForTokenClassification,
 )
+from fastbert.inference.sentences import batches
 from fastbert.model import BertModel, Saveable
 from fastbert.ops.bias_gelu import wide
 from fastbert.ops.padding import ends_of
-from fastbert.sentences import batches
 
 if TYPE_CHECKING:
     from typing_extensions import Self

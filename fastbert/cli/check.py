@@ -24,6 +24,7 @@ from torch import Tensor
 import fastbert
 from fastbert import backends, checkpoint, reference, testing
 from fastbert.config import BertConfig
+from fastbert.files import write_text
 from fastbert.heads import HEADS, IGNORED
 from fastbert.model import BertModel, Saveable
 from fastbert.testing import Result, Row
@@ -92,7 +93,7 @@ class Report:
         for check, written in zip(self.checks, values["checks"], strict=True):
             for line, row in zip(check.lines, written["lines"], strict=True):
                 row["ok"] = line.ok
-        path.write_text(json.dumps(_finite(values), indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(_finite(values), indent=1) + "\n")
 
 
 def _finite(value):
@@ -505,7 +506,7 @@ def _table(dtype: str, checks: list[Check]):
 
 def default_texts(count: int) -> list[str]:
     """Passages of Python's documentation, the first the shortest, so that there is padding."""
-    from fastbert.sentences import python_documentation
+    from fastbert.cli.demo import python_documentation
 
     passages = [passage for _, passage in python_documentation()]
     chosen = passages[:: max(1, len(passages) // count)][:count]

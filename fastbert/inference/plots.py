@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastbert.checkpoint import replace_file
 from fastbert.data.tokenizer import copy_of
+from fastbert.files import replacing
 from fastbert.model import Saveable
+from fastbert.modes import evaluating
 from fastbert.require import require
-from fastbert.training import evaluating
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -99,8 +99,8 @@ def plot_attention(
     model: Saveable, tokenizer: Any, text: str, path: str | Path, *, layer: int | None = None, head: int | None = None
 ) -> Path:
     """Draws the attention of a text to a PNG, whole or not at all; returns where. Arguments and errors as above."""
-    path = Path(path)
     tokens, weights = attention_of(model, tokenizer, text)
     figure = attention_figure(weights, tokens, layer=layer, head=head)
-    replace_file(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120))
-    return path
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=120)
+    return Path(path)

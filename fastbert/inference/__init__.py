@@ -1,0 +1,45 @@
+"""Trained models at work: text in, predictions or embeddings out, attention drawn, export, CUDA graphs.
+
+    classify = TextClassifier.from_pretrained("path/to/model")
+    classify(["a text", ("a text", "and its pair")])  # [[Label(label="good", score=0.98), ...], [...]]
+
+`fastbert.inference.export` writes ONNX and torch.export files, `fastbert.graph` replays a model as CUDA graphs.
+"""
+
+from fastbert.inference.plots import attention_figure, attention_of, plot_attention
+from fastbert.inference.predict import (
+    Answer,
+    Answers,
+    Entity,
+    EntityTagger,
+    Fill,
+    Label,
+    MaskFiller,
+    QuestionAnswerer,
+    TextClassifier,
+    label_names,
+    model_class_of,
+    similarity,
+    trained_model,
+)
+from fastbert.inference.sentences import SentenceEncoder
+
+__all__ = [
+    "Answer",
+    "Answers",
+    "Entity",
+    "EntityTagger",
+    "Fill",
+    "Label",
+    "MaskFiller",
+    "QuestionAnswerer",
+    "SentenceEncoder",
+    "TextClassifier",
+    "attention_figure",
+    "attention_of",
+    "label_names",
+    "model_class_of",
+    "plot_attention",
+    "similarity",
+    "trained_model",
+]

@@ -1,0 +1,321 @@
+"""Export to ONNX and torch.export: a graph of plain operators, checked against the model before it is kept.
+
+The `reference` backend is plain PyTorch, so what is traced under it has no operator of fastbert's, for every head and
+family, and nothing here knows how a model computes. A graph has no sizes that depend on a mask: all rows of a padded
+batch are computed, visible ones first (`fastbert.padding.plan`). docs/export.md has what that costs.
+"""
+
+import contextlib
+import copy
+import importlib.util
+import logging
+import os
+import tempfile
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastbert import backends, testing
+from fastbert.config import BertConfig
+from fastbert.model import Saveable
+from fastbert.modes import evaluating
+from fastbert.testing import Result, Row
+
+FACTOR = 4.0  # how much further from float64 than the model itself an exported model may be
+OPSET = 20  # the first with Gelu
+_ONNX_DTYPES = (torch.float32, torch.float16)
+_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+Run = Callable[..., dict[str, Tensor]]
+Batch = dict[str, Tensor]
+Names = tuple[tuple[str, ...], tuple[str, ...]]  # of inputs, of outputs
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file that was written, the names of its inputs and outputs, and how far the outputs are from float64."""
+
+    path: Path
+    format: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
+    """Writes what a forward without labels computes, in evaluation mode, as a file that needs no fastbert.
+
+    model: BertModel or one with a head, of any family, on a CPU, of any dtype that the format runs. path: a file, which
+    is replaced when everything is right, and not before; an ONNX model above 1.5 GB keeps its weights in PATH.data.
+    format: "onnx", or "torch-export" for `torch.export.load(path).module()`. Inputs by name, int64: input_ids,
+    attention_mask and, where the family has several types, token_type_ids, each (batch, length), for multiple choice
+    (batch, choices, length); any batch from 1 on, any length from 1 to the model's, which has to be 2 or more. Outputs
+    as the model's: last_hidden_state, pooler_output, logits, ...
+
+    The traced batch and four of other shapes, padded left, right and between, are computed by the model and by the
+    file as it was read again: for every output, the error against float64 may be FACTOR times the model's own plus one
+    rounding of the largest value; padding has to be equal. Raises RuntimeError where it is not, or where the graph has
+    other operators than PyTorch's (or ONNX's) own; ValueError, TypeError; ModuleNotFoundError that says what to
+    install.
+    """
+    path = Path(path)
+    _check(model, path, format)
+    with evaluating(model), _quiet(), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        batches = _batches(model)
+        program = _trace(model, batches[0])
+        names = tuple(batches[0]), tuple(_Inference(model)(**batches[0]))
+        file = Path(folder) / path.name
+        _FORMATS[format].write(program, names, file)
+        rows = _verify(model, _FORMATS[format].read(file, names), batches, _of_tokens(program, names[1]))
+        for made in sorted(Path(folder).iterdir(), key=lambda made: made == file):  # the model's file after its weights
+            os.replace(made, path.with_name(made.name))
+    return Exported(path, format, *names, tuple(rows))
+
+
+def _check(model: Saveable, path: Path, format: str) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"export: format is {format!r}; expected one of {', '.join(map(repr, FORMATS))}")
+    if not isinstance(model, Saveable):
+        raise TypeError(f"export: model is a {type(model).__name__}; expected a fastbert.BertModel, or one with a head")
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if devices != {"cpu"}:
+        raise ValueError(f"export: the model is on {', '.join(sorted(devices))}; expected it on the CPU")
+    if path.suffix != _FORMATS[format].suffix or not path.parent.is_dir() or path.is_dir():
+        expected = f"a name that ends in {_FORMATS[format].suffix}, in a folder that is there"
+        raise ValueError(f"export: path is {path}; expected {expected}")
+    if (longest := model.config.max_sequence_length) < 2:  # torch.export then takes the length for a constant
+        given = f"max_position_embeddings {model.config.max_position_embeddings}, which is {longest} token a sequence"
+        raise ValueError(f"export: the model has {given}; expected 2 or more, as the length is free in the file")
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None] if format == "onnx" else []
+    if missing:
+        raise ModuleNotFoundError(f"export to ONNX needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if format == "onnx" and not dtypes <= set(_ONNX_DTYPES):
+        given, expected = (", ".join(map(str, some)) for some in (dtypes, _ONNX_DTYPES))
+        raise TypeError(f"export: the model is {given}; expected one of {expected}, which onnxruntime computes")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporter's remarks on torchvision and on its own internals."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+# ---- the graph
+
+
+class _Inference(nn.Module):
+    """A model as a function from named tensors to named tensors: what is exported."""
+
+    def __init__(self, model: Saveable) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Batch:
+        if attention_mask.shape != input_ids.shape:  # the trace learns that their sizes are the same symbols
+            raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; expected that of input_ids")
+        output = self.model(input_ids, attention_mask, token_type_ids)
+        return {name: value for name, value in output._asdict().items() if value is not None}
+
+
+def _trace(model: Saveable, batch: Batch) -> torch.export.ExportedProgram:
+    largest = {"length": model.config.max_sequence_length}
+    sizes = [torch.export.Dim(name, max=largest.get(name)) for name in _axes(batch["input_ids"].dim())]
+    shapes = dict.fromkeys(batch, dict(enumerate(sizes)))
+    with backends.backend("reference"):
+        program = torch.export.export(_Inference(model), (), batch, dynamic_shapes=shapes, strict=False)
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # it has paths of this machine
+    _refuse_custom_operators(program)
+    return program
+
+
+def _refuse_custom_operators(program: torch.export.ExportedProgram) -> None:
+    targets = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    other = sorted(str(t) for t in targets if isinstance(t, torch._ops.OpOverload) and t.namespace != "aten")
+    if other:
+        raise RuntimeError(f"export: the graph has the operators {', '.join(other)}; expected PyTorch's own alone")
+
+
+def _axes(dims: int) -> list[str]:
+    return ["batch", "length"] if dims == 2 else ["batch", "choices", "length"]
+
+
+def _of_tokens(program: torch.export.ExportedProgram, outputs: tuple[str, ...]) -> set[str]:
+    """The outputs whose sizes begin with those of the input, symbol for symbol: they have an entry for each token."""
+    values = {node.name: node.meta["val"] for node in program.graph.nodes if "val" in node.meta}
+    signature = program.graph_signature
+    expected = list(map(str, values[signature.user_inputs[0]].shape))
+    sizes = [list(map(str, values[name].shape)) for name in signature.user_outputs]
+    return {name for name, found in zip(outputs, sizes, strict=True) if found[: len(expected)] == expected}
+
+
+# ---- torch.export
+
+
+def _write_program(program: torch.export.ExportedProgram, names: Names, file: Path) -> None:
+    torch.export.save(program, file)
+
+
+def _read_program(file: Path, names: Names) -> Run:
+    return torch.export.load(file).module()
+
+
+# ---- ONNX
+
+
+def _translations() -> dict[Callable, Callable]:
+    """For what torch.onnx lacks, or makes slow or wrong, of the operators that the reference backend uses."""
+    from onnxscript import opset20 as op
+
+    aten, int64 = torch.ops.aten, 7
+
+    def argsort(x, stable):
+        """(N,) small integers. ONNX has no sort: TopK of distinct numbers in the same order."""
+        rows = op.Shape(x)
+        number = op.Range(0, op.Squeeze(rows), 1)
+        return op.TopK(op.Add(op.Mul(op.Cast(x, to=int64), rows), number), rows, largest=0)[1]
+
+    def searchsorted(ends, values, right=False):
+        """ONNX has no search: (N,) values count the (B,) ends before them."""
+        ends, values = op.Cast(ends, to=int64), op.Unsqueeze(op.Cast(values, to=int64), [-1])
+        before = op.LessOrEqual(ends, values) if right else op.Less(ends, values)
+        return op.ReduceSum(op.Cast(before, to=int64), [-1], keepdims=0)
+
+    def index(x, indices):
+        """One Gather. torch.onnx takes GatherND for several indices, and is wrong where one is int32, another int64."""
+        row, count = op.Cast(indices[0], to=int64), len(indices)
+        for axis in range(1, count):
+            row = op.Add(op.Mul(row, op.Shape(x, start=axis, end=axis + 1)), op.Cast(indices[axis], to=int64))
+        if count > 1:
+            x = op.Reshape(x, op.Concat(op.Constant(value_ints=[-1]), op.Shape(x, start=count), axis=0))
+        return op.Gather(x, row)
+
+    return {aten.argsort.stable: argsort, aten.searchsorted.Tensor: searchsorted, aten.index.Tensor: index}
+
+
+def _write_onnx(program: torch.export.ExportedProgram, names: Names, file: Path) -> None:
+    inputs, outputs = names
+    onnx = torch.onnx.export(
+        program,
+        dynamo=True,
+        opset_version=OPSET,
+        input_names=inputs,
+        output_names=outputs,
+        custom_translation_table=_translations(),
+        verbose=False,
+    )
+    sizes = onnx.model.graph.inputs[0].shape
+    onnx.rename_axes(dict(zip(sizes, _axes(len(sizes)), strict=True)))
+    others = {node.domain for node in onnx.model.graph if node.domain} | {str(name) for name in onnx.model.functions}
+    if others:
+        raise RuntimeError(f"export: the graph has operators of {', '.join(sorted(others))}; expected ONNX's own alone")
+    onnx.save(file)
+
+
+def _read_onnx(file: Path, names: Names) -> Run:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    try:
+        session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # what it raises has no common base but this
+        raise RuntimeError(f"export: onnxruntime cannot load the model: {error}") from error
+
+    def run(**batch: Tensor) -> Batch:
+        found = session.run(names[1], {name: tensor.numpy() for name, tensor in batch.items()})
+        return {name: torch.from_numpy(array) for name, array in zip(names[1], found, strict=True)}
+
+    return run
+
+
+class _Format(NamedTuple):
+    suffix: str
+    write: Callable[[torch.export.ExportedProgram, Names, Path], None]
+    read: Callable[[Path, Names], Run]
+
+
+_FORMATS = {
+    "onnx": _Format(".onnx", _write_onnx, _read_onnx),
+    "torch-export": _Format(".pt2", _write_program, _read_program),
+}
+FORMATS = tuple(_FORMATS)
+
+
+# ---- the check
+
+
+def _batches(model: Saveable) -> list[Batch]:
+    """Padded batches of several shapes, always the same ones; the first is the one to trace."""
+    generator, longest = torch.Generator().manual_seed(0), model.config.max_sequence_length
+    ragged = [(7, 1, 11), (1,), (5,), (2, 13, 0, 9, 1, 6), (longest, 3)]  # visible tokens of each row
+    batches = []
+    for turn, lengths in enumerate(ragged):
+        lengths = torch.tensor(lengths).clamp(max=longest)
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        if turn == 3:  # padding on the left, and in between
+            mask[:3], mask[5] = mask[:3].flip(1), mask[5][torch.randperm(mask.shape[1], generator=generator)]
+        if model.kind == "ForMultipleChoice":
+            mask = torch.stack([mask.roll(choice, 0) for choice in range((2, 1, 3, 2, 3)[turn])], 1)
+        batches.append(_batch(model.config, mask.long(), generator))
+    return batches
+
+
+def _batch(config: BertConfig, mask: Tensor, generator: torch.Generator) -> Batch:
+    tables = {"input_ids": config.vocab_size, "token_type_ids": config.type_vocab_size}
+    if not config.family.token_types or config.type_vocab_size == 1:
+        del tables["token_type_ids"]
+    ids = {name: torch.randint(size, mask.shape, generator=generator) for name, size in tables.items()}
+    return {"input_ids": ids.pop("input_ids"), "attention_mask": mask, **ids}
+
+
+def _verify(model: Saveable, run: Run, batches: list[Batch], of_tokens: set[str]) -> list[Row]:
+    """The rows of the check. Raises RuntimeError with all of them where one fails."""
+    found, ours = (_collect(call, batches, of_tokens) for call in (run, _Inference(model)))
+    for name, expected in ours.padding.items():
+        if not torch.equal(found.padding[name], expected):
+            raise RuntimeError(f"export: {name} is not equal at padding")
+    truth = _collect(_Inference(copy.deepcopy(model).double()), batches, of_tokens)
+    with backends.backend("reference"):
+        plain = _collect(_Inference(model), batches, of_tokens)
+    rows = testing.compare(found.result, truth.result, [ours.result, plain.result], factor=FACTOR)
+    if not all(row.ok for row in rows):
+        table = "\n".join(map(str, rows))
+        raise RuntimeError(f"export: the exported model does not compute what the model does:\n{table}")
+    return rows
+
+
+class _Collected(NamedTuple):
+    """Of all batches together, by output: what is of tokens or of whole sequences, and what is at padding."""
+
+    result: Result
+    padding: dict[str, Tensor]
+
+
+def _collect(run: Run, batches: list[Batch], of_tokens: set[str]) -> _Collected:
+    values, padding = defaultdict(list), defaultdict(list)
+    for batch in batches:
+        visible = batch["attention_mask"] != 0
+        for name, output in run(**batch).items():
+            values[name].append((output[visible] if name in of_tokens else output).flatten())
+            if name in of_tokens:
+                padding[name].append(output[~visible].flatten())
+    joined = ({name: torch.cat(parts) for name, parts in found.items()} for found in (values, padding))
+    return _Collected(Result(next(joined), {}), next(joined))

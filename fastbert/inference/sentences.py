@@ -1,0 +1,149 @@
+"""Sentence embeddings: text in, normalised vectors out, no padding in between."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert.data.encode import COLUMNS, cut_encodings
+from fastbert.data.tokenizer import copy_of, get_tokenizer, strings
+from fastbert.model import BertModel
+from fastbert.padding import first_tokens
+
+
+class SentenceEncoder:
+    """A directory with a model of the family as a sentence encoder: tokenizer, model, pooling and normalisation.
+
+    Computes what sentence-transformers does with the same directory, or refuses it.
+    """
+
+    def __init__(
+        self,
+        model: BertModel,
+        tokenizer,
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+        max_length: int | None = None,
+    ) -> None:
+        """tokenizer: a `tokenizers.Tokenizer`, of which a copy is used; model is set to evaluation mode.
+
+        pooling: "mean" over the tokens, or "cls", the first. normalize: to vectors of length 1. max_length: longer
+        texts are cut, in tokens. Raises ValueError for a tokenizer whose ids the model does not have, and for other
+        values.
+        """
+        config, special = model.config, tokenizer.num_special_tokens_to_add(False)
+        if tokenizer.get_vocab_size() > config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {tokenizer.get_vocab_size()} tokens, the model embeds {config.vocab_size}"
+            )
+        if pooling not in ("mean", "cls"):
+            raise ValueError(f"pooling is {pooling!r}; expected 'mean' or 'cls'")
+        if max_length is not None and (not isinstance(max_length, int) or max_length <= special):
+            raise ValueError(f"max_length is {max_length!r}; expected a number above the {special} special tokens")
+        self.model, self.pooling, self.normalize = model.eval(), pooling, normalize
+        self.max_length = min(max_length or config.max_sequence_length, config.max_sequence_length)
+        self.tokenizer = copy_of(tokenizer)
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+    ) -> "SentenceEncoder":
+        """From a directory with a model and its tokenizer, and sentence-transformers' own files if they are there.
+
+        Without modules.json: mean pooling, normalised. Raises FileNotFoundError, ValueError and RuntimeError as
+        `BertModel.from_pretrained` does, and ValueError for modules or pooling that are not computed here.
+        """
+        directory = Path(directory)
+        folder, pooling, normalize = _sentence_modules(directory)
+        settings = _read_json(folder / "sentence_bert_config.json") or _read_json(
+            directory / "sentence_bert_config.json"
+        )
+        model = BertModel.from_pretrained(folder, add_pooling_layer=False, dtype=dtype).to(device)
+        return cls(
+            model,
+            get_tokenizer(folder),
+            pooling=pooling,
+            normalize=normalize,
+            max_length=settings.get("max_seq_length"),
+        )
+
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        """The token ids of each text, special tokens included, cut at max_length with a warning.
+
+        Raises TypeError for what is no list of strings, ValueError for half a surrogate pair, which is no text.
+        """
+        texts = strings("SentenceEncoder", "texts", texts)
+        found = cut_encodings(self.tokenizer, texts, self.max_length)
+        return [COLUMNS["input_ids"](encoding)[left].tolist() for encoding, left in found]
+
+    def encode(
+        self, texts: list[str], *, tokens_per_batch: int = 2048, progress: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """Embeddings, (len(texts), C) float32 on the model's device.
+
+        tokens_per_batch: how many tokens share a forward, at least one text. progress: called with the number of
+        texts done after each. Raises as `tokenize` does.
+        """
+        ids = self.tokenize(texts)
+        result = torch.empty(len(ids), self.model.config.hidden_size, device=self.device, dtype=torch.float32)
+        for batch in batches([len(i) for i in ids], tokens_per_batch):
+            result[batch] = self.embed([ids[i] for i in batch])
+            if progress:
+                progress(len(batch))
+        return result
+
+    @torch.inference_mode()
+    def embed(self, ids: list[list[int]]) -> Tensor:
+        """Embeddings of tokenized texts in one forward, (len(ids), C) float32."""
+        lengths = torch.tensor([len(i) for i in ids], device=self.device)
+        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        packed = torch.tensor([i for text in ids for i in text], device=self.device, dtype=torch.int64)
+        hidden = self.model(packed, cu_seqlens=cu_seqlens, max_seqlen=max(map(len, ids))).last_hidden_state.float()
+        if self.pooling == "cls":
+            vectors = first_tokens(hidden, cu_seqlens)
+        else:
+            vectors = torch.segment_reduce(hidden, "sum", lengths=lengths) / lengths.clamp(min=1).unsqueeze(-1)
+        return F.normalize(vectors, dim=-1) if self.normalize else vectors
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embeddings.word_embeddings.weight.device
+
+
+def batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
+    """Indices in order of length, longest first, cut into batches of at most `budget` tokens (or of one text)."""
+    batch, tokens = [], 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batch and tokens + lengths[index] > budget:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(index)
+        tokens += lengths[index]
+    if batch:
+        yield batch
+
+
+def _sentence_modules(directory: Path) -> tuple[Path, str, bool]:
+    """From sentence-transformers' modules.json: the folder of the BERT, the pooling, and whether it normalises."""
+    modules = _read_json(directory / "modules.json")
+    if not modules:
+        return directory, "mean", True
+    kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
+    if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
+        raise ValueError(f"{directory} has the modules {', '.join(kinds)}; expected Transformer, Pooling[, Normalize]")
+    settings = _read_json(directory / modules[1]["path"] / "config.json")
+    legacy = [name for name, on in settings.items() if name.startswith("pooling_mode_") and on is True]
+    names = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+    pooling = settings.get("pooling_mode") or "+".join(names.get(name, name) for name in legacy)
+    if pooling not in ("mean", "cls"):
+        raise ValueError(f"{directory} pools by {pooling!r}; expected mean or cls")
+    return directory / modules[0]["path"], pooling, len(kinds) == 3
+
+
+def _read_json(path: Path):
+    """What the file holds; an empty dict without the file. Raises ValueError for what is no JSON."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

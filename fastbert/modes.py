@@ -1,0 +1,20 @@
+"""Evaluation mode, and back."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every part is in the mode that it was in."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
