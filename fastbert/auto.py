@@ -1,13 +1,22 @@
-"""AutoModel, AutoModelForMaskedLM, ...: by the names of `transformers`, from a directory or a configuration.
+"""Which class a directory or a configuration is for: AutoModel, ..., by `transformers`' names, and `trained_model`.
 
-There is one class a head for all families, so there is little to choose: config.json says which family it is.
+There is one class a head for all families, so config.json decides: its model_type and, for `trained_model`, its
+`architectures`.
 """
 
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fastbert import checkpoint
+from fastbert.checkpoint import Checkpoint
 from fastbert.config import BertConfig
+from fastbert.families import Family
 from fastbert.heads import (
+    HEADS,
     BertForMaskedLM,
     BertForMultipleChoice,
     BertForPreTraining,
@@ -17,6 +26,49 @@ from fastbert.heads import (
     BertForTokenClassification,
 )
 from fastbert.model import BertModel, Saveable
+
+# ---- by architecture
+
+
+def trained_model(
+    directory: str | Path, classes: Sequence[type[Saveable]] | None = None, *, dtype: torch.dtype | None = None
+) -> Saveable:
+    """The model that a directory holds, by the `architectures` in its config.json, in evaluation mode.
+
+    classes: those that will do, all when None. Heads may share parameter names, so the configuration decides; where it
+    names no architecture, the first class is taken. dtype: as stored when None.
+    Raises ValueError for a checkpoint of another head or with parameters missing, FileNotFoundError and RuntimeError as
+    from_pretrained does.
+    """
+    found = checkpoint.load(directory)
+    model_class = model_class_of(found.config, classes, str(directory))
+    pooling = {"add_pooling_layer": False} if model_class is BertModel and not found.has_pooler else {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".* initialised anew", UserWarning)
+        try:
+            return model_class.from_pretrained(found, dtype=dtype, **pooling)
+        except UserWarning as lack:
+            raise ValueError(f"{lack}; expected a trained model") from None
+
+
+def model_class_of(
+    config: BertConfig, classes: Sequence[type[Saveable]] | None = None, owner: str = "the configuration"
+) -> type[Saveable]:
+    """The class that the `architectures` of a configuration name. Raises ValueError where it is not in `classes`."""
+    names, known = config.extra.get("architectures") or (), classes_of(config.family, classes)
+    if names and not known.keys() & set(names):
+        expected = " or ".join(known) or f"a head that {config.family.name} has"
+        raise ValueError(f"{owner}: architectures is {', '.join(names)}; expected {expected}")
+    return next((known[name] for name in names if name in known), (classes or (BertModel,))[0])
+
+
+def classes_of(family: Family, classes: Sequence[type[Saveable]] | None = None) -> dict[str, type[Saveable]]:
+    """Those of the classes (all when None) that the family has, by `transformers`' names for them."""
+    classes = (BertModel, *HEADS) if classes is None else classes
+    return {family.class_name(c.kind): c for c in classes if c is BertModel or c.kind in family.heads}
+
+
+# ---- by task
 
 
 class _Auto:
@@ -28,12 +80,13 @@ class _Auto:
         raise TypeError(f"{type(self).__name__} is made by from_pretrained(directory) or from_config(config)")
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, **arguments: Any) -> Saveable:
+    def from_pretrained(cls, directory: str | Path | Checkpoint, **arguments: Any) -> Saveable:
         """As from_pretrained of the class (`BertModel`, `BertForMaskedLM`, ...), with its arguments and errors.
 
         Raises ValueError that lists what is known for a model_type that is not, or a head that the family has not.
         """
-        return cls._class(BertConfig.from_pretrained(directory)).from_pretrained(directory, **arguments)
+        found = checkpoint.load(directory)
+        return cls._class(found.config).from_pretrained(found, **arguments)
 
     @classmethod
     def from_config(cls, config: BertConfig) -> Saveable:

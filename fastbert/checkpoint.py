@@ -9,12 +9,14 @@ knows a model.
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from fastbert.config import BertConfig
 from fastbert.families import BY_MODEL_TYPE, Family, Head
 from fastbert.files import replacing, write_text
 
@@ -174,6 +176,44 @@ def _listed(what: str, names: Iterable[str]) -> list[str]:
     names = sorted(names)
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return [f"{what}: {shown}"] if names else []
+
+
+class Checkpoint:
+    """A directory with a model. Its configuration and its tensors are read once, each when it is first asked for."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+
+    @cached_property
+    def config(self) -> BertConfig:
+        return BertConfig.from_pretrained(self.directory)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Under the names in the file. Models that are filled from here share them, where they need no conversion."""
+        return read(self.directory)
+
+    @property
+    def has_pooler(self) -> bool:
+        return any("pooler." in name for name in self.tensors)
+
+    def fill(self, model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+        """The model with these tensors, in evaluation mode; names and shapes are compared before anything changes.
+
+        model: on the meta device; its `select` chooses from the tensors under our names. dtype: as stored when None.
+        Raises FileNotFoundError, ValueError as `read`, and RuntimeError for names or shapes that do not fit.
+        """
+        try:
+            state = model.select(model.to_ours(self.tensors), self.directory)
+            model.load_state_dict(state, assign=True)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.directory}: {error}") from None
+        return model.to(dtype).eval()
+
+
+def load(directory: str | Path | Checkpoint) -> Checkpoint:
+    """What a directory holds; a Checkpoint as it is, so that a caller who has looked at one need not read it again."""
+    return directory if isinstance(directory, Checkpoint) else Checkpoint(directory)
 
 
 def read(directory: str | Path) -> dict[str, Tensor]:

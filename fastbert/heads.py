@@ -191,7 +191,9 @@ class _BertWithHead(Saveable):
         return _Encoded(op, hidden, pooled, inputs.cu_seqlens, inputs.max_seqlen, packing, tuple(recorded))
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, *, dtype: torch.dtype | None = None, **config: Any) -> "Self":
+    def from_pretrained(
+        cls, directory: str | Path | checkpoint.Checkpoint, *, dtype: torch.dtype | None = None, **config: Any
+    ) -> "Self":
         """From a directory with config.json and model.safetensors (or pytorch_model.bin), in evaluation mode.
 
         The checkpoint may be a bare BertModel's or another head's. What it lacks of this head, and of the pooler, is
@@ -200,19 +202,13 @@ class _BertWithHead(Saveable):
         Raises FileNotFoundError, ValueError (a corrupt file, a configuration that makes no sense) and RuntimeError (a
         parameter of the encoder that is missing or unexpected, or of any part that has another shape).
         """
-        config = BertConfig.from_pretrained(directory).changed(**config)
+        found = checkpoint.load(directory)
         with torch.device("meta"):
-            model = cls(config)
-        try:
-            state = model.to_ours(checkpoint.read(directory))
-            state = model._complete(state, directory)
-            model.load_state_dict(state, assign=True)
-        except RuntimeError as error:
-            raise RuntimeError(f"{directory}: {error}") from None
-        return model.to(dtype).eval()
+            model = cls(found.config.changed(**config))
+        return found.fill(model, dtype)
 
-    def _complete(self, state: dict[str, Tensor], directory: str | Path) -> dict[str, Tensor]:
-        """The state without other heads, and with new parameters for what it lacks of this one."""
+    def select(self, state: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+        """The state of a checkpoint without other heads, and with new parameters for what it lacks of this one."""
         expected, body = self.state_dict(), ("bert.embeddings.", "bert.encoder.")
         state = {name: tensor for name, tensor in state.items() if name in expected or name.startswith(body)}
         new = sorted(name for name in expected.keys() - state.keys() if not name.startswith(body))
@@ -220,7 +216,7 @@ class _BertWithHead(Saveable):
             dtype = next(iter(state.values())).dtype if state else None
             state |= {name: self._new_parameter(name, expected[name].shape, dtype) for name in new}
             names = ", ".join(checkpoint.to_hugging_face_names(new, self._names))
-            warnings.warn(f"{directory} lacks {names}: initialised anew, to be trained", stacklevel=3)
+            warnings.warn(f"{directory} lacks {names}: initialised anew, to be trained", stacklevel=4)
         return state
 
     def _new_dropout(self) -> nn.Dropout | None:

@@ -511,7 +511,11 @@ class BertModel(Saveable):
 
     @classmethod
     def from_pretrained(
-        cls, directory: str | Path, *, add_pooling_layer: bool | None = None, dtype: torch.dtype | None = None
+        cls,
+        directory: str | Path | checkpoint.Checkpoint,
+        *,
+        add_pooling_layer: bool | None = None,
+        dtype: torch.dtype | None = None,
     ) -> "BertModel":
         """From a directory with config.json and model.safetensors (or pytorch_model.bin), in evaluation mode.
 
@@ -519,18 +523,18 @@ class BertModel(Saveable):
         when None. Raises FileNotFoundError, ValueError (a corrupt file, a configuration of no family that is known)
         and RuntimeError (a missing or unexpected parameter).
         """
+        found = checkpoint.load(directory)
         with torch.device("meta"):
-            model = cls(BertConfig.from_pretrained(directory), add_pooling_layer)
-        state = model.to_ours(checkpoint.read(directory))
-        if model.pooler is None:
-            state = {name: tensor for name, tensor in state.items() if not name.startswith("pooler.")}
-        elif not any(name.startswith("pooler.") for name in state):
-            raise RuntimeError(f"{directory}: the checkpoint has no pooler; pass add_pooling_layer=False")
-        try:
-            model.load_state_dict(state, assign=True)
-        except RuntimeError as error:
-            raise RuntimeError(f"{directory}: {error}") from None
-        return model.to(dtype).eval()
+            model = cls(found.config, add_pooling_layer)
+        return found.fill(model, dtype)
+
+    def select(self, state: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+        """The state of a checkpoint without a pooler that this model does not have."""
+        if self.pooler is None:
+            return {name: tensor for name, tensor in state.items() if not name.startswith("pooler.")}
+        if not any(name.startswith("pooler.") for name in state):
+            raise RuntimeError("the checkpoint has no pooler; pass add_pooling_layer=False")
+        return state
 
 
 def count_parameters(config: BertConfig) -> int:

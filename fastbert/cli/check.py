@@ -23,9 +23,11 @@ from torch import Tensor
 
 import fastbert
 from fastbert import backends, checkpoint, reference, testing
+from fastbert.auto import classes_of
+from fastbert.checkpoint import Checkpoint
 from fastbert.config import BertConfig
 from fastbert.files import write_text
-from fastbert.heads import HEADS, IGNORED
+from fastbert.heads import IGNORED
 from fastbert.model import BertModel, Saveable
 from fastbert.testing import Result, Row
 
@@ -153,36 +155,42 @@ def _repeats(report: Report, dtype: str, name: str) -> Omission | None:
 class _Subject(NamedTuple):
     """A checkpoint, and what its config.json says that it is."""
 
-    directory: Path
-    config: BertConfig
-    kind: str  # "Model", or one of the family's heads
-    arguments: dict[str, bool]  # of its constructor
+    found: Checkpoint
+    ours_class: type[Saveable]
+    arguments: dict[str, bool]  # of from_pretrained, in both libraries
     device: str
 
     @classmethod
     def read(cls, directory: Path, device: str) -> "_Subject":
-        config = BertConfig.from_pretrained(directory)
-        family, names = config.family, config.extra.get("architectures") or ()
-        kind = next((kind for kind in family.heads if family.class_name(kind) in names), "Model")
-        arguments = {}
-        if kind == "Model" and family.pooler_dense:
-            state = checkpoint.to_ours(checkpoint.read(directory), checkpoint.Names(family))
-            arguments["add_pooling_layer"] = any(name.startswith("pooler.") for name in state)
-        return cls(directory, config, kind, arguments, device)
+        found = checkpoint.load(directory)
+        family, names = found.config.family, found.config.extra.get("architectures") or ()
+        known = classes_of(family)
+        ours_class = next((known[name] for name in names if name in known), BertModel)
+        pools = ours_class is BertModel and family.pooler_dense
+        return cls(found, ours_class, {"add_pooling_layer": found.has_pooler} if pools else {}, device)
+
+    @property
+    def directory(self) -> Path:
+        return self.found.directory
+
+    @property
+    def config(self) -> BertConfig:
+        return self.found.config
+
+    @property
+    def kind(self) -> str:
+        """ "Model", or one of the family's heads."""
+        return self.ours_class.kind
 
     @property
     def name(self) -> str:
         """transformers' name of the class."""
         return self.config.family.class_name(self.kind)
 
-    @property
-    def ours_class(self) -> type[Saveable]:
-        return next((head for head in HEADS if head.kind == self.kind), BertModel)
-
     def ours(self, dtype: torch.dtype) -> Saveable:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            model = self.ours_class.from_pretrained(self.directory, dtype=dtype, **self.arguments)
+            model = self.ours_class.from_pretrained(self.found, dtype=dtype, **self.arguments)
         if caught:  # parameters that are not in the checkpoint are random, and not the same in both libraries
             raise ValueError(str(caught[0].message))
         return model.to(self.device)

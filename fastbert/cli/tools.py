@@ -83,7 +83,7 @@ def _check(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from fastbert.inference import trained_model
+    from fastbert.auto import trained_model
     from fastbert.inference.export import export
 
     model = trained_model(args.model, dtype=DTYPES[args.dtype])
@@ -125,7 +125,7 @@ def _info(args: argparse.Namespace) -> None:
 
 def _about_model(name: str) -> dict[str, Any]:
     """Its class, its true number of parameters (shared ones once), and its configuration."""
-    from fastbert.inference import model_class_of
+    from fastbert.auto import model_class_of
 
     config = BertConfig.from_pretrained(name) if Path(name).is_dir() else BertConfig.preset(name)
     model_class = model_class_of(config)

@@ -6,6 +6,7 @@
 `fastbert.inference.export` writes ONNX and torch.export files, `fastbert.graph` replays a model as CUDA graphs.
 """
 
+from fastbert.auto import model_class_of, trained_model
 from fastbert.inference.plots import attention_figure, attention_of, plot_attention
 from fastbert.inference.predict import (
     Answer,
@@ -18,9 +19,7 @@ from fastbert.inference.predict import (
     QuestionAnswerer,
     TextClassifier,
     label_names,
-    model_class_of,
     similarity,
-    trained_model,
 )
 from fastbert.inference.sentences import SentenceEncoder
 

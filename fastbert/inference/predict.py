@@ -9,7 +9,6 @@ Sentence embeddings are `SentenceEncoder`; `similarity` compares them. What `tra
 of the same tasks do otherwise is in docs/inference.md.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastbert import checkpoint
+from fastbert.auto import trained_model
 from fastbert.config import BertConfig
 from fastbert.data.datasets import QADataset
 from fastbert.data.encode import COLUMNS, NO_WORD, cut_encodings
@@ -35,7 +34,6 @@ from fastbert.data.tokenizer import (
     text_of,
 )
 from fastbert.heads import (
-    HEADS,
     BertForMaskedLM,
     BertForPreTraining,
     BertForQuestionAnswering,
@@ -43,7 +41,7 @@ from fastbert.heads import (
     BertForTokenClassification,
 )
 from fastbert.inference.sentences import batches
-from fastbert.model import BertModel, Saveable
+from fastbert.model import Saveable
 from fastbert.ops.bias_gelu import wide
 from fastbert.ops.padding import ends_of
 
@@ -98,45 +96,6 @@ class Answers(NamedTuple):
 
     best: list[Answer]
     no_answer: float
-
-
-# ---- trained models
-
-
-def trained_model(
-    directory: str | Path, classes: Sequence[type[Saveable]] | None = None, *, dtype: torch.dtype | None = None
-) -> Saveable:
-    """The model that a directory holds, as the `architectures` of its config.json say, in evaluation mode.
-
-    classes: those that will do; any when None, BertModel too. Two heads may have parameters of the same names, so what
-    the file says decides; where it says nothing, it is read as the first of them.
-    Raises ValueError for a checkpoint of another head, or without parameters of its own; FileNotFoundError and
-    RuntimeError as from_pretrained does.
-    """
-    config = BertConfig.from_pretrained(directory)
-    model_class = model_class_of(config, classes, str(directory))
-    arguments = {}
-    if model_class is BertModel and not any("pooler." in name for name in checkpoint.read(directory)):
-        arguments["add_pooling_layer"] = False
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".* initialised anew", UserWarning)
-        try:
-            return model_class.from_pretrained(directory, dtype=dtype, **arguments)
-        except UserWarning as lack:
-            raise ValueError(f"{lack}; expected a trained model") from None
-
-
-def model_class_of(
-    config: BertConfig, classes: Sequence[type[Saveable]] | None = None, owner: str = "the configuration"
-) -> type[Saveable]:
-    """The class for the `architectures` of a configuration. Raises ValueError where it is none of `classes`."""
-    names, family = config.extra.get("architectures") or (), config.family
-    classes = (BertModel, *HEADS) if classes is None else classes
-    known = {family.class_name(c.kind): c for c in classes if c is BertModel or c.kind in family.heads}
-    if names and not known.keys() & set(names):
-        expected = " or ".join(known) or f"a head that {family.name} has"
-        raise ValueError(f"{owner}: architectures is {', '.join(names)}; expected {expected}")
-    return next((known[name] for name in names if name in known), classes[0])
 
 
 # ---- what they share
