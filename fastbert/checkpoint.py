@@ -1,9 +1,8 @@
-"""Checkpoints in Hugging Face's format: config.json beside model.safetensors, under Hugging Face's parameter names.
+"""Checkpoints in Hugging Face's format: config.json and model.safetensors, under Hugging Face's parameter names.
 
-Our modules hold q, k and v as one parameter, and no decoder of the masked-LM head, which is the word embeddings;
-everything else is called as in `transformers`' BERT, whatever the family. So translation has two steps: between a
-family's names and BERT's (`Names`, from the facts in `fastbert/families.py`), and between BERT's and ours. Nothing here
-knows a model.
+Our models of all families have the parameter names of `transformers`' BERT, except that q, k and v are one `qkv`, and
+that the masked-LM decoder is not stored because it is the word embeddings. So names are translated in two steps: from
+the family's to BERT's (`Names`, by the facts in `fastbert/families.py`) and from BERT's to ours.
 """
 
 import json
@@ -21,18 +20,18 @@ from fastbert.families import BY_MODEL_TYPE, Family, Head
 from fastbert.files import replacing, write_text
 
 _PARTS = ("query", "key", "value")
-_OF_LAYERS = (*_PARTS, "out", "out_norm", "up", "down", "down_norm")  # the facts of a layer that hold parameters
-BODY = ("embeddings.", "encoder.", "pooler.")  # what names of a bare BertModel begin with
-TIED = {  # names that Hugging Face's models have in memory, for tensors that they have under another name as well
+_OF_LAYERS = (*_PARTS, "out", "out_norm", "up", "down", "down_norm")  # parts of a layer that have parameters
+BODY = ("embeddings.", "encoder.", "pooler.")  # prefixes of the names in a bare BertModel
+TIED = {  # second names of tensors in Hugging Face's models -> first names
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
 
 
 class Names:
-    """What a family calls the parameters that BERT calls otherwise, by the module that holds them.
+    """Translates parameter names between a family and BERT, module by module.
 
-    head: whose names are translated too. encoder: names begin inside the encoder, not at the model.
+    head: translate the names of this head too. encoder: names are relative to the encoder, not to the model.
     """
 
     def __init__(self, family: Family, head: Head | None = None, *, encoder: bool = False) -> None:
@@ -47,11 +46,11 @@ class Names:
         self._modules = (modules, {theirs: ours for ours, theirs in modules.items()})
 
     def theirs(self, name: str) -> str:
-        """From BERT's name."""
+        """BERT's name -> the family's."""
         return self._translate(name, 0)
 
     def ours(self, name: str) -> str:
-        """To BERT's name; one that is BERT's already, or ours, stays."""
+        """The family's name -> BERT's. BERT's own names and ours stay as they are."""
         own, family = (f"{prefix}." for prefix in self._prefixes)
         return self._translate(name.replace(own, family, 1) if name.startswith(own) else name, 1)
 
@@ -80,7 +79,7 @@ BERT = Names(BY_MODEL_TYPE["bert"])
 
 
 def merge_qkv(state: dict[str, Tensor], prefix: str) -> None:
-    """Replaces `<prefix>self.{query,key,value}.*` by `<prefix>qkv.*`, in place, where all three are there."""
+    """Replaces `<prefix>self.{query,key,value}.*` by `<prefix>qkv.*` in place, where all three exist."""
     for kind in ("weight", "bias"):
         names = [f"{prefix}self.{part}.{kind}" for part in _PARTS]
         if all(name in state for name in names):
@@ -88,9 +87,9 @@ def merge_qkv(state: dict[str, Tensor], prefix: str) -> None:
 
 
 def to_ours(state: Mapping[str, Tensor], names: Names = BERT) -> dict[str, Tensor]:
-    """From Hugging Face's names, old ones too (gamma and beta, position_ids), or ours.
+    """From Hugging Face's names, including old ones (gamma and beta, position_ids), or from ours.
 
-    Where there is a `bert.` prefix (or the family's), what does not have it belongs to a head and is left out.
+    If some names have the prefix `bert.` (or the family's), the others belong to a head and are dropped.
     """
     state = {names.ours(name): tensor for name, tensor in state.items()}
     if any(name.startswith("bert.") for name in state):
@@ -99,9 +98,9 @@ def to_ours(state: Mapping[str, Tensor], names: Names = BERT) -> dict[str, Tenso
 
 
 def to_ours_with_head(state: Mapping[str, Tensor], names: Names = BERT) -> dict[str, Tensor]:
-    """As `to_ours`, for a model that holds its body as `bert`: heads stay, a bare BertModel gets the prefix.
+    """As `to_ours` for a model with a head: heads are kept, and names of a bare BertModel get the prefix `bert.`.
 
-    Raises RuntimeError where a masked-LM decoder is not the word embeddings.
+    Raises RuntimeError if a masked-LM decoder differs from the word embeddings.
     """
     state = {names.ours(name): tensor for name, tensor in state.items()}
     if not any(name.startswith("bert.") for name in state):
@@ -120,7 +119,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _modern(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Old names become new ones, and q, k and v one parameter."""
+    """Renames gamma and beta, drops position_ids, merges q, k and v."""
     state = {name: tensor for name, tensor in state.items() if not name.endswith("embeddings.position_ids")}
     for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         state = {name.removesuffix(old) + new if name.endswith(old) else name: t for name, t in state.items()}
@@ -131,9 +130,9 @@ def _modern(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_hugging_face(state: Mapping[str, Tensor], names: Names = BERT, *, tied: bool = True) -> dict[str, Tensor]:
-    """From our names to Hugging Face's, bit for bit; no tensors share memory but those that theirs tie.
+    """From our names to Hugging Face's, bit for bit. Only tied tensors share memory.
 
-    tied: with the second names of tied tensors, as in memory; files do not have them.
+    tied: with the second names of tied tensors, as `state_dict` has them; files do not.
     """
     result = {}
     for name, tensor in state.items():
@@ -152,7 +151,7 @@ def _of_part(name: str, part: str) -> str:
 
 
 def check(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], names: Names = BERT) -> None:
-    """Raises RuntimeError that lists missing and unexpected names and wrong shapes, if there are any."""
+    """Raises RuntimeError that lists missing names, unexpected names and wrong shapes."""
     problems = _listed("missing", to_hugging_face_names(expected.keys() - given.keys(), names))
     problems += _listed("unexpected", map(names.theirs, given.keys() - expected.keys()))
     problems += _listed(
@@ -168,7 +167,7 @@ def check(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], names: Na
 
 
 def to_hugging_face_names(ours: Iterable[str], names: Names = BERT) -> list[str]:
-    """What our parameter names are in a Hugging Face checkpoint."""
+    """The names in a Hugging Face checkpoint for these names of ours, sorted."""
     return sorted({names.theirs(_of_part(name, part)) for name in ours for part in _PARTS})
 
 
@@ -179,7 +178,7 @@ def _listed(what: str, names: Iterable[str]) -> list[str]:
 
 
 class Checkpoint:
-    """A directory with a model. Its configuration and its tensors are read once, each when it is first asked for."""
+    """A directory with a model. Its configuration and its tensors are each read once, on first use."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -190,7 +189,7 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Under the names in the file. Models that are filled from here share them, where they need no conversion."""
+        """Under the names in the file. Models that `fill` returns share them, unless a conversion copies them."""
         return read(self.directory)
 
     @property
@@ -198,10 +197,10 @@ class Checkpoint:
         return any("pooler." in name for name in self.tensors)
 
     def fill(self, model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-        """The model with these tensors, in evaluation mode; names and shapes are compared before anything changes.
+        """The model with these tensors, in evaluation mode. Names and shapes are checked before any weight changes.
 
-        model: on the meta device; its `select` chooses from the tensors under our names. dtype: as stored when None.
-        Raises FileNotFoundError, ValueError as `read`, and RuntimeError for names or shapes that do not fit.
+        model: on the meta device; its method `select` drops and adds tensors, by our names. dtype: as stored when None.
+        Raises what `read` raises, and RuntimeError for names or shapes that do not fit.
         """
         try:
             state = model.select(model.to_ours(self.tensors), self.directory)
@@ -212,15 +211,15 @@ class Checkpoint:
 
 
 def load(directory: str | Path | Checkpoint) -> Checkpoint:
-    """What a directory holds; a Checkpoint as it is, so that a caller who has looked at one need not read it again."""
+    """The checkpoint in a directory. A Checkpoint is returned as it is, so that its files are not read again."""
     return directory if isinstance(directory, Checkpoint) else Checkpoint(directory)
 
 
 def read(directory: str | Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, under its own names.
+    """The tensors of a checkpoint under the names in the file.
 
-    Reads model.safetensors or, failing that, pytorch_model.bin (tensors only, never code). Raises FileNotFoundError
-    when there is neither, ValueError for a corrupt or truncated file.
+    Reads model.safetensors or, if there is none, pytorch_model.bin (tensors only, never code). Raises FileNotFoundError
+    if there is neither, ValueError for a corrupt or truncated file.
     """
     safe, pickled = (Path(directory) / name for name in ("model.safetensors", "pytorch_model.bin"))
     if not safe.exists() and not pickled.exists():
@@ -230,7 +229,7 @@ def read(directory: str | Path) -> dict[str, Tensor]:
         state = load_file(safe) if path == safe else torch.load(pickled, map_location="cpu", weights_only=True)
     except PermissionError:
         raise
-    except Exception as error:  # what a damaged pickle raises has no bounds
+    except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"{path} is corrupt or truncated: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in state.items()):
         raise ValueError(f"{path} holds no state dict (names and tensors, nothing around them)")
@@ -238,11 +237,11 @@ def read(directory: str | Path) -> dict[str, Tensor]:
 
 
 def write(directory: str | Path, config: dict, state: Mapping[str, Tensor]) -> None:
-    """Writes config.json and model.safetensors, each whole or not at all. state: under Hugging Face's names."""
+    """Replaces config.json and model.safetensors, each as a whole. state: under Hugging Face's names."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors, seen = {}, set()
-    for name, tensor in state.items():  # safetensors has no aliases: parameters that are tied are written twice
+    for name, tensor in state.items():  # safetensors stores no aliases: a tied parameter is written twice
         tied = tensor.data_ptr() in seen
         tensors[name] = tensor.detach().clone() if tied else tensor.detach().contiguous()
         seen.add(tensor.data_ptr())

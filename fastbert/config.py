@@ -1,4 +1,4 @@
-"""BertConfig: what a model of the family is made of, in Hugging Face's names and defaults, and known sizes by name."""
+"""BertConfig: a model's sizes and settings with Hugging Face's names and defaults, and published sizes by name."""
 
 import dataclasses
 import json
@@ -16,18 +16,18 @@ GELU_FORMS = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_p
 
 @dataclass(init=False)
 class BertConfig:
-    """The shape of an encoder; fields are those of `transformers.BertConfig`, by keyword.
+    """A model's configuration, with the fields of `transformers.BertConfig` as keyword arguments.
 
-    model_type: "bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert" or "albert". What is not given
-    has the default that transformers' configuration of that type has; below are BERT's. embedding_size: the width of
-    the embeddings, where the family projects them (ALBERT, ELECTRA); None is hidden_size. The names here are BERT's for
-    all; `from_dict` and `to_dict` know what each family calls them.
+    model_type: "bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert" or "albert". Other fields default
+    to what transformers' configuration of that type has; the defaults below are BERT's. embedding_size: channels of the
+    embedding tables in families that project them (ALBERT, ELECTRA); None means hidden_size. Fields have BERT's names
+    in every family; `from_dict` and `to_dict` translate them from and to the family's.
 
-    Fields of a config.json that are not listed here are kept in `extra` and written back by `to_dict`; so are those
-    that only one family has, which are keywords too (ALBERT's num_hidden_groups, DistilBERT's qa_dropout, ...). A model
-    reads it when it is made; what is assigned later (transformers.Trainer sets `use_cache`) changes no model.
-    Raises ValueError for a configuration that makes no sense or that fastbert does not compute, TypeError for a keyword
-    that is no field.
+    Other fields of a config.json are kept in `extra` and written back by `to_dict`. So are fields of a single family,
+    which are keywords too (ALBERT's num_hidden_groups, DistilBERT's qa_dropout, ...). A model reads its configuration
+    when it is constructed; later changes (transformers.Trainer sets `use_cache`) do not affect it.
+    Raises ValueError for an invalid configuration or one that fastbert does not compute, TypeError for an unknown
+    keyword.
     """
 
     model_type: str = "bert"
@@ -108,7 +108,7 @@ class BertConfig:
             )
 
     def _check_family(self) -> None:
-        """What transformers computes and fastbert does not, and what the family does not have."""
+        """Refuses what fastbert does not compute, and what the family does not have."""
         for name, expected in (
             ("model_type", self.model_type),
             ("position_embedding_type", "absolute"),
@@ -129,7 +129,7 @@ class BertConfig:
             self._require("num_hidden_groups", expected, lambda v: _is_int(v) and 0 < v <= self.num_hidden_layers)
 
     def _require(self, name: str, expected: str, holds) -> None:
-        """In the family's own name for the field."""
+        """Checks a field, and reports it under the family's name."""
         _require(self.family.config_names.get(name, name), self._value(name), expected, holds)
 
     def _value(self, name: str) -> Any:
@@ -145,26 +145,26 @@ class BertConfig:
 
     @property
     def embedding_width(self) -> int:
-        """Of the embeddings before a projection."""
+        """Channels of the embedding tables, before a projection."""
         return self.hidden_size if self.embedding_size is None else self.embedding_size
 
     @property
     def max_sequence_length(self) -> int:
-        """The longest sequence, in tokens: all positions, or those after the padding's."""
+        """The longest sequence, in tokens. RoBERTa's positions start after pad_token_id, so it is shorter there."""
         return self.max_position_embeddings - (self.pad_token_id + 1 if self.family.padding_positions else 0)
 
     @property
     def layer_groups(self) -> int | None:
-        """How many layers there are for all `num_hidden_layers` runs of one (ALBERT); None: a layer for each."""
+        """How many layers ALBERT shares among its num_hidden_layers; None where layers are not shared."""
         return self.extra.get("num_hidden_groups") if self.family.grouped else None
 
     @property
     def head_dropout(self) -> float:
-        """The dropout before a classifier."""
+        """Dropout probability before a classifier."""
         return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
 
     def dropout_of(self, name: str) -> float:
-        """The dropout of a head (`fastbert.families.Head.dropout`)."""
+        """Dropout probability by the name of its field (`fastbert.families.Head.dropout`)."""
         return self.head_dropout if name == "classifier_dropout" else self._value(name)
 
     @property
@@ -174,10 +174,10 @@ class BertConfig:
 
     @classmethod
     def preset(cls, name: str) -> "BertConfig":
-        """A published size by name: "bert-base-uncased", or with its parameters, "bert-base-uncased (110M)".
+        """A published model by name: "bert-base-uncased" or, with its size, "bert-base-uncased (110M)".
 
-        Names are those of the Hugging Face Hub, the owner before a slash may be left out.
-        Raises ValueError that lists the known names.
+        Names are those of the Hugging Face Hub; the owner before the slash may be omitted. Raises ValueError that lists
+        the known names.
         """
         for known, (size, fields) in PRESETS.items():
             if name.removesuffix(f" ({size})") in (known, known.rpartition("/")[2]):
@@ -187,9 +187,9 @@ class BertConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "BertConfig":
-        """From the fields of a config.json, by the family's own names for them or by those of this class."""
+        """From the fields of a config.json, under the family's names or under BERT's."""
         model_type = values.get("model_type") or "bert"
-        if family := BY_MODEL_TYPE.get(str(model_type)):  # what is none __init__ refuses
+        if family := BY_MODEL_TYPE.get(str(model_type)):  # __init__ refuses others
             values = _in_our_names(values, family)
         if values.get("id2label") and "num_labels" not in values:
             values = {**values, "num_labels": len(values["id2label"])}
@@ -202,7 +202,7 @@ class BertConfig:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> "BertConfig":
-        """From `directory`/config.json. Raises FileNotFoundError, or ValueError for no model's of the family."""
+        """From `directory`/config.json. Raises FileNotFoundError, and ValueError for what is not a known model's."""
         path = Path(directory) / "config.json"
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -213,14 +213,14 @@ class BertConfig:
         return cls.from_dict(values)
 
     def changed(self, **fields) -> "BertConfig":
-        """With other values of these fields. The names of the labels go where there is another number of labels."""
+        """A copy with these fields changed. Label names are dropped if the number of labels changes."""
         values = {**self.extra, **self._fields(), **_in_our_names(fields, self.family)}
         if len(values.get("id2label") or ()) != values["num_labels"] and not {"id2label", "label2id"} & fields.keys():
             values = {name: value for name, value in values.items() if name not in ("id2label", "label2id")}
         return self.from_dict(values)
 
     def to_dict(self) -> dict:
-        """The fields of a config.json that `transformers` reads, by the family's own names for them."""
+        """The fields of a config.json for `transformers`, under the family's names."""
         values, names = self._fields() | {"embedding_size": self.embedding_width}, self.family.config_names
         return self.extra | {names.get(n, n): v for n, v in values.items() if n not in self.family.fixed}
 
@@ -238,7 +238,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _in_our_names(values: dict, family: Family) -> dict:
-    """Raises ValueError where a field is there by both names, with two values."""
+    """Renames the family's fields to BERT's. Raises ValueError if one is given under both names with two values."""
     values = dict(values)
     for ours, theirs in family.config_names.items():
         if theirs not in values:

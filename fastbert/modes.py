@@ -1,4 +1,4 @@
-"""Evaluation mode, and back."""
+"""Evaluation mode for a while."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every part is in the mode that it was in."""
+    """Evaluation mode without gradients; restores the mode of every submodule afterwards."""
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:

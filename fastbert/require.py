@@ -1,11 +1,11 @@
-"""Packages that only parts of fastbert need."""
+"""Optional packages."""
 
 import importlib
 from types import ModuleType
 
 
 def require(module: str, package: str) -> ModuleType:
-    """The module; ModuleNotFoundError with the command that installs it where it is missing."""
+    """Imports a module. Raises ModuleNotFoundError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
-"""From raw text to batches without padding, or with it.
+"""From raw text to packed or padded batches.
 
-Tokenizers, data sets of examples, corpora in memory-mapped files, a collator that packs and masks, samplers by number
-of examples or of tokens, and a loader that resumes in the middle of an epoch (docs/data.md)::
+Tokenizers, data sets, corpora in memory-mapped files, a collator that packs and masks, samplers by number of examples
+or of tokens, and a loader that resumes in the middle of an epoch (docs/data.md)::
 
     loader = create_mlm_dataloader(texts, tokenizer, max_tokens=8192)
     for epoch in range(3):
@@ -9,7 +9,7 @@ of examples or of tokens, and a loader that resumes in the middle of an epoch (d
         for batch in loader:
             loss = model(**batch).loss  # fastbert.BertForMaskedLM, or another of its models
 
-`transformers.Trainer` takes the data sets, and the collator as its `data_collator`; docs/heads.md shows how it takes
+`transformers.Trainer` takes the data sets, and the collator as its `data_collator`; docs/heads.md shows how to give it
 the samplers.
 """
 

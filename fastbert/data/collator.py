@@ -1,7 +1,7 @@
-"""A collator: tokenised examples to one batch, packed or padded, masked for a masked LM where that is wanted.
+"""A collator: makes one batch of tokenised examples, packed or padded, and masks it for a masked LM.
 
-It runs on the host, where lengths and labels are known, and hands them on (`cu_seqlens`, `max_seqlen`,
-`labelled_rows`), so that no model has to ask a GPU for them.
+It runs on the host, where lengths and labels are known, and passes them on (`cu_seqlens`, `max_seqlen`,
+`labelled_rows`), so that models need no synchronisation with a GPU to find them.
 """
 
 import zlib
@@ -14,35 +14,34 @@ from torch import Tensor
 from fastbert.data.tokenizer import continuation_prefix, copy_of, special_token_id
 from fastbert.ops.padding import ends_of
 
-IGNORED = -100  # the label of what has none
+IGNORED = -100  # label of what no loss counts
 _OF_TOKENS = ("input_ids", "token_type_ids", "attention_mask", "special_tokens_mask")
-_LABELS = ("labels", "label", "label_ids")  # what data sets call them
-# More labels of whole examples:
+_LABELS = ("labels", "label", "label_ids")  # names in common data sets
 _OF_SEQUENCES = ("next_sentence_label", "sentence_order_label", "start_positions", "end_positions")
 
 
 class PackingCollator:
-    """Packs a list of tokenised examples into one batch of `fastbert`'s models.
+    """Packs a list of tokenised examples into one batch for `fastbert`'s models.
 
-    An example is a mapping with input_ids, and optionally token_type_ids, attention_mask (padding, where it is 0, is
-    left out; it has to be at the end), special_tokens_mask, word_ids, and labels (also `label`, `label_ids`): an int or
-    a float for the example, ints for each token, or floats for several classes at once. Other entries are left out. The
+    An example is a mapping with input_ids and optionally token_type_ids, attention_mask (tokens where it is 0 are
+    dropped; they must be at the end), special_tokens_mask, word_ids, and labels (or `label`, `label_ids`): an int or a
+    float for the example, an int for each token, or a float for each of several classes. Other entries are dropped. The
     batch holds
 
     - input_ids and, if the examples have them, token_type_ids: (T,) int64
     - cu_seqlens: (B + 1,) int32, and max_seqlen: an int
-    - position_ids: (T,) int64, with return_position_ids only; without, the model counts by itself
+    - position_ids: (T,) int64, only with return_position_ids; otherwise the model computes them
     - labels: (B,) int64 or float32, (T,) int64, or (B, classes) float32
     - next_sentence_label, sentence_order_label, start_positions, end_positions: (B,) int64, if the examples have them
-    - labelled_rows: (L,) int64, with masking only: the rows that have a label
+    - labelled_rows: (L,) int64, only with masking: the rows with a label
 
-    With packed=False it is the same batch padded: what is (T,) above is (B, S) with attention_mask, (B, S) int64;
-    position_ids, cu_seqlens, max_seqlen and labelled_rows are left out.
+    With packed=False the batch is padded: (T,) above becomes (B, S), attention_mask (B, S) int64 is added, and
+    position_ids, cu_seqlens, max_seqlen and labelled_rows are omitted.
 
-    With an mlm_probability it masks tokens for a masked LM, anew each time: that share of all tokens but special ones
-    is to be predicted; of these 80 % become the mask token, 10 % a random token, 10 % stay (Devlin et al., "BERT",
-    2018, 3.1). Labels are then its own, those of the examples are left out. With whole_words a word is predicted as a
-    whole or not at all, with that probability; its tokens are replaced one by one, as in BERT's own code.
+    With mlm_probability it masks tokens for a masked LM, differently each time: it selects that share of the tokens
+    that are not special; of these 80 % become the mask token, 10 % a random token, 10 % stay (Devlin et al., "BERT",
+    2018, 3.1). Its labels replace those of the examples. With whole_words, all tokens of a word are selected together;
+    each is then replaced independently, as in BERT's code.
     """
 
     def __init__(
@@ -61,23 +60,22 @@ class PackingCollator:
         return_position_ids: bool = False,
         seed: int | None = None,
     ) -> None:
-        """tokenizer: from `transformers` or `tokenizers`, asked for mask_token_id, vocab_size, special_ids and
-        pad_token_id where these are not given; only masking and padding need them.
+        """tokenizer: from `transformers` or `tokenizers`; supplies mask_token_id, vocab_size, special_ids and
+        pad_token_id unless they are given. Only masking and padding need them.
 
-        whole_words: a word is what has one number in an example's word_ids (-1 or None at special tokens); without
-        them, where the tokenizer is a WordPiece, a token and the `##` tokens after it. max_tokens, max_length: of a
-        batch and of an example (a model's max_position_embeddings), padding not counted; what is longer raises
-        ValueError in a call. return_position_ids: in packed batches, the place in the sequence, from 0, which is not
-        what RoBERTa, XLM-RoBERTa and CamemBERT want. seed: None draws from torch's generator of the process:
-        `torch.manual_seed` decides, and in the workers of a DataLoader, which seed theirs from it, the number of
-        workers too. With a seed, masks depend on it, the epoch (`set_epoch`) and the tokens of the batch alone: the
-        same with any number of workers, packed or padded, and after a restart in the middle of an epoch.
-        Raises ValueError for values that make no sense.
+        whole_words: tokens with the same number in word_ids are a word (-1 or None at special tokens); without
+        word_ids, a WordPiece token and the `##` tokens after it. max_tokens, max_length: limits of a batch and of an
+        example in tokens, padding not counted; a call raises ValueError above them. return_position_ids: positions in
+        the sequence from 0, which are not those of RoBERTa, XLM-RoBERTa and CamemBERT. seed: with None, masks come from
+        torch's generator in the process, so they depend on `torch.manual_seed` and on the number of DataLoader workers.
+        With a seed, masks depend only on it, the epoch (`set_epoch`) and the tokens of the batch: they are the same for
+        any number of workers, packed or padded, and after a restart within an epoch.
+        Raises ValueError for invalid values.
         """
         self.mlm_probability, self.whole_words, self.seed = mlm_probability, whole_words, seed
         self.packed, self.return_position_ids = packed, return_position_ids
         self.max_tokens, self.max_length = max_tokens, max_length
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers that live on see it change
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # persistent workers see it change
         self.pad_token_id = special_token_id(tokenizer, "pad_token") if pad_token_id is None else pad_token_id
         if not packed and self.pad_token_id is None:
             raise ValueError("PackingCollator: packed=False needs pad_token_id, or a tokenizer that has it")
@@ -102,11 +100,11 @@ class PackingCollator:
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """For other masks in each epoch, where there is a seed; before the epoch's first batch."""
+        """Gives each epoch other masks, if there is a seed. Call it before the epoch's first batch."""
         self._epoch.fill_(epoch)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | int]:
-        """The batch. Raises ValueError for examples that are too long, or that do not fit each other or themselves."""
+        """The batch. Raises ValueError for examples that are too long or inconsistent."""
         if not examples:
             raise ValueError("PackingCollator: expected at least one example")
         lengths = torch.tensor([len(example["input_ids"]) for example in examples])
@@ -157,7 +155,7 @@ class PackingCollator:
             )
 
     def _masked(self, ids: Tensor, special: Tensor | None, words: Tensor | None, lengths: Tensor) -> dict[str, Tensor]:
-        """input_ids and labels of a masked LM. One random number a token decides its fate, or that of its word."""
+        """Masked input_ids, and labels. One random number for each token, or word, decides what happens to it."""
         generator, p = self._generator(ids), self.mlm_probability
         fate = torch.rand(ids.shape, generator=generator)
         random = torch.randint(self.vocab_size, ids.shape, generator=generator)
@@ -165,21 +163,21 @@ class PackingCollator:
         chosen = fate < p
         if self.whole_words:
             chosen = chosen[self._first_of_word(ids, special, words, lengths)]
-            fate = p * torch.rand(ids.shape, generator=generator)  # that of the token, given that it is chosen
+            fate = p * torch.rand(ids.shape, generator=generator)  # for each token of a chosen word
         chosen &= ~special
         replaced = torch.where(fate < 0.8 * p, self.mask_token_id, torch.where(fate < 0.9 * p, random, ids))
         return {"input_ids": torch.where(chosen, replaced, ids), "labels": torch.where(chosen, ids, IGNORED)}
 
     def _first_of_word(self, ids: Tensor, special: Tensor, words: Tensor | None, lengths: Tensor) -> Tensor:
-        """For every token, the row of the first token of its word, (T,)."""
+        """(T,): for every token, the row of the first token of its word."""
         if words is not None:
             begins = words != words.roll(1)
         elif self._continues is not None:
             begins = ~self._continues[ids]
         else:
             raise ValueError("PackingCollator: whole_words needs word_ids in the examples, or a WordPiece tokenizer")
-        begins[ends_of(lengths)[:-1][lengths > 0].long()] = True  # no word goes on in another example,
-        begins[1:] |= special[:-1]  # nor beyond a special token
+        begins[ends_of(lengths)[:-1][lengths > 0].long()] = True  # a word ends with its example
+        begins[1:] |= special[:-1]  # and at a special token
         return begins.nonzero().squeeze(-1)[begins.cumsum(0) - 1]
 
     def _generator(self, ids: Tensor) -> torch.Generator | None:
@@ -190,7 +188,7 @@ class PackingCollator:
 
 
 def _column(name: str, examples: Sequence[Mapping[str, Any]]) -> list | None:
-    """That entry of every example; None where no example has it. Raises ValueError where some have."""
+    """An entry of every example; None if no example has it. Raises ValueError if only some have."""
     has = [name in example for example in examples]
     if not any(has):
         return None
@@ -200,7 +198,7 @@ def _column(name: str, examples: Sequence[Mapping[str, Any]]) -> list | None:
 
 
 def _numbered(rows: list | None) -> list | None:
-    """word_ids with -1 for None, which is how tokenizers mark special tokens."""
+    """word_ids with -1 for the None that tokenizers give special tokens."""
     if rows is None:
         return None
     return [[-1 if word is None else word for word in row] if isinstance(row, list) else row for row in rows]
@@ -228,7 +226,7 @@ def _stacked(values: list) -> Tensor:
 
 
 def _labels(examples: Sequence[Mapping[str, Any]]) -> Tensor | list | None:
-    """The labels of the examples, stacked; or, of tokens, as a list for each example."""
+    """Labels of examples, stacked; labels of tokens as a list with an entry for each example."""
     columns = (_column(name, examples) for name in _LABELS)
     labels = next((column for column in columns if column is not None), None)
     if labels is None:
@@ -238,7 +236,7 @@ def _labels(examples: Sequence[Mapping[str, Any]]) -> Tensor | list | None:
 
 
 def _without_padding(tokens: dict[str, Tensor | None], lengths: Tensor) -> tuple[dict[str, Tensor | None], Tensor]:
-    """The tokens whose attention_mask is not 0, and how many each example has; without attention_mask."""
+    """Drops the tokens where attention_mask is 0, and attention_mask itself. Returns the new lengths as well."""
     mask = tokens.pop("attention_mask")
     if mask is None or mask.all():
         return tokens, lengths
@@ -251,7 +249,7 @@ def _without_padding(tokens: dict[str, Tensor | None], lengths: Tensor) -> tuple
     return {name: None if row is None else row[visible] for name, row in tokens.items()}, lengths
 
 
-# ---- what a tokenizer says: `transformers` has attributes, `tokenizers` methods
+# ---- reading a tokenizer: `transformers` has attributes, `tokenizers` has methods
 
 
 def _vocab_size(tokenizer: Any) -> int | None:
@@ -267,7 +265,7 @@ def _special_ids(tokenizer: Any) -> list[int]:
 
 
 def _continuations(tokenizer: Any) -> Tensor | None:
-    """Which ids go on with a word, (V,) bool, by the prefix of a WordPiece; None for other tokenizers."""
+    """(V,) bool: which ids of a WordPiece tokenizer continue a word; None for other tokenizers."""
     prefix = None if tokenizer is None else continuation_prefix(copy_of(tokenizer))
     if prefix is None:
         return None

@@ -1,12 +1,12 @@
-"""Corpora larger than memory: token ids in NumPy's .npy files, written as a stream and read by memory map.
+"""Corpora larger than memory: token ids in NumPy's .npy files, written as a stream and memory-mapped for reading.
 
 A directory holds
 
 - tokens.npy: (T,) uint16, or uint32 for large vocabularies: the ids of all texts, without special tokens
-- ends.npy: (N,) int64, where each text ends
-- words.npy: (T,) bool, where a word begins; not for WordPiece, whose `##` says so
+- ends.npy: (N,) int64: where each text ends
+- words.npy: (T,) bool: where a word begins; omitted for WordPiece, where `##` shows it
 - tokens.json: the special tokens before and after a text, and the numbers T and N
-- tokenizer.json, tokenizer_config.json: the tokenizer that made it (`get_tokenizer` reads the directory)
+- tokenizer.json, tokenizer_config.json: the tokenizer that was used (`get_tokenizer` reads the directory)
 """
 
 import json
@@ -32,9 +32,9 @@ from fastbert.files import write_text
 
 
 def read_texts(files: str | Path | Iterable[str | Path]) -> Iterator[str]:
-    """The lines of UTF-8 files, one after the other, without their ends: one text a line. Reads as it goes.
+    """The lines of UTF-8 files without line ends, read as they are needed: one text a line.
 
-    Raises FileNotFoundError, and ValueError for what is not UTF-8, with the file and the byte.
+    Raises FileNotFoundError, and ValueError with file and byte for text that is not UTF-8.
     """
     for path in [files] if isinstance(files, (str, Path)) else files:
         with open(path, "rb") as file:
@@ -52,7 +52,7 @@ def read_texts(files: str | Path | Iterable[str | Path]) -> Iterator[str]:
 
 
 class _Column:
-    """A .npy file that grows: NumPy leaves room in its header for any length, which is written at the end."""
+    """A .npy file written as a stream. NumPy pads its header, so the final length fits in when it is known."""
 
     def __init__(self, path: Path, dtype: type) -> None:
         self.dtype, self.count = np.dtype(dtype), 0
@@ -86,12 +86,12 @@ class _Column:
 
 
 def write_tokens(texts: Path | Iterable[str | Path], tokenizer: Any, directory: str | Path) -> "TokenFile":
-    """Tokenises a corpus to a directory for `TokenFile`, in one pass and little memory; whole, or not at all.
+    """Tokenises a corpus into a directory for `TokenFile`, in one pass with little memory.
 
-    texts: a string is a text, a Path is a UTF-8 file with one text a line. A text without a token (an empty line) is
-    skipped, and one warning has the count. A text is tokenised in one go: give paragraphs rather than books.
-    directory: a new one; it is written under a name of its own beside it, which ends in ".part", and renamed.
-    Raises FileExistsError, FileNotFoundError, ValueError for a file that is not UTF-8 and where there is no text, and
+    texts: a string is a text, a Path is a UTF-8 file with one text a line. Texts without tokens (empty lines) are
+    skipped, and one warning counts them. A text is tokenised at once: pass paragraphs rather than books. directory: a
+    new one; it is written to a temporary directory beside it whose name ends in ".part", and renamed when complete.
+    Raises FileExistsError, FileNotFoundError, ValueError for a file that is not UTF-8 or if there is no text, and
     TypeError.
     """
     directory, tokenizer = Path(directory), copy_of(tokenizer)
@@ -140,7 +140,7 @@ def _write(texts: Iterable[str], tokenizer: Any, directory: Path) -> None:
 
 
 def _special_tokens_around(tokenizer: Any, row: Any) -> tuple[list[int], list[int]]:
-    """The ids that come before and after a text, here that of `row`, which has none yet."""
+    """The ids of the special tokens before and after a text. row: an encoding without special tokens."""
     framed = tokenizer.post_process(row)
     special = framed.special_tokens_mask
     before, after = special.index(0), special[::-1].index(0)
@@ -156,15 +156,15 @@ def _starts(word_ids: list[int | None]) -> np.ndarray:
 
 
 class TokenFile(Dataset):
-    """What `write_tokens` wrote, as examples for a masked LM: each text, or as many parts of it as it needs.
+    """A corpus of `write_tokens` as examples for a masked LM; long texts are split.
 
-    Examples: input_ids with the special tokens, at most max_length, and word_ids where the tokenizer is no WordPiece,
-    as in MLMDataset. Opening reads three small headers; where the parts are, 8 bytes a text, is worked out at the first
-    use. What is pickled is the directory's name, so every worker maps the files itself.
+    Examples: input_ids with special tokens, at most max_length, and word_ids unless the tokenizer is a WordPiece, as in
+    MLMDataset. Opening reads three small headers; the first use computes where examples begin, 8 bytes a text. Pickling
+    stores only the directory's name, so every worker maps the files itself.
     """
 
     def __init__(self, directory: str | Path, max_length: int = 512) -> None:
-        """Raises FileNotFoundError, and ValueError for files that are damaged or a max_length that leaves no room."""
+        """Raises FileNotFoundError, and ValueError for damaged files or a max_length without room for text."""
         self.directory, self.max_length = Path(directory), max_length
         info = self._read_info()
         self._before, self._after = (np.array(info[name], np.int64) for name in ("before", "after"))
@@ -209,12 +209,12 @@ class TokenFile(Dataset):
 
     @cached_property
     def _parts(self) -> np.ndarray:
-        """How many parts the first 1, 2, ... texts have, (N,)."""
+        """(N,): how many examples the first 1, 2, ... texts make."""
         return (-(-np.diff(self._ends, prepend=0) // self._room)).cumsum()
 
     @property
     def lengths(self) -> Tensor:
-        """Of every example, in tokens, (len(self),) int64."""
+        """(len(self),) int64: the length of every example in tokens."""
         lengths = np.full(len(self), self.max_length)
         rest = np.diff(self._ends, prepend=0) - self._room * (np.diff(self._parts, prepend=0) - 1)
         lengths[self._parts - 1] = rest + self._special
@@ -224,7 +224,7 @@ class TokenFile(Dataset):
         return int(self._parts[-1])
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        index = range(len(self))[index]  # IndexError beyond the end; from the end if negative
+        index = range(len(self))[index]  # raises IndexError, resolves negative indices
         text = int(np.searchsorted(self._parts, index, side="right"))
         before, start = (int(self._parts[text - 1]), int(self._ends[text - 1])) if text else (0, 0)
         start += (index - before) * self._room

@@ -1,4 +1,4 @@
-"""Texts to columns of tokens, in flat arrays: what all data sets rest on. Counts what is cut and what is empty."""
+"""Tokenises texts into flat arrays, the basis of all data sets, and counts what is cut and what is empty."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from fastbert.data.tokenizer import copy_of
 
-NO_WORD = -1  # the word of a special token
+NO_WORD = -1  # word_ids of special tokens
 
 
 def _numbers(values: Sequence[int | None]) -> np.ndarray:
@@ -27,15 +27,15 @@ COLUMNS: dict[str, Callable[[Any], np.ndarray]] = {
 
 
 class TokenizedDataset(Dataset):
-    """Examples of tokens, as dicts of int64 tensors (one entry a token) and of numbers (labels of examples).
+    """Tokenised examples: dicts of int64 tensors (an entry for each token) and of numbers (labels of the example).
 
-    They are kept in flat arrays of at most 4 bytes an entry, which workers share. lengths: (N,) int64, in tokens.
+    Stored in flat arrays of at most 4 bytes an entry, which workers share. lengths: (N,) int64, in tokens.
     """
 
     def __init__(
         self, tokens: Mapping[str, np.ndarray], lengths: np.ndarray, of_examples: Mapping[str, np.ndarray] | None = None
     ) -> None:
-        """tokens: by name, (total,) each. of_examples: by name, (N, ...) each."""
+        """tokens: arrays (total,) by name. of_examples: arrays (N, ...) by name."""
         self.lengths = torch.as_tensor(lengths, dtype=torch.int64)
         self._ends = self.lengths.cumsum(0)
         self._tokens, self._of_examples = dict(tokens), dict(of_examples or {})
@@ -44,12 +44,12 @@ class TokenizedDataset(Dataset):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, Tensor | int | float | list[float]]:
-        index = range(len(self))[index]  # IndexError beyond the end; from the end if negative
+        index = range(len(self))[index]  # raises IndexError, resolves negative indices
         tokens = {name: torch.from_numpy(self.rows(name, index).astype(np.int64)) for name in self._tokens}
         return tokens | {name: values[index].tolist() for name, values in self._of_examples.items()}
 
     def rows(self, name: str, index: int) -> np.ndarray:
-        """The entries of one example in a column of tokens."""
+        """One example's entries in a column of tokens."""
         end = int(self._ends[index])
         return self._tokens[name][end - int(self.lengths[index]) : end]
 
@@ -67,11 +67,11 @@ def encode(
     words: bool = False,
     skip_empty: bool = False,
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Columns of tokens (total,) and lengths (N,) of texts, of pairs of texts, or of lists of words.
+    """Tokenises texts, pairs of texts or lists of words: columns (total,) by name, and lengths (N,).
 
     truncation: True cuts at max_length, the longer text of a pair first, and warns once with the count; "split" makes
-    examples of all of a text; False raises ValueError. where: what error messages call input number i, its first or
-    second text. Without skip_empty a text without a token raises ValueError; with it there is one warning.
+    several examples of a long text; False raises ValueError. where(i, side): what error messages call the first (0) or
+    second (1) text of input i. A text without tokens raises ValueError or, with skip_empty, is counted in a warning.
     """
     tokenizer = copy_of(tokenizer)
     _check_max_length(owner, max_length, tokenizer.num_special_tokens_to_add(pairs), pairs)
@@ -99,7 +99,7 @@ def encode(
 
 
 def joined(owner: str, rows: Mapping[str, list[np.ndarray]]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The columns, flat, and the lengths of the examples. Raises ValueError where there is none."""
+    """Concatenated columns, and the lengths of the examples. Raises ValueError if there are none."""
     lengths = np.array([len(row) for row in rows["input_ids"]])
     if not len(lengths):
         raise ValueError(f"{owner}: there is no text; expected at least one")
@@ -107,7 +107,7 @@ def joined(owner: str, rows: Mapping[str, list[np.ndarray]]) -> tuple[dict[str, 
 
 
 def _check_max_length(owner: str, max_length: int, special: int, pairs: bool) -> None:
-    least = special + 1 + pairs  # a token of each text
+    least = special + 1 + pairs  # one token of each text
     if max_length < least:
         raise ValueError(
             f"{owner}: max_length is {max_length}; expected at least {least}, with the {special} special tokens"
@@ -115,13 +115,13 @@ def _check_max_length(owner: str, max_length: int, special: int, pairs: bool) ->
 
 
 def encodings(tokenizer: Any, inputs: Iterable[Any], words: bool = False, special: bool = True) -> Iterator[Any]:
-    """Of texts, of pairs of them, or of lists of words; with special tokens, or without."""
+    """Encodings of texts, pairs of texts or lists of words. special: with special tokens."""
     for batch in _batched(inputs):
         yield from tokenizer.encode_batch(batch, is_pretokenized=words, add_special_tokens=special)
 
 
 def cut_encodings(tokenizer: Any, inputs: Iterable[Any], max_length: int) -> Iterator[tuple[Any, slice | np.ndarray]]:
-    """Of texts, or pairs of them, and which of the tokens are left; in the end a warning that counts what was cut."""
+    """Encodings of texts or pairs, each with the tokens to keep. Warns in the end how many texts were cut."""
     seen = cut = 0
     for encoding in encodings(tokenizer, inputs):
         seen, cut = seen + 1, cut + (len(encoding) > max_length)
@@ -132,7 +132,7 @@ def cut_encodings(tokenizer: Any, inputs: Iterable[Any], max_length: int) -> Ite
 
 
 def _batched(inputs: Iterable[Any]) -> Iterator[list[Any]]:
-    """Lists of at most 1000 inputs, fewer where they are long: while a text is an Encoding it takes a lot of memory."""
+    """Lists of at most 1000 inputs, fewer if they are long, because an Encoding takes a lot of memory."""
     batch, characters = [], 0
     for one in inputs:
         batch.append(one)
@@ -145,13 +145,13 @@ def _batched(inputs: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def empty_side(encoding: Any, pairs: bool) -> int | None:
-    """Which of one or two texts has no token, 0 or 1; None where all have."""
+    """Which of one or two texts has no token, 0 or 1; None if all have tokens."""
     sides = set(encoding.sequence_ids)
     return next((side for side in range(1 + pairs) if side not in sides), None)
 
 
 def pieces(encoding: Any, limit: int, split: bool) -> list[slice | np.ndarray]:
-    """Which tokens make an example: all of them; those that are left after a cut; those of each part of a text."""
+    """The tokens of each example: all, those left after a cut, or those of each part of the text."""
     if len(encoding) <= limit:
         return [slice(None)]
     sequences = _numbers(encoding.sequence_ids)
@@ -159,7 +159,7 @@ def pieces(encoding: Any, limit: int, split: bool) -> list[slice | np.ndarray]:
 
 
 def _parts(sequences: np.ndarray, limit: int) -> list[np.ndarray]:
-    """The text in consecutive parts, each with the special tokens before and after it."""
+    """Consecutive parts of the text, each between the special tokens before and after it."""
     text, special = np.flatnonzero(sequences == 0), np.flatnonzero(sequences < 0)
     before, after = special[special < text[0]], special[special > text[-1]]
     room = limit - len(special)
@@ -167,9 +167,9 @@ def _parts(sequences: np.ndarray, limit: int) -> list[np.ndarray]:
 
 
 def _cut(sequences: np.ndarray, limit: int) -> np.ndarray:
-    """What is left of one or two texts, and the special tokens: the longer text gives its end first.
+    """The special tokens and what is left of one or two texts, the longer of which is cut first.
 
-    As `tokenizers` does with "longest_first", which for two long texts makes all pairs of all their parts as well.
+    Equals `tokenizers`' "longest_first", which for two long texts also builds all pairs of their parts: too slow.
     """
     first, second = (int((sequences == side).sum()) for side in (0, 1))
     room = limit - int((sequences < 0).sum())

@@ -1,4 +1,4 @@
-"""Loaders: a DataLoader that knows its place in the epoch, and the short ways to one from texts."""
+"""A DataLoader that can resume within an epoch, and functions that make one from texts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler
 
 
 class BatchLoader(DataLoader):
-    """A DataLoader over a sampler of this package that can stop in the middle of an epoch and go on there.
+    """A DataLoader over one of this package's samplers that can stop within an epoch and continue there.
 
-    Batches, and with a collator that has a seed the masks, are the same with any number of workers. It leaves torch's
-    own generator alone, so what a model draws does not depend on when a loader is started.
+    Batches do not depend on the number of workers, nor do masks if the collator has a seed. Torch's global generator is
+    not used, so starting a loader does not change what a model draws.
     """
 
     def __init__(
@@ -25,13 +25,13 @@ class BatchLoader(DataLoader):
         collator: PackingCollator,
         **options: Any,
     ) -> None:
-        """options: those of DataLoader (num_workers, pin_memory, persistent_workers, ...)."""
-        generator = torch.Generator().manual_seed(sampler.seed)  # of the workers' seeds
+        """options: for DataLoader (num_workers, pin_memory, persistent_workers, ...)."""
+        generator = torch.Generator().manual_seed(sampler.seed)  # for the workers' seeds
         super().__init__(dataset, batch_sampler=sampler, collate_fn=collator, **{"generator": generator} | options)
         self._batch = 0  # how many batches of the epoch have been handed out
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order, and other masks, in each epoch; before its first batch. That of a loaded state goes on."""
+        """Gives each epoch its order and masks. Call it before the first batch; a loaded state's epoch continues."""
         if epoch != self.batch_sampler.epoch:
             self._go_to(epoch, 0)
 
@@ -49,23 +49,22 @@ class BatchLoader(DataLoader):
         return self._counted(batches, self._batch)
 
     def _counted(self, batches: Iterator[dict[str, Any]], before: int) -> Iterator[dict[str, Any]]:
-        # The sampler is ahead of what has been handed out, where there are workers; and an evaluation may have run
-        # through this loader in between.
+        # Counted here because workers run the sampler ahead, and because iterations of this loader may overlap.
         for number, batch in enumerate(batches, before + 1):
             self._batch = number
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, how many of its batches have been handed out, and what batches depend on. Serves all ranks."""
+        """The epoch, how many batches it has yielded, and what batches depend on. The same on all ranks."""
         return {"epoch": self.batch_sampler.epoch, "batch": self._batch, **self._identity()}
 
     def _identity(self) -> dict[str, Any]:
         return {**self.batch_sampler.identity(), "mask_seed": getattr(self.collate_fn, "seed", None)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration gives what was left of the epoch, nothing where it was at its end; then whole ones.
+        """The next iteration yields the rest of the saved epoch, which may be empty; later ones yield whole epochs.
 
-        Raises ValueError, and changes nothing, if the state is of other data or other batches.
+        Raises ValueError and changes nothing if the state is from other data or other batches.
         """
         ours = self._identity()
         other = [name for name, value in ours.items() if name not in state or state[name] != value]
@@ -91,11 +90,11 @@ def create_dataloader(
 ) -> BatchLoader:
     """A loader of batches of batch_size examples, or of at most max_tokens tokens.
 
-    shuffle: anew in each epoch (`set_epoch`), as seed says. rank, world_size: of the processes that share the data;
-    None asks torch.distributed, and is one process without it (give 0 and 1 where something else shares the batches
-    out, as `accelerate` does). All ranks have as many batches: for that some may be halved. options: those of
-    DataLoader (num_workers, pin_memory, ...).
-    Raises ValueError for both or neither of batch_size and max_tokens, and as the samplers do.
+    shuffle: into another order in each epoch (`set_epoch`), determined by seed. rank, world_size: this process among
+    those that share the data; None asks torch.distributed, or means a single process (pass 0 and 1 if something else,
+    such as `accelerate`, distributes the batches). All ranks get equally many batches, for which some may be halved.
+    options: for DataLoader (num_workers, pin_memory, ...).
+    Raises ValueError unless exactly one of batch_size and max_tokens is given, and as the samplers do.
     """
     if (batch_size is None) == (max_tokens is None):
         raise ValueError(
@@ -140,9 +139,9 @@ def create_mlm_dataloader(
     seed: int = 0,
     **options: Any,
 ) -> BatchLoader:
-    """From texts to batches for a masked LM: MLMDataset, PackingCollator and create_dataloader, which has the rest.
+    """Batches of texts for a masked LM: MLMDataset, PackingCollator and create_dataloader in one call.
 
-    seed: of the order and of the masks. options: shuffle, rank, world_size, and those of DataLoader.
+    seed: for the order and the masks. options: shuffle, rank, world_size, and DataLoader's. Raises as these do.
     """
     dataset = MLMDataset(texts, tokenizer, max_length=max_length, truncation=truncation, whole_words=whole_words)
     collator = PackingCollator(
@@ -166,9 +165,9 @@ def create_classification_dataloader(
     seed: int = 0,
     **options: Any,
 ) -> BatchLoader:
-    """From texts and labels to batches for a classifier: ClassificationDataset, PackingCollator and create_dataloader.
+    """Batches of labelled texts: ClassificationDataset, PackingCollator and create_dataloader in one call.
 
-    options: shuffle, rank, world_size, and those of DataLoader.
+    options: shuffle, rank, world_size, and DataLoader's. Raises as these do.
     """
     dataset = ClassificationDataset(
         texts, labels, tokenizer, pairs=pairs, max_length=max_length, truncation=truncation, num_labels=num_labels

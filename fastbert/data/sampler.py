@@ -1,7 +1,7 @@
-"""Which examples form a batch, and which process takes it: samplers for `DataLoader(batch_sampler=...)`.
+"""Samplers for `DataLoader(batch_sampler=...)`: which examples form a batch, and which process gets it.
 
-Batches depend on seed and epoch alone: the same in every process, with any number of workers. With several ranks the
-batches are dealt out one by one; every example is in one batch of one rank, and all ranks have as many batches.
+Batches depend only on seed and epoch, so all processes and any number of workers see the same ones. Ranks take batches
+in turn; every example is in one batch of one rank, and all ranks have equally many batches.
 """
 
 import bisect
@@ -14,25 +14,25 @@ from torch.utils.data import Sampler
 
 
 class _BatchSampler(Sampler[list[int]]):
-    """Order, ranks and the place to start from. A subclass says where batches end: `_fill`, for an order."""
+    """Order, ranks and the first batch. A subclass's `_fill` returns where batches end, for a given order."""
 
     def __init__(self, count: int, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"{type(self).__name__}: rank is {rank}; expected 0 to {world_size - 1} (world_size - 1)")
         self.count, self.shuffle, self.seed = count, shuffle, seed
         self.rank, self.world_size = rank, world_size
-        self.start = 0  # the batch that iterators made from now on begin with
+        self.start = 0  # the first batch of the next iterator
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """For another order in each epoch; before the epoch's first batch. (transformers.Trainer calls it.)"""
+        """Gives each epoch its order. Call it before the first batch, as transformers.Trainer does."""
         self.epoch = epoch
         generator = torch.Generator().manual_seed(self.seed + epoch)
         self._order = torch.randperm(self.count, generator=generator) if self.shuffle else torch.arange(self.count)
         self._ends = self._even(self._fill(self._order))
 
     def _even(self, ends: list[int]) -> list[int]:
-        """As many batches for each rank: the largest are halved until the ranks divide them."""
+        """Halves the largest batches until their number is a multiple of world_size."""
         while len(ends) % self.world_size:
             sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
             largest = max(range(len(sizes)), key=sizes.__getitem__)
@@ -45,7 +45,7 @@ class _BatchSampler(Sampler[list[int]]):
         return ends
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._batches(self.start)  # now, not when the first batch is asked for
+        return self._batches(self.start)  # a generator would read `start` only when the first batch is asked for
 
     def _batches(self, first: int) -> Iterator[list[int]]:
         starts = [0, *self._ends]
@@ -53,23 +53,23 @@ class _BatchSampler(Sampler[list[int]]):
             yield self._order[starts[batch] : self._ends[batch]].tolist()
 
     def __len__(self) -> int:
-        """The number of this rank's batches in this epoch; by tokens and shuffled, it differs a little each time."""
+        """How many batches this rank has in this epoch; with a token budget it varies a little with the order."""
         return len(self._ends) // self.world_size
 
     def identity(self) -> dict[str, Any]:
-        """What batches depend on, the epoch apart."""
+        """What batches depend on besides the epoch."""
         values = {"examples": self.count, "shuffle": self.shuffle, "seed": self.seed, "world_size": self.world_size}
         return {"sampler": type(self).__name__, **values}
 
 
 class BatchSizeSampler(_BatchSampler):
-    """Batches of batch_size examples, the last one smaller. In order, or shuffled anew in each epoch."""
+    """Batches of batch_size examples, the last one smaller; in order, or shuffled in each epoch."""
 
     def __init__(
         self, count: int, batch_size: int, *, shuffle: bool = True, seed: int = 0, rank: int = 0, world_size: int = 1
     ) -> None:
-        """count: of the examples. Raises ValueError for numbers that make no sense, and where batches of one example
-        cannot be shared evenly by the ranks."""
+        """count: how many examples there are. Raises ValueError for invalid numbers, and if batches cannot be split
+        evenly among the ranks."""
         if batch_size < 1:
             raise ValueError(f"BatchSizeSampler: batch_size is {batch_size}; expected at least 1")
         self.batch_size = batch_size
@@ -83,10 +83,9 @@ class BatchSizeSampler(_BatchSampler):
 
 
 class TokenBudgetSampler(_BatchSampler):
-    """Batches of examples that together have at most max_tokens tokens.
+    """Batches of at most max_tokens tokens: a batch ends before the example that would exceed the budget.
 
-    Examples are taken in order, or shuffled anew in each epoch, and a batch ends before the example that would exceed
-    the budget.
+    Examples are taken in order, or shuffled in each epoch.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ class TokenBudgetSampler(_BatchSampler):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """lengths: of every example, in tokens. Raises ValueError for one longer than max_tokens, with its index, and
-        where batches of one example cannot be shared evenly by the ranks."""
+        """lengths: of every example in tokens. Raises ValueError for an example longer than max_tokens, and if batches
+        cannot be split evenly among the ranks."""
         self.lengths, self.max_tokens = torch.as_tensor(lengths, dtype=torch.int64), max_tokens
         wrong = ((self.lengths > max_tokens) | (self.lengths < 0)).nonzero().flatten()
         if wrong.numel():
@@ -113,8 +112,7 @@ class TokenBudgetSampler(_BatchSampler):
         super().__init__(len(self.lengths), shuffle, seed, rank, world_size)
 
     def _fill(self, order: Tensor) -> list[int]:
-        """Where batches end, given how many tokens the first 1, 2, ... examples have."""
-        sums = self.lengths[order].cumsum(0).numpy()
+        sums = self.lengths[order].cumsum(0).numpy()  # tokens in the first 1, 2, ... examples
         ends, end, before = [], 0, 0
         while end < len(sums):
             end = bisect.bisect_right(sums, before + self.max_tokens)
