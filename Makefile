@@ -34,13 +34,13 @@ bench: $(VENV)/installed
 
 # On a machine with a GPU: the build, parity, benchmarks of models and ops, compute-sanitizer, the other benchmarks.
 bench-gpu: $(VENV)/installed
-	$(BIN)/python -m benchmarks.on_gpu --out build/on_gpu
+	$(BIN)/python -m benchmarks.gpu.on_gpu --out build/on_gpu
 
-# What the Triton and the CUDA kernels compile to, for GPUs that need not be there: docs/{triton,cuda}_report.md.
+# What the Triton and the CUDA kernels compile to, for GPUs that need not be there: build/{triton,cuda}_report.md, in short docs/.
 compile-report: $(VENV)/installed
 	$(BIN)/pip install --quiet "triton>=3.6"
-	$(BIN)/python -m benchmarks.compile_report
-	if [ -n "$$CUDA_HOME" ] || command -v nvcc >/dev/null; then $(BIN)/python -m benchmarks.cuda_report; fi
+	$(BIN)/python -m benchmarks.gpu.triton_report
+	if [ -n "$$CUDA_HOME" ] || command -v nvcc >/dev/null; then $(BIN)/python -m benchmarks.gpu.cuda_report; fi
 
 lint: $(VENV)/installed
 	$(BIN)/pip install --quiet "ruff>=0.12" "clang-format>=20"

@@ -28,7 +28,6 @@ from benchmarks import (
     harness,
     lengths,
     models,
-    on_gpu,
     provenance,
     report,
     run,
@@ -39,8 +38,9 @@ from benchmarks import (
 from benchmarks.cases import BACKWARD, DROPOUT, FORWARD, STEP, How, Spec
 from benchmarks.contenders import hf_eager, hf_sdpa, onnxruntime, openvino, torch_encoder
 from benchmarks.contenders.interface import CLASSIFIER, ENCODER, MASKED_LM, MODEL, OPS, result
+from benchmarks.gpu import on_gpu
+from benchmarks.gpu.on_gpu import Part
 from benchmarks.harness import Row, Work
-from benchmarks.on_gpu import Part
 from fastbert import backends, ops, testing
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,11 +1,11 @@
-"""What the CUDA kernels compile to: benchmarks/cuda_report.py and docs/cuda_report.md. No GPU needed."""
+"""What the CUDA kernels compile to: benchmarks/gpu/cuda_report.py and docs/cuda_report.md. No GPU needed."""
 
 import subprocess
 import sys
 
 import pytest
 
-from benchmarks import cuda_report as report
+from benchmarks.gpu import cuda_report as report
 
 needs_nvcc = pytest.mark.skipif(report.nvcc() is None, reason="there is no nvcc (CUDA_HOME, PATH)")
 
@@ -60,29 +60,19 @@ template __global__ void spills<200>(float*);
 def test_a_kernel_that_spills_is_a_problem(tmp_path):
     source = tmp_path / "planted.cu"
     source.write_text(SOURCE)
-    copies, spills = (
-        dict(zip(report.HEADER, r.columns, strict=True)) | {"why": r.problem} for r in report.compiled(source, 90)
-    )
-    assert (copies["file"], copies["kernel"], copies["threads"], copies["occupancy"]) == (
-        "planted.cu",
-        "copies",
-        "?",
-        "?",
-    )
-    assert (copies["shared"], copies["STG.128"], copies["LDL+STL"], copies["why"]) == ("0 + launch's", "1", "0", "")
-    assert (spills["kernel"], spills["threads"], spills["registers"], spills["shared"]) == (
-        "spills<200>",
-        "1024",
-        "64",
-        "0",
-    )
-    assert spills["occupancy"] == "50%" and int(spills["LDL+STL"]) > 100
-    assert int(spills["spilled"]) > 400 and spills["why"] == f"spills {spills['spilled']} bytes"
+    copies, spills = report.compile(source, 90)
+    assert (copies.kernel, copies.variant, copies.launch) == ("planted.cu copies", "", "? threads, shared memory")
+    assert (copies.shared, copies.instructions["STG.128"], copies.instructions["LDL+STL"]) == (0, 1, 0)
+    assert copies.problem == ""
+    assert (spills.kernel, spills.variant) == ("planted.cu spills", "<200>")
+    assert (spills.launch, spills.registers, spills.shared) == ("1024 threads, occupancy 50%", 64, 0)
+    assert spills.instructions["LDL+STL"] > 100
+    assert spills.spilled > 400 and spills.problem == f"spills {spills.spilled} bytes"
 
 
 @needs_nvcc
 @pytest.mark.slow
 def test_the_committed_report_is_what_the_kernels_compile_to():
-    command = [sys.executable, "-m", "benchmarks.cuda_report", "--check", "--arch", "90"]
+    command = [sys.executable, "-m", "benchmarks.gpu.cuda_report", "--check", "--arch", "90"]
     result = subprocess.run(command, cwd=report.ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

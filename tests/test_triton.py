@@ -1,6 +1,8 @@
 """What the Triton kernels share, and what all of them compile to."""
 
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +16,9 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from benchmarks import compile_report as report  # noqa: E402
-from benchmarks import tables  # noqa: E402
+from benchmarks.gpu import compiled  # noqa: E402
+from benchmarks.gpu import triton_report as report  # noqa: E402
+from benchmarks.gpu.compiled import Compiled  # noqa: E402
 from fastbert.triton import KERNELS, common, sums  # noqa: E402
 from fastbert.triton.common import Config  # noqa: E402
 
@@ -171,8 +174,8 @@ def python(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def compile_report(*words: str) -> subprocess.CompletedProcess:
-    return python("-m", "benchmarks.compile_report", *words)
+def triton_report(*words: str) -> subprocess.CompletedProcess:
+    return python("-m", "benchmarks.gpu.triton_report", *words)
 
 
 def rows(text: str) -> list[dict[str, str]]:
@@ -182,47 +185,50 @@ def rows(text: str) -> list[dict[str, str]]:
 
 
 def test_dense_gelu_compiles_to_hoppers_instructions_and_spills_nothing():
-    result = compile_report("--arch", "90", "--only", "dense_gelu._forward 5 bf16 DESCRIBED=True, SAVE=True", "sums")
+    result = triton_report("--arch", "90", "--only", "dense_gelu._forward 5 bf16 DESCRIBED=True, SAVE=True", "sums")
     assert result.returncode == 0, result.stderr
     found = rows(result.stdout)
     assert {row["kernel"] for row in found} == {"dense_gelu._forward", "sums._add_up"}
-    half = [row for row in found if "bf16" in row["types"] and row["kernel"] == "dense_gelu._forward"]
-    assert {row["instructions"] for row in half} == {"wgmma, TMA"}
+    half = [row for row in found if "bf16" in row["variant"] and row["kernel"] == "dense_gelu._forward"]
+    assert {re.sub(r" \d+", "", row["instructions"]) for row in half} == {"wgmma, TMA"}
     assert {row["spilled"] for row in found} == {"0"}
 
 
 def test_a_configuration_that_spills_fails_the_report():
     """A planted fault: tiles that no multiprocessor has the registers for."""
     planted = (
-        "import sys; from fastbert.triton import common, bias_gelu; from benchmarks import compile_report\n"
+        "import sys; from fastbert.triton import common, bias_gelu; from benchmarks.gpu import triton_report\n"
         "bias_gelu.FORWARD = {80: lambda channels: common.Config({'ROWS': 16, 'COLUMNS': 1024}, num_warps=1)}\n"
-        "sys.argv = ['compile_report', '--arch', '80', '--only', 'bias_gelu._forward 3 bf16 TANH=True']\n"
-        "sys.exit(compile_report.main())"
+        "sys.argv = ['triton_report', '--arch', '80', '--only', 'bias_gelu._forward 3 bf16 TANH=True']\n"
+        "sys.exit(triton_report.main())"
     )
     result = python("-c", planted)
     assert result.returncode == 1 and "sm_80: spills" in result.stderr, result.stderr
 
 
-def test_the_check_sees_a_row_that_changed():
-    """Registers count only where the same version of Triton wrote the report."""
-    columns = ("a._forward", "1 bf16", "M=64", "4", "3", "100", "0", "1024", "wgmma")
-    row = tables.Row(columns)
-    sections = (tables.section(title, report.HEADER, rows) for title, rows in (("sm_80", []), ("sm_90", [row])))
-    written = "\n".join([report.head(), *sections])
+def test_the_check_sees_what_changed():
+    """Registers, the most of all variants, count only where the same version of Triton wrote the report."""
+    first = Compiled("a._forward", "M=64", "4 warps, 3 stages", 100, 0, 1024, {"wgmma": 2, "TMA": 0})
+    second, old = dataclasses.replace(first, variant="M=32", registers=40), {80: [first]}
+    table = compiled.table(compiled.SHORT, compiled.short(old | {90: [first, second]}))
+    assert "| a._forward | sm_90 | 2 | 100 | 0 | 1024 | wgmma |" in table and "| sm_80 | 1 |" in table
+    written = f"{report.head()}\n{table}"
     other_version = written.replace(f"Triton {triton.__version__}", "Triton 1.0")
-    more_registers = tables.Row((*columns[:5], "101", *columns[6:]))
-    slower = tables.Row((*columns[:8], "mma.sync"))
-    differences = lambda rows, text: tables.differences("sm_90", rows, text, report.comparable(text))  # noqa: E731
-    assert differences([row], written) == []
-    assert len(differences([more_registers], written)) == 2
-    assert differences([more_registers], other_version) == []
-    assert len(differences([slower], other_version)) == 2
-    assert len(differences([], other_version)) == 1
+
+    def differences(text: str, **changes) -> list[str]:
+        kernels = {90: [dataclasses.replace(first, **changes), second]}
+        return compiled.differences(kernels, report.head(), text, report.INDEPENDENT)
+
+    assert differences(written) == differences(other_version) == []
+    assert len(differences(written, registers=101)) == len(differences(written, registers=99)) == 2
+    assert differences(other_version, registers=101) == []
+    assert len(differences(other_version, instructions={"mma.sync": 1})) == 2
+    assert len(compiled.differences({90: []}, report.head(), other_version, report.INDEPENDENT)) == 1
 
 
 @pytest.mark.slow
 def test_the_committed_report_is_what_the_kernels_compile_to():
-    result = compile_report("--check", "--arch", "90")
+    result = triton_report("--check", "--arch", "90")
     assert result.returncode == 0, result.stderr
 
 

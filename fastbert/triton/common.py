@@ -1,7 +1,7 @@
 """What all Triton kernels share: choosing a configuration, launching, and the random numbers of dropout.
 
 This package imports torch and triton only. Nothing here is timed at run time: each kernel file has a table of
-configurations, by architecture and shape class, and `python -m benchmarks.compile_report` compiles all of them.
+configurations, by architecture and shape class, and `python -m benchmarks.gpu.triton_report` compiles all of them.
 """
 
 import contextlib

@@ -1,11 +1,11 @@
 """Compiles every Triton kernel, in every configuration of its tables, for three architectures, without a GPU.
 
-    python -m benchmarks.compile_report [--arch 80 90 100] [--only TEXT ...] [--check]
+    python -m benchmarks.gpu.triton_report [--arch 80 90 100] [--only TEXT ...] [--check]
 
 The package's own functions run on meta tensors for a list of calls, and what they would launch is compiled as Triton's
-JIT compiler would. Writes docs/triton_report.md; with --only (parts of a line's beginning) prints such lines instead;
-with --check compares with it. Exit status 1: a configuration does not compile, spills registers, or needs more
-shared memory than there is, and has no place in a table; or --check found a difference.
+JIT compiler would. Writes build/triton_report.md and, in short, docs/triton_report.md; with --only (parts of a line's
+beginning) prints such lines instead; with --check compares with the short one. Exit status 1: a configuration does not
+compile, spills registers, or needs more shared memory than there is; or --check found a difference.
 """
 
 import argparse
@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import triton
@@ -27,11 +26,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from benchmarks import tables, triton_calls
-from benchmarks.tables import Row
+from benchmarks.gpu import compiled, triton_calls
+from benchmarks.gpu.compiled import Compiled
 from fastbert.triton import common
 
-REPORT = Path(__file__).resolve().parent.parent / "docs" / "triton_report.md"
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that one program may have
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
@@ -41,8 +39,7 @@ INSTRUCTIONS = {
     "tcgen05": r"\btcgen05\.mma", "wgmma": r"\bwgmma\.mma_async", "mma.sync": r"\bmma\.sync",
     "TMA": r"\bcp\.async\.bulk\.tensor", "cp.async": r"\bcp\.async\.c[ag]\b",
 }  # fmt: skip
-HEADER = ("kernel", "types", "specialised for", "warps", "stages", "registers", "spilled", "shared", "instructions")
-INDEPENDENT = (0, 1, 2, 3, 4, 8)  # the columns that are the same in every version of Triton
+INDEPENDENT = ("kernel", "GPU", "variants", "instructions")  # the columns that are the same in every version of Triton
 
 
 # ---- what to compile
@@ -124,9 +121,10 @@ def _is_aligned(value) -> bool:
 # ---- compiling
 
 
-def compiled(variant: Variant, architecture: int) -> Row:
+def compile(variant: Variant, architecture: int) -> Compiled:
     options = dict(variant.options)
-    start = (variant.name, variant.types, variant.constexprs, str(options["num_warps"]), str(options["num_stages"]))
+    launch = f"{options['num_warps']} warps, {options['num_stages']} stages"
+    start = (variant.name, f"{variant.types} {variant.constexprs}", launch)
     constants = {(variant.kernel.arg_names.index(name),): value for name, value in variant.constants}
     hints = {(index,): [["tt.divisibility", 16]] for index in variant.aligned}
     try:
@@ -134,13 +132,13 @@ def compiled(variant: Variant, architecture: int) -> Row:
         binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         registers, spilled = assembled(binary.asm["ptx"], architecture)
     except Exception as error:
-        return Row((*start, "", "", "", ""), f"does not compile: {_reason(error)}")
+        return Compiled(*start, problem=f"does not compile: {_reason(error)}")
     shared = binary.metadata.shared
-    used = [name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, binary.asm["ptx"])]
+    used = {name: len(re.findall(pattern, binary.asm["ptx"])) for name, pattern in INSTRUCTIONS.items()}
     problem = f"spills {spilled} bytes" if spilled else ""
     if shared > SHARED[architecture]:
         problem = f"needs {shared} bytes of shared memory, of {SHARED[architecture]}"
-    return Row((*start, *map(str, (registers, spilled, shared)), ", ".join(used) or "none"), problem)
+    return Compiled(*start, registers, spilled, shared, used, problem)
 
 
 def _reason(error: BaseException) -> str:
@@ -170,10 +168,11 @@ def _used(log: str) -> tuple[int, int]:
     return int(re.search(r"Used (\d+) registers", log).group(1)), max(map(int, spills), default=0)
 
 
-def compile_all(architecture: int, only: Sequence[str] = ()) -> list[Row]:
+def compile_all(architecture: int, only: Sequence[str] = ()) -> list[Compiled]:
     wanted = [v for v in variants(architecture) if not only or any(part in str(v) for part in only)]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(dict.fromkeys(pool.map(lambda variant: compiled(variant, architecture), wanted)))
+        found = pool.map(lambda variant: compile(variant, architecture), wanted)
+        return list({str(variant.cells): variant for variant in found}.values())
 
 
 # ---- the report
@@ -182,30 +181,24 @@ def compile_all(architecture: int, only: Sequence[str] = ()) -> list[Row]:
 def head() -> str:
     return f"""# What the Triton kernels compile to
 
-Triton {triton.__version__}. Written by `make compile-report`, which needs no GPU: every kernel in every configuration
-of its tables, for calls of BERT's shapes (`benchmarks/triton_calls.py`). Registers are a thread's; spilled and shared
-are bytes, of shared memory at most {SHARED[80]} on sm_80 and {SHARED[90]} from sm_90 on. TMA is Hopper's engine for
-copies of tiles.
+Compiler: Triton {triton.__version__}. Written by `make compile-report`, which needs no GPU: every kernel in every
+configuration of its tables, for calls of BERT's shapes (`benchmarks/gpu/triton_calls.py`). Registers are a thread's;
+spilled and shared are bytes, of shared memory at most {SHARED[80]} on sm_80 and {SHARED[90]} from sm_90 on: the most of
+all variants of a kernel, which `build/triton_report.md` lists. TMA is Hopper's engine for copies of tiles.
 """
 
 
-def comparable(committed: str) -> Sequence[int]:
-    """The columns to compare: between versions of Triton registers and shared memory may differ."""
-    return range(len(HEADER)) if f"\nTriton {triton.__version__}. " in committed else INDEPENDENT
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compile_report", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.triton_report", description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", type=int, choices=SHARED, default=list(SHARED))
     parser.add_argument("--only", nargs="+", metavar="TEXT", default=[])
     parser.add_argument("--check", action="store_true", help="compare with docs/triton_report.md instead of writing it")
     options = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: there is nothing to compile")
-    sections = {f"sm_{architecture}": compile_all(architecture, options.only) for architecture in options.arch}
-    columns = comparable(REPORT.read_text(encoding="utf-8")) if options.check else None
+    kernels = {architecture: compile_all(architecture, options.only) for architecture in options.arch}
     is_whole = not options.only and set(options.arch) == set(SHARED)
-    return tables.conclude(REPORT, head(), HEADER, sections, columns, is_whole)
+    return compiled.conclude("triton_report", head(), kernels, INDEPENDENT, options.check, is_whole)
 
 
 if __name__ == "__main__":

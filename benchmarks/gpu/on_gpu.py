@@ -1,6 +1,6 @@
 """One command for a machine with a GPU and little time: build, check, measure, most important first.
 
-    python -m benchmarks.on_gpu --out DIR [--minutes 9] [--parts build parity ...] [--commit HASH] [--rehearse]
+    python -m benchmarks.gpu.on_gpu --out DIR [--minutes 9] [--parts build parity ...] [--commit HASH] [--rehearse]
 
 Needs no network: torch, Triton, nvcc, cmake, ninja, pybind11, pytest and transformers have to be there; contenders that
 are not are reported as absent. Every part runs in a process group of its own inside what is left of the time; one that
@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONCLUDE = 20  # seconds that a benchmark gets to start, and after its last case has begun
 PROCESSES = max(2, min(8, len(os.sched_getaffinity(0)) // 2))  # of the tests: Triton compiles on the CPU
 GRACE = 12  # seconds between asking a part to stop (pytest then prints what it has) and killing it
@@ -284,7 +284,7 @@ def line(outcome: Outcome) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.on_gpu", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.on_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "out")
     parser.add_argument("--minutes", type=float, default=9, help="for all parts together")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="only these")

@@ -37,7 +37,7 @@ def run() -> None:
     for op in (layer_norm, add_layer_norm, bias_gelu, embedding, padding, dense_gelu, linear, cross_entropy, attention):
         op(call)
     if missing := KERNELS.keys() - call.called:
-        raise RuntimeError(f"benchmarks/triton_calls.py does not call {', '.join(sorted(missing))}")
+        raise RuntimeError(f"benchmarks/gpu/triton_calls.py does not call {', '.join(sorted(missing))}")
 
 
 def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

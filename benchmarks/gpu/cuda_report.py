@@ -1,10 +1,11 @@
 """Compiles every CUDA kernel for four architectures, without a GPU.
 
-    python -m benchmarks.cuda_report [--arch 80 90 100 120] [--check]
+    python -m benchmarks.gpu.cuda_report [--arch 80 90 100 120] [--check]
 
 Needs nvcc (CUDA_HOME or PATH), c++filt, and a disassembler: the toolkit's cuobjdump, or the one in Triton's package.
-Writes docs/cuda_report.md; with some of the architectures prints their tables instead; with --check compares with it.
-Exit status 1: a kernel spills registers; or --check found a difference.
+Writes build/cuda_report.md and, in short, docs/cuda_report.md; with some of the architectures prints their tables
+instead; with --check compares with the short one. Exit status 1: a kernel spills registers; or --check found a
+difference.
 """
 
 import argparse
@@ -21,18 +22,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from benchmarks import tables
-from benchmarks.tables import Row
+from benchmarks.gpu import compiled
+from benchmarks.gpu.compiled import ROOT, Compiled
 
-ROOT = Path(__file__).resolve().parent.parent
-REPORT = ROOT / "docs" / "cuda_report.md"
 FLAGS = "-std=c++17 -O3 -DNDEBUG -DFB_CUDA -Xcompiler=-fPIC,-fvisibility=hidden -Xptxas=-v".split()  # as of the build
 INSTRUCTIONS = {
     "LDG.128": r"\bLDG\.[\w.]*128", "STG.128": r"\bSTG\.[\w.]*128", "HMMA": r"\bHMMA\b", "LDGSTS": r"\bLDGSTS\b",
     "LDSM": r"\bLDSM\b", "LDL+STL": r"\b(?:LDL|STL)\b",
 }  # fmt: skip
-HEADER = ("file", "kernel", "threads", "registers", "spilled", "shared", "occupancy", *INSTRUCTIONS)
-INDEPENDENT = (0, 1, 2)  # the columns that are the same in every release of nvcc
+INDEPENDENT = ("kernel", "GPU", "variants")  # the columns that are the same in every release of nvcc
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ def of_kernels(text: str, heading: str) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def compiled(source: Path, architecture: int) -> list[Row]:
+def compile(source: Path, architecture: int) -> list[Compiled]:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernels.cubin")
         code = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
@@ -124,38 +122,39 @@ def compiled(source: Path, architecture: int) -> list[Row]:
         code = run(tool("cuobjdump"), "-sass", cubin)
     logs = of_kernels(log, r"Compiling entry function '(\w+)'")
     texts, disassembled = of_kernels(ptx, r"\.entry (\w+)"), of_kernels(code, r"Function : (\w+)")
-    names = run(tool("c++filt"), stdin="\n".join(logs)).splitlines()
+    names = map(short, run(tool("c++filt"), stdin="\n".join(logs)).splitlines())
     at_launch = set(re.findall(r"^\.extern \.shared .* (\w+)\[\];", ptx, re.MULTILINE))  # arrays of a size it gives
-    rows = [
-        row(source.name, short(name), architecture, logs[kernel], texts[kernel], disassembled[kernel], at_launch)
+    found = [
+        of_kernel(f"{source.name} {name}", architecture, logs[kernel], texts[kernel], disassembled[kernel], at_launch)
         for kernel, name in zip(logs, names, strict=True)
     ]
-    return sorted(rows, key=lambda row: row.columns)
+    return sorted(found, key=lambda kernel: kernel.cells)
 
 
-def row(file: str, name: str, architecture: int, log: str, ptx: str, code: str, at_launch: set[str]) -> Row:
+def of_kernel(name: str, architecture: int, log: str, ptx: str, code: str, at_launch: set[str]) -> Compiled:
     number = lambda pattern: int((re.search(pattern, log) or [0, 0])[1])  # noqa: E731
-    registers, static = number(r"Used (\d+) registers"), number(r"(\d+) bytes smem")
+    registers, shared = number(r"Used (\d+) registers"), number(r"(\d+) bytes smem")
     spilled = max(number(r"(\d+) bytes spill stores"), number(r"(\d+) bytes spill loads"))
-    shared = f"{static} + launch's" if at_launch.intersection(re.findall(r"\w+", ptx)) else str(static)
     bounds = re.search(r"\.(?:max|req)ntid ([\d, ]+)", ptx)
     threads = math.prod(map(int, bounds[1].split(","))) if bounds else 0
-    occupancy = f"{MULTIPROCESSORS[architecture].occupancy(threads, registers, static)}%" if threads else "?"
-    counts = [len(re.findall(pattern, code)) for pattern in INSTRUCTIONS.values()]
-    columns = (file, name, str(threads or "?"), str(registers), str(spilled), shared, occupancy, *map(str, counts))
-    return Row(columns, f"spills {spilled} bytes" if spilled else "")
+    launch = f"{threads or '?'} threads"
+    launch += f", occupancy {MULTIPROCESSORS[architecture].occupancy(threads, registers, shared)}%" if threads else ""
+    launch += ", shared memory" if at_launch.intersection(re.findall(r"\w+", ptx)) else ""
+    used = {name: len(re.findall(pattern, code)) for name, pattern in INSTRUCTIONS.items()}
+    kernel, bracket, arguments = name.partition("<")
+    problem = f"spills {spilled} bytes" if spilled else ""
+    return Compiled(kernel, bracket + arguments, launch, registers, spilled, shared, used, problem)
 
 
-def compile_all(architectures: list[int]) -> dict[str, list[Row]]:
-    """A section's rows by its title."""
+def compile_all(architectures: list[int]) -> dict[int, list[Compiled]]:
     sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
     jobs = [(source, architecture) for architecture in architectures for source in sources]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        found = list(pool.map(lambda job: compiled(*job), jobs))
-    sections: dict[str, list[Row]] = {f"sm_{architecture}": [] for architecture in architectures}
-    for (_, architecture), rows in zip(jobs, found, strict=True):
-        sections[f"sm_{architecture}"] += rows
-    return sections
+        found = list(pool.map(lambda job: compile(*job), jobs))
+    kernels: dict[int, list[Compiled]] = {architecture: [] for architecture in architectures}
+    for (_, architecture), some in zip(jobs, found, strict=True):
+        kernels[architecture] += some
+    return kernels
 
 
 # ---- the report
@@ -164,33 +163,28 @@ def compile_all(architectures: list[int]) -> dict[str, list[Row]]:
 def head() -> str:
     return f"""# What the CUDA kernels compile to
 
-nvcc {release()}. Written by `make compile-report`, which needs no GPU: every kernel of `csrc/cuda`, compiled by
+Compiler: nvcc {release()}. Written by `make compile-report`, which needs no GPU: every kernel of `csrc/cuda`, by
 
     nvcc {" ".join(FLAGS)}
 
-Threads are a block's, registers a thread's; spilled and shared are bytes. Occupancy is the percentage of a
-multiprocessor's warps that registers, threads and the shared memory shown leave room for; where a launch asks for more
-shared memory, which the compiler does not see, it may be less. The other columns count instructions: loads and stores
-of 16 bytes, matrix products (HMMA), `cp.async` (LDGSTS), `ldmatrix` (LDSM), and local memory (LDL and STL).
+Registers are a thread's; spilled and shared are bytes: the most of all variants of a kernel, which
+`build/cuda_report.md` lists. What a launch asks for in shared memory beside that the compiler does not see; occupancy
+there, the percentage of a multiprocessor's warps that registers, threads and the shared memory shown leave room for,
+may then be less. Instructions are counted there: loads and stores of 16 bytes, matrix products (HMMA), `cp.async`
+(LDGSTS), `ldmatrix` (LDSM), and local memory (LDL and STL).
 """
 
 
-def comparable(committed: str) -> tuple[int, ...]:
-    """The columns to compare: between releases of nvcc registers and instructions may differ."""
-    return tuple(range(len(HEADER))) if f"\nnvcc {release()}. " in committed else INDEPENDENT
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_report", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.cuda_report", description=__doc__.splitlines()[0])
     every = list(MULTIPROCESSORS)
     parser.add_argument("--arch", nargs="+", type=int, choices=every, default=every)
     parser.add_argument("--check", action="store_true", help="compare with docs/cuda_report.md instead of writing it")
     options = parser.parse_args()
     if nvcc() is None:
         parser.error("there is no nvcc (CUDA_HOME, PATH)")
-    sections = compile_all(options.arch)
-    columns = comparable(REPORT.read_text(encoding="utf-8")) if options.check else None
-    return tables.conclude(REPORT, head(), HEADER, sections, columns, set(options.arch) == set(every))
+    is_whole = set(options.arch) == set(every)
+    return compiled.conclude("cuda_report", head(), compile_all(options.arch), INDEPENDENT, options.check, is_whole)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""What kernels compile to: a full table under build/, and a short one in docs/ that is committed and compared.
+
+A line of the full table is one variant of a kernel. A line of the short one is a kernel on an architecture: the most
+registers, spilled bytes and shared memory that any of its variants has, and all instructions of note.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FULL = ("kernel", "variant", "launch", "registers", "spilled", "shared", "instructions")
+SHORT = ("kernel", "GPU", "variants", "registers", "spilled", "shared", "instructions")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One variant of a kernel. launch: threads, and what else a launch gives. problem: why it cannot be used."""
+
+    kernel: str
+    variant: str
+    launch: str
+    registers: int = 0
+    spilled: int = 0
+    shared: int = 0
+    instructions: Mapping[str, int] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def cells(self) -> list[str]:
+        counts = ", ".join(f"{name} {count}" for name, count in self.instructions.items() if count)
+        numbers = map(str, (self.registers, self.spilled, self.shared))
+        return [self.kernel, self.variant, self.launch, *numbers, counts or "none"]
+
+
+Kernels = Mapping[int, Sequence[Compiled]]  # by architecture: 90 is sm_90
+
+
+def line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(map(line, (header, ["---"] * len(header), *rows))) + "\n"
+
+
+def full(kernels: Kernels) -> str:
+    parts = (f"## sm_{gpu}\n\n{table(FULL, (v.cells for v in variants))}" for gpu, variants in kernels.items())
+    return "\n".join(parts)
+
+
+def short(kernels: Kernels) -> list[list[str]]:
+    """Lines of the short table, all architectures of a kernel together."""
+    names = dict.fromkeys(variant.kernel for variants in kernels.values() for variant in variants)
+    found = []
+    for name in names:
+        for gpu, variants in kernels.items():
+            same = [variant for variant in variants if variant.kernel == name]
+            most = [str(max(getattr(v, what) for v in same)) for what in SHORT[3:6]] if same else []
+            used = sorted({what for v in same for what, count in v.instructions.items() if count})
+            found += [[name, f"sm_{gpu}", str(len(same)), *most, ", ".join(used) or "none"]] if same else []
+    return found
+
+
+def differences(kernels: Kernels, head: str, committed: str, independent: Sequence[str]) -> list[str]:
+    """Lines of the short table that only one of the two has, of these architectures.
+
+    independent: the columns that are compared where another version of the compiler wrote the committed one.
+    """
+    compiler = re.compile(r"^Compiler: .*?\. ", re.MULTILINE)
+    columns = SHORT if compiler.findall(head) == compiler.findall(committed) else independent
+    places, gpus = [SHORT.index(name) for name in columns], {f"sm_{gpu}" for gpu in kernels}
+    there = (row.strip("| ").split(" | ") for row in re.findall(r"^\| .*", committed, re.MULTILINE))
+    there = [row for row in there if row[1] in gpus]
+    now, then = ({" | ".join(row[i] for i in places) for row in rows} for rows in (short(kernels), there))
+    return [f"+ {row}" for row in sorted(now - then)] + [f"- {row}" for row in sorted(then - now)]
+
+
+def conclude(name: str, head: str, kernels: Kernels, independent: Sequence[str], check: bool, is_whole: bool) -> int:
+    """Writes build/NAME.md and the short table to docs/NAME.md, or prints what is only a part of them, or compares with
+    the short table. Returns the exit status: 1 for a problem or a difference."""
+    every = [(gpu, variant) for gpu, variants in kernels.items() for variant in variants]
+    found = [f"sm_{gpu}: {variant.problem}: {line(variant.cells)}" for gpu, variant in every if variant.problem]
+    report, whole = ROOT / "docs" / f"{name}.md", ROOT / "build" / f"{name}.md"
+    if check:
+        found += differences(kernels, head, report.read_text(encoding="utf-8"), independent)
+    elif is_whole:
+        whole.parent.mkdir(exist_ok=True)
+        whole.write_text(f"{head}\n{full(kernels)}", encoding="utf-8")
+        report.write_text(f"{head}\n{table(SHORT, short(kernels))}", encoding="utf-8")
+    else:
+        print(full(kernels))
+    print("\n".join(found), end="\n" if found else "", file=sys.stderr)
+    return 1 if found else 0
