@@ -20,7 +20,6 @@ from fastbert.families import BY_MODEL_TYPE, Family, Head
 from fastbert.files import replacing, write_text
 
 _PARTS = ("query", "key", "value")
-_OF_LAYERS = (*_PARTS, "out", "out_norm", "up", "down", "down_norm")  # parts of a layer that have parameters
 BODY = ("embeddings.", "encoder.", "pooler.")  # prefixes of the names in a bare BertModel
 TIED = {  # second names of tensors in Hugging Face's models -> first names
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
@@ -39,7 +38,7 @@ class Names:
         self._prefixes, self._stacks = (bert.prefix, family.prefix), (bert.encoder, family.encoder)
         self._inside = tuple(f"{stack}." if encoder else "" for stack in self._stacks)
         self._layers = (f"{bert.stack}.{{}}.", f"{family.stack}.{{}}." + "albert_layers.0." * family.grouped)
-        parts = {getattr(bert.layer, fact): getattr(family.layer, fact) for fact in _OF_LAYERS}
+        parts = dict(zip(bert.layer.with_parameters, family.layer.with_parameters, strict=True))
         modules = {"pooler.dense": family.pooler_dense, "embeddings.project": family.projection}
         modules = {ours: theirs for ours, theirs in modules.items() if theirs} | dict(head.names if head else {})
         self._parts = (parts, {theirs: ours for ours, theirs in parts.items()})

@@ -1,11 +1,13 @@
 """The families that fastbert knows: where `transformers` keeps the parts of each, and how it differs from BERT.
 
-Facts only, as data. `fastbert.accelerate` computes live models from them (`fastbert/stand_ins.py`); our own modules
-read here how they differ from BERT (`fastbert/model.py`, `fastbert/heads.py`), and `fastbert/checkpoint.py` the names.
+Facts only, as data. `fastbert/layer.py` finds the parts of a layer by them; our own modules read here how they differ
+from BERT (`fastbert/model.py`, `fastbert/heads.py`), and `fastbert/checkpoint.py` the names.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -17,9 +19,7 @@ class LayerFacts:
 
     attention: str  # the module whose attention weights transformers records
     heads: str
-    query: str
-    key: str
-    value: str
+    projections: tuple[str, ...]  # to queries, keys and values, or one to all three
     attention_dropout: str  # drops while `attention` (not the nn.Dropout) is in training
     out: str
     out_dropout: str | None
@@ -30,47 +30,29 @@ class LayerFacts:
     down_dropout: str | None
     down_norm: str
 
-    def __post_init__(self) -> None:
-        found = [getattr(self, field.name) for field in fields(self)]
-        paths = [None if path is None else path.split(".") for path in found]
-        inner = {".".join(path[:end]) for path in paths if path for end in range(1, len(path))} - {self.attention}
-        object.__setattr__(self, "_paths", paths)
-        object.__setattr__(self, "_inner_paths", [path.split(".") for path in sorted(inner)])
+    @property
+    def after_attention(self) -> tuple[str | None, ...]:
+        out = (self.out, self.out_dropout, self.out_norm)
+        return *out, self.up, self.activation, self.down, self.down_dropout, self.down_norm
 
-    def parts(self, layer: nn.Module) -> "LayerParts":
-        return LayerParts(*[None if path is None else _follow(layer, path) for path in self._paths])
+    @property
+    def with_parameters(self) -> tuple[str, ...]:
+        """The parts that hold parameters."""
+        return *self.projections, self.out, self.out_norm, self.up, self.down, self.down_norm
 
-    def inner(self, layer: nn.Module) -> list[nn.Module]:
-        """The modules between the layer and its parts: computed without being called."""
-        return [_follow(layer, path) for path in self._inner_paths]
+    @cached_property
+    def containers(self) -> tuple[str, ...]:
+        """Paths to the modules between a layer and its parts, which are computed without being called."""
+        inside = {leaf[: dot.start()] for leaf in self.with_parameters for dot in re.finditer(r"\.", leaf)}
+        return tuple(sorted(inside - {self.attention}))
 
 
-def _follow(module: Any, path: list[str]) -> Any:
+def follow(module: Any, path: str) -> Any:
     """As operator.attrgetter, which torch.compile does not trace. Children without Module.__getattr__: it is slow."""
-    for name in path:
+    for name in path.split("."):
         children = module._modules
         module = children[name] if name in children else getattr(module, name)
     return module
-
-
-@dataclass(slots=True)
-class LayerParts:
-    """What LayerFacts finds in one layer, field by field."""
-
-    attention: nn.Module
-    heads: int
-    query: nn.Module
-    key: nn.Module
-    value: nn.Module
-    attention_dropout: nn.Module
-    out: nn.Module
-    out_dropout: nn.Module | None
-    out_norm: nn.Module
-    up: nn.Module
-    activation: nn.Module
-    down: nn.Module
-    down_dropout: nn.Module | None
-    down_norm: nn.Module
 
 
 @dataclass(frozen=True)
@@ -139,17 +121,17 @@ class Family:
         head = self.heads.get(kind)
         return self.classes + (head.called if head and head.called else kind)
 
-    def applications(self, base: nn.Module) -> list[nn.Module]:
+    def layers_in_order(self, base: nn.Module) -> list[nn.Module]:
         """The layers in the order in which a forward runs them; shared ones come several times."""
-        stack = _follow(base, self.stack.split("."))
+        stack = follow(base, self.stack)
         if not self.grouped:
             return list(stack)
         groups = [stack[index] for index in groups_of(base.config.num_hidden_layers, base.config.num_hidden_groups)]
         return [layer for group in groups for layer in group.albert_layers]
 
-    def passages(self, base: nn.Module) -> list[nn.Module]:
+    def containers(self, base: nn.Module) -> list[nn.Module]:
         """The modules, layers apart, that transformers' code calls with packed tensors."""
-        groups = _follow(base, self.stack.split(".")) if self.grouped else ()
+        groups = follow(base, self.stack) if self.grouped else ()
         return [base.embeddings, getattr(base, self.encoder), *groups]
 
     def projected(self, base: nn.Module) -> nn.Module | None:
@@ -167,12 +149,24 @@ def groups_of(layers: int, groups: int) -> list[int]:
 
 # ---- layers
 
+OURS = LayerFacts(  # fastbert's own, of every family
+    attention="attention",
+    heads="attention.num_attention_heads",
+    projections=("attention.qkv",),
+    attention_dropout="attention.dropout",
+    out="attention.output.dense",
+    out_dropout="attention.output.dropout",
+    out_norm="attention.output.LayerNorm",
+    up="intermediate.dense",
+    activation="intermediate.approximate",
+    down="output.dense",
+    down_dropout="output.dropout",
+    down_norm="output.LayerNorm",
+)
 _BERT = LayerFacts(
     attention="attention.self",
     heads="attention.self.num_attention_heads",
-    query="attention.self.query",
-    key="attention.self.key",
-    value="attention.self.value",
+    projections=("attention.self.query", "attention.self.key", "attention.self.value"),
     attention_dropout="attention.self.dropout",
     out="attention.output.dense",
     out_dropout="attention.output.dropout",
@@ -186,9 +180,7 @@ _BERT = LayerFacts(
 _DISTILBERT = LayerFacts(
     attention="attention",
     heads="attention.n_heads",
-    query="attention.q_lin",
-    key="attention.k_lin",
-    value="attention.v_lin",
+    projections=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
     attention_dropout="attention.dropout",
     out="attention.out_lin",
     out_dropout=None,
@@ -202,9 +194,7 @@ _DISTILBERT = LayerFacts(
 _ALBERT = LayerFacts(
     attention="attention",
     heads="attention.num_attention_heads",
-    query="attention.query",
-    key="attention.key",
-    value="attention.value",
+    projections=("attention.query", "attention.key", "attention.value"),
     attention_dropout="attention.attention_dropout",
     out="attention.dense",
     out_dropout="attention.output_dropout",

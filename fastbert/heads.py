@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastbert import checkpoint, ops, padding
+from fastbert import checkpoint, layer, ops, padding
 from fastbert.config import BertConfig
 from fastbert.families import Head
-from fastbert.model import BertModel, Saveable, initialize, leaf_parameters, unpack_records
+from fastbert.model import BertModel, Saveable, initialize
 from fastbert.ops import checks
 from fastbert.ops.bias_gelu import wide
 from fastbert.ops.cross_entropy import cross_entropy_of_rows, labelled_rows
@@ -88,32 +88,27 @@ class BertForQuestionAnsweringOutput(NamedTuple):
 # ---- what heads share
 
 
-class _Encoded(NamedTuple):
-    """The body's result on packed tokens, and the way back to the caller's form (packing None: that is packed)."""
+class _Body(NamedTuple):
+    """What a head computes on, packed, and where its tokens are."""
 
     op: str  # whose errors are reported
     hidden: Tensor  # (T, C)
     pooled: Tensor | None  # (B, C)
-    cu_seqlens: Tensor
-    max_seqlen: int
-    packing: Packing | None
+    packing: Packing
     records: tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]  # hidden_states, attentions: as asked for
-
-    def unpack(self, x: Tensor) -> Tensor:
-        """(T, ...) -> the caller's form."""
-        return x if self.packing is None else self.packing.unpack(x)
 
     def token_labels(self, labels: Tensor, classes: int) -> Tensor:
         """Labels in the caller's form -> (T,), checked."""
-        packed, packing = self.hidden.shape[:1], self.packing
-        shape, meaning = (packed, "(T,)") if packing is None else ((packing.batch, packing.seqlen), "(B, S)")
+        packing = self.packing
+        padded = packing.seqlen is not None
+        shape, meaning = ((packing.batch, packing.seqlen), "(B, S)") if padded else ((packing.tokens,), "(T,)")
         _check_labels(self.op, "labels", labels, self.hidden.device, shape, meaning, classes)
-        return labels if packing is None else packing.pack(labels, fill=IGNORED)
+        return packing.pack(labels, fill=IGNORED)
 
     def sequence_labels(self, name: str, labels: Tensor, classes: int) -> Tensor:
         """A class for each sequence, (B,) or (B, 1) -> (B,), checked."""
-        labels, shape = labels.flatten(), (self.cu_seqlens.shape[0] - 1,)
-        _check_labels(self.op, name, labels, self.hidden.device, shape, "(B,)", classes)
+        labels = labels.flatten()
+        _check_labels(self.op, name, labels, self.hidden.device, (self.packing.batch,), "(B,)", classes)
         return labels
 
 
@@ -170,25 +165,15 @@ class _BertWithHead(Saveable):
             if value != expected:
                 raise ValueError(f"{op}: {name} is {value!r}; expected {expected!r}, for {family.name}")
 
-    def _encode(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        token_type_ids: Tensor | None,
-        position_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-        **records: bool,
-    ) -> _Encoded:
-        """The body on packed tokens. It is called, not taken apart, so hooks on it run."""
-        inputs, packing = self.bert.pack(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen
-        )
-        hidden, pooled, *recorded = self.bert(**inputs._asdict(), **records)
-        recorded = recorded if packing is None else unpack_records(packing, *recorded)
-        op = type(self).__name__
-        return _Encoded(op, hidden, pooled, inputs.cu_seqlens, inputs.max_seqlen, packing, tuple(recorded))
+    def _encode(self, inputs: tuple, cu_seqlens: Tensor | None, max_seqlen: int | None, **records: bool) -> _Body:
+        """The body on packed tokens. It is called, not taken apart, so hooks on it run.
+
+        inputs: input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds.
+        """
+        packed, packing = self.bert.pack(*inputs, cu_seqlens, max_seqlen)
+        hidden, pooled, states, attentions = self.bert(**packed._asdict(), **records, packing=packing)
+        states = states and tuple(packing.unpack(state) for state in states)
+        return _Body(type(self).__name__, hidden, pooled, packing, (states, attentions))
 
     @classmethod
     def from_pretrained(
@@ -241,8 +226,7 @@ class BertPredictionHeadTransform(nn.Module):
         self.approximate = "none" if config.family.heads["ForMaskedLM"].exact_gelu else config.gelu
 
     def forward(self, hidden: Tensor) -> Tensor:
-        x = ops.dense_gelu(hidden, *leaf_parameters(self.dense, nn.Linear), self.approximate)
-        return ops.layer_norm(x, *leaf_parameters(self.LayerNorm, nn.LayerNorm), self.LayerNorm.eps)
+        return layer.norm(layer.up_gelu(hidden, self.dense, self.approximate), self.LayerNorm)
 
 
 class BertLMPredictionHead(nn.Module):
@@ -279,12 +263,12 @@ class BertPreTrainingHeads(nn.Module):
 
 class _MaskedLM(_BertWithHead):
     def _predict(
-        self, body: _Encoded, labels: Tensor | None, rows: Tensor | None, skip_logits: bool | None
+        self, body: _Body, labels: Tensor | None, rows: Tensor | None, skip_logits: bool | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Loss and logits of the masked-LM head; None without labels, and where they are skipped."""
         head, loss, logits = self.cls.predictions, None, None
-        words, _ = leaf_parameters(self.bert.embeddings.word_embeddings, nn.Embedding)
-        if rows is not None and (labels is None or body.packing is not None):
+        words = self.bert.embeddings.word_embeddings.weight
+        if rows is not None and (labels is None or body.packing.seqlen is not None):
             raise ValueError(f"{body.op}: labelled_rows goes with packed labels, (T,) with cu_seqlens")
         if labels is not None:
             labels = body.token_labels(labels, self.config.vocab_size)
@@ -292,7 +276,7 @@ class _MaskedLM(_BertWithHead):
         if skip_logits is None:
             skip_logits = self.training and labels is not None
         if not skip_logits:
-            logits = body.unpack(head(body.hidden, words))
+            logits = body.packing.unpack(head(body.hidden, words))
         return loss, logits
 
 
@@ -329,17 +313,9 @@ class BertForMaskedLM(_MaskedLM):
         packed labels that have one, where the caller knows them (`fastbert.data.PackingCollator` does); found when
         None, with one host synchronisation on a GPU.
         """
-        body = self._encode(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            cu_seqlens,
-            max_seqlen,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-        )
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        records = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        body = self._encode(inputs, cu_seqlens, max_seqlen, **records)
         loss, logits = self._predict(body, labels, labelled_rows, skip_logits)
         return BertHeadOutput(loss, logits, *body.records)
 
@@ -379,17 +355,9 @@ class BertForPreTraining(_MaskedLM):
         prediction_logits: (B, S, V) or (T, V), made or left out as BertForMaskedLM's. seq_relationship_logits: (B, 2).
         """
         name, label = self._pair_label(next_sentence_label, sentence_order_label)
-        body = self._encode(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            cu_seqlens,
-            max_seqlen,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-        )
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        records = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        body = self._encode(inputs, cu_seqlens, max_seqlen, **records)
         loss, prediction_logits = self._predict(body, labels, labelled_rows, skip_logits)
         logits = self.cls.seq_relationship(body.pooled if self.dropout is None else self.dropout(body.pooled))
         if label is not None:
@@ -415,7 +383,7 @@ _ACTIVATIONS = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu}
 class _Classifier(_BertWithHead):
     """A head that turns what the body gave, and labels, into a loss and logits in the caller's form."""
 
-    def _classify(self, body: _Encoded, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    def _classify(self, body: _Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
         raise NotImplementedError
 
     def _add_classifier(self, classes: int) -> None:
@@ -427,11 +395,11 @@ class _Classifier(_BertWithHead):
             self.pre_classifier = nn.Linear(width, width)
             initialize(self.pre_classifier, self.config.initializer_range)
 
-    def _score(self, body: _Encoded) -> Tensor:
+    def _score(self, body: _Body) -> Tensor:
         """(B, classes), from the pooler's output or, where the head has a dense layer of its own, the first token."""
         facts, x = self._facts, body.pooled
         if facts.dense:
-            x = padding.first_tokens(body.hidden, body.cu_seqlens)
+            x = padding.first_tokens(body.hidden, body.packing.cu_seqlens)
             x = self.pre_classifier(self.dropout(x) if facts.drops_first else x)
             x = _ACTIVATIONS[facts.dense](x)
         return self.classifier(self.dropout(x))
@@ -451,17 +419,9 @@ class _Classifier(_BertWithHead):
         output_attentions: bool = False,
     ) -> BertHeadOutput:
         """Input as in BertModel; labels and logits as the class says."""
-        body = self._encode(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            cu_seqlens,
-            max_seqlen,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-        )
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        records = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        body = self._encode(inputs, cu_seqlens, max_seqlen, **records)
         return BertHeadOutput(*self._classify(body, labels), *body.records)
 
 
@@ -474,7 +434,7 @@ class BertForNextSentencePrediction(_Classifier):
         super().__init__(config)
         self.cls = BertPreTrainingHeads(config, predictions=False)
 
-    def _classify(self, body: _Encoded, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    def _classify(self, body: _Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
         logits = self.cls.seq_relationship(body.pooled)
         if labels is None:
             return None, logits
@@ -497,7 +457,7 @@ class BertForSequenceClassification(_Classifier):
         super().__init__(copy.copy(config))
         self._add_classifier(config.num_labels)
 
-    def _classify(self, body: _Encoded, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    def _classify(self, body: _Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
         logits = self._score(body)
         if labels is None:
             return None, logits
@@ -506,7 +466,7 @@ class BertForSequenceClassification(_Classifier):
         self.config.problem_type = problem
         return loss, logits
 
-    def _loss(self, body: _Encoded, logits: Tensor, labels: Tensor, problem: str) -> Tensor:
+    def _loss(self, body: _Body, logits: Tensor, labels: Tensor, problem: str) -> Tensor:
         classes = self.config.num_labels
         if problem == "single_label_classification":
             return _cross_entropy(logits, body.sequence_labels("labels", labels, classes))
@@ -536,12 +496,12 @@ class BertForTokenClassification(_Classifier):
         super().__init__(config)
         self._add_classifier(config.num_labels)
 
-    def _classify(self, body: _Encoded, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    def _classify(self, body: _Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
         logits = self.classifier(self.dropout(body.hidden))
         if labels is None:
-            return None, body.unpack(logits)
+            return None, body.packing.unpack(logits)
         labels = body.token_labels(labels, self.config.num_labels)
-        return _cross_entropy(logits, labels), body.unpack(logits)
+        return _cross_entropy(logits, labels), body.packing.unpack(logits)
 
 
 class BertForMultipleChoice(_Classifier):
@@ -601,7 +561,7 @@ class BertForMultipleChoice(_Classifier):
             )
         return None if given is None else given.shape[1]
 
-    def _classify(self, body: _Encoded, labels: None) -> tuple[None, Tensor]:
+    def _classify(self, body: _Body, labels: None) -> tuple[None, Tensor]:
         return None, self._score(body)
 
     @staticmethod
@@ -624,8 +584,7 @@ class BertDiscriminatorPredictions(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(T, C) to logits (T,)."""
-        x = ops.dense_gelu(hidden, *leaf_parameters(self.dense, nn.Linear), self.approximate)
-        return self.dense_prediction(x).squeeze(-1)
+        return self.dense_prediction(layer.up_gelu(hidden, self.dense, self.approximate)).squeeze(-1)
 
 
 class BertForReplacedTokenDetection(_Classifier):
@@ -642,9 +601,9 @@ class BertForReplacedTokenDetection(_Classifier):
         super().__init__(config)
         self.discriminator_predictions = BertDiscriminatorPredictions(config)
 
-    def _classify(self, body: _Encoded, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    def _classify(self, body: _Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
         logits = self.discriminator_predictions(body.hidden)
-        return None if labels is None else self._loss(logits, body.token_labels(labels, 2)), body.unpack(logits)
+        return None if labels is None else self._loss(logits, body.token_labels(labels, 2)), body.packing.unpack(logits)
 
     @staticmethod
     def _loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -692,17 +651,9 @@ class BertForQuestionAnswering(_BertWithHead):
         does: losses are equal without padding). A position before the text counts as 0, as in transformers; one
         beyond it, or at padding, is left out.
         """
-        body = self._encode(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            cu_seqlens,
-            max_seqlen,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-        )
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        records = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        body = self._encode(inputs, cu_seqlens, max_seqlen, **records)
         logits = self.qa_outputs(body.hidden if self.dropout is None else self.dropout(body.hidden))  # (T, 2)
         grid, visible = _on_grid(body, logits)  # (B, S, 2), (B, S)
         loss = None
@@ -710,15 +661,14 @@ class BertForQuestionAnswering(_BertWithHead):
             positions = {"start_positions": start_positions, "end_positions": end_positions}
             targets = [_answer_labels(name, given, visible) for name, given in positions.items()]
             loss = sum(_cross_entropy(grid[..., i], target) for i, target in enumerate(targets)) / 2
-        shown = logits if body.packing is None else grid
+        shown = logits if body.packing.seqlen is None else grid
         return BertForQuestionAnsweringOutput(loss, *shown.unbind(-1), *body.records)
 
 
-def _on_grid(body: _Encoded, logits: Tensor) -> tuple[Tensor, Tensor]:
+def _on_grid(body: _Body, logits: Tensor) -> tuple[Tensor, Tensor]:
     """(T, 2) to (B, S, 2), the lowest number where there is no token, and where there is one."""
-    tokens = logits.shape[0]
-    grid = body.packing or padding.packed_grid(body.cu_seqlens, body.max_seqlen, tokens)
-    visible = grid.unpack(torch.ones(tokens, dtype=torch.int64, device=logits.device)) != 0
+    grid = body.packing.grid()
+    visible = grid.visible()
     return grid.unpack(logits).masked_fill(~visible.unsqueeze(-1), torch.finfo(logits.dtype).min), visible
 
 

@@ -1,8 +1,9 @@
 """BERT and its family on packed tokens: embeddings, layer, encoder, model.
 
-Everything between the packing of the input and the unpacking of the output sees (T, C), T real tokens, with
-`cu_seqlens` and `max_seqlen`. Parameter names are those of Hugging Face's BERT for every family, but for q, k and v,
-which are one `qkv`. Where a family differs from BERT, `fastbert/families.py` says so and the constructors read it.
+Everything between the packing of the input and the unpacking of the output sees (T, C), T real tokens, and a `Packing`
+that says where sequences are. How a layer is computed is in `fastbert/layer.py`. Parameter names are those of Hugging
+Face's BERT for every family, except q, k and v, which are one `qkv`. Where a family differs from BERT,
+`fastbert/families.py` says so and the constructors read it.
 """
 
 from collections.abc import Mapping
@@ -12,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastbert import checkpoint, ops, padding, random
+from fastbert import checkpoint, layer, padding, random
 from fastbert.config import BertConfig
-from fastbert.families import groups_of
-from fastbert.ops.attention import project_qkv
+from fastbert.families import OURS, groups_of
+from fastbert.layer import AttentionParts, LayerParts
 from fastbert.padding import Packing
 
 
@@ -40,44 +41,13 @@ class BertModelOutput(NamedTuple):
     attentions: tuple[Tensor, ...] | None = None
 
 
-class PackedInput(NamedTuple):
-    """What BertModel computes on: ids (T,), or inputs_embeds (T, C) in place of input_ids, and where sequences end."""
+class ModelInputs(NamedTuple):
+    """What BertModel computes on: ids (T,), or inputs_embeds (T, width) in place of input_ids."""
 
     input_ids: Tensor | None
     token_type_ids: Tensor | None
     position_ids: Tensor | None
     inputs_embeds: Tensor | None
-    cu_seqlens: Tensor
-    max_seqlen: int
-
-
-def leaf_parameters(leaf: nn.Module, kind: type[nn.Module]) -> tuple[Tensor, Tensor]:
-    """weight and bias (if it has one) of a leaf that an op computes without calling it.
-
-    Raises TypeError where that would ignore something: a replaced or wrapped leaf (adapters, quantisation), or hooks.
-    """
-    hooks = leaf._forward_hooks or leaf._forward_pre_hooks or leaf._backward_hooks or leaf._backward_pre_hooks
-    if type(leaf).forward is not kind.forward or hooks:
-        raise TypeError(
-            f"fastbert computes a plain {kind.__name__} without calling it, so hooks on it and replacements are not "
-            f"possible; this one is a {type(leaf).__name__}{' with hooks' if hooks else ''}"
-        )
-    return leaf.weight, getattr(leaf, "bias", None)
-
-
-class _FrozenRow(torch.autograd.Function):
-    """A table, of which one row gets no gradient."""
-
-    @staticmethod
-    def forward(ctx, table: Tensor, row: int) -> Tensor:
-        ctx.row = row
-        return table.view_as(table)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone()
-        grad[ctx.row] = 0
-        return grad, None
 
 
 class BertEmbeddings(nn.Module):
@@ -89,94 +59,60 @@ class BertEmbeddings(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         family, width = config.family, config.embedding_width
-        self.dropout_p = config.hidden_dropout_prob
         self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
         padding_idx = config.pad_token_id if family.padding_positions else None
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, width, padding_idx=padding_idx)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width) if family.token_types else None
         self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
         projects = family.projection and (family.always_projects or width != config.hidden_size)
         self.project = nn.Linear(width, config.hidden_size) if projects else None
 
     def forward(
         self,
         input_ids: Tensor | None,
-        position_ids: Tensor,
         token_type_ids: Tensor | None,
+        position_ids: Tensor,
         inputs_embeds: Tensor | None,
         rng: Tensor | None,
     ) -> Tensor:
         """Ids (T,), or inputs_embeds (T, width) in place of input_ids, to (T, C)."""
-        word, _ = leaf_parameters(self.word_embeddings, nn.Embedding)
-        position, _ = leaf_parameters(self.position_embeddings, nn.Embedding)
-        token_type, padding_idx = None, self.word_embeddings.padding_idx
-        if self.position_embeddings.padding_idx is not None:  # the op leaves out a row of the words alone
-            position = _FrozenRow.apply(position, self.position_embeddings.padding_idx)
-        if self.token_type_embeddings is not None:
-            token_type, _ = leaf_parameters(self.token_type_embeddings, nn.Embedding)
-            token_type_ids = torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids
-        if inputs_embeds is not None:  # a table of its own, each row used once
-            word, padding_idx = inputs_embeds, None
-            input_ids = torch.arange(inputs_embeds.shape[0], device=inputs_embeds.device)
-        x = ops.embedding(
-            input_ids,
-            position_ids,
-            token_type_ids,
-            word,
-            position,
-            token_type,
-            *leaf_parameters(self.LayerNorm, nn.LayerNorm),
-            self.LayerNorm.eps,
-            padding_idx=padding_idx,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            rng=rng,
-            site=random.EMBEDDING_SITE,
-        )
-        if self.project is None:
-            return x
-        return ops.linear(x, *leaf_parameters(self.project, nn.Linear)).to(x.dtype)  # under autocast a float32 stream
+        x = layer.embed(self, input_ids, token_type_ids, position_ids, inputs_embeds, rng)
+        return x if self.project is None else layer.dense(x, self.project).to(x.dtype)  # autocast: a float32 stream
 
 
 class BertOutput(nn.Module):
-    """Projection, then bias, dropout, residual sum and LayerNorm in one pass: what ends both halves of a layer."""
+    """Projection, dropout, residual sum, LayerNorm: what ends both halves of a layer."""
 
-    def __init__(self, config: BertConfig, inputs: int, site: int, drops: bool) -> None:
+    def __init__(self, config: BertConfig, inputs: int, drops: bool) -> None:
         super().__init__()
         self.dense = nn.Linear(inputs, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout_p, self.site = config.hidden_dropout_prob if drops else 0.0, site
+        self.dropout = nn.Dropout(config.hidden_dropout_prob if drops else 0.0)
 
-    def forward(self, x: Tensor, residual: Tensor, rng: Tensor | None) -> Tensor:
-        weight, bias = leaf_parameters(self.dense, nn.Linear)
-        return ops.add_layer_norm(
-            ops.linear(x, weight),
-            residual,
-            *leaf_parameters(self.LayerNorm, nn.LayerNorm),
-            self.LayerNorm.eps,
-            x_bias=bias,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            rng=rng,
-            site=self.site,
-        )
+    def forward(self, x: Tensor, residual: Tensor, rng: Tensor | None, site: int) -> Tensor:
+        return layer.project_add_norm(x, residual, self.dense, self.dropout, self.LayerNorm, rng, site)
 
 
 class BertAttention(nn.Module):
-    def __init__(self, config: BertConfig, sites: tuple[int, int, int]) -> None:
+    def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.heads = config.num_attention_heads
-        self.dropout_p, self.site = config.attention_probs_dropout_prob, sites[0]
+        self.num_attention_heads, self.scaling = config.num_attention_heads, config.head_dim**-0.5
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        drops = config.family.layer.out_dropout is not None
-        self.output = BertOutput(config, config.hidden_size, sites[1], drops)
+        self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
+        self.output = BertOutput(config, config.hidden_size, config.family.layer.out_dropout is not None)
 
     def forward(
-        self, hidden: Tensor, cu_seqlens: Tensor, max_seqlen: int, rng: Tensor | None, output_attentions: bool
+        self,
+        hidden: Tensor,
+        packing: Packing,
+        rng: Tensor | None,
+        sites: tuple[int, int, int],
+        output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        qkv = project_qkv(hidden, *leaf_parameters(self.qkv, nn.Linear), self.heads)
-        dropout = {"dropout_p": self.dropout_p if self.training else 0.0, "rng": rng, "site": self.site}
-        context = ops.attention(qkv, cu_seqlens, max_seqlen, **dropout).flatten(1)
-        weights = ops.attention_weights(qkv, cu_seqlens, max_seqlen, **dropout) if output_attentions else None
-        return self.output(context, hidden, rng), weights
+        parts = AttentionParts(self, self.num_attention_heads, (self.qkv,), self.dropout)
+        context, weights = layer.attend(parts, hidden, packing, rng, sites[0], output_attentions)
+        return self.output(context, hidden, rng, sites[1]), weights
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         checkpoint.merge_qkv(state_dict, prefix)
@@ -190,31 +126,36 @@ class BertIntermediate(nn.Module):
         self.approximate = config.gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.dense_gelu(x, *leaf_parameters(self.dense, nn.Linear), self.approximate)
+        return layer.up_gelu(x, self.dense, self.approximate)
 
 
 class BertLayer(nn.Module):
-    """index: where it is in the encoder, which decides its dropout sites."""
+    """One layer, computed at once. What has hooks, is wrapped (LoRA) or replaced in it is called on packed tokens."""
 
-    def __init__(self, config: BertConfig, index: int) -> None:
+    def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        sites = random.layer_sites(index)
-        self.attention = BertAttention(config, sites)
+        self.attention = BertAttention(config)
         self.intermediate = BertIntermediate(config)
-        drops = config.family.layer.down_dropout is not None
-        self.output = BertOutput(config, config.intermediate_size, sites[2], drops)
+        self.output = BertOutput(config, config.intermediate_size, config.family.layer.down_dropout is not None)
 
     def forward(
         self,
         hidden: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
+        packing: Packing,
         rng: Tensor | None = None,
+        turn: int = 0,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden (T, C) to (T, C), and the attention weights (B, H, max_seqlen, max_seqlen) if asked for."""
-        hidden, weights = self.attention(hidden, cu_seqlens, max_seqlen, rng, output_attentions)
-        return self.output(self.intermediate(hidden), hidden, rng), weights
+        """hidden (T, C) to (T, C), and the attention weights in the caller's form if they are asked for.
+
+        turn: which layer of the forward this is, for its dropout (ALBERT's run several times).
+        """
+        halves = (self.attention, BertAttention), (self.attention.output, BertOutput), (self.output, BertOutput)
+        if all([layer.is_plain(*half) for half in (*halves, (self.intermediate, BertIntermediate))]):
+            return layer.encoder_layer(LayerParts.of(self, OURS), hidden, packing, rng, turn, output_attentions)
+        sites = random.layer_sites(turn)
+        hidden, weights = self.attention(hidden, packing, rng, sites, output_attentions)
+        return self.output(self.intermediate(hidden), hidden, rng, sites[2]), weights
 
 
 class _Loadable(nn.Module):
@@ -236,11 +177,6 @@ class _Loadable(nn.Module):
         tied: with the second names of tied tensors, which models have and files have not.
         """
         return checkpoint.to_hugging_face(state, self._names, tied=tied)
-
-    def new_rng(self, device: torch.device) -> Tensor | None:
-        """The dropout key of a forward; None, and torch's generator left alone, where nothing drops."""
-        drops = any(module.training and getattr(module, "dropout_p", 0) for module in self.modules())
-        return random.new_key(device) if drops else None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's, for Hugging Face's names too. With strict, RuntimeError comes before any weight changes."""
@@ -285,14 +221,14 @@ def initialize(module: nn.Module, std: float) -> None:
 class BertEncoder(_Loadable):
     """The stack of layers, for training code that has embeddings of its own.
 
-    In ALBERT a layer runs several times, each time with dropout of its own.
+    In ALBERT a layer runs several times, each time with other dropout masks.
     """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.config = config
         layers, groups = config.num_hidden_layers, config.layer_groups
-        self.layer = nn.ModuleList(BertLayer(config, i) for i in range(groups or layers))
+        self.layer = nn.ModuleList(BertLayer(config) for _ in range(groups or layers))
         self.order = groups_of(layers, groups) if groups else None
         initialize(self, config.initializer_range)
 
@@ -300,16 +236,9 @@ class BertEncoder(_Loadable):
     def _names(self) -> checkpoint.Names:
         return checkpoint.Names(self.config.family, encoder=True)
 
-    def _runs(self, rng: Tensor | None) -> list[tuple[BertLayer, Tensor | None]]:
-        """The layers of a forward in turn, and the dropout key of each.
-
-        A shared layer keeps the sites that it was made with; the key moves on instead, to those of its turn.
-        """
-        if self.order is None:
-            return [(layer, rng) for layer in self.layer]
-        moves = [random.layer_sites(turn)[0] - random.layer_sites(index)[0] for turn, index in enumerate(self.order)]
-        keys = [random.site_key(rng, move) if rng is not None and move else rng for move in moves]
-        return [(self.layer[index], key) for index, key in zip(self.order, keys, strict=True)]
+    def drops(self) -> bool:
+        """Whether a forward now would drop anything."""
+        return any([LayerParts.of(each, OURS).drops() for each in self.layer])
 
     def forward(
         self,
@@ -320,43 +249,61 @@ class BertEncoder(_Loadable):
         max_seqlen: int | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
+        packing: Packing | None = None,
         rng: Tensor | None = None,
     ) -> BertEncoderOutput:
         """Padded (B, S, C) with a mask (see `fastbert.padding.plan`), or packed (T, C) with cu_seqlens (B + 1,) int32.
 
         max_seqlen: the longest sequence; computed when None (one host synchronisation). rng: the dropout key of this
-        forward, drawn from torch's generator when None. Padding rows of the output are zeros.
+        forward, drawn from torch's generator when None. Padding rows of the output are zeros. packing: where packed
+        tokens are, from code that has checked it, in place of cu_seqlens; the hidden states stay packed.
         Raises ValueError, TypeError.
         """
-        width = self.config.hidden_size
-        packed = cu_seqlens is not None
-        if hidden_states.dim() != (2 if packed else 3) or hidden_states.shape[-1] != width:
-            expected = (
-                f"(T, {width}) with cu_seqlens" if packed else f"(B, S, {width}), or (T, {width}) with cu_seqlens"
-            )
-            raise ValueError(f"BertEncoder: hidden_states has shape {tuple(hidden_states.shape)}; expected {expected}")
-        packing = None
-        if packed:
-            max_seqlen = _packed_input("BertEncoder", attention_mask, cu_seqlens, max_seqlen, hidden_states)
-        else:
-            _no_max_seqlen("BertEncoder", max_seqlen)
-            packing = padding.plan(attention_mask, *hidden_states.shape[:2], hidden_states.device)
-            hidden_states, cu_seqlens, max_seqlen = packing.pack(hidden_states), packing.cu_seqlens, packing.max_seqlen
-        if rng is None:
-            rng = self.new_rng(hidden_states.device)
+        handed_down = packing is not None
+        if not handed_down:
+            packing = self._packing(hidden_states, attention_mask, cu_seqlens, max_seqlen)
+            hidden_states = packing.pack(hidden_states)
+            rng = random.new_key(hidden_states.device) if rng is None and self.drops() else rng
         states, attentions = [hidden_states], []
-        for layer, key in self._runs(rng):
-            hidden_states, weights = layer(hidden_states, cu_seqlens, max_seqlen, key, output_attentions)
+        for turn, index in enumerate(range(len(self.layer)) if self.order is None else self.order):
+            hidden_states, weights = self.layer[index](hidden_states, packing, rng, turn, output_attentions)
             states = [*states, hidden_states] if output_hidden_states else [hidden_states]
             attentions.append(weights)
-        if packing is not None:
-            states = [packing.unpack(state) for state in states]
-            attentions = [None if weights is None else packing.unpack_weights(weights) for weights in attentions]
+        states = states if handed_down else [packing.unpack(state) for state in states]
         return BertEncoderOutput(
             states[-1],
             tuple(states) if output_hidden_states else None,
             tuple(attentions) if output_attentions else None,
         )
+
+    def _packing(
+        self, hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
+    ) -> Packing:
+        width, packed = self.config.hidden_size, cu_seqlens is not None
+        if hidden.dim() != (2 if packed else 3) or hidden.shape[-1] != width:
+            expected = f"(T, {width}) with cu_seqlens"
+            expected = expected if packed else f"(B, S, {width}), or {expected}"
+            raise ValueError(f"BertEncoder: hidden_states has shape {tuple(hidden.shape)}; expected {expected}")
+        shape = hidden.shape[:-1]
+        return _packing("BertEncoder", shape, hidden.device, attention_mask, cu_seqlens, max_seqlen)
+
+
+def _packing(
+    name: str,
+    shape: torch.Size,
+    device: torch.device,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+) -> Packing:
+    """Of input of shape (B, S), or (T,) with cu_seqlens."""
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(f"{name}: max_seqlen goes with cu_seqlens; a padded batch has its own")
+        return padding.plan(attention_mask, *shape, device)
+    if attention_mask is not None:
+        raise ValueError(f"{name}: expected attention_mask or cu_seqlens, not both")
+    return padding.packed(name, shape[0], device, cu_seqlens, max_seqlen)
 
 
 class BertPooler(nn.Module):
@@ -403,6 +350,7 @@ class BertModel(Saveable):
         max_seqlen: int | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
+        packing: Packing | None = None,
     ) -> BertModelOutput:
         """Padded (B, S) ids with a mask (see `fastbert.padding.plan`), or packed (T,) ids with cu_seqlens (B + 1,).
 
@@ -411,25 +359,28 @@ class BertModel(Saveable):
         input_ids. In RoBERTa, XLM-RoBERTa and CamemBERT position_ids count, from pad_token_id + 1, the tokens of the
         row that are not pad_token_id, whatever the mask says; those that are have pad_token_id. max_seqlen: the longest
         sequence; computed when None (one host synchronisation). Padding rows of the output are zeros, and the pooler
-        reads the first visible token of each sequence (zeros where there is none).
+        reads the first visible token of each sequence (zeros where there is none). packing: that the other arguments
+        are what `pack` gave, with this; the hidden states stay packed.
         Raises ValueError, TypeError, and IndexError for an id out of range.
         """
-        inputs, packing = self.pack(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen
-        )
-        rng = self.new_rng(inputs.cu_seqlens.device)
-        last, states, attentions = self.encoder(
-            self.embeddings(inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds, rng),
-            cu_seqlens=inputs.cu_seqlens,
-            max_seqlen=inputs.max_seqlen,
+        inputs = (input_ids, token_type_ids, position_ids, inputs_embeds)
+        handed_down = packing is not None
+        if not handed_down:
+            given = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
+            inputs, packing = self.pack(*given)
+        drops = layer.probability(self.embeddings.dropout) > 0 or self.encoder.drops()
+        rng = random.new_key(packing.cu_seqlens.device) if drops else None
+        hidden, states, attentions = self.encoder(
+            self.embeddings(*inputs, rng),
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
+            packing=packing,
             rng=rng,
         )
-        pooled = self.pooler(padding.first_tokens(last, inputs.cu_seqlens)) if self.pooler else None
-        if packing:
-            last, states, attentions = packing.unpack(last), *unpack_records(packing, states, attentions)
-        return BertModelOutput(last, pooled, states, attentions)
+        pooled = self.pooler(padding.first_tokens(hidden, packing.cu_seqlens)) if self.pooler else None
+        if not handed_down:
+            hidden, states = packing.unpack(hidden), states and tuple(packing.unpack(state) for state in states)
+        return BertModelOutput(hidden, pooled, states, attentions)
 
     def pack(
         self,
@@ -440,47 +391,33 @@ class BertModel(Saveable):
         inputs_embeds: Tensor | None,
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
-    ) -> tuple[PackedInput, Packing | None]:
-        """The arguments of `forward`, checked and packed, and the way back; None where they were packed already."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("BertModel: expected exactly one of input_ids and inputs_embeds")
-        packed = cu_seqlens is not None
-        for name, given in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
-            if given is not None and not isinstance(given, Tensor):
-                raise TypeError(f"BertModel: {name} is a {type(given).__name__}; expected a tensor")
-        shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:-1]
-        if position_ids is not None and not packed and position_ids.shape == (1, *shape[1:]):
-            position_ids = position_ids.expand(shape)  # one row for all, as Hugging Face takes it
-        self._check_inputs(shape, packed, input_ids, token_type_ids, position_ids, inputs_embeds)
-        inputs = (input_ids, token_type_ids, position_ids, inputs_embeds)
-        if packed:
-            packing = None
-            tokens = input_ids if inputs_embeds is None else inputs_embeds
-            max_seqlen = _packed_input("BertModel", attention_mask, cu_seqlens, max_seqlen, tokens)
-        else:
-            _no_max_seqlen("BertModel", max_seqlen)
-            packing = padding.plan(attention_mask, *shape, self.embeddings.word_embeddings.weight.device)
-            cu_seqlens, max_seqlen = packing.cu_seqlens, packing.max_seqlen
-            inputs = (None if x is None else packing.pack(x) for x in inputs)
-        inputs = PackedInput(*inputs, cu_seqlens, max_seqlen)
+    ) -> tuple[ModelInputs, Packing]:
+        """The arguments of `forward`, checked and packed."""
+        inputs = ModelInputs(input_ids, token_type_ids, position_ids, inputs_embeds)
+        shape = self._check_inputs(inputs, packed=cu_seqlens is not None)
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        device = self.embeddings.word_embeddings.weight.device if cu_seqlens is None else tokens.device
+        packing = _packing("BertModel", shape, device, attention_mask, cu_seqlens, max_seqlen)
         if position_ids is None:
-            inputs = inputs._replace(position_ids=self._positions(input_ids, inputs, packing))
-        return inputs, packing
-
-    def _positions(self, input_ids: Tensor | None, inputs: PackedInput, packing: Packing | None) -> Tensor:
-        """(T,) int64, the default position ids. input_ids: in the caller's form."""
-        before = self.embeddings.position_embeddings.padding_idx
-        counts = before is not None and input_ids is not None
-        if packing:
-            self._check_length(packing.max_seqlen if counts else packing.seqlen)
-            if counts:
-                return packing.pack(_count(input_ids, before))
-            columns = packing.positions()
+            position_ids = self._positions(inputs, packing, shape)
         else:
-            given = inputs.inputs_embeds if input_ids is None else input_ids
-            columns = padding.packed_positions(inputs.cu_seqlens, given.shape[0])
-            if counts:
-                return _count_packed(input_ids, before, columns)
+            position_ids = packing.pack(position_ids.expand(shape))  # from one row for all, as Hugging Face takes it
+        ids, types, embeds = (
+            None if x is None else packing.pack(x) for x in (input_ids, token_type_ids, inputs_embeds)
+        )
+        return ModelInputs(ids, types, position_ids, embeds), packing
+
+    def _positions(self, inputs: ModelInputs, packing: Packing, shape: torch.Size) -> Tensor:
+        """(T,) int64, the default position ids. inputs: in the caller's form."""
+        before, ids = self.embeddings.position_embeddings.padding_idx, inputs.input_ids
+        counts = before is not None and ids is not None
+        if packing.seqlen is not None:
+            self._check_length(packing.max_seqlen if counts else packing.seqlen)
+        if counts and packing.seqlen is not None:
+            return packing.pack(_count(ids, before))
+        columns = packing.positions()
+        if counts:
+            return _count_packed(ids, before, columns)
         return columns if before is None else columns + (before + 1)
 
     def _check_length(self, tokens: int) -> None:
@@ -492,22 +429,29 @@ class BertModel(Saveable):
                 "(max_position_embeddings)"
             )
 
-    def _check_inputs(self, shape, packed, input_ids, token_type_ids, position_ids, inputs_embeds) -> None:
+    def _check_inputs(self, inputs: ModelInputs, packed: bool) -> torch.Size:
+        """(B, S) or (T,)."""
+        input_ids, token_type_ids, position_ids, inputs_embeds = inputs
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("BertModel: expected exactly one of input_ids and inputs_embeds")
+        for name, given in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
+            if given is not None and not isinstance(given, Tensor):
+                raise TypeError(f"BertModel: {name} is a {type(given).__name__}; expected a tensor")
+        shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:-1]
         if len(shape) != (1 if packed else 2):
             expected = "(T,) with cu_seqlens" if packed else "(B, S), or (T,) with cu_seqlens"
             raise ValueError(f"BertModel: input_ids has shape {tuple(shape)}; expected {expected}")
-        width = self.config.embedding_width
-        if inputs_embeds is not None and inputs_embeds.shape[-1] != width:
-            raise ValueError(
-                f"BertModel: inputs_embeds has shape {tuple(inputs_embeds.shape)}; expected (..., {width})"
-            )
+        if inputs_embeds is not None and inputs_embeds.shape[-1] != (width := self.config.embedding_width):
+            given = tuple(inputs_embeds.shape)
+            raise ValueError(f"BertModel: inputs_embeds has shape {given}; expected (..., {width})")
         if token_type_ids is not None and self.embeddings.token_type_embeddings is None:
             raise ValueError(f"BertModel: token_type_ids is given; expected None, {self.config.family.name} has none")
         for name, ids in (("token_type_ids", token_type_ids), ("position_ids", position_ids)):
-            if ids is not None and ids.shape != shape:
-                raise ValueError(
-                    f"BertModel: {name} has shape {tuple(ids.shape)}; expected that of the input, {tuple(shape)}"
-                )
+            one_row = name == "position_ids" and not packed and ids is not None and ids.shape == (1, *shape[1:])
+            if ids is not None and ids.shape != shape and not one_row:
+                given = tuple(ids.shape)
+                raise ValueError(f"BertModel: {name} has shape {given}; expected that of the input, {tuple(shape)}")
+        return shape
 
     @classmethod
     def from_pretrained(
@@ -562,31 +506,3 @@ def _count_packed(ids: Tensor, padding_idx: int, places: Tensor) -> Tensor:
     counts = token.cumsum(0)
     first = torch.arange(ids.shape[0], device=ids.device) - places
     return (counts - (counts - token)[first]) * token + padding_idx
-
-
-def unpack_records(
-    packing: Packing, states: tuple[Tensor, ...] | None, attentions: tuple[Tensor, ...] | None
-) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
-    """hidden_states and attentions of packed tokens, where they were asked for, in the padded form."""
-    states = states and tuple(packing.unpack(state) for state in states)
-    return states, attentions and tuple(packing.unpack_weights(weights) for weights in attentions)
-
-
-def _packed_input(
-    name: str, attention_mask: Tensor | None, cu_seqlens: Tensor, max_seqlen: int | None, packed: Tensor
-) -> int:
-    """max_seqlen of packed input (T, ...), read from cu_seqlens when it was not given; both checked."""
-    tokens = packed.shape[0]
-    if attention_mask is not None:
-        raise ValueError(f"{name}: expected attention_mask or cu_seqlens, not both")
-    ops.checks.sequences(name, cu_seqlens, tokens if max_seqlen is None else max_seqlen, tokens)
-    ops.checks.same_device(name, {"the input": packed, "cu_seqlens": cu_seqlens})
-    if max_seqlen is None:
-        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-        max_seqlen = int(lengths.max()) if lengths.numel() else 0
-    return max_seqlen
-
-
-def _no_max_seqlen(name: str, max_seqlen: int | None) -> None:
-    if max_seqlen is not None:
-        raise ValueError(f"{name}: max_seqlen goes with cu_seqlens; a padded batch has its own")

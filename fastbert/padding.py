@@ -1,7 +1,7 @@
 """From attention masks to packed tokens and back.
 
 A padded batch is packed once, before the embeddings, and unpacked once, after the last layer. `plan` understands the
-masks people pass; everything after it sees `cu_seqlens` and `max_seqlen`.
+masks people pass; everything after it sees a `Packing`.
 """
 
 from typing import NamedTuple
@@ -15,30 +15,39 @@ from fastbert.ops.padding import PLAN, ends_of
 
 
 class Packing(NamedTuple):
-    """Where the visible tokens of a (batch, seqlen) grid are.
+    """Where the sequences of a batch are among its packed tokens, and the way back to the form the caller gave.
 
-    indices: (T,) int64 rows of the flattened grid, None when all are visible. cu_seqlens: (batch + 1,) int32.
-    max_seqlen: at least the longest sequence. real: (T,) bool, which of the rows are tokens, None when all are.
+    Made and checked once a forward, at the boundary: `plan` reads a mask, `packed` takes cu_seqlens. What gets one
+    handed down relies on it.
+
+    cu_seqlens: (batch + 1,) int32. max_seqlen: at least the longest sequence. tokens: T. seqlen: the width of the
+    caller's padded (batch, seqlen) grid, None where the caller's tokens are packed. indices: (T,) int64 rows of the
+    flattened grid, None when all are visible. real: (T,) bool, which of those rows are tokens, None when all are.
     starts_visible: whether every sequence has a token in column 0 (not known in compiled code, and then True).
     """
 
-    batch: int
-    seqlen: int
-    indices: Tensor | None
     cu_seqlens: Tensor
     max_seqlen: int
+    tokens: int
+    batch: int
+    seqlen: int | None = None
+    indices: Tensor | None = None
     real: Tensor | None = None
     starts_visible: bool = True
 
     def pack(self, x: Tensor, fill: int = 0) -> Tensor:
-        """(batch, seqlen, ...) -> (T, ...), with `fill` in rows that are no tokens."""
+        """The caller's form, (batch, seqlen, ...) or (T, ...) -> (T, ...), with `fill` in rows that are no tokens."""
+        if self.seqlen is None:
+            return x
         if self.indices is None:
             return x.flatten(0, 1)
         x = pack(x, self.indices)
         return x if self.real is None else torch.where(_like(self.real, x), x, fill)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """(T, ...) -> (batch, seqlen, ...), zeros where no token is visible."""
+        """(T, ...) -> the caller's form, zeros where no token is visible."""
+        if self.seqlen is None:
+            return x
         if self.indices is None:
             return x.unflatten(0, (self.batch, self.seqlen))
         x = x if self.real is None else torch.where(_like(self.real, x), x, 0)
@@ -48,19 +57,30 @@ class Packing(NamedTuple):
         """(batch, H, max_seqlen, max_seqlen) by place among visible tokens -> (batch, H, seqlen, seqlen)."""
         if self.indices is None:
             return weights
-        tokens = self.indices.shape[0]
-        if tokens == 0:
+        if self.tokens == 0:
             return weights.new_zeros(*weights.shape[:2], self.seqlen, self.seqlen)
-        place = self.unpack(packed_positions(self.cu_seqlens, tokens))
-        visible = self.unpack(torch.ones_like(self.indices)) != 0
+        place = self.unpack(packed_positions(self.cu_seqlens, self.tokens))
+        visible = self.visible()
         rows = weights.gather(2, place[:, None, :, None].expand(-1, weights.shape[1], -1, weights.shape[3]))
         cells = rows.gather(3, place[:, None, None, :].expand(-1, weights.shape[1], self.seqlen, -1))
         return cells.masked_fill(~(visible[:, None, :, None] & visible[:, None, None, :]), 0)
 
+    def visible(self) -> Tensor:
+        """In the caller's form, bool: where there is a token."""
+        return self.unpack(torch.ones(self.tokens, dtype=torch.int64, device=self.cu_seqlens.device)) != 0
+
     def positions(self) -> Tensor:
-        """(T,) int64: the column of each token in the padded grid, BERT's default position ids."""
-        columns = torch.arange(self.seqlen, device=self.cu_seqlens.device).expand(self.batch, -1)
-        return self.pack(columns)
+        """(T,) int64, BERT's default position ids: the column in the padded grid, or the place in the sequence."""
+        if self.seqlen is None:
+            return packed_positions(self.cu_seqlens, self.tokens)
+        return self.pack(torch.arange(self.seqlen, device=self.cu_seqlens.device).expand(self.batch, -1))
+
+    def grid(self) -> "Packing":
+        """The same sequences in a padded grid: the caller's, or for packed input one padded on the right."""
+        if self.seqlen is not None:
+            return self
+        sequence, position = _places(self.cu_seqlens, self.tokens)
+        return self._replace(seqlen=self.max_seqlen, indices=sequence * self.max_seqlen + position)
 
 
 def _like(real: Tensor, x: Tensor) -> Tensor:
@@ -81,13 +101,6 @@ def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return _places(cu_seqlens, tokens)[1]
 
 
-def packed_grid(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Packing:
-    """Where packed tokens are in a (B, max_seqlen) grid, padded on the right."""
-    sequence, position = _places(cu_seqlens, tokens)
-    batch = cu_seqlens.shape[0] - 1
-    return Packing(batch, max_seqlen, sequence * max_seqlen + position, cu_seqlens, max_seqlen)
-
-
 def _places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """(T,) int64 twice: the sequence of each packed token, and its position there."""
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
@@ -95,6 +108,20 @@ def _places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         max=max(cu_seqlens.shape[0] - 2, 0)
     )
     return sequence, (token - cu_seqlens[sequence]).long()
+
+
+def packed(op: str, tokens: int, device: torch.device, cu_seqlens: Tensor, max_seqlen: int | None) -> Packing:
+    """The Packing of T packed tokens, checked; max_seqlen is read from cu_seqlens when None (one synchronisation).
+
+    Raises ValueError and TypeError in the name of `op`.
+    """
+    checks.sequences(op, cu_seqlens, tokens if max_seqlen is None else max_seqlen, tokens)
+    if cu_seqlens.device != device:
+        raise ValueError(f"{op}: the input is on {device} and cu_seqlens on {cu_seqlens.device}; expected one device")
+    batch = cu_seqlens.shape[0] - 1
+    if max_seqlen is None:
+        max_seqlen = int(cu_seqlens.diff().max()) if batch else 0
+    return Packing(cu_seqlens, max_seqlen, tokens, batch)
 
 
 def plan(attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.device) -> Packing:
@@ -111,7 +138,7 @@ def plan(attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.d
     if torch.jit.is_tracing():
         raise RuntimeError("torch.jit.trace would fix the mask that it sees; use torch.export or torch.compile")
     if attention_mask is None:
-        return Packing(batch, seqlen, None, _full(batch, seqlen, device), seqlen)
+        return Packing(_full(batch, seqlen, device), seqlen, batch * seqlen, batch, seqlen)
     visible, only_keys = _visible_keys(attention_mask, batch, seqlen, device)
     if torch.compiler.is_compiling():
         if only_keys is not None:
@@ -126,8 +153,8 @@ def plan(attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.d
             "are not supported)"
         )
     if indices.shape[0] == batch * seqlen:
-        return Packing(batch, seqlen, None, _full(batch, seqlen, device), seqlen)
-    return Packing(batch, seqlen, indices, cu_seqlens, longest, starts_visible=starts_visible)
+        return Packing(_full(batch, seqlen, device), seqlen, batch * seqlen, batch, seqlen)
+    return Packing(cu_seqlens, longest, indices.shape[0], batch, seqlen, indices, starts_visible=starts_visible)
 
 
 Found = tuple[bool, Tensor, Tensor, int, bool]  # only keys are masked, and the fields of Packing
@@ -159,7 +186,7 @@ def _compiled_plan(visible: Tensor) -> Packing:
     cu_seqlens = ends_of(visible.sum(1))
     indices = (~visible.flatten()).to(torch.uint8).argsort(stable=True)
     real = torch.arange(batch * seqlen, device=visible.device) < cu_seqlens[-1]
-    return Packing(batch, seqlen, indices, cu_seqlens, seqlen, real)
+    return Packing(cu_seqlens, seqlen, batch * seqlen, batch, seqlen, indices, real)
 
 
 def _visible_keys(mask: Tensor, batch: int, seqlen: int, device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastbert
 from fastbert import BertConfig, BertModel, testing
 from fastbert.families import BY_MODEL_TYPE
-from fastbert.inference.graphs import MODELS, Bucket, CudaGraphs, GraphedModel, _Batch, graph
-from fastbert.model import PackedInput
+from fastbert.inference.graphs import MODELS, Bucket, CudaGraphs, GraphedModel, graph
+from fastbert.model import ModelInputs
 from fastbert.ops import checks
+from fastbert.padding import Packing
 from fastbert.testing import Result
 from fastbert.triton.common import recorded
 
@@ -236,7 +237,7 @@ def test_spare_sequences_hold_spare_tokens():
     assert bucket.slots == 2 + 3
     buffer = torch.full((sum(bucket.sizes),), 2**31 - 1, dtype=torch.int32)
     ids, positions, ends = torch.tensor([11, 12, 13, 14]), torch.tensor([0, 1, 2, 0]), torch.tensor([0, 3, 4])
-    bucket.write(buffer, _Batch(PackedInput(ids, None, positions, None, ends.int(), 3)))
+    bucket.write(buffer, ModelInputs(ids, None, positions, None), Packing(ends.int(), 3, tokens=4, batch=2))
     ids, types, positions, places, ends = (view.tolist() for view in bucket.views(buffer))
     assert ids == [11, 12, 13, 14, 0, 0, 0, 0, 0]
     assert positions == [0, 1, 2, 0, 0, 0, 0, 0, 0]
@@ -333,7 +334,8 @@ def test_what_is_captured_does_without_values():
     with torch.device("meta"), torch.no_grad():
         bucket, ids = Bucket(24, 4, 16), torch.empty(9, dtype=torch.int64)
         buffer = torch.empty(sum(bucket.sizes), dtype=torch.int32)
-        bucket.write(buffer, _Batch(PackedInput(ids, ids, ids, None, torch.empty(3, dtype=torch.int32), 7)))
+        ends = torch.empty(3, dtype=torch.int32)
+        bucket.write(buffer, ModelInputs(ids, ids, ids, None), Packing(ends, 7, tokens=9, batch=2))
         input_ids, token_type_ids, position_ids, _, ends = bucket.views(buffer)
         for name in HEADS:
             model = getattr(fastbert, name)(CONFIG).eval()

@@ -17,7 +17,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastbert
-from fastbert import backends, random, reference, stand_ins, testing
+from fastbert import backends, random, reference, testing
 from fastbert.families import FAMILIES
 from fastbert.testing import Result
 
@@ -551,14 +551,12 @@ def test_planted_fault_a_cached_weight_is_noticed(monkeypatch):
     """If the projection kept its packed weights, the test above would fail."""
     kept = {}
 
-    def stale(parts, hidden):
-        qkv = (parts.query, parts.key, parts.value)
-        weight, bias = kept.setdefault(
-            id(parts.query), [torch.cat([getattr(x, name).detach() for x in qkv]) for name in ("weight", "bias")]
-        )
-        return nn.functional.linear(hidden, weight, bias).view(hidden.shape[1], 3, parts.heads, -1)
+    def stale(hidden, projections, heads):
+        put_together = [torch.cat([getattr(x, name).detach() for x in projections]) for name in ("weight", "bias")]
+        weight, bias = kept.setdefault(id(projections[0]), put_together)
+        return nn.functional.linear(hidden, weight, bias).view(hidden.shape[0], 3, heads, -1)
 
-    monkeypatch.setattr(stand_ins, "_project", stale)
+    monkeypatch.setattr("fastbert.layer.project_qkv", stale)
     with pytest.raises(AssertionError):
         test_weights_that_change_are_seen()
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertModel as HuggingFaceModel
 
 import fastbert
-from fastbert import BertConfig, BertEncoder, BertModel, backends, random, reference, testing
+from fastbert import BertConfig, BertEncoder, BertModel, backends, padding, random, reference, testing
 from fastbert.checkpoint import to_hugging_face
 from fastbert.testing import Result
 
@@ -330,31 +330,123 @@ def test_activation_checkpointing_drops_the_same(reentrant):
     model = ours(hugging_face()).train()
     hidden = torch.randn(8, 48, device=DEVICE, requires_grad=True)
     ends, key = torch.tensor([0, 5, 8], dtype=torch.int32, device=DEVICE), random.new_key(DEVICE)
+    packing = padding.packed("test", 8, hidden.device, ends, 5)
     grads = []
     for run in (lambda layer, *a: layer(*a), lambda layer, *a: checkpoint(layer, *a, use_reentrant=reentrant)):
         hidden.grad = None
-        run(model.encoder.layer[0], hidden, ends, 5, key)[0].sin().sum().backward(create_graph=not reentrant)
+        run(model.encoder.layer[0], hidden, packing, key)[0].sin().sum().backward(create_graph=not reentrant)
         grads.append(hidden.grad.detach().clone())
     assert torch.equal(*grads)
 
 
-def test_what_a_fused_op_would_ignore_is_refused():
-    """Leaves are computed without being called: a hook or a replacement must not be dropped in silence."""
-    inputs = batch(LENGTHS, SEQLEN)
-    model = ours(hugging_face())
-    handle = model.encoder.layer[0].output.dense.register_forward_hook(lambda *a: None)
-    with pytest.raises(TypeError, match="Linear with hooks"):
-        model(**inputs)
+LEAVES = (
+    "embeddings.word_embeddings",
+    "embeddings.position_embeddings",
+    "embeddings.LayerNorm",
+    "embeddings.dropout",
+    "encoder.layer.0.attention.qkv",
+    "encoder.layer.0.attention.output.dense",
+    "encoder.layer.0.attention.output.dropout",
+    "encoder.layer.0.attention.output.LayerNorm",
+    "encoder.layer.0.intermediate.dense",
+    "encoder.layer.0.output.dense",
+    "encoder.layer.0.output.LayerNorm",
+)
+CONTAINERS = ("attention", "attention.output", "intermediate", "output")
+
+
+@pytest.mark.parametrize("name", [*LEAVES, *(f"encoder.layer.0.{name}" for name in CONTAINERS)])
+def test_hooks_on_parts_see_packed_tensors_and_count(name):
+    """A part with a hook is called: the same numbers, and what the hook returns takes the place of the output.
+
+    An nn.Dropout that is called draws its own masks, so those are compared without dropout.
+    """
+    model, inputs, seen = ours(hugging_face().double()), batch(LENGTHS, SEQLEN), []
+    model.train(not name.endswith("dropout"))
+
+    def run():
+        torch.manual_seed(3)
+        return model(**inputs).last_hidden_state
+
+    expected = run()
+    handle = model.get_submodule(name).register_forward_hook(lambda module, args, out: seen.append(out))
+    assert (run() - expected).abs().max() <= 1e-12 * expected.abs().max()
+    out = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
+    assert out.shape[0] == sum(LENGTHS) and len(seen) == 1
     handle.remove()
-    model(**inputs)
+    doubled = model.get_submodule(name).register_forward_hook(
+        lambda module, args, out: (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+    )
+    assert (run() - expected).abs().max() > 1e-6
+    doubled.remove()
+    assert torch.equal(run(), expected)
 
-    class Adapter(torch.nn.Linear):
+
+def test_hooks_on_attentions_dropout_are_refused():
+    """It drops inside the kernel, so nothing could call the hook."""
+    model = ours(hugging_face())
+    model.encoder.layer[0].attention.dropout.register_forward_hook(lambda *a: None)
+    with pytest.raises(TypeError, match="expected an nn.Dropout without hooks, given a Dropout"):
+        model(**batch(LENGTHS, SEQLEN))
+
+
+@pytest.mark.parametrize("name", [name for name in LEAVES if name.endswith(("dense", "qkv"))])
+def test_replaced_leaves_are_called(name):
+    class Twice(torch.nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.linear = linear
+
         def forward(self, x):
-            return super().forward(x) * 2
+            return self.linear(x) * 2
 
-    model.encoder.layer[0].attention.qkv = Adapter(48, 144).to(DEVICE)
-    with pytest.raises(TypeError, match="this one is a Adapter"):
-        model(**inputs)
+    model, inputs = ours(hugging_face().double()), batch(LENGTHS, SEQLEN)
+    twin = copy.deepcopy(model)
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, Twice(model.get_submodule(name)))
+    for parameter in twin.get_submodule(name).parameters():
+        parameter.data *= 2
+    result, expected = model(**inputs).last_hidden_state, twin(**inputs).last_hidden_state
+    assert (result - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def test_lora():
+    """Adapters on our own modules: gradients of the adapters alone, and merging them changes nothing but rounding."""
+    peft = pytest.importorskip("peft", reason="LoRA is peft's")
+    config = peft.LoraConfig(target_modules=["qkv", "dense"], r=4, lora_dropout=0.0, init_lora_weights=False)
+    original = fastbert.BertForSequenceClassification(TINY.changed(num_labels=3)).double().to(DEVICE).train()
+    model, inputs = peft.get_peft_model(copy.deepcopy(original), config), batch(LENGTHS, SEQLEN)
+    adapters = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len([name for name in adapters if "lora_A" in name]) == 4 * TINY.num_hidden_layers + 1  # and the pooler's
+
+    def run(each):
+        torch.manual_seed(5)
+        return each(**inputs, labels=torch.tensor([1, 0, 2], device=DEVICE))
+
+    trained = run(model)
+    assert not torch.equal(trained.logits, run(original).logits)
+    trained.loss.backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == adapters
+    merged = run(model.merge_and_unload()).logits
+    assert (merged - trained.logits).abs().max() <= 1e-12 * merged.abs().max()
+
+
+def test_frozen_parts_get_no_gradient():
+    model = ours(hugging_face()).train()
+    frozen = ("embeddings.word_embeddings", "encoder.layer.1.attention.qkv", "encoder.layer.2.output.LayerNorm")
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    model(**batch(LENGTHS, SEQLEN)).last_hidden_state.sin().sum().backward()
+    without = {name for name, p in model.named_parameters() if p.grad is None and not name.startswith("pooler")}
+    assert without == {name for name, p in model.named_parameters() if name.startswith(frozen)}
+
+
+def test_a_dropout_can_be_switched_on_alone():
+    """Monte Carlo dropout: the nn.Dropout modules decide, as in transformers."""
+    model, inputs = ours(hugging_face()), batch(LENGTHS, SEQLEN)
+    expected = model(**inputs).last_hidden_state
+    model.encoder.layer[1].output.dropout.train()
+    assert not torch.equal(model(**inputs).last_hidden_state, expected)
 
 
 def test_hooks_on_layers_are_called():

@@ -34,7 +34,7 @@ from fastbert.heads import (
     BertForReplacedTokenDetection,
     BertForTokenClassification,
 )
-from fastbert.model import BertModel, PackedInput
+from fastbert.model import BertModel, ModelInputs
 from fastbert.ops import checks
 from fastbert.ops.op import autocast_on
 from fastbert.padding import Packing
@@ -68,23 +68,15 @@ def graph(
 
 
 class _Batch(NamedTuple):
-    """The packed input of a call, on the host or on the device, and the way back to the caller's form."""
+    """The packed input of a call, on the host or on the device."""
 
-    inputs: PackedInput
-    packing: Packing | None = None  # of padded input
+    inputs: ModelInputs
+    packing: Packing
     choices: int | None = None  # of multiple choice
 
     @property
-    def tokens(self) -> int:
-        return self.inputs.input_ids.shape[0]
-
-    @property
-    def sequences(self) -> int:
-        return self.inputs.cu_seqlens.shape[0] - 1
-
-    @property
     def longest(self) -> int:
-        return min(self.inputs.max_seqlen, self.tokens)  # people pass the model's maximum
+        return min(self.packing.max_seqlen, self.packing.tokens)  # people pass the model's maximum
 
 
 class Bucket(NamedTuple):
@@ -107,18 +99,19 @@ class Bucket(NamedTuple):
         """input_ids, token_type_ids, position_ids, places in the padded batch, cu_seqlens: one buffer, one copy."""
         return buffer.split_with_sizes(self.sizes)
 
-    def write(self, buffer: Tensor, batch: _Batch) -> None:
-        """The batch, on the buffer's device, and everything after it. Asks for no value, so nothing waits."""
+    def write(self, buffer: Tensor, inputs: ModelInputs, packing: Packing) -> None:
+        """A batch that is on the buffer's device, and everything after it. No host synchronisation."""
         input_ids, token_type_ids, position_ids, places, ends = self.views(buffer.zero_())
-        input_ids[: batch.tokens] = batch.inputs.input_ids
-        position_ids[: batch.tokens] = batch.inputs.position_ids
-        if batch.inputs.token_type_ids is not None:
-            token_type_ids[: batch.tokens] = batch.inputs.token_type_ids
-        if batch.packing is not None and batch.packing.indices is not None:
-            places[: batch.tokens] = batch.packing.indices
-        ends[: batch.sequences + 1] = batch.inputs.cu_seqlens
-        spare = torch.arange(1, self.slots - batch.sequences + 1, device=buffer.device)
-        ends[batch.sequences + 1 :] = (batch.tokens + spare * self.longest).clamp(max=self.tokens)
+        tokens, sequences = packing.tokens, packing.batch
+        input_ids[:tokens] = inputs.input_ids
+        position_ids[:tokens] = inputs.position_ids
+        if inputs.token_type_ids is not None:
+            token_type_ids[:tokens] = inputs.token_type_ids
+        if packing.indices is not None:
+            places[:tokens] = packing.indices
+        ends[: sequences + 1] = packing.cu_seqlens
+        spare = torch.arange(1, self.slots - sequences + 1, device=buffer.device)
+        ends[sequences + 1 :] = (tokens + spare * self.longest).clamp(max=self.tokens)
 
 
 # ---- capture: all that is CUDA's
@@ -414,13 +407,13 @@ class GraphedModel:
         largest = self.buckets[-1]
         if _checking():
             return None, "FASTBERT_CHECK=1 asks for checks that no replay makes"
-        if batch.tokens > largest.tokens:
+        if batch.packing.tokens > largest.tokens:
             return None, f"a batch has more than {largest.tokens} tokens"
-        if batch.sequences > largest.sequences:
+        if batch.packing.batch > largest.sequences:
             return None, f"a batch has more than {largest.sequences} sequences"
         if batch.longest > largest.longest:
             return None, f"a sequence has more than {largest.longest} tokens"
-        return next(bucket for bucket in self.buckets if batch.tokens <= bucket.tokens), ""
+        return next(bucket for bucket in self.buckets if batch.packing.tokens <= bucket.tokens), ""
 
     def _run_directly(self, given: dict[str, Any], num_choices: int | None) -> tuple:
         arguments = given if num_choices is None else given | {"num_choices": num_choices}
@@ -432,15 +425,15 @@ class GraphedModel:
     def _replay(self, bucket: Bucket, batch: _Batch) -> tuple:
         buffer, replay, outputs = self._captured(bucket)
         if batch.inputs.input_ids.device == self._device:
-            bucket.write(buffer, batch)
+            bucket.write(buffer, batch.inputs, batch.packing)
         else:
             # Made anew, for the last call's may still be on its way; PyTorch takes it back when the copy is done.
             pinned = torch.empty(buffer.shape, dtype=torch.int32, pin_memory=True)
-            bucket.write(pinned, batch)
+            bucket.write(pinned, batch.inputs, batch.packing)
             buffer.copy_(pinned, non_blocking=True)
         replay()
         self.report.replays[bucket.tokens] += 1
-        return self._result(outputs, batch, bucket.views(buffer)[3][: batch.tokens])
+        return self._result(outputs, batch, bucket.views(buffer)[3][: batch.packing.tokens])
 
     def _captured(self, bucket: Bucket) -> _Graph:
         """The bucket's graph under the present settings."""
@@ -454,7 +447,7 @@ class GraphedModel:
     def _capture(self, bucket: Bucket) -> _Graph:
         buffer = torch.empty(sum(bucket.sizes), dtype=torch.int32, device=self._device)
         nothing = torch.empty(0, dtype=torch.int32, device=self._device)
-        bucket.write(buffer, _Batch(PackedInput(nothing, None, nothing, None, nothing.new_zeros(1), 0)))
+        bucket.write(buffer, ModelInputs(nothing, None, nothing, None), Packing(nothing.new_zeros(1), 0, 0, 0))
         input_ids, token_type_ids, position_ids, _, ends = bucket.views(buffer)
         token_type_ids = token_type_ids if self.model.config.family.token_types else None
         more = {"num_choices": 1} if isinstance(self.model, BertForMultipleChoice) else {}
@@ -480,9 +473,9 @@ class GraphedModel:
             if rows is None:
                 fields[name] = None
             elif name in OF_TOKENS or (name == "logits" and isinstance(self.model, LOGITS_OF_TOKENS)):
-                fields[name] = _of_tokens(rows[: batch.tokens], batch.packing, places, fill)
+                fields[name] = _of_tokens(rows[: batch.packing.tokens], batch.packing, places, fill)
             else:
-                rows = rows[: batch.sequences]
+                rows = rows[: batch.packing.batch]
                 fields[name] = (rows if batch.choices is None else rows.view(-1, batch.choices)).clone()
         return type(outputs)(**fields)
 
@@ -516,11 +509,9 @@ def _packing_on_host(config: BertConfig) -> BertModel:
     return body
 
 
-def _of_tokens(rows: Tensor, packing: Packing | None, places: Tensor, fill: float) -> Tensor:
-    """(T, ...) in the caller's form, `fill` at padding, and in memory of its own."""
-    if packing is None:
-        return rows.clone()
+def _of_tokens(rows: Tensor, packing: Packing, places: Tensor, fill: float) -> Tensor:
+    """(T, ...) in the caller's form, `fill` at padding, and in memory that no replay writes."""
     if packing.indices is None:
-        return rows.unflatten(0, (packing.batch, packing.seqlen)).clone()
+        return packing.unpack(rows).clone()
     grid = rows.new_full((packing.batch * packing.seqlen, *rows.shape[1:]), fill)
     return grid.index_copy_(0, places.long(), rows).unflatten(0, (packing.batch, packing.seqlen))

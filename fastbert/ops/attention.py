@@ -222,6 +222,11 @@ def attention(
         F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, scale=scale).transpose(0, 1)
     """
     _check(qkv, cu_seqlens, max_seqlen, dropout_p, rng)
+    return attention_unchecked(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
+
+
+def attention_unchecked(qkv, cu_seqlens, max_seqlen, scale=None, dropout_p=0.0, rng=None, site=0) -> Tensor:
+    """`attention` within a forward that has checked its cu_seqlens: their values are not looked at once a layer."""
     qkv = qkv.to(autocast_dtype(qkv))
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
     live = needs_grad(qkv)

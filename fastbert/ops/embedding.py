@@ -25,12 +25,14 @@ def embedding_ref(
     eps: float = 1e-12,
     *,
     padding_idx: int | None = None,
+    position_padding_idx: int | None = None,
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     site: int = 0,
 ) -> Tensor:
     """`embedding` in plain PyTorch, any number of derivatives."""
-    z = wide(F.embedding(input_ids, word, padding_idx)) + wide(F.embedding(position_ids, position))
+    z = wide(F.embedding(input_ids, word, padding_idx))
+    z = z + wide(F.embedding(position_ids, position, position_padding_idx))
     if token_type is not None:
         z = z + wide(F.embedding(token_type_ids, token_type))
     y = F.layer_norm(z, weight.shape, wide(weight), wide(bias), eps)
@@ -127,12 +129,13 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, backend, input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, rng,
-        eps, dropout_p, site, padding_idx,
+        eps, dropout_p, site, padding_idx, position_padding_idx,
     ):  # fmt: skip
         inputs = (input_ids, position_ids, token_type_ids, word, position, token_type, weight)
         y, mean, rstd = FWD(backend, *inputs, bias, rng, eps, dropout_p, site)
         ctx.save_for_backward(*inputs, mean, rstd, rng)
         ctx.backend, ctx.dropout_p, ctx.site, ctx.padding_idx = backend, dropout_p, site, padding_idx
+        ctx.position_padding_idx = position_padding_idx
         return y
 
     @staticmethod
@@ -142,10 +145,12 @@ class _Embedding(torch.autograd.Function):
         need = [needs[4], needs[5], needs[6], needs[7] or needs[8]]
         grads = BWD(ctx.backend, dy, *saved, ctx.dropout_p, ctx.site, ctx.padding_idx, need)
         dword, dposition, dtoken_type, dweight, dbias = grads
-        return None, None, None, None, dword, dposition, dtoken_type if need[2] else None, dweight, dbias, *[None] * 5
+        if need[1] and ctx.position_padding_idx is not None:
+            dposition[ctx.position_padding_idx] = 0
+        return None, None, None, None, dword, dposition, dtoken_type if need[2] else None, dweight, dbias, *[None] * 6
 
 
-def _check(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, padding_idx):
+def _check(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, **padding):
     op = "embedding"
     if (token_type is None) != (token_type_ids is None):
         raise ValueError(f"{op}: token_type and token_type_ids go together; expected both or neither")
@@ -163,8 +168,9 @@ def _check(input_ids, position_ids, token_type_ids, word, position, token_type, 
         checks.shape(op, name, tensor, tuple(input_ids.shape), "input_ids'")
     if word.shape[-1] == 0:
         raise ValueError(f"{op}: word has shape {tuple(word.shape)}; expected (rows, C) with C > 0")
-    if padding_idx is not None and not 0 <= padding_idx < word.shape[0]:
-        raise ValueError(f"{op}: padding_idx is {padding_idx}; expected 0 <= padding_idx < {word.shape[0]}")
+    for (name, row), table in zip(padding.items(), (word, position), strict=True):
+        if row is not None and not 0 <= row < table.shape[0]:
+            raise ValueError(f"{op}: {name} is {row}; expected 0 <= {name} < {table.shape[0]}")
     checks.index_range(op, "input_ids", input_ids, word.shape[0])
     checks.index_range(op, "position_ids", position_ids, position.shape[0])
     if token_type is not None:
@@ -183,6 +189,7 @@ def embedding(
     eps: float = 1e-12,
     *,
     padding_idx: int | None = None,
+    position_padding_idx: int | None = None,
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     site: int = 0,
@@ -191,22 +198,25 @@ def embedding(
 
     input_ids, position_ids, token_type_ids: (...), int64 or int32, of one shape. word (V, C), position (P, C),
     token_type (K, C): tables; token_type and its ids may both be None. weight, bias: (C,) of LayerNorm. Dtypes as in
-    `add_layer_norm`. padding_idx: the word row that gets no gradient. dropout_p, rng, site: as in `add_layer_norm`;
-    row t of the flattened ids is token t. Returns (..., C) in the promoted dtype of the tables. Gradients of the
-    tables are summed in float32 in a fixed order.
+    `add_layer_norm`. padding_idx, position_padding_idx: the word row and the position row that get no gradient
+    (RoBERTa's models have both). dropout_p, rng, site: as in `add_layer_norm`; row t of the flattened ids is token t.
+    Returns (..., C) in the promoted dtype of the tables. Gradients of the tables are summed in float32 in a fixed order.
     Raises IndexError (an id out of range: always on a CPU, under FASTBERT_CHECK=1 on a GPU), ValueError, TypeError.
 
     Equivalent to::
 
-        z = F.embedding(input_ids, word, padding_idx) + F.embedding(position_ids, position)
+        z = F.embedding(input_ids, word, padding_idx)
+        z = z + F.embedding(position_ids, position, position_padding_idx)
         z = z + F.embedding(token_type_ids, token_type)
         F.dropout(F.layer_norm(z, weight.shape, weight, bias, eps), dropout_p)
     """
-    _check(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, padding_idx)
+    rows = {"padding_idx": padding_idx, "position_padding_idx": position_padding_idx}
+    _check(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, **rows)
     checks.dropout("embedding", dropout_p, rng, word.device, random.ROW_BITS)
     live = needs_grad(word, position, token_type, weight, bias)
     backend = backends.choose("embedding", word.device.type, word.dtype, backward=live, size=word.shape[1])
     inputs = (input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, rng)
     if not live:
         return FWD(backend, *inputs, eps, dropout_p, site)[0]
-    return _Embedding.apply(backend, *inputs, eps, dropout_p, site, -1 if padding_idx is None else padding_idx)
+    row = -1 if padding_idx is None else padding_idx
+    return _Embedding.apply(backend, *inputs, eps, dropout_p, site, row, position_padding_idx)

@@ -4,10 +4,11 @@ import re
 
 from torch import Tensor, nn
 
-from fastbert import families, hf_attention, stand_ins
-from fastbert.families import FAMILIES
+from fastbert import families
+from fastbert.families import FAMILIES, follow
+from fastbert.hf import attention, forwards
+from fastbert.hf.forwards import Report
 from fastbert.model import BertEncoder, BertModel
-from fastbert.stand_ins import Report
 
 OLDEST = (5, 0)  # transformers
 
@@ -37,14 +38,14 @@ def accelerate(model: nn.Module, *, skip_logits: bool = False) -> Report:
     _check_version()
     bases = {name: module for name, module in model.named_modules() if families.key_of(module)}
     _check_supported(model, bases)
-    if skip_logits and not any(type(_around(model, name)).__name__.endswith(stand_ins.MASKED_LM) for name in bases):
+    if skip_logits and not any(type(_around(model, name)).__name__.endswith(forwards.MASKED_LM) for name in bases):
         raise ValueError(f"fastbert.accelerate: skip_logits is for masked-LM heads; {type(model).__name__} has none")
-    known = [stand_in.report for base in bases.values() if (stand_in := stand_ins.of(base))]
+    known = [stand_in.report for base in bases.values() if (stand_in := forwards.of(base))]
     report = next((report for report in known if report.active), None) or Report()
     report.not_replaced |= _left_out(model, bases)
     report.skip_logits = skip_logits
     for name, base in bases.items():
-        stand_in = stand_ins.of(base)
+        stand_in = forwards.of(base)
         if stand_in is None or not stand_in.report.active:
             _replace(model, name, base, report)
     return report
@@ -54,7 +55,7 @@ def restore(model: nn.Module) -> None:
     """Undoes `accelerate`: every `forward` is again what it was. Raises ValueError for a model not accelerated."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fastbert.restore: given a {type(model).__name__}; expected a transformers model")
-    found = [stand_in for module in model.modules() if (stand_in := stand_ins.of(module)) and stand_in.report.active]
+    found = [stand_in for module in model.modules() if (stand_in := forwards.of(module)) and stand_in.report.active]
     if not found:
         raise ValueError(f"fastbert.restore: this {type(model).__name__} is not accelerated")
     for stand_in in found:
@@ -70,7 +71,7 @@ def register() -> str:
     through transformers' attention interface. Everything else still computes padding: `accelerate` is faster.
     """
     _check_version()
-    return hf_attention.register()
+    return attention.register()
 
 
 # ---- which modules
@@ -119,18 +120,18 @@ def _within(inner: str, outer: str) -> bool:
 def _replace(model: nn.Module, name: str, base: nn.Module, report: Report) -> None:
     key = families.key_of(base)
     family = FAMILIES[key]
-    layers = list(dict.fromkeys(family.applications(base)))
+    layers = list(dict.fromkeys(family.layers_in_order(base)))
     head = _around(model, name)
     # Whatever is not known to read all tokens alike may read the first.
-    first_token = head is not None and not type(head).__name__.endswith(stand_ins.TOKEN_HEADS)
-    stand_ins.ModelForward(base, key, report, first_token).install()
-    stand_ins.EmbeddingsForward(base.embeddings, key, report).install()
-    stand_ins.EncoderForward(getattr(base, family.encoder), key, report).install()
+    first_token = head is not None and not type(head).__name__.endswith(forwards.TOKEN_HEADS)
+    forwards.ModelForward(base, key, report, first_token).install()
+    forwards.EmbeddingsForward(base.embeddings, key, report).install()
+    forwards.EncoderForward(getattr(base, family.encoder), key, report).install()
     for layer in layers:
-        stand_ins.LayerForward(layer, key, report).install()
-        stand_ins.AttentionForward(family.layer.parts(layer).attention, key, report).install()
-    if type(head).__name__.endswith(stand_ins.ALL_POSITIONS) and stand_ins.of(head) is None:
-        stand_ins.HeadForward(head, key, report).install()
+        forwards.LayerForward(layer, key, report).install()
+        forwards.AttentionForward(follow(layer, family.layer.attention), key, report).install()
+    if type(head).__name__.endswith(forwards.ALL_POSITIONS) and forwards.of(head) is None:
+        forwards.HeadForward(head, key, report).install()
     report.replaced[name] = f"{type(base).__name__} ({family.name}), {len(layers)} layers"
 
 

@@ -1,13 +1,13 @@
-"""What stands in for `forward` in an accelerated `transformers` model.
+"""The forwards that replace those of an accelerated `transformers` model.
 
 transformers' own code goes on running: the base model calls its embeddings, its encoder and its pooler, the encoder
-calls `layer(...)`. Four kinds of stand-in change what passes between them. The base model's packs the batch, once; the
+calls `layer(...)`. The replacements change what passes between them. The base model's packs the batch, once; the
 embeddings' and the layers' compute on packed tokens, (1, T, C) between modules; the encoder's unpacks the last hidden
-state, once. A forward that cannot be packed raises `CannotPack` before anything is computed, and the original runs.
+state, once. A forward that cannot be packed raises `Fallback` before anything is computed, and the original runs.
 
-A stand-in is an object in its module's `__dict__`, holding the module, so it is copied and pickled with it. (A closure
-would go on computing the original's weights in a copy; a bound method is not restored by torch.load.) No tensor lives
-in one.
+A replacement is an object in its module's `__dict__`, holding the module, so it is copied and pickled with it. (A
+closure would go on computing the original's weights in a copy; a bound method is not restored by torch.load.) It holds
+no tensor.
 """
 
 import functools
@@ -20,12 +20,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastbert import ops, packable, padding, random
-from fastbert.families import FAMILIES, Family, LayerParts
-from fastbert.packable import CannotPack
+from fastbert import layer, padding, random
+from fastbert.families import FAMILIES, Family, follow
+from fastbert.hf import supported
+from fastbert.hf.supported import Fallback
+from fastbert.layer import LayerParts
 
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "fastbert")
 TENSORS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
@@ -75,29 +76,36 @@ class Report:
 
 
 class Call:
-    """One packed forward: where its tokens are, its dropout key, and how its layers exchange tensors.
+    """One packed forward: where its tokens are, its dropout key, its layers, and how they exchange tensors.
 
     Layers get it as the keyword `fastbert` that transformers' code hands down; the embeddings, which get no keywords
     from it, find it in `_active`.
     """
 
     def __init__(
-        self, packing: padding.Packing, key: Tensor | None, layers: list[nn.Module], padded: bool, attentions: bool
+        self,
+        packing: padding.Packing,
+        key: Tensor | None,
+        layers: list[nn.Module],
+        parts: dict[int, LayerParts],
+        padded: bool,
+        attentions: bool,
     ) -> None:
-        self.packing, self.key, self.padded, self.attentions = packing, key, padded, attentions
-        self._places: dict[int, list[int]] = {}
-        for index, layer in enumerate(layers):
-            self._places.setdefault(id(layer), []).append(index)
+        """parts: by the id of the layer. padded: layers exchange (B, S, C), for whoever looks at what passes."""
+        self.packing, self.key, self.parts, self.padded, self.attentions = packing, key, parts, padded, attentions
+        self._turns: dict[int, list[int]] = {}
+        for turn, each in enumerate(layers):
+            self._turns.setdefault(id(each), []).append(turn)
         self._runs: Counter[int] = Counter()
 
-    def index(self, layer: nn.Module) -> int:
+    def turn(self, module: nn.Module) -> int:
         """Which of the forward's layers this run is: of a shared layer the next one, of any other always the same.
 
         So a layer that gradient checkpointing runs again drops the same elements again.
         """
-        places, run = self._places[id(layer)], self._runs[id(layer)]
-        self._runs[id(layer)] += 1
-        return places[run % len(places)]
+        turns, run = self._turns[id(module)], self._runs[id(module)]
+        self._runs[id(module)] += 1
+        return turns[run % len(turns)]
 
     def pack(self, x: Tensor) -> Tensor:
         """(B, S, ...) -> (1, T, ...)."""
@@ -178,9 +186,9 @@ def of(module: nn.Module) -> StandIn | None:
 def _checked(module: nn.Module) -> StandIn:
     stand_in = of(module)
     if stand_in is None:
-        raise CannotPack(f"a {type(module).__name__} was put into the model after fastbert.accelerate")
+        raise Fallback(f"a {type(module).__name__} was put into the model after fastbert.accelerate")
     if stand_in.before is not None:
-        raise CannotPack(f"a {type(module).__name__} had a forward of its own before fastbert.accelerate")
+        raise Fallback(f"a {type(module).__name__} had a forward of its own before fastbert.accelerate")
     return stand_in
 
 
@@ -197,7 +205,7 @@ class ModelForward(StandIn):
         inputs = self.named(args) | kwargs
         try:
             call, packed = self._prepare(inputs)
-        except CannotPack as reason:
+        except Fallback as reason:
             self.report.fell_back(reason.args[0])  # torch.compile of torch 2.11 has no str() of an exception
             with _calling(None):
                 return _selected(self.__wrapped__(*args, **kwargs))
@@ -207,16 +215,16 @@ class ModelForward(StandIn):
         return _selected(output)
 
     def _prepare(self, inputs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
-        """The call, and what to hand to the original. Raises CannotPack."""
+        """The call, and what to hand to the original. Raises Fallback."""
         self._check_use(inputs)
         shape, device = self._check_tensors(inputs)
-        layers = self.family.applications(self.module)
-        drops = self._check_modules(layers)
+        layers = self.family.layers_in_order(self.module)
+        parts, drops = self._check_modules(layers)
         packing = self._plan(inputs.get("attention_mask"), shape, device)
         padded = bool(self._wants("output_hidden_states", inputs))
-        padded = padded or any(packable.hooks(layer, packable.FRAMEWORKS) for layer in layers)
+        padded = padded or any(layer.hooks(each, supported.FRAMEWORKS) for each in layers)
         key = random.new_key(device) if drops else None
-        call = Call(packing, key, layers, padded, bool(self._wants("output_attentions", inputs)))
+        call = Call(packing, key, layers, parts, padded, bool(self._wants("output_attentions", inputs)))
         tensors = {name: inputs.get(name) for name in TENSORS if name != "token_type_ids" or self.family.token_types}
         tensors["position_ids"] = self._positions(inputs, shape)
         packed = {name: None if x is None else call.pack(x) for name, x in tensors.items()}
@@ -229,76 +237,75 @@ class ModelForward(StandIn):
     def _check_use(self, inputs: dict[str, Any]) -> None:
         config = self.module.config
         if torch.jit.is_tracing() or torch.compiler.is_exporting():
-            raise CannotPack("the model is traced or exported")
+            raise Fallback("the model is traced or exported")
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-            raise CannotPack("torch.func transforms it")
+            raise Fallback("torch.func transforms it")
         if getattr(config, "is_decoder", False) or getattr(config, "is_causal", None):
-            raise CannotPack("the model is a decoder")
+            raise Fallback("the model is a decoder")
         if getattr(config, "position_embedding_type", "absolute") != "absolute":
-            raise CannotPack(f"position_embedding_type is {config.position_embedding_type!r}")
+            raise Fallback(f"position_embedding_type is {config.position_embedding_type!r}")
         if config._attn_implementation not in ATTENTIONS:
-            raise CannotPack(f"the attention implementation is {config._attn_implementation!r}")
+            raise Fallback(f"the attention implementation is {config._attn_implementation!r}")
         for name, value in inputs.items():
             known = name in TENSORS or name in SETTINGS or name == "attention_mask"
             if value is not None and (not known or (name == "token_type_ids" and not self.family.token_types)):
-                raise CannotPack(f"{name} is given")
+                raise Fallback(f"{name} is given")
         if torch.nn.modules.module._has_any_global_hook():
-            raise CannotPack("hooks are registered for all modules")
+            raise Fallback("hooks are registered for all modules")
 
     def _check_tensors(self, inputs: dict[str, Any]) -> tuple[torch.Size, torch.device]:
         """(B, S) and the device. What is wrong with the tensors the original says best."""
         ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
         given = ids if embeds is None else embeds
         if (ids is None) == (embeds is None) or not isinstance(given, Tensor):
-            raise CannotPack("input_ids and inputs_embeds are not exactly one tensor")
+            raise Fallback("input_ids and inputs_embeds are not exactly one tensor")
         shape = given.shape[:2]
         if given.dim() != (2 if embeds is None else 3):
-            raise CannotPack(f"the input has {given.dim()} dimensions")
+            raise Fallback(f"the input has {given.dim()} dimensions")
         for name in ("token_type_ids", "position_ids"):
             value = inputs.get(name)
             if value is not None and (value.dim() != 2 or value.shape[1] != shape[1]):
-                raise CannotPack(f"{name} is not of the input's shape")
+                raise Fallback(f"{name} is not of the input's shape")
         positions = self.module.embeddings.position_embeddings.weight.shape[0]
         first = self.module.embeddings.padding_idx + 1 if self.family.padding_positions else 0
         if inputs.get("position_ids") is None and first + shape[1] > positions:
-            raise CannotPack("sequences are longer than the position embeddings")
+            raise Fallback("sequences are longer than the position embeddings")
         return shape, given.device
 
-    def _check_modules(self, layers: list[nn.Module]) -> bool:
-        """Whether anything drops."""
-        for module in self.family.passages(self.module):
-            packable.check_own(module, packable.FRAMEWORKS)
+    def _check_modules(self, layers: list[nn.Module]) -> tuple[dict[int, LayerParts], bool]:
+        """The parts of each layer, and whether anything drops."""
+        for module in self.family.containers(self.module):
+            supported.check_own(module, supported.FRAMEWORKS)
         projection = self.family.projected(self.module)
         if projection is not None:
-            packable.check_linear(projection)
+            supported.check_linear(projection)
         drops = _checked(self.module.embeddings).check()
         _checked(getattr(self.module, self.family.encoder))
-        for layer in dict.fromkeys(layers):
-            drops = _checked(layer).check() or drops
-        return drops
+        parts = {id(each): _checked(each).check() for each in dict.fromkeys(layers)}
+        return parts, drops or any([part.drops() for part in parts.values()])
 
     def _plan(self, mask: Any, shape: torch.Size, device: torch.device) -> padding.Packing:
-        """Raises ValueError for a mask that does not fit the batch, CannotPack for one of another kind."""
+        """Raises ValueError for a mask that does not fit the batch, Fallback for one of another kind."""
         if isinstance(mask, Tensor) and mask.dim() == 2 and tuple(mask.shape) != tuple(shape):
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)}; expected that of the input, {tuple(shape)}"
             )
         wide = isinstance(mask, Tensor) and mask.dim() == 4
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() in (2, 4)):
-            raise CannotPack("attention_mask is no tensor of two or four dimensions")
+            raise Fallback("attention_mask is no tensor of two or four dimensions")
         if wide and not (mask.is_floating_point() or (mask.dtype == torch.bool and self._attention != "eager")):
-            raise CannotPack(f"attention_mask is a 4-D {mask.dtype}")  # which eager attention adds to the scores
+            raise Fallback(f"attention_mask is a 4-D {mask.dtype}")  # which eager attention adds to the scores
         if mask is not None and mask.device != device:
-            raise CannotPack("attention_mask is on another device")
+            raise Fallback("attention_mask is on another device")
         try:
             packing = padding.plan(mask, *shape, device)
         except ValueError:
-            raise CannotPack("attention_mask is no key-padding mask") from None
+            raise Fallback("attention_mask is no key-padding mask") from None
         if _active.obstacle is not None and packing.indices is not None:
-            raise CannotPack(_active.obstacle)
+            raise Fallback(_active.obstacle)
         first_token = self.first_token or getattr(self.module, "pooler", None) is not None
         if first_token and not packing.starts_visible:
-            raise CannotPack("position 0 is masked, which a pooler or a head may read")
+            raise Fallback("position 0 is masked, which a pooler or a head may read")
         return packing
 
     @property
@@ -379,68 +386,22 @@ def _without_logits(output: Any) -> Any:
 class EmbeddingsForward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         call = _active.call
-        if call is None or not self._fused():
+        if call is None:
             return self.__wrapped__(*args, **kwargs)
         given = self.named(args) | kwargs
         if "input_embeds" in given:  # transformers 5.0's word for it in DistilBERT
             given["inputs_embeds"] = given.pop("input_embeds")
-        return self._embed(call, *(given.get(name) for name in TENSORS))
-
-    def _embed(
-        self,
-        call: Call,
-        input_ids: Tensor | None,
-        token_type_ids: Tensor | None,
-        position_ids: Tensor,
-        inputs_embeds: Tensor | None,
-    ) -> Tensor:
-        """Ids (1, T) to (1, T, C)."""
-        parts, types = self.module, None
-        word, padding_idx = parts.word_embeddings.weight, parts.word_embeddings.padding_idx
-        hooked = packable.hooks(parts.word_embeddings)
-        if inputs_embeds is not None:  # a table of its own, each row used once
-            word, padding_idx = inputs_embeds[0], None
-            input_ids = torch.arange(word.shape[0], device=word.device)[None]
-        if self.family.token_types:
-            types = parts.token_type_embeddings.weight
-            token_type_ids = torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids
-        hidden = ops.embedding(
-            input_ids,
-            position_ids,
-            token_type_ids,
-            word,
-            _without_padding_gradient(parts.position_embeddings),
-            types,
-            parts.LayerNorm.weight,
-            parts.LayerNorm.bias,
-            parts.LayerNorm.eps,
-            padding_idx=padding_idx,
-            dropout_p=_probability(parts.dropout),
-            rng=call.key,
-            site=random.EMBEDDING_SITE,
-        )
-        # transformers' hook on the word embeddings: with frozen tables and checkpointing, gradients must start here.
-        return hidden.requires_grad_() if hooked and torch.is_grad_enabled() else hidden
-
-    def _tables(self) -> list[nn.Module]:
-        names = ("word_embeddings", "position_embeddings", *["token_type_embeddings"] * self.family.token_types)
-        return [getattr(self.module, name) for name in names]
-
-    def _fused(self) -> bool:
-        """Or else, with adapters and sparse gradients, its own code runs on the packed ids."""
-        return all(packable.plain(table, nn.Embedding) and not table.sparse for table in self._tables())
+        tensors = [None if (x := given.get(name)) is None else x[0] for name in TENSORS]
+        return layer.embed(self.module, *tensors, call.key)[None]
 
     def check(self) -> bool:
-        """Whether it drops. Raises CannotPack where even its own code would not do the same to packed ids."""
+        """Whether it drops. Raises Fallback where packed ids would not get what padded ones do."""
         parts = self.module
-        for table in self._tables():
-            base = getattr(table, "base_layer", table)
-            plain = isinstance(base, nn.Embedding) and base.max_norm is None and not base.scale_grad_by_freq
-            if not plain or packable.hooks(table, ("transformers.",)) or "forward" in vars(table):
-                raise CannotPack(f"a {type(table).__name__} in place of an Embedding has hooks or rules of its own")
-        packable.check_norm(parts.LayerNorm)
-        packable.check_dropout(parts.dropout, random.ROW_BITS)
-        return _probability(parts.dropout) > 0
+        for name in ("word_embeddings", "position_embeddings", *["token_type_embeddings"] * self.family.token_types):
+            supported.check_embedding(getattr(parts, name))
+        supported.check_norm(parts.LayerNorm)
+        supported.check_dropout(parts.dropout, random.ROW_BITS)
+        return layer.probability(parts.dropout) > 0
 
 
 class EncoderForward(StandIn):
@@ -462,54 +423,41 @@ class LayerForward(StandIn):
         if fastbert is None:
             return self.__wrapped__(hidden_states, *args, **kwargs)
         hidden = fastbert.pack(hidden_states) if fastbert.padded else hidden_states
-        run = functools.partial(self._run, call=fastbert, index=fastbert.index(self.module))
+        run = functools.partial(self._run, call=fastbert, turn=fastbert.turn(self.module))
         hidden = self.module._gradient_checkpointing_func(run, hidden) if self._checkpoints() else run(hidden)
         return fastbert.unpack(hidden) if fastbert.padded else hidden
 
     def _checkpoints(self) -> bool:
         """Whether to recompute in the backward: transformers 5.0 does that around the module's call, later inside."""
-        layer = self.module
-        return getattr(layer, "gradient_checkpointing", False) and layer.training and not _checkpoints_outside()
+        checkpoints = getattr(self.module, "gradient_checkpointing", False) and self.module.training
+        return checkpoints and not _checkpoints_outside()
 
-    def _run(self, hidden: Tensor, call: Call, index: int) -> Tensor:
-        """(1, T, C) to (1, T, C). Reads parameters, so only ever runs within the layer's own call (FSDP2)."""
-        parts = self.family.layer.parts(self.module)
-        site, out_site, down_site = random.layer_sites(index)
-        sequences = (call.packing.cu_seqlens, call.packing.max_seqlen)
-        qkv = _project(parts, hidden)
-        attending = {
-            "scale": parts.attention.scaling,
-            "dropout_p": parts.attention_dropout.p if parts.attention.training else 0.0,
-            "rng": call.key,
-            "site": site,
-        }
-        context = ops.attention(qkv, *sequences, **attending).flatten(1)[None]
-        if call.attentions:  # by a call, whose output transformers records
-            weights = call.packing.unpack_weights(ops.attention_weights(qkv, *sequences, **attending))
-            parts.attention(context, fastbert=weights)
-        hidden = _finish(context, hidden, parts.out, parts.out_dropout, parts.out_norm, call.key, out_site)
-        wide = _widen(hidden, parts.up, parts.activation)
-        return _finish(wide, hidden, parts.down, parts.down_dropout, parts.down_norm, call.key, down_site)
+    def _run(self, hidden: Tensor, call: Call, turn: int) -> Tensor:
+        """(1, T, C) to (1, T, C)."""
+        parts = call.parts[id(self.module)]
+        y, weights = layer.encoder_layer(parts, hidden[0], call.packing, call.key, turn, call.attentions)
+        if call.attentions:  # handed to the attention module, whose output transformers records
+            parts.attention.module(hidden, fastbert=weights)
+        return y[None]
 
-    def check(self) -> bool:
-        """Whether the layer drops anything. Raises CannotPack."""
-        layer, facts = self.module, self.family.layer
-        parts = facts.parts(layer)
-        packable.check_own(layer, but_of=("",))  # its hooks see padded tensors
-        for module in facts.inner(layer):
-            packable.check_own(module)
-        packable.check_own(parts.attention, but_of=("transformers.",))
-        _checked(parts.attention)
-        for linear in (parts.query, parts.key, parts.value, parts.out, parts.up, parts.down):
-            packable.check_linear(linear)
+    def check(self) -> LayerParts:
+        """The parts, each of them what fastbert computes or may call. Raises Fallback."""
+        facts = self.family.layer
+        supported.check_own(self.module, but_of=("",))  # its hooks see padded tensors
+        for path in facts.containers:
+            supported.check_own(follow(self.module, path))
+        parts = LayerParts.of(self.module, facts)
+        supported.check_own(parts.attention.module, but_of=("transformers.",))
+        _checked(parts.attention.module)
+        for linear in (*parts.attention.projections, parts.out, parts.up, parts.down):
+            supported.check_linear(linear)
         for norm in (parts.out_norm, parts.down_norm):
-            packable.check_norm(norm)
-        packable.check_activation(parts.activation)
-        packable.check_dropout(parts.attention_dropout, random.ATTENTION_BITS)
+            supported.check_norm(norm)
+        supported.check_activation(parts.activation)
+        supported.check_dropout(parts.attention.dropout, random.ATTENTION_BITS)
         for dropout in (parts.out_dropout, parts.down_dropout):
-            packable.check_dropout(dropout, random.ROW_BITS)
-        attention = parts.attention.training and parts.attention_dropout.p > 0
-        return attention or _probability(parts.out_dropout) > 0 or _probability(parts.down_dropout) > 0
+            supported.check_dropout(dropout, random.ROW_BITS)
+        return parts
 
 
 class AttentionForward(StandIn):
@@ -517,68 +465,6 @@ class AttentionForward(StandIn):
 
     def __call__(self, *args: Any, fastbert: Tensor | None = None, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs) if fastbert is None else (args[0], fastbert)
-
-
-# ---- the parts of a layer, on packed tokens (1, T, C)
-
-
-def _readable(linear: nn.Module) -> bool:
-    return packable.plain(linear, nn.Linear) and linear.bias is not None
-
-
-def _project(parts: LayerParts, hidden: Tensor) -> Tensor:
-    """(1, T, C) to (T, 3, H, D).
-
-    One product with the three weights put together, anew each time: what lived longer would go stale.
-    """
-    three = (parts.query, parts.key, parts.value)
-    if all(map(_readable, three)):
-        weight, bias = (torch.cat([getattr(linear, name) for linear in three]) for name in ("weight", "bias"))
-        qkv = ops.linear(hidden, weight, bias)
-    else:
-        qkv = torch.cat([linear(hidden) for linear in three], -1)
-    return qkv.view(hidden.shape[1], 3, parts.heads, qkv.shape[-1] // (3 * parts.heads))
-
-
-def _widen(hidden: Tensor, up: nn.Module, activation: nn.Module) -> Tensor:
-    form = activation.approximate if type(activation) is nn.GELU else packable.GELU_FORMS[type(activation).__name__]
-    if _readable(up):
-        return ops.dense_gelu(hidden, up.weight, up.bias, form)
-    return F.gelu(up(hidden), approximate=form)
-
-
-def _finish(
-    x: Tensor,
-    residual: Tensor,
-    linear: nn.Module,
-    dropout: nn.Module | None,
-    norm: nn.Module,
-    key: Tensor | None,
-    site: int,
-) -> Tensor:
-    """What ends both halves of a layer: projection, then bias, dropout, residual sum and LayerNorm in one pass."""
-    x, bias = (ops.linear(x, linear.weight), linear.bias) if _readable(linear) else (linear(x), None)
-    dropping = {"dropout_p": _probability(dropout), "rng": key, "site": site}
-    return ops.add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps, x_bias=bias, **dropping)
-
-
-def _probability(dropout: nn.Module | None) -> float:
-    return dropout.p if dropout is not None and dropout.training else 0.0
-
-
-def _without_padding_gradient(table: nn.Embedding) -> Tensor:
-    """The table's weight; where it has a padding_idx, as RoBERTa's positions do, that row gets no gradient."""
-    if table.padding_idx is None or not (table.weight.requires_grad and torch.is_grad_enabled()):
-        return table.weight
-    weight = table.weight.view_as(table.weight)
-    weight.register_hook(functools.partial(_without_row, table.padding_idx))
-    return weight
-
-
-def _without_row(row: int, grad: Tensor) -> Tensor:
-    grad = grad.clone()
-    grad[row] = 0
-    return grad
 
 
 @functools.cache

@@ -1,0 +1,68 @@
+"""What of a live model can be computed without being called, from its parameters, and what cannot.
+
+A `check` raises Fallback with the reason: hooks would see packed tensors, a replacement or a rule of its own might mix
+tokens. They run at every forward, because people hook, wrap and replace modules between forwards.
+"""
+
+from torch import nn
+
+from fastbert.layer import GELU_FORMS, hooks, is_plain, ordinary, unchanged
+
+# What these libraries hook to a module works with packed tensors as well: FSDP2 gathers weights, transformers records.
+FRAMEWORKS = ("transformers.", "torch.distributed.")
+
+
+class Fallback(Exception):
+    """Why a forward runs the original computation."""
+
+
+def is_lora(module: nn.Module) -> bool:
+    """LoRA around a plain Linear: computes every token by itself, so it is called on packed ones."""
+    if not type(module).__module__.startswith("peft.tuners.lora"):
+        return False
+    base = getattr(module, "base_layer", None)
+    return isinstance(base, nn.Linear) and unchanged(base, nn.Linear) and not any(map(hooks, module.modules()))
+
+
+def check_linear(module: nn.Module) -> None:
+    if not (is_plain(module, nn.Linear) or is_lora(module)):
+        raise Fallback(f"a {type(module).__name__} in place of a Linear has hooks or a computation of its own")
+    weight = module._parameters.get("weight")
+    if not ordinary(weight):
+        raise Fallback(f"the weight of a Linear is a {type(weight).__name__}")
+
+
+def check_norm(module: nn.Module) -> None:
+    if not is_plain(module, nn.LayerNorm) or module.bias is None or module.weight.dim() != 1:
+        raise Fallback(f"a {type(module).__name__} in place of a LayerNorm has hooks or a computation of its own")
+
+
+def check_activation(module: nn.Module) -> None:
+    known = type(module) is nn.GELU or type(module).__name__ in GELU_FORMS
+    if not known or hooks(module) or "forward" in vars(module):
+        raise Fallback(f"the activation is {type(module).__name__}, not GELU, or has hooks")
+
+
+def check_dropout(module: nn.Module | None, bits: int) -> None:
+    if module is None:
+        return
+    if type(module) is not nn.Dropout or not is_plain(module, nn.Dropout):
+        raise Fallback(f"a {type(module).__name__} in place of a Dropout has hooks or a computation of its own")
+    if module.p and not 0 < round(module.p * 2**bits) < 2**bits:
+        raise Fallback(f"dropout of {module.p} is not a multiple of 2**-{bits}, nor near one between 0 and 1")
+
+
+def check_embedding(module: nn.Module) -> None:
+    """A table, or an adapter around one, without hooks but those of transformers."""
+    base = getattr(module, "base_layer", module)
+    plain = isinstance(base, nn.Embedding) and base.max_norm is None and not base.scale_grad_by_freq
+    if not plain or hooks(module, ("transformers.",)) or "forward" in vars(module):
+        raise Fallback(f"a {type(module).__name__} in place of an Embedding has hooks or rules of its own")
+
+
+def check_own(module: nn.Module, but_of: tuple[str, ...] = ()) -> None:
+    """The module is transformers' own, unchanged."""
+    if not type(module).forward.__module__.startswith("transformers.models."):
+        raise Fallback(f"a {type(module).__name__} computes something of its own")
+    if hooks(module, but_of):
+        raise Fallback(f"a hook sits on a {type(module).__name__}, which would see packed tensors")

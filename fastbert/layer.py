@@ -1,0 +1,261 @@
+"""How embeddings and an encoder layer are computed on packed tokens: for our own modules and for transformers' alike.
+
+Both come apart into the same parts; `fastbert/families.py` says where to find them. A part that is what it looks like
+(a plain nn.Linear, nn.Embedding, nn.LayerNorm or nn.Dropout) is not called: its parameters go into a fused op. One that
+is not (wrapped by LoRA, quantised, replaced, or with hooks) is called, on packed tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastbert import ops, random
+from fastbert.families import LayerFacts, follow
+from fastbert.ops.attention import attention_unchecked
+from fastbert.ops.layer_norm import drop_rows
+from fastbert.padding import Packing
+
+# transformers' activation modules that are a GELU, and which form of it.
+GELU_FORMS = {"GELUActivation": "none", "NewGELUActivation": "tanh", "GELUTanh": "tanh", "PytorchGELUTanh": "tanh"}
+
+
+@dataclass(slots=True)
+class AttentionParts:
+    """module: with its `scaling`; its mode, not that of the nn.Dropout, decides whether attention drops."""
+
+    module: nn.Module
+    heads: int
+    projections: tuple[nn.Module, ...]  # to queries, keys and values, or one to all three
+    dropout: nn.Module
+
+    @property
+    def p(self) -> float:
+        return self.dropout.p if self.module.training else 0.0
+
+
+@dataclass(slots=True)
+class LayerParts:
+    """The parts of one layer. `fastbert.families.LayerFacts` says which is which; None where the family has none."""
+
+    attention: AttentionParts
+    out: nn.Module
+    out_dropout: nn.Module | None
+    out_norm: nn.Module
+    up: nn.Module
+    activation: nn.Module | str
+    down: nn.Module
+    down_dropout: nn.Module | None
+    down_norm: nn.Module
+
+    @classmethod
+    def of(cls, layer: nn.Module, facts: LayerFacts) -> "LayerParts":
+        """Raises AttributeError where a part is not in its place."""
+        paths = (facts.attention, facts.heads, facts.attention_dropout)
+        attention, heads, dropout = [follow(layer, path) for path in paths]
+        projections = tuple([follow(layer, path) for path in facts.projections])
+        return cls(
+            AttentionParts(attention, heads, projections, dropout),
+            *[None if path is None else follow(layer, path) for path in facts.after_attention],
+        )
+
+    def drops(self) -> bool:
+        return self.attention.p > 0 or probability(self.out_dropout) > 0 or probability(self.down_dropout) > 0
+
+
+# ---- what may be read instead of called
+
+
+def hooks(module: nn.Module, but_of: tuple[str, ...] = ()) -> bool:
+    """Whether the module has hooks, apart from those of the named libraries."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if not any(kinds):
+        return False
+    owners = ((getattr(hook, "__module__", None) or "") for kind in kinds for hook in kind.values())
+    return not but_of or not all(owner.startswith(but_of) for owner in owners)
+
+
+def unchanged(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether the module computes what `kind` does from its parameters; hooks apart."""
+    return type(module).forward is kind.forward and "forward" not in vars(module)
+
+
+def ordinary(weight: Tensor | None) -> bool:
+    """No quantised tensor or the like, which an op could not read. FSDP2's are ordinary once their layer runs.
+
+    None: the weight is computed by a parametrization when it is read.
+    """
+    kind = type(weight)
+    return weight is None or kind in (nn.Parameter, Tensor) or kind.__module__.startswith("torch.distributed.")
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return unchanged(module, kind) and not hooks(module)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    return is_plain(module, nn.Linear) and module.bias is not None and ordinary(module._parameters.get("weight"))
+
+
+def is_plain_norm(module: nn.Module) -> bool:
+    return is_plain(module, nn.LayerNorm) and module.bias is not None and module.weight.dim() == 1
+
+
+def is_plain_dropout(module: nn.Module | None) -> bool:
+    return module is None or is_plain(module, nn.Dropout)
+
+
+def is_plain_embedding(module: nn.Module | None) -> bool:
+    if module is None:
+        return True
+    if not is_plain(module, nn.Embedding) or not ordinary(module._parameters.get("weight")):
+        return False
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+def probability(dropout: nn.Module | None) -> float:
+    return getattr(dropout, "p", 0.0) if dropout is not None and dropout.training else 0.0
+
+
+# ---- parts on packed tokens
+
+
+def dense(x: Tensor, linear: nn.Module) -> Tensor:
+    """(T, K) -> (T, C)."""
+    return ops.linear(x, linear.weight, linear.bias) if is_plain_linear(linear) else linear(x)
+
+
+def norm(x: Tensor, layer_norm: nn.Module) -> Tensor:
+    if is_plain_norm(layer_norm):
+        return ops.layer_norm(x, layer_norm.weight, layer_norm.bias, layer_norm.eps)
+    return layer_norm(x)
+
+
+def project_qkv(hidden: Tensor, projections: tuple[nn.Module, ...], heads: int) -> Tensor:
+    """(T, C) -> (T, 3, H, D).
+
+    Where the weights are three, they are put together anew each time: what lived longer would go stale.
+    """
+    if len(projections) == 1:
+        qkv = dense(hidden, projections[0])
+    elif all(map(is_plain_linear, projections)):
+        weight, bias = (torch.cat([getattr(linear, name) for linear in projections]) for name in ("weight", "bias"))
+        qkv = ops.linear(hidden, weight, bias)
+    else:
+        qkv = torch.cat([linear(hidden) for linear in projections], -1)
+    return qkv.reshape(hidden.shape[0], 3, heads, qkv.shape[-1] // (3 * heads))
+
+
+def up_gelu(hidden: Tensor, up: nn.Module, activation: nn.Module | str) -> Tensor:
+    """(T, C) -> (T, intermediate size). activation: a GELU's module, or the name of its form."""
+    form = activation if isinstance(activation, str) else gelu_form(activation)
+    if is_plain_linear(up):
+        return ops.dense_gelu(hidden, up.weight, up.bias, form)
+    return F.gelu(up(hidden), approximate=form)
+
+
+def gelu_form(activation: nn.Module) -> str:
+    return activation.approximate if type(activation) is nn.GELU else GELU_FORMS[type(activation).__name__]
+
+
+def project_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    linear: nn.Module,
+    dropout: nn.Module | None,
+    layer_norm: nn.Module,
+    rng: Tensor | None,
+    site: int,
+) -> Tensor:
+    """What ends both halves of a layer: a projection, then bias, dropout, residual sum and LayerNorm in one pass."""
+    x, bias = (ops.linear(x, linear.weight), linear.bias) if is_plain_linear(linear) else (linear(x), None)
+    if is_plain_norm(layer_norm) and is_plain_dropout(dropout):
+        dropping = {"dropout_p": probability(dropout), "rng": rng, "site": site}
+        return ops.add_layer_norm(
+            x, residual, layer_norm.weight, layer_norm.bias, layer_norm.eps, x_bias=bias, **dropping
+        )
+    return norm(drop(x if bias is None else x + bias, dropout, rng, site) + residual, layer_norm)
+
+
+def drop(x: Tensor, dropout: nn.Module | None, rng: Tensor | None, site: int) -> Tensor:
+    """Dropout outside a fused op: the same elements that it would drop."""
+    return drop_rows(x, probability(dropout), rng, site) if is_plain_dropout(dropout) else dropout(x)
+
+
+# ---- the whole
+
+
+def attend(
+    parts: AttentionParts, hidden: Tensor, packing: Packing, rng: Tensor | None, site: int, with_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(T, C) -> what the heads give, (T, C), and the attention weights in the caller's form where they are wanted."""
+    if not is_plain_dropout(parts.dropout):
+        kind = type(parts.dropout).__name__
+        raise TypeError(f"attention drops inside its kernel: expected an nn.Dropout without hooks, given a {kind}")
+    qkv = project_qkv(hidden, parts.projections, parts.heads)
+    attending = (packing.cu_seqlens, packing.max_seqlen)
+    options = {"scale": parts.module.scaling, "dropout_p": parts.p, "rng": rng, "site": site}
+    context = attention_unchecked(qkv, *attending, **options).flatten(1)
+    weights = packing.unpack_weights(ops.attention_weights(qkv, *attending, **options)) if with_weights else None
+    return context, weights
+
+
+def encoder_layer(
+    parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | None, turn: int, with_weights: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """A post-norm layer: (T, C) -> (T, C), and the attention weights in the caller's form where they are wanted.
+
+    rng: the dropout key of the forward. turn: the how-manieth layer of the forward this is, which decides its dropout
+    sites. Reads parameters, so it may only run within the layer's own call (FSDP2 gathers them there).
+    """
+    sites = random.layer_sites(turn)
+    context, weights = attend(parts.attention, hidden, packing, rng, sites[0], with_weights)
+    hidden = project_add_norm(context, hidden, parts.out, parts.out_dropout, parts.out_norm, rng, sites[1])
+    wide = up_gelu(hidden, parts.up, parts.activation)
+    return project_add_norm(wide, hidden, parts.down, parts.down_dropout, parts.down_norm, rng, sites[2]), weights
+
+
+def embed(
+    module: nn.Module,
+    input_ids: Tensor | None,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor,
+    inputs_embeds: Tensor | None,
+    rng: Tensor | None,
+) -> Tensor:
+    """Ids (T,), or inputs_embeds (T, width) in place of input_ids, to (T, width): rows summed, LayerNorm, dropout.
+
+    module: holds word_embeddings, position_embeddings, token_type_embeddings (which may be missing or None), LayerNorm
+    and dropout, ours or transformers'.
+    """
+    words, positions = module.word_embeddings, module.position_embeddings
+    types = getattr(module, "token_type_embeddings", None)
+    if types is not None and token_type_ids is None:
+        token_type_ids = torch.zeros_like(position_ids)
+    tables = (words if inputs_embeds is None else None, positions, types)
+    fused = all(map(is_plain_embedding, tables)) and is_plain_norm(module.LayerNorm)
+    if not (fused and is_plain_dropout(module.dropout)):
+        x = (words(input_ids) if inputs_embeds is None else inputs_embeds) + positions(position_ids)
+        x = x if types is None else x + types(token_type_ids)
+        return drop(norm(x, module.LayerNorm), module.dropout, rng, random.EMBEDDING_SITE)
+    word, padding_idx = words.weight, words.padding_idx
+    if inputs_embeds is not None:  # rows of a table, each used once
+        word, padding_idx = inputs_embeds, None
+        input_ids = torch.arange(inputs_embeds.shape[0], device=inputs_embeds.device)
+    return ops.embedding(
+        input_ids,
+        position_ids,
+        token_type_ids,
+        word,
+        positions.weight,
+        None if types is None else types.weight,
+        module.LayerNorm.weight,
+        module.LayerNorm.bias,
+        module.LayerNorm.eps,
+        padding_idx=padding_idx,
+        position_padding_idx=positions.padding_idx,
+        dropout_p=probability(module.dropout),
+        rng=rng,
+        site=random.EMBEDDING_SITE,
+    )
