@@ -7,7 +7,6 @@ from BERT (`fastbert/model.py`, `fastbert/heads.py`), and `fastbert/checkpoint.p
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -30,21 +29,17 @@ class LayerFacts:
     down_dropout: str | None
     down_norm: str
 
-    @property
-    def after_attention(self) -> tuple[str | None, ...]:
-        out = (self.out, self.out_dropout, self.out_norm)
-        return *out, self.up, self.activation, self.down, self.down_dropout, self.down_norm
+    after_attention: tuple[str | None, ...] = field(init=False)  # from `out` on
+    with_parameters: tuple[str, ...] = field(init=False)
+    containers: tuple[str, ...] = field(init=False)  # the modules between a layer and its parts: they are not called
 
-    @property
-    def with_parameters(self) -> tuple[str, ...]:
-        """The parts that hold parameters."""
-        return *self.projections, self.out, self.out_norm, self.up, self.down, self.down_norm
-
-    @cached_property
-    def containers(self) -> tuple[str, ...]:
-        """Paths to the modules between a layer and its parts, which are computed without being called."""
-        inside = {leaf[: dot.start()] for leaf in self.with_parameters for dot in re.finditer(r"\.", leaf)}
-        return tuple(sorted(inside - {self.attention}))
+    def __post_init__(self) -> None:
+        second_half = (self.up, self.activation, self.down, self.down_dropout, self.down_norm)
+        leaves = (*self.projections, self.out, self.out_norm, self.up, self.down, self.down_norm)
+        inside = {leaf[: dot.start()] for leaf in leaves for dot in re.finditer(r"\.", leaf)}
+        object.__setattr__(self, "after_attention", (self.out, self.out_dropout, self.out_norm, *second_half))
+        object.__setattr__(self, "with_parameters", leaves)
+        object.__setattr__(self, "containers", tuple(sorted(inside - {self.attention})))
 
 
 def follow(module: Any, path: str) -> Any:

@@ -200,7 +200,7 @@ def embedding(
     token_type (K, C): tables; token_type and its ids may both be None. weight, bias: (C,) of LayerNorm. Dtypes as in
     `add_layer_norm`. padding_idx, position_padding_idx: the word row and the position row that get no gradient
     (RoBERTa's models have both). dropout_p, rng, site: as in `add_layer_norm`; row t of the flattened ids is token t.
-    Returns (..., C) in the promoted dtype of the tables. Gradients of the tables are summed in float32 in a fixed order.
+    Returns (..., C) in the promoted dtype of the tables. Their gradients are summed in float32 in a fixed order.
     Raises IndexError (an id out of range: always on a CPU, under FASTBERT_CHECK=1 on a GPU), ValueError, TypeError.
 
     Equivalent to::
