@@ -6,7 +6,7 @@ from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
 from fastbert import backends, ops, random, testing
 
 EPS = 1e-12
-PADDING = 3
+PADDING, POSITION_PADDING = 3, 2  # the rows of words and of positions without a gradient
 
 
 class TestEmbedding(OpSuite):
@@ -45,11 +45,15 @@ class TestEmbedding(OpSuite):
 
     def ours(self, **inputs):
         dropout = self.dropout_arguments(inputs["input_ids"])
-        return ops.embedding(**inputs, eps=EPS, padding_idx=PADDING, **dropout)
+        return ops.embedding(**inputs, eps=EPS, padding_idx=PADDING, position_padding_idx=POSITION_PADDING, **dropout)
 
     def summed(self, input_ids, position_ids, token_type_ids, word, position, token_type, **_):
         z = F.embedding(input_ids, word, padding_idx=PADDING)
-        return z + F.embedding(position_ids, position) + F.embedding(token_type_ids, token_type)
+        return (
+            z
+            + F.embedding(position_ids, position, padding_idx=POSITION_PADDING)
+            + F.embedding(token_type_ids, token_type)
+        )
 
     def truth(self, **inputs):
         z = self.summed(**inputs)
@@ -78,15 +82,23 @@ class TestEmbedding(OpSuite):
     def test_gradcheck(self, backend, monkeypatch):
         """On ids without padding: its gradient is cut off, which finite differences do not know."""
         build = self.inputs
-        without = lambda ids: torch.where(ids == PADDING, 4, ids)  # noqa: E731
-        monkeypatch.setattr(self, "inputs", lambda *a: (i := build(*a)) | {"input_ids": without(i["input_ids"])})
+
+        def without_padding(*arguments):
+            inputs = build(*arguments)
+            for name, padding in (("input_ids", PADDING), ("position_ids", POSITION_PADDING)):
+                inputs[name] = torch.where(inputs[name] == padding, 4, inputs[name])
+            return inputs
+
+        monkeypatch.setattr(self, "inputs", without_padding)
         super().test_gradcheck(backend)
 
     def test_padding_row_gets_no_gradient(self, backend):
         backend.require(torch.float32, backward=True)
         inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
-        gradient = testing.evaluate(self.ours, inputs).gradients["dword"]
-        assert gradient[PADDING].abs().sum() == 0 and gradient[1].abs().sum() > 0
+        inputs["position_ids"].view(-1)[:2] = torch.tensor([POSITION_PADDING, 4])
+        gradients = testing.evaluate(self.ours, inputs).gradients
+        for name, padding, other in (("dword", PADDING, 1), ("dposition", POSITION_PADDING, 4)):
+            assert gradients[name][padding].abs().sum() == 0 and gradients[name][other].abs().sum() > 0
 
     def test_without_token_types(self, backend):
         inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
@@ -210,3 +222,5 @@ def test_bad_input_is_refused(name, value, error, words):
 def test_bad_padding_idx_is_refused():
     with pytest.raises(ValueError, match="padding_idx is 11"):
         ops.embedding(**good(), padding_idx=11)
+    with pytest.raises(ValueError, match="position_padding_idx is -1; expected 0 <= position_padding_idx < 6"):
+        ops.embedding(**good(), position_padding_idx=-1)
