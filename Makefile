@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 CPU_INDEX := https://download.pytorch.org/whl/cpu
-SOURCES := $(wildcard csrc/*.* csrc/*/*.*) setup.py CMakeLists.txt pyproject.toml
+SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*) setup.py CMakeLists.txt pyproject.toml
 
 .PHONY: demo examples test test-all test-sanitizers bench bench-gpu compile-report lint clean
 
@@ -46,7 +46,7 @@ lint: $(VENV)/installed
 	$(BIN)/pip install --quiet "ruff>=0.12" "clang-format>=20"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.* tests/sanitizers/*.cpp tests/cuda_on_cpu/*.cpp tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cu)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* tests/sanitizers/*.cpp tests/cuda_on_cpu/*.cpp tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cu)
 
 clean:
 	rm -rf $(VENV) build fastbert/_build.py fastbert/_C.*.so *.egg-info

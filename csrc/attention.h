@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "cpu/sets.h"
+#include "cpu/isa.h"
 #include "dropout.h"
 #include "dtype.h"
 
@@ -20,7 +20,7 @@ struct AttentionTile {
 
 namespace cpu {
 
-FB_FOR_EACH_SET(int64_t attention_bits_room(int64_t keys);
+FB_FOR_EACH_ISA(int64_t attention_bits_room(int64_t keys);
                 // Scores to exp(score - their row's largest), zeros where dropped. lse: [queries]. factors: [queries],
                 // what the rows' products with V are to be multiplied by.
                 void attention_softmax(const AttentionTile& tile, void* scores, void* lse, void* factors, DType dtype);

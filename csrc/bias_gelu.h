@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "cpu/sets.h"
+#include "cpu/isa.h"
 #include "dtype.h"
 
 namespace fastbert {
@@ -12,7 +12,7 @@ namespace fastbert {
 namespace cpu {
 
 // bias, dbias: double where dtype is f64, else float. bias may be nullptr; dbias is added to.
-FB_FOR_EACH_SET(void bias_gelu_fwd(const void* x, const void* bias, void* y, int64_t rows, int64_t channels,
+FB_FOR_EACH_ISA(void bias_gelu_fwd(const void* x, const void* bias, void* y, int64_t rows, int64_t channels,
                                    DType dtype, bool tanh);
                 void bias_gelu_bwd(const void* dy, const void* x, const void* bias, void* dx, void* dbias, int64_t rows,
                                    int64_t channels, DType dtype, bool tanh);)

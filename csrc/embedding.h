@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-#include "cpu/sets.h"
+#include "cpu/isa.h"
 #include "dropout.h"
 #include "dtype.h"
 
@@ -32,7 +32,7 @@ struct EmbeddingGradients {
 namespace cpu {
 
 // Tokens begin to end. scratch: embedding_scratch(channels) bytes.
-FB_FOR_EACH_SET(int64_t embedding_scratch(int64_t channels);
+FB_FOR_EACH_ISA(int64_t embedding_scratch(int64_t channels);
                 void embedding_fwd(const Embedding& op, void* y, int64_t begin, int64_t end, void* scratch);
                 void embedding_bwd(const Embedding& op, const EmbeddingGradients& gradients, int64_t begin, int64_t end,
                                    void* scratch);)

@@ -3,20 +3,20 @@
 #include <pybind11/pybind11.h>
 #include <torch/version.h>
 
-#include "blas.h"
-#include "cpu/sets.h"
+#include "cpu/blas.h"
+#include "cpu/isa.h"
 
 namespace py = pybind11;
 
 namespace {
 
-py::object active_set() {
-  switch (fastbert::cpu::best_set()) {
-    case fastbert::cpu::Set::generic: return py::str("generic");
-    case fastbert::cpu::Set::avx2: return py::str("avx2");
-    case fastbert::cpu::Set::avx512: return py::str("avx512");
-    case fastbert::cpu::Set::avx512_bf16: return py::str("avx512_bf16");
-    case fastbert::cpu::Set::none: break;
+py::object active_isa() {
+  switch (fastbert::cpu::best_isa()) {
+    case fastbert::cpu::Isa::generic: return py::str("generic");
+    case fastbert::cpu::Isa::avx2: return py::str("avx2");
+    case fastbert::cpu::Isa::avx512: return py::str("avx512");
+    case fastbert::cpu::Isa::avx512_bf16: return py::str("avx512_bf16");
+    case fastbert::cpu::Isa::none: break;
   }
   return py::none();
 }
@@ -25,8 +25,8 @@ py::dict build_info() {
   py::dict info;
   info["torch_version"] = TORCH_VERSION;
   info["compiler"] = FB_COMPILER;
-  info["cpu_sets"] = py::tuple(py::str(FB_CPU_SETS).attr("split")());
-  info["cpu_set"] = active_set();
+  info["cpu_sets"] = py::tuple(py::str(FB_CPU_ISAS).attr("split")());
+  info["cpu_set"] = active_isa();
   info["blas"] = fastbert::has_blas();
 #ifdef FB_CUDA
   info["cuda_version"] = FB_CUDA_VERSION;

@@ -41,11 +41,11 @@ FB_INLINE float gaussian(float a) {
 
 #else
 
-#include "cpu/simd.h"
+#include "cpu/loops/simd.h"
 
 #define FB_INLINE static inline
 
-namespace fastbert::cpu::FB_SET {
+namespace fastbert::cpu::FB_ISA {
 
 template <class V>
 FB_INLINE V divide(V p, V q) {

@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-#include "cpu/sets.h"
+#include "cpu/isa.h"
 #include "dropout.h"
 #include "dtype.h"
 
@@ -32,7 +32,7 @@ struct LayerNormGradients {
 namespace cpu {
 
 // Rows begin to end. scratch: layer_norm_scratch(channels) bytes.
-FB_FOR_EACH_SET(int64_t layer_norm_scratch(int64_t channels);
+FB_FOR_EACH_ISA(int64_t layer_norm_scratch(int64_t channels);
                 void layer_norm_fwd(const LayerNorm& op, void* y, int64_t begin, int64_t end, void* scratch);
                 void layer_norm_bwd(const LayerNorm& op, const LayerNormGradients& gradients, int64_t begin,
                                     int64_t end, void* scratch);)

@@ -81,7 +81,7 @@ inline DeviceDropout device_dropout_of(double p, const std::optional<at::Tensor>
 
 // ---- loops on the CPU
 
-constexpr char kNoSet[] = "fastbert's CPU kernels need a processor with AVX2 and FMA";
+constexpr char kNoIsa[] = "fastbert's CPU kernels need a processor with AVX2 and FMA";
 
 // The type in which the loops compute, and take parameters.
 inline at::ScalarType math_type(const at::Tensor& x) {

@@ -1,147 +1,241 @@
-// The loops between attention's matrix products, on tiles of scores that stay in the second-level cache.
+// The torch side of attention on the CPU. The schema is defined in fastbert/ops/attention.py.
+//
+// A task is one head of one sequence. Its queries are taken kQueries at a time: a matrix product makes their scores
+// with all keys, a loop turns them into weights, another product meets the values. Queries, keys and values are read
+// where the projection left them; only bf16 and f16 are converted to fp32 first. The backward adds up dK and dV of a
+// task in the order of its queries, so the number of threads changes nothing but what it changes in the products.
 #include "../attention.h"
 
-#include "philox.h"
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
 
-namespace fastbert::cpu::FB_SET {
+#include "../checks.h"
+#include "../tensor.h"
+#include "blas.h"
+
+namespace fastbert {
 
 namespace {
 
-float logarithm(float v) { return __builtin_logf(v); }
-double logarithm(double v) { return __builtin_log(v); }
+using OptionalTensor = std::optional<at::Tensor>;
 
+constexpr int64_t kQueries = 64;
+
+struct Loops {
+  decltype(FB_BEST_ISA(attention_bits_room)) bits_room = FB_BEST_ISA(attention_bits_room);
+  decltype(FB_BEST_ISA(attention_softmax)) softmax = FB_BEST_ISA(attention_softmax);
+  decltype(FB_BEST_ISA(attention_softmax_bwd)) softmax_bwd = FB_BEST_ISA(attention_softmax_bwd);
+  decltype(FB_BEST_ISA(attention_dot)) dot = FB_BEST_ISA(attention_dot);
+  decltype(FB_BEST_ISA(attention_load)) load = FB_BEST_ISA(attention_load);
+  decltype(FB_BEST_ISA(attention_store)) store = FB_BEST_ISA(attention_store);
+};
+
+// One call: its batch, and what its tasks share.
+struct Batch {
+  int64_t tokens, heads, D, sequences, longest = 0, covered = 0;
+  int64_t element;  // bytes
+  DType dtype;
+  double scale;
+  Dropout drop;
+  Loops loops;
+  std::vector<int64_t> start, length;  // of the sequences: within the tokens and disjoint, whatever cu_seqlens says
+
+  Batch(const at::Tensor& qkv, const at::Tensor& cu_seqlens, double scale_, Dropout drop_)
+      : element(qkv.element_size()), dtype(dtype_of(qkv)), scale(scale_), drop(drop_) {
+    TORCH_CHECK_NOT_IMPLEMENTED(loops.softmax, kNoIsa);
+    TORCH_CHECK_NOT_IMPLEMENTED(has_blas(), "attention: this torch exports no BLAS");
+    check_attention(qkv, cu_seqlens);
+    tokens = qkv.size(0), heads = qkv.size(2), D = qkv.size(3), sequences = cu_seqlens.numel() - 1;
+    const at::Tensor ends = cu_seqlens.contiguous();
+    const int32_t* const end = ends.const_data_ptr<int32_t>();
+    for (int64_t b = 0; b < sequences; ++b) {
+      start.push_back(std::clamp<int64_t>(end[b], b ? start[b - 1] + length[b - 1] : 0, tokens));
+      length.push_back(std::clamp<int64_t>(end[b + 1], start[b], tokens) - start[b]);
+      longest = std::max(longest, length[b]), covered += length[b];
+    }
+  }
+
+  int64_t stride() const { return (longest + 15) / 16 * 16 + 16; }  // of scores; not the same cache lines for every row
+  int64_t qkv_stride() const { return 3 * heads * D; }
+  int64_t out_stride() const { return heads * D; }
+
+  // f(head, sequence) for all tasks, in all threads, each with a Scratch of its own. Neighbouring tasks are the same
+  // head of different sequences, so that threads get equal shares of long and short ones.
+  template <class Scratch, class F>
+  void for_tasks(const F& f) const {
+    if (tokens == 0 || D == 0) return;
+    const double work = double(longest) * covered * D / std::max<int64_t>(1, sequences);
+    at::parallel_for(0, heads * sequences, std::max<int64_t>(1, int64_t(kGrain * 16 / (work + 1))),
+                     [&](int64_t begin, int64_t end) {
+                       Scratch scratch(*this);
+                       for (int64_t i = begin; i < end; ++i)
+                         if (length[i % sequences]) f(i / sequences, i % sequences, scratch);
+                     });
+  }
+};
+
+// Rows of a head as the products take them: where they are, or converted to `room`.
 template <class M>
-M* at_row(void* scores, const AttentionTile& tile, int64_t row) {
-  return static_cast<M*>(scores) + row * tile.stride;
+Matrix<const M> rows_of(const Batch& batch, const char* data, int64_t stride, int64_t rows, M* room) {
+  if (batch.element == sizeof(M)) return {reinterpret_cast<const M*>(data), stride};
+  batch.loops.load(data, stride, rows, batch.D, room, batch.dtype);
+  return {room, batch.D};
 }
 
-void draw(const AttentionTile& tile, int64_t row) {
-  attention_bits(tile.bits, tile.keys, uint32_t(tile.first_query + row), uint32_t(tile.head), uint32_t(tile.sequence),
-                 tile.drop.key);
+template <class M>
+struct Buffer {
+  std::unique_ptr<M[]> data;
+  explicit Buffer(int64_t size) : data(new M[size]) {}
+  operator M*() const { return data.get(); }
+};
+
+AttentionTile tile_of(const Batch& batch, int64_t head, int64_t sequence, int64_t first, uint8_t* bits) {
+  const int64_t keys = batch.length[sequence];
+  return {std::min(kQueries, keys - first), keys, batch.stride(), first, head, sequence, batch.drop, bits};
 }
 
 // ---- forward
 
-template <bool kDrop, class M>
-void softmax(const AttentionTile& tile, void* scores, M* lse, M* factors) {
-  using V = vec<M>;
-  const Dropout mask{tile.drop.key, tile.drop.threshold, 1};  // the scale goes with the factors
-  const int64_t keys = tile.keys;
-  const uint8_t* const bits = tile.bits;
-  for (int64_t row = 0; row < tile.queries; ++row) {
-    M* const s = at_row<M>(scores, tile, row);
-    V high[kSlots];
-    for (V& part : high) part = splat<V>(-__builtin_inf());
-    for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-      high[slot] = greater(high[slot], or_fill(load(s + i, n), n, -__builtin_inf()));
-    });
-    const M most = largest(greater(greater(high[0], high[1]), greater(high[2], high[3])));
-    if (kDrop) draw(tile, row);
-    V total[kSlots]{};
-    for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-      V weight = exp_nonpositive(load(s + i, n) - most);
-      total[slot] += or_fill(weight, n, 0);
-      if constexpr (kDrop) weight = keep(weight, bits + i, mask);
-      store(weight, s + i, n);
-    });
-    const M all = sum(total);
-    lse[row] = most + logarithm(all);
-    factors[row] = M(tile.drop.keep_scale) / all;
-  }
+template <class M>
+struct ForwardScratch {
+  Buffer<M> scores, keys, values, queries, out, factors;
+  Buffer<uint8_t> bits;
+
+  explicit ForwardScratch(const Batch& batch, bool narrow)
+      : scores(kQueries * batch.stride()),
+        keys(narrow * batch.longest * batch.D),
+        values(narrow * batch.longest * batch.D),
+        queries(narrow * kQueries * batch.D),
+        out(narrow * kQueries * batch.D),
+        factors(kQueries),
+        bits(batch.loops.bits_room(batch.longest)) {}
+  explicit ForwardScratch(const Batch& batch) : ForwardScratch(batch, batch.element != sizeof(M)) {}
+};
+
+template <class M>
+void forward(const Batch& batch, const char* qkv, char* out, M* lse) {
+  using Room = ForwardScratch<M>;
+  batch.for_tasks<Room>([&](int64_t head, int64_t sequence, Room& room) {
+    const int64_t D = batch.D, start = batch.start[sequence], keys = batch.length[sequence];
+    const int64_t row_bytes = batch.qkv_stride() * batch.element, part = batch.heads * D * batch.element;
+    const char* const q = qkv + start * row_bytes + head * D * batch.element;
+    const auto k = rows_of<M>(batch, q + part, batch.qkv_stride(), keys, room.keys);
+    const auto v = rows_of<M>(batch, q + 2 * part, batch.qkv_stride(), keys, room.values);
+    for (int64_t first = 0; first < keys; first += kQueries) {
+      const AttentionTile tile = tile_of(batch, head, sequence, first, room.bits);
+      const int64_t rows = tile.queries;
+      char* const o = out + ((start + first) * batch.heads + head) * D * batch.element;
+      const bool narrow = batch.element != sizeof(M);
+      const Matrix<M> sums = narrow ? Matrix<M>{room.out, D} : Matrix<M>{reinterpret_cast<M*>(o), batch.out_stride()};
+      const Matrix<M> scores{room.scores, tile.stride};
+      const auto queries = rows_of<M>(batch, q + first * row_bytes, batch.qkv_stride(), rows, room.queries);
+      product<M>(Op::as_is, Op::transposed, rows, keys, D, M(batch.scale), queries, k, 0, scores);
+      batch.loops.softmax(tile, scores.data, lse + head * batch.tokens + start + first, room.factors, batch.dtype);
+      product<M>(Op::as_is, Op::as_is, rows, D, keys, 1, {scores.data, scores.stride}, v, 0, sums);
+      batch.loops.store(sums.data, sums.stride, room.factors, rows, D, o, batch.out_stride(), batch.dtype);
+    }
+  });
 }
 
-// ---- backward
-
-template <bool kDrop, class M>
-void softmax_bwd(const AttentionTile& tile, void* scores, void* dps, const M* lse, const M* delta) {
-  using V = vec<M>;
-  const Dropout drop = tile.drop;
-  const uint8_t* const bits = tile.bits;
-  for (int64_t row = 0; row < tile.queries; ++row) {
-    M *const s = at_row<M>(scores, tile, row), *const dp = at_row<M>(dps, tile, row);
-    const M row_lse = lse[row], row_delta = delta[row];
-    if (kDrop) draw(tile, row);
-    // lse is rounded: what is left of the sum of the weights is divided out, or large scores would lose their digits.
-    V total[kSlots]{};
-    for_vectors_in_slots<M>(tile.keys, [&](int64_t i, auto n, auto slot) {
-      const V p = exp_nonpositive(load(s + i, n) - row_lse);
-      store(p, s + i, n);
-      total[slot] += or_fill(p, n, 0);
-    });
-    const M rescale = M(1) / sum(total);
-    for_vectors<M>(tile.keys, [&](int64_t i, auto n) {
-      const V p = load(s + i, n) * rescale;
-      V factor = splat<V>(1);
-      if constexpr (kDrop) factor = keep(factor, bits + i, drop);
-      store(p * factor, s + i, n);
-      store(p * (load(dp + i, n) * factor - row_delta), dp + i, n);
-    });
+std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor& qkv, const at::Tensor& cu_seqlens,
+                                                     c10::SymInt /*max_seqlen*/, double scale, double dropout_p,
+                                                     const OptionalTensor& rng, int64_t site) {
+  const Batch batch(qkv, cu_seqlens, scale, dropout_of(dropout_p, rng, site, kAttentionBits));
+  const at::Tensor in = qkv.contiguous();
+  const at::Tensor out =
+      empty_rows({batch.tokens, batch.heads * batch.D}, qkv.options()).unflatten(1, {batch.heads, batch.D});
+  const at::Tensor lse = at::empty({batch.heads, batch.tokens}, qkv.options().dtype(math_type(qkv)));
+  if (batch.covered != batch.tokens) out.zero_(), lse.zero_();
+  const char* const src = static_cast<const char*>(in.const_data_ptr());
+  char* const dst = static_cast<char*>(out.mutable_data_ptr());
+  if (batch.dtype == DType::f64) {
+    forward<double>(batch, src, dst, lse.mutable_data_ptr<double>());
+  } else {
+    forward<float>(batch, src, dst, lse.mutable_data_ptr<float>());
   }
+  return {out, lse};
+}
+
+// ---- backward: with P = exp(S - lse), F the dropout factors and delta = rowsum(dO O): dV = (P F)^T dO,
+// dS = P (dO V^T F - delta), dQ = scale dS K, dK = scale dS^T Q
+
+template <class M>
+struct BackwardScratch : ForwardScratch<M> {
+  Buffer<M> dp, dout, dkeys, dvalues, delta;
+
+  explicit BackwardScratch(const Batch& batch, bool narrow)
+      : ForwardScratch<M>(batch, narrow),
+        dp(kQueries * batch.stride()),
+        dout(narrow * kQueries * batch.D),
+        dkeys(narrow * batch.longest * batch.D),
+        dvalues(narrow * batch.longest * batch.D),
+        delta(kQueries) {}
+  explicit BackwardScratch(const Batch& batch) : BackwardScratch(batch, batch.element != sizeof(M)) {}
+};
+
+template <class M>
+void backward(const Batch& batch, const char* dout, const char* qkv, const char* out, const M* lse, char* dqkv) {
+  using Room = BackwardScratch<M>;
+  batch.for_tasks<Room>([&](int64_t head, int64_t sequence, Room& room) {
+    const Loops& loops = batch.loops;
+    const int64_t D = batch.D, start = batch.start[sequence], keys = batch.length[sequence];
+    const int64_t stride = batch.qkv_stride(), row_bytes = stride * batch.element, part = row_bytes / 3;
+    const int64_t offset = start * row_bytes + head * D * batch.element;
+    const char* const q = qkv + offset;
+    char* const dq = dqkv + offset;
+    const bool narrow = batch.element != sizeof(M);
+    const auto k = rows_of<M>(batch, q + part, stride, keys, room.keys);
+    const auto v = rows_of<M>(batch, q + 2 * part, stride, keys, room.values);
+    const auto sums_at = [&](char* place, M* room_for_it) {
+      return narrow ? Matrix<M>{room_for_it, D} : Matrix<M>{reinterpret_cast<M*>(place), stride};
+    };
+    const Matrix<M> dk = sums_at(dq + part, room.dkeys), dv = sums_at(dq + 2 * part, room.dvalues);
+    for (int64_t first = 0; first < keys; first += kQueries) {
+      const AttentionTile tile = tile_of(batch, head, sequence, first, room.bits);
+      const int64_t rows = tile.queries, at = ((start + first) * batch.heads + head) * D * batch.element;
+      const M beta = first ? 1 : 0;
+      const Matrix<M> s{room.scores, tile.stride}, dp{room.dp, tile.stride};
+      const Matrix<const M> weights{s.data, s.stride}, ds{dp.data, dp.stride};
+      const auto queries = rows_of<M>(batch, q + first * row_bytes, stride, rows, room.queries);
+      const auto grad = rows_of<M>(batch, dout + at, batch.out_stride(), rows, room.dout);
+      loops.dot(dout + at, out + at, rows, D, batch.out_stride(), room.delta, batch.dtype);
+      product<M>(Op::as_is, Op::transposed, rows, keys, D, M(batch.scale), queries, k, 0, s);
+      product<M>(Op::as_is, Op::transposed, rows, keys, D, 1, grad, v, 0, dp);
+      loops.softmax_bwd(tile, s.data, dp.data, lse + head * batch.tokens + start + first, room.delta, batch.dtype);
+      product<M>(Op::transposed, Op::as_is, keys, D, rows, 1, weights, grad, beta, dv);
+      product<M>(Op::transposed, Op::as_is, keys, D, rows, M(batch.scale), ds, queries, beta, dk);
+      const Matrix<M> dqueries = sums_at(dq + first * row_bytes, room.out);
+      product<M>(Op::as_is, Op::as_is, rows, D, keys, M(batch.scale), ds, k, 0, dqueries);
+      if (narrow) loops.store(dqueries.data, D, nullptr, rows, D, dq + first * row_bytes, stride, batch.dtype);
+    }
+    if (narrow) loops.store(dk.data, D, nullptr, keys, D, dq + part, stride, batch.dtype);
+    if (narrow) loops.store(dv.data, D, nullptr, keys, D, dq + 2 * part, stride, batch.dtype);
+  });
+}
+
+at::Tensor attention_bwd_cpu(const at::Tensor& dout, const at::Tensor& qkv, const at::Tensor& out,
+                             const at::Tensor& lse, const at::Tensor& cu_seqlens, c10::SymInt /*max_seqlen*/,
+                             double scale, double dropout_p, const OptionalTensor& rng, int64_t site) {
+  const Batch batch(qkv, cu_seqlens, scale, dropout_of(dropout_p, rng, site, kAttentionBits));
+  check_attention_gradients(dout, out, lse, qkv, math_type(qkv));
+  const at::Tensor in = qkv.contiguous(), grad = dout.contiguous(), result = out.contiguous(), sums = lse.contiguous();
+  const at::Tensor dqkv = at::empty(qkv.sizes(), qkv.options());
+  if (batch.covered != batch.tokens) dqkv.zero_();
+  const auto bytes = [](const at::Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
+  char* const dst = static_cast<char*>(dqkv.mutable_data_ptr());
+  if (batch.dtype == DType::f64) {
+    backward<double>(batch, bytes(grad), bytes(in), bytes(result), sums.const_data_ptr<double>(), dst);
+  } else {
+    backward<float>(batch, bytes(grad), bytes(in), bytes(result), sums.const_data_ptr<float>(), dst);
+  }
+  return dqkv;
 }
 
 }  // namespace
 
-int64_t attention_bits_room(int64_t keys) { return key_bits_room(keys); }
-
-void attention_softmax(const AttentionTile& tile, void* scores, void* lse, void* factors, DType dtype) {
-  const auto run = [&](auto zero) {
-    using M = decltype(zero);
-    const auto loop = tile.drop.threshold ? softmax<true, M> : softmax<false, M>;
-    loop(tile, scores, static_cast<M*>(lse), static_cast<M*>(factors));
-  };
-  dtype == DType::f64 ? run(double{}) : run(float{});
+TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("attention_fwd", &attention_fwd_cpu);
+  m.impl("attention_bwd", &attention_bwd_cpu);
 }
 
-void attention_softmax_bwd(const AttentionTile& tile, void* scores, void* dp, const void* lse, const void* delta,
-                           DType dtype) {
-  const auto run = [&](auto zero) {
-    using M = decltype(zero);
-    const auto loop = tile.drop.threshold ? softmax_bwd<true, M> : softmax_bwd<false, M>;
-    loop(tile, scores, dp, static_cast<const M*>(lse), static_cast<const M*>(delta));
-  };
-  dtype == DType::f64 ? run(double{}) : run(float{});
-}
-
-// ---- rows of a head
-
-void attention_dot(const void* a, const void* b, int64_t rows, int64_t columns, int64_t stride, void* delta,
-                   DType dtype) {
-  for_dtype(dtype, [&](auto element) {
-    using T = decltype(element);
-    using M = math_t<T>;
-    for (int64_t row = 0; row < rows; ++row) {
-      const T *x = static_cast<const T*>(a) + row * stride, *y = static_cast<const T*>(b) + row * stride;
-      vec<M> total{};
-      for_vectors<M>(columns, [&](int64_t i, auto n) { total = fma(load(x + i, n), load(y + i, n), total); });
-      static_cast<M*>(delta)[row] = sum(total);
-    }
-  });
-}
-
-void attention_load(const void* from, int64_t stride, int64_t rows, int64_t columns, void* to, DType dtype) {
-  for_dtype(dtype, [&](auto element) {
-    using T = decltype(element);
-    using M = math_t<T>;
-    for (int64_t row = 0; row < rows; ++row) {
-      const T* src = static_cast<const T*>(from) + row * stride;
-      M* dst = static_cast<M*>(to) + row * columns;
-      for_vectors<M>(columns, [&](int64_t i, auto n) { store(load(src + i, n), dst + i, n); });
-    }
-  });
-}
-
-void attention_store(const void* from, int64_t from_stride, const void* factors, int64_t rows, int64_t columns,
-                     void* to, int64_t stride, DType dtype) {
-  for_dtype(dtype, [&](auto element) {
-    using T = decltype(element);
-    using M = math_t<T>;
-    for (int64_t row = 0; row < rows; ++row) {
-      const M* src = static_cast<const M*>(from) + row * from_stride;
-      const M factor = factors ? static_cast<const M*>(factors)[row] : M(1);
-      T* dst = static_cast<T*>(to) + row * stride;
-      for_vectors<M>(columns, [&](int64_t i, auto n) { store(load(src + i, n) * factor, dst + i, n); });
-    }
-  });
-}
-
-}  // namespace fastbert::cpu::FB_SET
+}  // namespace fastbert

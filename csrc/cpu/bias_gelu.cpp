@@ -1,67 +1,85 @@
-// y = gelu(x + bias) on [rows, channels], and its backward. No bias is a bias of nothing. The caller splits rows over
-// threads.
-//
-// Bytes moved: forward x and y once; backward dy, x and dx once. dbias is added up in a row of fp32 that stays in the
-// first-level cache.
+// The torch side of bias_gelu on the CPU: checks, allocation, threads. The schema is defined in
+// fastbert/ops/bias_gelu.py, the CUDA side is csrc/cuda/bias_gelu.cpp.
 #include "../bias_gelu.h"
 
-#include "../gelu.h"
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
 
-namespace fastbert::cpu::FB_SET {
+#include "../checks.h"
+#include "../tensor.h"
+#include "gelu_rows.h"
+
+namespace fastbert {
+
+void gelu_cpu(const at::Tensor& x, const std::optional<at::Tensor>& bias, std::string_view approximate,
+              const at::Tensor& y) {
+  check_rows("bias_gelu", x);
+  check_approximate("bias_gelu", approximate);
+  const auto loop = FB_BEST_ISA(bias_gelu_fwd);
+  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
+  if (x.numel() == 0) return;
+  const DType dtype = dtype_of(x);
+  const at::Tensor in = x.contiguous();
+  const auto b = as_math(bias, x);
+  const int64_t channels = x.size(-1), rows = x.numel() / channels, row_bytes = channels * x.element_size();
+  const char* const src = static_cast<const char*>(in.const_data_ptr());
+  char* const dst = static_cast<char*>(y.mutable_data_ptr());
+  parallel_rows(rows, channels, 0, [&](int64_t begin, int64_t end, void*) {
+    loop(src + begin * row_bytes, data(b), dst + begin * row_bytes, end - begin, channels, dtype,
+         approximate == "tanh");
+  });
+}
+
+std::tuple<at::Tensor, at::Tensor> gelu_bwd_cpu(const at::Tensor& dy, const at::Tensor& x,
+                                                const std::optional<at::Tensor>& bias, std::string_view approximate,
+                                                const std::optional<at::TensorOptions>& dbias_options) {
+  check_rows("bias_gelu", x);
+  check_approximate("bias_gelu", approximate);
+  check_like("bias_gelu", "dy", dy, x);
+  check_dtype("bias_gelu", "dy", dy, x.scalar_type());
+  const auto loop = FB_BEST_ISA(bias_gelu_bwd);
+  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
+  const DType dtype = dtype_of(x);
+  at::Tensor dx = at::empty(x.sizes(), x.options());
+  const int64_t channels = x.size(-1), rows = channels ? x.numel() / channels : 0;
+  const int64_t row_bytes = channels * x.element_size();
+  const at::Tensor grad = dy.contiguous(), in = x.contiguous();
+  const auto b = as_math(bias, x);
+  const char *const dys = static_cast<const char*>(grad.const_data_ptr()), *const xs = static_cast<const char*>(
+                                                                               in.const_data_ptr());
+  char* const dxs = static_cast<char*>(dx.mutable_data_ptr());
+  const at::Tensor dbias = sum_rows(
+      rows, channels, 1, 0, x.options().dtype(math_type(x)), [&](int64_t begin, int64_t end, char* sums, void*) {
+        const int64_t start = begin * row_bytes;
+        loop(dys + start, xs + start, data(b), dxs + start, sums, end - begin, channels, dtype, approximate == "tanh");
+      });
+  if (!dbias_options) return {dx, at::empty({0}, x.options())};
+  return {dx, dbias[0].to(*dbias_options, false, /*copy=*/true)};
+}
 
 namespace {
 
-// ---- forward
-
-template <bool kBias, class V, class M, class N>
-V add_bias(V v, const M* bias, int64_t i, N n) {
-  if constexpr (kBias) v += load(bias + i, n);
-  return v;
+at::Tensor bias_gelu_fwd_cpu(const at::Tensor& x, const at::Tensor& bias, std::string_view approximate) {
+  check_rows("bias_gelu", x);
+  check_parameter("bias_gelu", "bias", bias, x);
+  const at::Tensor y = at::empty(x.sizes(), x.options());
+  gelu_cpu(x, bias, approximate, y);
+  return y;
 }
 
-template <bool kTanh, bool kBias, class T>
-void forward(const T* x, const math_t<T>* bias, T* y, int64_t rows, int64_t channels) {
-  for (int64_t row = 0; row < rows; ++row, x += channels, y += channels)
-    for_vectors<math_t<T>>(channels, [&](int64_t i, auto n) {
-      store(gelu<kTanh>(add_bias<kBias>(load(x + i, n), bias, i, n)), y + i, n);
-    });
-}
-
-// ---- backward: dx = dy gelu'(x + bias), dbias[c] += sum of dx[:, c]
-
-template <bool kTanh, bool kBias, class T>
-void backward(const T* dy, const T* x, const math_t<T>* bias, T* dx, math_t<T>* dbias, int64_t rows, int64_t channels) {
-  for (int64_t row = 0; row < rows; ++row, dy += channels, x += channels, dx += channels)
-    for_vectors<math_t<T>>(channels, [&](int64_t i, auto n) {
-      const auto d = load(dy + i, n) * gelu_derivative<kTanh>(add_bias<kBias>(load(x + i, n), bias, i, n));
-      store(d, dx + i, n);
-      store(load(dbias + i, n) + d, dbias + i, n);
-    });
+std::tuple<at::Tensor, at::Tensor> bias_gelu_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& bias,
+                                                     std::string_view approximate, bool need_dbias) {
+  check_rows("bias_gelu", x);
+  check_parameter("bias_gelu", "bias", bias, x);
+  auto [dx, dbias] = gelu_bwd_cpu(dy, x, bias, approximate, need_dbias ? std::optional(bias.options()) : std::nullopt);
+  return {dx, need_dbias ? dbias : at::empty({0}, bias.options())};
 }
 
 }  // namespace
 
-void bias_gelu_fwd(const void* x, const void* bias, void* y, int64_t rows, int64_t channels, DType dtype, bool tanh) {
-  for_dtype(dtype, [&](auto element) {
-    using T = decltype(element);
-    const auto loop = tanh   ? bias ? forward<true, true, T> : forward<true, false, T>
-                      : bias ? forward<false, true, T>
-                             : forward<false, false, T>;
-    loop(static_cast<const T*>(x), static_cast<const math_t<T>*>(bias), static_cast<T*>(y), rows, channels);
-  });
+TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("bias_gelu_fwd", &bias_gelu_fwd_cpu);
+  m.impl("bias_gelu_bwd", &bias_gelu_bwd_cpu);
 }
 
-void bias_gelu_bwd(const void* dy, const void* x, const void* bias, void* dx, void* dbias, int64_t rows,
-                   int64_t channels, DType dtype, bool tanh) {
-  for_dtype(dtype, [&](auto element) {
-    using T = decltype(element);
-    using M = math_t<T>;
-    const auto loop = tanh   ? bias ? backward<true, true, T> : backward<true, false, T>
-                      : bias ? backward<false, true, T>
-                             : backward<false, false, T>;
-    loop(static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const M*>(bias), static_cast<T*>(dx),
-         static_cast<M*>(dbias), rows, channels);
-  });
-}
-
-}  // namespace fastbert::cpu::FB_SET
+}  // namespace fastbert

@@ -1,124 +1,134 @@
-// Three table rows summed, LayerNorm, dropout. The caller splits tokens over threads.
+// The torch side of embedding on the CPU. The schema is defined in fastbert/ops/embedding.py.
 //
-// Bytes moved: forward the tables' rows and y once; backward the rows, dy and dz once.
+// The tables' gradients are added up by PyTorch's own kernel: each thread owns rows of the table, so the order is
+// fixed.
 #include "../embedding.h"
 
-#include "layer_norm_row.h"
-#include "philox.h"
+#include <ATen/ops/arange.h>
+#include <ATen/ops/embedding_dense_backward.h>
+#include <ATen/ops/index_select.h>
+#include <torch/library.h>
 
-namespace fastbert::cpu::FB_SET {
+#include <vector>
+
+#include "../tensor.h"
+
+namespace fastbert {
 
 namespace {
 
-template <class T>
-const T* row_of(const Embedding::Lookup& lookup, int64_t token, int64_t channels) {
-  return static_cast<const T*>(lookup.table) + lookup.ids[token] * channels;
-}
+using OptionalTensor = std::optional<at::Tensor>;
 
-// The table rows of one token.
-template <class T>
-struct TableRows {
-  const T *word, *position, *token_type;
+// The inputs as the loops take them, kept alive.
+struct Inputs {
+  at::Tensor ids[3], tables[3], ids_of_copies[3], weight, bias;
+  int64_t rows[3];
+  Embedding op{};
+  int64_t tokens;
 
-  TableRows(const Embedding& op, int64_t token)
-      : word(row_of<T>(op.lookups[0], token, op.channels)),
-        position(row_of<T>(op.lookups[1], token, op.channels)),
-        token_type(op.lookups[2].table ? row_of<T>(op.lookups[2], token, op.channels) : nullptr) {}
-
-  template <class N>
-  auto at(int64_t i, N n) const {
-    const auto z = load(word + i, n) + load(position + i, n);
-    return token_type ? z + load(token_type + i, n) : z;
+  Inputs(const at::Tensor& input_ids, const at::Tensor& position_ids, const OptionalTensor& token_type_ids,
+         const at::Tensor& word, const at::Tensor& position, const OptionalTensor& token_type,
+         const at::Tensor& weight_, const OptionalTensor& bias_, double eps, Dropout drop) {
+    TORCH_CHECK(token_type.has_value() == token_type_ids.has_value(), "embedding: token_type without its ids");
+    auto dtype = c10::promoteTypes(word.scalar_type(), position.scalar_type());
+    if (token_type) dtype = c10::promoteTypes(dtype, token_type->scalar_type());
+    tokens = input_ids.numel(), op.channels = word.size(-1);
+    lookup(0, input_ids, word, dtype);
+    lookup(1, position_ids, position, dtype);
+    if (token_type) lookup(2, *token_type_ids, *token_type, dtype);
+    weight = as_math(weight_, tables[0]), bias = bias_ ? as_math(*bias_, tables[0]) : weight;
+    TORCH_CHECK(weight.dim() == 1 && weight.numel() == op.channels && bias.dim() == 1 && bias.numel() == op.channels,
+                "embedding: weight has shape ", weight_.sizes());
+    op.weight = weight.const_data_ptr(), op.bias = bias.const_data_ptr();
+    op.eps = eps, op.drop = drop, op.dtype = dtype_of(tables[0]);
   }
+
+  void lookup(int i, const at::Tensor& ids_, const at::Tensor& table, at::ScalarType dtype) {
+    TORCH_CHECK(table.dim() == 2 && table.size(1) == op.channels && op.channels > 0 && ids_.numel() == tokens,
+                "embedding: table has shape ", table.sizes(), ", ids have shape ", ids_.sizes());
+    ids[i] = ids_.to(at::kLong).contiguous().flatten(), rows[i] = table.size(0);
+    check_range(i);
+    at::Tensor places = ids[i];
+    tables[i] = table;
+    if (table.scalar_type() != dtype || !table.is_contiguous()) {  // the rows that are needed, not the whole table
+      tables[i] = table.index_select(0, ids[i]).to(dtype);
+      ids_of_copies[i] = places = at::arange(tokens, ids[i].options());
+    }
+    op.lookups[i] = {places.const_data_ptr<int64_t>(), tables[i].const_data_ptr()};
+  }
+
+  // In compiled code nobody has looked at the values before.
+  void check_range(int i) const {
+    static constexpr const char* kNames[] = {"input_ids", "position_ids", "token_type_ids"};
+    const int64_t* const id = ids[i].const_data_ptr<int64_t>();
+    for (int64_t t = 0; t < tokens; ++t)
+      TORCH_CHECK_INDEX(0 <= id[t] && id[t] < rows[i], "embedding: ", kNames[i], "[", t, "] is ", id[t],
+                        "; expected 0 <= ", kNames[i], " < ", rows[i]);
+  }
+
+  at::TensorOptions math() const { return weight.options(); }
 };
 
-// ---- forward
-
-template <class T>
-void forward(const Embedding& op, T* y, int64_t begin, int64_t end, math_t<T>* buffer) {
-  using M = math_t<T>;
-  using V = vec<M>;
-  const int64_t C = op.channels;
-  uint16_t* const bits = reinterpret_cast<uint16_t*>(buffer + C);
-  for (int64_t token = begin; token < end; ++token) {
-    const TableRows<T> rows(op, token);
-    const M shift = C < kLanes<M> ? rows.at(0, int(C))[0] : rows.at(0, Whole{})[0];
-    V total[kSlots]{};
-    for_vectors_in_slots<M>(C, [&](int64_t i, auto n, auto slot) {
-      const V z = rows.at(i, n);
-      store(z, buffer + i, n);
-      total[slot] += or_fill(z - shift, n, 0);
-    });
-    T* const row = y + token * C;
-    const M mean = shift + sum(total) / M(C);
-    M &saved_mean = static_cast<M*>(op.mean)[token], &saved_rstd = static_cast<M*>(op.rstd)[token];
-    const M *weight = static_cast<const M*>(op.weight), *bias = static_cast<const M*>(op.bias);
-    if (op.drop.threshold == 0) {
-      normalize(buffer, mean, C, M(op.eps), weight, bias, row, saved_mean, saved_rstd);
-      continue;
-    }
-    normalize(buffer, mean, C, M(op.eps), weight, bias, buffer, saved_mean, saved_rstd);
-    row_bits(bits, C, uint64_t(token), op.drop.key);
-    for_vectors<M>(C, [&](int64_t i, auto n) { store(keep(load(buffer + i, n), bits + i, op.drop), row + i, n); });
-  }
+std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_fwd_cpu(
+    const at::Tensor& input_ids, const at::Tensor& position_ids, const OptionalTensor& token_type_ids,
+    const at::Tensor& word, const at::Tensor& position, const OptionalTensor& token_type, const at::Tensor& weight,
+    const at::Tensor& bias, const OptionalTensor& rng, double eps, double dropout_p, int64_t site) {
+  const auto loop = FB_BEST_ISA(embedding_fwd);
+  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
+  Inputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps,
+            dropout_of(dropout_p, rng, site, kRowBits));
+  std::vector<int64_t> shape = input_ids.sizes().vec();
+  const at::Tensor mean = at::empty(shape, in.math()), rstd = at::empty(shape, in.math());
+  shape.push_back(in.op.channels);
+  const at::Tensor y = empty_rows(shape, in.tables[0].options());
+  in.op.mean = mean.mutable_data_ptr(), in.op.rstd = rstd.mutable_data_ptr();
+  void* const out = y.mutable_data_ptr();
+  if (y.numel())
+    parallel_rows(in.tokens, in.op.channels, FB_BEST_ISA(embedding_scratch)(in.op.channels),
+                  [&](int64_t begin, int64_t end, void* room) { loop(in.op, out, begin, end, room); });
+  return {y, mean, rstd};
 }
 
-// ---- backward, to the sum of the tables' rows; dweight = sum(dy n), dbias = sum(dy)
-
-template <class T>
-void backward(const Embedding& op, const EmbeddingGradients& gradients, int64_t begin, int64_t end, math_t<T>* buffer) {
-  using M = math_t<T>;
-  using V = vec<M>;
-  const int64_t C = op.channels;
-  M* const dys = buffer + C;
-  uint16_t* const bits = reinterpret_cast<uint16_t*>(buffer + 2 * C);
-  const M* const weight = static_cast<const M*>(op.weight);
-  M *const dweight = static_cast<M*>(gradients.dweight), *const dbias = static_cast<M*>(gradients.dbias);
-  for (int64_t token = begin; token < end; ++token) {
-    const TableRows<T> rows(op, token);
-    const T* const dy = static_cast<const T*>(gradients.dy) + token * C;
-    M* const dz = static_cast<M*>(gradients.dz) + token * C;
-    const M mean = static_cast<const M*>(op.mean)[token], rstd = static_cast<const M*>(op.rstd)[token];
-    for_vectors<M>(C, [&](int64_t i, auto n) { store(load(dy + i, n), dys + i, n); });
-    if (op.drop.threshold) {
-      row_bits(bits, C, uint64_t(token), op.drop.key);
-      for_vectors<M>(C, [&](int64_t i, auto n) { store(keep(load(dys + i, n), bits + i, op.drop), dys + i, n); });
-    }
-    RowSums<M> sums;
-    for_vectors_in_slots<M>(C, [&](int64_t i, auto n, auto slot) {
-      const V z = rows.at(i, n);
-      store(z, buffer + i, n);
-      sums.add(z - mean, load(dys + i, n) * load(weight + i, n), n, slot);
-    });
-    const RowGradient<M> row_gradient(sums, mean, rstd, C);
-    for_vectors<M>(C, [&](int64_t i, auto n) {
-      const V d = load(dys + i, n), normal = row_gradient.normal(load(buffer + i, n));
-      store(row_gradient.at(normal, d * load(weight + i, n)), dz + i, n);
-      accumulate(dweight, i, n, d * normal);
-      accumulate(dbias, i, n, d);
-    });
-  }
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding_bwd_cpu(
+    const at::Tensor& dy, const at::Tensor& input_ids, const at::Tensor& position_ids,
+    const OptionalTensor& token_type_ids, const at::Tensor& word, const at::Tensor& position,
+    const OptionalTensor& token_type, const at::Tensor& weight, const at::Tensor& mean, const at::Tensor& rstd,
+    const OptionalTensor& rng, double dropout_p, int64_t site, int64_t padding_idx, const c10::List<bool>& need) {
+  const auto loop = FB_BEST_ISA(embedding_bwd);
+  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
+  const at::AutoDispatchBelowAutograd guard;
+  Inputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, {}, 0,
+            dropout_of(dropout_p, rng, site, kRowBits));
+  const int64_t C = in.op.channels;
+  TORCH_CHECK(dy.numel() == in.tokens * C && dy.scalar_type() == in.tables[0].scalar_type() &&
+                  mean.numel() == in.tokens && rstd.numel() == in.tokens && mean.dtype() == in.math().dtype() &&
+                  rstd.dtype() == in.math().dtype(),
+              "embedding: dy is ", dy.scalar_type(), " ", dy.sizes(), ", mean ", mean.sizes());
+  const at::Tensor grad = dy.contiguous(), means = mean.contiguous(), rstds = rstd.contiguous();
+  in.op.mean = means.data_ptr(), in.op.rstd = rstds.data_ptr();
+  const at::Tensor dz = at::empty({in.tokens, C}, in.math());
+  EmbeddingGradients gradients{grad.const_data_ptr(), dz.mutable_data_ptr(), nullptr, nullptr};
+  const at::Tensor sums = sum_rows(in.tokens, C, 2, FB_BEST_ISA(embedding_scratch)(C), in.math(),
+                                   [&](int64_t begin, int64_t end, char* chunk, void* room) {
+                                     EmbeddingGradients here = gradients;
+                                     here.dweight = chunk, here.dbias = chunk + C * in.weight.element_size();
+                                     loop(in.op, here, begin, end, room);
+                                   });
+  const auto table = [&](int i, const at::Tensor& of, int64_t padding) {
+    if (!need.get(i)) return at::empty({0}, in.math());
+    return at::embedding_dense_backward(dz, in.ids[i], in.rows[i], padding, false).to(of.scalar_type());
+  };
+  const auto row = [&](int64_t i) {
+    return need.get(3) ? sums[i].to(weight.options(), false, /*copy=*/true) : at::empty({0}, weight.options());
+  };
+  return {table(0, word, padding_idx), table(1, position, -1), table(2, token_type.value_or(word), -1), row(0), row(1)};
 }
 
 }  // namespace
 
-int64_t embedding_scratch(int64_t channels) {
-  return 2 * channels * int64_t(sizeof(double)) + row_bits_room(channels) * int64_t(sizeof(uint16_t));
+TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("embedding_fwd", &embedding_fwd_cpu);
+  m.impl("embedding_bwd", &embedding_bwd_cpu);
 }
 
-void embedding_fwd(const Embedding& op, void* y, int64_t begin, int64_t end, void* scratch) {
-  for_dtype(op.dtype, [&](auto element) {
-    using T = decltype(element);
-    forward<T>(op, static_cast<T*>(y), begin, end, static_cast<math_t<T>*>(scratch));
-  });
-}
-
-void embedding_bwd(const Embedding& op, const EmbeddingGradients& gradients, int64_t begin, int64_t end,
-                   void* scratch) {
-  for_dtype(op.dtype, [&](auto element) {
-    using T = decltype(element);
-    backward<T>(op, gradients, begin, end, static_cast<math_t<T>*>(scratch));
-  });
-}
-
-}  // namespace fastbert::cpu::FB_SET
+}  // namespace fastbert

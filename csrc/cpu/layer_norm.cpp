@@ -1,190 +1,125 @@
-// LayerNorm of x, or of dropout(x + x_bias) + residual. The caller splits rows over threads.
-//
-// A row is read once, into a buffer of fp32 in the first-level cache, and walked there (layer_norm_row.h).
-//
-// Bytes moved: forward x, residual and y once; backward dy, x, residual, dx and dresidual once.
+// The torch side of layer_norm and add_layer_norm on the CPU. The schemas are defined in fastbert/ops/layer_norm.py,
+// the CUDA side is csrc/cuda/layer_norm.cpp.
 #include "../layer_norm.h"
 
-#include "layer_norm_row.h"
-#include "philox.h"
+#include <torch/library.h>
 
-namespace fastbert::cpu::FB_SET {
+#include "../checks.h"
+#include "../tensor.h"
+
+namespace fastbert {
 
 namespace {
 
-enum class Sum { none, plain, dropout };  // z is x; x + x_bias + residual; dropout(x + x_bias) + residual
+using OptionalTensor = std::optional<at::Tensor>;
+using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Tensors5 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-template <class A, class B>
-constexpr bool kSame = false;
-template <class A>
-constexpr bool kSame<A, A> = true;
+// The inputs as the loops take them, kept alive.
+struct Inputs {
+  at::Tensor x, weight, bias;
+  OptionalTensor residual, x_bias;
+  LayerNorm op{};
+  int64_t rows;
 
-// The rows of z. The fields of LayerNorm are copied: what a loop stores could otherwise be one of them.
-template <Sum kSum, class T, class R>
-struct Rows {
-  using M = math_t<T>;
-  static constexpr bool kBuffered = kSum != Sum::none || sizeof(T) != sizeof(M);
-  const T* xs;
-  const R* residuals;
-  const M* x_bias;
-  const int64_t channels;
-  const Dropout drop;
-  M* const buffer;       // [channels]
-  uint16_t* const bits;  // [row_bits_room(channels)]
-  const T* x = nullptr;
-  const R* residual = nullptr;
-
-  Rows(const LayerNorm& op, void* scratch)
-      : xs(static_cast<const T*>(op.x)),
-        residuals(static_cast<const R*>(op.residual)),
-        x_bias(static_cast<const M*>(op.x_bias)),
-        channels(op.channels),
-        drop(op.drop),
-        buffer(static_cast<M*>(scratch)),
-        bits(reinterpret_cast<uint16_t*>(buffer + channels)) {}
-
-  void start(int64_t row) {
-    x = xs + row * channels;
-    if (kSum != Sum::none) residual = residuals + row * channels;
-    if (kSum == Sum::dropout) row_bits(bits, channels, uint64_t(row), drop.key);
+  // bias is absent in the backward
+  Inputs(const at::Tensor& x_, const OptionalTensor& residual_, const at::Tensor& weight_, const OptionalTensor& bias_,
+         const OptionalTensor& x_bias_, double eps, Dropout drop)
+      : x(x_.contiguous()), weight(as_math(weight_, x_)) {
+    check_layer_norm(x, residual_, weight_, bias_, x_bias_);
+    TORCH_CHECK(!residual_ || math_type(*residual_) == math_type(x), "layer_norm: fp64 does not mix with others");
+    if (bias_) bias = as_math(*bias_, x);
+    if (residual_) residual = residual_->contiguous();
+    if (residual_) x_bias = x_bias_ ? as_math(*x_bias_, x) : at::zeros({x.size(-1)}, weight.options());
+    op.x = x.const_data_ptr(), op.residual = data(residual), op.x_bias = data(x_bias);
+    op.weight = weight.const_data_ptr(), op.bias = bias_ ? bias.const_data_ptr() : nullptr;
+    op.channels = x.size(-1), op.eps = eps, op.drop = drop;
+    op.x_type = dtype_of(x), op.residual_type = residual ? dtype_of(*residual) : op.x_type;
+    op.y_type = op.residual_type == op.x_type ? op.x_type : DType::f32;
+    rows = x.numel() / op.channels;
   }
 
-  template <class N>
-  vec<M> at(int64_t i, N n) const {
-    auto v = load(x + i, n);
-    if constexpr (kSum != Sum::none) v += load(x_bias + i, n);
-    if constexpr (kSum == Sum::dropout) v = keep(v, bits + i, drop);
-    if constexpr (kSum != Sum::none) v += load(residual + i, n);
-    return v;
-  }
-
-  M first() const { return channels < kLanes<M> ? at(0, int(channels))[0] : at(0, Whole{})[0]; }
-
-  // What at() gave is kept for later walks, unless it is x itself.
-  template <class N>
-  void keep_for_later(vec<M> v, int64_t i, N n) const {
-    if constexpr (kBuffered) store(v, buffer + i, n);
-  }
-  const M* stored() const {
-    if constexpr (kBuffered) {
-      return buffer;
-    } else {
-      return x;
-    }
-  }
+  at::TensorOptions math() const { return weight.options(); }
+  at::TensorOptions output() const { return op.y_type == op.x_type ? x.options() : math(); }
 };
 
-// ---- forward
-
-template <Sum kSum, class T, class R, class Y>
-void forward(const LayerNorm& op, void* ys, int64_t begin, int64_t end, void* scratch) {
-  using M = math_t<T>;
-  using V = vec<M>;
-  Rows<kSum, T, R> rows(op, scratch);
-  const int64_t C = op.channels;
-  const M *const weight = static_cast<const M*>(op.weight), *const bias = static_cast<const M*>(op.bias);
-  M *const means = static_cast<M*>(op.mean), *const rstds = static_cast<M*>(op.rstd);
-  const M eps = M(op.eps);
-  Y* y = static_cast<Y*>(ys) + begin * C;
-  for (int64_t row = begin; row < end; ++row, y += C) {
-    rows.start(row);
-    const M* const z = rows.stored();
-    const M shift = rows.first();
-    V total[kSlots]{};
-    for_vectors_in_slots<M>(C, [&](int64_t i, auto n, auto slot) {
-      const V v = rows.at(i, n);
-      rows.keep_for_later(v, i, n);
-      total[slot] += or_fill(v - shift, n, 0);
-    });
-    normalize(z, shift + sum(total) / M(C), C, eps, weight, bias, y, means[row], rstds[row]);
-  }
+Tensors3 forward(Inputs in) {
+  const auto loop = FB_BEST_ISA(layer_norm_fwd);
+  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
+  const at::Tensor y = empty_rows(in.x.sizes(), in.output());
+  const auto rows = in.x.sizes().slice(0, in.x.dim() - 1);
+  const at::Tensor mean = at::empty(rows, in.math()), rstd = at::empty(rows, in.math());
+  in.op.mean = mean.mutable_data_ptr(), in.op.rstd = rstd.mutable_data_ptr();
+  void* const out = y.mutable_data_ptr();
+  const int64_t scratch = FB_BEST_ISA(layer_norm_scratch)(in.op.channels);
+  parallel_rows(in.rows, in.op.channels, scratch,
+                [&](int64_t begin, int64_t end, void* room) { loop(in.op, out, begin, end, room); });
+  return {y, mean, rstd};
 }
 
-// ---- backward: dresidual = dz, dx = dropout(dz), and the columns' sums dweight = sum(dy n), dbias = sum(dy),
-// dx_bias = sum(dx)
-
-template <Sum kSum, class T, class R, class Y>
-void backward(const LayerNorm& op, const LayerNormGradients& gradients, int64_t begin, int64_t end, void* scratch) {
-  using M = math_t<T>;
-  using V = vec<M>;
-  Rows<kSum, T, R> rows(op, scratch);
-  const int64_t C = op.channels;
-  const M* const weight = static_cast<const M*>(op.weight);
-  const M *const means = static_cast<const M*>(op.mean), *const rstds = static_cast<const M*>(op.rstd);
-  M *const dweight = static_cast<M*>(gradients.dweight), *const dbias = static_cast<M*>(gradients.dbias);
-  M* const dx_bias = static_cast<M*>(gradients.dx_bias);
-  const Y* dy = static_cast<const Y*>(gradients.dy) + begin * C;
-  constexpr bool kShared = kSum == Sum::plain && kSame<T, R>;  // dx would be dresidual
-  T* dx = kShared ? nullptr : static_cast<T*>(gradients.dx) + begin * C;
-  R* dresidual = kSum == Sum::none ? nullptr : static_cast<R*>(gradients.dresidual) + begin * C;
-  for (int64_t row = begin; row < end; ++row, dy += C) {
-    const M mean = means[row], rstd = rstds[row];
-    rows.start(row);
-    const M* const z = rows.stored();
-    RowSums<M> sums;
-    for_vectors_in_slots<M>(C, [&](int64_t i, auto n, auto slot) {
-      const V v = rows.at(i, n);
-      rows.keep_for_later(v, i, n);
-      sums.add(v - mean, load(dy + i, n) * load(weight + i, n), n, slot);
-    });
-    const RowGradient<M> row_gradient(sums, mean, rstd, C);
-    for_vectors<M>(C, [&](int64_t i, auto n) {
-      const V dys = load(dy + i, n), normal = row_gradient.normal(load(z + i, n));
-      const V dz = row_gradient.at(normal, dys * load(weight + i, n));
-      accumulate(dweight, i, n, dys * normal);
-      accumulate(dbias, i, n, dys);
-      V dropped = dz;
-      if constexpr (kSum == Sum::dropout) dropped = keep(dz, rows.bits + i, rows.drop);
-      if constexpr (!kShared) store(dropped, dx + i, n);
-      if constexpr (kSum != Sum::none) {
-        store(dz, dresidual + i, n);
-        accumulate(dx_bias, i, n, dropped);
-      }
-    });
-    if (!kShared) dx += C;
-    if (kSum != Sum::none) dresidual += C;
-  }
-}
-
-template <Sum kSum>
-struct SumOf {
-  static constexpr Sum value = kSum;
-};
-
-// Calls f with the kind of sum and values of the element types of x, residual and y.
-template <class F>
-void for_types(const LayerNorm& op, F&& f) {
-  for_dtype(op.x_type, [&](auto x) {
-    if (!op.residual) return f(SumOf<Sum::none>{}, x, x, x);
-    const auto for_sum = [&](auto residual, auto y) {
-      if (op.drop.threshold) return f(SumOf<Sum::dropout>{}, x, residual, y);
-      return f(SumOf<Sum::plain>{}, x, residual, y);
-    };
-    if (op.residual_type == op.x_type) return for_sum(x, x);
-    if constexpr (sizeof(x) != 8)
-      for_dtype(op.residual_type, [&](auto residual) {  // two different types promote to fp32
-        if constexpr (sizeof(residual) != 8) for_sum(residual, float{});
+Tensors5 backward(Inputs in, const at::Tensor& dy, const at::Tensor& mean, const at::Tensor& rstd, bool need_dparams,
+                  const at::TensorOptions& weight, const std::optional<at::TensorOptions>& x_bias) {
+  const auto loop = FB_BEST_ISA(layer_norm_bwd);
+  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
+  check_like("layer_norm", "dy", dy, in.x);
+  check_dtype("layer_norm", "dy", dy, in.output().dtype().toScalarType());
+  check_statistics("layer_norm", mean, rstd, in.x, math_type(in.x));
+  const at::Tensor grad = dy.contiguous(), means = mean.contiguous(), rstds = rstd.contiguous();
+  in.op.mean = means.data_ptr(), in.op.rstd = rstds.data_ptr();
+  const bool shared = in.residual && in.op.residual_type == in.op.x_type && in.op.drop.threshold == 0;
+  const at::Tensor dx = shared ? at::empty({0}, in.x.options()) : at::empty(in.x.sizes(), in.x.options());
+  at::Tensor dresidual = in.residual ? at::empty(in.x.sizes(), in.residual->options()) : at::Tensor();
+  LayerNormGradients gradients{};
+  gradients.dy = grad.const_data_ptr(), gradients.dx = dx.mutable_data_ptr();
+  if (in.residual) gradients.dresidual = dresidual.mutable_data_ptr();
+  const int64_t C = in.op.channels, scratch = FB_BEST_ISA(layer_norm_scratch)(C);
+  const at::Tensor sums =
+      sum_rows(in.rows, C, 3, scratch, in.math(), [&](int64_t begin, int64_t end, char* chunk, void* room) {
+        LayerNormGradients here = gradients;
+        const int64_t row_bytes = C * in.weight.element_size();
+        here.dweight = chunk, here.dbias = chunk + row_bytes, here.dx_bias = chunk + 2 * row_bytes;
+        loop(in.op, here, begin, end, room);
       });
-  });
+  // Copies of rows, each contiguous and its own; empty where nobody asked.
+  const auto row = [&](int64_t i, const at::TensorOptions& options) {
+    return need_dparams ? sums[i].to(options, false, /*copy=*/true) : at::empty({0}, options);
+  };
+  return {dx, dresidual, row(0, weight), row(1, weight),
+          need_dparams && x_bias ? row(2, *x_bias) : at::empty({0}, in.x.options())};
+}
+
+Tensors3 layer_norm_fwd_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps) {
+  return forward({x, {}, weight, bias, {}, eps, {}});
+}
+
+Tensors3 layer_norm_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& mean,
+                            const at::Tensor& rstd, bool need_dparams) {
+  auto [dx, none, dweight, dbias, no_bias] =
+      backward({x, {}, weight, {}, {}, 0, {}}, dy, mean, rstd, need_dparams, weight.options(), {});
+  return {dx, dweight, dbias};
+}
+
+Tensors3 add_layer_norm_fwd_cpu(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
+                                const at::Tensor& bias, const OptionalTensor& x_bias, const OptionalTensor& rng,
+                                double eps, double dropout_p, int64_t site) {
+  return forward({x, residual, weight, bias, x_bias, eps, dropout_of(dropout_p, rng, site, kRowBits)});
+}
+
+Tensors5 add_layer_norm_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& residual,
+                                const at::Tensor& weight, const at::Tensor& mean, const at::Tensor& rstd,
+                                const OptionalTensor& x_bias, const OptionalTensor& rng, double dropout_p, int64_t site,
+                                bool need_dparams) {
+  return backward({x, residual, weight, {}, x_bias, 0, dropout_of(dropout_p, rng, site, kRowBits)}, dy, mean, rstd,
+                  need_dparams, weight.options(), x_bias ? std::optional(x_bias->options()) : std::nullopt);
 }
 
 }  // namespace
 
-int64_t layer_norm_scratch(int64_t channels) {
-  return channels * int64_t(sizeof(double)) + row_bits_room(channels) * int64_t(sizeof(uint16_t));
+TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("layer_norm_fwd", &layer_norm_fwd_cpu);
+  m.impl("layer_norm_bwd", &layer_norm_bwd_cpu);
+  m.impl("add_layer_norm_fwd", &add_layer_norm_fwd_cpu);
+  m.impl("add_layer_norm_bwd", &add_layer_norm_bwd_cpu);
 }
 
-void layer_norm_fwd(const LayerNorm& op, void* y, int64_t begin, int64_t end, void* scratch) {
-  for_types(op, [&](auto sum, auto x, auto residual, auto out) {
-    forward<decltype(sum)::value, decltype(x), decltype(residual), decltype(out)>(op, y, begin, end, scratch);
-  });
-}
-
-void layer_norm_bwd(const LayerNorm& op, const LayerNormGradients& gradients, int64_t begin, int64_t end,
-                    void* scratch) {
-  for_types(op, [&](auto sum, auto x, auto residual, auto out) {
-    backward<decltype(sum)::value, decltype(x), decltype(residual), decltype(out)>(op, gradients, begin, end, scratch);
-  });
-}
-
-}  // namespace fastbert::cpu::FB_SET
+}  // namespace fastbert

@@ -1,6 +1,7 @@
-// The loops of csrc/cpu as the torch sides csrc/<op>.cpp call them, without torch: in four threads over disjoint rows,
-// chunks and tasks with shared inputs, and in one thread. Every buffer has exactly the size that the headers promise,
-// and starts with other bytes in each run, so the results are the same bits only if all of them were written.
+// The loops of csrc/cpu/loops as the torch sides csrc/cpu/<op>.cpp call them, without torch: in four threads over
+// disjoint rows, chunks and tasks with shared inputs, and in one thread. Every buffer has exactly the size that the
+// headers promise, and starts with other bytes in each run, so the results are the same bits only if all of them were
+// written.
 //
 //   loops          all checks; 1 if a result differs
 //   loops FAULT    a wrong call that a sanitizer has to report: race, overwrite, overread or overflow
@@ -22,7 +23,7 @@
 #include "layer_norm.h"
 
 using namespace fastbert;
-namespace loops = fastbert::cpu::FB_SET;
+namespace loops = fastbert::cpu::FB_ISA;
 
 namespace {
 

@@ -1,7 +1,7 @@
 """make test-sanitizers: the C++ and CUDA under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer.
 
-1. loops.cpp, the loops of csrc/cpu without torch: for races, and on buffers of exactly the promised size; with vectors
-   of 64 bytes too, so that the width of AVX-512 is seen on every processor.
+1. loops.cpp, the loops of csrc/cpu/loops without torch: for races, and on buffers of exactly the promised size; with
+   vectors of 64 bytes too, so that the width of AVX-512 is seen on every processor.
 2. The CUDA kernels on the processor (tests/cuda_on_cpu) without torch: for races, of the threads of a block.
 3. The whole `_C`, and the CUDA kernels on the processor, in Python, on the tests of their ops.
 
@@ -50,7 +50,7 @@ class Driver:
     name: str
     sanitizer: str
     faults: dict[str, str]
-    set: str = "avx2" if X86 else "generic"
+    isa: str = "avx2" if X86 else "generic"
     defines: tuple[str, ...] = ()
 
     @property
@@ -71,7 +71,7 @@ CUDA_MEMORY = {  # shared memory
     "misaligned_shared": "runtime error: store to misaligned address",
 }
 DRIVERS = [Driver("loops-threads", "thread", RACES), Driver("loops-memory", "address,undefined", MEMORY)]
-if X86:  # the flags are AVX2's: the namespace avx512 is one that csrc/cpu/sets.h declares
+if X86:  # the flags are AVX2's: the namespace avx512 is one that csrc/cpu/isa.h declares
     DRIVERS += [Driver("loops-memory-wide", "address,undefined", MEMORY, "avx512", ("-DFB_VECTOR_BYTES=64",))]
 
 
@@ -106,8 +106,8 @@ def cmake_list(name: str) -> list[str]:
 
 def build(driver: Driver) -> None:
     target = cmake_list("FLAGS_avx2") if X86 else []  # for wide vectors too
-    sources = [str(path.relative_to(ROOT)) for path in (HERE / "loops.cpp", *sorted(ROOT.glob("csrc/cpu/*.cpp")))]
-    options = [f"-DFB_SET={driver.set}", *driver.defines, f"-fsanitize={driver.sanitizer}", "-Wno-psabi", "-Icsrc"]
+    sources = [str(path.relative_to(ROOT)) for path in (HERE / "loops.cpp", *sorted(ROOT.glob("csrc/cpu/loops/*.cpp")))]
+    options = [f"-DFB_ISA={driver.isa}", *driver.defines, f"-fsanitize={driver.sanitizer}", "-Wno-psabi", "-Icsrc"]
     # The last -O counts.
     run([CXX, *cmake_list("LOOP_FLAGS"), *target, *FLAGS, *options, *sources, "-pthread", "-o", driver.program])
 

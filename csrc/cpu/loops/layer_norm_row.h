@@ -7,7 +7,7 @@
 
 #include "simd.h"
 
-namespace fastbert::cpu::FB_SET {
+namespace fastbert::cpu::FB_ISA {
 
 // ---- forward: y = (z - mean) rstd weight + bias
 
@@ -69,4 +69,4 @@ inline void accumulate(M* sums, int64_t i, N n, V v) {
   store(load(sums + i, n) + v, sums + i, n);
 }
 
-}  // namespace fastbert::cpu::FB_SET
+}  // namespace fastbert::cpu::FB_ISA

@@ -1,10 +1,10 @@
 // Philox4x32-7, one counter a lane, and the layouts of random bits that fastbert/random.py lays down.
 #pragma once
 
-#include "../dropout.h"
+#include "../../dropout.h"
 #include "simd.h"
 
-namespace fastbert::cpu::FB_SET {
+namespace fastbert::cpu::FB_ISA {
 
 constexpr int kGroups = kLanes<float>;  // counters at a time
 
@@ -93,4 +93,4 @@ inline vdouble keep(vdouble v, const Bits* bits, const Dropout& drop) {
   return v;
 }
 
-}  // namespace fastbert::cpu::FB_SET
+}  // namespace fastbert::cpu::FB_ISA

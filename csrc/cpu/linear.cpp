@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "tensor.h"
+#include "../tensor.h"
 
 namespace fastbert {
 

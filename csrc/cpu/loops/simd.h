@@ -10,9 +10,9 @@
 #include <immintrin.h>
 #endif
 
-#include "../dtype.h"
+#include "../../dtype.h"
 
-namespace fastbert::cpu::FB_SET {
+namespace fastbert::cpu::FB_ISA {
 
 #ifndef FB_VECTOR_BYTES
 #ifdef __AVX512F__
@@ -326,4 +326,4 @@ inline vfloat gaussian(vfloat a) {
 }
 inline vdouble gaussian(vdouble a) { return exp_nonpositive(-0.5 * a * a); }
 
-}  // namespace fastbert::cpu::FB_SET
+}  // namespace fastbert::cpu::FB_ISA

@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "tensor.h"
+#include "../tensor.h"
 
 namespace fastbert {
 

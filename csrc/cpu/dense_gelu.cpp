@@ -7,9 +7,9 @@
 
 #include <string_view>
 
+#include "../tensor.h"
 #include "gelu_rows.h"
 #include "linear.h"
-#include "tensor.h"
 
 namespace fastbert {
 
