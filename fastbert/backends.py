@@ -23,79 +23,71 @@ from types import ModuleType
 import torch
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
-OPS = (
-    "layer_norm",
-    "add_layer_norm",
-    "bias_gelu",
-    "attention",
-    "embedding",
-    "dense_gelu",
-    "linear",
-    "cross_entropy",
-    "padding",
-)
 REBUILD = "`pip install --no-cache-dir --force-reinstall --no-deps .` in fastbert's source"
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS64 = (*_FLOATS, torch.float64)
+_ANY = (*_FLOATS64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_ON_CPU = "benchmarks/results/cpu/ops.json"
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one backend's implementation of one op can do."""
+    """What one backend's implementation of one op can do, and why it stands where it does in the table.
 
-    dtypes: tuple[torch.dtype, ...]  # of the activations
+    dtypes: of the activations. largest: row length (of attention: head size), None for any. forced_only: it runs where
+    its backend is forced, never by preference.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    largest: int | None = None
     backward: bool = True
-    largest: int | None = None  # row length (of attention: head size); None: any
+    measured: str = "not yet measured"
+    forced_only: bool = False
 
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_ALL = (*_FLOATS, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-_ON_CPU = ("layer_norm", "add_layer_norm", "bias_gelu", "attention", "embedding", "dense_gelu")
-_IN_TRITON = (
-    "attention",
-    "layer_norm",
-    "add_layer_norm",
-    "bias_gelu",
-    "embedding",
-    "dense_gelu",
-    "cross_entropy",
-    "padding",
-)
-_LARGEST_IN_TRITON = {
-    "attention": 128,
-    "layer_norm": 8192,
-    "add_layer_norm": 8192,
-    "embedding": 8192,
-    "bias_gelu": 1 << 22,  # a grid's second dimension ends at 65535
+# op -> backend -> kernel, the best first: of those that serve the tensor's device, the first that can runs. Plain
+# PyTorch (`reference`) comes last everywhere. A new op, or another order, is a change here and nowhere else.
+KERNELS: dict[str, dict[str, Kernel]] = {
+    "layer_norm": {
+        "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
+        "triton": Kernel(_FLOATS, largest=8192),
+        "cuda": Kernel(_FLOATS, largest=8192),
+    },
+    "add_layer_norm": {
+        "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
+        "triton": Kernel(_FLOATS, largest=8192),
+        "cuda": Kernel(_FLOATS, largest=8192),
+    },
+    "bias_gelu": {
+        "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
+        "cuda": Kernel(_FLOATS),
+        "triton": Kernel(_FLOATS, largest=1 << 22),  # a grid's second dimension ends at 65535
+    },
+    "attention": {
+        "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
+        "triton": Kernel(_FLOATS, largest=128),
+        "cuda": Kernel(_FLOATS, largest=128),
+    },
+    "embedding": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, largest=8192)},
+    "dense_gelu": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS)},
+    "linear": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, forced_only=True)},
+    "cross_entropy": {"triton": Kernel(_FLOATS)},
+    "padding": {"cpu": Kernel(_ANY, measured=_ON_CPU), "triton": Kernel(_ANY)},
 }
-
-KERNELS: dict[tuple[str, str], Kernel] = {
-    **{("cpu", op): Kernel((*_FLOATS, torch.float64)) for op in _ON_CPU},
-    ("cpu", "linear"): Kernel((*_FLOATS, torch.float64)),
-    ("cpu", "padding"): Kernel(_ALL),
-    **{("triton", op): Kernel(_FLOATS, largest=_LARGEST_IN_TRITON.get(op)) for op in _IN_TRITON},
-    ("triton", "linear"): Kernel(_FLOATS),
-    ("triton", "padding"): Kernel(_ALL),
-    **{("cuda", op): Kernel(_FLOATS, largest=8192) for op in ("layer_norm", "add_layer_norm")},
-    ("cuda", "bias_gelu"): Kernel(_FLOATS),
-    ("cuda", "attention"): Kernel(_FLOATS, largest=128),
-}
+OPS = tuple(KERNELS)
 
 # The device types whose tensors a backend takes. Triton takes the CPU's too where its interpreter is on.
 SERVES: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "triton": ("cuda",), "cuda": ("cuda",)}
 
-_LIMITS: dict[str, list[tuple[str, int]]] = {
-    op: [(name, k.largest) for (name, other), k in KERNELS.items() if other == op and k.largest] for op in OPS
-}
 
-# device type -> op -> (backends, best first; what the order rests on). An op that is not listed has only `reference`.
-ORDER: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
-    "cpu": {op: (("cpu", "reference"), "benchmarks/results/cpu/ops.json") for op in (*_ON_CPU, "linear", "padding")},
-    "cuda": {op: (("triton", "reference"), "not yet measured") for op in _IN_TRITON}
-    | {
-        op: (("triton", "cuda", "reference"), "not yet measured")
-        for op in ("layer_norm", "add_layer_norm", "attention")
-    }
-    | {"bias_gelu": (("cuda", "triton", "reference"), "not yet measured")},
-}
+def _order(device_type: str, op: str) -> tuple[str, ...]:
+    preferred = [name for name, kernel in KERNELS[op].items() if not kernel.forced_only]
+    return *(name for name in preferred if device_type in SERVES[name]), "reference"
+
+
+ORDER = {device_type: {op: _order(device_type, op) for op in OPS} for device_type in ("cpu", "cuda")}
+_LIMITS = {op: [(name, k.largest) for name, k in kernels.items() if k.largest] for op, kernels in KERNELS.items()}
 
 
 # ---- what this machine can run
@@ -224,7 +216,7 @@ def why_not(
     """The reason why a backend cannot run an op on such an input, or None if it can."""
     if name == "reference":
         return None
-    kernel = KERNELS.get((name, op))
+    kernel = KERNELS[op].get(name)
     if kernel is None:
         return f"it has no {op} kernel"
     interpreted = name == "triton" and device_type == "cpu" and _interpreting()
@@ -295,7 +287,7 @@ def _choose(
     forced: str | None, op: str, device_type: str, dtype: torch.dtype, backward: bool, too_large: tuple[str, ...]
 ) -> str:
     _announce_missing_extension()
-    order = (forced,) if forced else ORDER.get(device_type, {}).get(op, (("reference",), ""))[0]
+    order = (forced,) if forced else ORDER.get(device_type, {}).get(op, ("reference",))
     for name in order:
         reason = why_not(name, op, device_type, dtype, backward, name in too_large)
         if reason is None:
@@ -344,22 +336,22 @@ def explain() -> None:
     print(f"fastbert on {device_type} tensors (* = preferred; runs forward + backward)")
     for op in OPS:
         for name in BACKENDS:
-            if name == "reference" or (name, op) in KERNELS:
+            if name == "reference" or name in KERNELS[op]:
                 print(f"  {op:15}{_explain_one(op, name, device_type)}")
     print("backends")
     for name in BACKENDS:
-        missing = [op for op in OPS if name != "reference" and (name, op) not in KERNELS]
+        missing = [op for op in OPS if name != "reference" and name not in KERNELS[op]]
         state = _PROBLEMS[name]() or "usable"
         print(f"  {name:10} {state}{'; no kernel for ' + ', '.join(missing) if missing else ''}")
 
 
 def _explain_one(op: str, name: str, device_type: str) -> str:
-    order, measured = ORDER.get(device_type, {}).get(op, (("reference",), ""))
+    order = ORDER[device_type][op]
     preferred = next(n for n in order if why_not(n, op, device_type, torch.float32) is None)
     parts = ("pack", "unpack") if op == "padding" else ("fwd", "bwd")
     runs = " + ".join(str(_calls[f"{op}_{part}", name]) for part in parts)
-    kernel, reason = KERNELS.get((name, op)), why_not(name, op, device_type, torch.float32)
+    kernel, reason = KERNELS[op].get(name), why_not(name, op, device_type, torch.float32)
     remarks = [f"unusable: {reason}"] if reason else []
     remarks += ["forward only"] if kernel and not kernel.backward else []
-    remarks += [f"order: {measured}"] if name == order[0] and measured else []
+    remarks += [f"order: {kernel.measured}"] if kernel and name == order[0] else []
     return f"{'*' if name == preferred else ' '}{name:10}{runs:>12}  {'; '.join(remarks)}".rstrip()

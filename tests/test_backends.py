@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import cuda_on_cpu
@@ -77,7 +78,7 @@ def test_a_forced_backend_that_cannot_run_says_why(monkeypatch):
     with fastbert.backend("cuda"), pytest.raises(RuntimeError, match="it does not serve cpu tensors"):
         ops.bias_gelu(X, BIAS)
     if backends.why_not("cpu", "bias_gelu", "cpu", torch.float32) is None:
-        monkeypatch.setitem(backends.KERNELS, ("cpu", "bias_gelu"), backends.Kernel((torch.float32,), backward=False))
+        monkeypatch.setitem(backends.KERNELS["bias_gelu"], "cpu", backends.Kernel((torch.float32,), backward=False))
         backends.why_not.cache_clear()
         with fastbert.backend("cpu"), pytest.raises(RuntimeError, match="has no backward"):
             ops.bias_gelu(X.clone().requires_grad_(), BIAS)
@@ -198,15 +199,20 @@ def test_compiled_code_follows_blocks_that_are_open_in_other_threads():
     assert backends._latest is None
 
 
-def test_the_orders_name_real_backends_and_kernels():
-    for ops_of_device in backends.ORDER.values():
-        for op, (order, measured) in ops_of_device.items():
-            assert op in backends.OPS and order[-1] == "reference" and measured
-            assert all((name, op) in backends.KERNELS for name in order[:-1])
+def test_the_table_says_what_its_order_rests_on():
+    root = Path(fastbert.__file__).parent.parent
+    for op, kernels in backends.KERNELS.items():
+        assert kernels.keys() <= set(backends.BACKENDS) and hasattr(ops, op) or op == "padding"
+        assert all(
+            kernel.measured == "not yet measured" or (root / kernel.measured).exists() for kernel in kernels.values()
+        )
+    assert backends.ORDER["cpu"]["attention"] == ("cpu", "reference")
+    assert backends.ORDER["cuda"]["attention"] == ("triton", "cuda", "reference")
+    assert backends.ORDER["cuda"]["linear"] == ("reference",)  # Triton's is there to be forced
 
 
 def test_a_size_that_a_kernel_does_not_take_is_said_before_it_runs():
-    limit = backends.KERNELS["triton", "layer_norm"].largest
+    limit = backends.KERNELS["layer_norm"]["triton"].largest
     x, weight = torch.randn(2, limit + 1), torch.ones(limit + 1)
     if backends.why_not("triton", "layer_norm", "cpu", torch.float32) is None:
         with fastbert.backend("triton"), pytest.raises(RuntimeError, match=f"takes rows of at most {limit}"):
