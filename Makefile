@@ -1,4 +1,4 @@
-# make demo | examples | test | test-all | test-sanitizers | bench | bench-gpu | compile-report | lint. All run in .venv, which is made on the first call.
+# make demo | examples | test | test-all | test-sanitizers | bench | bench-gpu | compile-report | docs | lint. All run in .venv, which is made on the first call.
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*) setup.py CMakeLists.txt pyproject.toml
 
-.PHONY: demo examples test test-all test-sanitizers bench bench-gpu compile-report lint clean
+.PHONY: demo examples test test-all test-sanitizers bench bench-gpu compile-report docs lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/search_python_docs.py
@@ -41,6 +41,12 @@ compile-report: $(VENV)/installed
 	$(BIN)/pip install --quiet "triton>=3.6"
 	$(BIN)/python -m benchmarks.gpu.triton_report
 	if [ -n "$$CUDA_HOME" ] || command -v nvcc >/dev/null; then $(BIN)/python -m benchmarks.gpu.cuda_report; fi
+
+# The pages of docs/ and the API reference, into build/site; torch is not needed. A dead link or an unknown name fails.
+docs:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "mkdocs>=1.6,<2" "mkdocs-material>=9.6" "mkdocstrings[python]>=1.0"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 lint: $(VENV)/installed
 	$(BIN)/pip install --quiet "ruff>=0.12" "clang-format>=20"

@@ -11,6 +11,7 @@ Excerpts begin with what their reader has already, a model or a batch: that is i
 """
 
 import importlib.util
+import inspect
 import os
 import re
 import socket
@@ -268,3 +269,79 @@ def test_every_command_is_on_its_page():
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     (commands,) = (action for action in fastbert.cli._parser()._actions if action.choices and not action.option_strings)
     assert [name for name in commands.choices if f"fastbert {name} " not in text] == []
+
+
+# ---- the site
+
+PUBLIC = ("", "ops", "hf", "data", "training", "metrics", "inference", "inference.export", "testing", "random")
+
+
+def public_names(module) -> dict[str, object]:
+    """What `from module import *` gives, but for modules: its __all__, or what it defines without an underscore."""
+    names = getattr(module, "__all__", None) or [
+        name
+        for name, value in vars(module).items()
+        if name[0] != "_" and getattr(value, "__module__", None) == module.__name__ and callable(value)
+    ]
+    found = {name: getattr(module, name) for name in names if name[0] != "_"}
+    return {name: value for name, value in found.items() if not inspect.ismodule(value)}
+
+
+def in_the_reference() -> dict[str, object]:
+    """The names that docs/api has, by the heading where one is given, and what they are."""
+    text = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "api").glob("*.md")))
+    names = re.findall(r"^::: (\S+)(?:\n    options:\n      heading: (\S+))?", text, re.MULTILINE)
+    return {heading or name: located(heading or name) for name, heading in names}
+
+
+def located(name: str) -> object:
+    """What a dotted name stands for; None where it stands for nothing."""
+    package, *parts = name.split(".")
+    found = importlib.import_module(package)
+    for part in parts:
+        if inspect.ismodule(found) and not hasattr(found, part):
+            if not importlib.util.find_spec(f"{found.__name__}.{part}"):
+                return None
+            importlib.import_module(f"{found.__name__}.{part}")
+        found = getattr(found, part, None)
+    return found
+
+
+@pytest.mark.parametrize("place", PUBLIC)
+def test_every_public_name_is_in_the_api_reference(place):
+    module = importlib.import_module(f"fastbert.{place}".rstrip("."))
+    there = {id(value) for value in in_the_reference().values()}
+    assert [name for name, value in public_names(module).items() if callable(value) and id(value) not in there] == []
+
+
+def test_the_api_reference_has_no_unknown_name():
+    assert [name for name, value in in_the_reference().items() if value is None] == []
+
+
+def make_site(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    """What `make docs` runs, into a folder. (Not --quiet: then warnings are not counted, and strict is not.)"""
+    for need in ("mkdocs", "mkdocstrings", "material"):
+        pytest.importorskip(need)
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder), *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_site_is_made(tmp_path):
+    done = make_site(tmp_path)
+    assert done.returncode == 0, done.stderr
+    html = "".join(page.read_text(encoding="utf-8") for page in (tmp_path / "api").rglob("index.html"))
+    assert [name for name in in_the_reference() if not re.search(rf">\s*{re.escape(name)}\s*<", html)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault", ["[a page](nowhere.md)", "[a file](../nowhere.py)", "[a part](#nowhere)", "::: fastbert.nowhere"]
+)
+def test_a_page_with_a_fault_fails(tmp_path, fault):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# A page\n\n{fault}\n")
+    config = f"INHERIT: {ROOT}/mkdocs.yml\ndocs_dir: docs\nhooks: [{ROOT}/docs/hooks.py]\nnav: [index.md]\n"
+    (tmp_path / "mkdocs.yml").write_text(config)
+    done = make_site(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
+    assert done.returncode != 0 and "nowhere" in done.stderr
