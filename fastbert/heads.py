@@ -17,23 +17,21 @@ import copy
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Self, Unpack
 
 from fastbert import checkpoint, layer, ops, padding
 from fastbert.config import BertConfig
 from fastbert.families import Head
-from fastbert.model import BertModel, Saveable, initialize
+from fastbert.model import BertModel, ModelOptions, Saveable, initialize
 from fastbert.ops import checks
 from fastbert.ops.bias_gelu import wide
 from fastbert.ops.cross_entropy import cross_entropy_of_rows, labelled_rows
 from fastbert.padding import Packing
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 IGNORED = -100  # the label of what has none
 
@@ -165,7 +163,9 @@ class _BertWithHead(Saveable):
             if value != expected:
                 raise ValueError(f"{op}: {name} is {value!r}; expected {expected!r}, for {family.name}")
 
-    def _encode(self, inputs: tuple, cu_seqlens: Tensor | None, max_seqlen: int | None, **records: bool) -> _Body:
+    def _encode(
+        self, inputs: tuple, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, **records: bool
+    ) -> _Body:
         """The body on packed tokens. It is called, not taken apart, so hooks on it run.
 
         inputs: input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds.
@@ -178,7 +178,7 @@ class _BertWithHead(Saveable):
     @classmethod
     def from_pretrained(
         cls, directory: str | Path | checkpoint.Checkpoint, *, dtype: torch.dtype | None = None, **config: Any
-    ) -> "Self":
+    ) -> Self:
         """From a directory with config.json and model.safetensors (or pytorch_model.bin), in evaluation mode.
 
         The checkpoint may be a bare BertModel's or another head's. What it lacks of this head, and of the pooler, is
@@ -299,12 +299,9 @@ class BertForMaskedLM(_MaskedLM):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         *,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
         labelled_rows: Tensor | None = None,
         skip_logits: bool | None = None,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
+        **options: Unpack[ModelOptions],
     ) -> BertHeadOutput:
         """Input as in BertModel. labels: (B, S) or packed (T,) integers, a token or -100. logits: (B, S, V) or (T, V).
 
@@ -314,8 +311,7 @@ class BertForMaskedLM(_MaskedLM):
         None, with one host synchronisation on a GPU.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        records = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        body = self._encode(inputs, cu_seqlens, max_seqlen, **records)
+        body = self._encode(inputs, **options)
         loss, logits = self._predict(body, labels, labelled_rows, skip_logits)
         return BertHeadOutput(loss, logits, *body.records)
 
@@ -340,13 +336,10 @@ class BertForPreTraining(_MaskedLM):
         labels: Tensor | None = None,
         next_sentence_label: Tensor | None = None,
         *,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
         sentence_order_label: Tensor | None = None,
         labelled_rows: Tensor | None = None,
         skip_logits: bool | None = None,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
+        **options: Unpack[ModelOptions],
     ) -> BertForPreTrainingOutput:
         """Arguments as in BertForMaskedLM, and a label of the pair, (B,): in BERT next_sentence_label, 0 for the next
         sentence, 1 for a random one; in ALBERT sentence_order_label, 0 for the order of the text, 1 for the other.
@@ -356,8 +349,7 @@ class BertForPreTraining(_MaskedLM):
         """
         name, label = self._pair_label(next_sentence_label, sentence_order_label)
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        records = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        body = self._encode(inputs, cu_seqlens, max_seqlen, **records)
+        body = self._encode(inputs, **options)
         loss, prediction_logits = self._predict(body, labels, labelled_rows, skip_logits)
         logits = self.cls.seq_relationship(body.pooled if self.dropout is None else self.dropout(body.pooled))
         if label is not None:
@@ -412,16 +404,11 @@ class _Classifier(_BertWithHead):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        *,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
+        **options: Unpack[ModelOptions],
     ) -> BertHeadOutput:
         """Input as in BertModel; labels and logits as the class says."""
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        records = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        body = self._encode(inputs, cu_seqlens, max_seqlen, **records)
+        body = self._encode(inputs, **options)
         return BertHeadOutput(*self._classify(body, labels), *body.records)
 
 
@@ -523,16 +510,14 @@ class BertForMultipleChoice(_Classifier):
         labels: Tensor | None = None,
         *,
         num_choices: int | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
+        **options: Unpack[ModelOptions],
     ) -> BertHeadOutput:
         """Padded input (B, N, S), or packed (T,) with cu_seqlens (B * N + 1,) and num_choices N.
 
         hidden_states and attentions are those of the B * N sequences.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        cu_seqlens = options.get("cu_seqlens")
         if cu_seqlens is None:
             num_choices = self._choices(input_ids, inputs_embeds)
             inputs = tuple(None if x is None else x.flatten(0, 1) for x in inputs)
@@ -541,13 +526,7 @@ class BertForMultipleChoice(_Classifier):
                 f"BertForMultipleChoice: num_choices is {num_choices}; expected, for packed input, a number that "
                 f"divides that of the sequences, {cu_seqlens.shape[0] - 1}"
             )
-        _, logits, *records = super().forward(
-            *inputs,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-        )
+        _, logits, *records = super().forward(*inputs, **options)
         logits = logits.view(-1, num_choices)
         return BertHeadOutput(None if labels is None else self._loss(logits, labels), logits, *records)
 
@@ -637,11 +616,7 @@ class BertForQuestionAnswering(_BertWithHead):
         inputs_embeds: Tensor | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
-        *,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
+        **options: Unpack[ModelOptions],
     ) -> BertForQuestionAnsweringOutput:
         """Input as in BertModel. start_positions, end_positions: (B,) integers, the column of the padded batch, or for
         packed input the place in the sequence; both or no loss.
@@ -652,8 +627,7 @@ class BertForQuestionAnswering(_BertWithHead):
         beyond it, or at padding, is left out.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        records = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        body = self._encode(inputs, cu_seqlens, max_seqlen, **records)
+        body = self._encode(inputs, **options)
         logits = self.qa_outputs(body.hidden if self.dropout is None else self.dropout(body.hidden))  # (T, 2)
         grid, visible = _on_grid(body, logits)  # (B, S, 2), (B, S)
         loss = None

@@ -8,7 +8,7 @@ Face's BERT for every family, except q, k and v, which are one `qkv`. Where a fa
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,15 @@ class ModelInputs(NamedTuple):
     token_type_ids: Tensor | None
     position_ids: Tensor | None
     inputs_embeds: Tensor | None
+
+
+class ModelOptions(TypedDict, total=False):
+    """The keyword arguments of every model, as BertModel explains them."""
+
+    cu_seqlens: Tensor | None
+    max_seqlen: int | None
+    output_hidden_states: bool
+    output_attentions: bool
 
 
 class BertEmbeddings(nn.Module):
@@ -157,6 +166,11 @@ class BertLayer(nn.Module):
         hidden, weights = self.attention(hidden, packing, rng, sites, output_attentions)
         return self.output(self.intermediate(hidden), hidden, rng, sites[2]), weights
 
+    def drops(self) -> bool:
+        attention, outputs = self.attention, (self.attention.output, self.output)
+        drops = attention.training and attention.dropout.p > 0
+        return drops or any([layer.probability(output.dropout) > 0 for output in outputs])
+
 
 class _Loadable(nn.Module):
     """State dicts in and out: Hugging Face's names or ours in, and nothing changed when one does not fit."""
@@ -238,7 +252,7 @@ class BertEncoder(_Loadable):
 
     def drops(self) -> bool:
         """Whether a forward now would drop anything."""
-        return any([LayerParts.of(each, OURS).drops() for each in self.layer])
+        return any([each.drops() if isinstance(each, BertLayer) else each.training for each in self.layer])
 
     def forward(
         self,
@@ -284,26 +298,8 @@ class BertEncoder(_Loadable):
             expected = f"(T, {width}) with cu_seqlens"
             expected = expected if packed else f"(B, S, {width}), or {expected}"
             raise ValueError(f"BertEncoder: hidden_states has shape {tuple(hidden.shape)}; expected {expected}")
-        shape = hidden.shape[:-1]
-        return _packing("BertEncoder", shape, hidden.device, attention_mask, cu_seqlens, max_seqlen)
-
-
-def _packing(
-    name: str,
-    shape: torch.Size,
-    device: torch.device,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-) -> Packing:
-    """Of input of shape (B, S), or (T,) with cu_seqlens."""
-    if cu_seqlens is None:
-        if max_seqlen is not None:
-            raise ValueError(f"{name}: max_seqlen goes with cu_seqlens; a padded batch has its own")
-        return padding.plan(attention_mask, *shape, device)
-    if attention_mask is not None:
-        raise ValueError(f"{name}: expected attention_mask or cu_seqlens, not both")
-    return padding.packed(name, shape[0], device, cu_seqlens, max_seqlen)
+        form = (hidden.shape[:-1], hidden.device)
+        return padding.plan_or_packed("BertEncoder", *form, attention_mask, cu_seqlens, max_seqlen)
 
 
 class BertPooler(nn.Module):
@@ -397,9 +393,9 @@ class BertModel(Saveable):
         shape = self._check_inputs(inputs, packed=cu_seqlens is not None)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         device = self.embeddings.word_embeddings.weight.device if cu_seqlens is None else tokens.device
-        packing = _packing("BertModel", shape, device, attention_mask, cu_seqlens, max_seqlen)
+        packing = padding.plan_or_packed("BertModel", shape, device, attention_mask, cu_seqlens, max_seqlen)
         if position_ids is None:
-            position_ids = self._positions(inputs, packing, shape)
+            position_ids = self._positions(input_ids, packing)
         else:
             position_ids = packing.pack(position_ids.expand(shape))  # from one row for all, as Hugging Face takes it
         ids, types, embeds = (
@@ -407,18 +403,19 @@ class BertModel(Saveable):
         )
         return ModelInputs(ids, types, position_ids, embeds), packing
 
-    def _positions(self, inputs: ModelInputs, packing: Packing, shape: torch.Size) -> Tensor:
-        """(T,) int64, the default position ids. inputs: in the caller's form."""
-        before, ids = self.embeddings.position_embeddings.padding_idx, inputs.input_ids
-        counts = before is not None and ids is not None
+    def _positions(self, input_ids: Tensor | None, packing: Packing) -> Tensor:
+        """(T,) int64, the default position ids. input_ids: in the caller's form."""
+        counts = self.config.family.padding_positions and input_ids is not None
         if packing.seqlen is not None:
             self._check_length(packing.max_seqlen if counts else packing.seqlen)
-        if counts and packing.seqlen is not None:
-            return packing.pack(_count(ids, before))
+        before = self.config.pad_token_id
+        if counts and packing.seqlen is not None:  # over the whole row, whatever the mask says
+            columns = torch.arange(packing.seqlen, device=input_ids.device).expand(packing.batch, -1)
+            return packing.pack(_count(input_ids.flatten(), before, columns.flatten()).view(input_ids.shape))
         columns = packing.positions()
         if counts:
-            return _count_packed(ids, before, columns)
-        return columns if before is None else columns + (before + 1)
+            return _count(input_ids, before, columns)
+        return columns + (before + 1) if self.config.family.padding_positions else columns
 
     def _check_length(self, tokens: int) -> None:
         limit = self.config.max_sequence_length
@@ -494,14 +491,11 @@ def _sinusoids(positions: int, width: int) -> Tensor:
     return torch.where(channel % 2 == 0, angle.sin(), angle.cos())
 
 
-def _count(ids: Tensor, padding_idx: int) -> Tensor:
-    """(B, S) ids to int64: which token of its row each is, from padding_idx + 1; padding_idx has padding_idx."""
-    token = (ids != padding_idx).long()
-    return token.cumsum(1) * token + padding_idx
+def _count(ids: Tensor, padding_idx: int, places: Tensor) -> Tensor:
+    """Which token of its row each of the ids (T,) is, from padding_idx + 1; int64. padding_idx itself has padding_idx.
 
-
-def _count_packed(ids: Tensor, padding_idx: int, places: Tensor) -> Tensor:
-    """`_count` of packed ids (T,). places: (T,), where each is in its sequence."""
+    places: (T,), where each is in its row.
+    """
     token = (ids != padding_idx).long()
     counts = token.cumsum(0)
     first = torch.arange(ids.shape[0], device=ids.device) - places

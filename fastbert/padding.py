@@ -110,11 +110,26 @@ def _places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     return sequence, (token - cu_seqlens[sequence]).long()
 
 
-def packed(op: str, tokens: int, device: torch.device, cu_seqlens: Tensor, max_seqlen: int | None) -> Packing:
-    """The Packing of T packed tokens, checked; max_seqlen is read from cu_seqlens when None (one synchronisation).
+def plan_or_packed(
+    op: str,
+    shape: torch.Size,
+    device: torch.device,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+) -> Packing:
+    """The Packing of a model's input, checked: of shape (B, S) by its mask, or (T,) by cu_seqlens.
 
-    Raises ValueError and TypeError in the name of `op`.
+    max_seqlen: of packed input; read from cu_seqlens when None (one synchronisation). Raises ValueError and TypeError
+    in the name of `op`, and as `plan` does.
     """
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(f"{op}: max_seqlen goes with cu_seqlens; a padded batch has its own")
+        return plan(attention_mask, *shape, device)
+    if attention_mask is not None:
+        raise ValueError(f"{op}: expected attention_mask or cu_seqlens, not both")
+    tokens = shape[0]
     checks.sequences(op, cu_seqlens, tokens if max_seqlen is None else max_seqlen, tokens)
     if cu_seqlens.device != device:
         raise ValueError(f"{op}: the input is on {device} and cu_seqlens on {cu_seqlens.device}; expected one device")

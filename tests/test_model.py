@@ -330,7 +330,7 @@ def test_activation_checkpointing_drops_the_same(reentrant):
     model = ours(hugging_face()).train()
     hidden = torch.randn(8, 48, device=DEVICE, requires_grad=True)
     ends, key = torch.tensor([0, 5, 8], dtype=torch.int32, device=DEVICE), random.new_key(DEVICE)
-    packing = padding.packed("test", 8, hidden.device, ends, 5)
+    packing = padding.plan_or_packed("test", (8,), hidden.device, None, ends, 5)
     grads = []
     for run in (lambda layer, *a: layer(*a), lambda layer, *a: checkpoint(layer, *a, use_reentrant=reentrant)):
         hidden.grad = None
