@@ -29,8 +29,8 @@ from fastbert.config import BertConfig
 from fastbert.families import Head
 from fastbert.model import BertModel, ModelOptions, Saveable, initialize
 from fastbert.ops import checks
-from fastbert.ops.bias_gelu import wide
 from fastbert.ops.cross_entropy import cross_entropy_of_rows, labelled_rows
+from fastbert.ops.numbers import wide
 from fastbert.padding import Packing
 
 IGNORED = -100  # the label of what has none

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastbert import backends
 from fastbert.ops import checks, pack, unpack
-from fastbert.ops.padding import PLAN, ends_of
+from fastbert.ops.padding import PLAN, cu_seqlens_of
 
 
 class Packing(NamedTuple):
@@ -183,7 +183,7 @@ def _find_on_host(visible: Tensor, only_keys: Tensor | None) -> Found:
 
 def _find_in_one_synchronisation(visible: Tensor, only_keys: Tensor | None) -> Found:
     lengths = visible.sum(1)
-    cu_seqlens = ends_of(lengths)
+    cu_seqlens = cu_seqlens_of(lengths)
     longest = lengths.max() if lengths.numel() else lengths.new_zeros(())
     only_keys = lengths.new_ones(()) if only_keys is None else only_keys.to(lengths.dtype)
     facts = (lengths.sum(), longest, only_keys, visible[:, :1].all().to(lengths.dtype))
@@ -198,7 +198,7 @@ def _full(batch: int, seqlen: int, device: torch.device) -> Tensor:
 
 def _compiled_plan(visible: Tensor) -> Packing:
     batch, seqlen = visible.shape
-    cu_seqlens = ends_of(visible.sum(1))
+    cu_seqlens = cu_seqlens_of(visible.sum(1))
     indices = (~visible.flatten()).to(torch.uint8).argsort(stable=True)
     real = torch.arange(batch * seqlen, device=visible.device) < cu_seqlens[-1]
     return Packing(cu_seqlens, seqlen, batch * seqlen, batch, seqlen, indices, real)

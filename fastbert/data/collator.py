@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastbert.data.tokenizer import continuation_prefix, copy_of, special_token_id
-from fastbert.ops.padding import ends_of
+from fastbert.ops.padding import cu_seqlens_of
 
 IGNORED = -100  # label of what no loss counts
 _OF_TOKENS = ("input_ids", "token_type_ids", "attention_mask", "special_tokens_mask")
@@ -126,7 +126,7 @@ class PackingCollator:
         return (self._packed(tokens, lengths) if self.packed else self._padded(tokens, lengths)) | others
 
     def _packed(self, tokens: dict[str, Tensor], lengths: Tensor) -> dict[str, Tensor | int]:
-        batch = {**tokens, "cu_seqlens": ends_of(lengths), "max_seqlen": int(lengths.max())}
+        batch = {**tokens, "cu_seqlens": cu_seqlens_of(lengths), "max_seqlen": int(lengths.max())}
         if self.return_position_ids:
             batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])
         if self.mlm_probability:
@@ -176,7 +176,7 @@ class PackingCollator:
             begins = ~self._continues[ids]
         else:
             raise ValueError("PackingCollator: whole_words needs word_ids in the examples, or a WordPiece tokenizer")
-        begins[ends_of(lengths)[:-1][lengths > 0].long()] = True  # a word ends with its example
+        begins[cu_seqlens_of(lengths)[:-1][lengths > 0].long()] = True  # a word ends with its example
         begins[1:] |= special[:-1]  # and at a special token
         return begins.nonzero().squeeze(-1)[begins.cumsum(0) - 1]
 

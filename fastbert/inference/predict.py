@@ -42,8 +42,8 @@ from fastbert.heads import (
 )
 from fastbert.inference.sentences import batches
 from fastbert.model import Saveable
-from fastbert.ops.bias_gelu import wide
-from fastbert.ops.padding import ends_of
+from fastbert.ops.numbers import wide
+from fastbert.ops.padding import cu_seqlens_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -184,7 +184,7 @@ class _Predictor:
                 name: torch.tensor(np.concatenate([rows[text] for text in texts])) for name, rows in inputs.items()
             }
             packed = {name: tensor.long().to(self.device) for name, tensor in packed.items()}
-            ends = ends_of(torch.tensor(lengths)).to(self.device)
+            ends = cu_seqlens_of(torch.tensor(lengths)).to(self.device)
             yield _Tokens(texts, lengths, {**packed, "cu_seqlens": ends, "max_seqlen": max(lengths)})
 
     def _of(self, rows: Sequence[dict[str, np.ndarray]]) -> Iterator[_Tokens]:

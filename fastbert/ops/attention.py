@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fastbert import backends, random
 from fastbert.ops import checks
-from fastbert.ops.bias_gelu import narrow, wide
 from fastbert.ops.linear import linear
+from fastbert.ops.numbers import narrow, wide
 from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, needs_grad
 
 # ---- plain PyTorch: packed tokens are laid out as a padded (B, H, S, D) grid and taken back from it

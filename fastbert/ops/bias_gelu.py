@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fastbert import backends
 from fastbert.ops import checks
+from fastbert.ops.numbers import narrow, wide
 from fastbert.ops.op import Primitive, first_derivative_only, needs_grad
 
 # ---- plain PyTorch
@@ -14,17 +15,6 @@ from fastbert.ops.op import Primitive, first_derivative_only, needs_grad
 def bias_gelu_ref(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
     """`bias_gelu` in plain PyTorch, any number of derivatives."""
     return F.gelu(x + bias, approximate=approximate).to(x.dtype)
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in the dtype of arithmetic: float32, or float64 for float64."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def narrow(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """y in `dtype`, for a forward to return. y.to(dtype) may be y itself, and where an autograd.Function returns what
-    such a call gave, torch.compile of torch 2.11 makes its gradients zero."""
-    return y if y.dtype == dtype else y.to(dtype)
 
 
 def gelu(v: Tensor, approximate: str) -> Tensor:

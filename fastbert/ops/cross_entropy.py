@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastbert import backends
 from fastbert.ops import checks
-from fastbert.ops.bias_gelu import wide
+from fastbert.ops.numbers import wide
 from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, needs_grad
 
 # ---- plain PyTorch

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from fastbert import backends
 from fastbert.ops import checks
-from fastbert.ops.bias_gelu import check_approximate, gelu, gelu_backward, narrow, wide
+from fastbert.ops.bias_gelu import check_approximate, gelu, gelu_backward
+from fastbert.ops.numbers import narrow, wide
 from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, needs_grad
 
 # ---- plain PyTorch

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from fastbert import backends, random
 from fastbert.ops import checks
-from fastbert.ops.bias_gelu import narrow, wide
 from fastbert.ops.layer_norm import drop_rows, norm_backward, norm_forward, statistics
+from fastbert.ops.numbers import narrow, wide
 from fastbert.ops.op import Primitive, first_derivative_only, needs_grad
 
 # ---- plain PyTorch

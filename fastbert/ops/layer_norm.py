@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastbert import backends, random
 from fastbert.ops import checks
-from fastbert.ops.bias_gelu import narrow, wide
+from fastbert.ops.numbers import narrow, wide
 from fastbert.ops.op import Primitive, first_derivative_only, needs_grad
 
 # ---- plain PyTorch

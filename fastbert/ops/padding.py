@@ -30,7 +30,7 @@ def _unpack(x, indices, batch, seqlen):
     return rows.index_copy_(0, indices, x).view(batch, seqlen, *x.shape[1:])
 
 
-def ends_of(lengths: Tensor) -> Tensor:
+def cu_seqlens_of(lengths: Tensor) -> Tensor:
     """cu_seqlens, (B + 1,) int32, of sequences of these lengths."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
 
@@ -38,7 +38,7 @@ def ends_of(lengths: Tensor) -> Tensor:
 def _plan(visible):
     lengths = visible.sum(1)
     longest = lengths.max() if lengths.numel() else lengths.new_zeros(())
-    return visible.flatten().nonzero().squeeze(-1), ends_of(lengths), longest
+    return visible.flatten().nonzero().squeeze(-1), cu_seqlens_of(lengths), longest
 
 
 # ---- schemas: pack and unpack are each other's adjoint, so neither has a backward of its own

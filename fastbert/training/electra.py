@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert.heads import IGNORED, BertForMaskedLM
-from fastbert.ops.bias_gelu import wide
+from fastbert.ops.numbers import wide
 from fastbert.training.losses import Batch
 
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastbert.heads import IGNORED, BertForMaskedLM, BertForPreTraining
 from fastbert.modes import evaluating
-from fastbert.ops.bias_gelu import wide
+from fastbert.ops.numbers import wide
 
 Batch = Mapping[str, Any]
 _OF_PAIRS = ("next_sentence_label", "sentence_order_label")  # BERT's and ALBERT's

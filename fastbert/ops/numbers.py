@@ -1,0 +1,15 @@
+"""The dtype in which an op computes, and the way back."""
+
+import torch
+from torch import Tensor
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in the dtype of arithmetic: float32, or float64 for float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def narrow(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """y in `dtype`, for a forward to return. y.to(dtype) may be y itself, and where an autograd.Function returns what
+    such a call gave, torch.compile of torch 2.11 makes its gradients zero."""
+    return y if y.dtype == dtype else y.to(dtype)
