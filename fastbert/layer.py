@@ -206,8 +206,8 @@ def encoder_layer(
 ) -> tuple[Tensor, Tensor | None]:
     """A post-norm layer: (T, C) -> (T, C), and the attention weights in the caller's form where they are wanted.
 
-    rng: the dropout key of the forward. turn: the how-manieth layer of the forward this is, which decides its dropout
-    sites. Reads parameters, so it may only run within the layer's own call (FSDP2 gathers them there).
+    rng: the dropout key of the forward. turn: which layer of the forward this is, counted from 0, for its dropout sites.
+    Reads parameters, so it may only run within the layer's own call (FSDP2 gathers them there).
     """
     sites = random.layer_sites(turn)
     context, weights = attend(parts.attention, hidden, packing, rng, sites[0], with_weights)

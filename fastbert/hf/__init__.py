@@ -40,13 +40,13 @@ def accelerate(model: nn.Module, *, skip_logits: bool = False) -> Report:
     _check_supported(model, bases)
     if skip_logits and not any(type(_around(model, name)).__name__.endswith(forwards.MASKED_LM) for name in bases):
         raise ValueError(f"fastbert.accelerate: skip_logits is for masked-LM heads; {type(model).__name__} has none")
-    known = [stand_in.report for base in bases.values() if (stand_in := forwards.of(base))]
+    known = [replacement.report for base in bases.values() if (replacement := forwards.of(base))]
     report = next((report for report in known if report.active), None) or Report()
     report.not_replaced |= _left_out(model, bases)
     report.skip_logits = skip_logits
     for name, base in bases.items():
-        stand_in = forwards.of(base)
-        if stand_in is None or not stand_in.report.active:
+        replacement = forwards.of(base)
+        if replacement is None or not replacement.report.active:
             _replace(model, name, base, report)
     return report
 
@@ -55,12 +55,14 @@ def restore(model: nn.Module) -> None:
     """Undoes `accelerate`: every `forward` is again what it was. Raises ValueError for a model not accelerated."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fastbert.restore: given a {type(model).__name__}; expected a transformers model")
-    found = [stand_in for module in model.modules() if (stand_in := forwards.of(module)) and stand_in.report.active]
+    found = [
+        replacement for module in model.modules() if (replacement := forwards.of(module)) and replacement.report.active
+    ]
     if not found:
         raise ValueError(f"fastbert.restore: this {type(model).__name__} is not accelerated")
-    for stand_in in found:
-        stand_in.remove()
-    for report in {id(stand_in.report): stand_in.report for stand_in in found}.values():
+    for replacement in found:
+        replacement.remove()
+    for report in {id(replacement.report): replacement.report for replacement in found}.values():
         report.active = False
 
 

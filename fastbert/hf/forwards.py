@@ -135,10 +135,10 @@ def _calling(call: Call | None) -> Iterator[None]:
         _active.call = before
 
 
-# ---- the stand-ins
+# ---- the replacements
 
 
-class StandIn:
+class Replacement:
     """Callable in place of `module.forward`. Without a `Call` it is the original."""
 
     def __init__(self, module: nn.Module, key: str, report: Report) -> None:
@@ -168,31 +168,31 @@ class StandIn:
         self.module.forward = self
 
     def remove(self) -> None:
-        """Puts back what was there, unless someone has wrapped the stand-in: then it stays, and is the original."""
+        """Puts back what was there, unless someone has wrapped the replacement: then it stays, and is the original."""
         if vars(self.module).get("forward") is self:
             del self.module.forward
             if self.before is not None:
                 self.module.forward = self.before
 
 
-def of(module: nn.Module) -> StandIn | None:
-    """The stand-in of a module, also one that others have wrapped with functools.wraps."""
+def of(module: nn.Module) -> Replacement | None:
+    """The replacement of a module, also one that others have wrapped with functools.wraps."""
     forward = vars(module).get("forward")
-    while forward is not None and not isinstance(forward, StandIn):
+    while forward is not None and not isinstance(forward, Replacement):
         forward = getattr(forward, "__wrapped__", None)
     return forward
 
 
-def _checked(module: nn.Module) -> StandIn:
-    stand_in = of(module)
-    if stand_in is None:
+def _checked(module: nn.Module) -> Replacement:
+    replacement = of(module)
+    if replacement is None:
         raise Fallback(f"a {type(module).__name__} was put into the model after fastbert.accelerate")
-    if stand_in.before is not None:
+    if replacement.before is not None:
         raise Fallback(f"a {type(module).__name__} had a forward of its own before fastbert.accelerate")
-    return stand_in
+    return replacement
 
 
-class ModelForward(StandIn):
+class ModelForward(Replacement):
     """The base model: decides, packs, and has the original run on the packed batch as one sequence of T tokens."""
 
     def __init__(self, module: nn.Module, key: str, report: Report, first_token: bool) -> None:
@@ -337,7 +337,7 @@ def _selected(output: Any) -> Any:
     return output
 
 
-class HeadForward(StandIn):
+class HeadForward(Replacement):
     """A head whose loss is over all positions.
 
     Labels of masked tokens count as -100: no prediction is made there. A question-answering loss is a softmax over the
@@ -383,7 +383,7 @@ def _without_logits(output: Any) -> Any:
     return type(output)(**{key: value for key, value in output.items() if key != name})
 
 
-class EmbeddingsForward(StandIn):
+class EmbeddingsForward(Replacement):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         call = _active.call
         if call is None:
@@ -404,7 +404,7 @@ class EmbeddingsForward(StandIn):
         return layer.probability(parts.dropout) > 0
 
 
-class EncoderForward(StandIn):
+class EncoderForward(Replacement):
     """Where the stack of layers ends, so does packing: once, or (`Call.padded`) at each layer."""
 
     def __call__(self, *args: Any, fastbert: Call | None = None, **kwargs: Any) -> Any:
@@ -418,7 +418,7 @@ class EncoderForward(StandIn):
         return output
 
 
-class LayerForward(StandIn):
+class LayerForward(Replacement):
     def __call__(self, hidden_states: Tensor, *args: Any, fastbert: Call | None = None, **kwargs: Any) -> Any:
         if fastbert is None:
             return self.__wrapped__(hidden_states, *args, **kwargs)
@@ -460,7 +460,7 @@ class LayerForward(StandIn):
         return parts
 
 
-class AttentionForward(StandIn):
+class AttentionForward(Replacement):
     """Gives attention weights to the hook by which transformers records this module's output."""
 
     def __call__(self, *args: Any, fastbert: Tensor | None = None, **kwargs: Any) -> Any:
