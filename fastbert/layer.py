@@ -3,6 +3,9 @@
 Both come apart into the same parts; `fastbert/families.py` says where to find them. A part that is what it looks like
 (a plain nn.Linear, nn.Embedding, nn.LayerNorm or nn.Dropout) is not called: its parameters go into a fused op. One that
 is not (wrapped by LoRA, quantised, replaced, or with hooks) is called, on packed tokens.
+
+What else belongs here: another attention (relative or rotary positions) in `attend`, another MLP (gated) in place of
+`up_gelu`, a pre-norm layer beside `encoder_layer`, and within it a kernel for a whole layer whose parts are all plain.
 """
 
 from dataclasses import dataclass
@@ -206,8 +209,8 @@ def encoder_layer(
 ) -> tuple[Tensor, Tensor | None]:
     """A post-norm layer: (T, C) -> (T, C), and the attention weights in the caller's form where they are wanted.
 
-    rng: the dropout key of the forward. turn: which layer of the forward this is, counted from 0, for its dropout sites.
-    Reads parameters, so it may only run within the layer's own call (FSDP2 gathers them there).
+    rng: the dropout key of the forward. turn: which layer of the forward this is, from 0, for its dropout sites. Reads
+    parameters, so it may only run within the layer's own call (FSDP2 gathers them there).
     """
     sites = random.layer_sites(turn)
     context, weights = attend(parts.attention, hidden, packing, rng, sites[0], with_weights)
