@@ -1,7 +1,7 @@
-"""Metrics of predictions, by scikit-learn and seqeval, and of models over loaders; plots of both.
+"""Metrics of predictions, by scikit-learn and seqeval, metrics of models over loaders, and plots.
 
-Predictions and labels are tensors, arrays or lists. A label of -100 is left out, as it is in losses. Means over
-nothing (a class that nobody predicts) are 0.
+Predictions and labels are tensors, arrays or lists. Labels of -100 are ignored, as in losses. A mean over nothing (the
+precision of a class that is never predicted) is 0.
 """
 
 import csv
@@ -26,7 +26,7 @@ from fastbert.training.losses import Batch, loss_of
 
 
 class PrecisionRecallF1(NamedTuple):
-    """Floats in [0, 1]; with average=None an array each, of a number for every class."""
+    """Floats in [0, 1]; with average=None arrays with an entry for each class."""
 
     precision: Any
     recall: Any
@@ -36,10 +36,11 @@ class PrecisionRecallF1(NamedTuple):
 def compute_precision_recall_f1(
     predictions: Any, labels: Any, average: str | None = "macro", num_classes: int | None = None
 ) -> PrecisionRecallF1:
-    """Of classes, integers of one shape. average: "macro", "micro", "weighted", "binary" (of class 1), None for each.
+    """Precision, recall and F1 of predicted classes. predictions and labels: integers of the same shape.
 
-    num_classes: classes from 0 that the average is over; None: those that occur. Raises ValueError for nothing
-    labelled, other shapes, and classes out of range; TypeError for what are no integers.
+    average: "macro", "micro", "weighted", "binary" (of class 1), or None for each class. num_classes: average over the
+    classes below it; None: over those that occur. Raises ValueError if nothing is labelled, for different shapes and
+    for classes out of range; TypeError for other dtypes.
     Equivalent to `sklearn.metrics.precision_recall_fscore_support(..., zero_division=0)`.
     """
     averages = ("macro", "micro", "weighted", "binary", None)
@@ -57,7 +58,7 @@ def compute_precision_recall_f1(
 
 
 def compute_confusion_matrix(predictions: Any, labels: Any, num_classes: int) -> np.ndarray:
-    """(num_classes, num_classes) int64: how often a class, the row, was predicted as another, the column.
+    """(num_classes, num_classes) int64: how often a label (row) was predicted as each class (column).
 
     Raises as compute_precision_recall_f1. Equivalent to `sklearn.metrics.confusion_matrix`.
     """
@@ -66,7 +67,7 @@ def compute_confusion_matrix(predictions: Any, labels: Any, num_classes: int) ->
 
 
 def _classes(caller: str, predictions: Any, labels: Any, num_classes: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Both as (N,) int64, of what is labelled, checked."""
+    """Predictions and labels where there is a label, (N,) int64, checked."""
     predictions, labels = _integers(caller, "predictions", predictions), _integers(caller, "labels", labels)
     if predictions.shape != labels.shape:
         raise ValueError(
@@ -104,11 +105,11 @@ def evaluate_classification_metrics(
     num_classes: int,
     average: str | None = "macro",
 ) -> dict[str, Any]:
-    """loss, accuracy, precision, recall, f1 and confusion_matrix of a classifier of sequences or of tokens.
+    """loss, accuracy, precision, recall, f1 and confusion_matrix of a sequence or token classifier.
 
-    The class is the one of the highest logit; the loss is that of all batches as if they were one. Packed or padded
-    batches with labels; those of -100 and at padding are left out. Raises ValueError for a batch without labels, logits
-    of another number of classes, and what compute_precision_recall_f1 refuses.
+    loader: packed or padded batches with labels; -100 and padding are ignored. The prediction is the class with the
+    highest logit, and the loss is that of all batches as if they were one. Raises ValueError for a batch without labels
+    or logits of another number of classes, and as compute_precision_recall_f1.
     """
     total, count, predictions, labels = 0.0, 0.0, [], []
     with evaluating(model):
@@ -117,7 +118,7 @@ def evaluate_classification_metrics(
             batch = to_device(batch, device)
             out = model(**batch)
             found, truth = _predicted("evaluate_classification_metrics", out.logits, batch, num_classes)
-            # Of no label the mean is NaN in transformers.
+            # transformers returns NaN without labels.
             total, count = total + loss_of(out, batch).where(labelled > 0, 0) * labelled, count + labelled
             predictions.append(found)
             labels.append(truth)
@@ -131,7 +132,7 @@ def evaluate_classification_metrics(
 
 
 def _predicted(caller: str, logits: Tensor, batch: Batch, num_classes: int) -> tuple[Tensor, Tensor]:
-    """(N,) classes of the highest logits, and labels, -100 at padding."""
+    """(N,) predicted classes, and labels with -100 at padding."""
     labels = batch.get("labels")
     if labels is None or labels.is_floating_point() or labels.numel() != logits.numel() // logits.shape[-1]:
         raise ValueError(
@@ -156,12 +157,12 @@ def _shape(tensor: Tensor | None) -> str:
 def compute_entity_metrics(
     predictions: Sequence[Sequence[str]], labels: Sequence[Sequence[str]], scheme: str | None = None
 ) -> dict[str, float]:
-    """precision, recall and f1 of entities, floats in [0, 1]: one counts if its type and both its ends are right.
+    """precision, recall and f1 of entities in [0, 1]; an entity is correct if its type and both ends are.
 
-    A list of tags for each sentence, as in ["B-PER", "I-PER", "O"]. scheme: None reads tags as the script conlleval
-    does, with which papers report CoNLL's data sets: an entity may begin with I-. "BIO" and "BIOES" take strictly what
-    the scheme allows. Raises ValueError for nothing, other lengths, and tags that the scheme does not have.
-    Equivalent to `seqeval.metrics`, micro-averaged, in its default mode or the strict one.
+    predictions, labels: a list of tags for each sentence, as in ["B-PER", "I-PER", "O"]. scheme: None reads tags as the
+    script conlleval, used for CoNLL's data sets, which accepts entities that begin with I-; "BIO" and "BIOES" are
+    strict. Raises ValueError for empty input, different lengths, and tags outside the scheme.
+    Equivalent to `seqeval.metrics`, micro-averaged, in its default or its strict mode.
     """
     prefixes = {None: "BIES", "BIO": "BI", "BIOES": "BIES"}
     if scheme not in prefixes:
@@ -194,10 +195,10 @@ def evaluate_entity_metrics(
     id2label: Mapping[int, str] | Sequence[str],
     scheme: str | None = None,
 ) -> dict[str, float]:
-    """compute_entity_metrics of a token classifier: tokens labelled -100 (later pieces of a word) are left out.
+    """compute_entity_metrics of a token classifier; tokens with label -100 (later pieces of a word) are ignored.
 
-    Packed or padded batches with labels. id2label: a tag for each class. Raises ValueError as compute_entity_metrics,
-    and evaluate_classification_metrics.
+    loader: packed or padded batches with labels. id2label: the tag of each class. Raises ValueError as
+    compute_entity_metrics and evaluate_classification_metrics.
     """
     if isinstance(id2label, Mapping) and id2label.keys() != set(range(len(id2label))):
         raise ValueError(f"evaluate_entity_metrics: id2label has {sorted(id2label)}; expected every class, from 0")
@@ -223,11 +224,11 @@ def evaluate_entity_metrics(
 def compute_squad_metrics(
     predictions: Mapping[str, str] | Sequence[str], answers: Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """exact_match and f1 of answers to questions, in percent; each the best over the right answers of a question.
+    """exact_match and f1 of answers in percent, for each question the best over its correct answers.
 
-    predictions: a text for each question, by its id or in order; "" for no answer. answers: lists of right ones; an
-    empty list for a question without. Raises ValueError for nothing and for questions that do not match.
-    Equivalent to SQuAD's evaluate-v2.0.py (Rajpurkar et al., 2018); where all answers have words, to evaluate-v1.1.py.
+    predictions: a text for each question, by id or in order; "" for no answer. answers: a list of correct answers for
+    each question, empty if it is unanswerable. Raises ValueError for empty input and for questions that do not match.
+    Equivalent to SQuAD's evaluate-v2.0.py (Rajpurkar et al., 2018) and, if all answers have words, evaluate-v1.1.py.
     """
     by_id = [given if isinstance(given, Mapping) else dict(enumerate(given)) for given in (predictions, answers)]
     if not by_id[1] or by_id[0].keys() != by_id[1].keys():
@@ -245,18 +246,18 @@ def _answer_scores(prediction: str, right: Sequence[str]) -> tuple[float, float]
     if isinstance(right, str):
         raise ValueError(f"compute_squad_metrics: the answers to a question are {right!r}; expected a list of texts")
     found = _words(prediction)
-    answers = [words for answer in right if (words := _words(answer))] or [[]]  # those of no word are no answer
+    answers = [words for answer in right if (words := _words(answer))] or [[]]  # an answer without words is no answer
     return float(found in answers), max(_overlap(found, answer) for answer in answers)
 
 
 def _words(text: str) -> list[str]:
-    """In lower case, without punctuation, then without articles."""
+    """Lower-case words without punctuation and articles."""
     text = "".join(character for character in text.lower() if character not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
 def _overlap(found: list[str], answer: list[str]) -> float:
-    """F1 of the words that both have, as often as both have them."""
+    """F1 of the words, counted with repetitions."""
     if not found or not answer:
         return float(found == answer)
     return 2 * (Counter(found) & Counter(answer)).total() / (len(found) + len(answer))
@@ -266,9 +267,9 @@ def _overlap(found: list[str], answer: list[str]) -> float:
 
 
 def plot_confusion_matrix(matrix: Any, path: str | Path, names: Sequence[str] | None = None) -> None:
-    """Draws a confusion matrix (C, C), rows the labels, to a file (PNG, or what its name says).
+    """Draws a confusion matrix (C, C), rows are labels, to a file whose suffix decides its format.
 
-    names: of the classes; numbers when None. Raises ValueError for another shape, or number of names.
+    names: of the classes, numbers when None. Raises ValueError for another shape or number of names.
     """
     matrix = np.asarray(matrix)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
@@ -290,7 +291,7 @@ def plot_confusion_matrix(matrix: Any, path: str | Path, names: Sequence[str] | 
 
 
 def plot_losses(output_dir: str | Path, path: str | Path | None = None) -> Path:
-    """Draws the losses that AMPTrainer logged in output_dir, to `path` or losses.png there; returns where.
+    """Draws the losses that AMPTrainer logged in output_dir to `path`, by default losses.png there. Returns the path.
 
     Raises FileNotFoundError without train.csv.
     """

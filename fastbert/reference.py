@@ -1,9 +1,9 @@
-"""BERT in plain PyTorch, as the paper has it: the truth that every kernel of fastbert is held to.
+"""BERT in plain PyTorch, as in the paper: the truth that every kernel of fastbert is compared with.
 
-No fusion, no packing, no op of ours. Post-LayerNorm transformer encoder with learned positions, exact erf GELU and
+No fusion, no packing, none of fastbert's ops. Post-LayerNorm transformer encoder with learned positions, erf GELU and
 LayerNorm eps 1e-12 (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2018; Vaswani et al.,
-"Attention Is All You Need", 2017). Parameter names are Hugging Face's, so `load_state_dict` takes a BertModel's.
-Dropout masks may be passed in, to compare training with another implementation exactly.
+"Attention Is All You Need", 2017). Parameter names are those of Hugging Face's BertModel, so `load_state_dict` takes
+its state. Dropout masks may be passed in, to compare training with another implementation exactly.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from fastbert.random import EMBEDDING_SITE, layer_sites
 
 
 class Dropout(nn.Module):
-    """nn.Dropout that multiplies by its site's mask (0 or 1 / (1 - p) an element) where masks are passed in."""
+    """nn.Dropout, or a product with this site's mask (of 0 and 1 / (1 - p)) if masks are passed in."""
 
     def __init__(self, p: float, site: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class BertSelfAttention(nn.Module):
 
 
 class BertOutput(nn.Module):
-    """Projection, dropout, residual sum, LayerNorm: what follows both halves of a layer."""
+    """Projection, dropout, residual sum, LayerNorm: the end of both halves of a layer."""
 
     def __init__(self, config: BertConfig, inputs: int, site: int) -> None:
         super().__init__()
@@ -133,11 +133,11 @@ class BertPooler(nn.Module):
 
 
 class BertModel(nn.Module):
-    """Returns the hidden states (embeddings, then every layer; each (B, S, C)) and the pooled output (B, C).
+    """Returns the hidden states (of the embeddings and each layer, (B, S, C)) and the pooled output (B, C).
 
     input_ids, token_type_ids, position_ids: (B, S) int64. attention_mask: (B, S), nonzero is visible; every sequence
-    has a visible token. masks: one for each dropout site (`fastbert.random.layer_sites`), to train with dropout that
-    is given: (B, H, S, S) for attention weights, (B, S, C) elsewhere.
+    needs a visible token. masks: dropout masks by site (`fastbert.random.layer_sites`): (B, H, S, S) for attention
+    weights, (B, S, C) elsewhere.
     """
 
     def __init__(self, config: BertConfig) -> None:

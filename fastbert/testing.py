@@ -1,13 +1,13 @@
-"""The accuracy rule: one definition of "as accurate as PyTorch", for tests, benchmarks and users' own checks.
+"""The accuracy rule: the definition of "as accurate as PyTorch" for tests, benchmarks and users' checks.
 
-Truth is a float64 computation on the same rounded inputs, the error of a tensor is max |difference|, e is the worst
-error of PyTorch's own implementations of the same call in the same dtypes, and u is the epsilon of the tensor's dtype:
+The truth is computed in float64 on the same rounded inputs. The error of a tensor is max |difference|, e is the largest
+error of PyTorch's implementations of the same call in the same dtypes, and u is the epsilon of the tensor's dtype:
 
     output    error <= 2 e + u * max |truth|          (hidden states of whole models: 3 e)
     gradient  error <= 3 e + u * (largest gradient of that call)
     float64   error <= 1e-12 * (max |truth|, or the largest gradient)
 
-It follows the practice of FlashAttention's tests: at most a small multiple of what PyTorch gets wrong.
+FlashAttention's tests use a similar rule: an error of at most a small multiple of PyTorch's.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Result:
-    """What a call gave: named outputs, and the gradients of its floating-point inputs."""
+    """A call's outputs, and the gradients of its floating-point inputs, by name."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -27,7 +27,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor under the rule. baseline is e, the worst of PyTorch's own errors."""
+    """The rule for one tensor. baseline: e, PyTorch's largest error."""
 
     name: str
     error: float
@@ -50,10 +50,10 @@ def evaluate(
     dtype: torch.dtype | None = None,
     gradients: bool = True,
 ) -> Result:
-    """Runs `call(**inputs)` on fresh leaves, and its backward with fixed random output gradients.
+    """Runs `call(**inputs)` on fresh leaf tensors, and a backward with fixed random output gradients.
 
-    inputs: tensors, and anything else as it is. dtype: converts floating-point tensors first (float64 for the truth).
-    gradients: False runs without a graph.
+    inputs: tensors and other arguments. dtype: to convert floating-point tensors to first (float64 for the truth).
+    gradients: False for a forward without a graph.
     """
     leaves = {name: _leaf(value, dtype, gradients) for name, value in inputs.items()}
     with torch.set_grad_enabled(gradients):
@@ -76,14 +76,14 @@ def _leaf(value: object, dtype: torch.dtype | None, gradients: bool) -> object:
 
 
 def _cotangent(output: Tensor, seed: int) -> Tensor:
-    """Normal numbers that bfloat16 and float16 both hold exactly, so that every dtype sees the same ones."""
+    """Normal random numbers that bfloat16 and float16 represent exactly, so that all dtypes get the same ones."""
     generator = torch.Generator().manual_seed(seed)
     grad = torch.randn(output.shape, generator=generator).bfloat16().half()
     return grad.to(output.device, output.dtype)
 
 
 def compare(ours: Result, truth: Result, contenders: Iterable[Result], *, factor: float = 2.0) -> list[Row]:
-    """The rule, tensor by tensor. contenders: PyTorch's own results in the dtypes of `ours`; factor: for outputs."""
+    """The rule for each tensor. contenders: PyTorch's results in the dtypes of `ours`. factor: for outputs."""
     contenders = list(contenders)
     largest = max((_magnitude(t) for t in truth.gradients.values()), default=0.0)
     rows = []
@@ -109,9 +109,9 @@ def assert_accurate(
     factor: float = 2.0,
     gradients: bool = True,
 ) -> list[Row]:
-    """Evaluates `ours` and PyTorch's `contenders` on the inputs, `truth` on them in float64, and applies the rule.
+    """Evaluates `ours` and PyTorch's `contenders` on the inputs and `truth` on them in float64; applies the rule.
 
-    All take the inputs as keyword arguments. Returns the rows; raises AssertionError with all of them if one fails.
+    All take the inputs as keyword arguments. Returns the rows. Raises AssertionError with the table if a row fails.
     """
     rows = compare(
         evaluate(ours, inputs, gradients=gradients),
@@ -124,7 +124,7 @@ def assert_accurate(
 
 
 def assert_rows(rows: Iterable[Row]) -> None:
-    """Raises AssertionError with the whole table unless every row obeys the rule."""
+    """Raises AssertionError with the table unless every row obeys the rule."""
     rows = list(rows)
     if not all(row.ok for row in rows):
         raise AssertionError("the accuracy rule is broken:\n" + "\n".join(map(str, rows)))
@@ -153,9 +153,9 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """F.linear as PyTorch's own compiler computes it on a CPU in inference: by oneDNN, in float32; F.linear elsewhere.
+    """F.linear by oneDNN in float32 on a CPU, as torch.compile computes it in inference; plain F.linear elsewhere.
 
-    One of "PyTorch's own implementations" of the accuracy rule: it adds up a row in another order than MKL.
+    One of PyTorch's implementations for the accuracy rule: it sums in another order than MKL.
     """
     weight, bias = weight.to(x.dtype), bias.to(x.dtype)
     ours = x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() and torch.backends.mkldnn.is_available()

@@ -1,6 +1,6 @@
-"""Data sets of tokenised examples, for each of the tasks. Texts are tokenised once, when a data set is made.
+"""Data sets of tokenised examples for each task. Texts are tokenised once, in the constructor.
 
-Token types are in the examples of pairs, as the tokenizer has them: 0 and 1 for BERT's, 0 for RoBERTa's.
+Examples made of two texts have token types, as the tokenizer assigns them: 0 and 1 for BERT, 0 for RoBERTa.
 """
 
 import warnings
@@ -24,7 +24,7 @@ def _check_truncation(owner: str, truncation: bool | str, *known: bool | str) ->
 
 
 def _check_counts(owner: str, **columns: Sequence[Any] | None) -> None:
-    """Raises ValueError where the columns that are given have not as many entries."""
+    """Raises ValueError unless all columns that are given have the same number of entries."""
     counts = {name: len(column) for name, column in columns.items() if column is not None}
     if len(set(counts.values())) > 1:
         given = " and ".join(f"{count} {name}" for name, count in counts.items())
@@ -35,7 +35,7 @@ def _check_counts(owner: str, **columns: Sequence[Any] | None) -> None:
 
 
 class MLMDataset(TokenizedDataset):
-    """Texts for a masked LM; PackingCollator masks them. Examples: input_ids, and word_ids for whole words."""
+    """Texts for a masked LM, to be masked by PackingCollator. Examples: input_ids, and word_ids with whole_words."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class MLMDataset(TokenizedDataset):
     ) -> None:
         """tokenizer: of `tokenizers`, or one of `transformers` that is based on it.
 
-        truncation: "split" makes as many examples of a text as it needs, True cuts it at max_length and warns once with
-        the count, False raises ValueError. whole_words: keeps word_ids, for PackingCollator(whole_words=True). A text
-        without a token (an empty line) is skipped, and one warning has the count.
-        Raises ValueError, and TypeError for what is no string.
+        truncation: "split" makes several examples of a long text, True cuts it at max_length and warns once with the
+        count, False raises ValueError. whole_words: keeps word_ids, for PackingCollator(whole_words=True). Texts
+        without tokens (empty lines) are skipped, and one warning counts them.
+        Raises ValueError, and TypeError for texts that are not strings.
         """
         _check_truncation("MLMDataset", truncation, "split", True, False)
         columns, lengths = encode(
@@ -68,11 +68,11 @@ class MLMDataset(TokenizedDataset):
 
 
 class NSPDataset(TokenizedDataset):
-    """Pairs of texts for the next-sentence prediction (Devlin et al., "BERT", 2018, 3.1).
+    """Pairs of texts for next-sentence prediction (Devlin et al., "BERT", 2018, 3.1).
 
-    Each two consecutive texts of a document make an example: with probability 1/2 as they stand, label 0; else the
-    first of them with a text of another document, any with the same probability, label 1. The pairs are drawn once.
-    Examples: input_ids, token_type_ids, and the label.
+    Any two consecutive texts of a document give an example: with probability 1/2 the two of them, with label 0;
+    otherwise the first with a text drawn uniformly from the other documents, with label 1. Pairs are drawn once, in the
+    constructor. Examples: input_ids, token_type_ids and the label.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class NSPDataset(TokenizedDataset):
         label_name: str = "labels",
         seed: int = 0,
     ) -> None:
-        """documents: each a list of texts (sentences, paragraphs). label_name: "labels" for
-        BertForNextSentencePrediction, "next_sentence_label" for BertForPreTraining, whose labels are masked tokens.
+        """documents: lists of texts (sentences, paragraphs). label_name: "labels" for BertForNextSentencePrediction,
+        "next_sentence_label" for BertForPreTraining, whose `labels` are masked tokens.
 
         truncation: True cuts a pair at max_length, the longer text first, and warns once with the count; False raises
-        ValueError. Raises ValueError for a text without a token, and unless there are two documents and two
-        consecutive texts; TypeError for what is no string.
+        ValueError. Raises ValueError for a text without tokens, and unless there are two documents and two consecutive
+        texts; TypeError for texts that are not strings.
         """
         _check_truncation("NSPDataset", truncation, True, False)
         if label_name not in ("labels", "next_sentence_label"):
@@ -114,7 +114,7 @@ class NSPDataset(TokenizedDataset):
 
 
 def _names(counts: np.ndarray) -> Callable[[int], str]:
-    """What error messages call a text, which are numbered through in documents of so many."""
+    """A function from a text's number, counted through all documents, to its name in error messages."""
     starts = counts.cumsum() - counts
 
     def name(text: int) -> str:
@@ -125,17 +125,17 @@ def _names(counts: np.ndarray) -> Callable[[int], str]:
 
 
 def _check_texts(owner: str, texts: list[str], names: Callable[[int], str], tokenizer: Any) -> None:
-    """Each has to have a token, drawn or not."""
+    """Raises ValueError for a text without tokens, even if no pair uses it."""
     for index, encoding in enumerate(encodings(copy_of(tokenizer), texts, special=False)):
         if not len(encoding):
             raise ValueError(f"{owner}: {names(index)} has no token; expected text")
 
 
 def _next_or_random(counts: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For documents of so many texts, numbered through: the first and the second text of each pair, and its label."""
+    """The first text, second text and label of each pair. counts: texts of each document; texts count through all."""
     document = np.repeat(np.arange(len(counts)), counts)
     first = np.flatnonzero(document[:-1] == document[1:])
-    count = counts[document[first]]  # of the texts of the pair's own document, which are not to be drawn
+    count = counts[document[first]]  # texts in the same document, which must not be drawn
     if not len(first) or (others := counts.sum() - count).min() == 0:
         raise ValueError("NSPDataset: expected at least two documents with text, and one of them with two texts")
     generator = torch.Generator().manual_seed(seed)
@@ -163,12 +163,12 @@ class ClassificationDataset(TokenizedDataset):
         truncation: bool = True,
         num_labels: int | None = None,
     ) -> None:
-        """labels: for each text a class (an int, -100 for none), a number (a float: regression), or a number for each
-        class (several classes at once); None for texts to be predicted. pairs: the second text of each.
+        """labels: for each text a class (an int, -100 for none), a float (regression), or a number for each class (a
+        text may have several); None for texts to predict. pairs: the second text of each example.
 
-        num_labels: where it is given, classes have to be below it, and with 1 labels are numbers. truncation: True
-        cuts at max_length (of a pair the longer text first) and warns once with the count, False raises ValueError.
-        Raises ValueError, also for a text without a token, and TypeError.
+        num_labels: if given, classes must be below it; 1 means regression. truncation: True cuts at max_length, the
+        longer text of a pair first, and warns once with the count; False raises ValueError.
+        Raises ValueError, also for a text without tokens, and TypeError.
         """
         owner = "ClassificationDataset"
         _check_truncation(owner, truncation, True, False)
@@ -190,7 +190,7 @@ class ClassificationDataset(TokenizedDataset):
 
 
 def _label_array(owner: str, labels: Sequence[Any], num_labels: int | None) -> np.ndarray:
-    """(N,) int64, or float32 of (N,) or (N, classes)."""
+    """(N,) int64 classes, or float32 (N,) or (N, classes)."""
     try:
         array = np.asarray(labels)
     except ValueError:  # rows of different length
@@ -226,10 +226,10 @@ def _classes(owner: str, labels: np.ndarray, num_labels: int | None, where) -> n
 
 
 def align_labels(word_ids: Sequence[int | None], labels: Sequence[int]) -> list[int]:
-    """Labels of words as labels of tokens: on the first token of each word, -100 on the others and on special tokens.
+    """From labels of words to labels of tokens: a word's label on its first token, -100 on all other tokens.
 
-    word_ids: of one example's tokens (`encoding.word_ids`), None or -1 at special tokens. labels: of its words.
-    Raises ValueError for a word that has no label.
+    word_ids: the word of each token (`encoding.word_ids`), None or -1 at special tokens. labels: one for each word.
+    Raises ValueError for a word without a label.
     """
     words = [NO_WORD if word is None else word for word in word_ids]
     if max(words, default=NO_WORD) >= len(labels):
@@ -242,9 +242,9 @@ def align_labels(word_ids: Sequence[int | None], labels: Sequence[int]) -> list[
 
 
 class TokenClassificationDataset(TokenizedDataset):
-    """Lists of words with a label for each word. Examples: input_ids, word_ids, labels (of tokens, as align_labels).
+    """Lists of words with a label for each word. Examples: input_ids, word_ids, labels (of tokens: `align_labels`).
 
-    Where labels is not -100 are the first tokens of words, in their order: predictions there are those of the words.
+    Predictions at the tokens whose label is not -100 are those of the words, in order.
     """
 
     def __init__(
@@ -257,13 +257,12 @@ class TokenClassificationDataset(TokenizedDataset):
         truncation: bool = True,
         num_labels: int | None = None,
     ) -> None:
-        """labels: a class for each word, -100 for none; None for words to be predicted. num_labels: where it is given,
-        classes have to be below it. A byte-level BPE sees a space before each word (add_prefix_space), as
-        `transformers` demands for words.
+        """labels: a class for each word, -100 for none; None for words to predict. num_labels: if given, classes must
+        be below it. A byte-level BPE sees a space before each word (add_prefix_space), as `transformers` requires.
 
-        truncation: True cuts at max_length and warns once with the count, False raises ValueError. Words that have no
-        token, or were cut off, lose their labels: one warning has the count.
-        Raises ValueError, also for words without a token at all, and TypeError.
+        truncation: True cuts at max_length and warns once with the count, False raises ValueError. Labels of words
+        without tokens, or cut off, are dropped; one warning counts them.
+        Raises ValueError, also for an example without tokens, and TypeError.
         """
         owner = "TokenClassificationDataset"
         _check_truncation(owner, truncation, True, False)
@@ -309,7 +308,7 @@ def _word_labels(
 
 
 def _with_spaces(tokenizer: Any) -> Any:
-    """A copy that, if it is a byte-level BPE, sees a space before each of the words that it is given."""
+    """A copy that sees a space before each word, if it is a byte-level BPE."""
     from tokenizers import pre_tokenizers
 
     tokenizer = copy_of(tokenizer)
@@ -324,15 +323,15 @@ def _with_spaces(tokenizer: Any) -> Any:
 
 
 class QADataset(TokenizedDataset):
-    """Questions about contexts, long ones in overlapping windows. Examples: input_ids, token_type_ids, positions.
+    """Questions about contexts; long contexts are split into overlapping windows.
 
-    A window holds the question and at most max_length tokens in all; the next one begins so that `stride` tokens of
-    context are in both. start_positions and end_positions are the places of the first and of the last token that the
-    answer touches; 0, which is [CLS], where the answer is not whole in the window or there is none (as in
+    Examples: input_ids, token_type_ids, start_positions and end_positions. A window holds the question and part of the
+    context, at most max_length tokens; consecutive windows share `stride` tokens of context. Positions are those of the
+    answer's first and last token, or 0, the place of [CLS], if the window does not hold the whole answer (as in
     `transformers`' run_qa.py).
 
-    example_index: (N,) int64, which question a window belongs to. rows("offsets", i): (T, 2), where each token of
-    window i is in the context, in characters; -1 for what is not of the context.
+    example_index: (N,) int64, the question of each window. rows("offsets", i): (T, 2), the characters of the context
+    where each token of window i begins and ends; -1 for tokens outside the context.
     """
 
     def __init__(
@@ -345,11 +344,11 @@ class QADataset(TokenizedDataset):
         max_length: int = 384,
         stride: int = 128,
     ) -> None:
-        """answers: as SQuAD has them, {"text": [...], "answer_start": [...]}, of which the first is taken; empty lists
-        or None for a question that the context does not answer. None for all: questions to be answered.
+        """answers: in SQuAD's form, {"text": [...], "answer_start": [...]}, of which the first is used; empty lists or
+        None for an unanswerable question. answers=None: questions to be answered.
 
-        Raises ValueError for a text without a token, an answer that is not in its context at answer_start, and a
-        question that leaves no room for more than `stride` tokens of context; TypeError for what is no string.
+        Raises ValueError for a text without tokens, an answer that is not in its context at answer_start, and a
+        question that leaves no room for more than `stride` tokens of context; TypeError for texts that are not strings.
         """
         questions = [question.lstrip() for question in strings("QADataset", "questions", questions)]
         self.contexts = list(strings("QADataset", "contexts", contexts))
@@ -371,18 +370,18 @@ class QADataset(TokenizedDataset):
         return example
 
     def _places(self, index: int, start: int, end: int) -> tuple[int, int]:
-        """The first and the last token of window `index` that hold characters start to end; 0, 0 if they are not in."""
+        """The first and last token of window `index` for characters start to end; 0, 0 if they are not all in it."""
         offsets = self.rows("offsets", index)
         context = np.flatnonzero(offsets[:, 0] >= 0)
         begins, ends = offsets[context].T
         if start < 0 or start < begins[0] or end > ends[-1]:
             return 0, 0
-        # Several tokens may be of one character; and none, where the tokenizer drops it.
+        # A character may have several tokens, or none if the tokenizer drops it.
         first, last = np.searchsorted(ends, start, side="right"), np.searchsorted(begins, end, side="left") - 1
         return (int(context[first]), int(context[last])) if first <= last else (0, 0)
 
     def answer(self, index: int, start: int, end: int) -> str:
-        """The text of the context from token `start` to token `end` of window `index`; "" where they are not in it."""
+        """The context from token `start` to token `end` of window `index`; "" if these are not in the context."""
         offsets = self.rows("offsets", index)
         if not 0 <= start <= end < len(offsets) or min(offsets[start, 0], offsets[end, 0]) < 0:
             return ""
@@ -390,7 +389,7 @@ class QADataset(TokenizedDataset):
 
 
 def _span(index: int, answer: Mapping[str, Any] | None, context: str) -> tuple[int, int]:
-    """The characters of the first answer, (-1, -1) without one. Raises ValueError if it is not there."""
+    """Where the first answer begins and ends, (-1, -1) without one. Raises ValueError if the context lacks it."""
     if answer is None:
         return -1, -1
     if not isinstance(answer, Mapping) or not {"text", "answer_start"} <= answer.keys():
@@ -411,7 +410,7 @@ def _span(index: int, answer: Mapping[str, Any] | None, context: str) -> tuple[i
 
 
 def _check_room(questions: list[str], tokenizer: Any, max_length: int, stride: int) -> None:
-    """For more than `stride` tokens of context beside each question: else windows would not move on."""
+    """Raises ValueError unless each question leaves room for more than `stride` tokens: windows must advance."""
     if stride < 0:
         raise ValueError(f"QADataset: stride is {stride}; expected 0 or more")
     special = tokenizer.num_special_tokens_to_add(True)
@@ -427,7 +426,7 @@ def _check_room(questions: list[str], tokenizer: Any, max_length: int, stride: i
 def _windows(
     questions: list[str], contexts: list[str], tokenizer: Any
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Columns of tokens, lengths, and the example of each window."""
+    """Columns of tokens, lengths, and the question of each window."""
     rows, examples = {name: [] for name in (*PAIR, "offsets")}, []
     for index, encoding in enumerate(encodings(tokenizer, zip(questions, contexts, strict=True))):
         if (side := empty_side(encoding, pairs=True)) is not None:

@@ -1,7 +1,7 @@
-"""Tokenizers of the library `tokenizers`: from a checkpoint's files, or trained; `transformers` reads what is saved.
+"""Tokenizers of the library `tokenizers`, read from a checkpoint or trained, and saved for `transformers` to read.
 
-Two kinds, each with the special tokens and the post-processor of its family: WordPiece as BERT has it
-(`[CLS] a [SEP] b [SEP]`, token types 0 and 1), byte-level BPE as RoBERTa has it (`<s> a </s></s> b </s>`, all 0).
+Two kinds, with the special tokens and templates of their families: WordPiece as in BERT (`[CLS] a [SEP] b [SEP]`, token
+types 0 and 1) and byte-level BPE as in RoBERTa (`<s> a </s></s> b </s>`, all 0).
 """
 
 import json
@@ -15,7 +15,7 @@ from fastbert.files import write_text
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
-# What transformers calls them, in the order of their ids.
+# By transformers' names for them, in the order of their ids.
 SPECIAL_TOKENS = {
     "wordpiece": {
         "pad_token": "[PAD]",
@@ -33,13 +33,12 @@ SPECIAL_TOKENS = {
     },
 }
 
-
-# What `tokenizer_class` may be where the files hold no tokenizer.json; with or without "Fast".
+# Values of `tokenizer_class` that may go with vocabulary files; with or without "Fast".
 _CLASSES = {
     "wordpiece": ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer"),
     "byte-level-bpe": ("RobertaTokenizer",),
 }
-_GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")  # which say nothing
+_GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")  # allowed with any vocabulary
 
 
 # ---- from files
@@ -48,13 +47,13 @@ _GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")  # which say nothing
 def get_tokenizer(source: str | Path | Iterable[str | Path]) -> "Tokenizer":
     """A `tokenizers.Tokenizer` from a Hugging Face directory, or from files of one.
 
-    source: a directory, a file, or several. The first of these that is there makes it: tokenizer.json, as it stands,
-    but without truncation and padding; vocab.txt, WordPiece; vocab.json with merges.txt, byte-level BPE. The last two
-    follow tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars; add_prefix_space, trim_offsets;
-    special and added tokens), with the defaults of `transformers`. A file given by itself may have a name before its
-    own (`bert-base-uncased-vocab.txt`).
-    Raises FileNotFoundError, or ValueError for a file that is not what its name says or lacks a special token, and for
-    a vocabulary whose tokenizer_class splits texts in another way (BertJapaneseTokenizer).
+    source: a directory, a file, or several files. It is made from the first that exists of tokenizer.json (without its
+    truncation and padding), vocab.txt (WordPiece), and vocab.json with merges.txt (byte-level BPE). The last two follow
+    tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars; add_prefix_space, trim_offsets; special
+    and added tokens), with the defaults of `transformers`. A file's name may have a prefix
+    (`bert-base-uncased-vocab.txt`).
+    Raises FileNotFoundError; ValueError for a damaged file, a missing special token, and a tokenizer_class that splits
+    texts differently (BertJapaneseTokenizer).
     """
     files = _Files(source)
     if path := files.get("tokenizer.json"):
@@ -73,7 +72,7 @@ def get_tokenizer(source: str | Path | Iterable[str | Path]) -> "Tokenizer":
 
 
 class _Files:
-    """The files of a directory by their names; those given one by one by how their names end."""
+    """The files of a directory by name, or single files by the end of their names."""
 
     def __init__(self, source: str | Path | Iterable[str | Path]) -> None:
         given = [Path(path) for path in ([source] if isinstance(source, (str, Path)) else source)]
@@ -92,7 +91,7 @@ class _Files:
         return next(found, None)
 
     def config(self) -> dict[str, Any]:
-        """tokenizer_config.json, and what older files say that it leaves out."""
+        """tokenizer_config.json, completed from older files."""
         of_model = {"tokenizer_class": self._json("config.json").get("tokenizer_class")}
         values = self._json("special_tokens_map.json") | self._json("tokenizer_config.json")
         added = {index: {"content": token} for token, index in self._json("added_tokens.json").items()}
@@ -106,7 +105,7 @@ class _Files:
 def _read(path: Path, make: Callable[[], Any]) -> Any:
     try:
         return make()
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{path} is not what its name says: {error}") from error
 
 
@@ -139,7 +138,7 @@ def _from_merges(path: Path, merges: Path, config: dict[str, Any]) -> "Tokenizer
 
 
 def _check_class(path: Path, kind: str, config: dict[str, Any]) -> None:
-    """Files of other tokenizers have the same names."""
+    """Raises ValueError for another tokenizer's files, which may have the same names."""
     given = config.get("tokenizer_class")
     if given and given.removesuffix("Fast") not in (*_CLASSES[kind], *_GENERIC):
         expected = ", ".join(_CLASSES[kind])
@@ -147,7 +146,7 @@ def _check_class(path: Path, kind: str, config: dict[str, Any]) -> None:
 
 
 def _special_tokens(kind: str, config: dict[str, Any]) -> dict[str, "AddedToken"]:
-    """By transformers' names: as the configuration has them, else the family's."""
+    """Special tokens by transformers' names, from the configuration or else the family's."""
     return {role: _added_token(config.get(role) or name, role, kind) for role, name in SPECIAL_TOKENS[kind].items()}
 
 
@@ -155,13 +154,13 @@ def _added_token(given: str | dict[str, Any], role: str = "", kind: str = "") ->
     from tokenizers import AddedToken
 
     fields = {"content": given} if isinstance(given, str) else {k: v for k, v in given.items() if k != "__type"}
-    # RoBERTa's mask takes the space before it along: what is predicted there is a word with its space.
+    # RoBERTa's mask includes the space before it, because a word is predicted with its space.
     with_space = (role, kind) == ("mask_token", "byte-level-bpe")
     return AddedToken(**{"lstrip": with_space, "normalized": not role, "special": bool(role)} | fields)
 
 
 def _add_tokens(tokenizer: "Tokenizer", path: Path, special: dict[str, "AddedToken"], config: dict[str, Any]) -> None:
-    """The added tokens at their ids, then the special ones, which have to be known by then."""
+    """Adds the added tokens, which must get their ids, and then the special tokens, which must be known."""
     for index, fields in sorted(config["added_tokens_decoder"].items(), key=lambda item: int(item[0])):
         token = _added_token(fields)
         tokenizer.add_tokens([token])
@@ -237,14 +236,14 @@ def train_tokenizer(
     lowercase: bool | None = None,
     min_frequency: int = 2,
 ) -> "Tokenizer":
-    """A `tokenizers.Tokenizer` for a corpus, to be kept with `save_tokenizer`.
+    """Trains a `tokenizers.Tokenizer` on a corpus; `save_tokenizer` writes it.
 
-    texts: strings, read once (`read_texts` gives them from files). kind: "wordpiece" or "byte-level-bpe". vocab_size:
-    with the special tokens; a small corpus gives fewer. lowercase: None as the family does, WordPiece yes, BPE no.
-    min_frequency: how often two pieces stand together before they become one. A model for it has
+    texts: strings, read once (`read_texts` reads files). kind: "wordpiece" or "byte-level-bpe". vocab_size: includes
+    the special tokens; a small corpus gives fewer. lowercase: None means yes for WordPiece, no for BPE. min_frequency:
+    how often two pieces must occur side by side to be merged. A model for it has
     `BertConfig(vocab_size=tokenizer.get_vocab_size(), pad_token_id=tokenizer.token_to_id("[PAD]"))`, or "<pad>".
-    Raises ValueError for an unknown kind, no text, and a vocab_size that the alphabet alone exceeds; TypeError for
-    what is no string.
+    Raises ValueError for an unknown kind, no text, and a vocab_size smaller than the alphabet; TypeError for texts that
+    are not strings.
     """
     if kind not in SPECIAL_TOKENS:
         raise ValueError(f"train_tokenizer: kind is {kind!r}; expected one of {', '.join(map(repr, SPECIAL_TOKENS))}")
@@ -278,13 +277,13 @@ def _new_wordpiece(lowercase: bool, special: dict[str, "AddedToken"]) -> tuple["
 def _new_byte_level_bpe(lowercase: bool, special: dict[str, "AddedToken"]) -> tuple["Tokenizer", Any]:
     from tokenizers import models, pre_tokenizers, trainers
 
-    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all bytes: nothing is unknown, whatever the corpus
+    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all bytes, so that no text has unknown tokens
     trainer = trainers.BpeTrainer(special_tokens=list(special.values()), initial_alphabet=alphabet)
     return _byte_level_bpe(models.BPE(), lowercase=lowercase), trainer
 
 
 class Counted:
-    """Iterates once, and counts."""
+    """Counts the items while iterating over them."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self.items, self.count = items, 0
@@ -298,15 +297,15 @@ class Counted:
 def save_tokenizer(tokenizer: Any, directory: str | Path) -> None:
     """Writes tokenizer.json and tokenizer_config.json, for `get_tokenizer` and `transformers.AutoTokenizer`.
 
-    directory: made where it is missing; a model's own will do. Its model_max_length, where transformers cuts, is that
-    of a tokenizer of transformers, else that of the model that is saved there.
+    directory: created if missing; may be a model's. model_max_length, where transformers cuts texts, comes from a
+    tokenizer of transformers or else from the model in that directory.
     """
     directory, backend = Path(directory), copy_of(tokenizer)
     tokens = {
         role: getattr(tokenizer, role, None) or special_token(backend, role) for role in SPECIAL_TOKENS["wordpiece"]
     }
     names = {role: token for role, token in tokens.items() if token is not None}
-    inputs = ["input_ids", "token_type_ids", "attention_mask"]  # without its list transformers leaves token types out
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]  # transformers omits token types without it
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": inputs, **names}
     if (longest := _model_max_length(tokenizer, directory)) is not None:
         config["model_max_length"] = longest
@@ -317,19 +316,19 @@ def save_tokenizer(tokenizer: Any, directory: str | Path) -> None:
 
 def _model_max_length(tokenizer: Any, directory: Path) -> int | None:
     given = getattr(tokenizer, "model_max_length", None)
-    if given is not None and given < 1e20:  # above, it is how transformers says that nobody knows
+    if given is not None and given < 1e20:  # larger values mean "unknown" in transformers
         return given
     try:
         return BertConfig.from_pretrained(directory).max_sequence_length
-    except (FileNotFoundError, ValueError):  # no model there, or none that fastbert reads
+    except (FileNotFoundError, ValueError):  # no model there, or one that fastbert does not read
         return None
 
 
-# ---- what a tokenizer says
+# ---- reading a tokenizer
 
 
 def copy_of(tokenizer: Any) -> "Tokenizer":
-    """A `tokenizers.Tokenizer` of our own, without truncation and padding.
+    """A copy as a `tokenizers.Tokenizer`, without truncation and padding.
 
     tokenizer: of `tokenizers`, or one of `transformers` that is based on it. Raises TypeError for others.
     """
@@ -345,13 +344,13 @@ def copy_of(tokenizer: Any) -> "Tokenizer":
 
 
 def special_token(tokenizer: Any, role: str) -> str | None:
-    """The special token of that role ("mask_token", ...) in a `tokenizers.Tokenizer`, by the families' names."""
+    """The special token for a role ("mask_token", ...) in a `tokenizers.Tokenizer`, or None."""
     names = (tokens[role] for tokens in SPECIAL_TOKENS.values())
     return next((name for name in names if tokenizer.token_to_id(name) is not None), None)
 
 
 def special_token_id(tokenizer: Any, role: str) -> int | None:
-    """Its id, in a tokenizer of `tokenizers` or of `transformers`, which has attributes; None where there is none."""
+    """The id of the special token for a role, in a tokenizer of `tokenizers` or `transformers`, or None."""
     if not hasattr(tokenizer, "token_to_id"):
         return getattr(tokenizer, f"{role}_id", None)
     token = special_token(tokenizer, role)
@@ -359,14 +358,14 @@ def special_token_id(tokenizer: Any, role: str) -> int | None:
 
 
 def continuation_prefix(tokenizer: "Tokenizer") -> str | None:
-    """What begins the tokens that go on with a word: `##` of a WordPiece; None for other models."""
+    """The prefix of tokens that continue a word: `##` in a WordPiece, None in other models."""
     return getattr(tokenizer.model, "continuing_subword_prefix", None) or None
 
 
 def check_tokenizer(tokenizer: Any, config: Any) -> None:
-    """Raises ValueError where a tokenizer does not fit a model's configuration.
+    """Raises ValueError if a tokenizer does not fit a model's configuration.
 
-    Every id has to be below config.vocab_size; and config.pad_token_id, whose embedding is not trained, must not be
+    Every id must be below config.vocab_size, and config.pad_token_id, whose embedding is not trained, must not be
     another token's id. config: a BertConfig, or one of `transformers`.
     """
     vocabulary = tokenizer.get_vocab()
@@ -386,7 +385,7 @@ def check_tokenizer(tokenizer: Any, config: Any) -> None:
 
 
 def strings(owner: str, name: str, texts: Iterable[str]) -> Iterator[str]:
-    """The texts one by one. Raises as `text_of` does, and TypeError for a string by itself."""
+    """Yields the texts. Raises as `text_of` does, and TypeError for a single string."""
     if isinstance(texts, (str, bytes)):
         raise TypeError(f"{owner}: {name} is a {type(texts).__name__}; expected several strings")
     for index, text in enumerate(texts):
@@ -394,7 +393,7 @@ def strings(owner: str, name: str, texts: Iterable[str]) -> Iterator[str]:
 
 
 def text_of(owner: str, name: str, text: Any, expected: str = "a string") -> str:
-    """The text itself. Raises TypeError for what is no string, ValueError for half a surrogate pair (JSON has such)."""
+    """The text. Raises TypeError if it is not a string, ValueError for half a surrogate pair, which JSON allows."""
     if not isinstance(text, str):
         raise TypeError(f"{owner}: {name} is a {type(text).__name__}; expected {expected}")
     try:

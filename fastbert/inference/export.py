@@ -1,8 +1,8 @@
-"""Export to ONNX and torch.export: a graph of plain operators, checked against the model before it is kept.
+"""Export to ONNX and torch.export: graphs of standard operators, compared with the model before they are kept.
 
-The `reference` backend is plain PyTorch, so what is traced under it has no operator of fastbert's, for every head and
-family, and nothing here knows how a model computes. A graph has no sizes that depend on a mask: all rows of a padded
-batch are computed, visible ones first (`fastbert.padding.plan`). docs/export.md has what that costs.
+The `reference` backend is plain PyTorch, so a model traced under it contains none of fastbert's operators, whatever its
+head and family. Sizes in a graph cannot depend on a mask, so all rows of a padded batch are computed, visible ones
+first (`fastbert.padding.plan`); docs/export.md says what this costs.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from fastbert.model import Saveable
 from fastbert.modes import evaluating
 from fastbert.testing import Result, Row
 
-FACTOR = 4.0  # how much further from float64 than the model itself an exported model may be
-OPSET = 20  # the first with Gelu
+FACTOR = 4.0  # times the model's own error against float64: how far an exported model may be off
+OPSET = 20  # the first version with Gelu
 _ONNX_DTYPES = (torch.float32, torch.float16)
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 Run = Callable[..., dict[str, Tensor]]
@@ -38,7 +38,7 @@ Names = tuple[tuple[str, ...], tuple[str, ...]]  # of inputs, of outputs
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that was written, the names of its inputs and outputs, and how far the outputs are from float64."""
+    """A written file, the names of its inputs and outputs, and the errors of its outputs against float64."""
 
     path: Path
     format: str
@@ -48,20 +48,19 @@ class Exported:
 
 
 def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
-    """Writes what a forward without labels computes, in evaluation mode, as a file that needs no fastbert.
+    """Writes the model's forward in evaluation mode, without labels, to a file that runs without fastbert.
 
-    model: BertModel or one with a head, of any family, on a CPU, of any dtype that the format runs. path: a file, which
-    is replaced when everything is right, and not before; an ONNX model above 1.5 GB keeps its weights in PATH.data.
-    format: "onnx", or "torch-export" for `torch.export.load(path).module()`. Inputs by name, int64: input_ids,
-    attention_mask and, where the family has several types, token_type_ids, each (batch, length), for multiple choice
-    (batch, choices, length); any batch from 1 on, any length from 1 to the model's, which has to be 2 or more. Outputs
-    as the model's: last_hidden_state, pooler_output, logits, ...
+    model: BertModel or one with a head, of any family, on a CPU, in a dtype that the format supports. path: is replaced
+    only after all checks have passed; an ONNX model above 1.5 GB keeps its weights in PATH.data. format: "onnx", or
+    "torch-export" for `torch.export.load(path).module()`. The file's inputs are int64 tensors by name: input_ids,
+    attention_mask and, in families with several token types, token_type_ids, each (batch, length), or (batch, choices,
+    length) for multiple choice; batch is at least 1, length at most the model's, which must be 2 or more. Its outputs
+    are those of the model: last_hidden_state, pooler_output, logits, ...
 
-    The traced batch and four of other shapes, padded left, right and between, are computed by the model and by the
-    file as it was read again: for every output, the error against float64 may be FACTOR times the model's own plus one
-    rounding of the largest value; padding has to be equal. Raises RuntimeError where it is not, or where the graph has
-    other operators than PyTorch's (or ONNX's) own; ValueError, TypeError; ModuleNotFoundError that says what to
-    install.
+    The file is read again, and computes the traced batch and four of other shapes, padded left, right and in between.
+    The error of every output against float64 may be FACTOR times the model's plus one rounding of the largest value,
+    and padding must be equal. Raises RuntimeError otherwise, and for a graph with operators other than PyTorch's or
+    ONNX's; ValueError, TypeError; ModuleNotFoundError that says what to install.
     """
     path = Path(path)
     _check(model, path, format)
@@ -72,7 +71,7 @@ def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
         file = Path(folder) / path.name
         _FORMATS[format].write(program, names, file)
         rows = _verify(model, _FORMATS[format].read(file, names), batches, _of_tokens(program, names[1]))
-        for made in sorted(Path(folder).iterdir(), key=lambda made: made == file):  # the model's file after its weights
+        for made in sorted(Path(folder).iterdir(), key=lambda made: made == file):  # the weights first
             os.replace(made, path.with_name(made.name))
     return Exported(path, format, *names, tuple(rows))
 
@@ -88,7 +87,7 @@ def _check(model: Saveable, path: Path, format: str) -> None:
     if path.suffix != _FORMATS[format].suffix or not path.parent.is_dir() or path.is_dir():
         expected = f"a name that ends in {_FORMATS[format].suffix}, in a folder that is there"
         raise ValueError(f"export: path is {path}; expected {expected}")
-    if (longest := model.config.max_sequence_length) < 2:  # torch.export then takes the length for a constant
+    if (longest := model.config.max_sequence_length) < 2:  # torch.export would fix the length
         given = f"max_position_embeddings {model.config.max_position_embeddings}, which is {longest} token a sequence"
         raise ValueError(f"export: the model has {given}; expected 2 or more, as the length is free in the file")
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None] if format == "onnx" else []
@@ -102,7 +101,7 @@ def _check(model: Saveable, path: Path, format: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporter's remarks on torchvision and on its own internals."""
+    """Silences the exporter's messages about torchvision and its internals."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -121,14 +120,14 @@ def _quiet() -> Iterator[None]:
 
 
 class _Inference(nn.Module):
-    """A model as a function from named tensors to named tensors: what is exported."""
+    """A model as a function from named tensors to named tensors."""
 
     def __init__(self, model: Saveable) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Batch:
-        if attention_mask.shape != input_ids.shape:  # the trace learns that their sizes are the same symbols
+        if attention_mask.shape != input_ids.shape:  # tells the trace that their sizes are equal
             raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; expected that of input_ids")
         output = self.model(input_ids, attention_mask, token_type_ids)
         return {name: value for name, value in output._asdict().items() if value is not None}
@@ -141,7 +140,7 @@ def _trace(model: Saveable, batch: Batch) -> torch.export.ExportedProgram:
     with backends.backend("reference"):
         program = torch.export.export(_Inference(model), (), batch, dynamic_shapes=shapes, strict=False)
     for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # it has paths of this machine
+        node.meta.pop("stack_trace", None)  # it contains local paths
     _refuse_custom_operators(program)
     return program
 
@@ -158,7 +157,7 @@ def _axes(dims: int) -> list[str]:
 
 
 def _of_tokens(program: torch.export.ExportedProgram, outputs: tuple[str, ...]) -> set[str]:
-    """The outputs whose sizes begin with those of the input, symbol for symbol: they have an entry for each token."""
+    """The outputs with an entry for each token: their symbolic sizes begin with the input's."""
     values = {node.name: node.meta["val"] for node in program.graph.nodes if "val" in node.meta}
     signature = program.graph_signature
     expected = list(map(str, values[signature.user_inputs[0]].shape))
@@ -181,25 +180,25 @@ def _read_program(file: Path, names: Names) -> Run:
 
 
 def _translations() -> dict[Callable, Callable]:
-    """For what torch.onnx lacks, or makes slow or wrong, of the operators that the reference backend uses."""
+    """ONNX for operators of the reference backend that torch.onnx lacks or translates badly."""
     from onnxscript import opset20 as op
 
     aten, int64 = torch.ops.aten, 7
 
     def argsort(x, stable):
-        """(N,) small integers. ONNX has no sort: TopK of distinct numbers in the same order."""
+        """(N,) small integers. ONNX has no stable sort, so this is TopK of distinct numbers in the same order."""
         rows = op.Shape(x)
         number = op.Range(0, op.Squeeze(rows), 1)
         return op.TopK(op.Add(op.Mul(op.Cast(x, to=int64), rows), number), rows, largest=0)[1]
 
     def searchsorted(ends, values, right=False):
-        """ONNX has no search: (N,) values count the (B,) ends before them."""
+        """ONNX has no binary search, so (N,) values count the (B,) ends before them."""
         ends, values = op.Cast(ends, to=int64), op.Unsqueeze(op.Cast(values, to=int64), [-1])
         before = op.LessOrEqual(ends, values) if right else op.Less(ends, values)
         return op.ReduceSum(op.Cast(before, to=int64), [-1], keepdims=0)
 
     def index(x, indices):
-        """One Gather. torch.onnx takes GatherND for several indices, and is wrong where one is int32, another int64."""
+        """One Gather. torch.onnx uses GatherND for several indices, and is wrong if their dtypes differ."""
         row, count = op.Cast(indices[0], to=int64), len(indices)
         for axis in range(1, count):
             row = op.Add(op.Mul(row, op.Shape(x, start=axis, end=axis + 1)), op.Cast(indices[axis], to=int64))
@@ -236,7 +235,7 @@ def _read_onnx(file: Path, names: Names) -> Run:
     options.log_severity_level = 3  # errors
     try:
         session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # what it raises has no common base but this
+    except Exception as error:  # its exceptions have no narrower base
         raise RuntimeError(f"export: onnxruntime cannot load the model: {error}") from error
 
     def run(**batch: Tensor) -> Batch:
@@ -263,14 +262,14 @@ FORMATS = tuple(_FORMATS)
 
 
 def _batches(model: Saveable) -> list[Batch]:
-    """Padded batches of several shapes, always the same ones; the first is the one to trace."""
+    """Padded batches of several shapes, the same in every call; the first is traced."""
     generator, longest = torch.Generator().manual_seed(0), model.config.max_sequence_length
-    ragged = [(7, 1, 11), (1,), (5,), (2, 13, 0, 9, 1, 6), (longest, 3)]  # visible tokens of each row
+    ragged = [(7, 1, 11), (1,), (5,), (2, 13, 0, 9, 1, 6), (longest, 3)]  # visible tokens in each row
     batches = []
     for turn, lengths in enumerate(ragged):
         lengths = torch.tensor(lengths).clamp(max=longest)
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        if turn == 3:  # padding on the left, and in between
+        if turn == 3:  # padding left and in between
             mask[:3], mask[5] = mask[:3].flip(1), mask[5][torch.randperm(mask.shape[1], generator=generator)]
         if model.kind == "ForMultipleChoice":
             mask = torch.stack([mask.roll(choice, 0) for choice in range((2, 1, 3, 2, 3)[turn])], 1)
@@ -287,7 +286,7 @@ def _batch(config: BertConfig, mask: Tensor, generator: torch.Generator) -> Batc
 
 
 def _verify(model: Saveable, run: Run, batches: list[Batch], of_tokens: set[str]) -> list[Row]:
-    """The rows of the check. Raises RuntimeError with all of them where one fails."""
+    """The rows of the check. Raises RuntimeError with the table if one fails."""
     found, ours = (_collect(call, batches, of_tokens) for call in (run, _Inference(model)))
     for name, expected in ours.padding.items():
         if not torch.equal(found.padding[name], expected):
@@ -303,7 +302,7 @@ def _verify(model: Saveable, run: Run, batches: list[Batch], of_tokens: set[str]
 
 
 class _Collected(NamedTuple):
-    """Of all batches together, by output: what is of tokens or of whole sequences, and what is at padding."""
+    """All batches together, by output: values of visible tokens or whole sequences, and values at padding."""
 
     result: Result
     padding: dict[str, Tensor]

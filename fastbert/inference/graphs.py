@@ -1,14 +1,14 @@
-"""CUDA graphs of a model, one for each size of batch: a forward is one launch instead of hundreds. For latency.
+"""CUDA graphs of a model for low latency: a forward is one launch instead of hundreds.
 
-A graph runs the same kernels on the same addresses each time. What changes from call to call is therefore written to
-memory of its own before a replay, as a packed batch with room to spare:
+A graph runs the same kernels on the same addresses each time. So the input is copied before a replay to a fixed buffer,
+as a packed batch with room to spare, called a bucket:
 
     input_ids   a a a b b . . .     5 tokens in a bucket of 8; 3 are spare
-    cu_seqlens  0 3 5 8 8 8         2 sequences; one after them holds the spare tokens, the others are empty
+    cu_seqlens  0 3 5 8 8 8         2 sequences; the third holds the spare tokens, the others are empty
 
-Spare tokens are sequences of their own (of token 0), and everything but attention works on each row alone, so no real
-token sees them. The longest sequence that a bucket admits is captured as a number: attention launches programs for it,
-and those behind a sequence's end return at once. docs/graph.md has the rest: costs, limits, what was checked.
+Spare tokens (of id 0) form separate sequences, and everything but attention works on single rows, so they do not affect
+real tokens. The bucket's longest sequence is captured as a constant: attention launches programs for that length, and
+those past the end of a sequence return at once. docs/graph.md describes costs, limits and checks.
 """
 
 import operator
@@ -39,9 +39,9 @@ from fastbert.ops import checks
 from fastbert.ops.op import autocast_on
 from fastbert.padding import Packing
 
-NAME = "fastbert.graph"  # whose errors these are
+NAME = "fastbert.graph"  # for error messages
 MODELS = (BertModel, *HEADS)
-# Outputs with a row a token; others have a row a sequence. `logits` are either, by the head.
+# Outputs with a row for each token; others have a row for each sequence, and `logits` depend on the head.
 OF_TOKENS = ("last_hidden_state", "prediction_logits", "start_logits", "end_logits")
 LOGITS_OF_TOKENS = (BertForMaskedLM, BertForReplacedTokenDetection, BertForTokenClassification)
 
@@ -52,14 +52,14 @@ def graph(
     max_sequences: int = 8,
     max_seqlen: int | None = None,
 ) -> "GraphedModel":
-    """The model as CUDA graphs, called as the model is, for inference with little latency.
+    """The model as CUDA graphs for inference with low latency; it is called like the model.
 
-    model: a BertModel or BertFor... of any family on one GPU, in evaluation mode. max_tokens: the buckets. A call
-    replays the smallest that holds its tokens (padding is none), if it has at most max_sequences sequences of at most
-    max_seqlen tokens (default: the longest that the model takes); any other call runs the model itself. All buckets are
-    captured here, which takes some runs of the model each; capture before other threads use the GPU (docs/graph.md).
-    Raises TypeError for another model, ValueError for sizes that make no sense and for a model that is not on one GPU,
-    RuntimeError for a model in training mode or with hooks, and under autocast.
+    model: a BertModel or BertFor... of any family on one GPU, in evaluation mode. max_tokens: the sizes of the buckets.
+    A call replays the smallest bucket for its tokens, not counting padding, if it has at most max_sequences sequences
+    of at most max_seqlen tokens (default: the model's maximum); other calls run the model itself. All buckets are
+    captured here, which runs the model a few times each; capture before other threads use the GPU (docs/graph.md).
+    Raises TypeError for another model, ValueError for invalid sizes and a model that is not on one GPU, RuntimeError
+    for a model in training mode or with hooks, and under autocast.
     """
     return GraphedModel(model, max_tokens, max_sequences, max_seqlen)
 
@@ -68,11 +68,11 @@ def graph(
 
 
 class _Batch(NamedTuple):
-    """The packed input of a call, on the host or on the device."""
+    """A call's packed input, on the host or the device."""
 
     inputs: ModelInputs
     packing: Packing
-    choices: int | None = None  # of multiple choice
+    choices: int | None = None  # for multiple choice
 
     @property
     def longest(self) -> int:
@@ -88,7 +88,7 @@ class Bucket(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Sequences of the captured batch: the caller's, and enough for all tokens to be spare."""
+        """Sequences in the captured batch: the caller's, and enough to hold all tokens if all are spare."""
         return self.sequences + -(-self.tokens // self.longest)
 
     @property
@@ -96,11 +96,11 @@ class Bucket(NamedTuple):
         return (self.tokens,) * 4 + (self.slots + 1,)
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """input_ids, token_type_ids, position_ids, places in the padded batch, cu_seqlens: one buffer, one copy."""
+        """input_ids, token_type_ids, position_ids, indices in the padded batch, cu_seqlens: copied as one buffer."""
         return buffer.split_with_sizes(self.sizes)
 
     def write(self, buffer: Tensor, inputs: ModelInputs, packing: Packing) -> None:
-        """A batch that is on the buffer's device, and everything after it. No host synchronisation."""
+        """Writes a batch on the buffer's device, and the spare tokens. No host synchronisation."""
         input_ids, token_type_ids, position_ids, places, ends = self.views(buffer.zero_())
         tokens, sequences = packing.tokens, packing.batch
         input_ids[:tokens] = inputs.input_ids
@@ -114,23 +114,23 @@ class Bucket(NamedTuple):
         ends[sequences + 1 :] = (tokens + spare * self.longest).clamp(max=self.tokens)
 
 
-# ---- capture: all that is CUDA's
+# ---- capture
 
 
 class Recorder(Protocol):
-    """What makes a replay of a function of fixed memory."""
+    """Records a function that works on fixed memory, so that it can be replayed."""
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Runs the function; a replay, which does it again, and the outputs, which a replay writes anew."""
+        """Runs the function. Returns a replay, which runs it again, and its outputs, which a replay overwrites."""
 
     def in_order(self) -> AbstractContextManager[None]:
-        """Captures, replays and all use of their memory are in such blocks, which the device runs one after another."""
+        """A block for captures, replays and uses of their memory; the device runs such blocks one after another."""
 
 
 class CudaGraphs:
-    """Records CUDA graphs on one GPU. They share one pool of memory, so that one at a time may run."""
+    """Records CUDA graphs on one GPU. They share a memory pool, so only one may run at a time."""
 
-    WARM_UPS = 3  # in the first kernels are compiled and loaded, and libraries made ready
+    WARM_UPS = 3  # the first compiles and loads kernels and initialises libraries
     alone = threading.Lock()  # PyTorch allows one capture at a time in a process
 
     def __init__(self, device: torch.device) -> None:
@@ -146,8 +146,8 @@ class CudaGraphs:
             self.stream.wait_stream(caller)
             for _ in range(self.WARM_UPS):
                 function()
-            with _workspaces_of_its_own():
-                # Only this thread is held to what a capture allows. Others still should not use the GPU: see below.
+            with _fresh_workspaces():
+                # Restricts only this thread. Others should not use the GPU either: see _fresh_workspaces.
                 with torch.cuda.graph(captured, self.pool, self.stream, capture_error_mode="thread_local"):
                     outputs = function()
         return captured.replay, outputs
@@ -166,12 +166,12 @@ class CudaGraphs:
 
 
 @contextmanager
-def _workspaces_of_its_own() -> Iterator[None]:
-    """Within, matrix products take workspaces anew, and so from a capture's pool, which lives as long as its graphs.
+def _fresh_workspaces() -> Iterator[None]:
+    """Makes matrix products in the block allocate new workspaces, from the capture's pool, which lives with its graphs.
 
-    PyTorch keeps one for each stream, and frees it when any graph of that stream goes (pytorch/pytorch#193402). What
-    clears them clears those of all streams: matrix products that another thread has queued lose theirs. Hence "capture
-    before other threads use the GPU".
+    PyTorch keeps one for each stream, and frees it with any graph of that stream (pytorch/pytorch#193402). Clearing
+    affects all streams: matrix products queued by another thread lose their workspace. Hence "capture before other
+    threads use the GPU".
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -186,11 +186,11 @@ class _Graph(NamedTuple):
     outputs: Any
 
 
-# ---- what a graph has captured of the model
+# ---- the captured model
 
 
-class _Watch:
-    """The tensors of a model at the addresses that graphs read, and what would make a replay another computation."""
+class ModelSnapshot:
+    """What a capture depends on: a model's modules, hooks, and the addresses and dtypes of its tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
@@ -206,7 +206,7 @@ class _Watch:
         return [*map(Tensor.data_ptr, self.tensors), *map(operator.attrgetter("dtype"), self.tensors)]
 
     def has_changed(self) -> bool:
-        """Whether a module or a tensor was replaced, or a tensor moved. Values that changed in place are none of it."""
+        """Whether a module or tensor was replaced or moved. Values may change in place."""
         now = list(chain.from_iterable(map(dict.values, self.tables)))
         same = len(now) == len(self.entries) and all(map(operator.is_, now, self.entries))
         return not (same and self._places() == self.places and self.children == self.children_then)
@@ -219,7 +219,7 @@ class _Watch:
         return devices.pop()
 
     def refuse(self, device: torch.device) -> None:
-        """Raises RuntimeError where the model does what a replay does not."""
+        """Raises RuntimeError if a replay would not do what the model does."""
         if any([module.training for module in self.modules]):
             raise RuntimeError(f"{NAME}: the model is in training mode; graphs are for inference: call model.eval()")
         if any(self.hooks):
@@ -238,11 +238,11 @@ class _Watch:
             )
 
 
-# ---- the model
+# ---- the graphed model
 
 
 class Report:
-    """What calls have done. replays, captures: by the bucket's tokens. direct: runs of the model itself, by reason."""
+    """Counts of calls. replays, captures: by the bucket's tokens. direct: runs of the model itself, by reason."""
 
     def __init__(self) -> None:
         self.captures: Counter[int] = Counter()
@@ -265,10 +265,10 @@ class Report:
 
 
 class GraphedModel:
-    """A model that replays graphs of itself; made by `graph`. model, buckets and a live report are its attributes.
+    """A model that replays graphs of itself, made by `graph`. Attributes: model, buckets, report.
 
-    Calls from several threads take turns; a capture, in the first of them after the model changed, has to have the GPU
-    to itself. Results are the caller's: no later call writes to them.
+    Calls from several threads take turns. The first call after a change of the model captures again, and must have the
+    GPU to itself. Results belong to the caller: later calls do not overwrite them.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class GraphedModel:
         max_seqlen: int | None,
         recorder: Callable[[torch.device], Recorder] = CudaGraphs,
     ) -> None:
-        """recorder: what captures on a device; another than CUDA graphs' is for tests. The rest as in `graph`."""
+        """recorder: captures on a device; tests replace it. The other arguments as in `graph`."""
         if not isinstance(model, MODELS):
             known = ", ".join(kind.__name__ for kind in MODELS)
             raise TypeError(f"{NAME}: given a {type(model).__name__}; expected one of {known}")
@@ -290,10 +290,10 @@ class GraphedModel:
         self._new_recorder, self._lock = recorder, threading.Lock()
         with self._lock:
             self._start_over()
-            self._watch.refuse(self._device)
+            self._snapshot.refuse(self._device)
             if not _checking():
                 with self._recorder.in_order():
-                    for bucket in reversed(self.buckets):  # the others fit into the memory of the largest
+                    for bucket in reversed(self.buckets):  # smaller ones reuse the memory of the largest
                         self._captured(bucket)
 
     def __call__(
@@ -308,13 +308,13 @@ class GraphedModel:
         num_choices: int | None = None,
         **others: Any,
     ) -> tuple:
-        """What model(...) gives for the same arguments, on the model's device. Not for training, nor with gradients.
+        """What model(...) returns for the same arguments, on the model's device, without gradients.
 
-        Input is padded or packed as the model takes it, all on the host or all on the model's device. Host input is
-        checked as on a CPU and waits for nothing; on the device a mask, or cu_seqlens without max_seqlen, costs one
-        synchronisation. num_choices: of packed input for BertForMultipleChoice.
+        Input is padded or packed as for the model, all on the host or all on the model's device. Host input is checked
+        as on a CPU and needs no synchronisation; on the device a mask, or cu_seqlens without max_seqlen, costs one.
+        num_choices: for packed input to BertForMultipleChoice.
         Raises TypeError for other arguments (labels, inputs_embeds, output_...), RuntimeError for a model in training
-        mode, with hooks or with live gradients, under autocast and in a capture, and as the model does.
+        mode, with hooks or with live gradients, under autocast and within a capture, and as the model does.
         """
         if others:
             raise TypeError(f"{NAME}: no graph takes {', '.join(others)}; call the model itself")
@@ -336,25 +336,25 @@ class GraphedModel:
             self.report.ran_directly(obstacle)
         return self._run_directly(given, num_choices)
 
-    # the model, now and when it was captured
+    # -- the captured model
 
     def _start_over(self) -> None:
-        """Nothing captured, of the model as it is."""
+        """Discards all graphs and looks at the model anew."""
         self._graphs: dict[Any, _Graph] = {}
-        watch = _Watch(self.model)
-        self._device = watch.device()
-        self._recorder = self._new_recorder(self._device)  # with a pool of its own: an emptied one cannot be used again
-        self._watch = watch
+        snapshot = ModelSnapshot(self.model)
+        self._device = snapshot.device()
+        self._recorder = self._new_recorder(self._device)  # with a new pool: an emptied one cannot be used again
+        self._snapshot = snapshot
 
     def _look_at_model(self) -> None:
-        if self._watch.has_changed():
+        if self._snapshot.has_changed():
             self._start_over()
-        self._watch.refuse(self._device)
-        self._watch.refuse_gradients()
+        self._snapshot.refuse(self._device)
+        self._snapshot.refuse_gradients()
 
     def _settings(self) -> tuple[Any, ...]:
-        """What decides which kernels are captured: `fastbert.backend`, and the precision of float32 products."""
-        config, dtype = self.model.config, self._watch.tensors[0].dtype
+        """What decides which kernels are captured: the backends, and the precision of float32 matrix products."""
+        config, dtype = self.model.config, self._snapshot.tensors[0].dtype
         sizes = {"attention": config.head_dim, "add_layer_norm": config.hidden_size, "linear": 0, "dense_gelu": 0}
         sizes |= dict.fromkeys(("embedding", "layer_norm"), config.embedding_width)
         kernels = [
@@ -362,10 +362,10 @@ class GraphedModel:
         ]
         return *kernels, torch.backends.cuda.matmul.fp32_precision
 
-    # a call
+    # -- a call
 
     def _read(self, given: dict[str, Any], num_choices: int | None) -> _Batch:
-        """The arguments, checked and packed, by the model itself or, on the host, by what stands there for it."""
+        """The arguments, checked and packed by the model or, on the host, by its stand-in without weights."""
         given, choices = self._sequences_of_choices(given, num_choices)
         names = ("input_ids", "token_type_ids", "position_ids")
         ids = {name: given[name] for name in names if given[name] is not None or name == "input_ids"}
@@ -374,7 +374,7 @@ class GraphedModel:
         device, body = ids["input_ids"].device, self.model if isinstance(self.model, BertModel) else self.model.bert
         if device not in (self._device, torch.device("cpu")):
             raise ValueError(f"{NAME}: the input is on {device}; expected the model's {self._device}, or the host")
-        with backends.backend(None):  # one that is forced is for the model, and may not serve the host
+        with backends.backend(None):  # a forced backend is for the model, and may not run on the host
             pack = (self._on_host if device.type == "cpu" else body).pack
             batch = _Batch(*pack(**given, inputs_embeds=None), choices)
         config, inputs = self.model.config, batch.inputs
@@ -386,7 +386,7 @@ class GraphedModel:
     def _sequences_of_choices(
         self, given: dict[str, Any], num_choices: int | None
     ) -> tuple[dict[str, Any], int | None]:
-        """Of multiple choice: B * N sequences of (B, N, S), and N."""
+        """For multiple choice: the arguments as B * N sequences instead of (B, N, S), and N."""
         if not isinstance(self.model, BertForMultipleChoice):
             if num_choices is not None:
                 raise TypeError(f"{NAME}: num_choices goes with BertForMultipleChoice, not {type(self.model).__name__}")
@@ -403,7 +403,7 @@ class GraphedModel:
         return given, num_choices
 
     def _bucket_for(self, batch: _Batch) -> tuple[Bucket | None, str]:
-        """The smallest that holds the batch, or why none does."""
+        """The smallest bucket that holds the batch, or why none does."""
         largest = self.buckets[-1]
         if _checking():
             return None, "FASTBERT_CHECK=1 asks for checks that no replay makes"
@@ -427,7 +427,7 @@ class GraphedModel:
         if batch.inputs.input_ids.device == self._device:
             bucket.write(buffer, batch.inputs, batch.packing)
         else:
-            # Made anew, for the last call's may still be on its way; PyTorch takes it back when the copy is done.
+            # A new one, as the previous copy may not be done; PyTorch recycles it when the copy is.
             pinned = torch.empty(buffer.shape, dtype=torch.int32, pin_memory=True)
             bucket.write(pinned, batch.inputs, batch.packing)
             buffer.copy_(pinned, non_blocking=True)
@@ -436,10 +436,10 @@ class GraphedModel:
         return self._result(outputs, batch, bucket.views(buffer)[3][: batch.packing.tokens])
 
     def _captured(self, bucket: Bucket) -> _Graph:
-        """The bucket's graph under the present settings."""
+        """The bucket's graph under the current settings, captured if it is new."""
         key = bucket.tokens, self._settings()
         if key not in self._graphs:
-            with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be written to outside it
+            with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be overwritten later
                 self._graphs[key] = self._capture(bucket)
             self.report.captures[bucket.tokens] += 1
         return self._graphs[key]
@@ -465,9 +465,9 @@ class GraphedModel:
         return _Graph(buffer, *self._recorder.capture(forward))
 
     def _result(self, outputs: Any, batch: _Batch, places: Tensor) -> tuple:
-        """The batch's part of what a replay wrote, in the caller's form and memory."""
+        """The batch's part of the outputs, copied into the caller's form."""
         of_answers = isinstance(self.model, BertForQuestionAnswering)
-        fill = torch.finfo(outputs.start_logits.dtype).min if of_answers else 0  # at padding, as the model does
+        fill = torch.finfo(outputs.start_logits.dtype).min if of_answers else 0  # at padding, as in the model
         fields = {}
         for name, rows in zip(outputs._fields, outputs, strict=True):
             if rows is None:
@@ -480,7 +480,7 @@ class GraphedModel:
         return type(outputs)(**fields)
 
 
-# ---- the parts of a call that need no graph
+# ---- helpers
 
 
 def _checking() -> bool:
@@ -502,7 +502,7 @@ def _size(name: str, value: int) -> int:
 
 
 def _packing_on_host(config: BertConfig) -> BertModel:
-    """A model without weights for its `pack`, which asks where its words are and what family it is of."""
+    """A model without weights, only to call its `pack`, which looks at the device of the word embeddings."""
     with torch.device("meta"):
         body = BertModel(config)
     body.embeddings.word_embeddings = nn.Embedding(1, 1, device="cpu")
@@ -510,7 +510,7 @@ def _packing_on_host(config: BertConfig) -> BertModel:
 
 
 def _of_tokens(rows: Tensor, packing: Packing, places: Tensor, fill: float) -> Tensor:
-    """(T, ...) in the caller's form, `fill` at padding, and in memory that no replay writes."""
+    """A copy of (T, ...) in the caller's form, with `fill` at padding."""
     if packing.indices is None:
         return packing.unpack(rows).clone()
     grid = rows.new_full((packing.batch * packing.seqlen, *rows.shape[1:]), fill)

@@ -17,14 +17,14 @@ from fastbert.require import require
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LABELLED = 64  # tokens beside the axes of one head; more would not be readable
+_LABELLED = 64  # the most tokens to write at the axes
 
 
 def attention_of(model: Saveable, tokenizer: Any, text: str) -> tuple[list[str], Tensor]:
-    """The tokens of a text, and the weights (layers, heads, T, T) float32 with which they read each other.
+    """The tokens of a text, and their attention weights (layers, heads, T, T) float32.
 
-    model: BertModel or one with a head. Row q of a head is the softmax over the tokens that token q reads.
-    Raises ValueError for a text without a token, or longer than the model's positions; TypeError for no string.
+    model: BertModel or one with a head. Row q of a head is the softmax over the tokens that token q attends to. Raises
+    ValueError for a text without tokens or longer than the model's positions, TypeError unless text is a string.
     """
     if not isinstance(text, str):
         raise TypeError(f"attention_of: text is a {type(text).__name__}; expected a string")
@@ -42,11 +42,10 @@ def attention_of(model: Saveable, tokenizer: Any, text: str) -> tuple[list[str],
 def attention_figure(
     weights: Tensor | np.ndarray, tokens: Sequence[str], *, layer: int | None = None, head: int | None = None
 ) -> "Figure":
-    """A grid of layers (rows) and heads (columns); a layer, or a head, alone where one is given.
+    """A grid of layers (rows) and heads (columns), restricted to one layer or head if given.
 
-    weights: (layers, heads, T, T), of any dtype and device. tokens: T names, written beside the axes where it is one
-    head. layer and head count from 0. Each map has its own scale, from 0 to its largest weight. Raises ValueError for
-    other shapes and numbers.
+    weights: (layers, heads, T, T), any dtype and device. tokens: T names, shown if there is a single map. layer, head:
+    from 0. Each map is scaled from 0 to its largest weight. Raises ValueError for other shapes and numbers.
     """
     if isinstance(weights, Tensor):
         weights = weights.detach().float().cpu()  # numpy has no bfloat16
@@ -72,7 +71,7 @@ def _one_head(weights: np.ndarray, tokens: Sequence[str], title: str) -> "Figure
     figure.colorbar(image, shrink=0.8)
     axes.set(title=title, xlabel="reads", ylabel="token")
     if len(tokens) <= _LABELLED:
-        plain = [token.replace("$", r"\$") for token in tokens]  # no mathematics
+        plain = [token.replace("$", r"\$") for token in tokens]  # not as TeX
         axes.set_xticks(range(len(tokens)), plain, rotation=90, fontsize=8)
         axes.set_yticks(range(len(tokens)), plain, fontsize=8)
     return figure
@@ -91,14 +90,14 @@ def _grid(weights: np.ndarray, layers: Sequence[int], heads: Sequence[int]) -> "
 
 
 def _figure(width: float, height: float) -> "Figure":
-    """Drawn by Agg: no window, no global state of pyplot."""
+    """A figure drawn without a window and without pyplot's global state."""
     return require("matplotlib.figure", "matplotlib").Figure(figsize=(width, height), layout="constrained")
 
 
 def plot_attention(
     model: Saveable, tokenizer: Any, text: str, path: str | Path, *, layer: int | None = None, head: int | None = None
 ) -> Path:
-    """Draws the attention of a text to a PNG, whole or not at all; returns where. Arguments and errors as above."""
+    """Draws the attention of a text to a PNG. Returns the path. Arguments and errors as above."""
     tokens, weights = attention_of(model, tokenizer, text)
     figure = attention_figure(weights, tokens, layer=layer, head=head)
     with replacing(path) as file:

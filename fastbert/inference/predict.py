@@ -1,12 +1,12 @@
-"""Text in, predictions out: fill masks, classify, tag, answer. Batches are packed by length, nothing is padded.
+"""Predictions for texts: fill masks, classify, tag, answer. Batches are packed, with texts of similar length together.
 
-Each class takes a trained checkpoint and refuses one without its head: new parameters would answer nonsense::
+Each class takes a trained checkpoint and refuses one that lacks its head, as new parameters would predict nonsense::
 
     classify = TextClassifier.from_pretrained("path/to/model")
     classify(["a text", ("a text", "and its pair")])  # [[Label(label="good", score=0.98), ...], [...]]
 
-Sentence embeddings are `SentenceEncoder`; `similarity` compares them. What `transformers`' pipelines
-of the same tasks do otherwise is in docs/inference.md.
+`SentenceEncoder` embeds texts, and `similarity` compares embeddings. docs/inference.md lists the differences from
+`transformers`' pipelines for these tasks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fill:
-    """A token for a mask. text: the text with it in the mask's place."""
+    """A token for a mask. text: the input with the mask replaced by it."""
 
     token: str
     token_id: int
@@ -64,7 +64,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Label:
-    """score: a probability; of a regression the value itself."""
+    """score: a probability, or the value of a regression."""
 
     label: str
     score: float
@@ -72,7 +72,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Entity:
-    """text: characters start to end of the input. score: the mean probability of its words' labels."""
+    """text: the input from character start to end. score: the mean probability of its words' labels."""
 
     label: str
     score: float
@@ -83,7 +83,7 @@ class Entity:
 
 @dataclass(frozen=True)
 class Answer:
-    """text: characters start to end of the context. score: a probability."""
+    """text: the context from character start to end. score: a probability."""
 
     text: str
     score: float
@@ -98,7 +98,7 @@ class Answers(NamedTuple):
     no_answer: float
 
 
-# ---- what they share
+# ---- the base class
 
 
 class _Tokens(NamedTuple):
@@ -114,7 +114,7 @@ class _Tokens(NamedTuple):
 
 
 class _Predictor:
-    """A model in evaluation mode, and a tokenizer that fits it. classes: of the model, the one to load first."""
+    """A model in evaluation mode and its tokenizer. classes: those the model may have, the default first."""
 
     classes: tuple[type[Saveable], ...]
 
@@ -123,9 +123,10 @@ class _Predictor:
     ) -> None:
         """tokenizer: of `tokenizers`, or one of `transformers` that is based on it; a copy is used.
 
-        max_length: in tokens, of a text with its special tokens; the model's when None. Longer texts are cut, with a
-        warning. tokens_per_batch: how many tokens share a forward, at least one text.
-        Raises TypeError for another model, ValueError for a tokenizer whose ids the model has not, and other values.
+        max_length: in tokens, with special tokens; the model's maximum when None. Longer texts are cut, with a warning.
+        tokens_per_batch: the most tokens in one forward, but always at least one text.
+        Raises TypeError for another model, ValueError for a tokenizer with ids that the model lacks and for other
+        values.
         """
         name = type(self).__name__
         if not isinstance(model, self.classes):
@@ -155,10 +156,10 @@ class _Predictor:
         device: str | torch.device | None = None,
         **arguments: Any,
     ) -> "Self":
-        """From a directory with a trained model and its tokenizer. arguments: of the constructor.
+        """From a directory with a trained model and its tokenizer. arguments: for the constructor.
 
-        Raises ValueError for a checkpoint of another head or without parameters of this one, FileNotFoundError and
-        RuntimeError as the model's own from_pretrained.
+        Raises ValueError for a checkpoint of another head or with parameters missing, and FileNotFoundError and
+        RuntimeError as the model's from_pretrained.
         """
         return cls(trained_model(directory, cls.classes, dtype=dtype).to(device), get_tokenizer(directory), **arguments)
 
@@ -167,7 +168,7 @@ class _Predictor:
         return next(self.model.parameters()).device
 
     def _encode(self, texts: Sequence[Any], *more: str) -> list[dict[str, np.ndarray]]:
-        """Of each text or pair of texts input_ids, token_type_ids and `more` columns of tokens, cut at max_length."""
+        """input_ids, token_type_ids and `more` columns of each text or pair of texts, cut at max_length."""
         names, rows = ("input_ids", "token_type_ids", *more), []
         for encoding, left in cut_encodings(self.tokenizer, texts, self.max_length):
             if all(sequence is None for sequence in encoding.sequence_ids):
@@ -176,7 +177,7 @@ class _Predictor:
         return rows
 
     def _batches(self, ids: Sequence[Sequence[int]], token_types: Sequence[Sequence[int]]) -> Iterator[_Tokens]:
-        """Packed batches of texts of like length."""
+        """Packed batches of texts of similar length."""
         for texts in batches([len(text) for text in ids], self.tokens_per_batch):
             lengths = [len(ids[text]) for text in texts]
             inputs = {"input_ids": ids} | ({"token_type_ids": token_types} if self.token_types else {})
@@ -195,7 +196,7 @@ class _Predictor:
 
 
 class MaskFiller(_Predictor):
-    """Fills masks: the tokens that a masked language model finds likeliest for each of them."""
+    """Fills masks with the tokens that a masked language model finds likeliest."""
 
     classes = (BertForMaskedLM, BertForPreTraining)
 
@@ -209,10 +210,10 @@ class MaskFiller(_Predictor):
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str], *, top_k: int = 5) -> list[list[list[Fill]]]:
-        """For each text, for each of its masks, the top_k likeliest tokens, the likeliest first.
+        """For each text and each of its masks, the top_k likeliest tokens, best first.
 
-        Several masks of a text are filled each by itself, the others standing. The head runs on masks alone.
-        Raises ValueError for a text without a mask, or with none before max_length; TypeError for other texts.
+        Each mask of a text is filled while the others stay. The head runs on masks only. Raises ValueError for a text
+        without a mask before max_length, TypeError for texts that are not strings.
         """
         if not 1 <= top_k <= self.config.vocab_size:
             raise ValueError(f"MaskFiller: top_k is {top_k}; expected 1 to {self.config.vocab_size}")
@@ -235,7 +236,7 @@ class MaskFiller(_Predictor):
         return results
 
     def _likelihoods(self, inputs: dict[str, Any]) -> Tensor:
-        """(masks, V) probabilities, of the masks one after the other."""
+        """(masks, V): probabilities for each mask of the batch."""
         body, head = self.model.bert, self.model.cls.predictions
         hidden = body(**inputs).last_hidden_state[inputs["input_ids"] == self.mask_id]
         return wide(head(hidden, body.embeddings.word_embeddings.weight)).softmax(-1)
@@ -243,11 +244,11 @@ class MaskFiller(_Predictor):
     def _fill(self, text: str, span: Sequence[int], score: float, token: int) -> Fill:
         word, (start, end) = self.tokenizer.decode([token], skip_special_tokens=False), span
         before, after, filled = text[:start], text[end:], word
-        if self.takes_space:  # RoBERTa's mask stands for a word with its space; offsets may leave the space out
+        if self.takes_space:  # RoBERTa's mask includes the space before it, which offsets may omit
             before = before.rstrip()
             if before and self.tokenizer.id_to_token(token).startswith("\u2581"):
-                filled = " " + word.removeprefix(" ")  # decoders of SentencePiece tokenizers drop a first token's
-        if self.prefix and word.startswith(self.prefix):  # it goes on with the word before
+                filled = " " + word.removeprefix(" ")  # SentencePiece decoders drop the first token's space
+        if self.prefix and word.startswith(self.prefix):  # it continues the word before
             return Fill(word, token, score, before.rstrip() + word.removeprefix(self.prefix) + after)
         return Fill(word, token, score, before + filled + after)
 
@@ -256,18 +257,17 @@ class MaskFiller(_Predictor):
 
 
 class TextClassifier(_Predictor):
-    """Classifies texts, or pairs of them, by a model that was trained to."""
+    """Classifies texts or pairs of texts."""
 
     classes = (BertForSequenceClassification,)
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str | tuple[str, str]], *, top_k: int | None = None) -> list[list[Label]]:
-        """For each text its labels (all, or the top_k best), the best first.
+        """For each text its labels (all, or the top_k best), best first, named by the configuration's id2label.
 
-        Scores are probabilities: of classes that exclude each other, by softmax; each by itself, by sigmoid, where
-        config.problem_type is "multi_label_classification" or there is one label. With "regression" they are what the
-        model gives, in its order. Names of labels: id2label of the configuration.
-        Raises ValueError for an empty text, TypeError for what is no list of texts.
+        Scores are probabilities: a softmax over the classes, or a sigmoid of each if config.problem_type is
+        "multi_label_classification" or there is one label. With "regression" they are the model's outputs, in its
+        order. Raises ValueError for an empty text, TypeError for anything but a list of texts or pairs.
         """
         if top_k is not None and top_k < 1:
             raise ValueError(f"TextClassifier: top_k is {top_k}; expected at least 1")
@@ -290,7 +290,7 @@ class TextClassifier(_Predictor):
 
 
 def _texts_or_pairs(texts: Sequence[str | tuple[str, str]]) -> list[str | tuple[str, str]]:
-    """Raises TypeError for other things, and for a string by itself; ValueError as text_of does."""
+    """The list. Raises TypeError for a single string or anything else, and ValueError as text_of does."""
     for index, text in enumerate([texts] if isinstance(texts, str) else texts):
         parts = text if isinstance(text, (tuple, list)) and len(text) == 2 else [text]
         if isinstance(texts, str) or not all(isinstance(part, str) for part in parts):
@@ -301,7 +301,7 @@ def _texts_or_pairs(texts: Sequence[str | tuple[str, str]]) -> list[str | tuple[
 
 
 def label_names(config: BertConfig) -> list[str]:
-    """The names of the labels by their numbers; LABEL_0, ... where the configuration has none."""
+    """Label names in order of their numbers; LABEL_0, ... if the configuration names none."""
     names = {int(number): name for number, name in (config.extra.get("id2label") or {}).items()}
     return [names.get(number, f"LABEL_{number}") for number in range(config.num_labels)]
 
@@ -310,17 +310,17 @@ def label_names(config: BertConfig) -> list[str]:
 
 
 class EntityTagger(_Predictor):
-    """Finds entities: the labels of words, put together where they go on."""
+    """Finds entities: runs of words with labels of one type."""
 
     classes = (BertForTokenClassification,)
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> list[list[Entity]]:
-        """For each text its entities, in order. A word has the label of its first token; words are the tokenizer's.
+        """For each text its entities, in order. A word has the label of its first token; O means no entity.
 
-        An entity goes on with a word of the same type, unless its label begins with B-; labels without B- and I- go on
-        too. Words of label O are none. As transformers' pipeline with aggregation_strategy="first".
-        Raises ValueError for an empty text, TypeError for what is no list of strings.
+        A word continues the entity before it if it has the same type (the label without B- or I-) and its label does
+        not begin with B-. Equivalent to transformers' pipeline with aggregation_strategy="first".
+        Raises ValueError for an empty text, TypeError for anything but a list of strings.
         """
         texts = list(strings("EntityTagger", "texts", texts))
         rows = self._encode(texts, "word_ids", "offsets")
@@ -352,7 +352,7 @@ class _Word(NamedTuple):
 
 
 def _words(word_ids: list[int], offsets: list[list[int]]) -> Iterator[tuple[int, int, int]]:
-    """The first token of each word, and the characters from which to which it goes."""
+    """The first token of each word, and the characters where the word begins and ends."""
     for word, tokens in groupby(range(len(word_ids)), key=word_ids.__getitem__):
         tokens = list(tokens)
         if word != NO_WORD:
@@ -360,7 +360,7 @@ def _words(word_ids: list[int], offsets: list[list[int]]) -> Iterator[tuple[int,
 
 
 def _grouped(words: list[_Word]) -> Iterator[tuple[str, list[_Word]]]:
-    """Runs of words of one type, and the type."""
+    """Entity type and words of each run of words of one type."""
     group: list[_Word] = []
     for word in words:
         if group and (word.label.startswith("B-") or _kind(word.label) != _kind(group[0].label)):
@@ -379,13 +379,13 @@ def _kind(label: str) -> str:
 
 
 class QuestionAnswerer(_Predictor):
-    """Answers questions by a span of a context, which may be of any length: windows of it overlap."""
+    """Answers questions by spans of a context of any length, which is read in overlapping windows."""
 
     classes = (BertForQuestionAnswering,)
 
     def __init__(self, model: Saveable, tokenizer: Any, *, stride: int | None = None, **arguments: Any) -> None:
-        """max_length: of a window with the question, at most 384 when None. stride: the tokens that two windows share;
-        128 when None, or half of max_length.
+        """max_length: of a window with the question; up to 384 when None. stride: how many tokens consecutive windows
+        share; 128 when None, or half of max_length if that is less.
         """
         super().__init__(model, tokenizer, **arguments)
         self.stride = min(128, self.max_length // 2) if stride is None else stride
@@ -399,12 +399,12 @@ class QuestionAnswerer(_Predictor):
     ) -> list[Answers]:
         """For each question the top_k best spans of its context, of at most max_answer_length tokens.
 
-        A span has the score of its first token as a start and of its last token as an end, in the window that gives the
-        most; no answer has those of [CLS], in the window that gives the least (Devlin et al., "BERT", 2018, 4.2 and
-        4.3). Probabilities are the softmax over all spans and no answer; those of a model that was trained without
-        unanswerable questions say nothing about the latter.
+        A span's score is the start logit of its first token plus the end logit of its last, in the window where that is
+        largest; the score of "no answer" is that of [CLS], in the window where it is smallest (Devlin et al., "BERT",
+        2018, 4.2 and 4.3). Probabilities are the softmax over all spans and "no answer", which means nothing for a
+        model trained without unanswerable questions.
         Raises ValueError for an empty text, another number of contexts, and a question that leaves no room for more
-        than `stride` tokens of context; TypeError for what is no list of strings.
+        than `stride` tokens of context; TypeError for anything but lists of strings.
         """
         for name, value in (("top_k", top_k), ("max_answer_length", max_answer_length)):
             if value < 1:
@@ -420,7 +420,7 @@ class QuestionAnswerer(_Predictor):
         ]
 
     def _scores(self, windows: QADataset) -> list[np.ndarray]:
-        """For each window (T, 2) float64, the logits of its tokens as a start and as an end."""
+        """(T, 2) float64 for each window: start and end logits."""
         ids, types = ([windows.rows(name, i) for i in range(len(windows))] for name in ("input_ids", "token_type_ids"))
         scores = [np.empty((0, 2))] * len(windows)
         for batch in self._batches(ids, types):
@@ -431,9 +431,9 @@ class QuestionAnswerer(_Predictor):
 
 
 class _Spans(NamedTuple):
-    """All spans of a context of T tokens: scores[t, n] is that of the n + 1 tokens from t on."""
+    """All spans of a context of T tokens: scores[t, n] is the score of the n + 1 tokens from t on."""
 
-    scores: np.ndarray  # (T, max_answer_length), -inf where there is no such span
+    scores: np.ndarray  # (T, max_answer_length), -inf if no window holds the span
     no_answer: float
     offsets: np.ndarray  # (T, 2)
 
@@ -443,7 +443,7 @@ class _Spans(NamedTuple):
     ) -> "_Spans":
         offsets = [windows.rows("offsets", window) for window in indices]
         contexts = [np.flatnonzero(rows[:, 0] >= 0) for rows in offsets]
-        step = len(contexts[0]) - stride  # from one window's first token of context to the next one's
+        step = len(contexts[0]) - stride  # between the starts of consecutive windows
         tokens = step * (len(contexts) - 1) + len(contexts[-1])
         scores, places, no_answer = np.full((tokens, min(longest, tokens)), -np.inf), np.empty((tokens, 2), int), np.inf
         for turn, (window, context) in enumerate(zip(indices, contexts, strict=True)):
@@ -464,14 +464,14 @@ class _Spans(NamedTuple):
             span = _trimmed(context, self.offsets[token, 0], self.offsets[min(token + more, len(self.offsets) - 1), 1])
             if len(found) == top_k or not weights[token, more]:
                 break
-            if span[0] < span[1]:  # some tokens are a space
-                found.setdefault(span, weights[token, more] / total)  # bytes of one character are several tokens
+            if span[0] < span[1]:  # some tokens are only a space
+                found.setdefault(span, weights[token, more] / total)  # a character may have several tokens: equal spans
         best = [Answer(context[start:end], float(score), start, end) for (start, end), score in found.items()]
         return Answers(best, float(nothing / total))
 
 
 def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
-    """Without the space before, which some tokenizers count to the word."""
+    """Without leading spaces, which some tokenizers include in a word."""
     return int(end) - len(text[start:end].lstrip()), int(end)
 
 
@@ -479,7 +479,7 @@ def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def similarity(vectors: Tensor, others: Tensor | None = None) -> Tensor:
-    """Cosines (N, M) of vectors (N, C) with others (M, C), or with each other; 0 for a vector of zeros.
+    """(N, M): cosines of vectors (N, C) with others (M, C), or with each other; 0 for a zero vector.
 
     Equivalent to `F.cosine_similarity(vectors[:, None], others[None], dim=-1)`. Raises ValueError for other shapes.
     """

@@ -1,4 +1,4 @@
-"""Sentence embeddings: text in, normalised vectors out, no padding in between."""
+"""Sentence embeddings on packed tokens."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -15,9 +15,9 @@ from fastbert.padding import first_tokens
 
 
 class SentenceEncoder:
-    """A directory with a model of the family as a sentence encoder: tokenizer, model, pooling and normalisation.
+    """Embeds texts: tokenizer, model, pooling and normalisation.
 
-    Computes what sentence-transformers does with the same directory, or refuses it.
+    Computes what sentence-transformers computes with the same directory, or refuses the directory.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class SentenceEncoder:
         normalize: bool = True,
         max_length: int | None = None,
     ) -> None:
-        """tokenizer: a `tokenizers.Tokenizer`, of which a copy is used; model is set to evaluation mode.
+        """tokenizer: a `tokenizers.Tokenizer`, which is copied. The model is set to evaluation mode.
 
-        pooling: "mean" over the tokens, or "cls", the first. normalize: to vectors of length 1. max_length: longer
-        texts are cut, in tokens. Raises ValueError for a tokenizer whose ids the model does not have, and for other
+        pooling: "mean" over the tokens, or "cls", the first token. normalize: to vectors of length 1. max_length: in
+        tokens; longer texts are cut. Raises ValueError for a tokenizer with ids that the model lacks, and for other
         values.
         """
         config, special = model.config, tokenizer.num_special_tokens_to_add(False)
@@ -52,10 +52,10 @@ class SentenceEncoder:
     def from_pretrained(
         cls, directory: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
     ) -> "SentenceEncoder":
-        """From a directory with a model and its tokenizer, and sentence-transformers' own files if they are there.
+        """From a directory with a model and its tokenizer, following sentence-transformers' files if it has them.
 
         Without modules.json: mean pooling, normalised. Raises FileNotFoundError, ValueError and RuntimeError as
-        `BertModel.from_pretrained` does, and ValueError for modules or pooling that are not computed here.
+        `BertModel.from_pretrained`, and ValueError for modules or a pooling that are not supported.
         """
         directory = Path(directory)
         folder, pooling, normalize = _sentence_modules(directory)
@@ -72,9 +72,9 @@ class SentenceEncoder:
         )
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
-        """The token ids of each text, special tokens included, cut at max_length with a warning.
+        """The token ids of each text with special tokens, cut at max_length with a warning.
 
-        Raises TypeError for what is no list of strings, ValueError for half a surrogate pair, which is no text.
+        Raises TypeError for anything but a list of strings, ValueError for half a surrogate pair.
         """
         texts = strings("SentenceEncoder", "texts", texts)
         found = cut_encodings(self.tokenizer, texts, self.max_length)
@@ -83,10 +83,10 @@ class SentenceEncoder:
     def encode(
         self, texts: list[str], *, tokens_per_batch: int = 2048, progress: Callable[[int], None] | None = None
     ) -> Tensor:
-        """Embeddings, (len(texts), C) float32 on the model's device.
+        """(len(texts), C) float32 embeddings, on the model's device.
 
-        tokens_per_batch: how many tokens share a forward, at least one text. progress: called with the number of
-        texts done after each. Raises as `tokenize` does.
+        tokens_per_batch: the most tokens in one forward, but always at least one text. progress: called after each
+        forward with its number of texts. Raises as `tokenize` does.
         """
         ids = self.tokenize(texts)
         result = torch.empty(len(ids), self.model.config.hidden_size, device=self.device, dtype=torch.float32)
@@ -98,7 +98,7 @@ class SentenceEncoder:
 
     @torch.inference_mode()
     def embed(self, ids: list[list[int]]) -> Tensor:
-        """Embeddings of tokenized texts in one forward, (len(ids), C) float32."""
+        """(len(ids), C) float32 embeddings of tokenized texts, in one forward."""
         lengths = torch.tensor([len(i) for i in ids], device=self.device)
         cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         packed = torch.tensor([i for text in ids for i in text], device=self.device, dtype=torch.int64)
@@ -115,7 +115,7 @@ class SentenceEncoder:
 
 
 def batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
-    """Indices in order of length, longest first, cut into batches of at most `budget` tokens (or of one text)."""
+    """Indices sorted by length, longest first, in batches of at most `budget` tokens (or of one text)."""
     batch, tokens = [], 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batch and tokens + lengths[index] > budget:
@@ -128,7 +128,7 @@ def batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
 
 
 def _sentence_modules(directory: Path) -> tuple[Path, str, bool]:
-    """From sentence-transformers' modules.json: the folder of the BERT, the pooling, and whether it normalises."""
+    """The model's folder, the pooling, and whether to normalise, from sentence-transformers' modules.json."""
     modules = _read_json(directory / "modules.json")
     if not modules:
         return directory, "mean", True
@@ -145,5 +145,5 @@ def _sentence_modules(directory: Path) -> tuple[Path, str, bool]:
 
 
 def _read_json(path: Path):
-    """What the file holds; an empty dict without the file. Raises ValueError for what is no JSON."""
+    """The file's content; {} if there is no file. Raises ValueError for invalid JSON."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -1,6 +1,6 @@
 """Training: losses over batches of unequal size, parameter groups, ELECTRA, and a trainer that resumes bit for bit.
 
-The same script runs under `python` and, on several GPUs, under `torchrun`::
+The same script runs under `python` and, with several GPUs, under `torchrun`::
 
     model = distribute(BertForMaskedLM(config))
     optimizer = torch.optim.AdamW(parameter_groups(model, lr=5e-4), fused=True)
@@ -9,8 +9,8 @@ The same script runs under `python` and, on several GPUs, under `torchrun`::
     trainer.resume()  # from the newest checkpoint, if there is one
     trainer.train(loader, max_steps=20_000, eval_loader=held_out, eval_steps=500, save_steps=500)
 
-A step's loss is that of one big batch, however its labels fall on micro-batches and processes: the mean over all that
-is labelled in the step, not the mean of means. docs/training.md has the rest.
+A step's loss is the mean over all labels of the step, however they are distributed over micro-batches and processes;
+it is not a mean of means. See docs/training.md.
 """
 
 from fastbert.modes import evaluating

@@ -12,18 +12,18 @@ from fastbert.training.losses import Batch
 
 
 class ElectraPretrainingOutput(NamedTuple):
-    """loss: the sum of `losses`, the generator's and the weighted one of the discriminator."""
+    """losses: the generator's, and the discriminator's times its weight. loss: their sum."""
 
     loss: Tensor
     losses: tuple[Tensor, Tensor]
 
 
 class ElectraPretraining(nn.Module):
-    """A generator that fills masks, and a discriminator that tells its tokens from real ones, trained together.
+    """A generator that fills masks, and a discriminator that finds the tokens it replaced, trained together.
 
     loss = masked-LM loss + weight * replaced-token loss (Clark et al., "ELECTRA", 2020, section 2). generator: a
-    BertForMaskedLM. discriminator: a BertForReplacedTokenDetection, or what takes the batch with labels (T,), 1 where a
-    token was replaced, and gives the mean over all tokens as `loss`. They may share tables of one width, as in
+    BertForMaskedLM. discriminator: a BertForReplacedTokenDetection, or a module that takes the batch with labels (T,),
+    1 for replaced tokens, and returns the mean loss over all tokens as `loss`. They may share embeddings, as in
     `discriminator.bert.embeddings.word_embeddings = generator.bert.embeddings.word_embeddings`.
     """
 
@@ -34,9 +34,9 @@ class ElectraPretraining(nn.Module):
     def forward(
         self, input_ids: Tensor, labels: Tensor, labelled_rows: Tensor | None = None, **packed: Any
     ) -> ElectraPretrainingOutput:
-        """A batch of PackingCollator: input_ids (T,) with masks, labels (T,) what is behind them, else -100.
+        """A batch of PackingCollator: input_ids (T,) with masks, labels (T,) the masked tokens and -100 elsewhere.
 
-        packed: cu_seqlens, max_seqlen, and what else both models take. Raises ValueError for padded input.
+        packed: cu_seqlens, max_seqlen, and other arguments for both models. Raises ValueError for padded input.
         """
         if packed.get("cu_seqlens") is None:
             raise ValueError("ElectraPretraining: expected packed input, (T,) with cu_seqlens and max_seqlen")
@@ -54,11 +54,11 @@ class ElectraPretraining(nn.Module):
 
     @staticmethod
     def label_counts(batch: Batch) -> Tensor:
-        """Masks for the generator, all tokens for the discriminator."""
+        """Masked tokens for the generator, all tokens for the discriminator."""
         return torch.stack([(batch["labels"] != IGNORED).sum(), torch.tensor(batch["input_ids"].numel())]).double()
 
 
 @torch.no_grad()
 def sample(logits: Tensor) -> Tensor:
-    """(L, V) to (L,): a draw from softmax(logits) in each row, by the Gumbel-max trick."""
+    """(L, V) -> (L,): a draw from softmax(logits) in each row, by the Gumbel-max trick."""
     return (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)

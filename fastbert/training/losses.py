@@ -1,4 +1,4 @@
-"""Losses of batches of unequal size, and how many labels each is a mean over."""
+"""Losses of batches of unequal size, and the number of labels behind each."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,9 +28,9 @@ def to_device(batch: Batch, device: torch.device | str) -> dict[str, Any]:
 
 
 def label_counts(model: nn.Module, batch: Batch) -> Tensor:
-    """(K,) float64: the loss of the batch is a sum of K means, over so many labels each.
+    """(K,) float64: the batch's loss is a sum of K means, over this many labels each.
 
-    A model with a loss of its own has a method `label_counts(batch)`, and the means as `losses` in its output.
+    A model with another loss defines a method `label_counts(batch)` and returns the means as `losses` in its output.
     Raises ValueError for a batch without labels.
     """
     if hasattr(unwrapped(model), "label_counts"):
@@ -48,7 +48,7 @@ def label_counts(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _labelled(labels: Tensor, batch: Batch) -> Tensor:
-    """Integers that are neither -100 nor at padding; all floats, which are of a regression or of several classes."""
+    """Counts integer labels that are neither -100 nor at padding, and all float labels (regression, multi-label)."""
     if labels.is_floating_point():
         return torch.tensor(labels.numel())
     labelled, mask = labels != IGNORED, batch.get("attention_mask")
@@ -57,7 +57,7 @@ def _labelled(labels: Tensor, batch: Batch) -> Tensor:
 
 
 def _answerable(positions: Tensor, batch: Batch) -> Tensor:
-    """How many answers are at a token: the question-answering head leaves out the others."""
+    """How many answers are at a token; the question-answering head ignores the others."""
     positions = positions.flatten().clamp(min=0)
     if "cu_seqlens" in batch:
         return (positions < batch["cu_seqlens"].diff()).sum()
@@ -67,7 +67,7 @@ def _answerable(positions: Tensor, batch: Batch) -> Tensor:
 
 
 def loss_terms(out: Any, batch: Batch) -> Tensor:
-    """(K,) the means whose sum is `out.loss`, in the order of `label_counts`."""
+    """(K,): the means whose sum is `out.loss`, in the order of `label_counts`."""
     if hasattr(out, "losses"):
         return torch.stack(out.losses)
     pairs = next((batch[name] for name in _OF_PAIRS if batch.get(name) is not None), None)
@@ -82,23 +82,23 @@ def loss_terms(out: Any, batch: Batch) -> Tensor:
 
 
 def loss_of(out: Any, batch: Batch) -> Tensor:
-    """`out.loss`. Raises ValueError where the model gave none: its head wants other labels than the batch has."""
+    """`out.loss`. Raises ValueError if it is None because the head needs other labels than the batch has."""
     if out.loss is None:
         raise ValueError(f"the batch has {', '.join(sorted(batch))}, and the model gave no loss; expected its labels")
     return out.loss
 
 
 def compute_mlm_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The masked-LM loss of a batch, the mean over its labelled tokens: a scalar, in float32 or better.
+    """The masked-LM loss of a batch: a scalar in float32 or better, the mean over labelled tokens.
 
-    A loss of pairs of sentences is left out. Raises ValueError for a batch without labels, or a model without a loss.
+    Sentence-pair losses are not included. Raises ValueError for a batch without labels or a model without a loss.
     """
     batch = _without_pairs(_require_labels("compute_mlm_loss", batch))
     return loss_of(_forward(model, batch), batch)
 
 
 def compute_classification_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss of a classifier of sequences or of tokens, the mean over what is labelled: a scalar.
+    """The loss of a sequence or token classifier: a scalar, the mean over labels.
 
     Raises ValueError for a batch without labels.
     """
@@ -106,13 +106,13 @@ def compute_classification_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def compute_mlm_loader_loss(model: nn.Module, loader: Iterable[Batch], device: torch.device | str) -> float:
-    """The masked-LM loss of a loader, the mean over its labelled tokens. Raises ValueError where there is none."""
+    """The masked-LM loss over a loader: the mean over labelled tokens. Raises ValueError if there are none."""
     labelled = (_require_labels("compute_mlm_loader_loss", batch) for batch in loader)
     return compute_loader_loss(model, map(_without_pairs, labelled), device)
 
 
 def compute_loader_loss(model: nn.Module, loader: Iterable[Batch], device: torch.device | str) -> float:
-    """The loss of all batches of a loader as if they were one. Raises ValueError where nothing is labelled."""
+    """The loss over a loader, as if all its batches were one. Raises ValueError if nothing is labelled."""
     terms, counts = [], []
     with evaluating(model):
         for batch in loader:
@@ -127,7 +127,7 @@ def compute_loader_loss(model: nn.Module, loader: Iterable[Batch], device: torch
 
 
 def _forward(model: nn.Module, batch: Batch) -> Any:
-    """`model(**batch)`, without the logits of a masked-LM head, which no loss needs."""
+    """`model(**batch)`, without the masked-LM logits, which the loss does not need."""
     masked_lm = isinstance(unwrapped(model), (BertForMaskedLM, BertForPreTraining))
     return model(**batch, **({"skip_logits": True} if masked_lm else {}))
 

@@ -1,4 +1,4 @@
-"""Parameter groups, frozen layers, and the usual schedule."""
+"""Parameter groups, frozen layers, and the linear schedule."""
 
 import re
 from collections.abc import Iterable
@@ -15,10 +15,11 @@ _EMBEDDINGS = re.compile(r".*\bembeddings(_project)?\b")
 def parameter_groups(
     model: nn.Module, lr: float, weight_decay: float = 0.01, layer_decay: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer, of trainable parameters: no decay of biases and LayerNorms, lower rates further down.
+    """Trainable parameters as groups for an optimizer: no weight decay of biases and LayerNorms, layer-wise rates.
 
-    Heads and pooler have the rate lr, the last layer lr * layer_decay, and so on down to the embeddings (0.8 in
-    ELECTRA-Base; Clark et al., 2020). Raises ValueError for a layer_decay where there is not one stack of layers.
+    Heads and pooler get the rate lr, the last layer lr * layer_decay, the one before it lr * layer_decay², and so on to
+    the embeddings (0.8 in ELECTRA-Base; Clark et al., 2020). Raises ValueError for a layer_decay other than 1 unless
+    the model has exactly one stack of layers.
     """
     layers = [match for name, _ in model.named_parameters() if (match := _LAYER.match(name))]
     if layer_decay != 1 and len({match[1] for match in layers}) != 1:
@@ -37,17 +38,17 @@ def parameter_groups(
 
 
 def _depth(name: str, top: int) -> int:
-    """0 for the embeddings, 1 for the first layer, `top` for what is above the last."""
+    """0 for embeddings, 1 for the first layer, `top` for the pooler and heads."""
     if match := _LAYER.match(name):
         return int(match[2]) + 1
     return 0 if _EMBEDDINGS.match(name) else top
 
 
 def freeze(model: nn.Module, layers: int | Iterable[int] = 0, embeddings: bool = True) -> None:
-    """Ends the training of the embeddings and of the lowest `layers` layers, or of those with the given indices.
+    """Freezes the embeddings and the lowest `layers` layers, or the layers with the given indices.
 
-    Call it before `distribute` and `parameter_groups`. Dropout in frozen layers stays. The decoder of a masked-LM head
-    is the word embeddings, and is frozen with them. Raises ValueError for a layer that does not exist.
+    Call it before `distribute` and `parameter_groups`. Frozen layers keep their dropout. A masked-LM decoder is frozen
+    with the word embeddings, which it shares. Raises ValueError for a layer that does not exist.
     """
     if isinstance(layers, int) and layers < 0:
         raise ValueError(f"freeze: layers is {layers}; expected at least 0")
@@ -63,7 +64,7 @@ def freeze(model: nn.Module, layers: int | Iterable[int] = 0, embeddings: bool =
 
 
 def linear_schedule(optimizer: Optimizer, warmup_steps: int, max_steps: int) -> LambdaLR:
-    """Rates rise from 0 in warmup_steps, then fall to 0 at max_steps.
+    """Learning rates rise linearly from 0 for warmup_steps, then fall linearly to 0 at max_steps.
 
     Equivalent to `transformers.get_linear_schedule_with_warmup`. Raises ValueError unless
     0 <= warmup_steps < max_steps.

@@ -1,4 +1,4 @@
-"""Random numbers and files: what a run needs to go on where it was."""
+"""Random states and files that a run needs to continue exactly."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ from fastbert.files import write_text
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of Python, NumPy and torch, in types that `torch.load(weights_only=True)` takes."""
+    """The states of Python, NumPy and torch, in types that `torch.load(weights_only=True)` accepts."""
     kind, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
     return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
@@ -30,7 +30,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint, on the host, its checksums verified. Raises FileNotFoundError, ValueError for a damaged file."""
+    """A checkpoint on the host, with checksums verified. Raises FileNotFoundError; ValueError for a damaged file."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -43,7 +43,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def append_row(path: Path, row: dict[str, float]) -> None:
-    """A name that the table has not becomes its last column, empty in the rows before."""
+    """Appends a row to a CSV table. New names become its last columns, empty in earlier rows."""
     with path.open("a+", newline="") as file:
         file.seek(0)
         rows = csv.DictReader(file)
@@ -61,7 +61,7 @@ def append_row(path: Path, row: dict[str, float]) -> None:
 
 
 def keep_rows(path: Path, step: int) -> None:
-    """Drops the rows of later steps, and a last one that was cut off."""
+    """Drops rows of later steps, and a truncated last row."""
     if path.exists():
         header, *rows = path.read_text().splitlines(keepends=True) or [""]
         kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]

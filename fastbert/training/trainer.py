@@ -29,10 +29,10 @@ _COUNTERS = ("step", "skipped_steps", "epoch", "position")
 
 
 class AMPTrainer:
-    """Trains whatever gives a loss as `model(**batch).loss`, in mixed precision, and resumes bit for bit.
+    """Trains a model with a loss at `model(**batch).loss` in mixed precision, and resumes bit for bit.
 
-    It writes train.csv, evaluation.csv and checkpoint-<step>.pt to output_dir. One loop without plug-ins: who wants
-    more uses `transformers.Trainer` or `accelerate`, which take the same models and batches.
+    Writes train.csv, evaluation.csv and checkpoint-<step>.pt to output_dir. It is one loop without plug-ins; for more,
+    use `transformers.Trainer` or `accelerate`, which take the same models and batches.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class AMPTrainer:
         tensorboard: bool = False,
         progress: bool = True,
     ) -> None:
-        """mixed_precision: None computes in the dtype of the parameters; "bf16" and "fp16" under autocast, the latter
-        with a GradScaler. scheduler: None for constant rates. save_total_limit: how many checkpoints are kept.
+        """mixed_precision: None computes in the parameters' dtype, "bf16" and "fp16" under autocast, "fp16" with a
+        GradScaler. scheduler: None for constant learning rates. save_total_limit: how many checkpoints to keep.
 
-        Raises ValueError for values that make no sense, and for several processes that do not share the model.
+        Raises ValueError for invalid values, and if there are several processes but `distribute` was not called.
         """
         dtypes = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
         if mixed_precision not in dtypes:
@@ -70,10 +70,10 @@ class AMPTrainer:
         self.output_dir, self.save_total_limit = Path(output_dir), save_total_limit
         self.output_dir.mkdir(parents=True, exist_ok=True)
         self.progress, self.tensorboard = progress, tensorboard
-        self.step = self.skipped_steps = 0  # steps taken, and how many of them the scaler made void
-        self.epoch = self.position = 0  # position: batches of this epoch that this process has had
-        self.epoch_random = self.loader_state = None  # random numbers at its start; the state of a loader that has one
-        self.place: dict[str, Any] | None = None  # what of it a checkpoint holds: where the last whole step ended
+        self.step = self.skipped_steps = 0  # steps taken, and how many of these the scaler skipped
+        self.epoch = self.position = 0  # position: batches that this process has used in this epoch
+        self.epoch_random = self.loader_state = None  # random state at the epoch's start; the loader's state
+        self.place: dict[str, Any] | None = None  # the above after the last whole step, for checkpoints
 
     def train(
         self,
@@ -85,18 +85,18 @@ class AMPTrainer:
         eval_steps: int | None = None,
         save_steps: int | None = None,
     ) -> dict[str, float]:
-        """Trains to max_steps, counted from the first, in as many epochs as that takes. Returns the last evaluation.
+        """Trains until step max_steps, in as many epochs as that takes. Returns the last evaluation.
 
-        loader: of this process's share of the batches; an epoch ends with the shortest share. metric(model,
-        eval_loader, device): the loss, or a dictionary whose numbers are kept; every eval_steps and at the end, in
-        every process; for a run that has reached max_steps before, once more. Checkpoints are written every save_steps
-        and at the end.
-        Raises FloatingPointError for a loss that is not finite, before its step is taken; FileExistsError where
-        output_dir has checkpoints of later steps; ValueError for a loader without batches or labels, or one that has
-        them only once, and for a loader with persistent workers that is eval_loader too.
+        loader: this process's share of the batches; an epoch ends with the shortest share. metric(model, eval_loader,
+        device): returns the loss or a dictionary, whose numbers are kept; runs every eval_steps and at the end, in
+        every process, and once if max_steps was reached before. Checkpoints are written every save_steps and at the
+        end.
+        Raises FloatingPointError for a loss that is not finite, before its step is taken; FileExistsError if output_dir
+        has checkpoints of later steps; ValueError for a loader without batches or labels or that can be iterated only
+        once, and for a loader with persistent workers that is also eval_loader.
         """
         _at_least_one(max_steps=max_steps, eval_steps=eval_steps, save_steps=save_steps)
-        if eval_loader is loader and getattr(loader, "persistent_workers", False):  # that would end the epoch unnoticed
+        if eval_loader is loader and getattr(loader, "persistent_workers", False):  # it would silently end the epoch
             raise ValueError("train: eval_loader is loader, whose persistent workers serve one iteration at a time")
         self._clear_up()
         self.model.train()
@@ -121,8 +121,8 @@ class AMPTrainer:
         return result
 
     def evaluate(self, loader: Iterable[Batch], metric: Callable[..., Any] = compute_loader_loss) -> dict[str, float]:
-        """metric(model, loader, device), in the precision of training, whose random numbers it leaves alone."""
-        before, generators = random_state(self.device), _generators(loader)  # it may be the loader of training
+        """metric(model, loader, device) in the training precision; training's random states are restored after it."""
+        before, generators = random_state(self.device), _generators(loader)  # possibly the training loader's
         states = [generator.get_state() for generator in generators]
         with self._autocast():
             found = metric(unwrapped(self.model), loader, self.device)
@@ -136,7 +136,7 @@ class AMPTrainer:
     # -- one step
 
     def _step(self, batches: list[Batch]) -> dict[str, float]:
-        """One step of the optimizer on one big batch, in parts; what there is to log."""
+        """One optimizer step over several micro-batches; returns what to log."""
         start = time.perf_counter()
         counts = [label_counts(self.model, batch).to(self.device) for batch in batches]
         total = self._over_processes(torch.stack(counts).sum(0))
@@ -148,8 +148,8 @@ class AMPTrainer:
             with self._exchanging(i + 1 == len(batches)):
                 with self._autocast():
                     terms = loss_terms(self.model(**batch), batch)
-                part = (terms.where(count > 0, 0) * (count / total)).sum()  # of no label, transformers' mean is NaN
-                # DDP and FSDP2 average gradients over processes, where their sum is wanted.
+                part = (terms.where(count > 0, 0) * (count / total)).sum()  # transformers returns NaN without labels
+                # DDP and FSDP2 average gradients over processes; the product makes it a sum.
                 self.scaler.scale(part * self.processes).backward()
             loss += part.detach()
         norm = self._clip()
@@ -174,7 +174,7 @@ class AMPTrainer:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _require_finite(self, loss: float, norm: float) -> None:
-        """Gradients that are not finite are the scaler's business, where there is one."""
+        """Raises FloatingPointError. Infinite gradients are left to the scaler, if there is one."""
         if not math.isfinite(loss) or not (self.scaler.is_enabled() or math.isfinite(norm)):
             raise FloatingPointError(
                 f"step {self.step + 1}: the loss is {loss}, the norm of its gradients {norm}; expected finite numbers. "
@@ -199,14 +199,14 @@ class AMPTrainer:
         return x
 
     def _exchanging(self, now: bool) -> contextlib.AbstractContextManager:
-        """DDP exchanges gradients once a step; FSDP2 after every batch, or it would hold whole gradients."""
+        """DDP exchanges gradients once a step; FSDP2 after every batch, as it would otherwise keep whole gradients."""
         wait = not now and isinstance(self.model, DistributedDataParallel)
         return self.model.no_sync() if wait else contextlib.nullcontext()
 
     # -- the place in the data
 
     def _steps_of_the_epoch(self, loader: Iterable[Batch]) -> Iterator[list[Batch]]:
-        """The batches of one step after the other, from where the epoch was left."""
+        """Yields the batches of each step, from the current position in the epoch."""
         iterator = self._open(loader)
         while True:
             batches = list(itertools.islice(iterator, self.accumulation))
@@ -217,15 +217,15 @@ class AMPTrainer:
             yield batches
 
     def _open(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """What is left of the epoch. A loader that cannot go on by itself runs again from the start of the epoch, with
-        the random numbers of that time."""
+        """Iterates over the rest of the epoch. A loader without a state starts over with the epoch's random state, and
+        the batches that were used before are skipped."""
         now = random_state(self.device)
         self._begin_epoch(loader, now)
         goes_on = self.position > 0 and self.loader_state is not None
         if goes_on:
             loader.load_state_dict(self.loader_state)
         if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None:
-            # Starting workers, as a resumed run does here, draws their seed; going on with them does not.
+            # A resumed run starts its workers here, which draws their seed; running workers draw none.
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         iterator = iter(loader)
         skipped = self.position if goes_on else sum(1 for _ in itertools.islice(iterator, self.position))
@@ -236,7 +236,7 @@ class AMPTrainer:
         return iterator
 
     def _begin_epoch(self, loader: Iterable[Batch], now: dict[str, Any]) -> None:
-        """Random numbers as they were when the epoch began, and its number to whatever in the loader wants it."""
+        """Restores the random state of the epoch's start, and tells the loader's parts which epoch it is."""
         parts, generators = _parts_of(loader), _generators(loader)
         if self.position == 0:
             self.epoch_random = {**now, "loader": [generator.get_state() for generator in generators]}
@@ -248,7 +248,7 @@ class AMPTrainer:
                 part.set_epoch(self.epoch)
 
     def _note(self, loader: Iterable[Batch], batches: int) -> None:
-        """Where a whole step has ended: metrics that save, and whoever saves after an interruption, are past it."""
+        """Records the position after a whole step, so that `save` can be called at any time."""
         self.position += batches
         self.loader_state = loader.state_dict() if hasattr(loader, "state_dict") else None
         self.place = self._place()
@@ -270,15 +270,15 @@ class AMPTrainer:
     # -- checkpoints
 
     def checkpoints(self) -> list[Path]:
-        """Those in output_dir, oldest first."""
+        """The checkpoints in output_dir, oldest first."""
         found = [path for path in self.output_dir.glob("checkpoint-*.pt") if path.stem[len("checkpoint-") :].isdigit()]
         return sorted(found, key=_step_of)
 
     def save(self) -> Path:
-        """Writes a checkpoint, whole or not at all, then removes the oldest; all processes have to call it.
+        """Writes a checkpoint as a whole, then removes the oldest. All processes must call it.
 
-        At any time: the place in the data and the random numbers are those where the last whole step ended.
-        Raises OSError for a full disk; the checkpoints before it are whole.
+        It may be called at any time: position and random state are those after the last whole step. Raises OSError if
+        the disk is full; earlier checkpoints stay intact.
         """
         place = dict(self.place or self._place())
         everyone = [own := place.pop("own")]
@@ -297,18 +297,18 @@ class AMPTrainer:
         return path
 
     def resume(self) -> bool:
-        """Goes on from the newest checkpoint in output_dir; False where there is none."""
+        """Loads the newest checkpoint in output_dir. Returns False if there is none."""
         found = self.checkpoints()
         if found:
             self.load(found[-1])
         return bool(found)
 
     def load(self, path: str | Path) -> None:
-        """Goes on from a checkpoint: by as many processes as wrote it, to the bits of a run without the interruption.
+        """Continues from a checkpoint, bit for bit if there are as many processes as wrote it.
 
-        Another number of processes starts the epoch again, with new random numbers and a UserWarning.
-        Raises FileNotFoundError; ValueError for a corrupt file, and where one has a schedule or a scaler that the other
-        has not, before anything changes; RuntimeError and ValueError for one of another model or optimizer.
+        With another number of processes the epoch starts over with new random numbers, and a UserWarning says so.
+        Raises FileNotFoundError; ValueError, before anything changes, for a corrupt file or if only one of checkpoint
+        and trainer has a scheduler or a scaler; RuntimeError and ValueError for another model or optimizer.
         """
         state = read_checkpoint(Path(path))
         self._require_the_same_parts(path, state)
@@ -350,7 +350,7 @@ class AMPTrainer:
 
     @contextlib.contextmanager
     def _logging(self, max_steps: int) -> Iterator[Callable[[str, dict[str, float]], None]]:
-        """log(table, row): to <table>.csv, a progress bar and TensorBoard; from the first process alone."""
+        """Gives log(table, row): to <table>.csv, a progress bar and TensorBoard, in the first process only."""
         with contextlib.ExitStack() as stack:
             bar = board = None
             if self.progress and self.rank == 0:
@@ -373,7 +373,7 @@ class AMPTrainer:
             yield log
 
     def _clear_up(self) -> None:
-        """Removes what an interrupted run left: a file half written, rows after the checkpoint that this one has."""
+        """Removes what an interrupted run left: unfinished files, and rows of later steps."""
         if later := [path.name for path in self.checkpoints() if _step_of(path) > self.step]:
             raise FileExistsError(
                 f"{self.output_dir} has {later[-1]}, and this run is at step {self.step}; call resume() before "
@@ -387,7 +387,7 @@ class AMPTrainer:
 
 
 def _parts_of(loader: Iterable[Batch]) -> list[Any]:
-    """The loader, and what in it may want to know the epoch, or draw from a generator of its own."""
+    """The loader and its parts, which may have a `set_epoch` or a generator."""
     return [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset", "collate_fn"))]
 
 
