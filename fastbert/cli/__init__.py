@@ -14,7 +14,7 @@ _MENDABLE = (OSError, ValueError, TypeError, IndexError, RuntimeError, Assertion
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; 0 on success, 1 for a check that fails, 2 with one line on stderr for what a user can mend."""
+    """Runs the command. Returns 0 on success, 1 for a failed check, 2 with a line on stderr for a user's mistake."""
     args = _parser().parse_args(arguments)
     try:
         with warnings.catch_warnings():
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _warn(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
-    """Ours, and what is for users; what libraries tell developers is for tests."""
+    """Shows warnings in one line, except those for developers."""
     if not issubclass(category, (DeprecationWarning, FutureWarning)):
         _say(str(message))
 

@@ -1,10 +1,10 @@
-"""`fastbert check`: the accuracy rule on a checkpoint and a text of one's own.
+"""`fastbert check`: the accuracy rule applied to a user's checkpoint and text.
 
-Every dtype and backend that runs here computes hidden states, logits, the loss and all gradients of one padded batch,
-in evaluation mode. The truth is transformers' eager model in float64, on the weights rounded to the dtype; of a BERT
-`reference.py` has to agree with it. Bounds come from the errors of transformers' eager and SDPA models in the dtype
-itself (`fastbert.testing`), in float32 on a CPU with each of PyTorch's two libraries for matrix products. Both sides
-read the checkpoint by themselves, so its translation is checked too.
+For every dtype and backend that runs on this machine, it computes hidden states, logits, the loss and all gradients of
+a padded batch, in evaluation mode. The truth is transformers' eager model in float64, with weights rounded to the
+dtype; for a BERT, `reference.py` must agree with it. The bounds (`fastbert.testing`) come from the errors of
+transformers' eager and SDPA models in that dtype, in float32 on a CPU with both of PyTorch's matrix libraries. fastbert
+and transformers each read the checkpoint, so its translation is checked as well.
 """
 
 import contextlib
@@ -32,20 +32,20 @@ from fastbert.model import BertModel, Saveable
 from fastbert.testing import Result, Row
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-DEFAULT = "default"  # the order of preference, no backend forced
+DEFAULT = "default"  # no backend forced
 BACKENDS = (DEFAULT, *backends.BACKENDS)
-TRUTH = "truth"  # in place of a backend: reference.py against transformers, in float64
-_LOGITS = {  # ours -> transformers' other name
+TRUTH = "truth"  # instead of a backend: reference.py against transformers, in float64
+_LOGITS = {  # our name -> transformers', if it is another
     name: {"seq_relationship_logits": "sop_logits"}.get(name)
     for name in ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
 }
-_OF_TOKENS = {"ForQuestionAnswering", "ForReplacedTokenDetection"}  # (B, S); others are if they are (B, S, classes)
+_OF_TOKENS = {"ForQuestionAnswering", "ForReplacedTokenDetection"}  # logits (B, S); other heads have (B, S, classes) or (B, classes)
 _TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
 
 
 @dataclass(frozen=True)
 class Line(Row):
-    """One row of the report. difference: between fastbert and transformers with SDPA, in the same dtype."""
+    """A row of the report. difference: between fastbert and transformers with SDPA in the same dtype."""
 
     difference: float = math.nan
     note: str = ""
@@ -53,7 +53,7 @@ class Line(Row):
 
 @dataclass(frozen=True)
 class Check:
-    """One dtype on one backend. kernels: the operations that each backend ran."""
+    """The result for one dtype and backend. kernels: the operations that each backend ran."""
 
     dtype: str
     backend: str
@@ -67,7 +67,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Omission:
-    """What could not be checked, and why."""
+    """A dtype and backend that was not checked, and why."""
 
     dtype: str
     backend: str
@@ -76,7 +76,7 @@ class Omission:
 
 @dataclass
 class Report:
-    """What `run` found. ok: every row that could be checked obeys the rule."""
+    """The results of `run`. ok: every row that was checked obeys the rule."""
 
     model: str
     architecture: str
@@ -90,7 +90,7 @@ class Report:
         return all(check.ok for check in self.checks)
 
     def write(self, path: Path, **about: object) -> None:
-        """As JSON. about: what else the file should say (versions, machine)."""
+        """Writes JSON. about: further entries (versions, machine)."""
         values = {"ok": self.ok, **about, **asdict(self)}
         for check, written in zip(self.checks, values["checks"], strict=True):
             for line, row in zip(check.lines, written["lines"], strict=True):
@@ -99,7 +99,7 @@ class Report:
 
 
 def _finite(value):
-    """JSON has no NaN and no infinity: they become strings."""
+    """NaN and infinity as strings, as JSON has neither."""
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -119,10 +119,10 @@ def run(
 ) -> Report:
     """Checks a directory with a model and its tokenizer on one batch of texts.
 
-    dtypes, names: of DTYPES and BACKENDS. max_length: longer texts are cut, in tokens. tell: is told what runs next.
-    Raises FileNotFoundError, ValueError and RuntimeError for a model, a tokenizer or texts that cannot be used.
+    dtypes: from DTYPES. names: from BACKENDS. max_length: in tokens; longer texts are cut. tell: called with what runs
+    next. Raises FileNotFoundError, ValueError and RuntimeError for a model, tokenizer or texts that cannot be used.
     """
-    torch.empty(0, device=device)  # a device that is not there is better known before a model is read
+    torch.empty(0, device=device)  # reports a missing device before a model is read
     subject = _Subject.read(Path(directory), device)
     sample = _sample(subject, texts, max_length)
     mask = sample.inputs["attention_mask"]
@@ -144,7 +144,7 @@ def run(
 
 
 def _repeats(report: Report, dtype: str, name: str) -> Omission | None:
-    """A backend that is all that the order of preference chose would compute the same again."""
+    """Skips a backend if the default run used only this backend."""
     found = next((c for c in report.checks if (c.dtype, c.backend) == (dtype, DEFAULT)), None)
     return Omission(dtype, name, f"that is what {DEFAULT} ran") if found and list(found.kernels) == [name] else None
 
@@ -153,7 +153,7 @@ def _repeats(report: Report, dtype: str, name: str) -> Omission | None:
 
 
 class _Subject(NamedTuple):
-    """A checkpoint, and what its config.json says that it is."""
+    """A checkpoint, and the class that its config.json names."""
 
     found: Checkpoint
     ours_class: type[Saveable]
@@ -191,7 +191,7 @@ class _Subject(NamedTuple):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = self.ours_class.from_pretrained(self.found, dtype=dtype, **self.arguments)
-        if caught:  # parameters that are not in the checkpoint are random, and not the same in both libraries
+        if caught:  # missing parameters are random, and differ between the libraries
             raise ValueError(str(caught[0].message))
         return model.to(self.device)
 
@@ -207,7 +207,7 @@ class _Subject(NamedTuple):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars, and its tables of the weights that a bare model leaves out."""
+    """Silences transformers' progress bars and its lists of unused weights."""
     from transformers.utils import logging
 
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -228,11 +228,11 @@ class _Sample(NamedTuple):
     inputs: dict[str, Tensor]
     labels: dict[str, Tensor]
     visible: Tensor  # (sequences, S) bool
-    of_tokens: bool  # whatever logits there are
+    of_tokens: bool  # whether all logits are (B, S)
 
 
 def _sample(subject: _Subject, texts: list[str], max_length: int) -> _Sample:
-    """The texts as a padded batch, with labels for the model's head."""
+    """The texts as a padded batch with labels for the model's head."""
     if subject.kind == "ForMultipleChoice":
         texts = texts[: len(texts) // 2 * 2]  # pairs
     if not texts:
@@ -242,7 +242,7 @@ def _sample(subject: _Subject, texts: list[str], max_length: int) -> _Sample:
     if limit <= 2:
         raise ValueError(f"max_length is {limit}; expected more than the special tokens")
     ids = tokenizer(texts, truncation=True, max_length=limit)["input_ids"]
-    if subject.kind == "ForQuestionAnswering":  # transformers scores padding, fastbert does not: so there is none
+    if subject.kind == "ForQuestionAnswering":  # avoids padding, which transformers scores and fastbert does not
         limit = min(map(len, ids))
     inputs = tokenizer(
         texts,
@@ -271,16 +271,16 @@ def _sample(subject: _Subject, texts: list[str], max_length: int) -> _Sample:
 def _tokenizer(directory: Path):
     from transformers import AutoTokenizer
 
-    if not any((directory / name).exists() for name in _TOKENIZERS):  # transformers makes one up
+    if not any((directory / name).exists() for name in _TOKENIZERS):  # transformers would make one up
         raise FileNotFoundError(f"{directory} has no tokenizer: expected one of {', '.join(_TOKENIZERS)}")
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # what a damaged tokenizer raises has no bounds
+    except Exception as error:  # a damaged tokenizer can raise anything
         raise ValueError(f"the tokenizer in {directory} cannot be read: {error}") from error
 
 
 def _labels(subject: _Subject, inputs: dict[str, Tensor], visible: Tensor) -> dict[str, Tensor]:
-    """Labels that the head's loss takes: a fifth of the text's own tokens, or classes in turn; {} without a head."""
+    """Labels for the head's loss: every fifth token, or classes in turn; {} without a head."""
     batch, seqlen = visible.shape
     classes, row, column = subject.config.num_labels, torch.arange(batch), torch.arange(seqlen)
     chosen = visible & (column % 5 == 1)
@@ -314,11 +314,11 @@ def _classes(config: BertConfig, row: Tensor) -> Tensor:
     return several.squeeze(1) if classes == 1 else several
 
 
-# ---- one run, and what it is measured by
+# ---- a run, and transformers' runs to compare it with
 
 
 class _Run(NamedTuple):
-    """Hidden states and the pooled output, which have another factor than logits and the loss; gradients."""
+    """states: hidden states and pooled output. scores: logits and loss, to which another factor applies."""
 
     states: dict[str, Tensor]
     scores: dict[str, Tensor]
@@ -327,7 +327,7 @@ class _Run(NamedTuple):
 
 
 def _compute(model: torch.nn.Module, sample: _Sample) -> _Run:
-    """A forward and a backward of either library's model: from its loss, or from fixed signs where it has none."""
+    """Forward and backward of either library's model, from its loss or, without one, from random signs."""
     dtype, visible = next(model.parameters()).dtype, sample.visible
     labels = {name: t.to(dtype) if t.is_floating_point() else t for name, t in sample.labels.items()}
     out = model(**sample.inputs, **labels, output_hidden_states=True)
@@ -354,20 +354,20 @@ def _compute(model: torch.nn.Module, sample: _Sample) -> _Run:
 
 
 def _signs(output: Tensor) -> Tensor:
-    """Random numbers 2^-8 and -2^-8: every dtype holds them, and float16 the gradients that follow."""
+    """Random 2^-8 and -2^-8, which are exact in every dtype and small enough for gradients in float16."""
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(2, output.shape, generator=generator) * 2 - 1
     return (signs / 256).to(output.device, output.dtype)
 
 
 class _NotFinite(ValueError):
-    """transformers' own result has NaN or infinity: nothing can be said about ours."""
+    """transformers' result has NaN or infinity, so there is nothing to compare with."""
 
 
 class _Yardstick(NamedTuple):
     truth: _Run
-    contenders: list[_Run]  # transformers in the dtype; first with SDPA, as people run it
-    reference: list[Line]  # of a BERT, one
+    contenders: list[_Run]  # transformers in the dtype, first with SDPA
+    reference: list[Line]  # one for a BERT, none for other families
 
     @classmethod
     def measure(cls, subject: _Subject, dtype: torch.dtype, sample: _Sample) -> "_Yardstick":
@@ -389,7 +389,7 @@ class _Yardstick(NamedTuple):
 
 
 def _on_onednn(model: torch.nn.Module) -> torch.nn.Module:
-    """With dense layers as PyTorch's compiler computes them: they add up in another order than its eager ones."""
+    """Dense layers as PyTorch's compiler computes them, which sums in another order than eager mode."""
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.forward = functools.partial(testing.onednn_linear, weight=module.weight, bias=module.bias)
@@ -397,7 +397,7 @@ def _on_onednn(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _reference_line(subject: _Subject, exact: torch.nn.Module, sample: _Sample) -> Line:
-    """reference.py's hidden states, float64: the worst of them beside the truth."""
+    """The worst of reference.py's hidden states in float64, compared with the truth."""
     inputs = {name: value.flatten(0, -2) for name, value in sample.inputs.items()}
     with torch.device("meta"):
         model = reference.BertModel(subject.config)
@@ -431,9 +431,9 @@ def _check(subject: _Subject, dtype: str, name: str, sample: _Sample, yardstick:
 
 
 def _lines(mine: _Run, yardstick: _Yardstick) -> list[Line]:
-    """The rule, row by row; gradients are one row, that of the worst."""
+    """The rule, row by row; of the gradients only the worst."""
     truth, contenders = yardstick.truth, yardstick.contenders
-    # A classifier's bias may have a gradient of 0, a sum of gradients of logits that cancel: those set the scale then.
+    # Gradients of logits count for the scale: a classifier's bias gets their sum, which may cancel to 0.
     scale = truth.at_scores
     states, scores = (
         testing.compare(*_results((mine, truth), part, scale), _results(contenders, part, scale), factor=factor)
@@ -449,7 +449,7 @@ def _lines(mine: _Run, yardstick: _Yardstick) -> list[Line]:
 
 
 def _results(runs: Iterable[_Run], part: str, scale: dict[str, Tensor]) -> list[Result]:
-    """For the rule: states with the gradients, or scores alone. scale: gradients for the size of the largest."""
+    """States with gradients, or scores alone. scale: more gradients, which count for the largest."""
     return [Result(getattr(run, part), run.gradients | scale if part == "states" else {}) for run in runs]
 
 
@@ -459,7 +459,7 @@ def _line(row: Row, ours: dict[str, Tensor], theirs: dict[str, Tensor], note: st
 
 
 def _badness(row: Row) -> float:
-    """How much of its bound an error uses; NaN is worst of all."""
+    """The share of its bound that an error uses; NaN is the worst."""
     if math.isnan(row.error):
         return math.inf
     return row.error / row.bound if row.bound else row.error
@@ -470,11 +470,11 @@ def _kernels(before: dict[tuple[str, str], int]) -> dict[str, list[str]]:
     return {name: [op for other, op in ran if other == name] for name, _ in ran}
 
 
-# ---- for people
+# ---- the table
 
 
 def show(report: Report) -> None:
-    """Prints a table for each dtype, what was left out, and the verdict."""
+    """Prints a table for each dtype, what was not checked, and the verdict."""
     from rich.console import Console
 
     console = Console()
@@ -513,7 +513,7 @@ def _table(dtype: str, checks: list[Check]):
 
 
 def default_texts(count: int) -> list[str]:
-    """Passages of Python's documentation, the first the shortest, so that there is padding."""
+    """Passages of Python's documentation of increasing length, so that there is padding."""
     from fastbert.cli.demo import python_documentation
 
     passages = [passage for _, passage in python_documentation()]
@@ -522,6 +522,6 @@ def default_texts(count: int) -> list[str]:
 
 
 def spread(texts: list[str], count: int) -> list[str]:
-    """At most `count` of the texts that are not blank, from beginning to end."""
+    """At most `count` texts that are not blank, spread over the whole list."""
     texts = [text for text in texts if text.strip()]
     return texts[:: max(1, len(texts) // count)][:count]

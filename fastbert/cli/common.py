@@ -1,4 +1,4 @@
-"""What the commands share: arguments, reading texts, writing JSON."""
+"""Shared by the commands: arguments, reading texts, writing JSON."""
 
 import argparse
 import json
@@ -33,14 +33,14 @@ def add_texts(command: argparse.ArgumentParser, what: str) -> None:
 
 
 def texts_of(args: argparse.Namespace) -> list[str]:
-    """The texts of the command line, or the lines of --text that hold any."""
+    """The texts on the command line, or the lines of --text that are not blank."""
     if bool(args.texts) == bool(args.text):
         raise ValueError("expected texts, or --text FILE")
     return args.texts or [line for line in lines(args.text) if line.strip()]
 
 
 def lines(path: Path) -> list[str]:
-    """The lines of a file, blank ones too: the row of an array is the line of the text."""
+    """All lines of a file, blank ones included, so that row i of an array belongs to line i."""
     text = read(path)
     return text.removesuffix("\n").split("\n")
 

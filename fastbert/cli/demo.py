@@ -1,4 +1,4 @@
-"""What the demo and the examples run on: a small sentence encoder, and half a megabyte of English text."""
+"""Model and text of the demo, the examples and the documents: all-MiniLM-L6-v2 and Python's documentation."""
 
 import importlib.util
 from pathlib import Path
@@ -13,9 +13,9 @@ def minilm() -> Path:
 
 
 def python_documentation(size: int = 600) -> list[tuple[str, str]]:
-    """(topic, passage) of Python's own language documentation, which ships with it: half a megabyte of English.
+    """(topic, passage) pairs from the language documentation that ships with Python, half a megabyte of English.
 
-    Paragraphs are joined until a passage has `size` characters.
+    A passage is a sequence of paragraphs with at least `size` characters, or the end of a topic.
     """
     from pydoc_data.topics import topics
 

@@ -43,7 +43,7 @@ def _search(args: argparse.Namespace) -> None:
 
 
 def show_results(encoder, vectors, passages: list[tuple[str, str]], questions: list[str], top: int) -> None:
-    """Prints the best passages for each question, by cosine similarity of `vectors` (N, C)."""
+    """Prints the best passages for each question by cosine similarity. passages: (title, text). vectors: (N, C)."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
@@ -93,7 +93,7 @@ def _encoder(args: argparse.Namespace):
 
 
 def _encode(encoder, texts: list[str]):
-    """Embeddings with a progress bar, and a line that says how fast."""
+    """Embeddings, with a progress bar and a line about the time it took."""
     from rich.progress import Progress
 
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""fill-mask, classify, tag, answer: what `fastbert.inference` does, for people and for machines."""
+"""fill-mask, classify, tag, answer: `fastbert.inference` on the command line, as text or JSON."""
 
 import argparse
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def _tag(args: argparse.Namespace) -> None:
 def _show(
     args: argparse.Namespace, name: str, texts: list[str], results: list[list], line: Callable[[Any], str]
 ) -> None:
-    """A list for each text: as JSON, or a line for each entry, with its score."""
+    """Shows a list of results for each text: as JSON, or as lines with scores."""
     if args.json:
         write_json([{"text": t, name: [asdict(one) for one in found]} for t, found in zip(texts, results, strict=True)])
         return

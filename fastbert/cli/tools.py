@@ -55,7 +55,7 @@ def _add_check(commands) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """1 where the accuracy rule is broken, else 0."""
+    """Returns 1 if the accuracy rule is broken, else 0."""
     from rich.console import Console
 
     from fastbert.cli import check
@@ -124,7 +124,7 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _about_model(name: str) -> dict[str, Any]:
-    """Its class, its true number of parameters (shared ones once), and its configuration."""
+    """Class, number of parameters (shared ones once) and configuration of a model."""
     from fastbert.auto import model_class_of
 
     config = BertConfig.from_pretrained(name) if Path(name).is_dir() else BertConfig.preset(name)

@@ -9,7 +9,7 @@ Each class takes a trained checkpoint and refuses one that lacks its head, as ne
 `transformers`' pipelines for these tasks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastbert.auto import trained_model
 from fastbert.config import BertConfig
+from fastbert.data.collator import PackingCollator
 from fastbert.data.datasets import QADataset
 from fastbert.data.encode import COLUMNS, NO_WORD, cut_encodings
 from fastbert.data.tokenizer import (
@@ -43,7 +44,6 @@ from fastbert.heads import (
 from fastbert.inference.sentences import batches
 from fastbert.model import Saveable
 from fastbert.ops.numbers import wide
-from fastbert.ops.padding import cu_seqlens_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -102,7 +102,7 @@ class Answers(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Packed input, and which of the texts it holds."""
+    """A packed batch: which texts it holds, their lengths in tokens, and the model's arguments."""
 
     texts: list[int]
     lengths: list[int]
@@ -142,7 +142,8 @@ class _Predictor:
             )
         if tokens_per_batch < 1:
             raise ValueError(f"{name}: tokens_per_batch is {tokens_per_batch}; expected at least 1")
-        self.token_types = self.config.family.token_types and self.config.type_vocab_size > 1
+        token_types = self.config.family.token_types and self.config.type_vocab_size > 1
+        self.columns = ("input_ids", "token_type_ids") if token_types else ("input_ids",)
 
     def _longest(self) -> int:
         return self.config.max_sequence_length
@@ -176,20 +177,12 @@ class _Predictor:
             rows.append({name: COLUMNS[name](encoding)[left] for name in names})
         return rows
 
-    def _batches(self, ids: Sequence[Sequence[int]], token_types: Sequence[Sequence[int]]) -> Iterator[_Tokens]:
-        """Packed batches of texts of similar length."""
-        for texts in batches([len(text) for text in ids], self.tokens_per_batch):
-            lengths = [len(ids[text]) for text in texts]
-            inputs = {"input_ids": ids} | ({"token_type_ids": token_types} if self.token_types else {})
-            packed = {
-                name: torch.tensor(np.concatenate([rows[text] for text in texts])) for name, rows in inputs.items()
-            }
-            packed = {name: tensor.long().to(self.device) for name, tensor in packed.items()}
-            ends = cu_seqlens_of(torch.tensor(lengths)).to(self.device)
-            yield _Tokens(texts, lengths, {**packed, "cu_seqlens": ends, "max_seqlen": max(lengths)})
-
-    def _of(self, rows: Sequence[dict[str, np.ndarray]]) -> Iterator[_Tokens]:
-        return self._batches([row["input_ids"] for row in rows], [row["token_type_ids"] for row in rows])
+    def _batches(self, rows: Sequence[Mapping[str, np.ndarray]]) -> Iterator[_Tokens]:
+        """Packed batches of texts of similar length. rows: input_ids and token_type_ids of each text."""
+        for texts in batches([len(row["input_ids"]) for row in rows], self.tokens_per_batch):
+            packed = PackingCollator()([{name: rows[text][name] for name in self.columns} for text in texts])
+            lengths = packed["cu_seqlens"].diff().tolist()
+            yield _Tokens(texts, lengths, {n: x.to(self.device) if n != "max_seqlen" else x for n, x in packed.items()})
 
 
 # ---- masks
@@ -226,7 +219,7 @@ class MaskFiller(_Predictor):
                 where = f" in its first {self.max_length} tokens" if long else ""
                 raise ValueError(f"MaskFiller: texts[{index}] has no {mask}{where}; expected one to fill")
         results: list[list[list[Fill]]] = [[] for _ in texts]
-        for batch in self._of(rows):
+        for batch in self._batches(rows):
             best = self._likelihoods(batch.inputs).topk(top_k)
             fills = iter(zip(best.values.tolist(), best.indices.tolist(), strict=True))
             for text in batch.texts:
@@ -273,7 +266,7 @@ class TextClassifier(_Predictor):
             raise ValueError(f"TextClassifier: top_k is {top_k}; expected at least 1")
         names, rows = label_names(self.config), self._encode(_texts_or_pairs(texts))
         results: list[list[Label]] = [[] for _ in rows]
-        for batch in self._of(rows):
+        for batch in self._batches(rows):
             scores = self._scores(wide(self.model(**batch.inputs).logits)).tolist()
             for text, row in zip(batch.texts, scores, strict=True):
                 labels = [Label(name, score) for name, score in zip(names, row, strict=True)]
@@ -325,7 +318,7 @@ class EntityTagger(_Predictor):
         texts = list(strings("EntityTagger", "texts", texts))
         rows = self._encode(texts, "word_ids", "offsets")
         results: list[list[Entity]] = [[] for _ in rows]
-        for batch in self._of(rows):
+        for batch in self._batches(rows):
             best = wide(self.model(**batch.inputs).logits).softmax(-1).max(-1)
             for (text, scores), (_, labels) in zip(batch.split(best.values), batch.split(best.indices), strict=True):
                 words = _words(rows[text]["word_ids"].tolist(), rows[text]["offsets"].tolist())
@@ -421,9 +414,9 @@ class QuestionAnswerer(_Predictor):
 
     def _scores(self, windows: QADataset) -> list[np.ndarray]:
         """(T, 2) float64 for each window: start and end logits."""
-        ids, types = ([windows.rows(name, i) for i in range(len(windows))] for name in ("input_ids", "token_type_ids"))
+        rows = [{name: windows.rows(name, i) for name in self.columns} for i in range(len(windows))]
         scores = [np.empty((0, 2))] * len(windows)
-        for batch in self._batches(ids, types):
+        for batch in self._batches(rows):
             output = self.model(**batch.inputs)
             for window, logits in batch.split(torch.stack([output.start_logits, output.end_logits], -1)):
                 scores[window] = logits.double().cpu().numpy()

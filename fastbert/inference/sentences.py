@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastbert.data.collator import PackingCollator
 from fastbert.data.encode import COLUMNS, cut_encodings
 from fastbert.data.tokenizer import copy_of, get_tokenizer, strings
 from fastbert.model import BertModel
@@ -99,13 +100,13 @@ class SentenceEncoder:
     @torch.inference_mode()
     def embed(self, ids: list[list[int]]) -> Tensor:
         """(len(ids), C) float32 embeddings of tokenized texts, in one forward."""
-        lengths = torch.tensor([len(i) for i in ids], device=self.device)
-        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        packed = torch.tensor([i for text in ids for i in text], device=self.device, dtype=torch.int64)
-        hidden = self.model(packed, cu_seqlens=cu_seqlens, max_seqlen=max(map(len, ids))).last_hidden_state.float()
+        packed = PackingCollator()([{"input_ids": text} for text in ids])
+        input_ids, cu_seqlens = (packed[name].to(self.device) for name in ("input_ids", "cu_seqlens"))
+        hidden = self.model(input_ids, cu_seqlens=cu_seqlens, max_seqlen=packed["max_seqlen"]).last_hidden_state.float()
         if self.pooling == "cls":
             vectors = first_tokens(hidden, cu_seqlens)
         else:
+            lengths = cu_seqlens.diff().long()
             vectors = torch.segment_reduce(hidden, "sum", lengths=lengths) / lengths.clamp(min=1).unsqueeze(-1)
         return F.normalize(vectors, dim=-1) if self.normalize else vectors
 
