@@ -35,10 +35,9 @@ def trained_model(
 ) -> Saveable:
     """The model that a directory holds, by the `architectures` in its config.json, in evaluation mode.
 
-    classes: those that will do, all when None. Heads may share parameter names, so the configuration decides; where it
-    names no architecture, the first class is taken. dtype: as stored when None.
-    Raises ValueError for a checkpoint of another head or with parameters missing, FileNotFoundError and RuntimeError as
-    from_pretrained does.
+    classes: those that are accepted, all when None. If the configuration names no architecture, the first is used.
+    dtype: as stored when None. Raises ValueError for a checkpoint of another head or with parameters missing,
+    FileNotFoundError and RuntimeError as from_pretrained.
     """
     found = checkpoint.load(directory)
     model_class = model_class_of(found.config, classes, str(directory))
@@ -72,7 +71,7 @@ def classes_of(family: Family, classes: Sequence[type[Saveable]] | None = None) 
 
 
 class _Auto:
-    """Not made: `from_pretrained` and `from_config` give a model of one of `classes`, the first that the family has."""
+    """`from_pretrained` and `from_config` return a model of the first of `classes` that the family has."""
 
     classes: tuple[type[Saveable], ...] = ()
 
@@ -81,9 +80,9 @@ class _Auto:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path | Checkpoint, **arguments: Any) -> Saveable:
-        """As from_pretrained of the class (`BertModel`, `BertForMaskedLM`, ...), with its arguments and errors.
+        """Calls from_pretrained of the class (`BertModel`, `BertForMaskedLM`, ...), with its arguments and errors.
 
-        Raises ValueError that lists what is known for a model_type that is not, or a head that the family has not.
+        Raises ValueError for an unknown model_type or a head that the family lacks, and lists those that exist.
         """
         found = checkpoint.load(directory)
         return cls._class(found.config).from_pretrained(found, **arguments)
@@ -103,7 +102,7 @@ class AutoModel(_Auto):
 
 
 class AutoModelForPreTraining(_Auto):
-    """With the heads of its own pre-training: both of BERT and ALBERT, ELECTRA's discriminator, else a masked LM."""
+    """With the family's pre-training heads: both for BERT and ALBERT, ELECTRA's discriminator, else a masked LM."""
 
     classes = (BertForPreTraining, BertForReplacedTokenDetection, BertForMaskedLM)
 

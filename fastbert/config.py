@@ -202,12 +202,12 @@ class BertConfig:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> "BertConfig":
-        """From `directory`/config.json. Raises FileNotFoundError, and ValueError for what is not a known model's."""
+        """From `directory`/config.json. Raises FileNotFoundError, and ValueError if it is not a known model's."""
         path = Path(directory) / "config.json"
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no JSON: {error}") from error
+            raise ValueError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(values, dict):
             raise ValueError(f"{path} holds a {type(values).__name__}; expected an object")
         return cls.from_dict(values)

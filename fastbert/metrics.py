@@ -171,7 +171,7 @@ def compute_entity_metrics(
     if lengths[0] != lengths[1] or not sum(lengths[0]):
         raise ValueError(
             f"compute_entity_metrics: predictions has {len(lengths[0])} sentences of {sum(lengths[0])} tags, labels "
-            f"{len(lengths[1])} of {sum(lengths[1])}; expected as many, one by one, and at least one tag"
+            f"{len(lengths[1])} of {sum(lengths[1])}; expected equal lengths, and at least one tag"
         )
     tag = re.compile(rf"O|[{prefixes[scheme]}]-.+")
     for name, sentences in (("predictions", predictions), ("labels", labels)):

@@ -167,7 +167,7 @@ def test_damaged_token_files_are_refused(tmp_path):
         ("ends.npy", b"", "ends.npy is damaged"),
         ("ends.npy", whole["tokens.npy"], r"ends.npy has shape \(\d+,\); expected \(100,\)"),
         ("tokens.json", json.dumps(info | {"tokens": 7}).encode(), r"tokens.npy has shape .*; expected \(7,\)"),
-        ("tokens.json", b"{", "tokens.json is no JSON"),
+        ("tokens.json", b"{", "tokens.json is not valid JSON"),
         ("tokens.json", b"{}", "tokens.json lacks before"),
     ]
     for name, data, words in damages:

@@ -121,7 +121,7 @@ def test_empty_lines_of_a_corpus_are_skipped_and_counted():
         ([], {}, ValueError, "there is no text; expected at least one"),
         ("a text", {}, TypeError, "MLMDataset: texts is a str; expected several strings"),
         (["a", None], {}, TypeError, r"texts\[1\] is a NoneType; expected a string"),
-        (["a", "b\ud83d"], {}, ValueError, r"texts\[1\] is no text at character 1: surrogates not allowed"),
+        (["a", "b\ud83d"], {}, ValueError, r"texts\[1\] is not text at character 1: surrogates not allowed"),
         (["a"], {"max_length": 2}, ValueError, "max_length is 2; expected at least 3, with the 2 special tokens"),
         (["a"], {"truncation": "longest"}, ValueError, "truncation is 'longest'; expected 'split' or True or False"),
     ],
@@ -287,7 +287,7 @@ def test_pairs_are_the_tokenizer_s_own(tokenizer):
     [
         ([0, 3], {"num_labels": 3}, ValueError, r"labels\[1\] is 3; expected 0 to 2 \(num_labels - 1\), or -100"),
         ([0, -1], {}, ValueError, r"labels\[1\] is -1; expected 0 or more, or -100"),
-        ([0], {}, ValueError, "there are 2 texts and 1 labels; expected as many of each"),
+        ([0], {}, ValueError, "there are 2 texts and 1 labels; expected equal numbers"),
         ([0, 1], {"pairs": ["c"]}, ValueError, "there are 2 texts and 1 pairs and 2 labels"),
         (["good", "bad"], {}, TypeError, "labels are 'good', 'bad'; expected an int, a float"),
         ([0, None], {}, TypeError, "labels are 0, None; expected"),
@@ -380,8 +380,8 @@ def test_words_that_are_lost_are_counted():
 @pytest.mark.parametrize(
     ("words", "labels", "more", "error", "message"),
     [
-        ([["a", "b"]], [[0]], {}, ValueError, r"words\[0\] has 2 words and 1 labels; expected as many"),
-        ([["a", "b"]], [[0, 1], [0]], {}, ValueError, "there are 1 words and 2 labels; expected as many of each"),
+        ([["a", "b"]], [[0]], {}, ValueError, r"words\[0\] has 2 words and 1 labels; expected a label for each"),
+        ([["a", "b"]], [[0, 1], [0]], {}, ValueError, "there are 1 words and 2 labels; expected equal numbers"),
         ([["a"], ["b", "c"]], [[0], [1, 4]], {"num_labels": 4}, ValueError, r"labels\[1\]\[1\] is 4; expected 0 to 3"),
         ([["a"]], [[-1]], {}, ValueError, r"labels\[0\]\[0\] is -1; expected 0 or more"),
         ([["a"]], [["B-PER"]], {}, TypeError, r"labels\[0\] is 'B-PER'; expected an int for each word"),

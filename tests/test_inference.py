@@ -423,7 +423,7 @@ def test_texts_that_cannot_be_used(checkpoint):
         with pytest.raises(ValueError, match=rf"texts\[{len(texts) - 1}\] has no token; expected text"):
             classify(texts)
     for text in ("\ud800", ("a", "\ud800")):
-        with pytest.raises(ValueError, match=r"TextClassifier: texts\[1\] is no text at character 0"):
+        with pytest.raises(ValueError, match=r"TextClassifier: texts\[1\] is not text at character 0"):
             classify(["a", text])
     for texts in ("text", [("a", "b", "c")], [b"text"]):
         with pytest.raises(TypeError, match="expected a list of strings, or of pairs of strings"):

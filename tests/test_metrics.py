@@ -192,7 +192,7 @@ def test_bioes():
     "found, truth, scheme, message",
     [
         ([["O"]], [["O", "O"]], None, "predictions has 1 sentences of 1 tags, labels 1 of 2"),
-        ([["O"], ["O", "O"]], [["O", "O"], ["O"]], None, "one by one"),
+        ([["O"], ["O", "O"]], [["O", "O"], ["O"]], None, "equal lengths"),
         ([], [], None, "at least one tag"),
         ([["PER"]], [["O"]], None, "predictions has the tag 'PER'"),
         ([["O"]], [["S-PER"]], "BIO", r"labels has the tag 'S-PER'; expected O|\[BI\]-.\+"),

@@ -110,7 +110,7 @@ def test_empty_text_and_no_text(encoder):
         encoder.encode("one text")
     with pytest.raises(TypeError, match=r"texts\[0\] is a NoneType; expected a string"):
         encoder.encode([None])
-    with pytest.raises(ValueError, match=r"texts\[1\] is no text"):
+    with pytest.raises(ValueError, match=r"texts\[1\] is not text"):
         encoder.encode(["a text", "\ud800"])
 
 

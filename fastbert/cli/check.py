@@ -39,7 +39,7 @@ _LOGITS = {  # our name -> transformers', if it is another
     name: {"seq_relationship_logits": "sop_logits"}.get(name)
     for name in ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
 }
-_OF_TOKENS = {"ForQuestionAnswering", "ForReplacedTokenDetection"}  # logits (B, S); other heads have (B, S, classes) or (B, classes)
+_OF_TOKENS = {"ForQuestionAnswering", "ForReplacedTokenDetection"}  # logits (B, S), no classes
 _TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
 
 

@@ -186,7 +186,7 @@ class TokenFile(Dataset):
         try:
             info = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{path} is no JSON: {error}") from error
+            raise ValueError(f"{path} is not valid JSON: {error}") from error
         for name in ("before", "after", "tokens", "texts"):
             if name not in info:
                 raise ValueError(f"{path} lacks {name}; expected what write_tokens writes")

@@ -28,7 +28,7 @@ def _check_counts(owner: str, **columns: Sequence[Any] | None) -> None:
     counts = {name: len(column) for name, column in columns.items() if column is not None}
     if len(set(counts.values())) > 1:
         given = " and ".join(f"{count} {name}" for name, count in counts.items())
-        raise ValueError(f"{owner}: there are {given}; expected as many of each")
+        raise ValueError(f"{owner}: there are {given}; expected equal numbers")
 
 
 # ---- pre-training
@@ -196,7 +196,7 @@ def _label_array(owner: str, labels: Sequence[Any], num_labels: int | None) -> n
     except ValueError:  # rows of different length
         array = np.empty(0, dtype=object)
     if array.dtype.kind not in "iubf" or array.ndim not in (1, 2):
-        raise TypeError(f"{owner}: labels are {_shown(labels)}; expected an int, a float, or as many numbers for each")
+        raise TypeError(f"{owner}: labels are {_shown(labels)}; expected an int, a float or a list of floats each")
     if array.ndim == 2 and num_labels not in (None, array.shape[1]):
         raise ValueError(f"{owner}: labels have {array.shape[1]} numbers each; expected num_labels, {num_labels}")
     if array.ndim == 1 and array.dtype.kind != "f" and num_labels != 1:
@@ -299,7 +299,7 @@ def _word_labels(
 ) -> list[list[int]]:
     for index, (row, given) in enumerate(zip(words, labels, strict=True)):
         if len(row) != len(given):
-            raise ValueError(f"{owner}: words[{index}] has {len(row)} words and {len(given)} labels; expected as many")
+            raise ValueError(f"{owner}: words[{index}] has {len(row)} words and {len(given)} labels; expected a label for each")
         array = np.asarray(given)
         if array.size and (array.dtype.kind not in "iub" or array.ndim != 1):
             raise TypeError(f"{owner}: labels[{index}] is {_shown(given)}; expected an int for each word")

@@ -399,5 +399,5 @@ def text_of(owner: str, name: str, text: Any, expected: str = "a string") -> str
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"{owner}: {name} is no text at character {error.start}: {error.reason}") from None
+        raise ValueError(f"{owner}: {name} is not text at character {error.start}: {error.reason}") from None
     return text

@@ -85,7 +85,7 @@ def _check(model: Saveable, path: Path, format: str) -> None:
     if devices != {"cpu"}:
         raise ValueError(f"export: the model is on {', '.join(sorted(devices))}; expected it on the CPU")
     if path.suffix != _FORMATS[format].suffix or not path.parent.is_dir() or path.is_dir():
-        expected = f"a name that ends in {_FORMATS[format].suffix}, in a folder that is there"
+        expected = f"a name that ends in {_FORMATS[format].suffix}, in an existing folder"
         raise ValueError(f"export: path is {path}; expected {expected}")
     if (longest := model.config.max_sequence_length) < 2:  # torch.export would fix the length
         given = f"max_position_embeddings {model.config.max_position_embeddings}, which is {longest} token a sequence"

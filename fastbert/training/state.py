@@ -36,7 +36,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             damaged = archive.testzip()
         state = torch.load(path, map_location="cpu", weights_only=True) if damaged is None else None
     except (zipfile.BadZipFile, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is no checkpoint, or was cut off: {error}") from error
+        raise ValueError(f"{path} is not a checkpoint, or was cut off: {error}") from error
     if not isinstance(state, dict) or "processes" not in state:
         raise ValueError(f"{path} is {f'damaged, in {damaged}' if damaged else 'no checkpoint of AMPTrainer'}")
     return state
