@@ -380,7 +380,7 @@ def test_words_that_are_lost_are_counted():
 @pytest.mark.parametrize(
     ("words", "labels", "more", "error", "message"),
     [
-        ([["a", "b"]], [[0]], {}, ValueError, r"words\[0\] has 2 words and 1 labels; expected a label for each"),
+        ([["a", "b"]], [[0]], {}, ValueError, r"words\[0\] has 2 words and 1 labels; expected one each"),
         ([["a", "b"]], [[0, 1], [0]], {}, ValueError, "there are 1 words and 2 labels; expected equal numbers"),
         ([["a"], ["b", "c"]], [[0], [1, 4]], {"num_labels": 4}, ValueError, r"labels\[1\]\[1\] is 4; expected 0 to 3"),
         ([["a"]], [[-1]], {}, ValueError, r"labels\[0\]\[0\] is -1; expected 0 or more"),

@@ -299,7 +299,7 @@ def _word_labels(
 ) -> list[list[int]]:
     for index, (row, given) in enumerate(zip(words, labels, strict=True)):
         if len(row) != len(given):
-            raise ValueError(f"{owner}: words[{index}] has {len(row)} words and {len(given)} labels; expected a label for each")
+            raise ValueError(f"{owner}: words[{index}] has {len(row)} words and {len(given)} labels; expected one each")
         array = np.asarray(given)
         if array.size and (array.dtype.kind not in "iub" or array.ndim != 1):
             raise TypeError(f"{owner}: labels[{index}] is {_shown(given)}; expected an int for each word")
