@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fastbert.figures import new_figure, save_figure
 from fastbert.heads import IGNORED
 from fastbert.modes import evaluating
 from fastbert.require import require
@@ -278,7 +279,7 @@ def plot_confusion_matrix(matrix: Any, path: str | Path, names: Sequence[str] | 
         raise ValueError(f"plot_confusion_matrix: {len(names)} names; expected {len(matrix)}, one for each class")
     classes, display = len(matrix), require("sklearn.metrics", "scikit-learn").ConfusionMatrixDisplay
     side = 2.5 + 0.5 * classes
-    figure = require("matplotlib.figure", "matplotlib").Figure(figsize=(side, side), layout="constrained")
+    figure = new_figure(side, side)
     shown = display(matrix, display_labels=range(classes) if names is None else names)
     shown.plot(
         ax=figure.subplots(),
@@ -287,7 +288,7 @@ def plot_confusion_matrix(matrix: Any, path: str | Path, names: Sequence[str] | 
         xticks_rotation="vertical",
         values_format="d" if np.issubdtype(matrix.dtype, np.integer) else ".2f",
     )
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def plot_losses(output_dir: str | Path, path: str | Path | None = None) -> Path:
@@ -295,7 +296,7 @@ def plot_losses(output_dir: str | Path, path: str | Path | None = None) -> Path:
 
     Raises FileNotFoundError without train.csv.
     """
-    figure = require("matplotlib.figure", "matplotlib").Figure(figsize=(7, 4), layout="constrained")
+    figure = new_figure(7, 4)
     axes, directory = figure.subplots(), Path(output_dir)
     for table, style in (("train", "-"), ("evaluation", "o-")):
         if table == "train" or (directory / f"{table}.csv").exists():
@@ -304,6 +305,4 @@ def plot_losses(output_dir: str | Path, path: str | Path | None = None) -> Path:
             axes.plot([step for step, _ in points], [loss for _, loss in points], style, label=table)
     axes.set(xlabel="step", ylabel="loss")
     axes.legend()
-    path = directory / "losses.png" if path is None else Path(path)
-    figure.savefig(path, dpi=120)
-    return path
+    return save_figure(figure, directory / "losses.png" if path is None else path)

@@ -170,10 +170,6 @@ class _Subject(NamedTuple):
         return cls(found, ours_class, {"add_pooling_layer": found.has_pooler} if pools else {}, device)
 
     @property
-    def directory(self) -> Path:
-        return self.found.directory
-
-    @property
     def config(self) -> BertConfig:
         return self.found.config
 
@@ -198,10 +194,9 @@ class _Subject(NamedTuple):
     def theirs(self, dtype: torch.dtype, attention: str):
         import transformers
 
+        options = {"attn_implementation": attention, "local_files_only": True, **self.arguments}
         with _quiet():
-            model = getattr(transformers, self.name).from_pretrained(
-                self.directory, dtype=dtype, attn_implementation=attention, local_files_only=True, **self.arguments
-            )
+            model = getattr(transformers, self.name).from_pretrained(self.found.directory, dtype=dtype, **options)
         return model.to(self.device).eval()
 
 
@@ -233,17 +228,28 @@ class _Sample(NamedTuple):
 
 def _sample(subject: _Subject, texts: list[str], max_length: int) -> _Sample:
     """The texts as a padded batch with labels for the model's head."""
-    if subject.kind == "ForMultipleChoice":
-        texts = texts[: len(texts) // 2 * 2]  # pairs
+    pairs = subject.kind == "ForMultipleChoice"
+    texts = texts[: len(texts) // 2 * 2] if pairs else texts
     if not texts:
         raise ValueError("expected at least one text to check on (two for multiple choice)")
-    tokenizer = _tokenizer(subject.directory)
+    tokenizer = _tokenizer(subject.found.directory)
+    inputs = _inputs(subject, tokenizer, texts, max_length)
+    visible = inputs["attention_mask"].bool()
+    labels = _labels(subject, inputs, visible)
+    if subject.kind == "ForMaskedLM" and tokenizer.mask_token_id is not None:
+        inputs["input_ids"] = inputs["input_ids"].masked_fill(labels["labels"] != IGNORED, tokenizer.mask_token_id)
+    if pairs:
+        inputs = {name: value.unflatten(0, (-1, 2)) for name, value in inputs.items()}
+    moved = ({name: tensor.to(subject.device) for name, tensor in part.items()} for part in (inputs, labels))
+    return _Sample(*moved, visible.to(subject.device), subject.kind in _OF_TOKENS)
+
+
+def _inputs(subject: _Subject, tokenizer, texts: list[str], max_length: int) -> dict[str, Tensor]:
     limit = min(max_length, subject.config.max_sequence_length)
     if limit <= 2:
         raise ValueError(f"max_length is {limit}; expected more than the special tokens")
-    ids = tokenizer(texts, truncation=True, max_length=limit)["input_ids"]
     if subject.kind == "ForQuestionAnswering":  # avoids padding, which transformers scores and fastbert does not
-        limit = min(map(len, ids))
+        limit = min(map(len, tokenizer(texts, truncation=True, max_length=limit)["input_ids"]))
     inputs = tokenizer(
         texts,
         truncation=True,
@@ -254,18 +260,10 @@ def _sample(subject: _Subject, texts: list[str], max_length: int) -> _Sample:
         return_attention_mask=True,
         return_tensors="pt",
     )
-    inputs = dict(inputs)
     largest, vocabulary = int(inputs["input_ids"].max()), subject.config.vocab_size
     if largest >= vocabulary:
         raise ValueError(f"the tokenizer gives id {largest}, the model embeds {vocabulary} tokens")
-    visible = inputs["attention_mask"].bool()
-    labels = _labels(subject, inputs, visible)
-    if subject.kind == "ForMaskedLM" and tokenizer.mask_token_id is not None:
-        inputs["input_ids"] = inputs["input_ids"].masked_fill(labels["labels"] != IGNORED, tokenizer.mask_token_id)
-    if subject.kind == "ForMultipleChoice":
-        inputs = {name: value.unflatten(0, (-1, 2)) for name, value in inputs.items()}
-    moved = ({name: tensor.to(subject.device) for name, tensor in part.items()} for part in (inputs, labels))
-    return _Sample(*moved, visible.to(subject.device), subject.kind in _OF_TOKENS)
+    return dict(inputs)
 
 
 def _tokenizer(directory: Path):

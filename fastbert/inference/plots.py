@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from fastbert.data.tokenizer import copy_of
-from fastbert.files import replacing
+from fastbert.figures import new_figure, save_figure
 from fastbert.model import Saveable
 from fastbert.modes import evaluating
-from fastbert.require import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,7 +64,7 @@ def attention_figure(
 
 def _one_head(weights: np.ndarray, tokens: Sequence[str], title: str) -> "Figure":
     side = 2.5 + 0.22 * min(len(tokens), _LABELLED)
-    figure = _figure(side + 1, side)
+    figure = new_figure(side + 1, side)
     axes = figure.subplots()
     image = axes.imshow(weights, vmin=0, cmap="Blues")
     figure.colorbar(image, shrink=0.8)
@@ -78,7 +77,7 @@ def _one_head(weights: np.ndarray, tokens: Sequence[str], title: str) -> "Figure
 
 
 def _grid(weights: np.ndarray, layers: Sequence[int], heads: Sequence[int]) -> "Figure":
-    figure = _figure(1 + 1.2 * len(heads), 0.8 + 1.2 * len(layers))
+    figure = new_figure(1 + 1.2 * len(heads), 0.8 + 1.2 * len(layers))
     for row, layer in zip(figure.subplots(len(layers), len(heads), squeeze=False), layers, strict=True):
         for axes, head in zip(row, heads, strict=True):
             axes.imshow(weights[layer, head], vmin=0, cmap="Blues")
@@ -89,17 +88,9 @@ def _grid(weights: np.ndarray, layers: Sequence[int], heads: Sequence[int]) -> "
     return figure
 
 
-def _figure(width: float, height: float) -> "Figure":
-    """A figure drawn without a window and without pyplot's global state."""
-    return require("matplotlib.figure", "matplotlib").Figure(figsize=(width, height), layout="constrained")
-
-
 def plot_attention(
     model: Saveable, tokenizer: Any, text: str, path: str | Path, *, layer: int | None = None, head: int | None = None
 ) -> Path:
-    """Draws the attention of a text to a PNG. Returns the path. Arguments and errors as above."""
+    """Draws the attention of a text to a file (see `save_figure`). Other arguments and errors as above."""
     tokens, weights = attention_of(model, tokenizer, text)
-    figure = attention_figure(weights, tokens, layer=layer, head=head)
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=120)
-    return Path(path)
+    return save_figure(attention_figure(weights, tokens, layer=layer, head=head), path)
