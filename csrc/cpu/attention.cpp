@@ -2,12 +2,16 @@
 //
 // A task is one head of one sequence. Its queries are taken kQueries at a time: a matrix product makes their scores
 // with all keys, a loop turns them into weights, another product meets the values. Queries, keys and values are read
-// where the projection left them; only bf16 and f16 are converted to fp32 first. The backward adds up dK and dV of a
-// task in the order of its queries, so the number of threads changes nothing but what it changes in the products.
+// where the projection left them; only bf16 and f16 are converted to fp32 first. A task runs in one thread, library
+// included, and adds up dK and dV in the order of its queries, so the number of threads changes no bit where the
+// library repeats its own.
 #include "../attention.h"
 
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
+
+#include <memory>
+#include <new>
 
 #include "../checks.h"
 #include "../tensor.h"
@@ -67,6 +71,7 @@ struct Batch {
     const double work = double(longest) * covered * D / std::max<int64_t>(1, sequences);
     at::parallel_for(0, heads * sequences, std::max<int64_t>(1, int64_t(kGrain * 16 / (work + 1))),
                      [&](int64_t begin, int64_t end) {
+                       const SingleThreadedBlas blas;
                        Scratch scratch(*this);
                        for (int64_t i = begin; i < end; ++i)
                          if (length[i % sequences]) f(i / sequences, i % sequences, scratch);
@@ -82,11 +87,19 @@ Matrix<const M> rows_of(const Batch& batch, const char* data, int64_t stride, in
   return {room, batch.D};
 }
 
+// Memory at multiples of 64 bytes: a product's bits can depend on where its operands begin.
 template <class M>
-struct Buffer {
-  std::unique_ptr<M[]> data;
-  explicit Buffer(int64_t size) : data(new M[size]) {}
-  operator M*() const { return data.get(); }
+class Buffer {
+ public:
+  explicit Buffer(int64_t size) : data_(static_cast<M*>(::operator new(size * sizeof(M), kAlignment))) {}
+  operator M*() const { return data_.get(); }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  struct Delete {
+    void operator()(M* data) const { ::operator delete(data, kAlignment); }
+  };
+  std::unique_ptr<M, Delete> data_;
 };
 
 AttentionTile tile_of(const Batch& batch, int64_t head, int64_t sequence, int64_t first, uint8_t* bits) {

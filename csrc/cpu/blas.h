@@ -1,5 +1,4 @@
-// The matrix products of the BLAS library that torch carries, by their Fortran names, on row-major matrices. Within
-// at::parallel_for's threads they run on the calling one; a call that it runs alone may use the library's own threads.
+// The matrix products of the BLAS library that torch carries, by their Fortran names, on row-major matrices.
 #pragma once
 
 #include <stdint.h>
@@ -9,12 +8,28 @@ void sgemm_(const char*, const char*, const int*, const int*, const int*, const 
             const float*, const int*, const float*, float*, const int*) __attribute__((weak));
 void dgemm_(const char*, const char*, const int*, const int*, const int*, const double*, const double*, const int*,
             const double*, const int*, const double*, double*, const int*) __attribute__((weak));
+int MKL_Set_Num_Threads_Local(int) __attribute__((weak));  // returns the setting before
 }
 
 namespace fastbert {
 
 // Not every build of torch exports them.
 inline bool has_blas() { return sgemm_ && dgemm_; }
+
+// While one of these lives, MKL runs its thread's products on that thread alone: split over several, a sum is added up
+// in another order. Other libraries are called as they are.
+class SingleThreadedBlas {
+ public:
+  SingleThreadedBlas() : before_(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0) {}
+  ~SingleThreadedBlas() {
+    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before_);
+  }
+  SingleThreadedBlas(const SingleThreadedBlas&) = delete;
+  SingleThreadedBlas& operator=(const SingleThreadedBlas&) = delete;
+
+ private:
+  const int before_;
+};
 
 // A matrix in memory: rows are `stride` elements apart.
 template <class M>
