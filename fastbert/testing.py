@@ -10,6 +10,7 @@ error of PyTorch's implementations of the same call in the same dtypes, and u is
 FlashAttention's tests use a similar rule: an error of at most a small multiple of PyTorch's.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -111,16 +112,34 @@ def assert_accurate(
 ) -> list[Row]:
     """Evaluates `ours` and PyTorch's `contenders` on the inputs and `truth` on them in float64; applies the rule.
 
-    All take the inputs as keyword arguments. Returns the rows. Raises AssertionError with the table if a row fails.
+    All take the inputs as keyword arguments. A contender that raises RuntimeError, for lack of a kernel for this
+    processor, say, is left out with a warning; if none is left, RuntimeError says why. Returns the rows. Raises
+    AssertionError with the table if a row fails.
     """
     rows = compare(
         evaluate(ours, inputs, gradients=gradients),
         evaluate(truth, inputs, dtype=torch.float64, gradients=gradients),
-        [evaluate(contender, inputs, gradients=gradients) for contender in contenders],
+        _evaluate_those_that_run(contenders, inputs, gradients),
         factor=factor,
     )
     assert_rows(rows)
     return rows
+
+
+def _evaluate_those_that_run(
+    contenders: Iterable[Callable], inputs: Mapping[str, object], gradients: bool
+) -> list[Result]:
+    results, failures = [], []
+    for contender in contenders:
+        try:
+            results.append(evaluate(contender, inputs, gradients=gradients))
+        except RuntimeError as error:
+            failures.append(f"{getattr(contender, '__name__', contender)}: {error}")
+    if failures and not results:
+        raise RuntimeError("none of PyTorch's implementations can run this call:\n" + "\n".join(failures))
+    for failure in failures:
+        warnings.warn(f"left out of the accuracy rule: {failure}", stacklevel=3)
+    return results
 
 
 def assert_rows(rows: Iterable[Row]) -> None:

@@ -1,3 +1,5 @@
+import functools
+
 import cuda_on_cpu
 import pytest
 import torch
@@ -69,7 +71,7 @@ class AttentionSuite(OpSuite):
             return F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
 
         kinds = [self.explicit] if self.dropout_arguments(torch.empty(0)) else [self.explicit, fused]
-        return [lambda qkv, cu_seqlens, a=a: self.by_sequence(a, qkv, cu_seqlens) for a in kinds]
+        return [functools.update_wrapper(functools.partial(self.by_sequence, kind), kind) for kind in kinds]
 
     def primitive_calls(self, inputs):
         qkv, cu_seqlens = inputs.values()

@@ -65,3 +65,26 @@ def test_evaluate_gives_gradients_of_every_float_input():
     assert got.gradients.keys() == {"dx", "dunused"} and got.outputs.keys() == {"output 0", "output 1"}
     assert torch.equal(got.gradients["dx"], 3 * g0 + g1) and got.gradients["dunused"].abs().sum() == 0
     assert inputs["x"].grad is None
+
+
+def unavailable(x):
+    raise RuntimeError("pack_vnni2 is only supported when avx512 is supported")
+
+
+def test_a_contender_that_cannot_run_is_left_out_by_name():
+    triple, inputs = lambda x: 3 * x, {"x": torch.tensor([1.0, 2.0])}
+    with pytest.warns(UserWarning, match="left out of the accuracy rule: unavailable: pack_vnni2"):
+        rows = testing.assert_accurate(triple, triple, [unavailable, triple], inputs)
+    assert [row.name for row in rows] == ["output", "dx"]
+
+
+def test_no_contender_that_can_run_is_an_error():
+    triple, inputs = lambda x: 3 * x, {"x": torch.tensor([1.0])}
+    with pytest.raises(RuntimeError, match="none of PyTorch's implementations can run this call:\nunavailable: pack_"):
+        testing.assert_accurate(triple, triple, [unavailable], inputs)
+
+
+def test_a_contender_that_is_called_wrongly_is_an_error():
+    triple = lambda x: 3 * x  # noqa: E731
+    with pytest.raises(TypeError):
+        testing.assert_accurate(triple, triple, [triple, lambda y: y], {"x": torch.tensor([1.0])})
