@@ -1,7 +1,8 @@
 """Builds fastbert._C with CMake against the torch of the environment that it is installed into.
 
 FASTBERT_BUILD=0 installs pure Python; FASTBERT_BUILD=1 makes it an error where _C cannot be built; unset, _C is built
-where torch and a C++ compiler are present. What is built is described in CMakeLists.txt.
+where torch and a C++ compiler are present. USE_CUDA=0 leaves the kernels for GPUs out, as in PyTorch's own build. What is
+built is described in CMakeLists.txt.
 """
 
 import json
@@ -81,6 +82,13 @@ def cuda_architectures(torch_cuda_arch_list: str) -> str:
     return ";".join(architectures)
 
 
+def wanted_architectures() -> str:
+    """TORCH_CUDA_ARCH_LIST or the default, for CMake; empty under USE_CUDA=0."""
+    if os.environ.get("USE_CUDA", "").upper() in ("0", "OFF", "NO", "FALSE", "N"):
+        return ""
+    return cuda_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHITECTURES)
+
+
 def max_jobs() -> int:
     """MAX_JOBS, or as many compilers as processors and memory (2 GiB each) allow."""
     if os.environ.get("MAX_JOBS"):
@@ -105,11 +113,11 @@ def cmake_build(torch: tuple[str, str], target: Path) -> None:
         shutil.rmtree(build_dir, ignore_errors=True)
         build_dir.mkdir(parents=True)
         stamp.write_text(kept)
-    architectures = cuda_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHITECTURES)
     configure = [
         *(cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"),
         *("-DCMAKE_BUILD_TYPE=Release", f"-DPython_EXECUTABLE={sys.executable}"),
-        *(f"-DTORCH_VERSION={version}", f"-DTORCH_DIR={folder}", f"-DFASTBERT_CUDA_ARCHITECTURES={architectures}"),
+        *(f"-DTORCH_VERSION={version}", f"-DTORCH_DIR={folder}"),
+        f"-DFASTBERT_CUDA_ARCHITECTURES={wanted_architectures()}",
     ]
     try:
         subprocess.run(configure, check=True)

@@ -166,7 +166,7 @@ def _cuda_problem() -> str | None:
         return EXTENSION_PROBLEM
     info = build_info()
     if not info["cuda_architectures"]:
-        return "built without CUDA (nvcc was not found)"
+        return "built without CUDA (USE_CUDA=0 was set, or nvcc was not found)"
     if not torch.cuda.is_available():
         return "PyTorch sees no GPU"
     major, minor = (int(part) for part in str(info["cuda_version"]).split(".")[:2])

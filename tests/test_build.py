@@ -14,7 +14,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in ("FASTBERT_BUILD", "CXX", "MAX_JOBS", "PYTHONPATH")}
+READ_BY_SETUP = ("FASTBERT_BUILD", "USE_CUDA", "TORCH_CUDA_ARCH_LIST", "CXX", "MAX_JOBS", "PYTHONPATH")
+CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in READ_BY_SETUP}
 
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs 
 @pytest.fixture
 def setup_py(monkeypatch):
     """setup.py as a module, in an environment without the variables that it reads."""
-    for name in ("FASTBERT_BUILD", "CXX", "MAX_JOBS", "PYTHONPATH"):
+    for name in READ_BY_SETUP:
         monkeypatch.delenv(name, raising=False)
     spec = importlib.util.spec_from_file_location("fastbert_setup", ROOT / "setup.py")
     module = importlib.util.module_from_spec(spec)
@@ -120,6 +121,21 @@ def test_arch_list_that_is_not_understood(setup_py, given):
         setup_py.cuda_architectures(given)
 
 
+@pytest.mark.parametrize("value", ["0", "OFF", "no", "False"])
+def test_use_cuda_0_wants_no_architecture(setup_py, monkeypatch, value):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    monkeypatch.setenv("USE_CUDA", value)
+    assert setup_py.wanted_architectures() == ""
+
+
+@pytest.mark.parametrize("value", ["", "1", "ON"])
+def test_otherwise_the_architectures_are_those_of_the_list_or_the_default(setup_py, monkeypatch, value):
+    monkeypatch.setenv("USE_CUDA", value)
+    assert setup_py.wanted_architectures() == "80-real;90-real;90-virtual"
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert setup_py.wanted_architectures() == "90-real"
+
+
 @pytest.mark.parametrize(
     "processors, gibibytes, expected",
     [(64, 8, 4), (4, 64, 4), (64, 1, 1)],  # memory binds; processors bind; never none
@@ -130,6 +146,43 @@ def test_jobs_fit_in_memory(setup_py, monkeypatch, processors, gibibytes, expect
     assert setup_py.max_jobs() == expected
     monkeypatch.setenv("MAX_JOBS", "3")
     assert setup_py.max_jobs() == 3
+
+
+def configured(folder: Path, architectures: str) -> dict:
+    """What `_build.py` will say, after CMake has configured that folder."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
+    if not (cmake := shutil.which("cmake", path=path)) or not shutil.which("ninja", path=path):
+        pytest.skip("needs cmake and ninja")
+    values = {
+        "Python_EXECUTABLE": sys.executable,
+        "TORCH_DIR": os.path.dirname(torch.__file__),
+        "FASTBERT_CUDA_ARCHITECTURES": architectures,
+    }
+    command = [cmake, "-S", ROOT, "-B", folder, "-GNinja", *(f"-D{name}={value}" for name, value in values.items())]
+    subprocess.run(command, env=CLEAN_ENV | {"PATH": path}, check=True, capture_output=True)
+    facts = {}
+    exec((folder / "_build.py").read_text(), facts)
+    return facts
+
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kernels are built on Linux")
+
+
+@linux
+def test_no_architecture_is_no_cuda_even_where_nvcc_is(tmp_path):
+    facts = configured(tmp_path, "")
+    assert facts["CUDA_VERSION"] is None and facts["CUDA_ARCHITECTURES"] == ()
+    assert "nvcc" not in (tmp_path / "build.ninja").read_text()
+
+
+@linux
+@pytest.mark.slow
+def test_one_build_folder_with_cuda_and_then_without(tmp_path):
+    if configured(tmp_path, "90-real")["CUDA_VERSION"] is None:
+        pytest.skip("needs nvcc")
+    without = configured(tmp_path, "")
+    assert without["CUDA_VERSION"] is None and without["CUDA_ARCHITECTURES"] == ()
+    assert "nvcc" not in (tmp_path / "build.ninja").read_text()
 
 
 # ---- what is left behind
