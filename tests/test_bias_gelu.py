@@ -65,7 +65,8 @@ class TestBiasGelu(OpSuite):
         assert ((y - truth).abs() <= units * 2**-23 * truth.abs()).all()
 
     def test_same_bits_for_any_number_of_threads(self, backend):
-        inputs = self.inputs((257, 3072), torch.float32, backend.device)
+        shape = (257, 3072) if backend.name in ("reference", "cpu") else (5, 7)  # the others have none of torch's threads
+        inputs = self.inputs(shape, torch.float32, backend.device)
         threads, results = torch.get_num_threads(), []
         for n in (1, 2, 3):
             torch.set_num_threads(n)
