@@ -2,6 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+WORKERS ?= 2
 BIN := $(VENV)/bin
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*) setup.py CMakeLists.txt pyproject.toml
@@ -10,3 +11,91 @@ SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*) setup.py CMakeLists.txt 
 DEMO := $(if $(wildcard $(VENV)/installed),installed,demo)
 
 .PHONY: demo examples test test-all test-sanitizers bench bench-gpu compile-report docs lint clean
+
+demo: $(VENV)/$(DEMO)
+	$(BIN)/python examples/search_python_docs.py
+
+# Five trainings, minutes each, with plots and models in build/examples. One that does not prove what it is for fails.
+examples: $(VENV)/installed
+	$(BIN)/python examples/pretrain_mlm.py
+	$(BIN)/python examples/finetune_classifier.py
+	$(BIN)/python examples/pretrain_bert.py
+	$(BIN)/python examples/compare_training.py
+	$(BIN)/python examples/distill.py
+
+# Each of the WORKERS is a process with one thread and up to 6 GiB of memory.
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
+
+test-all: $(VENV)/installed
+	$(BIN)/python -m pytest -q -n $(WORKERS)
+
+test-sanitizers: $(VENV)/installed
+	$(BIN)/python tests/sanitizers/run.py
+
+bench: $(VENV)/installed
+	$(BIN)/pip install --quiet openvino ctranslate2
+	$(BIN)/python -m benchmarks.run --minutes 14
+
+# On a machine with a GPU: the build, parity, benchmarks of models and ops, compute-sanitizer, the other benchmarks.
+bench-gpu: $(VENV)/installed
+	$(BIN)/python -m benchmarks.gpu.on_gpu --out build/on_gpu
+
+# What the Triton and the CUDA kernels compile to, for GPUs that need not be there: build/{triton,cuda}_report.md, in short docs/.
+compile-report: $(VENV)/installed
+	$(BIN)/pip install --quiet "triton>=3.6"
+	$(BIN)/python -m benchmarks.gpu.triton_report
+	if [ -n "$$CUDA_HOME" ] || command -v nvcc >/dev/null; then $(BIN)/python -m benchmarks.gpu.cuda_report; fi
+
+# The pages of docs/ and the API reference, into build/site; torch is not needed. A dead link or an unknown name fails.
+docs:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "mkdocs>=1.6,<2" "mkdocs-material>=9.6" "mkdocstrings[python]>=1.0"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+lint: $(VENV)/installed
+	$(BIN)/pip install --quiet "ruff>=0.12" "clang-format>=20"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* tests/sanitizers/*.cpp tests/cuda_on_cpu/*.cpp tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cu)
+
+clean:
+	rm -rf $(VENV) build fastbert/_build.py fastbert/_C.*.so *.egg-info
+
+# ---- Installation: torch; the packages of one extra; fastbert's kernels, compiled against that torch.
+
+# A CPU build of torch where there is no GPU: from PyTorch's own index, or else whatever the configured index has.
+$(VENV)/torch:
+	$(PYTHON) -m venv $(VENV)
+	if command -v nvidia-smi >/dev/null; then \
+	  $(BIN)/pip install --quiet "$(TORCH)"; \
+	else \
+	  $(BIN)/pip install --quiet --retries 0 --timeout 15 --index-url $(CPU_INDEX) "$(TORCH)" \
+	    || $(BIN)/pip install --quiet "$(TORCH)"; \
+	fi
+	touch $@
+
+# Packages are installed in isolation, so that those that pip has to build (seqeval) get the build tools that they ask for.
+# fastbert comes along without kernels. It is then built without isolation, where its build sees the environment's torch.
+packages = FASTBERT_BUILD=0 $(BIN)/pip install --quiet -e ".[$(1)]"
+kernels = $(BIN)/pip install --quiet "setuptools>=64" "cmake>=3.25" ninja \
+	&& $(1) $(BIN)/pip install --quiet --no-build-isolation --no-deps -e .
+
+# For the demo: few packages, and kernels for a GPU only where there is one.
+$(VENV)/demo-packages: $(VENV)/torch pyproject.toml
+	$(call packages,demo)
+	touch $@
+
+$(VENV)/demo: $(VENV)/demo-packages $(SOURCES)
+	$(call kernels,$$(command -v nvidia-smi >/dev/null || echo env USE_CUDA=0))
+	touch $@
+
+# For everything else. CUDA kernels for one architecture, unless TORCH_CUDA_ARCH_LIST says more: tests need no more, and it
+# is quick. The packages include the demo's, and take away its kernels.
+$(VENV)/test-packages: $(VENV)/torch pyproject.toml
+	$(call packages,test)
+	touch $(VENV)/demo-packages $@
+
+$(VENV)/installed: $(VENV)/test-packages $(SOURCES)
+	$(call kernels,env TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-9.0}")
+	touch $@

@@ -1,8 +1,8 @@
 """Builds fastbert._C with CMake against the torch of the environment that it is installed into.
 
 FASTBERT_BUILD=0 installs pure Python; FASTBERT_BUILD=1 makes it an error where _C cannot be built; unset, _C is built
-where torch and a C++ compiler are present. USE_CUDA=0 leaves the kernels for GPUs out, as in PyTorch's own build. What is
-built is described in CMakeLists.txt.
+where torch and a C++ compiler are present. USE_CUDA=0 leaves the CUDA kernels out, as in PyTorch's own build.
+CMakeLists.txt describes what is built.
 """
 
 import json

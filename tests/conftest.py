@@ -4,6 +4,10 @@ import os
 from dataclasses import dataclass
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the workers share the processor
+
 import torch
 
 if not torch.cuda.is_available():
