@@ -4,7 +4,9 @@ import copy
 import importlib
 import json
 import math
+import re
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -13,8 +15,9 @@ import torch
 from models import TINY, minilm
 
 import fastbert
-from fastbert.cli.demo import python_documentation
+from fastbert.cli.demo import documentation_passages, python_documentation
 from fastbert.data import PackingCollator, create_mlm_dataloader, get_tokenizer
+from fastbert.inference import SentenceEncoder
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -185,3 +188,45 @@ def test_full_size(run, tmp_path, name):
         minilm()
     status, output = run(name, *(() if name == "compare_training" else ("--output", tmp_path)))
     assert status == 0, output
+
+
+# ---- search_python_docs
+
+
+@pytest.fixture
+def search(examples, monkeypatch, capsys):
+    """Runs the demo on a few of its passages: its status, and what it prints."""
+    minilm()
+    demo = importlib.import_module("search_python_docs")
+    monkeypatch.setattr(sys, "argv", ["search_python_docs", "what does a function return without a return statement?"])
+    monkeypatch.setattr(demo, "documentation_passages", lambda: documentation_passages()[::40])
+    monkeypatch.setattr(demo, "BATCH", 4)
+    monkeypatch.setattr(demo, "EVERY", 2)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # which the demo replaces
+    return lambda: (demo.main(), capsys.readouterr().out)
+
+
+def test_the_demo_shows_texts_as_they_arrive_and_sorted(search):
+    status, output = search()
+    found = re.findall(r"(as they arrive|sorted by length)\W+(\d+)%\W+\d+\W+\d+\W+\d+\.\d+ x as fast", output)
+    (first, arriving), (second, by_length) = found
+    assert (first, second) == ("as they arrive", "sorted by length")
+    assert int(by_length) < int(arriving)
+    assert status == 0 and "attention_fwd: " in output and "without a return statement?" in output
+
+
+def test_the_demo_fails_where_embeddings_differ(search, monkeypatch):
+    right = SentenceEncoder.embed
+    monkeypatch.setattr(SentenceEncoder, "embed", lambda self, ids: right(self, ids) * 1.01)
+    assert search()[0] == 1
+
+
+def test_padding_of_batches(examples):
+    """Lengths 4 and 2, then 3: of 8 + 3 places 9 are tokens."""
+    padding = importlib.import_module("search_python_docs").padding
+    assert padding([[0, 1], [2]], ["aaaa", "bb", "ccc"]) == pytest.approx(2 / 11)
+
+
+def test_passages_are_there_once():
+    texts = [text for _, text in documentation_passages()]
+    assert len(set(texts)) == len(texts) and set(texts) == {text for _, text in python_documentation(300)}

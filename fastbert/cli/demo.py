@@ -30,3 +30,14 @@ def python_documentation(size: int = 600) -> list[tuple[str, str]]:
         if passage:
             passages.append((topic, passage))
     return passages
+
+
+def documentation_passages() -> list[tuple[str, str]]:
+    """(topic, passage): what the demo and `fastbert search` search, some three sentences each.
+
+    all-MiniLM-L6-v2 was trained on 128 tokens and cuts at 256. Topics repeat each other: a passage is there once.
+    """
+    topics = {}
+    for topic, passage in python_documentation(300):
+        topics.setdefault(passage, topic)
+    return [(topic, passage) for passage, topic in topics.items()]

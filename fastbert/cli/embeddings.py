@@ -30,13 +30,14 @@ def add(commands) -> None:
 
 
 def _search(args: argparse.Namespace) -> None:
-    from fastbert.cli.demo import python_documentation
+    from fastbert.cli.demo import documentation_passages
 
     if args.top < 1:
         raise ValueError(f"--top is {args.top}; expected at least 1")
-    passages = (
-        [(args.text.name, line) for line in lines(args.text) if line.strip()] if args.text else python_documentation()
-    )
+    if args.text:
+        passages = [(args.text.name, line) for line in lines(args.text) if line.strip()]
+    else:
+        passages = documentation_passages()
     encoder = _encoder(args)
     vectors = _encode(encoder, [passage for _, passage in passages])
     show_results(encoder, vectors, passages, args.question, args.top)
