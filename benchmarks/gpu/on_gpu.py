@@ -95,7 +95,8 @@ def toolkit() -> dict[str, str]:
 FIRST = ("attention", "layer_norm", "bias_gelu", "dense_gelu", "embedding", "cross_entropy", "linear", "padding")
 FIRST += ("model", "graph", "heads", "hf", "training")
 ELSEWHERE = ("benchmarks", "build", "check", "checkpoint", "config", "cpu", "cuda_on_cpu", "cuda_report", "data")
-ELSEWHERE += ("data_corpus", "data_tokenizers", "datasets", "examples", "export", "metrics", "sentences", "testing")
+ELSEWHERE += ("data_corpus", "data_tokenizers", "datasets", "examples", "export", "metrics", "requirements")
+ELSEWHERE += ("sentences", "testing")
 COMPILED = ("--contenders", "fastbert", "fastbert.graph", "transformers, torch.compile", "PyTorch, torch.compile")
 MEMCHECKED = ("attention", "add_layer_norm", "layer_norm", "bias_gelu", "dense_gelu", "embedding", "cross_entropy")
 EXPLAIN = "import fastbert, torch; fastbert.explain(); print(torch.__config__.show())"
@@ -141,11 +142,12 @@ def parity() -> list[str]:
 
     -v: what has failed is in the log also when time is up before the end.
     """
-    names = sorted(path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py"))
-    names = [name for name in FIRST if name in names] + [name for name in names if name not in FIRST + ELSEWHERE]
+    files = {path.stem.removeprefix("test_"): path.relative_to(ROOT) for path in (ROOT / "tests").glob("*/test_*.py")}
+    names = [name for name in FIRST if name in files]
+    names += [name for name in sorted(files) if name not in FIRST + ELSEWHERE]
     command = [PYTHON, "-m", "pytest", "-v", "-m", "not slow", "--tb=short", "-rfE", "--continue-on-collection-errors"]
     command += ["-n", str(PROCESSES)] * (importlib.util.find_spec("xdist") is not None)
-    return [*command, *(f"tests/test_{name}.py" for name in names)]
+    return [*command, *(str(files[name]) for name in names)]
 
 
 # ---- running

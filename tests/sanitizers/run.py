@@ -37,7 +37,7 @@ OPTIONS = {
 }
 
 TESTS = [
-    f"tests/test_{op}.py"
+    f"tests/ops/test_{op}.py"
     for op in ("bias_gelu", "layer_norm", "attention", "embedding", "dense_gelu", "linear", "padding")
 ]
 SELECTION = "{} and not compile and not opcheck"

@@ -12,7 +12,7 @@ try:
 except ModuleNotFoundError:  # Python 3.10, where pytest brings its predecessor
     import tomli as tomllib
 
-PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 pytestmark = pytest.mark.skipif(not PYPROJECT.exists(), reason="needs the source tree")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import DEVICE, batch, hugging_face, ours
+from small_models import DEVICE, batch, hugging_face, ours
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastbert

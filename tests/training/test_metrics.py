@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from models import DEVICE, TINY
+from small_models import DEVICE, TINY
 
 from fastbert import BertConfig, BertForSequenceClassification, BertForTokenClassification, metrics
 from fastbert.data import PackingCollator

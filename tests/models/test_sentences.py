@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from models import TINY, minilm
+from small_models import TINY, minilm
 from transformers import AutoTokenizer
 from transformers import BertModel as HuggingFaceModel
 

@@ -1,4 +1,4 @@
-"""torchrun --nproc-per-node 2 tests/distributed.py ddp|fsdp: gradients of two processes against those of one.
+"""torchrun --nproc-per-node 2 tests/training/distributed.py ddp|fsdp: gradients of two processes against those of one.
 
 On GPUs, where there is one for each process, with NCCL; else on the CPU with gloo. Prints "equal" from each process.
 """

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from models import DEVICE, TINY, batch, hugging_face, minilm, ours
 from safetensors.torch import load_file, save_file
+from small_models import DEVICE, TINY, batch, hugging_face, minilm, ours
 
 import fastbert
 from fastbert import BertConfig, BertEncoder, BertModel, checkpoint

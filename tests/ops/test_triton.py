@@ -22,7 +22,7 @@ from benchmarks.gpu.compiled import Compiled  # noqa: E402
 from fastbert.triton import KERNELS, common, sums  # noqa: E402
 from fastbert.triton.common import Config  # noqa: E402
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from models import minilm
+from small_models import minilm
 
 import fastbert.cli
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^(?P<marks>(?:<!-- .* -->\n)*)```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"<!-- (small|needs|fragment): (.+) -->")
 
@@ -34,7 +34,7 @@ MARK = re.compile(r"<!-- (small|needs|fragment): (.+) -->")
 GIVEN = {
     ("docs/accelerate.md", "report = fastbert.accelerate(model)"): """
 import fastbert
-from models import hugging_face
+from small_models import hugging_face
 model = hugging_face()
 """,
     ("docs/cuda_on_cpu.md", "import sys"): """
@@ -45,7 +45,7 @@ if torch.cuda.is_available():
     ("docs/graph.md", "graphed = fastbert.graph(model"): """
 import pytest, torch
 import fastbert
-from models import TINY, batch
+from small_models import TINY, batch
 if not torch.cuda.is_available():
     pytest.skip("no GPU")
 model = fastbert.BertModel(TINY).cuda().eval()
@@ -54,7 +54,7 @@ ids, ends = torch.arange(40), torch.tensor([0, 11, 40], dtype=torch.int32)
 """,
     ("docs/heads.md", "from fastbert import BertForMaskedLM\nfrom fastbert.data"): """
 from fastbert import BertForMaskedLM
-from models import TINY, minilm
+from small_models import TINY, minilm
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained(minilm())
@@ -146,7 +146,7 @@ def as_people_run_it(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-SLOW = {"docs/export.md"}  # a minute, for what tests/test_export.py does at a smaller size
+SLOW = {"docs/export.md"}  # a minute, for what tests/models/test_export.py does at a smaller size
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in RUNNABLE])

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from models import DEVICE, TINY, batch, hugging_face, minilm, ours
+from small_models import DEVICE, TINY, batch, hugging_face, minilm, ours, reference_masks
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from transformers import BertModel as HuggingFaceModel
@@ -70,28 +70,6 @@ def test_gradients_are_as_accurate_as_pytorch(dtype, backend):
     with fastbert.backend(backend):
         mine = run(ours(theirs))
     testing.assert_rows(testing.compare(mine, truth, [contender], factor=3.0))
-
-
-def reference_masks(model, key, lengths, seqlen):
-    """The dropout of the contract, spread over the padded grid that the reference computes on."""
-    p, batch_size, tokens = model.config.hidden_dropout_prob, len(lengths), sum(lengths)
-    visible = (torch.arange(seqlen) < torch.tensor(lengths)[:, None]).to(key.device)
-    masks = {}
-
-    def rows(site):
-        grid = torch.ones(batch_size, seqlen, model.config.hidden_size, dtype=torch.float64, device=key.device)
-        keep = random.row_keep(key, site, tokens, model.config.hidden_size, p)
-        grid[visible] = keep.double() * random.keep_scale(p, 16)
-        return grid
-
-    masks[random.EMBEDDING_SITE] = rows(random.EMBEDDING_SITE)
-    for layer in range(model.config.num_hidden_layers):
-        weights, one, two = random.layer_sites(layer)
-        q = model.config.attention_probs_dropout_prob
-        keep = random.attention_keep(key, weights, batch_size, model.config.num_attention_heads, seqlen, q)
-        masks[weights] = keep.double() * random.keep_scale(q, 8)
-        masks[one], masks[two] = rows(one), rows(two)
-    return masks
 
 
 def test_training_with_dropout_is_exact(monkeypatch):

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from models import DEVICE, TINY, batch, hugging_face
 from safetensors.torch import load_file, save_file
+from small_models import DEVICE, LOGITS, TINY, batch, hugging_face, integers, packed
 
 import fastbert
 from fastbert import testing
@@ -30,7 +30,6 @@ HEADS = (
     "BertForMultipleChoice",
 )
 MASKED_LM = HEADS[:2]
-LOGITS = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
 
 
 def their(name, attention="sdpa", **changes):
@@ -51,10 +50,6 @@ def our(model):
     mine = getattr(fastbert, type(model).__name__)(config).to(model.device, model.dtype)
     mine.load_state_dict(model.state_dict())
     return mine.train(model.training)
-
-
-def integers(low, high, *shape):
-    return torch.randint(low, high, shape).to(DEVICE)
 
 
 def example(name, lengths=LENGTHS, side="right"):
@@ -78,17 +73,6 @@ def example(name, lengths=LENGTHS, side="right"):
         case _:
             labels = {"labels": integers(0, 2, size)}
     return inputs, labels
-
-
-def packed(inputs, labels):
-    """The same batch without padding."""
-    rows = {key: value.flatten(0, -2) for key, value in inputs.items()}
-    visible = rows.pop("attention_mask").bool()
-    ends = F.pad(visible.sum(1).cumsum(0), (1, 0)).int()
-    of_tokens = {key: value[visible] for key, value in labels.items() if value.shape == visible.shape}
-    choices = {"num_choices": 2} if inputs["input_ids"].dim() == 3 else {}
-    rest = {"cu_seqlens": ends, "max_seqlen": int(visible.sum(1).max()), **choices}
-    return {key: value[visible] for key, value in rows.items()} | labels | of_tokens | rest
 
 
 def result(out, model, visible):

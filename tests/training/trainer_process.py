@@ -1,4 +1,4 @@
-"""Runs of AMPTrainer that need a process of their own, for tests/test_trainer.py.
+"""Runs of AMPTrainer that need a process of their own, for test_trainer.py.
 
     python trainer_process.py DIR STEPS [--die step|save]
     torchrun --nproc-per-node 2 trainer_process.py DIR

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from models import TINY, minilm
+from small_models import TINY, minilm
 
 import fastbert
 from fastbert.cli.demo import python_documentation

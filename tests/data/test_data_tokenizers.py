@@ -8,7 +8,7 @@ import sys
 import pytest
 import tokenizers
 import transformers
-from models import TINY, minilm
+from small_models import TINY, minilm
 
 from fastbert import BertConfig
 from fastbert.cli.demo import python_documentation

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from models import TINY, minilm
+from small_models import TINY, minilm
 
 import fastbert
 from fastbert import cli

@@ -13,7 +13,7 @@ import tokenizers as tokenizers_library
 import torch
 import torch.nn.functional as F
 import transformers
-from models import TINY
+from small_models import TINY
 from tokenizers.pre_tokenizers import ByteLevel
 
 from fastbert import AutoModel, BertForMaskedLM, BertForSequenceClassification

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from models import TINY, minilm
+from small_models import TINY, minilm
 from torch.utils.data import DataLoader
 
 import fastbert

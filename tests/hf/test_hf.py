@@ -11,8 +11,7 @@ import warnings
 import pytest
 import torch
 import transformers
-from models import DEVICE, minilm
-from test_model import reference_masks
+from small_models import DEVICE, minilm, reference_masks
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 

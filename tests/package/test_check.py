@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from test_family import CONFIGS
+from small_models import CONFIGS
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import fastbert

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 import torch
 import transformers
-from models import TINY, batch, hugging_face, ours
+from small_models import TINY, batch, hugging_face, ours
 
 import fastbert
 from fastbert import BertConfig, BertModel, backends, testing

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from models import DEVICE, TINY, batch, hugging_face, ours
+from small_models import DEVICE, TINY, batch, hugging_face, ours
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastbert

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import DEVICE, TINY, batch, hugging_face, minilm
+from small_models import DEVICE, TINY, batch, hugging_face, minilm
 from transformers import BertModel
 
 from fastbert import BertConfig, random, reference

@@ -7,8 +7,8 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from models import DEVICE, TINY, minilm
 from safetensors.torch import load_file
+from small_models import DEVICE, TINY, minilm
 from torch.utils.data import DataLoader
 
 import fastbert

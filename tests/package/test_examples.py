@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import TINY, minilm
+from small_models import TINY, minilm
 
 import fastbert
 from fastbert.cli.demo import documentation_passages, python_documentation
 from fastbert.data import PackingCollator, create_mlm_dataloader, get_tokenizer
 from fastbert.inference import SentenceEncoder
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture

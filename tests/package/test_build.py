@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 READ_BY_SETUP = ("FASTBERT_BUILD", "USE_CUDA", "TORCH_CUDA_ARCH_LIST", "CXX", "MAX_JOBS", "PYTHONPATH")
 CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in READ_BY_SETUP}
 

