@@ -1,4 +1,4 @@
-"""Which class a directory or a configuration is for: AutoModel, ..., by `transformers`' names, and `trained_model`.
+"""The right class for a directory or a configuration: `trained_model`, and AutoModel... as in `transformers`.
 
 There is one class a head for all families, so config.json decides: its model_type and, for `trained_model`, its
 `architectures`.
@@ -53,7 +53,7 @@ def trained_model(
 def model_class_of(
     config: BertConfig, classes: Sequence[type[Saveable]] | None = None, owner: str = "the configuration"
 ) -> type[Saveable]:
-    """The class that the `architectures` of a configuration name. Raises ValueError where it is not in `classes`."""
+    """The class that the `architectures` of a configuration name. Raises ValueError if it is not in `classes`."""
     names, known = config.extra.get("architectures") or (), classes_of(config.family, classes)
     if names and not known.keys() & set(names):
         expected = " or ".join(known) or f"a head that {config.family.name} has"

@@ -175,7 +175,7 @@ class _Subject(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """ "Model", or one of the family's heads."""
+        """The class without its prefix: "Model", or one of the family's heads."""
         return self.ours_class.kind
 
     @property

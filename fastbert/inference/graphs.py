@@ -101,17 +101,17 @@ class Bucket(NamedTuple):
 
     def write(self, buffer: Tensor, inputs: ModelInputs, packing: Packing) -> None:
         """Writes a batch on the buffer's device, and the spare tokens. No host synchronisation."""
-        input_ids, token_type_ids, position_ids, places, ends = self.views(buffer.zero_())
+        input_ids, token_type_ids, position_ids, indices, cu_seqlens = self.views(buffer.zero_())
         tokens, sequences = packing.tokens, packing.batch
         input_ids[:tokens] = inputs.input_ids
         position_ids[:tokens] = inputs.position_ids
         if inputs.token_type_ids is not None:
             token_type_ids[:tokens] = inputs.token_type_ids
         if packing.indices is not None:
-            places[:tokens] = packing.indices
-        ends[: sequences + 1] = packing.cu_seqlens
+            indices[:tokens] = packing.indices
+        cu_seqlens[: sequences + 1] = packing.cu_seqlens
         spare = torch.arange(1, self.slots - sequences + 1, device=buffer.device)
-        ends[sequences + 1 :] = (tokens + spare * self.longest).clamp(max=self.tokens)
+        cu_seqlens[sequences + 1 :] = (tokens + spare * self.longest).clamp(max=self.tokens)
 
 
 # ---- capture
@@ -200,16 +200,16 @@ class ModelSnapshot:
         self.hooks = [hooks for module in self.modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self.entries = list(chain.from_iterable(table.values() for table in self.tables))
         self.tensors = [tensor for tensor in self.entries if tensor is not None]
-        self.places = self._places()
+        self.addresses = self._addresses()
 
-    def _places(self) -> list[Any]:
+    def _addresses(self) -> list[Any]:
         return [*map(Tensor.data_ptr, self.tensors), *map(operator.attrgetter("dtype"), self.tensors)]
 
     def has_changed(self) -> bool:
         """Whether a module or tensor was replaced or moved. Values may change in place."""
         now = list(chain.from_iterable(map(dict.values, self.tables)))
         same = len(now) == len(self.entries) and all(map(operator.is_, now, self.entries))
-        return not (same and self._places() == self.places and self.children == self.children_then)
+        return not (same and self._addresses() == self.addresses and self.children == self.children_then)
 
     def device(self) -> torch.device:
         devices = {tensor.device for tensor in self.tensors}
@@ -391,11 +391,11 @@ class GraphedModel:
             if num_choices is not None:
                 raise TypeError(f"{NAME}: num_choices goes with BertForMultipleChoice, not {type(self.model).__name__}")
             return given, None
-        ids, ends = given["input_ids"], given["cu_seqlens"]
-        if ends is None and isinstance(ids, Tensor) and ids.dim() == 3:
+        ids, cu_seqlens = given["input_ids"], given["cu_seqlens"]
+        if cu_seqlens is None and isinstance(ids, Tensor) and ids.dim() == 3:
             flat = {key: value.flatten(0, 1) if isinstance(value, Tensor) else value for key, value in given.items()}
             return flat, ids.shape[1]
-        if not isinstance(ends, Tensor) or not num_choices or (ends.numel() - 1) % num_choices:
+        if not isinstance(cu_seqlens, Tensor) or not num_choices or (cu_seqlens.numel() - 1) % num_choices:
             raise ValueError(
                 f"{NAME}: BertForMultipleChoice takes input_ids (B, N, S), or (T,) with cu_seqlens and a num_choices "
                 f"that divides the number of sequences; num_choices is {num_choices}"
@@ -448,7 +448,7 @@ class GraphedModel:
         buffer = torch.empty(sum(bucket.sizes), dtype=torch.int32, device=self._device)
         nothing = torch.empty(0, dtype=torch.int32, device=self._device)
         bucket.write(buffer, ModelInputs(nothing, None, nothing, None), Packing(nothing.new_zeros(1), 0, 0, 0))
-        input_ids, token_type_ids, position_ids, _, ends = bucket.views(buffer)
+        input_ids, token_type_ids, position_ids, _, cu_seqlens = bucket.views(buffer)
         token_type_ids = token_type_ids if self.model.config.family.token_types else None
         more = {"num_choices": 1} if isinstance(self.model, BertForMultipleChoice) else {}
 
@@ -457,14 +457,14 @@ class GraphedModel:
                 input_ids,
                 token_type_ids=token_type_ids,
                 position_ids=position_ids,
-                cu_seqlens=ends,
+                cu_seqlens=cu_seqlens,
                 max_seqlen=bucket.longest,
                 **more,
             )
 
         return _Graph(buffer, *self._recorder.capture(forward))
 
-    def _result(self, outputs: Any, batch: _Batch, places: Tensor) -> tuple:
+    def _result(self, outputs: Any, batch: _Batch, indices: Tensor) -> tuple:
         """The batch's part of the outputs, copied into the caller's form."""
         of_answers = isinstance(self.model, BertForQuestionAnswering)
         fill = torch.finfo(outputs.start_logits.dtype).min if of_answers else 0  # at padding, as in the model
@@ -473,7 +473,7 @@ class GraphedModel:
             if rows is None:
                 fields[name] = None
             elif name in OF_TOKENS or (name == "logits" and isinstance(self.model, LOGITS_OF_TOKENS)):
-                fields[name] = _of_tokens(rows[: batch.packing.tokens], batch.packing, places, fill)
+                fields[name] = _of_tokens(rows[: batch.packing.tokens], batch.packing, indices, fill)
             else:
                 rows = rows[: batch.packing.batch]
                 fields[name] = (rows if batch.choices is None else rows.view(-1, batch.choices)).clone()
@@ -509,9 +509,9 @@ def _packing_on_host(config: BertConfig) -> BertModel:
     return body
 
 
-def _of_tokens(rows: Tensor, packing: Packing, places: Tensor, fill: float) -> Tensor:
+def _of_tokens(rows: Tensor, packing: Packing, indices: Tensor, fill: float) -> Tensor:
     """A copy of (T, ...) in the caller's form, with `fill` at padding."""
     if packing.indices is None:
         return packing.unpack(rows).clone()
     grid = rows.new_full((packing.batch * packing.seqlen, *rows.shape[1:]), fill)
-    return grid.index_copy_(0, places.long(), rows).unflatten(0, (packing.batch, packing.seqlen))
+    return grid.index_copy_(0, indices.long(), rows).unflatten(0, (packing.batch, packing.seqlen))
