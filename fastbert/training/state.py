@@ -5,6 +5,7 @@ import io
 import pickle
 import random
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,24 @@ import torch
 from fastbert.files import write_text
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The states of Python, NumPy and torch, in types that `torch.load(weights_only=True)` accepts."""
+def random_state(device: torch.device, generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
+    """The states of Python, NumPy, torch and generators, in types that `torch.load(weights_only=True)` accepts."""
     kind, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    state["loader"] = [generator.get_state() for generator in generators]
     return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+def set_random_state(
+    state: dict[str, Any], device: torch.device, generators: Sequence[torch.Generator] | None = None
+) -> None:
+    """Restores what `random_state` returned. generators: None leaves those of a loader as they are."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+    if generators is not None:
+        for generator, own in zip(generators, state["loader"], strict=True):
+            generator.set_state(own)
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
 

@@ -106,7 +106,7 @@ class AMPTrainer:
             while self.step < max_steps:
                 for batches in self._steps_of_the_epoch(loader):
                     row = self._step(batches)
-                    self._note(loader, len(batches))
+                    self._record_position(loader, len(batches))
                     log("train", row)
                     last = self.step == max_steps
                     if eval_loader is not None and (last or _due(self.step, eval_steps)):
@@ -122,13 +122,11 @@ class AMPTrainer:
 
     def evaluate(self, loader: Iterable[Batch], metric: Callable[..., Any] = compute_loader_loss) -> dict[str, float]:
         """metric(model, loader, device) in the training precision; training's random states are restored after it."""
-        before, generators = random_state(self.device), _generators(loader)  # possibly the training loader's
-        states = [generator.get_state() for generator in generators]
+        generators = _generators(loader)  # possibly the training loader's
+        before = random_state(self.device, generators)
         with self._autocast():
             found = metric(unwrapped(self.model), loader, self.device)
-        set_random_state(before, self.device)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        set_random_state(before, self.device, generators)
         values = found if isinstance(found, Mapping) else {"loss": found}
         numbers = {name: x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for name, x in values.items()}
         return {name: float(x) for name, x in numbers.items() if isinstance(x, Real)}
@@ -220,34 +218,32 @@ class AMPTrainer:
         """Iterates over the rest of the epoch. A loader without a state starts over with the epoch's random state, and
         the batches that were used before are skipped."""
         now = random_state(self.device)
-        self._begin_epoch(loader, now)
-        goes_on = self.position > 0 and self.loader_state is not None
-        if goes_on:
+        self._begin_epoch(loader)
+        has_state = self.position > 0 and self.loader_state is not None
+        if has_state:
             loader.load_state_dict(self.loader_state)
         if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None:
             # A resumed run starts its workers here, which draws their seed; running workers draw none.
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         iterator = iter(loader)
-        skipped = self.position if goes_on else sum(1 for _ in itertools.islice(iterator, self.position))
+        skipped = self.position if has_state else sum(1 for _ in itertools.islice(iterator, self.position))
         if skipped < self.position:
             raise ValueError(f"the run is at batch {self.position} of its epoch; the loader has {skipped} batches")
         if self.position:
             set_random_state(now, self.device)
         return iterator
 
-    def _begin_epoch(self, loader: Iterable[Batch], now: dict[str, Any]) -> None:
+    def _begin_epoch(self, loader: Iterable[Batch]) -> None:
         """Restores the random state of the epoch's start, and tells the loader's parts which epoch it is."""
         parts, generators = _parts_of(loader), _generators(loader)
         if self.position == 0:
-            self.epoch_random = {**now, "loader": [generator.get_state() for generator in generators]}
-        set_random_state(self.epoch_random, self.device)
-        for generator, state in zip(generators, self.epoch_random["loader"], strict=True):
-            generator.set_state(state)
+            self.epoch_random = random_state(self.device, generators)
+        set_random_state(self.epoch_random, self.device, generators)
         for part in parts[:1] if hasattr(loader, "set_epoch") else parts:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self.epoch)
 
-    def _note(self, loader: Iterable[Batch], batches: int) -> None:
+    def _record_position(self, loader: Iterable[Batch], batches: int) -> None:
         """Records the position after a whole step, so that `save` can be called at any time."""
         self.position += batches
         self.loader_state = loader.state_dict() if hasattr(loader, "state_dict") else None
