@@ -5,193 +5,115 @@ Inputs are random and new in every run. The truth of a case is PyTorch's own cal
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import cases, contenders, floor, harness
-from benchmarks.cases import Setup, Spec
+from benchmarks import cases, comparison, contenders, floor
+from benchmarks.batch import Batch, make_batch
+from benchmarks.cases import Spec
+from benchmarks.comparison import Setup
 from benchmarks.contenders.interface import OPS, Subject
 from benchmarks.harness import Work
-from benchmarks.sizes import Batch, Size, make_batch
 
-PARTS = OPS
-DIRECTIONS = (cases.FORWARD, cases.BACKWARD)
+# op -> input -> its dimensions: T tokens, C channels, F in the middle of the feed-forward, Q of q, k and v together,
+# H heads of D channels, V words, P positions; empty for integers, which `integers` makes.
+INPUTS: dict[str, dict[str, str]] = {
+    "attention": {"qkv": "T3HD"},
+    "qkv_attention": {"hidden": "TC", "weight": "QC", "bias": "Q"},
+    "add_layer_norm": {"x": "TC", "residual": "TC", "weight": "C", "bias": "C", "x_bias": "C"},
+    "dense_gelu": {"x": "TC", "weight": "FC", "bias": "F"},
+    "linear": {"x": "TC", "weight": "QC", "bias": "Q"},
+    "bias_gelu": {"x": "TF", "bias": "F"},
+    "layer_norm": {"x": "TC", "weight": "C", "bias": "C"},
+    "embedding": {"input_ids": "", "position_ids": "", "token_type_ids": ""}
+    | {"word": "VC", "position": "PC", "token_type": "2C", "weight": "C", "bias": "C"},
+    "cross_entropy": {"hidden": "TC", "weight": "VC", "bias": "V", "labels": ""},
+    "pack": {"x": "TC"},
+    "unpack": {"x": "TC"},
+}
+# The matrix product of an op: rows, inner, columns. M: rows with a label.
+PRODUCT = {"qkv_attention": "TCQ", "dense_gelu": "TCF", "linear": "TCQ", "cross_entropy": "MCV"}
+# Elements that an op reads and writes at least: forward, and forward and backward. G: the padded grid's tokens.
+MOVED = {
+    "attention": lambda n: (4 * n.T * n.C, 12 * n.T * n.C),
+    "qkv_attention": lambda n: (8 * n.T * n.C + n.Q * n.C, 24 * n.T * n.C + 3 * n.Q * n.C),
+    "add_layer_norm": lambda n: (3 * n.T * n.C, 7 * n.T * n.C),
+    "dense_gelu": lambda n: _of_product(n.T, n.C, n.F),
+    "linear": lambda n: _of_product(n.T, n.C, n.Q),
+    "bias_gelu": lambda n: (2 * n.T * n.F, 5 * n.T * n.F),
+    "layer_norm": lambda n: (2 * n.T * n.C, 5 * n.T * n.C),
+    "embedding": lambda n: (2 * n.T * n.C, (4 * n.T + n.V + n.P) * n.C),
+    "cross_entropy": lambda n: _of_product(n.M, n.C, n.V),
+    "pack": lambda n: (2 * n.T * n.C, (3 * n.T + n.G) * n.C),
+    "unpack": lambda n: ((n.T + n.G) * n.C, (3 * n.T + n.G) * n.C),
+}
 
 
-@dataclass(frozen=True)
-class Op:
-    """One op on one batch.
-
-    bytes: moved at least, (forward, forward + backward). product: (rows, inner, columns) of its matrix product, if it
-    has one. scores: forward operations in attention.
-    """
-
-    inputs: dict[str, Tensor]
-    bytes: tuple[float, float]
-    product: tuple[int, int, int] | None = None
-    scores: float = 0
-
-    def work(self, spec: Spec, tokens: int, device: str) -> Work:
-        ceilings = floor.ceilings(device, spec.kind)
-        rows, inner, columns = self.product or (0, 0, 0)
-        products = 2 * rows * inner * columns * (3 if spec.backward else 1)
-        rest = self.scores / ceilings.attention_forward
-        if spec.backward:
-            rest += 2.5 * self.scores / ceilings.attention_backward
-        flops, moved = products + self.scores * (3.5 if spec.backward else 1), self.bytes[spec.backward]
-        seconds = max(products / ceilings.product + rest, moved / ceilings.bandwidth)
-        return Work(tokens, flops, moved, seconds, rest if self.product else None)
-
-    def bounds(self, spec: Spec, device: str) -> dict[str, harness.Call]:
-        return floor.products_alone([self.product], spec.kind, device, spec.backward) if self.product else {}
+def _of_product(rows: int, inner: int, columns: int) -> tuple[int, int]:
+    moved = rows * (inner + columns) + inner * columns
+    return moved, 3 * moved
 
 
 def setup(spec: Spec, device: str) -> Setup:
-    return of_batch(spec, make_batch(spec.size, spec.lengths, device), device)
+    batch, op = make_batch(spec.size, spec.lengths, device), spec.part
+    n = dimensions(spec, batch)
+    inputs = inputs_of(op, batch, n, spec.kind)
+    n.M = int((inputs["labels"] != -100).sum()) if op == "cross_entropy" else 0
+    product = tuple(getattr(n, letter) for letter in PRODUCT.get(op, ""))
+    bounds = floor.products_alone([product], spec.kind, device, spec.backward) if product else {}
+    subject = Subject(op, spec.size.config, batch, spec.kind, spec.backward, inputs)
+    return Setup(subject, comparison.in_double(subject), functools.partial(work, spec, batch, n, product), bounds)
 
 
-def of_batch(spec: Spec, batch: Batch, device: str) -> Setup:
-    op = CASES[spec.part][0](spec.size, batch, {"dtype": spec.kind, "device": device})
-    subject = Subject(spec.part, spec.size.config, op.inputs)
-    work = functools.partial(op.work, spec, batch.tokens, device)
-    return Setup(batch, subject, cases.wide(subject), work, op.bounds(spec, device))
+def dimensions(spec: Spec, batch: Batch) -> SimpleNamespace:
+    config = spec.size.config
+    return SimpleNamespace(
+        T=batch.tokens,
+        G=batch.mask.numel(),
+        C=config.hidden_size,
+        F=config.intermediate_size,
+        Q=3 * config.hidden_size,
+        H=config.num_attention_heads,
+        D=config.head_dim,
+        V=config.vocab_size,
+        P=config.max_position_embeddings,
+    )
 
 
-def report(spec: Spec, how: cases.How):
-    return cases.report(spec, setup(spec, how.device), how)
+def inputs_of(op: str, batch: Batch, n: SimpleNamespace, dtype: torch.dtype) -> dict[str, Tensor]:
+    found = {}
+    for name, dims in INPUTS[op].items():
+        shape = [int(letter) if letter.isdigit() else getattr(n, letter) for letter in dims]
+        is_projection = op in PRODUCT and name == "weight"
+        scale = n.C**-0.5 if is_projection else 1.0
+        found[name] = scale * torch.randn(shape, dtype=dtype, device=batch.device) if dims else integers(name, batch, n)
+    return {"x": batch.pad(found["x"])} if op == "pack" else found
 
 
-# ---- the ops: (size, batch, kind) -> Op; kind is dtype and device, T tokens, C channels
+def integers(name: str, batch: Batch, n: SimpleNamespace) -> Tensor:
+    if name == "position_ids":
+        return torch.cat([torch.arange(length, device=batch.device) for length in batch.lengths])
+    least, end = {"input_ids": (1, n.V), "token_type_ids": (0, 2), "labels": (0, n.V)}[name]
+    found = torch.randint(least, end, (n.T,), device=batch.device)
+    if name == "labels":  # of 15 % of the tokens, of one at least
+        found[1:][torch.rand(n.T - 1, device=batch.device) > 0.15] = -100
+    return found
 
 
-def normal(*shape: int, scale: float = 1.0, **kind) -> Tensor:
-    return torch.randn(*shape, **kind) * scale
-
-
-def layer_norm(size: Size, batch: Batch, kind: dict) -> Op:
-    C = size.config.hidden_size
-    inputs = {"x": normal(batch.tokens, C, **kind), "weight": normal(C, **kind), "bias": normal(C, **kind)}
-    row = inputs["x"].nbytes
-    return Op(inputs, (2 * row, 5 * row))
-
-
-def add_layer_norm(size: Size, batch: Batch, kind: dict) -> Op:
-    C = size.config.hidden_size
-    inputs = {name: normal(batch.tokens, C, **kind) for name in ("x", "residual")}
-    inputs |= {name: normal(C, **kind) for name in ("weight", "bias", "x_bias")}
-    row = inputs["x"].nbytes
-    return Op(inputs, (3 * row, 7 * row))
-
-
-def bias_gelu(size: Size, batch: Batch, kind: dict) -> Op:
-    wide = size.config.intermediate_size
-    inputs = {"x": normal(batch.tokens, wide, **kind), "bias": normal(wide, **kind)}
-    row = inputs["x"].nbytes
-    return Op(inputs, (2 * row, 5 * row))
-
-
-def dense_gelu(size: Size, batch: Batch, kind: dict) -> Op:
-    return _projection("x", size.config.hidden_size, size.config.intermediate_size, batch, kind)
-
-
-def linear(size: Size, batch: Batch, kind: dict) -> Op:
-    return _projection("x", size.config.hidden_size, 3 * size.config.hidden_size, batch, kind)
-
-
-def _projection(name: str, inner: int, columns: int, batch: Batch, kind: dict) -> Op:
-    inputs = {
-        name: normal(batch.tokens, inner, **kind),
-        "weight": normal(columns, inner, scale=inner**-0.5, **kind),
-        "bias": normal(columns, **kind),
-    }
-    moved = (batch.tokens * (inner + columns) + inner * columns) * kind["dtype"].itemsize
-    return Op(inputs, (moved, 3 * moved), (batch.tokens, inner, columns))
-
-
-def embedding(size: Size, batch: Batch, kind: dict) -> Op:
-    config, T, device = size.config, batch.tokens, kind["device"]
-    C = config.hidden_size
-    inputs = {
-        "input_ids": torch.randint(1, config.vocab_size, (T,), device=device),
-        "position_ids": batch.packing.positions(),
-        "token_type_ids": torch.randint(2, (T,), device=device),
-        "word": normal(config.vocab_size, C, **kind),
-        "position": normal(config.max_position_embeddings, C, **kind),
-        "token_type": normal(2, C, **kind),
-        "weight": normal(C, **kind),
-        "bias": normal(C, **kind),
-    }
-    row = T * C * kind["dtype"].itemsize
-    return Op(inputs, (2 * row, 4 * row + inputs["word"].nbytes + inputs["position"].nbytes))
-
-
-def cross_entropy(size: Size, batch: Batch, kind: dict) -> Op:
-    """15 % of the tokens are labelled."""
-    T, C, V = batch.tokens, size.config.hidden_size, size.config.vocab_size
-    labels = torch.randint(V, (T,), device=kind["device"])
-    labels[torch.rand(T, device=kind["device"]) > 0.15] = -100
-    labels[0] = 1  # never none
-    inputs = {
-        "hidden": normal(T, C, **kind),
-        "weight": normal(V, C, scale=C**-0.5, **kind),
-        "bias": normal(V, **kind),
-        "labels": labels,
-    }
-    M = int((labels != -100).sum())
-    moved = (M * (C + V) + V * C) * kind["dtype"].itemsize
-    return Op(inputs, (moved, 3 * moved), (M, C, V))
-
-
-def attention(size: Size, batch: Batch, kind: dict) -> Op:
-    inputs = {"qkv": normal(batch.tokens, 3, size.config.num_attention_heads, size.config.head_dim, **kind)}
-    row = inputs["qkv"].nbytes / 3
-    return Op(inputs, (4 * row, 12 * row), scores=floor.attention_flops(1, size.config.hidden_size, batch.lengths))
-
-
-def qkv_attention(size: Size, batch: Batch, kind: dict) -> Op:
-    C = size.config.hidden_size
-    projection = _projection("hidden", C, 3 * C, batch, kind)
-    row, weights = projection.inputs["hidden"].nbytes, projection.inputs["weight"].nbytes
-    scores = floor.attention_flops(1, C, batch.lengths)
-    return Op(projection.inputs, (8 * row + weights, 24 * row + 3 * weights), projection.product, scores)
-
-
-def pack(size: Size, batch: Batch, kind: dict) -> Op:
-    x = batch.pad(normal(batch.tokens, size.config.hidden_size, **kind))
-    row = x.nbytes * batch.tokens // batch.mask.numel()
-    return Op({"x": x}, (2 * row, 3 * row + x.nbytes))
-
-
-def unpack(size: Size, batch: Batch, kind: dict) -> Op:
-    x = normal(batch.tokens, size.config.hidden_size, **kind)
-    grid = x.nbytes * batch.mask.numel() // batch.tokens
-    return Op({"x": x}, (x.nbytes + grid, 3 * x.nbytes + grid))
-
-
-# name -> (op, distributions of lengths that make a difference to it), the most important first
-CASES: dict[str, tuple[Callable[[Size, Batch, dict], Op], tuple[str, ...]]] = {
-    "attention": (attention, ("half", "full", "text")),
-    "qkv_attention": (qkv_attention, ("half", "full")),
-    "add_layer_norm": (add_layer_norm, ("full",)),
-    "dense_gelu": (dense_gelu, ("full",)),
-    "linear": (linear, ("full", "half")),
-    "bias_gelu": (bias_gelu, ("full",)),
-    "layer_norm": (layer_norm, ("full",)),
-    "embedding": (embedding, ("full",)),
-    "cross_entropy": (cross_entropy, ("full",)),
-    "pack": (pack, ("half",)),
-    "unpack": (unpack, ("half",)),
-}
+def work(spec: Spec, batch: Batch, n: SimpleNamespace, product: tuple[int, ...]) -> Work:
+    ceilings, moved = floor.ceilings(batch.device, spec.kind), MOVED[spec.part](n)[spec.backward] * spec.kind.itemsize
+    scores = floor.attention_flops(n.C, batch.lengths) if "attention" in spec.part else 0
+    flops = 2 * product[0] * product[1] * product[2] if product else 0
+    return floor.of_op(n.T, flops, scores, moved, spec.backward, ceilings)
 
 
 # ---- pytest-benchmark
 
 
-@pytest.mark.parametrize(("name", "who"), [(name, c.name) for name in OPS for c in contenders.of(name, slow=True)])
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_op(alone, name, direction, who):
-    alone(setup, name, CASES[name][1][0], direction, who)
+@pytest.mark.parametrize(("op", "who"), [(op, c.name) for op in OPS for c in contenders.of(op, slow=True)])
+@pytest.mark.parametrize("direction", (cases.FORWARD, cases.BACKWARD))
+def test_op(alone, op, direction, who):
+    alone(setup, op, cases.LENGTHS[op][0], direction, who)

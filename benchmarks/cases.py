@@ -1,38 +1,34 @@
-"""A case: one part on one batch, by everybody who can, verified and then timed."""
+"""Which cases are measured: the table, the most important first, and the filter that the options make of it."""
 
-import dataclasses
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import argparse
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks import contenders, harness, lengths
-from benchmarks.contenders.interface import MASKED_LM, OPS, Contender, Subject, Way, result, timed
-from benchmarks.harness import Work
-from benchmarks.sizes import Batch, Size
-from fastbert import testing
+from benchmarks import batch
+from benchmarks.batch import SMALL, Size
+from benchmarks.contenders.interface import CLASSIFIER, ENCODER, MASKED_LM, MODEL, OPS
+from fastbert import backends
 
 FORWARD, BACKWARD = "forward", "forward+backward"
 DROPOUT, STEP = "forward+backward, dropout 0.1", "step with AdamW, dropout 0.1"
-DIRECTIONS = (FORWARD, BACKWARD, DROPOUT, STEP)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 P = 0.1  # of dropout, where a direction has it
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ENCODE = "encode"  # sentence-transformers' call, tokenizer included
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What is asked for. part: an op or a module, or what a group calls its own (see each bench_*.py)."""
+    """One case. part: an op, a module or ENCODE. grows: what grows from case to case, if that is what is looked at."""
 
     part: str
     size: Size
     lengths: str
     dtype: str
     direction: str
-
-    def __post_init__(self) -> None:
-        for name, known in (("lengths", lengths.DISTRIBUTIONS), ("dtype", DTYPES), ("direction", DIRECTIONS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+    grows: str = ""
 
     @property
     def kind(self) -> torch.dtype:
@@ -47,139 +43,189 @@ class Spec:
         return self.direction in (DROPOUT, STEP)
 
     def facts(self) -> dict[str, object]:
-        """As a report has them; layers only where there are whole ones."""
+        """As results have them; layers only where there are whole ones."""
         found = {"op" if self.part in OPS else "part": self.part, "direction": self.direction, "dtype": self.dtype}
         found |= {"lengths": self.lengths, **self.size.facts()}
-        return found if self.part in OPS else found | {"layers": self.size.config.num_hidden_layers}
+        found |= {} if self.part in OPS else {"layers": self.size.config.num_hidden_layers}
+        return found | ({"grows": self.grows} if self.grows else {})
 
     def __str__(self) -> str:
         return "  ".join(str(value) for value in self.facts().values())
 
 
 @dataclass(frozen=True)
-class How:
-    """How it is measured. rounds: 0 verifies only. limit: seconds of a case. names, slow: see `contenders.of`."""
+class Pick:
+    """Cases of one part: every model and shape with every distribution of lengths, type and direction.
 
-    device: str
-    rounds: int = 5
-    limit: float = 1.0
-    names: list[str] | None = None
-    slow: bool = False
-
-
-@dataclass
-class Field:
-    """Who takes part in a case, in the order of tables. others: who does not, or failed to be set up, as rows."""
-
-    ways: dict[str, Way] = field(default_factory=dict)
-    others: list[harness.Row] = field(default_factory=list)
-    yardsticks: list[str] = field(default_factory=list)
-
-
-def gather(people: Iterable[Contender], subject: Subject, batch: Batch, spec: Spec, device: str) -> Field:
-    """Asks each contender in turn for its way."""
-    found = Field()
-    for contender in people:
-        way = contender.why_not(spec.kind, device, spec.backward)
-        try:
-            way = way or contender.make(subject, batch, spec.kind, device, spec.backward)
-        except Exception as error:  # somebody else's code: whatever it raises is its result
-            found.others.append(harness.Row(contender.name, problem=harness.failure(error)))
-            continue
-        if isinstance(way, str):
-            found.others.append(harness.Row(contender.name, absent=way))
-        elif way is not None:
-            found.ways[contender.name] = way
-            found.yardsticks += [contender.name] * contender.yardstick
-    return found
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A case made ready. exact: what is verified, truth: the same in float64.
-
-    work: a function, for it may have to measure ceilings. to_time: makes what is timed in place of `exact`, where that
-    has dropout, and so nothing to compare, or changes its weights. start: from a way to the call that is timed. facts:
-    more of them, for the report.
+    dtypes: None for what the device is good for. layers: None for the model's own. last: after all that are not,
+    whatever the group.
     """
 
-    batch: Batch
-    exact: Subject
-    truth: Subject
-    work: Callable[[], Work]
-    bounds: dict[str, harness.Call] = field(default_factory=dict)
-    to_time: Callable[[], Subject] | None = None
-    start: Callable[[Way, dict, bool], harness.Call] = timed
-    facts: dict[str, object] = field(default_factory=dict)
+    part: str
+    shapes: tuple[str, ...]
+    lengths: tuple[str, ...]
+    directions: tuple[str, ...]
+    models: tuple[str, ...] = ("base",)
+    layers: int | None = None
+    dtypes: tuple[str, ...] | None = None
+    grows: str = ""
+    last: bool = False
 
-    def subject_to_time(self) -> Subject:
-        return self.to_time() if self.to_time else self.exact
-
-
-def wide(subject: Subject, **modules: torch.nn.Module) -> Subject:
-    """The same in float64."""
-    inputs = {name: x.double() if x.is_floating_point() else x for name, x in subject.inputs.items()}
-    return dataclasses.replace(subject, inputs=inputs, **modules)
-
-
-def verifier(found: Field, setup: Setup, spec: Spec, device: str) -> harness.Verify:
-    """By the accuracy rule; the truth is the baseline's computation in float64."""
-    right = contenders.baseline(spec.part).make(setup.truth, setup.batch, torch.float64, device, spec.backward)
-    return harness.by_the_rule(
-        lambda name: result(found.ways[name], setup.exact.inputs, spec.backward),
-        lambda: result(right, setup.truth.inputs, spec.backward),
-        found.yardsticks,
-        factor=2.0 if spec.part in (*OPS, MASKED_LM) else 3.0,  # hidden states of whole models
-    )
+    def specs(self, dtypes: list[str], small: Size | None) -> Iterator[Spec]:
+        """small: in place of all shapes."""
+        shapes = itertools.product(self.models, self.shapes)
+        sizes = [small] if small else [batch.size_of(shape, model, self.layers) for model, shape in shapes]
+        for size, lengths in itertools.product(sizes, self.lengths):
+            for dtype, direction in itertools.product(self.dtypes or dtypes, self.directions):
+                yield Spec(self.part, size, lengths, dtype, direction, self.grows)
 
 
-def start(found: Field, setup: Setup, people: list[Contender], spec: Spec, device: str) -> dict[str, harness.Call]:
-    """The calls to time, of those who take part. Who fails here is moved to the others."""
-    subject, ways, calls = setup.subject_to_time(), found, {}
-    if subject is not setup.exact:
-        ways = gather([c for c in people if c.name in found.ways], subject, setup.batch, spec, device)
-        found.others += ways.others
-    for name, way in ways.ways.items():
-        try:
-            calls[name] = setup.start(way, subject.inputs, spec.backward)
-        except Exception as error:
-            found.others.append(harness.Row(name, problem=harness.failure(error)))
-    return calls
+# ---- the table: device -> group -> cases
+
+# The distributions of lengths that make a difference to an op.
+LENGTHS = {
+    "attention": ("half", "full", "text"),
+    "qkv_attention": ("half", "full"),
+    "add_layer_norm": ("full",),
+    "dense_gelu": ("full",),
+    "linear": ("full", "half"),
+    "bias_gelu": ("full",),
+    "layer_norm": ("full",),
+    "embedding": ("full",),
+    "cross_entropy": ("full",),
+    "pack": ("half",),
+    "unpack": ("half",),
+}
 
 
-def report(spec: Spec, setup: Setup, how: How) -> harness.Report:
-    """Everybody on one case, measured or, without rounds, verified. Raises RuntimeError without a baseline."""
-    people, baseline = contenders.of(spec.part, how.names, how.slow), contenders.baseline(spec.part).name
-    found = gather(people, setup.exact, setup.batch, spec, how.device)
-    calls = start(found, setup, people, spec, how.device)
-    for row in found.others:
-        if row.name == baseline:
-            raise RuntimeError(f"{baseline}: {row.problem or row.absent}")
-    width = {"width": setup.batch.mask.shape[1]} if spec.lengths == "text" else {}
-    return harness.measure(
-        calls,
-        verify=verifier(found, setup, spec, how.device),
-        baseline=baseline,
-        work=setup.work() if how.rounds else Work(setup.batch.tokens),
-        case=spec.facts() | width | setup.facts,
-        bounds=setup.bounds,
-        others=found.others,
-        device=how.device,
-        rounds=how.rounds,
-        limit=how.limit,
-        launches=spec.part not in OPS,
-    )
+def _ops(shape: str) -> tuple[Pick, ...]:
+    return tuple(Pick(op, (shape,), lengths, (FORWARD, BACKWARD)) for op, lengths in LENGTHS.items())
 
 
-def alone(spec: Spec, setup: Setup, who: str, device: str) -> tuple[harness.Call | None, str]:
-    """The call of one contender, verified; or None and why there is none. Raises AssertionError for a wrong one."""
-    known = contenders.of(spec.part, slow=True)
-    people = [contender for contender in known if contender.yardstick or contender.name == who]
-    found = gather(people, setup.exact, setup.batch, spec, device)
-    for row in found.others:
-        if row.name == who:
-            return None, row.absent or row.problem
-    if who not in found.ways:
-        return None, "repeats another contender"
-    testing.assert_rows(verifier(found, setup, spec, device)(who))
-    return start(found, setup, people, spec, device)[who], ""
+def _growth() -> Iterator[Pick]:
+    """Ops on rows and a layer on 2^7 to 2^16 tokens, attention on 2^13 tokens in sequences of 2^6 to 2^13: all parts at
+    one size before the next."""
+    for n in range(10):
+        for part in ("layer_norm", "add_layer_norm", "bias_gelu", ENCODER):
+            yield Pick(part, (f"{2**n}x128",), ("full",), (FORWARD, BACKWARD), layers=1, grows="tokens")
+        if n < 8:
+            shape = f"{2 ** (7 - n)}x{2 ** (6 + n)}"
+            yield Pick("attention", (shape,), ("full",), (FORWARD, BACKWARD), layers=1, grows="seqlen")
+
+
+TABLE: dict[str, dict[str, tuple[Pick, ...]]] = {
+    "cpu": {  # models of two layers, but for the one that shows latency
+        "encoder": (
+            Pick(MODEL, ("1x128",), ("full",), (FORWARD,)),
+            Pick(MODEL, ("8x128",), ("half", "full", "text"), (FORWARD,), layers=2),
+            Pick(MODEL, ("8x128",), ("half",), (DROPOUT,), layers=2),
+            Pick(MODEL, ("8x512",), ("half",), (FORWARD,), layers=2),
+            Pick(ENCODER, ("8x128",), ("half",), (FORWARD,), layers=2),
+            Pick(MODEL, ("8x128",), ("full",), (DROPOUT,), layers=2, last=True),
+            Pick(MODEL, ("8x512",), ("text",), (FORWARD,), layers=2, last=True),
+            Pick(MODEL, ("8x128",), ("half",), (BACKWARD,), layers=2, last=True),
+            Pick(ENCODER, ("8x128",), ("half",), (BACKWARD,), layers=2, last=True),
+            Pick(MODEL, ("8x512",), ("half",), (DROPOUT,), layers=2, last=True),
+        ),
+        "mlm": (
+            Pick(MASKED_LM, ("8x128",), ("half",), (STEP,), layers=2),
+            Pick(MASKED_LM, ("8x128",), ("half",), (DROPOUT,), layers=2, last=True),
+        ),
+        "ops": _ops("8x128"),
+        "hf": (
+            Pick(ENCODE, ("64x256",), ("text",), (FORWARD,), dtypes=("float32",)),
+            Pick(CLASSIFIER, ("8x128",), ("half",), (FORWARD, DROPOUT), layers=2),
+        ),
+        "growth": tuple(_growth()),
+    },
+    "cuda": {
+        "encoder": (
+            Pick(MODEL, ("32x128",), ("half", "full", "text"), (FORWARD,)),
+            Pick(MODEL, ("1x128",), ("full",), (FORWARD,)),
+            Pick(MODEL, ("32x512",), ("half", "full", "text"), (FORWARD,)),
+            Pick(MODEL, ("32x128", "32x512"), ("half", "full"), (DROPOUT,)),
+            Pick(MODEL, ("32x128",), ("half", "full"), (FORWARD,), models=("large",)),
+            Pick(MODEL, ("1x128",), ("full",), (FORWARD,), models=("large",)),
+            Pick(MODEL, ("8x128", "8x512"), ("half", "full"), (FORWARD,)),
+            Pick(MODEL, ("32x512",), ("half", "full"), (FORWARD, DROPOUT), models=("large",)),
+            Pick(ENCODER, ("32x128",), ("half", "full"), (FORWARD, BACKWARD)),
+            Pick(MODEL, ("32x128",), ("half",), (FORWARD, BACKWARD), dtypes=("float16", "float32")),
+            Pick(MODEL, ("32x128",), ("half", "full"), (BACKWARD,)),
+        ),
+        "mlm": (
+            Pick(MASKED_LM, ("32x128",), ("half", "full"), (STEP, DROPOUT)),
+            Pick(MASKED_LM, ("32x512",), ("half",), (STEP,)),
+            Pick(MASKED_LM, ("32x128",), ("half",), (STEP,), models=("large",)),
+        ),
+        "ops": _ops("32x512"),
+        "hf": (
+            Pick(CLASSIFIER, ("32x128",), ("half", "full"), (FORWARD, DROPOUT)),
+            Pick(ENCODE, ("256x256",), ("text",), (FORWARD,), dtypes=("float32",)),
+        ),
+        "growth": tuple(_growth()),
+    },
+}
+GROUPS = tuple(TABLE["cpu"])
+DEFAULT = GROUPS[:-1]  # growth takes longer than all of them
+DIRECTIONS = {  # that a group has
+    "encoder": (FORWARD, BACKWARD, DROPOUT),
+    "mlm": (DROPOUT, STEP),
+    "ops": (FORWARD, BACKWARD),
+    "hf": (FORWARD, BACKWARD, DROPOUT),
+    "growth": (FORWARD, BACKWARD),
+}
+
+# ---- the filter
+
+
+def dtypes(device: str) -> list[str]:
+    """What the device is good for, the most important first."""
+    if device == "cuda":
+        return ["bfloat16"]
+    return ["float32", *["bfloat16"] * has_bfloat16_products()]
+
+
+def has_bfloat16_products() -> bool:
+    """Whether the processor multiplies bfloat16 itself; without that a product of them takes many times as long."""
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(backends.cpuinfo("flags", "Features").split()))
+
+
+def specs(options: argparse.Namespace) -> list[tuple[str, Spec]]:
+    """(group, case) in the order in which they run: all groups in one type before the next, and what comes last.
+
+    What an option names takes the place of what the table has. Raises ValueError for a part that none of the groups
+    has, for what is no shape, for options that go with nothing that is measured, and where no case is left.
+    """
+    table = [(group, pick) for group in options.groups for pick in TABLE[options.device][group]]
+    if unknown := set(options.parts or ()) - {pick.part for _, pick in table}:
+        raise ValueError(f"no part {', '.join(sorted(unknown))} in the groups {', '.join(options.groups)}")
+    _check(options)
+    wanted, found = options.dtypes or dtypes(options.device), {}
+    for group, pick in table:
+        if changed := _changed(pick, group, options):
+            for spec in changed.specs(wanted, SMALL.get(options.size)):
+                found.setdefault((group, str(spec)), (pick.last, [*wanted, spec.dtype].index(spec.dtype), group, spec))
+    if not found:
+        raise ValueError(f"no case of the groups {', '.join(options.groups)} is left by the other options")
+    return [(group, spec) for _, _, group, spec in sorted(found.values(), key=lambda case: case[:2])]
+
+
+def _changed(pick: Pick, group: str, options: argparse.Namespace) -> Pick | None:
+    """A line of the table with what the options name; None if they leave it out."""
+    if options.parts and pick.part not in options.parts:
+        return None
+    directions = tuple(d for d in DIRECTIONS[group] if d in options.directions) if options.directions else ()
+    if pick.part == ENCODE:  # a whole library's call: there are no others
+        asked = ((options.lengths, "text"), (options.dtypes, "float32"), (options.directions, FORWARD))
+        return replace(pick, shapes=options.shapes or pick.shapes) if all(a in (n or [a]) for n, a in asked) else None
+    named = {name: getattr(options, name) for name in ("shapes", "models", "layers", "lengths", "dtypes")}
+    found = replace(pick, **{name: value for name, value in named.items() if value})
+    return replace(found, directions=directions) if options.directions else found
+
+
+def _check(options: argparse.Namespace) -> None:
+    named = [name for name in ("shapes", "models", "layers") if getattr(options, name)]
+    if named and options.size != "full":
+        raise ValueError(f"--{named[0]} goes with --size full; {options.size} is one small shape")
+    if "growth" in options.groups and (named or options.lengths):
+        raise ValueError(f"--{[*named, 'lengths'][0]} does not go with the group growth, which has its own sizes")

@@ -3,6 +3,7 @@
 Per layer, T real tokens, hidden size h, S2 = sum of squared lengths; a multiply-add is two operations; `element` bytes
 an element. Products with h by h weights: q, k, v 3, output projection 1, each half of the feed-forward 4 (12 in all,
 so 24 T h^2 operations). Attention: Q K^T and P V, 4 h S2. Every fused pass reads and writes device memory once.
+A step, forward and backward: the products three times, attention 3.5 times, for its scores are computed again.
 """
 
 import functools
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import harness
+from benchmarks.harness import Work
 from fastbert import testing
 
 
@@ -28,109 +30,73 @@ class Ceilings:
     origin: str
 
 
-# What tables of floors are computed with; a run measures its own product and copy.
 H100 = Ceilings(
     800e12, 333e12, 272e12, 3.0e12, "H100 SXM: measured product and copy; FlashAttention 3 at S = 512, D = 64, bf16"
 )
 
+# ---- what has to be done, and the sum over the ops of max(operations / rate, bytes / bandwidth)
+
 # product of a layer -> (weights in units of h^2, elements of h that a token reads and writes)
 PRODUCTS = {"qkv": (3, 4), "projection": (1, 2), "up": (4, 5), "down": (4, 5)}
+PRODUCTS_STEP_EXTRA = 10  # in a step GELU's input is saved and read again (8), gradients of the residual are added (2)
 ATTENTION = (4, 8)  # elements a token, forward and backward
 LAYER_NORMS = (2 * 3, 2 * 4)
-PRODUCTS_STEP_EXTRA = 10  # in a step GELU's input is saved and read again (8), gradients of the residual are added (2)
 
 
-# ---- operations and bytes
+def attention_flops(hidden: int, lengths: Sequence[int]) -> int:
+    return 4 * hidden * sum(length * length for length in lengths)
 
 
-def squares(lengths: Sequence[int]) -> int:
-    return sum(length * length for length in lengths)
+def of_model(
+    layers: int,
+    hidden: int,
+    lengths: Sequence[int],
+    ceilings: Ceilings,
+    *,
+    step: bool = False,
+    element: int = 2,
+    vocab: int = 0,
+    labelled: int = 0,
+    parameters: int = 0,
+) -> Work:
+    """step: forward and backward. labelled: tokens through a masked-LM head. parameters: of an AdamW step, all in the
+    weights' type: weight and two moments read and written, gradient read."""
+    tokens, scores, times = sum(lengths), attention_flops(hidden, lengths), 3 if step else 1
+    row, weights = tokens * hidden * element, hidden**2 * element  # bytes of a pass over the residual stream, of h^2
+    head, optimizer = labelled * (2 * hidden**2 + 2 * hidden * vocab), 7 * element * parameters
+    flops = times * (layers * (24 * tokens * hidden**2 + scores) + head) + step * 0.5 * layers * scores
+    moved = (84 * row + 36 * weights) if step else (26 * row + 12 * weights)
+    rest = _rest_seconds(row, scores, step, ceilings)
+    products = _products_seconds(tokens * hidden**2, row, weights, step, ceilings)
+    rest = layers * rest + optimizer / ceilings.bandwidth
+    floor = layers * products + times * head / ceilings.product + rest
+    return Work(tokens, flops, layers * moved + optimizer, floor, rest)
 
 
-def products_flops(layers: int, hidden: int, tokens: int) -> int:
-    return layers * 24 * tokens * hidden**2
+def _products_seconds(area: int, row: int, weights: int, step: bool, ceilings: Ceilings) -> float:
+    """A layer's matrix products, with bias and GELU in them. area: tokens by h^2."""
+    if step:
+        moved = (3 * sum(e for _, e in PRODUCTS.values()) + PRODUCTS_STEP_EXTRA) * row + 36 * weights
+        return max(3 * 24 * area / ceilings.product, moved / ceilings.bandwidth)
+    each = (
+        (2 * w * area / ceilings.product, (e * row + w * weights) / ceilings.bandwidth) for w, e in PRODUCTS.values()
+    )
+    return sum(map(max, each))
 
 
-def attention_flops(layers: int, hidden: int, lengths: Sequence[int]) -> int:
-    return layers * 4 * hidden * squares(lengths)
+def _rest_seconds(row: int, scores: int, step: bool, ceilings: Ceilings) -> float:
+    """A layer's attention, and both residuals with LayerNorm."""
+    passes = [(scores / ceilings.attention_forward, ATTENTION[0]), (0, LAYER_NORMS[0])]
+    passes += [(2.5 * scores / ceilings.attention_backward, ATTENTION[1]), (0, LAYER_NORMS[1])] if step else []
+    return sum(max(seconds, elements * row / ceilings.bandwidth) for seconds, elements in passes)
 
 
-def head_flops(hidden: int, vocab: int, labelled: int) -> int:
-    """The masked-LM head, on the labelled tokens only."""
-    return labelled * (2 * hidden**2 + 2 * hidden * vocab)
-
-
-def forward_flops(layers: int, hidden: int, lengths: Sequence[int], vocab: int = 0, labelled: int = 0) -> int:
-    products = products_flops(layers, hidden, sum(lengths))
-    return products + attention_flops(layers, hidden, lengths) + head_flops(hidden, vocab, labelled)
-
-
-def step_flops(layers: int, hidden: int, lengths: Sequence[int], vocab: int = 0, labelled: int = 0) -> float:
-    """Forward and backward: three times the forward, 3.5 times for attention, whose scores are computed again."""
-    return 3 * forward_flops(layers, hidden, lengths, vocab, labelled) + 0.5 * attention_flops(layers, hidden, lengths)
-
-
-def forward_bytes(layers: int, hidden: int, tokens: int, element: int = 2) -> int:
-    return layers * element * (26 * tokens * hidden + 12 * hidden**2)
-
-
-def step_bytes(layers: int, hidden: int, tokens: int, element: int = 2) -> int:
-    return layers * element * (84 * tokens * hidden + 36 * hidden**2)
-
-
-def adamw_bytes(parameters: int, element: int = 2) -> int:
-    """One optimizer step, all in the weights' type: weight and two moments read and written, gradient read."""
-    return 7 * element * parameters
-
-
-# ---- time: sums over the ops of max(operations / rate, bytes / bandwidth)
-
-
-def forward_seconds(layers: int, hidden: int, lengths: Sequence[int], ceilings: Ceilings, element: int = 2) -> float:
-    products = forward_products_seconds(layers, hidden, sum(lengths), ceilings, element)
-    return products + forward_rest_seconds(layers, hidden, lengths, ceilings, element)
-
-
-def forward_products_seconds(layers: int, hidden: int, tokens: int, ceilings: Ceilings, element: int = 2) -> float:
-    """The matrix products, with bias and GELU in them."""
-    seconds = 0.0
-    for weights, elements in PRODUCTS.values():
-        moved = (elements * tokens * hidden + weights * hidden**2) * element
-        seconds += max(2 * weights * tokens * hidden**2 / ceilings.product, moved / ceilings.bandwidth)
-    return layers * seconds
-
-
-def forward_rest_seconds(
-    layers: int, hidden: int, lengths: Sequence[int], ceilings: Ceilings, element: int = 2
-) -> float:
-    """Attention, and both residuals with LayerNorm."""
-    row = sum(lengths) * hidden * element  # bytes of one pass over the residual stream
-    attention = attention_flops(1, hidden, lengths) / ceilings.attention_forward
-    seconds = max(attention, ATTENTION[0] * row / ceilings.bandwidth)
-    return layers * (seconds + LAYER_NORMS[0] * row / ceilings.bandwidth)
-
-
-def step_seconds(layers: int, hidden: int, lengths: Sequence[int], ceilings: Ceilings, element: int = 2) -> float:
-    """Forward and backward."""
-    products = step_products_seconds(layers, hidden, sum(lengths), ceilings, element)
-    return products + step_rest_seconds(layers, hidden, lengths, ceilings, element)
-
-
-def step_products_seconds(layers: int, hidden: int, tokens: int, ceilings: Ceilings, element: int = 2) -> float:
-    """Products in the backward are twice those of the forward."""
-    elements = 3 * sum(e for _, e in PRODUCTS.values()) + PRODUCTS_STEP_EXTRA
-    moved = (elements * tokens * hidden + 36 * hidden**2) * element
-    return layers * max(3 * products_flops(1, hidden, tokens) / ceilings.product, moved / ceilings.bandwidth)
-
-
-def step_rest_seconds(layers: int, hidden: int, lengths: Sequence[int], ceilings: Ceilings, element: int = 2) -> float:
-    row, flops = sum(lengths) * hidden * element, attention_flops(1, hidden, lengths)
-    seconds = sum(LAYER_NORMS) * row / ceilings.bandwidth
-    for work, rate, elements in zip(
-        (flops, 2.5 * flops), (ceilings.attention_forward, ceilings.attention_backward), ATTENTION, strict=True
-    ):
-        seconds += max(work / rate, elements * row / ceilings.bandwidth)
-    return layers * seconds
+def of_op(tokens: int, product: int, scores: int, moved: float, step: bool, ceilings: Ceilings) -> Work:
+    """product, scores: forward operations of a matrix product and of attention. moved: bytes in all."""
+    products = product * (3 if step else 1)
+    rest = scores / ceilings.attention_forward + step * 2.5 * scores / ceilings.attention_backward
+    seconds = max(products / ceilings.product + rest, moved / ceilings.bandwidth)
+    return Work(tokens, products + scores * (3.5 if step else 1), moved, seconds, rest if product else None)
 
 
 # ---- what the library does with the products

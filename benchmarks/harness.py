@@ -2,8 +2,7 @@
 
 `measure` asks for each contender's accuracy first: one that is wrong, or fails, is reported as such and never timed.
 Then, round after round, every contender runs once in a shuffled order, so that what disturbs the machine disturbs all
-of them alike. A contender's speedup is the median over the rounds of baseline's seconds / its seconds: above 1 is
-faster.
+of them alike. A contender's ratio is the median over the rounds of baseline's seconds / its seconds: above 1 is faster.
 
 On a CPU a sample is enough calls in a row to be far above the clock's resolution, with warm caches. On CUDA it is one
 call between two events, with the L2 cache overwritten before.
@@ -11,27 +10,27 @@ call between two events, with the L2 cache overwritten before.
 
 import contextlib
 import ctypes
-import json
 import math
 import random
 import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from benchmarks import provenance
 from fastbert import backends, testing
 
 Call = Callable[[], object]
 Timer = Callable[[Call, int], float]  # (call, repeats) -> seconds a call
 Verify = Callable[[str], list[testing.Row]]  # a contender's name -> its tensors under the accuracy rule
+
+LEAST = 5  # rounds, whatever they take
+PRODUCTS = "matrix products alone"  # how the names of bounds begin that are part of what a library can reach
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Work:
 
 @dataclass
 class Row:
-    """One contender. problem: why it was not timed. ran: primitive -> backend. seconds: one number a round.
+    """One contender. problem: why it was not timed. ran: the backends that ran. seconds: one number a round.
 
     absent: why it was not even tried: not installed, or not for such a case. bound: the time of something that cannot
     be avoided, not a contender: it has no result to be right or wrong.
@@ -68,17 +67,11 @@ class Row:
     seconds: list[float] = field(default_factory=list)
     bound: bool = False
 
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
 
-    @property
-    def spread(self) -> tuple[float, float]:
-        """The 20th and the 80th percentile."""
-        if len(self.seconds) == 1:
-            return self.median, self.median
-        cuts = statistics.quantiles(self.seconds, n=5, method="inclusive")
-        return cuts[0], cuts[-1]
+def spread(numbers: Sequence[float]) -> tuple[float, float, float]:
+    """Median, and the 20th and the 80th percentile."""
+    cuts = statistics.quantiles(numbers, n=5, method="inclusive") if len(numbers) > 1 else list(numbers) * 4
+    return statistics.median(numbers), cuts[0], cuts[-1]
 
 
 @dataclass
@@ -93,7 +86,7 @@ class Report:
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
 
-    def speedup(self, name: str) -> float | None:
+    def ratio(self, name: str) -> float | None:
         """Median of the per-round ratios to the baseline; None unless both were timed."""
         pairs = list(zip(self.row(self.baseline).seconds, self.row(name).seconds, strict=False))
         return statistics.median(base / own for base, own in pairs) if pairs else None
@@ -101,86 +94,49 @@ class Report:
     @property
     def library_floor(self) -> float | None:
         """Seconds: the products as the faster library ran them in this very run, and the floor of everything else."""
-        products = [row.median for row in self.rows if row.bound and row.seconds and row.name.startswith(PRODUCTS)]
-        return min(products) + self.work.rest if products and self.work.rest is not None else None
+        products = [row.seconds for row in self.rows if row.bound and row.seconds and row.name.startswith(PRODUCTS)]
+        rest = self.work.rest
+        return min(map(statistics.median, products)) + rest if products and rest is not None else None
 
-    def table(self) -> str:
-        title = "  ".join(f"{name} {value}" for name, value in self.case.items())
-        heading = f"{'':36} {'median ms':>10} {'p20':>10} {'p80':>10} {'speedup':>8} {'tokens/s':>10}"
-        heading += f" {'GB/s':>7} {'TFLOP/s':>8} {'% floor':>7} {'% lib':>7} {'peak MB':>8}  ran on"
-        absent = [f"{row.name} ({row.absent})" for row in self.rows if row.absent]
-        last = [f"  not run: {'; '.join(absent)}"] if absent else []
-        return "\n".join([title, heading, *(self._line(row) for row in self.rows if not row.absent), *last])
+    def lines(self) -> list[dict[str, object]]:
+        """A line of a results file for each contender: all that tables are made of. Microseconds, bytes."""
+        return [self._line(row) for row in self.rows]
 
-    def _line(self, row: Row) -> str:
-        name = f"  {f'({row.name})' if row.bound else row.name:34}"
-        if row.problem:
-            return f"{name} NOT TIMED: {row.problem}"
-        if not row.seconds:
-            return f"{name} right, not timed  {_backends(row)}"
-        cells = [f"{seconds * 1e3:#10.4g}" for seconds in (row.median, *row.spread)]
-        numbers = self._numbers(row)
-        for key, width, decimals in _COLUMNS:
-            value = numbers[key]
-            cells.append(f"{'-':>{width}}" if value is None else f"{value:{width}.{decimals}f}")
-        return f"{name} {' '.join(cells)}  {_backends(row)}".rstrip()
-
-    def _numbers(self, row: Row) -> dict[str, float | None]:
-        """What a table and a JSON file say about a row that was timed, beside its times."""
-        work, median, library = self.work, row.median, self.library_floor
-        return {
-            "speedup": self.speedup(row.name),
-            "tokens_per_second": None if row.bound else work.tokens / median,
-            "gigabytes_per_second": work.bytes / median / 1e9 if work.bytes and not row.bound else None,
-            "teraflops": work.flops / median / 1e12 if work.flops and not row.bound else None,
-            "percent_of_floor": 100 * work.floor / median if work.floor and not row.bound else None,
-            "percent_of_library": 100 * library / median if library and not row.bound else None,
-            "peak_megabytes": None if row.peak_bytes is None else row.peak_bytes / 1e6,
-        }
-
-    def to_dict(self) -> dict:
-        """Plain values for JSON: what the table says, and every sample behind it."""
-        rows = []
-        for row in self.rows:
-            if row.absent:
-                rows.append({"name": row.name, "absent": row.absent})
-                continue
-            facts = {"name": row.name, "problem": row.problem, "ran": row.ran, "bound": row.bound}
-            facts |= {"tensors": len(row.accuracy), "accuracy": [_accuracy(tensor) for tensor in _worst(row.accuracy)]}
-            if row.seconds:
-                p20, p80 = row.spread
-                facts |= {"median": row.median, "p20": p20, "p80": p80, **self._numbers(row)}
-                facts |= {"repeats": row.repeats, "seconds": row.seconds}
-            rows.append(facts)
-        return {"case": self.case, "work": asdict(self.work), "baseline": self.baseline, "rows": rows}
+    def _line(self, row: Row) -> dict[str, object]:
+        facts: dict[str, object] = {"case": self.case, "name": row.name}
+        facts |= {"baseline": True} if row.name == self.baseline else {}
+        facts |= {key: value for key in ("bound", "absent", "problem") if (value := getattr(row, key))}
+        if row.accuracy:
+            facts["error"] = worst(row.accuracy)
+        if row.ran:
+            facts["ran"] = "+".join(sorted(set(row.ran.values())))
+        if row.seconds:
+            times = dict(zip(("median", "p20", "p80"), spread(row.seconds), strict=True))
+            times |= {} if row.bound else {"floor": self.work.floor, "library": self.library_floor}
+            facts |= {key: microseconds(value) for key, value in times.items() if value}
+            numbers = {"ratio": rounded(self.ratio(row.name) or 0, 4), "memory": row.peak_bytes}
+            numbers |= {} if row.bound else {key: getattr(self.work, key) for key in ("tokens", "flops", "bytes")}
+            facts |= {key: value for key, value in numbers.items() if value}
+            facts |= {"repeats": row.repeats} if row.repeats > 1 else {}
+            facts["samples"] = list(map(microseconds, row.seconds))
+        return facts
 
 
-LEAST = 5  # rounds, whatever they take
-PRODUCTS = "matrix products alone"  # how the bounds begin that `library_floor` is made of
-_COLUMNS = (
-    ("speedup", 8, 2),
-    ("tokens_per_second", 10, 0),
-    ("gigabytes_per_second", 7, 1),
-    ("teraflops", 8, 3),
-    ("percent_of_floor", 7, 0),
-    ("percent_of_library", 7, 0),
-    ("peak_megabytes", 8, 1),
-)
+def microseconds(seconds: float) -> float:
+    return rounded(seconds * 1e6)
 
 
-def _worst(tensors: list[testing.Row], count: int = 3) -> list[testing.Row]:
-    """Those nearest to their bound, or furthest beyond: a model has hundreds."""
-    return sorted(tensors, key=lambda t: (t.ok, -t.error / t.bound if t.bound else 0.0))[:count]
+def rounded(number: float, digits: int = 6) -> float:
+    """Whole numbers as int: without the `.0` of JSON."""
+    found = float(f"{number:.{digits}g}")
+    return int(found) if found.is_integer() else found
 
 
-def _accuracy(tensor: testing.Row) -> dict[str, object]:
-    """The rule's numbers, as text where JSON has none for them (NaN, infinity)."""
-    numbers = {name: v if isinstance(v, str) or math.isfinite(v) else str(v) for name, v in asdict(tensor).items()}
-    return numbers | {"ok": tensor.ok}
-
-
-def _backends(row: Row) -> str:
-    return "+".join(sorted(set(row.ran.values())))
+def worst(tensors: Iterable[testing.Row]) -> float | str:
+    """The largest error, in units of what the accuracy rule allows; as text where JSON has no number for it."""
+    shares = [tensor.error / tensor.bound if tensor.bound else float(not tensor.ok) for tensor in tensors]
+    found = max(shares, key=lambda share: (math.isnan(share), share))
+    return rounded(found, 3) if math.isfinite(found) else str(found)
 
 
 # ---- measuring
@@ -280,7 +236,7 @@ def by_the_rule(
 ) -> Verify:
     """`verify` of `measure` by fastbert.testing's rule.
 
-    yardsticks: the contenders that are PyTorch's own. The first one has to work; another that fails is none.
+    yardsticks: the contenders that are PyTorch's own. The first one has to work; another that fails is left out.
     """
     names = list(yardsticks)
 
@@ -300,38 +256,7 @@ def by_the_rule(
     return verify
 
 
-def forward(run: Callable[..., Tensor], arguments: Mapping[str, object]) -> Call:
-    """The call to time: run(**arguments) without a graph."""
-
-    def call():
-        with torch.no_grad():
-            return run(**arguments)
-
-    return call
-
-
-def forward_backward(
-    run: Callable[..., Tensor], arguments: Mapping[str, object], parameters: Iterable[Tensor] = ()
-) -> Call:
-    """The call to time: run(**arguments) and the gradients of its floating-point arguments and of `parameters`."""
-    leaves = {name: leaf(value) for name, value in arguments.items()}
-    wanted = [value for value in leaves.values() if isinstance(value, Tensor) and value.requires_grad]
-    wanted += list(parameters)
-    cotangent = None
-
-    def call():
-        nonlocal cotangent
-        result = run(**leaves)
-        cotangent = torch.randn_like(result) if cotangent is None else cotangent
-        return torch.autograd.grad(result, wanted, cotangent)
-
-    return call
-
-
-def leaf(value: object) -> object:
-    """A tensor that gradients stop at, with value's memory; anything but a floating-point tensor as it is."""
-    floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.detach().requires_grad_() if floating else value
+# ---- memory
 
 
 def peak_bytes(call: Call, device: str) -> int | None:
@@ -363,11 +288,6 @@ def _status(name: str) -> int:
     """Bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-def synchronised(call: Call, device: str) -> Call:
-    """For clocks of the host: returns when the device is done."""
-    return call if device != "cuda" else lambda: (call(), torch.cuda.synchronize())[0]
 
 
 # ---- clocks
@@ -409,15 +329,3 @@ def cuda_timer(device: str = "cuda", launches: bool = False) -> Timer:
         return total / repeats
 
     return seconds
-
-
-# ---- results
-
-
-def write(path: Path, reports: Iterable[Report], environment: Mapping[str, object] | None = None) -> None:
-    """One JSON file: where and with what it was measured, then the reports. The old one is there until it is whole."""
-    content = {**(environment or provenance.environment()), "reports": [report.to_dict() for report in reports]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_suffix(".writing")
-    whole.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    whole.replace(path)

@@ -14,12 +14,15 @@ import fastbert
 from fastbert import backends
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "triton", "transformers", "onnxruntime", "openvino", "ctranslate2")
 
 
-def environment(commit: str | None = None) -> dict[str, object]:
-    """Everything that a results file says about its origin.
+def head(commit: str | None = None, seed: int | None = None) -> dict[str, object]:
+    """The first line of a results file.
 
-    commit: for a copy of the tree that has no git history; nothing then says whether the copy has changes.
+    commit: for a copy of the tree that has no git history; nothing then says whether the copy has changes. load: of the
+    last minute; near the number of threads, others were busy. kernels: how fastbert's own were built, empty where they
+    do not load.
     """
     known, dirty = git_state()
     return {
@@ -27,8 +30,11 @@ def environment(commit: str | None = None) -> dict[str, object]:
         "command": command(sys.orig_argv),
         "commit": known or commit,
         "dirty": dirty,
+        "seed": seed,
         "machine": machine(),
+        "load": round(os.getloadavg()[0], 2),
         "versions": versions(),
+        "kernels": backends.build_info(),
     }
 
 
@@ -45,39 +51,19 @@ def command(argv: list[str]) -> str:
     return " ".join("=".join(Path(p).name if os.path.isabs(p) else p for p in word.split("=")) for word in words)
 
 
-def machine() -> dict[str, object]:
-    facts = {
-        "processor": _processor(),
-        "architecture": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load": round(os.getloadavg()[0], 2),  # of the last minute; near the number of threads, or others were busy
-        "threads": torch.get_num_threads(),
-        "instruction_set": torch.backends.cpu.get_cpu_capability(),
-    }
-    if not torch.cuda.is_available():
-        return facts
-    properties = torch.cuda.get_device_properties(0)
-    gpu = {
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory_gib": round(properties.total_memory / 2**30),
-        "multiprocessors": properties.multi_processor_count,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
-    }
-    return {**facts, "gpu": gpu}
+def machine() -> str:
+    processor = backends.cpuinfo("model name") or platform.processor() or platform.machine()
+    words = [processor, f"{torch.get_num_threads()} threads", torch.backends.cpu.get_cpu_capability()]
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+        words = [f"{gpu.name} ({gpu.total_memory >> 30} GiB, driver {driver}, CUDA {torch.version.cuda})", *words]
+    return ", ".join(words)
 
 
-def versions() -> dict[str, object]:
-    """cuda: the one that torch was built with. kernels: how fastbert's own were built, empty where they do not load."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": _installed("triton"),
-        **{name: _installed(name) for name in ("transformers", "openvino", "ctranslate2")},
-        "fastbert": fastbert.__version__,
-        "kernels": backends.build_info(),
-    }
+def versions() -> dict[str, str]:
+    own = {"python": platform.python_version(), "fastbert": fastbert.__version__}
+    return own | {name: version for name in PACKAGES if (version := _installed(name))}
 
 
 def _installed(name: str) -> str | None:
@@ -85,15 +71,6 @@ def _installed(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def has_bfloat16_products() -> bool:
-    """Whether the processor multiplies bfloat16 itself; without that a product of them takes many times as long."""
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(backends.cpuinfo("flags", "Features").split()))
-
-
-def _processor() -> str:
-    return backends.cpuinfo("model name") or platform.processor() or "unknown"
 
 
 def _output(*words: str) -> str | None:

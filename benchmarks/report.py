@@ -1,145 +1,236 @@
-"""python -m benchmarks.report: a plot and the tables of docs/performance.md, from the JSON files of benchmarks.run.
+"""python -m benchmarks.report: docs/performance.md and its plot, from the files of benchmarks.run and nothing else.
 
-Reads RESULTS/<device>/*.json, draws into RESULTS/<device>/plots (or OUT/<device>), and writes the part of
-docs/performance.md between its two marker comments: tables, the cases in which somebody is faster than fastbert, and
-where every number comes from. Files of small sizes (_tiny, _quick) and of runs that were cut short (.partial) are left
-alone.
+Reads RESULTS/<device>/*.jsonl, draws RESULTS/<device>/speedup.svg, and writes the page: a line for each case, every
+case in which somebody is faster than fastbert, and where the numbers come from. Files of small sizes (_tiny, _quick)
+and of runs that were cut short (.partial) are left alone.
+
+A ratio is a contender's time over fastbert's, median over the rounds of one interleaved run: above 1 fastbert is
+faster. fastbert's is that of the first of OURS that took part: the one that asks least of a user.
 """
 
 import argparse
 import difflib
+import itertools
 import json
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import summary
-from benchmarks.summary import Ratio
+from benchmarks.harness import spread
 
 ROOT = Path(__file__).resolve().parent.parent
-START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
 NO_RESULTS = ("_tiny", "_quick", ".partial")  # in names
 TREE = {None: " (tree not checked)", True: " and changes", False: ""}  # by `dirty`; None where there was no git
+_SKIP = "fastbert.accelerate, skip_logits"
+OURS = ("fastbert", "fastbert.accelerate", _SKIP, "fastbert, packed input", "fastbert.graph")
+MODELS = {768: "base", 1024: "large"}
+SHORT = {
+    "transformers sdpa": "HF SDPA",
+    "transformers eager": "HF eager",
+    "transformers, torch.compile": "HF compiled",
+    "transformers flash_attention_2": "HF flash",
+    "torch.nn.TransformerEncoder": "TransformerEncoder",
+    "PyTorch, torch.compile": "PyTorch compiled",
+    "fastbert, packed input": "packed",
+    "fastbert.accelerate": "accelerate",
+    _SKIP: "skip_logits",
+    "fastbert.graph": "graph",
+}
+
+# ---- what a results file holds
+
+Line = Mapping[str, object]  # one contender in one case; times are microseconds (see harness.Report)
+Ratio = tuple[float, float, float]  # median, 20th and 80th percentile over the rounds
+
+
+def ratio(theirs: Line, own: Line) -> Ratio:
+    """Of two that were timed in the same rounds."""
+    return spread([a / b for a, b in zip(theirs["samples"], own["samples"], strict=False)])
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one run measured of one case."""
+
+    facts: Mapping
+    lines: Mapping[str, Line]
+
+    @property
+    def family(self) -> str:
+        """Cases that share a table."""
+        return "growth" if "grows" in self.facts else "ops" if "op" in self.facts else "modules"
+
+    @property
+    def title(self) -> str:
+        """In words, without its type."""
+        facts = self.facts
+        if "texts" in facts:
+            return f"{facts['part']}, {facts['texts']} texts, {facts['model']}"
+        words = [facts["op"] if "op" in facts else f"{facts['part']} {MODELS.get(facts['hidden'], facts['hidden'])}"]
+        words += [f"{facts['layers']} layers"] if facts.get("layers", 1) != 1 else []
+        return ", ".join([*words, facts["direction"], f"{facts['batch']} × {facts['seqlen']}", facts["lengths"]])
+
+    @property
+    def timed(self) -> dict[str, Line]:
+        """Contenders with a time; a bound is no contender."""
+        return {name: line for name, line in self.lines.items() if "samples" in line and "bound" not in line}
+
+    @property
+    def own(self) -> Line:
+        """The line that stands for fastbert, right or wrong; empty if it took no part."""
+        lines = (self.lines.get(name, {}) for name in OURS)
+        return next((line for line in lines if line and "absent" not in line), {})
+
+    @property
+    def ratios(self) -> dict[str, Ratio]:
+        """By contender; fastbert's other forms too, but no forced backends."""
+        own = self.own
+        others = {name: line for name, line in self.timed.items() if line is not own and "samples" in own}
+        return {name: ratio(line, own) for name, line in others.items() if name in OURS or not is_ours(name)}
+
+    @property
+    def memory(self) -> float | None:
+        """fastbert's peak over the baseline's; None where one of them is below what can be told from nothing."""
+        baseline = next((line for line in self.lines.values() if "baseline" in line), {})
+        peaks = [line.get("memory", 0) for line in (self.own, baseline)]
+        return peaks[0] / peaks[1] if min(peaks) >= 1e6 else None
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith("fastbert")
+
+
+def cases_of(lines: Iterable[Line]) -> list[Case]:
+    groups = itertools.groupby(lines, key=lambda line: line["case"])
+    return [Case(facts, {line["name"]: line for line in members}) for facts, members in groups]
 
 
 @dataclass(frozen=True)
 class File:
-    """One results file. content: as benchmarks.run wrote it, today or earlier."""
+    """head: where its numbers come from (see provenance.py), and what was left out."""
 
     name: str
-    content: Mapping
+    head: Mapping
+    cases: list[Case]
 
-    @property
-    def reports(self) -> list[Mapping]:
-        return self.content["reports"]
+
+def read_file(path: Path) -> File:
+    """Raises ValueError for a file that is no results file, with its name."""
+    try:
+        head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        return File(path.name, {"left_out": [], **head}, cases_of(lines))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no results file of benchmarks.run: {error!r}") from error
 
 
 def read(folder: Path) -> dict[str, list[File]]:
-    """Device -> its files. Raises ValueError for a file that is no results file, with its name."""
-    found: dict[str, list[File]] = {}
-    for path in sorted(folder.glob("*/*.json")):
-        if any(part in path.stem for part in NO_RESULTS):
-            continue
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is no JSON: {error}") from error
-        if not isinstance(content, dict) or not isinstance(content.get("reports"), list):
-            raise ValueError(f"{path} is no results file of benchmarks.run: it has no list `reports`")
-        found.setdefault(path.parent.name, []).append(File(path.name, content))
-    return found
+    """Device -> its files."""
+    paths = [p for p in sorted(folder.glob("*/*.jsonl")) if not any(part in p.stem for part in NO_RESULTS)]
+    return {device: list(map(read_file, of)) for device, of in itertools.groupby(paths, lambda p: p.parent.name)}
 
 
 # ---- tables
 
 
-@dataclass(frozen=True)
-class Slower:
-    """A contender that was faster than one of fastbert's ways in one case."""
-
-    device: str
-    case: str
-    ours: str
-    theirs: str
-    ratio: Ratio  # fastbert's seconds over theirs
-
-    @property
-    def cells(self) -> list[str]:
-        noise = "" if self.ratio.low > 1 else ", in the noise"
-        spread = f"{self.ratio.low:.2f}–{self.ratio.high:.2f}{noise}"
-        return [self.case, self.device, self.ours, self.theirs, f"{self.ratio.median:.2f}", spread]
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown, aligned for readers of the text."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    rule = ["-" * width for width in widths]
+    lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in (header, rule, *rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def slower(device: str, reports: Sequence[Mapping]) -> Iterator[Slower]:
-    """Every case in which somebody else's time is below that of a way to use fastbert, by a hundredth or more."""
-    for report in reports:
-        rows = summary.timed(report)
-        title = f"{summary.title(report['case'])}, {report['case']['dtype']}"
-        for ours in (name for name in summary.OURS if name in rows):
-            for name, row in rows.items():
-                if summary.is_ours(name) or row.get("bound"):
-                    continue
-                found = summary.ratio(rows[ours], row)
-                if round(found.median, 2) > 1:
-                    yield Slower(device, title, ours, name, found)
+def table(cases: Sequence[Case]) -> str:
+    """A line for each case and run; a column for whoever was timed beside fastbert in one of them."""
+    compared = {name for case in cases for name in case.ratios}
+    names = [name for name in dict.fromkeys(name for case in cases for name in case.lines) if name in compared]
+    header = ["case", "type", "ms", "% floor", "% library", "memory", *(SHORT.get(name, name) for name in names)]
+    return aligned(header, [_cells(case, names) for case in cases])
 
 
-def slower_section(results: Mapping[str, Sequence[File]]) -> str:
-    found = [s for device, files in results.items() for file in files for s in slower(device, file.reports)]
-    if not found:
-        return "In no case that was measured."
-    found.sort(key=lambda s: (-s.ratio.median, s.case, s.device, s.ours, s.theirs))
-    header = ("case", "device", "fastbert's way", "faster", "times", "20th to 80th percentile")
-    return summary.aligned(header, [s.cells for s in found])
+def _cells(case: Case, names: Sequence[str]) -> list[str]:
+    own, ratios = case.own, case.ratios
+    time = milliseconds(own["median"]) if "median" in own else _problem(own)
+    shares = (number(share(own, bound), ".0f") for bound in ("floor", "library"))
+    others = (f"{ratios[name][0]:.2f}" if name in ratios else _problem(case.lines.get(name, {})) for name in names)
+    return [case.title, case.facts["dtype"], time, *shares, number(case.memory, ".2f"), *others]
 
 
-def origin(files: Sequence[File]) -> str:
-    """Where the numbers of a device come from, a line for each file."""
-    rows = []
-    for file in files:
-        content, versions, machine = file.content, file.content["versions"], file.content["machine"]
-        commit = (content["commit"] or "unknown")[:9] + TREE[content["dirty"]]
-        gpu = machine.get("gpu")
-        where = f"{gpu['name']}, " if gpu else ""
-        where += f"{machine['processor']}, {machine['threads']} threads, {machine['instruction_set']}"
-        rows.append([file.name, content["date"][:10], commit, versions["torch"], where, str(machine["load"])])
-    return summary.aligned(("file", "date", "commit", "torch", "machine", "load before"), rows)
+def share(line: Line, bound: str) -> float | None:
+    """Percent of the floor, or of the library's, that a line reaches."""
+    return 100 * line[bound] / line["median"] if bound in line else None
 
 
-def device_section(device: str, files: Sequence[File], plots: Path, readme: Path) -> str:
-    parts = [f"### {device}", origin(files)]
-    reports = [report for file in files for report in file.reports]
-    tables = summary.families(reports)
-    parts += [summary.table(tables["modules"])] if "modules" in tables else []
-    parts += [folded("Operations", summary.table(tables["ops"]))] if "ops" in tables else []
-    images = {name: f"![{name}]({_relative(plots / f'{name}.svg', readme)})" for name in figures(reports)}
-    parts += [images.pop("speedup")] if "speedup" in images else []
-    parts += [folded("How cost grows", "\n\n".join(images.values()))] if images else []
-    wrong = [f"{name} in {summary.title(report['case'])}" for report in reports for name in summary.wrong(report)]
-    if wrong:
-        parts.append(f"**Wrong or failed, and so not timed: {'; '.join(wrong)}.**")
-    left_out = [entry for file in files for entry in file.content.get("left_out", [])]
-    if left_out:
-        cases = "; ".join(f"{' '.join(entry['case'].split())} ({entry['reason']})" for entry in left_out)
-        parts.append(folded(f"Left out: {len(left_out)} cases", cases))
-    missing = summary.absent(reports)
-    if missing:
-        parts.append("Not installed: " + "; ".join(f"{name} (`{how}`)" for name, how in missing.items()) + ".")
-    return "\n\n".join(parts)
+def milliseconds(microseconds: float) -> str:
+    """Three digits."""
+    value = microseconds / 1e3
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
 
 
-def folded(title: str, text: str) -> str:
-    """Shown by GitHub when it is clicked."""
-    return f"<details>\n<summary>{title}</summary>\n\n{text}\n\n</details>"
+def number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
-def _relative(path: Path, readme: Path) -> str:
-    return Path(os.path.relpath(path.resolve(), readme.resolve().parent)).as_posix()
+def _problem(line: Line) -> str:
+    """Why there is no ratio, in a word; a dash for who was not there."""
+    return line.get("problem", "–").partition(":")[0]
 
 
-LEGEND = """\
+def in_full(case: Case) -> str:
+    """One case, for a terminal."""
+    parts, rows = ["  ".join(f"{name} {value}" for name, value in case.facts.items())], []
+    for name, line in case.lines.items():
+        if "median" in line:
+            per_second = lambda key, unit: line[key] / line["median"] / unit if key in line else None  # noqa: B023, E731
+            cells = [f"{line[key] / 1e3:#.4g}" for key in ("median", "p20", "p80")] + [number(line.get("ratio"), ".2f")]
+            cells += [number(per_second("tokens", 1e-6), ".0f"), number(per_second("bytes", 1e3), ".1f")]
+            cells += [number(per_second("flops", 1e6), ".3f"), number(share(line, "floor"), ".0f")]
+            cells += [number(share(line, "library"), ".0f"), number(line.get("memory", 0) / 1e6, ".1f")]
+            rows.append([f"({name})" if "bound" in line else name, *cells, line.get("ran", "")])
+        elif "absent" not in line:
+            why = f"NOT TIMED: {line['problem']}" if "problem" in line else "right, not timed"
+            parts.append(f"{name}: {why}  {line.get('ran', '')}".rstrip())
+    times = ("median ms", "p20", "p80", "ratio", "tokens/s", "GB/s", "TFLOP/s", "% floor", "% lib", "peak MB", "ran on")
+    parts += [aligned(("", *times), rows)] if rows else []
+    absent = [f"{name} ({line['absent']})" for name, line in case.lines.items() if "absent" in line]
+    return "\n".join([*parts, *[f"not run: {'; '.join(absent)}"] * bool(absent)])
+
+
+def tables(cases: Sequence[Case]) -> dict[str, str]:
+    """By family."""
+    found = {name: [case for case in cases if case.family == name] for name in ("modules", "ops", "growth")}
+    return {name: table(members) for name, members in found.items() if members}
+
+
+def not_installed(cases: Iterable[Case]) -> list[str]:
+    """Contenders, each with the command that installs it."""
+    mark, lines = "not installed: ", (line for case in cases for line in case.lines.values())
+    absent = {line["name"]: line["absent"] for line in lines if line.get("absent", "").startswith(mark)}
+    return [f"{name} (`{how.removeprefix(mark)}`)" for name, how in absent.items()]
+
+
+def slower(device: str, cases: Iterable[Case]) -> Iterator[tuple[float, list[str]]]:
+    """Every case in which somebody else's time is below that of one of fastbert's forms, by a hundredth or more: by
+    how much, and a line of a table."""
+    for case in cases:
+        timed = case.timed
+        for ours, theirs in itertools.product(filter(timed.get, OURS), (name for name in timed if not is_ours(name))):
+            times, low, high = ratio(timed[ours], timed[theirs])
+            if round(times, 2) > 1:
+                spread = f"{low:.2f}–{high:.2f}{'' if low > 1 else ', in the noise'}"
+                title = f"{case.title}, {case.facts['dtype']}"
+                yield times, [title, device, ours, theirs, f"{times:.2f}", spread]
+
+
+# ---- the page
+
+HEAD = """\
+# How fast
+
+Every case that was measured, and everybody it was measured against. `make bench` measures again within a quarter of an
+hour; `python -m benchmarks.report` then writes this page from the files under `benchmarks/results`.
+
 Under a name: that contender's time over fastbert's, so above 1 fastbert is faster (median over the rounds of one
 interleaved run). ms: fastbert's own median. % floor: of what peak rate and bandwidth, measured in the same run, allow.
 % library: of what the library's own matrix products, timed in the same case, allow. memory: fastbert's peak over the
@@ -147,139 +238,89 @@ baseline's (HF SDPA, PyTorch). `wrong`: not timed, because its result was.
 [benchmarks.md](benchmarks.md) says how it is measured."""
 
 
-def block(results: Mapping[str, Sequence[File]], folders: Mapping[str, Path], readme: Path) -> str:
-    """What stands between the markers."""
-    if not results:
-        return f"{START}\n\nNo results.\n\n{END}"
-    parts = [device_section(device, files, folders[device], readme) for device, files in results.items()]
-    parts = [LEGEND, *parts, "### When is it slower", slower_section(results)]
-    return "\n\n".join([START, *parts, END])
+def page(results: Mapping[str, Sequence[File]]) -> str:
+    found = [one for device, files in results.items() for file in files for one in slower(device, file.cases)]
+    rows = [cells for _, cells in sorted(found, key=lambda one: (-one[0], one[1]))]
+    header = ("case", "device", "fastbert's form", "faster", "times", "20th to 80th percentile")
+    losses = aligned(header, rows) if rows else "In no case that was measured."
+    parts = [section(device, files) for device, files in results.items()] or ["No results."]
+    return "\n\n".join([HEAD, *parts, "## When is it slower", losses]) + "\n"
 
 
-def replaced(text: str, new: str, readme: Path) -> str:
-    """The README with another block. Raises ValueError unless the markers are there, once, in order."""
-    if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
-        raise ValueError(f"{readme}: expected {START} and, after it, {END}, once each")
-    return text[: text.index(START)] + new + text[text.index(END) + len(END) :]
+def section(device: str, files: Sequence[File]) -> str:
+    cases = [case for file in files for case in file.cases]
+    found, parts = tables(cases), [f"## {device}", origin(files)]
+    plot = f"![time of each contender over fastbert's](../benchmarks/results/{device}/speedup.svg)"
+    parts += [found["modules"], plot] if "modules" in found else []
+    parts += [folded("Operations", found["ops"])] if "ops" in found else []
+    parts += [folded("How cost grows with tokens and with length", found["growth"])] if "growth" in found else []
+    wrong = [f"{n} in {case.title}" for case in cases for n, at in case.lines.items() if is_ours(n) and "problem" in at]
+    parts += [f"**Wrong or failed, and so not timed: {'; '.join(wrong)}.**"] if wrong else []
+    left_out = [f"{' '.join(one['case'].split())} ({one['reason']})" for file in files for one in file.head["left_out"]]
+    parts += [folded(f"Left out: {len(left_out)} cases", "; ".join(left_out))] if left_out else []
+    missing = not_installed(cases)
+    return "\n\n".join([*parts, *[f"Not installed: {'; '.join(missing)}."] * bool(missing)])
 
 
-# ---- plots
+def origin(files: Sequence[File]) -> str:
+    """Where the numbers of a device come from, a line for each file."""
+    rows = []
+    for name, head in ((file.name, file.head) for file in files):
+        commit = (head["commit"] or "unknown")[:9] + TREE[head["dirty"]]
+        rows.append([name, head["date"][:10], commit, head["versions"]["torch"], head["machine"], str(head["load"])])
+    return aligned(("file", "date", "commit", "torch", "machine", "load before"), rows)
 
 
-def figures(reports: Sequence[Mapping]) -> dict[str, Sequence[Mapping]]:
-    """Name of a plot -> the reports that it shows."""
-    tables, found = summary.families(reports), {}
-    if modules := [report for report in tables.get("modules", []) if summary.own(report)]:
-        found["speedup"] = modules
-    for report in tables.get("growth", []):
-        case = report["case"]
-        found.setdefault(f"growth_{case.get('op') or case['part']}_{case['dtype']}", []).append(report)
-    return found
+def folded(title: str, text: str) -> str:
+    """Shown by GitHub when it is clicked."""
+    return f"<details>\n<summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
-def draw(reports: Sequence[Mapping], folder: Path) -> list[Path]:
-    """One SVG for each figure: the same bytes for the same reports."""
+def draw(cases: Sequence[Case], path: Path) -> None:
+    """A row for each case, a dot for each contender: its time over fastbert's. The same bytes for the same results."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.hashsalt": "fastbert", "font.size": 8, "axes.spines.top": False}
-    matplotlib.rcParams["axes.spines.right"] = False
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, members in figures(reports).items():
-        figure = growth(members) if name.startswith("growth") else speedup(members)
-        paths.append(folder / f"{name}.svg")
-        figure.savefig(paths[-1], metadata={"Date": None}, bbox_inches="tight")
-    return paths
-
-
-def speedup(reports: Sequence[Mapping]):
-    """A row for each case, a dot for each contender: its time over fastbert's."""
     from matplotlib.figure import Figure
 
-    lines = summary.lines(reports)
-    figure = Figure(figsize=(8, 1.5 + 0.28 * len(lines)))
+    matplotlib.rcParams |= {"svg.hashsalt": "fastbert", "svg.fonttype": "none", "font.size": 8}
+    figure = Figure(figsize=(8, 1.5 + 0.28 * len(cases)))
     axes = figure.subplots()
-    for name in (name for name in summary.columns(lines) if not summary.is_ours(name)):
-        found = {place: line.ratios[name] for place, line in enumerate(lines) if name in line.ratios}
-        middle = [ratio.median for ratio in found.values()]
-        spread = [[r.median - r.low for r in found.values()], [r.high - r.median for r in found.values()]]
-        axes.errorbar(middle, list(found), xerr=spread, fmt="o", markersize=4, label=summary.short(name))
+    for name in dict.fromkeys(name for case in cases for name in case.ratios if not is_ours(name)):
+        ratios = {place: case.ratios[name] for place, case in enumerate(cases) if name in case.ratios}
+        middle, low, high = zip(*ratios.values(), strict=True)
+        ends = [[m - a for m, a in zip(middle, low, strict=True)], [b - m for m, b in zip(middle, high, strict=True)]]
+        axes.errorbar(middle, list(ratios), xerr=ends, fmt="o", markersize=4, label=SHORT.get(name, name))
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(lines)), [f"{summary.title(line.case)}, {line.case['dtype']}" for line in lines])
+    axes.set_yticks(range(len(cases)), [f"{case.title}, {case.facts['dtype']}" for case in cases])
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.invert_yaxis()
     axes.set_xlabel("time of the contender / time of fastbert (right of 1: fastbert is faster)")
+    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", alpha=0.3)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    return figure
-
-
-def growth(reports: Sequence[Mapping]):
-    """Time and memory over size, a column for each direction, with the floor."""
-    from matplotlib.figure import Figure
-
-    directions = list(dict.fromkeys(report["case"]["direction"] for report in reports))
-    figure = Figure(figsize=(4 * len(directions), 5))
-    grid = figure.subplots(2, len(directions), squeeze=False, sharex=True)
-    for column, direction in enumerate(directions):
-        members = [report for report in reports if report["case"]["direction"] == direction]
-        _lines(grid[0][column], members, "median", 1e3, "ms")
-        _lines(grid[1][column], members, "peak_megabytes", 1, "MB")
-        floors = [(r["case"][r["case"]["grows"]], r["work"]["floor"] * 1e3) for r in members if r["work"]["floor"]]
-        grid[0][column].plot(*zip(*floors, strict=True), "k--", linewidth=0.8, label="floor") if floors else None
-        grid[0][column].set_title(f"{summary.title_of_growth(members[0]['case'])}, {direction}")
-        grid[1][column].set_xlabel({"tokens": "tokens", "seqlen": "tokens a sequence"}[members[0]["case"]["grows"]])
-    grid[0][0].legend(frameon=False)
-    figure.tight_layout()
-    return figure
-
-
-def _lines(axes, reports: Sequence[Mapping], value: str, scale: float, unit: str) -> None:
-    """One line for each contender."""
-    points: dict[str, list[tuple[int, float]]] = {}
-    for report in reports:
-        for name, row in summary.timed(report).items():
-            if row.get(value) and not row.get("bound"):
-                size = report["case"][report["case"]["grows"]]
-                points.setdefault(name, []).append((size, row[value] * scale))
-    for name, line in points.items():
-        axes.plot(*zip(*sorted(line), strict=True), marker=".", label=summary.short(name))
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_ylabel(unit)
-    axes.grid(alpha=0.3)
-
-
-# ---- command line
-
-
-def arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="has a folder per device")
-    parser.add_argument("--out", type=Path, help="plots go to OUT/<device>; default RESULTS/<device>/plots")
-    parser.add_argument("--readme", type=Path, default=ROOT / "docs" / "performance.md")
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if the README is not what files give")
-    return parser.parse_args(words)
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
 
 
 def main(words: list[str] | None = None) -> int:
-    options = arguments(words)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="has a folder per device")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if the page is not what the files give")
+    options = parser.parse_args(words)
     try:
-        results, text = read(options.results), options.readme.read_text(encoding="utf-8")
-        folders = {d: options.out / d if options.out else options.results / d / "plots" for d in results}
-        new = replaced(text, block(results, folders, options.readme), options.readme)
+        results = read(options.results)
     except (OSError, ValueError) as error:
         print(f"benchmarks.report: {error}", file=sys.stderr)
         return 2
+    new = page(results)
     if options.check:
-        sys.stdout.writelines(difflib.unified_diff(*(t.splitlines(True) for t in (text, new)), "README", "results"))
-        return 0 if text == new else 1
+        old = options.page.read_text(encoding="utf-8")
+        sys.stdout.writelines(difflib.unified_diff(*(t.splitlines(True) for t in (old, new)), "page", "results"))
+        return 0 if old == new else 1
     for device, files in results.items():
-        for path in draw([report for file in files for report in file.reports], folders[device]):
-            print(path)
-    options.readme.write_text(new, encoding="utf-8")
+        modules = [case for file in files for case in file.cases if case.family == "modules" and case.ratios]
+        draw(modules, options.results / device / "speedup.svg") if modules else None
+    options.page.write_text(new, encoding="utf-8")
     return 0
 
 

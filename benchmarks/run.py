@@ -1,57 +1,81 @@
-"""python -m benchmarks.run: cases with contenders interleaved, a table for each, one JSON file for each group.
+"""python -m benchmarks.run: cases with contenders interleaved, a table for each, one results file for each group.
 
-A file is written anew after every case, so a run that is stopped leaves what it has: in NAME.partial.json where
-NAME.json has cases that it did not come to. The last table has one line for each case. `pytest benchmarks` runs cases
+A file is written anew after every case, so a run that is stopped leaves what it has: in NAME.partial.jsonl where
+NAME.jsonl has cases that it did not come to. The last table has one line for each case. `pytest benchmarks` runs cases
 one contender at a time under pytest-benchmark. docs/benchmarks.md says what the numbers mean.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import math
+import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 import fastbert
-from benchmarks import cases, contenders, floor, harness, lengths, provenance, selection, sizes, summary
-from benchmarks.cases import How, Spec
+from benchmarks import (
+    batch,
+    bench_models,
+    bench_ops,
+    cases,
+    comparison,
+    contenders,
+    encode,
+    floor,
+    harness,
+    provenance,
+    report,
+)
+from benchmarks.cases import ENCODE, Spec
+from benchmarks.comparison import How
+from benchmarks.contenders.interface import OPS
+from fastbert import files
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DIRECTIONS = {"forward": cases.FORWARD, "backward": cases.BACKWARD, "dropout": cases.DROPOUT, "step": cases.STEP}
+GROWTH = (
+    "transformers sdpa",
+    "PyTorch",
+    "fastbert",
+    "fastbert, packed input",
+    "PyTorch varlen_attn",
+    "flash-attention",
+)
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--groups", nargs="+", choices=selection.GROUPS, default=selection.DEFAULT)
+    add("--groups", nargs="+", choices=cases.GROUPS, default=cases.DEFAULT)
     add("--parts", nargs="+", metavar="PART", help="of the groups: model, encoder, 'masked LM', attention, ...")
-    add("--models", nargs="+", choices=sizes.MODELS, help="with any of the next four: everything with everything")
+    add("--models", nargs="+", choices=batch.MODELS, help="this and the next five: in place of what the table has")
     add("--shapes", nargs="+", metavar="BxS", help="batch x sequence length, as in 8x128")
     add("--layers", type=_positive, help="of the models")
-    add("--lengths", nargs="+", choices=lengths.DISTRIBUTIONS)
+    add("--lengths", nargs="+", choices=batch.DISTRIBUTIONS)
     add("--directions", nargs="+", choices=DIRECTIONS)
     add("--dtypes", nargs="+", choices=cases.DTYPES, help="default: what the device is good for")
-    add("--size", choices=sizes.NAMES, default="full", help="tiny and quick are one small shape each")
+    add("--size", choices=(*batch.SMALL, "full"), default="full", help="tiny and quick are one small shape each")
     add("--quick", dest="size", action="store_const", const="quick", help="small shapes, few rounds")
     add("--contenders", nargs="+", choices=contenders.NAMES, metavar="NAME", help="only these, beside PyTorch's own")
     add("--compile", action="store_true", help="also contenders that take minutes to make: torch.compile")
-    add("--skip", type=_count, default=0, metavar="N", help="leave out the first N cases, as after a lost GPU")
+    add("--skip", type=_count, default=0, metavar="N", help="go on behind case N, in which the GPU was lost")
     add("--minutes", type=float, default=math.inf, help="no case begins after that; what is left out is named")
     add("--rounds", type=_positive, help="at most; default: 5 for small sizes, 20")
     add("--verify-only", action="store_true", help="accuracy of every contender, no times, no files")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--out", type=Path, help="folder of the JSON files; default benchmarks/results/<device>")
-    add("--name", help="of one JSON file for all groups; default: one for each group")
+    add("--out", type=Path, help="folder of the results; default benchmarks/results/<device>")
+    add("--name", help="of one file for all groups; default: one for each group")
     add("--seed", type=int, help="of weights and inputs; default: a new one")
     add("--commit", help="for the results, where the tree has no git history")
     options = parser.parse_args(words)
     options.directions = [DIRECTIONS[name] for name in options.directions or ()]
     try:
-        options.specs = selection.specs(options)[options.skip :]
+        options.specs = cases.specs(options)[options.skip :]
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -67,6 +91,68 @@ def _positive(word: str) -> int:
     return int(word)
 
 
+# ---- results files
+
+
+class Results:
+    """One results file: a head, and a line for each contender and case."""
+
+    def __init__(self, name: str, options: argparse.Namespace, head: dict[str, object]) -> None:
+        """What is compiled or small has its own name. A file that says that the GPU was lost where this run begins is
+        continued."""
+        ending = [options.size] * (options.size != "full") + ["compile"] * (options.compile and not options.name)
+        self.path = (options.out or RESULTS / options.device) / f"{'_'.join([name, *ending])}.jsonl"
+        self.partial = self.path.with_suffix(".partial.jsonl")
+        self.head, self.lines = head | {"ceilings": {}, "left_out": []}, []
+        self.before = _keys(_read(self.path)[1])  # cases that the file has had
+        for path in (self.partial, self.path) if options.skip else ():
+            old, lines = _read(path)
+            kept = [left for left in old.get("left_out", ()) if not left["reason"].startswith(GPU_LOST)]
+            is_same = old.get("commit") == head["commit"] and f'"{GPU_LOST} {options.skip}:' in json.dumps(old)
+            if is_same and not self.lines:
+                again = {name: head[name] for name in ("date", "command", "seed")}
+                self.head, self.lines = old | {"left_out": kept, "continued": [*old.get("continued", ()), again]}, lines
+
+    @property
+    def target(self) -> Path:
+        """A run that did not come to all cases of an older one does not take its place."""
+        return self.path if self.before <= _keys(self.lines) else self.partial
+
+    def add(self, done: harness.Report, device: str) -> None:
+        self.lines += done.lines()
+        dtype = done.case["dtype"]
+        ceilings = floor.ceilings(device, cases.DTYPES[dtype])
+        self.head["ceilings"][dtype] = dataclasses.asdict(ceilings)
+
+    def write(self) -> None:
+        """Not without a case: an older file is worth more than an empty one."""
+        if not self.lines:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps(line, separators=(",", ":"), allow_nan=False) for line in (self.head, *self.lines))
+        files.write_text(self.target, "\n".join(lines) + "\n")
+        if self.target == self.path:
+            self.partial.unlink(missing_ok=True)
+
+
+GPU_LOST = "the GPU was lost in case"
+
+
+def _keys(lines: list[dict]) -> set[str]:
+    return {json.dumps(line["case"], sort_keys=True) for line in lines}
+
+
+def _read(path: Path) -> tuple[dict, list[dict]]:
+    """Head and lines; both empty where there is no such file, or another one."""
+    with contextlib.suppress(OSError, ValueError):
+        head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        return head, lines
+    return {}, []
+
+
+# ---- running
+
+
 class GpuLost(Exception):
     """An error of the device that outlives the call that made it: nothing can be measured in this process any more."""
 
@@ -79,31 +165,12 @@ def require_device(device: str) -> None:
         raise GpuLost(harness.failure(error)) from error
 
 
-@dataclass
-class Group:
-    """What a results file says. left_out: cases without a report, and why. before: cases that the file has had."""
-
-    path: Path
-    reports: list[harness.Report] = field(default_factory=list)
-    left_out: list[dict[str, str]] = field(default_factory=list)
-    before: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            self.before = {summary.key(report["case"]) for report in json.loads(self.path.read_text())["reports"]}
-
-    @property
-    def target(self) -> Path:
-        """A run that did not come to all cases of an older one does not take its place."""
-        done = {summary.key(report.case) for report in self.reports}
-        return self.path if self.before <= done else self.path.with_suffix(".partial.json")
-
-
-def path_of(name: str, options: argparse.Namespace) -> Path:
-    """Of a results file. What is compiled or small has a name of its own."""
-    ending = [options.size] * (options.size != "full") + ["compile"] * (options.compile and not options.name)
-    ending += [f"from_{options.skip + 1}"] * (options.skip > 0)
-    return (options.out or RESULTS / options.device) / f"{'_'.join([name, *ending])}.json"
+def measured(spec: Spec, how: How) -> harness.Report:
+    if spec.part == ENCODE:
+        return encode.report(spec, how)
+    if spec.grows:
+        how = dataclasses.replace(how, names=[name for name in GROWTH if how.names is None or name in how.names])
+    return comparison.report(spec, (bench_ops if spec.part in OPS else bench_models).setup(spec, how.device), how)
 
 
 class Run:
@@ -111,87 +178,70 @@ class Run:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.deadline = options, time.monotonic() + 60 * options.minutes
-        self.groups = {name: Group(path_of(options.name or name, options)) for name in options.groups}
-        if options.name:
-            self.groups = dict.fromkeys(options.groups, self.groups[options.groups[0]])
-        self.environment = provenance.environment(options.commit) | {"seed": options.seed}
+        head = provenance.head(options.commit, options.seed)
+        names = dict.fromkeys(options.name or group for group in options.groups)
+        self.files = {name: Results(name, options, head) for name in names}
+        self.done: list[harness.Report] = []
         self.bad: list[str] = []
         self.lost: str | None = None
 
     def run(self) -> None:
         """All cases in turn. A case that fails is left out; on an interrupt, all that are left are."""
         reason = None
-        for number, (name, spec) in enumerate(self.options.specs, self.options.skip + 1):
-            reason = reason or ("no time was left" if self.left() <= 0 else None)
+        for number, (group, spec) in enumerate(self.options.specs, self.options.skip + 1):
+            results = self.files[self.options.name or group]
+            reason = reason or ("no time was left" if time.monotonic() >= self.deadline else None)
+            failed = reason
             try:
                 if not reason:
-                    self.report(name, spec)
+                    self.measure(spec, results)
             except KeyboardInterrupt:
-                reason = "interrupted"
+                reason = failed = "interrupted"
             except Exception as error:  # the other cases are worth having
-                self.leave_out(name, spec, harness.failure(error))
+                failed = harness.failure(error)
                 self.bad.append(str(spec))
+            if failed:
+                print(f"{spec}\n  LEFT OUT: {failed}\n", flush=True)
+                results.head["left_out"].append({"case": str(spec), "reason": failed})
             try:
-                if not reason:
-                    require_device(self.options.device)
+                require_device(self.options.device) if not reason else None
             except GpuLost as error:
                 self.lost = f"GPU lost in case {number}: {spec}"
-                reason = f"the GPU was lost in case {number}: {error}"
-                continue
-            if reason:
-                self.leave_out(name, spec, reason)
-        for group in self.files():
-            self.write(group)
+                reason = f"{GPU_LOST} {number}: {error}"
+        for results in self.files.values():
+            self.write(results)
 
-    def files(self) -> list[Group]:
-        return list({group.path: group for group in self.groups.values()}.values())
+    def measure(self, spec: Spec, results: Results) -> None:
+        options, full = self.options, self.options.size == "full"
+        rounds = 0 if options.verify_only else options.rounds or (20 if full else 5)
+        limit = min(10.0 if full else 1.0, self.deadline - time.monotonic())
+        if rounds:
+            floor.ceilings(options.device, spec.kind)  # kept: a GPU that is lost later has told them
+        done = measured(spec, How(options.device, rounds, limit, options.contenders, options.compile))
+        print(report.in_full(report.cases_of(done.lines())[0]), end="\n\n", flush=True)
+        self.done.append(done)
+        self.bad += [f"{row.name}: {spec}" for row in done.rows if row.problem and report.is_ours(row.name)]
+        if rounds:
+            results.add(done, options.device)
+            self.write(results)
 
-    def left(self) -> float:
-        """Seconds."""
-        return self.deadline - time.monotonic()
-
-    def how(self) -> How:
-        full = self.options.size == "full"
-        rounds = 0 if self.options.verify_only else self.options.rounds or (20 if full else 5)
-        limit = min(10.0 if full else 1.0, self.left())
-        return How(self.options.device, rounds, limit, self.options.contenders, self.options.compile)
-
-    def report(self, name: str, spec: Spec) -> None:
+    def write(self, results: Results) -> None:
         if not self.options.verify_only:
-            floor.ceilings(self.options.device, spec.kind)  # kept: a GPU that is lost later has told them
-        report, group = selection.GROUPS[name].report(spec, self.how()), self.groups[name]
-        print(report.table(), end="\n\n", flush=True)
-        group.reports.append(report)
-        wrong = (row.name for row in report.rows if row.problem and row.name.startswith("fastbert"))
-        self.bad += [f"{name}: {spec}" for name in wrong]
-        self.write(group)
-
-    def leave_out(self, name: str, spec: Spec, reason: str) -> None:
-        print(f"{spec}\n  LEFT OUT: {reason}\n", flush=True)
-        self.groups[name].left_out.append({"case": str(spec), "reason": reason})
-
-    def write(self, group: Group) -> None:
-        """Not without a report: an older file is worth more than an empty one."""
-        if self.options.verify_only or not group.reports:
-            return
-        types = {report.case["dtype"] for report in group.reports}
-        known = {name: asdict(floor.ceilings(self.options.device, cases.DTYPES[name])) for name in sorted(types)}
-        harness.write(group.target, group.reports, self.environment | {"ceilings": known, "left_out": group.left_out})
-        if group.target == group.path:
-            group.path.with_suffix(".partial.json").unlink(missing_ok=True)
+            results.write()
 
     def conclude(self) -> int:
         """Prints one line for each case. 1 if fastbert was wrong or failed somewhere, 3 if the GPU was lost."""
-        done = [report.to_dict() for group in self.files() for report in group.reports]
-        print(summary.text(done))
+        found = report.cases_of(line for done in self.done for line in done.lines())
+        print(*report.tables(found).values(), *map("not installed: {}".format, report.not_installed(found)), sep="\n\n")
+        print("\nunder a name: its time over fastbert's; above 1 fastbert is faster (docs/benchmarks.md has the rest)")
         if not self.lost:
             fastbert.explain()
-        left_out = sum(len(group.left_out) for group in self.files())
-        print(f"\n{len(done)} cases; {left_out} left out" if left_out else f"\n{len(done)} cases")
+        left_out = sum(len(results.head["left_out"]) for results in self.files.values())
+        print(f"\n{len(found)} cases" + f"; {left_out} left out" * bool(left_out))
         print("\n".join(["wrong or failed:", *self.bad]) if self.bad else "fastbert was right everywhere")
-        for group in self.files():
-            if group.target != group.path and group.reports:
-                print(f"{group.path} has cases that this run did not come to, and stays: see {group.target.name}")
+        for results in self.files.values():
+            if results.lines and results.target != results.path:
+                print(f"{results.path} has cases that this run did not come to, and stays: see {results.target.name}")
         print(self.lost or "", end="\n" if self.lost else "")
         return 3 if self.lost else 1 if self.bad else 0
 
@@ -201,9 +251,9 @@ def main(words: list[str] | None = None) -> int:
     options = arguments(words)
     options.seed = torch.seed() if options.seed is None else options.seed
     torch.manual_seed(options.seed)
-    machine = provenance.machine()
-    if machine["load"] > 0.5 * machine["cores"]:
-        print(f"warning: load {machine['load']} on {machine['cores']} cores: others are busy, times will be too long\n")
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > 0.5 * cores:
+        print(f"warning: load {load:.2f} on {cores} cores: others are busy, times will be too long\n")
     run = Run(options)
     run.run()
     return run.conclude()

@@ -28,7 +28,7 @@ REBUILD = "`pip install --no-cache-dir --force-reinstall --no-deps .` in fastber
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATS64 = (*_FLOATS, torch.float64)
 _ANY = (*_FLOATS64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-_ON_CPU = "benchmarks/results/cpu/ops.json"
+_ON_CPU = "benchmarks/results/cpu/ops.jsonl"
 
 
 @dataclass(frozen=True)

@@ -1,66 +1,72 @@
-"""Everybody that fastbert is measured against, one file each, and fastbert itself.
+"""Everybody that fastbert is measured against, and fastbert itself: a new one is a function and a line here.
 
-A new one is a file with a CONTENDER (see interface.py; docs/benchmarks.md says how) and a line in ALL, which is in the
-order of tables.
+The order is that of tables; docs/benchmarks.md says how to add one.
 """
 
-from benchmarks.contenders import (
-    ctranslate2,
-    flash_attention,
-    hf_compile,
-    hf_eager,
-    hf_flash,
-    hf_sdpa,
-    liger,
-    onnxruntime,
-    openvino,
-    ours,
-    ours_accelerated,
-    ours_forced,
-    ours_graph,
-    ours_packed,
-    pytorch,
-    pytorch_compile,
-    pytorch_labelled,
-    pytorch_onednn,
-    sdpa_jagged,
-    torch_encoder,
-    varlen_attn,
-)
-from benchmarks.contenders.interface import OPS, Contender
+import functools
+
+import torch
+
+from benchmarks.contenders import engines, hugging_face, ours, pytorch
+from benchmarks.contenders.interface import CLASSIFIER, ENCODER, HALF, MASKED_LM, MODEL, MODULES, OPS, Contender
+from fastbert import backends
+
+_HF = {"needs": ("transformers",)}
+_FLASH = {"needs": ("flash_attn",), "install": "pip install flash-attn --no-build-isolation"}
+_GPU = {"devices": ("cuda",)}
+_GPU_HALF = {"devices": ("cuda",), "dtypes": HALF}
+_CPU = {"devices": ("cpu",), "dtypes": (torch.float32,)}
+_ONNX = {"needs": ("onnxruntime", "onnx", "onnxscript"), "install": "pip install 'onnxruntime>=1.31' onnx onnxscript"}
+_LIGER = {"needs": ("liger_kernel",), "install": "pip install liger-kernel"}
+
+HF_SDPA = Contender("transformers sdpa", MODULES, hugging_face.sdpa, **_HF, yardstick=True)
+PYTORCH = Contender("PyTorch", OPS, pytorch.plain, yardstick=True)
+ACCELERATED = Contender("fastbert.accelerate", (MODEL, CLASSIFIER, MASKED_LM), ours.accelerated, **_HF)
+_SKIPPING = functools.partial(ours.accelerated, skip_logits=True)
 
 ALL: tuple[Contender, ...] = (
     # the baselines, PyTorch's own
-    hf_sdpa.CONTENDER,
-    pytorch.CONTENDER,
-    pytorch_labelled.CONTENDER,
-    pytorch_onednn.CONTENDER,
+    HF_SDPA,
+    PYTORCH,
+    Contender("PyTorch, labelled rows", ("cross_entropy",), pytorch.labelled_rows, yardstick=True),
+    Contender("PyTorch, oneDNN", ("linear", "dense_gelu", "qkv_attention"), pytorch.onednn, **_CPU, yardstick=True),
     # fastbert
-    ours.CONTENDER,
-    ours_packed.CONTENDER,
-    *ours_accelerated.CONTENDERS,
-    ours_graph.CONTENDER,
-    *ours_forced.CONTENDERS,
+    Contender("fastbert", (*MODULES, *OPS), ours.plain),
+    Contender("fastbert, packed input", (MODEL, ENCODER, MASKED_LM), ours.packed),
+    ACCELERATED,
+    Contender("fastbert.accelerate, skip_logits", (MASKED_LM,), _SKIPPING, **_HF),
+    Contender("fastbert.graph", (MODEL,), ours.graphed, **_GPU, inference=True),
+    *(Contender(f"fastbert, {name}", OPS, functools.partial(ours.forced, name)) for name in backends.BACKENDS),
     # others
-    hf_eager.CONTENDER,
-    hf_flash.CONTENDER,
-    hf_compile.CONTENDER,
-    pytorch_compile.CONTENDER,
-    sdpa_jagged.CONTENDER,
-    varlen_attn.CONTENDER,
-    flash_attention.CONTENDER,
-    liger.CONTENDER,
-    torch_encoder.CONTENDER,
-    onnxruntime.CONTENDER,
-    openvino.CONTENDER,
-    ctranslate2.CONTENDER,
+    Contender("transformers eager", MODULES, hugging_face.eager, **_HF, yardstick=True),
+    Contender(
+        "transformers flash_attention_2", (MODEL, CLASSIFIER, MASKED_LM), hugging_face.flash, **_FLASH, **_GPU_HALF
+    ),
+    Contender("transformers, torch.compile", MODULES, hugging_face.compiled, **_HF, slow_to_make=True),
+    Contender("PyTorch, torch.compile", OPS, pytorch.compiled, slow_to_make=True),
+    Contender("PyTorch SDPA, jagged", ("attention",), pytorch.jagged),
+    Contender("PyTorch varlen_attn", ("attention",), pytorch.varlen, **_GPU_HALF),
+    Contender("flash-attention", ("attention",), pytorch.flash_attention, **_FLASH, **_GPU_HALF),
+    Contender("Liger", ("layer_norm", "cross_entropy"), pytorch.liger, **_LIGER, **_GPU),
+    Contender("torch.nn.TransformerEncoder", (MODEL, ENCODER), engines.torch_encoder, inference=True),
+    Contender("ONNX Runtime", (MODEL,), engines.onnxruntime, **_ONNX, **_CPU, inference=True),
+    Contender(
+        "OpenVINO",
+        (MODEL,),
+        engines.openvino,
+        needs=("openvino",),
+        devices=("cpu",),
+        dtypes=(torch.float32, torch.bfloat16),
+        inference=True,
+    ),
+    Contender("CTranslate2", (MODEL,), engines.ctranslate2, needs=("ctranslate2",), **_CPU, inference=True),
 )
 NAMES = tuple(contender.name for contender in ALL)
 
 
 def baseline(part: str) -> Contender:
     """The one that ratios are to, and whose computation in float64 is the truth."""
-    return pytorch.CONTENDER if part in OPS else hf_sdpa.CONTENDER
+    return PYTORCH if part in OPS else HF_SDPA
 
 
 def of(part: str, names: list[str] | None = None, slow: bool = False) -> list[Contender]:

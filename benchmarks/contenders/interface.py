@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import harness
-from benchmarks.sizes import Batch
+from benchmarks.batch import Batch
 from fastbert import BertConfig, checkpoint, testing
 
 MODEL, ENCODER, CLASSIFIER, MASKED_LM = "model", "encoder", "classifier", "masked LM"
@@ -16,24 +16,18 @@ MODULES = (MODEL, ENCODER, CLASSIFIER, MASKED_LM)
 PER_TOKEN = (MODEL, ENCODER)  # their output is one row a token
 OUTPUT = {MODEL: "last_hidden_state", ENCODER: "last_hidden_state", CLASSIFIER: "logits", MASKED_LM: "loss"}
 OPS = (
-    "attention",
-    "qkv_attention",
-    "add_layer_norm",
-    "dense_gelu",
-    "linear",
-    "bias_gelu",
-    "layer_norm",
-    "embedding",
-    "cross_entropy",
-    "pack",
-    "unpack",
+    *("attention", "qkv_attention", "add_layer_norm", "dense_gelu", "linear", "bias_gelu", "layer_norm", "embedding"),
+    *("cross_entropy", "pack", "unpack"),
 )
+HALF = (torch.bfloat16, torch.float16)
 EPS = 1e-12
+_FILL = {"labels": -100}
+_PACKED_ONLY = ("labelled_rows",)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be computed.
+    """What is to be computed: one part, on one batch.
 
     part: one of MODULES or OPS. inputs: packed, (T, ...), by the names of transformers' or the op's arguments (the
     input of `pack` is padded). theirs: transformers' module, with the weights that everybody computes with; ours:
@@ -42,6 +36,9 @@ class Subject:
 
     part: str
     config: BertConfig
+    batch: Batch
+    dtype: torch.dtype
+    backward: bool
     inputs: dict[str, Tensor]
     theirs: nn.Module | None = None
     ours: nn.Module | None = None
@@ -50,9 +47,28 @@ class Subject:
         """The one that counts, of what a module of this part returns, transformers' or ours."""
         return getattr(outputs, OUTPUT[self.part])
 
+    def mask(self) -> Tensor | None:
+        """(B, S) int64; None where nothing is masked: that is each implementation's fastest way to be told so."""
+        return None if self.batch.is_full else self.batch.mask.long()
+
+    def padded(self, mask: Tensor | None, name: str = "attention_mask") -> Callable[..., dict[str, Tensor]]:
+        """`prepare` of a Runnable that takes padded inputs, and the mask under its name unless it is None."""
+
+        def prepare(**packed: Tensor) -> dict[str, Tensor]:
+            wanted = {key: x for key, x in packed.items() if key not in _PACKED_ONLY}
+            grid = {key: self.batch.pad(x, _FILL.get(key, 0)) for key, x in wanted.items()}
+            return grid if mask is None else grid | {name: mask}
+
+        return prepare
+
+    @property
+    def packed(self) -> Callable[[Tensor], Tensor]:
+        """`collect` of a Runnable that gives padded outputs."""
+        return self.batch.take if self.part in PER_TOKEN else lambda result: result
+
 
 @dataclass(frozen=True)
-class Way:
+class Runnable:
     """How a contender computes it: collect(run(**prepare(**inputs))), of which `run` is what is timed.
 
     prepare: packed inputs into what run takes; collect: what it gives, packed again. module: has the parameters whose
@@ -66,18 +82,70 @@ class Way:
     module: nn.Module | None = None
     hidden: Callable[..., Tensor] | None = None
 
+    def result(self, inputs: dict[str, Tensor], backward: bool) -> testing.Result:
+        """What it gives for packed inputs: its output, and the gradients of inputs and parameters for a fixed random
+        gradient of the output, under transformers' names."""
+        leaves = {name: _leaf(value) for name, value in inputs.items()} if backward else inputs
+        with torch.set_grad_enabled(backward):
+            arguments = self.prepare(**leaves)
+            output = self.collect(self.run(**arguments))
+        outputs = {"output": output.detach()}
+        if self.hidden:
+            with torch.no_grad():
+                outputs["hidden states"] = self.hidden(**arguments)
+        if not backward:
+            return testing.Result(outputs, {})
+        wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        wanted |= dict(self.module.named_parameters()) if self.module else {}
+        found = torch.autograd.grad(output, list(wanted.values()), _cotangent(output))
+        return testing.Result(outputs, checkpoint.to_hugging_face(dict(zip(wanted, found, strict=True))))
 
-Make = Callable[[Subject, Batch, torch.dtype, str, bool], "Way | str | None"]
+    def timed(self, inputs: dict[str, Tensor], backward: bool) -> harness.Call:
+        """The call to time: `run` without a graph or, with a backward, with the gradients of its floating-point
+        arguments and of the parameters."""
+        with torch.no_grad():
+            arguments = self.prepare(**inputs)
+        leaves = {name: _leaf(value) for name, value in arguments.items()} if backward else arguments
+        wanted = [value for value in leaves.values() if isinstance(value, Tensor) and value.requires_grad]
+        wanted += self.module.parameters() if self.module else ()
+        cotangent = None
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return self.run(**leaves)
+
+        def forward_backward() -> tuple[Tensor, ...]:
+            nonlocal cotangent
+            result = self.run(**leaves)
+            cotangent = torch.randn_like(result) if cotangent is None else cotangent
+            return torch.autograd.grad(result, wanted, cotangent)
+
+        return forward_backward if backward else forward
+
+
+def _leaf(value: object) -> object:
+    """A tensor that gradients stop at, with value's memory; anything but a floating-point tensor as it is."""
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().requires_grad_() if floating else value
+
+
+def _cotangent(output: Tensor) -> Tensor:
+    """Normal numbers that every dtype holds exactly, the same ones each time."""
+    numbers = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+    return numbers.bfloat16().half().to(output.device, output.dtype)
+
+
+Make = Callable[[Subject], "Runnable | str | None"]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody who can compute some parts.
+    """An implementation under test.
 
-    make(subject, batch, dtype, device, backward): its best honest set-up for one case as a Way, or in words why it
-    cannot; None where it would only repeat another contender. needs: names to import. install: the command that brings
-    them. devices, dtypes: all that it runs. inference: has no backward. yardstick: is PyTorch's own, so that its error
-    is part of the accuracy rule. slow_to_make: takes minutes, and joins when it is asked for.
+    make: its best honest set-up for one case as a Runnable, or in words why it cannot; None where it would only repeat
+    another contender. needs: names to import. install: the command that brings them, where it is not `pip install` and
+    those names. devices, dtypes: all that it runs. inference: has no backward. yardstick: is PyTorch's own, so that its
+    error is part of the accuracy rule. slow_to_make: takes minutes, and joins when it is asked for.
     """
 
     name: str
@@ -86,7 +154,7 @@ class Contender:
     needs: tuple[str, ...] = ()
     install: str = ""
     devices: tuple[str, ...] = ("cpu", "cuda")
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, *HALF)
     inference: bool = False
     yardstick: bool = False
     slow_to_make: bool = False
@@ -96,40 +164,7 @@ class Contender:
         if device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"
         if any(importlib.util.find_spec(name) is None for name in self.needs):
-            return f"not installed: {self.install}"
+            return f"not installed: {self.install or 'pip install ' + ' '.join(self.needs)}"
         if dtype not in self.dtypes:
             return f"{' and '.join(str(d).removeprefix('torch.') for d in self.dtypes)} only"
         return "no backward" if backward and self.inference else None
-
-
-def result(way: Way, inputs: dict[str, Tensor], backward: bool) -> testing.Result:
-    """What a way gives for packed inputs: its output, and the gradients of inputs and parameters for a fixed random
-    gradient of the output, under transformers' names."""
-    leaves = {name: harness.leaf(value) for name, value in inputs.items()} if backward else inputs
-    with torch.set_grad_enabled(backward):
-        arguments = way.prepare(**leaves)
-        output = way.collect(way.run(**arguments))
-    outputs = {"output": output.detach()}
-    if way.hidden:
-        with torch.no_grad():
-            outputs["hidden states"] = way.hidden(**arguments)
-    if not backward:
-        return testing.Result(outputs, {})
-    wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    wanted |= dict(way.module.named_parameters()) if way.module else {}
-    gradients = dict(zip(wanted, torch.autograd.grad(output, list(wanted.values()), cotangent(output)), strict=True))
-    return testing.Result(outputs, checkpoint.to_hugging_face(gradients))
-
-
-def cotangent(output: Tensor) -> Tensor:
-    """Normal numbers that every dtype holds exactly, the same ones each time."""
-    numbers = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
-    return numbers.bfloat16().half().to(output.device, output.dtype)
-
-
-def timed(way: Way, inputs: dict[str, Tensor], backward: bool) -> harness.Call:
-    with torch.no_grad():
-        arguments = way.prepare(**inputs)
-    if not backward:
-        return harness.forward(way.run, arguments)
-    return harness.forward_backward(way.run, arguments, way.module.parameters() if way.module else ())

@@ -1,46 +1,92 @@
-"""fastbert as people call it: modules on padded batches, ops on packed tokens, whatever backend it chooses."""
+"""fastbert: modules on padded batches as people call them, and its other forms; ops on packed tokens."""
 
+import copy
+import functools
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from benchmarks.contenders import hf_sdpa, padded
-from benchmarks.contenders.interface import CLASSIFIER, EPS, MODULES, OPS, Contender, Subject, Way
-from benchmarks.sizes import Batch
-from fastbert import ops
+import fastbert
+from benchmarks.contenders import hugging_face
+from benchmarks.contenders.interface import CLASSIFIER, EPS, OPS, Runnable, Subject
+from fastbert import backends, ops
+from fastbert.inference.graphs import graph
 
 
-def make(subject: Subject, batch: Batch, dtype: torch.dtype, device: str, backward: bool) -> Way:
+def plain(subject: Subject) -> Runnable:
+    """Whatever backend it chooses."""
     if subject.part in OPS:
-        return Way(call(subject, batch))
-    module = subject.ours.train(backward)
-    return Way(
+        return Runnable(call(subject))
+    module = subject.ours.train(subject.backward)
+    return Runnable(
         lambda **arguments: subject.output(module(**arguments)),
-        padded.prepare(batch, None if batch.is_full else batch.mask.long()),
-        padded.collect(subject, batch),
+        subject.padded(subject.mask()),
+        subject.packed,
         module,
-        hf_sdpa.hidden_states(module.bert, batch) if subject.part == CLASSIFIER else None,
+        hugging_face.hidden_states(module.bert, subject.batch) if subject.part == CLASSIFIER else None,
     )
 
 
-def call(subject: Subject, batch: Batch) -> Callable[..., Tensor]:
+def packed(subject: Subject) -> Runnable:
+    """Batches that were packed before: no padding anywhere, no synchronisation."""
+    module = subject.ours.train(subject.backward)
+    ends = {"cu_seqlens": subject.batch.cu_seqlens, "max_seqlen": subject.batch.max_seqlen}
+    return Runnable(lambda **arguments: subject.output(module(**arguments)), lambda **x: {**x, **ends}, module=module)
+
+
+def accelerated(subject: Subject, **options: bool) -> Runnable:
+    """`fastbert.accelerate` on transformers' own modules."""
+    module = copy.deepcopy(subject.theirs)
+    fastbert.accelerate(module, **options)
+    return hugging_face.runnable(module, subject, None)
+
+
+def graphed(subject: Subject) -> Runnable:
+    """`fastbert.graph`: our model as a CUDA graph, of a bucket with room for exactly this batch."""
+    batch = subject.batch
+    replay = graph(
+        subject.ours.eval(),
+        max_tokens=(batch.tokens,),
+        max_sequences=len(batch.lengths),
+        max_seqlen=batch.max_seqlen,
+    )
+    mask = None if batch.is_full else batch.mask
+    return Runnable(lambda **arguments: subject.output(replay(**arguments)), subject.padded(mask), subject.packed)
+
+
+# What an op is to the table of backends: itself, but for these. An op may go through several.
+_GOES_THROUGH = {"qkv_attention": ("attention", "linear"), "pack": ("padding",), "unpack": ("padding",)}
+
+
+def forced(backend: str, subject: Subject) -> Runnable | None:
+    """An op on a backend that it would not choose by itself: what its order of preference rests on."""
+    names, device = _GOES_THROUGH.get(subject.part, (subject.part,)), subject.batch.device
+    if any(backends.why_not(backend, op, device, subject.dtype, subject.backward) for op in names):
+        return None
+    if backend == backends.choose(names[0], device, subject.dtype, backward=subject.backward):
+        return None
+    run = call(subject)
+
+    def on_backend(**inputs: Tensor) -> Tensor:
+        with fastbert.backend(backend):
+            return run(**inputs)
+
+    return Runnable(on_backend)
+
+
+def call(subject: Subject) -> Callable[..., Tensor]:
     """The op of a case as a function of its inputs."""
-    ends, longest, heads = batch.packing.cu_seqlens, batch.packing.max_seqlen, subject.config.num_attention_heads
-    indices, shape = batch.indices, tuple(batch.mask.shape)
-    calls = {
-        "attention": lambda qkv: ops.attention(qkv, ends, longest),
-        "qkv_attention": lambda hidden, weight, bias: ops.qkv_attention(hidden, weight, bias, heads, ends, longest),
-        "add_layer_norm": lambda x, residual, weight, bias, x_bias: ops.add_layer_norm(
-            x, residual, weight, bias, EPS, x_bias=x_bias
-        ),
-        "layer_norm": lambda x, weight, bias: ops.layer_norm(x, weight, bias, EPS),
-        "embedding": lambda **tensors: ops.embedding(**tensors, eps=EPS, padding_idx=0),
-        "pack": lambda x: ops.pack(x, indices),
-        "unpack": lambda x: ops.unpack(x, indices, *shape),
-    }
-    plain = {name: getattr(ops, name) for name in ("dense_gelu", "linear", "bias_gelu", "cross_entropy")}
-    return (calls | plain)[subject.part]
-
-
-CONTENDER = Contender("fastbert", (*MODULES, *OPS), make)
+    batch, part = subject.batch, subject.part
+    options = {
+        "attention": {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen},
+        "qkv_attention": {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen},
+        "add_layer_norm": {"eps": EPS},
+        "layer_norm": {"eps": EPS},
+        "embedding": {"eps": EPS, "padding_idx": 0},
+    }.get(part, {})
+    if part == "qkv_attention":
+        options["num_heads"] = subject.config.num_attention_heads
+    if part in ("pack", "unpack"):
+        options = {"indices": batch.indices}
+        options |= {"batch": len(batch.lengths), "seqlen": batch.width} if part == "unpack" else {}
+    return functools.partial(getattr(ops, part), **options)

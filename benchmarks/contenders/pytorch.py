@@ -1,21 +1,47 @@
-"""Each op as the PyTorch calls that it replaces, with padding where those have padding."""
+"""Each op as the PyTorch calls that it replaces, with padding where those have padding; and other libraries' ops."""
 
+import dataclasses
+import warnings
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contenders.interface import EPS, OPS, Contender, Subject, Way
-from benchmarks.sizes import Batch
+from benchmarks.batch import Batch
+from benchmarks.contenders.interface import EPS, Runnable, Subject
+from fastbert import testing
 
-NAME = "PyTorch"
+Linear = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def make(subject: Subject, batch: Batch, dtype: torch.dtype, device: str, backward: bool) -> Way:
-    if subject.part in ROWS:
-        return Way(ROWS[subject.part])
-    return SEQUENCES[subject.part](subject, batch)
+def plain(subject: Subject) -> Runnable:
+    return SEQUENCES[subject.part](subject) if subject.part in SEQUENCES else Runnable(ROWS[subject.part])
+
+
+def compiled(subject: Subject) -> Runnable:
+    """Under torch.compile, for the one shape of the case."""
+    torch.compiler.reset()  # else the ninth shape would quietly run uncompiled
+    found = plain(subject)
+    return dataclasses.replace(found, run=torch.compile(found.run, dynamic=False))
+
+
+def labelled_rows(subject: Subject) -> Runnable:
+    """The masked-LM loss on the labelled rows only: what fastbert does, without its kernels."""
+
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+        rows = labels != -100
+        return cross_entropy(hidden[rows], weight, bias, labels[rows])
+
+    return Runnable(run)
+
+
+def onednn(subject: Subject) -> Runnable:
+    """PyTorch's other matrix product on a CPU: the one that its compiler uses in inference."""
+    linear = testing.onednn_linear
+    if subject.part == "qkv_attention":
+        return qkv_attention(subject, linear)
+    return Runnable(linear if subject.part == "linear" else lambda x, weight, bias: F.gelu(linear(x, weight, bias)))
 
 
 # ---- ops on rows
@@ -67,47 +93,110 @@ ROWS: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": cross_entropy,
 }
 
-# ---- ops that know sequences: (subject, batch) -> Way
+# ---- ops that know sequences
 
 
-def attention(subject: Subject, batch: Batch) -> Way:
-    return Way(lambda qkv: _sdpa(*qkv.unbind(2), batch), lambda qkv: {"qkv": batch.pad(qkv)}, batch.take)
+def attention(subject: Subject) -> Runnable:
+    batch, attend = subject.batch, sdpa(subject.batch)
+    return Runnable(lambda qkv: attend(*qkv.unbind(2)), lambda qkv: {"qkv": batch.pad(qkv)}, batch.take)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+def sdpa(batch: Batch) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """(B, S, H, D) each, as a padded model has them, to (B, S, H, D)."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=batch.keys).transpose(1, 2)
+    keys = batch.keys
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=keys).transpose(1, 2)
+
+    return attend
 
 
-def qkv_attention(subject: Subject, batch: Batch, linear: Callable[..., Tensor] = F.linear) -> Way:
+def qkv_attention(subject: Subject, linear: Linear = F.linear) -> Runnable:
+    batch, attend, heads = subject.batch, sdpa(subject.batch), subject.config.num_attention_heads
+
     def separate(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         parts = zip(weight.chunk(3), bias.chunk(3), strict=True)
-        q, k, v = (linear(hidden, w, b).unflatten(-1, (subject.config.num_attention_heads, -1)) for w, b in parts)
-        return _sdpa(q, k, v, batch).flatten(2)
+        return attend(*(linear(hidden, w, b).unflatten(-1, (heads, -1)) for w, b in parts)).flatten(2)
 
-    return Way(separate, lambda hidden, **rest: {"hidden": batch.pad(hidden), **rest}, batch.take)
-
-
-def pack(subject: Subject, batch: Batch) -> Way:
-    indices = batch.indices
-    return Way(lambda x: x.flatten(0, 1)[indices])
+    return Runnable(separate, lambda hidden, **rest: {"hidden": batch.pad(hidden), **rest}, batch.take)
 
 
-def unpack(subject: Subject, batch: Batch) -> Way:
-    indices, shape = batch.indices, tuple(batch.mask.shape)
+def pack(subject: Subject) -> Runnable:
+    indices = subject.batch.indices
+    return Runnable(lambda x: x.flatten(0, 1)[indices])
+
+
+def unpack(subject: Subject) -> Runnable:
+    indices, shape = subject.batch.indices, tuple(subject.batch.mask.shape)
 
     def run(x: Tensor) -> Tensor:
         return x.new_zeros(shape[0] * shape[1], x.shape[1]).index_put((indices,), x).unflatten(0, shape)
 
-    return Way(run)
+    return Runnable(run)
 
 
-SEQUENCES: dict[str, Callable[[Subject, Batch], Way]] = {
+SEQUENCES: dict[str, Callable[[Subject], Runnable]] = {
     "attention": attention,
     "qkv_attention": qkv_attention,
     "pack": pack,
     "unpack": unpack,
 }
 
-CONTENDER = Contender(NAME, OPS, make, yardstick=True)
+# ---- attention on packed tokens
+
+
+def jagged(subject: Subject) -> Runnable:
+    """F.scaled_dot_product_attention on jagged nested tensors: PyTorch's attention without padding.
+
+    q, k and v are contiguous, as three projections give them: it refuses slices of one.
+    """
+    from torch.nested import nested_tensor_from_jagged
+
+    warnings.filterwarnings("ignore", "The PyTorch API of nested tensors", UserWarning)  # says that it is a prototype
+    ends, lengths = subject.batch.cu_seqlens.long(), subject.batch.lengths
+    known = {"min_seqlen": min(lengths), "max_seqlen": max(lengths)}  # else it asks the device
+
+    def prepare(qkv: Tensor) -> dict[str, Tensor]:
+        return {name: x.contiguous() for name, x in zip("qkv", qkv.unbind(1), strict=True)}
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (nested_tensor_from_jagged(x, ends, **known).transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).values()
+
+    return Runnable(run, prepare)
+
+
+def varlen(subject: Subject) -> Runnable | str:
+    """torch.nn.attention.varlen, where this PyTorch has it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"not in torch {torch.__version__}: pip install --upgrade torch"
+    ends, longest = subject.batch.cu_seqlens, subject.batch.max_seqlen
+    return Runnable(lambda qkv: varlen_attn(*qkv.unbind(1), ends, ends, longest, longest))
+
+
+def flash_attention(subject: Subject) -> Runnable:
+    """flash-attention's packed attention, which reads the projection's output as fastbert's does."""
+    from flash_attn import flash_attn_varlen_qkvpacked_func
+
+    ends, longest = subject.batch.cu_seqlens, subject.batch.max_seqlen
+    return Runnable(lambda qkv: flash_attn_varlen_qkvpacked_func(qkv, ends, longest))
+
+
+# ---- Liger
+
+
+def liger(subject: Subject) -> Runnable:
+    """Liger's kernels for what BERT has too. Its GELU is the tanh form, and it has no residual + LayerNorm."""
+    from liger_kernel.transformers import functional
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional.liger_layer_norm(x, weight, bias, EPS)
+
+    def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+        rows = labels != -100  # it would compute the logits of the others too
+        return functional.liger_fused_linear_cross_entropy(hidden[rows], weight, labels[rows], bias)
+
+    return Runnable(layer_norm if subject.part == "layer_norm" else cross_entropy)

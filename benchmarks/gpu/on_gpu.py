@@ -6,9 +6,9 @@ Needs no network: torch, Triton, nvcc, cmake, ninja, pybind11, pytest and transf
 are not are reported as absent. Every part runs in a process group of its own inside what is left of the time; one that
 overruns its limit is stopped and the next one starts. Benchmarks know their limit, begin no case after it, and name
 what they left out; one that loses the GPU in a case (an illegal access lasts as long as its process) is started again
-behind that case. What the parts print goes to DIR/log.txt as they print it, DIR/summary.json is written anew after
-every part, and benchmarks write their JSON files (one for each group) anew after every case, so a run that is cut off
-keeps what it had.
+behind that case, and goes on in the same file. What the parts print goes to DIR/log.txt as they print it,
+DIR/summary.json is written anew after every part, and benchmarks write their results (one file for each group) anew
+after every case, so a run that is cut off keeps what it had.
 Without a GPU, or with --rehearse, the parts that need one are skipped and the others run on small shapes.
 This file runs before anything is built: standard library only.
 """
@@ -160,13 +160,12 @@ def run(parts: Sequence[Part], out: Path, minutes: float, gpu: bool, started: fl
     """
     out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic() if started is None else started
-    since, outcomes = time.time(), []
+    outcomes = []
     (out / "log.txt").write_bytes(b"")
     for part in parts:
         left = 60 * minutes - GRACE - (time.monotonic() - started)
         reason = why_skipped(part, left, gpu)
         outcomes.append(Outcome(part.name, "skipped", 0.0, reason) if reason else execute(part, left, out / "log.txt"))
-        join_results(out, since)
         print(line(outcomes[-1]), flush=True)
         summary = {"gpu": gpu, "minutes": minutes, "parts": [asdict(outcome) for outcome in outcomes]}
         (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
@@ -182,13 +181,19 @@ def why_skipped(part: Part, left: float, gpu: bool) -> str | None:
 
 
 def execute(part: Part, left: float, log: Path) -> Outcome:
-    """Runs one part, its output at the end of the log; the last of it is printed too if the part does not succeed."""
-    start, before = time.monotonic(), log.stat().st_size
+    """Runs one part, its output at the end of the log; the last of it is printed too if the part does not succeed.
+
+    Of a benchmark that loses the GPU in a case, what is behind that case runs in the next process.
+    """
+    start, before, skip, losses = time.monotonic(), log.stat().st_size, 0, []
     deadline = start + min(part.most, left)
-    skip, losses = 0, []
     while True:
-        state, reason, output = _run_once(part, deadline - time.monotonic(), skip, log)
-        found = LOST.findall(output) if part.told else []
+        limit, place = deadline - time.monotonic(), log.stat().st_size
+        with log.open("ab") as file:
+            file.write(f"\n==== {part.name}{f' behind case {skip}' if skip else ''}\n".encode())
+            file.flush()
+            state, reason = _wait(part, part.words(limit, skip), limit, file)
+        found = LOST.findall(log.read_bytes()[place:].decode(errors="replace")) if part.told else []
         if state != "failed" or not found or int(found[-1][1]) <= skip:
             break
         losses.append(found[-1][0])
@@ -202,29 +207,13 @@ def execute(part: Part, left: float, log: Path) -> Outcome:
     return Outcome(part.name, state, round(time.monotonic() - start, 1), reason)
 
 
-def _run_once(part: Part, limit: float, skip: int, log: Path) -> tuple[str, str, str]:
-    """(state, reason, output) of a part that may take `limit` seconds."""
-    before = log.stat().st_size
-    with log.open("ab") as file:
-        file.write(f"\n==== {part.name}{f' behind case {skip}' if skip else ''}\n".encode())
-        file.flush()
-        state, reason = _wait(part, part.words(limit, skip), limit, file)
-    return state, reason, log.read_bytes()[before:].decode(errors="replace")
-
-
 def _wait(part: Part, words: list[str], limit: float, log: BinaryIO) -> tuple[str, str]:
     """(state, reason) of a command that may take `limit` seconds."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **part.environment}
+    listen = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 nohup and & have it ignored
+    how = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
     try:
-        process = subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # nohup and & have it ignored
-        )
+        process = subprocess.Popen(words, preexec_fn=listen, **how)
     except OSError as error:
         return "failed", str(error)
     try:
@@ -249,36 +238,6 @@ def stop(process: subprocess.Popen) -> None:
     except ProcessLookupError:
         pass  # nothing was left
     process.wait()
-
-
-def join_results(out: Path, since: float) -> None:
-    """NAME_from_N.json, of a run that went on behind a lost GPU, becomes part of NAME.json if both are newer than this.
-
-    since: seconds of time.time(). A file for each loss would be more than a lent machine gives back.
-    """
-    named = {path: re.fullmatch(r"(.*)_from_(\d+)\.json", path.name) for path in out.iterdir()}
-    found = [(int(name[2]), path, out / f"{name[1]}.json") for path, name in named.items() if name]
-    for _, path, first in sorted(found):
-        if path.stat().st_mtime < since - 1:
-            continue
-        if not first.exists():
-            path.replace(first)
-        elif first.stat().st_mtime >= since - 1:
-            content = joined(*(json.loads(file.read_text(encoding="utf-8")) for file in (first, path)))
-            first.with_suffix(".writing").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            first.with_suffix(".writing").replace(first)
-            path.unlink()
-
-
-def joined(content: dict, rest: dict) -> dict:
-    """The content of one results file, of two. What the first left out for want of a GPU is in `rest`, done or not."""
-    kept = [entry for entry in content["left_out"] if not entry["reason"].startswith("the GPU was lost")]
-    return content | {
-        "reports": content["reports"] + rest["reports"],
-        "left_out": kept + rest["left_out"],
-        "ceilings": rest["ceilings"] | content["ceilings"],
-        "continued": [*content.get("continued", ()), {name: rest[name] for name in ("date", "command", "seed")}],
-    }
 
 
 def line(outcome: Outcome) -> str:

@@ -5,42 +5,35 @@ as a rule no multiple of 16. bfloat16 is called in more ways than the other type
 """
 
 import contextlib
-import itertools
 from collections.abc import Iterator
+from itertools import chain, product
 
 import torch
 from torch import Tensor
 
 from fastbert.triton import KERNELS
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP32, FP16, BF16 = DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BERT = (768, 1024)  # hidden sizes
 WIDE = (128, 2048, 4096, 8192)  # the other widths that row ops have configurations for
 TOKENS = 8191
 EPS, SITE, IGNORED = 1e-12, 4, -100
+PRECISIONS = ((FP16, "none"), (FP32, "tf32"), (FP32, "ieee"))
 
-
-class Calls:
-    """Calls primitives by name, and knows which it has called."""
-
-    def __init__(self) -> None:
-        self.called: set[str] = set()
-
-    def __call__(self, name: str, *args):
-        self.called.add(name)
-        return KERNELS[name](*args)
+Call = tuple  # a primitive's name, then its arguments
 
 
 def run() -> None:
     """Makes all the calls. Raises RuntimeError if a primitive is left out."""
-    call = Calls()
-    for op in (layer_norm, add_layer_norm, bias_gelu, embedding, padding, dense_gelu, linear, cross_entropy, attention):
-        op(call)
-    if missing := KERNELS.keys() - call.called:
+    called = set()
+    for name, *args in chain(rows(), padding(), dense_gelu(), cross_entropy(), attention()):
+        KERNELS[name](*args)
+        called.add(name)
+    if missing := KERNELS.keys() - called:
         raise RuntimeError(f"benchmarks/gpu/triton_calls.py does not call {', '.join(sorted(missing))}")
 
 
-def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def new(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -58,118 +51,106 @@ def products(precision: str) -> Iterator[None]:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-# ---- row ops
+def rows() -> Iterator[Call]:
+    narrow, wide = list(product(DTYPES, BERT)), [(BF16, channels) for channels in WIDE]
+    for dtype, channels in narrow + wide:
+        yield from layer_norm(dtype, channels)
+    for dtype, channels in narrow + wide + [(BF16, 5120), (FP32, 8192)]:  # 5120: 3 chunks of the backward
+        yield from add_layer_norm(dtype, dtype, channels, 0.1, x_bias=True)
+    yield from add_layer_norm(BF16, BF16, 768, 0.0, x_bias=False)
+    for channels, p, x_bias in ((5120, 0.1, True), (768, 0.1, True), (768, 0.0, False)):  # as under autocast
+        yield from add_layer_norm(BF16, FP32, channels, p, x_bias)
+    for dtype, hidden in narrow:
+        yield from bias_gelu(dtype, 4 * hidden)
+    for dtype, channels, p in [*((*item, 0.1) for item in narrow + wide), (BF16, 768, 0.0)]:
+        yield from embedding(dtype, channels, p)
 
 
-def layer_norm(call: Calls) -> None:
-    for dtype, channels in [*itertools.product(DTYPES, BERT), *((torch.bfloat16, width) for width in WIDE)]:
-        x, weight = new(TOKENS, channels, dtype=dtype), new(channels, dtype=dtype)
-        _, mean, rstd = call("layer_norm_fwd", x, weight, weight, EPS)
-        for need_dparams in (True, False) if channels == 768 else (True,):
-            call("layer_norm_bwd", x, x, weight, mean, rstd, need_dparams)
+def layer_norm(dtype: torch.dtype, channels: int) -> Iterator[Call]:
+    x, weight, each = new(TOKENS, channels, dtype=dtype), new(channels, dtype=dtype), new(TOKENS)
+    yield "layer_norm_fwd", x, weight, weight, EPS
+    for need_dparams in (True, False) if channels == 768 else (True,):
+        yield "layer_norm_bwd", x, x, weight, each, each, need_dparams
 
 
-def add_layer_norm(call: Calls) -> None:
-    for dtype, channels in itertools.product(DTYPES, BERT):
-        _add_layer_norm(call, dtype, dtype, channels, 0.1, x_bias=True)
-    for channels in WIDE:
-        _add_layer_norm(call, torch.bfloat16, torch.bfloat16, channels, 0.1, x_bias=True)
-    for residual_dtype in (torch.bfloat16, torch.float32):
-        _add_layer_norm(call, torch.bfloat16, residual_dtype, 5120, 0.1, x_bias=True)  # 3 chunks of the backward
-    _add_layer_norm(call, torch.float32, torch.float32, 8192, 0.1, x_bias=True)
-    for residual_dtype in (torch.bfloat16, torch.float32):  # float32 as under autocast
-        _add_layer_norm(call, torch.bfloat16, residual_dtype, 768, 0.0, x_bias=False)
-    _add_layer_norm(call, torch.bfloat16, torch.float32, 768, 0.1, x_bias=True)
-
-
-def _add_layer_norm(call: Calls, dtype, residual_dtype, channels: int, p: float, x_bias: bool) -> None:
+def add_layer_norm(
+    dtype: torch.dtype, residual_dtype: torch.dtype, channels: int, p: float, x_bias: bool
+) -> Iterator[Call]:
     x, residual = (new(TOKENS, channels, dtype=d) for d in (dtype, residual_dtype))
-    weight, shift = new(channels), new(channels, dtype=dtype) if x_bias else None
-    y, mean, rstd = call("add_layer_norm_fwd", x, residual, weight, weight, shift, key(p), EPS, p, SITE)
-    call("add_layer_norm_bwd", y, x, residual, weight, mean, rstd, shift, key(p), p, SITE, True)
+    y = new(TOKENS, channels, dtype=torch.promote_types(dtype, residual_dtype))
+    weight, shift, each = new(channels), new(channels, dtype=dtype) if x_bias else None, new(TOKENS)
+    yield "add_layer_norm_fwd", x, residual, weight, weight, shift, key(p), EPS, p, SITE
+    yield "add_layer_norm_bwd", y, x, residual, weight, each, each, shift, key(p), p, SITE, True
 
 
-def bias_gelu(call: Calls) -> None:
-    for dtype, hidden in itertools.product(DTYPES, BERT):
-        x, bias = new(TOKENS, 4 * hidden, dtype=dtype), new(4 * hidden, dtype=dtype)
-        for approximate in ("none", "tanh") if dtype == torch.bfloat16 else ("none",):
-            call("bias_gelu_fwd", x, bias, approximate)
-            for need_dbias in (True, False) if dtype == torch.bfloat16 else (True,):
-                call("bias_gelu_bwd", x, x, bias, approximate, need_dbias)
+def bias_gelu(dtype: torch.dtype, channels: int) -> Iterator[Call]:
+    x, bias = new(TOKENS, channels, dtype=dtype), new(channels, dtype=dtype)
+    for approximate in ("none", "tanh") if dtype == BF16 else ("none",):
+        yield "bias_gelu_fwd", x, bias, approximate
+        for need_dbias in (True, False) if dtype == BF16 else (True,):
+            yield "bias_gelu_bwd", x, x, bias, approximate, need_dbias
 
 
-def embedding(call: Calls) -> None:
-    for dtype, channels in itertools.product(DTYPES, BERT):
-        _embedding(call, dtype, channels, 0.1)
-    _embedding(call, torch.bfloat16, 768, 0.0)
-    for channels in WIDE:
-        _embedding(call, torch.bfloat16, channels, 0.1)
+def embedding(dtype: torch.dtype, channels: int, p: float) -> Iterator[Call]:
+    ids, y, each = new(TOKENS, dtype=torch.int64), new(TOKENS, channels, dtype=dtype), new(TOKENS)
+    inputs = (ids, ids, ids, *(new(size, channels, dtype=dtype) for size in (30522, 512, 2)))
+    weight = new(channels, dtype=dtype)
+    yield "embedding_fwd", *inputs, weight, weight, key(p), EPS, p, SITE
+    yield "embedding_bwd", y, *inputs, weight, each, each, key(p), p, SITE, 0, [True] * 4
 
 
-def _embedding(call: Calls, dtype: torch.dtype, channels: int, p: float) -> None:
-    ids = new(TOKENS, dtype=torch.int64)
-    tables = [new(rows, channels, dtype=dtype) for rows in (30522, 512, 2)]
-    inputs, weight = (ids, ids, ids, *tables), new(channels, dtype=dtype)
-    y, mean, rstd = call("embedding_fwd", *inputs, weight, weight, key(p), EPS, p, SITE)
-    call("embedding_bwd", y, *inputs, weight, mean, rstd, key(p), p, SITE, 0, [True] * 4)
-
-
-def padding(call: Calls) -> None:
-    call("padding_plan", torch.ones(2, 4, dtype=torch.bool))  # launches no kernel of ours, and reads its result
+def padding() -> Iterator[Call]:
+    yield "padding_plan", torch.ones(2, 4, dtype=torch.bool)  # launches no kernel of ours, and reads its result
     indices = new(TOKENS, dtype=torch.int64)
-    for dtype, width in [*itertools.product(DTYPES, BERT), (torch.int64, 1)]:
-        packed = call("padding_pack", new(32, 512, width, dtype=dtype), indices)
-        call("padding_unpack", packed, indices, 32, 512)
+    for dtype, width in [*product(DTYPES, BERT), (torch.int64, 1)]:
+        yield "padding_pack", new(32, 512, width, dtype=dtype), indices
+        yield "padding_unpack", new(TOKENS, width, dtype=dtype), indices, 32, 512
 
 
-# ---- matrix products
-
-
-def dense_gelu(call: Calls) -> None:
-    for tokens, hidden in itertools.product((127, 255, 511, 1023, 4095), BERT):
-        _dense_gelu(call, torch.bfloat16, tokens, hidden, 4 * hidden)
-        _dense_gelu(call, torch.bfloat16, tokens, hidden, hidden)  # of a masked-LM head
-    _dense_gelu(call, torch.bfloat16, TOKENS, 768, 3072, "tanh")
-    for dtype, precision in ((torch.float16, "none"), (torch.float32, "tf32"), (torch.float32, "ieee")):
+def dense_gelu() -> Iterator[Call]:
+    yield "linear_fwd", new(TOKENS, 768), new(3072, 768), new(3072)  # a library's: no kernel of ours
+    for tokens, hidden in product((127, 255, 511, 1023, 4095), BERT):
+        for channels in (4 * hidden, hidden):  # of a layer, of a masked-LM head
+            yield from _dense_gelu(BF16, tokens, hidden, channels)
+    yield from _dense_gelu(BF16, TOKENS, 768, 3072, "tanh")
+    for dtype, precision in PRECISIONS:
         with products(precision):
-            _dense_gelu(call, dtype, TOKENS, 768, 3072)
-    for dtype in DTYPES[:2]:
-        _dense_gelu(call, dtype, TOKENS, 765, 3072)  # rows that no descriptor can describe
+            yield from _dense_gelu(dtype, TOKENS, 768, 3072)
+    for dtype in (FP32, FP16):
+        yield from _dense_gelu(dtype, TOKENS, 765, 3072)  # rows that no descriptor can describe
 
 
-def _dense_gelu(call: Calls, dtype, tokens: int, inner: int, channels: int, approximate: str = "none") -> None:
+def _dense_gelu(
+    dtype: torch.dtype, tokens: int, inner: int, channels: int, approximate: str = "none"
+) -> Iterator[Call]:
     x, weight, bias = (new(*shape, dtype=dtype) for shape in ((tokens, inner), (channels, inner), (channels,)))
+    y = new(tokens, channels, dtype=dtype)
     for save in (True, False):
-        y, preactivation = call("dense_gelu_fwd", x, weight, bias, approximate, save)
-    call("dense_gelu_bwd", y, x, weight, y, approximate, True, True)
+        yield "dense_gelu_fwd", x, weight, bias, approximate, save
+    yield "dense_gelu_bwd", y, x, weight, y, approximate, True, True
 
 
-def linear(call: Calls) -> None:
-    x = new(TOKENS, 768)
-    call("linear_fwd", x, new(3072, 768), new(3072))  # a library's: no kernel of ours
+def cross_entropy() -> Iterator[Call]:
+    labels = new(1221, dtype=torch.int64)
+    for dtype, need_dlogits in product(DTYPES, (True, False)):
+        hidden, weight = new(1221, 768, dtype=dtype), new(30522, 768, dtype=dtype)
+        yield "cross_entropy_fwd", hidden, weight, weight[:, 0], labels, IGNORED, need_dlogits
+    logits = new(1221, 30522, dtype=BF16)
+    yield "cross_entropy_bwd", new(), hidden, weight, labels, logits, IGNORED, True, True
 
 
-def cross_entropy(call: Calls) -> None:
-    for dtype, need_dlogits in itertools.product(DTYPES, (True, False)):
-        hidden, weight, labels = new(1221, 768, dtype=dtype), new(30522, 768, dtype=dtype), new(1221, dtype=torch.int64)
-        loss, dlogits = call("cross_entropy_fwd", hidden, weight, weight[:, 0], labels, IGNORED, need_dlogits)
-    call("cross_entropy_bwd", loss, hidden, weight, labels, new(1221, 30522, dtype=dtype), IGNORED, True, True)
-
-
-# ---- attention
-
-
-def attention(call: Calls) -> None:
-    for size, longest in itertools.product((32, 64, 128), (128, 512, 2048)):
+def attention() -> Iterator[Call]:
+    for size, longest in product((32, 64, 128), (128, 512, 2048)):
         for p in (0.0, 0.1) if size == 64 else (0.1,):
-            _attention(call, torch.bfloat16, size, p, longest)
-    for dtype, precision in ((torch.float16, "none"), (torch.float32, "tf32"), (torch.float32, "ieee")):
+            yield from _attention(BF16, size, p, longest)
+    for (dtype, precision), longest in product(PRECISIONS, (128, 2048)):
         with products(precision):
-            for longest in (128, 2048):
-                _attention(call, dtype, 64, 0.1, longest)
+            yield from _attention(dtype, 64, 0.1, longest)
 
 
-def _attention(call: Calls, dtype: torch.dtype, size: int, p: float, longest: int) -> None:
-    qkv, ends = new(TOKENS, 3, 768 // size, size, dtype=dtype), new(33, dtype=torch.int32)
-    out, lse = call("attention_fwd", qkv, ends, longest, size**-0.5, p, key(p), SITE)
-    call("attention_bwd", out, qkv, out, lse, ends, longest, size**-0.5, p, key(p), SITE)
+def _attention(dtype: torch.dtype, size: int, p: float, longest: int) -> Iterator[Call]:
+    heads = 768 // size
+    qkv, out = new(TOKENS, 3, heads, size, dtype=dtype), new(TOKENS, heads, size, dtype=dtype)
+    ends, lse = new(33, dtype=torch.int32), new(heads, TOKENS)
+    yield "attention_fwd", qkv, ends, longest, size**-0.5, p, key(p), SITE
+    yield "attention_bwd", out, qkv, out, lse, ends, longest, size**-0.5, p, key(p), SITE
