@@ -177,6 +177,10 @@ def test_what_is_given_is_given_to_one_block(name, beginning):
 # ---- README
 
 
+def test_readme_is_the_first_minute():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
 def test_readme_runs_as_pasted(tmp_path):
     """In a fresh interpreter, an empty directory and without anything given: its blocks one after the other."""
     pytest.importorskip("transformers")
