@@ -134,6 +134,7 @@ class _BertWithHead(Saveable):
     """
 
     pooling = True
+    accepts_loss_kwargs = False  # else transformers.Trainer takes **options for num_items_in_batch
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()

@@ -33,9 +33,9 @@ def python_documentation(size: int = 600) -> list[tuple[str, str]]:
 
 
 def documentation_passages() -> list[tuple[str, str]]:
-    """(topic, passage): what the demo and `fastbert search` search, some three sentences each.
+    """(topic, passage) pairs for the demo and `fastbert search`: about three sentences each, without repetitions.
 
-    all-MiniLM-L6-v2 was trained on 128 tokens and cuts at 256. Topics repeat each other: a passage is there once.
+    They are short because all-MiniLM-L6-v2 was trained on 128 tokens and cuts texts at 256.
     """
     topics = {}
     for topic, passage in python_documentation(300):

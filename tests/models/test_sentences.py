@@ -150,7 +150,7 @@ def test_search_finds_the_passage(capsys, monkeypatch):
     """Among a sample of Python's documentation, the passages about the try statement answer this."""
     passages = python_documentation()
     sample = [p for p in passages if p[0] == "try"][:4] + passages[::40]
-    monkeypatch.setattr(demo, "python_documentation", lambda: sample)
+    monkeypatch.setattr(demo, "documentation_passages", lambda: sample)
     status, output = run(capsys, "search", "how do I catch several exceptions in one clause?", "--top", "2")
     assert status == 0 and output.out.count("\u256d") == 2
     assert "how do I catch" in output.out and output.out.count("  try ") == 2
