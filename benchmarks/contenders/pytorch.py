@@ -47,32 +47,7 @@ def onednn(subject: Subject) -> Runnable:
 # ---- ops on rows
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias, EPS)
-
-
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor) -> Tensor:
-    return F.layer_norm(x + x_bias + residual, weight.shape, weight, bias, EPS)
-
-
-def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(x + bias)
-
-
-def dense_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(F.linear(x, weight, bias))
-
-
-def embedding(
-    input_ids: Tensor,
-    position_ids: Tensor,
-    token_type_ids: Tensor,
-    word: Tensor,
-    position: Tensor,
-    token_type: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-) -> Tensor:
+def embedding(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias) -> Tensor:
     z = F.embedding(input_ids, word, 0) + F.embedding(token_type_ids, token_type)
     return F.layer_norm(z + F.embedding(position_ids, position), weight.shape, weight, bias, EPS)
 
@@ -84,10 +59,12 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) 
 
 
 ROWS: dict[str, Callable[..., Tensor]] = {
-    "layer_norm": layer_norm,
-    "add_layer_norm": add_layer_norm,
-    "bias_gelu": bias_gelu,
-    "dense_gelu": dense_gelu,
+    "layer_norm": lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, EPS),
+    "add_layer_norm": lambda x, residual, weight, bias, x_bias: F.layer_norm(
+        x + x_bias + residual, weight.shape, weight, bias, EPS
+    ),
+    "bias_gelu": lambda x, bias: F.gelu(x + bias),
+    "dense_gelu": lambda x, weight, bias: F.gelu(F.linear(x, weight, bias)),
     "linear": F.linear,
     "embedding": embedding,
     "cross_entropy": cross_entropy,
@@ -136,12 +113,7 @@ def unpack(subject: Subject) -> Runnable:
     return Runnable(run)
 
 
-SEQUENCES: dict[str, Callable[[Subject], Runnable]] = {
-    "attention": attention,
-    "qkv_attention": qkv_attention,
-    "pack": pack,
-    "unpack": unpack,
-}
+SEQUENCES = {"attention": attention, "qkv_attention": qkv_attention, "pack": pack, "unpack": unpack}
 
 # ---- attention on packed tokens
 
@@ -192,11 +164,11 @@ def liger(subject: Subject) -> Runnable:
     """Liger's kernels for what BERT has too. Its GELU is the tanh form, and it has no residual + LayerNorm."""
     from liger_kernel.transformers import functional
 
-    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return functional.liger_layer_norm(x, weight, bias, EPS)
+    if subject.part == "layer_norm":
+        return Runnable(lambda x, weight, bias: functional.liger_layer_norm(x, weight, bias, EPS))
 
-    def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
         rows = labels != -100  # it would compute the logits of the others too
         return functional.liger_fused_linear_cross_entropy(hidden[rows], weight, labels[rows], bias)
 
-    return Runnable(layer_norm if subject.part == "layer_norm" else cross_entropy)
+    return Runnable(run)

@@ -4,9 +4,10 @@ A line of the full table is one variant of a kernel. A line of the short one is 
 registers, spilled bytes and shared memory that any of its variants has, and all instructions of note.
 """
 
+import argparse
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,29 +39,23 @@ class Compiled:
 Kernels = Mapping[int, Sequence[Compiled]]  # by architecture: 90 is sm_90
 
 
-def line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(map(line, (header, ["---"] * len(header), *rows))) + "\n"
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)) + "\n"
 
 
 def full(kernels: Kernels) -> str:
-    parts = (f"## sm_{gpu}\n\n{table(FULL, (v.cells for v in variants))}" for gpu, variants in kernels.items())
-    return "\n".join(parts)
+    return "\n".join(f"## sm_{gpu}\n\n{table(FULL, [v.cells for v in found])}" for gpu, found in kernels.items())
 
 
 def short(kernels: Kernels) -> list[list[str]]:
     """Lines of the short table, all architectures of a kernel together."""
-    names = dict.fromkeys(variant.kernel for variants in kernels.values() for variant in variants)
-    found = []
+    names, found = dict.fromkeys(variant.kernel for variants in kernels.values() for variant in variants), []
     for name in names:
         for gpu, variants in kernels.items():
-            same = [variant for variant in variants if variant.kernel == name]
-            most = [str(max(getattr(v, what) for v in same)) for what in SHORT[3:6]] if same else []
-            used = sorted({what for v in same for what, count in v.instructions.items() if count})
-            found += [[name, f"sm_{gpu}", str(len(same)), *most, ", ".join(used) or "none"]] if same else []
+            if same := [variant for variant in variants if variant.kernel == name]:
+                most = [str(max(getattr(v, what) for v in same)) for what in ("registers", "spilled", "shared")]
+                used = sorted({what for v in same for what, count in v.instructions.items() if count})
+                found.append([name, f"sm_{gpu}", str(len(same)), *most, ", ".join(used) or "none"])
     return found
 
 
@@ -78,19 +73,32 @@ def differences(kernels: Kernels, head: str, committed: str, independent: Sequen
     return [f"+ {row}" for row in sorted(now - then)] + [f"- {row}" for row in sorted(then - now)]
 
 
-def conclude(name: str, head: str, kernels: Kernels, independent: Sequence[str], check: bool, is_whole: bool) -> int:
+def main(
+    name: str,
+    doc: str,
+    gpus: Sequence[int],
+    compile_all: Callable[[Sequence[int], Sequence[str]], Kernels],
+    head: Callable[[], str],
+    independent: Sequence[str],
+) -> int:
     """Writes build/NAME.md and the short table to docs/NAME.md, or prints what is only a part of them, or compares with
     the short table. Returns the exit status: 1 for a problem or a difference."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.gpu.{name}", description=doc.splitlines()[0])
+    parser.add_argument("--arch", nargs="+", type=int, choices=gpus, default=list(gpus))
+    parser.add_argument("--only", nargs="+", metavar="TEXT", default=[], help="print variants that have one in them")
+    parser.add_argument("--check", action="store_true", help=f"compare with docs/{name}.md instead of writing it")
+    options = parser.parse_args()
+    kernels = compile_all(options.arch, options.only)
     every = [(gpu, variant) for gpu, variants in kernels.items() for variant in variants]
-    found = [f"sm_{gpu}: {variant.problem}: {line(variant.cells)}" for gpu, variant in every if variant.problem]
+    found = [f"sm_{gpu}: {v.problem}: {' | '.join(v.cells)}" for gpu, v in every if v.problem]
     report, whole = ROOT / "docs" / f"{name}.md", ROOT / "build" / f"{name}.md"
-    if check:
-        found += differences(kernels, head, report.read_text(encoding="utf-8"), independent)
-    elif is_whole:
-        whole.parent.mkdir(exist_ok=True)
-        whole.write_text(f"{head}\n{full(kernels)}", encoding="utf-8")
-        report.write_text(f"{head}\n{table(SHORT, short(kernels))}", encoding="utf-8")
-    else:
+    if options.check:
+        found += differences(kernels, head(), report.read_text(encoding="utf-8"), independent)
+    elif options.only or set(options.arch) != set(gpus):
         print(full(kernels))
+    else:
+        whole.parent.mkdir(exist_ok=True)
+        whole.write_text(f"{head()}\n{full(kernels)}", encoding="utf-8")
+        report.write_text(f"{head()}\n{table(SHORT, short(kernels))}", encoding="utf-8")
     print("\n".join(found), end="\n" if found else "", file=sys.stderr)
     return 1 if found else 0

@@ -8,7 +8,6 @@ beginning) prints such lines instead; with --check compares with the short one. 
 compile, spills registers, or needs more shared memory than there is; or --check found a difference.
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -168,14 +167,16 @@ def _used(log: str) -> tuple[int, int]:
     return int(re.search(r"Used (\d+) registers", log).group(1)), max(map(int, spills), default=0)
 
 
-def compile_all(architecture: int, only: Sequence[str] = ()) -> list[Compiled]:
-    wanted = [v for v in variants(architecture) if not only or any(part in str(v) for part in only)]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        found = pool.map(lambda variant: compile(variant, architecture), wanted)
-        return list({str(variant.cells): variant for variant in found}.values())
-
-
-# ---- the report
+def compile_all(gpus: Sequence[int], only: Sequence[str]) -> dict[int, list[Compiled]]:
+    if triton.knobs.runtime.interpret:
+        sys.exit("TRITON_INTERPRET is set: there is nothing to compile")
+    found = {}
+    for gpu in gpus:
+        wanted = [v for v in variants(gpu) if not only or any(part in str(v) for part in only)]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            done = pool.map(compile, wanted, [gpu] * len(wanted))
+            found[gpu] = list({str(variant.cells): variant for variant in done}.values())
+    return found
 
 
 def head() -> str:
@@ -189,16 +190,7 @@ all variants of a kernel, which `build/triton_report.md` lists. TMA is Hopper's 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.triton_report", description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", nargs="+", type=int, choices=SHARED, default=list(SHARED))
-    parser.add_argument("--only", nargs="+", metavar="TEXT", default=[])
-    parser.add_argument("--check", action="store_true", help="compare with docs/triton_report.md instead of writing it")
-    options = parser.parse_args()
-    if triton.knobs.runtime.interpret:
-        parser.error("TRITON_INTERPRET is set: there is nothing to compile")
-    kernels = {architecture: compile_all(architecture, options.only) for architecture in options.arch}
-    is_whole = not options.only and set(options.arch) == set(SHARED)
-    return compiled.conclude("triton_report", head(), kernels, INDEPENDENT, options.check, is_whole)
+    return compiled.main("triton_report", __doc__, list(SHARED), compile_all, head, INDEPENDENT)
 
 
 if __name__ == "__main__":
