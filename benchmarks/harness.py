@@ -115,7 +115,7 @@ class Report:
             times |= {} if row.bound else {"floor": self.work.floor, "library": self.library_floor}
             facts |= {key: microseconds(value) for key, value in times.items() if value}
             numbers = {"ratio": rounded(self.ratio(row.name) or 0, 4), "memory": row.peak_bytes}
-            numbers |= {} if row.bound else {key: getattr(self.work, key) for key in ("tokens", "flops", "bytes")}
+            numbers |= {} if row.bound else {key: int(getattr(self.work, key)) for key in ("tokens", "flops", "bytes")}
             facts |= {key: value for key, value in numbers.items() if value}
             facts |= {"repeats": row.repeats} if row.repeats > 1 else {}
             facts["samples"] = list(map(microseconds, row.seconds))

@@ -121,8 +121,8 @@ class Results:
     def add(self, done: harness.Report, device: str) -> None:
         self.lines += done.lines()
         dtype = done.case["dtype"]
-        ceilings = floor.ceilings(device, cases.DTYPES[dtype])
-        self.head["ceilings"][dtype] = dataclasses.asdict(ceilings)
+        found = dataclasses.asdict(floor.ceilings(device, cases.DTYPES[dtype]))
+        self.head["ceilings"][dtype] = {k: v if isinstance(v, str) else harness.rounded(v) for k, v in found.items()}
 
     def write(self) -> None:
         """Not without a case: an older file is worth more than an empty one."""
