@@ -22,6 +22,15 @@ if not torch.cuda.is_available():
     cuda_on_cpu.install()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
+def pytest_collection_modifyitems(items):
+    """`slow_interpreted` is `slow` where Triton's interpreter is to run the kernels."""
+    for item in items:
+        backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+        if backend == "triton" and not torch.cuda.is_available() and item.get_closest_marker("slow_interpreted"):
+            item.add_marker("slow")
+
+
 @pytest.fixture(autouse=True)
 def strict():
     """Memory that nothing wrote is NaN, operators that are not repeatable are errors, numbers are the same each run."""

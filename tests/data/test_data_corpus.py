@@ -227,9 +227,16 @@ def test_ranks_are_those_of_torch_distributed(corpus):
     assert list(whole.batch_sampler) == list(alone.batch_sampler)
 
 
-@pytest.mark.parametrize("stop", [0, 1, 5, -1])  # before the first batch, in between, at the end of the epoch
-@pytest.mark.parametrize(("workers", "later", "persistent"), [(2, 0, False), (0, 2, True)])
-def test_a_loader_goes_on_where_it_stopped(corpus, workers, later, persistent, stop):
+@pytest.mark.parametrize(
+    ("stop", "workers", "later", "persistent"),
+    [
+        pytest.param(0, 0, 2, True, id="before the first batch"),
+        pytest.param(1, 2, 0, False, id="after the first"),
+        pytest.param(5, 0, 2, True, id="in between"),
+        pytest.param(-1, 2, 0, False, id="at the end of the epoch"),
+    ],
+)
+def test_a_loader_goes_on_where_it_stopped(corpus, stop, workers, later, persistent):
     one = loader(corpus, num_workers=workers)
     one.set_epoch(2)
     stop %= len(one) + 1

@@ -589,7 +589,15 @@ def test_survives_copy_save_and_half(name):
     assert half[1].dtype == torch.bfloat16 and half.loss.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["BertForPreTraining", "BertForTokenClassification", *HEADS[-2:]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BertForPreTraining",
+        "BertForMultipleChoice",
+        pytest.param("BertForTokenClassification", marks=pytest.mark.slow),
+        pytest.param("BertForQuestionAnswering", marks=pytest.mark.slow),
+    ],
+)
 def test_compiles_to_one_graph(name):
     """A padded graph keeps its padding rows: they change neither loss nor gradients."""
     dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)

@@ -229,8 +229,15 @@ def test_encoder_alone_equals_transformers():
         assert result.last_hidden_state is result[0]
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded"])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "training"),
+    [
+        ("packed", False),
+        ("padded", True),
+        pytest.param("packed", True, marks=pytest.mark.slow),
+        pytest.param("padded", False, marks=pytest.mark.slow),
+    ],
+)
 def test_compiles_to_one_graph(kind, training):
     """Forward and backward as in eager code, and compiled a few times at most as lengths change."""
     config = BertConfig.from_dict({**TINY.to_dict(), "num_hidden_layers": 1})

@@ -12,6 +12,8 @@ from fastbert.ops.op import PRIMITIVES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HALF = (torch.bfloat16, torch.float16)
+# For cases that take Triton's interpreter seconds, where a smaller one runs the same code.
+slow_interpreted = pytest.mark.slow_interpreted
 
 
 def normal(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> Tensor:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
+from op_suite import OpSuite, normal, pytest_generate_tests, slow_interpreted  # noqa: F401
 
 from fastbert import ops, testing
 from fastbert.ops.op import PRIMITIVES, Primitive
@@ -12,7 +12,7 @@ class TestDenseGelu(OpSuite):
     parameters = ("weight", "bias")
     shapes = [
         pytest.param((5, 7, 11), id="odd"),
-        pytest.param((33, 768, 3072), id="bert-base"),
+        pytest.param((33, 768, 3072), id="bert-base", marks=slow_interpreted),
         pytest.param((1, 64, 16), id="one-token"),
     ]
     approximate = "none"

@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
+from op_suite import OpSuite, normal, pytest_generate_tests, slow_interpreted  # noqa: F401
 
 from fastbert import backends, ops, random, testing
 
@@ -14,9 +14,9 @@ class TestEmbedding(OpSuite):
     parameters = ("weight", "bias")
     shapes = [  # (ids shape, vocabulary, channels)
         pytest.param(((9,), 11, 7), id="odd-channels-and-repeated-ids"),
-        pytest.param(((40,), 50, 768), id="bert-base"),
+        pytest.param(((40,), 50, 768), id="bert-base", marks=slow_interpreted),
         pytest.param(((2, 5), 11, 16), id="two-dimensions"),
-        pytest.param(((300,), 4, 5), id="many-tokens-to-the-row"),
+        pytest.param(((300,), 4, 5), id="many-tokens-to-the-row", marks=slow_interpreted),
     ]
 
     def inputs(self, shape, dtype, device):
@@ -154,8 +154,11 @@ def triton_table_gradient(dz, ids, table, padding_idx):
 
 @pytest.mark.parametrize(
     ("runs", "padding_idx"),
-    [(runs, -1) for runs in RUNS.values()] + [(RUNS["out-of-range"], 8)],
-    ids=[*RUNS, "padding"],
+    [
+        pytest.param(runs, -1, id=name, marks=[pytest.mark.slow] * (name == "one-id-in-every-row"))
+        for name, runs in RUNS.items()
+    ]
+    + [pytest.param(RUNS["out-of-range"], 8, id="padding")],
 )
 def test_table_gradients_in_triton_are_exact_for_integers(triton_device, runs, padding_idx):
     ids = torch.cat([torch.full((count,), id) for id, count in runs])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import OpSuite, normal, one_element_in, pytest_generate_tests  # noqa: F401
+from op_suite import OpSuite, normal, one_element_in, pytest_generate_tests, slow_interpreted  # noqa: F401
 
 from fastbert import backends, ops, random, testing
 
@@ -37,10 +37,10 @@ class Rows(OpSuite):
         "size",
         [
             pytest.param((3, 8), id="one-vector"),
-            pytest.param((50, 512), id="more-rows-than-threads-hold"),
-            pytest.param((40, 520), id="a-vector-beyond-a-power-of-2"),
+            pytest.param((50, 512), id="more-rows-than-threads-hold", marks=slow_interpreted),
+            pytest.param((40, 520), id="a-vector-beyond-a-power-of-2", marks=slow_interpreted),
             pytest.param((5, 1032), id="a-vector-beyond-a-warp-s-row"),
-            pytest.param((7, 2050), id="pairs-but-no-vectors"),
+            pytest.param((7, 2050), id="pairs-but-no-vectors", marks=slow_interpreted),
             pytest.param((2, 4096), id="the-longest-that-triton-keeps-whole"),
             pytest.param((9, 4104), id="triton-s-last-chunk-is-short"),
             pytest.param((2, 8192), id="the-longest"),
@@ -135,7 +135,9 @@ class TestLayerNorm(Rows):
             for gradient, exact in zip(found, right, strict=True):
                 assert (gradient - exact).abs().max() <= 1e-6 * exact.abs().max()
 
-    @pytest.mark.parametrize("size", [10, 1e2, 1e4, 1e6, 1e8])
+    @pytest.mark.parametrize(
+        "size", [10, pytest.param(1e2, marks=slow_interpreted), 1e4, pytest.param(1e6, marks=slow_interpreted), 1e8]
+    )
     @pytest.mark.parametrize("place", [0, -1])
     def test_one_outlier_in_a_row(self, backend, size, place):
         """BERT's own hidden states have such channels. All of dweight's error is in one number, so PyTorch's is taken

@@ -146,7 +146,7 @@ def as_people_run_it(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-SLOW = {"docs/export.md"}  # a minute, for what tests/models/test_export.py does at a smaller size
+SLOW = {"docs/export.md", "docs/tasks/serving.md"}  # they export, as tests/models/test_export.py does
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in RUNNABLE])
