@@ -24,10 +24,10 @@ examples: $(VENV)/installed
 	$(BIN)/python examples/distill.py
 
 # Each of the WORKERS is a process with one thread and up to 6 GiB of memory.
-test: $(VENV)/installed
+test: $(VENV)/cuda-on-cpu
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
 
-test-all: $(VENV)/installed
+test-all: $(VENV)/cuda-on-cpu
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
 test-sanitizers: $(VENV)/installed
@@ -98,4 +98,9 @@ $(VENV)/test-packages: $(VENV)/torch pyproject.toml
 
 $(VENV)/installed: $(VENV)/test-packages $(SOURCES)
 	$(call kernels,env TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-9.0}")
+	touch $@
+
+# The CUDA kernels as C++, on which they are tested without a GPU. Tests that found no library would compile it first.
+$(VENV)/cuda-on-cpu: $(VENV)/installed $(wildcard tests/cuda_on_cpu/*)
+	PYTHONPATH=tests $(BIN)/python -m cuda_on_cpu
 	touch $@

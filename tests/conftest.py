@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def strict():
-    """Memory that nothing wrote is NaN, operators that are not repeatable are errors, numbers are the same each run."""
+    """Unwritten memory is NaN, operators that are not repeatable are errors, random numbers are the same each run."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -42,9 +42,9 @@ def strict():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.hookimpl(trylast=True)  # after whoever prints the report, or sends it to the process that does
+@pytest.hookimpl(trylast=True)  # after the plugins that print the report, or send it to the process that does
 def pytest_runtest_logreport(report):
-    """Ends the process after a failure that took the GPU with it: each of its later tests would fail for that alone.
+    """Ends the process after a failure that made the GPU unusable: all later tests would fail for that alone.
 
     An illegal access, for one, is an error of everything until the process ends. pytest-xdist replaces a worker that is
     gone, and lists its last test once more, as crashed.
@@ -52,7 +52,7 @@ def pytest_runtest_logreport(report):
     if not report.failed or not (problem := gpu_problem()):
         return
     if "PYTEST_XDIST_WORKER" in os.environ:
-        os._exit(1)  # an orderly end would ask the GPU
+        os._exit(1)  # an orderly exit would use the GPU
     pytest.exit(f"the GPU was lost in {report.nodeid}: {problem}")
 
 

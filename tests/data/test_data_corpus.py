@@ -47,7 +47,7 @@ def same(one, two):
 
 
 def test_lines_of_files(tmp_path):
-    (tmp_path / "a").write_bytes("\ufeffone\r\n\ntwo \u2028 é\n".encode())  # a mark of order, an empty line, no end
+    (tmp_path / "a").write_bytes("\ufeffone\r\n\ntwo \u2028 é\n".encode())  # U+2028 ends no line
     (tmp_path / "b").write_bytes(b"three")
     assert list(read_texts([tmp_path / "a", str(tmp_path / "b")])) == ["one", "", "two \u2028 é", "three"]
     assert list(read_texts(tmp_path / "b")) == ["three"]
@@ -144,7 +144,7 @@ write_tokens(texts(), get_tokenizer(minilm()), sys.argv[1])
     run = subprocess.run([sys.executable, "-c", code, str(tmp_path / "tokens")])
     assert run.returncode == -signal.SIGKILL
     assert not (tmp_path / "tokens").exists() and all(name.endswith(".part") for name in os.listdir(tmp_path))
-    assert len(write_tokens(["a cat"], WORDPIECE, tmp_path / "tokens")) == 1  # the rest is in nobody's way
+    assert len(write_tokens(["a cat"], WORDPIECE, tmp_path / "tokens")) == 1  # what it left behind does no harm
 
 
 def test_nothing_is_overwritten(tmp_path):
@@ -281,7 +281,7 @@ for epoch in range(loader.state_dict()["epoch"], 2):
 
 
 def test_a_killed_process_goes_on_with_the_same_batches(corpus, tmp_path):
-    """Two workers in the first life, none in the second; the batches of both are those of a life without an end."""
+    """Two workers in the first process, none in the second: together, the batches of one process that ran on."""
     command = [sys.executable, "-c", KILLED, str(corpus.directory), str(tmp_path / "state"), str(tmp_path / "batches")]
     assert subprocess.run([*command, "6", "2"]).returncode == -signal.SIGKILL
     assert subprocess.run([*command, "-1", "0"]).returncode == 0
@@ -294,7 +294,7 @@ def test_a_killed_process_goes_on_with_the_same_batches(corpus, tmp_path):
 
 
 def test_spawned_workers_that_live_on_see_the_epoch(corpus):
-    """They get the data set, the collator and its epoch by pickle."""
+    """The data set, the collator and its epoch reach them by pickle."""
     more = {"multiprocessing_context": "spawn", "persistent_workers": True, "num_workers": 1}
     one, other = loader(corpus), loader(corpus, **more)
     for epoch in (0, 1):

@@ -78,7 +78,7 @@ def test_files_by_themselves_with_a_name_before_theirs(tmp_path):
     assert get_tokenizer(path).encode("The").tokens == ["[CLS]", "the", "[SEP]"]
     assert get_tokenizer([path, tmp_path / "tokenizer_config.json"]).encode("The").tokens[1] == "[UNK]"
     with pytest.raises(FileNotFoundError, match="has no tokenizer.json, no vocab.txt"):
-        get_tokenizer(tmp_path)  # whose files go by their names alone
+        get_tokenizer(tmp_path)  # in a directory, files need their usual names
 
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "config.json"])
@@ -97,7 +97,7 @@ def test_files_by_themselves_with_a_name_before_theirs(tmp_path):
     ],
 )
 def test_files_of_other_tokenizers_are_refused(tmp_path, place, names, given, fits):
-    """Their names are the same."""
+    """The files have the same names."""
     if "vocab.txt" in names:
         shutil.copy(minilm() / "vocab.txt", tmp_path)
     else:

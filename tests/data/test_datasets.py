@@ -1,4 +1,4 @@
-"""Data sets: what tokenizers and transformers say of the same texts, and properties that hold exactly."""
+"""Data sets against tokenizers and transformers on the same texts, and properties that hold exactly."""
 
 import itertools
 import math
@@ -515,7 +515,7 @@ def test_a_character_of_several_tokens_is_covered_by_all_of_them():
 
 
 def test_an_answer_without_a_token_is_none():
-    """A WordPiece drops what is no character to it."""
+    """A WordPiece drops U+200B, as it does control characters."""
     context = "a \u200b b"
     dataset = QADataset(["what?"], [context], [{"text": ["\u200b"], "answer_start": [2]}], WORDPIECE)
     assert (dataset[0]["start_positions"], dataset[0]["end_positions"]) == (0, 0)

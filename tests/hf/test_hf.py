@@ -1,4 +1,4 @@
-"""`accelerate`, `restore` and `register` against the unmodified transformers model, in all that people do with one."""
+"""`accelerate`, `restore` and `register` against the unmodified transformers model, in all that people do with it."""
 
 import copy
 import inspect
@@ -93,7 +93,7 @@ def accelerated(model):
 
 
 def visible(output, inputs):
-    """The floating-point tensors of an output by name, those of a token each at visible tokens only."""
+    """The floating-point tensors of an output by name; those with a row for each token at visible tokens only."""
     mask = inputs["attention_mask"].bool()
     result = {}
     for name, value in output.items():
@@ -114,7 +114,7 @@ def assert_fell_back(report, words):
 
 
 def equal(one, two, bound=1e-12):
-    """The accuracy rule's for float64."""
+    """Equal by the accuracy rule for float64."""
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         assert tensor.shape == two[name].shape, name
@@ -356,7 +356,7 @@ def test_a_row_without_tokens_gives_zeros():
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
 def test_ugly_values_in_padding_leak_into_nothing(value):
-    """Not forward, not into any gradient, bit for bit; padding rows are zeros."""
+    """Neither forward nor into any gradient: not a bit changes, and padding rows are zeros."""
     model, report = accelerated(build(dtype=torch.float32))
     mask = batch(model)["attention_mask"]
     clean = torch.randn(3, SEQLEN, 48, device=DEVICE)
@@ -786,7 +786,7 @@ def test_restore_puts_everything_back(family):
 
 
 def test_restore_under_a_wrapper_of_someone_else():
-    """What wraps forward later, as Hugging Face's accelerate does, stays, and leads to the original."""
+    """A wrapper put around forward later, as Hugging Face's accelerate does, stays and calls the original."""
     original = build()
     model, report = accelerated(original)
     inner = model.forward

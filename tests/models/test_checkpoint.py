@@ -16,7 +16,7 @@ from fastbert import BertConfig, BertEncoder, BertModel, checkpoint
 
 @pytest.fixture
 def saved(tmp_path):
-    """A directory that transformers wrote."""
+    """A directory written by transformers."""
     hugging_face().save_pretrained(tmp_path)
     return tmp_path
 
@@ -67,7 +67,7 @@ def test_names_of_old_checkpoints_and_of_larger_models(saved):
             for name, t in tensors.items()
         }
         extra = {"bert.embeddings.position_ids": torch.arange(32)[None], "cls.predictions.bias": torch.zeros(99)}
-        extra["linear.weight"] = torch.zeros(3, 48)  # a head of somebody's own
+        extra["linear.weight"] = torch.zeros(3, 48)  # a custom head
         return renamed | extra
 
     rewrite(saved, old)

@@ -1,4 +1,4 @@
-"""Exported files: what they compute by themselves, for every head and family; what is refused and leaves no file."""
+"""Exported files compute the model's outputs without fastbert, for every head and family; failures leave no file."""
 
 import copy
 import importlib.util
@@ -21,7 +21,7 @@ HEADS = [
     "BertModel",
     *(name for name in fastbert.__all__ if name.startswith("BertFor") and not name.endswith("Output")),
 ]
-FAMILIES = {  # what each has that no other has
+FAMILIES = {  # each with what only it has
     "bert": {},
     "roberta": {"type_vocab_size": 1, "pad_token_id": 1},  # positions that count
     "distilbert": {},  # no token types, no pooler
@@ -49,14 +49,14 @@ def model_of(name, family="bert", **changes):
 
 
 def run_alone(format, *arguments):
-    """In a process that cannot import fastbert, nor, for ONNX, PyTorch."""
+    """Runs it in a process that can import neither fastbert nor, for ONNX, PyTorch."""
     without = ["fastbert", "torch"] if format == "onnx" else ["fastbert"]
     code = f"import pickle, sys\nsys.modules.update(dict.fromkeys({without}))\n" + textwrap.dedent(RUN[format])
     answer = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr[-3000:]
 
 
-RUN = {  # the file, batches of NumPy arrays, what it makes of them
+RUN = {  # arguments: the file, batches of NumPy arrays, where its outputs go
     "onnx": """
         import onnxruntime
         session = onnxruntime.InferenceSession(sys.argv[1])
@@ -78,7 +78,7 @@ RUN = {  # the file, batches of NumPy arrays, what it makes of them
 }
 
 
-# Most of torch-export's time is PyTorch's, to load the file in a new process; test_a_head_… loads it in this one.
+# PyTorch takes long to load a torch-export file in a new process; the test of a head below loads one in this process.
 @pytest.mark.parametrize("format", [pytest.param("torch-export", marks=pytest.mark.slow), FORMATS[1]])
 def test_the_file_alone_computes_what_transformers_does(tmp_path, format):
     """Shapes that the export did not check. The bound: export.FACTOR times transformers' own error."""
@@ -120,7 +120,7 @@ def test_every_head_of_every_family(tmp_path, name, family, format):
 
 
 def check(tmp_path, name, family, format, **changes):
-    """export() compares; here it is left to see that it did, on an honest bound, with what the head gives."""
+    """export() compares outputs itself. This checks that it did, with a strict bound, for every output of the head."""
     model = model_of(name, family, **changes)
     done = export.export(model, tmp_path / f"model{ENDINGS[format]}", format)
     token_types = family not in ("roberta", "distilbert")
@@ -159,7 +159,7 @@ def test_onnx_says_what_its_sizes_are_and_nothing_of_this_machine(tmp_path, monk
     assert all(size == ["batch", "choices", "length"] for size in sizes.values()) and len(sizes) == 3
     assert {node.domain for node in graph.node} == {""}
     assert fastbert.__path__[0].encode() not in (tmp_path / "model.onnx").read_bytes()
-    # What is too large for one file has its weights in another; both are put in place.
+    # A model that is too large for one file has its weights in a second one.
     monkeypatch.setattr(_onnx_program, "_LARGE_MODEL_THRESHOLD", 0)
     model = model_of("BertModel")
     export.export(model, tmp_path / "large.onnx")
@@ -173,7 +173,7 @@ def test_onnx_says_what_its_sizes_are_and_nothing_of_this_machine(tmp_path, monk
 
 @pytest.fixture
 def earlier(tmp_path):
-    """A file of an earlier export, and an assertion that nothing changed it."""
+    """A file of an earlier export; asserts afterwards that it is unchanged."""
     (tmp_path / "model.pt2").write_text("earlier")
     yield tmp_path / "model.pt2"
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]

@@ -81,7 +81,7 @@ def example(model, kind, lengths=LENGTHS, side="right"):
 
 
 def outputs(out, visible):
-    """What both libraries give, where there are tokens."""
+    """The outputs that both libraries have, at visible tokens."""
     named = {name: getattr(out, name, None) for name in ("loss", "last_hidden_state", "pooler_output", *LOGITS)}
     named["seq_relationship_logits"] = getattr(out, "sop_logits", named["seq_relationship_logits"])
     named |= {f"state {i}": state for i, state in enumerate(out.hidden_states or ())}
@@ -104,7 +104,7 @@ def run(model, inputs, labels):
 
 
 def assert_accurate(mine, truth, contenders=()):
-    """The rule: hidden states 3 e, logits and losses 2 e."""
+    """The accuracy rule: hidden states 3 e, logits and losses 2 e."""
     scores = ("loss", *LOGITS)
     rows = [row for row in testing.compare(mine, truth, contenders, factor=3.0) if row.name not in scores]
     testing.assert_rows(rows + [row for row in testing.compare(mine, truth, contenders) if row.name in scores])
@@ -148,7 +148,7 @@ OPS = {"embedding": 1, "attention": 2, "add_layer_norm": 4, "dense_gelu": 2, "li
 @pytest.mark.parametrize("backend", backends.BACKENDS)
 @pytest.mark.parametrize("family", ["roberta", "distilbert", "albert"])  # a frozen position; no token types; two widths
 def test_every_backend(family, backend):
-    """Each operation runs once a layer, or half, on the backend that is asked for, and obeys the rule."""
+    """Each op runs once in every layer, or every other, on the backend asked for, and obeys the accuracy rule."""
     for op in OPS:
         if reason := backends.why_not(backend, op, DEVICE, torch.float32, backward=True):
             pytest.skip(f"{backend}: {reason}")
@@ -286,7 +286,7 @@ def shared(model, name):
 
 
 def spread(model):
-    """A BERT's state dict of the same computation."""
+    """The state dict of a BERT that computes the same."""
     state = checkpoint.to_hugging_face(model.state_dict())
     names = reference.BertModel(BertConfig(**{n: getattr(model.config, n) for n in SIZES})).state_dict()
     zeros = {"embeddings.token_type_embeddings.weight": torch.zeros(2, 48, dtype=torch.float64)}  # DistilBERT's
@@ -294,7 +294,7 @@ def spread(model):
     return {name: state[shared(model, name)].clone() for name in names if not name.startswith("pooler.")}
 
 
-# ---- positions that are counted after the padding's
+# ---- positions that count from padding_idx
 
 
 COUNTED = ("roberta", "camembert")
@@ -302,7 +302,7 @@ COUNTED = ("roberta", "camembert")
 
 @pytest.mark.parametrize("family", COUNTED)
 def test_padding_tokens_in_visible_places_count_as_padding(family):
-    """Their position is padding_idx, whose row gets no gradient, and they are not counted; masked tokens are."""
+    """Their position is padding_idx, whose row gets no gradient; they do not count as positions, masked tokens do."""
     theirs = their(family).double()
     model, pad = our(theirs), theirs.config.pad_token_id
     inputs, _ = example(theirs, "Model")

@@ -1,4 +1,4 @@
-"""Models replayed as graphs against the models themselves: whatever the lengths, and whatever lies in spare memory.
+"""Graphs against the models that they replay: for all lengths, and whatever unused memory holds.
 
 On a GPU these are CUDA graphs. Elsewhere `Again` stands in for them: the same function over the same memory, again, so
 that all but the capture itself is tested.
@@ -61,7 +61,7 @@ class Again:
 
 
 class WithoutWaiting(TorchDispatchMode):
-    """Fails where the host asks for a value: a GPU would be waited for, and a capture would fail."""
+    """Fails when the host reads a value of a tensor: it would wait for a GPU, and a capture would fail."""
 
     ASKS = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2)
 
@@ -127,7 +127,7 @@ def assert_same(out, expected):
         assert (tensor is None) == (truth is None), field
         if tensor is not None:
             assert tensor.shape == truth.shape and tensor.dtype == truth.dtype and tensor.device == truth.device, field
-            # Beside the lowest number of a dtype, which stands for padding, no other difference would be seen.
+            # The lowest number of a dtype, which marks padding, would hide every other difference.
             assert torch.equal(tensor < -1e300, truth < -1e300), field
             difference = torch.where(truth < -1e300, 0, tensor - truth)
             largest = truth.masked_fill(truth < -1e300, 0).abs().max() if truth.numel() else 0
@@ -330,7 +330,7 @@ def test_what_is_captured_asks_for_no_value(name, backend, monkeypatch):
 
 
 def test_what_is_captured_does_without_values():
-    """On tensors that have none; there every question is an error of PyTorch's own."""
+    """On meta tensors: reading a value of one is an error in PyTorch."""
     with torch.device("meta"), torch.no_grad():
         bucket, ids = Bucket(24, 4, 16), torch.empty(9, dtype=torch.int64)
         buffer = torch.empty(sum(bucket.sizes), dtype=torch.int32)
@@ -418,7 +418,7 @@ def test_sizes():
 
 
 def test_checks_run_the_model(monkeypatch):
-    """No replay makes the checks that FASTBERT_CHECK=1 asks for, and no capture allows them."""
+    """A replay cannot make the checks that FASTBERT_CHECK=1 asks for, nor can they be captured."""
     monkeypatch.setenv("FASTBERT_CHECK", "1")
     model, inputs = our(), batch([5, 2], 5)
     replayed = graphed(model)
@@ -508,7 +508,7 @@ def test_weights_that_were_replaced_are_captured_anew(change):
 
 @torch.inference_mode()
 def test_the_backend_is_obeyed():
-    """`fastbert.backend` has graphs of its own, and says where they cannot be."""
+    """Each forced backend has its graphs, or an error where it cannot have any."""
     replayed, inputs = graphed(our(dtype=torch.float32)), batch([7, 1], 7)
     expected, ran = bits(replayed(**inputs)), ("attention_fwd", "reference")
     with fastbert.backend("reference"):
@@ -525,7 +525,7 @@ def test_the_backend_is_obeyed():
 
 
 def test_modes_may_change_from_call_to_call():
-    """Memory of inference mode could not be written to outside it."""
+    """Tensors made in inference mode cannot be written to outside it."""
     model, inputs = our().requires_grad_(False), batch([7, 1], 7)
     for first, second in ((torch.inference_mode, nullcontext), (nullcontext, torch.inference_mode)):
         with first():
@@ -687,7 +687,7 @@ def test_choices():
 
 @on_gpu
 class TestOnGpu:
-    """What a stand-in cannot show."""
+    """What the stand-in cannot show."""
 
     @torch.inference_mode()
     def test_graphs_are_captured(self):

@@ -76,7 +76,7 @@ def example(name, lengths=LENGTHS, side="right"):
 
 
 def result(out, model, visible):
-    """Loss and logits where there are tokens, and the gradients under transformers' names."""
+    """Loss, logits at visible tokens, and gradients under transformers' names."""
     tensors = {name: getattr(out, name) for name in ("loss", *LOGITS) if getattr(out, name, None) is not None}
     tensors = {name: t[visible] if t.shape[:2] == visible.shape else t for name, t in tensors.items()}
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
@@ -237,7 +237,7 @@ def test_labels_of_padding_are_left_out(name):
 
 
 def test_frozen_parameters_cost_no_gradient(monkeypatch):
-    """A head trained on a frozen body: nothing of the body gets one, and no product is made for the tied weight."""
+    """A head on a frozen body: no parameter of the body gets a gradient; the tied weight's is not computed."""
     model, (inputs, labels) = our(their("BertForMaskedLM")), example("BertForMaskedLM")
     model.train()(**inputs, **labels).loss.backward()
     expected = model.cls.predictions.bias.grad.clone()
@@ -300,7 +300,7 @@ def test_problem_types(problem, classes, labels):
     ],
 )
 def test_what_the_labels_were_is_saved(tmp_path, problem, classes, labels):
-    """As transformers does it; a configuration that several models were made from stays as it was."""
+    """As transformers does; a configuration shared by several models is not changed."""
     config = CONFIG.changed(num_labels=classes, num_hidden_layers=1)
     model, other = (fastbert.BertForSequenceClassification(config).to(DEVICE) for _ in range(2))
     inputs, _ = example("BertForSequenceClassification")

@@ -50,7 +50,7 @@ MERGES = ["Ġ t", "h e", "Ġt he", "i n", "Ġ a", "e r", "o n", "Ġ s", "l e", "
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """Of words and characters, and of bytes and a few merges; training one gives another vocabulary each time."""
+    """A WordPiece, a byte-level BPE and a SentencePiece, written out: training gives another vocabulary each time."""
     wordpiece, bpe = (tmp_path_factory.mktemp(kind) for kind in ("wordpiece", "bpe"))
     words = Counter(re.findall("[a-z]+|[^a-z ]", " ".join(TEXTS).lower()))
     characters = sorted({character for word in words for character in word if not character.isspace()})
@@ -238,7 +238,7 @@ def test_scores_are_of_what_the_model_was_trained_for(tmp_path, tokenizers, labe
 
 @pytest.mark.parametrize("kind", ["wordpiece", "byte-level-bpe"])
 def test_texts_are_cut_as_tokenizers_cuts_them(checkpoint, tokenizers, kind):
-    """Its own truncation of the last pair would make all pairs of all their parts: 150 million tokens."""
+    """tokenizers' own truncation would make all pairs of all parts of the last pair: 150 million tokens."""
     family, names = {"wordpiece": ("bert", "Bert"), "byte-level-bpe": ("roberta", "Roberta")}[kind]
     classify = TextClassifier.from_pretrained(checkpoint(f"{names}ForSequenceClassification", family), max_length=16)
     texts = ["a b", "a " * 40, ("a " * 40, "b"), ("a", "b " * 40), ("a " * 40, "b " * 41), ("a b", "c d")]
@@ -388,7 +388,7 @@ def test_parameters_that_are_not_there_are_not_made_up(checkpoint):
         (directory / "config.json").write_text(json.dumps({**config, "architectures": architectures}))
         with pytest.raises(ValueError, match="lacks qa_outputs.bias, qa_outputs.weight.* expected a trained model"):
             QuestionAnswerer.from_pretrained(directory)
-    assert type(trained_model(directory)).__name__ == "BertModel"  # which says nothing and has no head
+    assert type(trained_model(directory)).__name__ == "BertModel"  # no architecture is named, and no head has weights
 
 
 def test_what_does_not_fit_is_refused(checkpoint, tokenizers):

@@ -1,4 +1,4 @@
-"""The packed model against transformers and the reference, in every way people feed it."""
+"""The packed model against transformers and the reference, for every kind of input."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ LENGTHS, SEQLEN = [7, 1, 12], 12
 
 
 def outputs(model, inputs, visible):
-    """Hidden states and pooled output of either library's model, where both define them."""
+    """Hidden states and pooled output of either library's model, at visible tokens."""
     result = model(**inputs, output_hidden_states=True)
     states = {f"state {i}": state[visible] for i, state in enumerate(result.hidden_states)}
     first = visible[:, 0]
@@ -116,7 +116,7 @@ def test_padding_leaks_into_nothing(poison):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
 def test_ugly_values_in_padding_leak_into_nothing(value):
-    """Not forward, not into any parameter's gradient, bit for bit."""
+    """Neither forward nor into any parameter's gradient: not a bit changes."""
     model = ours(hugging_face())
     mask = batch(LENGTHS, SEQLEN)["attention_mask"]
     clean = torch.randn(3, SEQLEN, 48, device=DEVICE)

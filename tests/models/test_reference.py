@@ -1,4 +1,4 @@
-"""reference.py is the truth of everything else: it agrees with transformers in float64."""
+"""reference.py, which everything else is compared with, agrees with transformers in float64."""
 
 import pytest
 import torch

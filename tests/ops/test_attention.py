@@ -45,7 +45,7 @@ class AttentionSuite(OpSuite):
         return {}
 
     def factors(self, qkv, sequence, length):
-        """What dropout multiplies the weights of a sequence by, (H, S, S)."""
+        """Dropout's factors for the attention weights of one sequence, (H, S, S)."""
         return 1
 
     def ours(self, qkv, cu_seqlens):
@@ -91,7 +91,7 @@ class AttentionSuite(OpSuite):
         ],
     )
     def test_shared_memory_of_every_size(self, backend, kibibytes, lengths, heads, head_dim):
-        """The CUDA kernels lay out their blocks by what a device has."""
+        """The CUDA kernels choose their tiles by the shared memory of the device."""
         if backend.name != "cuda" or backend.device != "cpu":
             backend.skip("for CUDA kernels on the CPU")
         inputs = self.inputs((lengths, heads, head_dim), torch.float16, backend.device)
@@ -156,7 +156,7 @@ class TestAttention(AttentionSuite):
     @pytest.mark.parametrize("scale", [0.125, 0.3])  # a power of two, and one that rounds
     @pytest.mark.parametrize("logit", [1e3, 1e6, 2.0**24, 1e8, 1e30])
     def test_equal_logits_of_any_size(self, backend, logit, scale):
-        """Four equal scores are four weights of 1/4, also where a rounded log-sum-exp has lost the log of four."""
+        """Four equal scores give four weights of 1/4, even where rounding the log-sum-exp has lost ln 4."""
         backend.require(torch.float32, backward=True)
         qkv = torch.randn(4, 3, 1, 8, device=backend.device)
         qkv[:, 0], qkv[:, 1] = logit, 1
@@ -190,7 +190,7 @@ class TestAttention(AttentionSuite):
 
     @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
     def test_token_outside_every_sequence_gets_zeros(self, backend, dtype):
-        """What a device does with a cu_seqlens that ends early: defined output, never what memory held."""
+        """On a GPU, a cu_seqlens that ends early gives defined output, never what memory held."""
         backend.require(dtype)
         qkv, cu_seqlens = self.inputs(((5, 3), 2, 8), dtype, backend.device)["qkv"], ends((5,), backend.device)
         rest = (5, 0.3, 0.0, None, 0)
@@ -213,7 +213,7 @@ class TestAttention(AttentionSuite):
     @pytest.mark.parametrize("factor", [30.0, 8e3])
     @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))
     def test_equal_logits_of_any_size_in_half_precision(self, backend, dtype, factor):
-        """As above; 64 products of 8000 and 8000 are more than a fused multiply-add takes off exactly."""
+        """As above; 64 products of 8000 x 8000 are too large for a fused multiply-add to subtract exactly."""
         backend.require(dtype, backward=True)
         if backend.name == "triton":
             backend.skip("its exponent is fused, good for logits to 2**30")
@@ -236,7 +236,7 @@ class TestAttention(AttentionSuite):
             assert torch.equal({**got.outputs, **got.gradients}[name], tensor), name
 
     def test_every_row_is_written_whatever_max_seqlen_says(self, backend):
-        """A device does not look at the values: too small a max_seqlen loses tokens, it reads nothing foreign.
+        """A GPU does not check the values: a max_seqlen that is too small loses tokens, but reads no memory of others.
 
         The CPU's kernel takes the lengths from cu_seqlens and loses none.
         """
@@ -248,7 +248,7 @@ class TestAttention(AttentionSuite):
         assert not out.isnan().any() and torch.equal(out[3:5], lost)
 
     def test_foreign_cu_seqlens_are_clamped(self, backend):
-        """In compiled code nobody looks at the values: every row is written, and nothing foreign read."""
+        """Compiled code does not check the values: every row is written, and no memory of others is read."""
         if backend.name == "reference":
             backend.skip("plain PyTorch indexes with what it is given")
         qkv = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)["qkv"]
@@ -296,7 +296,7 @@ class TestAttention(AttentionSuite):
 
 
 class TestAttentionDropout(AttentionSuite):
-    """With dropout: the truth multiplies by the mask of the contract."""
+    """With dropout: the truth multiplies by the mask that fastbert.random specifies."""
 
     key, p, site = -0x123456789ABCDEF, 0.1, 7
 

@@ -131,7 +131,7 @@ def test_compiled_code_follows_the_block():
     ],
 )
 def test_an_extension_that_does_not_fit_is_refused_and_others_take_over(tmp_path, build, words):
-    """A `_C` for another torch is not even loaded; the sentence says what to run, once, at the first call."""
+    """A `_C` for another torch is not even loaded; a message says, once and at the first call, what to run."""
     code = f"""
 import sys, types, warnings
 module = types.ModuleType("fastbert._build")
@@ -181,7 +181,7 @@ def test_which_gpus_a_build_serves(architecture, capability, serves):
 
 
 def test_compiled_code_follows_blocks_that_are_open_in_other_threads():
-    """A block that ends in one thread does not undo one that is still open in another."""
+    """Leaving a `with` block in one thread does not undo one that is still open in another."""
     opened, finish = threading.Event(), threading.Event()
 
     def other():

@@ -46,7 +46,7 @@ class TestBiasGelu(OpSuite):
         yield "bias_gelu_bwd", (x, x, bias, "none", False)
 
     def test_values_at_the_edges(self, backend):
-        """Known values, and limits: F.gelu(inf) is NaN on a CPU, ours is not."""
+        """Known values and limits. On a CPU F.gelu(inf) is NaN; ours is not."""
         x = torch.tensor([*self.known, 1e30, -1e30, torch.inf, -torch.inf, torch.nan], device=backend.device)
         y = self.ours(x, torch.zeros_like(x)).cpu()
         known = torch.tensor(list(self.known.values()))
@@ -55,7 +55,7 @@ class TestBiasGelu(OpSuite):
         assert y[-1].isnan()
 
     def test_negative_tail_keeps_its_digits(self, backend):
-        """v (1 + erf(v / sqrt 2)) / 2 cancels for v < 0 and has lost everything at -6; a kernel's tail need not."""
+        """v (1 + erf(v / sqrt 2)) / 2 cancels for v < 0: no digit is left at -6. A kernel can do better."""
         if backend.name == "reference":
             backend.skip("the reference is F.gelu, which cancels")
         x = torch.linspace(-12, 0, 4801, dtype=torch.float64)

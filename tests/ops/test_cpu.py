@@ -1,4 +1,4 @@
-"""What holds for the C++ kernels on a CPU together: threads, processes, memory, instruction sets."""
+"""What all C++ kernels for CPUs have in common: threads, processes, memory, instruction sets."""
 
 import multiprocessing
 import os
@@ -236,7 +236,7 @@ def test_older_processors_are_served_by_the_reference():
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["avx2", "avx512"])
 def test_each_instruction_set_passes(capability):
-    """The ops' suites with this set forced; AVX-512's BF16 instructions, where there are any, go with avx512."""
+    """The ops' suites on one instruction set; avx512 includes AVX-512 BF16 where the processor has it."""
     code = "from fastbert import backends; print(backends.build_info()['cpu_set'])"
     if not _run(capability, "-c", code).stdout.startswith(capability):
         pytest.skip(f"this processor has no {capability}")

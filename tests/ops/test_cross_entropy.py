@@ -110,7 +110,7 @@ class TestCrossEntropy(OpSuite):
         assert abs(loss - truth) < 1e-5
 
     def test_rows_without_a_label_that_nobody_left_out(self, backend):
-        """As in compiled graphs. Neither all of them nor NaN in them changes anything."""
+        """As in compiled graphs. Nothing changes when they hold NaN, or when no row has a label."""
         inputs = self.inputs((9, 7, 5000), torch.float32, backend.device)
         labelled = inputs["labels"] != -100
         inputs["hidden"][~labelled] = float("nan")

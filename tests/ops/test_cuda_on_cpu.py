@@ -1,4 +1,4 @@
-"""What stands in for a GPU: its instructions against the PTX manual, and the faults that it has to report.
+"""The stand-in for a GPU: its instructions against the PTX manual, and the faults that it has to report.
 
 The instructions run on a GPU too, where there is one.
 """
@@ -99,7 +99,7 @@ def test_mma(machine, dtype):
 
 
 def test_mma_with_two_registers_exchanged_is_wrong(machine):
-    """The one that mixes up its indices is noticed."""
+    """A matrix product that mixes up its indices is noticed."""
     a, b = integers(16, 16, dtype=torch.float16), integers(16, 8, dtype=torch.float16)
     exchanged = distribute(a, fragments.A)[:, [0, 1, 4, 5, 2, 3, 6, 7]].contiguous()
     d = torch.zeros(32, 4)
@@ -110,7 +110,7 @@ def test_mma_with_two_registers_exchanged_is_wrong(machine):
 @pytest.mark.parametrize("value", (1.0, -0.0, 2.0**-24, 65504.0, torch.inf, -torch.inf, torch.nan, 1 / 3))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_mma_of_one_value(machine, dtype, value):
-    """Denormals, infinities and values with all digits are elements like others."""
+    """Denormals, infinities and values that use every digit are multiplied like any other."""
     a, b, d = torch.zeros(16, 16, dtype=dtype), torch.zeros(16, 8, dtype=dtype), torch.zeros(32, 4)
     a[5, 3], b[3, 2] = value, 1
     machine("run_mma", distribute(a, fragments.A), distribute(b, fragments.B), d, dtype == torch.bfloat16)

@@ -80,7 +80,7 @@ class TestEmbedding(OpSuite):
             yield "embedding_bwd", (dy, *tables, weight, *stats, rng, 0.1, 0, PADDING, need)
 
     def test_gradcheck(self, backend, monkeypatch):
-        """On ids without padding: its gradient is cut off, which finite differences do not know."""
+        """On ids without padding, whose gradient is cut off: finite differences do not know that."""
         build = self.inputs
 
         def without_padding(*arguments):

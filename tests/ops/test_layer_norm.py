@@ -9,7 +9,7 @@ EPS = 1e-12
 
 
 def plain(x, weight, bias, eps=EPS):
-    """LayerNorm as its definition, in the dtypes that come in."""
+    """LayerNorm by its definition, in the dtypes of its inputs."""
     centered = x - x.mean(-1, keepdim=True)
     return centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt() * weight + bias
 
@@ -31,7 +31,7 @@ SHAPES = [
 
 
 class Rows(OpSuite):
-    """What depends on how a row is split over threads."""
+    """Tests that depend on how a row is split over threads."""
 
     @pytest.mark.parametrize(
         "size",
@@ -118,9 +118,9 @@ class TestLayerNorm(Rows):
 
     @pytest.mark.parametrize("columns", [64, 768, 1500])
     def test_a_mean_that_float32_does_not_hold(self, backend, columns):
-        """Eighths above 2**20, where float32 has nothing finer: the rounded mean alone is off by a deviation's fifth.
+        """Eighths above 2**20, the finest that float32 has there: the rounded mean is off by a fifth of the deviation.
 
-        What rounding left of the mean has to come off again, forward and backward; PyTorch's own is off by a half.
+        The kernel has to subtract what rounding left of the mean, forward and backward; PyTorch is off by a half.
         """
         inputs = self.inputs((32, columns), torch.float32, backend.device)
         inputs["x"] = 2.0**20 + torch.randint(0, 8, (32, columns), device=backend.device) / 8
@@ -140,7 +140,7 @@ class TestLayerNorm(Rows):
     )
     @pytest.mark.parametrize("place", [0, -1])
     def test_one_outlier_in_a_row(self, backend, size, place):
-        """BERT's own hidden states have such channels. All of dweight's error is in one number, so PyTorch's is taken
+        """BERT's hidden states have such channels. One number holds all of dweight's error, so PyTorch's is the worst
         over several orders of the rows."""
         both = backend.why_not(torch.float32, True) is None
         orders = [
@@ -186,7 +186,7 @@ class TestAddLayerNorm(Rows):
         return {}
 
     def factor_of(self, x):
-        """What dropout multiplies x by."""
+        """Dropout's factors for x."""
         return 1
 
     def truth(self, x, residual, weight, bias, x_bias):
@@ -257,7 +257,7 @@ class TestAddLayerNorm(Rows):
 
 
 class TestAddLayerNormDropout(TestAddLayerNorm):
-    """With dropout: the truth multiplies by the mask of the contract, so the comparison is exact, not statistical."""
+    """With dropout: the truth multiplies by the mask that fastbert.random specifies, so the comparison is exact."""
 
     key, p, site = 0x123456789ABCDEF, 0.1, 7
 

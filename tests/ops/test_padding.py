@@ -109,7 +109,7 @@ def test_where_the_tokens_are(backend):
 
 
 def test_what_a_gpu_reads_at_once_is_what_the_host_finds():
-    """The way of GPUs, one synchronisation, run on a CPU as well."""
+    """The code for GPUs, with its one synchronisation, run on a CPU as well."""
     for shape, share in (((1, 1), 1.0), ((3, 7), 0.6), ((5, 64), 0.9), ((2, 9), 0.0), ((4, 1), 0.5)):
         visible = torch.rand(shape) < share
         found = padding._find_in_one_synchronisation(visible, None)
@@ -145,7 +145,7 @@ def test_operators_and_their_fakes(backend):
 @pytest.mark.parametrize("width", (1, 1500), ids=("scalars", "rows-wider-than-a-tile"))
 @pytest.mark.parametrize("dtype", (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16))
 def test_every_dtype_over_many_places(backend, dtype, width):
-    """More tokens than the Triton kernels have in a tile, in an order that is not the places'."""
+    """More tokens than a tile of the Triton kernels, and in another order than their places."""
     batch, seqlen, shape = (30, 50, ()) if width == 1 else (3, 4, (width,))
     x = torch.randint(0, 100, (batch, seqlen, *shape), device=backend).to(dtype)
     indices = torch.randperm(batch * seqlen, device=backend)[: batch * seqlen * 4 // 5]

@@ -1,4 +1,4 @@
-"""What the Triton kernels share, and what all of them compile to."""
+"""What the Triton kernels share, and what each compiles to."""
 
 import dataclasses
 import os
@@ -169,7 +169,7 @@ def test_dense_gelu_reads_rows_that_begin_anywhere():
 
 
 def python(*words: str) -> subprocess.CompletedProcess:
-    """A process of its own: this one may have been told to interpret kernels."""
+    """Runs in another process: this one may interpret kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
 
@@ -207,7 +207,7 @@ def test_a_configuration_that_spills_fails_the_report():
 
 
 def test_the_check_sees_what_changed():
-    """Registers, the most of all variants, count only where the same version of Triton wrote the report."""
+    """The registers of the worst variant are compared only if the same version of Triton wrote the report."""
     first = Compiled("a._forward", "M=64", "4 warps, 3 stages", 100, 0, 1024, {"wgmma": 2, "TMA": 0})
     second, old = dataclasses.replace(first, variant="M=32", registers=40), {80: [first]}
     table = compiled.table(compiled.SHORT, compiled.short(old | {90: [first, second]}))
@@ -233,7 +233,7 @@ def test_the_committed_report_is_what_the_kernels_compile_to():
 
 
 def test_dense_gelu_of_one_row_that_is_a_transposed_column():
-    """Contiguous, with strides (1, 1): a descriptor of those would be refused."""
+    """Contiguous, but with strides (1, 1), which a descriptor refuses."""
     column, weight, bias = (torch.randn(*shape, device=DEVICE).half() for shape in ((64, 1), (16, 64), (16,)))
     one, two = (
         KERNELS["dense_gelu_fwd"](x, weight, bias, "none", False)[0] for x in (column.t(), column.flatten()[None])

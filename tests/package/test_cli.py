@@ -248,7 +248,7 @@ def test_a_text_that_is_cut_is_said(models, capsys):
 
 
 def test_ids_out_of_range_are_one_line(models, tmp_path, capsys, monkeypatch):
-    """A tokenizer whose ids the model has not is refused; so is what only the model can see."""
+    """A tokenizer with ids that the model does not have is refused; so are ids that only the model can judge."""
     directory = models / "BertForSequenceClassification"
     monkeypatch.setattr("fastbert.inference.predict.check_tokenizer", lambda tokenizer, config: None)
     small = fastbert.BertForSequenceClassification(SMALL.changed(vocab_size=500))

@@ -1,4 +1,4 @@
-"""The training examples, a short run of each: they train, they draw, and they notice what they are there to notice."""
+"""A short run of each example: it trains, draws its curves, and fails on the faults that it exists to notice."""
 
 import copy
 import importlib
@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture
 def examples(monkeypatch):
-    """They can be imported, and run as people run them."""
+    """Makes the examples importable, with the settings that people run them with."""
     for package in ("matplotlib", "sklearn"):
         pytest.importorskip(package)
     monkeypatch.syspath_prepend(EXAMPLES)
@@ -64,7 +64,7 @@ def example(run, tmp_path):
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_is_short(path):
-    """But for what several share."""
+    """Apart from common.py."""
     assert path.stem == "common" or len(path.read_text().splitlines()) < 120
 
 

@@ -92,7 +92,7 @@ def examples(of_tokens):
 
 
 def padded(rows):
-    """What a padding collator makes, and 1 as the label of padding: it has to be left out."""
+    """A padded batch; padding has the label 1, which must not count."""
     width = max(len(row["input_ids"]) for row in rows)
     fill = {"input_ids": 0, "labels": 1, "attention_mask": 0}
     rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
@@ -106,7 +106,7 @@ def padded(rows):
 @pytest.mark.parametrize("collate", [PackingCollator(), padded], ids=["packed", "padded"])
 @pytest.mark.parametrize("kind", [BertForSequenceClassification, BertForTokenClassification])
 def test_a_classifier_over_a_loader(kind, collate):
-    """Batches of other sizes, a mode that mixes both, and numbers by scikit-learn from logits of one row at a time."""
+    """Against scikit-learn, on logits computed one row at a time. Modules go back to the modes they were in."""
     from sklearn.metrics import accuracy_score, confusion_matrix, precision_recall_fscore_support
 
     of_tokens = kind is BertForTokenClassification
