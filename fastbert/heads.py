@@ -171,6 +171,8 @@ class _BertWithHead(Saveable):
 
         inputs: input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds.
         """
+        if unknown := records.keys() - {"output_hidden_states", "output_attentions"}:
+            raise TypeError(f"{type(self).__name__}: got unexpected keyword arguments: {', '.join(sorted(unknown))}")
         packed, packing = self.bert.pack(*inputs, cu_seqlens, max_seqlen)
         hidden, pooled, states, attentions = self.bert(**packed._asdict(), **records, packing=packing)
         states = states and tuple(packing.unpack(state) for state in states)

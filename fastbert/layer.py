@@ -35,7 +35,15 @@ class AttentionParts:
 
     @property
     def p(self) -> float:
-        return self.dropout.p if self.module.training else 0.0
+        return getattr(self.dropout, "p", 0.0) if self.module.training else 0.0
+
+    def check_dropout(self) -> None:
+        """Attention drops inside its kernel, so nothing could call a module that does more. Raises TypeError."""
+        dropout = self.dropout
+        idle = not self.module.training or isinstance(dropout, nn.Identity)
+        if not idle and not is_plain_dropout(dropout):
+            kind = type(dropout).__name__
+            raise TypeError(f"attention drops inside its kernel: expected an nn.Dropout without hooks, given a {kind}")
 
 
 @dataclass(slots=True)
@@ -121,6 +129,15 @@ def probability(dropout: nn.Module | None) -> float:
     return getattr(dropout, "p", 0.0) if dropout is not None and dropout.training else 0.0
 
 
+def drops(module: nn.Module) -> bool:
+    """Whether a forward now may drop something within the module, one of ours or whatever stands in its place."""
+    own = getattr(module, "drops", None)
+    if own is not None:
+        return own()
+    parts = list(module.modules())
+    return any([part.training for part in parts]) and any([isinstance(x, nn.Dropout) and x.p > 0 for x in parts])
+
+
 # ---- parts on packed tokens
 
 
@@ -193,9 +210,7 @@ def attend(
     parts: AttentionParts, hidden: Tensor, packing: Packing, rng: Tensor | None, site: int, with_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(T, C) -> what the heads give, (T, C), and the attention weights in the caller's form where they are wanted."""
-    if not is_plain_dropout(parts.dropout):
-        kind = type(parts.dropout).__name__
-        raise TypeError(f"attention drops inside its kernel: expected an nn.Dropout without hooks, given a {kind}")
+    parts.check_dropout()
     qkv = project_qkv(hidden, parts.projections, parts.heads)
     attending = (packing.cu_seqlens, packing.max_seqlen)
     options = {"scale": parts.module.scaling, "dropout_p": parts.p, "rng": rng, "site": site}
@@ -238,6 +253,7 @@ def embed(
         token_type_ids = torch.zeros_like(position_ids)
     tables = (words if inputs_embeds is None else None, positions, types)
     fused = all(map(is_plain_embedding, tables)) and is_plain_norm(module.LayerNorm)
+    fused = fused and (types is None or types.padding_idx is None)
     if not (fused and is_plain_dropout(module.dropout)):
         x = (words(input_ids) if inputs_embeds is None else inputs_embeds) + positions(position_ids)
         x = x if types is None else x + types(token_type_ids)

@@ -77,6 +77,9 @@ class BertEmbeddings(nn.Module):
         projects = family.projection and (family.always_projects or width != config.hidden_size)
         self.project = nn.Linear(width, config.hidden_size) if projects else None
 
+    def drops(self) -> bool:
+        return layer.probability(self.dropout) > 0
+
     def forward(
         self,
         input_ids: Tensor | None,
@@ -159,17 +162,22 @@ class BertLayer(nn.Module):
 
         turn: which layer of the forward this is, for its dropout (ALBERT's run several times).
         """
-        halves = (self.attention, BertAttention), (self.attention.output, BertOutput), (self.output, BertOutput)
-        if all([layer.is_plain(*half) for half in (*halves, (self.intermediate, BertIntermediate))]):
+        if self._has_its_containers():
             return layer.encoder_layer(LayerParts.of(self, OURS), hidden, packing, rng, turn, output_attentions)
         sites = random.layer_sites(turn)
         hidden, weights = self.attention(hidden, packing, rng, sites, output_attentions)
         return self.output(self.intermediate(hidden), hidden, rng, sites[2]), weights
 
     def drops(self) -> bool:
-        attention, outputs = self.attention, (self.attention.output, self.output)
-        drops = attention.training and attention.dropout.p > 0
-        return drops or any([layer.probability(output.dropout) > 0 for output in outputs])
+        if not self._has_its_containers():
+            return any([layer.drops(part) for part in self.children()])
+        return LayerParts.of(self, OURS).drops()
+
+    def _has_its_containers(self) -> bool:
+        """Whether its modules, leaves apart, are those that it was made with, without hooks: they need no calls."""
+        attention, plain = self.attention, layer.is_plain
+        whole = plain(attention, BertAttention) and plain(attention.output, BertOutput)
+        return whole and plain(self.intermediate, BertIntermediate) and plain(self.output, BertOutput)
 
 
 class _Loadable(nn.Module):
@@ -252,7 +260,7 @@ class BertEncoder(_Loadable):
 
     def drops(self) -> bool:
         """Whether a forward now would drop anything."""
-        return any([each.drops() if isinstance(each, BertLayer) else each.training for each in self.layer])
+        return any([layer.drops(each) for each in self.layer])
 
     def forward(
         self,
@@ -274,7 +282,9 @@ class BertEncoder(_Loadable):
         Raises ValueError, TypeError.
         """
         handed_down = packing is not None
-        if not handed_down:
+        if handed_down:
+            packing.check("BertEncoder", hidden_states, attention_mask, cu_seqlens, max_seqlen)
+        else:
             packing = self._packing(hidden_states, attention_mask, cu_seqlens, max_seqlen)
             hidden_states = packing.pack(hidden_states)
             rng = random.new_key(hidden_states.device) if rng is None and self.drops() else rng
@@ -361,10 +371,12 @@ class BertModel(Saveable):
         """
         inputs = (input_ids, token_type_ids, position_ids, inputs_embeds)
         handed_down = packing is not None
-        if not handed_down:
+        if handed_down:
+            packing.check("BertModel", position_ids, attention_mask, cu_seqlens, max_seqlen)
+        else:
             given = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
             inputs, packing = self.pack(*given)
-        drops = layer.probability(self.embeddings.dropout) > 0 or self.encoder.drops()
+        drops = layer.drops(self.embeddings) or layer.drops(self.encoder)
         rng = random.new_key(packing.cu_seqlens.device) if drops else None
         hidden, states, attentions = self.encoder(
             self.embeddings(*inputs, rng),
@@ -392,8 +404,7 @@ class BertModel(Saveable):
         inputs = ModelInputs(input_ids, token_type_ids, position_ids, inputs_embeds)
         shape = self._check_inputs(inputs, packed=cu_seqlens is not None)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
-        device = self.embeddings.word_embeddings.weight.device if cu_seqlens is None else tokens.device
-        packing = padding.plan_or_packed("BertModel", shape, device, attention_mask, cu_seqlens, max_seqlen)
+        packing = padding.plan_or_packed("BertModel", shape, tokens.device, attention_mask, cu_seqlens, max_seqlen)
         if position_ids is None:
             position_ids = self._positions(input_ids, packing)
         else:
@@ -441,7 +452,7 @@ class BertModel(Saveable):
         if inputs_embeds is not None and inputs_embeds.shape[-1] != (width := self.config.embedding_width):
             given = tuple(inputs_embeds.shape)
             raise ValueError(f"BertModel: inputs_embeds has shape {given}; expected (..., {width})")
-        if token_type_ids is not None and self.embeddings.token_type_embeddings is None:
+        if token_type_ids is not None and not self.config.family.token_types:
             raise ValueError(f"BertModel: token_type_ids is given; expected None, {self.config.family.name} has none")
         for name, ids in (("token_type_ids", token_type_ids), ("position_ids", position_ids)):
             one_row = name == "position_ids" and not packed and ids is not None and ids.shape == (1, *shape[1:])

@@ -4,7 +4,7 @@ A padded batch is packed once, before the embeddings, and unpacked once, after t
 masks people pass; everything after it sees a `Packing`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from fastbert.ops.padding import PLAN, cu_seqlens_of
 class Packing(NamedTuple):
     """Where the sequences of a batch are among its packed tokens, and the way back to the form the caller gave.
 
-    Made and checked once a forward, at the boundary: `plan` reads a mask, `packed` takes cu_seqlens. What gets one
-    handed down relies on it.
+    Made and checked once a forward, at the boundary: `plan_or_packed` reads a mask or takes cu_seqlens. What
+    gets one handed down relies on it.
 
     cu_seqlens: (batch + 1,) int32. max_seqlen: at least the longest sequence. tokens: T. seqlen: the width of the
     caller's padded (batch, seqlen) grid, None where the caller's tokens are packed. indices: (T,) int64 rows of the
@@ -34,6 +34,14 @@ class Packing(NamedTuple):
     indices: Tensor | None = None
     real: Tensor | None = None
     starts_visible: bool = True
+
+    def check(self, op: str, rows: Tensor | None, *others: Any) -> None:
+        """Of a Packing that was handed down: `rows` are its tokens, and nothing else says where they are."""
+        if any(other is not None for other in others):
+            raise ValueError(f"{op}: packing comes in place of attention_mask, cu_seqlens and max_seqlen")
+        if rows is None or (not torch.compiler.is_compiling() and rows.shape[0] != self.tokens):
+            given = None if rows is None else tuple(rows.shape)
+            raise ValueError(f"{op}: given {given} and a packing of {self.tokens} tokens; expected what it packed")
 
     def pack(self, x: Tensor, fill: int = 0) -> Tensor:
         """The caller's form, (batch, seqlen, ...) or (T, ...) -> (T, ...), with `fill` in rows that are no tokens."""

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fastbert import backends
-from fastbert.config import BertConfig
+from fastbert import backends, layer
 from fastbert.heads import (
     HEADS,
     BertForMaskedLM,
@@ -189,6 +188,13 @@ class _Graph(NamedTuple):
 # ---- the captured model
 
 
+def _replays(module: nn.Module) -> bool:
+    """Whether a module is fastbert's or a plain one of PyTorch's: it computes the same in every forward."""
+    leaves = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout)
+    own = type(module).__module__.startswith("fastbert.") or isinstance(module, nn.ModuleList)
+    return own or any(layer.unchanged(module, kind) for kind in leaves)
+
+
 class ModelSnapshot:
     """What a capture depends on: a model's modules, hooks, and the addresses and dtypes of its tensors."""
 
@@ -201,6 +207,7 @@ class ModelSnapshot:
         self.entries = list(chain.from_iterable(table.values() for table in self.tables))
         self.tensors = [tensor for tensor in self.entries if tensor is not None]
         self.addresses = self._addresses()
+        self.others = sorted({type(module).__name__ for module in self.modules[1:] if not _replays(module)})
 
     def _addresses(self) -> list[Any]:
         return [*map(Tensor.data_ptr, self.tensors), *map(operator.attrgetter("dtype"), self.tensors)]
@@ -224,6 +231,11 @@ class ModelSnapshot:
             raise RuntimeError(f"{NAME}: the model is in training mode; graphs are for inference: call model.eval()")
         if any(self.hooks):
             raise RuntimeError(f"{NAME}: the model has forward hooks; a replay runs no Python, so they would not run")
+        if self.others:
+            raise RuntimeError(
+                f"{NAME}: the model has a {self.others[0]}, whose Python a replay does not run; expected fastbert's "
+                "own modules: merge adapters first (merge_and_unload)"
+            )
         if autocast_on(device.type):
             raise RuntimeError(
                 f"{NAME}: autocast is on, and would convert every weight in every replay; convert the model instead, "
@@ -286,7 +298,6 @@ class GraphedModel:
         self.model, self.report = model, Report()
         longest = model.config.max_sequence_length if max_seqlen is None else max_seqlen
         self.buckets = _buckets(max_tokens, max_sequences, longest)
-        self._on_host = _packing_on_host(model.config)
         self._new_recorder, self._lock = recorder, threading.Lock()
         with self._lock:
             self._start_over()
@@ -375,8 +386,7 @@ class GraphedModel:
         if device not in (self._device, torch.device("cpu")):
             raise ValueError(f"{NAME}: the input is on {device}; expected the model's {self._device}, or the host")
         with backends.backend(None):  # a forced backend is for the model, and may not run on the host
-            pack = (self._on_host if device.type == "cpu" else body).pack
-            batch = _Batch(*pack(**given, inputs_embeds=None), choices)
+            batch = _Batch(*body.pack(**given, inputs_embeds=None), choices)
         config, inputs = self.model.config, batch.inputs
         checks.index_range(NAME, "input_ids", inputs.input_ids, config.vocab_size)
         checks.index_range(NAME, "token_type_ids", inputs.token_type_ids, config.type_vocab_size)
@@ -499,14 +509,6 @@ def _size(name: str, value: int) -> int:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{NAME}: {name} has {value!r}; expected positive ints")
     return value
-
-
-def _packing_on_host(config: BertConfig) -> BertModel:
-    """A model without weights, only to call its `pack`, which looks at the device of the word embeddings."""
-    with torch.device("meta"):
-        body = BertModel(config)
-    body.embeddings.word_embeddings = nn.Embedding(1, 1, device="cpu")
-    return body
 
 
 def _of_tokens(rows: Tensor, packing: Packing, indices: Tensor, fill: float) -> Tensor:

@@ -226,7 +226,8 @@ def attention(
 
 
 def attention_unchecked(qkv, cu_seqlens, max_seqlen, scale=None, dropout_p=0.0, rng=None, site=0) -> Tensor:
-    """`attention` within a forward that has checked its cu_seqlens: their values are not looked at once a layer."""
+    """`attention` within a forward that has checked its cu_seqlens: their values are not looked at in every layer."""
+    checks.dropout("attention", dropout_p, rng, qkv.device, random.ATTENTION_BITS)
     qkv = qkv.to(autocast_dtype(qkv))
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
     live = needs_grad(qkv)

@@ -602,6 +602,10 @@ def test_what_a_replay_would_not_do():
     for handle in handles:
         refused("forward hooks")
         handle.remove()
+    dense = model.bert.pooler.dense
+    model.bert.pooler.dense = torch.nn.Sequential(dense).eval()  # as an adapter, which may change with every call
+    refused("a Sequential, whose Python a replay does not run")
+    model.bert.pooler.dense = dense
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         refused("autocast is on")
     with torch.inference_mode(False):

@@ -368,11 +368,55 @@ def test_hooks_on_parts_see_packed_tensors_and_count(name):
 
 
 def test_hooks_on_attentions_dropout_are_refused():
-    """It drops inside the kernel, so nothing could call the hook."""
-    model = ours(hugging_face())
+    """It drops inside the kernel, so nothing could call the hook. In evaluation there is nothing to drop."""
+    model, inputs = ours(hugging_face()), batch(LENGTHS, SEQLEN)
+    expected = model(**inputs).last_hidden_state
     model.encoder.layer[0].attention.dropout.register_forward_hook(lambda *a: None)
+    assert torch.equal(model(**inputs).last_hidden_state, expected)
     with pytest.raises(TypeError, match="expected an nn.Dropout without hooks, given a Dropout"):
+        model.train()(**inputs)
+    model.encoder.layer[0].attention.dropout = torch.nn.Identity()
+    model(**inputs)
+
+
+def test_attention_dropout_that_rounds_to_nothing_is_refused():
+    model = ours(hugging_face(), attention_probs_dropout_prob=0.001).train()
+    with pytest.raises(ValueError, match="8 random bits an element round to 0 / 256"):
         model(**batch(LENGTHS, SEQLEN))
+
+
+@pytest.mark.parametrize(
+    "name", ["embeddings", "encoder", "encoder.layer.1", *(f"encoder.layer.0.{c}" for c in CONTAINERS)]
+)
+def test_parts_may_be_wrapped(name):
+    """By something that passes no attributes on, as DistributedDataParallel."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args, **kwargs):
+            return self.module(*args, **kwargs)
+
+    model, inputs = ours(hugging_face()).train(), batch(LENGTHS, SEQLEN)
+    results = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        results.append(model(**inputs).last_hidden_state)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, Wrapper(model.get_submodule(name)))
+    assert torch.equal(*results)
+
+
+def test_a_packing_that_is_handed_down_is_the_only_one():
+    model, inputs = ours(hugging_face()), batch(LENGTHS, SEQLEN)
+    ids, packing = model.pack(inputs["input_ids"], inputs["attention_mask"], *[None] * 5)
+    assert model(**ids._asdict(), packing=packing).last_hidden_state.shape == (sum(LENGTHS), 48)
+    with pytest.raises(ValueError, match="packing comes in place of attention_mask"):
+        model(**ids._asdict(), attention_mask=inputs["attention_mask"], packing=packing)
+    with pytest.raises(ValueError, match="a packing of 20 tokens"):
+        model(**inputs | {"attention_mask": None}, packing=packing)
 
 
 @pytest.mark.parametrize("name", [name for name in LEAVES if name.endswith(("dense", "qkv"))])
