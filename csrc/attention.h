@@ -1,5 +1,5 @@
-// What the loops and the kernels of attention offer the torch side. The loops leave the matrix products between them to
-// it; M stands for their type of arithmetic, double where dtype is f64, else float.
+// The interface between the torch sides of attention and its loops and kernels. On a CPU the torch side calls a library
+// for the matrix products between the loops. M stands for the loops' type of arithmetic: double for f64, else float.
 #pragma once
 
 #include <stdint.h>
@@ -10,7 +10,7 @@
 
 namespace fastbert {
 
-// Some queries of one head of one sequence against all its keys.
+// Some queries of one head of one sequence, with all keys of that sequence.
 struct AttentionTile {
   int64_t queries, keys, stride;        // scores are [queries, keys], rows `stride` apart
   int64_t first_query, head, sequence;  // of the dropout counters
@@ -21,19 +21,21 @@ struct AttentionTile {
 namespace cpu {
 
 FB_FOR_EACH_ISA(int64_t attention_bits_room(int64_t keys);
-                // Scores to exp(score - their row's largest), zeros where dropped. lse: [queries]. factors: [queries],
-                // what the rows' products with V are to be multiplied by.
+                // Replaces scores by exp(score - the row's maximum), or 0 where dropped. lse: [queries]. factors:
+                // [queries]; multiply the rows' products with V by them.
                 void attention_softmax(const AttentionTile& tile, void* scores, void* lse, void* factors, DType dtype);
-                // P = exp(scores - lse) and the dropout factors F: scores becomes P F, dp becomes P (dp F - delta).
+                // With P = exp(scores - lse) and the dropout factors F: replaces scores by P F and dp by P (dp F -
+                // delta).
                 void attention_softmax_bwd(const AttentionTile& tile, void* scores, void* dp, const void* lse,
                                            const void* delta, DType dtype);
                 // delta[row] = sum of a[row] b[row]; a and b of type dtype.
                 void attention_dot(const void* a, const void* b, int64_t rows, int64_t columns, int64_t stride,
                                    void* delta, DType dtype);
-                // Rows of dtype to contiguous rows of M.
+                // Converts rows of dtype to contiguous rows of M.
                 void attention_load(const void* from, int64_t stride, int64_t rows, int64_t columns, void* to,
                                     DType dtype);
-                // Rows of M to rows of dtype, times factors[row] unless that is nullptr. The two may be the same rows.
+                // Converts rows of M to rows of dtype, times factors[row] unless factors is nullptr. The two may be the
+                // same memory.
                 void attention_store(const void* from, int64_t from_stride, const void* factors, int64_t rows,
                                      int64_t columns, void* to, int64_t stride, DType dtype);)
 

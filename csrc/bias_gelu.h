@@ -1,5 +1,5 @@
-// What the loops and the kernels offer the torch side: y = gelu(x + bias), rounded once. x, y and their gradients are
-// [rows, channels], contiguous, of type dtype; bias is [channels].
+// The interface between the torch sides of bias_gelu and its loops and kernels: y = gelu(x + bias), rounded once. x, y
+// and their gradients are [rows, channels], contiguous, of type dtype; bias is [channels].
 #pragma once
 
 #include <stdint.h>
@@ -21,7 +21,7 @@ FB_FOR_EACH_ISA(void bias_gelu_fwd(const void* x, const void* bias, void* y, int
 
 namespace cuda {
 
-// bias: of type dtype or float. Each returns what went wrong, or nullptr.
+// bias: of type dtype or float. Each returns an error message, or nullptr.
 const char* bias_gelu_fwd(const void* x, const void* bias, void* y, int64_t rows, int64_t channels, DType dtype,
                           DType bias_dtype, bool tanh, void* stream);
 
@@ -29,7 +29,7 @@ const char* bias_gelu_fwd(const void* x, const void* bias, void* y, int64_t rows
 const char* bias_gelu_bwd(const void* dy, const void* x, const void* bias, void* dx, float* partials, int64_t rows,
                           int64_t channels, int64_t shares, DType dtype, DType bias_dtype, bool tanh, void* stream);
 
-// How many shares fill the current device; rows and channels are at least 1.
+// The number of shares that fills the current device; rows and channels are at least 1.
 int64_t bias_gelu_bwd_shares(int64_t rows, int64_t channels, DType dtype);
 
 }  // namespace cuda

@@ -1,4 +1,4 @@
-// What memory safety needs of the arguments of an op on rows; the messages for people are in Python.
+// Checks that memory safety needs. The checks for users, with better messages, are in Python.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@ inline void check_rows(const char* op, const at::Tensor& x) {
   TORCH_CHECK(x.dim() > 0, op, ": x has shape ", x.sizes());
 }
 
-// Of x's shape, beside x.
+// The tensor has x's shape and device.
 inline void check_like(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& x) {
   TORCH_CHECK(tensor.sizes() == x.sizes(), op, ": ", name, " has shape ", tensor.sizes(), ", x has shape ", x.sizes());
   TORCH_CHECK(tensor.device() == x.device(), op, ": ", name, " is on ", tensor.device(), ", x is on ", x.device());
@@ -23,7 +23,7 @@ inline void check_dtype(const char* op, const char* name, const at::Tensor& tens
   TORCH_CHECK_TYPE(tensor.scalar_type() == expected, op, ": ", name, " is ", tensor.scalar_type(), ", not ", expected);
 }
 
-// One element a channel, beside x.
+// One element a channel, on x's device.
 inline void check_parameter(const char* op, const char* name, const at::Tensor& parameter, const at::Tensor& x) {
   TORCH_CHECK(parameter.dim() == 1 && parameter.size(0) == x.size(-1), op, ": ", name, " has shape ", parameter.sizes(),
               ", x has shape ", x.sizes());
@@ -42,7 +42,7 @@ inline void check_layer_norm(const at::Tensor& x, const std::optional<at::Tensor
   if (x_bias) check_parameter("layer_norm", "x_bias", *x_bias, x);
 }
 
-// Two numbers of the given type a row.
+// One mean and one rstd of the given type for each row.
 inline void check_statistics(const char* op, const at::Tensor& mean, const at::Tensor& rstd, const at::Tensor& x,
                              at::ScalarType type) {
   const int64_t rows = x.numel() / x.size(-1);
@@ -65,7 +65,7 @@ inline void check_attention(const at::Tensor& qkv, const at::Tensor& cu_seqlens)
               cu_seqlens.scalar_type(), " ", cu_seqlens.sizes(), " on ", cu_seqlens.device());
 }
 
-// What the backward gets beside the arguments of the forward; lse is of the given type.
+// The further arguments of the backward; lse is of the given type.
 inline void check_attention_gradients(const at::Tensor& dout, const at::Tensor& out, const at::Tensor& lse,
                                       const at::Tensor& qkv, at::ScalarType type) {
   const std::vector<int64_t> expected = {qkv.size(0), qkv.size(2), qkv.size(3)};

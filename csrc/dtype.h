@@ -1,4 +1,4 @@
-// The element types that cross from the torch side to the loops and kernels. No torch here.
+// The element types of loops and kernels. No torch here.
 #pragma once
 
 namespace fastbert {

@@ -1,4 +1,5 @@
-// What the loops of embedding offer the torch side. M stands for the type of arithmetic, double for f64, else float.
+// The interface between the torch side of embedding and its loops. M stands for their type of arithmetic: double for
+// f64, else float.
 #pragma once
 
 #include <stdint.h>

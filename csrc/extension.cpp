@@ -1,5 +1,4 @@
-// The module fastbert._C. Loading it registers the kernels with torch; what it offers by itself is a description of the
-// build.
+// The module fastbert._C. Loading it registers the kernels with torch; its only function describes the build.
 #include <pybind11/pybind11.h>
 #include <torch/version.h>
 
@@ -41,7 +40,8 @@ py::dict build_info() {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.def("build_info", &build_info,
-        "What this library was built with, and cpu_set: the instruction set its CPU loops run on here, None if this "
-        "processor has none of cpu_sets.");
+  m.def(
+      "build_info", &build_info,
+      "What this library was built with, and cpu_set: the instruction set that its CPU loops use on this processor, or "
+      "None if it has none of cpu_sets.");
 }

@@ -1,10 +1,10 @@
-// GELU and its derivative: the same text for the loops of cpu/, on vectors, and the kernels of cuda/, on floats.
+// GELU and its derivative, for the loops of cpu/loops/ on vectors and the kernels of cuda/ on floats.
 //
 //   gelu(v)  = max(v, 0) - a tail(a),      a = |v|;  tail(a) = 1 - Phi(a), or its tanh approximation
 //   gelu'(v) = d or, for v > 0, 1 - d,     d = tail(a) - a slope(a),  slope = -tail'
 //
 // The usual v (1 + erf(v / sqrt 2)) / 2 cancels for v < 0: at v = -5 it has lost every digit. This form keeps the
-// relative error below 6 epsilon (erf, fp32) down to results of 1e-38, has no branch, and passes through the density
+// relative error below 6 epsilon (erf, fp32) down to results of 1e-38, has no branch, and computes the density
 // exp(-a²/2), which the derivative needs too.
 #pragma once
 
@@ -33,7 +33,7 @@ FB_INLINE float divide(float p, float q) { return __fdividef(p, q); }
 
 FB_INLINE float exp_nonpositive(float x) { return expf(x); }
 
-// exp(-a²/2); the rounding error of the exponent is carried along.
+// exp(-a²/2); the rounding error of the exponent is corrected.
 FB_INLINE float gaussian(float a) {
   const float half = -0.5f * a, exponent = half * a, y = expf(exponent);
   return fmaf(y, fmaf(half, a, -exponent), y);
@@ -54,7 +54,7 @@ FB_INLINE V divide(V p, V q) {
 
 #endif
 
-// tail and slope of one a >= 0.
+// Both for the same a >= 0.
 template <class V>
 struct Tail {
   V tail, slope;
@@ -96,7 +96,7 @@ FB_INLINE Tail<vdouble> normal_tail(vdouble a) {
 }
 #endif
 
-// From here on both tails are 0: the vectors' exponential ends earlier than CUDA's, which has denormal results.
+// From here on both tails are 0. The vectors' exponential gives 0 earlier than CUDA's, which has denormal results.
 #ifdef FB_IN_KERNEL
 template <class V>
 constexpr double kTailsEnd = 14.5;
@@ -107,7 +107,7 @@ template <>
 constexpr double kTailsEnd<vdouble> = 40;
 #endif
 
-// |v|, but not so large that the polynomials overflow. NaN passes through.
+// |v|, clamped so that the polynomials do not overflow. NaN stays NaN.
 template <class V>
 FB_INLINE V magnitude(V v) {
   return lesser(splat<V>(kTailsEnd<V>), absolute(v));
@@ -131,8 +131,8 @@ FB_INLINE V gelu(V v) {
 template <bool kTanh, class V>
 FB_INLINE V gelu_derivative(V v) {
   const V a = magnitude(v);
-  const Tail<V> at = tail_of<kTanh>(a);
-  const V d = fma(-a, at.slope, at.tail);
+  const Tail<V> t = tail_of<kTanh>(a);
+  const V d = fma(-a, t.slope, t.tail);
   return v > 0 ? splat<V>(1) - d : d;
 }
 

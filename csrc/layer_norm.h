@@ -1,4 +1,4 @@
-// What the loops and the kernels of layer_norm and add_layer_norm offer the torch side.
+// The interface between the torch sides of layer_norm and add_layer_norm and their loops and kernels.
 #pragma once
 
 #include <stdint.h>
@@ -23,8 +23,8 @@ struct LayerNorm {
 
 struct LayerNormGradients {
   const void* dy;  // of y_type
-  // dresidual and dx_bias: nullptr for layer_norm. Without dropout and with residual of x's type, dx is dresidual: it
-  // is not written.
+  // dresidual and dx_bias: nullptr for layer_norm. Without dropout and with a residual of x's type, dx equals dresidual
+  // and is not written.
   void *dx, *dresidual;
   void *dweight, *dbias, *dx_bias;  // [channels], added to
 };
@@ -41,21 +41,21 @@ FB_FOR_EACH_ISA(int64_t layer_norm_scratch(int64_t channels);
 
 namespace cuda {
 
-constexpr int64_t kMostChannels = 8192;  // that the kernels take
+constexpr int64_t kMostChannels = 8192;
 
-// op.drop is not read; op.x_bias may be nullptr beside a residual. x is of type T, residual and y are both of type T or
-// both f32; weight, bias and x_bias are of type `parameters`: T where y is, or f32. mean and rstd are f32. Each returns
-// what went wrong, or nullptr.
+// op.drop is not read; op.x_bias may be nullptr beside a residual. x is of type T; residual and y are both of type T or
+// both f32; weight, bias and x_bias are of type `parameters`, which is f32, or T if y is of type T. mean and rstd are
+// f32. Each returns an error message, or nullptr.
 const char* layer_norm_fwd(const LayerNorm& op, DType parameters, const DeviceDropout& drop, void* y, int64_t rows,
                            void* stream);
 
-// partials: the sums dweight, dbias and, with 3 quantities, dx_bias of each block's rows, [blocks, quantities,
-// channels] f32, or nullptr; those of `gradients` are not written. dx and dresidual: written where not nullptr.
+// partials: [blocks, quantities, channels] f32, or nullptr: sums over each block's rows for dweight, dbias and, with 3
+// quantities, dx_bias, instead of those in `gradients`. dx and dresidual: written where not nullptr.
 const char* layer_norm_bwd(const LayerNorm& op, DType parameters, const DeviceDropout& drop,
                            const LayerNormGradients& gradients, float* partials, int quantities, int64_t blocks,
                            int64_t rows, void* stream);
 
-// How many blocks fill the current device; rows and channels are at least 1.
+// The number of blocks that fills the current device; rows and channels are at least 1.
 int64_t layer_norm_bwd_blocks(int64_t rows, int64_t channels);
 
 }  // namespace cuda

@@ -1,4 +1,4 @@
-// What every torch side needs to hand a tensor to a loop or a kernel.
+// What the torch sides share: types, streams, dropout arguments, memory, and splitting rows over threads.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -34,8 +34,8 @@ inline DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
-// Where csrc/cuda/<op>.cpp registers. Tests build the same files so that the kernels run on CPU tensors, which have no
-// streams: tests/cuda_on_cpu.
+// Where csrc/cuda/<op>.cpp registers. tests/cuda_on_cpu builds the same files to run the kernels on CPU tensors, which
+// have no streams.
 #ifdef FB_CUDA_ON_CPU
 #define FB_CUDA_LIBRARY(m) TORCH_LIBRARY_IMPL(fastbert_cuda_on_cpu, CPU, m)
 
@@ -43,7 +43,7 @@ inline void* current_stream(const at::Tensor&) { return nullptr; }
 #else
 #define FB_CUDA_LIBRARY(m) TORCH_LIBRARY_IMPL(fastbert, CUDA, m)
 
-// The current stream of the tensor's device, without a CUDA header of torch: one binary serves every build of it.
+// The current stream of the tensor's device. It needs no CUDA header of torch: one binary serves CPU and CUDA builds.
 inline void* current_stream(const at::Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()).native_handle();
 }
@@ -53,7 +53,8 @@ inline void* current_stream(const at::Tensor& tensor) {
 
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
 
-// Random values of `bits` bits below this are dropped; if any can be, there is a key. Values are checked in Python.
+// Elements whose `bits` random bits are below this are dropped. If that can happen, rng must be there. Python has
+// better messages for wrong values.
 inline uint32_t dropout_threshold(double p, const std::optional<at::Tensor>& rng, int bits) {
   const double range = std::exp2(bits), threshold = std::nearbyint(p * range);  // half to even, as Python rounds
   TORCH_CHECK_VALUE(threshold == 0 || (threshold > 0 && threshold < range && rng && rng->scalar_type() == at::kLong &&
@@ -64,7 +65,7 @@ inline uint32_t dropout_threshold(double p, const std::optional<at::Tensor>& rng
 
 inline double keep_scale(uint32_t threshold, int bits) { return std::exp2(bits) / (std::exp2(bits) - threshold); }
 
-// The dropout of a site; the key is read, so rng must be on the CPU.
+// The dropout of a site. It reads the key, so rng must be on the CPU.
 inline Dropout dropout_of(double p, const std::optional<at::Tensor>& rng, int64_t site, int bits) {
   const uint32_t threshold = dropout_threshold(p, rng, bits);
   if (threshold == 0) return {};
@@ -72,7 +73,7 @@ inline Dropout dropout_of(double p, const std::optional<at::Tensor>& rng, int64_
   return {key, threshold, keep_scale(threshold, bits)};
 }
 
-// The same for kernels on rng's device; rng has to outlive the call of the launcher, not the kernel.
+// The same for kernels on rng's device. rng has to live until the kernel is launched.
 inline DeviceDropout device_dropout_of(double p, const std::optional<at::Tensor>& rng, int64_t site, int bits) {
   const uint32_t threshold = dropout_threshold(p, rng, bits);
   if (threshold == 0) return {};
@@ -83,7 +84,7 @@ inline DeviceDropout device_dropout_of(double p, const std::optional<at::Tensor>
 
 constexpr char kNoIsa[] = "fastbert's CPU kernels need a processor with AVX2 and FMA";
 
-// The type in which the loops compute, and take parameters.
+// The type in which the loops compute and take parameters.
 inline at::ScalarType math_type(const at::Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -100,8 +101,8 @@ inline const void* data(const std::optional<at::Tensor>& tensor) { return tensor
 constexpr int64_t kRowBlock = 16;
 inline int64_t whole_blocks(int64_t rows) { return (rows + kRowBlock - 1) / kRowBlock * kRowBlock; }
 
-// An output of `sizes`, (..., channels), in memory that goes on in zeros to a whole block of rows. A product that reads
-// it need not copy it for that.
+// An uninitialised tensor of `sizes`, (..., channels), followed in its storage by rows of zeros up to a whole block: a
+// product that reads it then need not copy it.
 inline at::Tensor empty_rows(at::IntArrayRef sizes, at::TensorOptions options) {
   const int64_t channels = sizes.back();
   const int64_t rows = std::accumulate(sizes.begin(), sizes.end() - 1, int64_t(1), std::multiplies<int64_t>());
@@ -111,7 +112,7 @@ inline at::Tensor empty_rows(at::IntArrayRef sizes, at::TensorOptions options) {
   return blocks.narrow(0, 0, rows).view(sizes);
 }
 
-// f(begin, end, scratch) on ranges of rows in all threads, each with scratch_bytes of its own.
+// Calls f(begin, end, scratch) on ranges of rows in all threads; each call has scratch_bytes for itself.
 template <class F>
 void parallel_rows(int64_t rows, int64_t channels, int64_t scratch_bytes, const F& f) {
   at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, channels)),
@@ -126,9 +127,10 @@ void add_to(M* sums, const M* more, int64_t n) {
   for (int64_t i = 0; i < n; ++i) sums[i] += more[i];
 }
 
-// Sums over rows that are the same bits for any number of threads: f(begin, end, sums, scratch) adds some rows to sums,
-// [quantities, channels]. It is called for kBlock rows at a time; blocks are added up to chunks, one a task, and chunks
-// in order. All depends on the shape alone, and no sum is long enough to lose digits.
+// Sums over rows, with the same bits for any number of threads. f(begin, end, sums, scratch) adds a range of rows to
+// sums, [quantities, channels]. It gets blocks of kBlock rows; the sums of blocks are added up for each chunk of rows,
+// in one thread, and then those of the chunks, in order. The partition depends on the shape alone, and no single sum is
+// so long that it loses digits.
 template <class F>
 at::Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t scratch_bytes,
                     at::TensorOptions options, const F& f) {

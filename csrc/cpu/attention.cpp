@@ -1,10 +1,10 @@
 // The torch side of attention on the CPU. The schema is defined in fastbert/ops/attention.py.
 //
-// A task is one head of one sequence. Its queries are taken kQueries at a time: a matrix product makes their scores
-// with all keys, a loop turns them into weights, another product meets the values. Queries, keys and values are read
-// where the projection left them; only bf16 and f16 are converted to fp32 first. A task runs in one thread, library
-// included, and adds up dK and dV in the order of its queries, so the number of threads changes no bit where the
-// library repeats its own.
+// A task is one head of one sequence. It takes kQueries queries at a time: a matrix product computes their scores with
+// all keys, a loop turns those into weights, another product multiplies them by the values. The products read queries,
+// keys and values in place, in the projection's output; only bf16 and f16 are converted to fp32 first. A task runs in
+// one thread, library included, and adds up dK and dV in the order of its queries, so the number of threads changes no
+// bit where the library repeats its own.
 #include "../attention.h"
 
 #include <ATen/ops/zeros.h>
@@ -34,7 +34,7 @@ struct Loops {
   decltype(FB_BEST_ISA(attention_store)) store = FB_BEST_ISA(attention_store);
 };
 
-// One call: its batch, and what its tasks share.
+// The arguments of a call, checked, for all of its tasks.
 struct Batch {
   int64_t tokens, heads, D, sequences, longest = 0, covered = 0;
   int64_t element;  // bytes
@@ -42,7 +42,7 @@ struct Batch {
   double scale;
   Dropout drop;
   Loops loops;
-  std::vector<int64_t> start, length;  // of the sequences: within the tokens and disjoint, whatever cu_seqlens says
+  std::vector<int64_t> start, length;  // of each sequence: within the tokens and disjoint, whatever cu_seqlens holds
 
   Batch(const at::Tensor& qkv, const at::Tensor& cu_seqlens, double scale_, Dropout drop_)
       : element(qkv.element_size()), dtype(dtype_of(qkv)), scale(scale_), drop(drop_) {
@@ -59,12 +59,13 @@ struct Batch {
     }
   }
 
-  int64_t stride() const { return (longest + 15) / 16 * 16 + 16; }  // of scores; not the same cache lines for every row
+  // Of scores: a power of two would put every row into the same sets of the cache.
+  int64_t stride() const { return (longest + 15) / 16 * 16 + 16; }
   int64_t qkv_stride() const { return 3 * heads * D; }
   int64_t out_stride() const { return heads * D; }
 
-  // f(head, sequence) for all tasks, in all threads, each with a Scratch of its own. Neighbouring tasks are the same
-  // head of different sequences, so that threads get equal shares of long and short ones.
+  // Calls f(head, sequence, scratch) for all tasks, in all threads, with one Scratch for each thread. Neighbouring
+  // tasks are the same head of different sequences, so that threads get equal shares of long and short ones.
   template <class Scratch, class F>
   void for_tasks(const F& f) const {
     if (tokens == 0 || D == 0) return;
@@ -79,7 +80,7 @@ struct Batch {
   }
 };
 
-// Rows of a head as the products take them: where they are, or converted to `room`.
+// Rows of a head for the products: in place, or converted to `room`.
 template <class M>
 Matrix<const M> rows_of(const Batch& batch, const char* data, int64_t stride, int64_t rows, M* room) {
   if (batch.element == sizeof(M)) return {reinterpret_cast<const M*>(data), stride};

@@ -1,6 +1,6 @@
 // The torch side of dense_gelu on the CPU: a library's matrix product, then one pass of bias_gelu's loops over its
-// output. oneDNN can apply the GELU itself, but is slower than the two (docs/linear.md). The schema is defined in
-// fastbert/ops/dense_gelu.py.
+// output. oneDNN can apply the GELU too, but that is slower than the two passes (docs/linear.md). The schema is defined
+// in fastbert/ops/dense_gelu.py.
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>

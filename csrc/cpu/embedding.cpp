@@ -19,7 +19,7 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// The inputs as the loops take them, kept alive.
+// The inputs as the loops take them, and the tensors that they point into.
 struct Inputs {
   at::Tensor ids[3], tables[3], ids_of_copies[3], weight, bias;
   int64_t rows[3];
@@ -57,7 +57,7 @@ struct Inputs {
     op.lookups[i] = {places.const_data_ptr<int64_t>(), tables[i].const_data_ptr()};
   }
 
-  // In compiled code nobody has looked at the values before.
+  // Here, because code compiled by torch.compile runs no checks in Python.
   void check_range(int i) const {
     static constexpr const char* kNames[] = {"input_ids", "position_ids", "token_type_ids"};
     const int64_t* const id = ids[i].const_data_ptr<int64_t>();

@@ -1,4 +1,4 @@
-// bias_gelu on the CPU for other ops: with a bias that may be absent, and where the caller wants it.
+// bias_gelu on the CPU for other ops: the bias may be absent, and the caller allocates the output.
 #pragma once
 
 #include <ATen/core/Tensor.h>

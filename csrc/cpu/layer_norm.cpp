@@ -15,7 +15,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Tensors5 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// The inputs as the loops take them, kept alive.
+// The inputs as the loops take them, and the tensors that they point into.
 struct Inputs {
   at::Tensor x, weight, bias;
   OptionalTensor residual, x_bias;
@@ -80,7 +80,7 @@ Tensors5 backward(Inputs in, const at::Tensor& dy, const at::Tensor& mean, const
         here.dweight = chunk, here.dbias = chunk + row_bytes, here.dx_bias = chunk + 2 * row_bytes;
         loop(in.op, here, begin, end, room);
       });
-  // Copies of rows, each contiguous and its own; empty where nobody asked.
+  // Copies, because the three outputs of an operator must not share memory; empty where they are not needed.
   const auto row = [&](int64_t i, const at::TensorOptions& options) {
     return need_dparams ? sums[i].to(options, false, /*copy=*/true) : at::empty({0}, options);
   };

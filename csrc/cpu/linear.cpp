@@ -14,7 +14,7 @@ namespace fastbert {
 
 namespace {
 
-// torch's own operator for oneDNN's inner product with post-ops; it is registered where torch was built with oneDNN.
+// torch's operator for oneDNN's inner product, which exists where torch was built with oneDNN.
 const std::optional<c10::OperatorHandle>& onednn_linear() {
   static const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
   return op;
@@ -32,8 +32,8 @@ at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& weight, const s
   return stack.at(0).toTensor();
 }
 
-// x (rows, K), contiguous, with the rows that fill its last block: those that lie behind it in memory, if any do, else
-// zeros in a copy. Their products are thrown away.
+// x (rows, K), contiguous, with more rows until its last block is full: whatever follows in its storage, or else zeros
+// in a copy. The products of those rows are thrown away.
 at::Tensor in_whole_blocks(const at::Tensor& x) {
   const int64_t rows = x.size(0), blocks = whole_blocks(rows), K = x.size(1);
   if (rows == blocks) return x;
@@ -47,7 +47,7 @@ at::Tensor in_whole_blocks(const at::Tensor& x) {
 }  // namespace
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  // Up to here oneDNN is fast with any number of rows.
+  // Up to so many rows oneDNN is fast without whole blocks.
   constexpr int64_t kFewRows = 256;
   const at::AutoDispatchBelowAutograd guard;
   if (!use_onednn(x, weight)) return at::linear(x, weight, bias);

@@ -1,4 +1,4 @@
-// The dense layer of the fastest library that torch carries.
+// A dense layer, by the fastest of the libraries that torch comes with.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,8 +7,8 @@
 
 namespace fastbert {
 
-// x (..., K) weight (C, K)^T + bias (C,) on the CPU. In fp32 that is oneDNN where this torch has it, MKL (as in
-// F.linear) elsewhere; docs/linear.md has the measurement.
+// x (..., K) weight (C, K)^T + bias (C,) on the CPU. In fp32 by oneDNN, if this torch has it; else as F.linear, by MKL.
+// The measurement is in docs/linear.md.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
 }  // namespace fastbert

@@ -1,5 +1,5 @@
-// The torch side of packing on the CPU: rows are copied as bytes, so one loop serves every dtype and there is none per
-// instruction set. The schemas are defined in fastbert/ops/padding.py.
+// The torch side of packing on the CPU. Rows are copied as bytes: one loop serves every dtype and instruction set. The
+// schemas are defined in fastbert/ops/padding.py.
 #include <ATen/ops/index_select.h>
 #include <torch/library.h>
 
@@ -38,7 +38,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> padding_plan(const at::Tensor& ma
   return {indices, cu_seqlens, at::empty({}, indices.options()).fill_(longest)};
 }
 
-// indices, checked: rows of x's flattened grid.
+// indices, contiguous and checked to be among `rows`.
 at::Tensor places(const at::Tensor& indices, int64_t rows) {
   const at::Tensor checked = indices.contiguous();
   const int64_t* const place = checked.const_data_ptr<int64_t>();

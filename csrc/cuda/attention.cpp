@@ -14,20 +14,20 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// As the kernels read it: in order, and in chunks of 16 bytes.
-at::Tensor in_chunks(const at::Tensor& x) {
+// Contiguous, and aligned to the 16 bytes in which the kernels read it.
+at::Tensor aligned(const at::Tensor& x) {
   const at::Tensor ordered = x.contiguous();
   return reinterpret_cast<uintptr_t>(ordered.const_data_ptr()) % 16 ? ordered.clone() : ordered;
 }
 
-// One call, and what it refers to, kept alive.
+// The arguments of a launch, and the tensors that they point into.
 struct Call {
   at::Tensor qkv, cu_seqlens;
   cuda::Attention a{};
 
   Call(const at::Tensor& qkv_, const at::Tensor& cu_seqlens_, int64_t max_seqlen, double scale, double dropout_p,
        const OptionalTensor& rng, int64_t site)
-      : qkv(in_chunks(qkv_)), cu_seqlens(cu_seqlens_.contiguous()) {
+      : qkv(aligned(qkv_)), cu_seqlens(cu_seqlens_.contiguous()) {
     const int64_t tokens = qkv.size(0), heads = qkv.size(2), D = qkv.size(3), sequences = cu_seqlens.numel() - 1;
     TORCH_CHECK_NOT_IMPLEMENTED(qkv.scalar_type() != at::kDouble, "attention: the CUDA kernels have no fp64");
     TORCH_CHECK_NOT_IMPLEMENTED(D <= cuda::kAttentionLargest, "attention: the CUDA kernels take head sizes up to ",
@@ -64,7 +64,7 @@ at::Tensor attention_bwd_cuda(const at::Tensor& dout, const at::Tensor& qkv, con
   check_attention_gradients(dout, out, lse, qkv, at::kFloat);
   const c10::DeviceGuard guard(qkv.device());
   const Call call(qkv, cu_seqlens, max_seqlen.expect_int(), scale, dropout_p, rng, site);
-  const at::Tensor grad = in_chunks(dout), result = in_chunks(out), sums = lse.contiguous();
+  const at::Tensor grad = aligned(dout), result = aligned(out), sums = lse.contiguous();
   const at::Tensor dqkv = at::empty(qkv.sizes(), qkv.options());
   if (dqkv.numel() == 0) return dqkv;
   const at::Tensor statistics = at::empty({cuda::attention_statistics(call.a)}, sums.options());

@@ -1,20 +1,20 @@
-// attention in 16-bit types on tensor cores (mma.sync), for head sizes that are multiples of 8; 32, 64 and 128 are
-// filled.
+// attention in 16-bit types on tensor cores (mma.sync), for head sizes that are multiples of 8; they are computed as
+// 32, 64 or 128, filled up with zeros.
 //
-// Rows of a head (of Q, K, V or dO) stand in shared memory 16-byte chunk by chunk, chunks of a row exchanged with each
-// other (at()) so that neither copies nor ldmatrix meet in a bank. A block of up to 8 warps owns a tile of rows; a warp
-// 16 or 32 of them, from the first product to the last: scores never leave its registers, for the accumulator of one
-// product is, rounded, the A operand of the next. The other side of the sequence arrives by cp.async in tiles of 64
-// rows, two ahead (one, where shared memory is small). If all of it fits into shared memory (S <= 512 at D = 64), it
-// stays there for all tiles of rows that the block works on; else three tiles rotate.
+// A block of up to 8 warps owns a tile of rows; a warp owns 16 or 32 of them, from the first product to the last:
+// scores never leave its registers, for the accumulator of one product is, rounded, the A operand of the next. The
+// other side of the sequence arrives by cp.async in tiles of 64 rows, two ahead (one, where shared memory is small). If
+// all of it fits into shared memory (S <= 512 at D = 64), it stays there for all tiles of rows that the block works on;
+// else three tiles rotate.
 //
-// Dropout in the forward and for dQ costs one Philox call for the 16 scores that a thread holds of a row (fastbert/
-// random.py). For dK and dV rows are keys and the accumulator is transposed: there the block makes the bits of a tile
-// together, 64 x 64 bits in shared memory.
+// Dropout in the forward and for dQ costs one Philox call for the 16 scores of a row that a thread holds
+// (fastbert/random.py). For dK and dV rows are keys and the accumulator is transposed, so one call's bits belong to
+// many threads: the block computes a tile's bits together, 64 x 64 of them in shared memory.
 //
-// Bytes moved: forward Q, K, V, out and 4 a row of lse; K and V once more, from L2, for every block beyond the first
-// that shares a head. Backward: dQ reads qkv, out, dout, lse, dK and dV read qkv, dout, each writes its part of dqkv.
-// The scores are computed in both, 7 products instead of 5, so that no sum crosses blocks: no atomics, no order.
+// Bytes moved: forward Q, K, V, out and 4 a row for lse; K and V once more, from L2, for every further block of the
+// same head. Backward: the kernel of dQ reads qkv, out, dout and lse, that of dK and dV qkv and dout; each writes its
+// part of dqkv. Both compute the scores, 7 products instead of 5: no sum crosses blocks, so there are no atomics and
+// the order of every sum is fixed.
 #include <algorithm>
 #include <type_traits>
 
@@ -26,9 +26,9 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr float kLog2e = 1.4426950408889634f;
-// Beyond it a fused multiply-add no longer takes off exactly what makes the largest exponent 0: the score's rounded
-// multiple, of which lse is made, does.
-constexpr float kFar = 1024;
+// exp(score scale - maximum) is exp2 of one fused multiply-add. Where |score scale| is larger than this, that leaves a
+// residue at the maximum, because the maximum was rounded: subtract it first.
+constexpr float kLargeScore = 1024;
 
 // ---- forward
 
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
   if (fill_uncovered(a, out, int64_t(a.heads) * a.D, lse)) return;
   const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
   const Head<T> head(a, work);
-  const int length = head.at.length, rows_of_warp = 16 * kRowTiles, rows_of_block = blockDim.x / 32 * rows_of_warp;
+  const int length = head.bounds.length, rows_of_warp = 16 * kRowTiles, rows_of_block = blockDim.x / 32 * rows_of_warp;
   const int g = lane() / 4, t = lane() % 4, warp_row = int(threadIdx.x) / 32 * rows_of_warp;
   const float scale = a.scale * kLog2e;
   const Key key = kDropout ? site_key(a.drop) : Key{};
@@ -63,30 +63,30 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
 
     for (int step = 0; step < stream.tiles; ++step) {
       if (!arrived) stream.next(step);
-      if (first + warp_row >= length) continue;  // this warp has no rows, but takes part in copies and barriers
+      if (first + warp_row >= length) continue;  // a warp without rows still takes part in copies and barriers
       if (step == 0) {
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) q[i].load(queries, warp_row + 16 * i);
       }
       float s[kRowTiles][kTile / 8][4];
-      times_transposed<T>(s, q, stream.first(step), 0);
+      times_transposed<T>(s, q, stream.k_or_q_tile(step), 0);
       if ((step + 1) * kTile > length) hide(s, step * kTile, length);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float most = largest[i][half];
+          float maximum = largest[i][half];
 #pragma unroll
-          for (int j = 0; j < kTile / 8; ++j) most = fmaxf(most, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
-          most = largest_of_row(most);
-          const float shrink = ptx::exp2_approx((largest[i][half] - most) * scale);
-          float offset = most * scale;
-          if (fabsf(offset) > kFar) {
+          for (int j = 0; j < kTile / 8; ++j) maximum = fmaxf(maximum, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
+          maximum = largest_of_row(maximum);
+          const float shrink = ptx::exp2_approx((largest[i][half] - maximum) * scale);
+          float offset = maximum * scale;
+          if (fabsf(offset) > kLargeScore) {
 #pragma unroll
-            for (int j = 0; j < kTile / 8; ++j) s[i][j][2 * half] -= most, s[i][j][2 * half + 1] -= most;
+            for (int j = 0; j < kTile / 8; ++j) s[i][j][2 * half] -= maximum, s[i][j][2 * half + 1] -= maximum;
             offset = 0;
           }
-          largest[i][half] = most;
+          largest[i][half] = maximum;
           total[i][half] *= shrink;
 #pragma unroll
           for (int j = 0; j < kWidth / 8; ++j) sum[i][j][2 * half] *= shrink, sum[i][j][2 * half + 1] *= shrink;
@@ -103,12 +103,12 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
               score = !kDropout || is_kept(bits, j, low, a.drop.threshold) ? weight : 0;
             }
         }
-      add_product<T, kWidth>(sum, s, stream.second(step), 0);
+      add_product<T, kWidth>(sum, s, stream.v_or_do_tile(step), 0);
     }
 
     if (first + warp_row >= length) continue;
     const int64_t stride = int64_t(a.heads) * a.D;
-    T* const rows = out + head.at.start * stride + work.head * a.D;
+    T* const rows = out + head.bounds.start * stride + work.head * a.D;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       const int row = first + warp_row + 16 * i;
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
         const float weights = sum_of_row(total[i][half]);
         factor[half] = (kDropout ? a.drop.keep_scale : 1) / weights;
         if (t == 0 && row + 8 * half + g < length)
-          lse[work.head * a.tokens + head.at.start + row + 8 * half + g] =
+          lse[work.head * a.tokens + head.bounds.start + row + 8 * half + g] =
               __fadd_rn(__fmul_rn(largest[i][half], a.scale), logf(weights));
       }
       store<T, kWidth>(sum[i], factor[0], factor[1], queries, warp_row + 16 * i, rows, stride, row, length, a.D);
@@ -128,16 +128,16 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
 
 // ---- backward: with P = exp(S - lse) / its row's sum, F the dropout factors and delta = rowsum(dO O):
 // dP = dO V^T, dS = P (F dP - delta), dQ = scale dS K, dK = scale dS^T Q, dV = (P F)^T dO.
-// The sums of P are 1 but for the rounding of lse: dQ's pass finds them and passes them on.
+// A row of P sums up to 1 but for lse's rounding: dQ's kernel finds the sum and passes its inverse on.
 
-// delta of two rows (g and g + 8 of the 16 behind `row`), from out in memory and dout in shared memory.
+// delta of a row, computed by its four lanes from out in global and dout in shared memory.
 template <class T, int kWidth>
 __device__ __forceinline__ float delta_of(const Chunk* dout, int tile_row, const T* out, bool inside, int D) {
   float delta = 0;
   for (int chunk = lane() % 4; chunk * 8 < D; chunk += 4) {
     Vec<T, 8> o{}, d;
     if (inside) o = *reinterpret_cast<const Vec<T, 8>*>(out + chunk * 8);
-    d = *reinterpret_cast<const Vec<T, 8>*>(dout + at<kWidth>(tile_row, chunk));
+    d = *reinterpret_cast<const Vec<T, 8>*>(dout + swizzle<kWidth>(tile_row, chunk));
 #pragma unroll
     for (int e = 0; e < 8; ++e) delta = fmaf(to_float(o.at[e]), to_float(d.at[e]), delta);
   }
@@ -158,10 +158,10 @@ __global__ void __launch_bounds__(kThreads)
   if (fill_uncovered(a, dqkv, 3 * columns, nullptr)) return;
   const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
   const Head<T> head(a, work);
-  const int length = head.at.length, rows_of_block = blockDim.x / 32 * 16;
+  const int length = head.bounds.length, rows_of_block = blockDim.x / 32 * 16;
   const int g = lane() / 4, t = lane() % 4, warp_row = int(threadIdx.x) / 32 * 16;
-  const int64_t before = head.at.start * columns + work.head * a.D;
-  const Rows<T> grads{dout + before, columns, length};
+  const int64_t first_element = head.bounds.start * columns + work.head * a.D;
+  const Rows<T> grads{dout + first_element, columns, length};
   const float scale = a.scale * kLog2e;
   const Key key = kDropout ? site_key(a.drop) : Key{};
   FB_DYNAMIC_SHARED(shared);
@@ -189,12 +189,13 @@ __global__ void __launch_bounds__(kThreads)
         for (int half = 0; half < 2; ++half) {
           const int row = first + warp_row + 8 * half + g;
           const bool inside = row < length;
-          delta[half] = delta_of<T, kWidth>(douts, warp_row + 8 * half + g, out + before + row * columns, inside, a.D);
-          if (inside) row_lse[half] = lse[work.head * a.tokens + head.at.start + row];
+          delta[half] =
+              delta_of<T, kWidth>(douts, warp_row + 8 * half + g, out + first_element + row * columns, inside, a.D);
+          if (inside) row_lse[half] = lse[work.head * a.tokens + head.bounds.start + row];
         }
       }
-      const bool far = __any_sync(kAll, fmaxf(fabsf(row_lse[0]), fabsf(row_lse[1])) > kFar);
-      const float times = far ? kLog2e : scale, unit = far ? 0 : kLog2e;
+      const bool large = __any_sync(kAllLanes, fmaxf(fabsf(row_lse[0]), fabsf(row_lse[1])) > kLargeScore);
+      const float log2_of_score = large ? kLog2e : scale, log2_of_lse = large ? 0 : kLog2e;
       unsigned kept[2] = {};
       if (kDropout)
 #pragma unroll
@@ -205,10 +206,10 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll(kUnroll)
       for (int part = 0; part < kTile; part += kPart) {
         float s[1][kPart / 8][4], dp[1][kPart / 8][4];
-        times_transposed<T>(s, q, stream.first(step), part);
-        times_transposed<T>(dp, grad, stream.second(step), part);
+        times_transposed<T>(s, q, stream.k_or_q_tile(step), part);
+        times_transposed<T>(dp, grad, stream.v_or_do_tile(step), part);
         if ((step + 1) * kTile > length) hide(s, step * kTile + part, length);
-        if (far) {
+        if (large) {
 #pragma unroll
           for (int j = 0; j < kPart / 8; ++j)
 #pragma unroll
@@ -219,13 +220,13 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const int half = e / 2;
-            const float weight = ptx::exp2_approx(fmaf(s[0][j][e], times, -row_lse[half] * unit));
+            const float weight = ptx::exp2_approx(fmaf(s[0][j][e], log2_of_score, -row_lse[half] * log2_of_lse));
             total[half] += weight;
             float factor = 1;
             if (kDropout) factor = kept[half] >> (part / 4 + 2 * j + e % 2) & 1 ? a.drop.keep_scale : 0;
             s[0][j][e] = weight * (dp[0][j][e] * factor - delta[half]);
           }
-        add_product<T, kWidth>(dq, s, stream.first(step), part);
+        add_product<T, kWidth>(dq, s, stream.k_or_q_tile(step), part);
       }
     }
 
@@ -236,20 +237,20 @@ __global__ void __launch_bounds__(kThreads)
       const int row = first + warp_row + 8 * half + g;
       inverse[half] = 1 / sum_of_row(total[half]);
       if (t == 0 && row < length) {
-        statistics.of(0, work.head, head.at, work.sequence)[row] = row_lse[half];
-        statistics.of(1, work.head, head.at, work.sequence)[row] = delta[half];
-        statistics.of(2, work.head, head.at, work.sequence)[row] = inverse[half];
+        statistics.of(kLse, work.head, head.bounds, work.sequence)[row] = row_lse[half];
+        statistics.of(kDelta, work.head, head.bounds, work.sequence)[row] = delta[half];
+        statistics.of(kInverseSum, work.head, head.bounds, work.sequence)[row] = inverse[half];
       }
     }
-    T* const rows = dqkv + 3 * columns * head.at.start + work.head * a.D;
+    T* const rows = dqkv + 3 * columns * head.bounds.start + work.head * a.D;
     store<T, kWidth>(dq[0], inverse[0] * a.scale, inverse[1] * a.scale, queries, warp_row, rows, 3 * columns,
                      first + warp_row, length, a.D);
   }
 }
 
 // The bits of a tile of queries against the 64 keys of a block, 16 for a query and column pair: bit 2j + low is 1 where
-// the weight of key 8j + 2 pair + low is kept. Two queries share a word, mask[query / 2][pair]: what the lanes of a
-// warp read together is then in different banks.
+// the weight of key 8j + 2 pair + low is kept. Two queries share a word, mask[query / 2][pair], so that the lanes of a
+// warp read from different banks.
 constexpr int kMask = 2 * kTile;  // words
 
 __device__ __forceinline__ void make_mask(uint32_t* mask, const Attention& a, Key key, Work work, int query,
@@ -258,8 +259,7 @@ __device__ __forceinline__ void make_mask(uint32_t* mask, const Attention& a, Ke
     uint32_t word = 0;
 #pragma unroll
     for (int low = 0; low < 2; ++low) {
-      const int of_word = query + i / 4 * 2 + low;
-      const Words bits = attention_bits(key, block, i % 4, of_word, work.head, work.sequence);
+      const Words bits = attention_bits(key, block, i % 4, query + i / 4 * 2 + low, work.head, work.sequence);
       word |= kept_of(bits, a.drop.threshold) << 16 * low;
     }
     mask[i] = word;
@@ -277,9 +277,9 @@ __global__ void __launch_bounds__(kThreads)
   const Work work = work_of(a, parts, int(blockIdx.x));
   const Head<T> head(a, work);
   const int64_t columns = int64_t(a.heads) * a.D;
-  const int length = head.at.length, rows_of_block = blockDim.x / 32 * 16;
+  const int length = head.bounds.length, rows_of_block = blockDim.x / 32 * 16;
   const int g = lane() / 4, t = lane() % 4, warp_row = int(threadIdx.x) / 32 * 16;
-  const Rows<T> grads{dout + head.at.start * columns + work.head * a.D, columns, length};
+  const Rows<T> grads{dout + head.bounds.start * columns + work.head * a.D, columns, length};
   const float scale = a.scale * kLog2e;
   const Key key = kDropout ? site_key(a.drop) : Key{};
   FB_DYNAMIC_SHARED(shared);
@@ -287,9 +287,9 @@ __global__ void __launch_bounds__(kThreads)
   uint32_t* const masks = reinterpret_cast<uint32_t*>(values + rows_of_block * kWidth / 8);  // [2][blocks][kMask]
   const int blocks = rows_of_block / kTile, mask_size = kDropout ? blocks * kMask : 0;
   Stream<kWidth, T> stream(reinterpret_cast<Chunk*>(masks + 2 * mask_size), head.q, grads, a.D, slots);
-  stream.lse = statistics.of(0, work.head, head.at, work.sequence);
-  stream.delta = statistics.of(1, work.head, head.at, work.sequence);
-  stream.inverse = statistics.of(2, work.head, head.at, work.sequence);
+  stream.statistics[kLse] = statistics.of(kLse, work.head, head.bounds, work.sequence);
+  stream.statistics[kDelta] = statistics.of(kDelta, work.head, head.bounds, work.sequence);
+  stream.statistics[kInverseSum] = statistics.of(kInverseSum, work.head, head.bounds, work.sequence);
 
   for (int tile = work.part; tile * rows_of_block < length; tile += parts) {
     const bool arrived = tile != work.part && stream.stays();
@@ -315,38 +315,40 @@ __global__ void __launch_bounds__(kThreads)
       }
       if (first + warp_row >= length) continue;
       if (step == 0) k[0].load(keys, warp_row), v[0].load(values, warp_row);
-      const float* const numbers = stream.numbers(step);
-      const bool far = __any_sync(kAll, fmaxf(fabsf(numbers[lane()]), fabsf(numbers[lane() + 32])) > kFar);
-      const float times = far ? kLog2e : scale, unit = far ? 0 : kLog2e;
+      const float* const tile_lse = stream.statistics_tile(step);
+      const float *const tile_delta = tile_lse + kTile, *const tile_inverse = tile_delta + kTile;
+      const bool large =
+          __any_sync(kAllLanes, fmaxf(fabsf(tile_lse[lane()]), fabsf(tile_lse[lane() + 32])) > kLargeScore);
+      const float log2_of_score = large ? kLog2e : scale, log2_of_lse = large ? 0 : kLog2e;
       // Keys g and g + 8 of this warp are in one block of 64: bits 2j + low and 2j + 2 + low of the column pair g / 2.
       const uint32_t* const pairs = mask + warp_row / kTile * kMask + g % 8 / 2;
       const int bit = warp_row % kTile / 8 * 2 + g % 2;
 #pragma unroll(kUnroll)
       for (int part = 0; part < kTile; part += kPart) {
         float s[1][kPart / 8][4], dp[1][kPart / 8][4];
-        times_transposed<T>(s, k, stream.first(step), part);
-        times_transposed<T>(dp, v, stream.second(step), part);
+        times_transposed<T>(s, k, stream.k_or_q_tile(step), part);
+        times_transposed<T>(dp, v, stream.v_or_do_tile(step), part);
 #pragma unroll
         for (int j = 0; j < kPart / 8; ++j) {
           const int query = part + 8 * j + 2 * t;
           const uint32_t kept = kDropout ? pairs[query / 2 * 4] : 0;  // of both queries
 #pragma unroll
           for (int low = 0; low < 2; ++low) {
-            const float of_query = numbers[query + low], delta = numbers[kTile + query + low];
-            const float inverse = numbers[2 * kTile + query + low];
+            const float query_lse = tile_lse[query + low], delta = tile_delta[query + low];
+            const float inverse = tile_inverse[query + low];
             const unsigned bits = kDropout ? kept >> 16 * low >> bit : 0;
-            const float offset = of_query * unit;
-            if (far) {
+            const float offset = query_lse * log2_of_lse;
+            if (large) {
 #pragma unroll
               for (int half = 0; half < 2; ++half) {
                 float& score = s[0][j][2 * half + low];
-                score = __fsub_rn(__fmul_rn(score, a.scale), of_query);
+                score = __fsub_rn(__fmul_rn(score, a.scale), query_lse);
               }
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               float &score = s[0][j][2 * half + low], &gradient = dp[0][j][2 * half + low];
-              const float weight = ptx::exp2_approx(fmaf(score, times, -offset)) * inverse;
+              const float weight = ptx::exp2_approx(fmaf(score, log2_of_score, -offset)) * inverse;
               float factor = 1;
               if (kDropout) factor = bits >> 2 * half & 1 ? a.drop.keep_scale : 0;
               score = weight * factor;
@@ -354,13 +356,13 @@ __global__ void __launch_bounds__(kThreads)
             }
           }
         }
-        add_product<T, kWidth>(dv, s, stream.second(step), part);
-        add_product<T, kWidth>(dk, dp, stream.first(step), part);
+        add_product<T, kWidth>(dv, s, stream.v_or_do_tile(step), part);
+        add_product<T, kWidth>(dk, dp, stream.k_or_q_tile(step), part);
       }
     }
 
     if (first + warp_row >= length) continue;
-    T* const rows = dqkv + 3 * columns * head.at.start + columns + work.head * a.D;
+    T* const rows = dqkv + 3 * columns * head.bounds.start + columns + work.head * a.D;
     store<T, kWidth>(dk[0], a.scale, a.scale, keys, warp_row, rows, 3 * columns, first + warp_row, length, a.D);
     store<T, kWidth>(dv[0], 1, 1, values, warp_row, rows + columns, 3 * columns, first + warp_row, length, a.D);
   }
@@ -368,13 +370,14 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launchers
 
-// How a kernel's grid and shared memory are laid out.
 struct Plan {
-  int warps, parts, slots;
-  size_t bytes;
+  int warps;     // of a block
+  int parts;     // blocks of a head
+  int slots;     // streamed tiles that shared memory has room for
+  size_t bytes;  // of shared memory
 };
 
-// row_chunks: of shared memory, for a row of the block's; tile_chunks: for a streamed tile.
+// row_chunks: chunks of shared memory for each row of the block; tile_chunks: for a streamed tile.
 Plan plan_of(const Attention& a, int rows_of_warp, int row_chunks, int tile_chunks) {
   const int tiles = (a.longest + kTile - 1) / kTile, limit = shared_memory_limit();
   const auto slots_of = [&](int warps) {
@@ -384,8 +387,8 @@ Plan plan_of(const Attention& a, int rows_of_warp, int row_chunks, int tile_chun
   const auto bytes_of = [&](int warps) {
     return (warps * rows_of_warp * row_chunks + slots_of(warps) * tile_chunks) * 16;
   };
-  // A tile of 64 rows or more where a sequence has them, but not more than 4 warps where a multiprocessor takes two
-  // such blocks: they share out uneven work better than one block twice as large.
+  // At least 64 rows; more, up to 8 warps, where a sequence has them. But 4 warps where a multiprocessor has room for
+  // two such blocks: they balance uneven work better than one block twice as large.
   int warps = 64 / rows_of_warp;
   while (warps < 8 && a.longest > warps * rows_of_warp && bytes_of(2 * warps) <= limit &&
          (warps < 4 || 2 * bytes_of(warps) > limit))
@@ -397,10 +400,11 @@ Plan plan_of(const Attention& a, int rows_of_warp, int row_chunks, int tile_chun
   return {warps, parts, slots_of(warps), size_t(bytes_of(warps))};
 }
 
+// other_blocks: at the head of the grid, beside those that compute.
 template <class... Params, class... Args>
-const char* run(const Attention& a, const Plan& plan, int64_t more, void* stream, void (*kernel)(Params...),
+const char* run(const Attention& a, const Plan& plan, int64_t other_blocks, void* stream, void (*kernel)(Params...),
                 Args... args) {
-  const int64_t blocks = more + int64_t(plan.parts) * a.heads * a.sequences;
+  const int64_t blocks = other_blocks + int64_t(plan.parts) * a.heads * a.sequences;
   if (blocks == 0) return nullptr;
   if (blocks > INT32_MAX) return "attention: too many heads and sequences for one launch";
   return launch(kernel, dim3(blocks), dim3(32 * plan.warps), plan.bytes, stream, a, args..., plan.parts, plan.slots);
@@ -424,12 +428,12 @@ const char* backward(const Attention& a, const void* dout, const void* out, cons
   const char* const error = run(a, queries, fill_blocks(a), stream, attention_bwd_queries_kernel<T, kWidth, kDropout>,
                                 douts, static_cast<const T*>(out), lse, gradients, statistics);
   if (error) return error;
-  const int mask = kDropout ? 1 : 0;  // 4 pairs x 64 queries x 16 bits x 2 buffers, for 64 rows
+  const int mask = kDropout ? 1 : 0;  // a chunk a row: 4 pairs x 64 queries x 16 bits x 2 buffers for 64 rows
   const Plan keys = plan_of(a, 16, 2 * kWidth / 8 + mask, Stream<kWidth, T>::chunks(true));
   return run(a, keys, 0, stream, attention_bwd_keys_kernel<T, kWidth, kDropout>, douts, gradients, statistics);
 }
 
-// f of the element type, the head size in shared memory, and whether anything is dropped.
+// Calls f with a value of the element type, the head size in shared memory, and whether anything is dropped.
 template <class F>
 const char* for_variant(const Attention& a, const F& f) {
   const auto of_width = [&](auto element, auto width) {

@@ -1,10 +1,10 @@
 // attention without tensor cores: float32, and 16-bit types with a head size or a scale that attention_mma.cu refuses.
 //
-// A block owns 32 rows (queries, or keys for dK and dV) and walks over the other side in tiles of 32, which stand in
-// shared memory as floats. A warp has 4 of the rows. For scores a lane is one of the 32 of the other side, for sums of
-// rows of V, K, Q or dO it is 4 of the columns, and weights go from lane to lane by shuffle. Scores are made by the
-// same chain of fused multiply-adds everywhere, so the backward meets the forward's bits and even a log-sum-exp that
-// has lost all digits of the sum gives the right weights.
+// A block owns 32 rows (queries, or keys for dK and dV) and loops over the other side in tiles of 32, which it keeps in
+// shared memory as floats. A warp has 4 of the rows. In scores, each lane computes one of the 32 columns; in sums of
+// rows of V, K, Q or dO, each lane has every 32nd column, and weights go from lane to lane by shuffle. Scores come from
+// the same chain of fused multiply-adds in every kernel, so that the backward gets the forward's bits: weights are
+// right even where lse is so large that it has lost all digits of the sum.
 //
 // Bound by shared memory: about 0.6 loads a multiply-add. Bytes moved as in attention_mma.cu.
 #include <algorithm>
@@ -17,19 +17,16 @@ namespace {
 
 constexpr int kWarps = 8, kRows = 4, kBlock = kWarps * kRows, kThreads = 32 * kWarps;
 constexpr int kColumns = kAttentionLargest / 32;  // of a lane
-constexpr unsigned kAll = 0xffffffff;
 
-__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-
-// Rows of one head of one sequence; the block's warps read them into shared memory, kBlock at a time, with zeros behind
-// the last.
+// Rows of one head of one sequence. The block reads them into shared memory kBlock at a time, with zeros behind the
+// last.
 template <class T>
 struct Rows {
   const T* first;
   int64_t stride;
   int count, D;
 
-  // Where lane after lane reads the same column of neighbouring rows, an odd number of columns keeps them apart.
+  // Lanes read the same column of neighbouring rows: with an odd row length those are in different banks.
   __device__ static int padded(int D) { return D | 1; }
 
   __device__ void read(float* tile, int row) const {
@@ -40,7 +37,7 @@ struct Rows {
   }
 };
 
-// dots[r] = row r of the warp's times the lane's row of the tile.
+// dots[r] = the warp's row r times the lane's row of the tile.
 __device__ __forceinline__ void dot(float (&dots)[kRows], const float* rows, const float* tile, int D) {
   const int stride = D | 1;
 #pragma unroll
@@ -54,12 +51,12 @@ __device__ __forceinline__ void dot(float (&dots)[kRows], const float* rows, con
 
 using Sums = float[kRows][kColumns];  // lane l has columns l, l + 32, ...
 
-// sums[r] += weights of row r, one a lane, times the rows of the tile.
+// sums[r] += the weights of row r, one in each lane, times the rows of the tile.
 __device__ __forceinline__ void add(Sums& sums, const float (&weights)[kRows], const float* tile, int D) {
   for (int other = 0; other < kBlock; ++other) {
     float weight[kRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) weight[r] = __shfl_sync(kAll, weights[r], other);
+    for (int r = 0; r < kRows; ++r) weight[r] = __shfl_sync(kAllLanes, weights[r], other);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       if (lane() + 32 * i >= D) break;
@@ -79,13 +76,13 @@ __device__ __forceinline__ void store(const float (&sums)[kColumns], float facto
 
 __device__ __forceinline__ float sum_of_warp(float x) {
 #pragma unroll
-  for (int distance = 16; distance; distance /= 2) x += __shfl_xor_sync(kAll, x, distance);
+  for (int distance = 16; distance; distance /= 2) x += __shfl_xor_sync(kAllLanes, x, distance);
   return x;
 }
 
 __device__ __forceinline__ float largest_of_warp(float x) {
 #pragma unroll
-  for (int distance = 16; distance; distance /= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, distance));
+  for (int distance = 16; distance; distance /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, distance));
   return x;
 }
 
@@ -95,27 +92,27 @@ __device__ __forceinline__ bool keeps(const Attention& a, Key site, int query, i
   return kept_of(bits, a.drop.threshold) >> (key % 64 / 8 * 2 + key % 2) & 1;
 }
 
-// What a block has at hand.
+// The head that a block works on, and which of its rows.
 template <class T>
 struct Head {
-  Bounds at;
+  Bounds bounds;
   int D, first, row;  // first row of the block, and of the warp within it
   int64_t columns;    // H D
   Rows<T> q, k, v;
 
   __device__ Head(const Attention& a, const Work& work)
-      : at(bounds_of(a, work.sequence)),
+      : bounds(bounds_of(a, work.sequence)),
         D(a.D),
         first(work.part * kBlock),
         row(int(threadIdx.x) / 32 * kRows),
         columns(int64_t(a.heads) * a.D) {
-    const T* const start = static_cast<const T*>(a.qkv) + 3 * columns * at.start + work.head * D;
-    q = {start, 3 * columns, at.length, D}, k = {start + columns, 3 * columns, at.length, D};
-    v = {start + 2 * columns, 3 * columns, at.length, D};
+    const T* const start = static_cast<const T*>(a.qkv) + 3 * columns * bounds.start + work.head * D;
+    q = {start, 3 * columns, bounds.length, D}, k = {start + columns, 3 * columns, bounds.length, D};
+    v = {start + 2 * columns, 3 * columns, bounds.length, D};
   }
   // The head of a tensor [T, H, D].
   __device__ Rows<T> of(const T* x, const Work& work) const {
-    return {x + at.start * columns + work.head * D, columns, at.length, D};
+    return {x + bounds.start * columns + work.head * D, columns, bounds.length, D};
   }
 };
 
@@ -129,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (fill_uncovered(a, out, int64_t(a.heads) * a.D, lse)) return;
   const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
   const Head<T> head(a, work);
-  const int D = a.D, tile = kBlock * (D | 1), length = head.at.length;
+  const int D = a.D, tile = kBlock * (D | 1), length = head.bounds.length;
   if (head.first >= length) return;
   const Key site = a.drop.threshold ? site_key(a.drop) : Key{};
   FB_DYNAMIC_SHARED(shared);
@@ -149,9 +146,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const float score = step + lane() < length ? __fmul_rn(weights[r], a.scale) : -INFINITY;
-      const float most = fmaxf(largest[r], largest_of_warp(score)), shrink = expf(largest[r] - most);
-      largest[r] = most;
-      weights[r] = expf(score - most);
+      const float maximum = fmaxf(largest[r], largest_of_warp(score)), shrink = expf(largest[r] - maximum);
+      largest[r] = maximum;
+      weights[r] = expf(score - maximum);
       total[r] = total[r] * shrink + weights[r];
       if (a.drop.threshold && !keeps(a, site, head.first + head.row + r, step + lane(), work)) weights[r] = 0;
 #pragma unroll
@@ -164,8 +161,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int row = head.first + head.row + r;
     const float weights = sum_of_warp(total[r]);
     if (row >= length) continue;
-    store(sums[r], a.drop.keep_scale / weights, out + (head.at.start + row) * head.columns + work.head * D, D);
-    if (lane() == 0) lse[work.head * a.tokens + head.at.start + row] = largest[r] + logf(weights);
+    store(sums[r], a.drop.keep_scale / weights, out + (head.bounds.start + row) * head.columns + work.head * D, D);
+    if (lane() == 0) lse[work.head * a.tokens + head.bounds.start + row] = largest[r] + logf(weights);
   }
 }
 
@@ -182,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (fill_uncovered(a, dqkv, 3 * columns, nullptr)) return;
   const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
   const Head<T> head(a, work);
-  const int D = a.D, tile = kBlock * (D | 1), length = head.at.length;
+  const int D = a.D, tile = kBlock * (D | 1), length = head.bounds.length;
   if (head.first >= length) return;
   const Key site = a.drop.threshold ? site_key(a.drop) : Key{};
   FB_DYNAMIC_SHARED(shared);
@@ -197,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = head.first + head.row + r;
-    offset[r] = row < length ? lse[work.head * a.tokens + head.at.start + row] : 0;
+    offset[r] = row < length ? lse[work.head * a.tokens + head.bounds.start + row] : 0;
     float sum = 0;
     if (row < length)
       for (int i = lane(); i < D; i += 32)
@@ -226,11 +223,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int row = head.first + head.row + r;
     const float inverse = 1 / sum_of_warp(total[r]);
     if (row >= length) continue;
-    store(dq[r], inverse * a.scale, dqkv + 3 * columns * (head.at.start + row) + work.head * D, D);
+    store(dq[r], inverse * a.scale, dqkv + 3 * columns * (head.bounds.start + row) + work.head * D, D);
     if (lane() == 0) {
-      statistics.of(0, work.head, head.at, work.sequence)[row] = offset[r];
-      statistics.of(1, work.head, head.at, work.sequence)[row] = delta[r];
-      statistics.of(2, work.head, head.at, work.sequence)[row] = inverse;
+      statistics.of(kLse, work.head, head.bounds, work.sequence)[row] = offset[r];
+      statistics.of(kDelta, work.head, head.bounds, work.sequence)[row] = delta[r];
+      statistics.of(kInverseSum, work.head, head.bounds, work.sequence)[row] = inverse;
     }
   }
 }
@@ -242,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                                     Statistics statistics, int parts) {
   const Work work = work_of(a, parts, int(blockIdx.x));
   const Head<T> head(a, work);
-  const int D = a.D, tile = kBlock * (D | 1), length = head.at.length;
+  const int D = a.D, tile = kBlock * (D | 1), length = head.bounds.length;
   if (head.first >= length) return;
   const Key site = a.drop.threshold ? site_key(a.drop) : Key{};
   const Rows<T> grads = head.of(dout, work);
@@ -258,9 +255,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     const int query = step + lane();
     const bool inside = query < length;
-    const float offset = inside ? statistics.of(0, work.head, head.at, work.sequence)[query] : 0;
-    const float delta = inside ? statistics.of(1, work.head, head.at, work.sequence)[query] : 0;
-    const float inverse = inside ? statistics.of(2, work.head, head.at, work.sequence)[query] : 0;
+    const float offset = inside ? statistics.of(kLse, work.head, head.bounds, work.sequence)[query] : 0;
+    const float delta = inside ? statistics.of(kDelta, work.head, head.bounds, work.sequence)[query] : 0;
+    const float inverse = inside ? statistics.of(kInverseSum, work.head, head.bounds, work.sequence)[query] : 0;
     float weights[kRows], ds[kRows];
     dot(weights, keys + head.row * (D | 1), queries, D);
     dot(ds, values + head.row * (D | 1), douts, D);
@@ -279,7 +276,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int r = 0; r < kRows; ++r) {
     const int row = head.first + head.row + r;
     if (row >= length) continue;
-    T* const place = dqkv + 3 * head.columns * (head.at.start + row) + head.columns + work.head * D;
+    T* const place = dqkv + 3 * head.columns * (head.bounds.start + row) + head.columns + work.head * D;
     store(dk[r], a.scale, place, D);
     store(dv[r], 1, place + head.columns, D);
   }
@@ -287,10 +284,12 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- launchers
 
+// other_blocks: at the head of the grid, beside those that compute. tiles: of kBlock rows in shared memory.
 template <class... Params, class... Args>
-const char* run(const Attention& a, int64_t more, int tiles, void* stream, void (*kernel)(Params...), Args... args) {
+const char* run(const Attention& a, int64_t other_blocks, int tiles, void* stream, void (*kernel)(Params...),
+                Args... args) {
   const int parts = (a.longest + kBlock - 1) / kBlock;
-  const int64_t blocks = more + int64_t(parts) * a.heads * a.sequences;
+  const int64_t blocks = other_blocks + int64_t(parts) * a.heads * a.sequences;
   if (blocks == 0) return nullptr;
   if (blocks > INT32_MAX) return "attention: too many heads and sequences for one launch";
   return launch(kernel, dim3(blocks), dim3(kThreads), tiles * kBlock * (a.D | 1) * sizeof(float), stream, a, args...,

@@ -1,4 +1,7 @@
-// Tiles of attention's matrices in shared memory, and the products of their fragments on tensor cores.
+// Tiles of Q, K, V and dO in shared memory, and the products of their fragments on tensor cores.
+//
+// Tiles are stored in chunks of 16 bytes. swizzle() permutes the chunks of a row, so that neither copies nor ldmatrix
+// have bank conflicts.
 #pragma once
 
 #include "attention.cuh"
@@ -8,7 +11,6 @@ namespace fastbert::cuda {
 
 constexpr int kTile = 64;     // rows of the streamed side a step; a block of dropout bits
 constexpr int kRotating = 3;  // tiles in shared memory where not all fit; 2 where not even 3 do
-constexpr unsigned kAll = 0xffffffff;
 
 // ---- tiles in shared memory
 
@@ -16,9 +18,9 @@ struct alignas(16) Chunk {  // 8 elements
   uint32_t word[4];
 };
 
-// Place of a chunk in a tile of rows of kWidth elements.
+// Index of a chunk in a tile of rows of kWidth elements.
 template <int kWidth>
-__device__ __forceinline__ int at(int row, int chunk) {
+__device__ __forceinline__ int swizzle(int row, int chunk) {
   constexpr int kChunks = kWidth / 8, kRowsOfBanks = kChunks < 8 ? 8 / kChunks : 1,
                 kMask = kChunks < 8 ? kChunks - 1 : 7;
   return row * kChunks + (chunk ^ (row / kRowsOfBanks & kMask));
@@ -32,56 +34,60 @@ struct Rows {
   int count;
 };
 
-// Copies kRows rows from `row` on to a tile, zeros behind the last and beyond D. A thread copies the same chunk of
-// every so many rows: a multiple of 8, after which chunks are exchanged in the same way.
+// Starts to copy kRows rows, from `row` on, to a tile; zeros behind the last row and beyond D. A thread copies the same
+// chunk of several rows; those are a multiple of 8 apart, so the swizzle puts it into the same place in all of them.
 template <int kRows, int kWidth, class T>
 __device__ __forceinline__ void copy(Chunk* tile, const Rows<T>& from, int row, int D) {
   constexpr int kChunks = kWidth / 8;
-  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks, turn = blockDim.x / kChunks;
+  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks, step = blockDim.x / kChunks;
   const int rows = chunk * 8 < D ? min(from.count - row, kRows) : 0;
-  Chunk* to = tile + at<kWidth>(first, chunk);
+  Chunk* to = tile + swizzle<kWidth>(first, chunk);
   const T* source = from.first + (row + first) * from.stride + chunk * 8;
-  for (int r = first; r < kRows; r += turn, to += turn * kChunks, source += turn * from.stride)
+  for (int r = first; r < kRows; r += step, to += step * kChunks, source += step * from.stride)
     ptx::cp_async16(to, r < rows ? source : from.first, r < rows ? 16 : 0);
 }
 
-// ---- the streamed side: two matrices, K and V or Q and dO, in tiles of kTile rows
+// ---- the streamed side, in tiles of kTile rows: K and V, or, for dK and dV, Q and dO with the rows' statistics
 
 template <int kWidth, class T>
 struct Stream {
-  static constexpr int kMatrix = kTile * kWidth / 8;  // chunks
-  static constexpr int kNumbers = 3 * kTile / 4;      // chunks of statistics of the rows, where there are any
+  static constexpr int kMatrix = kTile * kWidth / 8;           // chunks of a tile of one matrix
+  static constexpr int kStatistics = kQuantities * kTile / 4;  // chunks of a tile's statistics
 
   Chunk* shared;
-  Rows<T> one, two;
-  const float *lse, *delta, *inverse;  // of the rows, or nullptr
-  int D, slots, tiles, ahead;          // ahead: tiles under way
+  Rows<T> k_or_q, v_or_do;
+  const float* statistics[kQuantities];  // of the rows; nullptr where K and V are streamed
+  int D, slots, tiles, ahead;            // slots: tiles that fit into shared memory; ahead: tiles copied in advance
 
-  __device__ Stream(Chunk* shared_, Rows<T> one_, Rows<T> two_, int D_, int slots_)
-      : shared(shared_), one(one_), two(two_), lse(nullptr), delta(nullptr), inverse(nullptr), D(D_), slots(slots_) {
-    tiles = (one.count + kTile - 1) / kTile;
+  __device__ Stream(Chunk* shared_, Rows<T> k_or_q_, Rows<T> v_or_do_, int D_, int slots_)
+      : shared(shared_), k_or_q(k_or_q_), v_or_do(v_or_do_), statistics{}, D(D_), slots(slots_) {
+    tiles = (k_or_q.count + kTile - 1) / kTile;
     ahead = stays() ? kRotating - 1 : slots - 1;
   }
 
-  __host__ __device__ static constexpr int chunks(bool numbers) { return 2 * kMatrix + numbers * kNumbers; }
+  __host__ __device__ static constexpr int chunks(bool with_statistics) {
+    return 2 * kMatrix + with_statistics * kStatistics;
+  }
   __device__ bool stays() const { return tiles <= slots; }
-  __device__ const Chunk* first(int tile) const { return slot(tile); }
-  __device__ const Chunk* second(int tile) const { return slot(tile) + kMatrix; }
-  // lse, delta and inverse, kTile each
-  __device__ const float* numbers(int tile) const { return reinterpret_cast<const float*>(slot(tile) + 2 * kMatrix); }
+  __device__ const Chunk* k_or_q_tile(int tile) const { return slot(tile); }
+  __device__ const Chunk* v_or_do_tile(int tile) const { return slot(tile) + kMatrix; }
+  // [kQuantities][kTile]
+  __device__ const float* statistics_tile(int tile) const {
+    return reinterpret_cast<const float*>(slot(tile) + 2 * kMatrix);
+  }
 
-  // Starts to copy a tile; a group of copies in any case, so that they can be counted.
+  // Starts to copy a tile. Behind the last tile it commits an empty group, because next() waits by counting groups.
   __device__ void start(int tile) {
     if (tile < tiles) {
-      copy<kTile, kWidth>(slot(tile), one, tile * kTile, D);
-      copy<kTile, kWidth>(slot(tile) + kMatrix, two, tile * kTile, D);
-      if (lse) start_numbers(tile);
+      copy<kTile, kWidth>(slot(tile), k_or_q, tile * kTile, D);
+      copy<kTile, kWidth>(slot(tile) + kMatrix, v_or_do, tile * kTile, D);
+      if (statistics[kLse]) copy_statistics(tile);
     }
     ptx::cp_async_commit();
   }
 
-  // After the block's own rows have been asked for: they arrive with the first tile, or, where the tiles have arrived
-  // for earlier rows, are waited for here.
+  // Call it after starting to copy the block's own rows. They arrive with the first tile; if all tiles have `arrived`,
+  // for earlier rows of the block, this waits for them.
   __device__ void begin(bool arrived) {
     if (arrived) {
       ptx::cp_async_commit();
@@ -92,7 +98,7 @@ struct Stream {
     }
   }
 
-  // Waits for a tile and starts the one that is `ahead` behind it, in the place of one that no warp reads any more.
+  // Waits for a tile, then starts to copy the tile that is `ahead` of it, over one that no warp reads any more.
   __device__ void next(int tile) {
     if (ahead > 1) {
       ptx::cp_async_wait<1>();
@@ -104,24 +110,23 @@ struct Stream {
   }
 
  private:
-  __device__ Chunk* slot(int tile) const { return shared + tile % slots * chunks(lse); }
+  __device__ Chunk* slot(int tile) const { return shared + tile % slots * chunks(statistics[kLse]); }
 
-  __device__ void start_numbers(int tile) {
-    for (int i = threadIdx.x; i < kNumbers; i += blockDim.x) {
-      const int row = i * 4 % kTile, behind = one.count - tile * kTile - row;
-      const float* const of = i * 4 < kTile ? lse : i * 4 < 2 * kTile ? delta : inverse;
-      const int bytes = within(behind * 4, 0, 16);
-      ptx::cp_async16(slot(tile) + 2 * kMatrix + i, bytes ? of + tile * kTile + row : of, bytes);
+  __device__ void copy_statistics(int tile) {
+    for (int i = threadIdx.x; i < kStatistics; i += blockDim.x) {
+      const int row = i * 4 % kTile, rows_left = k_or_q.count - tile * kTile - row;
+      const float* const source = i * 4 < kTile       ? statistics[kLse]
+                                  : i * 4 < 2 * kTile ? statistics[kDelta]
+                                                      : statistics[kInverseSum];
+      const int bytes = within(rows_left * 4, 0, 16);
+      ptx::cp_async16(slot(tile) + 2 * kMatrix + i, bytes ? source + tile * kTile + row : source, bytes);
     }
   }
 };
 
 // ---- fragments and products; lane l has rows l / 4 and l / 4 + 8 of an accumulator, columns 2 (l % 4) and the next
 
-__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-
-// 16 rows of a tile as A operands: held in registers, or, where those are needed for sums, read again for every
-// product.
+// 16 rows of a tile as A operands: held in registers, or, where sums need those, read again for every product.
 template <int kWidth, bool kHeld>
 struct Operand {
   uint32_t word[kWidth / 16][4];  // if kHeld
@@ -147,11 +152,11 @@ struct Operand {
 
  private:
   __device__ __forceinline__ void read(int k, uint32_t (&a)[4]) const {
-    ptx::ldmatrix_x4(a, tile + at<kWidth>(row + lane() % 16, 2 * k + lane() / 16));
+    ptx::ldmatrix_x4(a, tile + swizzle<kWidth>(row + lane() % 16, 2 * k + lane() / 16));
   }
 };
 
-// c[i][j] = rows of a[i] times, transposed, rows 8j to 8j + 7 of the tile behind `row`.
+// c[i][j] = rows[i] times the transpose of rows 8j to 8j + 7 of the tile, counted from `row`.
 template <class T, int kWidth, bool kHeld, int kRowTiles, int kColumns>
 __device__ __forceinline__ void times_transposed(float (&c)[kRowTiles][kColumns][4],
                                                  const Operand<kWidth, kHeld> (&rows)[kRowTiles], const Chunk* tile,
@@ -170,7 +175,7 @@ __device__ __forceinline__ void times_transposed(float (&c)[kRowTiles][kColumns]
 #pragma unroll
     for (int j = 0; j < kColumns; j += 2) {
       uint32_t b[4];
-      ptx::ldmatrix_x4(b, tile + at<kWidth>(row + 8 * j + lane() / 16 * 8 + lane() % 8, 2 * k + lane() / 8 % 2));
+      ptx::ldmatrix_x4(b, tile + swizzle<kWidth>(row + 8 * j + lane() / 16 * 8 + lane() % 8, 2 * k + lane() / 8 % 2));
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         ptx::mma_m16n8k16<T>(c[i][j], a[i], b[0], b[1]);
@@ -180,7 +185,7 @@ __device__ __forceinline__ void times_transposed(float (&c)[kRowTiles][kColumns]
   }
 }
 
-// sum[i] += p[i], rounded, times the tile's rows from `row` on, as many as p has columns.
+// sum[i] += p[i], rounded to T, times as many rows of the tile, from `row` on, as p has columns.
 template <class T, int kWidth, int kRowTiles, int kColumns>
 __device__ __forceinline__ void add_product(float (&sum)[kRowTiles][kWidth / 8][4],
                                             const float (&p)[kRowTiles][kColumns][4], const Chunk* tile, int row) {
@@ -197,7 +202,7 @@ __device__ __forceinline__ void add_product(float (&sum)[kRowTiles][kWidth / 8][
 #pragma unroll
     for (int j = 0; j < kWidth / 8; j += 2) {
       uint32_t b[4];
-      ptx::ldmatrix_x4_trans(b, tile + at<kWidth>(row + 16 * k + lane() % 16, j + lane() / 16));
+      ptx::ldmatrix_x4_trans(b, tile + swizzle<kWidth>(row + 16 * k + lane() % 16, j + lane() / 16));
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         ptx::mma_m16n8k16<T>(sum[i][j], a[i], b[0], b[1]);
@@ -207,7 +212,7 @@ __device__ __forceinline__ void add_product(float (&sum)[kRowTiles][kWidth / 8][
   }
 }
 
-// -inf in the columns from `columns` on, of an accumulator whose first column is `first`.
+// Writes -inf to the columns from `columns` on of an accumulator whose first column is `first`.
 template <int kRowTiles, int kColumns>
 __device__ __forceinline__ void hide(float (&c)[kRowTiles][kColumns][4], int first, int columns) {
 #pragma unroll
@@ -219,47 +224,50 @@ __device__ __forceinline__ void hide(float (&c)[kRowTiles][kColumns][4], int fir
         if (first + 8 * j + 2 * (lane() % 4) + e % 2 >= columns) c[i][j][e] = -INFINITY;
 }
 
-// A row's four lanes together.
+// Over the four lanes that share a row.
 __device__ __forceinline__ float sum_of_row(float x) {
-  x += __shfl_xor_sync(kAll, x, 1);
-  return x + __shfl_xor_sync(kAll, x, 2);
+  x += __shfl_xor_sync(kAllLanes, x, 1);
+  return x + __shfl_xor_sync(kAllLanes, x, 2);
 }
 __device__ __forceinline__ float largest_of_row(float x) {
-  x = fmaxf(x, __shfl_xor_sync(kAll, x, 1));
-  return fmaxf(x, __shfl_xor_sync(kAll, x, 2));
+  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
 }
 
-// Writes 16 rows of `sums`, each times the factor of its half, from row `row` of x on. They pass through `tile`, the
-// warp's own 16 rows of shared memory, to leave in chunks.
+// Writes 16 rows of sums to x, from row `row` on: the upper 8 times `upper`, the lower 8 times `lower`. They pass
+// through `tile`, 16 rows of shared memory that only this warp uses, so that global memory is written in chunks.
 template <class T, int kWidth>
 __device__ __forceinline__ void store(const float (&sums)[kWidth / 8][4], float upper, float lower, Chunk* tile,
                                       int tile_row, T* x, int64_t stride, int row, int rows, int D) {
   constexpr int kChunks = kWidth / 8;
   const int g = lane() / 4, t = lane() % 4;
-  __syncwarp();  // all lanes have read their operands
+  __syncwarp();  // all lanes have read their operands from the tile
 #pragma unroll
   for (int j = 0; j < kChunks; ++j) {
-    tile[at<kWidth>(tile_row + g, j)].word[t] = pack<T>(sums[j][0] * upper, sums[j][1] * upper);
-    tile[at<kWidth>(tile_row + g + 8, j)].word[t] = pack<T>(sums[j][2] * lower, sums[j][3] * lower);
+    tile[swizzle<kWidth>(tile_row + g, j)].word[t] = pack<T>(sums[j][0] * upper, sums[j][1] * upper);
+    tile[swizzle<kWidth>(tile_row + g + 8, j)].word[t] = pack<T>(sums[j][2] * lower, sums[j][3] * lower);
   }
   __syncwarp();
 #pragma unroll
   for (int i = lane(); i < 16 * kChunks; i += 32) {
     const int r = i / kChunks, chunk = i % kChunks;
     if (row + r < rows && chunk * 8 < D)
-      *reinterpret_cast<Chunk*>(x + (row + r) * stride + chunk * 8) = tile[at<kWidth>(tile_row + r, chunk)];
+      *reinterpret_cast<Chunk*>(x + (row + r) * stride + chunk * 8) = tile[swizzle<kWidth>(tile_row + r, chunk)];
   }
 }
 
+// One head of one sequence.
 template <class T>
-struct Head {  // one head of one sequence
-  Bounds at;
+struct Head {
+  Bounds bounds;
   Rows<T> q, k, v;
 
-  __device__ Head(const Attention& a, Work work) : at(bounds_of(a, work.sequence)) {
-    const int64_t part = int64_t(a.heads) * a.D, stride = 3 * part;
-    const T* const first = static_cast<const T*>(a.qkv) + at.start * stride + work.head * a.D;
-    q = {first, stride, at.length}, k = {first + part, stride, at.length}, v = {first + 2 * part, stride, at.length};
+  __device__ Head(const Attention& a, Work work) : bounds(bounds_of(a, work.sequence)) {
+    const int64_t columns = int64_t(a.heads) * a.D, stride = 3 * columns;
+    const T* const first = static_cast<const T*>(a.qkv) + bounds.start * stride + work.head * a.D;
+    q = {first, stride, bounds.length};
+    k = {first + columns, stride, bounds.length};
+    v = {first + 2 * columns, stride, bounds.length};
   }
 };
 

@@ -24,7 +24,7 @@ void check(const at::Tensor& x, const at::Tensor& bias, std::string_view approxi
                               "bias_gelu: the CUDA kernels have no fp64");
 }
 
-// As the kernels take it: of x's type or float.
+// The kernels take a bias of x's type or float.
 at::Tensor parameter(const at::Tensor& bias, const at::Tensor& x) {
   return (bias.scalar_type() == x.scalar_type() ? bias : bias.to(at::kFloat)).contiguous();
 }

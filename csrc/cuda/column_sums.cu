@@ -1,8 +1,8 @@
-// Adds up partial sums, a row a block of the kernel before.
+// Adds up partial sums: one row of them from each block of the kernel before.
 //
-// A block has 32 neighbouring columns, a lane each, over all quantities; its warps share the rows and are added up in
-// order. There are about as many rows as multiprocessors: with 32 warps a thread has a handful of loads, all in flight
-// together and served by the second-level cache, so the kernel takes little more than its launch.
+// A block adds up 32 neighbouring columns, one in each lane; its warps share the rows, and their sums are added in
+// order. There are about as many rows as multiprocessors, so with 32 warps a thread has a handful of loads, all in
+// flight at once and served by the L2 cache: the kernel takes little more than its launch.
 #include "column_sums.h"
 #include "common.cuh"
 
@@ -31,13 +31,13 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll 4
     for (int64_t row = warp; row < count; row += kWarps) sum += partials[row * columns + column];
   }
-  FB_SHARED(float, of_warp, kWarps * 32);  // [kWarps, 32]
-  of_warp[warp * 32 + lane] = sum;
+  FB_SHARED(float, warp_sums, kWarps * 32);  // [kWarps, 32]
+  warp_sums[warp * 32 + lane] = sum;
   __syncthreads();
   if (warp > 0 || column >= columns) return;
   float total = 0;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) total += of_warp[w * 32 + lane];
+  for (int w = 0; w < kWarps; ++w) total += warp_sums[w * 32 + lane];
   const int64_t quantity = column / channels;
 #pragma unroll
   for (int q = 0; q < 3; ++q)

@@ -1,5 +1,5 @@
-// The second stage of sums over rows: kernels write one row of partial sums a block, and this adds the rows up. No
-// atomics, and an order that depends on the shape alone: the same bits each time.
+// The second stage of sums over rows: each block of a kernel writes one row of partial sums, and this adds up the rows.
+// No atomics; the order depends on the shape alone, so the bits are the same each time.
 #pragma once
 
 #include <stdint.h>

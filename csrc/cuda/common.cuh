@@ -2,7 +2,7 @@
 #pragma once
 
 #ifdef FB_CUDA_ON_CPU
-#include "cuda_on_cpu.h"  // tests run this text on the processor: it stands in for the compiler and for launch()
+#include "cuda_on_cpu.h"  // tests run the kernels on the CPU; this replaces nvcc's keywords, the runtime and launch()
 #else
 #include <cuda_runtime.h>
 
@@ -20,7 +20,7 @@
 namespace fastbert::cuda {
 
 #ifndef FB_CUDA_ON_CPU
-inline const char* words(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
+inline const char* message(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
 
 inline int attribute(cudaDeviceAttr which) {
   int device = 0, value = 0;
@@ -29,10 +29,10 @@ inline int attribute(cudaDeviceAttr which) {
   return value;
 }
 inline int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
-inline int shared_memory_limit() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }  // bytes, of a block
+inline int shared_memory_limit() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }  // bytes a block
 
-// Lets a kernel have all the shared memory of the device. Always the same for a kernel and a device, for the latest
-// value counts in all threads of the process.
+// Lets a kernel use all the shared memory of a block. Not just what this launch needs: the setting is shared by all
+// threads of the process, and another one may launch the kernel with more.
 template <class... Params>
 const char* allow_shared_memory(void (*kernel)(Params...)) {
   cudaFuncAttributes has;
@@ -41,23 +41,23 @@ const char* allow_shared_memory(void (*kernel)(Params...)) {
     const int bytes = shared_memory_limit() - int(has.sharedSizeBytes);
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   }
-  if (error != cudaSuccess) cudaGetLastError();  // is reported here, not by the next launch
-  return words(error);
+  if (error != cudaSuccess) cudaGetLastError();  // clears it: it is reported here, not by the next launch
+  return message(error);
 }
 
 // Launches on the current device and returns what went wrong, or nullptr. Nothing here waits, so graphs can capture it.
 template <class... Params, class... Args>
 const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, Args... args) {
-  constexpr size_t kWithoutAsking = 48 << 10;
-  if (shared_bytes > kWithoutAsking)
+  constexpr size_t kDefaultLimit = 48 << 10;
+  if (shared_bytes > kDefaultLimit)
     if (const char* error = allow_shared_memory(kernel)) return error;
   kernel<<<grid, block, shared_bytes, static_cast<cudaStream_t>(stream)>>>(args...);
-  return words(cudaGetLastError());
+  return message(cudaGetLastError());
 }
 #endif
 
-// N elements that move in as few instructions as their size allows, 16 bytes each at most. Index with pointers to Vec:
-// nvcc splits a store into its elements where the address was computed in elements and cast.
+// N elements that are loaded and stored together, up to 16 bytes in one instruction. Compute addresses with pointers to
+// Vec: if an address is computed in elements and then cast, nvcc splits the store into single elements.
 template <class T, int N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vec {
   T at[N];

@@ -19,8 +19,8 @@ using OptionalTensor = std::optional<at::Tensor>;
 using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Tensors5 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// The inputs as the kernels take them, kept alive. Kernels know one type of x beside a residual of the same or of fp32,
-// and one type of parameters; what is neither comes as fp32.
+// The inputs as the kernels take them, and the tensors that they point into. Kernels take a residual of x's type or
+// fp32, and parameters that are all of x's type or all fp32; what is of another type is converted to fp32.
 struct Inputs {
   at::Tensor x, weight, bias;
   OptionalTensor residual, x_bias;
@@ -78,7 +78,7 @@ Tensors3 forward(Inputs in) {
   return {y, mean, rstd};
 }
 
-// weight, residual and x_bias as they were given: their gradients are like them.
+// weight, residual and x_bias: as they were given, because their gradients have the same types.
 Tensors5 backward(Inputs in, const at::Tensor& dy, const at::Tensor& mean, const at::Tensor& rstd, bool need_dparams,
                   const at::Tensor& weight, const OptionalTensor& residual, const OptionalTensor& x_bias) {
   check_like("layer_norm", "dy", dy, in.x);

@@ -1,5 +1,5 @@
-// PTX, all of it: asynchronous copies, matrix fragments, products, the fast exponential. Tests run kernels on the
-// processor, where each function is the one of the same name in tests/cuda_on_cpu.
+// All PTX that the kernels use: asynchronous copies, matrix fragments, products, the fast exponential. Where tests run
+// kernels on the CPU, tests/cuda_on_cpu has functions of the same names.
 //
 // Fragments of mma.m16n8k16, for lane l with g = l / 4 and t = l % 4, two elements a register, the lower half first:
 //   A (16 x 16): a[0] row g, columns 2t, 2t + 1; a[1] row g + 8; a[2], a[3] the same rows, columns 8 + 2t, 9 + 2t
@@ -24,8 +24,8 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return unsigned(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes from device to shared memory, of which the last 16 - source_bytes are zeros. Visible to this thread after
-// the cp_async_wait of its group, to others after a barrier behind that.
+// Copies 16 bytes from global to shared memory; of these the last 16 - source_bytes become zeros instead. Visible to
+// this thread after the cp_async_wait of its group, to others after a barrier that follows it.
 __device__ __forceinline__ void cp_async16(void* shared, const void* global, int source_bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(shared)), "l"(global),
                "r"(source_bytes)
@@ -34,7 +34,7 @@ __device__ __forceinline__ void cp_async16(void* shared, const void* global, int
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
-// Waits until at most kPending of this thread's latest groups are under way.
+// Waits until at most the kPending latest groups of this thread are unfinished.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");

@@ -1,16 +1,16 @@
 """attention in Triton: softmax(Q K^T) V within each sequence of a packed batch, on the projection's output in place.
 
-A program owns a tile of queries of one head of one sequence and walks over the sequence's keys with an online softmax
+A program owns a tile of queries of one head of one sequence and loops over the sequence's keys with an online softmax
 (Dao, "FlashAttention-2", 2023). Programs of tiles behind a sequence's end return at once, so nothing is computed for
-padding, and one long sequence is spread over the chip like many short ones. The first programs of the grid look for
-tokens that no sequence covers and write their zeros: every row of the output is written whatever cu_seqlens holds.
+padding, and one long sequence is spread over the chip like many short ones. The first programs of the grid write zeros
+for tokens that no sequence covers: every row of the output is written whatever cu_seqlens holds.
 
-The backward keeps qkv, the output and one number a row. No atomics: where sequences are short (ONE_PASS) and there are
-enough of them to fill the chip with a program per head and sequence, one pass gives all three gradients (5 products a
-tile pair), dQ being summed up in float32 by the program itself; else one pass gives dK and dV and another dQ (7).
+The backward needs qkv, the output and one number a row. There are no atomics. Where sequences are short (ONE_PASS) and
+a program for each head and sequence fills the chip, one kernel computes all three gradients, with 5 products for each
+pair of tiles, and adds up dQ in float32. Elsewhere one kernel computes dK and dV and another dQ, with 7 products.
 
-The dropout mask is one byte a score, 16 keys a Philox call, in the order of the mma accumulator: in its layout the
-permutations below cost nothing, so scores are always queries by keys.
+The dropout mask is one byte a score, 16 keys a Philox call, in the order of the mma accumulator. In that layout the
+permutations below cost nothing, which is why scores are always queries by keys, never transposed.
 """
 
 import torch
@@ -30,18 +30,18 @@ from fastbert.triton.common import (
     site_key,
 )
 
-FILL = 128  # tokens a program that looks for uncovered ones
+FILL = 128  # tokens searched by a program that looks for uncovered ones
 LOG2E = tl.constexpr(1.4426950408889634)
-LARGE = tl.constexpr(32.0)  # a log-sum-exp beyond this has lost digits that the weights need
+LARGE = tl.constexpr(32.0)  # lse beyond this is rounded so much that weights computed from it are wrong
 
 
 def _tiles(M: int, N: int, num_warps: int, num_stages: int = 1, **more: bool) -> Config:
     return Config({"M": M, "N": N, **more}, num_warps, num_stages)
 
 
-# By (padded head size, bits of an element, few: whether tiles of 128 queries are too few to fill the chip). Found by
-# compiling (docs/triton_report.md): nothing spills. RELOAD: queries are read again for every tile of keys instead of
-# held in registers as the product's operand, of which float32 and mma.sync at D = 128 leave too few.
+# Arguments: padded head size, bits of an element, few: whether tiles of 128 queries are too few to fill the chip.
+# Chosen by compiling (docs/triton_report.md), so that nothing spills. RELOAD: queries are read again for every tile of
+# keys, because float32, and mma.sync at D = 128, leave too few registers to hold them.
 def _forward_80(width: int, bits: int, few: bool) -> Config:
     if bits == 32:
         return _tiles(16, 64, 8, RELOAD=True)
@@ -88,10 +88,11 @@ KEYS = {80: _keys_80, 90: _keys_90, 100: _keys_100}  # dK and dV, and in one pas
 QUERIES = {80: _queries_80}  # dQ
 ONE_PASS = {80: lambda width, bits, few: 0, 90: lambda width, bits, few: 512 if width <= 64 and bits == 16 else 0}
 
-_VARYING = ["tokens", "batch", "longest", "tiles", "fill", "threshold", "site"]  # from call to call: no recompilation
+# They vary from call to call: Triton must not compile a kernel for each divisibility of theirs.
+_VARYING = ["tokens", "batch", "longest", "tiles", "fill", "threshold", "site"]
 
 
-# ---- places
+# ---- loading and storing
 
 
 @triton.jit
@@ -104,7 +105,10 @@ def _bounds(cu_seqlens, sequence, tokens, longest):
 
 @triton.jit
 def _uncovered(cu_seqlens, token, batch, tokens, longest):
-    """Which tokens no sequence covers. The search may err where cu_seqlens is not sorted, the check after it cannot."""
+    """Which tokens no sequence covers.
+
+    In a cu_seqlens that is not sorted the search may find the wrong sequence; the comparison after it is always right.
+    """
     low = tl.zeros_like(token)
     high = low + batch
     step = batch
@@ -122,7 +126,7 @@ def _uncovered(cu_seqlens, token, batch, tokens, longest):
 
 @triton.jit
 def _clear(x, token, rows, columns, COLUMNS: tl.constexpr):
-    """Zeros in the rows of x (tokens, columns) that `rows` selects."""
+    """Writes zeros to the rows of x (tokens, columns) that `rows` selects."""
     for first in range(0, columns, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         at = token.to(tl.int64)[:, None] * columns + column[None, :]
@@ -190,15 +194,15 @@ def _attend(
         q = _load(queries, query, length, stride, D, WIDTH, True)
     key = first + tl.arange(0, N)
     s = _scores(q, _load(keys, key, length, stride, D, WIDTH, CHECK), key, length, scale, CHECK, PRECISION)
-    now = tl.maximum(largest, tl.max(s, 1))
-    p = tl.exp2(s - now[:, None])
-    shrink = tl.exp2(largest - now)
+    maximum = tl.maximum(largest, tl.max(s, 1))
+    p = tl.exp2(s - maximum[:, None])
+    shrink = tl.exp2(largest - maximum)
     total = total * shrink + tl.sum(p, 1)
     if DROPOUT:
         p = tl.where(_keep(k0, k1, query, first, head, sequence, threshold, M, N), p, 0.0)
     v = _load(values, key, length, stride, D, WIDTH, CHECK)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, now, total
+    return acc, maximum, total
 
 
 # ---- forward
@@ -213,13 +217,13 @@ def _forward(
     program = tl.program_id(0)
     if program < fill:
         token = program * FILL + tl.arange(0, FILL)
-        alone = _uncovered(cu_seqlens, token, batch, tokens, longest)
-        if tl.max(alone.to(tl.int32), 0) > 0:
-            _clear(out, token, alone, heads * D, WIDTH)
+        uncovered = _uncovered(cu_seqlens, token, batch, tokens, longest)
+        if tl.max(uncovered.to(tl.int32), 0) > 0:
+            _clear(out, token, uncovered, heads * D, WIDTH)
             for head in range(0, heads):
-                tl.store(lse + head * tokens.to(tl.int64) + token, tl.zeros((FILL,), tl.float32), alone)
+                tl.store(lse + head * tokens.to(tl.int64) + token, tl.zeros((FILL,), tl.float32), uncovered)
         return
-    tile, head, sequence = _whose(program - fill, tiles, heads)
+    tile, head, sequence = _work_of(program - fill, tiles, heads)
     start, length = _bounds(cu_seqlens, sequence, tokens, longest)
     if tile * M >= length:
         return
@@ -248,8 +252,8 @@ def _forward(
 
 
 @triton.jit
-def _whose(program, tiles, heads):
-    """(tile, head, sequence): tiles of one head and sequence are neighbours, they read the same keys."""
+def _work_of(program, tiles, heads):
+    """(tile, head, sequence). Tiles of one head are neighbours in the grid: they read the same keys, from the cache."""
     return program % tiles, program // tiles % heads, program // tiles // heads
 
 
@@ -273,7 +277,7 @@ def forward(
     programs = fill + tiles * call.heads * call.batch
     launch(
         _forward, (programs if call.tokens else 0,), call.qkv, call.cu_seqlens, rng, out, lse,
-        *call.sizes, tiles, fill, call.heads, *call.numbers,
+        *call.sizes, tiles, fill, call.heads, *call.scalars,
         config=config, FILL=FILL, DROPOUT=call.drops, **call.constants,
     )  # fmt: skip
     return out, lse
@@ -288,16 +292,18 @@ def _prepare(
     qkv, cu_seqlens, out, lse, dout, dqkv, delta, shift, inverse, tokens, batch, longest, tiles, fill, heads, scale,
     PRECISION: tl.constexpr, FILL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """delta of every row, and P = exp2(scores - shift) * inverse. Where lse is so large that it has lost the digits of
-    the sum, shift is the largest score and inverse 1 / sum, both found anew."""
+    """delta, shift and inverse of every row, with P = exp2(scores - shift) * inverse.
+
+    Usually shift is lse and inverse 1. Where |lse| > LARGE they are the largest score and 1 / sum, computed again.
+    """
     program = tl.program_id(0)
     if program < fill:
         token = program * FILL + tl.arange(0, FILL)
-        alone = _uncovered(cu_seqlens, token, batch, tokens, longest)
-        if tl.max(alone.to(tl.int32), 0) > 0:
-            _clear(dqkv, token, alone, 3 * heads * D, WIDTH)
+        uncovered = _uncovered(cu_seqlens, token, batch, tokens, longest)
+        if tl.max(uncovered.to(tl.int32), 0) > 0:
+            _clear(dqkv, token, uncovered, 3 * heads * D, WIDTH)
         return
-    tile, head, sequence = _whose(program - fill, tiles, heads)
+    tile, head, sequence = _work_of(program - fill, tiles, heads)
     start, length = _bounds(cu_seqlens, sequence, tokens, longest)
     if tile * M >= length:
         return
@@ -317,9 +323,9 @@ def _prepare(
             key = first + tl.arange(0, N)
             k = _load(queries + heads * D, key, length, stride, D, WIDTH, True)
             s = _scores(q, k, key, length, scale, True, PRECISION)
-            now = tl.maximum(largest, tl.max(s, 1))
-            total = total * tl.exp2(largest - now) + tl.sum(tl.exp2(s - now[:, None]), 1)
-            largest = now
+            maximum = tl.maximum(largest, tl.max(s, 1))
+            total = total * tl.exp2(largest - maximum) + tl.sum(tl.exp2(s - maximum[:, None]), 1)
+            largest = maximum
     tl.store(shift + row, largest, inside)
     tl.store(inverse + row, 1.0 / total, inside)
 
@@ -352,8 +358,8 @@ def _backward(
     NEED_DQ: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of key tiles: of one tile, or with NEED_DQ of all tiles of a sequence, one after the other, and dQ."""
-    tile, head, sequence = _whose(tl.program_id(0), tiles, heads)
+    """dK and dV of one tile of keys; with NEED_DQ of all tiles of a sequence, one after the other, and dQ."""
+    tile, head, sequence = _work_of(tl.program_id(0), tiles, heads)
     start, length = _bounds(cu_seqlens, sequence, tokens, longest)
     if tile * N >= length:
         return
@@ -368,7 +374,7 @@ def _backward(
         k = _load(qkv + place + heads * D, key, length, stride, D, WIDTH, True)
         v = _load(qkv + place + 2 * heads * D, key, length, stride, D, WIDTH, True)
         dk, dv = tl.zeros((N, WIDTH), tl.float32), tl.zeros((N, WIDTH), tl.float32)
-        # Hoisted out of this loop, the operands made of k and v would fill the registers.
+        # Loop-invariant code motion would keep the operands made of k and v in registers, and spill.
         for top in tl.range(0, length, M, disable_licm=True):
             query = top + tl.arange(0, M)
             q = _load(qkv + place, query, length, stride, D, WIDTH, True)
@@ -390,7 +396,7 @@ def _backward(
         _store(dqkv + place + heads * D, dk * scale, key, length, stride, D, WIDTH)
         _store(dqkv + place + 2 * heads * D, dv, key, length, stride, D, WIDTH)
         if NEED_DQ:
-            tl.debug_barrier()  # the next key tile's threads read sums that others wrote
+            tl.debug_barrier()  # for the next tile of keys, threads read sums that other threads wrote
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -401,7 +407,7 @@ def _backward_queries(
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries."""
-    tile, head, sequence = _whose(tl.program_id(0), tiles, heads)
+    tile, head, sequence = _work_of(tl.program_id(0), tiles, heads)
     start, length = _bounds(cu_seqlens, sequence, tokens, longest)
     if tile * M >= length:
         return
@@ -436,36 +442,36 @@ def backward(
     config = call.pick(PREPARE)
     delta, shift, inverse = (lse.new_empty(lse.shape) for _ in range(3))
     fill, tiles = triton.cdiv(call.tokens, FILL), call.tiles(config.tiles["M"])
-    # Ampere's registers do not suffice for the TF32 products of the backward with dropout.
+    # On Ampere the TF32 products of the backward with dropout would spill.
     constants = call.constants | ({"PRECISION": "ieee"} if architecture(qkv.device) < 90 else {})
     launch(
         _prepare, (fill + tiles * call.heads * call.batch,), call.qkv, call.cu_seqlens, out.contiguous(),
         lse.contiguous(), dout, dqkv, delta, shift, inverse, *call.sizes, tiles, fill, call.heads, scale,
         config=config, FILL=FILL, **constants,
     )  # fmt: skip
-    config, owners = call.pick(KEYS), call.heads * call.batch
+    config, sequence_heads = call.pick(KEYS), call.heads * call.batch
     N = config.tiles["N"]
-    enough = call.longest <= N or owners >= multiprocessors(qkv.device)
+    enough = call.longest <= N or sequence_heads >= multiprocessors(qkv.device)
     one_pass = enough and call.longest <= call.pick(ONE_PASS)
     inputs = call.qkv, call.cu_seqlens, rng, dout, delta, shift, inverse, dqkv
     sums = out.new_empty(out.shape if one_pass and call.longest > N else (0,), dtype=torch.float32)
     tiles = 1 if one_pass else call.tiles(N)
     launch(
-        _backward, (tiles * owners,), *inputs, sums, *call.sizes, tiles, call.heads, *call.numbers, config=config,
-        NEED_DQ=one_pass, DROPOUT=call.drops, **constants,
+        _backward, (tiles * sequence_heads,), *inputs, sums, *call.sizes, tiles, call.heads, *call.scalars,
+        config=config, NEED_DQ=one_pass, DROPOUT=call.drops, **constants,
     )  # fmt: skip
     if not one_pass:
         config = call.pick(QUERIES)
         tiles = call.tiles(config.tiles["M"])
         launch(
-            _backward_queries, (tiles * owners,), *inputs, *call.sizes, tiles, call.heads, *call.numbers,
+            _backward_queries, (tiles * sequence_heads,), *inputs, *call.sizes, tiles, call.heads, *call.scalars,
             config=config, DROPOUT=call.drops, **constants,
         )  # fmt: skip
     return dqkv
 
 
 class _Call:
-    """What forward and backward make of their common arguments."""
+    """The arguments that forward and backward share, prepared for their kernels."""
 
     def __init__(self, qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
         self.qkv, self.cu_seqlens = qkv.contiguous(), cu_seqlens.contiguous()
@@ -473,7 +479,7 @@ class _Call:
         self.batch, self.longest = cu_seqlens.shape[0] - 1, min(max_seqlen, self.tokens)
         self.sizes = self.tokens, self.batch, self.longest
         threshold, keep_scale = dropout(dropout_p, 8)
-        self.numbers = scale, threshold, keep_scale, site
+        self.scalars = scale, threshold, keep_scale, site
         self.width = max(16, triton.next_power_of_2(self.D))
         self.drops = threshold > 0
         self.constants = {"PRECISION": precision(qkv), "D": self.D, "WIDTH": self.width}

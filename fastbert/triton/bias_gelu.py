@@ -1,7 +1,8 @@
 """bias_gelu in Triton: GELU(x + bias) in one pass, and in the backward the bias's gradient with it.
 
-Programs own tiles of rows by columns; in the backward they walk down a share of the rows with their columns' sums in
-registers. Bytes moved: forward x and y; backward dy, x and dx, and 4 C bytes of partial sums a program and column.
+Programs own tiles of rows by columns; in the backward they loop over a share of the rows and keep the sums of their
+columns in registers. Bytes moved: forward x and y; backward dy, x and dx, and 4 bytes of partial sums a program and
+column.
 """
 
 import torch

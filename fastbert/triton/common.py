@@ -1,7 +1,7 @@
 """What all Triton kernels share: choosing a configuration, launching, and the random numbers of dropout.
 
-This package imports torch and triton only. Nothing here is timed at run time: each kernel file has a table of
-configurations, by architecture and shape class, and `python -m benchmarks.gpu.triton_report` compiles all of them.
+This package imports torch and triton only. Nothing is tuned at run time: each kernel file has a table of
+configurations, by architecture and shape, and `python -m benchmarks.gpu.triton_report` compiles all of them.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Config:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
-_assumed: int | None = None  # the architecture that `assume` pretends to
+_assumed: int | None = None  # the architecture that `recorded` configures for
 
 
 @functools.cache
@@ -46,21 +46,21 @@ def _properties(index: int) -> tuple[int, int]:
 
 
 def architecture(device: torch.device) -> int:
-    """80, 90, 100, ...: what tables are looked up by. The interpreter runs Hopper's configurations."""
+    """80, 90, 100, ...: the key of the tables. The interpreter runs Hopper's configurations."""
     if _assumed is not None:
         return _assumed
     return _properties(device.index or 0)[0] if device.type == "cuda" else 90
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at a time if each fills a multiprocessor. 4 in the interpreter: enough to differ from 1."""
+    """Multiprocessors of the device. 4 in the interpreter, so that tests see several programs."""
     if device.type != "cuda":
         return 4 if _assumed is None else 132
     return _properties(device.index or 0)[1]
 
 
 def pick(table: Mapping[int, Callable[..., T]], device: torch.device, *shape) -> T:
-    """What a table has for a shape: the entry of its newest architecture that is not newer than the device's."""
+    """A table's entry for a shape, of the newest architecture in it that is not newer than the device's."""
     here = architecture(device)
     known = [arch for arch in table if arch <= here] or [min(table)]
     return table[max(known)](*shape)
@@ -92,7 +92,7 @@ def launch(kernel, grid: Sequence[int], *args, config: Config, **constants) -> N
 
 @contextlib.contextmanager
 def recorded(architecture: int, launcher: Launcher) -> Iterator[None]:
-    """Within this block launches go to `launcher` instead of a GPU, configured as on `architecture`. For reports."""
+    """In this block launches go to `launcher` instead of a GPU, configured for `architecture`. For compile reports."""
     global _assumed, _launcher
     before = _assumed, _launcher
     _assumed, _launcher = architecture, launcher
@@ -116,7 +116,7 @@ def precision(x: Tensor) -> str:
 
 
 def dropout(p: float, bits: int) -> tuple[int, float]:
-    """(threshold, scale): elements whose `bits` random bits are below the threshold go, the others are scaled."""
+    """(threshold, scale): elements whose `bits` random bits are below the threshold are dropped, the others scaled."""
     dropped = round(p * 2**bits)
     return dropped, 2**bits / (2**bits - dropped)
 
@@ -146,7 +146,7 @@ def site_key(rng, site):
 
 @triton.jit
 def row_keep(k0, k1, token, first_channel, threshold, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """[ROWS, CHANNELS] bool: what dropout of a row op keeps of the rows `token` [ROWS] int64 from first_channel on.
+    """[ROWS, CHANNELS] bool: what dropout of a row op keeps in the rows `token` [ROWS] int64 from first_channel on.
 
     CHANNELS is a multiple of 8, and so is first_channel. One call of philox decides 8 channels, 16 bits each.
     """

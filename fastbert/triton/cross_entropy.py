@@ -1,9 +1,9 @@
-"""cross_entropy in Triton: the products are the library's; one kernel makes losses of logits, and their gradient in
-place.
+"""cross_entropy in Triton: the products are the library's; one kernel computes the losses from the logits, and replaces
+the logits by their gradient.
 
-A program owns a row of logits: one sweep over its columns for the largest logit and the sum of exponentials, kept for
-each column of the tile and rescaled where a larger logit comes, and, for a backward, a second sweep, mostly out of the
-L2 cache, that turns the logits into softmax - onehot. Bytes moved: the logits read once, or twice and written once.
+A program owns a row of logits. The first pass over it finds the largest logit and the sum of exponentials, separately
+for each column of the tile, and rescales the sum where a larger logit comes. For a backward, a second pass, mostly from
+the L2 cache, turns the logits into softmax - onehot. Bytes moved: the logits read once, or twice and written once.
 """
 
 import torch
@@ -34,21 +34,21 @@ def _forward(logits, labels, losses, classes, ignore_index, NEED_DLOGITS: tl.con
     labelled = given != ignore_index
     label = tl.minimum(tl.maximum(given, 0), classes - 1)  # -1 where there is no class
     picked = tl.load(logits + label, labelled & (label >= 0), other=0.0).to(tl.float32)
-    largest = tl.full((COLUMNS,), -3.4028234663852886e38, tl.float32)  # -inf - -inf would be NaN
+    largest = tl.full((COLUMNS,), -3.4028234663852886e38, tl.float32)  # not -inf: -inf - -inf is NaN
     total = tl.zeros((COLUMNS,), tl.float32)
-    end = tl.where(labelled, classes, 0)  # nothing is read of a row without a label
+    end = tl.where(labelled, classes, 0)  # a row without a label is not read
     for first in range(0, end, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         x = tl.load(logits + column, column < end, other=float("-inf")).to(tl.float32)
-        further = x - largest
-        fade = tl.exp(-tl.abs(further))  # one exponential serves both cases
-        total = tl.where(further > 0.0, total * fade + 1.0, total + fade)
+        excess = x - largest
+        decay = tl.exp(-tl.abs(excess))  # one exponential serves both cases
+        total = tl.where(excess > 0.0, total * decay + 1.0, total + decay)
         largest = tl.maximum(largest, x)
     top = tl.max(largest, 0)
     total = tl.where(labelled, tl.sum(total * tl.exp(largest - top), 0), 1.0)
     tl.store(losses + row, tl.where(labelled, top - picked + tl.log(total), 0.0))
     if NEED_DLOGITS:
-        tl.debug_barrier()  # warps that have still to read a logit must not find its gradient there
+        tl.debug_barrier()  # the other warps have read their logits before these are overwritten
         for first in range(0, classes, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             x = tl.load(logits + column, column < end, other=float("-inf")).to(tl.float32)
@@ -74,8 +74,8 @@ def _count(labels: Tensor, ignore_index: int) -> Tensor:
     return (labels != ignore_index).sum().clamp(min=1)
 
 
-# ---- backward: dlogits is (softmax - onehot), and dloss / count joins after the first product and on the small side of
-# the second, where it neither underflows in float16 nor costs a pass over the logits
+# ---- backward: dlogits is softmax - onehot. dloss / count is multiplied in after the first product, and into the
+# smaller operand of the second: it does not underflow in float16 there, and costs no pass over the logits
 
 
 def backward(

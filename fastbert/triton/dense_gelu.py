@@ -20,13 +20,13 @@ from fastbert.triton.common import Config, architecture, launch, multiprocessors
 from fastbert.triton.gelu import gelu
 
 DESCRIPTORS = 90  # the first architecture that copies tiles by descriptor
-ALIGNMENT = 16  # bytes, of the first element and of the rows: what descriptors ask for, and cp.async at its best
-GROUP = 8  # rows of tiles
-PROGRAMS = 2  # a multiprocessor
-FULL = 132  # multiprocessors of the chip that tiles are chosen for
+ALIGNMENT = 16  # bytes, of the first element and of the rows: required by descriptors and by cp.async's widest copies
+GROUP = 8  # rows of tiles that are computed together
+PROGRAMS = 2  # on each multiprocessor
+FULL = 132  # multiprocessors of an H100, for which tiles are chosen
 
 
-# (M, N, how many such tiles are enough to take them), largest first
+# (M, N, the least number of tiles for which this size is taken), largest first
 SMALL = ((64, 128, FULL), (64, 64, FULL), (64, 32, 0))
 LARGE = ((128, 128, PROGRAMS * FULL), *SMALL)
 HIGH = ((128, 64, FULL), *SMALL[1:])  # sm_100 multiplies 64 rows no faster than 128
@@ -81,7 +81,7 @@ def _load(source, row, column, rows, columns, R: tl.constexpr, C: tl.constexpr, 
 
 @triton.jit
 def _place(tile, down, across, GROUP: tl.constexpr):
-    """(row, column) of a tile: down the columns of a group of rows, group by group."""
+    """(row, column) of a tile: column by column within a group of GROUP rows, group by group."""
     group = tile // (GROUP * across)
     within = tile % (GROUP * across)
     height = tl.minimum(down - group * GROUP, GROUP)
@@ -136,7 +136,7 @@ def _is_aligned(matrix: Tensor) -> bool:
 
 
 def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    strides = [matrix.shape[1], 1]  # not matrix.stride(): a single row may have any and still be contiguous
+    strides = [matrix.shape[1], 1]  # not matrix.stride(), which is arbitrary for a contiguous matrix of one row
     return TensorDescriptor(matrix, list(matrix.shape), strides, [rows, columns])
 
 

@@ -1,14 +1,15 @@
 """embedding in Triton: table rows summed, LayerNorm and dropout in one pass; the tables' gradients without atomics.
 
-Programs own whole rows, as in layer_norm.py, whose LayerNorm this is. The backward makes z again from the tables and
-writes dz once, in float32; then each table's gradient is a sum of dz's rows by id:
+Programs own whole rows, as in layer_norm.py, and use its LayerNorm. The backward computes z again from the tables and
+writes dz once, in float32; then each table's gradient is the sum of dz's rows by id:
 
-    ids       4 4 4 4 | 4 4 7 7 | 7 9 9 9      sorted (stable, so that a sum has one order), in chunks of CHUNK
-    heads               4 4       7            a chunk's first run, where it goes on from the chunk before
+    ids       4 4 4 4 | 4 4 7 7 | 7 9 9 9      sorted (stable, so that the order of a sum is fixed), in chunks of CHUNK
+    heads               4 4       7            a chunk's first run of equal ids, if it continues the chunk before
     runs      4 ...         7 ...   9          one program each: its rows in the chunk where it begins, then its heads
 
-So nobody adds up more than CHUNK rows and one partial sum a chunk, though all tokens may have one id, and each row of
-the gradient has one writer; the others are torch's zeros. Sorting stays on the device, and nothing waits for it.
+So a program adds up at most CHUNK rows and one partial sum a chunk, even if all tokens have the same id, and each row
+of the gradient has one writer; rows without an id keep torch's zeros. Sorting runs on the device, without host
+synchronisation.
 Bytes moved: forward the rows and y; backward dy and the rows read, dz written and read once more for each table, the
 gradients, and what layer_norm.py says of partial sums.
 """
@@ -28,7 +29,7 @@ BY_ID = {80: lambda channels: Config({"CHUNK": 128, "ROWS": 16, "COLUMNS": 256},
 
 @triton.jit
 def _ids(ids, at, inside, rows):
-    """Ids, those out of range as the nearest in it; -1 outside, and where the table is empty."""
+    """Ids, clamped to the table's rows; -1 outside, and where the table is empty."""
     id = tl.load(ids + at, inside, other=0).to(tl.int64)
     return tl.where(inside, tl.minimum(tl.maximum(id, 0), rows - 1), -1)
 
@@ -53,16 +54,16 @@ def _sum(
 
 
 class _Inputs:
-    """What forward and backward make of the arguments that decide z and the mask."""
+    """The arguments that decide z and the mask, prepared for the kernels."""
 
     def __init__(self, ids, tables, rng, dropout_p, site):
         self.ids = [None if i is None else i.contiguous() for i in ids]
         self.tables = [None if table is None else table.contiguous() for table in tables]
         self.tokens, self.channels = ids[0].numel(), tables[0].shape[1]
         self.sizes = [0 if table is None else table.shape[0] for table in tables]
-        dropped, scale = dropout(dropout_p, 16)
-        self.dropout = dropped, scale, site
-        self.flags = {"TYPES": tables[2] is not None, "DROPOUT": dropped > 0}
+        threshold, keep_scale = dropout(dropout_p, 16)
+        self.dropout = threshold, keep_scale, site
+        self.flags = {"TYPES": tables[2] is not None, "DROPOUT": threshold > 0}
 
 
 # ---- forward
@@ -81,16 +82,16 @@ def _forward(
         input_ids, position_ids, token_type_ids, word, position, token_type, token, column,
         tokens, channels, words, positions, types, TYPES,
     )  # fmt: skip
-    z, middle, scale = normalize(z, inside, channels, eps)
+    z, row_mean, row_rstd = normalize(z, inside, channels, eps)
     w = tl.load(weight + column, column < channels, other=0.0).to(tl.float32)
     b = tl.load(bias + column, column < channels, other=0.0).to(tl.float32)
-    out = z * scale[:, None] * w[None, :] + b[None, :]
+    out = z * row_rstd[:, None] * w[None, :] + b[None, :]
     if DROPOUT:
         k0, k1 = site_key(rng, site)
         out = tl.where(row_keep(k0, k1, token, 0, threshold, ROWS, WIDTH), out * keep_scale, 0.0)
     tl.store(y + token[:, None] * channels + column[None, :], out, inside)
-    tl.store(mean + token, middle, token < tokens)
-    tl.store(rstd + token, scale, token < tokens)
+    tl.store(mean + token, row_mean, token < tokens)
+    tl.store(rstd + token, row_rstd, token < tokens)
 
 
 def forward(
@@ -116,7 +117,7 @@ def _result_dtype(tables: tuple[Tensor | None, ...]) -> torch.dtype:
     return torch.promote_types(torch.promote_types(word, position), rest[0] if rest else position)
 
 
-# ---- backward: dy is dropped out again, dz, dweight and dbias follow as in layer_norm.py, and a table's gradient is
+# ---- backward: dropout is applied to dy; dz, dweight and dbias follow as in layer_norm.py, and a table's gradient is
 # the sum of dz by id
 
 
@@ -144,9 +145,9 @@ def _backward(
         if DROPOUT:
             k0, k1 = site_key(rng, site)
             d = tl.where(row_keep(k0, k1, token, 0, threshold, ROWS, WIDTH), d * keep_scale, 0.0)
-        middle = tl.load(mean + token, token < tokens, other=0.0)
-        scale = tl.load(rstd + token, token < tokens, other=0.0)
-        n, dz = normalize_backward(d, z, w, middle, scale, inside, channels)
+        row_mean = tl.load(mean + token, token < tokens, other=0.0)
+        row_rstd = tl.load(rstd + token, token < tokens, other=0.0)
+        n, dz = normalize_backward(d, z, w, row_mean, row_rstd, inside, channels)
         if NEED_DZ:
             tl.store(dz_out + at, dz, inside)
         if NEED_DPARAMS:
@@ -163,7 +164,7 @@ def _add_rows(
     dz, ids, order, first, id, column, tokens, channels, rows,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The rows of `id` from place `first` to the end of its chunk, added up to [ROWS, COLUMNS]; and how many."""
+    """Adds up the rows of `id` from place `first` to the end of its chunk, to [ROWS, COLUMNS]; and their number."""
     place = first + tl.arange(0, CHUNK)
     here = (place < tokens) & (place // CHUNK == first // CHUNK)
     count = tl.sum((_ids(ids, place, here, rows) == id).to(tl.int32), 0)

@@ -1,7 +1,7 @@
 """GELU and its derivative, as csrc/gelu.h has them (its head comment derives the form and the fit).
 
 gelu(v) = max(v, 0) - a tail(a) with a = |v|, tail = 1 - Phi or its tanh approximation: nothing cancels for v < 0, both
-infinities are right, and NaN stays.
+infinities give the right limits, and NaN stays NaN.
 """
 
 import triton
@@ -20,7 +20,7 @@ def _tail(a, TANH: tl.constexpr):
         half = -0.5 * a
         exponent = half * a
         density = tl.exp(exponent)
-        density = tl.fma(density, tl.fma(half, a, -exponent), density)  # the exponent's rounding error joins
+        density = tl.fma(density, tl.fma(half, a, -exponent), density)  # corrects the exponent's rounding error
         p = (((4.07761316e-3 * a + 4.03725745e-2) * a + 1.82461889e-1) * a + 4.37250984e-1) * a + 0.5
         q = (((1.02209317e-2 * a + 1.01205847e-1) * a + 4.67429256e-1) * a + 1.19929097) * a + 1.67238693
         tail = density * (p / (q * a + 1.0))
@@ -31,7 +31,7 @@ def _tail(a, TANH: tl.constexpr):
 @triton.jit
 def _magnitude(v):
     a = tl.abs(v)
-    return tl.where(a > 14.5, 14.5, a)  # both tails are 0 from there on; NaN stays
+    return tl.where(a > 14.5, 14.5, a)  # both tails are 0 from there on; NaN stays NaN
 
 
 @triton.jit

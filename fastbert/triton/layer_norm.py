@@ -1,10 +1,10 @@
 """layer_norm and add_layer_norm in Triton: bias, dropout, residual sum and LayerNorm in one pass.
 
-A program owns whole rows, so statistics never leave its registers. In the backward it walks down a share of the rows
-with the columns' sums (dweight, dbias, dx_bias) in registers and writes them once. Beside those sums a row of more than
-WIDEST columns does not fit: it is read in chunks, once for the means that its gradient needs and once for the gradient,
-and dropout's bits are made twice. The second reading is the cache's. Bytes moved: forward x, residual and y; backward
-dy, x, residual and the gradients; 8 bytes of statistics a row, 12 C of partial sums a program.
+A program owns whole rows, so statistics never leave its registers. In the backward it loops over a share of the rows,
+keeps the sums of columns (dweight, dbias, dx_bias) in registers and writes them once. Beside those sums, registers have
+no room for a row of more than WIDEST columns: it is read in chunks, once for the means that its gradient needs and
+once, from the cache, for the gradient, and dropout's bits are computed twice. Bytes moved: forward x, residual and y;
+backward dy, x, residual and the gradients; 8 bytes of statistics a row, 12 C of partial sums a program.
 """
 
 import torch
@@ -31,8 +31,8 @@ def _backward_config(channels: int, warps: int = 4) -> Config:
 
 FORWARD = {80: _forward_config}
 BACKWARD = {80: _backward_config, 100: lambda channels: _backward_config(channels, 8)}  # 4 warps spill there
-WIDE = {80: lambda channels: Config({"ROWS": 1, "WIDTH": 2048}, num_warps=8)}  # backward of rows longer than
-WIDEST = 4096
+WIDE = {80: lambda channels: Config({"ROWS": 1, "WIDTH": 2048}, num_warps=8)}  # backward of rows of more than WIDEST
+WIDEST = 4096  # columns
 PROGRAMS = 2  # a multiprocessor, in the backward
 
 
@@ -41,7 +41,7 @@ def _sum(
     x, residual, x_bias, rng, at, row, column, first, inside, channels, threshold, keep_scale, site,
     RESIDUAL: tl.constexpr, X_BIAS: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """z = dropout(x + x_bias) + residual, zeros outside, and what dropout multiplied by; columns from `first` on."""
+    """z = dropout(x + x_bias) + residual, zeros outside, and dropout's factors; columns from `first` on."""
     z = tl.load(x + at, inside, other=0.0).to(tl.float32)
     factor = tl.full((ROWS, WIDTH), 1.0, tl.float32)
     if X_BIAS:
@@ -61,14 +61,14 @@ def _sum(
 
 @triton.jit
 def normalize(z, inside, channels, eps):
-    """z - mean, mean and rstd of rows of float32; inside [ROWS, WIDTH] marks what is theirs."""
-    # A mean between the row's ends makes a constant row exactly 0; what rounding left of the mean comes off after it.
+    """z - mean, mean and rstd of rows of float32; inside [ROWS, WIDTH] marks the rows' elements."""
+    # Clamped to the row's extremes, the mean of a constant row is exact. The rounding error of others is corrected.
     least, most = tl.min(tl.where(inside, z, float("inf")), 1), tl.max(tl.where(inside, z, float("-inf")), 1)
     shift = tl.minimum(tl.maximum(tl.sum(z, 1) / channels, least), most)
     z = tl.where(inside, z - shift[:, None], 0.0)
-    left = tl.sum(z, 1) / channels
-    z = tl.where(inside, z - left[:, None], 0.0)
-    return z, shift + left, tl.rsqrt(tl.sum(z * z, 1) / channels + eps)
+    correction = tl.sum(z, 1) / channels
+    z = tl.where(inside, z - correction[:, None], 0.0)
+    return z, shift + correction, tl.rsqrt(tl.sum(z * z, 1) / channels + eps)
 
 
 @triton.jit(do_not_specialize=["rows", "threshold", "site"])
@@ -84,12 +84,12 @@ def _forward(
         x, residual, x_bias, rng, at, row, column, 0, inside, channels, threshold, keep_scale, site,
         RESIDUAL, X_BIAS, DROPOUT, ROWS, WIDTH,
     )  # fmt: skip
-    z, middle, scale = normalize(z, inside, channels, eps)
+    z, row_mean, row_rstd = normalize(z, inside, channels, eps)
     w = tl.load(weight + column, column < channels, other=0.0).to(tl.float32)
     b = tl.load(bias + column, column < channels, other=0.0).to(tl.float32)
-    tl.store(y + at, z * scale[:, None] * w[None, :] + b[None, :], inside)
-    tl.store(mean + row, middle, row < rows)
-    tl.store(rstd + row, scale, row < rows)
+    tl.store(y + at, z * row_rstd[:, None] * w[None, :] + b[None, :], inside)
+    tl.store(mean + row, row_mean, row < rows)
+    tl.store(rstd + row, row_rstd, row < rows)
 
 
 def add_forward(
@@ -131,9 +131,9 @@ def _means(
     dy, x, residual, weight, mean, rstd, x_bias, rng, row, rows, channels, threshold, keep_scale, site,
     RESIDUAL: tl.constexpr, X_BIAS: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Means over rows of z - mean, g and g n, from one walk over the chunks."""
-    middle = tl.load(mean + row, row < rows, other=0.0)
-    scale = tl.load(rstd + row, row < rows, other=0.0)
+    """Means over rows of z - mean, g and g n, from one pass over the chunks."""
+    row_mean = tl.load(mean + row, row < rows, other=0.0)
+    row_rstd = tl.load(rstd + row, row < rows, other=0.0)
     sum_z = tl.zeros((ROWS, WIDTH), tl.float32)
     sum_g = tl.zeros((ROWS, WIDTH), tl.float32)
     sum_gz = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -145,14 +145,14 @@ def _means(
             x, residual, x_bias, rng, at, row, column, first, inside, channels, threshold, keep_scale, site,
             RESIDUAL, X_BIAS, DROPOUT, ROWS, WIDTH,
         )  # fmt: skip
-        z = tl.where(inside, z - middle[:, None], 0.0)
+        z = tl.where(inside, z - row_mean[:, None], 0.0)
         g = tl.load(dy + at, inside, other=0.0).to(tl.float32)
         g *= tl.load(weight + column, column < channels, other=0.0).to(tl.float32)[None, :]
         sum_z += z
         sum_g += g
         sum_gz += g * z
-    left, mean_g = tl.sum(sum_z, 1) / channels, tl.sum(sum_g, 1) / channels
-    return left, mean_g, scale * (tl.sum(sum_gz, 1) / channels - left * mean_g)
+    correction, mean_g = tl.sum(sum_z, 1) / channels, tl.sum(sum_g, 1) / channels
+    return correction, mean_g, row_rstd * (tl.sum(sum_gz, 1) / channels - correction * mean_g)
 
 
 @triton.jit(do_not_specialize=["rows", "share", "threshold", "site"])
@@ -170,12 +170,12 @@ def _backward(
     for first in range(0, share, ROWS):
         row = program * share + first + tl.arange(0, ROWS)
         if CHUNKS > 1:
-            left, mean_g, mean_gn = _means(
+            correction, mean_g, mean_gn = _means(
                 dy, x, residual, weight, mean, rstd, x_bias, rng, row, rows, channels, threshold, keep_scale, site,
                 RESIDUAL, X_BIAS, DROPOUT, ROWS, WIDTH,
             )  # fmt: skip
         for i in tl.static_range(CHUNKS):
-            if CHUNKS > 1:  # the weight of all chunks would take the registers that the chunks are there to save
+            if CHUNKS > 1:  # loaded chunk by chunk: there are no registers for all of the weight
                 column = i * WIDTH + tl.arange(0, WIDTH)
                 w = tl.load(weight + column, column < channels, other=0.0).to(tl.float32)
             inside = (row < rows)[:, None] & (column < channels)[None, :]
@@ -184,14 +184,14 @@ def _backward(
                 x, residual, x_bias, rng, at, row, column, i * WIDTH, inside, channels, threshold, keep_scale, site,
                 RESIDUAL, X_BIAS, DROPOUT, ROWS, WIDTH,
             )  # fmt: skip
-            middle = tl.load(mean + row, row < rows, other=0.0)
-            scale = tl.load(rstd + row, row < rows, other=0.0)
+            row_mean = tl.load(mean + row, row < rows, other=0.0)
+            row_rstd = tl.load(rstd + row, row < rows, other=0.0)
             d = tl.load(dy + at, inside, other=0.0).to(tl.float32)
             if CHUNKS > 1:
-                n = tl.where(inside, (z - middle[:, None] - left[:, None]) * scale[:, None], 0.0)
-                dz = scale[:, None] * (d * w[None, :] - mean_g[:, None] - n * mean_gn[:, None])
+                n = tl.where(inside, (z - row_mean[:, None] - correction[:, None]) * row_rstd[:, None], 0.0)
+                dz = row_rstd[:, None] * (d * w[None, :] - mean_g[:, None] - n * mean_gn[:, None])
             else:
-                n, dz = normalize_backward(d, z, w, middle, scale, inside, channels)
+                n, dz = normalize_backward(d, z, w, row_mean, row_rstd, inside, channels)
             dropped = tl.where(factor > 0, dz * factor, 0.0)
             if RESIDUAL:
                 tl.store(dresidual + at, dz, inside)
@@ -245,13 +245,13 @@ def backward(
 
 
 class _Inputs:
-    """What forward and backward make of the arguments that decide z."""
+    """The arguments that decide z, prepared for the kernels."""
 
     def __init__(self, x, residual, x_bias, rng, dropout_p, site):
         self.x, self.channels = x.contiguous(), x.shape[-1]
         self.rows = rows_of(self.x).shape[0]
         self.residual = None if residual is None else residual.contiguous()
         self.x_bias = None if x_bias is None else x_bias.contiguous()
-        dropped, scale = dropout(dropout_p, 16)
-        self.dropout = dropped, scale, site
-        self.flags = {"RESIDUAL": residual is not None, "X_BIAS": x_bias is not None, "DROPOUT": dropped > 0}
+        threshold, keep_scale = dropout(dropout_p, 16)
+        self.dropout = threshold, keep_scale, site
+        self.flags = {"RESIDUAL": residual is not None, "X_BIAS": x_bias is not None, "DROPOUT": threshold > 0}

@@ -1,7 +1,7 @@
-"""padding in Triton: rows move as bits, so a kernel serves every dtype of a width.
+"""padding in Triton: rows are copied as integers, so one kernel serves all dtypes of the same size.
 
-pack is a gather. unpack is one too, from a list of which token each place of the output has, or -1: so each row of the
-output is written once, tokens and zeros alike. Bytes moved: the tokens read, the output written, 16 bytes an index.
+pack is a gather. unpack is a gather too: it first lists, for each row of the output, its token or -1, so each row is
+written once, whether it is a token or zeros. Bytes moved: the tokens read, the output written, 16 bytes an index.
 """
 
 import torch
@@ -35,7 +35,7 @@ def _gather(x, source, y, rows, sources, width, ROWS: tl.constexpr, COLUMNS: tl.
 
 
 def _fill(y: Tensor, x: Tensor, sources: int, source: Tensor, width: int) -> Tensor:
-    """y, its rows of `width` elements filled with those of x that `source` names; x has `sources` of them."""
+    """Fills y's rows of `width` elements with the rows of x that `source` names; x has `sources` rows. Returns y."""
     rows, bits, config = source.shape[0], BITS[x.element_size()], pick(GATHER, x.device, max(1, width))
     grid = triton.cdiv(rows, config.tiles["ROWS"]), triton.cdiv(width, config.tiles["COLUMNS"])
     launch(_gather, grid, x.contiguous().view(bits), source, y.view(bits), rows, sources, width, config=config)
@@ -63,7 +63,7 @@ def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
 
 
 def plan(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The places of visible tokens, cu_seqlens, and the longest sequence; the number of places is read by the host."""
+    """The places of visible tokens, cu_seqlens, and the longest length. nonzero() synchronises with the host."""
     lengths = visible.sum(1)
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
     longest = lengths.max() if lengths.numel() else lengths.new_zeros(())

@@ -1,4 +1,4 @@
-"""Sums over rows without atomics: kernels write one partial sum a program, and this adds them up in order."""
+"""Sums over rows without atomics: each program of a kernel writes a partial sum, and this adds them up in order."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ TABLE = {80: lambda columns: Config({"ROWS": 32, "COLUMNS": 64}, num_warps=4)}
 
 
 def share(rows: int, tile: int, programs: int) -> tuple[int, int]:
-    """(rows a program, programs): about `programs` programs that walk whole tiles. Depends on nothing but these."""
+    """(rows a program, programs): at most `programs` programs, of whole tiles each. Depends on the arguments alone."""
     each = max(1, triton.cdiv(triton.cdiv(rows, tile), max(1, programs))) * tile
     return each, triton.cdiv(rows, each)
 
@@ -32,7 +32,7 @@ def _add_up(partials, total, count, columns, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def add_up(partials: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:
-    """partials: (programs, quantities, C) float32. The sum over programs: for each quantity a (C,) of its dtype."""
+    """The sums of partials, (programs, quantities, C) float32, over programs: for each quantity (C,) of its dtype."""
     count, quantities, channels = partials.shape
     total = partials.new_empty((quantities, channels))
     config, columns = pick(TABLE, partials.device, channels), quantities * channels

@@ -1,4 +1,4 @@
-"""The CUDA kernels on the processor: backend "cuda" for CPU tensors, where there is no GPU. docs/cuda_on_cpu.md."""
+"""The CUDA kernels on the CPU: backend "cuda" for CPU tensors, where there is no GPU. See docs/cuda_on_cpu.md."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ ORDERS = ("forward", "reverse", "random:1")
 
 
 def build(folder: Path, **variables: str) -> str | None:
-    """Compiles what has changed, or gives the reason why that is not possible here. A compiler's error is an error."""
+    """Compiles what has changed. Returns why that is not possible here, or None; raises if the compiler fails."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
     cmake, ninja = shutil.which("cmake", path=path), shutil.which("ninja", path=path)
     if not cmake or not ninja:
@@ -52,13 +52,13 @@ def build(folder: Path, **variables: str) -> str | None:
 
 
 def folder() -> Path:
-    """Where the library is built; FB_CUDA_ON_CPU_FOLDER names a folder where it already is."""
+    """The build folder. FB_CUDA_ON_CPU_FOLDER names one where the library has been built already."""
     return Path(os.environ.get("FB_CUDA_ON_CPU_FOLDER", ROOT / "build" / "cuda_on_cpu"))
 
 
 @cache
 def problem() -> str | None:
-    """Why the kernels cannot run here, or None: then the library is loaded."""
+    """Builds and loads the library. Returns why the kernels cannot run here, or None."""
     if "FB_CUDA_ON_CPU_FOLDER" not in os.environ and (reason := build(folder())):
         return reason
     torch.ops.load_library(folder() / BUILT)
@@ -67,7 +67,7 @@ def problem() -> str | None:
 
 @cache
 def library() -> ctypes.CDLL:
-    """The C functions of runtime, instructions and faults."""
+    """The C functions of cuda_on_cpu.cpp, instructions.cu and faults.cu."""
     if reason := problem():
         raise RuntimeError(reason)
     return ctypes.CDLL(str(folder() / BUILT))
@@ -82,7 +82,7 @@ def _define() -> torch.library.Library:
 
 
 def operator(name: str) -> Callable:
-    """The kernels' operator for CPU tensors, whether backend "cuda" is that or not."""
+    """The kernels' operator for CPU tensors, also where backend "cuda" means a GPU."""
     _define()
     library()
     return getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -97,14 +97,14 @@ def _use(serves: tuple[str, ...], problem, namespace: str) -> None:
 
 
 def install() -> None:
-    """Backend "cuda" runs on CPU tensors. The library is built and loaded when it is first asked for."""
+    """Makes backend "cuda" run on CPU tensors. The library is built and loaded on first use."""
     _define()
     _use(("cpu",), problem, NAMESPACE)
 
 
 @contextlib.contextmanager
 def uninstalled() -> Iterator[None]:
-    """As users have it: within this block "cuda" needs a GPU."""
+    """Within this block "cuda" needs a GPU, as it does for users."""
     now = (backends.SERVES["cuda"], backends._PROBLEMS["cuda"], op.NAMESPACE["cuda"])
     _use(*_BEFORE)
     try:
@@ -126,7 +126,7 @@ def thread_order(order: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shared_memory(kibibytes: int) -> Iterator[None]:
-    """Within this block a block of threads can have so much: 227 on sm_90, 163 on sm_80, 99 on sm_86, 89 and 120."""
+    """Within this `with`, a block of threads can have so much: 227 on sm_90, 163 on sm_80, 99 on sm_86, 89 and 120."""
     library().cuda_on_cpu_set_shared_memory(kibibytes << 10)
     try:
         yield
@@ -136,7 +136,7 @@ def shared_memory(kibibytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def multiprocessors(count: int) -> Iterator[None]:
-    """Within this block the device has so many, not 3."""
+    """Within this `with`, the device has so many, instead of 3."""
     library().cuda_on_cpu_set_multiprocessors(count)
     try:
         yield
@@ -146,7 +146,7 @@ def multiprocessors(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def overlap() -> Iterator[None]:
-    """Within this block, threads may write the same addresses of global memory: for inputs that make no sense."""
+    """Within this `with`, threads may write to the same global addresses: for invalid inputs."""
     if backends._PROBLEMS["cuda"] is not problem or problem():
         yield
         return

@@ -1,7 +1,7 @@
-// Checks every memory access of a kernel: races, reads of what nothing wrote, and accesses outside of what was
-// declared, in shared memory; writes of two threads to one address in global memory; vectors that are not aligned.
+// Checks every memory access of a kernel. In shared memory: races, reads of bytes that were never written, accesses
+// outside of arrays. In global memory: two threads that write to one address. In both: vectors that are not aligned.
 //
-// The functions that GCC calls are at the end. They have the names of ThreadSanitizer's, whose library is not linked.
+// The functions that GCC calls are at the end. They are named as ThreadSanitizer's, whose library is not linked.
 #include "checker.h"
 
 #include <string.h>
@@ -15,35 +15,35 @@ namespace {
 constexpr int kWarp = 32, kWarps = 32;
 constexpr int kNoThread = 0xFFFF;
 
-// Where code was called from, in 32 bits.
+// A return address in 32 bits, relative to the arena.
 uint32_t pack(const void* where) { return uint32_t(static_cast<const char*>(where) - arena); }
 const void* unpack(uint32_t where) { return arena + int32_t(where); }
 
-// What is known of a byte of shared memory. Times are of two kinds: the epoch changes at every __syncthreads and with
-// every block; within an epoch, each lane has a clock that __syncwarp advances.
+// The last accesses to a byte of shared memory. Time has two parts: the epoch, which changes at every __syncthreads and
+// with every block, and, within an epoch, each lane's clock, which __syncwarp advances.
 struct Cell {
   uint32_t write_epoch, read_epoch;
   uint32_t write_where, read_where;
   uint16_t writer, write_clock;
-  uint16_t read_clock, other_reader;  // other_reader: one of another warp than read_warp
+  uint16_t read_clock, other_reader;  // other_reader: of a warp other than read_warp
   uint32_t read_lanes;                // of read_warp
   uint8_t read_warp, declared, in_flight, is_atomic;
 };
 static_assert(sizeof(Cell) == 32);
 
-// known[j][i]: up to which of lane i's times lane j knows that everything has happened.
+// known[j][i]: lane j knows that everything up to this time of lane i has happened (a vector clock).
 struct Clocks {
   uint32_t epoch;
   uint16_t known[kWarp][kWarp];
 };
 
-// The bytes of an aligned word of global memory.
+// The writers of the bytes of an aligned word of global memory.
 struct Word {
   uintptr_t number;
   uint32_t launch, where;
   uint32_t writer[4];  // 0: none
 };
-constexpr size_t kWords = 1 << 19;  // by the low bits of its number; one that is pushed out is forgotten
+constexpr size_t kWords = 1 << 19;  // a direct-mapped table: of words with the same place the latest is known
 
 Cell cells[kArena];
 Clocks clocks[kWarps];
@@ -69,7 +69,7 @@ Clocks& clocks_of(int warp) {
 
 uint16_t clock() { return clocks_of(running / kWarp).known[running % kWarp][running % kWarp]; }
 
-// Whether what another thread did at a time of its clock in this epoch has happened for the one that runs.
+// Whether what another thread did in this epoch, at `time` of its clock, happened before what the running one does now.
 bool has_happened(int other, uint16_t time) {
   return other / kWarp == running / kWarp && clocks_of(running / kWarp).known[running % kWarp][other % kWarp] >= time;
 }
@@ -114,7 +114,8 @@ void read_cell(Cell& cell, size_t offset, const void* where) {
     cell.other_reader = uint16_t(running);
     return;
   }
-  // A later write that is ordered after this read is ordered after what this read is ordered after.
+  // Forget earlier reads that happened before this one: a write that is ordered after this one is ordered after them
+  // too.
   if (cell.read_lanes && cell.read_clock != now) {
     for (int i = 0; i < kWarp; ++i) {
       if (cell.read_lanes >> i & 1 && has_happened(warp * kWarp + i, cell.read_clock)) cell.read_lanes &= ~(1u << i);
@@ -153,7 +154,7 @@ void write_cell(Cell& cell, size_t offset, const void* where, bool is_atomic = f
   cell.is_atomic = is_atomic;
 }
 
-// f on the cells of an access. Most often they are equal, and one stands for all.
+// Calls f on the cells of an access. Most often they are equal: then f is called on one, which is copied to the others.
 template <class F>
 void for_cells(size_t offset, size_t bytes, const F& f) {
   Cell* const first = cells + offset;
@@ -274,8 +275,8 @@ void sync_warp(int warp, unsigned mask) {
   }
 }
 
-// A block that reads what others have written, and knows by an atomic that they have, has a fence before. More is not
-// asked of it.
+// A block may read what other blocks have written if it knows, by an atomic, that they have, and has a fence before it
+// reads. The checker requires the fence only.
 void thread_fence() { fenced = true; }
 
 void read(const void* address, size_t bytes, const void* where) { on_read(address, bytes, where); }
@@ -330,7 +331,7 @@ void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 
-// -fsanitize=alignment: the compiler knows which alignment an access relies on.
+// Called with -fsanitize=alignment: the compiler knows which alignment an access needs.
 struct Mismatch {
   struct {
     const char* file;

@@ -1,7 +1,7 @@
-// What watches the memory accesses of kernels, and the shared memory that it watches.
+// The checker of the kernels' memory accesses, and the shared memory that it checks.
 //
 // Kernels are compiled with -fsanitize=thread, so that the compiler calls a function before every load and store. In
-// ordinary tests these functions are checker.cpp's. Where a real sanitizer is at work, they are its own or not there.
+// ordinary tests checker.cpp has these functions. With a real sanitizer they are its own, or are not called.
 #pragma once
 
 #include <stddef.h>
@@ -22,24 +22,24 @@ void __tsan_write_range(void* address, size_t bytes);
 
 namespace cuda_on_cpu {
 
-// Static arrays of shared memory lie at the start, with room between them; dynamic shared memory at kDynamic. No byte
-// that is not part of either may be touched.
+// Static arrays of shared memory are at the start of the arena, with gaps between them; dynamic shared memory is at
+// kDynamic. A kernel may touch nothing else in it.
 constexpr size_t kStaticLimit = 48 << 10, kSharedLimit = 227 << 10;
 constexpr size_t kDynamic = 128 << 10, kArena = kDynamic + kSharedLimit + 1024;
 extern char arena[kArena];
 
 constexpr int kNobody = -1;
-extern constinit thread_local int running [[gnu::tls_model("initial-exec")]];  // the number of a thread in its block
+extern constinit thread_local int running [[gnu::tls_model("initial-exec")]];  // the thread of the block that runs
 
-// ---- what the scheduler offers the checker
+// ---- functions of the scheduler that the checker calls
 
 [[noreturn]] void fail(const std::string& what, const void* where = nullptr);  // where: a return address
-constexpr int64_t kSameBlock = -1;  // as another one that the same message names
+constexpr int64_t kSameBlock = -1;  // the message has already named the block
 std::string thread_name(int number, int64_t block = kSameBlock);
 std::string shared_name(size_t offset);
 std::string source_line(const void* where);
 
-// What the scheduler tells it. `where`: the return address of what the kernel called.
+// Functions of the checker that the scheduler calls. `where`: the return address of what the kernel called.
 namespace checker {
 
 #ifdef FB_CHECKER
@@ -53,7 +53,7 @@ void sync_warp(int warp, unsigned mask);
 void thread_fence();
 void read(const void* address, size_t bytes, const void* where);
 void atomic(void* address, size_t bytes, const void* where);
-void copy_issued(void* shared, size_t bytes, const void* where);  // no access until it has arrived
+void copy_issued(void* shared, size_t bytes, const void* where);  // no access is allowed before it arrives
 void copy_arrives(void* shared, size_t bytes);
 
 #else

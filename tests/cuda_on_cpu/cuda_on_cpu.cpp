@@ -1,5 +1,5 @@
-// Runs a grid: its blocks one after the other, the threads of a block as fibers that give way at barriers and
-// collectives. PTX is at the end.
+// Runs a grid: its blocks one after the other, the threads of a block as fibers that yield at barriers and collectives.
+// PTX is at the end.
 #include "cuda_on_cpu.h"
 
 #include <dlfcn.h>
@@ -25,11 +25,11 @@ namespace {
 
 constexpr int kWarp = 32, kMostThreads = 1024;
 
-// What the lanes of a warp do together. The last one to arrive runs it on what all brought, nullptr where a lane is not
-// in the mask.
+// An operation of the lanes of a warp together. The last lane to arrive runs it on all operands; they are nullptr for
+// lanes outside the mask.
 struct Collective {
   const char* name;
-  void (*run)(unsigned mask, void* const* brought);
+  void (*run)(unsigned mask, void* const* operands);
   bool whole_warp = false, orders_memory = false;
 };
 
@@ -45,12 +45,12 @@ struct Thread {
   uint3 index;
   const char* waits_at = nullptr;  // for messages; nullptr: it does not wait
   bool exited = false;
-  std::vector<Copy> copies;  // under way
+  std::vector<Copy> copies;  // issued and not yet waited for
   unsigned groups = 0;       // of copies, committed
 };
 
-// A collective that waits for lanes; several at a time where their masks have no lane in common.
-struct Meeting {
+// A collective that some lanes have reached. A warp can have several, with disjoint masks.
+struct Rendezvous {
   const Collective* what;
   unsigned mask, arrived;
   unsigned number;
@@ -58,9 +58,9 @@ struct Meeting {
 
 struct Warp {
   unsigned lanes, exited;
-  void* brought[kWarp];
-  std::vector<Meeting> meetings;
-  unsigned next_meeting;
+  void* operands[kWarp];
+  std::vector<Rendezvous> rendezvous;
+  unsigned next_number;
 };
 
 struct SharedArray {
@@ -107,7 +107,7 @@ int lane() { return running % kWarp; }
 Thread& self() { return device.threads[running]; }
 Warp& warp() { return device.warps[running / kWarp]; }
 
-// All three numbers, or the first alone where there are no more dimensions.
+// All three numbers, or only the first where the other dimensions are 1.
 std::string text(uint3 at, dim3 size = {0, 0, 0}) {
   if (size.y == 1 && size.z == 1) return std::to_string(at.x);
   char words[48];
@@ -121,9 +121,9 @@ uint3 unflatten(int64_t number, dim3 size) {
 
 std::string me() { return thread_name(running, device.block_number); }
 
-// ThreadSanitizer is told that what came before arrive() happens before what comes after leave() of the same address.
-// A thread may be at the next barrier before another has left this one: they have different addresses.
-[[maybe_unused]] char launched, ended, at_barriers[2], at_meetings[kMostThreads / kWarp][64];
+// They tell ThreadSanitizer: what came before arrive() happens before what follows leave() of the same address.
+// Successive barriers have different addresses, because a thread may reach the next before another has left this one.
+[[maybe_unused]] char launched, ended, at_barriers[2], at_rendezvous[kMostThreads / kWarp][64];
 
 void arrive([[maybe_unused]] char* barrier) {
 #ifdef FB_THREAD_SANITIZER
@@ -149,7 +149,7 @@ void make_all_ready() {
   make_ready(numbers);
 }
 
-// Returns when another fiber switches back; after an exit or a failure none does.
+// Returns when another fiber switches back, which does not happen after an exit or a failure.
 void switch_to(int number) {
   const int before = running;
   Fiber& from = before == kNobody ? device.host : self().fiber;
@@ -181,7 +181,7 @@ std::string site(const char* file, int line) {
   fail(what);
 }
 
-// The next thread to run; the host where all have exited.
+// The next thread to run, or kNobody, the host, if all have exited.
 int next() {
   if (device.ready.empty()) {
     if (device.exited == device.count) return kNobody;
@@ -216,8 +216,8 @@ void thread_main() {
   self().exited = true;
   ++device.exited;
   warp().exited |= 1u << lane();
-  for (const Meeting& meeting : warp().meetings) {
-    if (meeting.mask >> lane() & 1) fail(me() + " exits while lanes of its warp wait for it at " + meeting.what->name);
+  for (const Rendezvous& pending : warp().rendezvous) {
+    if (pending.mask >> lane() & 1) fail(me() + " exits while lanes of its warp wait for it at " + pending.what->name);
   }
   switch_to(next());
   __builtin_unreachable();
@@ -230,7 +230,7 @@ void run_block() {
     const int lanes = std::min(kWarp, device.count - i * kWarp);
     device.warps[i].lanes = lanes == kWarp ? ~0u : (1u << lanes) - 1;
     device.warps[i].exited = 0;
-    device.warps[i].meetings.clear();
+    device.warps[i].rendezvous.clear();
   }
   for (int i = 0; i < device.count; ++i) {
     Thread& thread = device.threads[i];
@@ -242,7 +242,7 @@ void run_block() {
     thread.fiber.start(device.stacks + i * kStackBytes, i, thread_main);
   }
   make_all_ready();
-  // NaN in every type.
+  // Shared memory starts as NaN, in every type.
   for (const SharedArray& array : device.arrays) memset(arena + array.offset, 0xFF, array.bytes);
   memset(arena + kDynamic, 0xFF, device.dynamic_bytes);
   checker::start_block(device.block_number);
@@ -324,7 +324,7 @@ const char* run_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*kernel)(
   return answer.empty() ? nullptr : answer.c_str();
 }
 
-// ---- words
+// ---- messages
 
 std::string thread_name(int number, int64_t block) {
   const std::string thread = "thread " + text(unflatten(number, device.block), device.block);
@@ -347,7 +347,7 @@ std::string shared_name(size_t offset) {
          " bytes of " + nearest->name;
 }
 
-// Where the instruction before a return address comes from, innermost function first: "kernel.cu:7, called at …". Empty
+// The source line of a call with this return address, innermost function first: "kernel.cu:7, called at …". Empty
 // without binutils.
 std::string source_line(const void* where) {
   Dl_info library;
@@ -359,9 +359,9 @@ std::string source_line(const void* where) {
   std::string lines;
   char line[512];
   while (output && fgets(line, sizeof line, output.get())) {
-    const std::string one(line, strcspn(line, " \n"));
-    if (one.find("??") == 0 || one.find("cuda_on_cpu.h") == 0) continue;
-    lines += (lines.empty() ? "" : ", called at ") + one;
+    const std::string place(line, strcspn(line, " \n"));
+    if (place.find("??") == 0 || place.find("cuda_on_cpu.h") == 0) continue;
+    lines += (lines.empty() ? "" : ", called at ") + place;
   }
   return lines;
 }
@@ -372,7 +372,7 @@ void fail(const std::string& what, const void* where) {
   give_up();
 }
 
-// ---- what kernels ask for
+// ---- what kernels call
 
 uint3 thread_index() { return self().index; }
 uint3 block_index() { return device.block_index; }
@@ -389,7 +389,7 @@ void* shared_array(const void* here, const char* name, size_t bytes) {
          std::to_string(device.dynamic_bytes) + " dynamic");
   }
   constexpr size_t kBetween = 128;
-  const size_t offset = (device.static_end + kBetween) / 32 * 32 + 16;  // aligned to 16 bytes, as promised, and no more
+  const size_t offset = (device.static_end + kBetween) / 32 * 32 + 16;  // aligned to 16 bytes and to no more
   if (offset + bytes + kBetween > kDynamic) fail("too many shared arrays");
   device.arrays.push_back({here, name, offset, bytes});
   device.static_end = offset + bytes;
@@ -423,8 +423,8 @@ void sync_threads(const char* file, int line) {
 
 namespace {
 
-// Waits for the lanes in mask to bring something to the same collective.
-void meet(const Collective& what, unsigned mask, void* mine) {
+// Waits until all lanes of the mask have reached the same collective with their operands.
+void wait_for_lanes(const Collective& what, unsigned mask, void* mine) {
   Warp& warp = cuda_on_cpu::warp();
   const unsigned me = 1u << lane();
   if (what.whole_warp && (mask != ~0u || warp.lanes != ~0u)) {
@@ -433,23 +433,23 @@ void meet(const Collective& what, unsigned mask, void* mine) {
   mask &= warp.lanes;
   if (!(mask & me)) fail(cuda_on_cpu::me() + " calls " + what.name + " with a mask that it is not in");
   if (mask & warp.exited) fail(cuda_on_cpu::me() + " calls " + what.name + " with a lane that has exited");
-  const auto same = [&](const Meeting& meeting) { return meeting.what == &what && meeting.mask == mask; };
-  auto meeting = std::find_if(warp.meetings.begin(), warp.meetings.end(), same);
-  if (meeting == warp.meetings.end()) meeting = warp.meetings.insert(meeting, {&what, mask, 0, warp.next_meeting++});
-  char* const barrier = &at_meetings[running / kWarp][meeting->number % 64];
+  const auto same = [&](const Rendezvous& pending) { return pending.what == &what && pending.mask == mask; };
+  auto pending = std::find_if(warp.rendezvous.begin(), warp.rendezvous.end(), same);
+  if (pending == warp.rendezvous.end()) pending = warp.rendezvous.insert(pending, {&what, mask, 0, warp.next_number++});
+  char* const barrier = &at_rendezvous[running / kWarp][pending->number % 64];
   if (what.orders_memory) arrive(barrier);
-  warp.brought[lane()] = mine;
-  meeting->arrived |= me;
+  warp.operands[lane()] = mine;
+  pending->arrived |= me;
   self().waits_at = what.name;
-  if (meeting->arrived == mask) {
-    warp.meetings.erase(meeting);
-    void* brought[kWarp];
+  if (pending->arrived == mask) {
+    warp.rendezvous.erase(pending);
+    void* operands[kWarp];
     std::vector<int> lanes;
     for (int i = 0; i < kWarp; ++i) {
-      brought[i] = mask >> i & 1 ? warp.brought[i] : nullptr;
-      if (brought[i]) lanes.push_back(running / kWarp * kWarp + i);
+      operands[i] = mask >> i & 1 ? warp.operands[i] : nullptr;
+      if (operands[i]) lanes.push_back(running / kWarp * kWarp + i);
     }
-    what.run(mask, brought);
+    what.run(mask, operands);
     make_ready(lanes);
   }
   run_others();
@@ -462,11 +462,11 @@ struct Shuffled {
   int source;
 };
 
-void run_shuffle(unsigned, void* const* brought) {
+void run_shuffle(unsigned, void* const* operands) {
   for (int i = 0; i < kWarp; ++i) {
-    if (!brought[i]) continue;
-    auto& mine = *static_cast<Shuffled*>(brought[i]);
-    const void* const other = brought[mine.source];
+    if (!operands[i]) continue;
+    auto& mine = *static_cast<Shuffled*>(operands[i]);
+    const void* const other = operands[mine.source];
     if (!other) {
       fail(thread_name(running / kWarp * kWarp + i, device.block_number) + " shuffles from lane " +
            std::to_string(mine.source) + ", which is not in the mask");
@@ -475,13 +475,13 @@ void run_shuffle(unsigned, void* const* brought) {
   }
 }
 
-void run_vote(unsigned mask, void* const* brought) {
+void run_vote(unsigned mask, void* const* operands) {
   unsigned votes = 0;
   for (int i = 0; i < kWarp; ++i) {
-    if (mask >> i & 1 && *static_cast<unsigned*>(brought[i])) votes |= 1u << i;
+    if (mask >> i & 1 && *static_cast<unsigned*>(operands[i])) votes |= 1u << i;
   }
   for (int i = 0; i < kWarp; ++i) {
-    if (mask >> i & 1) *static_cast<unsigned*>(brought[i]) = votes;
+    if (mask >> i & 1) *static_cast<unsigned*>(operands[i]) = votes;
   }
 }
 
@@ -502,22 +502,22 @@ uint64_t shuffle(Shuffle how, unsigned mask, uint64_t bits, int lanes, int width
     case Shuffle::up: source -= lanes; break;
     case Shuffle::down: source += lanes; break;
   }
-  // Beyond its segment a lane gets its own value; earlier segments can be reached by __shfl_xor_sync alone.
+  // Outside its segment a lane gets its own value; only __shfl_xor_sync can read earlier segments.
   if (source > last || (source < first && how != Shuffle::across)) source = lane();
   Shuffled mine{bits, 0, source};
-  meet(kShuffle, mask, &mine);
+  wait_for_lanes(kShuffle, mask, &mine);
   return mine.result;
 }
 
 unsigned ballot(unsigned mask, bool predicate) {
   unsigned vote = predicate;
-  meet(kVote, mask, &vote);
+  wait_for_lanes(kVote, mask, &vote);
   return vote;
 }
 
 void sync_warp(unsigned mask) {
   char nothing;
-  meet(kSyncWarp, mask, &nothing);
+  wait_for_lanes(kSyncWarp, mask, &nothing);
 }
 
 void thread_fence() { checker::thread_fence(); }
@@ -543,7 +543,7 @@ void require_shared(const void* address, size_t bytes, const char* what, const v
 
 }  // namespace
 
-// The target is NaN until the wait, and the source is read then.
+// The copy happens at the wait; until then the target is NaN.
 void cp_async16(void* shared, const void* global, int source_bytes) {
   const void* const where = __builtin_return_address(0);
   require_aligned(shared, 16, "cp.async", where);
@@ -574,27 +574,27 @@ void cp_async_wait_for(int pending) {
 namespace {
 
 struct Row {
-  uint16_t at[8];
+  uint16_t element[8];
   uint32_t* fragment;  // [4]
 };
 
-const Row& row_of(void* const* brought, int number) { return *static_cast<const Row*>(brought[number]); }
+const Row& row_of(void* const* operands, int number) { return *static_cast<const Row*>(operands[number]); }
 
-void run_ldmatrix(unsigned, void* const* brought) {
+void run_ldmatrix(unsigned, void* const* operands) {
   for (int lane = 0; lane < kWarp; ++lane) {
     for (int matrix = 0; matrix < 4; ++matrix) {
-      const uint16_t* const two = row_of(brought, matrix * 8 + lane / 4).at + lane % 4 * 2;
-      row_of(brought, lane).fragment[matrix] = two[0] | uint32_t(two[1]) << 16;
+      const uint16_t* const pair = row_of(operands, matrix * 8 + lane / 4).element + lane % 4 * 2;
+      row_of(operands, lane).fragment[matrix] = pair[0] | uint32_t(pair[1]) << 16;
     }
   }
 }
 
-void run_ldmatrix_trans(unsigned, void* const* brought) {
+void run_ldmatrix_trans(unsigned, void* const* operands) {
   for (int lane = 0; lane < kWarp; ++lane) {
     for (int matrix = 0; matrix < 4; ++matrix) {
       const int row = matrix * 8 + lane % 4 * 2, column = lane / 4;
-      const uint32_t low = row_of(brought, row).at[column], high = row_of(brought, row + 1).at[column];
-      row_of(brought, lane).fragment[matrix] = low | high << 16;
+      const uint32_t low = row_of(operands, row).element[column], high = row_of(operands, row + 1).element[column];
+      row_of(operands, lane).fragment[matrix] = low | high << 16;
     }
   }
 }
@@ -607,17 +607,17 @@ void ldmatrix(const Collective& which, uint32_t* fragment, const void* row, cons
   require_shared(row, 16, which.name, where);
   Row mine;
   checker::read(row, 16, where);
-  memcpy(mine.at, row, 16);
+  memcpy(mine.element, row, 16);
   mine.fragment = fragment;
-  meet(which, ~0u, &mine);
+  wait_for_lanes(which, ~0u, &mine);
 }
 
 float from_bf16(uint16_t bits) { return cuda_bits<float>(uint32_t(bits) << 16); }
 
 float from_f16(uint16_t bits) {
   const uint32_t magnitude = (bits & 0x7FFFu) << 13, sign = (bits & 0x8000u) << 16;
-  const uint32_t infinite = magnitude >= 0x7C00u << 13 ? 0x7F800000u : 0;  // also of NaN, whose digits stay
-  const float value = cuda_bits<float>(magnitude) * 0x1p112f;              // the exponent's other bias; denormals too
+  const uint32_t infinite = magnitude >= 0x7C00u << 13 ? 0x7F800000u : 0;  // and NaN, which keeps its mantissa
+  const float value = cuda_bits<float>(magnitude) * 0x1p112f;  // converts the exponent's bias, for denormals too
   return cuda_bits<float>(cuda_bits<uint32_t>(value) | infinite | sign);
 }
 
@@ -627,15 +627,15 @@ struct Fragments {
   uint32_t b[2];
 };
 
-// csrc/cuda/mma.cuh says where the elements are. Products are exact, sums are rounded in fp32.
+// The layout of the fragments is in csrc/cuda/mma.cuh. Products are exact, sums are rounded in fp32.
 template <float (*kToFloat)(uint16_t)>
-void run_mma(unsigned, void* const* brought) {
+void run_mma(unsigned, void* const* operands) {
   float a[16][16], b[16][8];
-  const auto of = [&](int lane) -> Fragments& { return *static_cast<Fragments*>(brought[lane]); };
+  const auto fragments = [&](int lane) -> Fragments& { return *static_cast<Fragments*>(operands[lane]); };
   for (int lane = 0; lane < kWarp; ++lane) {
     for (int half = 0; half < 2; ++half) {
       const int group = lane / 4, column = lane % 4 * 2 + half, shift = half * 16;
-      const Fragments& from = of(lane);
+      const Fragments& from = fragments(lane);
       for (int r = 0; r < 4; ++r) a[group + r % 2 * 8][column + r / 2 * 8] = kToFloat(uint16_t(from.a[r] >> shift));
       for (int r = 0; r < 2; ++r) b[column + r * 8][group] = kToFloat(uint16_t(from.b[r] >> shift));
     }
@@ -647,7 +647,7 @@ void run_mma(unsigned, void* const* brought) {
     }
   }
   for (int lane = 0; lane < kWarp; ++lane) {
-    for (int r = 0; r < 4; ++r) of(lane).d[r] += product[lane / 4 + r / 2 * 8][lane % 4 * 2 + r % 2];
+    for (int r = 0; r < 4; ++r) fragments(lane).d[r] += product[lane / 4 + r / 2 * 8][lane % 4 * 2 + r % 2];
   }
 }
 
@@ -663,7 +663,7 @@ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
 
 void mma(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, bool is_bf16) {
   Fragments mine{d, a, {b0, b1}};
-  meet(is_bf16 ? kMmaBf16 : kMmaF16, ~0u, &mine);
+  wait_for_lanes(is_bf16 ? kMmaBf16 : kMmaF16, ~0u, &mine);
 }
 
 }  // namespace cuda_on_cpu

@@ -1,7 +1,7 @@
-// Stands in for nvcc and the CUDA runtime where csrc/cuda is compiled as host C++ (FB_CUDA_ON_CPU). A CUDA thread is a
-// fiber, one block runs at a time, and what goes wrong is the answer of launch(): docs/cuda_on_cpu.md.
+// Replaces nvcc's keywords and the CUDA runtime where csrc/cuda is compiled as host C++ (FB_CUDA_ON_CPU). A CUDA thread
+// is a fiber, one block runs at a time, and launch() returns what went wrong: docs/cuda_on_cpu.md.
 //
-// From the toolkit come headers alone: the vector types, and __nv_bfloat16 and __half, which are right on the host.
+// Of the CUDA toolkit it uses headers only: the vector types, and __nv_bfloat16 and __half, which work on the host.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,7 +24,7 @@
 
 namespace cuda_on_cpu {
 
-// ---- where a thread is. They cannot change while a kernel's function runs, so each is asked for once.
+// ---- indices. [[gnu::const]]: they do not change while a kernel runs, so the compiler calls each once.
 
 [[gnu::const]] uint3 thread_index();
 [[gnu::const]] uint3 block_index();
@@ -39,7 +39,7 @@ namespace cuda_on_cpu {
 
 // ---- shared memory
 
-// The address of `here` tells arrays apart: every instance of a template has its own, as in CUDA.
+// `here` identifies the array: as in CUDA, every instance of a template has its own.
 void* shared_array(const void* here, const char* name, size_t bytes);
 void* dynamic_shared();
 
@@ -81,7 +81,7 @@ T shuffle(Shuffle how, unsigned mask, T value, int lane, int width) {
 
 void atomic(void* address, size_t bytes);  // checks the access
 
-// f gets the old value. The compiler's checks would take the load and the store for ordinary ones.
+// f maps the old value to the new one. Uninstrumented: the checker would take the load and the store for ordinary ones.
 template <class T, class F>
 __attribute__((no_sanitize("thread"))) T atomically(T* address, const F& f) {
   atomic(address, sizeof(T));
@@ -127,15 +127,14 @@ const char* run_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*kernel)(
 
 namespace fastbert::cuda {
 
-// Runs the kernel to its end and returns what went wrong, or nullptr; the text lives until this host thread's next
-// launch.
+// Runs the kernel to its end. Returns an error message, valid until this host thread's next launch, or nullptr.
 template <class... Params, class... Args>
 const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void*, Args... args) {
   const auto call = std::make_pair(kernel, std::tuple<Params...>(args...));
   return ::cuda_on_cpu::run_grid(
       grid, block, shared_bytes,
-      [](const void* one) {
-        const auto& [function, parameters] = *static_cast<decltype(call)*>(one);
+      [](const void* data) {
+        const auto& [function, parameters] = *static_cast<decltype(call)*>(data);
         std::apply(function, parameters);
       },
       &call);
@@ -146,7 +145,7 @@ inline int shared_memory_limit() { return ::cuda_on_cpu::shared_memory_limit(); 
 
 }  // namespace fastbert::cuda
 
-// ---- what CUDA C++ has built in
+// ---- CUDA's built-in functions
 
 using std::max;
 using std::min;
@@ -197,7 +196,7 @@ T __ldg(const T* address) {
   return *address;
 }
 
-// glibc declares functions of these names.
+// Macros, because glibc declares functions of these names.
 #define __expf(x) expf(x)
 #define __logf(x) logf(x)
 
@@ -206,7 +205,7 @@ inline float __fdividef(float p, float q) { return p / q; }
 inline float __frcp_rn(float x) { return 1 / x; }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-// Rounded by themselves: the compiler, which fuses products and sums as nvcc does, cannot look through them.
+// The compiler fuses products and sums, as nvcc does; the empty asm keeps it from fusing these.
 inline float rounded(float x) {
   asm("" : "+m"(x));
   return x;

@@ -30,10 +30,10 @@ namespace {
 constexpr int64_t kRows = 13;
 const int64_t kKey[] = {0x0123456789ABCDEF};
 
-// ---- memory: as many bytes as asked for, in chunks that vectors may be read from
+// ---- buffers: of exactly as many bytes as asked for, aligned for vectors
 
 struct alignas(16) Chunk {
-  unsigned char at[16];
+  unsigned char byte[16];
 };
 
 class Buffer {
@@ -42,7 +42,7 @@ class Buffer {
       : bytes_(elements * (dtype == DType::f32 ? 4 : 2)), chunks_((bytes_ + 15) / 16) {
     memset(chunks_.data(), 0xFF, bytes_);  // NaN
   }
-  unsigned char* bytes() { return chunks_.data()->at; }
+  unsigned char* bytes() { return chunks_.data()->byte; }
   operator void*() { return chunks_.data(); }
   operator float*() { return reinterpret_cast<float*>(chunks_.data()); }
   bool operator==(const Buffer& other) const { return !memcmp(chunks_.data(), other.chunks_.data(), bytes_); }
@@ -52,7 +52,7 @@ class Buffer {
   std::vector<Chunk> chunks_;
 };
 
-// Finite values in (-4, 4), of bf16's digits.
+// Finite values in (-4, 4) that bf16 represents exactly.
 Buffer values(int64_t elements, DType dtype) {
   static std::minstd_rand random(0);
   Buffer buffer(elements, dtype);
@@ -61,7 +61,7 @@ Buffer values(int64_t elements, DType dtype) {
     const float value = float(int(random() % 255) - 127) / 32;
     uint32_t bits;
     memcpy(&bits, &value, 4);
-    // f16 has another bias of the exponent, and three more digits.
+    // f16 has another exponent bias, and three more bits of mantissa.
     if (dtype == DType::f16 && value != 0) bits = (bits & 0x80000000) | ((bits & 0x7FFFFFFF) - (112 << 23)) << 3;
     const size_t size = dtype == DType::f32 ? 4 : 2;
     memcpy(to + i * size, reinterpret_cast<char*>(&bits) + 4 - size, size);

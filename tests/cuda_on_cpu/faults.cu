@@ -1,5 +1,5 @@
-// Kernels that are wrong, for tests/test_cuda_on_cpu.py: each has to be reported. Most give right results in some order
-// of the threads. `memory` is 4096 bytes of zeros on the device.
+// Kernels with one fault each, which tests/test_cuda_on_cpu.py expects to be reported. Most give right results in some
+// order of the threads. `memory` is 4096 bytes of zeros on the device.
 #include "../../csrc/cuda/mma.cuh"
 
 namespace fastbert::cuda {
@@ -20,12 +20,12 @@ __global__ void missing_barrier(float* memory) {
 
 // The second sum overwrites what others may still read of the first; both sums are the same.
 __global__ void reused_buffer(float* memory) {
-  FB_SHARED(float, of_warp, kThreads / 32);
+  FB_SHARED(float, warp_sums, kThreads / 32);
   float sum = 0;
   for (int i = 0; i < 2; ++i) {
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = 1;
+    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = 1;
     __syncthreads();
-    sum += of_warp[0] + of_warp[1];
+    sum += warp_sums[0] + warp_sums[1];
   }
   memory[threadIdx.x] = sum;
 }
@@ -168,7 +168,7 @@ __global__ void large_array(float* memory) {
 
 __global__ void nothing(float*) {}
 
-// ---- what is right, and looks like some of the above
+// ---- correct kernels that look like some of the above
 
 __global__ void with_barriers(float* memory) {
   FB_SHARED(float, values, kThreads);
@@ -242,9 +242,9 @@ const Case kCases[] = {
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) const char* run_fault(const char* name, float* memory) {
-  for (const Case& one : kCases) {
-    if (strcmp(one.name, name) == 0) {
-      return launch(one.kernel, one.grid, one.block, one.shared_bytes, nullptr, memory);
+  for (const Case& fault : kCases) {
+    if (strcmp(fault.name, name) == 0) {
+      return launch(fault.kernel, fault.grid, fault.block, fault.shared_bytes, nullptr, memory);
     }
   }
   return "no such fault";

@@ -1,6 +1,6 @@
-// Stacks to switch between, and what the sanitizers have to know of it. Included by the scheduler alone.
+// Fibers: stacks to switch between, and what the sanitizers must be told about that. Only the scheduler includes it.
 //
-// On x86-64 a switch is a dozen instructions, elsewhere ucontext's, which make two system calls.
+// On x86-64 a switch is a dozen instructions; elsewhere it is ucontext's, with two system calls.
 #pragma once
 
 #include <stddef.h>
@@ -18,7 +18,7 @@
 #endif
 
 #ifdef __x86_64__
-// Saves the registers that a function has to preserve and the stack they are on, and goes on from another one.
+// Saves the callee-saved registers on this stack and the stack pointer in *from, and continues on the stack `to`.
 asm(R"(
 .text
 .p2align 4
@@ -48,7 +48,7 @@ namespace cuda_on_cpu {
 
 constexpr size_t kStackBytes = 256 << 10, kPage = 4096;
 
-// One for each of `count` fibers, with a page below that must not be touched. They cost memory where they are used.
+// A stack for each of `count` fibers, with a guard page below. Memory is used only where a stack is touched.
 inline char* new_stacks(size_t count) {
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   void* const stacks = mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE, flags, -1, 0);
@@ -59,10 +59,10 @@ inline char* new_stacks(size_t count) {
 
 class Fiber {
  public:
-  // The next switch here begins entry, which never returns. What ran here before is forgotten.
+  // The next switch to this fiber calls entry, which never returns. Whatever ran in it before is abandoned.
   void start(char* stack, size_t number, void (*entry)()) {
     bottom_ = stack, size_ = kStackBytes;
-    // Tops at one distance of each other would share few lines of the cache.
+    // With all tops at the same offset, stacks would compete for the same sets of the cache.
     char* const top = stack + kStackBytes - number % 32 * 128;
 #ifdef __x86_64__
     void** words = reinterpret_cast<void**>(top);
@@ -86,7 +86,7 @@ class Fiber {
 #endif
   }
 
-  // The stack that this is called on, of the host's thread.
+  // Makes this fiber stand for the host thread that calls it.
   void start_here() {
 #ifdef FB_THREAD_SANITIZER
     tsan_ = __tsan_get_current_fiber();
@@ -109,7 +109,7 @@ class Fiber {
     arrived();
   }
 
-  // To be called first of all in entry.
+  // entry must call it first.
   void arrived() {
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_finish_switch_fiber(fake_stack_, &left_->bottom_, &left_->size_);

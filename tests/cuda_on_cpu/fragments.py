@@ -1,7 +1,7 @@
 """Which lane holds which element of a matrix: the figures of the PTX ISA, written out.
 
-9.7.14.5.8, "Matrix Fragments for mma.m16n8k16 with floating point type", and 9.7.14.5.15, "ldmatrix". An entry stands
-where its element is and reads LANE.ELEMENT; two 16-bit elements share a register, the lower half comes first.
+9.7.14.5.8, "Matrix Fragments for mma.m16n8k16 with floating point type", and 9.7.14.5.15, "ldmatrix". An entry is
+LANE.ELEMENT, at the element's place in the matrix; two 16-bit elements share a register, lower half first.
 """
 
 # mma.m16n8k16, .f16 and .bf16

@@ -1,5 +1,5 @@
-// One instruction a kernel, for tests/test_cuda_on_cpu.py: run by the processor, and by a GPU where there is one. Each
-// runs in one warp; memory is [lane][register].
+// A kernel for each instruction, for tests/test_cuda_on_cpu.py: on the CPU, and on a GPU where there is one. Each runs
+// in one warp; memory is [lane][register].
 #include "../../csrc/cuda/mma.cuh"
 
 #define FB_EXPORT extern "C" __attribute__((visibility("default")))

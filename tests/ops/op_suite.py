@@ -98,17 +98,17 @@ class OpSuite:
             for name, value in inputs.items()
         }
         both = backend.why_not(torch.float32, True) is None
-        one, two = (testing.evaluate(self.ours, i, gradients=both) for i in (inputs, strided))
-        for name, value in {**one.outputs, **one.gradients}.items():
-            torch.testing.assert_close({**two.outputs, **two.gradients}[name], value, rtol=0, atol=0)
+        first, second = (testing.evaluate(self.ours, i, gradients=both) for i in (inputs, strided))
+        for name, value in {**first.outputs, **first.gradients}.items():
+            torch.testing.assert_close({**second.outputs, **second.gradients}[name], value, rtol=0, atol=0)
 
     def test_repeatable_bit_for_bit(self, backend):
         backend.require(torch.float32)
         inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
         both = backend.why_not(torch.float32, True) is None
-        one, two = (testing.evaluate(self.ours, inputs, gradients=both) for _ in range(2))
-        for name, value in {**one.outputs, **one.gradients}.items():
-            assert torch.equal({**two.outputs, **two.gradients}[name], value), name
+        first, second = (testing.evaluate(self.ours, inputs, gradients=both) for _ in range(2))
+        for name, value in {**first.outputs, **first.gradients}.items():
+            assert torch.equal({**second.outputs, **second.gradients}[name], value), name
 
     def test_empty_input(self, backend):
         backend.require(torch.float32)

@@ -1,4 +1,4 @@
-"""The stand-in for a GPU: its instructions against the PTX manual, and the faults that it has to report.
+"""CUDA on the CPU: its instructions agree with the PTX manual, and it reports every planted fault.
 
 The instructions run on a GPU too, where there is one.
 """
@@ -99,7 +99,7 @@ def test_mma(machine, dtype):
 
 
 def test_mma_with_two_registers_exchanged_is_wrong(machine):
-    """A matrix product that mixes up its indices is noticed."""
+    """The tests above notice mixed-up indices."""
     a, b = integers(16, 16, dtype=torch.float16), integers(16, 8, dtype=torch.float16)
     exchanged = distribute(a, fragments.A)[:, [0, 1, 4, 5, 2, 3, 6, 7]].contiguous()
     d = torch.zeros(32, 4)
@@ -171,9 +171,9 @@ EARLY_READ = (
 )
 MISALIGNED = r"misaligned: an access of thread \d+ of block 0 to 'struct Vec', .* aligned to {} bytes, at .*faults.cu"
 UNALIGNED = r"thread \d+ of block 0 gives {} an address that is not aligned to 16 bytes, at faults.cu"
-FAULTS = {  # name: what has to be said; which threads it names may depend on their order
+FAULTS = {  # name: the expected message; which threads it names may depend on their order
     "missing_barrier": RACE.format(256, "values"),
-    "reused_buffer": RACE.format(8, "of_warp"),
+    "reused_buffer": RACE.format(8, "warp_sums"),
     "missing_syncwarp": RACE.format(256, "values"),
     "divergent_barrier": r"divergent __syncthreads: thread \d+ of block 0 is at faults.cu:\d+, thread \d+ at faults",
     "early_return": r"__syncthreads at faults.cu:\d+ waits for threads that have exited, such as thread 5 of block 0",
@@ -217,7 +217,7 @@ def test_what_is_right_is_not_reported(emulated, name, order):
 
 
 def test_a_fault_leaves_nothing_behind(emulated):
-    """The threads of a launch that failed are abandoned where they are; the next launch starts afresh."""
+    """The threads of a failed launch are abandoned; the next launch starts afresh."""
     results = []
     for _ in range(2):
         results.append(torch.zeros(1024))

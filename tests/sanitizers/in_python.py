@@ -1,8 +1,8 @@
-"""The package with a sanitized `_C`, in an interpreter that run.py starts with the sanitizers' runtimes preloaded.
+"""Tests with a sanitized `_C`; run.py starts this with the sanitizers' runtimes preloaded.
 
 python in_python.py FOLDER [pytest arguments]     the tests, on the package in FOLDER
 python in_python.py FOLDER --overread BACKEND     a wrong call, which AddressSanitizer has to report
-python in_python.py FOLDER --fault NAME           the same of a kernel of tests/cuda_on_cpu/faults.cu
+python in_python.py FOLDER --fault NAME           a kernel of tests/cuda_on_cpu/faults.cu, likewise
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from fastbert import backends
 
 
 def is_sanitized(folder: str) -> None:
-    """pytest may put the source tree first on sys.path, but fastbert is imported already."""
+    """Checks that fastbert comes from `folder`. It stays so: pytest changes sys.path later, after the import."""
     assert Path(fastbert.__file__).is_relative_to(Path(folder).resolve()), f"{fastbert.__file__} is not in {folder}"
     assert backends.EXTENSION, backends.EXTENSION_PROBLEM
 

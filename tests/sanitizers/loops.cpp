@@ -1,7 +1,7 @@
-// The loops of csrc/cpu/loops as the torch sides csrc/cpu/<op>.cpp call them, without torch: in four threads over
-// disjoint rows, chunks and tasks with shared inputs, and in one thread. Every buffer has exactly the size that the
-// headers promise, and starts with other bytes in each run, so the results are the same bits only if all of them were
-// written.
+// Calls the loops of csrc/cpu/loops as the torch sides csrc/cpu/<op>.cpp do, without torch: in four threads on disjoint
+// rows, chunks and tasks of shared inputs, and again in one thread, which must give the same bits. Every buffer has
+// exactly the size that the headers require, and starts with other bytes in each run, so a byte that is not written
+// makes the runs differ.
 //
 //   loops          all checks; 1 if a result differs
 //   loops FAULT    a wrong call that a sanitizer has to report: race, overwrite, overread or overflow
@@ -27,7 +27,7 @@ namespace loops = fastbert::cpu::FB_ISA;
 
 namespace {
 
-// Around the vectors' widths, and BERT's own width.
+// Around the widths of vectors, and around BERT's width.
 constexpr int64_t kSizes[] = {1, 7, 8, 9, 15, 17, 33, 767, 769};
 constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16, DType::f64};
 constexpr const char* kNames[] = {"f32", "bf16", "f16", "f64"};
@@ -48,7 +48,7 @@ DType math_of(DType dtype) { return dtype == DType::f64 ? dtype : DType::f32; }
 
 Bytes filled(int64_t elements, DType dtype, int with) { return Bytes(elements * size_of(dtype), char(with)); }
 
-// Finite values of either sign in [2^-11, 4): normal in every type.
+// Finite values of either sign, of magnitude 2^-11 to 4: normal numbers in every type.
 Bytes values(int64_t elements, DType dtype) {
   static std::mt19937 random(0);
   Bytes bytes(elements * size_of(dtype));
@@ -67,7 +67,7 @@ Bytes values(int64_t elements, DType dtype) {
 
 // ---- threads
 
-// f(begin, end) on equal ranges, each in a thread of its own.
+// Calls f(begin, end) on equal ranges, each in its own thread.
 template <class F>
 void in_threads(int threads, int64_t count, const F& f) {
   std::vector<std::thread> pool;
@@ -75,7 +75,7 @@ void in_threads(int threads, int64_t count, const F& f) {
   for (std::thread& thread : pool) thread.join();
 }
 
-// f(i, first row, last row) for chunks of rows, as sum_rows in csrc/tensor.h makes them.
+// Calls f(i, first row, last row) for chunks of rows, as sum_rows in csrc/tensor.h does.
 template <class F>
 void in_chunks(int threads, const F& f) {
   in_threads(threads, kChunks, [&](int64_t first, int64_t last) {
@@ -85,7 +85,7 @@ void in_chunks(int threads, const F& f) {
 
 int checks = 0, differences = 0;
 
-// run(threads) has to give the same results for one thread as for four. It fills its buffers with `threads`.
+// Checks that run(threads) gives the same results for one thread as for four. It fills its buffers with `threads`.
 template <class F>
 void same(const std::string& what, const F& run) {
   ++checks;
@@ -214,7 +214,7 @@ void check_embedding(int64_t C, DType dtype, bool token_types, Dropout drop) {
 
 // ---- attention
 
-// Packed sequences, the products left out: random scores stand for them.
+// Packed sequences. Random scores take the place of the matrix products.
 struct Attention {
   static constexpr int64_t kHeads = 2, kQueries = 64;
   const std::vector<int64_t> lengths;
@@ -237,20 +237,20 @@ struct Attention {
   int64_t qkv_stride() const { return 3 * out_stride(); }
   int64_t tasks() const { return kHeads * int64_t(lengths.size()); }
 
-  // The scores of a tile end with its last row's last key.
+  // Without the unused stride behind the last row.
   Bytes scores_of(const AttentionTile& tile) const {
     const int64_t elements = (tile.queries - 1) * tile.stride + tile.keys;
     return Bytes(scores.begin(), scores.begin() + elements * size_of(math));
   }
 
-  // Rows of qkv, from the first element of a head, as M. Where M is dtype, the products read them in place instead.
+  // Rows of qkv as M, from the first element of a head. (If M is dtype, the torch side reads them in place instead.)
   Bytes load(const char* from, int64_t rows, int fill) const {
     Bytes to = filled(rows * D, math, fill);
     loops::attention_load(from, qkv_stride(), rows, D, to.data(), dtype);
     return to;
   }
 
-  // f(head, sequence, tile, byte offset of the tile's first token in lse, out and qkv) for the tiles of a task.
+  // Calls f(tile, byte offsets of the tile's first token in lse, out and qkv) for the tiles of a task.
   template <class F>
   void for_tiles(int64_t task, const F& f) const {
     const int64_t head = task / int64_t(lengths.size()), sequence = task % int64_t(lengths.size());
@@ -304,7 +304,7 @@ struct Attention {
   Results run(int threads) const {
     Bytes out = filled(tokens * out_stride(), dtype, threads), lse = filled(kHeads * tokens, math, threads);
     Bytes dqkv = filled(tokens * qkv_stride(), dtype, threads);
-    Results results(tasks());  // first the tasks' weights, each task its own
+    Results results(tasks());  // first the weights of each task
     const auto for_tasks = [&](const std::function<void(int64_t)>& f) {
       in_threads(threads, tasks(), [&](int64_t begin, int64_t end) {
         for (int64_t task = begin; task < end; ++task) f(task);
@@ -349,14 +349,14 @@ void race(const Bytes& x, int64_t C) {
              [&](int64_t, int64_t) { loops::bias_gelu_fwd(x.data(), nullptr, y.data(), 1, C, DType::f32, false); });
 }
 
-// x and y may be an element short of C.
+// x or y is one element shorter than C.
 void out_of_bounds(int64_t x_elements, int64_t y_elements, int64_t C) {
   const Bytes x = values(x_elements, DType::f32);
   Bytes y = filled(y_elements, DType::f32, 0);
   loops::bias_gelu_fwd(x.data(), nullptr, y.data(), 1, C, DType::f32, false);
 }
 
-// No rows, but their address overflows.
+// No rows, but the computation of their address overflows.
 void overflow(int64_t C) {
   LayerNorm op{};
   op.channels = C;

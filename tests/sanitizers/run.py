@@ -1,12 +1,12 @@
 """make test-sanitizers: the C++ and CUDA under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer.
 
-1. loops.cpp, the loops of csrc/cpu/loops without torch: for races, and on buffers of exactly the promised size; with
-   vectors of 64 bytes too, so that the width of AVX-512 is seen on every processor.
-2. The CUDA kernels on the processor (tests/cuda_on_cpu) without torch: for races, of the threads of a block.
-3. The whole `_C`, and the CUDA kernels on the processor, in Python, on the tests of their ops.
+1. loops.cpp runs csrc/cpu/loops without torch: for races, and on buffers of exactly the required size; also with
+   vectors of 64 bytes, so that AVX-512's width is tested on every processor.
+2. The CUDA kernels on the CPU (tests/cuda_on_cpu) without torch: for races between the threads of a block.
+3. The whole `_C`, and the CUDA kernels on the CPU, in Python, on the tests of their ops.
 
-A sanitizer that sees nothing passes everything, so each program first makes wrong calls that have to be reported;
-`--self-test` stops after those of the loops. All is built in build/sanitize, with GCC (CXX names another one).
+A sanitizer that reports nothing passes everything, so each program first makes wrong calls that have to be reported;
+`--self-test` stops after those of the loops. Everything is built in build/sanitize, with g++ or the GCC named by CXX.
 """
 
 import argparse
@@ -28,12 +28,12 @@ CXX = os.environ.get("CXX", "g++")
 JOBS = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
 X86 = platform.machine() == "x86_64"
 
-# -g1 has the lines that a report shows; -g takes twice as long to compile.
+# -g1 has the line numbers of a report; -g takes twice as long to compile.
 FLAGS = "-std=c++20 -Wall -Wextra -O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all".split()
 OPTIONS = {
-    "ASAN_OPTIONS": "detect_leaks=0",  # Python leaks by design
+    "ASAN_OPTIONS": "detect_leaks=0",  # Python never frees some of its memory
     "UBSAN_OPTIONS": "print_stacktrace=1",
-    "TSAN_OPTIONS": "ignore_interceptors_accesses=1",  # the scheduler of CUDA threads copies, on all of their fibers
+    "TSAN_OPTIONS": "ignore_interceptors_accesses=1",  # the scheduler of CUDA threads calls memcpy on their fibers
 }
 
 TESTS = [
@@ -45,7 +45,7 @@ SELECTION = "{} and not compile and not opcheck"
 
 @dataclass(frozen=True)
 class Driver:
-    """loops.cpp and the loops under one sanitizer. faults: what has to be reported for which wrong call."""
+    """loops.cpp and the loops under one sanitizer. faults: the report expected for each wrong call."""
 
     name: str
     sanitizer: str
@@ -71,7 +71,7 @@ CUDA_MEMORY = {  # shared memory
     "misaligned_shared": "runtime error: store to misaligned address",
 }
 DRIVERS = [Driver("loops-threads", "thread", RACES), Driver("loops-memory", "address,undefined", MEMORY)]
-if X86:  # the flags are AVX2's: the namespace avx512 is one that csrc/cpu/isa.h declares
+if X86:  # compiled with AVX2's flags; avx512 is only the name of the namespace
     DRIVERS += [Driver("loops-memory-wide", "address,undefined", MEMORY, "avx512", ("-DFB_VECTOR_BYTES=64",))]
 
 
@@ -82,7 +82,7 @@ def run(command: list[str], **environment: str) -> None:
 
 
 def expect(report: str, command: list[str], **environment: str) -> None:
-    """The command has to fail with this report."""
+    """Runs the command, which has to fail with this report."""
     answer = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
     if answer.returncode == 0 or report not in answer.stderr:
         sys.exit(f"{answer.stderr}\ntest-sanitizers: no '{report}' from {shlex.join(command)}")
@@ -90,7 +90,7 @@ def expect(report: str, command: list[str], **environment: str) -> None:
 
 
 def fixed_addresses() -> list[str]:
-    """Where kernels place memory more randomly than GCC's runtimes expect, they fail at random."""
+    """GCC's sanitizer runtimes fail at random on kernels that randomise addresses more than they expect."""
     prefix = ["setarch", platform.machine(), "--addr-no-randomize"]
     works = shutil.which("setarch") and subprocess.run([*prefix, "true"], capture_output=True).returncode == 0
     return prefix if works else []
@@ -144,7 +144,7 @@ def configure(cmake: str, ninja: str, tree: Path) -> None:
 
 
 def build_package() -> Path:
-    """The folder with a copy of fastbert that has a sanitized _C."""
+    """Builds a copy of fastbert with a sanitized _C and returns its folder."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     cmake, ninja = (shutil.which(tool, path=path) for tool in ("cmake", "ninja"))
     tree, package = OUT / "cmake", OUT / "package"
@@ -172,12 +172,12 @@ def test_package(package: Path, cuda: Path | None, prefix: list[str]) -> None:
 
 
 def preload() -> str:
-    """An interpreter without sanitizers needs their runtimes first, and libstdc++ for the exceptions they intercept."""
+    """LD_PRELOAD of a Python without sanitizers: their runtimes, and libstdc++, whose exceptions they intercept."""
     libraries = ("libasan.so", "libubsan.so", "libstdc++.so")
     return " ".join(subprocess.check_output([CXX, f"-print-file-name={name}"], text=True).strip() for name in libraries)
 
 
-# ---- the CUDA kernels on the processor
+# ---- the CUDA kernels on the CPU
 
 
 def build_cuda_kernels(sanitizer: str) -> Path | None:

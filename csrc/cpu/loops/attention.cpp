@@ -1,4 +1,4 @@
-// The loops between attention's matrix products, on tiles of scores that stay in the second-level cache.
+// The loops between attention's matrix products, on tiles of scores that stay in the L2 cache.
 #include "../../attention.h"
 
 #include "philox.h"
@@ -11,11 +11,11 @@ float logarithm(float v) { return __builtin_logf(v); }
 double logarithm(double v) { return __builtin_log(v); }
 
 template <class M>
-M* at_row(void* scores, const AttentionTile& tile, int64_t row) {
+M* row_of(void* scores, const AttentionTile& tile, int64_t row) {
   return static_cast<M*>(scores) + row * tile.stride;
 }
 
-void draw(const AttentionTile& tile, int64_t row) {
+void make_bits(const AttentionTile& tile, int64_t row) {
   attention_bits(tile.bits, tile.keys, uint32_t(tile.first_query + row), uint32_t(tile.head), uint32_t(tile.sequence),
                  tile.drop.key);
 }
@@ -25,28 +25,28 @@ void draw(const AttentionTile& tile, int64_t row) {
 template <bool kDrop, class M>
 void softmax(const AttentionTile& tile, void* scores, M* lse, M* factors) {
   using V = vec<M>;
-  const Dropout mask{tile.drop.key, tile.drop.threshold, 1};  // the scale goes with the factors
+  const Dropout unscaled{tile.drop.key, tile.drop.threshold, 1};  // the factors contain keep_scale
   const int64_t keys = tile.keys;
   const uint8_t* const bits = tile.bits;
   for (int64_t row = 0; row < tile.queries; ++row) {
-    M* const s = at_row<M>(scores, tile, row);
+    M* const s = row_of<M>(scores, tile, row);
     V high[kSlots];
     for (V& part : high) part = splat<V>(-__builtin_inf());
     for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
       high[slot] = greater(high[slot], or_fill(load(s + i, n), n, -__builtin_inf()));
     });
-    const M most = largest(greater(greater(high[0], high[1]), greater(high[2], high[3])));
-    if (kDrop) draw(tile, row);
+    const M maximum = largest(greater(greater(high[0], high[1]), greater(high[2], high[3])));
+    if (kDrop) make_bits(tile, row);
     V total[kSlots]{};
     for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-      V weight = exp_nonpositive(load(s + i, n) - most);
+      V weight = exp_nonpositive(load(s + i, n) - maximum);
       total[slot] += or_fill(weight, n, 0);
-      if constexpr (kDrop) weight = keep(weight, bits + i, mask);
+      if constexpr (kDrop) weight = keep(weight, bits + i, unscaled);
       store(weight, s + i, n);
     });
-    const M all = sum(total);
-    lse[row] = most + logarithm(all);
-    factors[row] = M(tile.drop.keep_scale) / all;
+    const M weights = sum(total);
+    lse[row] = maximum + logarithm(weights);
+    factors[row] = M(tile.drop.keep_scale) / weights;
   }
 }
 
@@ -58,10 +58,10 @@ void softmax_bwd(const AttentionTile& tile, void* scores, void* dps, const M* ls
   const Dropout drop = tile.drop;
   const uint8_t* const bits = tile.bits;
   for (int64_t row = 0; row < tile.queries; ++row) {
-    M *const s = at_row<M>(scores, tile, row), *const dp = at_row<M>(dps, tile, row);
+    M *const s = row_of<M>(scores, tile, row), *const dp = row_of<M>(dps, tile, row);
     const M row_lse = lse[row], row_delta = delta[row];
-    if (kDrop) draw(tile, row);
-    // lse is rounded: what is left of the sum of the weights is divided out, or large scores would lose their digits.
+    if (kDrop) make_bits(tile, row);
+    // lse is rounded, so the weights of large scores do not sum up to 1: divide by their sum.
     V total[kSlots]{};
     for_vectors_in_slots<M>(tile.keys, [&](int64_t i, auto n, auto slot) {
       const V p = exp_nonpositive(load(s + i, n) - row_lse);

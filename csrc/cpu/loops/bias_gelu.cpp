@@ -1,8 +1,6 @@
-// y = gelu(x + bias) on [rows, channels], and its backward. No bias is a bias of nothing. The caller splits rows over
-// threads.
+// y = gelu(x + bias) on [rows, channels], and its backward; bias may be nullptr. The caller splits rows over threads.
 //
-// Bytes moved: forward x and y once; backward dy, x and dx once. dbias is added up in a row of fp32 that stays in the
-// first-level cache.
+// Bytes moved: forward x and y once; backward dy, x and dx once. dbias is added up in one row of fp32, in the L1 cache.
 #include "../../bias_gelu.h"
 
 #include "../../gelu.h"

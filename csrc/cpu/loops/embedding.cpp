@@ -63,7 +63,7 @@ void forward(const Embedding& op, T* y, int64_t begin, int64_t end, math_t<T>* b
   }
 }
 
-// ---- backward, to the sum of the tables' rows; dweight = sum(dy n), dbias = sum(dy)
+// ---- backward: dz, the gradient of the sum of the tables' rows; dweight = sum(dy n), dbias = sum(dy)
 
 template <class T>
 void backward(const Embedding& op, const EmbeddingGradients& gradients, int64_t begin, int64_t end, math_t<T>* buffer) {
@@ -93,7 +93,7 @@ void backward(const Embedding& op, const EmbeddingGradients& gradients, int64_t 
     const RowGradient<M> row_gradient(sums, mean, rstd, C);
     for_vectors<M>(C, [&](int64_t i, auto n) {
       const V d = load(dys + i, n), normal = row_gradient.normal(load(buffer + i, n));
-      store(row_gradient.at(normal, d * load(weight + i, n)), dz + i, n);
+      store(row_gradient.dz(normal, d * load(weight + i, n)), dz + i, n);
       accumulate(dweight, i, n, d * normal);
       accumulate(dbias, i, n, d);
     });

@@ -1,6 +1,6 @@
 // LayerNorm of x, or of dropout(x + x_bias) + residual. The caller splits rows over threads.
 //
-// A row is read once, into a buffer of fp32 in the first-level cache, and walked there (layer_norm_row.h).
+// A row is read once, into a buffer of fp32 in the L1 cache, and processed there (layer_norm_row.h).
 //
 // Bytes moved: forward x, residual and y once; backward dy, x, residual, dx and dresidual once.
 #include "../../layer_norm.h"
@@ -19,7 +19,7 @@ constexpr bool kSame = false;
 template <class A>
 constexpr bool kSame<A, A> = true;
 
-// The rows of z. The fields of LayerNorm are copied: what a loop stores could otherwise be one of them.
+// The rows of z. It copies the fields of LayerNorm: the compiler would reload them after each store, which could alias.
 template <Sum kSum, class T, class R>
 struct Rows {
   using M = math_t<T>;
@@ -60,7 +60,7 @@ struct Rows {
 
   M first() const { return channels < kLanes<M> ? at(0, int(channels))[0] : at(0, Whole{})[0]; }
 
-  // What at() gave is kept for later walks, unless it is x itself.
+  // Keeps what at() gave for later passes, unless it is x itself.
   template <class N>
   void keep_for_later(vec<M> v, int64_t i, N n) const {
     if constexpr (kBuffered) store(v, buffer + i, n);
@@ -100,7 +100,7 @@ void forward(const LayerNorm& op, void* ys, int64_t begin, int64_t end, void* sc
   }
 }
 
-// ---- backward: dresidual = dz, dx = dropout(dz), and the columns' sums dweight = sum(dy n), dbias = sum(dy),
+// ---- backward: dresidual = dz, dx = dropout(dz), and sums over the rows: dweight = sum(dy n), dbias = sum(dy),
 // dx_bias = sum(dx)
 
 template <Sum kSum, class T, class R, class Y>
@@ -130,7 +130,7 @@ void backward(const LayerNorm& op, const LayerNormGradients& gradients, int64_t 
     const RowGradient<M> row_gradient(sums, mean, rstd, C);
     for_vectors<M>(C, [&](int64_t i, auto n) {
       const V dys = load(dy + i, n), normal = row_gradient.normal(load(z + i, n));
-      const V dz = row_gradient.at(normal, dys * load(weight + i, n));
+      const V dz = row_gradient.dz(normal, dys * load(weight + i, n));
       accumulate(dweight, i, n, dys * normal);
       accumulate(dbias, i, n, dys);
       V dropped = dz;

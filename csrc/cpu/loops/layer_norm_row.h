@@ -1,8 +1,8 @@
-// LayerNorm of one row that lies in the first-level cache as fp32 (or fp64).
+// LayerNorm of one row that is in the L1 cache as fp32 (or fp64).
 //
-// The caller sums the row from its first element on, so that a constant row gives exactly the bias. What rounding left
-// of the mean is taken off in a second walk, so that a large offset costs no digits. The saved mean is rounded too: the
-// backward takes off what is left again.
+// The caller sums the row as differences to its first element, so that a constant row gives exactly the bias. The
+// rounding error of that mean is corrected in the second pass, so that a large offset costs no digits. The saved mean
+// is rounded again: the backward corrects that too.
 #pragma once
 
 #include "simd.h"
@@ -21,20 +21,20 @@ inline void normalize(const M* z, M mean, int64_t channels, M eps, const M* weig
     first[slot] += d;
     second[slot] = fma(d, d, second[slot]);
   });
-  const M left = sum(first) / M(channels), variance = sum(second) / M(channels) - left * left;
+  const M correction = sum(first) / M(channels), variance = sum(second) / M(channels) - correction * correction;
   const M rstd = M(1 / __builtin_sqrt(double((variance < 0 ? M(0) : variance) + eps)));
-  const V scale = splat<V>(rstd), shift = splat<V>(-left * rstd);
+  const V scale = splat<V>(rstd), shift = splat<V>(-correction * rstd);
   for_vectors<M>(channels, [&](int64_t i, auto n) {
     const V normal = fma(load(z + i, n) - mean, scale, shift);
     store(fma(normal, load(weight + i, n), load(bias + i, n)), y + i, n);
   });
-  saved_mean = mean + left;
+  saved_mean = mean + correction;
   saved_rstd = rstd;
 }
 
 // ---- backward: with g = dy weight and n = (z - mean) rstd, dz = rstd (g - mean(g) - n mean(g n))
 
-// What the first walk over a row sums: c = z - mean, g, and g c.
+// The sums of the first pass over a row: of c = z - mean, g, and g c.
 template <class M>
 struct RowSums {
   using V = vec<M>;
@@ -49,19 +49,19 @@ struct RowSums {
   }
 };
 
-// What the second walk needs of them.
+// dz of a row, for the second pass.
 template <class M>
 struct RowGradient {
   using V = vec<M>;
-  M mean, rstd, left, g_mean, along;
+  M mean, rstd, correction, g_mean, minus_gn_mean;  // the latter: -mean(g n)
 
   RowGradient(const RowSums<M>& sums, M mean_, M rstd_, int64_t channels)
-      : mean(mean_), rstd(rstd_), left(sum(sums.c) / M(channels)), g_mean(sum(sums.g) / M(channels)) {
-    along = -(sum(sums.gc) / M(channels) - left * g_mean) * rstd;
+      : mean(mean_), rstd(rstd_), correction(sum(sums.c) / M(channels)), g_mean(sum(sums.g) / M(channels)) {
+    minus_gn_mean = -(sum(sums.gc) / M(channels) - correction * g_mean) * rstd;
   }
 
-  V normal(V z) const { return fma(z - mean, splat<V>(rstd), splat<V>(-left * rstd)); }
-  V at(V normal, V g) const { return (fma(normal, splat<V>(along), g) - g_mean) * rstd; }
+  V normal(V z) const { return fma(z - mean, splat<V>(rstd), splat<V>(-correction * rstd)); }
+  V dz(V normal, V g) const { return (fma(normal, splat<V>(minus_gn_mean), g) - g_mean) * rstd; }
 };
 
 template <class V, class M, class N>

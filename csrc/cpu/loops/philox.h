@@ -8,7 +8,7 @@ namespace fastbert::cpu::FB_ISA {
 
 constexpr int kGroups = kLanes<float>;  // counters at a time
 
-// Both halves of the 64-bit products of the lanes with m.
+// high and low: the two halves of the 64-bit products of a's lanes and m.
 inline void multiply(vuint a, uint32_t m, vuint& high, vuint& low) {
 #if defined(__AVX512F__)
   const __m512i v = (__m512i)a, factor = _mm512_set1_epi32(int(m));
@@ -46,7 +46,7 @@ inline Words philox(uint32_t group, uint32_t c1, uint32_t c2, uint32_t c3, uint6
   return {{a, b, c, d}};
 }
 
-// Room for the bits of a row, written in whole vectors of counters.
+// How many elements the bits of a row take: they are written in whole vectors of counters.
 constexpr int64_t row_bits_room(int64_t channels) { return (channels + 8 * kGroups - 1) / (8 * kGroups) * 8 * kGroups; }
 constexpr int64_t key_bits_room(int64_t keys) { return (keys + 16 * kGroups - 1) / (16 * kGroups) * 16 * kGroups; }
 
@@ -54,15 +54,15 @@ constexpr int64_t key_bits_room(int64_t keys) { return (keys + 16 * kGroups - 1)
 inline void row_bits(uint16_t* bits, int64_t channels, uint64_t token, uint64_t key) {
   for (int64_t channel = 0; channel < channels; channel += 8 * kGroups) {
     const Words words = philox(uint32_t(channel / 8), uint32_t(token), uint32_t(token >> 32), 0, key);
-    uint32_t ordered[kGroups][4];  // little-endian: the halves of a word are neighbours
+    uint32_t ordered[kGroups][4];  // little-endian: a word is the 16 bits of two neighbouring channels
     for (int word = 0; word < 4; ++word)
       for (int group = 0; group < kGroups; ++group) ordered[group][word] = words.word[word][group];
     __builtin_memcpy(bits + channel, ordered, sizeof ordered);
   }
 }
 
-// A byte for each key of a query. In a block of 64 keys, bytes 2j and 2j + 1 of column c are keys 8j + 2c and 8j + 2c
-// + 1.
+// A byte for each key of a query. In a block of 64 keys, bytes 2j and 2j + 1 of column c are for keys 8j + 2c and
+// 8j + 2c + 1.
 inline void attention_bits(uint8_t* bits, int64_t keys, uint32_t query, uint32_t head, uint32_t sequence,
                            uint64_t key) {
   for (int64_t first = 0; first < keys; first += 16 * kGroups) {
@@ -81,7 +81,7 @@ inline void attention_bits(uint8_t* bits, int64_t keys, uint32_t query, uint32_t
 inline vuint widen(const uint16_t* bits) { return __builtin_convertvector(load_bits<vhalves>(bits), vuint); }
 inline vuint widen(const uint8_t* bits) { return __builtin_convertvector(load_bits<vbytes>(bits), vuint); }
 
-// v · keep_scale where the bits of its elements reach the threshold, else 0.
+// v · keep_scale where an element's bits are at least the threshold, else 0.
 template <class Bits>
 inline vfloat keep(vfloat v, const Bits* bits, const Dropout& drop) {
   const vuint wide = widen(bits);

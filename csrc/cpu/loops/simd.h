@@ -1,7 +1,7 @@
-// Vectors of the instruction set that the loops are compiled for, on the compilers' own vector types: + - * / and
-// comparisons are theirs, and the few things that they lack stand here. Arithmetic on bf16 and f16 is fp32.
+// Vectors of the instruction set that the loops are compiled for. They are the compilers' vector types, whose operators
+// compute and compare lane by lane; this adds what those lack. Arithmetic on bf16 and f16 is fp32.
 //
-// Leftovers of a row are loaded into a whole vector, so every element sees the same instructions.
+// The last elements of a row are loaded into a whole vector too, so every element goes through the same instructions.
 #pragma once
 
 #include <stdint.h>
@@ -66,7 +66,7 @@ typedef FB_VECTOR(float, FB_VECTOR_BYTES) vfloat;
 typedef FB_VECTOR(double, FB_VECTOR_BYTES) vdouble;
 typedef FB_VECTOR(int32_t, FB_VECTOR_BYTES) vint;
 typedef FB_VECTOR(uint32_t, FB_VECTOR_BYTES) vuint;
-typedef FB_VECTOR(uint16_t, FB_VECTOR_BYTES / 2) vhalves;  // as many elements as a vfloat has
+typedef FB_VECTOR(uint16_t, FB_VECTOR_BYTES / 2) vhalves;  // these two: as many elements as a vfloat
 typedef FB_VECTOR(uint8_t, FB_VECTOR_BYTES / 4) vbytes;
 
 template <class M>
@@ -149,7 +149,7 @@ inline void store(vfloat v, f16* dst) {
 }
 #endif
 
-// How many elements a load or store touches: a whole vector, known to the compiler, or the first n.
+// Passed instead of a number of elements: all of a vector, known when compiling.
 struct Whole {};
 
 template <class T>
@@ -173,7 +173,7 @@ inline void store(V v, T* dst, int n) {
   __builtin_memcpy(dst, whole, n * sizeof(T));
 }
 
-// f(i, n) for each vector of a row: n is Whole or, at its end, how many elements are left.
+// Calls f(i, n) for each vector of a row, at element i: n is Whole or, at the row's end, how many elements are left.
 template <class M, class F>
 inline void for_vectors(int64_t elements, F&& f) {
   int64_t i = 0;
@@ -181,14 +181,14 @@ inline void for_vectors(int64_t elements, F&& f) {
   if (i < elements) f(i, int(elements - i));
 }
 
-// A reduction over a row in kSlots independent parts: shorter chains of additions, faster and more exact.
+// A reduction over a row runs in kSlots independent parts: chains of additions are shorter, faster and more exact.
 constexpr int kSlots = 4;
 template <int i>
 struct Slot {
   constexpr operator int() const { return i; }
 };
 
-// f(i, n, slot) for each vector of a row.
+// Calls f(i, n, slot) for each vector of a row.
 template <class M, class F>
 inline void for_vectors_in_slots(int64_t elements, F&& f) {
   constexpr int64_t L = kLanes<M>;
@@ -219,7 +219,7 @@ inline V splat(double value) {
   return V{} + M(value);
 }
 
-// fma; lesser is a < b ? a : b and greater a > b ? a : b, so that a NaN in b stays.
+// fma; lesser is a < b ? a : b and greater is a > b ? a : b, so a NaN in b is returned.
 #if defined(__AVX512F__) || (defined(__FMA__) && FB_VECTOR_BYTES == 32)
 #ifdef __AVX512F__
 #define FB_INTRINSIC(name) _mm512_##name
@@ -286,12 +286,12 @@ inline auto largest(V v) {
   return best;
 }
 
-// p · 2^n, n being the low bits of a sum with 1.5 · 2^23; 0 for n = -127.
+// p · 2^n, where shifted = n + 1.5 · 2^23, so that n is in its low bits; 0 for n = -127.
 inline vfloat scale_exp2(vfloat p, vfloat shifted) {
   return p * reinterpret<vfloat>((reinterpret<vint>(shifted) + 127) << 23);
 }
 
-// (2^f - 1) / f, |f| <= 1/2: minimax for the relative error of 2^f, 2^-28.9.
+// (2^f - 1) / f for |f| <= 1/2: a minimax fit, relative error of 2^f 2^-28.9.
 inline vfloat exp2_slope(vfloat f) {
   vfloat p = splat<vfloat>(1.535336196e-4);
   p = fma(p, f, splat<vfloat>(1.339887385e-3));
@@ -303,8 +303,8 @@ inline vfloat exp2_slope(vfloat f) {
 
 constexpr float kShift = 0x1.8p23f, kLog2e = 0x1.715476p0f;
 
-// exp(x), x <= 0; 0 below -87.6. Relative error |x| 2^-24, which a softmax, where it comes with the weight exp(x), does
-// not see. NaN stays NaN.
+// exp(x) for x <= 0; 0 below -87.6; NaN stays NaN. The relative error |x| 2^-24 is harmless in a softmax: where |x| is
+// large, the weight exp(x) is small.
 inline vfloat exp_nonpositive(vfloat x) {
   x = greater(splat<vfloat>(-88), x);
   const vfloat shifted = fma(x, splat<vfloat>(kLog2e), splat<vfloat>(kShift));
@@ -316,7 +316,7 @@ inline vdouble exp_nonpositive(vdouble x) {
   return x;
 }
 
-// exp(-a²/2), 0 <= a <= 13.25; 0 from 13.24 on. The square's rounding error is carried along.
+// exp(-a²/2) for 0 <= a <= 13.25; 0 from 13.24 on. The rounding error of the square is corrected.
 inline vfloat gaussian(vfloat a) {
   const vfloat square = a * a, lost = fma(a, a, -square);
   const vfloat factor = splat<vfloat>(-kLog2e / 2), rest = splat<vfloat>(-9.629815e-9);  // -log2(e) / 2 in two parts
