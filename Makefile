@@ -23,7 +23,7 @@ examples: $(VENV)/installed
 	$(BIN)/python examples/compare_training.py
 	$(BIN)/python examples/distill.py
 
-# Each of the WORKERS is a process with one thread and up to 6 GiB of memory.
+# Each of the WORKERS is a process of one thread, which takes up to 2 GiB.
 test: $(VENV)/cuda-on-cpu
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
 
