@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from distributed import leave
 from torch.utils.data import DataLoader
 
 from fastbert import BertConfig, BertForMaskedLM, BertForPreTraining
@@ -159,7 +159,7 @@ def main() -> None:
         process = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         exact_run(args.directory / kind / "exact", kind, *process)
         resumed(args.directory / kind, kind, *process)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
