@@ -20,13 +20,13 @@ namespace {
 using OptionalTensor = std::optional<at::Tensor>;
 
 // The inputs as the loops take them, and the tensors that they point into.
-struct Inputs {
+struct EmbeddingInputs {
   at::Tensor ids[3], tables[3], ids_of_copies[3], weight, bias;
   int64_t rows[3];
   Embedding op{};
   int64_t tokens;
 
-  Inputs(const at::Tensor& input_ids, const at::Tensor& position_ids, const OptionalTensor& token_type_ids,
+  EmbeddingInputs(const at::Tensor& input_ids, const at::Tensor& position_ids, const OptionalTensor& token_type_ids,
          const at::Tensor& word, const at::Tensor& position, const OptionalTensor& token_type,
          const at::Tensor& weight_, const OptionalTensor& bias_, double eps, Dropout drop) {
     TORCH_CHECK(token_type.has_value() == token_type_ids.has_value(), "embedding: token_type without its ids");
@@ -75,7 +75,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_fwd_cpu(
     const at::Tensor& bias, const OptionalTensor& rng, double eps, double dropout_p, int64_t site) {
   const auto loop = FB_BEST_ISA(embedding_fwd);
   TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
-  Inputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps,
+  EmbeddingInputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps,
             dropout_of(dropout_p, rng, site, kRowBits));
   std::vector<int64_t> shape = input_ids.sizes().vec();
   const at::Tensor mean = at::empty(shape, in.math()), rstd = at::empty(shape, in.math());
@@ -97,7 +97,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding
   const auto loop = FB_BEST_ISA(embedding_bwd);
   TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
   const at::AutoDispatchBelowAutograd guard;
-  Inputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, {}, 0,
+  EmbeddingInputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, {}, 0,
             dropout_of(dropout_p, rng, site, kRowBits));
   const int64_t C = in.op.channels;
   TORCH_CHECK(dy.numel() == in.tokens * C && dy.scalar_type() == in.tables[0].scalar_type() &&
