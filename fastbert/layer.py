@@ -9,6 +9,7 @@ What else belongs here: another attention (relative or rotary positions) in `att
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -211,12 +212,30 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """(T, C) -> what the heads give, (T, C), and the attention weights in the caller's form where they are wanted."""
     parts.check_dropout()
-    qkv = project_qkv(hidden, parts.projections, parts.heads)
     attending = (packing.cu_seqlens, packing.max_seqlen)
     options = {"scale": parts.module.scaling, "dropout_p": parts.p, "rng": rng, "site": site}
+    if with_weights and torch.is_grad_enabled():
+        return _attend_by_weights(parts, hidden, packing, options)
+    qkv = project_qkv(hidden, parts.projections, parts.heads)
     context = attention_unchecked(qkv, *attending, **options).flatten(1)
     weights = packing.unpack_weights(ops.attention_weights(qkv, *attending, **options)) if with_weights else None
     return context, weights
+
+
+def _attend_by_weights(
+    parts: AttentionParts, hidden: Tensor, packing: Packing, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """`attend` with the weights in the graph of the output, so that gradients with respect to them explain it.
+
+    As in transformers' eager attention, a projection that a loss does not depend on gets no gradient.
+    """
+    each = [dense(hidden, linear) for linear in parts.projections]
+    q, k, v = (x.unflatten(-1, (parts.heads, -1)) for x in (each if len(each) == 3 else each[0].chunk(3, -1)))
+    scored = torch.stack([q, k, v.detach()], 1)
+    weights = ops.attention_weights(scored, packing.cu_seqlens, packing.max_seqlen, **options)
+    weights, grid = packing.unpack_weights(weights), packing.grid()
+    context = weights @ grid.unpack(v).transpose(1, 2)
+    return grid.pack(context.transpose(1, 2)).flatten(1), weights
 
 
 def encoder_layer(

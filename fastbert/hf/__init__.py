@@ -95,8 +95,7 @@ def _check_supported(model: nn.Module, bases: dict[str, nn.Module]) -> None:
         theirs = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if theirs is None:
             raise TypeError(f"fastbert.accelerate: a {type(model).__name__} holds no transformers model")
-        what = f"{type(theirs).__name__} (model_type {theirs.config.model_type!r})"
-        raise ValueError(f"fastbert.accelerate: {what} is not supported; expected one of {supported}")
+        raise ValueError(f"fastbert.accelerate: {_unsupported(theirs)}; expected one of {supported}")
     for name, base in bases.items():
         empty = next((key for key, parameter in base.named_parameters() if parameter.is_meta), None)
         if empty is not None:
@@ -104,12 +103,20 @@ def _check_supported(model: nn.Module, bases: dict[str, nn.Module]) -> None:
             raise ValueError(f"fastbert.accelerate: {where} is on the meta device; expected a model with its weights")
 
 
+def _unsupported(model: nn.Module) -> str:
+    name, of = type(model).__name__, f"(model_type {model.config.model_type!r})"
+    for cls in type(model).__mro__:
+        if f"{cls.__module__}.{cls.__qualname__}" in FAMILIES:
+            return f"{name} {of} has a forward of its own in place of {cls.__name__}'s"
+    return f"{name} {of} is not supported"
+
+
 def _left_out(model: nn.Module, bases: dict[str, nn.Module]) -> dict[str, str]:
     """transformers' models of other families within the model: neither around a base model nor a part of one."""
     from transformers import PreTrainedModel
 
     return {
-        name: f"{type(module).__name__} (model_type {module.config.model_type!r}) is not supported"
+        name: _unsupported(module)
         for name, module in model.named_modules()
         if isinstance(module, PreTrainedModel) and not any(_within(name, base) or _within(base, name) for base in bases)
     }

@@ -17,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ from fastbert.layer import LayerParts
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "fastbert")
 TENSORS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 SETTINGS = ("use_cache", "return_dict", "output_hidden_states", "output_attentions", "num_items_in_batch")
+# What transformers' attention functions read of keywords that no model's forward names.
+READ_BY_ATTENTION = frozenset(
+    "dropout scaling softmax_scale is_causal position_bias sliding_window softcap s_aux cache block_table k_cache "
+    "v_cache cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k query_length position_ids target_dtype "
+    "deterministic use_top_left_mask attn_implementation kernel_options".split()
+)
 
 MASKED_LM = ("ForMaskedLM", "BertForPreTraining", "AlbertForPreTraining")
 # Heads whose loss is over all positions, padding included.
@@ -137,9 +144,16 @@ def _calling(call: Call | None) -> Iterator[None]:
 
 # ---- the replacements
 
+# What torch.export, typing.get_type_hints and debuggers read of a function.
+OF_A_FUNCTION = ("__annotations__", "__closure__", "__code__", "__defaults__", "__globals__", "__kwdefaults__")
+OF_A_FUNCTION = (*OF_A_FUNCTION, "__name__", "__qualname__")
+
 
 class Replacement:
-    """Callable in place of `module.forward`. Without a `Call` it is the original."""
+    """Callable in place of `module.forward`, and to all who look at it that function. Without a `Call` the original.
+
+    Subclasses have `run`, which takes the arguments of the original.
+    """
 
     def __init__(self, module: nn.Module, key: str, report: Report) -> None:
         self.module, self.key, self.report = module, key, report
@@ -147,15 +161,31 @@ class Replacement:
         # transformers 5.0 leaves the class's own forward, bound, in modules whose outputs it has recorded
         self.before = None if getattr(own, "__func__", None) is type(module).forward else own
         self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        self.__doc__, self.__module__ = self.__wrapped__.__doc__, self.__wrapped__.__module__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:  # bound to it as a method, as Accelerator.unwrap_model does
+            args = args[1:]
+        return self.run(*args, **kwargs)
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
     def __wrapped__(self) -> Callable:
-        """The original forward."""
-        return self.before or functools.partial(type(self.module).forward, self.module)
+        """The original forward, as inspect and functools look for it."""
+        return self.before or MethodType(type(self.module).forward, self.module)
 
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.__wrapped__)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_A_FUNCTION and "module" in vars(self):
+            return getattr(self.__wrapped__, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def family(self) -> Family:
@@ -169,7 +199,7 @@ class Replacement:
 
     def remove(self) -> None:
         """Puts back what was there, unless someone has wrapped the replacement: then it stays, and is the original."""
-        if vars(self.module).get("forward") is self:
+        if _unbound(vars(self.module).get("forward")) is self:
             del self.module.forward
             if self.before is not None:
                 self.module.forward = self.before
@@ -177,10 +207,14 @@ class Replacement:
 
 def of(module: nn.Module) -> Replacement | None:
     """The replacement of a module, also one that others have wrapped with functools.wraps."""
-    forward = vars(module).get("forward")
+    forward = _unbound(vars(module).get("forward"))
     while forward is not None and not isinstance(forward, Replacement):
-        forward = getattr(forward, "__wrapped__", None)
+        forward = _unbound(getattr(forward, "__wrapped__", None))
     return forward
+
+
+def _unbound(forward: Any) -> Any:
+    return forward.__func__ if isinstance(forward, MethodType) else forward
 
 
 def _checked(module: nn.Module) -> Replacement:
@@ -199,18 +233,18 @@ class ModelForward(Replacement):
         super().__init__(module, key, report)
         self.first_token = first_token  # whether something around the model may read position 0 by itself
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         if not self.report.active:
-            return self.__wrapped__(*args, **kwargs)
+            return self.original(*args, **kwargs)
         inputs = self.named(args) | kwargs
         try:
             call, packed = self._prepare(inputs)
         except Fallback as reason:
             self.report.fell_back(reason.args[0])  # torch.compile of torch 2.11 has no str() of an exception
             with _calling(None):
-                return _selected(self.__wrapped__(*args, **kwargs))
+                return _selected(self.original(*args, **kwargs))
         with _calling(call):
-            output = self.__wrapped__(**packed, fastbert=call)
+            output = self.original(**packed, fastbert=call)
         self.report.ran_packed()
         return _selected(output)
 
@@ -247,11 +281,16 @@ class ModelForward(Replacement):
         if config._attn_implementation not in ATTENTIONS:
             raise Fallback(f"the attention implementation is {config._attn_implementation!r}")
         for name, value in inputs.items():
-            known = name in TENSORS or name in SETTINGS or name == "attention_mask"
-            if value is not None and (not known or (name == "token_type_ids" and not self.family.token_types)):
+            if value is not None and not self._may_have(name):
                 raise Fallback(f"{name} is given")
         if torch.nn.modules.module._has_any_global_hook():
             raise Fallback("hooks are registered for all modules")
+
+    def _may_have(self, name: str) -> bool:
+        """Whether packed tokens serve this argument, or transformers ignores it: then it is handed on, unread."""
+        if name in TENSORS or name in SETTINGS or name == "attention_mask":
+            return True
+        return name not in self.names and name not in READ_BY_ATTENTION
 
     def _check_tensors(self, inputs: dict[str, Any]) -> tuple[torch.Size, torch.device]:
         """(B, S) and the device. What is wrong with the tensors the original says best."""
@@ -345,9 +384,9 @@ class HeadForward(Replacement):
     training with labels reads the labelled rows alone, and its logits, which are of those, are left out.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         if not self.report.active:
-            return self.__wrapped__(*args, **kwargs)
+            return self.original(*args, **kwargs)
         inputs = self.named(args) | kwargs
         mask, labels = inputs.get("attention_mask"), inputs.get("labels")
         if isinstance(mask, Tensor) and isinstance(labels, Tensor) and mask.shape == labels.shape:
@@ -361,7 +400,7 @@ class HeadForward(Replacement):
             _active.rows = (labels != -100).nonzero().squeeze(-1)
             inputs["labels"] = labels[_active.rows][None]
         try:
-            output = self.__wrapped__(**inputs)
+            output = self.original(**inputs)
         finally:
             _active.obstacle, _active.rows = before
         return _without_logits(output) if skips else output
@@ -384,10 +423,10 @@ def _without_logits(output: Any) -> Any:
 
 
 class EmbeddingsForward(Replacement):
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def run(self, *args: Any, **kwargs: Any) -> Tensor:
         call = _active.call
         if call is None:
-            return self.__wrapped__(*args, **kwargs)
+            return self.original(*args, **kwargs)
         given = self.named(args) | kwargs
         if "input_embeds" in given:  # transformers 5.0's word for it in DistilBERT
             given["inputs_embeds"] = given.pop("input_embeds")
@@ -407,21 +446,21 @@ class EmbeddingsForward(Replacement):
 class EncoderForward(Replacement):
     """Where the stack of layers ends, so does packing: once, or (`Call.padded`) at each layer."""
 
-    def __call__(self, *args: Any, fastbert: Call | None = None, **kwargs: Any) -> Any:
+    def run(self, *args: Any, fastbert: Call | None = None, **kwargs: Any) -> Any:
         if fastbert is None:
-            return self.__wrapped__(*args, **kwargs)
+            return self.original(*args, **kwargs)
         hidden, *rest = args or (kwargs.pop("hidden_states"),)
         if fastbert.padded:
-            return self.__wrapped__(fastbert.unpack(hidden), *rest, fastbert=fastbert, **kwargs)
-        output = self.__wrapped__(hidden, *rest, fastbert=fastbert, **kwargs)
+            return self.original(fastbert.unpack(hidden), *rest, fastbert=fastbert, **kwargs)
+        output = self.original(hidden, *rest, fastbert=fastbert, **kwargs)
         output.last_hidden_state = fastbert.unpack(output.last_hidden_state)
         return output
 
 
 class LayerForward(Replacement):
-    def __call__(self, hidden_states: Tensor, *args: Any, fastbert: Call | None = None, **kwargs: Any) -> Any:
+    def run(self, hidden_states: Tensor, *args: Any, fastbert: Call | None = None, **kwargs: Any) -> Any:
         if fastbert is None:
-            return self.__wrapped__(hidden_states, *args, **kwargs)
+            return self.original(hidden_states, *args, **kwargs)
         hidden = fastbert.pack(hidden_states) if fastbert.padded else hidden_states
         run = functools.partial(self._run, call=fastbert, turn=fastbert.turn(self.module))
         hidden = self.module._gradient_checkpointing_func(run, hidden) if self._checkpoints() else run(hidden)
@@ -463,8 +502,8 @@ class LayerForward(Replacement):
 class AttentionForward(Replacement):
     """Gives attention weights to the hook by which transformers records this module's output."""
 
-    def __call__(self, *args: Any, fastbert: Tensor | None = None, **kwargs: Any) -> Any:
-        return self.__wrapped__(*args, **kwargs) if fastbert is None else (args[0], fastbert)
+    def run(self, *args: Any, fastbert: Tensor | None = None, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs) if fastbert is None else (args[0], fastbert)
 
 
 @functools.cache

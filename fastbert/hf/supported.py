@@ -16,6 +16,19 @@ class Fallback(Exception):
     """Why a forward runs the original computation."""
 
 
+def _instead_of(module: nn.Module, kind: type[nn.Module]) -> str:
+    """What a module is that is no plain one of that kind, in the words of a reason."""
+    name = kind.__name__
+    if type(module).forward is not kind.forward:
+        cls = type(module)
+        return f"a {cls.__module__}.{cls.__qualname__} is in place of a {name}"
+    if "forward" in vars(module):
+        return f"a {name} has a forward of its own"
+    if hooks(module):
+        return f"a {name} has hooks (of pruning, for one)"
+    return f"a {name} has no bias, or other parameters than usual"
+
+
 def is_lora(module: nn.Module) -> bool:
     """LoRA around a plain Linear: computes every token by itself, so it is called on packed ones."""
     if not type(module).__module__.startswith("peft.tuners.lora"):
@@ -26,7 +39,7 @@ def is_lora(module: nn.Module) -> bool:
 
 def check_linear(module: nn.Module) -> None:
     if not (is_plain(module, nn.Linear) or is_lora(module)):
-        raise Fallback(f"a {type(module).__name__} in place of a Linear has hooks or a computation of its own")
+        raise Fallback(_instead_of(module, nn.Linear))
     weight = module._parameters.get("weight")
     if not ordinary(weight):
         raise Fallback(f"the weight of a Linear is a {type(weight).__name__}")
@@ -34,7 +47,7 @@ def check_linear(module: nn.Module) -> None:
 
 def check_norm(module: nn.Module) -> None:
     if not is_plain(module, nn.LayerNorm) or module.bias is None or module.weight.dim() != 1:
-        raise Fallback(f"a {type(module).__name__} in place of a LayerNorm has hooks or a computation of its own")
+        raise Fallback(_instead_of(module, nn.LayerNorm))
 
 
 def check_activation(module: nn.Module) -> None:
@@ -47,7 +60,7 @@ def check_dropout(module: nn.Module | None, bits: int) -> None:
     if module is None:
         return
     if type(module) is not nn.Dropout or not is_plain(module, nn.Dropout):
-        raise Fallback(f"a {type(module).__name__} in place of a Dropout has hooks or a computation of its own")
+        raise Fallback(_instead_of(module, nn.Dropout))
     if module.p and not 0 < round(module.p * 2**bits) < 2**bits:
         raise Fallback(f"dropout of {module.p} is not a multiple of 2**-{bits}, nor near one between 0 and 1")
 
@@ -57,7 +70,7 @@ def check_embedding(module: nn.Module) -> None:
     base = getattr(module, "base_layer", module)
     plain = isinstance(base, nn.Embedding) and base.max_norm is None and not base.scale_grad_by_freq
     if not plain or hooks(module, ("transformers.",)) or "forward" in vars(module):
-        raise Fallback(f"a {type(module).__name__} in place of an Embedding has hooks or rules of its own")
+        raise Fallback(_instead_of(module, nn.Embedding))
 
 
 def check_own(module: nn.Module, but_of: tuple[str, ...] = ()) -> None:

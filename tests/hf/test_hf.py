@@ -6,6 +6,7 @@ import io
 import pickle
 import subprocess
 import sys
+import typing
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ import transformers
 from small_models import DEVICE, minilm, reference_masks
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.utils import prune
 
 import fastbert
 from fastbert import backends, random, reference, testing
@@ -427,7 +429,8 @@ def test_hidden_states_and_attentions():
     model, report = accelerated(original)
     model.set_attn_implementation("sdpa")  # under which transformers itself returns no attentions
     inputs = batch(model)
-    one = model(**inputs, output_hidden_states=True, output_attentions=True)
+    with torch.no_grad():
+        one = model(**inputs, output_hidden_states=True, output_attentions=True)
     two = original(**inputs, output_hidden_states=True, output_attentions=True)
     equal(visible({"states": one.hidden_states}, inputs), visible({"states": two.hidden_states}, inputs))
     assert torch.equal(one.hidden_states[-1], one.last_hidden_state)
@@ -439,9 +442,36 @@ def test_hidden_states_and_attentions():
     plain = model(**inputs)
     assert plain.hidden_states is None and plain.attentions is None
     assert torch.equal(plain.last_hidden_state, one.last_hidden_state)
-    only = model(**inputs, output_attentions=True)
+    with torch.no_grad():
+        only = model(**inputs, output_attentions=True)
     assert all(map(torch.equal, only.attentions, one.attentions)) and only.hidden_states is None
     assert_packed(report, 3)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [12, 12, 12]])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_attention_weights_are_in_the_graph_of_the_output(family, lengths):
+    """Gradients with respect to them explain the output; a projection that a loss does not use gets no gradient."""
+    original = build(family, attention="eager").train()
+    for module in original.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model, report = accelerated(original)
+    inputs = batch(model, lengths)
+    seen = inputs["attention_mask"].bool()
+    results = {}
+    for each in (model, original):
+        output = each(**inputs, output_attentions=True)
+        loss = output.last_hidden_state[seen].square().sum()
+        gradients = torch.autograd.grad(loss, output.attentions, retain_graph=True)
+        both = seen[:, None, :, None] & seen[:, None, None, :]  # transformers has gradients to weights of padding too
+        results[each] = {f"attention {i}": gradient * both for i, gradient in enumerate(gradients)}
+        (output.attentions[-1] * both).square().sum().backward()
+        parameters = torch.cat([p.grad.flatten() for p in each.parameters() if p.grad is not None])
+        results[each]["parameters"] = parameters  # together, for those of key biases are rounding alone
+    equal(results[model], results[original], 1e-11)
+    assert [p.grad is None for p in model.parameters()] == [p.grad is None for p in original.parameters()]
+    assert_packed(report)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -675,6 +705,53 @@ def test_fallbacks_are_the_original_bit_for_bit(case):
     assert_fell_back(report, words)
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_arguments_that_transformers_ignores_do_not_unpack(family):
+    """sentence-transformers hands on a whole dictionary of features; tokenizers of DistilBERT make token types."""
+    original = build(family)
+    model, report = accelerated(original)
+    inputs = batch(model)
+    ignored = {"token_embeddings": torch.randn(3, 12, 48), "sentence": ["a", "b", "c"]}
+    if family == "distilbert":
+        ignored["token_type_ids"] = torch.ones_like(inputs["input_ids"])
+    equal(visible(model(**inputs, **ignored), inputs), visible(original(**inputs, **ignored), inputs))
+    assert_packed(report)
+
+
+REASONS = {
+    "dynamically quantised": (
+        lambda model: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True),
+        "a torch.ao.nn.quantized.dynamic.modules.linear.Linear is in place of a Linear",
+    ),
+    "pruned": (
+        lambda model: prune.l1_unstructured(model.encoder.layer[0].output.dense, "weight", 0.5),
+        "a Linear has hooks",
+    ),
+    "without a bias": (
+        lambda model: model.encoder.layer[0].output.LayerNorm.register_parameter("bias", None),
+        "a LayerNorm has no bias",
+    ),
+    "a forward of its own": (
+        lambda model: setattr(model.encoder.layer[0].output.dropout, "forward", lambda x: x),
+        "a Dropout has a forward of its own",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("what", REASONS)
+def test_reasons_say_what_was_met(what):
+    change, reason = REASONS[what]
+    original = build(dtype=torch.float32)
+    model, report = accelerated(original)
+    change(original)
+    change(model)
+    inputs = batch(model)
+    with pytest.warns(RuntimeWarning, match=reason):
+        assert torch.equal(model(**inputs)[0], original(**inputs)[0])
+    assert_fell_back(report, reason)
+
+
 def test_cross_attention_runs_the_original():
     original = build(**decoder(add_cross_attention=True))
     model, report = accelerated(original)
@@ -799,6 +876,71 @@ def test_restore_under_a_wrapper_of_someone_else():
     assert report.packed == 1
 
 
+def test_restore_brings_back_a_forward_that_was_there_before():
+    original = build()
+    inner = original.forward
+    wrapper = lambda *args, **kwargs: inner(*args, **kwargs)  # noqa: E731
+    original.forward = wrapper
+    fastbert.accelerate(original)
+    assert original.forward is not wrapper
+    fastbert.restore(original)
+    assert vars(original)["forward"] is wrapper
+
+
+@pytest.mark.parametrize("head", ["base", "tokens"])
+def test_a_replacement_looks_like_the_function_it_stands_for(head):
+    original = build("bert", head)
+    model, report = accelerated(original)
+    for name, module in model.named_modules():
+        if "forward" not in vars(module):
+            continue
+        ours, theirs = module.forward, original.get_submodule(name).forward
+        for attribute in ("__name__", "__qualname__", "__module__", "__doc__", "__code__", "__defaults__"):
+            assert getattr(ours, attribute) == getattr(theirs, attribute), (name, attribute)
+        assert inspect.signature(ours) == inspect.signature(theirs)
+        assert inspect.getsource(ours) == inspect.getsource(theirs)
+        assert typing.get_type_hints(ours) == typing.get_type_hints(theirs)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = model.forward.nonsense
+    assert not hasattr(pickle.loads(pickle.dumps(model.forward)), "nonsense")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_torch_export_sees_the_original(family, strict):
+    original = build(family, "tokens")
+    model, report = accelerated(original)
+    inputs = batch(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        programs = [torch.export.export(each, (), inputs, strict=strict) for each in (model, original)]
+    one, two = (program.module()(**inputs).logits for program in programs)
+    assert torch.equal(one, two) and torch.equal(one, original(**inputs).logits)
+    assert report.packed == 0
+
+
+def test_accelerator_wraps_and_unwraps():
+    """Its unwrap_model binds the forward that it finds to the model once more."""
+    accelerate = pytest.importorskip("accelerate", reason="tests Hugging Face's accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    original = build("bert", "tokens", dtype=torch.float32)
+    model, report = accelerated(original)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    inputs = {name: x.cpu() for name, x in batch(model).items()}
+    model, original = accelerator.prepare(model), original.cpu()
+    assert model(**inputs).logits.dtype == torch.float32
+    model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    full = original(**inputs).logits[inputs["attention_mask"].bool()]
+    for output in (model(**inputs), model(inputs["input_ids"], inputs["attention_mask"])):
+        assert (output.logits[inputs["attention_mask"].bool()] - full).abs().max() < 1e-4
+    assert_packed(report, 3)
+    fastbert.restore(model)
+    assert torch.equal(model(**inputs).logits, original(**inputs).logits)
+    assert torch.equal(model(inputs["input_ids"], inputs["attention_mask"]).logits, original(**inputs).logits)
+    assert_packed(report, 3)
+
+
 def test_accelerating_twice_gives_the_same_report():
     model, report = accelerated(build("bert", "tokens"))
     assert fastbert.accelerate(model) is report and fastbert.accelerate(model.bert) is report
@@ -838,7 +980,7 @@ def test_a_subclass_with_its_own_forward_is_not_taken_for_bert():
         def forward(self, *args, **kwargs):
             return super().forward(*args, **kwargs)
 
-    with pytest.raises(ValueError, match="Mine"):
+    with pytest.raises(ValueError, match="Mine .*'bert'.* has a forward of its own in place of BertModel's"):
         fastbert.accelerate(Mine(transformers.BertConfig(**SIZES)))
 
 

@@ -849,11 +849,11 @@ def test_a_killed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path)
     torch.set_num_threads(threads)
     assert launch(tmp_path / "two", 6, "--die", "step").returncode == -signal.SIGKILL
     assert launch(tmp_path / "two", 6, "--die", "save").returncode == -signal.SIGKILL
-    left = sorted(re.sub(r"\d+\.part", "<process>.part", path.name) for path in (tmp_path / "two").iterdir())
+    left = sorted(re.sub(r"[0-9a-f]{8}\.part", "<random>.part", path.name) for path in (tmp_path / "two").iterdir())
     assert left == [
         "checkpoint-00000002.pt",
         "checkpoint-00000003.pt",
-        "checkpoint-00000004.pt.<process>.part",
+        "checkpoint-00000004.pt.<random>.part",
         "train.csv",
     ]
     resumed = launch(tmp_path / "two", 6)
