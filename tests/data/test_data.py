@@ -405,6 +405,18 @@ def test_ranks_share_examples_without_overlap_or_loss(sampler, world_size):
         assert max(map(len, batches)) <= 8 or sampler == "tokens"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_start_is_counted_in_batches_of_the_rank(rank):
+    """As a resume on two ranks has it: the first two batches of each rank are left out, once."""
+    for sampler in (
+        TokenBudgetSampler(LENGTHS, 128, rank=rank, world_size=2),
+        BatchSizeSampler(500, 8, rank=rank, world_size=2),
+    ):
+        whole = list(sampler)
+        sampler.start = 2
+        assert list(sampler) == whole[2:] and len(whole) > 9
+
+
 def test_batches_of_a_number_of_examples():
     assert list(BatchSizeSampler(7, 3, shuffle=False)) == [[0, 1, 2], [3, 4, 5], [6]]
     assert list(BatchSizeSampler(6, 3, shuffle=False)) == [[0, 1, 2], [3, 4, 5]] and list(BatchSizeSampler(0, 3)) == []

@@ -119,6 +119,16 @@ def test_long_text_is_cut_at_the_model_s_length(encoder):
         assert list(map(len, encoder.tokenize(["word " * 1000, "word"]))) == [256, 3]
 
 
+def test_the_mean_is_over_a_text_s_own_tokens(encoder):
+    """Lengths differ, and nothing is normalised: a wrong divisor would show."""
+    plain = SentenceEncoder(encoder.model, encoder.tokenizer, normalize=False)
+    texts = ["word", "a text of some more words", "word " * 40]
+    hidden = [plain.model(torch.tensor([ids])).last_hidden_state[0] for ids in plain.tokenize(texts)]
+    assert len({len(of_text) for of_text in hidden}) == 3
+    expected = torch.stack([of_text.mean(0) for of_text in hidden])
+    assert (plain.encode(texts) - expected).abs().max() < 1e-6 < 1e-2 < expected.norm(dim=-1).sub(1).abs().min()
+
+
 def test_first_token_pooling(tmp_path, encoder):
     shutil.copytree(minilm(), tmp_path, dirs_exist_ok=True)
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))

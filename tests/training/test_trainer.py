@@ -399,6 +399,25 @@ def test_every_precision_learns(tmp_path, precision):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_clipping_in_fp16_is_that_of_fp32(tmp_path):
+    """Small integers, exact in fp16: the norm is of gradients without the scale, and so is the clipped step."""
+
+    class Product(nn.Linear):
+        def forward(self, x, labels):
+            return Loss((super().forward(x).float() * labels).sum())
+
+    batch, found = {"x": torch.tensor([[3.0, 4.0]]), "labels": torch.tensor([[2.0]])}, []
+    for precision in (None, "fp16"):
+        model = Product(2, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        trainer = sgd(model, tmp_path / str(precision), mixed_precision=precision, max_grad_norm=1.0)
+        trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=precision == "fp16")
+        trainer.train([batch], max_steps=1)
+        (row,) = rows(tmp_path / str(precision) / "train.csv")
+        found.append((row["gradient_norm"], model.weight.tolist()))
+    assert found[0] == found[1] == ("10.0", [pytest.approx([-0.6, -0.8], rel=1e-6)])
+
+
 def test_an_overflow_is_skipped_counted_and_not_an_error(tmp_path):
     """A scale at which the first steps overflow, and later ones do not."""
     model = BertForMaskedLM(CONFIG)
