@@ -50,11 +50,13 @@ def evaluate(
     *,
     dtype: torch.dtype | None = None,
     gradients: bool = True,
+    strided_gradients: bool = False,
 ) -> Result:
     """Runs `call(**inputs)` on fresh leaf tensors, and a backward with fixed random output gradients.
 
-    inputs: tensors and other arguments. dtype: to convert floating-point tensors to first (float64 for the truth).
-    gradients: False for a forward without a graph.
+    inputs: tensors and other arguments; leaves have their strides. dtype: to convert floating-point tensors to first
+    (float64 for the truth), which keeps no strides. gradients: False for a forward without a graph.
+    strided_gradients: True for output gradients that are not contiguous, as `strided` makes them.
     """
     leaves = {name: _leaf(value, dtype, gradients) for name, value in inputs.items()}
     with torch.set_grad_enabled(gradients):
@@ -64,16 +66,37 @@ def evaluate(
     if not gradients:
         return Result(named, {})
     outputs = list(named.values())
-    torch.autograd.backward(outputs, [_cotangent(t, i) for i, t in enumerate(outputs)])
+    cotangents = [_cotangent(t, i) for i, t in enumerate(outputs)]
+    torch.autograd.backward(outputs, [strided(t) for t in cotangents] if strided_gradients else cotangents)
     zero = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in floating.items()}
     return Result({name: t.detach() for name, t in named.items()}, {f"d{name}": grad for name, grad in zero.items()})
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """A copy that is not contiguous: the last two dimensions exchanged in memory, and behind each element another that
+    nobody may read: NaN, or the dtype's largest integer. A tensor without dimensions stays as it is."""
+    if tensor.dim() == 0:
+        return tensor
+    turned = tensor.mT if tensor.dim() > 1 else tensor
+    gap = float("nan") if tensor.is_floating_point() else tensor.dtype == torch.bool or torch.iinfo(tensor.dtype).max
+    apart = torch.stack([turned, torch.full_like(turned, gap)], -1)[..., 0]
+    return apart.mT if tensor.dim() > 1 else apart
 
 
 def _leaf(value: object, dtype: torch.dtype | None, gradients: bool) -> object:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    copy = value.detach().to(dtype or value.dtype)
-    return (copy.clone() if copy is value or copy.data_ptr() == value.data_ptr() else copy).requires_grad_(gradients)
+    copy = _copy(value.detach()) if dtype in (None, value.dtype) else value.detach().to(dtype)
+    return copy.requires_grad_(gradients)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """With the same strides, which clone() keeps only where no memory lies between the elements."""
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride() or not tensor.numel():
+        return copy
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def _cotangent(output: Tensor, seed: int) -> Tensor:
@@ -163,7 +186,7 @@ class _OneDnnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias.contiguous(), "none", [], "")  # reads without stride
 
     @staticmethod
     def backward(ctx, dy):

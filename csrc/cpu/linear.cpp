@@ -52,10 +52,11 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   const at::AutoDispatchBelowAutograd guard;
   if (!use_onednn(x, weight)) return at::linear(x, weight, bias);
   const at::Tensor rows = x.contiguous().flatten(0, -2), w = weight.contiguous();
+  const auto b = bias ? std::optional(bias->contiguous()) : bias;  // oneDNN does not look at its stride
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = w.size(0);
-  if (rows.size(0) <= kFewRows) return onednn_product(rows, w, bias).view(shape);
-  return onednn_product(in_whole_blocks(rows), w, bias).narrow(0, 0, rows.size(0)).view(shape);
+  if (rows.size(0) <= kFewRows) return onednn_product(rows, w, b).view(shape);
+  return onednn_product(in_whole_blocks(rows), w, b).narrow(0, 0, rows.size(0)).view(shape);
 }
 
 TORCH_LIBRARY_IMPL(fastbert, CPU, m) { m.impl("linear_fwd", &linear); }

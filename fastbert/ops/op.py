@@ -39,12 +39,16 @@ class Primitive:
         """Runs on `backend` (as `backends.choose` gave it). Autocast has no say inside an op."""
         if not torch.compiler.is_compiling():
             backends.count(self.name, backend)
-        run = self.reference if backend == "reference" else self.operator(backend)
+        run = self._reference if backend == "reference" else self.operator(backend)
         device_type = next(arg for arg in args if isinstance(arg, Tensor)).device.type
         if not autocast_on(device_type):
             return run(*args)
         with torch.autocast(device_type, enabled=False):
             return run(*args)
+
+    def _reference(self, *args):
+        """On contiguous inputs: PyTorch's own kernels round differently for other strides."""
+        return self.reference(*(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args))
 
     def operator(self, backend: str) -> Callable:
         return getattr(getattr(torch.ops, NAMESPACE[backend]), self.name).default

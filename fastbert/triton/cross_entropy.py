@@ -60,7 +60,7 @@ def _forward(logits, labels, losses, classes, ignore_index, NEED_DLOGITS: tl.con
 def forward(
     hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, ignore_index: int, need_dlogits: bool
 ) -> tuple[Tensor, Tensor]:
-    logits = F.linear(hidden, weight, bias)
+    logits = F.linear(hidden.contiguous(), weight.contiguous(), bias)
     losses = hidden.new_empty(labels.shape, dtype=torch.float32)
     config, classes = pick(FORWARD, hidden.device, weight.shape[0]), weight.shape[0]
     launch(
@@ -82,6 +82,7 @@ def backward(
     dloss: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, dlogits: Tensor, ignore_index: int,
     need_dhidden: bool, need_dparams: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden, weight, dlogits = hidden.contiguous(), weight.contiguous(), dlogits.contiguous()
     scale, dtype = dloss / _count(labels, ignore_index), hidden.dtype
     dhidden = ((dlogits @ weight).float() * scale).to(dtype) if need_dhidden else hidden.new_empty(0)
     if not need_dparams:

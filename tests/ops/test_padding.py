@@ -173,6 +173,21 @@ def test_pack_and_unpack_are_exact_both_ways(backend, dtype):
     assert torch.equal(back.gradients["dx"], truth.gradients["dx"])
 
 
+def test_non_contiguous_tensors(backend):
+    x, indices = torch.randn(3, 4, 5, device=backend), torch.tensor([0, 2, 3, 5, 11], device=backend)
+    ways = {
+        "pack": lambda x, indices: ops.pack(x, indices),
+        "unpack": lambda x, indices: ops.unpack(x.flatten(0, 1)[:5], indices, 3, 4),
+        "unpack of rows that lie apart": lambda x, indices: ops.unpack(x[0], indices[:4], 3, 4),
+    }
+    apart = {"x": testing.strided(x), "indices": testing.strided(indices)}
+    for name, way in ways.items():
+        expected = testing.evaluate(way, {"x": x, "indices": indices})
+        got = testing.evaluate(way, apart, strided_gradients=True)
+        assert torch.equal(got.outputs["output"], expected.outputs["output"]), name
+        assert torch.equal(got.gradients["dx"], expected.gradients["dx"]), name
+
+
 def test_packing_integers_and_second_derivatives(backend):
     indices = torch.tensor([1, 4], device=backend)
     assert ops.pack(torch.arange(6, device=backend).view(2, 3), indices).tolist() == [1, 4]

@@ -67,6 +67,49 @@ def test_evaluate_gives_gradients_of_every_float_input():
     assert inputs["x"].grad is None
 
 
+def test_a_strided_input_arrives_strided():
+    inputs = {
+        "apart": testing.strided(torch.arange(6.0).view(2, 3)),
+        "dense": torch.arange(6.0).view(2, 3).mT,
+        "expanded": torch.ones(1).expand(2, 3),
+        "empty": torch.ones(0, 3)[:, ::2],
+    }
+    assert not inputs["apart"].is_contiguous() and inputs["apart"].stride() == (2, 4)
+    seen = {}
+    got = testing.evaluate(lambda **leaves: seen.update(leaves) or leaves["apart"].sum(), inputs)
+    for name, tensor in inputs.items():
+        assert seen[name].stride() == tensor.stride() and torch.equal(seen[name], tensor)
+        assert seen[name].is_leaf and seen[name].data_ptr() != tensor.data_ptr() or not tensor.numel()
+    assert torch.equal(got.gradients["dapart"], testing._cotangent(torch.ones(()), 0).expand(2, 3))
+
+
+def test_output_gradients_are_strided_where_that_is_asked_for():
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, dy):
+            strides.append(dy.stride())
+            return dy
+
+    strides, inputs = [], {"x": torch.ones(2, 3)}
+    one, two = (testing.evaluate(Seen.apply, inputs, strided_gradients=strided) for strided in (False, True))
+    assert strides == [(3, 1), (2, 4)] and torch.equal(one.gradients["dx"], two.gradients["dx"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap"), [(torch.float16, float("nan")), (torch.int32, 2**31 - 1), (torch.bool, True)], ids=str
+)
+def test_strided_copies_have_something_else_between_their_elements(dtype, gap):
+    tensor = torch.tensor([[0, 1, 0], [1, 0, 1]]).to(dtype)
+    apart = testing.strided(tensor)
+    assert torch.equal(apart, tensor) and apart.dtype == dtype
+    between = apart.as_strided((5,), (2,), 1)
+    assert torch.equal(between.nan_to_num(7), torch.full((5,), gap, dtype=dtype).nan_to_num(7))
+
+
 def unavailable(x):
     raise RuntimeError("pack_vnni2 is only supported when avx512 is supported")
 
