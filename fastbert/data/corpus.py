@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastbert.data.encode import NO_WORD, encodings
+from fastbert.data.encode import NO_WORD, encodings, vocabulary_hash
 from fastbert.data.tokenizer import Counted, continuation_prefix, copy_of, get_tokenizer, save_tokenizer, text_of
 from fastbert.files import write_text
 
@@ -206,6 +206,11 @@ class TokenFile(Dataset):
     def tokenizer(self) -> Any:
         """The `tokenizers.Tokenizer` that made it."""
         return get_tokenizer(self.directory)
+
+    @cached_property
+    def vocabulary(self) -> str:
+        """A hash of the tokenizer's vocabulary, which a loader keeps in its state."""
+        return vocabulary_hash(self.tokenizer)
 
     @cached_property
     def _parts(self) -> np.ndarray:

@@ -64,7 +64,7 @@ class MLMDataset(TokenizedDataset):
             columns=("input_ids", "word_ids") if whole_words else ("input_ids",),
             skip_empty=True,
         )
-        super().__init__(columns, lengths)
+        super().__init__(columns, lengths, tokenizer)
 
 
 class NSPDataset(TokenizedDataset):
@@ -110,7 +110,7 @@ class NSPDataset(TokenizedDataset):
             columns=PAIR,
             pairs=True,
         )
-        super().__init__(columns, lengths, {label_name: labels})
+        super().__init__(columns, lengths, tokenizer, {label_name: labels})
 
 
 def _names(counts: np.ndarray) -> Callable[[int], str]:
@@ -186,7 +186,7 @@ class ClassificationDataset(TokenizedDataset):
             columns=("input_ids",) if pairs is None else PAIR,
             pairs=pairs is not None,
         )
-        super().__init__(columns, lengths, labels)
+        super().__init__(columns, lengths, tokenizer, labels)
 
 
 def _label_array(owner: str, labels: Sequence[Any], num_labels: int | None) -> np.ndarray:
@@ -279,7 +279,7 @@ class TokenClassificationDataset(TokenizedDataset):
             columns=("input_ids", "word_ids"),
             words=True,
         )
-        super().__init__(columns, lengths)
+        super().__init__(columns, lengths, tokenizer)
         if labels is not None:
             rows = (align_labels(self.rows("word_ids", i).tolist(), row) for i, row in enumerate(labels))
             self._tokens["labels"] = np.fromiter(chain.from_iterable(rows), np.int32, count=len(columns["word_ids"]))
@@ -358,7 +358,7 @@ class QADataset(TokenizedDataset):
         _check_room(questions, tokenizer, max_length, stride)
         tokenizer.enable_truncation(max_length, stride=stride, strategy="only_second")
         columns, lengths, self.example_index = _windows(questions, self.contexts, tokenizer)
-        super().__init__(columns, lengths)
+        super().__init__(columns, lengths, tokenizer)
         if spans is not None:
             found = [self._places(i, *spans[example]) for i, example in enumerate(self.example_index)]
             names = ("start_positions", "end_positions")

@@ -1,5 +1,7 @@
 """Tokenises texts into flat arrays, the basis of all data sets, and counts what is cut and what is empty."""
 
+import hashlib
+import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,13 +31,19 @@ COLUMNS: dict[str, Callable[[Any], np.ndarray]] = {
 class TokenizedDataset(Dataset):
     """Tokenised examples: dicts of int64 tensors (an entry for each token) and of numbers (labels of the example).
 
-    Stored in flat arrays of at most 4 bytes an entry, which workers share. lengths: (N,) int64, in tokens.
+    Stored in flat arrays of at most 4 bytes an entry, which workers share. lengths: (N,) int64, in tokens. vocabulary:
+    a hash of the tokenizer's, which a loader keeps in its state.
     """
 
     def __init__(
-        self, tokens: Mapping[str, np.ndarray], lengths: np.ndarray, of_examples: Mapping[str, np.ndarray] | None = None
+        self,
+        tokens: Mapping[str, np.ndarray],
+        lengths: np.ndarray,
+        tokenizer: Any,
+        of_examples: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """tokens: arrays (total,) by name. of_examples: arrays (N, ...) by name."""
+        self.vocabulary = vocabulary_hash(tokenizer)
         self.lengths = torch.as_tensor(lengths, dtype=torch.int64)
         self._ends = self.lengths.cumsum(0)
         self._tokens, self._of_examples = dict(tokens), dict(of_examples or {})
@@ -52,6 +60,12 @@ class TokenizedDataset(Dataset):
         """One example's entries in a column of tokens."""
         end = int(self._ends[index])
         return self._tokens[name][end - int(self.lengths[index]) : end]
+
+
+def vocabulary_hash(tokenizer: Any) -> str:
+    """16 hexadecimal digits that differ where a token has another id. tokenizer: as `copy_of` takes it."""
+    vocabulary = getattr(tokenizer, "backend_tokenizer", tokenizer).get_vocab()
+    return hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def encode(

@@ -59,21 +59,33 @@ class BatchLoader(DataLoader):
         return {"epoch": self.batch_sampler.epoch, "batch": self._batch, **self._identity()}
 
     def _identity(self) -> dict[str, Any]:
-        return {**self.batch_sampler.identity(), "mask_seed": getattr(self.collate_fn, "seed", None)}
+        more = {"mask_seed": getattr(self.collate_fn, "seed", None), "vocabulary": _vocabulary(self.dataset)}
+        return {**self.batch_sampler.identity(), **more}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration yields the rest of the saved epoch, which may be empty; later ones yield whole epochs.
 
-        Raises ValueError and changes nothing if the state is from other data or other batches.
+        Raises ValueError and changes nothing if the state is from other data, another vocabulary or other batches.
         """
         ours = self._identity()
         other = [name for name, value in ours.items() if name not in state or state[name] != value]
         if other or not {"epoch", "batch"} <= state.keys():
             differences = ", ".join(f"{name} {state.get(name)} (here {ours[name]})" for name in other)
+            hint = (
+                "; expected the tokenizer of that run, saved rather than trained anew" if "vocabulary" in other else ""
+            )
             raise ValueError(
-                f"BatchLoader: the state is of another loader: {differences or 'it has no epoch and batch'}"
+                f"BatchLoader: the state is of another loader: {differences or 'it has no epoch and batch'}{hint}"
             )
         self._go_to(state["epoch"], state["batch"])
+
+
+def _vocabulary(dataset: Any) -> str | None:
+    """The hash of a data set's vocabulary, or of the first that torch's ConcatDataset, Subset and the like hold."""
+    if dataset is None or hasattr(dataset, "vocabulary"):
+        return getattr(dataset, "vocabulary", None)
+    inner = getattr(dataset, "datasets", [getattr(dataset, "dataset", None)])
+    return next(filter(None, map(_vocabulary, inner)), None)
 
 
 def create_dataloader(

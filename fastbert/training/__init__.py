@@ -14,6 +14,7 @@ it is not a mean of means. See docs/training.md.
 """
 
 from fastbert.modes import evaluating
+from fastbert.training.best import Best
 from fastbert.training.distributed import distribute
 from fastbert.training.electra import ElectraPretraining, ElectraPretrainingOutput
 from fastbert.training.losses import (
@@ -25,17 +26,22 @@ from fastbert.training.losses import (
     loss_terms,
     to_device,
 )
-from fastbert.training.parameters import freeze, linear_schedule, parameter_groups
+from fastbert.training.parameters import freeze, parameter_groups
+from fastbert.training.schedules import constant_schedule, cosine_schedule, linear_schedule, polynomial_schedule
+from fastbert.training.state import set_seed
 from fastbert.training.trainer import AMPTrainer
 
 __all__ = [
     "AMPTrainer",
+    "Best",
     "ElectraPretraining",
     "ElectraPretrainingOutput",
     "compute_classification_loss",
     "compute_loader_loss",
     "compute_mlm_loader_loss",
     "compute_mlm_loss",
+    "constant_schedule",
+    "cosine_schedule",
     "distribute",
     "evaluating",
     "freeze",
@@ -43,5 +49,7 @@ __all__ = [
     "linear_schedule",
     "loss_terms",
     "parameter_groups",
+    "polynomial_schedule",
+    "set_seed",
     "to_device",
 ]

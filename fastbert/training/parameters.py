@@ -1,12 +1,10 @@
-"""Parameter groups, frozen layers, and the linear schedule."""
+"""Parameter groups and frozen layers."""
 
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 _LAYER = re.compile(r"(.*\blayer)\.(\d+)\b")
 _EMBEDDINGS = re.compile(r".*\bembeddings(_project)?\b")
@@ -61,22 +59,3 @@ def freeze(model: nn.Module, layers: int | Iterable[int] = 0, embeddings: bool =
     for name, part in parts.items():
         if indices.get(name) in chosen or (embeddings and _EMBEDDINGS.fullmatch(name)):
             part.requires_grad_(False)
-
-
-def linear_schedule(optimizer: Optimizer, warmup_steps: int, max_steps: int) -> LambdaLR:
-    """Learning rates rise linearly from 0 for warmup_steps, then fall linearly to 0 at max_steps.
-
-    Equivalent to `transformers.get_linear_schedule_with_warmup`. Raises ValueError unless
-    0 <= warmup_steps < max_steps.
-    """
-    if not 0 <= warmup_steps < max_steps:
-        raise ValueError(
-            f"linear_schedule: warmup_steps is {warmup_steps}; expected 0 to max_steps - 1, {max_steps - 1}"
-        )
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return step / warmup_steps
-        return max(max_steps - step, 0) / (max_steps - warmup_steps)
-
-    return LambdaLR(optimizer, factor)

@@ -1,18 +1,23 @@
-"""Random states and files that a run needs to continue exactly."""
+"""Random states and checkpoint files, which a run needs to continue exactly."""
 
-import csv
-import io
 import pickle
 import random
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fastbert.files import write_text
+
+def set_seed(seed: int) -> None:
+    """Seeds Python, NumPy and torch. Raises ValueError unless seed is an integer from 0 to 2³² - 1."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 32:
+        raise ValueError(f"set_seed: seed is {seed!r}; expected an integer from 0 to 2**32 - 1")
+    for generator in (random.seed, np.random.seed, torch.manual_seed):
+        generator(seed)
 
 
 def random_state(device: torch.device, generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
@@ -37,6 +42,14 @@ def set_random_state(
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
+@contextmanager
+def keeping_random_state(device: torch.device, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """What is drawn within the block changes nothing after it."""
+    before = random_state(device, generators)
+    yield
+    set_random_state(before, device, generators)
+
+
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """A checkpoint on the host, with checksums verified. Raises FileNotFoundError; ValueError for a damaged file."""
     try:
@@ -48,29 +61,3 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or "processes" not in state:
         raise ValueError(f"{path} is {f'damaged, in {damaged}' if damaged else 'no checkpoint of AMPTrainer'}")
     return state
-
-
-def append_row(path: Path, row: dict[str, float]) -> None:
-    """Appends a row to a CSV table. New names become its last columns, empty in earlier rows."""
-    with path.open("a+", newline="") as file:
-        file.seek(0)
-        rows = csv.DictReader(file)
-        names = list(rows.fieldnames or ())
-        new = [name for name in row if name not in names]
-        if not new:
-            csv.DictWriter(file, names, lineterminator="\n").writerow(row)
-            return
-        rows = [*rows, row]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names + new, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
-
-
-def keep_rows(path: Path, step: int) -> None:
-    """Drops rows of later steps, and a truncated last row."""
-    if path.exists():
-        header, *rows = path.read_text().splitlines(keepends=True) or [""]
-        kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
-        write_text(path, "".join([header, *kept] if kept else []))

@@ -20,19 +20,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fastbert.files import replacing
-from fastbert.require import require
+from fastbert.training.best import Best
 from fastbert.training.distributed import sharded, whole
+from fastbert.training.logs import TABLES, Log, keep_rows, opened_logs
 from fastbert.training.losses import Batch, compute_loader_loss, label_counts, loss_terms, to_device, unwrapped
-from fastbert.training.state import append_row, keep_rows, random_state, read_checkpoint, set_random_state
+from fastbert.training.signals import Signalled, signals_put_off
+from fastbert.training.state import keeping_random_state, random_state, read_checkpoint, set_random_state, set_seed
 
+Callback = Callable[["AMPTrainer", str, dict[str, float]], Any]
 _COUNTERS = ("step", "skipped_steps", "epoch", "position")
 
 
 class AMPTrainer:
     """Trains a model with a loss at `model(**batch).loss` in mixed precision, and resumes bit for bit.
 
-    Writes train.csv, evaluation.csv and checkpoint-<step>.pt to output_dir. It is one loop without plug-ins; for more,
-    use `transformers.Trainer` or `accelerate`, which take the same models and batches.
+    Writes train.csv, evaluation.csv and checkpoint-<step>.pt to output_dir. It is one loop; for more than callbacks can
+    do, use `transformers.Trainer` or `accelerate`, which take the same models and batches.
     """
 
     def __init__(
@@ -46,13 +49,24 @@ class AMPTrainer:
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = 1.0,
         save_total_limit: int = 2,
+        best: Best | None = None,
+        seed: int | None = None,
+        callbacks: Iterable[Callback] = (),
+        loggers: Iterable[Log] = (),
         tensorboard: bool = False,
         progress: bool = True,
     ) -> None:
         """mixed_precision: None computes in the parameters' dtype, "bf16" and "fp16" under autocast, "fp16" with a
-        GradScaler. scheduler: None for constant learning rates. save_total_limit: how many checkpoints to keep.
+        GradScaler. scheduler: None for constant learning rates. save_total_limit: how many checkpoints to keep, besides
+        the best one. best: which evaluation's checkpoint to keep, and when to stop early.
 
-        Raises ValueError for invalid values, and if there are several processes but `distribute` was not called.
+        seed: of Python's, NumPy's and torch's random numbers from here on, another one in each process; the weights
+        were drawn before. callbacks: called as callback(trainer, event, values) in every process: "begin"; "train"
+        after each step and "evaluation" after each evaluation, with their numbers; "save" after a checkpoint; "end".
+        loggers: called as log(values, step) in the first process, with names as "train/loss" and "evaluation/f1".
+
+        Raises ValueError for invalid values, and if there are several processes but `distribute` was not called;
+        TypeError for callbacks and loggers that cannot be called.
         """
         dtypes = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
         if mixed_precision not in dtypes:
@@ -60,6 +74,9 @@ class AMPTrainer:
         _at_least_one(gradient_accumulation_steps=gradient_accumulation_steps, save_total_limit=save_total_limit)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"AMPTrainer: max_grad_norm is {max_grad_norm}; expected a positive number, or None")
+        if best is not None and not isinstance(best, Best):
+            raise TypeError(f"AMPTrainer: best is {best!r}; expected a Best, or None")
+        self.callbacks, self.loggers = _callables("callbacks", callbacks), _callables("loggers", loggers)
         self.processes, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if self.processes > 1 and not isinstance(model, (DistributedDataParallel, FSDPModule)):
             raise ValueError(f"AMPTrainer: {self.processes} processes, each with its own model; expected `distribute`")
@@ -70,10 +87,13 @@ class AMPTrainer:
         self.output_dir, self.save_total_limit = Path(output_dir), save_total_limit
         self.output_dir.mkdir(parents=True, exist_ok=True)
         self.progress, self.tensorboard = progress, tensorboard
+        self.best, self.stopping = best, False
         self.step = self.skipped_steps = 0  # steps taken, and how many of these the scaler skipped
         self.epoch = self.position = 0  # position: batches that this process has used in this epoch
         self.epoch_random = self.loader_state = None  # random state at the epoch's start; the loader's state
         self.place: dict[str, Any] | None = None  # the above after the last whole step, for checkpoints
+        if seed is not None:
+            set_seed(seed + self.rank)
 
     def train(
         self,
@@ -88,48 +108,72 @@ class AMPTrainer:
         """Trains until step max_steps, in as many epochs as that takes. Returns the last evaluation.
 
         loader: this process's share of the batches; an epoch ends with the shortest share. metric(model, eval_loader,
-        device): returns the loss or a dictionary, whose numbers are kept; runs every eval_steps and at the end, in
-        every process, and once if max_steps was reached before. Checkpoints are written every save_steps and at the
-        end.
+        device): returns the loss or a dictionary, whose numbers are kept; runs every eval_steps and at max_steps, in
+        every process, and once if the training had ended before. Checkpoints are written every save_steps, for the best
+        evaluation, and at the end.
+        The end is also where `stop` was called, where `best` has waited long enough, and, in all processes, where one
+        gets SIGINT or SIGTERM: the step is finished and saved, then the signal takes its usual course
+        (KeyboardInterrupt, or the end of the process). A second one takes it at once.
         Raises FloatingPointError for a loss that is not finite, before its step is taken; FileExistsError if output_dir
         has checkpoints of later steps; ValueError for a loader without batches or labels or that can be iterated only
-        once, and for a loader with persistent workers that is also eval_loader.
+        once, for a loader with persistent workers that is also eval_loader, and for `best` without evaluations.
         """
         _at_least_one(max_steps=max_steps, eval_steps=eval_steps, save_steps=save_steps)
         if eval_loader is loader and getattr(loader, "persistent_workers", False):  # it would silently end the epoch
             raise ValueError("train: eval_loader is loader, whose persistent workers serve one iteration at a time")
+        if self.best is not None and (eval_loader is None or eval_steps is None):
+            raise ValueError("train: best needs evaluations to choose from; expected eval_loader and eval_steps")
         self._clear_up()
         self.model.train()
-        finished = self.step >= max_steps
-        result = self.evaluate(eval_loader, metric) if finished and eval_loader is not None else {}
-        with self._logging(max_steps) as log:
-            while self.step < max_steps:
+        self.stopping = False
+        ended = self._ends(max_steps)
+        result = self.evaluate(eval_loader, metric) if ended and eval_loader is not None else {}
+        with signals_put_off() as signalled, self._telling(max_steps) as tell:
+            tell("begin", {})
+            while not ended:
                 for batches in self._steps_of_the_epoch(loader):
                     row = self._step(batches)
                     self._record_position(loader, len(batches))
-                    log("train", row)
-                    last = self.step == max_steps
-                    if eval_loader is not None and (last or _due(self.step, eval_steps)):
+                    tell("train", row)
+                    improved = False
+                    if eval_loader is not None and (self.step == max_steps or _due(self.step, eval_steps)):
                         result = self.evaluate(eval_loader, metric)
-                        log("evaluation", {"step": self.step, **result})
-                    if last or _due(self.step, save_steps):
+                        improved = self._improves(result)
+                        tell("evaluation", result)
+                    ended = self._ends(max_steps, signalled)
+                    if ended or improved or _due(self.step, save_steps):
                         self.save()
-                    if last:
+                        tell("save", {})
+                    if ended:
                         break
                 else:
                     self._end_epoch()
+            tell("end", result)
         return result
+
+    def stop(self) -> None:
+        """Ends the training after this step, in all processes, as if it were the last one; for callbacks."""
+        self.stopping = True
 
     def evaluate(self, loader: Iterable[Batch], metric: Callable[..., Any] = compute_loader_loss) -> dict[str, float]:
         """metric(model, loader, device) in the training precision; training's random states are restored after it."""
-        generators = _generators(loader)  # possibly the training loader's
-        before = random_state(self.device, generators)
-        with self._autocast():
+        with keeping_random_state(self.device, _generators(loader)), self._autocast():  # possibly training's loader
             found = metric(unwrapped(self.model), loader, self.device)
-        set_random_state(before, self.device, generators)
         values = found if isinstance(found, Mapping) else {"loss": found}
         numbers = {name: x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for name, x in values.items()}
         return {name: float(x) for name, x in numbers.items() if isinstance(x, Real)}
+
+    def _improves(self, evaluation: dict[str, float]) -> bool:
+        return self.best is not None and self.best.improves(*self._largest(self.best.of(evaluation)), self.step)
+
+    def _ends(self, max_steps: int, signalled: Signalled | None = None) -> bool:
+        """Whether training ends here: in all processes, if one was told to stop or got a signal."""
+        number = signalled.number if signalled else 0
+        stopping, number = self._largest(self.stopping, number)
+        if signalled:
+            signalled.number = int(number)
+        waited = self.best is not None and self.best.waited_long_enough
+        return self.step >= max_steps or bool(stopping or number) or waited
 
     # -- one step
 
@@ -155,7 +199,7 @@ class AMPTrainer:
         self._require_finite(loss, norm)
         rate = self.optimizer.param_groups[-1]["lr"]
         self._update()
-        row = {"step": self.step, "epoch": self.epoch, "loss": loss, "learning_rate": rate, "gradient_norm": norm}
+        row = {"epoch": self.epoch, "loss": loss, "learning_rate": rate, "gradient_norm": norm}
         return row | {"skipped_steps": self.skipped_steps, "seconds": time.perf_counter() - start}
 
     def _autocast(self) -> contextlib.AbstractContextManager:
@@ -195,6 +239,13 @@ class AMPTrainer:
         if self.processes > 1:
             dist.all_reduce(x, operation)
         return x
+
+    def _largest(self, *numbers: float) -> list[float]:
+        """The largest of all processes' numbers, each."""
+        if self.processes == 1:
+            return [*numbers]
+        together = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        return self._over_processes(together, dist.ReduceOp.MAX).tolist()
 
     def _exchanging(self, now: bool) -> contextlib.AbstractContextManager:
         """DDP exchanges gradients once a step; FSDP2 after every batch, as it would otherwise keep whole gradients."""
@@ -270,8 +321,15 @@ class AMPTrainer:
         found = [path for path in self.output_dir.glob("checkpoint-*.pt") if path.stem[len("checkpoint-") :].isdigit()]
         return sorted(found, key=_step_of)
 
+    def best_checkpoint(self) -> Path | None:
+        """The checkpoint of the best evaluation, for `load`; None before the first, and without `best`."""
+        return self._path(self.best.step) if self.best and self.best.step else None
+
+    def _path(self, step: int) -> Path:
+        return self.output_dir / f"checkpoint-{step:08}.pt"
+
     def save(self) -> Path:
-        """Writes a checkpoint as a whole, then removes the oldest. All processes must call it.
+        """Writes a checkpoint as a whole, then removes the oldest, but not the best. All processes must call it.
 
         It may be called at any time: position and random state are those after the last whole step. Raises OSError if
         the disk is full; earlier checkpoints stay intact.
@@ -282,12 +340,13 @@ class AMPTrainer:
             everyone = [None] * self.processes
             dist.all_gather_object(everyone, own)
         state = {name: whole(part.state_dict()) for name, part in self._parts().items()}
-        path = self.output_dir / f"checkpoint-{place['step']:08}.pt"
+        path = self._path(place["step"])
         if self.rank == 0:
             with replacing(path) as file:
                 torch.save({**state, **place, "processes": everyone}, file)
             for old in self.checkpoints()[: -self.save_total_limit]:
-                old.unlink()
+                if old != self.best_checkpoint():
+                    old.unlink()
         if self.processes > 1:
             dist.barrier()
         return path
@@ -303,8 +362,9 @@ class AMPTrainer:
         """Continues from a checkpoint, bit for bit if there are as many processes as wrote it.
 
         With another number of processes the epoch starts over with new random numbers, and a UserWarning says so.
-        Raises FileNotFoundError; ValueError, before anything changes, for a corrupt file or if only one of checkpoint
-        and trainer has a scheduler or a scaler; RuntimeError and ValueError for another model or optimizer.
+        Raises FileNotFoundError; ValueError, before anything changes, for a corrupt file, if only one of checkpoint
+        and trainer has a scheduler or a scaler, or if `best` had another metric; RuntimeError and ValueError for
+        another model or optimizer.
         """
         state = read_checkpoint(Path(path))
         self._require_the_same_parts(path, state)
@@ -313,7 +373,8 @@ class AMPTrainer:
         for i, moments in state["optimizer"]["state"].items():
             state["optimizer"]["state"][i] = {name: sharded(x, parameters.get(i)) for name, x in moments.items()}
         for name, part in self._parts().items():
-            part.load_state_dict(state[name])
+            if name in state:  # `best` may be new
+                part.load_state_dict(state[name])
         for name in _COUNTERS:
             setattr(self, name, state[name])
         everyone = state["processes"]
@@ -339,34 +400,30 @@ class AMPTrainer:
                 raise ValueError(f"{path} was saved {was} {name}, and this trainer is {has}; expected the same")
 
     def _parts(self) -> dict[str, Any]:
+        optional = {"best": self.best, "scheduler": self.scheduler}
         parts = {"model": unwrapped(self.model), "optimizer": self.optimizer, "scaler": self.scaler}
-        return parts if self.scheduler is None else {**parts, "scheduler": self.scheduler}
+        return {name: part for name, part in optional.items() if part is not None} | parts
 
-    # -- what is logged
+    # -- who is told
 
     @contextlib.contextmanager
-    def _logging(self, max_steps: int) -> Iterator[Callable[[str, dict[str, float]], None]]:
-        """Gives log(table, row): to <table>.csv, a progress bar and TensorBoard, in the first process only."""
+    def _telling(self, max_steps: int) -> Iterator[Callable[[str, dict[str, float]], None]]:
+        """Gives tell(event, values): to the loggers in the first process, to the callbacks in all."""
         with contextlib.ExitStack() as stack:
-            bar = board = None
-            if self.progress and self.rank == 0:
-                progress = require("rich.progress", "rich").Progress
-                bar = stack.enter_context(progress(*progress.get_default_columns(), "{task.fields[shown]}"))
-                task = bar.add_task("training", total=max_steps, completed=self.step, shown="")
-            if self.tensorboard and self.rank == 0:
-                writer = require("torch.utils.tensorboard", "tensorboard").SummaryWriter
-                board = stack.enter_context(writer(self.output_dir, purge_step=self.step + 1))
+            logs = list(self.loggers) if self.rank == 0 else []
+            if self.rank == 0:
+                opened = opened_logs(self.output_dir, self.step, max_steps, self.progress, self.tensorboard)
+                logs = [*stack.enter_context(opened), *logs]
 
-            def log(table: str, row: dict[str, float]) -> None:
-                if self.rank == 0:
-                    append_row(self.output_dir / f"{table}.csv", row)
-                if bar is not None and table == "train":
-                    skipped = f", {self.skipped_steps} steps skipped" if self.skipped_steps else ""
-                    bar.update(task, completed=self.step, shown=f"loss {row['loss']:.4f}{skipped}")
-                for name, value in row.items() if board is not None else ():
-                    board.add_scalar(f"{table}/{name}", value, self.step)
+            def tell(event: str, values: dict[str, float]) -> None:
+                for log in logs if event in TABLES else ():
+                    log({f"{event}/{name}": x for name, x in values.items()}, self.step)
+                if self.callbacks:
+                    with keeping_random_state(self.device):
+                        for callback in self.callbacks:
+                            callback(self, event, values)
 
-            yield log
+            yield tell
 
     def _clear_up(self) -> None:
         """Removes what an interrupted run left: unfinished files, and rows of later steps."""
@@ -378,7 +435,7 @@ class AMPTrainer:
         if self.rank == 0:
             for unfinished in self.output_dir.glob("checkpoint-*.part"):
                 unfinished.unlink()
-            for table in ("train", "evaluation"):
+            for table in TABLES:
                 keep_rows(self.output_dir / f"{table}.csv", self.step)
 
 
@@ -390,6 +447,14 @@ def _parts_of(loader: Iterable[Batch]) -> list[Any]:
 def _generators(loader: Iterable[Batch]) -> list[torch.Generator]:
     found = (getattr(part, "generator", None) for part in _parts_of(loader))
     return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+def _callables(name: str, given: Iterable[Any]) -> list[Any]:
+    given = list(given)
+    for each in given:
+        if not callable(each):
+            raise TypeError(f"AMPTrainer: {name} has {each!r}; expected what can be called")
+    return given
 
 
 def _at_least_one(**numbers: int | None) -> None:

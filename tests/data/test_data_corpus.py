@@ -325,6 +325,33 @@ def test_states_of_other_loaders_are_refused(corpus):
         one.load_state_dict({name: value for name, value in state.items() if name != "epoch"})
 
 
+def test_a_state_of_another_vocabulary_is_refused(tmp_path):
+    """Two tokens have changed places: nothing else would tell. From texts, from a file, and within other data sets."""
+    other = json.loads(WORDPIECE.to_str())
+    vocabulary = other["model"]["vocab"]
+    vocabulary["the"], vocabulary["of"] = vocabulary["of"], vocabulary["the"]
+    other = type(WORDPIECE).from_str(json.dumps(other))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=WORDPIECE)
+    make = {
+        "texts": lambda tokenizer: MLMDataset(PASSAGES[:9], tokenizer),
+        "file": lambda tokenizer: write_tokens(PASSAGES[:9], tokenizer, tmp_path / str(len(list(tmp_path.iterdir())))),
+        "subset": lambda tokenizer: torch.utils.data.Subset(MLMDataset(PASSAGES[:9], tokenizer), range(8)),
+        "two": lambda tokenizer: torch.utils.data.ConcatDataset([MLMDataset(PASSAGES[:9], tokenizer)] * 2),
+    }
+    found = set()
+    for data in make.values():
+        one, again, wrong = (
+            create_dataloader(data(tokenizer), PackingCollator(), 2) for tokenizer in (WORDPIECE, theirs, other)
+        )
+        state = one.state_dict()
+        again.load_state_dict(state)
+        found.add(state["vocabulary"])
+        with pytest.raises(ValueError, match="another loader: vocabulary .* expected the tokenizer of that run, saved"):
+            wrong.load_state_dict(state)
+    assert len(found) == 1 and len(found.pop()) == 16
+    assert create_dataloader([{"input_ids": [1]}], PackingCollator(), 2).state_dict()["vocabulary"] is None
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torch_s_generator_is_left_alone(corpus, workers):
     """So the dropout of a run that goes on is that of a run that never stopped."""

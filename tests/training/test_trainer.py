@@ -1034,6 +1034,9 @@ def test_two_processes_train_as_one(tmp_path):
     """In float64, to rounding, with unequal numbers of labels, in DDP and FSDP2; a checkpoint serves one process."""
     answer = launch(tmp_path, torchrun=True)
     assert answer.returncode == 0 and answer.stdout.count("resumed") == 4, answer.stderr[-3000:]
+    assert answer.stdout.count("ended") == 2
+    for name, last in (("signal", 3), ("stop", 2), ("best", 3)):
+        assert (tmp_path / name / f"checkpoint-{last:08}.pt").exists()
     one = process.exact_run(tmp_path / "alone")
     expected = [float(x) for row in rows(tmp_path / "alone" / "train.csv") for x in row.values()]
     for kind in ("ddp", "fsdp"):

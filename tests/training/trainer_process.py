@@ -1,13 +1,14 @@
 """Runs of AMPTrainer that need a process of their own, for test_trainer.py.
 
-    python trainer_process.py DIR STEPS [--die step|save]
+    python trainer_process.py DIR STEPS [--die step|save|terminated]
     torchrun --nproc-per-node 2 trainer_process.py DIR
 
 The first trains to STEPS, from the newest checkpoint in DIR where there is one, and prints a digest of all that
 training goes on from; with --die it kills itself (SIGKILL) in the fourth step's forward, or while it writes the fourth
-step's checkpoint. The second does two things with DDP and with FSDP2: it trains without dropout into DIR/KIND/exact,
-for the test to compare with one process; and it checks that a resumed run ends where an uninterrupted one does, bit
-for bit: "resumed" from each process.
+step's checkpoint, or sends itself SIGTERM in that forward. The second does two things with DDP and with FSDP2: it
+trains without dropout into DIR/KIND/exact, for the test to compare with one process; and it checks that a resumed run
+ends where an uninterrupted one does, bit for bit: "resumed" from each process. With DDP it also checks that all
+processes end together, where one of them is told to: "ended".
 """
 
 import argparse
@@ -26,6 +27,7 @@ from fastbert import BertConfig, BertForMaskedLM, BertForPreTraining
 from fastbert.data import PackingCollator
 from fastbert.training import (
     AMPTrainer,
+    Best,
     compute_mlm_loader_loss,
     distribute,
     linear_schedule,
@@ -104,11 +106,12 @@ def alone(directory: Path, steps: int, die: str | None = None) -> str:
     trainer.resume()
 
     def kill(*_) -> None:
-        if trainer.step == (3 if die == "step" else 4):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if trainer.step == (4 if die == "save" else 3):
+            os.kill(os.getpid(), signal.SIGTERM if die == "terminated" else signal.SIGKILL)
+            hook.remove()  # a second SIGTERM would end the step
 
-    if die == "step":
-        model.register_forward_hook(kill)
+    if die in ("step", "terminated"):
+        hook = model.register_forward_hook(kill)
     elif die == "save":
         os.fsync = kill  # the temporary file is written, and not yet renamed
     trainer.train(masking_loader(), max_steps=steps, save_steps=1)
@@ -146,11 +149,49 @@ def resumed(directory: Path, kind: str, rank: int, processes: int) -> None:
     print("resumed")
 
 
+class Terminated(Exception):
+    pass
+
+
+def ended(directory: Path, rank: int, processes: int) -> None:
+    """One process gets a signal, a callback of one stops, and evaluations differ: all do the same."""
+
+    def terminated(*_) -> None:
+        raise Terminated
+
+    def run(name: str, steps: int = 9, **options) -> AMPTrainer:
+        trainer = trainer_of(distribute(BertForMaskedLM(CONFIG)), directory / name, 9, **options)
+        metric = {"eval_loader": [], "metric": lambda *_: trainer.step * (1 - 2 * rank), "eval_steps": 1}
+        try:
+            trainer.train(masking_loader(rank, processes), max_steps=steps, **metric)
+        except Terminated:
+            assert name == "signal"
+        return trainer
+
+    def signalled(trainer: AMPTrainer, event: str, values: dict) -> None:
+        if rank == 1 and event == "train" and trainer.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def stopped(trainer: AMPTrainer, event: str, values: dict) -> None:
+        if rank == 1 and trainer.step == 2:
+            trainer.stop()
+
+    signal.signal(signal.SIGTERM, terminated)
+    assert run("signal", callbacks=[signalled]).step == 3
+    assert signal.getsignal(signal.SIGTERM) is terminated
+    assert run("stop", callbacks=[stopped]).step == 2
+    # The larger of 1 and -1, 2 and -2, ... grows: the first is the best, and two are waited for.
+    best = run("best", best=Best(patience=2), seed=0).best
+    assert (best.step, best.value, best.waited) == (1, 1.0, 2)
+    assert torch.initial_seed() == rank
+    print("ended")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("steps", type=int, nargs="?")
-    parser.add_argument("--die", choices=("step", "save"))
+    parser.add_argument("--die", choices=("step", "save", "terminated"))
     args = parser.parse_args()
     if "RANK" not in os.environ:
         print(alone(args.directory, args.steps, args.die))
@@ -159,6 +200,7 @@ def main() -> None:
         process = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         exact_run(args.directory / kind / "exact", kind, *process)
         resumed(args.directory / kind, kind, *process)
+    ended(args.directory, *process)
     leave()
 
 

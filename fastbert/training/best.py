@@ -1,0 +1,62 @@
+"""Which evaluation was the best, and when to stop waiting for a better one."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Best:
+    """For `AMPTrainer(best=...)`: keeps the checkpoint of the best evaluation, and stops where none gets better.
+
+    metric: its name in the evaluation. larger_is_better: as accuracy, unlike a loss. patience: training ends after so
+    many evaluations in a row that are no improvement; None never ends it. min_improvement: an evaluation has to be
+    better than the best one by more than this. Raises ValueError for a patience below 1 or a min_improvement below 0.
+    """
+
+    metric: str = "loss"
+    larger_is_better: bool = False
+    patience: int | None = None
+    min_improvement: float = 0.0
+    value: float | None = field(default=None, init=False)  # of the best evaluation so far
+    step: int = field(default=0, init=False)  # when it was; 0 before the first
+    waited: int = field(default=0, init=False)  # evaluations since
+
+    def __post_init__(self) -> None:
+        if self.patience is not None and self.patience < 1:
+            raise ValueError(f"Best: patience is {self.patience}; expected at least 1, or None")
+        if not 0 <= self.min_improvement < math.inf:
+            raise ValueError(f"Best: min_improvement is {self.min_improvement}; expected a number that is not negative")
+
+    def of(self, evaluation: Mapping[str, float]) -> float:
+        """The metric in an evaluation. Raises ValueError where it is missing."""
+        if self.metric not in evaluation:
+            given = ", ".join(sorted(evaluation)) or "nothing"
+            raise ValueError(f"Best: metric is {self.metric!r}, and the evaluation has {given}")
+        return evaluation[self.metric]
+
+    def improves(self, value: float, step: int) -> bool:
+        """Records an evaluation; whether it is the best. NaN never is."""
+        gain = math.inf if self.value is None else (value - self.value) * (1 if self.larger_is_better else -1)
+        better = not math.isnan(value) and gain > self.min_improvement
+        if better:
+            self.value, self.step = value, step
+        self.waited = 0 if better else self.waited + 1
+        return better
+
+    @property
+    def waited_long_enough(self) -> bool:
+        return self.patience is not None and self.waited >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: x for name, x in asdict(self).items() if name not in ("patience", "min_improvement")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for the state of another metric; patience and min_improvement may have changed."""
+        for name in ("metric", "larger_is_better"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"Best: {name} is {getattr(self, name)!r}; expected {state[name]!r}, as the checkpoint has"
+                )
+        self.value, self.step, self.waited = state["value"], state["step"], state["waited"]

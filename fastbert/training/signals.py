@@ -1,0 +1,47 @@
+"""SIGINT and SIGTERM, put off until the step is done and saved."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Signalled:
+    """number: of the signal that came, 0 before it."""
+
+    number = 0
+
+
+@contextmanager
+def signals_put_off() -> Iterator[Signalled]:
+    """The first SIGINT or SIGTERM within the block is noted; when the block ends, it takes its usual course.
+
+    A second one takes it at once. Signals that are ignored stay so. Only the main thread can do this: in others,
+    nothing is put off.
+    """
+    signalled, process, before = Signalled(), os.getpid(), {}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        restore()
+        if os.getpid() == process:  # not a loader's worker, which the terminal signals too
+            signalled.number = number
+            name = signal.Signals(number).name
+            os.write(2, f"fastbert: {name}: training ends after this step; again to end it at once\n".encode())
+
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: old for number, old in handlers.items() if old not in (None, signal.SIG_IGN)}
+        for number in before:
+            signal.signal(number, note)
+    try:
+        yield signalled
+    finally:
+        restore()
+    if signalled.number:
+        signal.raise_signal(signalled.number)
