@@ -23,6 +23,7 @@ from fastbert.data.datasets import (
     TokenClassificationDataset,
     align_labels,
 )
+from fastbert.data.filters import Filtered, by_length, by_letters, no_duplicates, no_near_duplicates
 from fastbert.data.loader import (
     BatchLoader,
     create_classification_dataloader,
@@ -36,6 +37,7 @@ __all__ = [
     "BatchLoader",
     "BatchSizeSampler",
     "ClassificationDataset",
+    "Filtered",
     "MLMDataset",
     "NSPDataset",
     "PackingCollator",
@@ -44,11 +46,15 @@ __all__ = [
     "TokenClassificationDataset",
     "TokenFile",
     "align_labels",
+    "by_length",
+    "by_letters",
     "check_tokenizer",
     "create_classification_dataloader",
     "create_dataloader",
     "create_mlm_dataloader",
     "get_tokenizer",
+    "no_duplicates",
+    "no_near_duplicates",
     "read_texts",
     "save_tokenizer",
     "train_tokenizer",

@@ -1,0 +1,44 @@
+"""prepare: text files to a token file for training, filtered on the way."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+
+def add(commands) -> None:
+    prepare = commands.add_parser("prepare", help="tokenise text files for training, without duplicates if you like")
+    prepare.add_argument("files", nargs="+", type=Path, metavar="FILE", help="one text a line")
+    prepare.add_argument("--tokenizer", type=Path, required=True, metavar="DIR", help="a directory with a tokenizer")
+    prepare.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new directory, for TokenFile")
+    prepare.add_argument("--min-characters", type=int, default=1, metavar="N", help="of a text (default: 1)")
+    prepare.add_argument("--max-characters", type=int, default=math.inf, metavar="N", help="of a text (default: any)")
+    prepare.add_argument("--letters", type=float, metavar="SHARE", help="least share of letters in a text, 0 to 1")
+    prepare.add_argument("--no-duplicates", action="store_true", help="leave out texts that are equal to another")
+    prepare.add_argument(
+        "--no-near-duplicates", type=float, metavar="SIMILARITY", help="leave out similar texts, as of 0.8 (datasketch)"
+    )
+    prepare.set_defaults(run=_prepare)
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    from fastbert.data import Filtered, get_tokenizer, read_texts, write_tokens
+
+    kept = Filtered(read_texts(args.files), *_filters(args))
+    write_tokens(kept, get_tokenizer(args.tokenizer), args.output)
+    counts = json.loads((args.output / "tokens.json").read_text())
+    print(kept)
+    print(f"{args.output}: {counts['texts']} texts, {counts['tokens']} tokens")
+
+
+def _filters(args: argparse.Namespace) -> list:
+    from fastbert.data import by_length, by_letters, no_duplicates, no_near_duplicates
+
+    filters = [by_length(args.min_characters, args.max_characters)]
+    if args.letters is not None:
+        filters.append(by_letters(args.letters))
+    if args.no_duplicates:
+        filters.append(no_duplicates())
+    if args.no_near_duplicates is not None:
+        filters.append(no_near_duplicates(args.no_near_duplicates))
+    return filters
