@@ -1,5 +1,8 @@
 """fastbert: BERT-family encoders without work on padding, on fused kernels."""
 
+import importlib
+from types import ModuleType
+
 from fastbert import hf, ops
 from fastbert.auto import (
     AutoModel,
@@ -30,6 +33,19 @@ from fastbert.inference.graphs import graph
 from fastbert.model import BertEncoder, BertEncoderOutput, BertModel, BertModelOutput, count_parameters
 
 __version__ = "0.1.0"
+
+_LAZY = ("cli", "data", "inference", "metrics", "training")  # imported when they are asked for: `fastbert.data`
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _LAZY:
+        return importlib.import_module(f"fastbert.{name}")
+    raise AttributeError(f"module 'fastbert' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
 
 __all__ = [
     "AutoModel",

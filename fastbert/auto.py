@@ -31,16 +31,16 @@ from fastbert.model import BertModel, Saveable
 
 
 def trained_model(
-    directory: str | Path, classes: Sequence[type[Saveable]] | None = None, *, dtype: torch.dtype | None = None
+    source: str | Path, classes: Sequence[type[Saveable]] | None = None, *, dtype: torch.dtype | str | None = None
 ) -> Saveable:
-    """The model that a directory holds, by the `architectures` in its config.json, in evaluation mode.
+    """The model in a directory, or of a name on the hub, by the `architectures` in its config.json, in evaluation mode.
 
     classes: those that are accepted, all when None. If the configuration names no architecture, the first is used.
     dtype: as stored when None. Raises ValueError for a checkpoint of another head or with parameters missing,
     FileNotFoundError and RuntimeError as from_pretrained.
     """
-    found = checkpoint.load(directory)
-    model_class = model_class_of(found.config, classes, str(directory))
+    found = checkpoint.load(source)
+    model_class = model_class_of(found.config, classes, str(source))
     pooling = {"add_pooling_layer": False} if model_class is BertModel and not found.has_pooler else {}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".* initialised anew", UserWarning)
@@ -76,15 +76,15 @@ class _Auto:
     classes: tuple[type[Saveable], ...] = ()
 
     def __init__(self) -> None:
-        raise TypeError(f"{type(self).__name__} is made by from_pretrained(directory) or from_config(config)")
+        raise TypeError(f"{type(self).__name__} is made by from_pretrained(source) or from_config(config)")
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path | Checkpoint, **arguments: Any) -> Saveable:
+    def from_pretrained(cls, source: str | Path | Checkpoint, **arguments: Any) -> Saveable:
         """Calls from_pretrained of the class (`BertModel`, `BertForMaskedLM`, ...), with its arguments and errors.
 
         Raises ValueError for an unknown model_type or a head that the family lacks, and lists those that exist.
         """
-        found = checkpoint.load(directory)
+        found = checkpoint.load(source)
         return cls._class(found.config).from_pretrained(found, **arguments)
 
     @classmethod

@@ -5,22 +5,30 @@ that the masked-LM decoder is not stored because it is the word embeddings. So n
 the family's to BERT's (`Names`, by the facts in `fastbert/families.py`) and from BERT's to ours.
 """
 
+import hashlib
 import json
+import pickle
 import re
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from fastbert import hub
 from fastbert.config import BertConfig
 from fastbert.families import BY_MODEL_TYPE, Family, Head
 from fastbert.files import replacing, write_text
 
 _PARTS = ("query", "key", "value")
 BODY = ("embeddings.", "encoder.", "pooler.")  # prefixes of the names in a bare BertModel
+WRAPPERS = ("module.", "_orig_mod.")  # prefixes that DataParallel and torch.compile put before every name
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TIED = {  # second names of tensors in Hugging Face's models -> first names
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -81,8 +89,13 @@ def merge_qkv(state: dict[str, Tensor], prefix: str) -> None:
     """Replaces `<prefix>self.{query,key,value}.*` by `<prefix>qkv.*` in place, where all three exist."""
     for kind in ("weight", "bias"):
         names = [f"{prefix}self.{part}.{kind}" for part in _PARTS]
-        if all(name in state for name in names):
-            state[f"{prefix}qkv.{kind}"] = torch.cat([state.pop(name) for name in names])
+        if not all(name in state for name in names):
+            continue
+        parts = [state.pop(name) for name in names]
+        if len({part.shape for part in parts}) > 1:
+            shapes = ", ".join(f"{name}: {tuple(part.shape)}" for name, part in zip(names, parts, strict=True))
+            raise RuntimeError(f"expected one shape for queries, keys and values; {shapes}")
+        state[f"{prefix}qkv.{kind}"] = torch.cat(parts)
 
 
 def to_ours(state: Mapping[str, Tensor], names: Names = BERT) -> dict[str, Tensor]:
@@ -90,7 +103,7 @@ def to_ours(state: Mapping[str, Tensor], names: Names = BERT) -> dict[str, Tenso
 
     If some names have the prefix `bert.` (or the family's), the others belong to a head and are dropped.
     """
-    state = {names.ours(name): tensor for name, tensor in state.items()}
+    state = _in_bert_names(state, names)
     if any(name.startswith("bert.") for name in state):
         state = {name.removeprefix("bert."): t for name, t in state.items() if name.startswith("bert.")}
     return _modern(state)
@@ -101,7 +114,7 @@ def to_ours_with_head(state: Mapping[str, Tensor], names: Names = BERT) -> dict[
 
     Raises RuntimeError if a masked-LM decoder differs from the word embeddings.
     """
-    state = {names.ours(name): tensor for name, tensor in state.items()}
+    state = _in_bert_names(state, names)
     if not any(name.startswith("bert.") for name in state):
         state = {f"bert.{name}" if name.startswith(BODY) else name: t for name, t in state.items()}
     state = _modern(state)
@@ -111,6 +124,21 @@ def to_ours_with_head(state: Mapping[str, Tensor], names: Names = BERT) -> dict[
             one, other = names.theirs(name), names.theirs(source)
             raise RuntimeError(f"{one} differs from {other}; fastbert computes masked-LM heads that tie them")
     return state
+
+
+def _in_bert_names(state: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
+    """Under BERT's names, without what wrappers put before them. Raises RuntimeError for a tensor that comes twice."""
+    for prefix in WRAPPERS * 2:  # either may be around the other
+        if state and all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        ours = names.ours(name)
+        bare = ours.removeprefix("bert.")
+        if ours in result or (bare.startswith(BODY) and {bare, f"bert.{bare}"} & result.keys()):
+            raise RuntimeError(f"{name} comes twice, by two names; expected it once")
+        result[ours] = tensor
+    return result
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -179,64 +207,127 @@ def _listed(what: str, names: Iterable[str]) -> list[str]:
 class Checkpoint:
     """A directory with a model. Its configuration and its tensors are each read once, on first use."""
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
 
     @cached_property
     def config(self) -> BertConfig:
-        return BertConfig.from_pretrained(self.directory)
+        return BertConfig.read(self.directory, interrupted_save(self.directory))
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Under the names in the file. Models that `fill` returns share them, unless a conversion copies them."""
+        """Under the names in the file. Models that `make` returns share them, unless a conversion copies them."""
         return read(self.directory)
 
     @property
     def has_pooler(self) -> bool:
         return any("pooler." in name for name in self.tensors)
 
-    def fill(self, model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-        """The model with these tensors, in evaluation mode. Names and shapes are checked before any weight changes.
+    def make(self, build: Callable[[BertConfig], nn.Module], dtype: torch.dtype | str | None) -> nn.Module:
+        """The model with these tensors, in evaluation mode. Names and shapes are checked before any weight is there.
 
-        model: on the meta device; its method `select` drops and adds tensors, by our names. dtype: as stored when None.
-        Raises what `read` raises, and RuntimeError for names or shapes that do not fit.
+        build: a model of the configuration; its method `select` drops and adds tensors, by our names. dtype: a torch
+        dtype or its name; as stored when None or "auto". Raises what `read` raises, ValueError for a dtype that models
+        cannot have, and RuntimeError for names or shapes that do not fit.
         """
+        dtype, config = dtype_of(dtype), self.config
         try:
+            if (layers := config.layer_groups or config.num_hidden_layers) > len(self.tensors):
+                raise RuntimeError(f"the configuration has {layers} layers; the file has fewer tensors")
+            with torch.device("meta"):
+                model = build(config)
             state = model.select(model.to_ours(self.tensors), self.directory)
+            _check_dtypes(state, dtype)
             model.load_state_dict(state, assign=True)
         except RuntimeError as error:
             raise RuntimeError(f"{self.directory}: {error}") from None
         return model.to(dtype).eval()
 
 
-def load(directory: str | Path | Checkpoint) -> Checkpoint:
-    """The checkpoint in a directory. A Checkpoint is returned as it is, so that its files are not read again."""
-    return directory if isinstance(directory, Checkpoint) else Checkpoint(directory)
+def load(source: str | Path | Checkpoint) -> Checkpoint:
+    """The checkpoint in a directory, or of a model by its name on the hub (`fastbert.hub`).
+
+    A Checkpoint is returned as it is, so that its files are not read again.
+    """
+    return source if isinstance(source, Checkpoint) else Checkpoint(hub.directory_of(source))
+
+
+def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
+    """A torch dtype from itself or its name; None and "auto": as stored. Raises ValueError for another."""
+    if given is None or given == "auto":
+        return None
+    dtype = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {given!r}; expected 'auto' or one of {', '.join(map(str, DTYPES))}")
+    return dtype
+
+
+def _check_dtypes(state: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+    found = {tensor.dtype: name for name, tensor in state.items()}
+    for kind, name in found.items():
+        if kind not in DTYPES:
+            raise RuntimeError(f"{name} is {kind}; expected one of {', '.join(map(str, DTYPES))}")
+    if dtype is None and len(found) > 1:
+        raise RuntimeError(f"the tensors are {', '.join(sorted(map(str, found)))}; pass the dtype that all should have")
 
 
 def read(directory: str | Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint under the names in the file.
 
-    Reads model.safetensors or, if there is none, pytorch_model.bin (tensors only, never code). Raises FileNotFoundError
-    if there is neither, ValueError for a corrupt or truncated file.
+    Reads model.safetensors, or the files that model.safetensors.index.json names, or, if there is neither,
+    pytorch_model.bin (tensors only, never code). Raises FileNotFoundError if there is none of them or one of several is
+    missing, ValueError for a corrupt or truncated file.
     """
-    safe, pickled = (Path(directory) / name for name in ("model.safetensors", "pytorch_model.bin"))
-    if not safe.exists() and not pickled.exists():
-        raise FileNotFoundError(f"{directory} holds neither model.safetensors nor pytorch_model.bin")
-    path = safe if safe.exists() else pickled
-    try:
-        state = load_file(safe) if path == safe else torch.load(pickled, map_location="cpu", weights_only=True)
-    except PermissionError:
-        raise
-    except Exception as error:  # a damaged pickle can raise anything
-        raise ValueError(f"{path} is corrupt or truncated: {error}") from error
-    if not isinstance(state, dict) or not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in state.items()):
-        raise ValueError(f"{path} holds no state dict (names and tensors, nothing around them)")
+    directory = Path(directory)
+    safe, pickled = directory / "model.safetensors", directory / "pytorch_model.bin"
+    index = directory / "model.safetensors.index.json"
+    if safe.exists():
+        return _read(safe, load_file)
+    if index.exists():
+        return _read_shards(directory, index)
+    if not pickled.exists():
+        raise FileNotFoundError(f"{directory} holds no model.safetensors, no {index.name} and no pytorch_model.bin")
+    return _read(pickled, lambda path: torch.load(path, map_location="cpu", weights_only=True))
+
+
+def _read_shards(directory: Path, index: Path) -> dict[str, Tensor]:
+    names = _read(index, lambda path: json.loads(path.read_text(encoding="utf-8"))["weight_map"], kind=str)
+    state: dict[str, Tensor] = {}
+    for shard in sorted(set(names.values())):
+        if Path(shard).name != shard or not (directory / shard).exists():
+            raise FileNotFoundError(f"{index} names {shard}, which {directory} does not hold")
+        state |= _read(directory / shard, load_file)
+    if missing := sorted(names.keys() - state.keys()):
+        raise ValueError(f"{index} names {missing[0]} and {len(missing)} in all that no file holds")
     return state
 
 
+def _read(path: Path, reader: Callable[[Path], Any], kind: type = Tensor) -> dict[str, Any]:
+    try:
+        values = reader(path)
+    except PermissionError:
+        raise
+    except pickle.UnpicklingError as error:
+        if "weights_only" not in str(error):
+            raise ValueError(f"{path} is corrupt or truncated: {error}") from error
+        reason = "holds more than tensors, perhaps code, which is never run; expected tensors alone"
+        raise ValueError(f"{path} {reason}") from None
+    except Exception as error:  # a damaged pickle can raise anything
+        raise ValueError(f"{path} is corrupt or truncated: {error}") from error
+    if not isinstance(values, dict) or not all(isinstance(n, str) and isinstance(v, kind) for n, v in values.items()):
+        raise ValueError(f"{path} holds no state dict (names and tensors, nothing around them)")
+    return values
+
+
+# ---- writing
+
+
 def write(directory: str | Path, config: dict, state: Mapping[str, Tensor]) -> None:
-    """Replaces config.json and model.safetensors, each as a whole. state: under Hugging Face's names."""
+    """Replaces model.safetensors and config.json, each as a whole. state: under Hugging Face's names.
+
+    Two files cannot be replaced at once. So the weights, which come first, hold the new configuration, and which
+    config.json it replaces: `interrupted_save` finds it where a save was killed between the two.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors, seen = {}, set()
@@ -244,6 +335,32 @@ def write(directory: str | Path, config: dict, state: Mapping[str, Tensor]) -> N
         tied = tensor.data_ptr() in seen
         tensors[name] = tensor.detach().clone() if tied else tensor.detach().contiguous()
         seen.add(tensor.data_ptr())
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    metadata = {"format": "pt", "config": text, "replaces": _digest(directory / "config.json")}
     with replacing(directory / "model.safetensors") as file:
-        save_file(tensors, file.name, metadata={"format": "pt"})
-    write_text(directory / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+        save_file(tensors, file.name, metadata=metadata)
+    write_text(directory / "config.json", text)
+
+
+def interrupted_save(directory: Path) -> str | None:
+    """The configuration in the weights' file, if config.json is still the one that this save was to replace."""
+    try:
+        with safe_open(directory / "model.safetensors", "pt") as file:
+            metadata = file.metadata() or {}
+    except (OSError, SafetensorError):  # reading the tensors says what is wrong
+        return None
+    given, replaced = metadata.get("config"), metadata.get("replaces")
+    if given is None or replaced != _digest(directory / "config.json") or replaced == _digest(given):
+        return None
+    warnings.warn(
+        f"{directory}: saving was interrupted after the weights; the configuration is theirs, not that in config.json",
+        stacklevel=4,
+    )
+    return given
+
+
+def _digest(source: Path | str) -> str:
+    """Of a file, "" if there is none, or of a text."""
+    if isinstance(source, Path):
+        return hashlib.sha256(source.read_bytes()).hexdigest() if source.exists() else ""
+    return hashlib.sha256(source.encode()).hexdigest()

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastbert import hub
 from fastbert.families import BY_MODEL_TYPE, Family
 
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+MOST_LAYERS = 10_000  # more would be built for minutes, from a damaged or malicious file
 
 # hidden_act of config.json -> the `approximate` of the GELU ops
 GELU_FORMS = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
@@ -73,6 +75,7 @@ class BertConfig:
             "num_labels",
         ):
             self._require(name, "a positive integer", lambda v: _is_int(v) and v > 0)
+        self._require("num_hidden_layers", f"at most {MOST_LAYERS}", lambda v: v <= MOST_LAYERS)
         own = [name for name in self.family.own if name.endswith("_dropout")]
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", *own):
             self._require(name, "a number in [0, 1)", _is_share)
@@ -201,12 +204,20 @@ class BertConfig:
         )
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path) -> "BertConfig":
-        """From `directory`/config.json. Raises FileNotFoundError, and ValueError if it is not a known model's."""
-        path = Path(directory) / "config.json"
+    def from_pretrained(cls, source: str | Path) -> "BertConfig":
+        """From config.json in a directory, or of a model by its name on the hub (`fastbert.hub`).
+
+        Raises FileNotFoundError, and ValueError if it is not a known model's.
+        """
+        return cls.read(hub.directory_of(source, weights=False))
+
+    @classmethod
+    def read(cls, directory: Path, text: str | None = None) -> "BertConfig":
+        """From config.json in a directory; text: what to read in its place. Raises as from_pretrained."""
+        path = directory / "config.json"
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            values = json.loads(path.read_text(encoding="utf-8") if text is None else text)
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(values, dict):
             raise ValueError(f"{path} holds a {type(values).__name__}; expected an object")

@@ -27,7 +27,7 @@ from typing_extensions import Self, Unpack
 from fastbert import checkpoint, layer, ops, padding
 from fastbert.config import BertConfig
 from fastbert.families import Head
-from fastbert.model import BertModel, ModelOptions, Saveable, initialize
+from fastbert.model import BertModel, ModelOptions, Saveable, initialize, output_item
 from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy_of_rows, labelled_rows
 from fastbert.ops.numbers import wide
@@ -39,24 +39,15 @@ IGNORED = -100  # the label of what has none
 # ---- outputs
 
 
-def _given(fields: tuple, at: int | slice) -> Any:
-    """A slice leaves out what was not computed, so that `output[1:]` is what `transformers.Trainer` evaluates."""
-    part = tuple.__getitem__(fields, at)
-    return tuple(field for field in part if field is not None) if isinstance(at, slice) else part
-
-
 class BertHeadOutput(NamedTuple):
-    """Indexable, and by name. loss: a scalar, None without labels. Fields that were not asked for are None.
-
-    hidden_states, attentions: as in BertModelOutput. A slice leaves out the fields that are None.
-    """
+    """As BertModelOutput. loss: a scalar, None without labels. Fields that were not asked for are None."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
 
-    __getitem__ = _given
+    __getitem__ = output_item
 
 
 class BertForPreTrainingOutput(NamedTuple):
@@ -68,7 +59,7 @@ class BertForPreTrainingOutput(NamedTuple):
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
 
-    __getitem__ = _given
+    __getitem__ = output_item
 
 
 class BertForQuestionAnsweringOutput(NamedTuple):
@@ -80,7 +71,7 @@ class BertForQuestionAnsweringOutput(NamedTuple):
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
 
-    __getitem__ = _given
+    __getitem__ = output_item
 
 
 # ---- what heads share
@@ -180,20 +171,17 @@ class _BertWithHead(Saveable):
 
     @classmethod
     def from_pretrained(
-        cls, directory: str | Path | checkpoint.Checkpoint, *, dtype: torch.dtype | None = None, **config: Any
+        cls, source: str | Path | checkpoint.Checkpoint, *, dtype: torch.dtype | str | None = None, **config: Any
     ) -> Self:
-        """From a directory with config.json and model.safetensors (or pytorch_model.bin), in evaluation mode.
+        """From a directory or by a name on the hub, as BertModel; in evaluation mode.
 
         The checkpoint may be a bare BertModel's or another head's. What it lacks of this head, and of the pooler, is
-        initialised, with a UserWarning that names it; heads that this model does not have are left out. dtype: as
-        stored when None. config: fields of the configuration to change, as in `num_labels=3`.
+        initialised, with a UserWarning that names it; heads that this model does not have are left out. config: fields
+        of the configuration to change, as in `num_labels=3`.
         Raises FileNotFoundError, ValueError (a corrupt file, a configuration that makes no sense) and RuntimeError (a
         parameter of the encoder that is missing or unexpected, or of any part that has another shape).
         """
-        found = checkpoint.load(directory)
-        with torch.device("meta"):
-            model = cls(found.config.changed(**config))
-        return found.fill(model, dtype)
+        return checkpoint.load(source).make(lambda found: cls(found.changed(**config)), dtype)
 
     def select(self, state: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
         """The state of a checkpoint without other heads, and with new parameters for what it lacks of this one."""
@@ -265,6 +253,14 @@ class BertPreTrainingHeads(nn.Module):
 
 
 class _MaskedLM(_BertWithHead):
+    def resize_token_embeddings(self, vocab_size: int) -> nn.Embedding:
+        """As BertModel's; the biases of new tokens are 0."""
+        words, head = super().resize_token_embeddings(vocab_size), self.cls.predictions
+        kept, bias = min(vocab_size, len(head.bias)), head.bias
+        head.bias = nn.Parameter(bias.new_zeros(vocab_size), bias.requires_grad)
+        head.bias.data[:kept] = bias.data[:kept]
+        return words
+
     def _predict(
         self, body: _Body, labels: Tensor | None, rows: Tensor | None, skip_logits: bool | None
     ) -> tuple[Tensor | None, Tensor | None]:

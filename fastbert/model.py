@@ -6,12 +6,14 @@ Face's BERT for every family, except q, k and v, which are one `qkv`. Where a fa
 `fastbert/families.py` says so and the constructors read it.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
 
 from fastbert import checkpoint, layer, padding, random
 from fastbert.config import BertConfig
@@ -20,8 +22,19 @@ from fastbert.layer import AttentionParts, LayerParts
 from fastbert.padding import Packing
 
 
+def output_item(fields: tuple, at: int | slice | str) -> Any:
+    """An output's item by position or name. A slice leaves out what is None, so that `output[1:]` is what
+    `transformers.Trainer` evaluates."""
+    if isinstance(at, str):
+        if at not in fields._fields:
+            raise KeyError(f"{type(fields).__name__} has no {at!r}; expected one of {', '.join(fields._fields)}")
+        return getattr(fields, at)
+    part = tuple.__getitem__(fields, at)
+    return tuple(field for field in part if field is not None) if isinstance(at, slice) else part
+
+
 class BertEncoderOutput(NamedTuple):
-    """Indexable, and by name. Fields that were not asked for are None.
+    """By position, by name and by string key. Fields that were not asked for are None; slices leave them out.
 
     last_hidden_state: (B, S, C), or (T, C) for packed input. hidden_states: num_hidden_layers + 1 such tensors.
     attentions: num_hidden_layers tensors (B, H, S, S), for packed input with S = max_seqlen.
@@ -31,6 +44,8 @@ class BertEncoderOutput(NamedTuple):
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
 
+    __getitem__ = output_item
+
 
 class BertModelOutput(NamedTuple):
     """As BertEncoderOutput, with pooler_output (B, C), None without a pooling layer."""
@@ -39,6 +54,8 @@ class BertModelOutput(NamedTuple):
     pooler_output: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
+
+    __getitem__ = output_item
 
 
 class ModelInputs(NamedTuple):
@@ -221,11 +238,82 @@ class Saveable(_Loadable):
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes config.json and model.safetensors under Hugging Face's names, each whole or not at all."""
-        dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
         name = self.config.family.class_name(self.kind)
+        dtype = str(self.dtype).removeprefix("torch.")
         config = {**self.config.to_dict(), "architectures": [name], "dtype": dtype}
         config.pop("torch_dtype", None)  # the older name of dtype
         checkpoint.write(directory, config, self.to_hugging_face(self.state_dict(), tied=False))
+
+    @property
+    def _body(self) -> "BertModel":
+        return getattr(self, "bert", self)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first parameter."""
+        return next(self.parameters()).dtype
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """How many parameters there are, shared ones once; exclude_embeddings: without those of the tables."""
+        tables = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
+        left_out = set(map(id, tables)) if exclude_embeddings else ()
+        counted = (p for p in self.parameters() if id(p) not in left_out)
+        return sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self._body.embeddings.word_embeddings
+
+    def resize_token_embeddings(self, vocab_size: int) -> nn.Embedding:
+        """Cuts the vocabulary, or adds tokens to it, initialised as those of a new model; returns the new table.
+
+        A masked-LM head changes with it, and so does `config.vocab_size`. Make optimizers afterwards: parameters are
+        new. Raises ValueError for no positive integer, and for a vocabulary that loses pad_token_id.
+        """
+        for module in self.modules():
+            if hasattr(module, "config"):
+                module.config = module.config.changed(vocab_size=vocab_size)
+        self._body.embeddings.word_embeddings = _resized(self.get_input_embeddings(), vocab_size, self.config)
+        return self.get_input_embeddings()
+
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """In training, layers keep their input alone and are computed again in the backward, with the same dropout.
+
+        gradient_checkpointing_kwargs: of `torch.utils.checkpoint.checkpoint`; {"use_reentrant": False} when None.
+        every_n_layers: which layers, 1 for all. Raises ValueError for offload, which fastbert does not have.
+        """
+        if offload or not isinstance(every_n_layers, int) or every_n_layers < 1:
+            given = f"every_n_layers is {every_n_layers!r} and offload is {offload!r}"
+            raise ValueError(f"gradient_checkpointing_enable: {given}; expected a number above 0, and False")
+        self._body.encoder.recomputing = (every_n_layers, gradient_checkpointing_kwargs or {"use_reentrant": False})
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """The newer name of `gradient_checkpointing_enable` in transformers."""
+        self.gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        self._body.encoder.recomputing = None
+
+
+def _resized(words: nn.Embedding, rows: int, config: BertConfig) -> nn.Embedding:
+    """A table with so many rows, the first of them those of `words`."""
+    new = nn.Embedding(rows, words.embedding_dim, padding_idx=words.padding_idx).to(words.weight)
+    initialize(new, config.initializer_range)
+    kept = min(rows, words.num_embeddings)
+    new.weight.data[:kept] = words.weight.data[:kept]
+    new.weight.requires_grad_(words.weight.requires_grad)
+    return new.train(words.training)
 
 
 @torch.no_grad()
@@ -252,6 +340,7 @@ class BertEncoder(_Loadable):
         layers, groups = config.num_hidden_layers, config.layer_groups
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(groups or layers))
         self.order = groups_of(layers, groups) if groups else None
+        self.recomputing: tuple[int, dict[str, Any]] | None = None  # every how many layers; for torch's checkpoint
         initialize(self, config.initializer_range)
 
     @property
@@ -290,7 +379,8 @@ class BertEncoder(_Loadable):
             rng = random.new_key(hidden_states.device) if rng is None and self.drops() else rng
         states, attentions = [hidden_states], []
         for turn, index in enumerate(range(len(self.layer)) if self.order is None else self.order):
-            hidden_states, weights = self.layer[index](hidden_states, packing, rng, turn, output_attentions)
+            run = self._recomputed(self.layer[index], turn)
+            hidden_states, weights = run(hidden_states, packing, rng, turn, output_attentions)
             states = [*states, hidden_states] if output_hidden_states else [hidden_states]
             attentions.append(weights)
         states = states if handed_down else [packing.unpack(state) for state in states]
@@ -299,6 +389,13 @@ class BertEncoder(_Loadable):
             tuple(states) if output_hidden_states else None,
             tuple(attentions) if output_attentions else None,
         )
+
+    def _recomputed(self, module: nn.Module, turn: int) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """The layer, which forgets what is within it where gradient checkpointing says so."""
+        if self.recomputing is None or not (self.training and torch.is_grad_enabled()):
+            return module
+        every, arguments = self.recomputing
+        return functools.partial(recompute, module, **arguments) if turn % every == 0 else module
 
     def _packing(
         self, hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
@@ -464,21 +561,19 @@ class BertModel(Saveable):
     @classmethod
     def from_pretrained(
         cls,
-        directory: str | Path | checkpoint.Checkpoint,
+        source: str | Path | checkpoint.Checkpoint,
         *,
         add_pooling_layer: bool | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> "BertModel":
-        """From a directory with config.json and model.safetensors (or pytorch_model.bin), in evaluation mode.
+        """From a directory with config.json and model.safetensors, whole or in shards (or pytorch_model.bin).
 
-        Heads of a larger checkpoint are left out, and so is its pooler with add_pooling_layer=False. dtype: as stored
-        when None. Raises FileNotFoundError, ValueError (a corrupt file, a configuration of no family that is known)
-        and RuntimeError (a missing or unexpected parameter).
+        source: may also be a model's name on the Hugging Face hub (`fastbert.hub`). Heads of a larger checkpoint are
+        left out, and so is its pooler with add_pooling_layer=False. dtype: a torch dtype or its name; as stored when
+        None or "auto". The model is in evaluation mode. Raises FileNotFoundError, ValueError (a corrupt file, a
+        configuration of no family that is known) and RuntimeError (a missing or unexpected parameter).
         """
-        found = checkpoint.load(directory)
-        with torch.device("meta"):
-            model = cls(found.config, add_pooling_layer)
-        return found.fill(model, dtype)
+        return checkpoint.load(source).make(lambda config: cls(config, add_pooling_layer), dtype)
 
     def select(self, state: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
         """The state of a checkpoint without a pooler that this model does not have."""

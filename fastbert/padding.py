@@ -222,7 +222,8 @@ def _visible_keys(mask: Tensor, batch: int, seqlen: int, device: torch.device) -
     if mask.dim() == 2:
         checks.shape("attention_mask", "attention_mask", mask, (batch, seqlen), "(B, S)")
         additive = mask.is_floating_point() and not torch.compiler.is_compiling()
-        return mask != 0, (mask > -1e4).all() if additive else None  # -1e4 and below are a 4-D mask's values
+        # -1e4 and below are a 4-D mask's values, and infinity is nobody's
+        return mask != 0, ((mask > -1e4) & (mask < torch.inf)).all() if additive else None
     wide = mask.unsqueeze(1) if mask.dim() == 3 else mask
     if (
         wide.dim() != 4

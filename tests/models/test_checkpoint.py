@@ -1,7 +1,12 @@
 """Checkpoints in and out: bit for bit with transformers, and nothing changes when a file does not fit."""
 
+import errno
 import json
 import os
+import resource
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -81,7 +86,7 @@ def test_pickled_checkpoints_hold_tensors_only(saved):
     torch.save(tensors, saved / "pytorch_model.bin")
     BertModel.from_pretrained(saved)
     torch.save({"weights": print}, saved / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="pytorch_model.bin is corrupt or truncated"):
+    with pytest.raises(ValueError, match="pytorch_model.bin holds more than tensors"):
         BertModel.from_pretrained(saved)
 
 
@@ -121,6 +126,151 @@ def test_a_checkpoint_that_does_not_fit_is_refused(saved, change, words):
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items()), "a weight changed"
 
 
+QUERY, BARE = "encoder.layer.0.attention.self.query.weight", "bert.embeddings.LayerNorm.bias"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t | {QUERY: torch.zeros(47, 48)}, rf"one shape for queries, keys and values; {QUERY}: \(47, 48\)"),
+        (lambda t: t | {BARE: torch.zeros(48)}, "comes twice, by two names"),
+        (lambda t: {n: x.to(torch.float8_e4m3fn) for n, x in t.items()}, "is torch.float8_e4m3fn; expected one of"),
+        (lambda t: t | {WORDS: t[WORDS].bfloat16()}, "the tensors are torch.bfloat16, torch.float32; pass the dtype"),
+    ],
+)
+def test_what_is_wrong_with_a_tensor_is_said(saved, change, words):
+    rewrite(saved, change)
+    with pytest.raises(RuntimeError, match=words):
+        BertModel.from_pretrained(saved)
+
+
+def test_tensors_of_several_dtypes_become_the_one_that_is_asked_for(saved):
+    rewrite(saved, lambda tensors: tensors | {WORDS: tensors[WORDS].bfloat16()})
+    assert {p.dtype for p in BertModel.from_pretrained(saved, dtype="float32").parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("given", "dtype"), [("bfloat16", torch.bfloat16), ("auto", torch.float32)])
+def test_dtypes_have_names(saved, given, dtype):
+    assert {p.dtype for p in BertModel.from_pretrained(saved, dtype=given).parameters()} == {dtype}
+
+
+@pytest.mark.parametrize("given", ["bf16", torch.int8, "int8", 16])
+def test_other_dtypes_are_refused(saved, given):
+    with pytest.raises(ValueError, match="expected 'auto' or one of torch.float32"):
+        BertModel.from_pretrained(saved, dtype=given)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_what_wrappers_put_before_names_is_left_out(saved, prefix):
+    expected = BertModel.from_pretrained(saved).state_dict()
+    rewrite(saved, lambda tensors: {prefix + name: tensor for name, tensor in tensors.items()})
+    for name, tensor in BertModel.from_pretrained(saved).state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+@pytest.mark.parametrize("layers", [10**9, 5000])
+@pytest.mark.parametrize("kind", ["bert", "albert"])
+def test_more_layers_than_the_file_has_tensors_are_not_built(saved, layers, kind):
+    path = saved / "config.json"
+    config = json.loads(path.read_text()) | {"model_type": kind, "num_hidden_layers": layers}
+    if kind == "albert":
+        config |= {"num_hidden_groups": layers, "classifier_dropout": 0.1}
+    path.write_text(json.dumps(config))
+    with pytest.raises((RuntimeError, ValueError), match=r"has 5000 layers; the file has fewer|at most 10000"):
+        BertModel.from_pretrained(saved)
+
+
+def test_deep_json_is_refused(saved):
+    (saved / "config.json").write_text("[" * 10**5)
+    with pytest.raises(ValueError, match="config.json is not valid JSON"):
+        BertModel.from_pretrained(saved)
+
+
+# ---- shards
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    hugging_face().save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    return tmp_path
+
+
+def test_shards_are_read_together(sharded, tmp_path):
+    expected = transformers.BertModel.from_pretrained(sharded).state_dict()
+    found = fastbert.hf.state_dict(BertModel.from_pretrained(sharded))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_missing_shards_and_names_are_said(sharded):
+    index = sharded / "model.safetensors.index.json"
+    names = json.loads(index.read_text())
+    last = sorted(names["weight_map"].values())[-1]
+    index.write_text(json.dumps({"weight_map": names["weight_map"] | {"new": last}}))
+    with pytest.raises(ValueError, match="names new and 1 in all that no file holds"):
+        BertModel.from_pretrained(sharded)
+    for outside in ("../model.safetensors", "nowhere.safetensors"):
+        index.write_text(json.dumps({"weight_map": names["weight_map"] | {"new": outside}}))
+        with pytest.raises(FileNotFoundError, match=f"names {outside}, which"):
+            BertModel.from_pretrained(sharded)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="index.json is corrupt or truncated"):
+        BertModel.from_pretrained(sharded)
+
+
+# ---- by name
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """The hub's cache, with one model, and no network."""
+    from huggingface_hub import constants
+
+    folder = tmp_path / "models--someone--small"
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    hugging_face().save_pretrained(folder / "snapshots" / revision)
+    (folder / "refs").mkdir()
+    for name in ("main", "v1"):
+        (folder / "refs" / name).write_text(revision)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return folder / "snapshots" / revision
+
+
+@pytest.mark.parametrize("name", ["someone/small", "someone/small@v1"])
+def test_a_model_by_its_name_comes_from_the_hub_s_cache(cached, name):
+    expected = BertModel.from_pretrained(cached).state_dict()
+    assert BertConfig.from_pretrained(name).hidden_size == TINY.hidden_size
+    for kind in (BertModel, fastbert.AutoModel):
+        state = kind.from_pretrained(name).state_dict()
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in state.items())
+
+
+def test_a_name_that_cannot_be_had_says_how_to_get_it(cached):
+    for name in ("someone/large", "bert-base-uncased", "someone/small@v2"):
+        with pytest.raises(FileNotFoundError, match=rf"there is no directory {name.partition('@')[0]}.*`hf download"):
+            BertModel.from_pretrained(name)
+    (cached / "model.safetensors").unlink()
+    assert BertConfig.from_pretrained("someone/small").hidden_size == TINY.hidden_size
+    with pytest.raises(FileNotFoundError, match="has not all of someone/small: run `hf download someone/small`"):
+        BertModel.from_pretrained("someone/small")
+    with pytest.raises(FileNotFoundError, match="there is no directory /nowhere"):
+        BertModel.from_pretrained("/nowhere")
+
+
+def test_a_directory_goes_before_a_name(cached, monkeypatch, tmp_path):
+    other = BertModel(TINY.changed(num_hidden_layers=1))
+    other.save_pretrained(tmp_path / "here" / "someone" / "small")
+    monkeypatch.chdir(tmp_path / "here")
+    assert BertModel.from_pretrained("someone/small").config.num_hidden_layers == 1
+
+
+def test_without_huggingface_hub_names_are_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(FileNotFoundError, match="pip install huggingface_hub"):
+        BertModel.from_pretrained("someone/small")
+
+
 @pytest.mark.parametrize("size", [0, 7, 200, -100])
 def test_a_truncated_file_is_refused(saved, size):
     data = (saved / "model.safetensors").read_bytes()
@@ -155,7 +305,7 @@ def test_a_damaged_pickle_is_refused(saved):
         damaged = bytearray(data)
         damaged[at] ^= 0xFF
         (saved / "pytorch_model.bin").write_bytes(damaged)
-        with pytest.raises((ValueError, RuntimeError), match="corrupt or truncated|holds no state dict|no pooler"):
+        with pytest.raises((ValueError, RuntimeError), match=r"/pytorch_model.bin (is corrupt|holds)|: the "):
             BertModel.from_pretrained(saved)
 
 
@@ -181,7 +331,7 @@ def test_missing_files(tmp_path, saved):
     with pytest.raises(FileNotFoundError):
         BertModel.from_pretrained(tmp_path / "nowhere")
     (saved / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor pytorch_model.bin"):
+    with pytest.raises(FileNotFoundError, match="no model.safetensors, no .*index.json and no pytorch_model.bin"):
         BertModel.from_pretrained(saved)
 
 
@@ -197,6 +347,77 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before and len(os.listdir(tmp_path)) == 2
+
+
+def test_a_save_that_is_killed_between_its_files_leaves_one_model(tmp_path, monkeypatch):
+    """The weights of one model are never read with the configuration of the other."""
+    old, new = BertModel(TINY), BertModel(TINY.changed(num_attention_heads=2, hidden_act="gelu_new"))
+    old.save_pretrained(tmp_path)
+    replace, calls = os.replace, []
+
+    def killed(source, target):
+        calls.append(target)
+        if len(calls) > until:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    for until, expected in ((0, old), (1, new), (2, new)):
+        calls.clear()
+        monkeypatch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt) if until < 2 else nullcontext():
+            new.save_pretrained(tmp_path)
+        monkeypatch.setattr(os, "replace", replace)
+        with pytest.warns(UserWarning, match="saving was interrupted") if until == 1 else nullcontext():
+            found = BertModel.from_pretrained(tmp_path)
+        assert found.config.num_attention_heads == expected.config.num_attention_heads, until
+        assert found.config.hidden_act == expected.config.hidden_act
+        assert torch.equal(found.encoder.layer[0].output.dense.weight, expected.encoder.layer[0].output.dense.weight)
+    found.config.hidden_act = "gelu"  # somebody edits it: it counts
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace("gelu_new", "gelu"))
+    assert BertModel.from_pretrained(tmp_path).config.hidden_act == "gelu"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_have_the_umask_s_mode(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        BertModel(TINY).save_pretrained(tmp_path)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~umask}
+
+
+def test_threads_may_save_to_one_directory(tmp_path):
+    models = [BertModel(TINY) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda model: model.save_pretrained(tmp_path), models))
+    found = BertModel.from_pretrained(tmp_path).pooler.dense.weight
+    assert any(torch.equal(found, model.pooler.dense.weight) for model in models)
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+
+
+def test_what_a_killed_process_left_is_removed_a_day_later(tmp_path):
+    for name in ("config.json.0123abcd.part", "model.safetensors.0123abcd.part"):
+        (tmp_path / name).write_text("half")
+    os.utime(tmp_path / "config.json.0123abcd.part", (0, 0))
+    BertModel(TINY).save_pretrained(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors", "model.safetensors.0123abcd.part"]
+
+
+def test_a_full_disk_is_an_oserror_that_names_the_file(tmp_path):
+    model = BertModel(TINY)
+    model.save_pretrained(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(OSError, match="model.safetensors'") as raised:
+            model.save_pretrained(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.errno == errno.EFBIG
     assert (tmp_path / "model.safetensors").read_bytes() == before and len(os.listdir(tmp_path)) == 2
 
 

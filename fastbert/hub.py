@@ -1,0 +1,48 @@
+"""Models by name: what the Hugging Face hub has, through `huggingface_hub` and its cache."""
+
+import re
+from pathlib import Path
+
+FILES = ("*.json", "vocab.txt", "merges.txt")  # configuration and tokenizer, sentence-transformers' folders too
+WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")
+PICKLED = ("pytorch_model.bin",)
+NAME = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?")
+
+
+def directory_of(source: str | Path, *, weights: bool = True) -> Path:
+    """A directory as it is, or for the name of a model on the hub the directory of its files in the hub's cache.
+
+    source: a directory, or a name as "bert-base-uncased" or "intfloat/e5-small@main", at a branch, a tag or a commit.
+    Files that are not in the cache are downloaded: those that fastbert reads, and no weights where they are not wanted.
+    Raises FileNotFoundError for a directory that does not exist, and for a name that is neither in the cache nor to be
+    had, which says how to put it there.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    name = NAME.fullmatch(source) if isinstance(source, str) else None
+    if name is None:
+        raise FileNotFoundError(f"there is no directory {source}")
+    folder = _snapshot(*name.groups(), (*FILES, *WEIGHTS) if weights else FILES)
+    if weights and not any(folder.glob("model*.safetensors")):
+        folder = _snapshot(*name.groups(), PICKLED)
+    if weights and not any(path for pattern in ("model*.safetensors", *PICKLED) for path in folder.glob(pattern)):
+        raise FileNotFoundError(f"the hub's cache has not all of {source}: run `hf download {name[1]}` with a network")
+    return folder
+
+
+def _snapshot(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError:
+        message = f"there is no directory {name}; for models by name: pip install huggingface_hub"
+        raise FileNotFoundError(message) from None
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise FileNotFoundError(f"there is no directory {name}, and no such model on the hub: {reason}") from error
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
+        raise FileNotFoundError(
+            f"there is no directory {name}, the hub's cache does not have it, and the hub cannot be reached: run "
+            f"`hf download {name}` where there is a network, or name a directory"
+        ) from error

@@ -1,0 +1,136 @@
+"""What people expect of a model class: its device and dtype, its vocabulary, recomputation, outputs by key."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from small_models import DEVICE, TINY, batch
+
+import fastbert
+from fastbert import BertForMaskedLM, BertForPreTraining, BertForSequenceClassification, BertModel
+from fastbert.heads import HEADS
+
+CLASSES = [BertModel, BertForMaskedLM, BertForPreTraining, BertForSequenceClassification]
+
+
+def result(model, inputs):
+    """The last hidden state, or the logits."""
+    return model(**inputs)[0 if type(model) is BertModel else 1]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_device_dtype_and_parameters(kind):
+    model = kind(TINY).to(DEVICE, torch.bfloat16)
+    assert model.device.type == DEVICE and model.dtype == torch.bfloat16
+    assert model.num_parameters() == sum(p.numel() for p in model.parameters())
+    tables = sum(table.weight.numel() for table in model.modules() if isinstance(table, torch.nn.Embedding))
+    assert tables and model.num_parameters(exclude_embeddings=True) == model.num_parameters() - tables
+    model.get_input_embeddings().weight.requires_grad_(False)
+    assert model.num_parameters(only_trainable=True) == model.num_parameters() - 99 * 48
+
+
+@pytest.mark.parametrize("rows", [120, 50])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_resize_token_embeddings(kind, rows, tmp_path):
+    config = copy.deepcopy(TINY)
+    model = kind(config).to(DEVICE).eval()
+    inputs = batch([5, 9], 9, vocabulary=min(rows, 99))
+    before = result(model, inputs)
+    old = model.get_input_embeddings().weight.detach().clone()
+    table = model.resize_token_embeddings(rows)
+    kept = min(rows, 99)
+    assert table is model.get_input_embeddings() and table.weight.shape == (rows, 48)
+    assert torch.equal(table.weight[:kept], old[:kept]) and model.config.vocab_size == rows and config.vocab_size == 99
+    if rows > 99:
+        assert 0.01 < table.weight[99:].std() < 0.03
+    after = result(model, inputs)
+    assert torch.equal(after[..., :kept] if after.shape != before.shape else after, before[..., : after.shape[-1]])
+    model.save_pretrained(tmp_path)
+    again = kind.from_pretrained(tmp_path).to(DEVICE)
+    assert torch.equal(result(again, inputs), after)
+    result(model.train(), inputs).sum().backward()
+    assert table.weight.grad is not None
+
+
+def test_a_vocabulary_that_makes_no_sense_is_refused_and_changes_nothing():
+    model = BertForMaskedLM(TINY.changed(pad_token_id=98))
+    for rows in (0, -3, 2.5, 98):  # 98: pad_token_id would be outside
+        with pytest.raises(ValueError, match="vocab_size|pad_token_id"):
+            model.resize_token_embeddings(rows)
+    assert model.config.vocab_size == 99 and model.get_input_embeddings().weight.shape[0] == 99
+
+
+@pytest.mark.parametrize("arguments", [None, {"use_reentrant": True}, {"use_reentrant": False}])
+@pytest.mark.parametrize("kind", [BertModel, BertForMaskedLM])
+def test_gradient_checkpointing_computes_the_same(kind, arguments):
+    """With dropout: the same elements are dropped again; and layers really run twice."""
+    model = kind(TINY.changed(hidden_dropout_prob=0.3)).to(DEVICE, torch.float64).train()
+    inputs, runs, results = batch([5, 9], 9), [], []
+    model._body.encoder.layer[1].register_forward_pre_hook(lambda *_: runs.append(1))
+    for enabled in (False, True):
+        if enabled:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+        model.zero_grad()
+        runs.clear()
+        torch.manual_seed(3)
+        result(model, inputs).square().sum().backward()
+        assert len(runs) == 1 + enabled
+        results.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *results))
+    model.eval()(**inputs)
+    runs.clear()
+    model.train().gradient_checkpointing_enable(arguments, every_n_layers=2)
+    result(model, inputs).sum().backward()
+    assert len(runs) == 1  # layers 0 and 2
+    for wrong in ({"every_n_layers": 0}, {"offload": True}):
+        with pytest.raises(ValueError, match="gradient_checkpointing_enable: every_n_layers is"):
+            model.gradient_checkpointing_enable(**wrong)
+    model.gradient_checkpointing_disable()
+    runs.clear()
+    result(model, inputs).sum().backward()
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("kind", [BertModel, *(head for head in HEADS if head.kind in TINY.family.heads)])
+def test_outputs_by_position_name_and_key(kind):
+    model = kind(TINY).eval()
+    ids = torch.ones(1, 2, 3, dtype=torch.long) if kind.kind == "ForMultipleChoice" else torch.ones(2, 3).long()
+    output = model(ids, output_hidden_states=True)
+    for index, name in enumerate(output._fields):
+        assert output[name] is output[index] is getattr(output, name)
+    assert all(field is not None for field in output[:])
+    with pytest.raises(KeyError, match="has no 'nonsense'; expected one of"):
+        output["nonsense"]
+
+
+def test_transformers_trainer_switches_recomputation_on(tmp_path):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs Hugging Face's accelerate")
+    model = BertForSequenceClassification(TINY)
+    arguments = transformers.TrainingArguments(
+        tmp_path, gradient_checkpointing=True, max_steps=1, report_to=[], use_cpu=True, save_strategy="no"
+    )
+    rows = [{"input_ids": [1, 2, 3], "labels": 1}] * 4
+    transformers.Trainer(model, arguments, train_dataset=rows).train()
+    assert model.bert.encoder.recomputing == (1, {"use_reentrant": False})
+
+
+def test_rooms_are_there_after_import_fastbert():
+    code = (
+        "import sys, fastbert; before = 'fastbert.training' in sys.modules; fastbert.training.AMPTrainer; "
+        "fastbert.data.get_tokenizer; fastbert.inference; fastbert.metrics; assert 'data' in dir(fastbert); "
+        "sys.exit(before)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="module 'fastbert' has no attribute 'nonsense'"):
+        _ = fastbert.nonsense
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, -torch.inf])
+def test_infinity_and_nan_are_no_mask_s(value):
+    mask = torch.ones(2, 3)
+    mask[0, 1] = value
+    with pytest.raises(ValueError, match="no key-padding mask"):
+        BertModel(TINY)(torch.ones(2, 3).long(), mask)
