@@ -117,13 +117,13 @@ def run(
     max_length: int = 128,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Report:
-    """Checks a directory with a model and its tokenizer on one batch of texts.
+    """Checks a model and its tokenizer, in a directory or of a name on the hub, on one batch of texts.
 
     dtypes: from DTYPES. names: from BACKENDS. max_length: in tokens; longer texts are cut. tell: called with what runs
     next. Raises FileNotFoundError, ValueError and RuntimeError for a model, tokenizer or texts that cannot be used.
     """
     torch.empty(0, device=device)  # reports a missing device before a model is read
-    subject = _Subject.read(Path(directory), device)
+    subject = _Subject.read(directory, device)
     sample = _sample(subject, texts, max_length)
     mask = sample.inputs["attention_mask"]
     batch = f"{len(texts)} texts, {int(mask.sum())} tokens, padded to {' x '.join(map(str, mask.shape))}"
@@ -161,8 +161,8 @@ class _Subject(NamedTuple):
     device: str
 
     @classmethod
-    def read(cls, directory: Path, device: str) -> "_Subject":
-        found = checkpoint.load(directory)
+    def read(cls, source: str | Path, device: str) -> "_Subject":
+        found = checkpoint.load(source)
         family, names = found.config.family, found.config.extra.get("architectures") or ()
         known = classes_of(family)
         ours_class = next((known[name] for name in names if name in known), BertModel)

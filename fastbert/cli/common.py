@@ -12,9 +12,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
     if required:
-        command.add_argument("--model", type=Path, required=True, help="a directory with a trained model")
+        command.add_argument("--model", required=True, help="a directory with a trained model, or its name on the hub")
     else:
-        command.add_argument("--model", type=Path, help="a BERT directory (default: all-MiniLM-L6-v2, if installed)")
+        default = "all-MiniLM-L6-v2, if installed"
+        command.add_argument("--model", help=f"a directory, or a name on the hub (default: {default})")
     command.add_argument("--dtype", choices=DTYPES, default="float32")
     add_device(command)
 

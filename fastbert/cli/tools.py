@@ -12,14 +12,16 @@ import torch
 import fastbert
 from fastbert import backends
 from fastbert.cli.common import DTYPES, add_device, add_json, lines, write_json
-from fastbert.config import BertConfig
+from fastbert.config import PRESETS, BertConfig
 
 
 def add(commands) -> None:
     _add_check(commands)
 
     export = commands.add_parser("export", help="write a model as ONNX or by torch.export, checked against itself")
-    export.add_argument("--model", type=Path, required=True, help="a directory; what it is, its config.json says")
+    export.add_argument(
+        "--model", required=True, help="a directory or a name on the hub; what it is, its config.json says"
+    )
     export.add_argument("--format", choices=("onnx", "torch-export"), default="onnx")
     export.add_argument("--output", type=Path, required=True, metavar="PATH", help="PATH.onnx or PATH.pt2")
     export.add_argument("--dtype", choices=DTYPES, default="float32")
@@ -27,7 +29,7 @@ def add(commands) -> None:
 
     plot = commands.add_parser("plot-attention", help="draw what each token of a text reads")
     plot.add_argument("text", help="in quotes")
-    plot.add_argument("--model", type=Path, required=True, help="a directory")
+    plot.add_argument("--model", required=True, help="a directory, or a name on the hub")
     plot.add_argument("--output", type=Path, required=True, metavar="FILE.png")
     plot.add_argument("--layer", type=int, help="from 0 (default: all)")
     plot.add_argument("--head", type=int, help="from 0 (default: all)")
@@ -43,7 +45,7 @@ def _add_check(commands) -> None:
     from fastbert.cli.check import BACKENDS
 
     check = commands.add_parser("check", help="compare your model on your text with float64 and with transformers")
-    check.add_argument("--model", type=Path, help="a BERT directory (default: all-MiniLM-L6-v2, if installed)")
+    check.add_argument("--model", help="a directory or a name on the hub (default: all-MiniLM-L6-v2, if installed)")
     check.add_argument("--text", type=Path, help="texts, one a line (default: Python's documentation)")
     check.add_argument("--json", type=Path, metavar="OUT", help="write the report there as well")
     add_device(check)
@@ -127,7 +129,8 @@ def _about_model(name: str) -> dict[str, Any]:
     """Class, number of parameters (shared ones once) and configuration of a model."""
     from fastbert.auto import model_class_of
 
-    config = BertConfig.from_pretrained(name) if Path(name).is_dir() else BertConfig.preset(name)
+    known = name in PRESETS and not Path(name).is_dir()
+    config = BertConfig.preset(name) if known else BertConfig.from_pretrained(name)
     model_class = model_class_of(config)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in model_class(config).parameters())

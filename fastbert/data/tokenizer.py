@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastbert import hub
 from fastbert.config import BertConfig
 from fastbert.files import write_text
 
@@ -45,13 +46,13 @@ _GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")  # allowed with any voca
 
 
 def get_tokenizer(source: str | Path | Iterable[str | Path]) -> "Tokenizer":
-    """A `tokenizers.Tokenizer` from a Hugging Face directory, or from files of one.
+    """A `tokenizers.Tokenizer` from a Hugging Face directory, from files of one, or by a model's name on the hub.
 
-    source: a directory, a file, or several files. It is made from the first that exists of tokenizer.json (without its
-    truncation and padding), vocab.txt (WordPiece), and vocab.json with merges.txt (byte-level BPE). The last two follow
-    tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars; add_prefix_space, trim_offsets; special
-    and added tokens), with the defaults of `transformers`. A file's name may have a prefix
-    (`bert-base-uncased-vocab.txt`).
+    source: a directory, a name (`fastbert.hub`), a file, or several files. It is made from the first that exists of
+    tokenizer.json (without its truncation and padding), vocab.txt (WordPiece), and vocab.json with merges.txt
+    (byte-level BPE). The last two follow tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars;
+    add_prefix_space, trim_offsets; special and added tokens), with the defaults of `transformers`. A file's name may
+    have a prefix (`bert-base-uncased-vocab.txt`).
     Raises FileNotFoundError; ValueError for a damaged file, a missing special token, and a tokenizer_class that splits
     texts differently (BertJapaneseTokenizer).
     """
@@ -75,7 +76,9 @@ class _Files:
     """The files of a directory by name, or single files by the end of their names."""
 
     def __init__(self, source: str | Path | Iterable[str | Path]) -> None:
-        given = [Path(path) for path in ([source] if isinstance(source, (str, Path)) else source)]
+        if isinstance(source, (str, Path)):
+            source = [source if Path(source).exists() else hub.directory_of(source, weights=False)]
+        given = [Path(path) for path in source]
         for path in given:
             if not path.exists():
                 raise FileNotFoundError(f"there is no {path}")
@@ -236,7 +239,7 @@ def train_tokenizer(
     lowercase: bool | None = None,
     min_frequency: int = 2,
 ) -> "Tokenizer":
-    """Trains a `tokenizers.Tokenizer` on a corpus; `save_tokenizer` writes it.
+    """Trains a `tokenizers.Tokenizer` on a corpus; `save_tokenizer` writes it. The same texts give the same vocabulary.
 
     texts: strings, read once (`read_texts` reads files). kind: "wordpiece" or "byte-level-bpe". vocab_size: includes
     the special tokens; a small corpus gives fewer. lowercase: None means yes for WordPiece, no for BPE. min_frequency:
@@ -253,10 +256,10 @@ def train_tokenizer(
         )
     lowercase = kind == "wordpiece" if lowercase is None else lowercase
     special = _special_tokens(kind, {})
-    tokenizer, trainer = (_new_wordpiece if kind == "wordpiece" else _new_byte_level_bpe)(lowercase, special)
-    trainer.vocab_size, trainer.min_frequency, trainer.show_progress = vocab_size, min_frequency, False
+    limits = {"vocab_size": vocab_size, "min_frequency": min_frequency, "show_progress": False}
     seen = Counted(strings("train_tokenizer", "texts", texts))
-    tokenizer.train_from_iterator(seen, trainer)
+    train = _trained_wordpiece if kind == "wordpiece" else _trained_byte_level_bpe
+    tokenizer = train(seen, lowercase, special, limits)
     if not seen.count:
         raise ValueError("train_tokenizer: texts is empty; expected at least one")
     if tokenizer.get_vocab_size() > vocab_size:
@@ -267,19 +270,51 @@ def train_tokenizer(
     return (_with_template if kind == "wordpiece" else _with_roberta_template)(tokenizer, special)
 
 
-def _new_wordpiece(lowercase: bool, special: dict[str, "AddedToken"]) -> tuple["Tokenizer", Any]:
+def _trained_wordpiece(
+    texts: Iterable[str], lowercase: bool, special: dict[str, "AddedToken"], limits: dict[str, Any]
+) -> "Tokenizer":
+    """The library gives ids to characters within words ("##a") in the random order of a hash table, and ids decide
+    which of two equally frequent pairs is merged first. So words are counted first, and these characters are given
+    their ids, as special tokens of the training alone."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    unknown, words = special["unk_token"].content, _word_counts(texts, lowercase)
+    inside = sorted({f"##{character}" for word in words for character in word[1:]})
+    trainer = trainers.WordPieceTrainer(special_tokens=[*special.values(), *inside], **limits)
+    counted = Tokenizer(models.WordPiece(unk_token=unknown))
+    counted.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    counted.train_from_iterator(_repeated(words), trainer)
+    tokenizer = _wordpiece(models.WordPiece(counted.get_vocab(), unk_token=unknown), lowercase=lowercase)
+    tokenizer.add_special_tokens(list(special.values()))
+    return tokenizer
+
+
+def _word_counts(texts: Iterable[str], lowercase: bool) -> dict[str, int]:
+    """How often each word occurs, as a trainer remembers it that has hardly trained."""
     from tokenizers import models, trainers
 
-    model = models.WordPiece(unk_token=special["unk_token"].content)
-    return _wordpiece(model, lowercase=lowercase), trainers.WordPieceTrainer(special_tokens=list(special.values()))
+    counter = trainers.WordPieceTrainer(vocab_size=1, show_progress=False)
+    _wordpiece(models.WordPiece(), lowercase=lowercase).train_from_iterator(texts, counter)
+    return json.loads(counter.__getstate__())["WordPieceTrainer"]["bpe_trainer"]["words"]
 
 
-def _new_byte_level_bpe(lowercase: bool, special: dict[str, "AddedToken"]) -> tuple["Tokenizer", Any]:
+def _repeated(words: dict[str, int], most: int = 10_000) -> Iterator[str]:
+    """Texts in which each word occurs as often as it was counted."""
+    for word, count in words.items():
+        for start in range(0, count, most):
+            yield f"{word} " * min(most, count - start)
+
+
+def _trained_byte_level_bpe(
+    texts: Iterable[str], lowercase: bool, special: dict[str, "AddedToken"], limits: dict[str, Any]
+) -> "Tokenizer":
     from tokenizers import models, pre_tokenizers, trainers
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()  # all bytes, so that no text has unknown tokens
-    trainer = trainers.BpeTrainer(special_tokens=list(special.values()), initial_alphabet=alphabet)
-    return _byte_level_bpe(models.BPE(), lowercase=lowercase), trainer
+    trainer = trainers.BpeTrainer(special_tokens=list(special.values()), initial_alphabet=alphabet, **limits)
+    tokenizer = _byte_level_bpe(models.BPE(), lowercase=lowercase)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 class Counted:

@@ -151,18 +151,20 @@ class _Predictor:
     @classmethod
     def from_pretrained(
         cls,
-        directory: str | Path,
+        source: str | Path,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: str | torch.device | None = None,
         **arguments: Any,
     ) -> "Self":
-        """From a directory with a trained model and its tokenizer. arguments: for the constructor.
+        """From a directory, or by a name on the hub, with a trained model and its tokenizer.
 
+        arguments: for the constructor.
         Raises ValueError for a checkpoint of another head or with parameters missing, and FileNotFoundError and
         RuntimeError as the model's from_pretrained.
         """
-        return cls(trained_model(directory, cls.classes, dtype=dtype).to(device), get_tokenizer(directory), **arguments)
+        model = trained_model(source, cls.classes, dtype=dtype).to(device)
+        return cls(model, get_tokenizer(source), **arguments)
 
     @property
     def device(self) -> torch.device:

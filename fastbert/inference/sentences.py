@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastbert import hub
 from fastbert.data.collator import PackingCollator
 from fastbert.data.encode import COLUMNS, cut_encodings
 from fastbert.data.tokenizer import copy_of, get_tokenizer, strings
@@ -51,14 +52,15 @@ class SentenceEncoder:
 
     @classmethod
     def from_pretrained(
-        cls, directory: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+        cls, source: str | Path, *, dtype: torch.dtype | str | None = None, device: str | torch.device | None = None
     ) -> "SentenceEncoder":
         """From a directory with a model and its tokenizer, following sentence-transformers' files if it has them.
 
-        Without modules.json: mean pooling, normalised. Raises FileNotFoundError, ValueError and RuntimeError as
-        `BertModel.from_pretrained`, and ValueError for modules or a pooling that are not supported.
+        source: may also be a model's name on the hub. Without modules.json: mean pooling, normalised. Raises
+        FileNotFoundError, ValueError and RuntimeError as `BertModel.from_pretrained`, and ValueError for modules or a
+        pooling that are not supported.
         """
-        directory = Path(directory)
+        directory = hub.directory_of(source)
         folder, pooling, normalize = _sentence_modules(directory)
         settings = _read_json(folder / "sentence_bert_config.json") or _read_json(
             directory / "sentence_bert_config.json"

@@ -155,7 +155,7 @@ def test_files_that_make_no_tokenizer_are_refused(tmp_path, files, error, words)
 
 
 def test_a_path_that_is_not_there():
-    with pytest.raises(FileNotFoundError, match="there is no nowhere"):
+    with pytest.raises(FileNotFoundError, match="there is no directory nowhere"):
         get_tokenizer("nowhere")
 
 
@@ -177,6 +177,32 @@ def test_a_trained_tokenizer(trained):
         "byte-level-bpe": ("<s> a </s> </s> b </s>", [0] * 6),
     }
     assert (" ".join(both.tokens), both.type_ids) == template[kind]
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "byte-level-bpe"])
+def test_every_process_trains_the_same_vocabulary(kind):
+    """In each of which a hash table has another order."""
+    code = """
+import hashlib, sys
+from fastbert.cli.demo import python_documentation
+from fastbert.data import train_tokenizer
+tokenizer = train_tokenizer([text for _, text in python_documentation()][:100], sys.argv[1], vocab_size=900)
+print(hashlib.sha256(tokenizer.to_str().encode()).hexdigest())
+"""
+    runs = [subprocess.run([sys.executable, "-c", code, kind], capture_output=True, text=True) for _ in range(3)]
+    assert len(runs[0].stdout) == 65 and len({run.stdout for run in runs}) == 1, runs
+
+
+def test_a_trained_wordpiece_vocabulary_is_the_library_s():
+    """But for pairs that are equally frequent, of which the library takes a random one first."""
+    theirs = tokenizers.BertWordPieceTokenizer(lowercase=True)
+    theirs.train_from_iterator(PASSAGES, vocab_size=1500, min_frequency=2, show_progress=False)
+    ours = train_tokenizer(iter(PASSAGES), vocab_size=1500)
+    one, two = set(ours.get_vocab()), set(theirs.get_vocab())
+    assert len(one) == len(two) == 1500 and len(one & two) > 1470
+    assert {token for token in one if len(token.removeprefix("##")) == 1} == {
+        token for token in two if len(token.removeprefix("##")) == 1
+    }
 
 
 def test_bytes_are_never_unknown_to_a_byte_level_bpe():
