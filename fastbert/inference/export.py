@@ -8,6 +8,7 @@ first (`fastbert.padding.plan`); docs/export.md says what this costs.
 import contextlib
 import copy
 import importlib.util
+import io
 import logging
 import os
 import tempfile
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from fastbert import backends, testing
 from fastbert.config import BertConfig
+from fastbert.files import replacing
 from fastbert.model import Saveable
 from fastbert.modes import evaluating
 from fastbert.testing import Result, Row
@@ -169,7 +171,10 @@ def _of_tokens(program: torch.export.ExportedProgram, outputs: tuple[str, ...]) 
 
 
 def _write_program(program: torch.export.ExportedProgram, names: Names, file: Path) -> None:
-    torch.export.save(program, file)
+    whole = io.BytesIO()  # where torch writes a file itself, a full disk ends the process (SIGABRT in a destructor)
+    torch.export.save(program, whole)
+    with replacing(file) as out:
+        out.write(whole.getbuffer())
 
 
 def _read_program(file: Path, names: Names) -> Run:

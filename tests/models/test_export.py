@@ -234,6 +234,27 @@ def test_what_is_refused_at_once(earlier, change, error, words):
         export.export(model, path, format)
 
 
+@pytest.mark.parametrize("format", ["torch-export", pytest.param("onnx", marks=[needs_onnx, pytest.mark.slow])])
+def test_a_full_disk_leaves_the_earlier_file(tmp_path, format):
+    """An OSError, where torch's own writer would end the process."""
+    code = """
+import resource, sys
+from fastbert import BertConfig, BertModel
+from fastbert.inference.export import export
+sizes = dict(hidden_size=48, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96, vocab_size=9999)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+try:
+    export(BertModel(BertConfig(**sizes)), sys.argv[1], sys.argv[2])
+except OSError as error:
+    print(error)
+"""
+    path = tmp_path / f"model{ENDINGS[format]}"
+    path.write_text("earlier")
+    run = subprocess.run([sys.executable, "-c", code, str(path), format], capture_output=True, text=True)
+    assert run.returncode == 0 and "File too large" in run.stdout, (run.returncode, run.stdout, run.stderr[-2000:])
+    assert path.read_text() == "earlier" and list(tmp_path.iterdir()) == [path]
+
+
 def test_missing_packages_are_named(earlier, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(
