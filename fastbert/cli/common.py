@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -16,8 +17,26 @@ def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
     else:
         default = "all-MiniLM-L6-v2, if installed"
         command.add_argument("--model", help=f"a directory, or a name on the hub (default: {default})")
-    command.add_argument("--dtype", choices=DTYPES, default="float32")
+    command.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation (default: float32)")
+    command.add_argument(
+        "--batch-tokens", type=int, default=2048, metavar="N", help="at most in a batch (default: 2048)"
+    )
+    command.add_argument(
+        "--max-length", type=int, metavar="N", help="cut texts to N tokens (default: the model's length)"
+    )
+    command.add_argument("--threads", type=int, metavar="N", help="processor threads (default: PyTorch's)")
     add_device(command)
+
+
+def model_options(args: argparse.Namespace) -> dict[str, object]:
+    """What all models are loaded with. Sets the number of threads. Raises ValueError for numbers below 1."""
+    for name in ("batch_tokens", "max_length", "threads"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    return {"dtype": DTYPES[args.dtype], "device": args.device, "max_length": args.max_length}
 
 
 def add_device(command: argparse.ArgumentParser) -> None:
@@ -33,11 +52,19 @@ def add_texts(command: argparse.ArgumentParser, what: str) -> None:
     command.add_argument("--text", type=Path, metavar="FILE", help="texts, one a line")
 
 
-def texts_of(args: argparse.Namespace) -> list[str]:
-    """The texts on the command line, or the lines of --text that are not blank."""
+def texts_of(args: argparse.Namespace, blank: bool = False) -> list[str]:
+    """The texts on the command line, or the lines of --text; blank: with those that are blank."""
     if bool(args.texts) == bool(args.text):
         raise ValueError("expected texts, or --text FILE")
-    return args.texts or [line for line in lines(args.text) if line.strip()]
+    return no_files(args.texts) or [line for line in lines(args.text) if blank or line.strip()]
+
+
+def no_files(texts: list[str], option: str = "--text") -> list[str]:
+    """The texts. Raises ValueError for the name of a file, whose place is behind an option."""
+    for text in texts:
+        if os.path.isfile(text):
+            raise ValueError(f"{text} is a file; expected a text, or {option} {text}")
+    return texts
 
 
 def lines(path: Path) -> list[str]:

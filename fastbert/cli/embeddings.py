@@ -5,7 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-from fastbert.cli.common import DTYPES, add_json, add_model, lines, write_json
+from fastbert.cli.common import add_json, add_model, add_texts, lines, model_options, no_files, texts_of, write_json
+from fastbert.cli.progress import progress
 
 
 def add(commands) -> None:
@@ -15,13 +16,13 @@ def add(commands) -> None:
     search.add_argument("--top", type=int, default=3, help="passages to show for each question (default: 3)")
     search.set_defaults(run=_search)
 
-    embed = commands.add_parser("embed", help="embed the lines of a text file")
-    embed.add_argument("file", type=Path, help="one text a line")
-    embed.add_argument("--output", type=Path, help="where the (lines, C) float32 array goes (default: FILE.npy)")
+    embed = commands.add_parser("embed", help="embed texts, to an array")
+    add_texts(embed, "one or several, in quotes")
+    embed.add_argument("--output", type=Path, metavar="PATH.npy", help="the (texts, C) array (default: FILE.npy)")
     embed.set_defaults(run=_embed)
 
     similarity = commands.add_parser("similarity", help="compare texts, each with each, by the cosine of embeddings")
-    similarity.add_argument("texts", nargs="+", metavar="TEXT", help="two or more, in quotes")
+    add_texts(similarity, "two or more, in quotes")
     add_json(similarity)
     similarity.set_defaults(run=_similarity)
 
@@ -34,12 +35,13 @@ def _search(args: argparse.Namespace) -> None:
 
     if args.top < 1:
         raise ValueError(f"--top is {args.top}; expected at least 1")
+    no_files(args.question)
     if args.text:
         passages = [(args.text.name, line) for line in lines(args.text) if line.strip()]
     else:
         passages = documentation_passages()
     encoder = _encoder(args)
-    vectors = _encode(encoder, [passage for _, passage in passages])
+    vectors = _encode(args, encoder, [passage for _, passage in passages])
     show_results(encoder, vectors, passages, args.question, args.top)
 
 
@@ -65,24 +67,29 @@ def _embed(args: argparse.Namespace) -> None:
 
     from fastbert.files import replacing
 
-    texts = lines(args.file)
+    texts = texts_of(args, blank=True)
+    if args.output is None and args.text is None:
+        raise ValueError("expected --output PATH.npy for texts of the command line")
+    output = args.output or args.text.with_name(args.text.name + ".npy")
+    if output.suffix not in (".npy", ""):
+        raise ValueError(f"--output is {output}; expected a name that ends in .npy")
     encoder = _encoder(args)
-    output = args.output or args.file.with_name(args.file.name + ".npy")
     with replacing(output) as file:
-        numpy.save(file, _encode(encoder, texts).cpu().numpy())
+        numpy.save(file, _encode(args, encoder, texts).cpu().numpy())
     print(f"{output}: {(len(texts), encoder.model.config.hidden_size)} float32")
 
 
 def _similarity(args: argparse.Namespace) -> None:
     from fastbert.inference import similarity
 
-    if len(args.texts) < 2 or not all(text.strip() for text in args.texts):
+    texts = texts_of(args)
+    if len(texts) < 2 or not all(text.strip() for text in texts):
         raise ValueError("expected at least two texts, and none that is empty")
-    cosines = similarity(_encoder(args).encode(args.texts)).tolist()
+    cosines = similarity(_encoder(args).encode(texts, tokens_per_batch=args.batch_tokens)).tolist()
     if args.json:
-        write_json({"texts": args.texts, "similarity": cosines})
+        write_json({"texts": texts, "similarity": cosines})
         return
-    for row, text in zip(cosines, args.texts, strict=True):
+    for row, text in zip(cosines, texts, strict=True):
         print(" ".join(f"{cosine:7.4f}" for cosine in row), f" {text}")
 
 
@@ -90,17 +97,14 @@ def _encoder(args: argparse.Namespace):
     from fastbert.cli.demo import minilm
     from fastbert.inference import SentenceEncoder
 
-    return SentenceEncoder.from_pretrained(args.model or minilm(), dtype=DTYPES[args.dtype], device=args.device)
+    return SentenceEncoder.from_pretrained(args.model or minilm(), **model_options(args))
 
 
-def _encode(encoder, texts: list[str]):
-    """Embeddings, with a progress bar and a line about the time it took."""
-    from rich.progress import Progress
-
+def _encode(args: argparse.Namespace, encoder, texts: list[str]):
+    """Embeddings, with progress and a line about the time it took."""
     start = time.perf_counter()
-    with Progress(transient=True) as bar:
-        task = bar.add_task("encoding", total=len(texts))
-        vectors = encoder.encode(texts, progress=lambda done: bar.advance(task, done))
+    with progress("encoding", len(texts)) as advance:
+        vectors = encoder.encode(texts, tokens_per_batch=args.batch_tokens, progress=advance)
     seconds = time.perf_counter() - start
     print(f"{len(texts)} texts in {seconds:.1f} s on {encoder.device}", file=sys.stderr)
     return vectors

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fastbert.cli.common import DTYPES, add_json, add_model, add_texts, read, texts_of, write_json
+from fastbert.cli.common import add_json, add_model, add_texts, model_options, no_files, read, texts_of, write_json
 
 
 def add(commands) -> None:
@@ -37,7 +37,7 @@ def add(commands) -> None:
 
 
 def _model(kind: type, args: argparse.Namespace):
-    return kind.from_pretrained(args.model, dtype=DTYPES[args.dtype], device=args.device)
+    return kind.from_pretrained(args.model, tokens_per_batch=args.batch_tokens, **model_options(args))
 
 
 def _fill_mask(args: argparse.Namespace) -> None:
@@ -89,6 +89,7 @@ def _show(
 def _answer(args: argparse.Namespace) -> None:
     from fastbert.inference import QuestionAnswerer
 
+    no_files([args.question], "--context")
     context = read(args.context)
     answerer = _model(QuestionAnswerer, args)
     (found,) = answerer([args.question], [context], top_k=args.top, max_answer_length=args.max_answer_length)

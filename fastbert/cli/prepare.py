@@ -3,13 +3,16 @@
 import argparse
 import json
 import math
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+from fastbert.cli.progress import progress
 
 
 def add(commands) -> None:
     prepare = commands.add_parser("prepare", help="tokenise text files for training, without duplicates if you like")
-    prepare.add_argument("files", nargs="+", type=Path, metavar="FILE", help="one text a line")
-    prepare.add_argument("--tokenizer", type=Path, required=True, metavar="DIR", help="a directory with a tokenizer")
+    prepare.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="texts, one a line")
+    prepare.add_argument("--tokenizer", required=True, metavar="DIR", help="a directory, or a name on the hub")
     prepare.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new directory, for TokenFile")
     prepare.add_argument("--min-characters", type=int, default=1, metavar="N", help="of a text (default: 1)")
     prepare.add_argument("--max-characters", type=int, default=math.inf, metavar="N", help="of a text (default: any)")
@@ -24,11 +27,18 @@ def add(commands) -> None:
 def _prepare(args: argparse.Namespace) -> None:
     from fastbert.data import Filtered, get_tokenizer, read_texts, write_tokens
 
-    kept = Filtered(read_texts(args.files), *_filters(args))
-    write_tokens(kept, get_tokenizer(args.tokenizer), args.output)
+    with progress("preparing") as advance:
+        kept = Filtered(_counted(read_texts(args.text), advance), *_filters(args))
+        write_tokens(kept, get_tokenizer(args.tokenizer), args.output)
     counts = json.loads((args.output / "tokens.json").read_text())
     print(kept)
     print(f"{args.output}: {counts['texts']} texts, {counts['tokens']} tokens")
+
+
+def _counted(texts: Iterable[str], advance: Callable[[int], None]) -> Iterator[str]:
+    for text in texts:
+        yield text
+        advance(1)
 
 
 def _filters(args: argparse.Namespace) -> list:

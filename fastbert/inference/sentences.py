@@ -52,13 +52,19 @@ class SentenceEncoder:
 
     @classmethod
     def from_pretrained(
-        cls, source: str | Path, *, dtype: torch.dtype | str | None = None, device: str | torch.device | None = None
+        cls,
+        source: str | Path,
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: str | torch.device | None = None,
+        max_length: int | None = None,
     ) -> "SentenceEncoder":
         """From a directory with a model and its tokenizer, following sentence-transformers' files if it has them.
 
-        source: may also be a model's name on the hub. Without modules.json: mean pooling, normalised. Raises
-        FileNotFoundError, ValueError and RuntimeError as `BertModel.from_pretrained`, and ValueError for modules or a
-        pooling that are not supported.
+        source: may also be a model's name on the hub. Without modules.json: mean pooling, normalised. max_length: in
+        tokens; None follows those files. Raises FileNotFoundError, ValueError and RuntimeError as
+        `BertModel.from_pretrained`, and ValueError for modules or a pooling that are not supported, and a max_length
+        above the model's.
         """
         directory = hub.directory_of(source)
         folder, pooling, normalize = _sentence_modules(directory)
@@ -66,12 +72,15 @@ class SentenceEncoder:
             directory / "sentence_bert_config.json"
         )
         model = BertModel.from_pretrained(folder, add_pooling_layer=False, dtype=dtype).to(device)
+        longest = model.config.max_sequence_length
+        if max_length is not None and max_length > longest:
+            raise ValueError(f"SentenceEncoder: max_length is {max_length}; expected at most the model's, {longest}")
         return cls(
             model,
             get_tokenizer(folder),
             pooling=pooling,
             normalize=normalize,
-            max_length=settings.get("max_seq_length"),
+            max_length=settings.get("max_seq_length") if max_length is None else max_length,
         )
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:

@@ -120,7 +120,7 @@ def test_the_command_prepares_files(tmp_path, capsys):
         (tmp_path / name).write_text("\n".join(texts) + "\n")
     files = [str(tmp_path / name) for name in ("one", "two")]
     more = ["--min-characters", "3", "--max-characters", "20", "--letters", "0.6", "--no-duplicates"]
-    command = ["prepare", *files, "--tokenizer", str(minilm()), "--output", str(tmp_path / "corpus")]
+    command = ["prepare", "--text", *files, "--tokenizer", str(minilm()), "--output", str(tmp_path / "corpus")]
     assert cli.main([*command, *more]) == 0
     said = capsys.readouterr().out
     assert "3 of 8 texts kept; left out: 2 by_length, 1 by_letters, 2 no_duplicates\n" in said

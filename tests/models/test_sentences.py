@@ -176,7 +176,7 @@ def test_embed_writes_an_array(tmp_path, capsys, encoder):
     import numpy
 
     (tmp_path / "text").write_text("\n".join(WEATHER) + "\n\nsplit\u2028by\x0cnothing\n", encoding="utf-8")
-    status, output = run(capsys, "embed", str(tmp_path / "text"), "--output", str(tmp_path / "vectors"))
+    status, output = run(capsys, "embed", "--text", str(tmp_path / "text"), "--output", str(tmp_path / "vectors"))
     vectors = numpy.load(tmp_path / "vectors")[:3]  # one row a line, blank lines too
     assert status == 0 and f"{tmp_path / 'vectors'}: (5, 384) float32" in output.out
     assert abs(vectors @ vectors.T - numpy.array(PUBLISHED_WEATHER)).max() <= 0.5e-4 + 1e-6
@@ -192,12 +192,21 @@ def test_info_says_what_a_bug_report_needs(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["embed", "nowhere"], "No such file"),
-        (["embed", "EMPTY"], "holds no text"),
-        (["embed", "LATIN"], "is not UTF-8"),
-        (["embed", "TEXT", "--model", "nowhere"], "No such file"),
-        (["embed", "TEXT", "--device", "nonsense"], "nonsense"),
-        (["embed", "TEXT", "--output", "nowhere/out"], "No such file"),
+        (["embed", "--text", "nowhere"], "No such file"),
+        (["embed", "--text", "EMPTY"], "holds no text"),
+        (["embed", "--text", "LATIN"], "is not UTF-8"),
+        (["embed", "--text", "TEXT", "--model", "nowhere"], "No such file"),
+        (["embed", "--text", "TEXT", "--device", "nonsense"], "nonsense"),
+        (["embed", "--text", "TEXT", "--output", "nowhere/out"], "No such file"),
+        (["embed", "--text", "TEXT", "--output", "a.xyz"], "--output is a.xyz; expected a name that ends in .npy"),
+        (["embed", "a text"], "expected --output PATH.npy for texts of the command line"),
+        (
+            ["embed", "a text", "--output", "a.npy", "--max-length", "513"],
+            "max_length is 513; expected at most the model",
+        ),
+        (["embed", "TEXT"], "TEXT is a file; expected a text, or --text /"),
+        (["similarity", "a text", "TEXT"], "TEXT is a file; expected a text, or --text /"),
+        (["search", "TEXT"], "TEXT is a file; expected a text, or --text /"),
         (["search", "x", "--top", "0"], "--top is 0"),
     ],
 )

@@ -11,6 +11,7 @@ from small_models import TINY, minilm
 
 import fastbert
 from fastbert import cli
+from fastbert.cli.progress import progress
 from fastbert.config import PRESETS
 from fastbert.data import get_tokenizer, save_tokenizer
 from fastbert.inference import EntityTagger, MaskFiller, QuestionAnswerer, SentenceEncoder, TextClassifier
@@ -107,6 +108,53 @@ def test_half_precision(models, capsys):
     assert 0 < abs(scores[0] - scores[1]) < 0.02
 
 
+def test_batches_lengths_and_threads(models, capsys, tmp_path, monkeypatch):
+    """Of every command with a model; the numbers of tokens are those that reach it."""
+    (tmp_path / "texts").write_text("the cat sat on the mat\nthe dog too\n")
+    seen, forward, threads = [], fastbert.BertModel.forward, torch.get_num_threads()
+
+    def noted(self, input_ids, *arguments, **more):
+        seen.append(input_ids.numel())
+        return forward(self, input_ids, *arguments, **more)
+
+    monkeypatch.setattr(fastbert.BertModel, "forward", noted)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: seen.append(f"{count} threads"))
+    text, masks = ("--text", tmp_path / "texts"), ("[MASK] is a mat too", "a [MASK]")
+    for command, *arguments in (
+        ("embed", *text, "--output", tmp_path / "vectors.npy", "--model", minilm()),
+        ("similarity", *text, "--model", minilm()),
+        ("fill-mask", *masks, "--model", models / "BertForMaskedLM"),
+        ("classify", *text, "--model", models / "BertForSequenceClassification"),
+        ("tag", *text, "--model", models / "BertForTokenClassification"),
+        ("answer", "a?", "--context", tmp_path / "texts", "--model", models / "BertForQuestionAnswering"),
+    ):
+        seen.clear()
+        most = 12 if command == "answer" else 7  # a window has room for a question
+        numbers = ("--batch-tokens", most, "--max-length", most, "--threads", 3)
+        status, _ = run(capsys, command, *arguments, *numbers)
+        first, *tokens = seen
+        assert status == 0 and first == "3 threads" and len(tokens) > 1 and max(tokens) <= most, (command, seen)
+    assert torch.get_num_threads() == threads
+    seen.clear()
+    run(capsys, "search", "the dog", *text, "--model", minilm(), "--batch-tokens", 7, "--max-length", 7)
+    assert len(seen) == 3 and max(seen) <= 7
+
+
+def test_progress_is_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    """At most one in ten seconds; by a clock that is set."""
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    for total, expected in (
+        (10_000, ["encoding: 500 of 10000 texts, 50/s, 3:10 left", "encoding: 1000 of 10000 texts, 45/s, 3:18 left"]),
+        (None, ["encoding: 500 texts, 50/s", "encoding: 1000 texts, 45/s"]),
+    ):
+        with progress("encoding", total) as advance:
+            for count, seconds in ((250, 5), (250, 5), (250, 6), (250, 6), (0, 1), (9000, 200)):
+                now += seconds
+                advance(count) if total or count < 9000 else None
+        assert capsys.readouterr().err.splitlines() == expected
+
+
 # ---- tools
 
 
@@ -177,6 +225,15 @@ def test_the_module_runs():
         (["fill-mask", "a [MASK]", "--model", "nowhere"], "No such file"),
         (["fill-mask", "no mask", "--model", "BertForMaskedLM"], "texts[0] has no [MASK]; expected one to fill"),
         (["fill-mask", "[MASK]", "--model", "BertForMaskedLM", "--top", "0"], "top_k is 0"),
+        (
+            ["tag", "a", "--model", "BertForTokenClassification", "--threads", "0"],
+            "--threads is 0; expected at least 1",
+        ),
+        (["tag", "a", "--model", "BertForTokenClassification", "--batch-tokens", "0"], "--batch-tokens is 0"),
+        (["tag", "a", "--model", "BertForTokenClassification", "--max-length", "65"], "and at most 64"),
+        (["classify", "TEXT", "--model", "BertForSequenceClassification"], "expected a text, or --text TEXT"),
+        (["answer", "TEXT", "--context", "TEXT", "--model", "BertForQuestionAnswering"], "or --context TEXT"),
+        (["plot-attention", "a", "--model", "BertModel", "--output", "a.xyz"], "'xyz' is not supported"),
         (["fill-mask", "--model", "BertForMaskedLM"], "expected texts, or --text FILE"),
         (["fill-mask", "a", "--text", "b", "--model", "BertForMaskedLM"], "expected texts, or --text FILE"),
         (["fill-mask", "[MASK]", "--model", "BertModel"], "architectures is BertModel; expected BertForMaskedLM"),
@@ -219,7 +276,7 @@ def test_every_known_name_is_listed(capsys):
 
 def test_an_earlier_output_outlives_an_error(tmp_path, capsys, monkeypatch):
     (tmp_path / "texts").write_text("one\ntwo\n")
-    arguments = ("embed", tmp_path / "texts", "--model", minilm())
+    arguments = ("embed", "--text", tmp_path / "texts", "--model", minilm())
     status, output = run(capsys, *arguments)
     path = tmp_path / "texts.npy"
     whole = path.read_bytes()
