@@ -97,9 +97,13 @@ inline std::optional<at::Tensor> as_math(const std::optional<at::Tensor>& parame
 
 inline const void* data(const std::optional<at::Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
 
-// Products of many rows run on whole blocks of this many, on which oneDNN is fast (docs/linear.md).
-constexpr int64_t kRowBlock = 16;
-inline int64_t whole_blocks(int64_t rows) { return (rows + kRowBlock - 1) / kRowBlock * kRowBlock; }
+// How many rows a product is computed for: whole blocks, on which oneDNN is fast, and no more than about 32 numbers
+// between one power of two and the next, because oneDNN keeps code for every number it has met (docs/linear.md).
+inline int64_t whole_blocks(int64_t rows) {
+  int64_t block = rows > 256 ? 16 : 1;
+  while (64 * block < rows) block *= 2;
+  return (rows + block - 1) / block * block;
+}
 
 // An uninitialised tensor of `sizes`, (..., channels), followed in its storage by rows of zeros up to a whole block: a
 // product that reads it then need not copy it.

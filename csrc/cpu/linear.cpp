@@ -47,15 +47,12 @@ at::Tensor in_whole_blocks(const at::Tensor& x) {
 }  // namespace
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  // Up to so many rows oneDNN is fast without whole blocks.
-  constexpr int64_t kFewRows = 256;
   const at::AutoDispatchBelowAutograd guard;
   if (!use_onednn(x, weight)) return at::linear(x, weight, bias);
   const at::Tensor rows = x.contiguous().flatten(0, -2), w = weight.contiguous();
   const auto b = bias ? std::optional(bias->contiguous()) : bias;  // oneDNN does not look at its stride
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = w.size(0);
-  if (rows.size(0) <= kFewRows) return onednn_product(rows, w, b).view(shape);
   return onednn_product(in_whole_blocks(rows), w, b).narrow(0, 0, rows.size(0)).view(shape);
 }
 

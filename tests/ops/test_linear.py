@@ -1,9 +1,14 @@
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
 
-from fastbert import ops, testing
+from fastbert import backends, ops, testing
 
 
 class TestLinear(OpSuite):
@@ -97,3 +102,24 @@ class TestLinear(OpSuite):
         longer = torch.cat([inputs["x"], torch.full((40, 64), behind, device=backend.device)])
         assert torch.equal(self.ours(**inputs | {"x": longer[:387]}), expected)
         assert torch.equal(self.ours(**inputs | {"x": longer[:387].clone()}), expected)
+
+
+@pytest.mark.skipif(backends.EXTENSION is None, reason="without kernels, F.linear's own library computes")
+def test_onednn_meets_few_different_numbers_of_rows():
+    """It keeps code for each, for good."""
+    code = """
+import torch
+from fastbert import ops
+weight, bias = torch.randn(8, 8), torch.randn(8)
+for rows in range(1, 5001):
+    out = ops.linear(torch.randn(rows, 8), weight, bias)
+    assert out.shape == (rows, 8)
+"""
+    env = os.environ | {"ONEDNN_VERBOSE": "1"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    met = set(map(int, re.findall(r",inner_product,.*,mb(\d+)ic8oc8", run.stdout)))
+    if not met:
+        pytest.skip("oneDNN computes no float32 product here, or is silent")
+    assert met >= set(range(1, 65)) and len(met) < 270
+    for rows in range(1, 5001):
+        assert min(number for number in met if number >= rows) <= max(1.062 * rows, rows + 1)
