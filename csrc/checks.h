@@ -1,4 +1,5 @@
-// Checks that memory safety needs. The checks for users, with better messages, are in Python.
+// Checks that memory safety needs: shapes, dtypes and devices of all tensors of every primitive, for CPUs and GPUs. The
+// checks for users are in Python; these also hold where an operator is called without them, in compiled code say.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,72 +10,206 @@
 
 namespace fastbert {
 
-inline void check_rows(const char* op, const at::Tensor& x) {
-  TORCH_CHECK(x.dim() > 0, op, ": x has shape ", x.sizes());
+// ---- one tensor
+
+inline void check_shape(const char* op, const char* name, const at::Tensor& tensor, at::IntArrayRef expected) {
+  TORCH_CHECK_VALUE(tensor.sizes() == expected, op, ": ", name, " has shape ", tensor.sizes(), "; expected ", expected);
+}
+
+inline void check_device(const char* op, const char* name, const at::Tensor& tensor, const at::Device& expected) {
+  TORCH_CHECK_VALUE(tensor.device() == expected, op, ": ", name, " is on ", tensor.device(), "; expected ", expected);
+}
+
+inline void check_dtype(const char* op, const char* name, const at::Tensor& tensor, at::ScalarType expected) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == expected, op, ": ", name, " is ", tensor.scalar_type(), "; expected ",
+                   expected);
+}
+
+inline void check_floating(const char* op, const char* name, const at::Tensor& tensor) {
+  const at::ScalarType type = tensor.scalar_type();
+  TORCH_CHECK_TYPE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf || type == at::kDouble, op, ": ",
+                   name, " is ", type, "; expected Float, BFloat16, Half or Double");
+}
+
+// The loops convert between fp32 and the half types, but not from or to fp64.
+inline void check_floating_beside(const char* op, const char* name, const at::Tensor& tensor, at::ScalarType other) {
+  check_floating(op, name, tensor);
+  TORCH_CHECK_TYPE((tensor.scalar_type() == at::kDouble) == (other == at::kDouble), op, ": ", name, " is ",
+                   tensor.scalar_type(), " beside ", other, "; Double does not mix with others");
+}
+
+inline void check_indices(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kLong || tensor.scalar_type() == at::kInt, op, ": ", name, " is ",
+                   tensor.scalar_type(), "; expected Long or Int");
+}
+
+// ---- a tensor beside x
+
+// x has rows, and is floating point.
+inline void check_rows(const char* op, const char* name, const at::Tensor& x) {
+  TORCH_CHECK_VALUE(x.dim() > 0, op, ": ", name, " has shape []; expected (..., C)");
+  check_floating(op, name, x);
 }
 
 // The tensor has x's shape and device.
 inline void check_like(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& x) {
-  TORCH_CHECK(tensor.sizes() == x.sizes(), op, ": ", name, " has shape ", tensor.sizes(), ", x has shape ", x.sizes());
-  TORCH_CHECK(tensor.device() == x.device(), op, ": ", name, " is on ", tensor.device(), ", x is on ", x.device());
+  check_shape(op, name, tensor, x.sizes());
+  check_device(op, name, tensor, x.device());
 }
 
-inline void check_dtype(const char* op, const char* name, const at::Tensor& tensor, at::ScalarType expected) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == expected, op, ": ", name, " is ", tensor.scalar_type(), ", not ", expected);
+// A gradient: as the tensor that it is the gradient of.
+inline void check_gradient(const char* op, const char* name, const at::Tensor& gradient, const at::Tensor& of) {
+  check_like(op, name, gradient, of);
+  check_dtype(op, name, gradient, of.scalar_type());
 }
 
-// One element a channel, on x's device.
+// One floating-point element a channel, on x's device.
 inline void check_parameter(const char* op, const char* name, const at::Tensor& parameter, const at::Tensor& x) {
-  TORCH_CHECK(parameter.dim() == 1 && parameter.size(0) == x.size(-1), op, ": ", name, " has shape ", parameter.sizes(),
-              ", x has shape ", x.sizes());
-  TORCH_CHECK(parameter.device() == x.device(), op, ": ", name, " is on ", parameter.device(), ", x is on ",
-              x.device());
+  check_shape(op, name, parameter, {x.size(-1)});
+  check_device(op, name, parameter, x.device());
+  check_floating_beside(op, name, parameter, x.scalar_type());
 }
+
+// One number of the given type for each row.
+inline void check_statistic(const char* op, const char* name, const at::Tensor& statistic, at::IntArrayRef rows,
+                            at::ScalarType type, const at::Device& device) {
+  check_shape(op, name, statistic, rows);
+  check_dtype(op, name, statistic, type);
+  check_device(op, name, statistic, device);
+}
+
+// ---- layer_norm, add_layer_norm
 
 // x_bias and residual: absent in layer_norm; bias: absent in the backward.
 inline void check_layer_norm(const at::Tensor& x, const std::optional<at::Tensor>& residual, const at::Tensor& weight,
                              const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& x_bias) {
-  check_rows("layer_norm", x);
-  TORCH_CHECK(x.size(-1) > 0, "layer_norm: x has shape ", x.sizes());
+  check_rows("layer_norm", "x", x);
+  TORCH_CHECK_VALUE(x.size(-1) > 0, "layer_norm: x has shape ", x.sizes(), "; expected (..., C) with C > 0");
   if (residual) check_like("layer_norm", "residual", *residual, x);
+  if (residual) check_floating_beside("layer_norm", "residual", *residual, x.scalar_type());
   check_parameter("layer_norm", "weight", weight, x);
   if (bias) check_parameter("layer_norm", "bias", *bias, x);
   if (x_bias) check_parameter("layer_norm", "x_bias", *x_bias, x);
 }
 
-// One mean and one rstd of the given type for each row.
-inline void check_statistics(const char* op, const at::Tensor& mean, const at::Tensor& rstd, const at::Tensor& x,
-                             at::ScalarType type) {
-  const int64_t rows = x.numel() / x.size(-1);
-  TORCH_CHECK(mean.numel() == rows && rstd.numel() == rows && mean.scalar_type() == type &&
-                  rstd.scalar_type() == type && mean.device() == x.device() && rstd.device() == x.device(),
-              op, ": mean is ", mean.scalar_type(), " ", mean.sizes(), ", rstd ", rstd.scalar_type(), " ", rstd.sizes(),
-              ", x has shape ", x.sizes());
+// The further arguments of the backward. y_type: of the output; statistics: of mean and rstd.
+inline void check_layer_norm_gradients(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& mean,
+                                       const at::Tensor& rstd, at::ScalarType y_type, at::ScalarType statistics) {
+  const auto rows = x.sizes().slice(0, x.dim() - 1);
+  check_like("layer_norm", "dy", dy, x);
+  check_dtype("layer_norm", "dy", dy, y_type);
+  check_statistic("layer_norm", "mean", mean, rows, statistics, x.device());
+  check_statistic("layer_norm", "rstd", rstd, rows, statistics, x.device());
 }
 
+// ---- bias_gelu
+
 inline void check_approximate(const char* op, std::string_view approximate) {
-  TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh", op, ": approximate is '", approximate, "'");
+  TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh", op, ": approximate is '", approximate,
+                    "'; expected 'none' or 'tanh'");
+}
+
+inline void check_bias_gelu(const at::Tensor& x, const at::Tensor& bias, std::string_view approximate) {
+  check_rows("bias_gelu", "x", x);
+  check_parameter("bias_gelu", "bias", bias, x);
+  check_approximate("bias_gelu", approximate);
+}
+
+// ---- linear, dense_gelu
+
+// x (..., K), weight (C, K) and bias (C,) of one floating-point type on one device.
+inline void check_dense(const char* op, const at::Tensor& x, const at::Tensor& weight,
+                        const std::optional<at::Tensor>& bias) {
+  check_floating(op, "x", x);
+  TORCH_CHECK_VALUE(x.dim() >= 2, op, ": x has shape ", x.sizes(), "; expected (..., K) of at least two dimensions");
+  TORCH_CHECK_VALUE(weight.dim() == 2, op, ": weight has shape ", weight.sizes(), "; expected (C, K)");
+  check_shape(op, "weight", weight, {weight.size(0), x.size(-1)});
+  if (bias) check_shape(op, "bias", *bias, {weight.size(0)});
+  check_dtype(op, "weight", weight, x.scalar_type());
+  if (bias) check_dtype(op, "bias", *bias, x.scalar_type());
+  check_device(op, "weight", weight, x.device());
+  if (bias) check_device(op, "bias", *bias, x.device());
+}
+
+// The further arguments of dense_gelu's backward.
+inline void check_dense_gelu_gradients(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight,
+                                       const at::Tensor& preactivation) {
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = weight.size(0);
+  check_shape("dense_gelu", "preactivation", preactivation, shape);
+  check_dtype("dense_gelu", "preactivation", preactivation, x.scalar_type());
+  check_device("dense_gelu", "preactivation", preactivation, x.device());
+  check_gradient("dense_gelu", "dy", dy, preactivation);
+}
+
+// ---- embedding
+
+// What a table and its ids have to be, given the input ids and the word table. Values of ids are another matter.
+inline void check_table(const char* name, const at::Tensor& ids, const at::Tensor& table, const at::Tensor& input_ids,
+                        const at::Tensor& word) {
+  check_indices("embedding", name, ids);
+  check_like("embedding", name, ids, input_ids);
+  TORCH_CHECK_VALUE(table.dim() == 2 && word.dim() == 2 && word.size(1) > 0, "embedding: the table of ", name,
+                    " has shape ", table.sizes(), "; expected (rows, C) with C > 0");
+  check_shape("embedding", "table", table, {table.size(0), word.size(1)});
+  check_device("embedding", "table", table, input_ids.device());
+  check_floating_beside("embedding", "table", table, word.scalar_type());
+}
+
+// The further arguments of the backward. type: of the output; statistics: of mean and rstd.
+inline void check_embedding_gradients(const at::Tensor& dy, const at::Tensor& input_ids, const at::Tensor& word,
+                                      const at::Tensor& mean, const at::Tensor& rstd, at::ScalarType type,
+                                      at::ScalarType statistics) {
+  std::vector<int64_t> shape = input_ids.sizes().vec();
+  check_statistic("embedding", "mean", mean, shape, statistics, word.device());
+  check_statistic("embedding", "rstd", rstd, shape, statistics, word.device());
+  shape.push_back(word.size(1));
+  check_shape("embedding", "dy", dy, shape);
+  check_dtype("embedding", "dy", dy, type);
+  check_device("embedding", "dy", dy, word.device());
 }
 
 // ---- attention
 
+// Values of cu_seqlens are clamped where they are read.
 inline void check_attention(const at::Tensor& qkv, const at::Tensor& cu_seqlens) {
-  TORCH_CHECK(qkv.dim() == 4 && qkv.size(1) == 3 && cu_seqlens.dim() == 1 && cu_seqlens.numel() > 0 &&
-                  cu_seqlens.scalar_type() == at::kInt && cu_seqlens.device() == qkv.device(),
-              "attention: qkv has shape ", qkv.sizes(), " on ", qkv.device(), ", cu_seqlens is ",
-              cu_seqlens.scalar_type(), " ", cu_seqlens.sizes(), " on ", cu_seqlens.device());
+  check_floating("attention", "qkv", qkv);
+  TORCH_CHECK_VALUE(qkv.dim() == 4 && qkv.size(1) == 3 && qkv.size(3) > 0, "attention: qkv has shape ", qkv.sizes(),
+                    "; expected (T, 3, H, D) with D > 0");
+  TORCH_CHECK_VALUE(qkv.size(0) <= INT32_MAX && qkv.size(2) <= INT32_MAX / 3 / qkv.size(3),
+                    "attention: qkv has shape ", qkv.sizes(), "; expected less than 2**31 rows, and numbers a row");
+  TORCH_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.numel() > 0, "attention: cu_seqlens has shape ",
+                    cu_seqlens.sizes(), "; expected (sequences + 1,)");
+  check_dtype("attention", "cu_seqlens", cu_seqlens, at::kInt);
+  check_device("attention", "cu_seqlens", cu_seqlens, qkv.device());
 }
 
 // The further arguments of the backward; lse is of the given type.
 inline void check_attention_gradients(const at::Tensor& dout, const at::Tensor& out, const at::Tensor& lse,
                                       const at::Tensor& qkv, at::ScalarType type) {
-  const std::vector<int64_t> expected = {qkv.size(0), qkv.size(2), qkv.size(3)};
-  TORCH_CHECK(dout.sizes() == expected && out.sizes() == expected && dout.dtype() == qkv.dtype() &&
-                  out.dtype() == qkv.dtype() && lse.numel() == expected[0] * expected[1] && lse.scalar_type() == type &&
-                  dout.device() == qkv.device() && out.device() == qkv.device() && lse.device() == qkv.device(),
-              "attention: dout is ", dout.scalar_type(), " ", dout.sizes(), ", out ", out.scalar_type(), " ",
-              out.sizes(), ", lse ", lse.scalar_type(), " ", lse.sizes(), ", qkv ", qkv.scalar_type(), " ",
-              qkv.sizes());
+  check_shape("attention", "out", out, {qkv.size(0), qkv.size(2), qkv.size(3)});
+  check_dtype("attention", "out", out, qkv.scalar_type());
+  check_device("attention", "out", out, qkv.device());
+  check_gradient("attention", "dout", dout, out);
+  check_statistic("attention", "lse", lse, {qkv.size(2), qkv.size(0)}, type, qkv.device());
+}
+
+// ---- padding
+
+// x has at least `dims` dimensions, of which the first are tokens or (batch, sequence).
+inline void check_packing(const char* op, const at::Tensor& x, const at::Tensor& indices, int64_t dims) {
+  TORCH_CHECK_VALUE(x.dim() >= dims, op, ": x has shape ", x.sizes(), "; expected at least ", dims, " dimension(s)");
+  TORCH_CHECK_VALUE(indices.dim() == 1, op, ": indices has shape ", indices.sizes(), "; expected (T,)");
+  check_dtype(op, "indices", indices, at::kLong);
+  check_device(op, "indices", indices, x.device());
+}
+
+inline void check_unpacking(const char* op, const at::Tensor& x, const at::Tensor& indices, int64_t batch,
+                            int64_t seqlen) {
+  check_packing(op, x, indices, 1);
+  check_shape(op, "indices", indices, {x.size(0)});
+  TORCH_CHECK_VALUE(batch >= 0 && seqlen >= 0 && (seqlen == 0 || batch <= INT64_MAX / seqlen), op, ": batch is ", batch,
+                    " and seqlen ", seqlen, "; expected numbers of rows");
 }
 
 }  // namespace fastbert

@@ -53,29 +53,35 @@ inline void* current_stream(const at::Tensor& tensor) {
 
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
 
-// Elements whose `bits` random bits are below this are dropped. If that can happen, rng must be there. Python has
-// better messages for wrong values.
-inline uint32_t dropout_threshold(double p, const std::optional<at::Tensor>& rng, int bits) {
+// Elements whose `bits` random bits are below this are dropped. If that can happen, rng must be there, on the device.
+// Python has better messages for wrong values.
+inline uint32_t dropout_threshold(double p, const std::optional<at::Tensor>& rng, int bits, const at::Device& device) {
   const double range = std::exp2(bits), threshold = std::nearbyint(p * range);  // half to even, as Python rounds
-  TORCH_CHECK_VALUE(threshold == 0 || (threshold > 0 && threshold < range && rng && rng->scalar_type() == at::kLong &&
-                                       rng->numel() == 1),
-                    "dropout_p is ", p, "; it goes with a key, one int64, and is in [0, 1)");
+  TORCH_CHECK_VALUE(p == 0 || (threshold > 0 && threshold < range), "dropout_p is ", p,
+                    "; expected 0 <= dropout_p < 1, and that it is not rounded to 0 or 1 in ", bits, " bits");
+  TORCH_CHECK_VALUE(p == 0 || rng, "dropout_p is ", p, " but rng is None; expected a key");
+  if (rng) {
+    TORCH_CHECK_TYPE(rng->scalar_type() == at::kLong && rng->numel() == 1, "rng is ", rng->scalar_type(), " of shape ",
+                     rng->sizes(), "; expected one Long key");
+    TORCH_CHECK_VALUE(rng->device() == device, "rng is on ", rng->device(), "; expected ", device);
+  }
   return uint32_t(threshold);
 }
 
 inline double keep_scale(uint32_t threshold, int bits) { return std::exp2(bits) / (std::exp2(bits) - threshold); }
 
-// The dropout of a site. It reads the key, so rng must be on the CPU.
+// The dropout of a site on the CPU: it reads the key.
 inline Dropout dropout_of(double p, const std::optional<at::Tensor>& rng, int64_t site, int bits) {
-  const uint32_t threshold = dropout_threshold(p, rng, bits);
+  const uint32_t threshold = dropout_threshold(p, rng, bits, at::kCPU);
   if (threshold == 0) return {};
   const uint64_t key = uint64_t(*rng->const_data_ptr<int64_t>()) + uint64_t(site) * kGolden;
   return {key, threshold, keep_scale(threshold, bits)};
 }
 
-// The same for kernels on rng's device. rng has to live until the kernel is launched.
-inline DeviceDropout device_dropout_of(double p, const std::optional<at::Tensor>& rng, int64_t site, int bits) {
-  const uint32_t threshold = dropout_threshold(p, rng, bits);
+// The same for kernels on x's device. rng has to live until the kernel is launched.
+inline DeviceDropout device_dropout_of(double p, const std::optional<at::Tensor>& rng, int64_t site, int bits,
+                                       const at::Tensor& x) {
+  const uint32_t threshold = dropout_threshold(p, rng, bits, x.device());
   if (threshold == 0) return {};
   return {rng->const_data_ptr<int64_t>(), uint64_t(site) * kGolden, threshold, float(keep_scale(threshold, bits))};
 }

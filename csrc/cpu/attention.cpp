@@ -46,9 +46,9 @@ struct Batch {
 
   Batch(const at::Tensor& qkv, const at::Tensor& cu_seqlens, double scale_, Dropout drop_)
       : element(qkv.element_size()), dtype(dtype_of(qkv)), scale(scale_), drop(drop_) {
+    check_attention(qkv, cu_seqlens);
     TORCH_CHECK_NOT_IMPLEMENTED(loops.softmax, kNoIsa);
     TORCH_CHECK_NOT_IMPLEMENTED(has_blas(), "attention: this torch exports no BLAS");
-    check_attention(qkv, cu_seqlens);
     tokens = qkv.size(0), heads = qkv.size(2), D = qkv.size(3), sequences = cu_seqlens.numel() - 1;
     const at::Tensor ends = cu_seqlens.contiguous();
     const int32_t* const end = ends.const_data_ptr<int32_t>();

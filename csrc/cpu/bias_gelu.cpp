@@ -13,8 +13,6 @@ namespace fastbert {
 
 void gelu_cpu(const at::Tensor& x, const std::optional<at::Tensor>& bias, std::string_view approximate,
               const at::Tensor& y) {
-  check_rows("bias_gelu", x);
-  check_approximate("bias_gelu", approximate);
   const auto loop = FB_BEST_ISA(bias_gelu_fwd);
   TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
   if (x.numel() == 0) return;
@@ -33,10 +31,6 @@ void gelu_cpu(const at::Tensor& x, const std::optional<at::Tensor>& bias, std::s
 std::tuple<at::Tensor, at::Tensor> gelu_bwd_cpu(const at::Tensor& dy, const at::Tensor& x,
                                                 const std::optional<at::Tensor>& bias, std::string_view approximate,
                                                 const std::optional<at::TensorOptions>& dbias_options) {
-  check_rows("bias_gelu", x);
-  check_approximate("bias_gelu", approximate);
-  check_like("bias_gelu", "dy", dy, x);
-  check_dtype("bias_gelu", "dy", dy, x.scalar_type());
   const auto loop = FB_BEST_ISA(bias_gelu_bwd);
   TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
   const DType dtype = dtype_of(x);
@@ -60,8 +54,7 @@ std::tuple<at::Tensor, at::Tensor> gelu_bwd_cpu(const at::Tensor& dy, const at::
 namespace {
 
 at::Tensor bias_gelu_fwd_cpu(const at::Tensor& x, const at::Tensor& bias, std::string_view approximate) {
-  check_rows("bias_gelu", x);
-  check_parameter("bias_gelu", "bias", bias, x);
+  check_bias_gelu(x, bias, approximate);
   const at::Tensor y = at::empty(x.sizes(), x.options());
   gelu_cpu(x, bias, approximate, y);
   return y;
@@ -69,8 +62,8 @@ at::Tensor bias_gelu_fwd_cpu(const at::Tensor& x, const at::Tensor& bias, std::s
 
 std::tuple<at::Tensor, at::Tensor> bias_gelu_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& bias,
                                                      std::string_view approximate, bool need_dbias) {
-  check_rows("bias_gelu", x);
-  check_parameter("bias_gelu", "bias", bias, x);
+  check_bias_gelu(x, bias, approximate);
+  check_gradient("bias_gelu", "dy", dy, x);
   auto [dx, dbias] = gelu_bwd_cpu(dy, x, bias, approximate, need_dbias ? std::optional(bias.options()) : std::nullopt);
   return {dx, need_dbias ? dbias : at::empty({0}, bias.options())};
 }

@@ -7,6 +7,7 @@
 
 #include <string_view>
 
+#include "../checks.h"
 #include "../tensor.h"
 #include "gelu_rows.h"
 #include "linear.h"
@@ -17,6 +18,8 @@ namespace {
 
 std::tuple<at::Tensor, at::Tensor> dense_gelu_fwd_cpu(const at::Tensor& x, const at::Tensor& weight,
                                                       const at::Tensor& bias, std::string_view approximate, bool save) {
+  check_dense("dense_gelu", x, weight, bias);
+  check_approximate("dense_gelu", approximate);
   const at::Tensor preactivation = linear(x, weight, bias).contiguous();
   const at::Tensor y = save ? empty_rows(preactivation.sizes(), preactivation.options()) : preactivation;
   gelu_cpu(preactivation, std::nullopt, approximate, y);
@@ -28,6 +31,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> dense_gelu_bwd_cpu(const at::Tens
                                                                   const at::Tensor& preactivation,
                                                                   std::string_view approximate, bool need_dx,
                                                                   bool need_dparams) {
+  check_dense("dense_gelu", x, weight, std::nullopt);
+  check_dense_gelu_gradients(dy, x, weight, preactivation);
+  check_approximate("dense_gelu", approximate);
   const at::AutoDispatchBelowAutograd guard;
   auto [dpre, dbias] = gelu_bwd_cpu(dy, preactivation, std::nullopt, approximate,
                                     need_dparams ? std::optional(weight.options()) : std::nullopt);

@@ -11,6 +11,7 @@
 
 #include <vector>
 
+#include "../checks.h"
 #include "../tensor.h"
 
 namespace fastbert {
@@ -29,7 +30,13 @@ struct EmbeddingInputs {
   EmbeddingInputs(const at::Tensor& input_ids, const at::Tensor& position_ids, const OptionalTensor& token_type_ids,
          const at::Tensor& word, const at::Tensor& position, const OptionalTensor& token_type,
          const at::Tensor& weight_, const OptionalTensor& bias_, double eps, Dropout drop) {
-    TORCH_CHECK(token_type.has_value() == token_type_ids.has_value(), "embedding: token_type without its ids");
+    TORCH_CHECK_VALUE(token_type.has_value() == token_type_ids.has_value(),
+                      "embedding: token_type and token_type_ids go together; expected both or neither");
+    check_table("input_ids", input_ids, word, input_ids, word);
+    check_table("position_ids", position_ids, position, input_ids, word);
+    if (token_type) check_table("token_type_ids", *token_type_ids, *token_type, input_ids, word);
+    check_parameter("embedding", "weight", weight_, word);
+    if (bias_) check_parameter("embedding", "bias", *bias_, word);
     auto dtype = c10::promoteTypes(word.scalar_type(), position.scalar_type());
     if (token_type) dtype = c10::promoteTypes(dtype, token_type->scalar_type());
     tokens = input_ids.numel(), op.channels = word.size(-1);
@@ -37,15 +44,11 @@ struct EmbeddingInputs {
     lookup(1, position_ids, position, dtype);
     if (token_type) lookup(2, *token_type_ids, *token_type, dtype);
     weight = as_math(weight_, tables[0]), bias = bias_ ? as_math(*bias_, tables[0]) : weight;
-    TORCH_CHECK(weight.dim() == 1 && weight.numel() == op.channels && bias.dim() == 1 && bias.numel() == op.channels,
-                "embedding: weight has shape ", weight_.sizes());
     op.weight = weight.const_data_ptr(), op.bias = bias.const_data_ptr();
     op.eps = eps, op.drop = drop, op.dtype = dtype_of(tables[0]);
   }
 
   void lookup(int i, const at::Tensor& ids_, const at::Tensor& table, at::ScalarType dtype) {
-    TORCH_CHECK(table.dim() == 2 && table.size(1) == op.channels && op.channels > 0 && ids_.numel() == tokens,
-                "embedding: table has shape ", table.sizes(), ", ids have shape ", ids_.sizes());
     ids[i] = ids_.to(at::kLong).contiguous().flatten(), rows[i] = table.size(0);
     check_range(i);
     at::Tensor places = ids[i];
@@ -100,10 +103,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding
   EmbeddingInputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, {}, 0,
             dropout_of(dropout_p, rng, site, kRowBits));
   const int64_t C = in.op.channels;
-  TORCH_CHECK(dy.numel() == in.tokens * C && dy.scalar_type() == in.tables[0].scalar_type() &&
-                  mean.numel() == in.tokens && rstd.numel() == in.tokens && mean.dtype() == in.math().dtype() &&
-                  rstd.dtype() == in.math().dtype(),
-              "embedding: dy is ", dy.scalar_type(), " ", dy.sizes(), ", mean ", mean.sizes());
+  check_embedding_gradients(dy, input_ids, word, mean, rstd, in.tables[0].scalar_type(), in.weight.scalar_type());
+  TORCH_CHECK_VALUE(need.size() == 4 && (token_type || !need.get(2)), "embedding: need has ", need.size(),
+                    " entries; expected 4, and no gradient of a token_type that is None");
   const at::Tensor grad = dy.contiguous(), means = mean.contiguous(), rstds = rstd.contiguous();
   in.op.mean = means.data_ptr(), in.op.rstd = rstds.data_ptr();
   const at::Tensor dz = at::empty({in.tokens, C}, in.math());

@@ -1,4 +1,4 @@
-// bias_gelu on the CPU for other ops: the bias may be absent, and the caller allocates the output.
+// bias_gelu on the CPU for other ops: the bias may be absent. The caller checks the arguments and allocates the output.
 #pragma once
 
 #include <ATen/core/Tensor.h>

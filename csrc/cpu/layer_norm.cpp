@@ -24,10 +24,9 @@ struct Inputs {
 
   // bias is absent in the backward
   Inputs(const at::Tensor& x_, const OptionalTensor& residual_, const at::Tensor& weight_, const OptionalTensor& bias_,
-         const OptionalTensor& x_bias_, double eps, Dropout drop)
-      : x(x_.contiguous()), weight(as_math(weight_, x_)) {
-    check_layer_norm(x, residual_, weight_, bias_, x_bias_);
-    TORCH_CHECK(!residual_ || math_type(*residual_) == math_type(x), "layer_norm: fp64 does not mix with others");
+         const OptionalTensor& x_bias_, double eps, Dropout drop) {
+    check_layer_norm(x_, residual_, weight_, bias_, x_bias_);
+    x = x_.contiguous(), weight = as_math(weight_, x);
     if (bias_) bias = as_math(*bias_, x);
     if (residual_) residual = residual_->contiguous();
     if (residual_) x_bias = x_bias_ ? as_math(*x_bias_, x) : at::zeros({x.size(-1)}, weight.options());
@@ -61,9 +60,7 @@ Tensors5 backward(Inputs in, const at::Tensor& dy, const at::Tensor& mean, const
                   const at::TensorOptions& weight, const std::optional<at::TensorOptions>& x_bias) {
   const auto loop = FB_BEST_ISA(layer_norm_bwd);
   TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
-  check_like("layer_norm", "dy", dy, in.x);
-  check_dtype("layer_norm", "dy", dy, in.output().dtype().toScalarType());
-  check_statistics("layer_norm", mean, rstd, in.x, math_type(in.x));
+  check_layer_norm_gradients(dy, in.x, mean, rstd, in.output().dtype().toScalarType(), math_type(in.x));
   const at::Tensor grad = dy.contiguous(), means = mean.contiguous(), rstds = rstd.contiguous();
   in.op.mean = means.data_ptr(), in.op.rstd = rstds.data_ptr();
   const bool shared = in.residual && in.op.residual_type == in.op.x_type && in.op.drop.threshold == 0;

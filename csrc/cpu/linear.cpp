@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "../checks.h"
 #include "../tensor.h"
 
 namespace fastbert {
@@ -56,6 +57,15 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   return onednn_product(in_whole_blocks(rows), w, b).narrow(0, 0, rows.size(0)).view(shape);
 }
 
-TORCH_LIBRARY_IMPL(fastbert, CPU, m) { m.impl("linear_fwd", &linear); }
+namespace {
+
+at::Tensor linear_fwd_cpu(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  check_dense("linear", x, weight, bias);
+  return fastbert::linear(x, weight, bias);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fastbert, CPU, m) { m.impl("linear_fwd", &linear_fwd_cpu); }
 
 }  // namespace fastbert

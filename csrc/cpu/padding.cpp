@@ -4,10 +4,10 @@
 #include <torch/library.h>
 
 #include <cstring>
-#include <numeric>
 #include <tuple>
 #include <vector>
 
+#include "../checks.h"
 #include "../tensor.h"
 
 namespace fastbert {
@@ -21,14 +21,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> padding_plan(const at::Tensor& ma
                     mask.sizes(), " ", mask.scalar_type());
   const at::Tensor visible = mask.contiguous(),
                    cu_seqlens = at::empty({mask.size(0) + 1}, mask.options().dtype(at::kInt));
-  const bool* const see = visible.const_data_ptr<bool>();
+  // Bytes, not bools: a view of other bytes as bool can hold more than 0 and 1.
+  const uint8_t* const see = static_cast<const uint8_t*>(visible.const_data_ptr());
   int* const ends = cu_seqlens.mutable_data_ptr<int>();
   const int64_t batch = mask.size(0), seqlen = mask.size(1);
   int64_t longest = 0;
   ends[0] = 0;
   for (int64_t b = 0; b < batch; ++b) {
-    const int64_t length = std::accumulate(see + b * seqlen, see + (b + 1) * seqlen, int64_t(0));
+    int64_t length = 0;
+    for (int64_t i = b * seqlen; i < (b + 1) * seqlen; ++i) length += see[i] != 0;
     longest = std::max(longest, length);
+    TORCH_CHECK_VALUE(ends[b] + length <= INT32_MAX, "padding_plan: more than 2**31 tokens");
     ends[b + 1] = int(ends[b] + length);
   }
   const at::Tensor indices = at::empty({ends[batch]}, mask.options().dtype(at::kLong));
@@ -53,6 +56,7 @@ std::vector<int64_t> shape_of_rows(const at::Tensor& x, int64_t from, std::vecto
 }
 
 at::Tensor padding_pack(const at::Tensor& x, const at::Tensor& indices) {
+  check_packing("padding_pack", x, indices, 2);
   const at::Tensor in = x.contiguous().flatten(0, 1), place = places(indices, in.size(0));
   const std::vector<int64_t> shape = shape_of_rows(x, 2, {place.numel()});
   at::Tensor out = x.dim() > 2 ? empty_rows(shape, x.options()) : at::empty(shape, x.options());
@@ -60,6 +64,7 @@ at::Tensor padding_pack(const at::Tensor& x, const at::Tensor& indices) {
 }
 
 at::Tensor padding_unpack(const at::Tensor& x, const at::Tensor& indices, c10::SymInt batch, c10::SymInt seqlen) {
+  check_unpacking("padding_unpack", x, indices, batch.expect_int(), seqlen.expect_int());
   const int64_t rows = batch.expect_int() * seqlen.expect_int();
   const at::Tensor in = x.contiguous(), place = places(indices, rows);
   const at::Tensor out = at::empty(shape_of_rows(x, 1, {batch.expect_int(), seqlen.expect_int()}), x.options());

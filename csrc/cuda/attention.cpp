@@ -32,13 +32,10 @@ struct Call {
     TORCH_CHECK_NOT_IMPLEMENTED(qkv.scalar_type() != at::kDouble, "attention: the CUDA kernels have no fp64");
     TORCH_CHECK_NOT_IMPLEMENTED(D <= cuda::kAttentionLargest, "attention: the CUDA kernels take head sizes up to ",
                                 cuda::kAttentionLargest, ", not ", D);
-    TORCH_CHECK(!rng || rng->device() == qkv.device(), "attention: rng is on ", rng->device(), ", qkv on ",
-                qkv.device());
-    TORCH_CHECK(tokens <= INT32_MAX && heads <= INT32_MAX, "attention: qkv has shape ", qkv.sizes());
     a.qkv = qkv.const_data_ptr(), a.cu_seqlens = cu_seqlens.const_data_ptr<int32_t>();
     a.tokens = tokens, a.sequences = int(sequences), a.heads = int(heads), a.D = int(D);
     a.longest = int(std::clamp<int64_t>(max_seqlen, 0, tokens));
-    a.scale = float(scale), a.drop = device_dropout_of(dropout_p, rng, site, kAttentionBits), a.dtype = dtype_of(qkv);
+    a.scale = float(scale), a.drop = device_dropout_of(dropout_p, rng, site, kAttentionBits, qkv), a.dtype = dtype_of(qkv);
   }
 };
 

@@ -17,9 +17,7 @@ namespace fastbert {
 namespace {
 
 void check(const at::Tensor& x, const at::Tensor& bias, std::string_view approximate) {
-  check_rows("bias_gelu", x);
-  check_parameter("bias_gelu", "bias", bias, x);
-  check_approximate("bias_gelu", approximate);
+  check_bias_gelu(x, bias, approximate);
   TORCH_CHECK_NOT_IMPLEMENTED(dtype_of(x) != DType::f64 && dtype_of(bias) != DType::f64,
                               "bias_gelu: the CUDA kernels have no fp64");
 }
@@ -46,8 +44,7 @@ at::Tensor bias_gelu_fwd_cuda(const at::Tensor& x, const at::Tensor& bias, std::
 std::tuple<at::Tensor, at::Tensor> bias_gelu_bwd_cuda(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& bias,
                                                       std::string_view approximate, bool need_dbias) {
   check(x, bias, approximate);
-  check_like("bias_gelu", "dy", dy, x);
-  check_dtype("bias_gelu", "dy", dy, x.scalar_type());
+  check_gradient("bias_gelu", "dy", dy, x);
   const c10::DeviceGuard guard(x.device());
   const at::Tensor dx = at::empty(x.sizes(), x.options());
   if (x.numel() == 0) return {dx, at::zeros({need_dbias ? bias.size(0) : 0}, bias.options())};

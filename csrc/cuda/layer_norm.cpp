@@ -33,9 +33,8 @@ struct Inputs {
   // bias is absent in the backward
   Inputs(const at::Tensor& x_, const OptionalTensor& residual_, const at::Tensor& weight_, const OptionalTensor& bias_,
          const OptionalTensor& x_bias_, double eps, const OptionalTensor& rng, double dropout_p, int64_t site)
-      : drop(device_dropout_of(dropout_p, rng, site, kRowBits)), guard(x_.device()) {
+      : drop(device_dropout_of(dropout_p, rng, site, kRowBits, x_)), guard(x_.device()) {
     check_layer_norm(x_, residual_, weight_, bias_, x_bias_);
-    TORCH_CHECK(drop.threshold == 0 || rng->device() == x_.device(), "layer_norm: rng is not on ", x_.device());
     const auto wide = [](const OptionalTensor& tensor) { return tensor && dtype_of(*tensor) == DType::f64; };
     TORCH_CHECK_NOT_IMPLEMENTED(!wide(x_) && !wide(residual_) && !wide(weight_) && !wide(bias_) && !wide(x_bias_),
                                 "layer_norm: the CUDA kernels have no fp64");
@@ -81,9 +80,7 @@ Tensors3 forward(Inputs in) {
 // weight, residual and x_bias: as they were given, because their gradients have the same types.
 Tensors5 backward(Inputs in, const at::Tensor& dy, const at::Tensor& mean, const at::Tensor& rstd, bool need_dparams,
                   const at::Tensor& weight, const OptionalTensor& residual, const OptionalTensor& x_bias) {
-  check_like("layer_norm", "dy", dy, in.x);
-  check_dtype("layer_norm", "dy", dy, in.y_type);
-  check_statistics("layer_norm", mean, rstd, in.x, at::kFloat);
+  check_layer_norm_gradients(dy, in.x, mean, rstd, in.y_type, at::kFloat);
   const bool shared = residual && residual->scalar_type() == in.x.scalar_type() && in.drop.threshold == 0;
   const at::Tensor dx = shared ? at::empty({0}, in.x.options()) : at::empty(in.x.sizes(), in.x.options());
   const at::Tensor dresidual = residual ? at::empty(in.x.sizes(), in.options(in.y_type)) : at::Tensor();

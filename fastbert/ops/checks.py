@@ -4,6 +4,8 @@ import os
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from fastbert.ops.op import autocast_on
 from fastbert.random import threshold
@@ -82,7 +84,7 @@ def dropout(op: str, p: float, rng: Tensor | None, device: torch.device, bits: i
 
 def values_visible(tensor: Tensor) -> bool:
     """Whether values may be looked at: on the CPU, and on a GPU under FASTBERT_CHECK=1; never in a compiled graph."""
-    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter):  # a fake tensor has none
+    if torch.compiler.is_compiling() or isinstance(tensor, (FakeTensor, FunctionalTensor)):  # which have none
         return False
     return tensor.device.type == "cpu" or os.environ.get("FASTBERT_CHECK") == "1"
 

@@ -154,7 +154,7 @@ class TestAttention(AttentionSuite):
                 assert (tensor - want[name]).abs().max() <= bound * want[name].abs().max(), name
 
     @pytest.mark.parametrize("scale", [0.125, 0.3])  # a power of two, and one that rounds
-    @pytest.mark.parametrize("logit", [1e3, 1e6, 2.0**24, 1e8, 1e30])
+    @pytest.mark.parametrize("logit", [1e3, 1e6, 2.0**24, 1e8, 1e30, -1e8])
     def test_equal_logits_of_any_size(self, backend, logit, scale):
         """Four equal scores give four weights of 1/4, even where rounding the log-sum-exp has lost ln 4."""
         backend.require(torch.float32, backward=True)
@@ -209,6 +209,16 @@ class TestAttention(AttentionSuite):
             backend.skip("it takes a sequence")
         out, _ = PRIMITIVES["attention_fwd"](backend.name, qkv, cu_seqlens, 5, 0.3, 0.0, None, 0)
         assert torch.equal(out, torch.zeros_like(out))
+
+    def test_the_largest_score_anywhere(self, backend):
+        """Whatever vector, slot or thread has the key of the largest score, its weight is 1 and all others are 0."""
+        length = 85  # 64, and behind them a whole vector and a part of one, whatever their size
+        places = torch.arange(0, length, 21 if backend.rounds_fma_twice else 1)  # one a head; the interpreter is slow
+        qkv = torch.randn(length, 3, len(places), 8)
+        qkv[:, 0], qkv[:, 1] = 1, 0
+        qkv[places, 1, torch.arange(len(places)), 0] = 400
+        out = ops.attention(qkv.to(backend.device), ends((length,), backend.device), length, scale=1.0).cpu()
+        assert torch.equal(out, qkv[places, 2, torch.arange(len(places))].expand_as(out))
 
     @pytest.mark.parametrize("factor", [30.0, 8e3])
     @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))

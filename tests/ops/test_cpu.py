@@ -170,6 +170,16 @@ def test_column_sums_of_many_rows_keep_their_digits(op):
         testing.assert_accurate(op, plain, [plain], inputs)
 
 
+def test_column_sums_over_several_chunks_are_exact_for_integers():
+    """Each row counts once, at the borders of chunks and of blocks too."""
+    dy, signs = torch.randint(-8, 9, (ROWS, C)).float(), torch.tensor([1.0, -1.0]).repeat(ROWS, C // 2)
+    mean, rstd, ones = torch.zeros(ROWS), torch.ones(ROWS), torch.ones(C)
+    _, of_gelu = torch.ops.fastbert.bias_gelu_bwd(dy, torch.full((ROWS, C), 50.0), ones, "none", True)
+    _, dweight, dbias = torch.ops.fastbert.layer_norm_bwd(dy, signs, ones, mean, rstd, True)
+    assert torch.equal(of_gelu, dy.sum(0)) and torch.equal(dbias, dy.sum(0))
+    assert torch.equal(dweight, (dy * signs).sum(0))
+
+
 def test_no_channels():
     x, bias = torch.zeros(3, 0, requires_grad=True), torch.zeros(0, requires_grad=True)
     ops.bias_gelu(x, bias).sum().backward()
@@ -223,6 +233,41 @@ def test_a_first_gradient_can_be_modified_in_place():
 def _run(capability, *words):
     env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
     return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=900)
+
+
+def _half_calls():
+    """name -> (op, activations, float32 parameters)"""
+    x, y, w, b = torch.randn(33, 40) * 3, torch.randn(33, 40), torch.randn(40), torch.randn(40)
+    ids = torch.randint(9, (2, 33))
+    return {
+        "layer_norm": (ops.layer_norm, (x,), (w, b)),
+        "add_layer_norm": (lambda x, y, w, b: ops.add_layer_norm(x, y, w, b, **_dropout(1)), (x, y), (w, b)),
+        "bias_gelu": (ops.bias_gelu, (x,), (b,)),
+        "embedding": (lambda x, y, w, b: ops.embedding(*ids, None, x, y, None, w, b), (x, y), (w, b)),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", _half_calls())
+def test_half_precision_is_float32_rounded_once(name, dtype):
+    """To the nearest, ties to even, results and gradients alike: bit for bit what PyTorch makes of float32's."""
+    op, activations, parameters = _half_calls()[name]
+    half = [t.to(dtype).requires_grad_() for t in activations]
+    wide = [t.detach().float().requires_grad_() for t in half]
+    with fastbert.backend("cpu"):
+        y, expected = op(*half, *parameters), op(*wide, *parameters)
+        dy = torch.randn_like(y)
+        gradients, wanted = torch.autograd.grad(y, half, dy), torch.autograd.grad(expected, wide, dy.float())
+    for got, right in zip((y, *gradients), (expected, *wanted), strict=True):
+        assert torch.equal(got, right.to(dtype))
+
+
+def test_rounding_without_instructions_for_it():
+    """AVX2's, on a processor that would take AVX-512's."""
+    if backends.build_info()["cpu_set"] == "avx2":
+        pytest.skip("that is what the tests above run on")
+    result = _run("avx2", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "rounded_once", __file__)
+    assert result.returncode == 0, result.stdout[-4000:]
 
 
 def test_older_processors_are_served_by_the_reference():

@@ -95,6 +95,12 @@ class TestLinear(OpSuite):
             with pytest.raises(error, match=words):
                 ops.linear(*args)
 
+    def test_rows_that_end_with_their_memory(self, backend):
+        """More than a library computes at once, no multiple of 16, in a view that begins inside its storage."""
+        inputs = self.inputs((300, 32, 16), torch.float32, backend.device)
+        view = torch.cat([torch.zeros(20, 32, device=backend.device), inputs["x"]])[20:]
+        assert torch.equal(self.ours(**inputs | {"x": view}), self.ours(**inputs))
+
     @pytest.mark.parametrize("behind", (0.0, float("nan")))
     def test_what_lies_behind_the_rows_in_memory_changes_nothing(self, backend, behind):
         inputs = self.inputs((387, 64, 48), torch.float32, backend.device)

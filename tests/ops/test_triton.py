@@ -53,6 +53,14 @@ def test_recording_ends_with_its_block():
     assert torch.equal(sums.add_up(partials, [torch.float32])[0], torch.full((5,), 3.0, device=DEVICE))
 
 
+@pytest.mark.parametrize("programs", [1, 32, 33, 70, 528])
+def test_sums_of_any_number_of_programs(programs):
+    """The interpreter's kernels leave at most 16 partial sums, a GPU's hundreds. Integers add up exactly."""
+    partials = torch.randint(-9, 10, (programs, 2, 67), device=DEVICE).float()
+    one, other = sums.add_up(partials, [torch.float32, torch.float16])
+    assert torch.equal(one, partials[:, 0].sum(0)) and torch.equal(other, partials[:, 1].sum(0).half())
+
+
 @pytest.mark.parametrize(("rows", "tile", "programs"), [(1, 8, 264), (1000, 8, 4), (4096, 16, 264), (7, 8, 0)])
 def test_shares_cover_all_rows_in_whole_tiles(rows, tile, programs):
     each, count = sums.share(rows, tile, programs)

@@ -1,0 +1,273 @@
+"""Direct calls of the C++ primitives on CPU tensors, with arguments that somebody got wrong.
+
+A call raises a Python exception, or returns tensors of the shapes and dtypes that the fake promises. It never crashes:
+all memory of the arguments ends at a page that cannot be read, so that a kernel that reads on is killed at once.
+Before each call its description is written to a file, for the process that started this one (test_fuzz.py).
+
+    python tests/ops/fuzz.py EXAMPLES FILE
+"""
+
+import ctypes
+import mmap
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastbert.ops.op import PRIMITIVES
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
+ON_CPU = [name for name in PRIMITIVES if torch._C._dispatch_has_kernel_for_dispatch_key(f"fastbert::{name}", "CPU")]
+
+
+# ---- right calls
+
+
+@dataclass
+class Sizes:
+    """Dimensions and dtypes of a right call. wide: of statistics and sums."""
+
+    T: int
+    C: int
+    K: int
+    H: int
+    D: int
+    dtype: torch.dtype
+    parameters: torch.dtype
+    residual: torch.dtype
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def promoted(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, self.residual)
+
+
+@st.composite
+def sizes(draw) -> Sizes:
+    dtype = draw(st.sampled_from(FLOATS))
+    others = st.just(dtype) if dtype == torch.float64 else st.sampled_from((dtype, torch.float32))
+    tokens, channels, small = st.sampled_from((0, 1, 2, 5, 17, 300)), st.integers(1, 20), st.integers(0, 4)
+    T, C, K, H, D = draw(tokens), draw(channels), draw(channels), draw(small), draw(channels)
+    return Sizes(T, C, K, H, D, dtype, draw(others), draw(others))
+
+
+def normal(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def below(end: int, *shape: int) -> Tensor:
+    return torch.randint(end, shape, generator=torch.Generator().manual_seed(0))
+
+
+def right_call(name: str, n: Sizes) -> list:
+    """The arguments of a call that is as it should be, in the order of the schema."""
+    op, direction = name.rsplit("_", 1)
+    x, rows, key = normal(n.dtype, n.T, n.C), [normal(n.wide, n.T).abs() for _ in range(2)], torch.tensor([7])
+    channels = [normal(n.parameters, n.C) for _ in range(3)]
+    dropout = [key, 0.25, 3]
+    if op == "layer_norm":
+        return [x, *channels[:2], 1e-12] if direction == "fwd" else [x, x, channels[0], *rows, True]
+    if op == "add_layer_norm":
+        residual, dy = normal(n.residual, n.T, n.C), normal(n.promoted, n.T, n.C)
+        if direction == "fwd":
+            return [x, residual, *channels, key, 1e-12, *dropout[1:]]
+        return [dy, x, residual, channels[0], *rows, channels[1], *dropout, True]
+    if op == "bias_gelu":
+        return [x, channels[0], "none"] if direction == "fwd" else [x, x, channels[0], "tanh", True]
+    if op in ("linear", "dense_gelu"):
+        weight, bias, y = normal(n.dtype, n.K, n.C), normal(n.dtype, n.K), normal(n.dtype, n.T, n.K)
+        if direction == "bwd":
+            return [y, x, weight, y, "none", True, True]
+        return [x, weight, bias] + ["none", True] * (op == "dense_gelu")
+    if op == "embedding":
+        tables = [normal(n.dtype, rows, n.C) for rows in (9, 6, 2)]
+        inputs = [below(len(table), n.T) for table in tables] + tables
+        if direction == "fwd":
+            return [*inputs, *channels[:2], key, 1e-12, *dropout[1:]]
+        return [x, *inputs, channels[0], *rows, *dropout, 1, [True] * 4]
+    if op == "attention":
+        ends = torch.tensor([0, n.T // 3, n.T // 3, n.T], dtype=torch.int32)
+        qkv, out = normal(n.dtype, n.T, 3, n.H, n.D), normal(n.dtype, n.T, n.H, n.D)
+        rest = [ends, n.T, 0.5, 0.25, key, 3]
+        return [qkv, *rest] if direction == "fwd" else [out, qkv, out, normal(n.wide, n.H, n.T), *rest]
+    if name == "padding_plan":
+        return [normal(torch.float32, n.K, n.C) > 0]
+    places = torch.arange(0, n.K * n.C, 3)
+    padded = normal(n.dtype, n.K, n.C, n.D)
+    return [padded, places] if name == "padding_pack" else [padded.flatten(0, 1)[places], places, n.K, n.C]
+
+
+# ---- wrong arguments
+
+
+@st.composite
+def other(draw, value: object) -> object:
+    """Something in the place of a right argument."""
+    if isinstance(value, Tensor):
+        try:
+            return draw(st.sampled_from(TENSORS))(draw, value)
+        except (RuntimeError, IndexError):  # no such thing of this tensor
+            return value
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return draw(st.sampled_from((-(2**40), -1, 0, 1, value + 1, 2**31, 2**40, 2**62)))
+    if isinstance(value, float):
+        return draw(st.sampled_from((-1.0, -0.0, 1e-9, 0.5, 1.0, 2.0, float("inf"), float("nan"))))
+    if isinstance(value, str):
+        return draw(st.sampled_from(("none", "tanh", "erf", "")))
+    return draw(st.lists(st.booleans(), max_size=6)) if isinstance(value, list) else draw(st.sampled_from((1, "none")))
+
+
+def dimension(draw, tensor: Tensor) -> int:
+    return draw(st.integers(0, max(0, tensor.dim() - 1)))
+
+
+def longer(draw, tensor: Tensor) -> Tensor:
+    if tensor.dim() == 0 or tensor.numel() == 0:
+        return tensor[None]
+    return torch.cat([tensor, tensor[:1]])
+
+
+def shorter(draw, tensor: Tensor) -> Tensor:
+    if tensor.dim() == 0:
+        return tensor[None]
+    dim = dimension(draw, tensor)
+    return tensor.narrow(dim, 0, draw(st.integers(0, tensor.shape[dim])))
+
+
+def filled(draw, tensor: Tensor) -> Tensor:
+    wild = (-1, 2, 11, 300, -(2**31), 2**31 - 1) + (2**40,) * (tensor.dtype == torch.int64)
+    if tensor.dtype == torch.bool:  # bools of other bytes than 0 and 1
+        return (tensor.to(torch.uint8) * draw(st.sampled_from((2, 128, 255)))).view(torch.bool)
+    return torch.full_like(tensor, draw(st.sampled_from(wild if not tensor.is_floating_point() else (0, 1e30))))
+
+
+def one_wild(draw, tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point() or not tensor.numel():
+        return tensor * float("nan")
+    flat = tensor.flatten().clone()
+    flat[draw(st.integers(0, flat.numel() - 1))] = filled(draw, flat)[0]
+    return flat.view(tensor.shape)
+
+
+TENSORS = (
+    longer,
+    shorter,
+    filled,
+    one_wild,
+    lambda draw, tensor: None,
+    lambda draw, tensor: tensor.to(draw(st.sampled_from(DTYPES))),
+    lambda draw, tensor: tensor[:0] if tensor.dim() else tensor[None],
+    lambda draw, tensor: tensor.new_empty(()),
+    lambda draw, tensor: tensor.unsqueeze(dimension(draw, tensor)),
+    lambda draw, tensor: tensor.flatten(),
+    lambda draw, tensor: (
+        tensor.movedim(0, -1) if tensor.dim() > 1 else tensor.expand(2, -1) if tensor.dim() else tensor
+    ),
+    lambda draw, tensor: tensor[:1].expand_as(tensor) if tensor.numel() else tensor,
+    lambda draw, tensor: torch.stack([tensor, tensor], -1)[..., 0],
+    lambda draw, tensor: torch.cat([tensor, tensor])[tensor.shape[0] :] if tensor.dim() else tensor,
+    lambda draw, tensor: tensor.to("meta"),
+)
+
+
+class Call:
+    def __init__(self, name: str, args: list) -> None:
+        self.name, self.args = name, args
+
+    def __repr__(self) -> str:
+        return f"torch.ops.fastbert.{self.name}({', '.join(map(described, self.args))})"
+
+
+def described(arg: object) -> str:
+    if not isinstance(arg, Tensor):
+        return repr(arg)
+    integers = not arg.is_floating_point() and not arg.is_complex() and not arg.is_meta and arg.numel() <= 20
+    values = f" {arg.tolist()}" if integers else ""
+    return f"<{str(arg.dtype).removeprefix('torch.')} {list(arg.shape)} strides {arg.stride()} on {arg.device}{values}>"
+
+
+@st.composite
+def calls(draw) -> Call:
+    name = draw(st.sampled_from(ON_CPU))
+    args = right_call(name, draw(sizes()))
+    for _ in range(draw(st.sampled_from((0, 1, 1, 1, 2, 3)))):
+        place = draw(st.integers(0, len(args) - 1))
+        args[place] = draw(other(args[place]))
+    return Call(name, [guarded(arg) if isinstance(arg, Tensor) and not arg.is_meta else arg for arg in args])
+
+
+# ---- the check
+
+
+def guarded(tensor: Tensor) -> Tensor:
+    """The tensor in memory that ends with its last element: what lies behind cannot be read."""
+    reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.numel():
+        return tensor
+    size = reach * tensor.element_size()
+    readable = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    area = mmap.mmap(-1, readable + mmap.PAGESIZE)
+    behind = ctypes.addressof(ctypes.c_char.from_buffer(area)) + readable
+    if ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0):
+        raise OSError("mprotect failed")
+    flat = torch.frombuffer(area, dtype=tensor.dtype, count=reach, offset=readable - size)
+    flat.copy_(tensor.as_strided((reach,), (1,)))
+    return flat.as_strided(tensor.shape, tensor.stride())
+
+
+def fake_results(call: Call) -> tuple[Tensor, ...]:
+    """What the fake promises. padding_plan's number of tokens is in the values, which a fake cannot see."""
+    if call.name == "padding_plan":
+        (mask,) = call.args
+        places = mask.flatten().view(torch.uint8).count_nonzero()
+        return torch.empty(int(places), dtype=torch.int64), torch.empty(len(mask) + 1, dtype=torch.int32), places
+    found = PRIMITIVES[call.name].fake(*(a.to("meta") if isinstance(a, Tensor) else a for a in call.args))
+    return found if isinstance(found, tuple) else (found,)
+
+
+def check(call: Call) -> bool:
+    """Whether the call returned."""
+    try:
+        found = getattr(torch.ops.fastbert, call.name)(*call.args)
+    except Exception:  # as promised
+        return False
+    for real, fake in zip(found if isinstance(found, tuple) else (found,), fake_results(call), strict=True):
+        assert (real.shape, real.dtype) == (fake.shape, fake.dtype), f"{real.shape} {real.dtype}, not {fake}"
+        assert real.is_contiguous()
+    return True
+
+
+def main(examples: int, file: Path) -> None:
+    returned = []
+    with open(file, "r+b", buffering=0) as place:
+
+        @settings(
+            max_examples=examples,
+            derandomize=True,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+        )
+        @given(calls())
+        def run(call):
+            place.seek(0)
+            place.truncate()
+            place.write(repr(call).encode())
+            returned.append(check(call))
+
+        run()
+    print(f"{len(returned)} calls, {sum(returned)} returned")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
