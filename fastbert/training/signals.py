@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 
@@ -32,7 +32,8 @@ def signals_put_off() -> Iterator[Signalled]:
         if os.getpid() == process:  # not a loader's worker, which the terminal signals too
             signalled.number = number
             name = signal.Signals(number).name
-            os.write(2, f"fastbert: {name}: training ends after this step; again to end it at once\n".encode())
+            with suppress(OSError):  # there may be no stderr
+                os.write(2, f"fastbert: {name}: training ends after this step; again to end it at once\n".encode())
 
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -327,11 +327,11 @@ def test_states_of_other_loaders_are_refused(corpus):
 
 def test_a_state_of_another_vocabulary_is_refused(tmp_path):
     """Two tokens have changed places: nothing else would tell. From texts, from a file, and within other data sets."""
-    other = json.loads(WORDPIECE.to_str())
+    other = json.loads(BPE.to_str())
     vocabulary = other["model"]["vocab"]
-    vocabulary["the"], vocabulary["of"] = vocabulary["of"], vocabulary["the"]
-    other = type(WORDPIECE).from_str(json.dumps(other))
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=WORDPIECE)
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    other = type(BPE).from_str(json.dumps(other))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=BPE)
     make = {
         "texts": lambda tokenizer: MLMDataset(PASSAGES[:9], tokenizer),
         "file": lambda tokenizer: write_tokens(PASSAGES[:9], tokenizer, tmp_path / str(len(list(tmp_path.iterdir())))),
@@ -341,7 +341,7 @@ def test_a_state_of_another_vocabulary_is_refused(tmp_path):
     found = set()
     for data in make.values():
         one, again, wrong = (
-            create_dataloader(data(tokenizer), PackingCollator(), 2) for tokenizer in (WORDPIECE, theirs, other)
+            create_dataloader(data(tokenizer), PackingCollator(), 2) for tokenizer in (BPE, theirs, other)
         )
         state = one.state_dict()
         again.load_state_dict(state)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fastbert import BertForMaskedLM
+from fastbert.data import create_mlm_dataloader, train_tokenizer
 from fastbert.training import (
     Best,
     constant_schedule,
@@ -231,6 +232,25 @@ def test_a_checkpoint_of_another_metric_is_refused_and_one_of_none_is_not(tmp_pa
     assert trainer_of(tmp_path).resume()
 
 
+# ---- another vocabulary
+
+
+def test_a_run_does_not_go_on_with_another_vocabulary(tmp_path):
+    """As a script that trains its tokenizer anew, on other texts, would have it."""
+
+    def run(texts):
+        tokenizer = train_tokenizer(texts, vocab_size=99)
+        loader = create_mlm_dataloader(["one two three"] * 8, tokenizer, 2)
+        trainer = trainer_of(tmp_path)
+        trainer.resume()
+        trainer.train(loader, max_steps=trainer.step + 1)
+        return trainer.step
+
+    assert [run(["one two three"]), run(["one two three"])] == [1, 2]
+    with pytest.raises(ValueError, match="vocabulary .* expected the tokenizer of that run, saved rather than trained"):
+        run(["three two one zero"])
+
+
 # ---- callbacks and loggers
 
 
@@ -384,6 +404,7 @@ def test_workers_outlive_the_signal_of_the_terminal(tmp_path, handlers):
     assert trainers[-1].step == 2
 
 
+@pytest.mark.slow  # beside the above, which SIGTERM does not end
 def test_a_terminated_process_has_saved(tmp_path):
     ended = launch(tmp_path, 6, "--die", "terminated")
     assert ended.returncode == -signal.SIGTERM, ended.stderr
