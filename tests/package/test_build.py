@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -202,6 +203,25 @@ def test_pure_wheel_holds_nothing_of_an_earlier_build(tree, tmp_path):
     assert facts["NOT_BUILT"] == "FASTBERT_BUILD=0 was set when fastbert was installed"
     assert facts["TORCH_VERSION"] is facts["CUDA_VERSION"] is facts["COMPILER"] is None
     assert facts["CUDA_ARCHITECTURES"] == facts["CPU_SETS"] == ()
+
+
+def test_a_source_distribution_holds_all_that_its_tests_need(tmp_path):
+    """Every file under version control but those of the repository itself; from it the tests, docs and examples run."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("needs a git checkout")
+    tree = tmp_path / "tree"
+    for name in listed.stdout.splitlines():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    command = [sys.executable, "setup.py", "-q", "sdist", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=tree, env=CLEAN_ENV | {"FASTBERT_BUILD": "0"}, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as contents:
+        held = {member.name.partition("/")[2] for member in contents}
+    missing = set(listed.stdout.splitlines()) - held
+    assert {name for name in missing if not name.startswith(".")} == set()
+    assert not [name for name in held if name.endswith((".pyc", ".so"))]
 
 
 @pytest.fixture
