@@ -31,6 +31,8 @@ def signals_put_off() -> Iterator[Signalled]:
         restore()
         if os.getpid() == process:  # not a loader's worker, which the terminal signals too
             signalled.number = number
+            if callable(signal.getsignal(signal.SIGCHLD)):  # torch's, which raises when a worker dies of it too
+                before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             name = signal.Signals(number).name
             with suppress(OSError):  # there may be no stderr
                 os.write(2, f"fastbert: {name}: training ends after this step; again to end it at once\n".encode())

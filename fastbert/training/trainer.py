@@ -131,7 +131,7 @@ class AMPTrainer:
         with signals_put_off() as signalled, self._telling(max_steps) as tell:
             tell("begin", {})
             while not ended:
-                for batches in self._steps_of_the_epoch(loader):
+                for batches in self._steps_of_the_epoch(loader, signalled):
                     row = self._step(batches)
                     self._record_position(loader, len(batches))
                     tell("train", row)
@@ -147,7 +147,11 @@ class AMPTrainer:
                     if ended:
                         break
                 else:
-                    self._end_epoch()
+                    if ended := self._ends(max_steps, signalled):  # a signal that the loader's workers died of
+                        self.save()
+                        tell("save", {})
+                    else:
+                        self._end_epoch()
             tell("end", result)
         return result
 
@@ -254,11 +258,16 @@ class AMPTrainer:
 
     # -- the place in the data
 
-    def _steps_of_the_epoch(self, loader: Iterable[Batch]) -> Iterator[list[Batch]]:
+    def _steps_of_the_epoch(self, loader: Iterable[Batch], signalled: Signalled) -> Iterator[list[Batch]]:
         """Yields the batches of each step, from the current position in the epoch."""
         iterator = self._open(loader)
         while True:
-            batches = list(itertools.islice(iterator, self.accumulation))
+            try:
+                batches = list(itertools.islice(iterator, self.accumulation))
+            except RuntimeError:
+                if not signalled.number:  # of which the loader's workers died
+                    raise
+                batches = []
             shortest = torch.tensor(len(batches), device=self.device)
             batches = batches[: int(self._over_processes(shortest, dist.ReduceOp.MIN))]
             if not batches:

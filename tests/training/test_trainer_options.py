@@ -4,7 +4,9 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -402,6 +404,41 @@ def test_workers_outlive_the_signal_of_the_terminal(tmp_path, handlers):
     trainers[-1].callbacks.append(interrupt)
     trainers[-1].train(loader, max_steps=2)
     assert trainers[-1].step == 2
+
+
+class Stuck(torch.utils.data.Dataset):
+    """Its fifth example never comes."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        time.sleep(60 if i == 4 else 0)
+        return process.examples()[i]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, of the worker that died
+@pytest.mark.parametrize("event", ["train", "save"], ids=["in a step", "while it waits for data"])
+def test_a_signal_that_workers_die_of_is_saved_too(tmp_path, handlers, event):
+    """A cluster's scheduler signals all processes of a job."""
+
+    def terminate(trainer, now, values):
+        if now == event and trainer.step == 2:
+            everyone = os.getpid(), *(child.pid for child in multiprocessing.active_children())
+            # From another process: workers take their parent's SIGTERM for the usual end.
+            subprocess.run(f"kill -TERM {' '.join(map(str, everyone))}", shell=True, check=True)
+            time.sleep(0.2)  # they die
+
+    collator = process.masking_loader().collate_fn
+    loader = DataLoader(Stuck(), 2, collate_fn=collator, num_workers=1, prefetch_factor=1, timeout=2)
+    trainer = trainer_of(tmp_path, callbacks=[terminate])
+    with pytest.raises(Terminated):
+        trainer.train(loader, max_steps=4, save_steps=2)
+    assert trainer.step == 2 and kept(trainer) == [2] and handled() == handlers
+    again = trainer_of(tmp_path)
+    again.resume()
+    again.train([collator(process.examples()[:2])] * 3, max_steps=3)
+    assert callable(signal.getsignal(signal.SIGCHLD))  # torch's own, again
 
 
 @pytest.mark.slow  # beside the above, which SIGTERM does not end
