@@ -96,7 +96,7 @@ class _Body(NamedTuple):
 
     def sequence_labels(self, name: str, labels: Tensor, classes: int) -> Tensor:
         """A class for each sequence, (B,) or (B, 1) -> (B,), checked."""
-        labels = labels.flatten()
+        labels = _flat(self.op, name, labels)
         _check_labels(self.op, name, labels, self.hidden.device, (self.packing.batch,), "(B,)", classes)
         return labels
 
@@ -110,6 +110,12 @@ def _check_labels(
     checks.same_device(op, {name: labels, "the model": torch.empty(0, device=device)})
     if classes is not None:
         checks.index_range(op, name, labels, classes, also=IGNORED)
+
+
+def _flat(op: str, name: str, labels: Tensor) -> Tensor:
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"{op}: {name} is a {type(labels).__name__}; expected a tensor")
+    return labels.flatten()
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -447,6 +453,7 @@ class BertForSequenceClassification(_Classifier):
         logits = self._score(body)
         if labels is None:
             return None, logits
+        _flat(body.op, "labels", labels)
         problem = self.config.problem_type or self._problem(labels)
         loss = self._loss(body, logits, labels, problem)
         self.config.problem_type = problem
@@ -544,7 +551,7 @@ class BertForMultipleChoice(_Classifier):
 
     @staticmethod
     def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-        labels, (batch, choices) = labels.flatten(), logits.shape
+        labels, (batch, choices) = _flat("BertForMultipleChoice", "labels", labels), logits.shape
         _check_labels("BertForMultipleChoice", "labels", labels, logits.device, (batch,), "(B,)", choices)
         return _cross_entropy(logits, labels)
 
@@ -647,7 +654,7 @@ def _on_grid(body: _Body, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _answer_labels(name: str, positions: Tensor, visible: Tensor) -> Tensor:
     """Positions (B,) or (B, 1) as labels of the grid's columns, those without a token left out."""
-    positions, (batch, seqlen) = positions.flatten(), visible.shape
+    positions, (batch, seqlen) = _flat("BertForQuestionAnswering", name, positions), visible.shape
     _check_labels("BertForQuestionAnswering", name, positions, visible.device, (batch,), "(B,)", None)
     column = positions.long().clamp(0, seqlen)
     answerable = F.pad(visible, (0, 1)).gather(1, column.unsqueeze(1)).squeeze(1)  # column `seqlen`: beyond the text

@@ -1,6 +1,7 @@
 """Argument checks of the ops: before any kernel runs, in one place, for all backends."""
 
 import os
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ def sequences(op: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> None
         raise TypeError(f"{op}: cu_seqlens is {given}; expected a torch.int32 tensor")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)}; expected (sequences + 1,)")
-    if isinstance(max_seqlen, (Tensor, bool)) or not isinstance(max_seqlen, (int, torch.SymInt)):
+    if isinstance(max_seqlen, (Tensor, bool)) or not isinstance(max_seqlen, (Integral, torch.SymInt)):
         raise TypeError(f"{op}: max_seqlen is a {type(max_seqlen).__name__}; expected an int")
     if not values_visible(cu_seqlens):
         return

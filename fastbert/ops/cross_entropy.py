@@ -148,6 +148,8 @@ def labelled_rows(labels: Tensor, ignore_index: int = -100) -> Tensor | None:
 
 def _check(hidden, weight, bias, labels, ignore_index):
     op = "cross_entropy"
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"{op}: bias is a {type(bias).__name__}; expected a tensor, (V,)")
     checks.dense(op, hidden, weight, bias, name="hidden")
     checks.shape(op, "hidden", hidden, (None, weight.shape[1]), "(T, C)")
     checks.integers(op, labels=labels)

@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -126,6 +127,23 @@ def test_rooms_are_there_after_import_fastbert():
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="module 'fastbert' has no attribute 'nonsense'"):
         _ = fastbert.nonsense
+
+
+@pytest.mark.parametrize("kind", [head for head in HEADS if head.kind in TINY.family.heads])
+def test_labels_that_are_no_tensor_are_refused_by_name(kind):
+    ids = torch.ones(1, 2, 3, dtype=torch.long) if kind.kind == "ForMultipleChoice" else torch.ones(2, 3).long()
+    names = ("start_positions", "end_positions") if kind.kind == "ForQuestionAnswering" else ("labels",)
+    with pytest.raises(TypeError, match=rf"{kind.__name__}: {names[0]} is a?.*list; expected"):
+        kind(TINY)(ids, **dict.fromkeys(names, [1, 1]))
+
+
+def test_numpy_s_integers_are_integers():
+    model, cu_seqlens = BertModel(TINY).eval(), torch.tensor([0, 3, 5], dtype=torch.int32)
+    ids = torch.arange(5)
+    one, two = (model(ids, cu_seqlens=cu_seqlens, max_seqlen=n)[0] for n in (3, numpy.int64(3)))
+    assert torch.equal(one, two)
+    with pytest.raises(TypeError, match="max_seqlen is a float64; expected an int"):
+        model(ids, cu_seqlens=cu_seqlens, max_seqlen=numpy.float64(3))
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan, -torch.inf])

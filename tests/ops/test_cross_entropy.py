@@ -153,3 +153,8 @@ def test_bad_input_is_refused(change, error, words):
     }
     with pytest.raises(error, match=words):
         ops.cross_entropy(**good | change)
+
+
+def test_a_bias_is_needed():
+    with pytest.raises(TypeError, match=r"cross_entropy: bias is a NoneType; expected a tensor, \(V,\)"):
+        ops.cross_entropy(torch.randn(4, 8), torch.randn(9, 8), None, torch.ones(4).long())
