@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test waits for a network, or downloads
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the workers share the processor
 

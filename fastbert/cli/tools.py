@@ -12,7 +12,7 @@ import torch
 import fastbert
 from fastbert import backends
 from fastbert.cli.common import DTYPES, add_device, add_json, lines, write_json
-from fastbert.config import PRESETS, BertConfig
+from fastbert.config import BertConfig
 
 
 def add(commands) -> None:
@@ -129,12 +129,24 @@ def _about_model(name: str) -> dict[str, Any]:
     """Class, number of parameters (shared ones once) and configuration of a model."""
     from fastbert.auto import model_class_of
 
-    known = name in PRESETS and not Path(name).is_dir()
-    config = BertConfig.preset(name) if known else BertConfig.from_pretrained(name)
+    config = _config(name)
     model_class = model_class_of(config)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in model_class(config).parameters())
     return {"model": name, "class": model_class.__name__, "parameters": parameters, **config.to_dict()}
+
+
+def _config(name: str) -> BertConfig:
+    """Of a directory, of a published size, or of a model on the hub."""
+    if Path(name).is_dir():
+        return BertConfig.from_pretrained(name)
+    try:
+        return BertConfig.preset(name)
+    except ValueError as unknown:
+        try:
+            return BertConfig.from_pretrained(name)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error}; {unknown}") from None
 
 
 def _versions() -> dict[str, str]:

@@ -195,7 +195,7 @@ def test_info_says_what_a_bug_report_needs(capsys):
         (["embed", "--text", "nowhere"], "No such file"),
         (["embed", "--text", "EMPTY"], "holds no text"),
         (["embed", "--text", "LATIN"], "is not UTF-8"),
-        (["embed", "--text", "TEXT", "--model", "nowhere"], "No such file"),
+        (["embed", "--text", "TEXT", "--model", "nowhere"], "there is no directory nowhere"),
         (["embed", "--text", "TEXT", "--device", "nonsense"], "nonsense"),
         (["embed", "--text", "TEXT", "--output", "nowhere/out"], "No such file"),
         (["embed", "--text", "TEXT", "--output", "a.xyz"], "--output is a.xyz; expected a name that ends in .npy"),
