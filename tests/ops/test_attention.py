@@ -168,6 +168,21 @@ class TestAttention(AttentionSuite):
         torch.testing.assert_close(out, qkv[:, 2].mean(0).expand_as(out).detach(), rtol=2**-21, atol=2**-22)
         torch.testing.assert_close(dqkv[:, 2], dout.mean(0).expand_as(dout), rtol=2**-21, atol=2**-22)
 
+    def test_every_row_has_its_own_sum(self, backend):
+        """Small scores in one tile of queries, scores of hundreds in the next; the bounds as above."""
+        backend.require(torch.float32, backward=True)
+        inputs = self.inputs(((80,), 1, 16), torch.float32, backend.device)
+        inputs["qkv"][:64, 0] *= 0.01
+        inputs["qkv"][64:, 0] *= 100
+        logit = (inputs["qkv"][:, 0, 0] @ inputs["qkv"][:, 1, 0].mT).abs().max()
+        _, plain = self.with_scale(1.0)
+        ours = lambda qkv, cu_seqlens: ops.attention(qkv, cu_seqlens, 80, scale=1.0)  # noqa: E731
+        result, truth = testing.evaluate(ours, inputs), testing.evaluate(plain, inputs, dtype=torch.float64)
+        pairs = [(result.outputs, truth.outputs), (result.gradients, truth.gradients)]
+        for got, want in pairs:
+            for name, tensor in got.items():
+                assert (tensor - want[name]).abs().max() <= 2**-22 * logit * want[name].abs().max(), name
+
     @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
     def test_sequences_do_not_see_each_other(self, backend, dtype):
         """NaN, infinity and 1e30 in one sequence leave the others' bits alone, forward and backward."""
