@@ -176,8 +176,8 @@ inline void check_attention(const at::Tensor& qkv, const at::Tensor& cu_seqlens)
   check_floating("attention", "qkv", qkv);
   TORCH_CHECK_VALUE(qkv.dim() == 4 && qkv.size(1) == 3 && qkv.size(3) > 0, "attention: qkv has shape ", qkv.sizes(),
                     "; expected (T, 3, H, D) with D > 0");
-  TORCH_CHECK_VALUE(qkv.size(0) <= INT32_MAX && qkv.size(2) <= INT32_MAX / 3 / qkv.size(3),
-                    "attention: qkv has shape ", qkv.sizes(), "; expected less than 2**31 rows, and numbers a row");
+  TORCH_CHECK_VALUE(qkv.size(0) <= INT32_MAX && qkv.size(2) <= INT32_MAX / 3 / qkv.size(3), "attention: qkv has shape ",
+                    qkv.sizes(), "; expected less than 2**31 rows, and numbers a row");
   TORCH_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.numel() > 0, "attention: cu_seqlens has shape ",
                     cu_seqlens.sizes(), "; expected (sequences + 1,)");
   check_dtype("attention", "cu_seqlens", cu_seqlens, at::kInt);

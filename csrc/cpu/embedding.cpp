@@ -28,8 +28,8 @@ struct EmbeddingInputs {
   int64_t tokens;
 
   EmbeddingInputs(const at::Tensor& input_ids, const at::Tensor& position_ids, const OptionalTensor& token_type_ids,
-         const at::Tensor& word, const at::Tensor& position, const OptionalTensor& token_type,
-         const at::Tensor& weight_, const OptionalTensor& bias_, double eps, Dropout drop) {
+                  const at::Tensor& word, const at::Tensor& position, const OptionalTensor& token_type,
+                  const at::Tensor& weight_, const OptionalTensor& bias_, double eps, Dropout drop) {
     TORCH_CHECK_VALUE(token_type.has_value() == token_type_ids.has_value(),
                       "embedding: token_type and token_type_ids go together; expected both or neither");
     check_table("input_ids", input_ids, word, input_ids, word);
@@ -79,7 +79,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_fwd_cpu(
   const auto loop = FB_BEST_ISA(embedding_fwd);
   TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
   EmbeddingInputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps,
-            dropout_of(dropout_p, rng, site, kRowBits));
+                     dropout_of(dropout_p, rng, site, kRowBits));
   std::vector<int64_t> shape = input_ids.sizes().vec();
   const at::Tensor mean = at::empty(shape, in.math()), rstd = at::empty(shape, in.math());
   shape.push_back(in.op.channels);
@@ -101,7 +101,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding
   TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
   const at::AutoDispatchBelowAutograd guard;
   EmbeddingInputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, {}, 0,
-            dropout_of(dropout_p, rng, site, kRowBits));
+                     dropout_of(dropout_p, rng, site, kRowBits));
   const int64_t C = in.op.channels;
   check_embedding_gradients(dy, input_ids, word, mean, rstd, in.tables[0].scalar_type(), in.weight.scalar_type());
   TORCH_CHECK_VALUE(need.size() == 4 && (token_type || !need.get(2)), "embedding: need has ", need.size(),

@@ -7,8 +7,8 @@
 
 namespace fastbert {
 
-// Of checked arguments: x (..., K) weight (C, K)^T + bias (C,) on the CPU. In fp32 by oneDNN, if this torch has it; else as F.linear, by MKL.
-// The measurement is in docs/linear.md.
+// Of checked arguments: x (..., K) weight (C, K)^T + bias (C,) on the CPU. In fp32 by oneDNN, if this torch has it;
+// else as F.linear, by MKL. The measurement is in docs/linear.md.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
 }  // namespace fastbert

@@ -35,7 +35,8 @@ struct Call {
     a.qkv = qkv.const_data_ptr(), a.cu_seqlens = cu_seqlens.const_data_ptr<int32_t>();
     a.tokens = tokens, a.sequences = int(sequences), a.heads = int(heads), a.D = int(D);
     a.longest = int(std::clamp<int64_t>(max_seqlen, 0, tokens));
-    a.scale = float(scale), a.drop = device_dropout_of(dropout_p, rng, site, kAttentionBits, qkv), a.dtype = dtype_of(qkv);
+    a.scale = float(scale), a.drop = device_dropout_of(dropout_p, rng, site, kAttentionBits, qkv),
+    a.dtype = dtype_of(qkv);
   }
 };
 
