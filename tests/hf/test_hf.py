@@ -665,6 +665,20 @@ def test_hooks_on_the_model_and_the_pooler_change_nothing():
     assert_packed(report)
 
 
+def test_a_fallback_within_a_packed_forward_is_its_own():
+    """A hook runs a second accelerated model, which falls back: the first one's packing is none of its business."""
+    outer, outer_report = accelerated(build())
+    original = build(hidden_act="relu")
+    inner, inner_report = accelerated(original)
+    inputs, others, seen = batch(outer), batch(inner, [3, 9], seqlen=9), []
+    outer.pooler.register_forward_hook(lambda *_: seen.append(inner(**others).last_hidden_state))
+    with pytest.warns(RuntimeWarning, match="activation"):
+        outer(**inputs)
+    assert torch.equal(seen[0], original(**others).last_hidden_state)
+    assert_packed(outer_report)
+    assert_fell_back(inner_report, "activation")
+
+
 # ---- what the packed path cannot do
 
 
