@@ -919,7 +919,7 @@ def test_a_replacement_looks_like_the_function_it_stands_for(head):
     assert not hasattr(pickle.loads(pickle.dumps(model.forward)), "nonsense")
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_torch_export_sees_the_original(family, strict):
     original = build(family, "tokens")

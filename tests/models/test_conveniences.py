@@ -121,7 +121,7 @@ def test_transformers_trainer_switches_recomputation_on(tmp_path):
 def test_rooms_are_there_after_import_fastbert():
     code = (
         "import sys, fastbert; before = 'fastbert.training' in sys.modules; fastbert.training.AMPTrainer; "
-        "fastbert.data.get_tokenizer; fastbert.inference; fastbert.metrics; assert 'data' in dir(fastbert); "
+        "fastbert.data.get_tokenizer; fastbert.metrics; assert 'data' in dir(fastbert); "
         "sys.exit(before)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

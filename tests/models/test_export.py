@@ -234,7 +234,26 @@ def test_what_is_refused_at_once(earlier, change, error, words):
         export.export(model, path, format)
 
 
-@pytest.mark.parametrize("format", ["torch-export", pytest.param("onnx", marks=[needs_onnx, pytest.mark.slow])])
+def test_a_full_disk_does_not_end_the_process(tmp_path):
+    """As torch's own writer would, in a destructor."""
+    code = """
+import resource, sys, torch
+from pathlib import Path
+from fastbert.inference.export import _write_program
+program = torch.export.export(torch.nn.Linear(300, 300), (torch.ones(1, 300),))
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+try:
+    _write_program(program, ((), ()), Path(sys.argv[1]))
+except OSError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path / "x.pt2")], capture_output=True, text=True)
+    assert run.returncode == 0 and "File too large" in run.stdout, (run.returncode, run.stdout, run.stderr[-2000:])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_full_disk_leaves_the_earlier_file(tmp_path, format):
     """An OSError, where torch's own writer would end the process."""
     code = """

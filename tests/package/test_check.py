@@ -156,13 +156,13 @@ def test_a_bare_model_without_a_pooler(checkpoint):
 @pytest.mark.parametrize(
     ("spoil", "arguments", "words"),
     [
-        (None, ["--model", "nowhere"], "No such file"),
+        (None, ["--model", "nowhere"], "there is no directory nowhere"),
         (None, ["--text", "nowhere"], "No such file"),
         (None, ["--batch", "0"], "--batch is 0"),
         (None, ["--max-length", "2"], "max_length is 2"),
         (None, ["--device", "nonsense"], "nonsense"),
         ("tokenizer.json", [], "has no tokenizer: expected one of tokenizer.json"),
-        ("model.safetensors", [], "holds neither model.safetensors nor"),
+        ("model.safetensors", [], "holds no model.safetensors, no"),
         ("config.json", [], "No such file"),
     ],
 )

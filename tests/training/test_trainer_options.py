@@ -340,8 +340,9 @@ def handlers():
     def terminated(*_):
         raise Terminated
 
-    before = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGTERM, terminated)
-    yield signal.getsignal(signal.SIGINT), terminated
+    ours = signal.default_int_handler, terminated  # where tests run in the background, SIGINT may be ignored
+    before = signal.signal(signal.SIGINT, ours[0]), signal.signal(signal.SIGTERM, ours[1])
+    yield ours
     signal.signal(signal.SIGINT, before[0]), signal.signal(signal.SIGTERM, before[1])
 
 
