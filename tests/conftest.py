@@ -106,3 +106,12 @@ def backend(request):
         yield run
     ran = {name for (primitive, name), n in backends.calls().items() if n > before.get((primitive, name), 0)}
     assert run.skipped or ran == {request.param}, f"expected only {request.param} to run, but {ran or 'nothing'} did"
+
+
+@pytest.fixture
+def accelerate():
+    """Hugging Face's accelerate as in a new process: it keeps the precision of the first Accelerator, or Trainer."""
+    library = pytest.importorskip("accelerate", reason="tests Hugging Face's accelerate")
+    library.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield library
+    library.state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -427,8 +427,7 @@ def test_transformers_trainer_takes_data_set_and_collator(tmp_path):
     assert len(losses) == 3 and all(map(np.isfinite, losses))
 
 
-def test_accelerate_takes_a_loader(corpus):
-    accelerate = pytest.importorskip("accelerate")
+def test_accelerate_takes_a_loader(corpus, accelerate):
     prepared = accelerate.Accelerator(cpu=True).prepare(loader(corpus))
     prepared.set_epoch(1)
     expected = loader(corpus)

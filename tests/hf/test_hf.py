@@ -933,10 +933,8 @@ def test_torch_export_sees_the_original(family, strict):
     assert report.packed == 0
 
 
-def test_accelerator_wraps_and_unwraps():
+def test_accelerator_wraps_and_unwraps(accelerate):
     """Its unwrap_model binds the forward that it finds to the model once more."""
-    accelerate = pytest.importorskip("accelerate", reason="tests Hugging Face's accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     original = build("bert", "tokens", dtype=torch.float32)
     model, report = accelerated(original)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
@@ -944,7 +942,6 @@ def test_accelerator_wraps_and_unwraps():
     model, original = accelerator.prepare(model), original.cpu()
     assert model(**inputs).logits.dtype == torch.float32
     model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     full = original(**inputs).logits[inputs["attention_mask"].bool()]
     for output in (model(**inputs), model(inputs["input_ids"], inputs["attention_mask"])):
         assert (output.logits[inputs["attention_mask"].bool()] - full).abs().max() < 1e-4

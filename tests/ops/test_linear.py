@@ -117,7 +117,7 @@ def test_onednn_meets_few_different_numbers_of_rows():
 import torch
 from fastbert import ops
 weight, bias = torch.randn(8, 8), torch.randn(8)
-for rows in range(1, 5001):
+for rows in range(1, 2001):
     out = ops.linear(torch.randn(rows, 8), weight, bias)
     assert out.shape == (rows, 8)
 """
@@ -126,6 +126,6 @@ for rows in range(1, 5001):
     met = set(map(int, re.findall(r",inner_product,.*,mb(\d+)ic8oc8", run.stdout)))
     if not met:
         pytest.skip("oneDNN computes no float32 product here, or is silent")
-    assert met >= set(range(1, 65)) and len(met) < 270
-    for rows in range(1, 5001):
+    assert met >= set(range(1, 65)) and len(met) < 220
+    for rows in range(1, 2001):
         assert min(number for number in met if number >= rows) <= max(1.062 * rows, rows + 1)

@@ -1053,11 +1053,9 @@ def test_two_processes_train_as_one(tmp_path):
                 assert (a - b).abs().max() <= 1e-12 * (1 + a.abs().max()), (kind, name, moment)
 
 
-def test_accelerate_trains_the_same_model():
+def test_accelerate_trains_the_same_model(accelerate):
     """Its own loop, with our head, groups and schedule; the truth is a plain one."""
-    from accelerate import Accelerator
-
-    accelerator, weights = Accelerator(cpu=True), []
+    accelerator, weights = accelerate.Accelerator(cpu=True), []
     for accelerated in (True, False):
         process.seed()
         model = BertForMaskedLM(CONFIG)
