@@ -24,11 +24,11 @@ from fastbert import hub
 from fastbert.config import BertConfig
 from fastbert.families import BY_MODEL_TYPE, Family, Head
 from fastbert.files import replacing, write_text
+from fastbert.ops.checks import FLOATS
 
 _PARTS = ("query", "key", "value")
 BODY = ("embeddings.", "encoder.", "pooler.")  # prefixes of the names in a bare BertModel
 WRAPPERS = ("module.", "_orig_mod.")  # prefixes that DataParallel and torch.compile put before every name
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TIED = {  # second names of tensors in Hugging Face's models -> first names
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -257,16 +257,16 @@ def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
     if given is None or given == "auto":
         return None
     dtype = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {given!r}; expected 'auto' or one of {', '.join(map(str, DTYPES))}")
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype is {given!r}; expected 'auto' or one of {', '.join(map(str, FLOATS))}")
     return dtype
 
 
 def _check_dtypes(state: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
     found = {tensor.dtype: name for name, tensor in state.items()}
     for kind, name in found.items():
-        if kind not in DTYPES:
-            raise RuntimeError(f"{name} is {kind}; expected one of {', '.join(map(str, DTYPES))}")
+        if kind not in FLOATS:
+            raise RuntimeError(f"{name} is {kind}; expected one of {', '.join(map(str, FLOATS))}")
     if dtype is None and len(found) > 1:
         raise RuntimeError(f"the tensors are {', '.join(sorted(map(str, found)))}; pass the dtype that all should have")
 

@@ -96,9 +96,7 @@ class _Body(NamedTuple):
 
     def sequence_labels(self, name: str, labels: Tensor, classes: int) -> Tensor:
         """A class for each sequence, (B,) or (B, 1) -> (B,), checked."""
-        labels = _flat(self.op, name, labels)
-        _check_labels(self.op, name, labels, self.hidden.device, (self.packing.batch,), "(B,)", classes)
-        return labels
+        return _sequence_labels(self.op, name, labels, self.hidden.device, self.packing.batch, classes)
 
 
 def _check_labels(
@@ -112,10 +110,19 @@ def _check_labels(
         checks.index_range(op, name, labels, classes, also=IGNORED)
 
 
-def _flat(op: str, name: str, labels: Tensor) -> Tensor:
+def _sequence_labels(
+    op: str, name: str, labels: Tensor, device: torch.device, batch: int, classes: int | None
+) -> Tensor:
+    """(B,) or (B, 1) -> (B,), checked."""
+    _check_tensor(op, name, labels)
+    labels = labels.flatten()
+    _check_labels(op, name, labels, device, (batch,), "(B,)", classes)
+    return labels
+
+
+def _check_tensor(op: str, name: str, labels: Tensor) -> None:
     if not isinstance(labels, Tensor):
         raise TypeError(f"{op}: {name} is a {type(labels).__name__}; expected a tensor")
-    return labels.flatten()
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -453,7 +460,7 @@ class BertForSequenceClassification(_Classifier):
         logits = self._score(body)
         if labels is None:
             return None, logits
-        _flat(body.op, "labels", labels)
+        _check_tensor(body.op, "labels", labels)
         problem = self.config.problem_type or self._problem(labels)
         loss = self._loss(body, logits, labels, problem)
         self.config.problem_type = problem
@@ -551,8 +558,8 @@ class BertForMultipleChoice(_Classifier):
 
     @staticmethod
     def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-        labels, (batch, choices) = _flat("BertForMultipleChoice", "labels", labels), logits.shape
-        _check_labels("BertForMultipleChoice", "labels", labels, logits.device, (batch,), "(B,)", choices)
+        batch, choices = logits.shape
+        labels = _sequence_labels("BertForMultipleChoice", "labels", labels, logits.device, batch, choices)
         return _cross_entropy(logits, labels)
 
 
@@ -654,8 +661,8 @@ def _on_grid(body: _Body, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _answer_labels(name: str, positions: Tensor, visible: Tensor) -> Tensor:
     """Positions (B,) or (B, 1) as labels of the grid's columns, those without a token left out."""
-    positions, (batch, seqlen) = _flat("BertForQuestionAnswering", name, positions), visible.shape
-    _check_labels("BertForQuestionAnswering", name, positions, visible.device, (batch,), "(B,)", None)
+    batch, seqlen = visible.shape
+    positions = _sequence_labels("BertForQuestionAnswering", name, positions, visible.device, batch, None)
     column = positions.long().clamp(0, seqlen)
     answerable = F.pad(visible, (0, 1)).gather(1, column.unsqueeze(1)).squeeze(1)  # column `seqlen`: beyond the text
     return column.masked_fill(~answerable, IGNORED)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
@@ -36,7 +36,7 @@ def model_options(args: argparse.Namespace) -> dict[str, object]:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    return {"dtype": DTYPES[args.dtype], "device": args.device, "max_length": args.max_length}
+    return {"dtype": args.dtype, "device": args.device, "max_length": args.max_length}
 
 
 def add_device(command: argparse.ArgumentParser) -> None:

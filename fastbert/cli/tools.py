@@ -88,7 +88,7 @@ def _export(args: argparse.Namespace) -> None:
     from fastbert.auto import trained_model
     from fastbert.inference.export import export
 
-    model = trained_model(args.model, dtype=DTYPES[args.dtype])
+    model = trained_model(args.model, dtype=args.dtype)
     with Console(stderr=True).status("exporting"):
         done = export(model, args.output, args.format)
     for row in done.rows:

@@ -145,8 +145,9 @@ def _calling(call: Call | None) -> Iterator[None]:
 # ---- the replacements
 
 # What torch.export, typing.get_type_hints and debuggers read of a function.
-OF_A_FUNCTION = ("__annotations__", "__closure__", "__code__", "__defaults__", "__globals__", "__kwdefaults__")
-OF_A_FUNCTION = (*OF_A_FUNCTION, "__name__", "__qualname__")
+OF_A_FUNCTION = frozenset(
+    "__annotations__ __closure__ __code__ __defaults__ __globals__ __kwdefaults__ __name__ __qualname__".split()
+)
 
 
 class Replacement:
