@@ -97,13 +97,14 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _plot_attention(args: argparse.Namespace) -> None:
-    from fastbert import AutoModel
+    from fastbert import AutoModel, hub
     from fastbert.data import get_tokenizer
     from fastbert.data.tokenizer import check_tokenizer
     from fastbert.inference import plot_attention
 
-    model = AutoModel.from_pretrained(args.model, add_pooling_layer=False, dtype=torch.float32)
-    tokenizer = get_tokenizer(args.model)
+    directory = hub.directory_of(args.model)
+    model = AutoModel.from_pretrained(directory, add_pooling_layer=False, dtype=torch.float32)
+    tokenizer = get_tokenizer(directory)
     check_tokenizer(tokenizer, model.config)
     print(plot_attention(model, tokenizer, args.text, args.output, layer=args.layer, head=args.head))
 

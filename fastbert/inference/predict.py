@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastbert import hub
 from fastbert.auto import trained_model
 from fastbert.config import BertConfig
 from fastbert.data.collator import PackingCollator
@@ -163,8 +164,9 @@ class _Predictor:
         Raises ValueError for a checkpoint of another head or with parameters missing, and FileNotFoundError and
         RuntimeError as the model's from_pretrained.
         """
-        model = trained_model(source, cls.classes, dtype=dtype).to(device)
-        return cls(model, get_tokenizer(source), **arguments)
+        directory = hub.directory_of(source)
+        model = trained_model(directory, cls.classes, dtype=dtype).to(device)
+        return cls(model, get_tokenizer(directory), **arguments)
 
     @property
     def device(self) -> torch.device:
