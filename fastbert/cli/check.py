@@ -476,16 +476,27 @@ def show(report: Report) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(f"{report.architecture} in {report.model}, on {report.device}: {report.batch}", highlight=False)
+    title = f"{report.architecture} in {report.model}, on {report.device}: {report.batch}"
+    console.print(title, highlight=False, soft_wrap=True)
     for dtype in dict.fromkeys(check.dtype for check in report.checks):
-        console.print(_table(dtype, [check for check in report.checks if check.dtype == dtype]))
+        _print_whole(console, _table(dtype, [check for check in report.checks if check.dtype == dtype]))
     for omission in report.omissions:
         line = f"not checked: {omission.dtype}, {omission.backend}: {omission.reason}"
-        console.print(line, style="yellow", highlight=False)
+        console.print(line, style="yellow", highlight=False, soft_wrap=True)
     lines = [line for check in report.checks for line in check.lines]
     broken = sum(not line.ok for line in lines)
     verdict = f"{broken} of {len(lines)} rows break the accuracy rule" if broken else f"all {len(lines)} rows obey"
     console.print(verdict, style="bold red" if broken else "bold green", highlight=False)
+
+
+def _print_whole(console, table) -> None:
+    """Names stay whole, to be searched and copied: where the terminal is too narrow for them, it is what breaks lines."""
+    from rich.measure import Measurement
+
+    before = console.width
+    console.width = max(before, Measurement.get(console, console.options.update(max_width=1000), table).minimum)
+    console.print(table)
+    console.width = before
 
 
 def _table(dtype: str, checks: list[Check]):
@@ -494,8 +505,9 @@ def _table(dtype: str, checks: list[Check]):
 
     title = f"{dtype}: largest errors, and how far fastbert and transformers are apart"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("backend", "tensor"):
-        table.add_column(column, overflow="fold")
+    table.add_column("backend", no_wrap=True)
+    words = [word for check in checks for line in check.lines for word in line.name.split()]
+    table.add_column("tensor", min_width=max(map(len, words)))
     for column in ("fastbert", "allowed", "theirs", "apart"):
         table.add_column(column, justify="right", no_wrap=True)
     for check in checks:

@@ -83,7 +83,8 @@ def test_other_losses_of_a_classifier(checkpoint, labels, problem):
     assert command(directory, "--dtypes", "float32", "--backends", DEFAULT)[0] == 0
 
 
-def test_every_dtype_and_backend_is_there_or_said_not_to_be(checkpoint, capsys):
+def test_every_dtype_and_backend_is_there_or_said_not_to_be(checkpoint, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")  # names are whole on a narrow terminal too
     status, report = command(checkpoint(), "--max-length", "6", "--batch", "2")
     assert status == 0 and report["versions"]["torch"] == torch.__version__ and report["machine"]["system"]
     there = {(found["dtype"], found["backend"]) for found in report["checks"]}
@@ -95,6 +96,7 @@ def test_every_dtype_and_backend_is_there_or_said_not_to_be(checkpoint, capsys):
     assert "reference.py" in str(lines(report, check.TRUTH))
     output = " ".join(capsys.readouterr().out.split())
     assert "not checked: float64, triton: " in output and "rows obey" in output
+    assert all(line["name"] in output for check in report["checks"] for line in check["lines"])
 
 
 def test_a_weight_that_is_read_wrongly_is_found(checkpoint, monkeypatch, capsys):
