@@ -1,4 +1,4 @@
-# make demo | examples | test | test-all | test-sanitizers | bench | bench-gpu | compile-report | docs | lint. All run in .venv, which is made on the first call.
+# make demo | examples | test | test-all | suites | test-sanitizers | bench | bench-gpu | compile-report | docs | lint. All run in .venv, which is made on the first call.
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -10,7 +10,7 @@ SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*) setup.py CMakeLists.txt 
 # The demo takes the full installation where there is one, and is content with less.
 DEMO := $(if $(wildcard $(VENV)/installed),installed,demo)
 
-.PHONY: demo examples test test-all test-sanitizers bench bench-gpu compile-report docs lint clean
+.PHONY: demo examples test test-all suites test-sanitizers bench bench-gpu compile-report docs lint clean
 
 demo: $(VENV)/$(DEMO)
 	$(BIN)/python examples/search_python_docs.py
@@ -29,6 +29,11 @@ test: $(VENV)/cuda-on-cpu
 
 test-all: $(VENV)/cuda-on-cpu
 	$(BIN)/python -m pytest -q -n $(WORKERS)
+
+# transformers' and sentence-transformers' own tests, into ~/.cache/fastbert: test-all then runs them through fastbert.
+suites: $(VENV)/installed
+	$(BIN)/pip install --quiet datasets httpx parameterized
+	PYTHONPATH=tests $(BIN)/python -m hf.suites
 
 test-sanitizers: $(VENV)/installed
 	$(BIN)/python tests/sanitizers/run.py
