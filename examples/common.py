@@ -8,6 +8,7 @@ moved by one unit in its last place. Two curves coincide where fastbert stays as
 
 import argparse
 import copy
+import itertools
 import tempfile
 import time
 from pathlib import Path
@@ -39,6 +40,13 @@ def fit(model: nn.Module, loader, steps: int, lr: float) -> None:
     schedule = linear_schedule(optimizer, steps // 10, steps)
     with tempfile.TemporaryDirectory() as checkpoints:  # none of these runs is long enough to keep them
         AMPTrainer(model, optimizer, schedule, output_dir=checkpoints).train(loader, max_steps=steps)
+
+
+def endless(loader):
+    """Its batches, in a new order in each epoch."""
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        yield from loader
 
 
 class PlainBert(nn.Module):

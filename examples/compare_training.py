@@ -1,56 +1,50 @@
-"""Fine-tunes all-MiniLM-L6-v2 with fastbert and with plain transformers: how good, how fast.
+"""Fine-tunes all-MiniLM-L6-v2 with fastbert and with plain transformers for three tasks: how good, how fast.
 
-    python examples/compare_training.py [--steps 80] [--seeds 3] [--json PATH]
+    python examples/compare_training.py [--tasks classes tags answers] [--seeds 3] [--steps N] [--output DIR]
 
-The task is that of finetune_classifier.py: from which area of Python's documentation is a passage? For each seed both
-begin with the same weights and take the same examples in the same order, each in turn: packed in fastbert, padded by
-transformers' own collator for its own BertForSequenceClassification. Dropout differs. Exit status 1 where the mean
-macro-F1 of the two is further apart than the best and the worst seed of either.
+compare_tasks.py has the tasks. For each seed both begin with the same weights and take the same examples in the same
+order, each in turn: packed in fastbert, padded by transformers' own collator for its own class. Dropout differs. Exit
+status 1 where, for any score, the means of the two are further apart than the best and the worst seed of either.
+fastbert's model of the first seed is kept in DIR: the commands `fastbert classify`, `tag` and `answer` take it.
 """
 
 import argparse
 import functools
-import itertools
 import json
-import platform
 import sys
 import warnings
+from itertools import islice
 from pathlib import Path
 from statistics import mean
 
 import torch
 import transformers
-from common import Run, train
-from finetune_classifier import AREAS
+from common import Run, endless, train
+from compare_tasks import Task, answers, classes, tags
 
 import fastbert
-from fastbert.cli.demo import minilm, python_documentation
-from fastbert.data import ClassificationDataset, PackingCollator, create_dataloader, get_tokenizer
-from fastbert.metrics import compute_precision_recall_f1
-from fastbert.training import evaluating, to_device
+from fastbert.cli.demo import minilm
+from fastbert.data import PackingCollator, create_dataloader, get_tokenizer, save_tokenizer
+from fastbert.training import to_device
 
-LENGTH, BATCH_SIZE, LEARNING_RATE = 96, 8, 1e-4
+BATCH_SIZE, LEARNING_RATE = 8, 3e-4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def passages() -> list[ClassificationDataset]:
-    """Three quarters for training, and every fourth held out."""
-    found = [(text, AREAS.index(topic)) for topic, text in python_documentation(100) if topic in AREAS]
-    parts = [one for i, one in enumerate(found) if i % 4], found[::4]
-    tokenizer = get_tokenizer(minilm())
-    return [ClassificationDataset(*zip(*part, strict=True), tokenizer, max_length=LENGTH) for part in parts]
+NAMES = "fastbert", "transformers"
+TASKS = {"classes": classes, "tags": tags, "answers": answers}
 
 
 def both_forms(collators: dict, examples: list[dict]) -> dict[str, dict]:
     """A batch for each: packed, and padded to its longest example."""
+    examples = [{name: value for name, value in one.items() if name != "word_ids"} for one in examples]
     return {name: to_device(collate(examples), DEVICE) for name, collate in collators.items()}
 
 
-def new_runs(seed: int, steps: int) -> list[Run]:
-    """Of the same weights, with the same new classifier."""
+def new_runs(task: Task, seed: int, steps: int) -> list[Run]:
+    """Of the same weights, with the same new head."""
     torch.manual_seed(seed)
-    ours = fastbert.BertForSequenceClassification.from_pretrained(minilm(), dtype=torch.float32, num_labels=len(AREAS))
-    theirs = transformers.BertForSequenceClassification(transformers.BertConfig(**ours.config.to_dict()))
+    labels = {"num_labels": len(task.labels), "id2label": dict(enumerate(task.labels))} if task.labels else {}
+    ours = getattr(fastbert, task.head).from_pretrained(minilm(), dtype=torch.float32, **labels)
+    theirs = getattr(transformers, task.head)(transformers.BertConfig(**ours.config.to_dict()))
     theirs.load_state_dict(fastbert.hf.state_dict(ours))
     losses = {
         "fastbert": (ours.to(DEVICE), lambda batch: ours(**batch["fastbert"]).loss),
@@ -59,59 +53,66 @@ def new_runs(seed: int, steps: int) -> list[Run]:
     return [Run(name, *both, steps, LEARNING_RATE, seed=1000 * seed) for name, both in losses.items()]
 
 
-def stream(loader):
-    """Without end, in a new order in each epoch."""
-    for epoch in itertools.count():
-        loader.set_epoch(epoch)
-        yield from loader
-
-
-def fine_tune(seed: int, steps: int) -> dict:
-    """Macro-F1 and speed of both; a token of padding is none."""
-    padding = transformers.DataCollatorWithPadding(transformers.AutoTokenizer.from_pretrained(minilm()))
+def fine_tune(task: Task, seed: int, steps: int, output: Path) -> dict:
+    """Scores and speed of both; a token of padding is none. The model of the first seed is kept."""
+    padding = task.padding(transformers.AutoTokenizer.from_pretrained(minilm()))
     collate = functools.partial(both_forms, {"fastbert": PackingCollator(), "transformers": padding})
-    training, held_out = (create_dataloader(part, collate, BATCH_SIZE, seed=seed) for part in passages())
-    batches, held_out, runs = list(itertools.islice(stream(training), steps)), list(held_out), new_runs(seed, steps)
+    batches = list(islice(endless(create_dataloader(task.parts[0], collate, BATCH_SIZE, seed=seed)), steps))
+    held_out, runs = create_dataloader(task.parts[1], collate, BATCH_SIZE, shuffle=False), new_runs(task, seed, steps)
     train(runs, batches, steps)
     tokens, places = (sum(batch[run.name]["input_ids"].numel() for batch in batches) for run in runs)
     result = {"seed": seed, "padding": 1 - tokens / places}
     for run in runs:
-        with evaluating(run.model):
-            guesses = torch.cat([run.model(**batch[run.name]).logits.argmax(-1) for batch in held_out])
-        labels = torch.cat([batch[run.name]["labels"] for batch in held_out])
-        f1 = compute_precision_recall_f1(guesses, labels, num_classes=len(AREAS)).f1
-        result[run.name] = {"macro_f1": f1, "tokens_per_second": tokens / run.seconds, "last_loss": run.losses[-1]}
+        scores = task.evaluate(run.model, [batch[run.name] for batch in held_out], DEVICE)
+        scores = {name: scores[name] for name in ("f1", "exact_match") if name in scores}
+        result[run.name] = {"scores": scores, "tokens_per_second": tokens / run.seconds, "last_loss": run.losses[-1]}
+    if seed == 0:
+        runs[0].model.save_pretrained(output)
+        save_tokenizer(get_tokenizer(minilm()), output)
     return result
+
+
+def verdict(task: str, results: list[dict]) -> dict:
+    """Prints and returns what the seeds gave: the means of each score, and whether the two agree in all of them."""
+    found = {"agree": True}
+    for score in results[0]["fastbert"]["scores"]:
+        both = {name: [result[name]["scores"][score] for result in results] for name in NAMES}
+        apart = abs(mean(both["fastbert"]) - mean(both["transformers"]))
+        spread = max(max(of_seeds) - min(of_seeds) for of_seeds in both.values())
+        shown = (f"{name} {mean(x):.3f} ({min(x):.3f} to {max(x):.3f})" for name, x in both.items())
+        print(f"{task}, {score}: {', '.join(shown)}: {'they agree' if apart <= spread else 'TOO FAR'}")
+        found[score] = {name: mean(of_seeds) for name, of_seeds in both.items()} | {"apart": apart, "spread": spread}
+        found["agree"] &= apart <= spread
+    speed = {name: mean(result[name]["tokens_per_second"] for result in results) for name in NAMES}
+    padding, ratio = mean(result["padding"] for result in results), speed["fastbert"] / speed["transformers"]
+    shown = ", ".join(f"{name} {tokens:.0f} tokens/s" for name, tokens in speed.items())
+    print(f"{task}: {shown}, {ratio:.2f} x; {padding:.0%} of a padded batch is padding")
+    return found | {"tokens_per_second": speed, "speed_ratio": ratio, "padding": padding, "seeds": results}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--steps", type=int, help="of each training, instead of the task's own number")
     parser.add_argument("--seeds", type=int, default=3, help="at least 2: they say how far chance leads")
+    parser.add_argument("--output", type=Path, default=Path("build/examples"), help="for a model of each")
     parser.add_argument("--json", type=Path, help="where to write what was measured")
     args = parser.parse_args()
     if args.seeds < 2:
         parser.error(f"--seeds is {args.seeds}; expected at least 2")
-    warnings.simplefilter("ignore", UserWarning)  # the classifier is new, and texts are cut: that is the point
-    results = [fine_tune(seed, args.steps) for seed in range(args.seeds)]
-    speed, scores = {}, {}
-    for name in ("fastbert", "transformers"):
-        scores[name] = [result[name]["macro_f1"] for result in results]
-        speed[name] = mean(result[name]["tokens_per_second"] for result in results)
-        low, high = min(scores[name]), max(scores[name])
-        print(f"{name:13} macro-F1 {mean(scores[name]):.3f} ({low:.3f} to {high:.3f}), {speed[name]:.0f} tokens/s")
-    spread = max(max(of_seeds) - min(of_seeds) for of_seeds in scores.values())
-    apart = abs(mean(scores["fastbert"]) - mean(scores["transformers"]))
-    ratio, padding = speed["fastbert"] / speed["transformers"], mean(result["padding"] for result in results)
-    print(f"training speed, fastbert / transformers: {ratio:.2f} x, where {padding:.0%} of a padded batch is padding")
-    print(f"the means are {apart:.3f} apart, seeds {spread:.3f}: {'they agree' if apart <= spread else 'TOO FAR'}")
+    warnings.simplefilter("ignore", UserWarning)  # the head is new, and texts are cut: that is the point
+    found = {}
+    for name in args.tasks:
+        task = TASKS[name]()
+        steps = args.steps or task.steps
+        results = [fine_tune(task, seed, steps, args.output / name) for seed in range(args.seeds)]
+        found[name] = {"steps": steps, **verdict(name, results)}
     if args.json:
-        found = {"apart": apart, "spread": spread, "speed_ratio": ratio, "steps": args.steps, "seeds": results}
-        found |= {"device": DEVICE, "processor": platform.processor(), "threads": torch.get_num_threads()}
         found |= {part.__name__: part.__version__ for part in (fastbert, torch, transformers)}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found, indent=2))
-    return 0 if apart <= spread else 1
+        found |= {"device": DEVICE, "threads": torch.get_num_threads()}
+        lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in found.items())
+        args.json.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return 0 if all(found[name]["agree"] for name in args.tasks) else 1
 
 
 if __name__ == "__main__":
