@@ -20,11 +20,9 @@ SUITES = {  # name: the project, and what pytest is to run of it
     "electra": ("transformers", "tests/models/electra/test_modeling_electra.py"),
     "distilbert": ("transformers", "tests/models/distilbert/test_modeling_distilbert.py"),
     "albert": ("transformers", "tests/models/albert/test_modeling_albert.py"),
-    "sentence-transformers: base": ("sentence-transformers", "tests/base"),
     "sentence-transformers: dense": ("sentence-transformers", "tests/sentence_transformer"),
     "sentence-transformers: sparse": ("sentence-transformers", "tests/sparse_encoder"),
     "sentence-transformers: cross": ("sentence-transformers", "tests/cross_encoder"),
-    "sentence-transformers: late": ("sentence-transformers", "tests/multi_vector_encoder"),
 }
 
 
