@@ -73,6 +73,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "dense_gelu": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS)},
     "linear": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, forced_only=True)},
     "cross_entropy": {"triton": Kernel(_FLOATS)},
+    "encoder_layer": {"cpu": Kernel(_FLOATS64)},
     "padding": {"cpu": Kernel(_ANY, measured=_ON_CPU), "triton": Kernel(_ANY)},
 }
 OPS = tuple(KERNELS)
@@ -224,7 +225,7 @@ def why_not(
         return f"it does not serve {device_type} tensors"
     if problem := _PROBLEMS[name]():
         return problem
-    if (name, op) == ("cpu", "attention") and not build_info()["blas"]:
+    if name == "cpu" and op in ("attention", "encoder_layer") and not build_info()["blas"]:
         return "this torch exports no BLAS (sgemm_, dgemm_)"
     if dtype not in kernel.dtypes:
         return f"its {op} kernel does not take {dtype}"
@@ -308,6 +309,21 @@ def choose(op: str, device_type: str, dtype: torch.dtype, *, backward: bool, siz
     # Compared here, where torch.compile guards on the outcome and not on the size.
     too_large = tuple([name for name, largest in _LIMITS.get(op, ()) if size > largest])
     return _choose(forced, op, device_type, dtype, backward, too_large)
+
+
+def find(op: str, device_type: str, dtype: torch.dtype, *, backward: bool) -> str | None:
+    """As `choose`, of an op that others can stand in for: None where no backend but `reference` would run it."""
+    forced = _latest if torch.compiler.is_compiling() else _forced.name
+    return _find(forced, op, device_type, dtype, backward)
+
+
+def _find(forced: str | None, op: str, device_type: str, dtype: torch.dtype, backward: bool) -> str | None:
+    order = (forced,) if forced else ORDER.get(device_type, {}).get(op, ())
+    usable = (name for name in order if name != "reference" and why_not(name, op, device_type, dtype, backward) is None)
+    return next(usable, None)
+
+
+_find._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def count(primitive: str, name: str) -> None:

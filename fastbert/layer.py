@@ -4,8 +4,9 @@ Both come apart into the same parts; `fastbert/families.py` says where to find t
 (a plain nn.Linear, nn.Embedding, nn.LayerNorm or nn.Dropout) is not called: its parameters go into a fused op. One that
 is not (wrapped by LoRA, quantised, replaced, or with hooks) is called, on packed tokens.
 
-What else belongs here: another attention (relative or rotary positions) in `attend`, another MLP (gated) in place of
-`up_gelu`, a pre-norm layer beside `encoder_layer`, and within it a kernel for a whole layer whose parts are all plain.
+A layer whose parts are all plain is one op, where a backend has it: on small batches the way to a dozen ops takes
+longer than they do. What else belongs here: another attention (relative or rotary positions) in `attend`, another MLP
+(gated) in place of `up_gelu`, and a pre-norm layer beside `encoder_layer`.
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastbert import ops, random
+from fastbert import backends, ops, random
 from fastbert.families import LayerFacts, follow
+from fastbert.ops import checks
 from fastbert.ops.attention import attention_unchecked
+from fastbert.ops.encoder_layer import Settings, run_layer
 from fastbert.ops.layer_norm import drop_rows
+from fastbert.ops.op import autocast_dtype, needs_grad
 from fastbert.padding import Packing
 
 # transformers' activation modules that are a GELU, and which form of it.
@@ -246,11 +250,56 @@ def encoder_layer(
     rng: the dropout key of the forward. turn: which layer of the forward this is, from 0, for its dropout sites. Reads
     parameters, so it may only run within the layer's own call (FSDP2 gathers them there).
     """
+    whole = None if with_weights else _as_one(parts, hidden, packing, rng, turn)
+    if whole is not None:
+        return whole, None
     sites = random.layer_sites(turn)
     context, weights = attend(parts.attention, hidden, packing, rng, sites[0], with_weights)
     hidden = project_add_norm(context, hidden, parts.out, parts.out_dropout, parts.out_norm, rng, sites[1])
     wide = up_gelu(hidden, parts.up, parts.activation)
     return project_add_norm(wide, hidden, parts.down, parts.down_dropout, parts.down_norm, rng, sites[2]), weights
+
+
+def _as_one(parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | None, turn: int) -> Tensor | None:
+    """The layer in one call; None where a part is not plain, or no backend has an op for the whole."""
+    parameters, dtype = _parameters(parts), autocast_dtype(hidden)
+    if parameters is None or not (is_plain_dropout(parts.out_dropout) and is_plain_dropout(parts.down_dropout)):
+        return None
+    live = needs_grad(hidden, *parameters)
+    backend = backends.find("encoder_layer", hidden.device.type, dtype, backward=live)
+    if backend is None:
+        return None
+    attention, form = parts.attention, parts.activation
+    attention.check_dropout()
+    rates = attention.p, probability(parts.out_dropout), probability(parts.down_dropout)
+    for p, bits in zip(rates, (random.ATTENTION_BITS, random.ROW_BITS, random.ROW_BITS), strict=True):
+        if p:
+            checks.dropout("encoder_layer", p, rng, hidden.device, bits)
+    form = form if isinstance(form, str) else gelu_form(form)
+    sizes = packing.max_seqlen, attention.heads, attention.module.scaling
+    eps = parts.out_norm.eps, parts.down_norm.eps
+    settings = Settings(*sizes, *rates, random.layer_sites(turn)[0], form, dtype, *eps)
+    return run_layer(backend, live, hidden, parameters, packing.cu_seqlens, rng, settings)
+
+
+def _parameters(parts: LayerParts) -> list[Tensor] | None:
+    """Weights and biases in the order of `ops.encoder_layer`; None unless all of their modules are plain."""
+    found: list[Tensor] = []
+    linears = (*parts.attention.projections, parts.out)
+    for module, kind in (
+        *[(linear, nn.Linear) for linear in linears],
+        (parts.out_norm, nn.LayerNorm),
+        (parts.up, nn.Linear),
+        (parts.down, nn.Linear),
+        (parts.down_norm, nn.LayerNorm),
+    ):
+        if not is_plain(module, kind):
+            return None
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        if weight is None or bias is None or not ordinary(weight):
+            return None
+        found += weight, bias
+    return found
 
 
 def embed(

@@ -16,6 +16,7 @@
 #include "../checks.h"
 #include "../tensor.h"
 #include "blas.h"
+#include "layer_ops.h"
 
 namespace fastbert {
 
@@ -151,6 +152,8 @@ void forward(const Batch& batch, const char* qkv, char* out, M* lse) {
   });
 }
 
+}  // namespace
+
 std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor& qkv, const at::Tensor& cu_seqlens,
                                                      c10::SymInt /*max_seqlen*/, double scale, double dropout_p,
                                                      const OptionalTensor& rng, int64_t site) {
@@ -169,6 +172,8 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor& qkv, cons
   }
   return {out, lse};
 }
+
+namespace {
 
 // ---- backward: with P = exp(S - lse), F the dropout factors and delta = rowsum(dO O): dV = (P F)^T dO,
 // dS = P (dO V^T F - delta), dQ = scale dS K, dK = scale dS^T Q
@@ -227,6 +232,8 @@ void backward(const Batch& batch, const char* dout, const char* qkv, const char*
   });
 }
 
+}  // namespace
+
 at::Tensor attention_bwd_cpu(const at::Tensor& dout, const at::Tensor& qkv, const at::Tensor& out,
                              const at::Tensor& lse, const at::Tensor& cu_seqlens, c10::SymInt /*max_seqlen*/,
                              double scale, double dropout_p, const OptionalTensor& rng, int64_t site) {
@@ -244,8 +251,6 @@ at::Tensor attention_bwd_cpu(const at::Tensor& dout, const at::Tensor& qkv, cons
   }
   return dqkv;
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("attention_fwd", &attention_fwd_cpu);

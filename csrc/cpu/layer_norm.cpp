@@ -6,6 +6,7 @@
 
 #include "../checks.h"
 #include "../tensor.h"
+#include "layer_ops.h"
 
 namespace fastbert {
 
@@ -96,6 +97,8 @@ Tensors3 layer_norm_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at:
   return {dx, dweight, dbias};
 }
 
+}  // namespace
+
 Tensors3 add_layer_norm_fwd_cpu(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
                                 const at::Tensor& bias, const OptionalTensor& x_bias, const OptionalTensor& rng,
                                 double eps, double dropout_p, int64_t site) {
@@ -109,8 +112,6 @@ Tensors5 add_layer_norm_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const
   return backward({x, residual, weight, {}, x_bias, 0, dropout_of(dropout_p, rng, site, kRowBits)}, dy, mean, rstd,
                   need_dparams, weight.options(), x_bias ? std::optional(x_bias->options()) : std::nullopt);
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("layer_norm_fwd", &layer_norm_fwd_cpu);

@@ -5,15 +5,20 @@
 #include <ATen/ops/linear.h>
 #include <torch/library.h>
 
+#include <cstring>
 #include <optional>
 #include <vector>
 
 #include "../checks.h"
 #include "../tensor.h"
+#include "blas.h"
 
 namespace fastbert {
 
 namespace {
+
+// Multiplications in a product up to which MKL is called directly (docs/linear.md has the measurement).
+constexpr int64_t kSmallProduct = 1 << 20;
 
 // torch's operator for oneDNN's inner product, which exists where torch was built with oneDNN.
 const std::optional<c10::OperatorHandle>& onednn_linear() {
@@ -45,6 +50,24 @@ at::Tensor in_whole_blocks(const at::Tensor& x) {
   return copy.as_strided({blocks, K}, {K, 1});
 }
 
+// Whether oneDNN's way to a product, which it prepares anew in each call, takes longer than the product.
+bool is_small(const at::Tensor& rows, const at::Tensor& weight) {
+  return has_blas() && weight.numel() > 0 && rows.size(0) * weight.numel() <= kSmallProduct;
+}
+
+// By MKL's own entry: bias rows, then one call that adds the product to them.
+at::Tensor small_product(const at::Tensor& rows, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  const int64_t tokens = rows.size(0), K = rows.size(1), channels = weight.size(0);
+  const at::Tensor y = empty_rows({tokens, channels}, rows.options());
+  float* const to = y.mutable_data_ptr<float>();
+  if (bias)
+    for (int64_t row = 0; row < tokens; ++row)
+      std::memcpy(to + row * channels, bias->const_data_ptr<float>(), channels * sizeof(float));
+  const Matrix<const float> x{rows.const_data_ptr<float>(), K}, w{weight.const_data_ptr<float>(), K};
+  product<float>(Op::as_is, Op::transposed, tokens, channels, K, 1, x, w, bias ? 1 : 0, {to, channels});
+  return y;
+}
+
 }  // namespace
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
@@ -54,6 +77,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   const auto b = bias ? std::optional(bias->contiguous()) : bias;  // oneDNN does not look at its stride
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = w.size(0);
+  if (is_small(rows, w)) return small_product(rows, w, b).view(shape);
   return onednn_product(in_whole_blocks(rows), w, b).narrow(0, 0, rows.size(0)).view(shape);
 }
 

@@ -490,7 +490,7 @@ def show(report: Report) -> None:
 
 
 def _print_whole(console, table) -> None:
-    """Names stay whole, to be searched and copied: where the terminal is too narrow for them, it is what breaks lines."""
+    """Names stay whole, to be searched and copied: where a terminal is too narrow for them, it breaks the lines."""
     from rich.measure import Measurement
 
     before = console.width

@@ -48,10 +48,16 @@ class Primitive:
 
     def _reference(self, *args):
         """On contiguous inputs: PyTorch's own kernels round differently for other strides."""
-        return self.reference(*(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args))
+        return self.reference(*map(_contiguous, args))
 
     def operator(self, backend: str) -> Callable:
         return getattr(getattr(torch.ops, NAMESPACE[backend]), self.name).default
+
+
+def _contiguous(arg):
+    if isinstance(arg, Tensor):
+        return arg.contiguous()
+    return [_contiguous(each) for each in arg] if isinstance(arg, (list, tuple)) else arg
 
 
 def _run_triton(name: str, *args):

@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastbert.ops.op import PRIMITIVES
 
@@ -98,11 +99,24 @@ def right_call(name: str, n: Sizes) -> list:
         qkv, out = normal(n.dtype, n.T, 3, n.H, n.D), normal(n.dtype, n.T, n.H, n.D)
         rest = [ends, n.T, 0.5, 0.25, key, 3]
         return [qkv, *rest] if direction == "fwd" else [out, qkv, out, normal(n.wide, n.H, n.T), *rest]
+    if op == "encoder_layer":
+        return right_layer(direction, n, x, ends=torch.tensor([0, n.T // 3, n.T // 3, n.T], dtype=torch.int32), key=key)
     if name == "padding_plan":
         return [normal(torch.float32, n.K, n.C) > 0]
     places = torch.arange(0, n.K * n.C, 3)
     padded = normal(n.dtype, n.K, n.C, n.D)
     return [padded, places] if name == "padding_pack" else [padded.flatten(0, 1)[places], places, n.K, n.C]
+
+
+def right_layer(direction: str, n: Sizes, x: Tensor, ends: Tensor, key: Tensor) -> list:
+    sizes = [(n.H * n.D, n.C)] * 3 + [(n.C, n.H * n.D), (n.C,), (n.K, n.C), (n.C, n.K), (n.C,)]
+    parameters = [normal(n.parameters, *size) for weight in sizes for size in (weight, weight[:1])]
+    settings = [ends, key, n.T, n.H, 0.5, 0.25, 0.25, 0.25, 3, "none", n.dtype, 1e-12, 1e-12]
+    if direction == "fwd":
+        return [x, parameters, *settings, True]
+    rows = normal(n.wide, n.T).abs()
+    saved = [normal(n.dtype, n.T, 3, n.H, n.D), normal(n.dtype, n.T, n.H, n.D), normal(n.wide, n.H, n.T), x, rows, rows]
+    return [x, x, parameters, [*saved, x, normal(n.dtype, n.T, n.K), x, rows, rows], *settings, [1] * 17]
 
 
 # ---- wrong arguments
@@ -116,6 +130,11 @@ def other(draw, value: object) -> object:
             return draw(st.sampled_from(TENSORS))(draw, value)
         except (RuntimeError, IndexError):  # no such thing of this tensor
             return value
+    if isinstance(value, list) and value and isinstance(value[0], Tensor):
+        place = draw(st.integers(0, len(value) - 1))
+        return [*value[:place], *[draw(other(value[place]))] * draw(st.sampled_from((0, 1, 1, 2))), *value[place + 1 :]]
+    if isinstance(value, torch.dtype):
+        return draw(st.sampled_from(DTYPES))
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -189,6 +208,8 @@ class Call:
 
 
 def described(arg: object) -> str:
+    if isinstance(arg, list):
+        return f"[{', '.join(map(described, arg))}]"
     if not isinstance(arg, Tensor):
         return repr(arg)
     integers = not arg.is_floating_point() and not arg.is_complex() and not arg.is_meta and arg.numel() <= 20
@@ -203,7 +224,7 @@ def calls(draw) -> Call:
     for _ in range(draw(st.sampled_from((0, 1, 1, 1, 2, 3)))):
         place = draw(st.integers(0, len(args) - 1))
         args[place] = draw(other(args[place]))
-    return Call(name, [guarded(arg) if isinstance(arg, Tensor) and not arg.is_meta else arg for arg in args])
+    return Call(name, tree_map_only(Tensor, lambda tensor: tensor if tensor.is_meta else guarded(tensor), args))
 
 
 # ---- the check
@@ -231,8 +252,7 @@ def fake_results(call: Call) -> tuple[Tensor, ...]:
         (mask,) = call.args
         places = mask.flatten().view(torch.uint8).count_nonzero()
         return torch.empty(int(places), dtype=torch.int64), torch.empty(len(mask) + 1, dtype=torch.int32), places
-    found = PRIMITIVES[call.name].fake(*(a.to("meta") if isinstance(a, Tensor) else a for a in call.args))
-    return found if isinstance(found, tuple) else (found,)
+    return tree_leaves(PRIMITIVES[call.name].fake(*tree_map_only(Tensor, lambda tensor: tensor.to("meta"), call.args)))
 
 
 def check(call: Call) -> bool:
@@ -241,7 +261,7 @@ def check(call: Call) -> bool:
         found = getattr(torch.ops.fastbert, call.name)(*call.args)
     except Exception:  # as promised
         return False
-    for real, fake in zip(found if isinstance(found, tuple) else (found,), fake_results(call), strict=True):
+    for real, fake in zip(tree_leaves(found), fake_results(call), strict=True):
         assert (real.shape, real.dtype) == (fake.shape, fake.dtype), f"{real.shape} {real.dtype}, not {fake}"
         assert real.is_contiguous()
     return True

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastbert import testing
 from fastbert.ops.op import PRIMITIVES
@@ -141,9 +142,8 @@ class OpSuite:
                 continue
             real = primitive(backend.name, *args)
             with FakeTensorMode() as mode:
-                fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
-                fake = primitive.fake(*fakes)
-            pairs = zip(*((t,) if isinstance(t, Tensor) else t for t in (real, fake)), strict=True)
+                fake = primitive.fake(*tree_map_only(Tensor, mode.from_tensor, args))
+            pairs = zip(tree_leaves(real), tree_leaves(fake), strict=True)
             for a, b in pairs:
                 assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device), primitive.name
                 assert a.is_contiguous() or backend.name == "reference", primitive.name
@@ -158,7 +158,7 @@ class OpSuite:
             primitive = PRIMITIVES[name]
             if name.endswith("_bwd") and backend.why_not(torch.float32, True):
                 continue
-            permuted = [a.mT.contiguous().mT if isinstance(a, Tensor) and a.dim() > 1 else a for a in args]
+            permuted = tree_map_only(Tensor, lambda a: a.mT.contiguous().mT if a.dim() > 1 else a, args)
             for some in (args, permuted):
                 operator = primitive.operator(backend.name)
                 torch.library.opcheck(operator, tuple(some), test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,271 @@
+// A whole post-norm layer on the CPU, forward and backward: the C++ behind the operators of its parts, one after the
+// other, without the way through Python and torch's dispatcher between them. The schema is defined in
+// fastbert/ops/encoder_layer.py.
+//
+// For the backward it keeps, of a token: qkv (3C), what attention gave (C) and a number a head, what both projections
+// into the residual stream gave (2C), the sum after attention (C), the MLP's pre-activation (that is intermediate_size)
+// and four numbers of statistics. The GELU is computed again.
+#include <ATen/ops/add.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+#include <torch/library.h>
+
+#include <array>
+#include <cstring>
+#include <string_view>
+#include <vector>
+
+#include "../checks.h"
+#include "../tensor.h"
+#include "gelu_rows.h"
+#include "layer_ops.h"
+#include "linear.h"
+
+namespace fastbert {
+
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+struct Dense {
+  Tensor weight, bias;
+};
+
+// The parameters in the order of the schema: weight and bias of each.
+struct Parameters {
+  std::vector<Dense> projections;  // to queries, keys and values, or one to all three
+  Dense out, out_norm, up, down, down_norm;
+
+  explicit Parameters(at::TensorList all) {
+    TORCH_CHECK_VALUE(all.size() == 12 || all.size() == 16, "encoder_layer: ", all.size(),
+                      " parameters; expected 12, or 16 with three projections");
+    size_t next = 0;
+    const auto take = [&] { return next += 2, Dense{all[next - 2], all[next - 1]}; };
+    while (next < all.size() - 10) projections.push_back(take());
+    out = take(), out_norm = take(), up = take(), down = take(), down_norm = take();
+  }
+};
+
+// What is the same in forward and backward.
+struct Layer {
+  Parameters parameters;
+  const Tensor& cu_seqlens;
+  const OptionalTensor& rng;
+  c10::SymInt max_seqlen;
+  int64_t heads;
+  double scale, attention_p, out_p, down_p;
+  int64_t site;  // of attention; the next two are those of the dropouts before the residual sums
+  std::string_view approximate;
+  at::ScalarType dtype;  // of the products
+
+  Tensor cast(const Tensor& tensor) const { return tensor.to(dtype); }
+  Tensor apply(const Tensor& x, const Dense& dense, bool with_bias) const {
+    const Tensor weight = cast(dense.weight);
+    const OptionalTensor bias = with_bias ? std::optional(cast(dense.bias)) : std::nullopt;
+    check_dense("encoder_layer", x, weight, bias);
+    return linear(x, weight, bias);
+  }
+  Tensor activate(const Tensor& preactivation) const {
+    const Tensor y = empty_rows(preactivation.sizes(), preactivation.options());
+    gelu_cpu(preactivation, std::nullopt, approximate, y);
+    return y;
+  }
+};
+
+void check(const Tensor& hidden, int64_t heads, std::string_view approximate) {
+  check_floating("encoder_layer", "hidden", hidden);
+  TORCH_CHECK_VALUE(hidden.dim() == 2, "encoder_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");
+  TORCH_CHECK_VALUE(heads > 0, "encoder_layer: heads is ", heads, "; expected a positive number");
+  check_approximate("encoder_layer", approximate);
+}
+
+// ---- three projections that are one matrix to attention
+
+// Whether their weights are put together for one product, or else their products. What is copied is 3 C a channel of
+// input in the one case and 3 a token in the other.
+bool joins_weights(int64_t tokens, int64_t channels) { return tokens > channels; }
+
+Tensor joined(const std::vector<Dense>& projections, Tensor Dense::* part) {
+  std::vector<Tensor> parts;
+  for (const Dense& each : projections) parts.push_back(each.*part);
+  return at::cat(parts);
+}
+
+// (T, K) -> (T, 3, H, D).
+Tensor project(const Layer& layer, const Tensor& x) {
+  const std::vector<Dense>& each = layer.parameters.projections;
+  const int64_t tokens = x.size(0);
+  Tensor qkv;
+  if (each.size() == 1) {
+    qkv = layer.apply(x, each[0], true);
+  } else if (joins_weights(tokens, x.size(1))) {
+    qkv = layer.apply(x, {joined(each, &Dense::weight), joined(each, &Dense::bias)}, true);
+  } else {
+    const int64_t width = each[0].weight.size(0), row_bytes = width * x.element_size();
+    qkv = at::empty({tokens, 3 * width}, x.options());
+    char* const to = static_cast<char*>(qkv.mutable_data_ptr());
+    for (int64_t i = 0; i < 3; ++i) {
+      const Tensor product = layer.apply(x, each[i], true).contiguous();
+      check_shape("encoder_layer", "a projection", product, {tokens, width});
+      const char* const from = static_cast<const char*>(product.const_data_ptr());
+      parallel_rows(tokens, width, 0, [&](int64_t begin, int64_t end, void*) {
+        for (int64_t row = begin; row < end; ++row)
+          std::memcpy(to + (3 * row + i) * row_bytes, from + row * row_bytes, row_bytes);
+      });
+    }
+  }
+  TORCH_CHECK_VALUE(qkv.size(1) % (3 * layer.heads) == 0, "encoder_layer: the projections give ", qkv.size(1),
+                    " numbers a token; expected a multiple of 3 heads, ", 3 * layer.heads);
+  return qkv.view({tokens, 3, layer.heads, qkv.size(1) / (3 * layer.heads)});
+}
+
+// ---- forward
+
+enum Saved { kQkv, kContext, kLse, kProjected, kMean, kRstd, kMiddle, kPreactivation, kDown, kMean2, kRstd2, kCount };
+
+std::tuple<Tensor, std::vector<Tensor>> encoder_layer_fwd_cpu(
+    const Tensor& hidden, at::TensorList parameters, const Tensor& cu_seqlens, const OptionalTensor& rng,
+    c10::SymInt max_seqlen, int64_t heads, double scale, double attention_p, double out_p, double down_p, int64_t site,
+    std::string_view approximate, at::ScalarType dtype, double out_eps, double down_eps, bool save) {
+  check(hidden, heads, approximate);
+  const at::AutoDispatchBelowAutograd guard;
+  const Layer layer{Parameters(parameters),
+                    cu_seqlens,
+                    rng,
+                    max_seqlen,
+                    heads,
+                    scale,
+                    attention_p,
+                    out_p,
+                    down_p,
+                    site,
+                    approximate,
+                    dtype};
+  const Parameters& p = layer.parameters;
+  const Tensor qkv = project(layer, layer.cast(hidden));
+  const auto [context, lse] = attention_fwd_cpu(qkv, cu_seqlens, max_seqlen, scale, attention_p, rng, site);
+  const Tensor projected = layer.apply(context.flatten(1), p.out, false);
+  const auto [middle, mean, rstd] = add_layer_norm_fwd_cpu(projected, hidden, p.out_norm.weight, p.out_norm.bias,
+                                                           p.out.bias, rng, out_eps, out_p, site + 1);
+  const Tensor preactivation = layer.apply(layer.cast(middle), p.up, true).contiguous();
+  const Tensor wide = save ? layer.activate(preactivation) : preactivation;
+  if (!save) gelu_cpu(preactivation, std::nullopt, approximate, wide);
+  const Tensor down = layer.apply(wide, p.down, false);
+  const auto [y, mean2, rstd2] = add_layer_norm_fwd_cpu(down, middle, p.down_norm.weight, p.down_norm.bias, p.down.bias,
+                                                        rng, down_eps, down_p, site + 2);
+  if (!save) return {y, {}};
+  return {y, {qkv, context, lse, projected, mean, rstd, middle, preactivation, down, mean2, rstd2}};
+}
+
+// ---- backward
+
+// Gradients that somebody asked for; the others stay empty.
+struct Gradients {
+  at::TensorList parameters;
+  at::IntArrayRef needed;  // 1 or 0: of hidden, and of the parameters
+  std::vector<Tensor> found;
+
+  Gradients(at::TensorList parameters_, at::IntArrayRef needed_)
+      : parameters(parameters_), needed(needed_), found(parameters_.size()) {
+    TORCH_CHECK_VALUE(needed.size() == parameters.size() + 1, "encoder_layer: ", needed.size(),
+                      " gradients; expected one for hidden and each of ", parameters.size(), " parameters");
+    for (size_t i = 0; i < found.size(); ++i) found[i] = at::empty({0}, parameters[i].options());
+  }
+  bool wants(size_t i) const { return needed[i + 1]; }
+  bool wants_any(size_t first, size_t count) const {
+    for (size_t i = first; i < first + count; ++i)
+      if (wants(i)) return true;
+    return false;
+  }
+  void set(size_t i, const Tensor& gradient) {
+    if (wants(i)) found[i] = gradient.to(parameters[i].scalar_type());
+  }
+  // dweight and dbias of a dense layer, parameters i and i + 1. dbias may be known already.
+  void set_dense(size_t i, const Tensor& dy, const Tensor& x, const OptionalTensor& dbias) {
+    if (wants(i)) set(i, at::mm(dy.t(), x));
+    if (wants(i + 1)) set(i + 1, dbias ? *dbias : at::sum(dy, 0));
+  }
+};
+
+std::tuple<Tensor, std::vector<Tensor>> encoder_layer_bwd_cpu(
+    const Tensor& dy, const Tensor& hidden, at::TensorList parameters, at::TensorList saved, const Tensor& cu_seqlens,
+    const OptionalTensor& rng, c10::SymInt max_seqlen, int64_t heads, double scale, double attention_p, double out_p,
+    double down_p, int64_t site, std::string_view approximate, at::ScalarType dtype, double /*out_eps*/,
+    double /*down_eps*/, at::IntArrayRef needed) {
+  check(hidden, heads, approximate);
+  TORCH_CHECK_VALUE(saved.size() == kCount, "encoder_layer: ", saved.size(), " saved tensors; expected ", int(kCount));
+  const at::AutoDispatchBelowAutograd guard;
+  const Layer layer{Parameters(parameters),
+                    cu_seqlens,
+                    rng,
+                    max_seqlen,
+                    heads,
+                    scale,
+                    attention_p,
+                    out_p,
+                    down_p,
+                    site,
+                    approximate,
+                    dtype};
+  const Parameters& p = layer.parameters;
+  Gradients gradients(parameters, needed);
+  const size_t out = parameters.size() - 10, out_norm = out + 2, up = out + 4, down = out + 6, down_norm = out + 8;
+
+  // Down to the first parameter that needs a gradient, or to hidden: nothing below is computed in vain.
+  const bool below_projection = needed[0] || gradients.wants_any(0, out);
+  const bool below_middle = below_projection || gradients.wants_any(out, 4),
+             below_up = below_middle || gradients.wants_any(up, 2);
+  auto [ddown, dmiddle, dweight2, dbias2, ddown_bias] =
+      add_layer_norm_bwd_cpu(dy, saved[kDown], saved[kMiddle], p.down_norm.weight, saved[kMean2], saved[kRstd2],
+                             p.down.bias, rng, down_p, site + 2, gradients.wants_any(down + 1, 3));
+  gradients.set(down_norm, dweight2), gradients.set(down_norm + 1, dbias2);
+  if (ddown.numel() == 0) ddown = dmiddle;
+  const Tensor& preactivation = saved[kPreactivation];
+  if (gradients.wants_any(down, 2))
+    gradients.set_dense(down, ddown, gradients.wants(down) ? layer.activate(preactivation) : preactivation, ddown_bias);
+  if (!below_up) return {at::empty({0}, hidden.options()), gradients.found};
+
+  const Tensor dwide = at::mm(ddown, layer.cast(p.down.weight));
+  check_gradient("encoder_layer", "the saved pre-activation", preactivation, dwide);
+  const auto [dpre, dup_bias] =
+      gelu_bwd_cpu(dwide, preactivation, std::nullopt, approximate,
+                   gradients.wants(up + 1) ? std::optional(preactivation.options()) : std::nullopt);
+  gradients.set_dense(up, dpre, layer.cast(saved[kMiddle]), dup_bias);
+  if (!below_middle) return {at::empty({0}, hidden.options()), gradients.found};
+  dmiddle = at::add(dmiddle, at::mm(dpre, layer.cast(p.up.weight)));
+
+  auto [dprojected, dhidden, dweight, dbias, dout_bias] =
+      add_layer_norm_bwd_cpu(dmiddle, saved[kProjected], hidden, p.out_norm.weight, saved[kMean], saved[kRstd],
+                             p.out.bias, rng, out_p, site + 1, gradients.wants_any(out + 1, 3));
+  gradients.set(out_norm, dweight), gradients.set(out_norm + 1, dbias);
+  if (dprojected.numel() == 0) dprojected = dhidden;
+  gradients.set_dense(out, dprojected, saved[kContext].flatten(1), dout_bias);
+  if (!below_projection) return {at::empty({0}, hidden.options()), gradients.found};
+
+  const Tensor dcontext = at::mm(dprojected, layer.cast(p.out.weight)).view(saved[kContext].sizes());
+  const Tensor dqkv = attention_bwd_cpu(dcontext, saved[kQkv], saved[kContext], saved[kLse], cu_seqlens, max_seqlen,
+                                        scale, attention_p, rng, site)
+                          .flatten(1);
+  const Tensor x = layer.cast(hidden);
+  const auto& each = p.projections;
+  const int64_t width = dqkv.size(1) / int64_t(each.size());
+  for (size_t i = 0; i < each.size(); ++i) {
+    const Tensor part = dqkv.narrow(1, int64_t(i) * width, width);
+    gradients.set_dense(2 * i, part, x, std::nullopt);
+  }
+  if (!needed[0]) return {at::empty({0}, hidden.options()), gradients.found};
+  const Tensor weight = each.size() == 1 ? each[0].weight : joined(each, &Dense::weight);
+  return {at::add(dhidden, at::mm(dqkv, layer.cast(weight))), gradients.found};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("encoder_layer_fwd", &encoder_layer_fwd_cpu);
+  m.impl("encoder_layer_bwd", &encoder_layer_bwd_cpu);
+}
+
+}  // namespace fastbert

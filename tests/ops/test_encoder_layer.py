@@ -1,0 +1,237 @@
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
+
+import fastbert
+from fastbert import backends, ops, random, testing
+from fastbert.ops.encoder_layer import Settings
+from fastbert.ops.op import PRIMITIVES
+
+ONE = "qkv_weight qkv_bias"
+THREE = "q_weight q_bias k_weight k_bias v_weight v_bias"
+REST = "out_weight out_bias norm_weight norm_bias up_weight up_bias down_weight down_bias last_weight last_bias"
+
+
+class TestEncoderLayer(OpSuite):
+    """Beside PyTorch's plain composition in each dtype, by the rule for whole models."""
+
+    op = "encoder_layer"
+    factor = 3.0
+    projections = ONE
+    shapes = [
+        pytest.param(((70, 0, 31), 24, 3, 40), id="more-than-a-tile-of-queries"),
+        pytest.param(((1, 2), 10, 2, 7), id="odd"),
+        pytest.param(((90, 40), 64, 4, 256), id="products-by-onednn"),
+    ]
+    p = 0.0
+    approximate = "none"
+
+    @property
+    def parameters(self):
+        return tuple(f"{self.projections} {REST}".split())
+
+    def inputs(self, shape, dtype, device):
+        lengths, width, self.heads, inner = shape
+        sizes = {"qkv": (3 * width, width), "up": (inner, width), "down": (width, inner)}
+        inputs = {"hidden": normal(sum(lengths), width, dtype=dtype, device=device)}
+        for name in self.parameters:
+            part, kind = name.split("_")
+            rows, columns = sizes.get(part, (width, width))
+            norm = part in ("norm", "last")
+            size = (width,) if norm else (rows,) if kind == "bias" else (rows, columns)
+            scale = 0.3 if norm or kind == "bias" else 2 * columns**-0.5
+            inputs[name] = normal(*size, dtype=dtype, device=device, scale=scale) + (norm and kind == "weight")
+        ends = [0, *itertools.accumulate(lengths)]
+        return inputs | {"cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=device), "longest": max(lengths)}
+
+    def empty(self, dtype, device):
+        return self.inputs(((0, 0), 8, 2, 12), dtype, device)
+
+    def _call(self, op, hidden, cu_seqlens, longest, **parameters):
+        dropping = {"attention_dropout_p": self.p, "dropout_p": self.p, "rng": self.rng(hidden), "site": 4}
+        options = dropping | {"approximate": self.approximate, "eps": 1e-5}
+        return op(hidden, [parameters[name] for name in self.parameters], self.heads, cu_seqlens, longest, **options)
+
+    def rng(self, hidden):
+        return torch.tensor([7], device=hidden.device) if self.p else None
+
+    def ours(self, **inputs):
+        return self._call(ops.encoder_layer, **inputs)
+
+    def truth(self, **inputs):
+        return self._call(plain_layer, **inputs)
+
+    def contenders(self):
+        def library(linear):
+            return lambda **inputs: self._call(lambda *a, **k: plain_layer(*a, **k, linear=linear), **inputs)
+
+        return [library(F.linear), library(testing.onednn_linear)]
+
+    def primitive_calls(self, inputs):
+        parameters = [inputs[name] for name in self.parameters]
+        hidden, cu_seqlens, heads = inputs["hidden"], inputs["cu_seqlens"], self.heads
+        settings = Settings(
+            inputs["longest"], heads, 0.5, self.p, self.p, self.p, 4, self.approximate, hidden.dtype, 1e-5, 1e-5
+        )
+        given = (cu_seqlens, self.rng(hidden), *settings)
+        yield "encoder_layer_fwd", (hidden, parameters, *given, False)
+        if backends.find("encoder_layer", hidden.device.type, hidden.dtype, backward=True):
+            yield "encoder_layer_fwd", (hidden, parameters, *given, True)
+            y, saved = PRIMITIVES["encoder_layer_fwd"]("cpu", hidden, parameters, *given, True)
+            for needed in ([1] * (1 + len(parameters)), [1] + [0] * len(parameters)):
+                yield "encoder_layer_bwd", (y, hidden, parameters, saved, *given, needed)
+
+    def test_second_derivative_is_refused(self, backend):
+        if backend.name != "reference":  # plain PyTorch, which has any number of derivatives
+            return super().test_second_derivative_is_refused(backend)
+        self.ours(**self.inputs(self.shapes[1].values[0], torch.float64, backend.device))
+
+
+class TestThreeProjections(TestEncoderLayer):
+    projections = THREE
+    approximate = "tanh"
+
+
+class TestDropout(TestEncoderLayer):
+    p = 0.25
+
+
+def plain_layer(
+    hidden,
+    parameters,
+    heads,
+    cu_seqlens,
+    longest,
+    *,
+    eps,
+    approximate,
+    attention_dropout_p,
+    dropout_p,
+    rng,
+    site,
+    linear=F.linear,
+):
+    """Plain PyTorch, a sequence at a time, in hidden's dtype."""
+    pairs = [(w.to(hidden.dtype), b.to(hidden.dtype)) for w, b in zip(parameters[::2], parameters[1::2], strict=True)]
+    *projections, out, norm, up, down, last = pairs
+    qkv = torch.cat([linear(hidden, *pair) for pair in projections], -1).unflatten(-1, (3, heads, -1))
+    contexts = [qkv.new_empty(0, hidden.shape[1])]
+    for i, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        q, k, v = qkv[start:end].permute(1, 2, 0, 3)
+        weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+        if attention_dropout_p:
+            kept = random.attention_keep(rng, site, i + 1, heads, end - start, attention_dropout_p)[-1]
+            weights = torch.where(kept, weights * random.keep_scale(attention_dropout_p, 8), 0)
+        contexts.append((weights @ v).transpose(0, 1).flatten(1))
+
+    def add(x, residual, norm, place):
+        if dropout_p:
+            kept = random.row_keep(rng, site + place, *x.shape, dropout_p)
+            x = torch.where(kept, x * random.keep_scale(dropout_p, 16), 0)
+        return F.layer_norm(x + residual, x.shape[-1:], *norm, eps)
+
+    middle = add(linear(torch.cat(contexts), *out), hidden, norm, 1)
+    wide = F.gelu(linear(middle, *up), approximate=approximate)
+    return add(linear(wide, *down), middle, last, 2)
+
+
+# ---- in a model
+
+
+def model(dtype=torch.float32, **changes):
+    config = fastbert.BertConfig(
+        vocab_size=50, hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=96, **changes
+    )
+    return fastbert.BertModel(config).to(dtype)
+
+
+def outcome(model, ids, mask, autocast, seed=3):
+    """Hidden state and gradients of a step."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        hidden = model(ids, mask).last_hidden_state
+    if hidden.requires_grad:
+        hidden.float().square().sum().backward()
+    return [hidden, *[p.grad for p in model.parameters()]]
+
+
+def same(one, other):
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("case", ["float32", "bfloat16", "float64", "autocast", "frozen", "evaluation", "long"])
+def test_bits_of_the_single_ops(case, monkeypatch):
+    """In eager mode, where every op runs on the CPU kernels, one call gives what the ops of the layer give."""
+    if backends.find("encoder_layer", "cpu", torch.float32, backward=True) is None:
+        pytest.skip(str(backends.why_not("cpu", "encoder_layer", "cpu", torch.float32)))
+    torch.manual_seed(1)
+    ours = model(getattr(torch, case, torch.float32) if case in ("bfloat16", "float64") else torch.float32)
+    ours.train(case != "evaluation")
+    if case == "frozen":
+        ours.encoder.layer[0].requires_grad_(False)
+        ours.encoder.layer[1].attention.qkv.weight.requires_grad_(False)
+        ours.embeddings.requires_grad_(False)
+    sequences, seqlen = (6, 120) if case == "long" else (3, 9)
+    ids = torch.randint(1, 50, (sequences, seqlen))
+    mask = torch.arange(seqlen) < torch.randint(1, seqlen + 1, (sequences, 1))
+    before = backends.calls().get(("encoder_layer_fwd", "cpu"), 0)
+    whole = outcome(ours, ids, mask, case == "autocast")
+    assert backends.calls()["encoder_layer_fwd", "cpu"] == before + 2
+    monkeypatch.setattr(backends, "find", lambda *args, **kwargs: None)
+    assert same(whole, outcome(ours, ids, mask, case == "autocast"))
+    assert backends.calls()["encoder_layer_fwd", "cpu"] == before + 2
+
+
+def test_gradients_that_nobody_asked_for_are_not_computed():
+    """The operator gives none, and neither does the layer compute what lies below all that need one."""
+    torch.manual_seed(0)
+    suite = TestEncoderLayer()
+    inputs = suite.inputs(((5, 3), 8, 2, 12), torch.float32, "cpu")
+    calls = [args for name, args in suite.primitive_calls(inputs) if name == "encoder_layer_bwd"]
+    if not calls:
+        pytest.skip("there are no CPU kernels")
+    *given, _ = calls[0]
+    _, everything = PRIMITIVES["encoder_layer_bwd"]("cpu", *given, [1] * 13)
+    for i in range(12):
+        dhidden, grads = PRIMITIVES["encoder_layer_bwd"]("cpu", *given, [0] + [int(i == j) for j in range(12)])
+        assert dhidden.numel() == 0 and [g.numel() > 0 for g in grads] == [i == j for j in range(12)]
+        assert torch.equal(grads[i], everything[i])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"hidden": torch.zeros(8)}, ValueError, "hidden has shape"),
+        ({"hidden": torch.zeros(8, 8, dtype=torch.int32)}, TypeError, "hidden is torch.int32"),
+        ({"up_weight": torch.zeros(12, 7)}, ValueError, r"parameters\[6\] has shape \(12, 7\)"),
+        ({"last_bias": torch.zeros(7)}, ValueError, r"parameters\[11\] has shape \(7,\)"),
+        ({"qkv_bias": torch.zeros(24).half()}, TypeError, r"parameters\[1\] is torch.float16"),
+        ({"cu_seqlens": torch.tensor([0, 5, 7], dtype=torch.int32)}, ValueError, "cu_seqlens ends at 7"),
+        ({"longest": 4}, ValueError, "max_seqlen is 4"),
+    ],
+)
+def test_bad_arguments(change, error, words):
+    suite = TestEncoderLayer()
+    inputs = suite.inputs(((5, 3), 8, 2, 12), torch.float32, "cpu")
+    with pytest.raises(error, match=words):
+        suite.ours(**inputs | change)
+
+
+def test_other_bad_arguments():
+    suite = TestEncoderLayer()
+    inputs = suite.inputs(((5, 3), 8, 2, 12), torch.float32, "cpu")
+    parameters = [inputs[name] for name in suite.parameters]
+    given = (inputs["cu_seqlens"], 5)
+    for heads, few, options, words in (
+        (3, parameters, {}, "num_heads is 3"),
+        (2, parameters[:-2], {}, "10 parameters"),
+        (2, parameters, {"approximate": "fast"}, "approximate is 'fast'"),
+        (2, parameters, {"eps": -1.0}, "eps is -1.0"),
+        (2, parameters, {"dropout_p": 0.1}, "rng is None"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ops.encoder_layer(inputs["hidden"], few, heads, *given, **options)
