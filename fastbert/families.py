@@ -5,7 +5,7 @@ from BERT (`fastbert/model.py`, `fastbert/heads.py`), and `fastbert/checkpoint.p
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ class LayerFacts:
     after_attention: tuple[str | None, ...] = field(init=False)  # from `out` on
     with_parameters: tuple[str, ...] = field(init=False)
     containers: tuple[str, ...] = field(init=False)  # the modules between a layer and its parts: they are not called
+    steps: tuple[tuple[str, ...] | None, ...] = field(init=False)  # all paths in the order of the fields, taken apart
 
     def __post_init__(self) -> None:
         second_half = (self.up, self.activation, self.down, self.down_dropout, self.down_norm)
@@ -39,12 +40,18 @@ class LayerFacts:
         inside = {leaf[: dot.start()] for leaf in leaves for dot in re.finditer(r"\.", leaf)}
         object.__setattr__(self, "after_attention", (self.out, self.out_dropout, self.out_norm, *second_half))
         object.__setattr__(self, "with_parameters", leaves)
+        paths = (self.attention, self.heads, *self.projections, self.attention_dropout, *self.after_attention)
+        object.__setattr__(self, "steps", tuple(None if path is None else tuple(path.split(".")) for path in paths))
         object.__setattr__(self, "containers", tuple(sorted(inside - {self.attention})))
 
 
 def follow(module: Any, path: str) -> Any:
     """As operator.attrgetter, which torch.compile does not trace. Children without Module.__getattr__: it is slow."""
-    for name in path.split("."):
+    return follow_steps(module, path.split("."))
+
+
+def follow_steps(module: Any, names: Sequence[str]) -> Any:
+    for name in names:
         children = module._modules
         module = children[name] if name in children else getattr(module, name)
     return module

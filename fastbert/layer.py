@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import backends, ops, random
-from fastbert.families import LayerFacts, follow
+from fastbert.families import LayerFacts, follow_steps
 from fastbert.ops import checks
 from fastbert.ops.attention import attention_unchecked
 from fastbert.ops.encoder_layer import Settings, run_layer
@@ -68,13 +68,9 @@ class LayerParts:
     @classmethod
     def of(cls, layer: nn.Module, facts: LayerFacts) -> "LayerParts":
         """Raises AttributeError where a part is not in its place."""
-        paths = (facts.attention, facts.heads, facts.attention_dropout)
-        attention, heads, dropout = [follow(layer, path) for path in paths]
-        projections = tuple([follow(layer, path) for path in facts.projections])
-        return cls(
-            AttentionParts(attention, heads, projections, dropout),
-            *[None if path is None else follow(layer, path) for path in facts.after_attention],
-        )
+        found = [None if steps is None else follow_steps(layer, steps) for steps in facts.steps]
+        after = 2 + len(facts.projections)
+        return cls(AttentionParts(*found[:2], tuple(found[2:after]), found[after]), *found[after + 1 :])
 
     def drops(self) -> bool:
         return self.attention.p > 0 or probability(self.out_dropout) > 0 or probability(self.down_dropout) > 0
@@ -285,18 +281,13 @@ def _as_one(parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | N
 def _parameters(parts: LayerParts) -> list[Tensor] | None:
     """Weights and biases in the order of `ops.encoder_layer`; None unless all of their modules are plain."""
     found: list[Tensor] = []
-    linears = (*parts.attention.projections, parts.out)
-    for module, kind in (
-        *[(linear, nn.Linear) for linear in linears],
-        (parts.out_norm, nn.LayerNorm),
-        (parts.up, nn.Linear),
-        (parts.down, nn.Linear),
-        (parts.down_norm, nn.LayerNorm),
-    ):
-        if not is_plain(module, kind):
-            return None
-        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    one, other = parts.out_norm, parts.down_norm
+    for module in (*parts.attention.projections, parts.out, one, parts.up, parts.down, other):
+        own = module._parameters
+        weight, bias = own.get("weight"), own.get("bias")
         if weight is None or bias is None or not ordinary(weight):
+            return None
+        if not is_plain(module, nn.LayerNorm if module is one or module is other else nn.Linear):
             return None
         found += weight, bias
     return found

@@ -8,7 +8,6 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <torch/library.h>
 
@@ -185,7 +184,7 @@ struct Gradients {
   }
   // dweight and dbias of a dense layer, parameters i and i + 1. dbias may be known already.
   void set_dense(size_t i, const Tensor& dy, const Tensor& x, const OptionalTensor& dbias) {
-    if (wants(i)) set(i, at::mm(dy.t(), x));
+    if (wants(i)) set(i, matrix_product(dy, true, x));
     if (wants(i + 1)) set(i + 1, dbias ? *dbias : at::sum(dy, 0));
   }
 };
@@ -228,14 +227,14 @@ std::tuple<Tensor, std::vector<Tensor>> encoder_layer_bwd_cpu(
     gradients.set_dense(down, ddown, gradients.wants(down) ? layer.activate(preactivation) : preactivation, ddown_bias);
   if (!below_up) return {at::empty({0}, hidden.options()), gradients.found};
 
-  const Tensor dwide = at::mm(ddown, layer.cast(p.down.weight));
+  const Tensor dwide = matrix_product(ddown, false, layer.cast(p.down.weight));
   check_gradient("encoder_layer", "the saved pre-activation", preactivation, dwide);
   const auto [dpre, dup_bias] =
       gelu_bwd_cpu(dwide, preactivation, std::nullopt, approximate,
                    gradients.wants(up + 1) ? std::optional(preactivation.options()) : std::nullopt);
   gradients.set_dense(up, dpre, layer.cast(saved[kMiddle]), dup_bias);
   if (!below_middle) return {at::empty({0}, hidden.options()), gradients.found};
-  dmiddle = at::add(dmiddle, at::mm(dpre, layer.cast(p.up.weight)));
+  dmiddle = at::add(dmiddle, matrix_product(dpre, false, layer.cast(p.up.weight)));
 
   auto [dprojected, dhidden, dweight, dbias, dout_bias] =
       add_layer_norm_bwd_cpu(dmiddle, saved[kProjected], hidden, p.out_norm.weight, saved[kMean], saved[kRstd],
@@ -245,7 +244,7 @@ std::tuple<Tensor, std::vector<Tensor>> encoder_layer_bwd_cpu(
   gradients.set_dense(out, dprojected, saved[kContext].flatten(1), dout_bias);
   if (!below_projection) return {at::empty({0}, hidden.options()), gradients.found};
 
-  const Tensor dcontext = at::mm(dprojected, layer.cast(p.out.weight)).view(saved[kContext].sizes());
+  const Tensor dcontext = matrix_product(dprojected, false, layer.cast(p.out.weight)).view(saved[kContext].sizes());
   const Tensor dqkv = attention_bwd_cpu(dcontext, saved[kQkv], saved[kContext], saved[kLse], cu_seqlens, max_seqlen,
                                         scale, attention_p, rng, site)
                           .flatten(1);
@@ -258,7 +257,7 @@ std::tuple<Tensor, std::vector<Tensor>> encoder_layer_bwd_cpu(
   }
   if (!needed[0]) return {at::empty({0}, hidden.options()), gradients.found};
   const Tensor weight = each.size() == 1 ? each[0].weight : joined(each, &Dense::weight);
-  return {at::add(dhidden, at::mm(dqkv, layer.cast(weight))), gradients.found};
+  return {at::add(dhidden, matrix_product(dqkv, false, layer.cast(weight))), gradients.found};
 }
 
 }  // namespace

@@ -80,7 +80,12 @@ Tensors5 backward(Inputs in, const at::Tensor& dy, const at::Tensor& mean, const
       });
   // Copies, because the three outputs of an operator must not share memory; empty where they are not needed.
   const auto row = [&](int64_t i, const at::TensorOptions& options) {
-    return need_dparams ? sums[i].to(options, false, /*copy=*/true) : at::empty({0}, options);
+    if (!need_dparams) return at::empty({0}, options);
+    if (options.dtype() != sums.dtype()) return sums[i].to(options);
+    const at::Tensor copy = at::empty({sums.size(1)}, options);
+    const char* const all = static_cast<const char*>(sums.const_data_ptr());
+    std::memcpy(copy.mutable_data_ptr(), all + i * copy.nbytes(), copy.nbytes());
+    return copy;
   };
   return {dx, dresidual, row(0, weight), row(1, weight),
           need_dparams && x_bias ? row(2, *x_bias) : at::empty({0}, in.x.options())};

@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -79,6 +80,19 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   shape.back() = w.size(0);
   if (is_small(rows, w)) return small_product(rows, w, b).view(shape);
   return onednn_product(in_whole_blocks(rows), w, b).narrow(0, 0, rows.size(0)).view(shape);
+}
+
+at::Tensor matrix_product(const at::Tensor& a, bool transposed, const at::Tensor& b) {
+  const int64_t rows = a.size(transposed), inner = a.size(!transposed), columns = b.size(1);
+  const bool direct = a.scalar_type() == at::kFloat && b.scalar_type() == at::kFloat && has_blas() && rows > 0 &&
+                      inner > 0 && columns > 0 && rows * inner * columns <= kSmallProduct && a.stride(1) == 1 &&
+                      b.stride(1) == 1 && a.stride(0) >= a.size(1) && b.stride(0) >= columns && b.size(0) == inner;
+  if (!direct) return at::mm(transposed ? a.t() : a, b);
+  const at::Tensor y = at::empty({rows, columns}, a.options());
+  product<float>(transposed ? Op::transposed : Op::as_is, Op::as_is, rows, columns, inner, 1,
+                 {a.const_data_ptr<float>(), a.stride(0)}, {b.const_data_ptr<float>(), b.stride(0)}, 0,
+                 {y.mutable_data_ptr<float>(), columns});
+  return y;
 }
 
 namespace {

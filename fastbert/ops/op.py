@@ -40,7 +40,7 @@ class Primitive:
         if not torch.compiler.is_compiling():
             backends.count(self.name, backend)
         run = self._reference if backend == "reference" else self.operator(backend)
-        device_type = next(arg for arg in args if isinstance(arg, Tensor)).device.type
+        device_type = args[0].device.type
         if not autocast_on(device_type):
             return run(*args)
         with torch.autocast(device_type, enabled=False):
