@@ -156,15 +156,17 @@ def norm(x: Tensor, layer_norm: nn.Module) -> Tensor:
 def project_qkv(hidden: Tensor, projections: tuple[nn.Module, ...], heads: int) -> Tensor:
     """(T, C) -> (T, 3, H, D).
 
-    Where the weights are three, they are put together anew each time: what lived longer would go stale.
+    Where the weights are three, they are put together anew each time: what lived longer would go stale. Their products
+    are put together instead where those are smaller (csrc/cpu/encoder_layer.cpp does the same).
     """
+    few = not torch.compiler.is_compiling() and hidden.shape[0] <= hidden.shape[1]
     if len(projections) == 1:
         qkv = dense(hidden, projections[0])
-    elif all(map(is_plain_linear, projections)):
+    elif not few and all(map(is_plain_linear, projections)):
         weight, bias = (torch.cat([getattr(linear, name) for linear in projections]) for name in ("weight", "bias"))
         qkv = ops.linear(hidden, weight, bias)
     else:
-        qkv = torch.cat([linear(hidden) for linear in projections], -1)
+        qkv = torch.cat([dense(hidden, linear) for linear in projections], -1)
     return qkv.reshape(hidden.shape[0], 3, heads, qkv.shape[-1] // (3 * heads))
 
 

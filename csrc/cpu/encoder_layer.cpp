@@ -250,14 +250,17 @@ std::tuple<Tensor, std::vector<Tensor>> encoder_layer_bwd_cpu(
                           .flatten(1);
   const Tensor x = layer.cast(hidden);
   const auto& each = p.projections;
-  const int64_t width = dqkv.size(1) / int64_t(each.size());
-  for (size_t i = 0; i < each.size(); ++i) {
-    const Tensor part = dqkv.narrow(1, int64_t(i) * width, width);
-    gradients.set_dense(2 * i, part, x, std::nullopt);
-  }
+  const int64_t count = int64_t(each.size()), width = dqkv.size(1) / count;
+  const auto part = [&](int64_t i) { return dqkv.narrow(1, i * width, width); };
+  for (int64_t i = 0; i < count; ++i) gradients.set_dense(2 * i, part(i), x, std::nullopt);
   if (!needed[0]) return {at::empty({0}, hidden.options()), gradients.found};
-  const Tensor weight = each.size() == 1 ? each[0].weight : joined(each, &Dense::weight);
-  return {at::add(dhidden, matrix_product(dqkv, false, layer.cast(weight))), gradients.found};
+  if (count > 1 && joins_weights(x.size(0), x.size(1))) {
+    const Tensor weight = joined(each, &Dense::weight);
+    return {at::add(dhidden, matrix_product(dqkv, false, layer.cast(weight))), gradients.found};
+  }
+  for (int64_t i = count - 1; i >= 0; --i)  // in autograd's order
+    dhidden = at::add(dhidden, matrix_product(part(i), false, layer.cast(each[i].weight)));
+  return {dhidden, gradients.found};
 }
 
 }  // namespace

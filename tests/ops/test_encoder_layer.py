@@ -163,7 +163,7 @@ def same(one, other):
     return all(a is b is None or torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("case", ["float32", "bfloat16", "float64", "autocast", "frozen", "evaluation", "long"])
+@pytest.mark.parametrize("case", ["accelerated", "float32", "bfloat16", "float64", "autocast", "frozen", "evaluation", "long"])
 def test_bits_of_the_single_ops(case, monkeypatch):
     """In eager mode, where every op runs on the CPU kernels, one call gives what the ops of the layer give."""
     if backends.find("encoder_layer", "cpu", torch.float32, backward=True) is None:
@@ -175,6 +175,10 @@ def test_bits_of_the_single_ops(case, monkeypatch):
         ours.encoder.layer[0].requires_grad_(False)
         ours.encoder.layer[1].attention.qkv.weight.requires_grad_(False)
         ours.embeddings.requires_grad_(False)
+    if case == "accelerated":
+        transformers = pytest.importorskip("transformers")
+        ours = transformers.BertModel(transformers.BertConfig(**model().config.to_dict()))
+        fastbert.accelerate(ours)
     sequences, seqlen = (6, 120) if case == "long" else (3, 9)
     ids = torch.randint(1, 50, (sequences, seqlen))
     mask = torch.arange(seqlen) < torch.randint(1, seqlen + 1, (sequences, 1))

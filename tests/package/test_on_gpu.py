@@ -143,8 +143,11 @@ def test_tests_that_are_cut_off_leave_what_has_failed(tmp_path):
     (tmp_path / "test_broken.py").write_text("import no_such_module\n")
     options = [word for word in on_gpu.parity() if not word.endswith(".py")]
     files = [str(tmp_path / name) for name in ("test_broken.py", "test_slow.py")]
-    outcomes, log = rehearse([Part("parity", [*options, *files], 0, 8)], tmp_path)
-    assert outcomes["parity"].state == "timed out" and outcomes["parity"].seconds < 20
+    for limit in (8, 50):  # where much else runs, the first is over before the tests begin
+        outcomes, log = rehearse([Part("parity", [*options, *files], 0, limit)], tmp_path)
+        assert outcomes["parity"].state == "timed out" and outcomes["parity"].seconds < 2.5 * limit
+        if "FAILED" in log:
+            break
     head, _, end = log.partition("= FAILURES =")
     assert "test_slow.py::test_wrong" in head and "FAILED" in head
     assert "assert 'this' == 'that'" in end and "No module named 'no_such_module'" in log
