@@ -143,13 +143,19 @@ def test_as_accurate_as_transformers(family, kind, side):
 
 
 OPS = {"embedding": 1, "attention": 2, "add_layer_norm": 4, "dense_gelu": 2, "linear": None, "padding": None}
+IN_ONE = {"embedding": 1, "encoder_layer": 2, "padding": None}
 
 
 @pytest.mark.parametrize("backend", backends.BACKENDS)
 @pytest.mark.parametrize("family", ["roberta", "distilbert", "albert"])  # a frozen position; no token types; two widths
-def test_every_backend(family, backend):
+@pytest.mark.parametrize("ops", [OPS, IN_ONE], ids=["single-ops", "layers-in-one"])
+def test_every_backend(family, backend, ops, monkeypatch):
     """Each op runs once in every layer, or every other, on the backend asked for, and obeys the accuracy rule."""
-    for op in OPS:
+    if ops is OPS:
+        monkeypatch.setattr(backends, "find", lambda *args, **kwargs: None)
+    elif backend == "reference":
+        pytest.skip("plain PyTorch has no layer of its own to prefer")
+    for op in ops:
         if reason := backends.why_not(backend, op, DEVICE, torch.float32, backward=True):
             pytest.skip(f"{backend}: {reason}")
     theirs = their(family, **{"n_layers" if family == "distilbert" else "num_hidden_layers": 2})
@@ -160,7 +166,7 @@ def test_every_backend(family, backend):
         assert_accurate(run(our(theirs), inputs, {}), truth, [contender])
     ran = {key: n - before.get(key, 0) for key, n in backends.calls().items() if n > before.get(key, 0)}
     assert {name for _, name in ran} == {backend}
-    for op, times in OPS.items():
+    for op, times in ops.items():
         for direction in ("fwd", "bwd") if times else ():
             assert ran[f"{op}_{direction}", backend] == times, op
 

@@ -163,7 +163,10 @@ def same(one, other):
     return all(a is b is None or torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("case", ["accelerated", "float32", "bfloat16", "float64", "autocast", "frozen", "evaluation", "long"])
+CASES = ("float32", "bfloat16", "float64", "autocast", "accelerated", "frozen", "evaluation", "long")
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_bits_of_the_single_ops(case, monkeypatch):
     """In eager mode, where every op runs on the CPU kernels, one call gives what the ops of the layer give."""
     if backends.find("encoder_layer", "cpu", torch.float32, backward=True) is None:
