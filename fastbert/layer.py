@@ -64,6 +64,13 @@ class LayerParts:
     down: nn.Module
     down_dropout: nn.Module | None
     down_norm: nn.Module
+    plain: bool | None = None  # whether all that has parameters is; None where nobody has looked at it in this forward
+
+    def leaves(self) -> tuple[tuple[nn.Module, type[nn.Module]], ...]:
+        """What has parameters, in the order of `ops.encoder_layer`, and what it is where it is plain."""
+        linears = [(linear, nn.Linear) for linear in (*self.attention.projections, self.out)]
+        after = ((self.up, nn.Linear), (self.down, nn.Linear), (self.down_norm, nn.LayerNorm))
+        return (*linears, (self.out_norm, nn.LayerNorm), *after)
 
     @classmethod
     def of(cls, layer: nn.Module, facts: LayerFacts) -> "LayerParts":
@@ -103,7 +110,10 @@ def ordinary(weight: Tensor | None) -> bool:
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    return unchanged(module, kind) and not hooks(module)
+    """`unchanged`, and no hooks; in one expression, because it is asked of every leaf of every layer."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    return type(module).forward is kind.forward and "forward" not in vars(module)
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -282,17 +292,15 @@ def _as_one(parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | N
 
 def _parameters(parts: LayerParts) -> list[Tensor] | None:
     """Weights and biases in the order of `ops.encoder_layer`; None unless all of their modules are plain."""
-    found: list[Tensor] = []
-    one, other = parts.out_norm, parts.down_norm
-    for module in (*parts.attention.projections, parts.out, one, parts.up, parts.down, other):
-        own = module._parameters
-        weight, bias = own.get("weight"), own.get("bias")
+    leaves, found = parts.leaves(), []
+    if parts.plain is None:
+        parts.plain = all([is_plain(module, kind) for module, kind in leaves])
+    for module, _ in leaves if parts.plain else ():
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
         if weight is None or bias is None or not ordinary(weight):
             return None
-        if not is_plain(module, nn.LayerNorm if module is one or module is other else nn.Linear):
-            return None
         found += weight, bias
-    return found
+    return found or None
 
 
 def embed(

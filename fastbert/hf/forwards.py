@@ -489,10 +489,7 @@ class LayerForward(Replacement):
         parts = LayerParts.of(self.module, facts)
         supported.check_own(parts.attention.module, but_of=("transformers.",))
         _checked(parts.attention.module)
-        for linear in (*parts.attention.projections, parts.out, parts.up, parts.down):
-            supported.check_linear(linear)
-        for norm in (parts.out_norm, parts.down_norm):
-            supported.check_norm(norm)
+        parts.plain = all([supported.check_leaf(module, kind) for module, kind in parts.leaves()])
         supported.check_activation(parts.activation)
         supported.check_dropout(parts.attention.dropout, random.ATTENTION_BITS)
         for dropout in (parts.out_dropout, parts.down_dropout):

@@ -37,12 +37,23 @@ def is_lora(module: nn.Module) -> bool:
     return isinstance(base, nn.Linear) and unchanged(base, nn.Linear) and not any(map(hooks, module.modules()))
 
 
-def check_linear(module: nn.Module) -> None:
-    if not (is_plain(module, nn.Linear) or is_lora(module)):
+def check_leaf(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """A Linear or LayerNorm; whether it is plain, so that its parameters may be read."""
+    if kind is nn.LayerNorm:
+        check_norm(module)
+        return True
+    return check_linear(module)
+
+
+def check_linear(module: nn.Module) -> bool:
+    """Whether it is plain, and not LoRA around one."""
+    plain = is_plain(module, nn.Linear)
+    if not (plain or is_lora(module)):
         raise Fallback(_instead_of(module, nn.Linear))
     weight = module._parameters.get("weight")
     if not ordinary(weight):
         raise Fallback(f"the weight of a Linear is a {type(weight).__name__}")
+    return plain
 
 
 def check_norm(module: nn.Module) -> None:
