@@ -235,17 +235,22 @@ class TestAttention(AttentionSuite):
         out = ops.attention(qkv.to(backend.device), ends((length,), backend.device), length, scale=1.0).cpu()
         assert torch.equal(out, qkv[places, 2, torch.arange(len(places))].expand_as(out))
 
+    @pytest.mark.parametrize("small", [0, 8], ids=["every-row", "the-lower-half-of-a-fragment"])
     @pytest.mark.parametrize("factor", [30.0, 8e3])
     @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))
-    def test_equal_logits_of_any_size_in_half_precision(self, backend, dtype, factor):
-        """As above; 64 products of 8000 x 8000 are too large for a fused multiply-add to subtract exactly."""
+    def test_equal_logits_of_any_size_in_half_precision(self, backend, dtype, factor, small):
+        """As above; 64 products of 8000 x 8000 are too large for a fused multiply-add to subtract exactly.
+
+        small: rows before them whose logits are 0.
+        """
         backend.require(dtype, backward=True)
         if backend.name == "triton":
             backend.skip("its exponent is fused, good for logits to 2**30")
-        qkv = normal(4, 3, 1, 64, dtype=dtype, device=backend.device)
-        qkv[:, 0], qkv[:, 1] = factor, factor
+        tokens = 4 + small
+        qkv = normal(tokens, 3, 1, 64, dtype=dtype, device=backend.device)
+        qkv[:, 0], qkv[:, 1], qkv[:small, 0] = factor, factor, 0
         qkv.requires_grad_()
-        out = ops.attention(qkv, ends((4,), backend.device), 4, scale=0.3)
+        out = ops.attention(qkv, ends((tokens,), backend.device), tokens, scale=0.3)
         dout = torch.randn_like(out)
         (dqkv,) = torch.autograd.grad(out, qkv, dout)
         bounds = {"rtol": 2 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
