@@ -95,7 +95,7 @@ class TestLayerNorm(Rows):
         yield "layer_norm_bwd", (x, x, weight, *stats, True)
         yield "layer_norm_bwd", (x, x, weight, *stats, False)
 
-    @pytest.mark.parametrize("value", [0.1, -3e4, 1e-30])
+    @pytest.mark.parametrize("value", [0.1, -3e4, 12345.678, 1e-30])
     @pytest.mark.parametrize("columns", [768, 1000])
     def test_constant_row_gives_exactly_the_bias(self, backend, value, columns):
         inputs = self.inputs((3, columns), torch.float32, backend.device)
