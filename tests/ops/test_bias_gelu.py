@@ -80,7 +80,7 @@ class TestBiasGelu(OpSuite):
         backend.require(dtype)
         inputs = self.inputs((5, 264), dtype, backend.device)  # 264: one vector beyond what 32 threads hold
         both = backend.why_not(dtype, True) is None
-        for call in (self.ours, one_element_in(self.ours)):
+        for call in (self.ours, *(one_element_in(self.ours, only) for only in (None, *inputs))):
             testing.assert_accurate(call, self.truth, self.contenders(), inputs, gradients=both)
 
     def test_forward_mode_is_refused(self, backend):

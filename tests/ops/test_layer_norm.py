@@ -60,7 +60,7 @@ class Rows(OpSuite):
         backend.require(dtype)
         inputs = self.inputs((5, columns), dtype, backend.device)
         both = backend.why_not(dtype, True) is None
-        for call in (self.ours, one_element_in(self.ours)):
+        for call in (self.ours, *(one_element_in(self.ours, only) for only in (None, *inputs))):
             testing.assert_accurate(call, self.truth, self.contenders(), inputs, gradients=both)
 
 
