@@ -22,7 +22,7 @@ def normal(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> 
 
 
 def one_element_in(call: Callable, only: str | None = None) -> Callable:
-    """`call`, on tensors (or one of them) that start one element into their memory: kernels must not use vectors there."""
+    """`call`, on tensors (or one of them) that start one element into their memory: no place for vectors."""
 
     def shift(name, value):
         if not isinstance(value, Tensor) or not value.is_floating_point() or only not in (None, name):
