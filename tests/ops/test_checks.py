@@ -14,12 +14,17 @@ REFUSALS = (TypeError, ValueError, IndexError)
 ANY_DTYPE = {("padding_pack", "x"), ("padding_unpack", "x"), ("attention_fwd", "qkv")}
 ANY_ROWS = {("padding_plan", "visible"), ("padding_pack", "x"), ("padding_pack", "indices")} | {
     (f"{op}_{direction}", name)
-    for op, names in {"attention": ("cu_seqlens",), "embedding": ("word", "position", "token_type")}.items()
+    for op, names in {
+        "attention": ("cu_seqlens",),
+        "encoder_layer": ("cu_seqlens",),
+        "embedding": ("word", "position", "token_type"),
+    }.items()
     for direction in ("fwd", "bwd")
     for name in names
 }
 ANY_ROWS |= {(f"{op}_fwd", "x") for op in ("linear", "dense_gelu", "bias_gelu", "layer_norm")} | {
-    ("attention_fwd", "qkv")
+    ("attention_fwd", "qkv"),
+    ("encoder_layer_fwd", "hidden"),
 }
 ANY_HEADS = {("attention_fwd", "qkv"), ("padding_pack", "x")}
 ANY_COLUMNS = {("padding_plan", "visible"), ("padding_pack", "x"), ("padding_unpack", "x")}

@@ -98,6 +98,10 @@ class TestThreeProjections(TestEncoderLayer):
 class TestDropout(TestEncoderLayer):
     p = 0.25
 
+    @pytest.mark.slow  # of its own it adds the random numbers, which every op's test has
+    def test_compiles_to_one_graph(self, backend):
+        super().test_compiles_to_one_graph(backend)
+
 
 def plain_layer(
     hidden,

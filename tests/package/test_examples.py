@@ -174,6 +174,7 @@ def test_held_out_paragraphs_are_in_no_training_document(examples):
 # ---- compare_training
 
 
+@pytest.mark.slow
 def test_comparison_in_one_step(run, tmp_path, capsys):
     """And the commands take what it keeps."""
     minilm()
@@ -297,6 +298,7 @@ def test_the_notebook_is_short_and_without_outputs():
     assert all(len(code.splitlines()) <= 10 for code in cells("code"))
 
 
+@pytest.mark.slow
 def test_cells_of_the_notebook(examples, tmp_path, monkeypatch, capsys):
     """One after another, with few steps of training; a slow test has a kernel run it as it stands."""
     pytest.importorskip("IPython")
