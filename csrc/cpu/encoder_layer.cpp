@@ -11,7 +11,6 @@
 #include <ATen/ops/sum.h>
 #include <torch/library.h>
 
-#include <array>
 #include <cstring>
 #include <string_view>
 #include <vector>
@@ -48,17 +47,21 @@ struct Parameters {
   }
 };
 
-// What is the same in forward and backward.
+// The parameters and how they are applied, the same in forward and backward.
 struct Layer {
   Parameters parameters;
-  const Tensor& cu_seqlens;
-  const OptionalTensor& rng;
-  c10::SymInt max_seqlen;
   int64_t heads;
-  double scale, attention_p, out_p, down_p;
-  int64_t site;  // of attention; the next two are those of the dropouts before the residual sums
   std::string_view approximate;
   at::ScalarType dtype;  // of the products
+
+  Layer(const Tensor& hidden, at::TensorList parameters_, int64_t heads_, std::string_view approximate_,
+        at::ScalarType dtype_)
+      : parameters(parameters_), heads(heads_), approximate(approximate_), dtype(dtype_) {
+    check_floating("encoder_layer", "hidden", hidden);
+    TORCH_CHECK_VALUE(hidden.dim() == 2, "encoder_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");
+    TORCH_CHECK_VALUE(heads > 0, "encoder_layer: heads is ", heads, "; expected a positive number");
+    check_approximate("encoder_layer", approximate);
+  }
 
   Tensor cast(const Tensor& tensor) const { return tensor.to(dtype); }
   Tensor apply(const Tensor& x, const Dense& dense, bool with_bias) const {
@@ -73,13 +76,6 @@ struct Layer {
     return y;
   }
 };
-
-void check(const Tensor& hidden, int64_t heads, std::string_view approximate) {
-  check_floating("encoder_layer", "hidden", hidden);
-  TORCH_CHECK_VALUE(hidden.dim() == 2, "encoder_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");
-  TORCH_CHECK_VALUE(heads > 0, "encoder_layer: heads is ", heads, "; expected a positive number");
-  check_approximate("encoder_layer", approximate);
-}
 
 // ---- three projections that are one matrix to attention
 
@@ -129,20 +125,8 @@ std::tuple<Tensor, std::vector<Tensor>> encoder_layer_fwd_cpu(
     const Tensor& hidden, at::TensorList parameters, const Tensor& cu_seqlens, const OptionalTensor& rng,
     c10::SymInt max_seqlen, int64_t heads, double scale, double attention_p, double out_p, double down_p, int64_t site,
     std::string_view approximate, at::ScalarType dtype, double out_eps, double down_eps, bool save) {
-  check(hidden, heads, approximate);
   const at::AutoDispatchBelowAutograd guard;
-  const Layer layer{Parameters(parameters),
-                    cu_seqlens,
-                    rng,
-                    max_seqlen,
-                    heads,
-                    scale,
-                    attention_p,
-                    out_p,
-                    down_p,
-                    site,
-                    approximate,
-                    dtype};
+  const Layer layer(hidden, parameters, heads, approximate, dtype);
   const Parameters& p = layer.parameters;
   const Tensor qkv = project(layer, layer.cast(hidden));
   const auto [context, lse] = attention_fwd_cpu(qkv, cu_seqlens, max_seqlen, scale, attention_p, rng, site);
@@ -194,21 +178,9 @@ std::tuple<Tensor, std::vector<Tensor>> encoder_layer_bwd_cpu(
     const OptionalTensor& rng, c10::SymInt max_seqlen, int64_t heads, double scale, double attention_p, double out_p,
     double down_p, int64_t site, std::string_view approximate, at::ScalarType dtype, double /*out_eps*/,
     double /*down_eps*/, at::IntArrayRef needed) {
-  check(hidden, heads, approximate);
   TORCH_CHECK_VALUE(saved.size() == kCount, "encoder_layer: ", saved.size(), " saved tensors; expected ", int(kCount));
   const at::AutoDispatchBelowAutograd guard;
-  const Layer layer{Parameters(parameters),
-                    cu_seqlens,
-                    rng,
-                    max_seqlen,
-                    heads,
-                    scale,
-                    attention_p,
-                    out_p,
-                    down_p,
-                    site,
-                    approximate,
-                    dtype};
+  const Layer layer(hidden, parameters, heads, approximate, dtype);
   const Parameters& p = layer.parameters;
   Gradients gradients(parameters, needed);
   const size_t out = parameters.size() - 10, out_norm = out + 2, up = out + 4, down = out + 6, down_norm = out + 8;
