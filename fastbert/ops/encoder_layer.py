@@ -51,9 +51,8 @@ def encoder_layer_ref(
     site: int = 1,
 ) -> Tensor:
     """`encoder_layer` in plain PyTorch, any number of derivatives."""
-    scale = _default_scale(parameters, num_heads) if scale is None else scale
-    rates, dtype = (attention_dropout_p, dropout_p, dropout_p), autocast_dtype(hidden)
-    settings = Settings(max_seqlen, num_heads, scale, *rates, site, approximate, dtype, eps, eps)
+    rates = attention_dropout_p, dropout_p
+    settings = _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps)
     return _plain(hidden, parameters, cu_seqlens, rng, settings)
 
 
@@ -195,11 +194,10 @@ def encoder_layer(
     _check(hidden, parameters, num_heads, cu_seqlens, max_seqlen, eps, approximate)
     checks.dropout("encoder_layer", attention_dropout_p, rng, hidden.device, random.ATTENTION_BITS)
     checks.dropout("encoder_layer", dropout_p, rng, hidden.device, random.ROW_BITS)
-    scale = _default_scale(parameters, num_heads) if scale is None else scale
-    rates, dtype = (attention_dropout_p, dropout_p, dropout_p), autocast_dtype(hidden)
-    settings = Settings(max_seqlen, num_heads, scale, *rates, site, approximate, dtype, eps, eps)
+    rates = attention_dropout_p, dropout_p
+    settings = _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps)
     live = needs_grad(hidden, *parameters)
-    backend = backends.choose("encoder_layer", hidden.device.type, dtype, backward=live)
+    backend = backends.choose("encoder_layer", hidden.device.type, settings.dtype, backward=live)
     return run_layer(backend, live and backend != "reference", hidden, parameters, cu_seqlens, rng, settings)
 
 
@@ -218,8 +216,12 @@ def run_layer(
     return FWD(backend, hidden, parameters, cu_seqlens, rng, *settings, False)[0]
 
 
-def _default_scale(parameters: Sequence[Tensor], num_heads: int) -> float:
-    return (parameters[-10].shape[1] // num_heads) ** -0.5
+def _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps) -> Settings:
+    """rates: of attention's dropout, and of both dropouts before the residual sums."""
+    attention_p, p = rates
+    scale = (parameters[-10].shape[1] // num_heads) ** -0.5 if scale is None else scale
+    dtype = autocast_dtype(hidden)
+    return Settings(max_seqlen, num_heads, scale, attention_p, p, p, site, approximate, dtype, eps, eps)
 
 
 def _check(hidden, parameters, num_heads, cu_seqlens, max_seqlen, eps, approximate):
