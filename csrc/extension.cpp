@@ -1,47 +1,48 @@
 // The module fastbert._C. Loading it registers the kernels with torch; its only function describes the build.
-#include <pybind11/pybind11.h>
-#include <torch/version.h>
+#include <Python.h>
+#include <torch/headeronly/version.h>
 
 #include "cpu/blas.h"
 #include "cpu/isa.h"
 
-namespace py = pybind11;
-
 namespace {
 
-py::object active_isa() {
-  switch (fastbert::cpu::best_isa()) {
-    case fastbert::cpu::Isa::generic: return py::str("generic");
-    case fastbert::cpu::Isa::avx2: return py::str("avx2");
-    case fastbert::cpu::Isa::avx512: return py::str("avx512");
-    case fastbert::cpu::Isa::avx512_bf16: return py::str("avx512_bf16");
+// The name of an instruction set, or null, which Python gets as None.
+const char* name_of(fastbert::cpu::Isa isa) {
+  switch (isa) {
+    case fastbert::cpu::Isa::generic: return "generic";
+    case fastbert::cpu::Isa::avx2: return "avx2";
+    case fastbert::cpu::Isa::avx512: return "avx512";
+    case fastbert::cpu::Isa::avx512_bf16: return "avx512_bf16";
     case fastbert::cpu::Isa::none: break;
   }
-  return py::none();
+  return nullptr;
 }
 
-py::dict build_info() {
-  py::dict info;
-  info["torch_version"] = TORCH_VERSION;
-  info["compiler"] = FB_COMPILER;
-  info["cpu_sets"] = py::tuple(py::str(FB_CPU_ISAS).attr("split")());
-  info["cpu_set"] = active_isa();
-  info["blas"] = fastbert::has_blas();
-#ifdef FB_CUDA
-  info["cuda_version"] = FB_CUDA_VERSION;
-  info["cuda_architectures"] = py::tuple(py::str(FB_CUDA_ARCHITECTURES).attr("split")());
-#else
-  info["cuda_version"] = py::none();
-  info["cuda_architectures"] = py::tuple();
-#endif
-  return info;
+PyObject* words(const char* text) {
+  PyObject* const string = PyUnicode_FromString(text);
+  PyObject* const list = string ? PyUnicode_Split(string, nullptr, -1) : nullptr;
+  PyObject* const tuple = list ? PyList_AsTuple(list) : nullptr;
+  Py_XDECREF(list), Py_XDECREF(string);
+  return tuple;
+}
+
+PyObject* build_info(PyObject*, PyObject*) {
+  return Py_BuildValue("{s:s, s:s, s:N, s:s, s:O, s:s, s:N}", "torch_version", TORCH_VERSION, "compiler", FB_COMPILER,
+                       "cpu_sets", words(FB_CPU_ISAS), "cpu_set", name_of(fastbert::cpu::best_isa()), "blas",
+                       fastbert::has_blas() ? Py_True : Py_False, "cuda_version",
+                       *FB_CUDA_VERSION ? FB_CUDA_VERSION : nullptr, "cuda_architectures",
+                       words(FB_CUDA_ARCHITECTURES));
 }
 
 }  // namespace
 
-PYBIND11_MODULE(_C, m) {
-  m.def(
-      "build_info", &build_info,
-      "What this library was built with, and cpu_set: the instruction set that its CPU loops use on this processor, or "
-      "None if it has none of cpu_sets.");
+PyMODINIT_FUNC PyInit__C() {
+  static PyMethodDef functions[] = {
+      {"build_info", build_info, METH_NOARGS,
+       "What this library was built with, and cpu_set: the instruction set that its CPU loops use on this processor, "
+       "or None if it has none of cpu_sets."},
+      {nullptr, nullptr, 0, nullptr}};
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
 }

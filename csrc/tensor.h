@@ -1,52 +1,58 @@
 // What the torch sides share: types, streams, dropout arguments, memory, and splitting rows over threads.
 #pragma once
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <memory>
-#include <numeric>
 #include <optional>
 
 #include "dropout.h"
 #include "dtype.h"
+#include "stable.h"
+
+// Not every build of torch has it.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**) __attribute__((weak));
 
 namespace fastbert {
 
 // Fewer elements than this are not worth another thread.
 constexpr int64_t kGrain = 32768;
 
-inline DType dtype_of(const at::Tensor& tensor) {
+inline DType dtype_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
-    case at::kFloat: return DType::f32;
-    case at::kBFloat16: return DType::bf16;
-    case at::kHalf: return DType::f16;
-    case at::kDouble: return DType::f64;
-    default: TORCH_CHECK_TYPE(false, "fastbert: no kernel for elements of type ", tensor.scalar_type());
+    case ScalarType::Float: return DType::f32;
+    case ScalarType::BFloat16: return DType::bf16;
+    case ScalarType::Half: return DType::f16;
+    case ScalarType::Double: return DType::f64;
+    default: fail<std::invalid_argument>("fastbert: no kernel for elements of type ", tensor.scalar_type());
   }
 }
 
 // Where csrc/cuda/<op>.cpp registers. tests/cuda_on_cpu builds the same files to run the kernels on CPU tensors, which
 // have no streams.
 #ifdef FB_CUDA_ON_CPU
-#define FB_CUDA_LIBRARY(m) TORCH_LIBRARY_IMPL(fastbert_cuda_on_cpu, CPU, m)
+#define FB_CUDA_LIBRARY(m) STABLE_TORCH_LIBRARY_IMPL(fastbert_cuda_on_cpu, CPU, m)
 
-inline void* current_stream(const at::Tensor&) { return nullptr; }
+inline void* current_stream(const Tensor&) { return nullptr; }
+struct DeviceGuard {
+  explicit DeviceGuard(const Tensor&) {}
+};
 #else
-#define FB_CUDA_LIBRARY(m) TORCH_LIBRARY_IMPL(fastbert, CUDA, m)
+#define FB_CUDA_LIBRARY(m) STABLE_TORCH_LIBRARY_IMPL(fastbert, CUDA, m)
 
-// The current stream of the tensor's device. It needs no CUDA header of torch: one binary serves CPU and CUDA builds.
-inline void* current_stream(const at::Tensor& tensor) {
-  return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()).native_handle();
+// The current stream of the tensor's device.
+inline void* current_stream(const Tensor& tensor) {
+  FB_CHECK(aoti_torch_get_current_cuda_stream, "fastbert: this torch has no CUDA");
+  void* stream = nullptr;
+  check_call(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream), "current_stream");
+  return stream;
 }
+
+// While one of these lives, the tensor's device is the current one.
+struct DeviceGuard : torch::stable::accelerator::DeviceGuard {
+  explicit DeviceGuard(const Tensor& tensor) : torch::stable::accelerator::DeviceGuard(tensor.get_device_index()) {}
+};
 #endif
 
 // ---- dropout
@@ -55,15 +61,15 @@ constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
 
 // Elements whose `bits` random bits are below this are dropped. If that can happen, rng must be there, on the device.
 // Python has better messages for wrong values.
-inline uint32_t dropout_threshold(double p, const std::optional<at::Tensor>& rng, int bits, const at::Device& device) {
+inline uint32_t dropout_threshold(double p, const OptionalTensor& rng, int bits, const Device& device) {
   const double range = std::exp2(bits), threshold = std::nearbyint(p * range);  // half to even, as Python rounds
-  TORCH_CHECK_VALUE(p == 0 || (threshold > 0 && threshold < range), "dropout_p is ", p,
-                    "; expected 0 <= dropout_p < 1, and that it is not rounded to 0 or 1 in ", bits, " bits");
-  TORCH_CHECK_VALUE(p == 0 || rng, "dropout_p is ", p, " but rng is None; expected a key");
+  FB_CHECK_VALUE(p == 0 || (threshold > 0 && threshold < range), "dropout_p is ", p,
+                 "; expected 0 <= dropout_p < 1, and that it is not rounded to 0 or 1 in ", bits, " bits");
+  FB_CHECK_VALUE(p == 0 || rng, "dropout_p is ", p, " but rng is None; expected a key");
   if (rng) {
-    TORCH_CHECK_TYPE(rng->scalar_type() == at::kLong && rng->numel() == 1, "rng is ", rng->scalar_type(), " of shape ",
-                     rng->sizes(), "; expected one Long key");
-    TORCH_CHECK_VALUE(rng->device() == device, "rng is on ", rng->device(), "; expected ", device);
+    FB_CHECK_VALUE(rng->scalar_type() == ScalarType::Long && rng->numel() == 1, "rng is ", rng->scalar_type(),
+                   " of shape ", rng->sizes(), "; expected one Long key");
+    FB_CHECK_VALUE(rng->device() == device, "rng is on ", rng->device(), "; expected ", device);
   }
   return uint32_t(threshold);
 }
@@ -71,16 +77,15 @@ inline uint32_t dropout_threshold(double p, const std::optional<at::Tensor>& rng
 inline double keep_scale(uint32_t threshold, int bits) { return std::exp2(bits) / (std::exp2(bits) - threshold); }
 
 // The dropout of a site on the CPU: it reads the key.
-inline Dropout dropout_of(double p, const std::optional<at::Tensor>& rng, int64_t site, int bits) {
-  const uint32_t threshold = dropout_threshold(p, rng, bits, at::kCPU);
+inline Dropout dropout_of(double p, const OptionalTensor& rng, int64_t site, int bits) {
+  const uint32_t threshold = dropout_threshold(p, rng, bits, torch::headeronly::DeviceType::CPU);
   if (threshold == 0) return {};
   const uint64_t key = uint64_t(*rng->const_data_ptr<int64_t>()) + uint64_t(site) * kGolden;
   return {key, threshold, keep_scale(threshold, bits)};
 }
 
 // The same for kernels on x's device. rng has to live until the kernel is launched.
-inline DeviceDropout device_dropout_of(double p, const std::optional<at::Tensor>& rng, int64_t site, int bits,
-                                       const at::Tensor& x) {
+inline DeviceDropout device_dropout_of(double p, const OptionalTensor& rng, int64_t site, int bits, const Tensor& x) {
   const uint32_t threshold = dropout_threshold(p, rng, bits, x.device());
   if (threshold == 0) return {};
   return {rng->const_data_ptr<int64_t>(), uint64_t(site) * kGolden, threshold, float(keep_scale(threshold, bits))};
@@ -91,17 +96,15 @@ inline DeviceDropout device_dropout_of(double p, const std::optional<at::Tensor>
 constexpr char kNoIsa[] = "fastbert's CPU kernels need a processor with AVX2 and FMA";
 
 // The type in which the loops compute and take parameters.
-inline at::ScalarType math_type(const at::Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+inline ScalarType math_type(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
-inline at::Tensor as_math(const at::Tensor& parameter, const at::Tensor& x) {
-  return parameter.to(math_type(x)).contiguous();
-}
-inline std::optional<at::Tensor> as_math(const std::optional<at::Tensor>& parameter, const at::Tensor& x) {
+inline Tensor as_math(const Tensor& parameter, const Tensor& x) { return contiguous(parameter, math_type(x)); }
+inline OptionalTensor as_math(const OptionalTensor& parameter, const Tensor& x) {
   return parameter ? std::optional(as_math(*parameter, x)) : std::nullopt;
 }
 
-inline const void* data(const std::optional<at::Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
+inline const void* data(const OptionalTensor& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
 
 // How many rows a product is computed for: whole blocks, on which oneDNN is fast, and no more than about 32 numbers
 // between one power of two and the next, because oneDNN keeps code for every number it has met (docs/linear.md).
@@ -113,23 +116,28 @@ inline int64_t whole_blocks(int64_t rows) {
 
 // An uninitialised tensor of `sizes`, (..., channels), followed in its storage by rows of zeros up to a whole block: a
 // product that reads it then need not copy it.
-inline at::Tensor empty_rows(at::IntArrayRef sizes, at::TensorOptions options) {
-  const int64_t channels = sizes.back();
-  const int64_t rows = std::accumulate(sizes.begin(), sizes.end() - 1, int64_t(1), std::multiplies<int64_t>());
-  const at::Tensor blocks = at::empty({whole_blocks(rows), channels}, options);
-  if (blocks.size(0) == rows) return blocks.view(sizes);
-  blocks.narrow(0, rows, blocks.size(0) - rows).zero_();
-  return blocks.narrow(0, 0, rows).view(sizes);
+inline Tensor empty_rows(Sizes sizes, const Tensor& x, ScalarType type) {
+  const int64_t channels = sizes.back(), rows = count_rows(sizes);
+  const Tensor blocks = empty({whole_blocks(rows), channels}, x, type);
+  if (blocks.size(0) != rows) zero_(view(blocks, {blocks.size(0) - rows, channels}, rows * channels));
+  return view(blocks, sizes);
+}
+inline Tensor empty_rows(Sizes sizes, const Tensor& x) { return empty_rows(sizes, x, x.scalar_type()); }
+
+// Calls f(begin, end) on ranges of 0 to n, of at least `grain`, in all threads.
+template <class F>
+void parallel_for(int64_t n, int64_t grain, const F& f) {
+  const auto range = [](int64_t begin, int64_t end, void* f) { (*static_cast<const F*>(f))(begin, end); };
+  check_call(torch_parallel_for(0, n, grain, range, const_cast<F*>(&f)), "parallel_for");
 }
 
 // Calls f(begin, end, scratch) on ranges of rows in all threads; each call has scratch_bytes for itself.
 template <class F>
 void parallel_rows(int64_t rows, int64_t channels, int64_t scratch_bytes, const F& f) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, channels)),
-                   [&](int64_t begin, int64_t end) {
-                     const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
-                     f(begin, end, static_cast<void*>(scratch.get()));
-                   });
+  parallel_for(rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, channels)), [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
+    f(begin, end, static_cast<void*>(scratch.get()));
+  });
 }
 
 template <class M>
@@ -139,19 +147,19 @@ void add_to(M* sums, const M* more, int64_t n) {
 
 // Sums over rows, with the same bits for any number of threads. f(begin, end, sums, scratch) adds a range of rows to
 // sums, [quantities, channels]. It gets blocks of kBlock rows; the sums of blocks are added up for each chunk of rows,
-// in one thread, and then those of the chunks, in order. The partition depends on the shape alone, and no single sum is
-// so long that it loses digits.
+// in one thread, and then those of the chunks, in order. They are of x's math_type. The partition depends on the shape
+// alone, and no single sum is so long that it loses digits.
 template <class F>
-at::Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t scratch_bytes,
-                    at::TensorOptions options, const F& f) {
+Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t scratch_bytes, const Tensor& x,
+                const F& f) {
   constexpr int64_t kBlock = 64, kChunks = 64;
   const int64_t columns = quantities * channels,
                 smallest = std::max<int64_t>(32, kGrain / std::max<int64_t>(1, channels));
   const int64_t chunk = std::max(smallest, (rows + kChunks - 1) / kChunks), chunks = (rows + chunk - 1) / chunk;
-  const at::Tensor sums = at::zeros({chunks, quantities, channels}, options);
+  const Tensor sums = zeros({chunks, quantities, channels}, x, math_type(x));
   const int64_t bytes = columns * sums.element_size();
   char* const data = static_cast<char*>(sums.mutable_data_ptr());
-  at::parallel_for(0, columns ? chunks : 0, 1, [&](int64_t first, int64_t last) {
+  parallel_for(columns ? chunks : 0, 1, [&](int64_t first, int64_t last) {
     const std::unique_ptr<char[]> scratch(new char[scratch_bytes]), block(new char[bytes]);
     for (int64_t i = first; i < last; ++i) {
       const int64_t end = std::min(rows, (i + 1) * chunk);
@@ -160,7 +168,7 @@ at::Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t 
       for (int64_t row = i * chunk + kBlock; row < end; row += kBlock) {
         std::memset(block.get(), 0, bytes);
         f(row, std::min(end, row + kBlock), block.get(), static_cast<void*>(scratch.get()));
-        if (sums.scalar_type() == at::kDouble) {
+        if (sums.scalar_type() == ScalarType::Double) {
           add_to(reinterpret_cast<double*>(sum), reinterpret_cast<const double*>(block.get()), columns);
         } else {
           add_to(reinterpret_cast<float*>(sum), reinterpret_cast<const float*>(block.get()), columns);
@@ -168,7 +176,7 @@ at::Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t 
       }
     }
   });
-  return chunks == 1 ? sums[0] : sums.sum(0);
+  return chunks == 1 ? row(sums, 0) : sum_first(sums);
 }
 
 }  // namespace fastbert

@@ -24,6 +24,7 @@ import torch
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 REBUILD = "`pip install --no-cache-dir --force-reinstall --no-deps .` in fastbert's source"
+OLDEST_TORCH = (2, 11)  # that `_C` loads with, whichever torch it was built with: it uses torch's stable ABI alone
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATS64 = (*_FLOATS, torch.float64)
@@ -102,12 +103,10 @@ def _load_extension() -> tuple[ModuleType | None, str | None]:
         return None, f"fastbert's C++ kernels are not built in this source tree; {REBUILD} builds them"
     if build.NOT_BUILT is not None:
         return None, f"fastbert's C++ kernels are not built, because {build.NOT_BUILT}; {REBUILD} builds them"
-    built, here = (version.split("+")[0] for version in (build.TORCH_VERSION, str(torch.__version__)))
-    if built != here:
-        return (
-            None,
-            f"fastbert's C++ kernels were built for torch {built}, this is torch {here}; {REBUILD} builds them anew",
-        )
+    here = str(torch.__version__)
+    if tuple(int(part) for part in here.split(".")[:2]) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        return None, f"fastbert's C++ kernels need torch {oldest} or newer, this is {here}; `pip install -U torch`"
     try:
         return importlib.import_module("fastbert._C"), None
     except ImportError as error:

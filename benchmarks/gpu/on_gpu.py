@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.on_gpu --out DIR [--minutes 9] [--parts build parity ...] [--commit HASH] [--rehearse]
 
-Needs no network: torch, Triton, nvcc, cmake, ninja, pybind11, pytest and transformers have to be there; contenders that
+Needs no network: torch, Triton, nvcc, cmake, ninja, pytest and transformers have to be there; contenders that
 are not are reported as absent. Every part runs in a process group of its own inside what is left of the time; one that
 overruns its limit is stopped and the next one starts. Benchmarks know their limit, begin no case after it, and name
 what they left out; one that loses the GPU in a case (an illegal access lasts as long as its process) is started again

@@ -7,9 +7,6 @@
 // bit where the library repeats its own.
 #include "../attention.h"
 
-#include <ATen/ops/zeros.h>
-#include <torch/library.h>
-
 #include <memory>
 #include <new>
 
@@ -21,8 +18,6 @@
 namespace fastbert {
 
 namespace {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 constexpr int64_t kQueries = 64;
 
@@ -45,13 +40,13 @@ struct Batch {
   Loops loops;
   std::vector<int64_t> start, length;  // of each sequence: within the tokens and disjoint, whatever cu_seqlens holds
 
-  Batch(const at::Tensor& qkv, const at::Tensor& cu_seqlens, double scale_, Dropout drop_)
+  Batch(const Tensor& qkv, const Tensor& cu_seqlens, double scale_, Dropout drop_)
       : element(qkv.element_size()), dtype(dtype_of(qkv)), scale(scale_), drop(drop_) {
     check_attention(qkv, cu_seqlens);
-    TORCH_CHECK_NOT_IMPLEMENTED(loops.softmax, kNoIsa);
-    TORCH_CHECK_NOT_IMPLEMENTED(has_blas(), "attention: this torch exports no BLAS");
+    FB_CHECK(loops.softmax, kNoIsa);
+    FB_CHECK(has_blas(), "attention: this torch exports no BLAS");
     tokens = qkv.size(0), heads = qkv.size(2), D = qkv.size(3), sequences = cu_seqlens.numel() - 1;
-    const at::Tensor ends = cu_seqlens.contiguous();
+    const Tensor ends = contiguous(cu_seqlens);
     const int32_t* const end = ends.const_data_ptr<int32_t>();
     for (int64_t b = 0; b < sequences; ++b) {
       start.push_back(std::clamp<int64_t>(end[b], b ? start[b - 1] + length[b - 1] : 0, tokens));
@@ -71,13 +66,13 @@ struct Batch {
   void for_tasks(const F& f) const {
     if (tokens == 0 || D == 0) return;
     const double work = double(longest) * covered * D / std::max<int64_t>(1, sequences);
-    at::parallel_for(0, heads * sequences, std::max<int64_t>(1, int64_t(kGrain * 16 / (work + 1))),
-                     [&](int64_t begin, int64_t end) {
-                       const SingleThreadedBlas blas;
-                       Scratch scratch(*this);
-                       for (int64_t i = begin; i < end; ++i)
-                         if (length[i % sequences]) f(i / sequences, i % sequences, scratch);
-                     });
+    parallel_for(heads * sequences, std::max<int64_t>(1, int64_t(kGrain * 16 / (work + 1))),
+                 [&](int64_t begin, int64_t end) {
+                   const SingleThreadedBlas blas;
+                   Scratch scratch(*this);
+                   for (int64_t i = begin; i < end; ++i)
+                     if (length[i % sequences]) f(i / sequences, i % sequences, scratch);
+                 });
   }
 };
 
@@ -154,15 +149,13 @@ void forward(const Batch& batch, const char* qkv, char* out, M* lse) {
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor& qkv, const at::Tensor& cu_seqlens,
-                                                     c10::SymInt /*max_seqlen*/, double scale, double dropout_p,
-                                                     const OptionalTensor& rng, int64_t site) {
+std::tuple<Tensor, Tensor> attention_fwd_cpu(const Tensor& qkv, const Tensor& cu_seqlens, int64_t /*max_seqlen*/,
+                                             double scale, double dropout_p, const OptionalTensor& rng, int64_t site) {
   const Batch batch(qkv, cu_seqlens, scale, dropout_of(dropout_p, rng, site, kAttentionBits));
-  const at::Tensor in = qkv.contiguous();
-  const at::Tensor out =
-      empty_rows({batch.tokens, batch.heads * batch.D}, qkv.options()).unflatten(1, {batch.heads, batch.D});
-  const at::Tensor lse = at::empty({batch.heads, batch.tokens}, qkv.options().dtype(math_type(qkv)));
-  if (batch.covered != batch.tokens) out.zero_(), lse.zero_();
+  const Tensor in = contiguous(qkv);
+  const Tensor out = view(empty_rows({batch.tokens, batch.heads * batch.D}, qkv), {batch.tokens, batch.heads, batch.D});
+  const Tensor lse = empty({batch.heads, batch.tokens}, qkv, math_type(qkv));
+  if (batch.covered != batch.tokens) zero_(out), zero_(lse);
   const char* const src = static_cast<const char*>(in.const_data_ptr());
   char* const dst = static_cast<char*>(out.mutable_data_ptr());
   if (batch.dtype == DType::f64) {
@@ -234,15 +227,15 @@ void backward(const Batch& batch, const char* dout, const char* qkv, const char*
 
 }  // namespace
 
-at::Tensor attention_bwd_cpu(const at::Tensor& dout, const at::Tensor& qkv, const at::Tensor& out,
-                             const at::Tensor& lse, const at::Tensor& cu_seqlens, c10::SymInt /*max_seqlen*/,
-                             double scale, double dropout_p, const OptionalTensor& rng, int64_t site) {
+Tensor attention_bwd_cpu(const Tensor& dout, const Tensor& qkv, const Tensor& out, const Tensor& lse,
+                         const Tensor& cu_seqlens, int64_t /*max_seqlen*/, double scale, double dropout_p,
+                         const OptionalTensor& rng, int64_t site) {
   const Batch batch(qkv, cu_seqlens, scale, dropout_of(dropout_p, rng, site, kAttentionBits));
   check_attention_gradients(dout, out, lse, qkv, math_type(qkv));
-  const at::Tensor in = qkv.contiguous(), grad = dout.contiguous(), result = out.contiguous(), sums = lse.contiguous();
-  const at::Tensor dqkv = at::empty(qkv.sizes(), qkv.options());
-  if (batch.covered != batch.tokens) dqkv.zero_();
-  const auto bytes = [](const at::Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
+  const Tensor in = contiguous(qkv), grad = contiguous(dout), result = contiguous(out), sums = contiguous(lse);
+  const Tensor dqkv = empty(qkv.sizes(), qkv);
+  if (batch.covered != batch.tokens) zero_(dqkv);
+  const auto bytes = [](const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
   char* const dst = static_cast<char*>(dqkv.mutable_data_ptr());
   if (batch.dtype == DType::f64) {
     backward<double>(batch, bytes(grad), bytes(in), bytes(result), sums.const_data_ptr<double>(), dst);
@@ -252,9 +245,9 @@ at::Tensor attention_bwd_cpu(const at::Tensor& dout, const at::Tensor& qkv, cons
   return dqkv;
 }
 
-TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
-  m.impl("attention_fwd", &attention_fwd_cpu);
-  m.impl("attention_bwd", &attention_bwd_cpu);
+STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("attention_fwd", TORCH_BOX(&attention_fwd_cpu));
+  m.impl("attention_bwd", TORCH_BOX(&attention_bwd_cpu));
 }
 
 }  // namespace fastbert

@@ -2,22 +2,18 @@
 // fastbert/ops/bias_gelu.py, the CUDA side is csrc/cuda/bias_gelu.cpp.
 #include "../bias_gelu.h"
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include "../checks.h"
 #include "../tensor.h"
 #include "gelu_rows.h"
 
 namespace fastbert {
 
-void gelu_cpu(const at::Tensor& x, const std::optional<at::Tensor>& bias, std::string_view approximate,
-              const at::Tensor& y) {
+void gelu_cpu(const Tensor& x, const OptionalTensor& bias, std::string_view approximate, const Tensor& y) {
   const auto loop = FB_BEST_ISA(bias_gelu_fwd);
-  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
+  FB_CHECK(loop, kNoIsa);
   if (x.numel() == 0) return;
   const DType dtype = dtype_of(x);
-  const at::Tensor in = x.contiguous();
+  const Tensor in = contiguous(x);
   const auto b = as_math(bias, x);
   const int64_t channels = x.size(-1), rows = x.numel() / channels, row_bytes = channels * x.element_size();
   const char* const src = static_cast<const char*>(in.const_data_ptr());
@@ -28,51 +24,50 @@ void gelu_cpu(const at::Tensor& x, const std::optional<at::Tensor>& bias, std::s
   });
 }
 
-std::tuple<at::Tensor, at::Tensor> gelu_bwd_cpu(const at::Tensor& dy, const at::Tensor& x,
-                                                const std::optional<at::Tensor>& bias, std::string_view approximate,
-                                                const std::optional<at::TensorOptions>& dbias_options) {
+std::tuple<Tensor, Tensor> gelu_bwd_cpu(const Tensor& dy, const Tensor& x, const OptionalTensor& bias,
+                                        std::string_view approximate, std::optional<ScalarType> dbias_type) {
   const auto loop = FB_BEST_ISA(bias_gelu_bwd);
-  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
+  FB_CHECK(loop, kNoIsa);
   const DType dtype = dtype_of(x);
-  at::Tensor dx = at::empty(x.sizes(), x.options());
+  Tensor dx = empty(x.sizes(), x);
   const int64_t channels = x.size(-1), rows = channels ? x.numel() / channels : 0;
   const int64_t row_bytes = channels * x.element_size();
-  const at::Tensor grad = dy.contiguous(), in = x.contiguous();
+  const Tensor grad = contiguous(dy), in = contiguous(x);
   const auto b = as_math(bias, x);
   const char *const dys = static_cast<const char*>(grad.const_data_ptr()), *const xs = static_cast<const char*>(
                                                                                in.const_data_ptr());
   char* const dxs = static_cast<char*>(dx.mutable_data_ptr());
-  const at::Tensor dbias = sum_rows(
-      rows, channels, 1, 0, x.options().dtype(math_type(x)), [&](int64_t begin, int64_t end, char* sums, void*) {
-        const int64_t start = begin * row_bytes;
-        loop(dys + start, xs + start, data(b), dxs + start, sums, end - begin, channels, dtype, approximate == "tanh");
-      });
-  if (!dbias_options) return {dx, at::empty({0}, x.options())};
-  return {dx, dbias[0].to(*dbias_options, false, /*copy=*/true)};
+  const Tensor dbias = sum_rows(rows, channels, 1, 0, x, [&](int64_t begin, int64_t end, char* sums, void*) {
+    const int64_t start = begin * row_bytes;
+    loop(dys + start, xs + start, data(b), dxs + start, sums, end - begin, channels, dtype, approximate == "tanh");
+  });
+  if (!dbias_type) return {dx, empty({0}, x)};
+  return {dx, copy_of(row(dbias, 0), *dbias_type)};
 }
 
 namespace {
 
-at::Tensor bias_gelu_fwd_cpu(const at::Tensor& x, const at::Tensor& bias, std::string_view approximate) {
+Tensor bias_gelu_fwd_cpu(const Tensor& x, const Tensor& bias, std::string_view approximate) {
   check_bias_gelu(x, bias, approximate);
-  const at::Tensor y = at::empty(x.sizes(), x.options());
+  const Tensor y = empty(x.sizes(), x);
   gelu_cpu(x, bias, approximate, y);
   return y;
 }
 
-std::tuple<at::Tensor, at::Tensor> bias_gelu_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& bias,
-                                                     std::string_view approximate, bool need_dbias) {
+std::tuple<Tensor, Tensor> bias_gelu_bwd_cpu(const Tensor& dy, const Tensor& x, const Tensor& bias,
+                                             std::string_view approximate, bool need_dbias) {
   check_bias_gelu(x, bias, approximate);
   check_gradient("bias_gelu", "dy", dy, x);
-  auto [dx, dbias] = gelu_bwd_cpu(dy, x, bias, approximate, need_dbias ? std::optional(bias.options()) : std::nullopt);
-  return {dx, need_dbias ? dbias : at::empty({0}, bias.options())};
+  auto [dx, dbias] =
+      gelu_bwd_cpu(dy, x, bias, approximate, need_dbias ? std::optional(bias.scalar_type()) : std::nullopt);
+  return {dx, need_dbias ? dbias : empty({0}, bias)};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
-  m.impl("bias_gelu_fwd", &bias_gelu_fwd_cpu);
-  m.impl("bias_gelu_bwd", &bias_gelu_bwd_cpu);
+STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("bias_gelu_fwd", TORCH_BOX(&bias_gelu_fwd_cpu));
+  m.impl("bias_gelu_bwd", TORCH_BOX(&bias_gelu_bwd_cpu));
 }
 
 }  // namespace fastbert

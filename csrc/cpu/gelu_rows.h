@@ -1,21 +1,19 @@
 // bias_gelu on the CPU for other ops: the bias may be absent. The caller checks the arguments and allocates the output.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <optional>
 #include <string_view>
 #include <tuple>
 
+#include "../stable.h"
+
 namespace fastbert {
 
 // y = gelu(x + bias); y is contiguous, of x's shape and dtype, and may be x.
-void gelu_cpu(const at::Tensor& x, const std::optional<at::Tensor>& bias, std::string_view approximate,
-              const at::Tensor& y);
+void gelu_cpu(const Tensor& x, const OptionalTensor& bias, std::string_view approximate, const Tensor& y);
 
-// dx, and with options also dbias.
-std::tuple<at::Tensor, at::Tensor> gelu_bwd_cpu(const at::Tensor& dy, const at::Tensor& x,
-                                                const std::optional<at::Tensor>& bias, std::string_view approximate,
-                                                const std::optional<at::TensorOptions>& dbias_options);
+// dx, and with a type also dbias.
+std::tuple<Tensor, Tensor> gelu_bwd_cpu(const Tensor& dy, const Tensor& x, const OptionalTensor& bias,
+                                        std::string_view approximate, std::optional<ScalarType> dbias_type);
 
 }  // namespace fastbert

@@ -2,8 +2,6 @@
 // the CUDA side is csrc/cuda/layer_norm.cpp.
 #include "../layer_norm.h"
 
-#include <torch/library.h>
-
 #include "../checks.h"
 #include "../tensor.h"
 #include "layer_ops.h"
@@ -12,25 +10,24 @@ namespace fastbert {
 
 namespace {
 
-using OptionalTensor = std::optional<at::Tensor>;
-using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-using Tensors5 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Tensors3 = std::tuple<Tensor, Tensor, Tensor>;
+using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // The inputs as the loops take them, and the tensors that they point into.
 struct Inputs {
-  at::Tensor x, weight, bias;
+  Tensor x, weight, bias;
   OptionalTensor residual, x_bias;
   LayerNorm op{};
   int64_t rows;
 
   // bias is absent in the backward
-  Inputs(const at::Tensor& x_, const OptionalTensor& residual_, const at::Tensor& weight_, const OptionalTensor& bias_,
+  Inputs(const Tensor& x_, const OptionalTensor& residual_, const Tensor& weight_, const OptionalTensor& bias_,
          const OptionalTensor& x_bias_, double eps, Dropout drop) {
     check_layer_norm(x_, residual_, weight_, bias_, x_bias_);
-    x = x_.contiguous(), weight = as_math(weight_, x);
+    x = contiguous(x_), weight = as_math(weight_, x);
     if (bias_) bias = as_math(*bias_, x);
-    if (residual_) residual = residual_->contiguous();
-    if (residual_) x_bias = x_bias_ ? as_math(*x_bias_, x) : at::zeros({x.size(-1)}, weight.options());
+    if (residual_) residual = contiguous(*residual_);
+    if (residual_) x_bias = x_bias_ ? as_math(*x_bias_, x) : zeros({x.size(-1)}, x, math_type(x));
     op.x = x.const_data_ptr(), op.residual = data(residual), op.x_bias = data(x_bias);
     op.weight = weight.const_data_ptr(), op.bias = bias_ ? bias.const_data_ptr() : nullptr;
     op.channels = x.size(-1), op.eps = eps, op.drop = drop;
@@ -39,16 +36,16 @@ struct Inputs {
     rows = x.numel() / op.channels;
   }
 
-  at::TensorOptions math() const { return weight.options(); }
-  at::TensorOptions output() const { return op.y_type == op.x_type ? x.options() : math(); }
+  ScalarType math() const { return math_type(x); }
+  ScalarType output() const { return op.y_type == op.x_type ? x.scalar_type() : math(); }
 };
 
 Tensors3 forward(Inputs in) {
   const auto loop = FB_BEST_ISA(layer_norm_fwd);
-  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
-  const at::Tensor y = empty_rows(in.x.sizes(), in.output());
+  FB_CHECK(loop, kNoIsa);
+  const Tensor y = empty_rows(in.x.sizes(), in.x, in.output());
   const auto rows = in.x.sizes().slice(0, in.x.dim() - 1);
-  const at::Tensor mean = at::empty(rows, in.math()), rstd = at::empty(rows, in.math());
+  const Tensor mean = empty(rows, in.x, in.math()), rstd = empty(rows, in.x, in.math());
   in.op.mean = mean.mutable_data_ptr(), in.op.rstd = rstd.mutable_data_ptr();
   void* const out = y.mutable_data_ptr();
   const int64_t scratch = FB_BEST_ISA(layer_norm_scratch)(in.op.channels);
@@ -57,72 +54,69 @@ Tensors3 forward(Inputs in) {
   return {y, mean, rstd};
 }
 
-Tensors5 backward(Inputs in, const at::Tensor& dy, const at::Tensor& mean, const at::Tensor& rstd, bool need_dparams,
-                  const at::TensorOptions& weight, const std::optional<at::TensorOptions>& x_bias) {
+Tensors5 backward(Inputs in, const Tensor& dy, const Tensor& mean, const Tensor& rstd, bool need_dparams,
+                  ScalarType weight, std::optional<ScalarType> x_bias) {
   const auto loop = FB_BEST_ISA(layer_norm_bwd);
-  TORCH_CHECK_NOT_IMPLEMENTED(loop, kNoIsa);
-  check_layer_norm_gradients(dy, in.x, mean, rstd, in.output().dtype().toScalarType(), math_type(in.x));
-  const at::Tensor grad = dy.contiguous(), means = mean.contiguous(), rstds = rstd.contiguous();
+  FB_CHECK(loop, kNoIsa);
+  check_layer_norm_gradients(dy, in.x, mean, rstd, in.output(), in.math());
+  const Tensor grad = contiguous(dy), means = contiguous(mean), rstds = contiguous(rstd);
   in.op.mean = means.data_ptr(), in.op.rstd = rstds.data_ptr();
   const bool shared = in.residual && in.op.residual_type == in.op.x_type && in.op.drop.threshold == 0;
-  const at::Tensor dx = shared ? at::empty({0}, in.x.options()) : at::empty(in.x.sizes(), in.x.options());
-  at::Tensor dresidual = in.residual ? at::empty(in.x.sizes(), in.residual->options()) : at::Tensor();
+  const Tensor dx = shared ? empty({0}, in.x) : empty(in.x.sizes(), in.x);
+  Tensor dresidual = in.residual ? empty(in.x.sizes(), *in.residual) : Tensor();
   LayerNormGradients gradients{};
   gradients.dy = grad.const_data_ptr(), gradients.dx = dx.mutable_data_ptr();
   if (in.residual) gradients.dresidual = dresidual.mutable_data_ptr();
   const int64_t C = in.op.channels, scratch = FB_BEST_ISA(layer_norm_scratch)(C);
-  const at::Tensor sums =
-      sum_rows(in.rows, C, 3, scratch, in.math(), [&](int64_t begin, int64_t end, char* chunk, void* room) {
-        LayerNormGradients here = gradients;
-        const int64_t row_bytes = C * in.weight.element_size();
-        here.dweight = chunk, here.dbias = chunk + row_bytes, here.dx_bias = chunk + 2 * row_bytes;
-        loop(in.op, here, begin, end, room);
-      });
+  const Tensor sums = sum_rows(in.rows, C, 3, scratch, in.x, [&](int64_t begin, int64_t end, char* chunk, void* room) {
+    LayerNormGradients here = gradients;
+    const int64_t row_bytes = C * in.weight.element_size();
+    here.dweight = chunk, here.dbias = chunk + row_bytes, here.dx_bias = chunk + 2 * row_bytes;
+    loop(in.op, here, begin, end, room);
+  });
   // Copies, because the three outputs of an operator must not share memory; empty where they are not needed.
-  const auto row = [&](int64_t i, const at::TensorOptions& options) {
-    if (!need_dparams) return at::empty({0}, options);
-    if (options.dtype() != sums.dtype()) return sums[i].to(options);
-    const at::Tensor copy = at::empty({sums.size(1)}, options);
-    const char* const all = static_cast<const char*>(sums.const_data_ptr());
-    std::memcpy(copy.mutable_data_ptr(), all + i * copy.nbytes(), copy.nbytes());
+  const auto sum = [&](int64_t i, ScalarType type) {
+    if (!need_dparams) return empty({0}, in.x, type);
+    if (type != sums.scalar_type()) return copy_of(row(sums, i), type);
+    const Tensor copy = empty({C}, sums);
+    const int64_t bytes = C * sums.element_size();
+    std::memcpy(copy.mutable_data_ptr(), static_cast<const char*>(sums.const_data_ptr()) + i * bytes, bytes);
     return copy;
   };
-  return {dx, dresidual, row(0, weight), row(1, weight),
-          need_dparams && x_bias ? row(2, *x_bias) : at::empty({0}, in.x.options())};
+  return {dx, dresidual, sum(0, weight), sum(1, weight), need_dparams && x_bias ? sum(2, *x_bias) : empty({0}, in.x)};
 }
 
-Tensors3 layer_norm_fwd_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps) {
+Tensors3 layer_norm_fwd_cpu(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
   return forward({x, {}, weight, bias, {}, eps, {}});
 }
 
-Tensors3 layer_norm_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& mean,
-                            const at::Tensor& rstd, bool need_dparams) {
+Tensors3 layer_norm_bwd_cpu(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& mean,
+                            const Tensor& rstd, bool need_dparams) {
   auto [dx, none, dweight, dbias, no_bias] =
-      backward({x, {}, weight, {}, {}, 0, {}}, dy, mean, rstd, need_dparams, weight.options(), {});
+      backward({x, {}, weight, {}, {}, 0, {}}, dy, mean, rstd, need_dparams, weight.scalar_type(), {});
   return {dx, dweight, dbias};
 }
 
 }  // namespace
 
-Tensors3 add_layer_norm_fwd_cpu(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
-                                const at::Tensor& bias, const OptionalTensor& x_bias, const OptionalTensor& rng,
-                                double eps, double dropout_p, int64_t site) {
+Tensors3 add_layer_norm_fwd_cpu(const Tensor& x, const Tensor& residual, const Tensor& weight, const Tensor& bias,
+                                const OptionalTensor& x_bias, const OptionalTensor& rng, double eps, double dropout_p,
+                                int64_t site) {
   return forward({x, residual, weight, bias, x_bias, eps, dropout_of(dropout_p, rng, site, kRowBits)});
 }
 
-Tensors5 add_layer_norm_bwd_cpu(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& residual,
-                                const at::Tensor& weight, const at::Tensor& mean, const at::Tensor& rstd,
-                                const OptionalTensor& x_bias, const OptionalTensor& rng, double dropout_p, int64_t site,
-                                bool need_dparams) {
+Tensors5 add_layer_norm_bwd_cpu(const Tensor& dy, const Tensor& x, const Tensor& residual, const Tensor& weight,
+                                const Tensor& mean, const Tensor& rstd, const OptionalTensor& x_bias,
+                                const OptionalTensor& rng, double dropout_p, int64_t site, bool need_dparams) {
   return backward({x, residual, weight, {}, x_bias, 0, dropout_of(dropout_p, rng, site, kRowBits)}, dy, mean, rstd,
-                  need_dparams, weight.options(), x_bias ? std::optional(x_bias->options()) : std::nullopt);
+                  need_dparams, weight.scalar_type(), x_bias ? std::optional(x_bias->scalar_type()) : std::nullopt);
 }
 
-TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
-  m.impl("layer_norm_fwd", &layer_norm_fwd_cpu);
-  m.impl("layer_norm_bwd", &layer_norm_bwd_cpu);
-  m.impl("add_layer_norm_fwd", &add_layer_norm_fwd_cpu);
-  m.impl("add_layer_norm_bwd", &add_layer_norm_bwd_cpu);
+STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd_cpu));
+  m.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd_cpu));
+  m.impl("add_layer_norm_fwd", TORCH_BOX(&add_layer_norm_fwd_cpu));
+  m.impl("add_layer_norm_bwd", TORCH_BOX(&add_layer_norm_bwd_cpu));
 }
 
 }  // namespace fastbert

@@ -1,11 +1,5 @@
 #include "linear.h"
 
-#include <ATen/Context.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/linear.h>
-#include <ATen/ops/mm.h>
-#include <torch/library.h>
-
 #include <cstring>
 #include <optional>
 #include <vector>
@@ -14,6 +8,14 @@
 #include "../tensor.h"
 #include "blas.h"
 
+// Of torch, where it has them. oneDNN's inner product:
+extern "C" AOTITorchError aoti_torch_cpu__linear_pointwise(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*,
+                                                           const char*, const double**, int64_t, const char**,
+                                                           AtenTensorHandle*) __attribute__((weak));
+// at::globalContext() and at::Context::userEnabledMkldnn(), which have no C functions.
+void* torch_context() asm("_ZN2at13globalContextEv") __attribute__((weak));
+bool torch_user_enabled_mkldnn(const void* context) asm("_ZNK2at7Context17userEnabledMkldnnEv") __attribute__((weak));
+
 namespace fastbert {
 
 namespace {
@@ -21,45 +23,47 @@ namespace {
 // Multiplications in a product up to which MKL is called directly (docs/linear.md has the measurement).
 constexpr int64_t kSmallProduct = 1 << 20;
 
-// torch's operator for oneDNN's inner product, which exists where torch was built with oneDNN.
-const std::optional<c10::OperatorHandle>& onednn_linear() {
-  static const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
-  return op;
+// Whether torch.backends.mkldnn leaves oneDNN enabled.
+bool user_wants_onednn() {
+  return !torch_context || !torch_user_enabled_mkldnn || torch_user_enabled_mkldnn(torch_context());
 }
 
-bool use_onednn(const at::Tensor& x, const at::Tensor& weight) {
-  return x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat && x.numel() > 0 &&
-         at::globalContext().userEnabledMkldnn() && onednn_linear();
+bool use_onednn(const Tensor& x, const Tensor& weight) {
+  return x.scalar_type() == ScalarType::Float && weight.scalar_type() == ScalarType::Float && x.numel() > 0 &&
+         aoti_torch_cpu__linear_pointwise && user_wants_onednn();
 }
 
-at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  const c10::List<std::optional<at::Scalar>> no_scalars;
-  torch::jit::Stack stack{x, weight, bias, "none", no_scalars, ""};
-  onednn_linear()->callBoxed(&stack);
-  return stack.at(0).toTensor();
+Tensor onednn_product(const Tensor& x, const Tensor& weight, const Tensor* bias) {
+  AtenTensorHandle b = bias ? bias->get() : nullptr, made = nullptr;
+  const char* algorithm = "";
+  check_call(aoti_torch_cpu__linear_pointwise(x.get(), weight.get(), bias ? &b : nullptr, "none", nullptr, 0,
+                                              &algorithm, &made),
+             "linear");
+  return Tensor(made);
 }
 
 // x (rows, K), contiguous, with more rows until its last block is full: whatever follows in its storage, or else zeros
 // in a copy. The products of those rows are thrown away.
-at::Tensor in_whole_blocks(const at::Tensor& x) {
+Tensor in_whole_blocks(const Tensor& x) {
   const int64_t rows = x.size(0), blocks = whole_blocks(rows), K = x.size(1);
   if (rows == blocks) return x;
-  if (size_t(x.storage_offset() + blocks * K) * x.element_size() <= x.storage().nbytes())
-    return x.as_strided({blocks, K}, {K, 1});
-  const at::Tensor copy = empty_rows(x.sizes(), x.options());
-  copy.copy_(x);
-  return copy.as_strided({blocks, K}, {K, 1});
+  int64_t bytes = 0;
+  check_call(aoti_torch_get_storage_size(x.get(), &bytes), "storage_size");
+  if ((x.storage_offset() + blocks * K) * int64_t(x.element_size()) <= bytes) return view(x, {blocks, K});
+  const Tensor copy = empty_rows(x.sizes(), x);
+  copy_(copy, x);
+  return view(copy, {blocks, K});
 }
 
 // Whether oneDNN's way to a product, which it prepares anew in each call, takes longer than the product.
-bool is_small(const at::Tensor& rows, const at::Tensor& weight) {
+bool is_small(const Tensor& rows, const Tensor& weight) {
   return has_blas() && weight.numel() > 0 && rows.size(0) * weight.numel() <= kSmallProduct;
 }
 
 // By MKL's own entry: bias rows, then one call that adds the product to them.
-at::Tensor small_product(const at::Tensor& rows, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+Tensor small_product(const Tensor& rows, const Tensor& weight, const Tensor* bias) {
   const int64_t tokens = rows.size(0), K = rows.size(1), channels = weight.size(0);
-  const at::Tensor y = empty_rows({tokens, channels}, rows.options());
+  const Tensor y = empty_rows({tokens, channels}, rows);
   float* const to = y.mutable_data_ptr<float>();
   if (bias)
     for (int64_t row = 0; row < tokens; ++row)
@@ -71,24 +75,28 @@ at::Tensor small_product(const at::Tensor& rows, const at::Tensor& weight, const
 
 }  // namespace
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  const at::AutoDispatchBelowAutograd guard;
-  if (!use_onednn(x, weight)) return at::linear(x, weight, bias);
-  const at::Tensor rows = x.contiguous().flatten(0, -2), w = weight.contiguous();
-  const auto b = bias ? std::optional(bias->contiguous()) : bias;  // oneDNN does not look at its stride
+Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  const NoGrad guard;
+  if (!use_onednn(x, weight)) {
+    const Tensor y = contiguous(call("aten::linear", "", x, weight, bias));
+    return view(y, y.sizes());  // not as a view that autograd knows of: those cannot be changed in place
+  }
+  const Tensor rows = matrix(contiguous(x)), w = contiguous(weight);
+  const Tensor b = bias ? contiguous(*bias) : w;  // oneDNN does not look at its stride
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = w.size(0);
-  if (is_small(rows, w)) return small_product(rows, w, b).view(shape);
-  return onednn_product(in_whole_blocks(rows), w, b).narrow(0, 0, rows.size(0)).view(shape);
+  if (is_small(rows, w)) return view(small_product(rows, w, bias ? &b : nullptr), shape);
+  return view(onednn_product(in_whole_blocks(rows), w, bias ? &b : nullptr), shape);
 }
 
-at::Tensor matrix_product(const at::Tensor& a, bool transposed, const at::Tensor& b) {
+Tensor matrix_product(const Tensor& a, bool transposed, const Tensor& b) {
   const int64_t rows = a.size(transposed), inner = a.size(!transposed), columns = b.size(1);
-  const bool direct = a.scalar_type() == at::kFloat && b.scalar_type() == at::kFloat && has_blas() && rows > 0 &&
-                      inner > 0 && columns > 0 && rows * inner * columns <= kSmallProduct && a.stride(1) == 1 &&
-                      b.stride(1) == 1 && a.stride(0) >= a.size(1) && b.stride(0) >= columns && b.size(0) == inner;
-  if (!direct) return at::mm(transposed ? a.t() : a, b);
-  const at::Tensor y = at::empty({rows, columns}, a.options());
+  const bool direct = a.scalar_type() == ScalarType::Float && b.scalar_type() == ScalarType::Float && has_blas() &&
+                      rows > 0 && inner > 0 && columns > 0 && rows * inner * columns <= kSmallProduct &&
+                      a.stride(1) == 1 && b.stride(1) == 1 && a.stride(0) >= a.size(1) && b.stride(0) >= columns &&
+                      b.size(0) == inner;
+  if (!direct) return call("aten::mm", "", transposed ? call("aten::t", "", a) : a, b);
+  const Tensor y = empty({rows, columns}, a);
   product<float>(transposed ? Op::transposed : Op::as_is, Op::as_is, rows, columns, inner, 1,
                  {a.const_data_ptr<float>(), a.stride(0)}, {b.const_data_ptr<float>(), b.stride(0)}, 0,
                  {y.mutable_data_ptr<float>(), columns});
@@ -97,13 +105,13 @@ at::Tensor matrix_product(const at::Tensor& a, bool transposed, const at::Tensor
 
 namespace {
 
-at::Tensor linear_fwd_cpu(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+Tensor linear_fwd_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   check_dense("linear", x, weight, bias);
   return fastbert::linear(x, weight, bias);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fastbert, CPU, m) { m.impl("linear_fwd", &linear_fwd_cpu); }
+STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) { m.impl("linear_fwd", TORCH_BOX(&linear_fwd_cpu)); }
 
 }  // namespace fastbert

@@ -1,7 +1,5 @@
 // The torch side of packing on the CPU. Rows are copied as bytes: one loop serves every dtype and instruction set. The
 // schemas are defined in fastbert/ops/padding.py.
-#include <ATen/ops/index_select.h>
-#include <torch/library.h>
 
 #include <cstring>
 #include <tuple>
@@ -16,11 +14,10 @@ namespace {
 
 // Where the visible tokens of a (batch, seqlen) grid are, in one pass: their places in the flattened grid, cu_seqlens,
 // and the longest row's count.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> padding_plan(const at::Tensor& mask) {
-  TORCH_CHECK_VALUE(mask.dim() == 2 && mask.scalar_type() == at::kBool, "padding_plan: expected (B, S) bool, got ",
-                    mask.sizes(), " ", mask.scalar_type());
-  const at::Tensor visible = mask.contiguous(),
-                   cu_seqlens = at::empty({mask.size(0) + 1}, mask.options().dtype(at::kInt));
+std::tuple<Tensor, Tensor, Tensor> padding_plan(const Tensor& mask) {
+  FB_CHECK_VALUE(mask.dim() == 2 && mask.scalar_type() == ScalarType::Bool, "padding_plan: expected (B, S) bool, got ",
+                 mask.sizes(), " ", mask.scalar_type());
+  const Tensor visible = contiguous(mask), cu_seqlens = empty({mask.size(0) + 1}, mask, ScalarType::Int);
   // Bytes, not bools: a view of other bytes as bool can hold more than 0 and 1.
   const uint8_t* const see = static_cast<const uint8_t*>(visible.const_data_ptr());
   int* const ends = cu_seqlens.mutable_data_ptr<int>();
@@ -31,43 +28,53 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> padding_plan(const at::Tensor& ma
     int64_t length = 0;
     for (int64_t i = b * seqlen; i < (b + 1) * seqlen; ++i) length += see[i] != 0;
     longest = std::max(longest, length);
-    TORCH_CHECK_VALUE(ends[b] + length <= INT32_MAX, "padding_plan: more than 2**31 tokens");
+    FB_CHECK_VALUE(ends[b] + length <= INT32_MAX, "padding_plan: more than 2**31 tokens");
     ends[b + 1] = int(ends[b] + length);
   }
-  const at::Tensor indices = at::empty({ends[batch]}, mask.options().dtype(at::kLong));
+  const Tensor indices = empty({ends[batch]}, mask, ScalarType::Long);
   int64_t* next = indices.mutable_data_ptr<int64_t>();
   for (int64_t i = 0; i < batch * seqlen; ++i)
     if (see[i]) *next++ = i;
-  return {indices, cu_seqlens, at::empty({}, indices.options()).fill_(longest)};
+  const Tensor max_seqlen = empty({}, indices);
+  *max_seqlen.mutable_data_ptr<int64_t>() = longest;
+  return {indices, cu_seqlens, max_seqlen};
 }
 
 // indices, contiguous and checked to be among `rows`.
-at::Tensor places(const at::Tensor& indices, int64_t rows) {
-  const at::Tensor checked = indices.contiguous();
+Tensor places(const Tensor& indices, int64_t rows) {
+  const Tensor checked = contiguous(indices);
   const int64_t* const place = checked.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < checked.numel(); ++t)
-    TORCH_CHECK_INDEX(0 <= place[t] && place[t] < rows, "indices holds ", place[t], "; expected 0 to ", rows - 1);
+    FB_CHECK_INDEX(0 <= place[t] && place[t] < rows, "indices holds ", place[t], "; expected 0 to ", rows - 1);
   return checked;
 }
 
-std::vector<int64_t> shape_of_rows(const at::Tensor& x, int64_t from, std::vector<int64_t> shape) {
+std::vector<int64_t> shape_of_rows(const Tensor& x, int64_t from, std::vector<int64_t> shape) {
   shape.insert(shape.end(), x.sizes().begin() + from, x.sizes().end());
   return shape;
 }
 
-at::Tensor padding_pack(const at::Tensor& x, const at::Tensor& indices) {
+Tensor padding_pack(const Tensor& x, const Tensor& indices) {
   check_packing("padding_pack", x, indices, 2);
-  const at::Tensor in = x.contiguous().flatten(0, 1), place = places(indices, in.size(0));
+  const Tensor in = contiguous(x), place = places(indices, x.size(0) * x.size(1));
   const std::vector<int64_t> shape = shape_of_rows(x, 2, {place.numel()});
-  at::Tensor out = x.dim() > 2 ? empty_rows(shape, x.options()) : at::empty(shape, x.options());
-  return at::index_select_out(out, in, 0, place);
+  const Tensor out = x.dim() > 2 ? empty_rows(shape, x) : empty(shape, x);
+  if (!out.numel()) return out;
+  const int64_t bytes = out.numel() / place.numel() * x.element_size();
+  const char* const src = static_cast<const char*>(in.const_data_ptr());
+  const int64_t* const from = place.const_data_ptr<int64_t>();
+  char* const dst = static_cast<char*>(out.mutable_data_ptr());
+  parallel_rows(place.numel(), bytes, 0, [&](int64_t begin, int64_t end, void*) {
+    for (int64_t t = begin; t < end; ++t) std::memcpy(dst + t * bytes, src + from[t] * bytes, bytes);
+  });
+  return out;
 }
 
-at::Tensor padding_unpack(const at::Tensor& x, const at::Tensor& indices, c10::SymInt batch, c10::SymInt seqlen) {
-  check_unpacking("padding_unpack", x, indices, batch.expect_int(), seqlen.expect_int());
-  const int64_t rows = batch.expect_int() * seqlen.expect_int();
-  const at::Tensor in = x.contiguous(), place = places(indices, rows);
-  const at::Tensor out = at::empty(shape_of_rows(x, 1, {batch.expect_int(), seqlen.expect_int()}), x.options());
+Tensor padding_unpack(const Tensor& x, const Tensor& indices, int64_t batch, int64_t seqlen) {
+  check_unpacking("padding_unpack", x, indices, batch, seqlen);
+  const int64_t rows = batch * seqlen;
+  const Tensor in = contiguous(x), place = places(indices, rows);
+  const Tensor out = empty(shape_of_rows(x, 1, {batch, seqlen}), x);
   if (!out.numel()) return out;
   std::vector<int64_t> token(rows, -1);
   for (int64_t t = 0; t < place.numel(); ++t) token[place.const_data_ptr<int64_t>()[t]] = t;
@@ -88,10 +95,10 @@ at::Tensor padding_unpack(const at::Tensor& x, const at::Tensor& indices, c10::S
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
-  m.impl("padding_plan", &padding_plan);
-  m.impl("padding_pack", &padding_pack);
-  m.impl("padding_unpack", &padding_unpack);
+STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("padding_plan", TORCH_BOX(&padding_plan));
+  m.impl("padding_pack", TORCH_BOX(&padding_pack));
+  m.impl("padding_unpack", TORCH_BOX(&padding_unpack));
 }
 
 }  // namespace fastbert

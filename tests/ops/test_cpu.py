@@ -222,6 +222,19 @@ def test_fakes_agree_for_mixed_dtypes_and_frozen_parameters():
             torch.library.opcheck(torch.ops.fastbert.add_layer_norm_bwd.default, args, test_utils=("test_faketensor",))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_record_nothing_within_and_hand_out_no_views(dtype):
+    """Products too: autograd refuses to change a view in place that a Function hands out."""
+    x, w, b = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((2, 5, 8), (6, 8), (6,)))
+    for op in (ops.linear, ops.dense_gelu):
+        expected = torch.autograd.grad(op(x, w, b).sum(), b)
+        assert torch.equal(torch.autograd.grad(op(x, w, b).add_(1).sum(), b)[0], expected[0])
+    outputs = torch.ops.fastbert.linear_fwd(x, w, b), *torch.ops.fastbert.dense_gelu_fwd(x, w, b, "none", True)
+    outputs += torch.ops.fastbert.dense_gelu_bwd(outputs[1].detach(), x, w, outputs[2].detach(), "none", True, True)
+    assert {y.grad_fn.name() for y in outputs} == {"torch::autograd::WarnNotImplemented"}  # the dispatcher's, for each
+    assert not any(y._is_view() for y in outputs)
+
+
 def test_a_first_gradient_can_be_modified_in_place():
     x = torch.randn(3, 8, requires_grad=True)
     y = ops.layer_norm(x, torch.ones(8), torch.zeros(8))

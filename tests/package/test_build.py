@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastbert import backends
+
 ROOT = Path(__file__).resolve().parents[2]
 READ_BY_SETUP = ("FASTBERT_BUILD", "USE_CUDA", "TORCH_CUDA_ARCH_LIST", "CXX", "MAX_JOBS", "PYTHONPATH")
 CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in READ_BY_SETUP}
@@ -32,16 +34,19 @@ def setup_py(monkeypatch):
     return module
 
 
-@pytest.fixture
-def tree(tmp_path):
+def source(copy):
     """A copy of what an install needs, without what builds have left in the source tree."""
-    copy = tmp_path / "tree"
     left_behind = shutil.ignore_patterns("_C.*", "_build.py", "__pycache__")
     for folder in ("csrc", "fastbert"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=left_behind)
     for name in ("setup.py", "pyproject.toml", "CMakeLists.txt", "MANIFEST.in", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, copy)
     return copy
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return source(tmp_path / "tree")
 
 
 # ---- what is decided
@@ -99,8 +104,15 @@ def test_other_values_of_fastbert_build_are_refused(setup_py, monkeypatch, value
     "version, old",
     [("2.9.1+cu128", True), ("2.10.0", True), ("2.11.0a0+git1234567", False), ("2.13.0+cpu", False), ("3.0.0", False)],
 )
-def test_torch_without_native_stream_handles_is_too_old(setup_py, version, old):
+def test_torch_without_the_stable_interface_is_too_old(setup_py, version, old):
     assert bool(setup_py.why_not((version, "/torch"), "/usr/bin/c++")) == old
+
+
+def test_one_oldest_torch(setup_py):
+    major, minor = setup_py.OLDEST_TORCH
+    assert f"TORCH_TARGET_VERSION=0x{major:02x}{minor:02x}{0:012x}" in (ROOT / "CMakeLists.txt").read_text()
+    assert setup_py.OLDEST_TORCH == backends.OLDEST_TORCH
+    assert f'"torch>={major}.{minor}"' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -227,8 +239,6 @@ def test_a_source_distribution_holds_all_that_its_tests_need(tmp_path):
 @pytest.fixture
 def built():
     """`fastbert._build` and `_C.build_info()` of this installation."""
-    from fastbert import backends
-
     if backends.EXTENSION is None:
         pytest.skip(backends.EXTENSION_PROBLEM)
     return importlib.import_module("fastbert._build"), backends.EXTENSION.build_info()
@@ -307,3 +317,38 @@ def test_a_compile_error_is_an_error(tree, tmp_path):
         install(tree, tmp_path / "env", TORCH_CUDA_ARCH_LIST="8.0")
     assert "#error planted" in failure.value.stderr
     assert "FASTBERT_BUILD=0 installs fastbert without them" in failure.value.stderr
+
+
+# ---- one wheel for every torch
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel of this source tree with the kernels for CPUs."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder]
+    env = CLEAN_ENV | {"FASTBERT_BUILD": "1", "USE_CUDA": "0"}
+    subprocess.run([*command, source(folder / "tree")], env=env, check=True)
+    (wheel,) = folder.glob("*-cp310-abi3-linux_*.whl")
+    with zipfile.ZipFile(wheel) as contents:
+        library = contents.read("fastbert/_C.abi3.so")
+    assert str(folder).encode() not in library and os.path.dirname(torch.__file__).encode() not in library
+    return wheel
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["torch==2.11.0", "torch"])
+def test_one_wheel_runs_with_old_and_new_torch_without_a_compiler(wheel, tmp_path, release):
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    env = CLEAN_ENV | {"PATH": str(tmp_path / "env/bin"), "TMPDIR": str(tmp_path)}
+    pip = ["pip", "install", "-q", "numpy<2.4", "safetensors", "pytest", "hypothesis", release]
+    fetched = subprocess.run(pip, env=env, stderr=subprocess.PIPE, text=True)
+    if fetched.returncode:
+        pytest.skip(f"pip does not get {release} here: {fetched.stderr.splitlines()[-1]}")
+    subprocess.run(["pip", "install", "-q", "--no-deps", wheel], env=env, check=True)
+    shutil.copytree(ROOT / "tests", tmp_path / "tests")
+    tests = [f"tests/ops/test_{name}.py" for name in ("checks", "linear", "attention", "embedding", "padding")]
+    selected = "(cpu or checks) and not compile and not opcheck"
+    command = ["pytest", "-q", "-o", "pythonpath=tests", "-m", "not slow", "-k", selected, *tests]
+    subprocess.run(command, cwd=tmp_path, env=env, check=True)

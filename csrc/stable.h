@@ -1,0 +1,163 @@
+// torch as the torch sides use it: only its stable ABI, which later releases keep, so that one binary serves them all
+// (docs/build.md). Names, errors, and what they need of tensors; torch/csrc/stable/ops.h has more, but it is slower.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <numeric>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+extern "C" const char* torch_exception_get_what_without_backtrace() __attribute__((weak));  // torch 2.13 has it
+
+namespace fastbert {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Device;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+// ---- errors: RuntimeError, ValueError and IndexError in Python. No standard exception becomes a TypeError.
+
+inline std::ostream& operator<<(std::ostream& to, const Sizes& sizes) {
+  to << '[';
+  for (size_t i = 0; i < sizes.size(); ++i) to << (i ? ", " : "") << sizes[i];
+  return to << ']';
+}
+
+inline std::ostream& operator<<(std::ostream& to, const Device& device) {
+  if (device.is_cpu()) return to << "cpu";
+  return to << (device.is_cuda() ? "cuda:" : "another device:") << device.index();
+}
+
+template <class Error, class... Parts>
+[[noreturn, gnu::cold, gnu::noinline]] void fail(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  throw Error(text.str());
+}
+
+#define FB_CHECK_AS(error, condition, ...)                \
+  do {                                                    \
+    if (!(condition)) fastbert::fail<error>(__VA_ARGS__); \
+  } while (false)
+#define FB_CHECK(condition, ...) FB_CHECK_AS(std::runtime_error, condition, __VA_ARGS__)
+#define FB_CHECK_VALUE(condition, ...) FB_CHECK_AS(std::invalid_argument, condition, __VA_ARGS__)
+#define FB_CHECK_INDEX(condition, ...) FB_CHECK_AS(std::out_of_range, condition, __VA_ARGS__)
+
+// For the C functions of torch, which throw nothing. Before 2.13 they print what happened, and hand out nothing.
+inline void check_call(AOTITorchError error, const char* what) {
+  const auto why = &torch_exception_get_what_without_backtrace;
+  FB_CHECK(error == TORCH_SUCCESS, what, ": ", why ? why() : "torch failed; its message is in the standard error");
+}
+
+// ---- tensors
+
+// While one of these lives, torch's operators record nothing for autograd in this thread.
+class NoGrad {
+ public:
+  NoGrad() { aoti_torch_grad_mode_set_enabled(false); }
+  ~NoGrad() { aoti_torch_grad_mode_set_enabled(before_); }
+  NoGrad(const NoGrad&) = delete;
+  NoGrad& operator=(const NoGrad&) = delete;
+
+ private:
+  const bool before_ = aoti_torch_grad_mode_is_enabled();
+};
+
+// The result of an operator, called by name with all of its arguments. For those without a C function: it takes longer.
+template <class... Args>
+Tensor call(const char* name, const char* overload, const Args&... args) {
+  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
+  check_call(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION), name);
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// Uninitialised, on x's device.
+inline Tensor empty(Sizes sizes, const Tensor& x, ScalarType type) {
+  int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  AtenTensorHandle made = nullptr;
+  check_call(aoti_torch_aten_new_empty(x.get(), sizes.data(), int64_t(sizes.size()), &code, nullptr, nullptr, 0,
+                                       nullptr, &made),
+             "empty");
+  return Tensor(made);
+}
+inline Tensor empty(Sizes sizes, const Tensor& x) { return empty(sizes, x, x.scalar_type()); }
+
+inline void zero_(const Tensor& x) { check_call(aoti_torch_zero_(x.get()), "zero_"); }
+
+inline Tensor zeros(Sizes sizes, const Tensor& x, ScalarType type) {
+  const Tensor made = empty(sizes, x, type);
+  zero_(made);
+  return made;
+}
+
+inline void copy_(const Tensor& to, const Tensor& from) {
+  const NoGrad guard;
+  check_call(aoti_torch_copy_(to.get(), from.get(), 0), "copy_");
+}
+
+// A contiguous copy.
+inline Tensor copy_of(const Tensor& x, ScalarType type) {
+  const Tensor made = empty(x.sizes(), x, type);
+  copy_(made, x);
+  return made;
+}
+
+// x, or a copy if need be.
+inline Tensor contiguous(const Tensor& x) { return x.is_contiguous() ? x : copy_of(x, x.scalar_type()); }
+inline Tensor contiguous(const Tensor& x, ScalarType type) {
+  return x.scalar_type() == type ? contiguous(x) : copy_of(x, type);
+}
+
+// x's memory from its element `offset` on. Autograd does not know that it is a view.
+inline Tensor strided(const Tensor& x, Sizes sizes, Sizes strides, int64_t offset) {
+  AtenTensorHandle made = nullptr;
+  check_call(
+      aoti_torch__reinterpret_tensor(x.get(), int64_t(sizes.size()), sizes.data(), strides.data(), offset, &made),
+      "view");
+  return Tensor(made);
+}
+
+// The same, in order.
+inline Tensor view(const Tensor& x, Sizes sizes, int64_t offset = 0) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(1, sizes[i]);
+  return strided(x, sizes, strides, offset);
+}
+
+// The i-th of contiguous x's first dimension.
+inline Tensor row(const Tensor& x, int64_t i) {
+  const Sizes sizes = x.sizes().slice(1);
+  return view(x, sizes, i * x.numel() / x.size(0));
+}
+
+// The sum over x's first dimension.
+inline Tensor sum_first(const Tensor& x) {
+  return call("aten::sum", "dim_IntList", x, std::optional(std::vector<int64_t>{0}), false, std::nullopt);
+}
+
+// a + b, by the C function that there is: torch computes both as a + alpha b.
+inline Tensor add(const Tensor& a, const Tensor& b) {
+  AtenTensorHandle made = nullptr;
+  check_call(aoti_torch_aten_subtract_Tensor(a.get(), b.get(), -1, &made), "add");
+  return Tensor(made);
+}
+
+// Contiguous x, (..., channels), as a matrix of its rows.
+inline int64_t count_rows(Sizes sizes) {
+  return std::accumulate(sizes.begin(), sizes.end() - 1, int64_t(1), std::multiplies<int64_t>());
+}
+inline Tensor matrix(const Tensor& x) { return view(x, {count_rows(x.sizes()), x.size(-1)}); }
+
+}  // namespace fastbert
