@@ -83,12 +83,21 @@ Tensor call(const char* name, const char* overload, const Args&... args) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// Uninitialised, on x's device.
+// Of a contiguous tensor.
+inline std::vector<int64_t> strides_of(Sizes sizes) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(1, sizes[i]);
+  return strides;
+}
+
+// Uninitialised, on x's device. This C function does not go through torch's dispatcher on a CPU.
 inline Tensor empty(Sizes sizes, const Tensor& x, ScalarType type) {
-  int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  const int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  int32_t device = 0;
+  check_call(aoti_torch_get_device_type(x.get(), &device), "device_type");
   AtenTensorHandle made = nullptr;
-  check_call(aoti_torch_aten_new_empty(x.get(), sizes.data(), int64_t(sizes.size()), &code, nullptr, nullptr, 0,
-                                       nullptr, &made),
+  check_call(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides_of(sizes).data(), code, device,
+                                      x.get_device_index(), &made),
              "empty");
   return Tensor(made);
 }
@@ -131,9 +140,7 @@ inline Tensor strided(const Tensor& x, Sizes sizes, Sizes strides, int64_t offse
 
 // The same, in order.
 inline Tensor view(const Tensor& x, Sizes sizes, int64_t offset = 0) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(1, sizes[i]);
-  return strided(x, sizes, strides, offset);
+  return strided(x, sizes, strides_of(sizes), offset);
 }
 
 // The i-th of contiguous x's first dimension.

@@ -147,17 +147,22 @@ std::tuple<Tensor, Tensors> encoder_layer_fwd_cpu(const Tensor& hidden, const Te
 
 // ---- backward
 
-// Gradients that somebody asked for; the others stay empty.
+// Gradients that somebody asked for.
 struct Gradients {
   const Tensors& parameters;
   const std::vector<int64_t>& needed;  // 1 or 0: of hidden, and of the parameters
-  Tensors found;
+  std::vector<OptionalTensor> found;
 
   Gradients(const Tensors& parameters_, const std::vector<int64_t>& needed_)
       : parameters(parameters_), needed(needed_), found(parameters_.size()) {
     FB_CHECK_VALUE(needed.size() == parameters.size() + 1, "encoder_layer: ", needed.size(),
                    " gradients; expected one for hidden and each of ", parameters.size(), " parameters");
-    for (size_t i = 0; i < found.size(); ++i) found[i] = empty({0}, parameters[i]);
+  }
+  // The others are empty.
+  Tensors all() const {
+    Tensors tensors;
+    for (size_t i = 0; i < found.size(); ++i) tensors.push_back(found[i] ? *found[i] : empty({0}, parameters[i]));
+    return tensors;
   }
   bool wants(size_t i) const { return needed[i + 1]; }
   bool wants_any(size_t first, size_t count) const {
@@ -201,7 +206,7 @@ std::tuple<Tensor, Tensors> encoder_layer_bwd_cpu(const Tensor& dy, const Tensor
   const Tensor& preactivation = saved[kPreactivation];
   if (gradients.wants_any(down, 2))
     gradients.set_dense(down, ddown, gradients.wants(down) ? layer.activate(preactivation) : preactivation, ddown_bias);
-  if (!below_up) return {empty({0}, hidden), gradients.found};
+  if (!below_up) return {empty({0}, hidden), gradients.all()};
 
   const Tensor dwide = matrix_product(ddown, false, layer.cast(p.down.weight));
   check_gradient("encoder_layer", "the saved pre-activation", preactivation, dwide);
@@ -209,7 +214,7 @@ std::tuple<Tensor, Tensors> encoder_layer_bwd_cpu(const Tensor& dy, const Tensor
       gelu_bwd_cpu(dwide, preactivation, std::nullopt, approximate,
                    gradients.wants(up + 1) ? std::optional(preactivation.scalar_type()) : std::nullopt);
   gradients.set_dense(up, dpre, layer.cast(saved[kMiddle]), dup_bias);
-  if (!below_middle) return {empty({0}, hidden), gradients.found};
+  if (!below_middle) return {empty({0}, hidden), gradients.all()};
   dmiddle = add(dmiddle, matrix_product(dpre, false, layer.cast(p.up.weight)));
 
   auto [dprojected, dhidden, dweight, dbias, dout_bias] =
@@ -218,7 +223,7 @@ std::tuple<Tensor, Tensors> encoder_layer_bwd_cpu(const Tensor& dy, const Tensor
   gradients.set(out_norm, dweight), gradients.set(out_norm + 1, dbias);
   if (dprojected.numel() == 0) dprojected = dhidden;
   gradients.set_dense(out, dprojected, by_token(saved[kContext]), dout_bias);
-  if (!below_projection) return {empty({0}, hidden), gradients.found};
+  if (!below_projection) return {empty({0}, hidden), gradients.all()};
 
   const Tensor dcontext = matrix_product(dprojected, false, layer.cast(p.out.weight));
   check_like("encoder_layer", "the saved context", by_token(saved[kContext]), dcontext);
@@ -229,14 +234,14 @@ std::tuple<Tensor, Tensors> encoder_layer_bwd_cpu(const Tensor& dy, const Tensor
   const int64_t count = int64_t(each.size()), width = dqkv.size(1) / count;
   const auto part = [&](int64_t i) { return strided(dqkv, {dqkv.size(0), width}, {dqkv.size(1), 1}, i * width); };
   for (int64_t i = 0; i < count; ++i) gradients.set_dense(2 * i, part(i), x, std::nullopt);
-  if (!needed[0]) return {empty({0}, hidden), gradients.found};
+  if (!needed[0]) return {empty({0}, hidden), gradients.all()};
   if (count > 1 && joins_weights(x.size(0), x.size(1))) {
     const Tensor weight = joined(each, &Dense::weight);
-    return {add(dhidden, matrix_product(dqkv, false, layer.cast(weight))), gradients.found};
+    return {add(dhidden, matrix_product(dqkv, false, layer.cast(weight))), gradients.all()};
   }
   for (int64_t i = count - 1; i >= 0; --i)  // in autograd's order
     dhidden = add(dhidden, matrix_product(part(i), false, layer.cast(each[i].weight)));
-  return {dhidden, gradients.found};
+  return {dhidden, gradients.all()};
 }
 
 }  // namespace
