@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastbert import backends
-from fastbert.ops import checks, pack, unpack
-from fastbert.ops.padding import PLAN, cu_seqlens_of
+from fastbert.ops import checks
+from fastbert.ops.padding import PLAN, cu_seqlens_of, pack_unchecked, unpack_unchecked
 
 
 class Packing(NamedTuple):
@@ -49,7 +49,7 @@ class Packing(NamedTuple):
             return x
         if self.indices is None:
             return x.flatten(0, 1)
-        x = pack(x, self.indices)
+        x = pack_unchecked(x, self.indices)
         return x if self.real is None else torch.where(_like(self.real, x), x, fill)
 
     def unpack(self, x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Packing(NamedTuple):
         if self.indices is None:
             return x.unflatten(0, (self.batch, self.seqlen))
         x = x if self.real is None else torch.where(_like(self.real, x), x, 0)
-        return unpack(x, self.indices, self.batch, self.seqlen)
+        return unpack_unchecked(x, self.indices, self.batch, self.seqlen)
 
     def unpack_weights(self, weights: Tensor) -> Tensor:
         """(batch, H, max_seqlen, max_seqlen) by place among visible tokens -> (batch, H, seqlen, seqlen)."""
@@ -161,7 +161,8 @@ def plan(attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.d
     if torch.jit.is_tracing():
         raise RuntimeError("torch.jit.trace would fix the mask that it sees; use torch.export or torch.compile")
     if attention_mask is None:
-        return Packing(_full(batch, seqlen, device), seqlen, batch * seqlen, batch, seqlen)
+        ends = torch.arange(batch + 1, device=device, dtype=torch.int32) * seqlen
+        return Packing(ends, seqlen, batch * seqlen, batch, seqlen)
     visible, only_keys = _visible_keys(attention_mask, batch, seqlen, device)
     if torch.compiler.is_compiling():
         if only_keys is not None:
@@ -176,7 +177,7 @@ def plan(attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.d
             "are not supported)"
         )
     if indices.shape[0] == batch * seqlen:
-        return Packing(_full(batch, seqlen, device), seqlen, batch * seqlen, batch, seqlen)
+        return Packing(cu_seqlens, seqlen, batch * seqlen, batch, seqlen)
     return Packing(cu_seqlens, longest, indices.shape[0], batch, seqlen, indices, starts_visible=starts_visible)
 
 
@@ -185,8 +186,9 @@ Found = tuple[bool, Tensor, Tensor, int, bool]  # only keys are masked, and the 
 
 def _find_on_host(visible: Tensor, only_keys: Tensor | None) -> Found:
     backend = backends.choose("padding", "cpu", torch.bool, backward=False)
-    indices, cu_seqlens, longest = PLAN(backend, visible)
-    return only_keys is None or bool(only_keys), indices, cu_seqlens, int(longest), bool(visible[:, :1].all())
+    indices, cu_seqlens, facts = PLAN(backend, visible)
+    longest, starts_visible = facts.tolist()
+    return only_keys is None or bool(only_keys), indices, cu_seqlens, longest, bool(starts_visible)
 
 
 def _find_in_one_synchronisation(visible: Tensor, only_keys: Tensor | None) -> Found:
@@ -198,10 +200,6 @@ def _find_in_one_synchronisation(visible: Tensor, only_keys: Tensor | None) -> F
     tokens, longest, ok, starts_visible = torch.stack(facts).tolist()
     indices = visible.flatten().nonzero_static(size=tokens).squeeze(-1)
     return bool(ok), indices, cu_seqlens, longest, bool(starts_visible)
-
-
-def _full(batch: int, seqlen: int, device: torch.device) -> Tensor:
-    return torch.arange(batch + 1, device=device, dtype=torch.int32) * seqlen
 
 
 def _compiled_plan(visible: Tensor) -> Packing:
@@ -218,7 +216,8 @@ def _visible_keys(mask: Tensor, batch: int, seqlen: int, device: torch.device) -
         raise TypeError(f"attention_mask is a {type(mask).__name__}; expected a tensor")
     if mask.is_complex():
         raise TypeError(f"attention_mask is {mask.dtype}; expected bool, an integer or a float")
-    checks.same_device("attention_mask", {"attention_mask": mask, "the input": torch.empty(0, device=device)})
+    if mask.device != device:
+        checks.same_device("attention_mask", {"attention_mask": mask, "the input": torch.empty(0, device=device)})
     if mask.dim() == 2:
         checks.shape("attention_mask", "attention_mask", mask, (batch, seqlen), "(B, S)")
         additive = mask.is_floating_point() and not torch.compiler.is_compiling()

@@ -12,8 +12,8 @@ namespace fastbert {
 
 namespace {
 
-// Where the visible tokens of a (batch, seqlen) grid are, in one pass: their places in the flattened grid, cu_seqlens,
-// and the longest row's count.
+// Where the visible tokens of a (batch, seqlen) grid are: their places in the flattened grid, cu_seqlens, and two
+// facts, the longest row's count and whether every row begins with a visible token.
 std::tuple<Tensor, Tensor, Tensor> padding_plan(const Tensor& mask) {
   FB_CHECK_VALUE(mask.dim() == 2 && mask.scalar_type() == ScalarType::Bool, "padding_plan: expected (B, S) bool, got ",
                  mask.sizes(), " ", mask.scalar_type());
@@ -22,12 +22,13 @@ std::tuple<Tensor, Tensor, Tensor> padding_plan(const Tensor& mask) {
   const uint8_t* const see = static_cast<const uint8_t*>(visible.const_data_ptr());
   int* const ends = cu_seqlens.mutable_data_ptr<int>();
   const int64_t batch = mask.size(0), seqlen = mask.size(1);
-  int64_t longest = 0;
+  int64_t longest = 0, starts_visible = 1;
   ends[0] = 0;
   for (int64_t b = 0; b < batch; ++b) {
     int64_t length = 0;
     for (int64_t i = b * seqlen; i < (b + 1) * seqlen; ++i) length += see[i] != 0;
     longest = std::max(longest, length);
+    if (seqlen && !see[b * seqlen]) starts_visible = 0;
     FB_CHECK_VALUE(ends[b] + length <= INT32_MAX, "padding_plan: more than 2**31 tokens");
     ends[b + 1] = int(ends[b] + length);
   }
@@ -35,9 +36,9 @@ std::tuple<Tensor, Tensor, Tensor> padding_plan(const Tensor& mask) {
   int64_t* next = indices.mutable_data_ptr<int64_t>();
   for (int64_t i = 0; i < batch * seqlen; ++i)
     if (see[i]) *next++ = i;
-  const Tensor max_seqlen = empty({}, indices);
-  *max_seqlen.mutable_data_ptr<int64_t>() = longest;
-  return {indices, cu_seqlens, max_seqlen};
+  const Tensor facts = empty({2}, indices);
+  facts.mutable_data_ptr<int64_t>()[0] = longest, facts.mutable_data_ptr<int64_t>()[1] = starts_visible;
+  return {indices, cu_seqlens, facts};
 }
 
 // indices, contiguous and checked to be among `rows`.

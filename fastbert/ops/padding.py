@@ -35,10 +35,12 @@ def cu_seqlens_of(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
 
 
-def _plan(visible):
+def plan_in_torch(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """PLAN: the places of visible tokens; cu_seqlens; the longest row's count, and 1 where no row begins with a gap."""
     lengths = visible.sum(1)
     longest = lengths.max() if lengths.numel() else lengths.new_zeros(())
-    return visible.flatten().nonzero().squeeze(-1), cu_seqlens_of(lengths), longest
+    facts = torch.stack([longest, visible[:, :1].all().to(torch.int64)])
+    return visible.flatten().nonzero().squeeze(-1), cu_seqlens_of(lengths), facts
 
 
 # ---- schemas: pack and unpack are each other's adjoint, so neither has a backward of its own
@@ -47,10 +49,10 @@ def _plan(visible):
 def _fake_plan(visible):
     tokens = torch.library.get_ctx().new_dynamic_size()
     ends = visible.new_empty(visible.shape[0] + 1, dtype=torch.int32)
-    return visible.new_empty(tokens, dtype=torch.int64), ends, visible.new_empty((), dtype=torch.int64)
+    return visible.new_empty(tokens, dtype=torch.int64), ends, visible.new_empty(2, dtype=torch.int64)
 
 
-PLAN = Primitive("padding_plan", "(Tensor visible) -> (Tensor, Tensor, Tensor)", _fake_plan, _plan)
+PLAN = Primitive("padding_plan", "(Tensor visible) -> (Tensor, Tensor, Tensor)", _fake_plan, plan_in_torch)
 PACK = Primitive(
     "padding_pack",
     "(Tensor x, Tensor indices) -> Tensor",
@@ -120,6 +122,11 @@ def pack(x: Tensor, indices: Tensor) -> Tensor:
         raise ValueError(f"pack: x has shape {tuple(x.shape)}; expected (B, S, ...)")
     checks.shape("pack", "indices", indices, (None,), "(T,)")
     indices = _places("pack", x, indices, x.shape[0] * x.shape[1])
+    return pack_unchecked(x, indices)
+
+
+def pack_unchecked(x: Tensor, indices: Tensor) -> Tensor:
+    """`pack` by places that are known to be distinct and in range."""
     live = needs_grad(x)
     backend = backends.choose("padding", x.device.type, x.dtype, backward=live)
     return _Pack.apply(backend, x, indices) if live else PACK(backend, x, indices)
@@ -141,7 +148,11 @@ def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     if x.dim() < 1:
         raise ValueError("unpack: x has shape (); expected (T, ...)")
     checks.shape("unpack", "indices", indices, (x.shape[0],), "(T,)", "a place for each row of x")
-    indices = _places("unpack", x, indices, batch * seqlen)
+    return unpack_unchecked(x, _places("unpack", x, indices, batch * seqlen), batch, seqlen)
+
+
+def unpack_unchecked(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """`unpack` to places that are known to be distinct and in range."""
     live = needs_grad(x)
     backend = backends.choose("padding", x.device.type, x.dtype, backward=live)
     return _Unpack.apply(backend, x, indices, batch, seqlen) if live else UNPACK(backend, x, indices, batch, seqlen)

@@ -2,6 +2,7 @@
 
 import torch.nn.functional as F
 
+from fastbert.ops.padding import plan_in_torch
 from fastbert.triton import attention, bias_gelu, cross_entropy, dense_gelu, embedding, layer_norm, padding
 
 
@@ -26,7 +27,7 @@ KERNELS = {
     "embedding_bwd": embedding.backward,
     "cross_entropy_fwd": cross_entropy.forward,
     "cross_entropy_bwd": cross_entropy.backward,
-    "padding_plan": padding.plan,
+    "padding_plan": plan_in_torch,  # nonzero() synchronises with the host
     "padding_pack": padding.pack,
     "padding_unpack": padding.unpack,
 }

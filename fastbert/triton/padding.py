@@ -60,11 +60,3 @@ def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     grid = (triton.cdiv(tokens, config.tiles["ROWS"]),)
     launch(_invert, grid, indices.contiguous(), token_of, tokens, places, config=config)
     return _fill(x.new_empty((batch, seqlen, *x.shape[1:])), x, tokens, token_of, x.shape[1:].numel())
-
-
-def plan(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The places of visible tokens, cu_seqlens, and the longest length. nonzero() synchronises with the host."""
-    lengths = visible.sum(1)
-    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
-    longest = lengths.max() if lengths.numel() else lengths.new_zeros(())
-    return visible.flatten().nonzero().squeeze(-1), cu_seqlens, longest

@@ -251,7 +251,8 @@ def fake_results(call: Call) -> tuple[Tensor, ...]:
     if call.name == "padding_plan":
         (mask,) = call.args
         places = mask.flatten().view(torch.uint8).count_nonzero()
-        return torch.empty(int(places), dtype=torch.int64), torch.empty(len(mask) + 1, dtype=torch.int32), places
+        facts = torch.empty(2, dtype=torch.int64)
+        return torch.empty(int(places), dtype=torch.int64), torch.empty(len(mask) + 1, dtype=torch.int32), facts
     return tree_leaves(PRIMITIVES[call.name].fake(*tree_map_only(Tensor, lambda tensor: tensor.to("meta"), call.args)))
 
 

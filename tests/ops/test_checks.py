@@ -96,8 +96,8 @@ def test_unpacking_more_rows_than_there_are():
 
 def test_a_mask_of_other_bytes_than_0_and_1():
     mask = torch.tensor([[2, 0, 255], [0, 128, 0]], dtype=torch.uint8).view(torch.bool)
-    indices, ends, longest = torch.ops.fastbert.padding_plan(mask)
-    assert (indices.tolist(), ends.tolist(), longest.item()) == ([0, 2, 4], [0, 2, 3], 2)
+    indices, ends, facts = torch.ops.fastbert.padding_plan(mask)
+    assert (indices.tolist(), ends.tolist(), facts.tolist()) == ([0, 2, 4], [0, 2, 3], [2, 0])
 
 
 # ---- values in tensor subclasses
