@@ -19,6 +19,7 @@ struct EmbeddingInputs {
   int64_t rows[3];
   Embedding op{};
   int64_t tokens;
+  std::vector<int64_t> shape;  // of the ids
 
   EmbeddingInputs(const Tensor& input_ids, const Tensor& position_ids, const OptionalTensor& token_type_ids,
                   const Tensor& word, const Tensor& position, const OptionalTensor& token_type, const Tensor& weight_,
@@ -33,7 +34,7 @@ struct EmbeddingInputs {
     const auto is = [&](const Tensor& table) { return table.scalar_type() == word.scalar_type(); };
     const bool same = is(position) && (!token_type || is(*token_type));
     const ScalarType dtype = same ? word.scalar_type() : ScalarType::Float;  // Double does not mix with others
-    tokens = input_ids.numel(), op.channels = word.size(-1);
+    tokens = input_ids.numel(), op.channels = word.size(-1), shape = input_ids.sizes().vec();
     lookup(0, input_ids, word, dtype);
     lookup(1, position_ids, position, dtype);
     if (token_type) lookup(2, *token_type_ids, *token_type, dtype);
@@ -60,8 +61,15 @@ struct EmbeddingInputs {
     static constexpr const char* kNames[] = {"input_ids", "position_ids", "token_type_ids"};
     const int64_t* const id = ids[i].const_data_ptr<int64_t>();
     for (int64_t t = 0; t < tokens; ++t)
-      FB_CHECK_INDEX(0 <= id[t] && id[t] < rows[i], "embedding: ", kNames[i], "[", t, "] is ", id[t],
+      FB_CHECK_INDEX(0 <= id[t] && id[t] < rows[i], "embedding: ", kNames[i], place(t), " is ", id[t],
                      "; expected 0 <= ", kNames[i], " < ", rows[i]);
+  }
+
+  // Of a token in the shape of the ids, as Python writes it.
+  std::string place(int64_t t) const {
+    std::string text = "]";
+    for (size_t i = shape.size(); i-- > 0; t /= shape[i]) text = (i ? ", " : "[") + std::to_string(t % shape[i]) + text;
+    return shape.empty() ? "" : text;
   }
 
   ScalarType math() const { return weight.scalar_type(); }

@@ -1,6 +1,7 @@
 """Argument checks of the ops: before any kernel runs, in one place, for all backends."""
 
 import os
+from collections.abc import Collection
 from numbers import Integral
 
 import torch
@@ -21,9 +22,8 @@ def shape(op: str, name: str, tensor: Tensor, expected: tuple[int | None, ...], 
     meaning: the shape in letters, why: where the sizes come from. Both are constants: formatting a size on the way,
     not only on failure, would tie compiled code to it.
     """
-    if tensor.dim() != len(expected) or any(
-        want is not None and have != want for have, want in zip(tensor.shape, expected, strict=True)
-    ):
+    have = tensor.shape
+    if len(have) != len(expected) or any([want is not None and have[i] != want for i, want in enumerate(expected)]):
         sizes = ", ".join("*" if size is None else str(size) for size in expected) + ("," if len(expected) == 1 else "")
         because = f", {why}" if why else ""
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; expected {meaning} = ({sizes}){because}")
@@ -34,7 +34,10 @@ def floats(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor
 
     Raises TypeError for a wrong dtype or a value that is no tensor, ValueError for mixed devices.
     """
-    for name, tensor in (activations | parameters).items():
+    tensors = activations | parameters
+    if _alike(tensors.values()):
+        return
+    for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; expected a tensor")
         if tensor.dtype not in FLOATS:
@@ -50,7 +53,16 @@ def floats(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor
                 f"{op}: {name} is {tensor.dtype}; expected the dtype of {' or '.join(activations)} "
                 f"({', '.join(sorted(map(str, dtypes)))}){' or torch.float32' if torch.float64 not in dtypes else ''}"
             )
-    same_device(op, activations | parameters)
+    same_device(op, tensors)
+
+
+def _alike(tensors: Collection[Tensor]) -> bool:
+    """Whether they are of one floating-point dtype on one device: the usual case, at a glance."""
+    first = next(iter(tensors))
+    if not isinstance(first, Tensor):
+        return False
+    dtype, device = first.dtype, first.device
+    return dtype in FLOATS and all([isinstance(t, Tensor) and t.dtype == dtype and t.device == device for t in tensors])
 
 
 def integers(op: str, **tensors: Tensor) -> None:

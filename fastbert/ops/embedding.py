@@ -171,10 +171,6 @@ def _check(input_ids, position_ids, token_type_ids, word, position, token_type, 
     for (name, row), table in zip(padding.items(), (word, position), strict=True):
         if row is not None and not 0 <= row < table.shape[0]:
             raise ValueError(f"{op}: {name} is {row}; expected 0 <= {name} < {table.shape[0]}")
-    checks.index_range(op, "input_ids", input_ids, word.shape[0])
-    checks.index_range(op, "position_ids", position_ids, position.shape[0])
-    if token_type is not None:
-        checks.index_range(op, "token_type_ids", token_type_ids, token_type.shape[0])
 
 
 def embedding(
@@ -215,6 +211,11 @@ def embedding(
     checks.dropout("embedding", dropout_p, rng, word.device, random.ROW_BITS)
     live = needs_grad(word, position, token_type, weight, bias)
     backend = backends.choose("embedding", word.device.type, word.dtype, backward=live, size=word.shape[1])
+    if backend != "cpu":  # which looks at the ids itself
+        checks.index_range("embedding", "input_ids", input_ids, word.shape[0])
+        checks.index_range("embedding", "position_ids", position_ids, position.shape[0])
+        if token_type is not None:
+            checks.index_range("embedding", "token_type_ids", token_type_ids, token_type.shape[0])
     inputs = (input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, rng)
     if not live:
         return FWD(backend, *inputs, eps, dropout_p, site)[0]
