@@ -5,7 +5,7 @@ from BERT (`fastbert/model.py`, `fastbert/heads.py`), and `fastbert/checkpoint.p
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,10 @@ class LayerFacts:
 
     after_attention: tuple[str | None, ...] = field(init=False)  # from `out` on
     with_parameters: tuple[str, ...] = field(init=False)
-    containers: tuple[str, ...] = field(init=False)  # the modules between a layer and its parts: they are not called
-    steps: tuple[tuple[str, ...] | None, ...] = field(init=False)  # all paths in the order of the fields, taken apart
+    steps: tuple[tuple[int, str], ...] = field(init=False)  # to what is on the paths: from which of it, and the name
+    places: tuple[int | None, ...] = field(init=False)  # what the paths end at, in the order of the fields
+    leaves: tuple[int, ...] = field(init=False)  # `with_parameters`
+    containers: tuple[int, ...] = field(init=False)  # the modules between a layer and its parts: they are not called
 
     def __post_init__(self) -> None:
         second_half = (self.up, self.activation, self.down, self.down_dropout, self.down_norm)
@@ -41,19 +43,31 @@ class LayerFacts:
         object.__setattr__(self, "after_attention", (self.out, self.out_dropout, self.out_norm, *second_half))
         object.__setattr__(self, "with_parameters", leaves)
         paths = (self.attention, self.heads, *self.projections, self.attention_dropout, *self.after_attention)
-        object.__setattr__(self, "steps", tuple(None if path is None else tuple(path.split(".")) for path in paths))
-        object.__setattr__(self, "containers", tuple(sorted(inside - {self.attention})))
+        place, steps = {"": 0}, []  # of the layer, and of each further module on the way
+        for path in filter(None, paths):
+            for dot in re.finditer(r"\.|$", path):
+                if path[: dot.start()] not in place:
+                    owner, _, name = path[: dot.start()].rpartition(".")
+                    steps.append((place[owner], name))
+                    place[path[: dot.start()]] = len(steps)
+        object.__setattr__(self, "steps", tuple(steps))
+        object.__setattr__(self, "places", tuple(None if path is None else place[path] for path in paths))
+        object.__setattr__(self, "leaves", tuple(place[path] for path in leaves))
+        object.__setattr__(self, "containers", tuple(place[path] for path in sorted(inside - {self.attention})))
+
+    def find(self, layer: nn.Module) -> list[Any]:
+        """What the paths lead through and to, as the fields after `steps` count it. Raises AttributeError."""
+        found: list[Any] = [layer]
+        for owner, name in self.steps:
+            children = found[owner]._modules
+            found.append(children[name] if name in children else getattr(found[owner], name))
+        return found
 
 
 def follow(module: Any, path: str) -> Any:
-    """As operator.attrgetter, which torch.compile does not trace. Children without Module.__getattr__: it is slow."""
-    return follow_steps(module, path.split("."))
-
-
-def follow_steps(module: Any, names: Sequence[str]) -> Any:
-    for name in names:
-        children = module._modules
-        module = children[name] if name in children else getattr(module, name)
+    """As operator.attrgetter, which torch.compile does not trace."""
+    for name in path.split("."):
+        module = getattr(module, name)
     return module
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import backends, ops, random
-from fastbert.families import LayerFacts, follow_steps
+from fastbert.families import LayerFacts
 from fastbert.ops import checks
 from fastbert.ops.attention import attention_unchecked
 from fastbert.ops.encoder_layer import Settings, run_layer
@@ -51,6 +51,10 @@ class AttentionParts:
             raise TypeError(f"attention drops inside its kernel: expected an nn.Dropout without hooks, given a {kind}")
 
 
+_AFTER_ATTENTION = (nn.Linear, nn.LayerNorm, nn.Linear, nn.Linear, nn.LayerNorm)
+LEAVES = {len(kinds): kinds for kinds in ((*[nn.Linear] * n, *_AFTER_ATTENTION) for n in (1, 3))}  # by how many
+
+
 @dataclass(slots=True)
 class LayerParts:
     """The parts of one layer. `fastbert.families.LayerFacts` says which is which; None where the family has none."""
@@ -64,20 +68,23 @@ class LayerParts:
     down: nn.Module
     down_dropout: nn.Module | None
     down_norm: nn.Module
+    leaves: tuple[nn.Module, ...]  # what has parameters, in the order of `ops.encoder_layer`
+    containers: tuple[nn.Module, ...]  # between the layer and its parts, the attention module apart
     plain: bool | None = None  # whether all that has parameters is; None where nobody has looked at it in this forward
-
-    def leaves(self) -> tuple[tuple[nn.Module, type[nn.Module]], ...]:
-        """What has parameters, in the order of `ops.encoder_layer`, and what it is where it is plain."""
-        linears = [(linear, nn.Linear) for linear in (*self.attention.projections, self.out)]
-        after = ((self.up, nn.Linear), (self.down, nn.Linear), (self.down_norm, nn.LayerNorm))
-        return (*linears, (self.out_norm, nn.LayerNorm), *after)
 
     @classmethod
     def of(cls, layer: nn.Module, facts: LayerFacts) -> "LayerParts":
         """Raises AttributeError where a part is not in its place."""
-        found = [None if steps is None else follow_steps(layer, steps) for steps in facts.steps]
+        found = facts.find(layer)
+        parts = [None if place is None else found[place] for place in facts.places]
         after = 2 + len(facts.projections)
-        return cls(AttentionParts(*found[:2], tuple(found[2:after]), found[after]), *found[after + 1 :])
+        leaves, containers = ([found[place] for place in places] for places in (facts.leaves, facts.containers))
+        attention = AttentionParts(*parts[:2], tuple(parts[2:after]), parts[after])
+        return cls(attention, *parts[after + 1 :], tuple(leaves), tuple(containers))
+
+    def kinds(self) -> tuple[type[nn.Module], ...]:
+        """What `leaves` are where they are plain."""
+        return LEAVES[len(self.leaves)]
 
     def drops(self) -> bool:
         return self.attention.p > 0 or probability(self.out_dropout) > 0 or probability(self.down_dropout) > 0
@@ -100,20 +107,25 @@ def unchanged(module: nn.Module, kind: type[nn.Module]) -> bool:
     return type(module).forward is kind.forward and "forward" not in vars(module)
 
 
+_ORDINARY = (nn.Parameter, Tensor, type(None))
+
+
 def ordinary(weight: Tensor | None) -> bool:
     """No quantised tensor or the like, which an op could not read. FSDP2's are ordinary once their layer runs.
 
     None: the weight is computed by a parametrization when it is read.
     """
     kind = type(weight)
-    return weight is None or kind in (nn.Parameter, Tensor) or kind.__module__.startswith("torch.distributed.")
+    return kind in _ORDINARY or kind.__module__.startswith("torch.distributed.")
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """`unchanged`, and no hooks; in one expression, because it is asked of every leaf of every layer."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    """`unchanged`, and no hooks; read where it is quickest, because it is asked of every leaf of every layer."""
+    cls, own = type(module), module.__dict__
+    if (cls is not kind and cls.forward is not kind.forward) or "forward" in own:
         return False
-    return type(module).forward is kind.forward and "forward" not in vars(module)
+    hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    return not hooked
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -292,11 +304,12 @@ def _as_one(parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | N
 
 def _parameters(parts: LayerParts) -> list[Tensor] | None:
     """Weights and biases in the order of `ops.encoder_layer`; None unless all of their modules are plain."""
-    leaves, found = parts.leaves(), []
     if parts.plain is None:
-        parts.plain = all([is_plain(module, kind) for module, kind in leaves])
-    for module, _ in leaves if parts.plain else ():
-        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        parts.plain = all([is_plain(module, kind) for module, kind in zip(parts.leaves, parts.kinds(), strict=True)])
+    found = []
+    for module in parts.leaves if parts.plain else ():
+        own = module._parameters
+        weight, bias = own.get("weight"), own.get("bias")
         if weight is None or bias is None or not ordinary(weight):
             return None
         found += weight, bias

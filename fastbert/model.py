@@ -119,6 +119,9 @@ class BertOutput(nn.Module):
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob if drops else 0.0)
 
+    def drops(self) -> bool:
+        return layer.probability(self.dropout) > 0
+
     def forward(self, x: Tensor, residual: Tensor, rng: Tensor | None, site: int) -> Tensor:
         return layer.project_add_norm(x, residual, self.dense, self.dropout, self.LayerNorm, rng, site)
 
@@ -130,6 +133,9 @@ class BertAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
         self.output = BertOutput(config, config.hidden_size, config.family.layer.out_dropout is not None)
+
+    def drops(self) -> bool:
+        return (self.training and getattr(self.dropout, "p", 0.0) > 0) or layer.drops(self.output)
 
     def forward(
         self,
@@ -179,22 +185,29 @@ class BertLayer(nn.Module):
 
         turn: which layer of the forward this is, for its dropout (ALBERT's run several times).
         """
-        if self._has_its_containers():
-            return layer.encoder_layer(LayerParts.of(self, OURS), hidden, packing, rng, turn, output_attentions)
+        parts = self._parts()
+        if parts is not None:
+            return layer.encoder_layer(parts, hidden, packing, rng, turn, output_attentions)
         sites = random.layer_sites(turn)
         hidden, weights = self.attention(hidden, packing, rng, sites, output_attentions)
         return self.output(self.intermediate(hidden), hidden, rng, sites[2]), weights
 
     def drops(self) -> bool:
-        if not self._has_its_containers():
-            return any([layer.drops(part) for part in self.children()])
-        return LayerParts.of(self, OURS).drops()
+        attention, output = self.attention, self.output
+        if type(attention).forward is BertAttention.forward and type(output).forward is BertOutput.forward:
+            return attention.drops() or output.drops()
+        return any([layer.drops(part) for part in self.children()])
 
-    def _has_its_containers(self) -> bool:
-        """Whether its modules, leaves apart, are those that it was made with, without hooks: they need no calls."""
-        attention, plain = self.attention, layer.is_plain
-        whole = plain(attention, BertAttention) and plain(attention.output, BertOutput)
-        return whole and plain(self.intermediate, BertIntermediate) and plain(self.output, BertOutput)
+    def _parts(self) -> LayerParts | None:
+        """Where its modules, leaves apart, are those that it was made with, without hooks: then they need no calls."""
+        try:
+            parts = LayerParts.of(self, OURS)
+        except AttributeError:
+            return None
+        plain = layer.is_plain(parts.attention.module, BertAttention)
+        for module, kind in zip(parts.containers, (BertOutput, BertIntermediate, BertOutput), strict=True):
+            plain = plain and layer.is_plain(module, kind)
+        return parts if plain else None
 
 
 class _Loadable(nn.Module):

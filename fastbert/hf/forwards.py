@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert import layer, padding, random
-from fastbert.families import FAMILIES, Family, follow
+from fastbert.families import FAMILIES, Family
 from fastbert.hf import supported
 from fastbert.hf.supported import Fallback
 from fastbert.layer import LayerParts
@@ -475,21 +475,24 @@ class LayerForward(Replacement):
     def _run(self, hidden: Tensor, call: Call, turn: int) -> Tensor:
         """(1, T, C) to (1, T, C)."""
         parts = call.parts[id(self.module)]
-        y, weights = layer.encoder_layer(parts, hidden[0], call.packing, call.key, turn, call.attentions)
+        y, weights = layer.encoder_layer(parts, hidden.squeeze(0), call.packing, call.key, turn, call.attentions)
         if call.attentions:  # handed to the attention module, whose output transformers records
             parts.attention.module(hidden, fastbert=weights)
-        return y[None]
+        return y.unsqueeze(0)
 
     def check(self) -> LayerParts:
         """The parts, each of them what fastbert computes or may call. Raises Fallback."""
-        facts = self.family.layer
         supported.check_own(self.module, but_of=("",))  # its hooks see padded tensors
-        for path in facts.containers:
-            supported.check_own(follow(self.module, path))
-        parts = LayerParts.of(self.module, facts)
+        try:
+            parts = LayerParts.of(self.module, self.family.layer)
+        except AttributeError:
+            raise Fallback(f"a {type(self.module).__name__} has other parts than usual") from None
+        for container in parts.containers:
+            supported.check_own(container)
         supported.check_own(parts.attention.module, but_of=("transformers.",))
         _checked(parts.attention.module)
-        parts.plain = all([supported.check_leaf(module, kind) for module, kind in parts.leaves()])
+        leaves = zip(parts.leaves, parts.kinds(), strict=True)
+        parts.plain = all([supported.check_leaf(module, kind) for module, kind in leaves])
         supported.check_activation(parts.activation)
         supported.check_dropout(parts.attention.dropout, random.ATTENTION_BITS)
         for dropout in (parts.out_dropout, parts.down_dropout):

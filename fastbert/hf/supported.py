@@ -39,10 +39,10 @@ def is_lora(module: nn.Module) -> bool:
 
 def check_leaf(module: nn.Module, kind: type[nn.Module]) -> bool:
     """A Linear or LayerNorm; whether it is plain, so that its parameters may be read."""
-    if kind is nn.LayerNorm:
-        check_norm(module)
-        return True
-    return check_linear(module)
+    if kind is nn.Linear:
+        return check_linear(module)
+    check_norm(module)
+    return True
 
 
 def check_linear(module: nn.Module) -> bool:
