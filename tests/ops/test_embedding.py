@@ -227,3 +227,16 @@ def test_bad_padding_idx_is_refused():
         ops.embedding(**good(), padding_idx=11)
     with pytest.raises(ValueError, match="position_padding_idx is -1; expected 0 <= position_padding_idx < 6"):
         ops.embedding(**good(), position_padding_idx=-1)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_the_place_of_an_id_is_said_in_the_shape_of_the_ids(backend):
+    if problem := backends.why_not(backend, "embedding", "cpu", torch.float32):
+        pytest.skip(problem)
+    inputs = {name: x.view(3, 3) if name.endswith("_ids") else x for name, x in good().items()}
+    inputs["input_ids"][1, 2] = 11
+    with (
+        backends.backend(backend),
+        pytest.raises(IndexError, match=r"input_ids\[1, 2\] is 11; expected 0 <="),
+    ):
+        ops.embedding(**inputs)
