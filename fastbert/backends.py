@@ -74,7 +74,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "dense_gelu": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS)},
     "linear": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, forced_only=True)},
     "cross_entropy": {"triton": Kernel(_FLOATS)},
-    "encoder_layer": {"cpu": Kernel(_FLOATS64)},
+    "encoder_layer": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "cuda": Kernel(_FLOATS, largest=8192)},
     "padding": {"cpu": Kernel(_ANY, measured=_ON_CPU), "triton": Kernel(_ANY)},
 }
 OPS = tuple(KERNELS)
@@ -229,7 +229,8 @@ def why_not(
     if dtype not in kernel.dtypes:
         return f"its {op} kernel does not take {dtype}"
     if too_large:
-        return f"its {op} kernel takes {'head sizes' if op == 'attention' else 'rows'} of at most {kernel.largest}"
+        what = {"attention": "head sizes", "encoder_layer": "what its attention takes, and rows"}.get(op, "rows")
+        return f"its {op} kernel takes {what} of at most {kernel.largest}"
     if name == "triton" and dtype == torch.bfloat16 and _interpreting():
         return "Triton's interpreter is wrong for bfloat16"
     if backward and not kernel.backward:
@@ -299,26 +300,38 @@ def _choose(
 _choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def choose(op: str, device_type: str, dtype: torch.dtype, *, backward: bool, size: int = 0) -> str:
-    """The backend that runs this call. size: the row length, of attention the head size.
+def choose(op: str, device_type: str, dtype: torch.dtype, *, backward: bool, size: int = 0, head_size: int = 0) -> str:
+    """The backend that runs this call. size: the row length, of attention the head size. head_size: of a layer's.
 
     Raises RuntimeError when a forced backend cannot.
     """
     forced = _latest if torch.compiler.is_compiling() else _forced.name
-    # Compared here, where torch.compile guards on the outcome and not on the size.
-    too_large = tuple([name for name, largest in _LIMITS.get(op, ()) if size > largest])
-    return _choose(forced, op, device_type, dtype, backward, too_large)
+    return _choose(forced, op, device_type, dtype, backward, _too_large(op, size, head_size))
 
 
-def find(op: str, device_type: str, dtype: torch.dtype, *, backward: bool) -> str | None:
+def _too_large(op: str, size: int, head_size: int) -> tuple[str, ...]:
+    """The backends for which it is. In traced code, so that torch.compile guards on the outcome and not on the size."""
+    over = [name for name, largest in _LIMITS.get(op, ()) if size > largest]
+    return *over, *[name for name, largest in _LIMITS["attention"] if head_size > largest]
+
+
+def find(
+    op: str, device_type: str, dtype: torch.dtype, *, backward: bool, size: int = 0, head_size: int = 0
+) -> str | None:
     """As `choose`, of an op that others can stand in for: None where no backend but `reference` would run it."""
     forced = _latest if torch.compiler.is_compiling() else _forced.name
-    return _find(forced, op, device_type, dtype, backward)
+    return _find(forced, op, device_type, dtype, backward, _too_large(op, size, head_size))
 
 
-def _find(forced: str | None, op: str, device_type: str, dtype: torch.dtype, backward: bool) -> str | None:
+def _find(
+    forced: str | None, op: str, device_type: str, dtype: torch.dtype, backward: bool, too_large: tuple[str, ...]
+) -> str | None:
     order = (forced,) if forced else ORDER.get(device_type, {}).get(op, ())
-    usable = (name for name in order if name != "reference" and why_not(name, op, device_type, dtype, backward) is None)
+    usable = (
+        name
+        for name in order
+        if name != "reference" and why_not(name, op, device_type, dtype, backward, name in too_large) is None
+    )
     return next(usable, None)
 
 

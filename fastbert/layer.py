@@ -281,15 +281,16 @@ def encoder_layer(
 
 
 def _as_one(parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | None, turn: int) -> Tensor | None:
-    """The layer in one call; None where a part is not plain, or no backend has an op for the whole."""
+    """The layer in one call, or two around another backend's attention; None where a part is not plain, or no backend
+    has an op for the whole."""
     parameters, dtype = _parameters(parts), autocast_dtype(hidden)
     if parameters is None or not (is_plain_dropout(parts.out_dropout) and is_plain_dropout(parts.down_dropout)):
         return None
-    live = needs_grad(hidden, *parameters)
-    backend = backends.find("encoder_layer", hidden.device.type, dtype, backward=live)
+    live, attention, form = needs_grad(hidden, *parameters), parts.attention, parts.activation
+    device = hidden.device.type
+    backend = backends.find("encoder_layer", device, dtype, backward=live, size=hidden.shape[1])
     if backend is None:
         return None
-    attention, form = parts.attention, parts.activation
     attention.check_dropout()
     rates = attention.p, probability(parts.out_dropout), probability(parts.down_dropout)
     for p, bits in zip(rates, (random.ATTENTION_BITS, random.ROW_BITS, random.ROW_BITS), strict=True):
@@ -299,7 +300,17 @@ def _as_one(parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | N
     sizes = packing.max_seqlen, attention.heads, attention.module.scaling
     eps = parts.out_norm.eps, parts.down_norm.eps
     settings = Settings(*sizes, *rates, random.layer_sites(turn)[0], form, dtype, *eps)
-    return run_layer(backend, live, hidden, parameters, packing.cu_seqlens, rng, settings)
+    if attends_elsewhere(backend, device, dtype, live, parameters[-10].shape[1] // attention.heads):
+        context, _ = attend(attention, hidden, packing, rng, settings.site, False)
+        return run_layer(backend, live, hidden, context, parameters[-10:], None, rng, settings)
+    return run_layer(backend, live, hidden, None, parameters, packing.cu_seqlens, rng, settings)
+
+
+def attends_elsewhere(backend: str, device_type: str, dtype: torch.dtype, live: bool, head_size: int) -> bool:
+    """Whether another backend is the choice for attention. On a CPU there is none."""
+    if device_type == "cpu":
+        return False
+    return backends.choose("attention", device_type, dtype, backward=live, size=head_size) != backend
 
 
 def _parameters(parts: LayerParts) -> list[Tensor] | None:

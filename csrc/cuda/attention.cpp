@@ -3,6 +3,7 @@
 
 #include "../checks.h"
 #include "../tensor.h"
+#include "layer_ops.h"
 
 namespace fastbert {
 
@@ -33,6 +34,8 @@ struct Call {
     a.dtype = dtype_of(qkv);
   }
 };
+
+}  // namespace
 
 std::tuple<Tensor, Tensor> attention_fwd_cuda(const Tensor& qkv, const Tensor& cu_seqlens, int64_t max_seqlen,
                                               double scale, double dropout_p, const OptionalTensor& rng, int64_t site) {
@@ -65,8 +68,6 @@ Tensor attention_bwd_cuda(const Tensor& dout, const Tensor& qkv, const Tensor& o
   FB_CHECK(!error, "attention: ", error);
   return dqkv;
 }
-
-}  // namespace
 
 FB_CUDA_LIBRARY(m) {
   m.impl("attention_fwd", TORCH_BOX(&attention_fwd_cuda));

@@ -6,6 +6,7 @@
 #include "../checks.h"
 #include "../tensor.h"
 #include "column_sums.h"
+#include "layer_ops.h"
 
 namespace fastbert {
 
@@ -20,6 +21,8 @@ void check(const Tensor& x, const Tensor& bias, std::string_view approximate) {
 Tensor parameter(const Tensor& bias, const Tensor& x) {
   return contiguous(bias, bias.scalar_type() == x.scalar_type() ? x.scalar_type() : ScalarType::Float);
 }
+
+}  // namespace
 
 Tensor bias_gelu_fwd_cuda(const Tensor& x, const Tensor& bias, std::string_view approximate) {
   check(x, bias, approximate);
@@ -57,8 +60,6 @@ std::tuple<Tensor, Tensor> bias_gelu_bwd_cuda(const Tensor& dy, const Tensor& x,
   FB_CHECK(!error, "bias_gelu: ", error);
   return {dx, dbias};
 }
-
-}  // namespace
 
 FB_CUDA_LIBRARY(m) {
   m.impl("bias_gelu_fwd", TORCH_BOX(&bias_gelu_fwd_cuda));

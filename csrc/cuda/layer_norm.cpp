@@ -5,6 +5,7 @@
 #include "../checks.h"
 #include "../tensor.h"
 #include "column_sums.h"
+#include "layer_ops.h"
 
 namespace fastbert {
 
@@ -118,6 +119,8 @@ Tensors3 layer_norm_bwd_cuda(const Tensor& dy, const Tensor& x, const Tensor& we
   return {dx, dweight, dbias};
 }
 
+}  // namespace
+
 Tensors3 add_layer_norm_fwd_cuda(const Tensor& x, const Tensor& residual, const Tensor& weight, const Tensor& bias,
                                  const OptionalTensor& x_bias, const OptionalTensor& rng, double eps, double dropout_p,
                                  int64_t site) {
@@ -130,8 +133,6 @@ Tensors5 add_layer_norm_bwd_cuda(const Tensor& dy, const Tensor& x, const Tensor
   return backward({x, residual, weight, {}, x_bias, 0, rng, dropout_p, site}, dy, mean, rstd, need_dparams, weight,
                   residual, x_bias);
 }
-
-}  // namespace
 
 FB_CUDA_LIBRARY(m) {
   m.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd_cuda));

@@ -5,7 +5,7 @@ from fastbert.ops.bias_gelu import bias_gelu, bias_gelu_ref
 from fastbert.ops.cross_entropy import cross_entropy, cross_entropy_ref
 from fastbert.ops.dense_gelu import dense_gelu, dense_gelu_ref
 from fastbert.ops.embedding import embedding, embedding_ref
-from fastbert.ops.encoder_layer import encoder_layer, encoder_layer_ref
+from fastbert.ops.encoder_layer import after_attention, after_attention_ref, encoder_layer, encoder_layer_ref
 from fastbert.ops.layer_norm import add_layer_norm, add_layer_norm_ref, layer_norm, layer_norm_ref
 from fastbert.ops.linear import linear
 from fastbert.ops.padding import pack, pack_ref, unpack, unpack_ref
@@ -13,6 +13,8 @@ from fastbert.ops.padding import pack, pack_ref, unpack, unpack_ref
 __all__ = [
     "add_layer_norm",
     "add_layer_norm_ref",
+    "after_attention",
+    "after_attention_ref",
     "attention",
     "attention_ref",
     "attention_weights",

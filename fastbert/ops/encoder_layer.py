@@ -13,7 +13,7 @@ from fastbert.ops.attention import attention_ref
 from fastbert.ops.bias_gelu import check_approximate
 from fastbert.ops.dense_gelu import dense_gelu_ref
 from fastbert.ops.layer_norm import add_layer_norm_ref, statistics
-from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, needs_grad
+from fastbert.ops.op import Primitive, autocast_dtype, autocast_on, first_derivative_only, needs_grad
 
 
 class Settings(NamedTuple):
@@ -53,17 +53,40 @@ def encoder_layer_ref(
     """`encoder_layer` in plain PyTorch, any number of derivatives."""
     rates = attention_dropout_p, dropout_p
     settings = _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps)
-    return _plain(hidden, parameters, cu_seqlens, rng, settings)
+    return _plain(hidden, None, parameters, cu_seqlens, rng, settings)
 
 
-def _plain(hidden: Tensor, parameters: Sequence[Tensor], cu_seqlens: Tensor, rng: Tensor | None, s: Settings) -> Tensor:
+def after_attention_ref(
+    context: Tensor,
+    hidden: Tensor,
+    parameters: Sequence[Tensor],
+    *,
+    eps: float = 1e-12,
+    approximate: str = "none",
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    site: int = 1,
+) -> Tensor:
+    """`after_attention` in plain PyTorch, any number of derivatives."""
+    return _plain(hidden, context, parameters, None, rng, _after_settings(hidden, dropout_p, site, approximate, eps))
+
+
+def _plain(
+    hidden: Tensor,
+    context: Tensor | None,
+    parameters: Sequence[Tensor],
+    cu_seqlens: Tensor | None,
+    rng: Tensor | None,
+    s: Settings,
+) -> Tensor:
     *projections, out, out_norm, up, down, down_norm = zip(parameters[::2], parameters[1::2], strict=True)
-    weight, bias = (torch.cat(parts).to(s.dtype) for parts in zip(*projections, strict=True))
-    qkv = F.linear(hidden.to(s.dtype), weight, bias).unflatten(-1, (3, s.heads, -1))
-    dropping = {"dropout_p": s.attention_p, "rng": rng, "site": s.site}
-    x = attention_ref(qkv, cu_seqlens, s.max_seqlen, scale=s.scale, **dropping).flatten(1)
+    if context is None:
+        weight, bias = (torch.cat(parts).to(s.dtype) for parts in zip(*projections, strict=True))
+        qkv = F.linear(hidden.to(s.dtype), weight, bias).unflatten(-1, (3, s.heads, -1))
+        dropping = {"dropout_p": s.attention_p, "rng": rng, "site": s.site}
+        context = attention_ref(qkv, cu_seqlens, s.max_seqlen, scale=s.scale, **dropping).flatten(1)
+    x = F.linear(context.to(s.dtype), out[0].to(s.dtype))
     dropping = {"dropout_p": s.out_p, "rng": rng, "site": s.site + 1}
-    x = F.linear(x, out[0].to(s.dtype))
     hidden = add_layer_norm_ref(x, hidden, *out_norm, s.out_eps, x_bias=out[1], **dropping)
     x = dense_gelu_ref(hidden.to(s.dtype), *up, s.approximate)
     dropping = {"dropout_p": s.down_p, "rng": rng, "site": s.site + 2}
@@ -71,63 +94,71 @@ def _plain(hidden: Tensor, parameters: Sequence[Tensor], cu_seqlens: Tensor, rng
     return add_layer_norm_ref(x, hidden, *down_norm, s.down_eps, x_bias=down[1], **dropping)
 
 
-def _forward(hidden, parameters, cu_seqlens, rng, *settings):
+def _forward(hidden, context, parameters, cu_seqlens, rng, *settings):
     *settings, _ = settings
-    return _plain(hidden, parameters, cu_seqlens, rng, Settings(*settings)), []
+    return _plain(hidden, context, parameters, cu_seqlens, rng, Settings(*settings)), []
 
 
-def _backward(dy, hidden, parameters, saved, cu_seqlens, rng, *settings):
+def _backward(dy, hidden, context, parameters, saved, cu_seqlens, rng, *settings):
     """By autograd, from the inputs alone."""
     *settings, needed = settings
-    inputs = [tensor.detach().requires_grad_() for tensor in (hidden, *parameters)]
+    inputs = [None if x is None else x.detach().requires_grad_() for x in (hidden, context, *parameters)]
     with torch.enable_grad():
-        y = _plain(inputs[0], inputs[1:], cu_seqlens, rng, Settings(*settings))
+        y = _plain(inputs[0], inputs[1], inputs[2:], cu_seqlens, rng, Settings(*settings))
         wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
         found = iter(torch.autograd.grad(y, wanted, dy))
-    dhidden, *grads = [next(found) if need else x.new_empty(0) for x, need in zip(inputs, needed, strict=True)]
-    return dhidden, grads
+    like = hidden if context is None else context
+    inputs = hidden, like, *parameters
+    dhidden, dcontext, *grads = [
+        next(found) if need else x.new_empty(0) for x, need in zip(inputs, needed, strict=True)
+    ]
+    return dhidden, dcontext, grads
 
 
 # ---- schemas
 
 
-def _fake_forward(hidden, parameters, cu_seqlens, rng, max_seqlen, heads, *settings):
+def _fake_forward(hidden, context, parameters, cu_seqlens, rng, max_seqlen, heads, *settings):
     *_, dtype, _, _, save = settings
     y = hidden.new_empty(hidden.shape, dtype=torch.promote_types(hidden.dtype, dtype))
     if not save:
         return y, []
     tokens, width = hidden.shape
-    inner = parameters[0].shape[0] // (3 if len(parameters) == 12 else 1)  # heads x head size
     empty = lambda *shape: hidden.new_empty(shape, dtype=dtype)  # noqa: E731
-    qkv, context = empty(tokens, 3, heads, inner // heads), empty(tokens, heads, inner // heads)
-    lse, numbers = statistics(context).mT.contiguous(), [statistics(hidden) for _ in range(4)]
-    wide = empty(tokens, parameters[-6].shape[0])
-    saved = [qkv, context, lse, empty(tokens, width), *numbers[:2], torch.empty_like(y), wide, empty(tokens, width)]
-    return y, [*saved, *numbers[2:]]
+    attended = []
+    if context is None:
+        inner = parameters[0].shape[0] // (3 if len(parameters) == 12 else 1)  # heads x head size
+        out = empty(tokens, heads, inner // heads)
+        attended = [empty(tokens, 3, heads, inner // heads), out, statistics(out).mT.contiguous()]
+    numbers, wide = [statistics(hidden) for _ in range(4)], empty(tokens, parameters[-6].shape[0])
+    rest = [empty(tokens, width), *numbers[:2], torch.empty_like(y), wide, empty(tokens, width), *numbers[2:]]
+    return y, [*attended, *rest]
 
 
-def _fake_backward(dy, hidden, parameters, saved, cu_seqlens, rng, *settings):
-    dhidden, *grads = [
+def _fake_backward(dy, hidden, context, parameters, saved, cu_seqlens, rng, *settings):
+    like = hidden if context is None else context
+    dhidden, dcontext, *grads = [
         tensor.new_empty(tensor.shape if need else (0,))
-        for tensor, need in zip((hidden, *parameters), settings[-1], strict=True)
+        for tensor, need in zip((hidden, like, *parameters), settings[-1], strict=True)
     ]
-    return dhidden, grads
+    return dhidden, dcontext, grads
 
 
+# context: None, and cu_seqlens with it, where the layer begins before attention.
 _SETTINGS = (
-    "Tensor cu_seqlens, Tensor? rng, SymInt max_seqlen, int heads, float scale, float attention_p, float out_p,"
+    "Tensor? cu_seqlens, Tensor? rng, SymInt max_seqlen, int heads, float scale, float attention_p, float out_p,"
     " float down_p, int site, str approximate, ScalarType dtype, float out_eps, float down_eps"
 )
 FWD = Primitive(
     "encoder_layer_fwd",
-    f"(Tensor hidden, Tensor[] parameters, {_SETTINGS}, bool save) -> (Tensor y, Tensor[] saved)",
+    f"(Tensor hidden, Tensor? context, Tensor[] parameters, {_SETTINGS}, bool save) -> (Tensor y, Tensor[] saved)",
     _fake_forward,
     _forward,
 )
 BWD = Primitive(
     "encoder_layer_bwd",
-    f"(Tensor dy, Tensor hidden, Tensor[] parameters, Tensor[] saved, {_SETTINGS}, int[] needed)"
-    " -> (Tensor dhidden, Tensor[] dparameters)",
+    f"(Tensor dy, Tensor hidden, Tensor? context, Tensor[] parameters, Tensor[] saved, {_SETTINGS}, int[] needed)"
+    " -> (Tensor dhidden, Tensor dcontext, Tensor[] dparameters)",
     _fake_backward,
     _backward,
 )
@@ -138,22 +169,22 @@ BWD = Primitive(
 
 class _EncoderLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, backend, settings, hidden, cu_seqlens, rng, *parameters):
-        y, saved = FWD(backend, hidden, parameters, cu_seqlens, rng, *settings, True)
-        ctx.save_for_backward(hidden, cu_seqlens, rng, *parameters, *saved)
+    def forward(ctx, backend, settings, cu_seqlens, rng, hidden, context, *parameters):
+        y, saved = FWD(backend, hidden, context, parameters, cu_seqlens, rng, *settings, True)
+        ctx.save_for_backward(cu_seqlens, rng, hidden, context, *parameters, *saved)
         ctx.backend, ctx.settings, ctx.count = backend, settings, len(parameters)
         return y
 
     @staticmethod
     @first_derivative_only("encoder_layer")
     def backward(ctx, saved, dy):
-        hidden, cu_seqlens, rng, *rest = saved
+        cu_seqlens, rng, hidden, context, *rest = saved
         parameters, kept = rest[: ctx.count], rest[ctx.count :]
-        need = (ctx.needs_input_grad[2], *ctx.needs_input_grad[5:])
-        given = (dy, hidden, parameters, kept, cu_seqlens, rng, *ctx.settings, [int(x) for x in need])
-        dhidden, grads = BWD(ctx.backend, *given)
-        dhidden, *grads = (grad if needed else None for grad, needed in zip((dhidden, *grads), need, strict=True))
-        return None, None, dhidden, None, None, *grads
+        need = ctx.needs_input_grad[4:]
+        given = (dy, hidden, context, parameters, kept, cu_seqlens, rng, *ctx.settings, [int(x) for x in need])
+        dhidden, dcontext, grads = BWD(ctx.backend, *given)
+        grads = [grad if needed else None for grad, needed in zip((dhidden, dcontext, *grads), need, strict=True)]
+        return None, None, None, None, *grads
 
 
 def encoder_layer(
@@ -197,23 +228,67 @@ def encoder_layer(
     rates = attention_dropout_p, dropout_p
     settings = _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps)
     live = needs_grad(hidden, *parameters)
-    backend = backends.choose("encoder_layer", hidden.device.type, settings.dtype, backward=live)
-    return run_layer(backend, live and backend != "reference", hidden, parameters, cu_seqlens, rng, settings)
+    sizes = {"size": hidden.shape[1], "head_size": parameters[-10].shape[1] // num_heads}
+    backend = backends.choose("encoder_layer", hidden.device.type, settings.dtype, backward=live, **sizes)
+    live = live and backend != "reference"
+    return run_layer(backend, live, hidden, None, parameters, cu_seqlens, rng, settings)
+
+
+def after_attention(
+    context: Tensor,
+    hidden: Tensor,
+    parameters: Sequence[Tensor],
+    *,
+    eps: float = 1e-12,
+    approximate: str = "none",
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    site: int = 1,
+) -> Tensor:
+    """`encoder_layer` from what its attention gave: where that runs on another backend than the rest.
+
+    context: (T, C), what the heads gave, of hidden's dtype (under autocast of any that autocast casts). hidden: (T, C),
+    the layer's input. parameters: the last ten of `encoder_layer`. The rest as there; site is that of attention.
+    Returns (T, C). Raises ValueError and TypeError.
+
+    Equivalent to::
+
+        hidden = F.layer_norm(F.dropout(F.linear(context, out_weight, out_bias), dropout_p) + hidden, ...)
+        x = F.gelu(F.linear(hidden, up_weight, up_bias))
+        F.layer_norm(F.dropout(F.linear(x, down_weight, down_bias), dropout_p) + hidden, ...)
+    """
+    op = "after_attention"
+    _check_parameters(op, hidden, parameters, (10,))
+    checks.floats(op, {"context": context}, {})
+    checks.shape(op, "context", context, (hidden.shape[0], parameters[0].shape[1]), "(T, C)")
+    checks.same_device(op, {"context": context, "hidden": hidden})
+    if context.dtype != hidden.dtype and not autocast_on(hidden.device.type):
+        raise TypeError(f"{op}: context is {context.dtype} beside hidden of {hidden.dtype}; expected one dtype")
+    check_approximate(op, approximate)
+    _check_eps(op, eps)
+    checks.dropout(op, dropout_p, rng, hidden.device, random.ROW_BITS)
+    settings = _after_settings(hidden, dropout_p, site, approximate, eps)
+    live = needs_grad(hidden, context, *parameters)
+    size = hidden.shape[1]
+    backend = backends.choose("encoder_layer", hidden.device.type, settings.dtype, backward=live, size=size)
+    return run_layer(backend, live and backend != "reference", hidden, context, parameters, None, rng, settings)
 
 
 def run_layer(
     backend: str,
     live: bool,
     hidden: Tensor,
+    context: Tensor | None,
     parameters: Sequence[Tensor],
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | None,
     rng: Tensor | None,
     settings: Settings,
 ) -> Tensor:
-    """`encoder_layer` on a backend that has been chosen, of arguments that have been checked. live: with a backward."""
+    """`encoder_layer`, or with a context `after_attention`, on a backend that has been chosen, of arguments that have
+    been checked. live: with a backward."""
     if live:
-        return _EncoderLayer.apply(backend, settings, hidden, cu_seqlens, rng, *parameters)
-    return FWD(backend, hidden, parameters, cu_seqlens, rng, *settings, False)[0]
+        return _EncoderLayer.apply(backend, settings, cu_seqlens, rng, hidden, context, *parameters)
+    return FWD(backend, hidden, context, parameters, cu_seqlens, rng, *settings, False)[0]
 
 
 def _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps) -> Settings:
@@ -224,22 +299,38 @@ def _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, app
     return Settings(max_seqlen, num_heads, scale, attention_p, p, p, site, approximate, dtype, eps, eps)
 
 
+def _after_settings(hidden, p, site, approximate, eps) -> Settings:
+    return Settings(0, 1, 1.0, 0.0, p, p, site, approximate, autocast_dtype(hidden), eps, eps)
+
+
 def _check(hidden, parameters, num_heads, cu_seqlens, max_seqlen, eps, approximate):
-    op, count = "encoder_layer", len(parameters)
-    if count not in (12, 16):
-        raise ValueError(f"{op}: {count} parameters; expected 12, or 16 with three projections")
-    checks.floats(op, {"hidden": hidden}, {f"parameters[{i}]": each for i, each in enumerate(parameters)})
-    checks.shape(op, "hidden", hidden, (None, None), "(T, C)")
-    width, heads_width, inner = hidden.shape[1], parameters[-10].shape[-1], parameters[-4].shape[-1]
-    rows = [3 * heads_width] if count == 12 else [heads_width] * 3
-    shapes = [(n, width) for n in rows] + [(width, heads_width), (width,), (inner, width), (width, inner), (width,)]
-    for i, expected in enumerate(shapes):
-        checks.shape(op, f"parameters[{2 * i}]", parameters[2 * i], expected, "its place's")
-        checks.shape(op, f"parameters[{2 * i + 1}]", parameters[2 * i + 1], expected[:1], "that weight's rows")
+    op = "encoder_layer"
+    heads_width = _check_parameters(op, hidden, parameters, (12, 16))
     if num_heads < 1 or heads_width % num_heads:
         raise ValueError(f"{op}: num_heads is {num_heads}; expected a divisor of {heads_width}")
     checks.sequences(op, cu_seqlens, max_seqlen, hidden.shape[0])
     checks.same_device(op, {"hidden": hidden, "cu_seqlens": cu_seqlens})
     check_approximate(op, approximate)
+    _check_eps(op, eps)
+
+
+def _check_parameters(op: str, hidden: Tensor, parameters: Sequence[Tensor], counts: tuple[int, ...]) -> int:
+    """hidden too. Returns the width of all heads."""
+    count = len(parameters)
+    if count not in counts:
+        expected = "12, or 16 with three projections" if 16 in counts else "10"
+        raise ValueError(f"{op}: {count} parameters; expected {expected}")
+    checks.floats(op, {"hidden": hidden}, {f"parameters[{i}]": each for i, each in enumerate(parameters)})
+    checks.shape(op, "hidden", hidden, (None, None), "(T, C)")
+    width, heads_width, inner = hidden.shape[1], parameters[-10].shape[-1], parameters[-4].shape[-1]
+    rows = {10: [], 12: [3 * heads_width], 16: [heads_width] * 3}[count]
+    shapes = [(n, width) for n in rows] + [(width, heads_width), (width,), (inner, width), (width, inner), (width,)]
+    for i, expected in enumerate(shapes):
+        checks.shape(op, f"parameters[{2 * i}]", parameters[2 * i], expected, "its place's")
+        checks.shape(op, f"parameters[{2 * i + 1}]", parameters[2 * i + 1], expected[:1], "that weight's rows")
+    return heads_width
+
+
+def _check_eps(op: str, eps: float) -> None:
     if not eps >= 0:
         raise ValueError(f"{op}: eps is {eps}; expected eps >= 0")

@@ -109,14 +109,19 @@ def right_call(name: str, n: Sizes) -> list:
 
 
 def right_layer(direction: str, n: Sizes, x: Tensor, ends: Tensor, key: Tensor) -> list:
-    sizes = [(n.H * n.D, n.C)] * 3 + [(n.C, n.H * n.D), (n.C,), (n.K, n.C), (n.C, n.K), (n.C,)]
+    """Of an odd number of heads the whole layer, of an even number what follows attention."""
+    whole = n.H % 2
+    context = None if whole else normal(n.dtype, n.T, n.H * n.D)
+    ends = ends if whole else None
+    sizes = [(n.H * n.D, n.C)] * (3 * whole) + [(n.C, n.H * n.D), (n.C,), (n.K, n.C), (n.C, n.K), (n.C,)]
     parameters = [normal(n.parameters, *size) for weight in sizes for size in (weight, weight[:1])]
     settings = [ends, key, n.T, n.H, 0.5, 0.25, 0.25, 0.25, 3, "none", n.dtype, 1e-12, 1e-12]
     if direction == "fwd":
-        return [x, parameters, *settings, True]
-    rows = normal(n.wide, n.T).abs()
-    saved = [normal(n.dtype, n.T, 3, n.H, n.D), normal(n.dtype, n.T, n.H, n.D), normal(n.wide, n.H, n.T), x, rows, rows]
-    return [x, x, parameters, [*saved, x, normal(n.dtype, n.T, n.K), x, rows, rows], *settings, [1] * 17]
+        return [x, context, parameters, *settings, True]
+    rows, needed = normal(n.wide, n.T).abs(), [1, 1 - whole] + [1] * len(parameters)
+    saved = [normal(n.dtype, n.T, 3, n.H, n.D), normal(n.dtype, n.T, n.H, n.D), normal(n.wide, n.H, n.T)] * whole
+    saved += [x, rows, rows, x, normal(n.dtype, n.T, n.K), x, rows, rows]
+    return [x, x, context, parameters, saved, *settings, needed]
 
 
 # ---- wrong arguments

@@ -77,17 +77,22 @@ class TestEncoderLayer(OpSuite):
             inputs["longest"], heads, 0.5, self.p, self.p, self.p, 4, self.approximate, hidden.dtype, 1e-5, 1e-5
         )
         given = (cu_seqlens, self.rng(hidden), *settings)
-        yield "encoder_layer_fwd", (hidden, parameters, *given, False)
-        if backends.find("encoder_layer", hidden.device.type, hidden.dtype, backward=True):
-            yield "encoder_layer_fwd", (hidden, parameters, *given, True)
-            y, saved = PRIMITIVES["encoder_layer_fwd"]("cpu", hidden, parameters, *given, True)
-            for needed in ([1] * (1 + len(parameters)), [1] + [0] * len(parameters)):
-                yield "encoder_layer_bwd", (y, hidden, parameters, saved, *given, needed)
+        yield from layer_calls(hidden, None, parameters, given)
 
     def test_second_derivative_is_refused(self, backend):
         if backend.name != "reference":  # plain PyTorch, which has any number of derivatives
             return super().test_second_derivative_is_refused(backend)
         self.ours(**self.inputs(self.shapes[1].values[0], torch.float64, backend.device))
+
+
+def layer_calls(hidden, context, parameters, given):
+    """Calls of the primitives, with what the backend that is chosen saves."""
+    yield "encoder_layer_fwd", (hidden, context, parameters, *given, False)
+    if backend := backends.find("encoder_layer", hidden.device.type, hidden.dtype, backward=True):
+        yield "encoder_layer_fwd", (hidden, context, parameters, *given, True)
+        y, saved = PRIMITIVES["encoder_layer_fwd"](backend, hidden, context, parameters, *given, True)
+        for needed in ([1, int(context is not None)] + [1] * len(parameters), [1, 0] + [0] * len(parameters)):
+            yield "encoder_layer_bwd", (y, hidden, context, parameters, saved, *given, needed)
 
 
 class TestThreeProjections(TestEncoderLayer):
@@ -97,6 +102,57 @@ class TestThreeProjections(TestEncoderLayer):
 
 class TestDropout(TestEncoderLayer):
     p = 0.25
+
+    @pytest.mark.slow  # of its own it adds the random numbers, which every op's test has
+    def test_compiles_to_one_graph(self, backend):
+        super().test_compiles_to_one_graph(backend)
+
+
+class TestAfterAttention(TestEncoderLayer):
+    """The rest of the layer; its context is a random one, of other width than the layer."""
+
+    projections = ""
+    shapes = [
+        pytest.param((9, 10, 6, 7), id="odd"),
+        pytest.param((130, 64, 96, 256), id="products-by-onednn"),
+    ]
+
+    def inputs(self, shape, dtype, device):
+        tokens, width, inner, wide = shape
+        inputs = super().inputs(((tokens,), width, 1, wide), dtype, device)
+        inputs["out_weight"] = normal(width, inner, dtype=dtype, device=device, scale=2 * inner**-0.5)
+        inputs["context"] = normal(tokens, inner, dtype=dtype, device=device)
+        return {name: inputs[name] for name in ("hidden", "context", *self.parameters)}
+
+    def empty(self, dtype, device):
+        return self.inputs((0, 8, 8, 12), dtype, device)
+
+    def _call(self, op, hidden, context, **parameters):
+        dropping = {"dropout_p": self.p, "rng": self.rng(hidden), "site": 4}
+        options = dropping | {"approximate": self.approximate, "eps": 1e-5}
+        return op(context, hidden, [parameters[name] for name in self.parameters], **options)
+
+    def ours(self, **inputs):
+        return self._call(ops.after_attention, **inputs)
+
+    def truth(self, **inputs):
+        return self._call(plain_rest, **inputs)
+
+    def contenders(self):
+        def library(linear):
+            return lambda **inputs: self._call(lambda *a, **k: plain_rest(*a, **k, linear=linear), **inputs)
+
+        return [library(F.linear), library(testing.onednn_linear)]
+
+    def primitive_calls(self, inputs):
+        hidden, parameters = inputs["hidden"], [inputs[name] for name in self.parameters]
+        settings = Settings(0, 1, 1.0, 0.0, self.p, self.p, 4, self.approximate, hidden.dtype, 1e-5, 1e-5)
+        yield from layer_calls(hidden, inputs["context"], parameters, (None, self.rng(hidden), *settings))
+
+
+class TestAfterAttentionWithDropout(TestAfterAttention):
+    p = 0.25
+    approximate = "tanh"
 
     @pytest.mark.slow  # of its own it adds the random numbers, which every op's test has
     def test_compiles_to_one_graph(self, backend):
@@ -120,7 +176,7 @@ def plain_layer(
 ):
     """Plain PyTorch, a sequence at a time, in hidden's dtype."""
     pairs = [(w.to(hidden.dtype), b.to(hidden.dtype)) for w, b in zip(parameters[::2], parameters[1::2], strict=True)]
-    *projections, out, norm, up, down, last = pairs
+    projections = pairs[:-5]
     qkv = torch.cat([linear(hidden, *pair) for pair in projections], -1).unflatten(-1, (3, heads, -1))
     contexts = [qkv.new_empty(0, hidden.shape[1])]
     for i, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
@@ -130,6 +186,14 @@ def plain_layer(
             kept = random.attention_keep(rng, site, i + 1, heads, end - start, attention_dropout_p)[-1]
             weights = torch.where(kept, weights * random.keep_scale(attention_dropout_p, 8), 0)
         contexts.append((weights @ v).transpose(0, 1).flatten(1))
+    rest = {"eps": eps, "approximate": approximate, "dropout_p": dropout_p, "rng": rng, "site": site, "linear": linear}
+    return plain_rest(torch.cat(contexts), hidden, parameters[-10:], **rest)
+
+
+def plain_rest(context, hidden, parameters, *, eps, approximate, dropout_p, rng, site, linear=F.linear):
+    """What follows attention, in plain PyTorch and in hidden's dtype."""
+    pairs = [(w.to(hidden.dtype), b.to(hidden.dtype)) for w, b in zip(parameters[::2], parameters[1::2], strict=True)]
+    out, norm, up, down, last = pairs
 
     def add(x, residual, norm, place):
         if dropout_p:
@@ -137,7 +201,7 @@ def plain_layer(
             x = torch.where(kept, x * random.keep_scale(dropout_p, 16), 0)
         return F.layer_norm(x + residual, x.shape[-1:], *norm, eps)
 
-    middle = add(linear(torch.cat(contexts), *out), hidden, norm, 1)
+    middle = add(linear(context, *out), hidden, norm, 1)
     wide = F.gelu(linear(middle, *up), approximate=approximate)
     return add(linear(wide, *down), middle, last, 2)
 
@@ -206,9 +270,9 @@ def test_gradients_that_nobody_asked_for_are_not_computed():
     if not calls:
         pytest.skip("there are no CPU kernels")
     *given, _ = calls[0]
-    _, everything = PRIMITIVES["encoder_layer_bwd"]("cpu", *given, [1] * 13)
+    *_, everything = PRIMITIVES["encoder_layer_bwd"]("cpu", *given, [1, 0] + [1] * 12)
     for i in range(12):
-        dhidden, grads = PRIMITIVES["encoder_layer_bwd"]("cpu", *given, [0] + [int(i == j) for j in range(12)])
+        dhidden, _, grads = PRIMITIVES["encoder_layer_bwd"]("cpu", *given, [0, 0] + [int(i == j) for j in range(12)])
         assert dhidden.numel() == 0 and [g.numel() > 0 for g in grads] == [i == j for j in range(12)]
         assert torch.equal(grads[i], everything[i])
 
@@ -246,3 +310,76 @@ def test_other_bad_arguments():
     ):
         with pytest.raises(ValueError, match=words):
             ops.encoder_layer(inputs["hidden"], few, heads, *given, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"context": torch.zeros(7, 6)}, ValueError, r"context has shape \(7, 6\); expected \(T, C\) = \(8, 6\)"),
+        ({"context": torch.zeros(8, 6).double()}, TypeError, "context is torch.float64 beside hidden of torch.float32"),
+        ({"context": torch.zeros(8, 6, device="meta")}, ValueError, "context on meta"),
+        ({"up_bias": torch.zeros(7)}, ValueError, r"parameters\[5\] has shape \(7,\)"),
+    ],
+)
+def test_bad_arguments_after_attention(change, error, words):
+    suite = TestAfterAttention()
+    inputs = suite.inputs((8, 8, 6, 12), torch.float32, "cpu")
+    with pytest.raises(error, match=words):
+        suite.ours(**inputs | change)
+    parameters = [inputs[name] for name in suite.parameters]
+    with pytest.raises(ValueError, match="12 parameters; expected 10"):
+        ops.after_attention(inputs["context"], inputs["hidden"], parameters[:2] + parameters)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_on_another_backend(training, monkeypatch):
+    """As on a GPU, where attention may be Triton's: the layer is two calls around it, and gives the same bits."""
+    if backends.find("encoder_layer", "cpu", torch.float32, backward=True) is None:
+        pytest.skip(str(backends.why_not("cpu", "encoder_layer", "cpu", torch.float32)))
+    torch.manual_seed(1)
+    ours = model().train(training)
+    ids, mask = torch.randint(1, 50, (3, 9)), torch.arange(9) < torch.tensor([[9], [4], [1]])
+    whole = outcome(ours, ids, mask, False)
+    monkeypatch.setattr(fastbert.layer, "attends_elsewhere", lambda *args: True)
+    before = backends.calls()
+    assert same(whole, outcome(ours, ids, mask, False))
+    ran = {op: n - before.get((op, name), 0) for (op, name), n in backends.calls().items() if name == "cpu"}
+    names = ("linear_fwd", "attention_fwd", "encoder_layer_fwd", "add_layer_norm_fwd", "dense_gelu_fwd")
+    assert [ran.get(name, 0) for name in names] == [2, 2, 2, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["own", "three projections"])
+def test_an_encoder_whose_layers_are_cuda_kernels(kind):
+    """On a GPU, or as text on the processor: forward and backward by one call a layer, beside plain PyTorch in fp64."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if reason := backends.why_not("cuda", "encoder_layer", device, torch.float32, True):
+        pytest.skip(reason)
+    torch.manual_seed(2)
+    ours = model().encoder.to(device)
+    parts = [fastbert.layer.LayerParts.of(each, fastbert.families.OURS) for each in ours.layer]
+    x, ends = torch.randn(20, 48, device=device), torch.tensor([0, 13, 13, 20], dtype=torch.int32, device=device)
+    packing = fastbert.padding.Packing(ends, 13, 20, 3)
+    if kind == "three projections":
+        for each in parts:
+            thirds = zip(each.leaves[0].weight.chunk(3), each.leaves[0].bias.chunk(3), strict=True)
+            linears = [torch.nn.Linear(48, 48, device=device) for _ in range(3)]
+            for linear, (weight, bias) in zip(linears, thirds, strict=True):
+                linear.weight.data, linear.bias.data = weight.data.clone(), bias.data.clone()
+            each.attention.projections, each.leaves = tuple(linears), (*linears, *each.leaves[1:])
+
+    def step(dtype, backend):
+        leaf = x.to(dtype, copy=True).requires_grad_()
+        with fastbert.backend(backend):
+            y = leaf
+            for turn, each in enumerate(parts):
+                for module in each.leaves:
+                    module.to(dtype)
+                y, _ = fastbert.layer.encoder_layer(each, y, packing, torch.tensor([5], device=device), turn)
+            y.mul(torch.linspace(-1, 1, y.numel(), device=device).view_as(y)).sum().backward()
+        return y.detach(), leaf.grad
+
+    before = backends.calls().get(("encoder_layer_bwd", "cuda"), 0)
+    found, truth = step(torch.float32, "cuda"), step(torch.float64, "reference")
+    assert backends.calls()["encoder_layer_bwd", "cuda"] == before + 2
+    for one, other in zip(found, truth, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=2e-4, atol=2e-5)

@@ -1,0 +1,50 @@
+// encoder_layer on a GPU (csrc/encoder_layer.h): products by torch's library, the other parts by our kernels.
+#include "../encoder_layer.h"
+
+#include "layer_ops.h"
+
+namespace fastbert {
+
+namespace {
+
+Tensor transposed(const Tensor& x) { return strided(x, {x.size(1), x.size(0)}, {x.stride(1), x.stride(0)}, 0); }
+
+struct CudaOps {
+  static constexpr bool kBiasInProduct = false;
+  static constexpr auto attention_fwd = attention_fwd_cuda;
+  static constexpr auto attention_bwd = attention_bwd_cuda;
+  static constexpr auto add_layer_norm_fwd = add_layer_norm_fwd_cuda;
+  static constexpr auto add_layer_norm_bwd = add_layer_norm_bwd_cuda;
+
+  static bool joins_weights(int64_t, int64_t) { return false; }  // a product writes rows that lie apart
+
+  static Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+    return call("aten::linear", "", x, weight, bias);
+  }
+
+  static void linear_into(const Tensor& y, const Tensor& x, const Tensor& weight, const Tensor& bias) {
+    check_call(aoti_torch_addmm_out(y.get(), bias.get(), x.get(), transposed(weight).get(), 1, 1), "addmm");
+  }
+
+  static Tensor matrix_product(const Tensor& a, bool is_transposed, const Tensor& b) {
+    return call("aten::mm", "", is_transposed ? transposed(a) : a, b);
+  }
+
+  static Tensor gelu(const Tensor& x, const OptionalTensor& bias, std::string_view approximate, bool) {
+    return bias_gelu_fwd_cuda(x, *bias, approximate);
+  }
+
+  static std::tuple<Tensor, Tensor> gelu_bwd(const Tensor& dy, const Tensor& x, const OptionalTensor& bias,
+                                             std::string_view approximate, bool need_dbias) {
+    return bias_gelu_bwd_cuda(dy, x, *bias, approximate, need_dbias);
+  }
+};
+
+}  // namespace
+
+FB_CUDA_LIBRARY(m) {
+  m.impl("encoder_layer_fwd", TORCH_BOX(&encoder_layer_fwd<CudaOps>));
+  m.impl("encoder_layer_bwd", TORCH_BOX(&encoder_layer_bwd<CudaOps>));
+}
+
+}  // namespace fastbert

@@ -1,0 +1,288 @@
+// A whole post-norm layer, forward and backward: the C++ behind the operators of its parts, one after the other,
+// without the way through Python and torch's dispatcher between them. The schema is defined in
+// fastbert/ops/encoder_layer.py. With a context, which is what the heads of another backend's attention gave, it is the
+// layer from there on.
+//
+// For the backward it keeps, of a token: qkv (3C), what attention gave (C) and a number a head, what both projections
+// into the residual stream gave (2C), the sum after attention (C), the MLP's product (that is intermediate_size) and
+// four numbers of statistics. The GELU is computed again.
+#pragma once
+
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "checks.h"
+#include "tensor.h"
+
+namespace fastbert {
+
+using Tensors = std::vector<Tensor>;
+
+struct Dense {
+  Tensor weight, bias;
+};
+
+// The parameters in the order of the schema: weight and bias of each.
+struct LayerParameters {
+  std::vector<Dense> projections;  // to queries, keys and values, or one to all three; none with a context
+  Dense out, out_norm, up, down, down_norm;
+
+  LayerParameters(const Tensors& all, bool with_context) {
+    if (with_context) {
+      FB_CHECK_VALUE(all.size() == 10, "encoder_layer: ", all.size(), " parameters; expected 10 after attention");
+    } else {
+      FB_CHECK_VALUE(all.size() == 12 || all.size() == 16, "encoder_layer: ", all.size(),
+                     " parameters; expected 12, or 16 with three projections");
+    }
+    size_t next = 0;
+    const auto take = [&] { return next += 2, Dense{all[next - 2], all[next - 1]}; };
+    while (next < all.size() - 10) projections.push_back(take());
+    out = take(), out_norm = take(), up = take(), down = take(), down_norm = take();
+  }
+};
+
+// (T, ...) as a matrix.
+inline Tensor by_token(const Tensor& x) {
+  const int64_t tokens = x.size(0), *const sizes = x.sizes().begin();
+  return view(contiguous(x), {tokens, std::accumulate(sizes + 1, sizes + x.dim(), int64_t(1), std::multiplies<>())});
+}
+
+inline Tensor joined(const std::vector<Dense>& projections, Tensor Dense::* part) {
+  Tensors parts;
+  for (const Dense& each : projections) parts.push_back(each.*part);
+  return call("aten::cat", "", parts, int64_t(0));
+}
+
+// Gradients that somebody asked for.
+template <class Ops>
+struct LayerGradients {
+  const Tensors& parameters;
+  const std::vector<int64_t>& needed;  // 1 or 0: of hidden, of the context, and of the parameters
+  std::vector<OptionalTensor> found;
+
+  LayerGradients(const Tensors& parameters_, const std::vector<int64_t>& needed_)
+      : parameters(parameters_), needed(needed_), found(parameters_.size()) {
+    FB_CHECK_VALUE(needed.size() == parameters.size() + 2, "encoder_layer: ", needed.size(),
+                   " gradients; expected one for hidden, the context and each of ", parameters.size(), " parameters");
+  }
+  // The others are empty.
+  Tensors all() const {
+    Tensors tensors;
+    for (size_t i = 0; i < found.size(); ++i) tensors.push_back(found[i] ? *found[i] : empty({0}, parameters[i]));
+    return tensors;
+  }
+  bool wants(size_t i) const { return needed[i + 2]; }
+  bool wants_any(size_t first, size_t count) const {
+    for (size_t i = first; i < first + count; ++i)
+      if (wants(i)) return true;
+    return false;
+  }
+  void set(size_t i, const Tensor& gradient) {
+    if (wants(i)) found[i] = contiguous(gradient, parameters[i].scalar_type());
+  }
+  // dweight and dbias of a dense layer, parameters i and i + 1. dbias may be known already.
+  void set_dense(size_t i, const Tensor& dy, const Tensor& x, const OptionalTensor& dbias) {
+    if (wants(i)) set(i, Ops::matrix_product(dy, true, x));
+    if (wants(i + 1)) set(i + 1, dbias ? *dbias : sum_first(dy));
+  }
+};
+
+// Ops: what a device computes the parts with.
+//   linear(x, weight, bias)             of one dtype
+//   linear_into(y, x, weight, bias)     y: (T, C) that lie apart in memory
+//   matrix_product(a, transposed, b)    a b or a^T b
+//   joins_weights(tokens, channels)     whether three projections are one product of weights put together
+//   kBiasInProduct                      of the MLP; where not, it is added where its GELU is computed
+//   gelu(x, bias, approximate), gelu_bwd(dy, x, bias, approximate, need_dbias)
+//   attention_fwd, attention_bwd, add_layer_norm_fwd, add_layer_norm_bwd   as their operators
+template <class Ops>
+struct EncoderLayer {
+  LayerParameters p;
+  int64_t heads;
+  std::string_view approximate;
+  ScalarType dtype;  // of the products
+
+  EncoderLayer(const Tensor& hidden, const OptionalTensor& context, const Tensors& parameters,
+               const OptionalTensor& cu_seqlens, int64_t heads_, std::string_view approximate_, ScalarType dtype_)
+      : p(parameters, context.has_value()), heads(heads_), approximate(approximate_), dtype(dtype_) {
+    check_floating("encoder_layer", "hidden", hidden);
+    FB_CHECK_VALUE(hidden.dim() == 2, "encoder_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");
+    FB_CHECK_VALUE(heads > 0, "encoder_layer: heads is ", heads, "; expected a positive number");
+    check_approximate("encoder_layer", approximate);
+    FB_CHECK_VALUE(context.has_value() != cu_seqlens.has_value(), "encoder_layer: expected a context or cu_seqlens");
+    if (!context) return;
+    check_floating("encoder_layer", "context", *context);
+    FB_CHECK_VALUE(context->dim() == 2 && context->size(0) == hidden.size(0), "encoder_layer: context has shape ",
+                   context->sizes(), "; expected a row for each of ", hidden.size(0));
+    check_device("encoder_layer", "context", *context, hidden.device());
+  }
+
+  Tensor cast(const Tensor& x) const { return contiguous(x, dtype); }
+
+  Tensor apply(const Tensor& x, const Dense& dense, bool with_bias) const {
+    const Tensor weight = cast(dense.weight);
+    const OptionalTensor bias = with_bias ? std::optional(cast(dense.bias)) : std::nullopt;
+    check_dense("encoder_layer", x, weight, bias);
+    return Ops::linear(x, weight, bias);
+  }
+
+  OptionalTensor gelu_bias() const { return Ops::kBiasInProduct ? std::nullopt : std::optional(p.up.bias); }
+
+  // ---- three projections that are one matrix to attention
+
+  // (T, K) -> (T, 3, H, D).
+  Tensor project(const Tensor& x) const {
+    const std::vector<Dense>& each = p.projections;
+    const int64_t tokens = x.size(0);
+    Tensor qkv;
+    if (each.size() == 1) {
+      qkv = apply(x, each[0], true);
+    } else if (Ops::joins_weights(tokens, x.size(1))) {
+      qkv = apply(x, {joined(each, &Dense::weight), joined(each, &Dense::bias)}, true);
+    } else {
+      const int64_t width = each[0].weight.size(0);
+      qkv = empty({tokens, 3 * width}, x);
+      for (int64_t i = 0; i < 3; ++i) {
+        const Tensor weight = cast(each[i].weight), bias = cast(each[i].bias);
+        check_dense("encoder_layer", x, weight, bias);
+        check_shape("encoder_layer", "the bias of a projection", bias, {width});
+        Ops::linear_into(strided(qkv, {tokens, width}, {3 * width, 1}, i * width), x, weight, bias);
+      }
+    }
+    FB_CHECK_VALUE(qkv.size(1) % (3 * heads) == 0, "encoder_layer: the projections give ", qkv.size(1),
+                   " numbers a token; expected a multiple of 3 heads, ", 3 * heads);
+    return view(qkv, {tokens, 3, heads, qkv.size(1) / (3 * heads)});
+  }
+};
+
+// What the backward gets. With a context there is nothing before kProjected.
+enum LayerSaved {
+  kQkv,
+  kContext,
+  kLse,
+  kProjected,
+  kMean,
+  kRstd,
+  kMiddle,
+  kProduct,
+  kDown,
+  kMean2,
+  kRstd2,
+  kSavedCount
+};
+
+// y, and where they are to be saved what the backward gets.
+template <class Ops>
+std::tuple<Tensor, Tensors> encoder_layer_fwd(const Tensor& hidden, const OptionalTensor& context_,
+                                              const Tensors& parameters, const OptionalTensor& cu_seqlens,
+                                              const OptionalTensor& rng, int64_t max_seqlen, int64_t heads,
+                                              double scale, double attention_p, double out_p, double down_p,
+                                              int64_t site, std::string_view approximate, ScalarType dtype,
+                                              double out_eps, double down_eps, bool save) {
+  const NoGrad guard;
+  const EncoderLayer<Ops> layer(hidden, context_, parameters, cu_seqlens, heads, approximate, dtype);
+  const LayerParameters& p = layer.p;
+  Tensors saved;
+  Tensor context;
+  if (context_) {
+    context = layer.cast(*context_);
+  } else {
+    const Tensor qkv = layer.project(layer.cast(hidden));
+    const auto [out, lse] = Ops::attention_fwd(qkv, *cu_seqlens, max_seqlen, scale, attention_p, rng, site);
+    context = by_token(out);
+    if (save) saved = {qkv, out, lse};
+  }
+  const Tensor projected = layer.apply(context, p.out, false);
+  const auto [middle, mean, rstd] = Ops::add_layer_norm_fwd(projected, hidden, p.out_norm.weight, p.out_norm.bias,
+                                                            p.out.bias, rng, out_eps, out_p, site + 1);
+  const Tensor product = contiguous(layer.apply(layer.cast(middle), p.up, Ops::kBiasInProduct));
+  const Tensor wide = Ops::gelu(product, layer.gelu_bias(), approximate, save);
+  const Tensor down = layer.apply(wide, p.down, false);
+  const auto [y, mean2, rstd2] = Ops::add_layer_norm_fwd(down, middle, p.down_norm.weight, p.down_norm.bias,
+                                                         p.down.bias, rng, down_eps, down_p, site + 2);
+  if (save)
+    for (const Tensor& each : {projected, mean, rstd, middle, product, down, mean2, rstd2}) saved.push_back(each);
+  return {y, saved};
+}
+
+// dhidden, dcontext and the gradients of the parameters; those that nobody asked for are empty.
+template <class Ops>
+std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Tensor& hidden,
+                                                      const OptionalTensor& context, const Tensors& parameters,
+                                                      const Tensors& saved, const OptionalTensor& cu_seqlens,
+                                                      const OptionalTensor& rng, int64_t max_seqlen, int64_t heads,
+                                                      double scale, double attention_p, double out_p, double down_p,
+                                                      int64_t site, std::string_view approximate, ScalarType dtype,
+                                                      double /*out_eps*/, double /*down_eps*/,
+                                                      const std::vector<int64_t>& needed) {
+  const NoGrad guard;
+  const EncoderLayer<Ops> layer(hidden, context, parameters, cu_seqlens, heads, approximate, dtype);
+  const LayerParameters& p = layer.p;
+  const int64_t before = context ? kProjected : 0;
+  FB_CHECK_VALUE(int64_t(saved.size()) == kSavedCount - before, "encoder_layer: ", saved.size(),
+                 " saved tensors; expected ", kSavedCount - before);
+  const auto kept = [&](LayerSaved which) -> const Tensor& { return saved[which - before]; };
+  LayerGradients<Ops> gradients(parameters, needed);
+  const size_t out = parameters.size() - 10, out_norm = out + 2, up = out + 4, down = out + 6, down_norm = out + 8;
+  const Tensor nothing = empty({0}, hidden), no_context = empty({0}, context ? *context : hidden);
+  const auto without_inputs = [&] { return std::tuple(nothing, no_context, gradients.all()); };
+
+  // Down to the first parameter that needs a gradient, or to hidden: nothing below is computed in vain.
+  const bool below_projection = needed[0] || needed[1] || gradients.wants_any(0, out);
+  const bool below_middle = below_projection || gradients.wants_any(out, 4),
+             below_up = below_middle || gradients.wants_any(up, 2);
+  auto [ddown, dmiddle, dweight2, dbias2, ddown_bias] =
+      Ops::add_layer_norm_bwd(dy, kept(kDown), kept(kMiddle), p.down_norm.weight, kept(kMean2), kept(kRstd2),
+                              p.down.bias, rng, down_p, site + 2, gradients.wants_any(down + 1, 3));
+  gradients.set(down_norm, dweight2), gradients.set(down_norm + 1, dbias2);
+  if (ddown.numel() == 0) ddown = dmiddle;
+  const Tensor& product = kept(kProduct);
+  if (gradients.wants(down))
+    gradients.set_dense(down, ddown, Ops::gelu(product, layer.gelu_bias(), approximate, true), ddown_bias);
+  if (!gradients.wants(down)) gradients.set_dense(down, ddown, product, ddown_bias);
+  if (!below_up) return without_inputs();
+
+  const Tensor dwide = Ops::matrix_product(ddown, false, layer.cast(p.down.weight));
+  check_gradient("encoder_layer", "the saved product", product, dwide);
+  const auto [dproduct, dup_bias] =
+      Ops::gelu_bwd(dwide, product, layer.gelu_bias(), approximate, gradients.wants(up + 1));
+  gradients.set_dense(up, dproduct, layer.cast(kept(kMiddle)), dup_bias);
+  if (!below_middle) return without_inputs();
+  dmiddle = add(dmiddle, Ops::matrix_product(dproduct, false, layer.cast(p.up.weight)));
+
+  auto [dprojected, dhidden, dweight, dbias, dout_bias] =
+      Ops::add_layer_norm_bwd(dmiddle, kept(kProjected), hidden, p.out_norm.weight, kept(kMean), kept(kRstd),
+                              p.out.bias, rng, out_p, site + 1, gradients.wants_any(out + 1, 3));
+  gradients.set(out_norm, dweight), gradients.set(out_norm + 1, dbias);
+  if (dprojected.numel() == 0) dprojected = dhidden;
+  const Tensor into = context ? layer.cast(*context) : by_token(kept(kContext));
+  gradients.set_dense(out, dprojected, into, dout_bias);
+  if (!below_projection) return without_inputs();
+
+  const Tensor dinto =
+      context && !needed[1] ? nothing : Ops::matrix_product(dprojected, false, layer.cast(p.out.weight));
+  if (context) {
+    return {needed[0] ? dhidden : nothing, needed[1] ? contiguous(dinto, context->scalar_type()) : no_context,
+            gradients.all()};
+  }
+  check_like("encoder_layer", "the saved context", into, dinto);
+  const Tensor dqkv = by_token(Ops::attention_bwd(view(dinto, kept(kContext).sizes()), kept(kQkv), kept(kContext),
+                                                  kept(kLse), *cu_seqlens, max_seqlen, scale, attention_p, rng, site));
+  const Tensor x = layer.cast(hidden);
+  const auto& each = p.projections;
+  const int64_t count = int64_t(each.size()), width = dqkv.size(1) / count;
+  const auto part = [&](int64_t i) { return strided(dqkv, {dqkv.size(0), width}, {dqkv.size(1), 1}, i * width); };
+  for (int64_t i = 0; i < count; ++i) gradients.set_dense(2 * i, part(i), x, std::nullopt);
+  if (!needed[0]) return without_inputs();
+  if (count > 1 && Ops::joins_weights(x.size(0), x.size(1))) {
+    const Tensor weight = joined(each, &Dense::weight);
+    dhidden = add(dhidden, Ops::matrix_product(dqkv, false, layer.cast(weight)));
+  } else {
+    for (int64_t i = count - 1; i >= 0; --i)  // in autograd's order
+      dhidden = add(dhidden, Ops::matrix_product(part(i), false, layer.cast(each[i].weight)));
+  }
+  return {dhidden, no_context, gradients.all()};
+}
+
+}  // namespace fastbert
