@@ -63,7 +63,14 @@ def _bert(preset: str = "bert-base-uncased", **changes: int) -> BertConfig:
     return replace(BertConfig.preset(preset), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **changes)
 
 
-MODELS = {"base": _bert(), "large": _bert("bert-large-uncased")}
+_MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}
+_NO_WORK = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+MODELS = {
+    "base": _bert(),
+    "large": _bert("bert-large-uncased"),
+    "minilm": _bert(**_MINILM),
+    "no-work": _bert(**_NO_WORK),  # twelve layers too small to compute anything: what is left is the way to them
+}
 SMALL = {
     # For tests, and for tools that watch every access: an odd length, head size 64.
     "tiny": Size(3, 17, _bert("bert-tiny", vocab_size=1000, num_hidden_layers=1)),

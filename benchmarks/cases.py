@@ -102,6 +102,15 @@ def _ops(shape: str) -> tuple[Pick, ...]:
     return tuple(Pick(op, (shape,), lengths, (FORWARD, BACKWARD)) for op, lengths in LENGTHS.items())
 
 
+SHORT = ("1x8", "1x16", "1x32", "1x64", "1x128", "4x16", "8x32")
+
+
+def _short() -> tuple[Pick, ...]:
+    """What a request brings: so little work that the way to it counts."""
+    alone = Pick(MODEL, ("2x8",), ("full",), (FORWARD, BACKWARD), models=("no-work",), last=True)
+    return alone, Pick(MODEL, SHORT, ("full",), (FORWARD,), models=("minilm", "base"), last=True)
+
+
 def _growth() -> Iterator[Pick]:
     """Ops on rows and a layer on 2^7 to 2^16 tokens, attention on 2^13 tokens in sequences of 2^6 to 2^13: all parts at
     one size before the next."""
@@ -136,6 +145,7 @@ TABLE: dict[str, dict[str, tuple[Pick, ...]]] = {
             Pick(ENCODE, ("64x256",), ("text",), (FORWARD,), dtypes=("float32",)),
             Pick(CLASSIFIER, ("8x128",), ("half",), (FORWARD, DROPOUT), layers=2),
         ),
+        "short": _short(),
         "growth": tuple(_growth()),
     },
     "cuda": {
@@ -162,6 +172,7 @@ TABLE: dict[str, dict[str, tuple[Pick, ...]]] = {
             Pick(CLASSIFIER, ("32x128",), ("half", "full"), (FORWARD, DROPOUT)),
             Pick(ENCODE, ("256x256",), ("text",), (FORWARD,), dtypes=("float32",)),
         ),
+        "short": _short(),
         "growth": tuple(_growth()),
     },
 }
@@ -172,6 +183,7 @@ DIRECTIONS = {  # that a group has
     "mlm": (DROPOUT, STEP),
     "ops": (FORWARD, BACKWARD),
     "hf": (FORWARD, BACKWARD, DROPOUT),
+    "short": (FORWARD, BACKWARD),
     "growth": (FORWARD, BACKWARD),
 }
 
