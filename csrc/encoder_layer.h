@@ -197,8 +197,7 @@ std::tuple<Tensor, Tensors> encoder_layer_fwd(const Tensor& hidden, const Option
   const auto [middle, mean, rstd] = Ops::add_layer_norm_fwd(projected, hidden, p.out_norm.weight, p.out_norm.bias,
                                                             p.out.bias, rng, out_eps, out_p, site + 1);
   const Tensor product = contiguous(layer.apply(layer.cast(middle), p.up, Ops::kBiasInProduct));
-  const Tensor wide = Ops::gelu(product, layer.gelu_bias(), approximate, save);
-  const Tensor down = layer.apply(wide, p.down, false);
+  const Tensor down = layer.apply(Ops::gelu(product, layer.gelu_bias(), approximate, save), p.down, false);
   const auto [y, mean2, rstd2] = Ops::add_layer_norm_fwd(down, middle, p.down_norm.weight, p.down_norm.bias,
                                                          p.down.bias, rng, down_eps, down_p, site + 2);
   if (save)
@@ -243,13 +242,15 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
   if (!gradients.wants(down)) gradients.set_dense(down, ddown, product, ddown_bias);
   if (!below_up) return without_inputs();
 
-  const Tensor dwide = Ops::matrix_product(ddown, false, layer.cast(p.down.weight));
-  check_gradient("encoder_layer", "the saved product", product, dwide);
-  const auto [dproduct, dup_bias] =
-      Ops::gelu_bwd(dwide, product, layer.gelu_bias(), approximate, gradients.wants(up + 1));
-  gradients.set_dense(up, dproduct, layer.cast(kept(kMiddle)), dup_bias);
-  if (!below_middle) return without_inputs();
-  dmiddle = add(dmiddle, Ops::matrix_product(dproduct, false, layer.cast(p.up.weight)));
+  {  // what is as wide as the MLP is freed before attention needs memory
+    const Tensor dwide = Ops::matrix_product(ddown, false, layer.cast(p.down.weight));
+    check_gradient("encoder_layer", "the saved product", product, dwide);
+    const auto [dproduct, dup_bias] =
+        Ops::gelu_bwd(dwide, product, layer.gelu_bias(), approximate, gradients.wants(up + 1));
+    gradients.set_dense(up, dproduct, layer.cast(kept(kMiddle)), dup_bias);
+    if (!below_middle) return without_inputs();
+    dmiddle = add(dmiddle, Ops::matrix_product(dproduct, false, layer.cast(p.up.weight)));
+  }
 
   auto [dprojected, dhidden, dweight, dbias, dout_bias] =
       Ops::add_layer_norm_bwd(dmiddle, kept(kProjected), hidden, p.out_norm.weight, kept(kMean), kept(kRstd),
