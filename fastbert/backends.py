@@ -151,6 +151,11 @@ def driver_version() -> int:
     return version.value
 
 
+def cuda_name(version: int) -> str:
+    """CUDA's own name of a version: 12.4 for 12040."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 def _serves(architecture: str, capability: tuple[int, int]) -> bool:
     """Whether code built for `architecture` ("90", "80-real", "90-virtual", "90a-real") runs on such a GPU."""
     number, _, kind = architecture.partition("-")
@@ -171,7 +176,8 @@ def _cuda_problem() -> str | None:
         return "PyTorch sees no GPU"
     major, minor = (int(part) for part in str(info["cuda_version"]).split(".")[:2])
     if driver_version() // 1000 < major:
-        return f"driver: it serves CUDA {driver_version() / 1000:.1f}, the kernels were built with {major}.{minor}"
+        served = cuda_name(driver_version())
+        return f"driver: it serves CUDA {served}, the kernels were built with {major}.{minor}"
     capability = torch.cuda.get_device_capability()
     if not any(_serves(architecture, capability) for architecture in info["cuda_architectures"]):
         return f"built for {', '.join(info['cuda_architectures'])}, this GPU is sm_{capability[0]}{capability[1]}"

@@ -156,12 +156,12 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> list[tuple[str, str]]:
-    processor = backends.cpuinfo("model name") or platform.processor()
+    processor, driver = backends.cpuinfo("model name") or platform.processor(), backends.driver_version()
     found = [
         ("system", f"{platform.system()} {platform.machine()}, {processor}, {os.cpu_count()} cores"),
         ("torch", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"),
         ("GPU", _gpu()),
-        ("driver", f"serves CUDA {backends.driver_version() / 1000:.1f}" if backends.driver_version() else "none"),
+        ("driver", f"serves CUDA {backends.cuda_name(driver)}" if driver else "none"),
     ]
     found += [(name, str(value)) for name, value in backends.build_info().items()]
     if backends.EXTENSION_PROBLEM:

@@ -99,9 +99,12 @@ def test_an_interpreter_that_numpy_has_left_behind_is_not_usable(monkeypatch, tr
 def test_the_environment_forces_a_backend():
     code = (
         "import torch, fastbert; fastbert.ops.bias_gelu(torch.ones(2, 2), torch.ones(2));"
-        "print(fastbert.backends.calls())"
+        "print(fastbert.backends.calls())\n"
+        "with fastbert.backend('cpu'): pass\n"
+        "print(fastbert.backends._latest)"  # in compiled code
     )
-    assert "'reference'): 1" in run_python(code, FASTBERT_BACKEND="reference").stdout
+    calls, latest = run_python(code, FASTBERT_BACKEND="reference").stdout.splitlines()
+    assert "'reference'): 1" in calls and latest == "reference"
 
 
 def test_importing_fastbert_imports_neither_transformers_nor_triton():
@@ -177,12 +180,31 @@ def test_which_gpus_a_build_serves(architecture, capability, serves):
     assert backends._serves(architecture, capability) is serves
 
 
-def test_compiled_code_follows_blocks_that_are_open_in_other_threads():
+@pytest.mark.parametrize(
+    ("driver", "capability", "problem"),
+    [
+        (12000, (8, 0), None),  # older than the build, but of the same major version
+        (13000, (8, 9), None),
+        (11080, (8, 0), "driver: it serves CUDA 11.8, the kernels were built with 12.8"),
+        (12080, (9, 0), "built for 80-real, this GPU is sm_90"),
+    ],
+)
+def test_which_drivers_and_gpus_a_build_runs_on(monkeypatch, driver, capability, problem):
+    monkeypatch.setattr(backends, "EXTENSION", object())
+    monkeypatch.setattr(backends, "build_info", lambda: {"cuda_architectures": ["80-real"], "cuda_version": "12.8"})
+    monkeypatch.setattr(backends, "driver_version", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert backends._cuda_problem.__wrapped__() == problem
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])  # another than here, and the same
+def test_compiled_code_follows_blocks_that_are_open_in_other_threads(name):
     """Leaving a `with` block in one thread does not undo one that is still open in another."""
     opened, finish = threading.Event(), threading.Event()
 
     def other():
-        with fastbert.backend("reference"):
+        with fastbert.backend(name):
             opened.set()
             finish.wait()
 
