@@ -67,7 +67,10 @@ CAUSAL = torch.ones(4, 4).tril().bool()
     [
         (CAUSAL[None, None].expand(3, 1, -1, -1), ValueError, "is no key-padding mask"),
         (torch.randint(0, 2, (3, 1, 4, 4)).bool() | CAUSAL, ValueError, "is no key-padding mask"),
+        (torch.where(CAUSAL, 0.0, -1e4).expand(3, 1, -1, -1), ValueError, "is no key-padding mask"),
+        (torch.stack([RIGHT, LEFT], 1)[:, :, None].expand(-1, -1, 4, -1), ValueError, "is no key-padding mask"),
         (torch.randn(3, 1, 1, 4), ValueError, "is no key-padding mask"),  # a bias
+        (-torch.rand(3, 1, 1, 4), ValueError, "is no key-padding mask"),  # one of penalties alone
         (torch.tensor([[0.0, 0.0, -1e4, -1e4]] * 3), ValueError, "is no key-padding mask"),  # additive in 2-D
         (torch.ones(3, 5), ValueError, r"attention_mask has shape \(3, 5\); expected \(B, S\) = \(3, 4\)"),
         (torch.ones(4), ValueError, r"attention_mask has shape \(4,\)"),
