@@ -54,6 +54,7 @@ def test_resize_token_embeddings(kind, rows, tmp_path):
     assert torch.equal(result(again, inputs), after)
     result(model.train(), inputs).sum().backward()
     assert table.weight.grad is not None
+    assert not model.requires_grad_(False).resize_token_embeddings(kept).weight.requires_grad  # what is frozen stays so
 
 
 def test_a_vocabulary_that_makes_no_sense_is_refused_and_changes_nothing():

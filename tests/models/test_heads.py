@@ -497,6 +497,7 @@ def test_what_a_checkpoint_lacks_is_new_and_named(name, source, tmp_path):
         assert all(key in str(caught[0].message) for key in new)
     assert ("bert.pooler.dense.weight" in str(caught[0].message)) == (source == "BertForMaskedLM" and cls.pooling)
     assert len(caught) == 1 and all(torch.isfinite(t).all() for t in state.values())
+    assert not any(state[key].any() for key in new if key.endswith("bias") and key in str(caught[0].message))
     model(**{k: v.to("cpu") for k, v in example(name)[0].items()})
 
 

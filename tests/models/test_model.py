@@ -204,6 +204,17 @@ def test_an_all_zero_mask_gives_zeros():
     nothing.last_hidden_state.sum().backward()
 
 
+def test_a_new_model_has_bert_s_initial_parameters():
+    model = BertModel(TINY.changed(pad_token_id=3, initializer_range=0.1))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            assert (parameter == (1 if name.endswith("LayerNorm.weight") else 0)).all(), name
+        elif parameter.numel() > 1000:
+            assert 0.09 < parameter.std() < 0.11, name
+    words = model.embeddings.word_embeddings.weight
+    assert not words[3].any() and words[2].any()
+
+
 def test_an_empty_batch_gives_an_empty_result():
     model = ours(hugging_face())
     assert model(torch.zeros(0, 5, dtype=torch.int64, device=DEVICE)).last_hidden_state.shape == (0, 5, 48)
@@ -365,6 +376,26 @@ def test_hooks_on_parts_see_packed_tensors_and_count(name):
     assert (run() - expected).abs().max() > 1e-6
     doubled.remove()
     assert torch.equal(run(), expected)
+
+
+@pytest.mark.parametrize(
+    ("table", "option", "value"),
+    [
+        ("word_embeddings", "max_norm", 0.1),
+        ("word_embeddings", "scale_grad_by_freq", True),
+        ("position_embeddings", "sparse", True),
+        ("token_type_embeddings", "padding_idx", 0),
+    ],
+)
+def test_options_of_an_embedding_count(table, option, value):
+    theirs, inputs, gradients = hugging_face().double(), batch([9, 9], 9), []  # padding would count in frequencies
+    for each in (ours(theirs), theirs):
+        setattr(getattr(each.embeddings, table), option, value)
+        each(**inputs).last_hidden_state.sin().sum().backward()
+        gradients.append(getattr(each.embeddings, table).weight.grad)
+    assert gradients[0].layout == gradients[1].layout
+    one, two = (gradient.to_dense() for gradient in gradients)
+    assert (one - two).abs().max() <= 1e-12 * two.abs().max()
 
 
 def test_hooks_on_attentions_dropout_are_refused():
