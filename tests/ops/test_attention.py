@@ -20,7 +20,7 @@ class AttentionSuite(OpSuite):
     test_float32_parameters_beside_half_activations = None  # it has no parameters
     shapes = [  # (lengths, heads, head size)
         pytest.param(((5, 0, 3), 2, 8), id="an-empty-sequence"),
-        pytest.param(((1, 17), 1, 5), id="one-token-and-odd-sizes"),
+        pytest.param(((1, 17, 64), 1, 5), id="one-token-a-whole-tile-and-odd-sizes"),
         pytest.param(((16, 15, 17), 2, 64), id="around-16"),
         pytest.param(((64, 63, 65), 2, 32), id="around-64", marks=slow_interpreted),
         pytest.param(((129, 127), 1, 128), id="around-128", marks=slow_interpreted),
@@ -183,20 +183,28 @@ class TestAttention(AttentionSuite):
             for name, tensor in got.items():
                 assert (tensor - want[name]).abs().max() <= 2**-22 * logit * want[name].abs().max(), name
 
+    @pytest.mark.parametrize(
+        ("size", "rows", "heads"),
+        [
+            pytest.param(((5, 7, 6), 2, 16), slice(5, 12), slice(None), id="sequences"),
+            pytest.param(((65,), 3, 12), slice(None), 1, id="heads-shorter-than-a-tile"),
+        ],
+    )
     @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
-    def test_sequences_do_not_see_each_other(self, backend, dtype):
-        """NaN, infinity and 1e30 in one sequence leave the others' bits alone, forward and backward."""
+    def test_sequences_and_heads_do_not_see_each_other(self, backend, dtype, size, rows, heads):
+        """NaN, infinity and 1e30 in one of them leave the others' bits alone, forward and backward."""
         backend.require(dtype)
-        inputs = self.inputs(((5, 7, 6), 2, 16), dtype, backend.device)
+        inputs = self.inputs(size, dtype, backend.device)
         both = backend.why_not(dtype, True) is None
         clean = testing.evaluate(self.ours, inputs, gradients=both)
         for poison in (torch.nan, torch.inf, 1e30):
             qkv = inputs["qkv"].clone()
-            qkv[5:12] = torch.tensor(poison).to(qkv)  # 1e30 is infinite in float16
+            qkv[rows, :, heads] = torch.tensor(poison).to(qkv)  # 1e30 is infinite in float16
             dirty = testing.evaluate(self.ours, inputs | {"qkv": qkv}, gradients=both)
             for name, a in {**clean.outputs, **clean.gradients}.items():
                 b = {**dirty.outputs, **dirty.gradients}[name]
-                assert torch.equal(a[:5], b[:5]) and torch.equal(a[12:], b[12:]), name
+                a[rows, ..., heads, :] = b[rows, ..., heads, :] = 0
+                assert torch.equal(a, b), name
 
     def test_longer_max_seqlen_changes_nothing_but_rounding(self, backend):
         inputs = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)

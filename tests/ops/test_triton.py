@@ -174,6 +174,13 @@ def test_dense_gelu_reads_rows_that_begin_anywhere():
     assert torch.equal(preactivation, x.double().sum(1, keepdim=True).half().expand(8, 4))
 
 
+def test_dense_gelu_is_gelu_of_what_its_backward_differentiates_at():
+    """The rounded sum, as in the reference: not the sum before it was rounded."""
+    x, weight, bias = (torch.randn(*shape, device=DEVICE).half() for shape in ((9, 32), (40, 32), (40,)))
+    y, preactivation = KERNELS["dense_gelu_fwd"](x, weight, bias, "none", True)
+    assert torch.equal(y, KERNELS["bias_gelu_fwd"](preactivation, bias * 0, "none"))
+
+
 # ---- compiling for GPUs that are not here
 
 
