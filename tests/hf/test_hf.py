@@ -1,6 +1,7 @@
 """`accelerate`, `restore` and `register` against the unmodified transformers model, in all that people do with it."""
 
 import copy
+import functools
 import inspect
 import io
 import pickle
@@ -664,6 +665,19 @@ def test_hooks_on_what_is_not_called_run_the_original(name):
     assert_fell_back(report, "hook")
 
 
+def test_hooks_for_all_modules_run_the_original():
+    original = build()
+    model, report = accelerated(original)
+    inputs, calls = batch(model), [[], []]
+    for each, seen in zip((model, original), calls, strict=True):
+        handle = nn.modules.module.register_module_forward_hook(lambda module, *_, seen=seen: seen.append(type(module)))
+        with handle, warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            each(**inputs)
+    assert calls[0] == calls[1]
+    assert_fell_back(report, "hooks are registered for all modules")
+
+
 def test_hooks_on_the_model_and_the_pooler_change_nothing():
     model, report = accelerated(build())
     calls = []
@@ -697,6 +711,7 @@ def decoder(**changes):
 
 FALLBACKS = {
     "a decoder": (decoder(), {}, "decoder"),
+    "an encoder that looks back only": ({"is_causal": True}, {}, "decoder"),
     "another activation": ({"hidden_act": "relu"}, {}, "activation"),
     "a dropout of almost 1": ({"attention_probs_dropout_prob": 0.9999}, {}, "dropout"),
     "relative positions": ({"position_embedding_type": "relative_key"}, {}, "position_embedding_type"),
@@ -963,6 +978,17 @@ def test_accelerator_wraps_and_unwraps(accelerate):
     assert torch.equal(model(**inputs).logits, original(**inputs).logits)
     assert torch.equal(model(inputs["input_ids"], inputs["attention_mask"]).logits, original(**inputs).logits)
     assert_packed(report, 3)
+
+
+def test_a_model_that_was_wrapped_and_restored_may_be_accelerated_again():
+    """Its replacement stays in the wrapper, idle."""
+    model, _ = accelerated(build())
+    forward = model.forward
+    model.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+    fastbert.restore(model)
+    report = fastbert.accelerate(model)
+    model(**batch(model))
+    assert_packed(report)
 
 
 def test_accelerating_twice_gives_the_same_report():

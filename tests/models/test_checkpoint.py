@@ -40,6 +40,8 @@ def test_round_trip_through_transformers_is_bit_for_bit(tmp_path):
     assert back.state_dict().keys() == expected.keys() == fastbert.hf.state_dict(model).keys()
     for name, tensor in back.state_dict().items():
         assert torch.equal(tensor, expected[name]) and torch.equal(fastbert.hf.state_dict(model)[name], tensor), name
+    state = fastbert.hf.state_dict(model)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(state)  # none is a view
     assert back.config.num_attention_heads == TINY.num_attention_heads
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
 
