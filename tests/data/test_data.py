@@ -298,6 +298,13 @@ def test_whole_words_have_the_right_statistics():
     assert share(int((masked[pairs] & masked[pairs + 1]).sum()), len(pairs), (0.8 + 0.1 / WORDS) ** 2)
 
 
+def test_a_word_ends_with_its_example():
+    """Also without a special token between two words of the same number."""
+    rows = [{"input_ids": [7, 8], "word_ids": [0, 0]}] * 50
+    first, second = (masking(seed=1, whole_words=True)(rows)["labels"] != -100).view(50, 2).T
+    assert torch.equal(first, second) and 0 < first.sum() < 50
+
+
 def test_words_of_a_wordpiece_are_the_tokenizer_s():
     """`##` alone gives what word_ids give, also where an example begins in the middle of a word."""
     tokenizer = tokenizers.Tokenizer.from_file(str(minilm() / "tokenizer.json"))

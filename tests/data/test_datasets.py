@@ -514,6 +514,14 @@ def test_a_character_of_several_tokens_is_covered_by_all_of_them():
     assert len(touched) > 3
 
 
+def test_white_space_around_an_answer_does_not_count():
+    context = "so    a b"
+    answers = [{"text": [text], "answer_start": [context.index(text)]} for text in ("    a b", "a b")]
+    dataset = QADataset(["what?"] * 2, [context] * 2, answers, WORDPIECE)
+    one, two = ((row["start_positions"], row["end_positions"]) for row in dataset)
+    assert one == two and dataset.answer(0, *one) == "a b"
+
+
 def test_an_answer_without_a_token_is_none():
     """A WordPiece drops U+200B, as it does control characters."""
     context = "a \u200b b"

@@ -239,6 +239,7 @@ def test_entities_of_a_model(form):
         ("", [], 100, 100),  # no answer, and rightly
         ("something", [], 0, 0),
         ("", ["something"], 0, 0),
+        ("", ["the", "cat"], 0, 0),  # where others have an answer, one of articles alone does not count
         ("the", ["a", "..."], 100, 100),  # nothing but articles and punctuation is no answer
     ],
 )
