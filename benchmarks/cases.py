@@ -102,7 +102,7 @@ def _ops(shape: str) -> tuple[Pick, ...]:
     return tuple(Pick(op, (shape,), lengths, (FORWARD, BACKWARD)) for op, lengths in LENGTHS.items())
 
 
-SHORT = ("1x8", "1x16", "1x32", "1x64", "1x128", "4x16", "8x32")
+SHORT = ("1x8", "1x16", "1x32", "1x64", "4x16", "8x32")
 
 
 def _short() -> tuple[Pick, ...]:

@@ -411,7 +411,7 @@ def test_a_planted_fault_is_not_timed(monkeypatch):
     assert found.row("fastbert").problem.startswith("wrong") and found.row("PyTorch").seconds
     faulty = lambda qkv, ends, longest, **rest: attention(qkv, ends[[0, -1]], qkv.shape[0], **rest)  # noqa: E731
     monkeypatch.setattr(layer, "attention_unchecked", faulty)
-    monkeypatch.setattr(layer, "run_layer", lambda *args: whole(*args[:4], args[4][[0, -1]], *args[5:]))
+    monkeypatch.setattr(layer, "run_layer", lambda *args: whole(*args[:5], args[5][[0, -1]], *args[6:]))
     found = run.measured(tiny(ENCODER), TIMED)
     assert all(row.problem.startswith("wrong") for row in found.rows if row.name.startswith("fastbert"))
     assert found.row(SDPA).seconds
