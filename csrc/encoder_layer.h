@@ -110,17 +110,30 @@ struct EncoderLayer {
     FB_CHECK_VALUE(hidden.dim() == 2, "encoder_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");
     FB_CHECK_VALUE(heads > 0, "encoder_layer: heads is ", heads, "; expected a positive number");
     check_approximate("encoder_layer", approximate);
+    check_together(hidden, parameters), check_together(hidden, {cu_seqlens, context});
     FB_CHECK_VALUE(context.has_value() != cu_seqlens.has_value(), "encoder_layer: expected a context or cu_seqlens");
     if (!context) return;
     check_floating("encoder_layer", "context", *context);
-    FB_CHECK_VALUE(context->dim() == 2 && context->size(0) == hidden.size(0), "encoder_layer: context has shape ",
-                   context->sizes(), "; expected a row for each of ", hidden.size(0));
-    check_device("encoder_layer", "context", *context, hidden.device());
+    FB_CHECK_VALUE(p.out.weight.dim() == 2, "encoder_layer: a weight has shape ", p.out.weight.sizes(),
+                   "; expected two dimensions");
+    check_shape("encoder_layer", "context", *context, {hidden.size(0), p.out.weight.size(1)});
+    check_floating_beside("encoder_layer", "context", *context, dtype);
+  }
+
+  // Here, because a dispatcher that has kernels for both devices asks for no more than one tensor on a GPU.
+  static void check_together(const Tensor& hidden, const std::vector<OptionalTensor>& others) {
+    for (const OptionalTensor& each : others)
+      if (each) check_device("encoder_layer", "an argument", *each, hidden.device());
+  }
+  static void check_together(const Tensor& hidden, const Tensors& others) {
+    for (const Tensor& each : others) check_device("encoder_layer", "an argument", each, hidden.device());
   }
 
   Tensor cast(const Tensor& x) const { return contiguous(x, dtype); }
 
   Tensor apply(const Tensor& x, const Dense& dense, bool with_bias) const {
+    check_floating_beside("encoder_layer", "a weight", dense.weight, dtype);
+    check_floating_beside("encoder_layer", "a bias", dense.bias, dtype);
     const Tensor weight = cast(dense.weight);
     const OptionalTensor bias = with_bias ? std::optional(cast(dense.bias)) : std::nullopt;
     check_dense("encoder_layer", x, weight, bias);
@@ -144,6 +157,8 @@ struct EncoderLayer {
       const int64_t width = each[0].weight.size(0);
       qkv = empty({tokens, 3 * width}, x);
       for (int64_t i = 0; i < 3; ++i) {
+        check_floating_beside("encoder_layer", "a weight", each[i].weight, dtype);
+        check_floating_beside("encoder_layer", "a bias", each[i].bias, dtype);
         const Tensor weight = cast(each[i].weight), bias = cast(each[i].bias);
         check_dense("encoder_layer", x, weight, bias);
         check_shape("encoder_layer", "the bias of a projection", bias, {width});
@@ -221,6 +236,7 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
   const int64_t before = context ? kProjected : 0;
   FB_CHECK_VALUE(int64_t(saved.size()) == kSavedCount - before, "encoder_layer: ", saved.size(),
                  " saved tensors; expected ", kSavedCount - before);
+  layer.check_together(hidden, saved), layer.check_together(hidden, Tensors{dy});
   const auto kept = [&](LayerSaved which) -> const Tensor& { return saved[which - before]; };
   LayerGradients<Ops> gradients(parameters, needed);
   const size_t out = parameters.size() - 10, out_norm = out + 2, up = out + 4, down = out + 6, down_norm = out + 8;
@@ -235,11 +251,12 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
       Ops::add_layer_norm_bwd(dy, kept(kDown), kept(kMiddle), p.down_norm.weight, kept(kMean2), kept(kRstd2),
                               p.down.bias, rng, down_p, site + 2, gradients.wants_any(down + 1, 3));
   gradients.set(down_norm, dweight2), gradients.set(down_norm + 1, dbias2);
-  if (ddown.numel() == 0) ddown = dmiddle;
+  if (ddown.dim() == 1) ddown = dmiddle;  // one tensor is both gradients
   const Tensor& product = kept(kProduct);
-  if (gradients.wants(down))
-    gradients.set_dense(down, ddown, Ops::gelu(product, layer.gelu_bias(), approximate, true), ddown_bias);
-  if (!gradients.wants(down)) gradients.set_dense(down, ddown, product, ddown_bias);
+  // dweight takes what the GELU gave, dbias does not.
+  const bool wide = gradients.wants(down);
+  gradients.set_dense(down, ddown, wide ? Ops::gelu(product, layer.gelu_bias(), approximate, true) : product,
+                      ddown_bias);
   if (!below_up) return without_inputs();
 
   {  // what is as wide as the MLP is freed before attention needs memory
@@ -256,7 +273,7 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
       Ops::add_layer_norm_bwd(dmiddle, kept(kProjected), hidden, p.out_norm.weight, kept(kMean), kept(kRstd),
                               p.out.bias, rng, out_p, site + 1, gradients.wants_any(out + 1, 3));
   gradients.set(out_norm, dweight), gradients.set(out_norm + 1, dbias);
-  if (dprojected.numel() == 0) dprojected = dhidden;
+  if (dprojected.dim() == 1) dprojected = dhidden;
   const Tensor into = context ? layer.cast(*context) : by_token(kept(kContext));
   gradients.set_dense(out, dprojected, into, dout_bias);
   if (!below_projection) return without_inputs();

@@ -24,7 +24,7 @@ import torch
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 REBUILD = "`pip install --no-cache-dir --force-reinstall --no-deps .` in fastbert's source"
-OLDEST_TORCH = (2, 11)  # that `_C` loads with, whichever torch it was built with: it uses torch's stable ABI alone
+OLDEST_TORCH = (2, 11)  # that `_C` loads with, whichever torch it was built with (docs/build.md)
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATS64 = (*_FLOATS, torch.float64)

@@ -152,11 +152,16 @@ def probability(dropout: nn.Module | None) -> float:
     return getattr(dropout, "p", 0.0) if dropout is not None and dropout.training else 0.0
 
 
+def _definer_of_forward(cls: type[nn.Module]) -> type:
+    """Where a subclass computes something of its own, the `drops` that it inherits may not fit."""
+    return next(base for base in cls.__mro__ if "forward" in vars(base))
+
+
 def drops(module: nn.Module) -> bool:
     """Whether a forward now may drop something within the module, one of ours or whatever stands in its place."""
-    own = getattr(module, "drops", None)
-    if own is not None:
-        return own()
+    cls = type(module)
+    if "drops" in vars(cls) or "drops" in vars(_definer_of_forward(cls)):
+        return module.drops()
     parts = list(module.modules())
     return any([part.training for part in parts]) and any([isinstance(x, nn.Dropout) and x.p > 0 for x in parts])
 

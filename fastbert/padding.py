@@ -18,7 +18,7 @@ class Packing(NamedTuple):
     """Where the sequences of a batch are among its packed tokens, and the way back to the form the caller gave.
 
     Made and checked once a forward, at the boundary: `plan_or_packed` reads a mask or takes cu_seqlens. What
-    gets one handed down relies on it.
+    gets one handed down relies on it: nobody looks again whether `indices` are distinct.
 
     cu_seqlens: (batch + 1,) int32. max_seqlen: at least the longest sequence. tokens: T. seqlen: the width of the
     caller's padded (batch, seqlen) grid, None where the caller's tokens are packed. indices: (T,) int64 rows of the

@@ -26,7 +26,7 @@ from benchmarks.gpu import compiled
 from benchmarks.gpu.compiled import ROOT, Compiled
 
 GPUS = (80, 90, 100, 120)
-FLAGS = "-std=c++17 -O3 -DNDEBUG -DFB_CUDA -Xcompiler=-fPIC,-fvisibility=hidden -Xptxas=-v".split()  # as of the build
+FLAGS = "-std=c++17 -O3 -DNDEBUG -Xcompiler=-fPIC,-fvisibility=hidden -Xptxas=-v".split()  # as of the build
 INSTRUCTIONS = {
     "LDG.128": r"\bLDG\.[\w.]*128", "STG.128": r"\bSTG\.[\w.]*128", "HMMA": r"\bHMMA\b", "LDGSTS": r"\bLDGSTS\b",
     "LDSM": r"\bLDSM\b", "LDL+STL": r"\b(?:LDL|STL)\b",

@@ -25,6 +25,7 @@ struct CpuOps {
 
   static void linear_into(const Tensor& y, const Tensor& x, const Tensor& weight, const Tensor& bias) {
     const Tensor product = contiguous(linear(x, weight, bias));
+    check_gradient("encoder_layer", "a projection", product, y);  // of the shape and dtype that its memory is for
     const int64_t tokens = y.size(0), width = y.size(1), bytes = x.element_size(), apart = y.stride(0) * bytes;
     const char* const from = static_cast<const char*>(product.const_data_ptr());
     char* const to = static_cast<char*>(y.mutable_data_ptr());

@@ -23,7 +23,7 @@ struct CudaOps {
   }
 
   static void linear_into(const Tensor& y, const Tensor& x, const Tensor& weight, const Tensor& bias) {
-    check_call(aoti_torch_addmm_out(y.get(), bias.get(), x.get(), transposed(weight).get(), 1, 1), "addmm");
+    call("aten::linear", "out", x, weight, OptionalTensor(bias), y);
   }
 
   static Tensor matrix_product(const Tensor& a, bool is_transposed, const Tensor& b) {

@@ -118,7 +118,15 @@ def _backward(dy, hidden, context, parameters, saved, cu_seqlens, rng, *settings
 # ---- schemas
 
 
+def _check_devices(hidden, *others):
+    """Here too, because a tensor on the meta device has the fake run where kernels were meant to."""
+    for tensor in others:
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"encoder_layer: an argument is on {tensor.device}; expected {hidden.device}")
+
+
 def _fake_forward(hidden, context, parameters, cu_seqlens, rng, max_seqlen, heads, *settings):
+    _check_devices(hidden, context, *parameters, cu_seqlens, rng)
     *_, dtype, _, _, save = settings
     y = hidden.new_empty(hidden.shape, dtype=torch.promote_types(hidden.dtype, dtype))
     if not save:
@@ -136,6 +144,7 @@ def _fake_forward(hidden, context, parameters, cu_seqlens, rng, max_seqlen, head
 
 
 def _fake_backward(dy, hidden, context, parameters, saved, cu_seqlens, rng, *settings):
+    _check_devices(hidden, dy, context, *parameters, *saved, cu_seqlens, rng)
     like = hidden if context is None else context
     dhidden, dcontext, *grads = [
         tensor.new_empty(tensor.shape if need else (0,))
@@ -247,7 +256,7 @@ def after_attention(
 ) -> Tensor:
     """`encoder_layer` from what its attention gave: where that runs on another backend than the rest.
 
-    context: (T, C), what the heads gave, of hidden's dtype (under autocast of any that autocast casts). hidden: (T, C),
+    context: (T, D), what the heads gave, of hidden's dtype (under autocast of any that autocast casts). hidden: (T, C),
     the layer's input. parameters: the last ten of `encoder_layer`. The rest as there; site is that of attention.
     Returns (T, C). Raises ValueError and TypeError.
 
@@ -260,9 +269,10 @@ def after_attention(
     op = "after_attention"
     _check_parameters(op, hidden, parameters, (10,))
     checks.floats(op, {"context": context}, {})
-    checks.shape(op, "context", context, (hidden.shape[0], parameters[0].shape[1]), "(T, C)")
+    checks.shape(op, "context", context, (hidden.shape[0], parameters[0].shape[1]), "(T, D)")
     checks.same_device(op, {"context": context, "hidden": hidden})
-    if context.dtype != hidden.dtype and not autocast_on(hidden.device.type):
+    casts = autocast_on(hidden.device.type) and torch.float64 not in (context.dtype, hidden.dtype)
+    if context.dtype != hidden.dtype and not casts:
         raise TypeError(f"{op}: context is {context.dtype} beside hidden of {hidden.dtype}; expected one dtype")
     check_approximate(op, approximate)
     _check_eps(op, eps)

@@ -593,3 +593,18 @@ def test_minilm_against_transformers():
         truth = outputs(copy.deepcopy(theirs).double(), inputs, visible)
         rows = testing.compare(outputs(model, inputs, visible), truth, [outputs(theirs, inputs, visible)], factor=3.0)
     testing.assert_rows(rows)
+
+
+def test_a_subclass_with_a_dropout_of_its_own_gets_the_key():
+    """What a subclass computes, what it inherits does not know: then all of its modules are looked at."""
+
+    class Mine(fastbert.model.BertOutput):
+        def forward(self, x, residual, rng, site):
+            return self.LayerNorm(fastbert.layer.drop(self.dense(x), self.extra, rng, site) + residual)
+
+    model = BertModel(TINY.changed(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).to(DEVICE).train()
+    output = model.encoder.layer[0].output
+    output.__class__, output.extra = Mine, torch.nn.Dropout(0.5)
+    ids = torch.randint(1, 50, (2, 5), device=DEVICE)
+    one, other = (model(ids).last_hidden_state for _ in range(2))
+    assert not torch.equal(one, other)

@@ -231,7 +231,7 @@ def same(one, other):
     return all(a is b is None or torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-CASES = ("float32", "bfloat16", "float64", "autocast", "accelerated", "frozen", "evaluation", "long")
+CASES = ("float32", "bfloat16", "float64", "autocast", "accelerated", "frozen", "evaluation", "long", "empty")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -252,12 +252,13 @@ def test_bits_of_the_single_ops(case, monkeypatch):
         fastbert.accelerate(ours)
     sequences, seqlen = (6, 120) if case == "long" else (3, 9)
     ids = torch.randint(1, 50, (sequences, seqlen))
-    mask = torch.arange(seqlen) < torch.randint(1, seqlen + 1, (sequences, 1))
+    mask = torch.arange(seqlen) < torch.randint(1, seqlen + 1, (sequences, 1)) * (case != "empty")
+    autocast = case in ("autocast", "empty")
     before = backends.calls().get(("encoder_layer_fwd", "cpu"), 0)
-    whole = outcome(ours, ids, mask, case == "autocast")
+    whole = outcome(ours, ids, mask, autocast)
     assert backends.calls()["encoder_layer_fwd", "cpu"] == before + 2
     monkeypatch.setattr(backends, "find", lambda *args, **kwargs: None)
-    assert same(whole, outcome(ours, ids, mask, case == "autocast"))
+    assert same(whole, outcome(ours, ids, mask, autocast))
     assert backends.calls()["encoder_layer_fwd", "cpu"] == before + 2
 
 
@@ -315,7 +316,7 @@ def test_other_bad_arguments():
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"context": torch.zeros(7, 6)}, ValueError, r"context has shape \(7, 6\); expected \(T, C\) = \(8, 6\)"),
+        ({"context": torch.zeros(7, 6)}, ValueError, r"context has shape \(7, 6\); expected \(T, D\) = \(8, 6\)"),
         ({"context": torch.zeros(8, 6).double()}, TypeError, "context is torch.float64 beside hidden of torch.float32"),
         ({"context": torch.zeros(8, 6, device="meta")}, ValueError, "context on meta"),
         ({"up_bias": torch.zeros(7)}, ValueError, r"parameters\[5\] has shape \(7,\)"),
@@ -383,3 +384,21 @@ def test_an_encoder_whose_layers_are_cuda_kernels(kind):
     assert backends.calls()["encoder_layer_bwd", "cuda"] == before + 2
     for one, other in zip(found, truth, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=2e-4, atol=2e-5)
+
+
+def test_a_parameter_elsewhere_is_refused():
+    """On the meta device too, for which torch would run what only says shapes: a model that is half loaded."""
+    ours, ids = model().eval(), torch.randint(1, 50, (2, 5))
+    ours.encoder.layer[1].output.dense.bias = torch.nn.Parameter(torch.zeros(48, device="meta"))
+    for block in (torch.no_grad(), torch.enable_grad()):
+        with block, pytest.raises(ValueError, match="is on meta; expected cpu|meta"):
+            ours(ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_a_weight_of_another_kind_is_refused(dtype):
+    ours = model().eval().requires_grad_(False)
+    dense = ours.encoder.layer[0].output.dense
+    dense.weight = torch.nn.Parameter(dense.weight.to(dtype), requires_grad=False)
+    with pytest.raises((ValueError, TypeError), match="Double|Long|float64|int64"):
+        ours(torch.randint(1, 50, (2, 5)))
