@@ -1,5 +1,6 @@
 // torch as the torch sides use it: its stable ABI, which later releases keep, so that one binary serves them all, and a
-// few weak symbols that a release may lack (docs/build.md). Names, errors, and what they need of tensors; torch/csrc/stable/ops.h has more, but it is slower.
+// few weak symbols that a release may lack (docs/build.md). Names, errors, and what they need of tensors;
+// torch/csrc/stable/ops.h has more, but it is slower.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
