@@ -110,7 +110,9 @@ struct EncoderLayer {
     FB_CHECK_VALUE(hidden.dim() == 2, "encoder_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");
     FB_CHECK_VALUE(heads > 0, "encoder_layer: heads is ", heads, "; expected a positive number");
     check_approximate("encoder_layer", approximate);
-    check_together(hidden, parameters), check_together(hidden, {cu_seqlens, context});
+    check_together(hidden, parameters);
+    if (cu_seqlens) check_device("encoder_layer", "cu_seqlens", *cu_seqlens, hidden.device());
+    if (context) check_device("encoder_layer", "context", *context, hidden.device());
     FB_CHECK_VALUE(context.has_value() != cu_seqlens.has_value(), "encoder_layer: expected a context or cu_seqlens");
     if (!context) return;
     check_floating("encoder_layer", "context", *context);
@@ -121,22 +123,24 @@ struct EncoderLayer {
   }
 
   // Here, because a dispatcher that has kernels for both devices asks for no more than one tensor on a GPU.
-  static void check_together(const Tensor& hidden, const std::vector<OptionalTensor>& others) {
-    for (const OptionalTensor& each : others)
-      if (each) check_device("encoder_layer", "an argument", *each, hidden.device());
-  }
   static void check_together(const Tensor& hidden, const Tensors& others) {
     for (const Tensor& each : others) check_device("encoder_layer", "an argument", each, hidden.device());
   }
 
   Tensor cast(const Tensor& x) const { return contiguous(x, dtype); }
 
-  Tensor apply(const Tensor& x, const Dense& dense, bool with_bias) const {
+  // Weight and bias in the dtype of the products, checked beside x.
+  std::tuple<Tensor, OptionalTensor> beside(const Tensor& x, const Dense& dense, bool with_bias) const {
     check_floating_beside("encoder_layer", "a weight", dense.weight, dtype);
     check_floating_beside("encoder_layer", "a bias", dense.bias, dtype);
     const Tensor weight = cast(dense.weight);
     const OptionalTensor bias = with_bias ? std::optional(cast(dense.bias)) : std::nullopt;
     check_dense("encoder_layer", x, weight, bias);
+    return {weight, bias};
+  }
+
+  Tensor apply(const Tensor& x, const Dense& dense, bool with_bias) const {
+    const auto [weight, bias] = beside(x, dense, with_bias);
     return Ops::linear(x, weight, bias);
   }
 
@@ -157,12 +161,9 @@ struct EncoderLayer {
       const int64_t width = each[0].weight.size(0);
       qkv = empty({tokens, 3 * width}, x);
       for (int64_t i = 0; i < 3; ++i) {
-        check_floating_beside("encoder_layer", "a weight", each[i].weight, dtype);
-        check_floating_beside("encoder_layer", "a bias", each[i].bias, dtype);
-        const Tensor weight = cast(each[i].weight), bias = cast(each[i].bias);
-        check_dense("encoder_layer", x, weight, bias);
-        check_shape("encoder_layer", "the bias of a projection", bias, {width});
-        Ops::linear_into(strided(qkv, {tokens, width}, {3 * width, 1}, i * width), x, weight, bias);
+        const auto [weight, bias] = beside(x, each[i], true);
+        check_shape("encoder_layer", "the bias of a projection", *bias, {width});
+        Ops::linear_into(strided(qkv, {tokens, width}, {3 * width, 1}, i * width), x, weight, *bias);
       }
     }
     FB_CHECK_VALUE(qkv.size(1) % (3 * heads) == 0, "encoder_layer: the projections give ", qkv.size(1),

@@ -11,9 +11,9 @@
 #include <new>
 
 #include "../checks.h"
+#include "../layer_ops.h"
 #include "../tensor.h"
 #include "blas.h"
-#include "layer_ops.h"
 
 namespace fastbert {
 

@@ -3,8 +3,8 @@
 
 #include <cstring>
 
+#include "../layer_ops.h"
 #include "gelu_rows.h"
-#include "layer_ops.h"
 #include "linear.h"
 
 namespace fastbert {

@@ -3,8 +3,8 @@
 #include "../layer_norm.h"
 
 #include "../checks.h"
+#include "../layer_ops.h"
 #include "../tensor.h"
-#include "layer_ops.h"
 
 namespace fastbert {
 

@@ -2,8 +2,8 @@
 #include "../attention.h"
 
 #include "../checks.h"
+#include "../layer_ops.h"
 #include "../tensor.h"
-#include "layer_ops.h"
 
 namespace fastbert {
 

@@ -4,9 +4,9 @@
 #include <string_view>
 
 #include "../checks.h"
+#include "../layer_ops.h"
 #include "../tensor.h"
 #include "column_sums.h"
-#include "layer_ops.h"
 
 namespace fastbert {
 

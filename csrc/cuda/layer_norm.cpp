@@ -3,9 +3,9 @@
 #include "../layer_norm.h"
 
 #include "../checks.h"
+#include "../layer_ops.h"
 #include "../tensor.h"
 #include "column_sums.h"
-#include "layer_ops.h"
 
 namespace fastbert {
 

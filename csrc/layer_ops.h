@@ -1,0 +1,39 @@
+// The ops of a layer, for encoder_layer: what their operators do on a device, called from C++.
+#pragma once
+
+#include <string_view>
+#include <tuple>
+
+#include "stable.h"
+
+namespace fastbert {
+
+// attention_fwd gives out (T, H, D) and lse (H, T). add_layer_norm_fwd gives y, mean and rstd; add_layer_norm_bwd dx
+// (empty where it would be dresidual), dresidual, and dweight, dbias, dx_bias (empty where they are not needed).
+#define FB_LAYER_OPS(device)                                                                                           \
+  std::tuple<Tensor, Tensor> attention_fwd_##device(const Tensor& qkv, const Tensor& cu_seqlens, int64_t max_seqlen,   \
+                                                    double scale, double dropout_p, const OptionalTensor& rng,         \
+                                                    int64_t site);                                                     \
+  Tensor attention_bwd_##device(const Tensor& dout, const Tensor& qkv, const Tensor& out, const Tensor& lse,           \
+                                const Tensor& cu_seqlens, int64_t max_seqlen, double scale, double dropout_p,          \
+                                const OptionalTensor& rng, int64_t site);                                              \
+  std::tuple<Tensor, Tensor, Tensor> add_layer_norm_fwd_##device(                                                      \
+      const Tensor& x, const Tensor& residual, const Tensor& weight, const Tensor& bias, const OptionalTensor& x_bias, \
+      const OptionalTensor& rng, double eps, double dropout_p, int64_t site);                                          \
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd_##device(                                      \
+      const Tensor& dy, const Tensor& x, const Tensor& residual, const Tensor& weight, const Tensor& mean,             \
+      const Tensor& rstd, const OptionalTensor& x_bias, const OptionalTensor& rng, double dropout_p, int64_t site,     \
+      bool need_dparams);
+
+FB_LAYER_OPS(cpu)
+FB_LAYER_OPS(cuda)
+#undef FB_LAYER_OPS
+
+// On the CPU: csrc/cpu/gelu_rows.h.
+Tensor bias_gelu_fwd_cuda(const Tensor& x, const Tensor& bias, std::string_view approximate);
+
+// dx, and dbias, which is empty where it is not needed.
+std::tuple<Tensor, Tensor> bias_gelu_bwd_cuda(const Tensor& dy, const Tensor& x, const Tensor& bias,
+                                              std::string_view approximate, bool need_dbias);
+
+}  // namespace fastbert
