@@ -15,6 +15,7 @@ from fastbert.auto import (
 )
 from fastbert.backends import backend, explain
 from fastbert.config import BertConfig, create_model_config
+from fastbert.graphs import graph
 from fastbert.heads import (
     BertForMaskedLM,
     BertForMultipleChoice,
@@ -29,7 +30,6 @@ from fastbert.heads import (
     BertHeadOutput,
 )
 from fastbert.hf import accelerate, restore
-from fastbert.inference.graphs import graph
 from fastbert.model import BertEncoder, BertEncoderOutput, BertModel, BertModelOutput, count_parameters
 
 __version__ = "0.1.0"

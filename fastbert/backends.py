@@ -286,6 +286,11 @@ def backend(name: str | None) -> Iterator[None]:
         _set_block(block, is_open=False)
 
 
+def forced() -> str | None:
+    """The backend that `backend` forces in this thread."""
+    return _forced.name
+
+
 def _set_block(block: list[str | None], is_open: bool) -> None:
     global _latest
     with _lock:

@@ -27,7 +27,7 @@ from typing_extensions import Self, Unpack
 from fastbert import checkpoint, layer, ops, padding
 from fastbert.config import BertConfig
 from fastbert.families import Head
-from fastbert.model import BertModel, ModelOptions, Saveable, initialize, output_item
+from fastbert.model import BertModel, ModelInputs, ModelOptions, Saveable, initialize, output_item
 from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy_of_rows, labelled_rows
 from fastbert.ops.numbers import wide
@@ -77,7 +77,7 @@ class BertForQuestionAnsweringOutput(NamedTuple):
 # ---- what heads share
 
 
-class _Body(NamedTuple):
+class Body(NamedTuple):
     """What a head computes on, packed, and where its tokens are."""
 
     op: str  # whose errors are reported
@@ -138,6 +138,7 @@ class _BertWithHead(Saveable):
     """
 
     pooling = True
+    loss_options: Mapping[str, Any] = {}  # for a forward of which nothing but the loss is wanted
     accepts_loss_kwargs = False  # else transformers.Trainer takes **options for num_items_in_batch
 
     def __init__(self, config: BertConfig) -> None:
@@ -169,18 +170,28 @@ class _BertWithHead(Saveable):
                 raise ValueError(f"{op}: {name} is {value!r}; expected {expected!r}, for {family.name}")
 
     def _encode(
-        self, inputs: tuple, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, **records: bool
-    ) -> _Body:
+        self,
+        inputs: tuple,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        packing: Packing | None = None,
+        **records: bool,
+    ) -> Body:
         """The body on packed tokens. It is called, not taken apart, so hooks on it run.
 
-        inputs: input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds.
+        inputs: input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds; with packing, as it packed them.
         """
         if unknown := records.keys() - {"output_hidden_states", "output_attentions"}:
             raise TypeError(f"{type(self).__name__}: got unexpected keyword arguments: {', '.join(sorted(unknown))}")
-        packed, packing = self.bert.pack(*inputs, cu_seqlens, max_seqlen)
+        if packing is None:
+            packed, packing = self.bert.pack(*inputs, cu_seqlens, max_seqlen)
+        else:
+            input_ids, mask, *others = inputs
+            packing.check(type(self).__name__, others[1], mask, cu_seqlens, max_seqlen)
+            packed = ModelInputs(input_ids, *others)
         hidden, pooled, states, attentions = self.bert(**packed._asdict(), **records, packing=packing)
         states = states and tuple(packing.unpack(state) for state in states)
-        return _Body(type(self).__name__, hidden, pooled, packing, (states, attentions))
+        return Body(type(self).__name__, hidden, pooled, packing, (states, attentions))
 
     @classmethod
     def from_pretrained(
@@ -266,6 +277,8 @@ class BertPreTrainingHeads(nn.Module):
 
 
 class _MaskedLM(_BertWithHead):
+    loss_options = {"skip_logits": True}
+
     def resize_token_embeddings(self, vocab_size: int) -> nn.Embedding:
         """As BertModel's; the biases of new tokens are 0."""
         words, head = super().resize_token_embeddings(vocab_size), self.cls.predictions
@@ -275,7 +288,7 @@ class _MaskedLM(_BertWithHead):
         return words
 
     def _predict(
-        self, body: _Body, labels: Tensor | None, rows: Tensor | None, skip_logits: bool | None
+        self, body: Body, labels: Tensor | None, rows: Tensor | None, skip_logits: bool | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Loss and logits of the masked-LM head; None without labels, and where they are skipped."""
         head, loss, logits = self.cls.predictions, None, None
@@ -387,7 +400,7 @@ _ACTIVATIONS = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu}
 class _Classifier(_BertWithHead):
     """A head that turns what the body gave, and labels, into a loss and logits in the caller's form."""
 
-    def _classify(self, body: _Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    def _classify(self, body: Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
         raise NotImplementedError
 
     def _add_classifier(self, classes: int) -> None:
@@ -399,7 +412,7 @@ class _Classifier(_BertWithHead):
             self.pre_classifier = nn.Linear(width, width)
             initialize(self.pre_classifier, self.config.initializer_range)
 
-    def _score(self, body: _Body) -> Tensor:
+    def _score(self, body: Body) -> Tensor:
         """(B, classes), from the pooler's output or, where the head has a dense layer of its own, the first token."""
         facts, x = self._facts, body.pooled
         if facts.dense:
@@ -433,7 +446,7 @@ class BertForNextSentencePrediction(_Classifier):
         super().__init__(config)
         self.cls = BertPreTrainingHeads(config, predictions=False)
 
-    def _classify(self, body: _Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    def _classify(self, body: Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
         logits = self.cls.seq_relationship(body.pooled)
         if labels is None:
             return None, logits
@@ -456,28 +469,35 @@ class BertForSequenceClassification(_Classifier):
         super().__init__(copy.copy(config))
         self._add_classifier(config.num_labels)
 
-    def _classify(self, body: _Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    def _classify(self, body: Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
         logits = self._score(body)
         if labels is None:
             return None, logits
         _check_tensor(body.op, "labels", labels)
-        problem = self.config.problem_type or self._problem(labels)
+        problem = self.problem_of(labels)
         loss = self._loss(body, logits, labels, problem)
         self.config.problem_type = problem
         return loss, logits
 
-    def _loss(self, body: _Body, logits: Tensor, labels: Tensor, problem: str) -> Tensor:
+    def _loss(self, body: Body, logits: Tensor, labels: Tensor, problem: str) -> Tensor:
         classes = self.config.num_labels
         if problem == "single_label_classification":
             return _cross_entropy(logits, body.sequence_labels("labels", labels, classes))
         labels = labels.reshape(-1, 1) if classes == 1 else labels
         checks.shape(body.op, "labels", labels, tuple(logits.shape), "(B, num_labels)", f"for {problem}")
         checks.same_device(body.op, {"labels": labels, "the model": logits})
-        scores = wide(logits)
+        scores, filled = wide(logits), body.packing.filled
         loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
-        return loss(scores, labels.to(scores.dtype), reduction="sum") / max(labels.numel(), 1)
+        if filled is None:
+            return loss(scores, labels.to(scores.dtype), reduction="sum") / max(labels.numel(), 1)
+        losses = loss(scores, labels.to(scores.dtype), reduction="none")
+        of_caller = torch.arange(losses.shape[0], device=losses.device) < filled
+        return losses.where(of_caller.unsqueeze(1), 0).sum() / (filled * losses.shape[1]).clamp(min=1)
 
-    def _problem(self, labels: Tensor) -> str:
+    def problem_of(self, labels: Tensor) -> str:
+        """config.problem_type, or what it becomes with these labels."""
+        if self.config.problem_type:
+            return self.config.problem_type
         if self.config.num_labels == 1:
             return "regression"
         return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
@@ -496,7 +516,7 @@ class BertForTokenClassification(_Classifier):
         super().__init__(config)
         self._add_classifier(config.num_labels)
 
-    def _classify(self, body: _Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    def _classify(self, body: Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
         logits = self.classifier(self.dropout(body.hidden))
         if labels is None:
             return None, body.packing.unpack(logits)
@@ -553,7 +573,7 @@ class BertForMultipleChoice(_Classifier):
             )
         return None if given is None else given.shape[1]
 
-    def _classify(self, body: _Body, labels: None) -> tuple[None, Tensor]:
+    def _classify(self, body: Body, labels: None) -> tuple[None, Tensor]:
         return None, self._score(body)
 
     @staticmethod
@@ -593,7 +613,7 @@ class BertForReplacedTokenDetection(_Classifier):
         super().__init__(config)
         self.discriminator_predictions = BertDiscriminatorPredictions(config)
 
-    def _classify(self, body: _Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    def _classify(self, body: Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
         logits = self.discriminator_predictions(body.hidden)
         return None if labels is None else self._loss(logits, body.token_labels(labels, 2)), body.packing.unpack(logits)
 
@@ -652,7 +672,7 @@ class BertForQuestionAnswering(_BertWithHead):
         return BertForQuestionAnsweringOutput(loss, *shown.unbind(-1), *body.records)
 
 
-def _on_grid(body: _Body, logits: Tensor) -> tuple[Tensor, Tensor]:
+def _on_grid(body: Body, logits: Tensor) -> tuple[Tensor, Tensor]:
     """(T, 2) to (B, S, 2), the lowest number where there is no token, and where there is one."""
     grid = body.packing.grid()
     visible = grid.visible()

@@ -74,6 +74,7 @@ class ModelOptions(TypedDict, total=False):
     max_seqlen: int | None
     output_hidden_states: bool
     output_attentions: bool
+    packing: Packing | None
 
 
 class BertEmbeddings(nn.Module):

@@ -24,6 +24,7 @@ class Packing(NamedTuple):
     caller's padded (batch, seqlen) grid, None where the caller's tokens are packed. indices: (T,) int64 rows of the
     flattened grid, None when all are visible. real: (T,) bool, which of those rows are tokens, None when all are.
     starts_visible: whether every sequence has a token in column 0 (not known in compiled code, and then True).
+    filled: () how many sequences, the first ones, are the caller's, None when all: the rest fills a captured batch up.
     """
 
     cu_seqlens: Tensor
@@ -34,6 +35,7 @@ class Packing(NamedTuple):
     indices: Tensor | None = None
     real: Tensor | None = None
     starts_visible: bool = True
+    filled: Tensor | None = None
 
     def check(self, op: str, rows: Tensor | None, *others: Any) -> None:
         """Of a Packing that was handed down: `rows` are its tokens, and nothing else says where they are."""

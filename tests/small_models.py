@@ -80,8 +80,9 @@ def integers(low: int, high: int, *shape: int) -> Tensor:
     return torch.randint(low, high, shape).to(DEVICE)
 
 
-def packed(inputs: dict[str, Tensor], labels: dict[str, Tensor]) -> dict:
+def packed(inputs: dict[str, Tensor], labels: dict[str, Tensor] | None = None) -> dict:
     """The same batch without padding."""
+    labels = labels or {}
     rows = {key: value.flatten(0, -2) for key, value in inputs.items()}
     visible = rows.pop("attention_mask").bool()
     ends = F.pad(visible.sum(1).cumsum(0), (1, 0)).int()

@@ -10,7 +10,7 @@ import fastbert
 from benchmarks.contenders import hugging_face
 from benchmarks.contenders.interface import CLASSIFIER, EPS, OPS, Runnable, Subject
 from fastbert import backends, ops
-from fastbert.inference.graphs import graph
+from fastbert.graphs import graph
 
 
 def plain(subject: Subject) -> Runnable:

@@ -1,9 +1,9 @@
-"""Trained models at work: text in, predictions or embeddings out, attention drawn, export, CUDA graphs.
+"""Trained models at work: text in, predictions or embeddings out, attention drawn, export.
 
     classify = TextClassifier.from_pretrained("path/to/model")
     classify(["a text", ("a text", "and its pair")])  # [[Label(label="good", score=0.98), ...], [...]]
 
-`fastbert.inference.export` writes ONNX and torch.export files, `fastbert.graph` replays a model as CUDA graphs.
+`fastbert.inference.export` writes ONNX and torch.export files; `fastbert.graph` replays a model as CUDA graphs.
 """
 
 from fastbert.auto import model_class_of, trained_model

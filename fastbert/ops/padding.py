@@ -96,7 +96,7 @@ class _Unpack(torch.autograd.Function):
         return None, PACK(ctx.backend, dy, *saved), None, None, None
 
 
-def _places(op: str, x: Tensor, indices: Tensor, rows: int) -> Tensor:
+def places(op: str, x: Tensor, indices: Tensor, rows: int) -> Tensor:
     """indices as int64, checked: on x's device, in range, and distinct (in order they are, which is quick to see)."""
     checks.same_device(op, {"x": x, "indices": indices})
     checks.index_range(op, "indices", indices, rows)
@@ -121,7 +121,7 @@ def pack(x: Tensor, indices: Tensor) -> Tensor:
     if x.dim() < 2:
         raise ValueError(f"pack: x has shape {tuple(x.shape)}; expected (B, S, ...)")
     checks.shape("pack", "indices", indices, (None,), "(T,)")
-    indices = _places("pack", x, indices, x.shape[0] * x.shape[1])
+    indices = places("pack", x, indices, x.shape[0] * x.shape[1])
     return pack_unchecked(x, indices)
 
 
@@ -148,7 +148,7 @@ def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     if x.dim() < 1:
         raise ValueError("unpack: x has shape (); expected (T, ...)")
     checks.shape("unpack", "indices", indices, (x.shape[0],), "(T,)", "a place for each row of x")
-    return unpack_unchecked(x, _places("unpack", x, indices, batch * seqlen), batch, seqlen)
+    return unpack_unchecked(x, places("unpack", x, indices, batch * seqlen), batch, seqlen)
 
 
 def unpack_unchecked(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastbert.heads import IGNORED, BertForMaskedLM, BertForPreTraining
+from fastbert.heads import IGNORED
 from fastbert.modes import evaluating
 from fastbert.ops.numbers import wide
 
@@ -128,8 +128,7 @@ def compute_loader_loss(model: nn.Module, loader: Iterable[Batch], device: torch
 
 def _forward(model: nn.Module, batch: Batch) -> Any:
     """`model(**batch)`, without the masked-LM logits, which the loss does not need."""
-    masked_lm = isinstance(unwrapped(model), (BertForMaskedLM, BertForPreTraining))
-    return model(**batch, **({"skip_logits": True} if masked_lm else {}))
+    return model(**batch, **getattr(unwrapped(model), "loss_options", {}))
 
 
 def _require_labels(caller: str, batch: Batch) -> Batch:

@@ -11,27 +11,25 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
-from small_models import DEVICE, TINY, batch, hugging_face, ours
-from torch.utils._python_dispatch import TorchDispatchMode
+from replays import RECORDER, AgainWithoutWaiting
+from small_models import DEVICE, TINY, batch, hugging_face, ours, packed
 
 import fastbert
 from fastbert import BertConfig, BertModel, testing
 from fastbert.families import BY_MODEL_TYPE
-from fastbert.inference.graphs import MODELS, Bucket, CudaGraphs, GraphedModel, graph
-from fastbert.model import ModelInputs
+from fastbert.graphs import GraphedModel, graph
+from fastbert.graphs.buckets import Bucket, Field, Form
 from fastbert.ops import checks
 from fastbert.padding import Packing
 from fastbert.testing import Result
 from fastbert.triton.common import recorded
 
-aten = torch.ops.aten
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
 SIZES = {"max_tokens": (8, 24, 48), "max_sequences": 4, "max_seqlen": 16}
 LENGTHS = ([7, 1, 12], [3], [16, 16, 16], [5, 0, 2, 1], [8], [16, 8], [1, 1, 1, 1], [12, 12], [7, 1, 12])
 CONFIG = TINY.changed(num_labels=3, num_hidden_layers=2)
-HEADS = [kind.__name__ for kind in MODELS if kind is BertModel or kind.kind in CONFIG.family.heads]
+HEADS = [kind.__name__ for kind in GraphedModel.MODELS if kind is BertModel or kind.kind in CONFIG.family.heads]
 FAMILY = {
     "vocab_size": 99,
     "hidden_size": 48,
@@ -41,51 +39,6 @@ FAMILY = {
     "max_position_embeddings": 32,
     "num_labels": 3,
 }
-
-
-class Again:
-    """Stands in for CudaGraphs where there is no GPU."""
-
-    def __init__(self, device):
-        self.in_order = nullcontext
-
-    def capture(self, function):
-        outputs = function()
-
-        def replay():
-            for old, new in zip(outputs, function(), strict=True):
-                if new is not None:
-                    old.copy_(new)
-
-        return replay, outputs
-
-
-class WithoutWaiting(TorchDispatchMode):
-    """Fails when the host reads a value of a tensor: it would wait for a GPU, and a capture would fail."""
-
-    ASKS = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket in self.ASKS:
-            raise AssertionError(f"{function} asks for a value")
-        if function.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
-            masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-            assert not masks, f"{function} with a mask asks how much of it is true"
-        return function(*args, **(kwargs or {}))
-
-
-class AgainWithoutWaiting(Again):
-    def capture(self, function):
-        replay, outputs = super().capture(function)
-
-        def guarded():
-            with WithoutWaiting():
-                replay()
-
-        return guarded, outputs
-
-
-RECORDER = CudaGraphs if torch.cuda.is_available() else Again
 
 
 def graphed(model, recorder=RECORDER, **sizes):
@@ -100,14 +53,6 @@ def our(name="BertModel", dtype=torch.float64, config=CONFIG):
         if parameter_name.endswith("LayerNorm.weight"):
             parameter.data += 1
     return model.eval().to(DEVICE, dtype)
-
-
-def packed(inputs):
-    """The same batch without padding."""
-    visible = inputs["attention_mask"].bool()
-    ends = F.pad(visible.sum(1).cumsum(0), (1, 0)).int()
-    ids = {name: inputs[name][visible] for name in ("input_ids", "token_type_ids")}
-    return {**ids, "cu_seqlens": ends, "max_seqlen": int(visible.sum(1).max())}
 
 
 def example(name, lengths, form="padded"):
@@ -235,14 +180,18 @@ def test_spare_sequences_hold_spare_tokens():
     """A literal table: 4 tokens of two sequences in a bucket of 9, whose sequences have at most 3."""
     bucket = Bucket(tokens=9, sequences=2, longest=3)
     assert bucket.slots == 2 + 3
-    buffer = torch.full((sum(bucket.sizes),), 2**31 - 1, dtype=torch.int32)
-    ids, positions, ends = torch.tensor([11, 12, 13, 14]), torch.tensor([0, 1, 2, 0]), torch.tensor([0, 3, 4])
-    bucket.write(buffer, ModelInputs(ids, None, positions, None), Packing(ends.int(), 3, tokens=4, batch=2))
-    ids, types, positions, places, ends = (view.tolist() for view in bucket.views(buffer))
-    assert ids == [11, 12, 13, 14, 0, 0, 0, 0, 0]
-    assert positions == [0, 1, 2, 0, 0, 0, 0, 0, 0]
-    assert types == places == [0] * 9
-    assert ends == [0, 3, 4, 7, 9, 9]
+    form = Form(bucket, Field("labels", 5, fill=-100))
+    buffer = torch.full((form.size,), 2**31 - 1, dtype=torch.int32)
+    rows = {"input_ids": torch.tensor([11, 12, 13, 14]), "position_ids": torch.tensor([0, 1, 2, 0])}
+    rows["labels"] = torch.tensor([7, 8])
+    form.write(buffer, rows, Packing(torch.tensor([0, 3, 4]).int(), 3, tokens=4, batch=2))
+    assert {name: view.tolist() for name, view in form.views(buffer).items()} == {
+        "labels": [7, 8, -100, -100, -100],
+        "input_ids": [11, 12, 13, 14, 0, 0, 0, 0, 0],
+        "token_type_ids": [0] * 9,
+        "position_ids": [0, 1, 2, 0, 0, 0, 0, 0, 0],
+        "cu_seqlens": [0, 3, 4, 4, 6, 9],
+    }
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -332,11 +281,11 @@ def test_what_is_captured_asks_for_no_value(name, backend, monkeypatch):
 def test_what_is_captured_does_without_values():
     """On meta tensors: reading a value of one is an error in PyTorch."""
     with torch.device("meta"), torch.no_grad():
-        bucket, ids = Bucket(24, 4, 16), torch.empty(9, dtype=torch.int64)
-        buffer = torch.empty(sum(bucket.sizes), dtype=torch.int32)
-        ends = torch.empty(3, dtype=torch.int32)
-        bucket.write(buffer, ModelInputs(ids, ids, ids, None), Packing(ends, 7, tokens=9, batch=2))
-        input_ids, token_type_ids, position_ids, _, ends = bucket.views(buffer)
+        form, ids = Form(Bucket(24, 4, 16)), torch.empty(9, dtype=torch.int64)
+        buffer, ends = torch.empty(form.size, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
+        names = ("input_ids", "token_type_ids", "position_ids")
+        form.write(buffer, dict.fromkeys(names, ids), Packing(ends, 7, tokens=9, batch=2))
+        input_ids, token_type_ids, position_ids, ends = form.views(buffer).values()
         for name in HEADS:
             model = getattr(fastbert, name)(CONFIG).eval()
             choices = {"num_choices": 1} if name == "BertForMultipleChoice" else {}
@@ -489,21 +438,19 @@ def no_bias(model):
     [assign, new_data, new_classifier, fewer_layers, no_bias, lambda m: m.float(), lambda m: m.float().double()],
     ids=["assign", "data", "module", "layers", "bias", "dtype", "dtype and back"],
 )
-def test_weights_that_were_replaced_are_captured_anew(change):
+def test_replaced_tensors_and_modules_are_noticed_in_debugging(change, monkeypatch):
+    """A replay does not look: it reads the weights that were captured, which therefore stay in memory."""
     model, inputs = our("BertForSequenceClassification"), batch([7, 1], 7)
-    replayed = graphed(model)
+    replayed, weights = graphed(model), [parameter.detach().clone() for parameter in model.parameters()]
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
     with torch.inference_mode():
         replayed(**inputs)
         change(model)
-        for _ in range(2):
-            out = replayed(**inputs)
-        expected = copy.deepcopy(model)(**inputs)
-    if out.logits.dtype == torch.float64:
-        assert_same(out, expected)
-    else:  # stale weights would give other numbers altogether
-        assert out.logits.dtype == expected.logits.dtype
-        assert (out.logits - expected.logits).abs().max() <= 1e-4 * expected.logits.abs().max()
-    assert replayed.report.captures == {8: 2, 24: 1, 48: 1}  # anew where a call needs it
+        monkeypatch.setenv("FASTBERT_CHECK", "1")
+        with pytest.raises(RuntimeError, match="replaced, moved or frozen, or changed its mode; make a new graph"):
+            replayed(**inputs)
+    kept = {tensor.data_ptr(): tensor for tensor in replayed._snapshot.memory}
+    assert all(torch.equal(kept[address], weight) for address, weight in zip(addresses, weights, strict=True))
 
 
 @torch.inference_mode()
@@ -581,35 +528,41 @@ def test_a_model_of_another_kind():
 
 
 @torch.inference_mode()
-def test_what_a_replay_would_not_do():
+def test_what_a_replay_would_not_do(monkeypatch):
     model, inputs = our("BertForSequenceClassification"), batch([7, 1], 7)
     replayed = graphed(model)
 
-    def refused(match):
+    def refused(match, when_called=None):
+        """When it is made, and when it is called: at once, or in debugging alone."""
         with pytest.raises(RuntimeError, match=match):
+            graphed(model)
+        if when_called:
+            monkeypatch.setenv("FASTBERT_CHECK", "1")
+        with pytest.raises(RuntimeError, match=when_called or match):
             replayed(**inputs)
-        if "gradients" not in match:
-            with pytest.raises(RuntimeError, match=match):
-                graphed(model)
+        monkeypatch.delenv("FASTBERT_CHECK", raising=False)
 
-    model.dropout.train()  # one part is enough
+    model.train()
     refused("training mode")
+    model.eval()
+    model.dropout.train()  # one part is enough
+    refused("training mode", when_called="changed its mode")
     model.eval()
     handles = (
         model.bert.encoder.layer[0].register_forward_hook(print),
         model.register_forward_pre_hook(print),
     )
     for handle in handles:
-        refused("forward hooks")
+        refused("forward hooks", when_called="forward hooks")
         handle.remove()
     dense = model.bert.pooler.dense
     model.bert.pooler.dense = torch.nn.Sequential(dense).eval()  # as an adapter, which may change with every call
-    refused("a Sequential, whose Python a replay does not run")
+    refused("a Sequential, whose Python a replay does not run", when_called="replaced")
     model.bert.pooler.dense = dense
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         refused("autocast is on")
-    with torch.inference_mode(False):
-        refused("gradients are live")
+    with torch.inference_mode(False), pytest.raises(RuntimeError, match="gradients are live"):
+        replayed(**inputs)
     assert_same(replayed(**inputs), model(**inputs))
 
 
@@ -830,15 +783,14 @@ class TestOnGpu:
 
     @torch.no_grad()
     def test_a_model_that_left_the_gpu(self):
+        """A replay goes on with the weights that were captured, wherever the model is."""
         model = our(dtype=torch.float16)
         replayed, inputs = graph(model, **SIZES), batch([7, 1], 7)
         expected = bits(replayed(**inputs))
         model.cpu()
-        for _ in range(2):
-            with pytest.raises(ValueError, match="CUDA graphs need a GPU"):
-                replayed(**inputs)
-        model.cuda()
+        filling = [torch.full((1 << 20,), torch.nan, device=DEVICE) for _ in range(20)]
         assert_bits(replayed(**inputs), expected)
+        assert all(part.isnan().all() for part in filling)
 
     @torch.inference_mode()
     def test_the_precision_of_float32_products_is_obeyed(self):

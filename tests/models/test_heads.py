@@ -454,6 +454,21 @@ def test_packed_labels_have_the_packed_shape():
         fastbert.BertForMaskedLM(CONFIG)(IDS.flatten(), cu_seqlens=ends, labels=TOKENS)
 
 
+def test_a_packing_that_is_handed_down():
+    """In place of a mask, for inputs that it packed: labels and outputs stay packed."""
+    model, inputs = fastbert.BertForTokenClassification(CONFIG).eval().to(DEVICE), batch([4, 6], 6)
+    ids, packing = model.bert.pack(inputs["input_ids"], inputs["attention_mask"], *[None] * 5)
+    packing, visible = packing._replace(seqlen=None, indices=None), inputs["attention_mask"].bool()
+    labels = torch.arange(10, device=DEVICE) % CLASSES
+    out = model(**ids._asdict(), packing=packing, labels=labels)
+    assert torch.equal(out.logits, model(inputs["input_ids"], inputs["attention_mask"]).logits[visible])
+    assert out.loss > 0
+    with pytest.raises(ValueError, match="BertForTokenClassification: packing comes in place of attention_mask"):
+        model(**ids._asdict(), attention_mask=inputs["attention_mask"], packing=packing)
+    with pytest.raises(ValueError, match=r"given \(2, 6\) and a packing of 10 tokens"):
+        model(inputs["input_ids"], position_ids=inputs["input_ids"], packing=packing)
+
+
 # ---- checkpoints
 
 

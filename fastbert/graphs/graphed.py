@@ -1,0 +1,170 @@
+"""What the graphs of a forward and of a training step share."""
+
+import os
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastbert import backends
+from fastbert.graphs.buckets import NAME, Bucket, Form, buckets_of
+from fastbert.graphs.capture import ModelSnapshot, Recorder
+from fastbert.model import BertModel, ModelInputs
+from fastbert.ops import checks
+from fastbert.padding import Packing
+
+CHECKING = "FASTBERT_CHECK=1 asks for checks that no replay makes"
+
+
+class Report:
+    """Counts of calls. replays, captures: by the bucket's tokens. direct: runs of the model itself, by reason."""
+
+    def __init__(self) -> None:
+        self.captures: Counter[int] = Counter()
+        self.replays: Counter[int] = Counter()
+        self.direct: Counter[str] = Counter()
+
+    def ran_directly(self, reason: str) -> None:
+        self.direct[reason] += 1
+        if self.direct[reason] == 1:
+            message = f"{NAME}: calls run the model without a graph where {reason} (said once)"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+    def __str__(self) -> str:
+        lines = [f"calls replayed: {self.replays.total()}, run directly: {self.direct.total()}"]
+        lines += [
+            f"  {self.replays[tokens]} in the graph of {tokens} tokens, captured {count} x"
+            for tokens, count in sorted(self.captures.items())
+        ]
+        return "\n".join(lines + [f"  {count} directly where {reason}" for reason, count in self.direct.items()])
+
+
+class Graph(NamedTuple):
+    """A captured function of the buffer's content. outputs: as the latest replay left them."""
+
+    form: Form
+    buffer: Tensor
+    views: dict[str, Tensor]  # of the buffer
+    replay: Callable[[], None]
+    outputs: Any
+
+
+class Graphed:
+    """A model, its buckets, and the graphs that were captured of it. Attributes: model, buckets, report."""
+
+    MODELS: tuple[type[nn.Module], ...]  # that it takes
+
+    def __init__(
+        self,
+        model: nn.Module,
+        max_tokens: Iterable[int],
+        max_sequences: int,
+        max_seqlen: int | None,
+        recorder: Callable[[torch.device], Recorder],
+    ) -> None:
+        """recorder: captures on a device. The other arguments as in `graph`."""
+        if not isinstance(model, self.MODELS):
+            known = ", ".join(kind.__name__ for kind in self.MODELS)
+            raise TypeError(f"{NAME}: given a {type(model).__name__}; expected one of {known}")
+        self.model, self.report = model, Report()
+        longest = model.config.max_sequence_length if max_seqlen is None else max_seqlen
+        self.buckets = buckets_of(max_tokens, max_sequences, longest)
+        self._body = model if isinstance(model, BertModel) else model.bert
+        self._snapshot = ModelSnapshot(model)
+        self._device = self._snapshot.device()
+        self._recorder, self._lock = recorder(self._device), threading.Lock()
+        self._graphs: dict[Any, Graph] = {}
+        self._refuse_model()
+        self._refuse_call()
+
+    def _refuse_model(self) -> None:
+        """Raises RuntimeError for a model of which a replay would not do what the model does."""
+        self._snapshot.refuse_python()
+
+    def _refuse_call(self) -> None:
+        """Raises RuntimeError where a replay now would not do what the model does."""
+        raise NotImplementedError
+
+    def _look_at_model(self) -> None:
+        """A frozen structure is the caller's promise, which debugging checks."""
+        self._refuse_call()
+        if checking():
+            self._snapshot.refuse_a_change()
+            self._refuse_model()
+
+    # -- a batch
+
+    def _pack(self, given: dict[str, Any]) -> tuple[ModelInputs, Packing]:
+        """Ids, and where sequences are, checked and packed by the model or, on the host, by its code alone."""
+        names = ("input_ids", "token_type_ids", "position_ids")
+        ids = {name: given.get(name) for name in names if given.get(name) is not None or name == "input_ids"}
+        checks.integers(NAME, **ids)
+        checks.same_device(NAME, ids)
+        if (device := ids["input_ids"].device) not in (self._device, torch.device("cpu")):
+            raise ValueError(f"{NAME}: the input is on {device}; expected the model's {self._device}, or the host")
+        arguments = (
+            ids["input_ids"],
+            given.get("attention_mask"),
+            ids.get("token_type_ids"),
+            ids.get("position_ids"),
+            None,
+            given.get("cu_seqlens"),
+            given.get("max_seqlen"),
+        )
+        # A forced backend is for the model, and may not run on the host.
+        with nullcontext() if backends.forced() is None else backends.backend(None):
+            inputs, packing = self._body.pack(*arguments)
+        config = self.model.config
+        checks.index_range(NAME, "input_ids", inputs.input_ids, config.vocab_size)
+        checks.index_range(NAME, "token_type_ids", inputs.token_type_ids, config.type_vocab_size)
+        checks.index_range(NAME, "position_ids", inputs.position_ids, config.max_position_embeddings)
+        return inputs, packing
+
+    def _bucket_for(self, packing: Packing) -> tuple[Bucket | None, str]:
+        """The smallest bucket that holds the batch, or why none does."""
+        if checking():
+            return None, CHECKING
+        if obstacle := self.buckets[-1].why_not(packing):
+            return None, obstacle
+        return next(bucket for bucket in self.buckets if bucket.why_not(packing) is None), ""
+
+    def _on_device(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {name: x.to(self._device) if isinstance(x, Tensor) else x for name, x in given.items()}
+
+    # -- a graph
+
+    def _captured(self, bucket: Bucket, *key: Any) -> Graph:
+        """The graph of a bucket under the current settings, captured if it is new. key: what else it depends on."""
+        settings = bucket, backends.forced(), torch.backends.cuda.matmul.fp32_precision, key
+        if (graph := self._graphs.get(settings)) is None:
+            graph = self._graphs[settings] = self._capture(bucket, *key)
+            self.report.captures[bucket.tokens] += 1
+        return graph
+
+    def _capture(self, bucket: Bucket, *key: Any) -> Graph:
+        form, device = self._form(bucket, *key), self._device
+        with torch.inference_mode(False):  # tensors made in it could not be overwritten later
+            buffer = torch.empty(form.size, dtype=torch.int32, device=device)
+            form.write(buffer, {}, Packing(torch.zeros(1, dtype=torch.int32, device=device), 0, 0, 0))
+            views = form.views(buffer)
+            # Without a trace in the generators, so that a replay draws what the model would have drawn.
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                replay, outputs = self._recorder.capture(lambda: self._run(bucket, views, *key))
+        return Graph(form, buffer, views, replay, outputs)
+
+    def _form(self, bucket: Bucket, *key: Any) -> Form:
+        """Of the buffer: what changes from replay to replay."""
+        raise NotImplementedError
+
+    def _run(self, bucket: Bucket, views: dict[str, Tensor], *key: Any) -> tuple:
+        """What is captured."""
+        raise NotImplementedError
+
+
+def checking() -> bool:
+    return os.environ.get("FASTBERT_CHECK") == "1"

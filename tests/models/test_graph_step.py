@@ -1,0 +1,469 @@
+"""Training steps as graphs against `loss.backward()`: the same losses and gradients, dropout included.
+
+On a GPU these are CUDA graphs, elsewhere a stand-in (tests/replays.py).
+"""
+
+import copy
+
+import pytest
+import torch
+from replays import RECORDER, AgainWithoutWaiting
+from small_models import CONFIGS, DEVICE, TINY, batch, packed
+
+import fastbert
+from fastbert import BertConfig
+from fastbert.data import PackingCollator
+from fastbert.graphs import GraphedStep, graph
+from fastbert.ops import checks
+
+SIZES = {"max_tokens": (16, 40), "max_sequences": 5, "max_seqlen": 12}
+CONFIG = TINY.changed(num_labels=3, num_hidden_layers=2)  # dropout 0.1 everywhere
+LENGTHS = ([7, 1, 8], [3], [12, 12, 12, 4], [5, 0, 2, 1], [12, 4], [1, 1, 1, 1, 1])
+HEADS = {  # and the forms of their labels
+    "BertForMaskedLM": ("words", "rows"),
+    "BertForPreTraining": ("words", "pairs", "both"),
+    "BertForNextSentencePrediction": ("classes",),
+    "BertForSequenceClassification": ("classes", "scores", "several scores"),
+    "BertForTokenClassification": ("tokens",),
+    "BertForQuestionAnswering": ("answers",),
+}
+CASES = [(name, form) for name, forms in HEADS.items() for form in forms]
+
+
+def model_of(name, form="", dtype=torch.float64, config=CONFIG, **changes):
+    changes = {"num_labels": 1} | changes if form == "scores" else changes
+    if form == "several scores":
+        changes["problem_type"] = "multi_label_classification"
+    model = getattr(fastbert, name)(config.changed(**changes))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    if isinstance(dropout := getattr(model, "dropout", None), torch.nn.Dropout):
+        dropout.p = 0.0  # a head's own: PyTorch draws it by its shape, spare sequences included
+    return model.to(DEVICE, dtype).train()
+
+
+def stepped(model, recorder=RECORDER, **options):
+    if isinstance(model, (fastbert.BertForMaskedLM, fastbert.BertForPreTraining)):
+        options.setdefault("max_labels", 16)
+    return GraphedStep(model, **{**SIZES, **options}, recorder=recorder)
+
+
+def random_labels(shape, classes, share=0.3):
+    """Integers, some of them -100."""
+    labels = torch.randint(classes, shape)
+    return torch.where(torch.rand(shape) < share, labels, -100).to(DEVICE)
+
+
+def example(form, lengths, layout, classes=3):
+    """A batch with the labels of a form."""
+    inputs = batch(lengths, max(lengths) + 1)
+    mask, count, labels = inputs["attention_mask"], len(lengths), {}
+    if form in ("words", "rows", "both"):
+        labels["labels"] = random_labels(mask.shape, 99, 0.2)
+    if form == "tokens":
+        labels["labels"] = random_labels(mask.shape, classes, 0.7)
+    if layout == "packed" or form == "rows":
+        inputs = packed(inputs, labels)
+    else:
+        inputs |= labels
+    if form == "rows":
+        inputs["labelled_rows"] = (inputs["labels"] != -100).nonzero().squeeze(-1)
+    if form in ("pairs", "both"):
+        inputs["next_sentence_label"] = random_labels((count,), 2, 0.8)
+    if form == "classes":
+        inputs["labels"] = random_labels((count,), 2, 0.8)
+    if form == "scores":
+        inputs["labels"] = torch.randn(count, device=DEVICE)
+    if form == "several scores":
+        inputs["labels"] = torch.rand(count, classes, device=DEVICE)
+    if form == "answers":
+        for name in ("start_positions", "end_positions"):
+            inputs[name] = torch.randint(-1, 9, (count,), device=DEVICE)
+    return inputs
+
+
+def gradients(model):
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_close(mine, truth, what=""):
+    assert (mine is None) == (truth is None), what
+    if truth is not None:
+        assert mine.shape == truth.shape and mine.dtype == truth.dtype and mine.device == truth.device, what
+        assert (mine - truth).abs().max() <= 1e-11 * max(truth.abs().max(), 1e-3), what
+
+
+def eager(model, inputs, gradient=1.0):
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward(torch.as_tensor(gradient, dtype=loss.dtype, device=loss.device))
+    return loss.detach(), gradients(model)
+
+
+def assert_same_step(model, step, inputs, seed=0, **options):
+    """From no gradients: the loss, all gradients and the generator's state are those of the model itself."""
+    torch.manual_seed(seed)
+    loss, expected = eager(model, inputs, **options)
+    after = torch.rand(3, device=DEVICE)
+    model.zero_grad()
+    torch.manual_seed(seed)
+    mine = step(**inputs, **options)
+    assert torch.equal(torch.rand(3, device=DEVICE), after)
+    assert_close(mine, loss, "loss")
+    assert not mine.requires_grad
+    found = gradients(model)
+    for name, truth in expected.items():
+        assert_close(found[name], truth, name)
+
+
+# ---- what the model gives
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_a_step_is_that_of_the_model(name, form, layout):
+    """Every head and kind of label, with dropout; lengths change from replay to replay, and spare room with them."""
+    model = model_of(name, form)
+    step = stepped(model)
+    for seed, lengths in enumerate(LENGTHS):
+        assert_same_step(model, step, example(form, lengths, layout), seed)
+    assert step.report.replays.total() == len(LENGTHS) and not step.report.direct
+    assert step.report.captures == {16: 1, 40: 1}
+
+
+@pytest.mark.parametrize("model_type", [name for name in CONFIGS if name != "bert"])
+def test_families(model_type):
+    config = BertConfig.from_dict({**CONFIGS[model_type], "model_type": model_type, "num_labels": 3})
+    for head in ("ForMaskedLM", "ForReplacedTokenDetection", "ForTokenClassification"):
+        if head not in config.family.heads:
+            continue
+        model = model_of(f"Bert{head}", config=config)
+        step = stepped(model, **({"max_labels": 40} if head == "ForMaskedLM" else {}))
+        for lengths in LENGTHS:
+            inputs = example("tokens", lengths, "packed", classes=2)
+            inputs["token_type_ids"] %= config.type_vocab_size
+            if not config.family.token_types:
+                del inputs["token_type_ids"]
+            assert_same_step(model, step, inputs)
+        assert not step.report.direct
+
+
+def test_the_collators_batches():
+    """Host batches with all that a collator knows: the same numbers as from the device, without looking for labels."""
+    collate = PackingCollator(mlm_probability=0.15, mask_token_id=4, vocab_size=99, special_ids=[0, 1], max_tokens=40)
+    model = model_of("BertForMaskedLM")
+    step = stepped(model)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        texts = [torch.randint(5, 99, (length,)).tolist() for length in (11, 9, 5, 12)]
+        inputs = collate([{"input_ids": ids, "token_type_ids": [0] * len(ids)} for ids in texts])
+        assert "labelled_rows" in inputs
+        on_device = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        torch.manual_seed(seed)
+        loss, expected = eager(model, on_device)
+        model.zero_grad()
+        torch.manual_seed(seed)
+        assert_close(step(**inputs), loss)
+        for name, gradient in gradients(model).items():
+            assert_close(gradient, expected[name], name)
+    assert step.report.replays == {40: 6}
+
+
+def test_rows_that_are_named_are_those_that_count():
+    """As in the model: a label at no named row is left out, also where there is no spare token to fill room with."""
+    model = model_of("BertForMaskedLM")
+    step, inputs = stepped(model, max_labels=12), example("rows", [12, 4], "packed")
+    inputs["labels"] = torch.arange(16, device=DEVICE)
+    inputs["labelled_rows"] = torch.tensor([2, 7, 11], device=DEVICE)
+    assert_same_step(model, step, inputs)
+    assert step.report.replays == {16: 1}
+
+
+def test_nothing_labelled():
+    """A loss of 0 and gradients of 0, as the model's; no text at all."""
+    model = model_of("BertForMaskedLM")
+    step, inputs = stepped(model), example("words", [7, 3], "packed")
+    inputs["labels"].fill_(-100)
+    assert_same_step(model, step, inputs)
+    scores = model_of("BertForSequenceClassification", "scores")
+    nobody = {"input_ids": torch.empty(0, 5, dtype=torch.int64), "labels": torch.empty(0)}
+    assert stepped(scores)(**{name: x.to(DEVICE) for name, x in nobody.items()}) == 0
+
+
+def test_nothing_leaks_from_spare_memory():
+    """NaN in what spare tokens compute does not reach a loss or another gradient."""
+    model = model_of("BertForSequenceClassification", "scores")
+    step, inputs = stepped(model), example("scores", [7, 2], "packed")
+    torch.manual_seed(1)
+    step(**inputs)
+    expected = gradients(model)
+    for part in step._graphs.values():
+        part.buffer.random_(-(2**31), 2**31 - 1)
+        for output in part.outputs:
+            output.fill_(torch.nan)
+    model.zero_grad()
+    torch.manual_seed(1)
+    step(**inputs)
+    for name, gradient in gradients(model).items():
+        assert_close(gradient, expected[name], name)
+
+
+# ---- gradients
+
+
+def test_gradients_add_up():
+    """Over batches of one bucket and of several, with zeros and with None before them, and after a direct run."""
+    model = model_of("BertForTokenClassification", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    step = stepped(model)
+    batches = [example("tokens", lengths, "packed") for lengths in ([7, 1], [3], [12, 12], [12, 12, 12, 12], [2, 2])]
+    for set_to_none in (True, False):
+        model.zero_grad(set_to_none=set_to_none)
+        for inputs in batches:
+            model(**inputs).loss.backward()
+        expected = gradients(model)
+        model.zero_grad(set_to_none=set_to_none)
+        with pytest.warns(RuntimeWarning, match="more than 40 tokens") if set_to_none else pytest.MonkeyPatch.context():
+            for inputs in batches:
+                step(**inputs)
+        for name, gradient in gradients(model).items():
+            assert_close(gradient, expected[name], name)
+    assert step.report.replays == {16: 6, 40: 2} and step.report.direct.total() == 2
+
+
+@pytest.mark.parametrize("gradient", [0.25, 1 / 3, torch.tensor(8.0)])
+def test_where_the_backward_begins(gradient):
+    """1 / n, or a scale that is on the device."""
+    model = model_of("BertForMaskedLM")
+    gradient = gradient.to(DEVICE) if isinstance(gradient, torch.Tensor) else gradient
+    step = stepped(model)
+    for _ in range(2):
+        assert_same_step(model, step, example("words", [7, 9], "packed"), gradient=gradient)
+    assert_same_step(model, step, example("words", [7, 9], "packed"))  # and 1 again
+
+
+def test_what_is_frozen_gets_none():
+    model = model_of("BertForMaskedLM")
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[0].requires_grad_(False)
+    step = stepped(model)
+    assert_same_step(model, step, example("words", [7, 9], "packed"))
+    assert model.bert.embeddings.LayerNorm.weight.grad is None
+    pair = model_of("BertForPreTraining")
+    assert_same_step(pair, stepped(pair), example("pairs", [7, 9], "packed"))
+    assert pair.cls.predictions.bias.grad is None  # which the loss does not use
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_training(optimizer):
+    """Twenty steps: the weights are those of the same training without graphs."""
+    models = [model_of("BertForMaskedLM")]
+    models.append(copy.deepcopy(models[0]))
+    step, runs = stepped(models[0]), []
+    torch.manual_seed(5)
+    batches = [example("words", lengths, "packed") for lengths in ([7, 1, 8], [12, 9], [3, 2]) for _ in range(7)]
+    for model, run in zip(models, (step, lambda **inputs: models[1](**inputs).loss.backward()), strict=True):
+        torch.manual_seed(7)
+        update = optimizer(model.parameters(), lr=1e-2)
+        for inputs in batches:
+            run(**inputs)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            update.step()
+            update.zero_grad()
+        runs.append([parameter.detach() for parameter in model.parameters()])
+    assert all((a - b).abs().max() <= 1e-8 for a, b in zip(*runs, strict=True))
+    assert step.report.captures == {16: 1, 40: 1} and not step.report.direct
+
+
+def test_losses_are_the_callers():
+    model = model_of("BertForMaskedLM")
+    step = stepped(model)
+    first = step(**example("words", [7, 9], "packed"))
+    kept = first.clone()
+    assert step(**example("words", [9, 3], "packed")) != kept
+    assert torch.equal(first, kept)
+
+
+def test_evaluation_mode_trains_too():
+    """Without dropout; its graph is no graph of training mode."""
+    model = model_of("BertForMaskedLM").eval()
+    step, inputs = stepped(model), example("words", [7, 9], "packed")
+    assert_same_step(model, step, inputs)
+    model.train()
+    with pytest.raises(RuntimeError, match="the model is in training mode, and the graph of evaluation mode"):
+        step(**inputs)
+
+
+def test_autocast():
+    """A graph of its own, and the casts of weights that autocast keeps are left alone."""
+    model = model_of("BertForMaskedLM", dtype=torch.float32)
+    step, inputs = stepped(model), example("words", [7, 9], "packed")
+    step(**inputs)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        for seed in range(2):
+            torch.manual_seed(seed)
+            loss, expected = eager(model, inputs)
+            model.zero_grad()
+            torch.manual_seed(seed)
+            mine = step(**inputs)
+            assert (mine - loss).abs() <= 2e-2 * loss
+            for name, gradient in gradients(model).items():
+                assert gradient.dtype == torch.float32
+                largest = expected[name].abs().max()
+                assert (gradient - expected[name]).abs().max() <= 5e-2 * largest + 1e-5, name
+    assert step.report.captures == {16: 2}
+
+
+# ---- what a capture would not allow
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_what_is_captured_asks_for_no_value(name, form, monkeypatch):
+    """In the forward and the backward; checks apart, which look at values on CPUs only."""
+    model = model_of(name, form).cpu()
+    inputs = {key: x.cpu() if isinstance(x, torch.Tensor) else x for key, x in example(form, [5, 3], "packed").items()}
+    monkeypatch.setattr(checks, "values_visible", lambda tensor: False)
+    step = stepped(model, AgainWithoutWaiting)
+    step(**inputs)
+    assert step.report.replays == {16: 1}
+
+
+# ---- buckets
+
+
+def test_what_runs_directly(monkeypatch):
+    model = model_of("BertForMaskedLM", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    step = stepped(model, max_labels=3)
+    many = example("rows", [7, 9], "packed")
+    many["labels"] = torch.arange(16, device=DEVICE)
+    many["labelled_rows"] = torch.arange(4, device=DEVICE)
+    cases = {
+        "a batch has more than 3 labelled tokens (max_labels)": many,
+        "a batch has more than 40 tokens": example("words", [12] * 4, "padded"),
+        "a sequence has more than 12 tokens": example("words", [13], "packed"),
+        "a batch has more than 5 sequences": example("words", [1] * 6, "padded"),
+    }
+    for reason, inputs in cases.items():
+        with pytest.warns(RuntimeWarning) as warned:
+            assert_same_step(model, step, inputs)
+        assert reason in str(warned[0].message) and step.report.direct[reason] == 1
+    few = many | {"labelled_rows": torch.arange(3, device=DEVICE)}
+    assert_same_step(model, step, few)
+    assert step.report.replays == {16: 1}
+    monkeypatch.setenv("FASTBERT_CHECK", "1")
+    with pytest.warns(RuntimeWarning, match="FASTBERT_CHECK=1"):
+        assert_same_step(model, step, few)
+
+
+def test_a_quarter_of_the_tokens_may_be_labelled():
+    model = model_of("BertForMaskedLM")
+    step, inputs = stepped(model, max_labels=None), example("rows", [12, 12, 12], "packed")
+    for count in (10, 11):
+        inputs["labels"] = torch.full((36,), -100, device=DEVICE).index_fill_(0, torch.arange(count, device=DEVICE), 5)
+        inputs["labelled_rows"] = torch.arange(count, device=DEVICE)
+        if count == 11:
+            with pytest.warns(RuntimeWarning, match="more than 10 labelled tokens"):
+                step(**inputs)
+        else:
+            step(**inputs)
+    assert step.report.replays == {40: 1} and step.report.direct.total() == 1
+
+
+# ---- what is refused
+
+
+def test_models_without_a_step():
+    with pytest.raises(TypeError, match="given a BertModel; expected one of BertForPreTraining"):
+        stepped(fastbert.BertModel(CONFIG))
+    with pytest.raises(TypeError, match="given a BertForMultipleChoice"):
+        stepped(fastbert.BertForMultipleChoice(CONFIG))
+    with pytest.raises(ValueError, match="CUDA graphs need a GPU"):
+        graph(fastbert.BertForMaskedLM(CONFIG), training=True)
+    with pytest.raises(RuntimeError, match="no parameter of the model requires a gradient"):
+        stepped(model_of("BertForMaskedLM").requires_grad_(False))
+    with pytest.raises(TypeError, match="max_labels goes with a masked LM, not BertForTokenClassification"):
+        stepped(model_of("BertForTokenClassification"), max_labels=3)
+    with pytest.raises(TypeError, match="max_labels goes with training=True"):
+        graph(model_of("BertForMaskedLM").eval(), max_labels=3)
+    for sizes in ({"max_labels": 0}, {"max_labels": 2.0}, {"max_tokens": ()}, {"max_sequences": 0}):
+        with pytest.raises(ValueError, match=next(iter(sizes))):
+            stepped(model_of("BertForMaskedLM"), **sizes)
+
+
+def test_what_a_replay_would_not_do(monkeypatch):
+    model, inputs = model_of("BertForMaskedLM"), example("words", [7, 9], "packed")
+    step = stepped(model)
+
+    def refused(match):
+        with pytest.raises(RuntimeError, match=match):
+            stepped(model)
+        monkeypatch.setenv("FASTBERT_CHECK", "1")
+        with pytest.raises(RuntimeError, match=match):
+            step(**inputs)
+        monkeypatch.delenv("FASTBERT_CHECK")
+
+    weight = model.bert.encoder.layer[0].output.dense.weight
+    for handle in (
+        model.bert.register_forward_hook(print),
+        model.bert.encoder.register_full_backward_hook(print),
+        model.bert.encoder.register_full_backward_pre_hook(print),
+        weight.register_hook(print),
+        weight.register_post_accumulate_grad_hook(print),
+    ):
+        refused("hooks")
+        handle.remove()
+    model.gradient_checkpointing_enable()
+    refused("gradient checkpointing")
+    model.gradient_checkpointing_disable()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are off"):
+        step(**inputs)
+    monkeypatch.setenv("FASTBERT_CHECK", "1")
+    model.bert.embeddings.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="replaced, moved or frozen"):
+        step(**inputs)
+
+
+def test_bad_batches():
+    model = model_of("BertForMaskedLM")
+    step, good = stepped(model), example("rows", [7, 9], "packed")
+    bad = {
+        ValueError: [
+            {name: x for name, x in good.items() if name not in ("labels", "labelled_rows")},
+            good | {"labels": good["labels"][1:]},
+            good | {"labelled_rows": torch.tensor([3, 3], device=DEVICE)},
+            good | {"cu_seqlens": None},
+            example("words", [7, 9], "padded") | {"labelled_rows": good["labelled_rows"]},
+        ],
+        TypeError: [
+            good | {"inputs_embeds": torch.zeros(16, 48)},
+            good | {"output_attentions": True},
+            good | {"labels": good["labels"].float()},
+            good | {"labelled_rows": [0, 1]},
+            {name: x for name, x in good.items() if name != "input_ids"},
+        ],
+        IndexError: [
+            {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in (good | {"labels": row}).items()}
+            for row in (good["labels"] + 99, torch.full_like(good["labels"], -7))
+        ],
+    }
+    for error, batches in bad.items():
+        for inputs in batches:
+            with pytest.raises(error, match="fastbert.graph|BertModel"):
+                step(**inputs)
+    scores = stepped(model_of("BertForSequenceClassification", "several scores"))
+    with pytest.raises(ValueError, match=r"labels has shape \(2, 4\); expected \(B, num_labels\)"):
+        scores(**batch([7, 9], 9), labels=torch.zeros(2, 4, device=DEVICE))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_input_on_the_host():
+    """The same bits as from the device, dropout included."""
+    model = model_of("BertForMaskedLM", dtype=torch.float16)
+    step = graph(model, **SIZES, training=True)
+    inputs, results = example("rows", [7, 9], "packed"), []
+    host = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    for given in (inputs, host):
+        model.zero_grad()
+        torch.manual_seed(3)
+        results.append((step(**given), gradients(model)))
+    (loss, one), (same, two) = results
+    assert torch.equal(loss, same) and all(torch.equal(one[name], two[name]) for name in one)
