@@ -18,9 +18,10 @@ class Again:
 
     def capture(self, function):
         outputs = function()
+        memory = [None if output is None else output.detach() for output in outputs]  # whatever becomes of the tensors
 
         def replay():
-            for old, new in zip(outputs, function(), strict=True):
+            for old, new in zip(memory, function(), strict=True):
                 if new is not None:
                     old.copy_(new)
 

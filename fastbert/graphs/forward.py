@@ -85,7 +85,8 @@ class GraphedModel(Graphed):
             self._refuse_gradients()
             with self._recorder.in_order():
                 sequences, choices = self._sequences_of_choices(given, num_choices)
-                inputs, packing = self._pack(sequences)
+                with self._on_host():
+                    inputs, packing = self._pack(sequences)
                 bucket, obstacle = self._bucket_for(packing)
                 if bucket is not None:
                     return self._replay(bucket, inputs._asdict(), packing, choices)

@@ -5,7 +5,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +100,10 @@ class Graphed:
     # -- a batch
 
     def _pack(self, given: dict[str, Any]) -> tuple[ModelInputs, Packing]:
-        """Ids, and where sequences are, checked and packed by the model or, on the host, by its code alone."""
+        """Ids, and where sequences are, checked and packed by the model or, on the host, by its code alone.
+
+        Within `_on_host`.
+        """
         names = ("input_ids", "token_type_ids", "position_ids")
         ids = {name: given.get(name) for name in names if given.get(name) is not None or name == "input_ids"}
         checks.integers(NAME, **ids)
@@ -116,22 +119,29 @@ class Graphed:
             given.get("cu_seqlens"),
             given.get("max_seqlen"),
         )
-        # A forced backend is for the model, and may not run on the host.
-        with nullcontext() if backends.forced() is None else backends.backend(None):
-            inputs, packing = self._body.pack(*arguments)
+        inputs, packing = self._body.pack(*arguments)
         config = self.model.config
         checks.index_range(NAME, "input_ids", inputs.input_ids, config.vocab_size)
         checks.index_range(NAME, "token_type_ids", inputs.token_type_ids, config.type_vocab_size)
         checks.index_range(NAME, "position_ids", inputs.position_ids, config.max_position_embeddings)
         return inputs, packing
 
-    def _bucket_for(self, packing: Packing) -> tuple[Bucket | None, str]:
-        """The smallest bucket that holds the batch, or why none does."""
+    @staticmethod
+    def _on_host() -> AbstractContextManager[None]:
+        """A block for work on a batch: a forced backend is for the model, and may not run on the host."""
+        return nullcontext() if backends.forced() is None else backends.backend(None)
+
+    def _bucket_for(self, packing: Packing, *more: Any) -> tuple[Bucket | None, str]:
+        """The smallest bucket that holds the batch, or why none does. more: as in `_why_not`."""
         if checking():
             return None, CHECKING
-        if obstacle := self.buckets[-1].why_not(packing):
+        if obstacle := self._why_not(self.buckets[-1], packing, *more):
             return None, obstacle
-        return next(bucket for bucket in self.buckets if bucket.why_not(packing) is None), ""
+        return next(bucket for bucket in self.buckets if self._why_not(bucket, packing, *more) is None), ""
+
+    def _why_not(self, bucket: Bucket, packing: Packing, *more: Any) -> str | None:
+        """Why a bucket does not hold a batch. more: what else decides."""
+        return bucket.why_not(packing)
 
     def _on_device(self, given: dict[str, Any]) -> dict[str, Any]:
         return {name: x.to(self._device) if isinstance(x, Tensor) else x for name, x in given.items()}

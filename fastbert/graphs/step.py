@@ -6,30 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbert.graphs.buckets import NAME, Bucket, Field, Form, size_of
+from fastbert.graphs import labels as labelling
+from fastbert.graphs.buckets import NAME, Bucket, Field, Form
 from fastbert.graphs.capture import CudaGraphs, Recorder
-from fastbert.graphs.forward import LOGITS_OF_TOKENS
-from fastbert.graphs.graphed import Graph, Graphed
-from fastbert.heads import (
-    HEADS,
-    IGNORED,
-    BertForMaskedLM,
-    BertForMultipleChoice,
-    BertForNextSentencePrediction,
-    BertForPreTraining,
-    BertForReplacedTokenDetection,
-    BertForSequenceClassification,
-    Body,
-)
-from fastbert.ops import checks
+from fastbert.graphs.graphed import Graphed
+from fastbert.graphs.labels import LabelReader, Labels
+from fastbert.heads import HEADS, BertForMultipleChoice
+from fastbert.model import ModelInputs
 from fastbert.ops.op import autocast_on
-from fastbert.ops.padding import places
 from fastbert.padding import Packing
 
-INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "cu_seqlens", "max_seqlen")
-PAIR_LABELS = ("next_sentence_label", "sentence_order_label")
-POSITIONS = ("start_positions", "end_positions")
-LABELS = ("labels", *PAIR_LABELS, *POSITIONS)
+IDS = ("input_ids", "token_type_ids", "position_ids")
+INPUTS = (*IDS, "attention_mask", "cu_seqlens", "max_seqlen", *labelling.NAMES, "labelled_rows")
+MODES = {True: "training", False: "evaluation"}
 
 
 class GraphedStep(Graphed):
@@ -41,8 +30,8 @@ class GraphedStep(Graphed):
             optimizer.step()
             optimizer.zero_grad()
 
-    Gradients belong to the graph: they are computed in its memory, which the parameters have as `.grad` until
-    `zero_grad`. Where there is a `.grad` already they are added to it, as ever.
+    Gradients are computed in the graph's memory, which the parameters have as their `.grad` until `zero_grad`; use them
+    on the stream of the call. Where there is a `.grad` already they are added to it, as ever. Calls take turns.
     """
 
     MODELS = tuple(kind for kind in HEADS if kind is not BertForMultipleChoice)
@@ -58,220 +47,162 @@ class GraphedStep(Graphed):
     ) -> None:
         """recorder: captures on a device; tests replace it. The other arguments as in `graph`."""
         self._mode = getattr(model, "training", None)
-        self._of_words = isinstance(model, (BertForMaskedLM, BertForPreTraining))
         super().__init__(model, max_tokens, max_sequences, max_seqlen, recorder)
-        self._max_labels = None if max_labels is None else size_of("max_labels", max_labels)
-        if max_labels is not None and not self._of_words:
-            raise TypeError(f"{NAME}: max_labels goes with a masked LM, not {type(model).__name__}")
+        self._reader = LabelReader(model, max_labels)
 
-    def __call__(self, *, gradient: Tensor | float = 1.0, **batch: Any) -> Tensor:
+    def __call__(self, *, gradient: Tensor | float | None = None, **batch: Any) -> Tensor:
         """The loss, a scalar on the model's device; gradients are added to the parameters' `.grad`.
 
         batch: what the model takes, padded or packed, with its labels, all on the host or all on the model's device.
         Host input is checked as on a CPU and needs no synchronisation; on the device a mask, cu_seqlens without
-        max_seqlen, and labels without labelled_rows cost one. gradient: what `loss.backward` takes: 1 / n to accumulate
-        over n batches, or the scale of a GradScaler (`scaler.scale(torch.ones((), device=...))`).
+        max_seqlen, and labels without labelled_rows cost one. gradient: what `loss.backward` takes, 1 when None: 1 / n
+        to accumulate over n batches, or a GradScaler's scale (`scaler.scale(torch.ones((), device=...))`).
         Under autocast the graph is one of autocast. Raises TypeError for other arguments, ValueError for a batch
         without labels, RuntimeError without gradients, within a capture and for a model in another mode than it was
         captured in, and as the model does.
         """
-        if unknown := batch.keys() - {*INPUTS, *LABELS, "labelled_rows"}:
+        if unknown := batch.keys() - set(INPUTS):
             raise TypeError(f"{NAME}: no graph of a step takes {', '.join(sorted(unknown))}; call the model itself")
+        gradient = 1.0 if gradient is None else gradient
+        if isinstance(gradient, Tensor) and gradient.dim():
+            raise ValueError(f"{NAME}: gradient has shape {tuple(gradient.shape)}; expected (), as the loss has")
         with self._lock:
             self._look_at_model()
             with self._recorder.in_order():
-                inputs, packing = self._pack(batch)
-                rows, fields = self._labels(batch, packing)
-                bucket, obstacle = self._bucket_for(packing)
-                if bucket is not None and (obstacle := self._too_many_labels(bucket, rows)) is None:
-                    return self._replay(bucket, inputs._asdict() | rows, fields, packing, gradient)
+                with self._on_host():
+                    inputs, packing = self._pack(batch)
+                    labels = self._reader.read(batch, packing)
+                bucket, obstacle = self._bucket_for(packing, labels)
+                if bucket is not None:
+                    return self._replay(bucket, inputs, labels, packing, gradient)
             self.report.ran_directly(obstacle)
-        return self._run_directly(batch, gradient)
+            return self._run_directly(batch, gradient)
 
     # -- the model
 
     def _refuse_model(self) -> None:
         super()._refuse_model()
+        kind, given = next(kind for kind in self.MODELS if isinstance(self.model, kind)), type(self.model)
+        for name in ("forward", "_classify", "_loss", "_predict"):
+            if getattr(given, name, None) is not getattr(kind, name, None):
+                raise TypeError(f"{NAME}: {given.__name__} has a {name} of its own; a step takes {kind.__name__}'s")
         if not self._snapshot.parameters:
             raise RuntimeError(f"{NAME}: no parameter of the model requires a gradient")
         if self._body.encoder.recomputing is not None:
             raise RuntimeError(f"{NAME}: gradient checkpointing is on, and reads random states, which no capture may")
         hooks = [each for m in self._snapshot.modules for each in (m._backward_hooks, m._backward_pre_hooks)]
-        hooks += [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in self._snapshot.parameters]
-        if any(any(each) if isinstance(each, tuple) else each for each in hooks):
+        hooks += [p._backward_hooks for p in self._snapshot.parameters]
+        hooks += [p._post_accumulate_grad_hooks for p in self._snapshot.parameters]
+        if any(hooks):
             raise RuntimeError(f"{NAME}: the model has backward hooks; a replay runs no Python, so they would not run")
 
     def _refuse_call(self) -> None:
         if self.model.training != self._mode:
-            modes = {True: "training", False: "evaluation"}
             raise RuntimeError(
-                f"{NAME}: the model is in {modes[self.model.training]} mode, and the graph of {modes[self._mode]} mode"
+                f"{NAME}: the model is in {MODES[self.model.training]} mode, and the graph of {MODES[self._mode]} mode"
             )
         if not torch.is_grad_enabled():
             raise RuntimeError(f"{NAME}: gradients are off; a step computes them: call it outside torch.no_grad()")
 
-    # -- a batch
+    # -- a call
 
-    def _labels(self, batch: dict[str, Any], packing: Packing) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """The batch's labels, checked, as rows of the buffer by name; and which of them are floats."""
-        given = {name: batch[name] for name in LABELS if batch.get(name) is not None}
-        if not given:
-            raise ValueError(f"{NAME}: the batch has {', '.join(sorted(batch))}; expected labels")
-        body = Body(NAME, batch["input_ids"], None, packing, (None, None))
-        checks.same_device(NAME, {"input_ids": batch["input_ids"], **given})
-        rows, floats = {}, []
-        for name, labels in given.items():
-            rows[name] = self._label_rows(body, name, labels)
-            if rows[name].is_floating_point():
-                floats.append(name)
-                rows[name] = rows[name].flatten().view(torch.int32)
-        if self._of_words and "labels" in rows:
-            rows["labelled_rows"] = self._labelled_rows(batch, rows["labels"], packing)
-        return rows, tuple(floats)
-
-    def _label_rows(self, body: Body, name: str, labels: Tensor) -> Tensor:
-        if name in POSITIONS:
-            return body.sequence_labels(name, labels, None)
-        if name in PAIR_LABELS:
-            return body.sequence_labels(name, labels, 2)
-        config, model = self.model.config, self.model
-        if isinstance(model, BertForSequenceClassification) and isinstance(labels, Tensor):
-            if model.problem_of(labels) != "single_label_classification":
-                return self._scores(body, labels)
-        classes = config.vocab_size if self._of_words else config.num_labels
-        if isinstance(model, (BertForReplacedTokenDetection, BertForNextSentencePrediction)):
-            classes = 2
-        of_tokens = self._of_words or isinstance(model, LOGITS_OF_TOKENS)
-        return body.token_labels(labels, classes) if of_tokens else body.sequence_labels(name, labels, classes)
-
-    def _scores(self, body: Body, labels: Tensor) -> Tensor:
-        """(B, num_labels) float32."""
-        classes, batch = self.model.config.num_labels, body.packing.batch
-        labels = labels.reshape(-1, 1) if classes == 1 else labels
-        checks.shape(NAME, "labels", labels, (batch, classes), "(B, num_labels)")
-        checks.same_device(NAME, {"labels": labels, "input_ids": body.hidden})
-        return labels.float().contiguous()
-
-    def _labelled_rows(self, batch: dict[str, Any], labels: Tensor, packing: Packing) -> Tensor:
-        rows = batch.get("labelled_rows")
-        if rows is None:
-            return (labels != IGNORED).nonzero().squeeze(-1)
-        if packing.seqlen is not None:
-            raise ValueError(f"{NAME}: labelled_rows goes with packed labels, (T,) with cu_seqlens")
-        checks.integers(NAME, labelled_rows=rows)
-        checks.shape(NAME, "labelled_rows", rows, (None,), "(L,)")
-        return places(NAME, labels, rows, packing.tokens)
-
-    def _room_for_labels(self, bucket: Bucket) -> int:
-        return min(bucket.tokens, self._max_labels or -(-bucket.tokens // 4))
-
-    def _too_many_labels(self, bucket: Bucket, rows: dict[str, Tensor]) -> str | None:
-        room = self._room_for_labels(bucket)
-        too_many = "labelled_rows" in rows and rows["labelled_rows"].shape[0] > room
-        return f"a batch has more than {room} labelled tokens (max_labels)" if too_many else None
+    def _why_not(self, bucket: Bucket, packing: Packing, labels: Labels) -> str | None:
+        if packing.tokens == 0:
+            return "a batch has no token"  # where some gradients are None
+        room, labelled = self._reader.room(bucket), labels.labelled
+        obstacle = super()._why_not(bucket, packing)
+        if obstacle is None and labelled is not None and labelled.shape[0] > room:
+            return f"a batch has more than {room} labelled tokens (max_labels)"
+        return obstacle
 
     def _run_directly(self, batch: dict[str, Any], gradient: Tensor | float) -> Tensor:
+        torch.clear_autocast_cache()  # of weights that may have changed since
         loss = self.model(**self._on_device(batch), **self.model.loss_options).loss
         loss.backward(torch.as_tensor(gradient, dtype=loss.dtype, device=loss.device))
         return loss.detach()
 
-    # -- a replay
-
     def _replay(
-        self,
-        bucket: Bucket,
-        rows: dict[str, Any],
-        floats: tuple[str, ...],
-        packing: Packing,
-        gradient: Tensor | float,
+        self, bucket: Bucket, inputs: ModelInputs, labels: Labels, packing: Packing, gradient: Tensor | float
     ) -> Tensor:
-        graph = self._graph_of(bucket, rows, floats)
-        rows["filled"] = torch.full((1,), packing.batch, device=packing.cu_seqlens.device)
-        begin = 0.0 if isinstance(gradient, Tensor) else gradient
+        device = self._device.type
+        autocast = torch.get_autocast_dtype(device) if autocast_on(device) else None
+        graph = self._captured(bucket, *labels.form, autocast)
+        rows = self._reader.filled_up(bucket, labels) | _with_spare(inputs, bucket, packing)
+        rows["filled"] = packing.cu_seqlens.new_full((1,), packing.batch)
+        begin = 1.0 if isinstance(gradient, Tensor) else gradient
         rows["gradient"] = rows["filled"].new_full((1,), begin, dtype=torch.float64).view(torch.int32)
-        if "labelled_rows" in rows:
-            rows["labels"], rows["labelled_rows"] = self._fill_up(bucket, rows["labels"], rows["labelled_rows"])
         graph.form.send(graph.buffer, rows, packing)
         if isinstance(gradient, Tensor):
-            _scalar(graph.views["gradient"]).copy_(gradient)
+            _scalar(graph.views["gradient"]).copy_(gradient.detach())
         loss, *gradients = graph.outputs
         _add_gradients(graph.replay, self._snapshot.parameters, gradients)
         self.report.replays[bucket.tokens] += 1
         return loss.clone()
 
-    def _fill_up(self, bucket: Bucket, labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Labels at these rows alone, and as many rows as there is room for: distinct, those added without a label."""
-        labels = torch.full_like(labels, IGNORED).index_copy_(0, rows, labels[rows])
-        free = self._room_for_labels(bucket) - rows.shape[0]
-        spare = torch.arange(labels.shape[0], bucket.tokens, device=rows.device)[:free]
-        added = [rows, spare]
-        if spare.shape[0] < free:
-            others = torch.ones_like(labels, dtype=torch.bool).index_fill_(0, rows, False)
-            added.append(others.nonzero_static(size=free - spare.shape[0]).squeeze(-1))
-        return labels, torch.cat(added)
+    # -- a graph
 
-    def _graph_of(self, bucket: Bucket, rows: dict[str, Tensor], floats: tuple[str, ...]) -> Graph:
-        device = self._device.type
-        autocast = torch.get_autocast_dtype(device) if autocast_on(device) else None
-        names = tuple(name for name in (*LABELS, "labelled_rows") if name in rows)
-        return self._captured(bucket, names, floats, autocast)
-
-    def _form(self, bucket: Bucket, names: tuple[str, ...], floats: tuple[str, ...], autocast: Any) -> Form:
+    def _form(self, bucket: Bucket, names: tuple[str, ...], scores: tuple[str, ...], autocast: Any) -> Form:
         del autocast
-        of_tokens = self._of_words or isinstance(self.model, LOGITS_OF_TOKENS)
-        fields = [Field("gradient", 2), Field("filled", 1)]  # the first is float64, which has to begin at 8 bytes
-        for name in names:
-            if name in floats:
-                fields.append(Field(name, bucket.slots * self.model.config.num_labels))
-            elif name == "labelled_rows":
-                fields.append(Field(name, self._room_for_labels(bucket), fill=None))  # distinct, in the capture too
-            elif name in POSITIONS:
-                fields.append(Field(name, bucket.slots, fill=bucket.longest))  # beyond the text: left out
-            else:
-                size = bucket.tokens if name == "labels" and of_tokens else bucket.slots
-                fields.append(Field(name, size, fill=IGNORED))
-        return Form(bucket, *fields)
+        # The first is float64, which has to begin at a multiple of 8 bytes.
+        return Form(bucket, Field("gradient", 2), *self._reader.fields(bucket, names, scores), Field("filled", 1))
 
     def _run(
-        self, bucket: Bucket, views: dict[str, Tensor], names: tuple[str, ...], floats: tuple[str, ...], autocast: Any
+        self, bucket: Bucket, views: dict[str, Tensor], names: tuple[str, ...], scores: tuple[str, ...], autocast: Any
     ) -> tuple[Tensor | None, ...]:
         """The loss, and the gradient of every parameter."""
-        del autocast  # which the caller is in; but casts of weights that it has kept are none of the graph's
-        torch.clear_autocast_cache()
-        labels = {name: views[name] for name in names}
-        for name in floats:
-            labels[name] = labels[name].view(torch.float32).view(bucket.slots, -1)
-        ends, filled = views["cu_seqlens"], views["filled"][0]
-        out = self.model(
-            views["input_ids"],
-            token_type_ids=views["token_type_ids"] if self.model.config.family.token_types else None,
-            position_ids=views["position_ids"],
-            packing=Packing(ends, bucket.longest, bucket.tokens, bucket.slots, filled=filled),
-            **labels,
-            **self.model.loss_options,
-        )
-        begin = _scalar(views["gradient"]).to(out.loss.dtype)
-        parameters = self._snapshot.parameters
-        gradients = torch.autograd.grad(out.loss, parameters, begin, allow_unused=True)
-        torch.clear_autocast_cache()
-        return out.loss.detach(), *(None if g is None else g.contiguous() for g in gradients)
+        del autocast  # which the caller is in
+        shape = bucket.slots, self.model.config.num_labels
+        labels = {
+            name: views[name].view(torch.float64).view(shape) if name in scores else views[name] for name in names
+        }
+        # Leaves of this graph alone: those of the model may be in one that lives, whose stream they remember, and
+        # autocast may have kept casts of them.
+        leaves = {name: p.detach().requires_grad_(p.requires_grad) for name, p in self.model.named_parameters()}
+        arguments = {
+            "token_type_ids": views["token_type_ids"] if self.model.config.family.token_types else None,
+            "position_ids": views["position_ids"],
+            "packing": Packing(
+                views["cu_seqlens"], bucket.longest, bucket.tokens, bucket.slots, filled=views["filled"][0]
+            ),
+        }
+        arguments |= labels | self.model.loss_options
+        loss = torch.func.functional_call(self.model, leaves, (views["input_ids"],), arguments).loss
+        wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        begin = _scalar(views["gradient"]).to(loss.dtype)
+        gradients = torch.autograd.grad(loss, wanted, begin, allow_unused=True)
+        return loss.detach(), *(None if g is None else g.contiguous() for g in gradients)
 
 
 def _scalar(gradient: Tensor) -> Tensor:
     return gradient.view(torch.float64)[0]
 
 
+def _with_spare(inputs: ModelInputs, bucket: Bucket, packing: Packing) -> dict[str, Tensor]:
+    """Ids of all the bucket's tokens. Spare ones repeat the first token: a gradient of 0 times what is computed from
+    them is 0 as long as that is finite, which another token's embedding need not be."""
+    rows, spare = {}, bucket.tokens - packing.tokens
+    for name in IDS:
+        if (row := getattr(inputs, name)) is not None:
+            rows[name] = torch.cat([row, row[:1].expand(spare)])
+    return rows
+
+
 def _add_gradients(replay: Callable[[], None], parameters: list[Tensor], gradients: list[Tensor | None]) -> None:
     """Replays, and adds the gradients that it computes to the parameters' own, which may be in the same memory."""
     pairs = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
-    overwritten = [g for p, g in pairs if p.grad is g]
-    kept = torch._foreach_mul(overwritten, 1) if overwritten else []
-    others = [(p.grad, g) for p, g in pairs if p.grad is not None and p.grad is not g]
+    overwritten, others = [], []
+    for p, g in pairs:
+        if p.grad is not None:
+            same = p.grad.untyped_storage().data_ptr() == g.untyped_storage().data_ptr()
+            (overwritten if same else others).append((p.grad, g))
+    with torch.no_grad():
+        kept = torch._foreach_mul([mine for mine, _ in overwritten], 1) if overwritten else []
     replay()
-    if overwritten:
-        torch._foreach_add_(overwritten, kept)
-    if others:
-        torch._foreach_add_([mine for mine, _ in others], [g for _, g in others])
+    with torch.no_grad():
+        if overwritten:
+            torch._foreach_add_([mine for mine, _ in overwritten], kept)
+        if others:
+            torch._foreach_add_([mine for mine, _ in others], [g for _, g in others])
     for p, g in pairs:
         if p.grad is None:
-            p.grad = g
+            p.grad = g.detach()  # what becomes of it is the caller's; g is where replays write

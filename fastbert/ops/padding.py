@@ -96,13 +96,13 @@ class _Unpack(torch.autograd.Function):
         return None, PACK(ctx.backend, dy, *saved), None, None, None
 
 
-def places(op: str, x: Tensor, indices: Tensor, rows: int) -> Tensor:
+def places(op: str, x: Tensor, indices: Tensor, rows: int, name: str = "indices") -> Tensor:
     """indices as int64, checked: on x's device, in range, and distinct (in order they are, which is quick to see)."""
-    checks.same_device(op, {"x": x, "indices": indices})
-    checks.index_range(op, "indices", indices, rows)
+    checks.same_device(op, {"x": x, name: indices})
+    checks.index_range(op, name, indices, rows)
     if checks.values_visible(indices) and not (indices[1:] > indices[:-1]).all():
         if indices.unique().numel() < indices.numel():
-            raise ValueError(f"{op}: indices has repeated entries; expected distinct rows")
+            raise ValueError(f"{op}: {name} has repeated entries; expected distinct rows")
     return indices.long()
 
 

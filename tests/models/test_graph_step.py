@@ -4,6 +4,8 @@ On a GPU these are CUDA graphs, elsewhere a stand-in (tests/replays.py).
 """
 
 import copy
+import random
+import threading
 
 import pytest
 import torch
@@ -56,7 +58,9 @@ def random_labels(shape, classes, share=0.3):
 
 def example(form, lengths, layout, classes=3):
     """A batch with the labels of a form."""
-    inputs = batch(lengths, max(lengths) + 1)
+    inputs = batch(lengths, max(lengths) + 1, side="left" if layout == "left" else "right")
+    if layout == "holes":
+        inputs["attention_mask"] = (torch.rand(inputs["attention_mask"].shape) < 0.6).long().to(DEVICE)
     mask, count, labels = inputs["attention_mask"], len(lengths), {}
     if form in ("words", "rows", "both"):
         labels["labels"] = random_labels(mask.shape, 99, 0.2)
@@ -78,7 +82,8 @@ def example(form, lengths, layout, classes=3):
         inputs["labels"] = torch.rand(count, classes, device=DEVICE)
     if form == "answers":
         for name in ("start_positions", "end_positions"):
-            inputs[name] = torch.randint(-1, 9, (count,), device=DEVICE)
+            inputs[name] = torch.randint(-2, 13, (count,), device=DEVICE)
+            inputs[name][0] = random.choice((0, 2**32 + 1, 2**63 - 1, -(2**63)))
     return inputs
 
 
@@ -100,14 +105,14 @@ def eager(model, inputs, gradient=1.0):
     return loss.detach(), gradients(model)
 
 
-def assert_same_step(model, step, inputs, seed=0, **options):
+def assert_same_step(model, step, inputs, seed=0, gradient=1.0):
     """From no gradients: the loss, all gradients and the generator's state are those of the model itself."""
     torch.manual_seed(seed)
-    loss, expected = eager(model, inputs, **options)
+    loss, expected = eager(model, inputs, 1.0 if gradient is None else gradient)
     after = torch.rand(3, device=DEVICE)
     model.zero_grad()
     torch.manual_seed(seed)
-    mine = step(**inputs, **options)
+    mine = step(**inputs, gradient=gradient)
     assert torch.equal(torch.rand(3, device=DEVICE), after)
     assert_close(mine, loss, "loss")
     assert not mine.requires_grad
@@ -119,7 +124,7 @@ def assert_same_step(model, step, inputs, seed=0, **options):
 # ---- what the model gives
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "left", "holes"])
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_a_step_is_that_of_the_model(name, form, layout):
     """Every head and kind of label, with dropout; lengths change from replay to replay, and spare room with them."""
@@ -129,6 +134,23 @@ def test_a_step_is_that_of_the_model(name, form, layout):
         assert_same_step(model, step, example(form, lengths, layout), seed)
     assert step.report.replays.total() == len(LENGTHS) and not step.report.direct
     assert step.report.captures == {16: 1, 40: 1}
+
+
+def test_labels_of_other_types():
+    """Integers as regression targets, several of them, (B, 1) of int32, and an order of sentences."""
+    scores, inputs = model_of("BertForSequenceClassification", "scores"), example("scores", [7, 2], "packed")
+    for labels in (torch.tensor([2**25 + 1, 3]), torch.tensor([[1], [3]], dtype=torch.int32)):
+        assert_same_step(scores, stepped(scores), inputs | {"labels": labels.to(DEVICE)})
+    several = model_of("BertForSequenceClassification", problem_type="regression")
+    assert_same_step(several, stepped(several), inputs | {"labels": torch.randn(2, 3, device=DEVICE).double()})
+    classes = model_of("BertForSequenceClassification")
+    labels = torch.tensor([[2], [-100]], dtype=torch.int32, device=DEVICE)
+    assert_same_step(classes, stepped(classes), inputs | {"labels": labels})
+    config = BertConfig.from_dict({**CONFIGS["albert"], "model_type": "albert"})
+    albert = model_of("BertForPreTraining", config=config)
+    del inputs["labels"]
+    order = inputs | {"sentence_order_label": torch.tensor([1, 0], device=DEVICE)}
+    assert_same_step(albert, stepped(albert), order)
 
 
 @pytest.mark.parametrize("model_type", [name for name in CONFIGS if name != "bert"])
@@ -191,7 +213,7 @@ def test_nothing_labelled():
 
 
 def test_nothing_leaks_from_spare_memory():
-    """NaN in what spare tokens compute does not reach a loss or another gradient."""
+    """Garbage in the buffer and in all outputs, and NaN in the embedding of a token that the batch does not have."""
     model = model_of("BertForSequenceClassification", "scores")
     step, inputs = stepped(model), example("scores", [7, 2], "packed")
     torch.manual_seed(1)
@@ -201,6 +223,8 @@ def test_nothing_leaks_from_spare_memory():
         part.buffer.random_(-(2**31), 2**31 - 1)
         for output in part.outputs:
             output.fill_(torch.nan)
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight[0] = torch.nan
     model.zero_grad()
     torch.manual_seed(1)
     step(**inputs)
@@ -230,7 +254,34 @@ def test_gradients_add_up():
     assert step.report.replays == {16: 6, 40: 2} and step.report.direct.total() == 2
 
 
-@pytest.mark.parametrize("gradient", [0.25, 1 / 3, torch.tensor(8.0)])
+def test_gradients_may_be_replaced():
+    """By what shares their memory and by what does not; none of it is where the next replay writes."""
+    model = model_of("BertForTokenClassification", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    inputs = example("tokens", [7, 2], "packed")
+    _, once = eager(model, inputs)
+    changes = {
+        "detached": (lambda p: setattr(p, "grad", p.grad.detach()), 2),
+        "viewed": (lambda p: setattr(p, "grad", p.grad.view_as(p)), 2),
+        "data": (lambda p: setattr(p.grad, "data", p.grad.data * 3), 4),
+        "cloned": (lambda p: setattr(p, "grad", p.grad.clone().requires_grad_()), 2),
+        "transposed": (lambda p: setattr(p, "grad", p.grad.mT.contiguous().mT if p.dim() == 2 else p.grad), 2),
+        "none": (lambda p: setattr(p, "grad", None), 1),
+    }
+    for name, (change, times) in changes.items():
+        step = stepped(model)
+        model.zero_grad()
+        for _ in range(2):  # and again, from none
+            step(**inputs)
+            for parameter in model.parameters():
+                change(parameter)
+            step(**inputs)
+            for key, gradient in gradients(model).items():
+                assert_close(gradient.detach(), once[key] * times, f"{name} {key}")
+                assert gradient.grad_fn is None or name == "cloned"
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("gradient", [None, 0.25, 1 / 3, torch.tensor(8.0)])
 def test_where_the_backward_begins(gradient):
     """1 / n, or a scale that is on the device."""
     model = model_of("BertForMaskedLM")
@@ -316,15 +367,45 @@ def test_autocast():
 # ---- what a capture would not allow
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize(("name", "form"), CASES)
-def test_what_is_captured_asks_for_no_value(name, form, monkeypatch):
+def test_what_is_captured_asks_for_no_value(name, form, backend, monkeypatch):
     """In the forward and the backward; checks apart, which look at values on CPUs only."""
     model = model_of(name, form).cpu()
     inputs = {key: x.cpu() if isinstance(x, torch.Tensor) else x for key, x in example(form, [5, 3], "packed").items()}
     monkeypatch.setattr(checks, "values_visible", lambda tensor: False)
     step = stepped(model, AgainWithoutWaiting)
-    step(**inputs)
+    with fastbert.backend(backend):
+        step(**inputs)
     assert step.report.replays == {16: 1}
+
+
+def test_a_graph_of_the_models_own_may_live(monkeypatch):
+    """A capture differentiates with respect to leaves of its own: the parameters' remember the stream of that graph."""
+    model, seen, grad = model_of("BertForMaskedLM"), [], torch.autograd.grad
+
+    def watched(loss, leaves, *more, **options):
+        seen.extend(leaves)
+        return grad(loss, leaves, *more, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", watched)
+    step, inputs = stepped(model), example("words", [7, 9], "packed")
+    alive = model(**inputs).loss
+    step(**inputs)
+    parameters = list(model.parameters())
+    assert [leaf.data_ptr() for leaf in seen[: len(parameters)]] == [p.data_ptr() for p in parameters]
+    assert all(leaf is not p for leaf, p in zip(seen, parameters, strict=False))
+    alive.backward()
+
+
+def test_the_host_work_is_on_no_forced_backend(monkeypatch):
+    model, seen = model_of("BertForMaskedLM"), []
+    step = stepped(model)
+    read = step._reader.read
+    monkeypatch.setattr(step._reader, "read", lambda *a: (seen.append(fastbert.backends.forced()), read(*a))[1])
+    with fastbert.backend("reference"):
+        step(**example("words", [7, 9], "padded"))
+    assert seen == [None]
 
 
 # ---- buckets
@@ -346,6 +427,9 @@ def test_what_runs_directly(monkeypatch):
         with pytest.warns(RuntimeWarning) as warned:
             assert_same_step(model, step, inputs)
         assert reason in str(warned[0].message) and step.report.direct[reason] == 1
+        step.report.direct.clear()
+        with pytest.warns(RuntimeWarning):
+            assert_same_step(model, step, inputs, gradient=0.5)
     few = many | {"labelled_rows": torch.arange(3, device=DEVICE)}
     assert_same_step(model, step, few)
     assert step.report.replays == {16: 1}
@@ -368,6 +452,74 @@ def test_a_quarter_of_the_tokens_may_be_labelled():
     assert step.report.replays == {40: 1} and step.report.direct.total() == 1
 
 
+def test_the_smallest_bucket_with_room_for_the_labels():
+    model = model_of("BertForMaskedLM")
+    step, inputs = stepped(model, max_labels=None), example("rows", [12], "packed")
+    inputs["labels"] = torch.arange(12, device=DEVICE)
+    inputs["labelled_rows"] = torch.arange(5, device=DEVICE)
+    assert_same_step(model, step, inputs)
+    assert step.report.replays == {40: 1} and not step.report.direct
+
+
+def test_no_text_runs_the_model():
+    """Where some gradients are None, which a graph would make 0."""
+    model = model_of("BertForSequenceClassification")
+    inputs = {"input_ids": torch.empty(2, 5, dtype=torch.int64), "attention_mask": torch.zeros(2, 5)}
+    inputs = {name: x.to(DEVICE) for name, x in inputs.items()} | {"labels": torch.tensor([0, 1], device=DEVICE)}
+    inputs["input_ids"].fill_(7)
+    with pytest.warns(RuntimeWarning, match="a batch has no token"):
+        assert_same_step(model, stepped(model), inputs)
+
+
+@pytest.mark.filterwarnings("ignore:fastbert.graph")
+def test_one_autocast_around_the_loop():
+    """PyTorch keeps casts of weights until autocast ends: a step never computes with old ones, graph or not."""
+    for max_tokens in (16, 8):  # in a graph, and directly
+        losses = []
+        for around in (True, False):
+            torch.manual_seed(3)
+            model = model_of("BertForSequenceClassification", dtype=torch.float32)
+            step, inputs = stepped(model, max_tokens=(max_tokens,)), example("classes", [7, 9], "packed")
+            inputs["labels"] = torch.tensor([0, 1], device=DEVICE)
+            optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), []
+
+            def train(times, step=step, inputs=inputs, optimizer=optimizer, found=found):
+                for _ in range(times):
+                    found.append(float(step(**inputs)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            if around:
+                with torch.autocast(DEVICE, dtype=torch.bfloat16):
+                    train(4)
+            else:
+                for _ in range(4):
+                    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+                        train(1)
+            losses.append(found)
+        assert losses[0] == losses[1]
+
+
+@pytest.mark.filterwarnings("ignore:fastbert.graph")
+def test_threads_take_turns():
+    """No gradient is lost, of replays or of direct runs."""
+    model = model_of("BertForTokenClassification", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    step = stepped(model)
+    work = [example("tokens", lengths, "packed") for lengths in ([7, 1], [12, 12], [12] * 4, [3])] * 3
+    model.zero_grad()
+    for inputs in work:
+        model(**inputs).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    threads = [threading.Thread(target=step, kwargs=inputs) for inputs in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, gradient in gradients(model).items():
+        assert_close(gradient, expected[name], name)
+
+
 # ---- what is refused
 
 
@@ -384,6 +536,9 @@ def test_models_without_a_step():
         stepped(model_of("BertForTokenClassification"), max_labels=3)
     with pytest.raises(TypeError, match="max_labels goes with training=True"):
         graph(model_of("BertForMaskedLM").eval(), max_labels=3)
+    with pytest.raises(TypeError, match="Own has a _loss of its own; a step takes BertForSequenceClassification's"):
+        own = {"_loss": lambda *a: None}
+        stepped(type("Own", (fastbert.BertForSequenceClassification,), own)(CONFIG).to(DEVICE))
     for sizes in ({"max_labels": 0}, {"max_labels": 2.0}, {"max_tokens": ()}, {"max_sequences": 0}):
         with pytest.raises(ValueError, match=next(iter(sizes))):
             stepped(model_of("BertForMaskedLM"), **sizes)
@@ -422,6 +577,9 @@ def test_what_a_replay_would_not_do(monkeypatch):
         step(**inputs)
 
 
+IDS = torch.tensor([3, 99])
+
+
 def test_bad_batches():
     model = model_of("BertForMaskedLM")
     step, good = stepped(model), example("rows", [7, 9], "packed")
@@ -431,6 +589,8 @@ def test_bad_batches():
             good | {"labels": good["labels"][1:]},
             good | {"labelled_rows": torch.tensor([3, 3], device=DEVICE)},
             good | {"cu_seqlens": None},
+            good | {"gradient": torch.ones(1)},
+            {name: x for name, x in good.items() if name != "labels"} | {"labels": None},
             example("words", [7, 9], "padded") | {"labelled_rows": good["labelled_rows"]},
         ],
         TypeError: [
@@ -438,17 +598,35 @@ def test_bad_batches():
             good | {"output_attentions": True},
             good | {"labels": good["labels"].float()},
             good | {"labelled_rows": [0, 1]},
+            good | {"labels": good["labels"].tolist()},
             {name: x for name, x in good.items() if name != "input_ids"},
         ],
         IndexError: [
             {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in (good | {"labels": row}).items()}
             for row in (good["labels"] + 99, torch.full_like(good["labels"], -7))
-        ],
+        ]
+        + [{name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in good.items()} | {"labelled_rows": IDS}],
     }
     for error, batches in bad.items():
         for inputs in batches:
             with pytest.raises(error, match="fastbert.graph|BertModel"):
                 step(**inputs)
+    others = {
+        "BertForTokenClassification": ({"labels": IDS, "labelled_rows": IDS}, TypeError, "labelled_rows goes with a"),
+        "BertForNextSentencePrediction": (
+            {"labels": torch.tensor([0, 2])},
+            IndexError,
+            r"fastbert.graph: labels\[1\] is 2",
+        ),
+        "BertForQuestionAnswering": ({"start_positions": torch.tensor([0, 2])}, ValueError, "expected its labels"),
+        "BertForPreTraining": ({"next_sentence_label": IDS // 90, "labelled_rows": IDS}, ValueError, "packed labels"),
+    }
+    for name, (labels, error, words) in others.items():
+        given = {"input_ids": torch.ones(2, 1, dtype=torch.int64)} | labels
+        if "Token" in name:
+            given["labels"] = torch.zeros(2, 1, dtype=torch.int64)
+        with pytest.raises(error, match=words):
+            stepped(model_of(name))(**given)
     scores = stepped(model_of("BertForSequenceClassification", "several scores"))
     with pytest.raises(ValueError, match=r"labels has shape \(2, 4\); expected \(B, num_labels\)"):
         scores(**batch([7, 9], 9), labels=torch.zeros(2, 4, device=DEVICE))
