@@ -1,5 +1,4 @@
-// The interface between the torch sides of attention and its loops and kernels. On a CPU the torch side calls a library
-// for the matrix products between the loops. M stands for the loops' type of arithmetic: double for f64, else float.
+// The interface between the torch sides of attention and its loops and kernels.
 #pragma once
 
 #include <stdint.h>
@@ -10,34 +9,29 @@
 
 namespace fastbert {
 
-// Some queries of one head of one sequence, with all keys of that sequence.
-struct AttentionTile {
-  int64_t queries, keys, stride;        // scores are [queries, keys], rows `stride` apart
-  int64_t first_query, head, sequence;  // of the dropout counters
-  Dropout drop;
-  uint8_t* bits;  // attention_bits_room(keys) bytes, if anything is dropped
-};
-
 namespace cpu {
 
-FB_FOR_EACH_ISA(int64_t attention_bits_room(int64_t keys);
-                // Replaces scores by exp(score - the row's maximum), or 0 where dropped. lse: [queries]. factors:
-                // [queries]; multiply the rows' products with V by them.
-                void attention_softmax(const AttentionTile& tile, void* scores, void* lse, void* factors, DType dtype);
-                // With P = exp(scores - lse) and the dropout factors F: replaces scores by P F and dp by P (dp F -
-                // delta).
-                void attention_softmax_bwd(const AttentionTile& tile, void* scores, void* dp, const void* lse,
-                                           const void* delta, DType dtype);
-                // delta[row] = sum of a[row] b[row]; a and b of type dtype.
-                void attention_dot(const void* a, const void* b, int64_t rows, int64_t columns, int64_t stride,
-                                   void* delta, DType dtype);
-                // Converts rows of dtype to contiguous rows of M.
-                void attention_load(const void* from, int64_t stride, int64_t rows, int64_t columns, void* to,
-                                    DType dtype);
-                // Converts rows of M to rows of dtype, times factors[row] unless factors is nullptr. The two may be the
-                // same memory.
-                void attention_store(const void* from, int64_t from_stride, const void* factors, int64_t rows,
-                                     int64_t columns, void* to, int64_t stride, DType dtype);)
+// One head of one sequence. q, k, v: its first token's D elements, of type dtype; the next are `stride` elements on.
+struct AttentionHead {
+  const void *q, *k, *v;
+  int64_t stride, keys, D;
+  double scale;
+  int64_t head, sequence;  // of the dropout counters
+  Dropout drop;
+  DType dtype;
+};
+
+constexpr int64_t kAttentionQueries = 96;  // are computed at a time: whole tiles of any instruction set
+
+// out, dout: [keys, D] of dtype, rows `out_stride` apart. lse: [keys], float, or double for f64. dq, dk, dv: as q, k,
+// v. room: of the size that is asked for, at a multiple of 64 bytes.
+FB_FOR_EACH_ISA(int64_t attention_fwd_room(const AttentionHead& a);  // bytes
+                int64_t attention_bwd_room(const AttentionHead& a);
+                // Of queries first to last; rows do not depend on which others are computed with them.
+                void attention_fwd(const AttentionHead& a, int64_t first, int64_t last, void* out, int64_t out_stride,
+                                   void* lse, void* room);
+                void attention_bwd(const AttentionHead& a, const void* dout, const void* out, int64_t out_stride,
+                                   const void* lse, void* dq, void* dk, void* dv, void* room);)
 
 }  // namespace cpu
 

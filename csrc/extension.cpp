@@ -2,7 +2,6 @@
 #include <Python.h>
 #include <torch/headeronly/version.h>
 
-#include "cpu/blas.h"
 #include "cpu/isa.h"
 
 namespace {
@@ -28,9 +27,8 @@ PyObject* words(const char* text) {
 }
 
 PyObject* build_info(PyObject*, PyObject*) {
-  return Py_BuildValue("{s:s, s:s, s:N, s:s, s:O, s:s, s:N}", "torch_version", TORCH_VERSION, "compiler", FB_COMPILER,
-                       "cpu_sets", words(FB_CPU_ISAS), "cpu_set", name_of(fastbert::cpu::best_isa()), "blas",
-                       fastbert::has_blas() ? Py_True : Py_False, "cuda_version",
+  return Py_BuildValue("{s:s, s:s, s:N, s:s, s:s, s:N}", "torch_version", TORCH_VERSION, "compiler", FB_COMPILER,
+                       "cpu_sets", words(FB_CPU_ISAS), "cpu_set", name_of(fastbert::cpu::best_isa()), "cuda_version",
                        *FB_CUDA_VERSION ? FB_CUDA_VERSION : nullptr, "cuda_architectures",
                        words(FB_CUDA_ARCHITECTURES));
 }

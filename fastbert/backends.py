@@ -233,8 +233,6 @@ def why_not(
         return f"it does not serve {device_type} tensors"
     if problem := _PROBLEMS[name]():
         return problem
-    if name == "cpu" and op in ("attention", "encoder_layer") and not build_info()["blas"]:
-        return "this torch exports no BLAS (sgemm_, dgemm_)"
     if dtype not in kernel.dtypes:
         return f"its {op} kernel does not take {dtype}"
     if too_large:

@@ -69,7 +69,7 @@ Tensor small_product(const Tensor& rows, const Tensor& weight, const Tensor* bia
     for (int64_t row = 0; row < tokens; ++row)
       std::memcpy(to + row * channels, bias->const_data_ptr<float>(), channels * sizeof(float));
   const Matrix<const float> x{rows.const_data_ptr<float>(), K}, w{weight.const_data_ptr<float>(), K};
-  product<float>(Op::as_is, Op::transposed, tokens, channels, K, 1, x, w, bias ? 1 : 0, {to, channels});
+  product(Op::as_is, Op::transposed, tokens, channels, K, x, w, bias ? 1 : 0, {to, channels});
   return y;
 }
 
@@ -97,9 +97,9 @@ Tensor matrix_product(const Tensor& a, bool transposed, const Tensor& b) {
                       b.size(0) == inner;
   if (!direct) return call("aten::mm", "", transposed ? call("aten::t", "", a) : a, b);
   const Tensor y = empty({rows, columns}, a);
-  product<float>(transposed ? Op::transposed : Op::as_is, Op::as_is, rows, columns, inner, 1,
-                 {a.const_data_ptr<float>(), a.stride(0)}, {b.const_data_ptr<float>(), b.stride(0)}, 0,
-                 {y.mutable_data_ptr<float>(), columns});
+  product(transposed ? Op::transposed : Op::as_is, Op::as_is, rows, columns, inner,
+          {a.const_data_ptr<float>(), a.stride(0)}, {b.const_data_ptr<float>(), b.stride(0)}, 0,
+          {y.mutable_data_ptr<float>(), columns});
   return y;
 }
 

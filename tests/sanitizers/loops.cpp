@@ -214,106 +214,68 @@ void check_embedding(int64_t C, DType dtype, bool token_types, Dropout drop) {
 
 // ---- attention
 
-// Packed sequences. Random scores take the place of the matrix products.
+// Packed sequences. A task is a head of one, in the forward a part of its queries.
 struct Attention {
-  static constexpr int64_t kHeads = 2, kQueries = 64;
+  static constexpr int64_t kHeads = 2, kParts = 2;
   const std::vector<int64_t> lengths;
   const int64_t D;
   const DType dtype, math = math_of(dtype);
   const Dropout drop;
-  int64_t tokens = 0, longest = 0;
+  int64_t tokens = 0;
   std::vector<int64_t> start;
-  Bytes qkv, dout, scores;
+  Bytes qkv, dout;
 
   Attention(std::vector<int64_t> lengths_, int64_t D_, DType dtype_, Dropout drop_)
       : lengths(lengths_), D(D_), dtype(dtype_), drop(drop_) {
-    for (const int64_t length : lengths) start.push_back(tokens), tokens += length, longest = std::max(longest, length);
-    qkv = values(tokens * qkv_stride(), dtype), dout = values(tokens * out_stride(), dtype);
-    scores = values(kQueries * stride(), math);
+    for (const int64_t length : lengths) start.push_back(tokens), tokens += length;
+    qkv = values(tokens * 3 * out_stride(), dtype), dout = values(tokens * out_stride(), dtype);
   }
 
-  int64_t stride() const { return (longest + 15) / 16 * 16 + 16; }
   int64_t out_stride() const { return kHeads * D; }
-  int64_t qkv_stride() const { return 3 * out_stride(); }
   int64_t tasks() const { return kHeads * int64_t(lengths.size()); }
+  int64_t sequence(int64_t task) const { return task % int64_t(lengths.size()); }
+  int64_t head(int64_t task) const { return task / int64_t(lengths.size()); }
+  // In bytes, of a task's first element.
+  int64_t qkv_at(int64_t task) const { return (start[sequence(task)] * 3 * kHeads + head(task)) * D * size_of(dtype); }
+  int64_t out_at(int64_t task) const { return (start[sequence(task)] * kHeads + head(task)) * D * size_of(dtype); }
+  int64_t lse_at(int64_t task) const { return (head(task) * tokens + start[sequence(task)]) * size_of(math); }
 
-  // Without the unused stride behind the last row.
-  Bytes scores_of(const AttentionTile& tile) const {
-    const int64_t elements = (tile.queries - 1) * tile.stride + tile.keys;
-    return Bytes(scores.begin(), scores.begin() + elements * size_of(math));
-  }
-
-  // Rows of qkv as M, from the first element of a head. (If M is dtype, the torch side reads them in place instead.)
-  Bytes load(const char* from, int64_t rows, int fill) const {
-    Bytes to = filled(rows * D, math, fill);
-    loops::attention_load(from, qkv_stride(), rows, D, to.data(), dtype);
-    return to;
-  }
-
-  // Calls f(tile, byte offsets of the tile's first token in lse, out and qkv) for the tiles of a task.
-  template <class F>
-  void for_tiles(int64_t task, const F& f) const {
-    const int64_t head = task / int64_t(lengths.size()), sequence = task % int64_t(lengths.size());
-    const int64_t keys = lengths[sequence];
-    Bytes bits(drop.threshold ? loops::attention_bits_room(keys) : 0);
-    for (int64_t first = 0; first < keys; first += kQueries) {
-      const AttentionTile tile{std::min(kQueries, keys - first),
-                               keys,
-                               stride(),
-                               first,
-                               head,
-                               sequence,
-                               drop,
-                               drop.threshold ? (uint8_t*)bits.data() : nullptr};
-      const int64_t token = start[sequence] + first, element = size_of(dtype);
-      f(tile, (head * tokens + token) * size_of(math), (token * out_stride() + head * D) * element,
-        (token * qkv_stride() + head * D) * element);
-    }
-  }
-
-  void forward(int64_t task, int fill, Bytes& out, Bytes& lse, Bytes& weights) const {
-    for_tiles(task, [&](const AttentionTile& tile, int64_t lse_at, int64_t out_at, int64_t qkv_at) {
-      const Bytes sums = load(qkv.data() + qkv_at, tile.queries, fill);
-      Bytes s = scores_of(tile), factors = filled(tile.queries, math, fill);
-      loops::attention_softmax(tile, s.data(), lse.data() + lse_at, factors.data(), dtype);
-      char* const o = out.data() + out_at;
-      loops::attention_store(sums.data(), D, factors.data(), tile.queries, D, o, out_stride(), dtype);
-      if (dtype == math)
-        loops::attention_store(o, out_stride(), factors.data(), tile.queries, D, o, out_stride(), dtype);
-      weights.insert(weights.end(), s.begin(), s.end());
-    });
-  }
-
-  void backward(int64_t task, int fill, const Bytes& out, const Bytes& lse, Bytes& dqkv, Bytes& weights) const {
+  cpu::AttentionHead of(int64_t task) const {
     const int64_t part = out_stride() * size_of(dtype);
-    for_tiles(task, [&](const AttentionTile& tile, int64_t lse_at, int64_t out_at, int64_t qkv_at) {
-      Bytes s = scores_of(tile), dp = s, delta = filled(tile.queries, math, fill);
-      loops::attention_dot(dout.data() + out_at, out.data() + out_at, tile.queries, D, out_stride(), delta.data(),
-                           dtype);
-      loops::attention_softmax_bwd(tile, s.data(), dp.data(), lse.data() + lse_at, delta.data(), dtype);
-      for (int i = 0; i < 3; ++i) {
-        const Bytes d = load(qkv.data() + qkv_at + i * part, tile.queries, fill);
-        loops::attention_store(d.data(), D, nullptr, tile.queries, D, dqkv.data() + qkv_at + i * part, qkv_stride(),
-                               dtype);
-      }
-      weights.insert(weights.end(), s.begin(), s.end());
-      weights.insert(weights.end(), dp.begin(), dp.end());
-    });
+    const char* const q = qkv.data() + qkv_at(task);
+    return {q,    q + part, q + 2 * part, 3 * out_stride(), lengths[sequence(task)], D, 0.3, head(task), sequence(task),
+            drop, dtype};
   }
 
   Results run(int threads) const {
     Bytes out = filled(tokens * out_stride(), dtype, threads), lse = filled(kHeads * tokens, math, threads);
-    Bytes dqkv = filled(tokens * qkv_stride(), dtype, threads);
-    Results results(tasks());  // first the weights of each task
-    const auto for_tasks = [&](const std::function<void(int64_t)>& f) {
-      in_threads(threads, tasks(), [&](int64_t begin, int64_t end) {
-        for (int64_t task = begin; task < end; ++task) f(task);
-      });
-    };
-    for_tasks([&](int64_t task) { forward(task, threads, out, lse, results[task]); });
-    for_tasks([&](int64_t task) { backward(task, threads, out, lse, dqkv, results[task]); });
-    results.insert(results.end(), {out, lse, dqkv});
-    return results;
+    Bytes dqkv = filled(tokens * 3 * out_stride(), dtype, threads);
+    const int64_t parts = threads == 1 ? 1 : kParts, step = out_stride() * size_of(dtype);
+    in_threads(threads, tasks() * parts, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t task = i / parts;
+        const cpu::AttentionHead a = of(task);
+        const int64_t blocks = (a.keys + cpu::kAttentionQueries - 1) / cpu::kAttentionQueries;
+        const auto query = [&](int64_t part) {
+          return std::min(a.keys, blocks * part / parts * cpu::kAttentionQueries);
+        };
+        const int64_t first = query(i % parts), last = query(i % parts + 1);
+        Bytes room(loops::attention_fwd_room(a), char(threads));
+        if (first < last)
+          loops::attention_fwd(a, first, last, out.data() + out_at(task), out_stride(), lse.data() + lse_at(task),
+                               room.data());
+      }
+    });
+    in_threads(threads, tasks(), [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const cpu::AttentionHead a = of(task);
+        Bytes room(loops::attention_bwd_room(a), char(threads));
+        char* const dq = dqkv.data() + qkv_at(task);
+        loops::attention_bwd(a, dout.data() + out_at(task), out.data() + out_at(task), out_stride(),
+                             lse.data() + lse_at(task), dq, dq + step, dq + 2 * step, room.data());
+      }
+    });
+    return {out, lse, dqkv};
   }
 };
 

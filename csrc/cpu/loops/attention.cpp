@@ -1,146 +1,284 @@
-// The loops between attention's matrix products, on tiles of scores that stay in the L2 cache.
+// Attention of one head of one sequence: softmax(Q K^T scale) V, forward and backward.
+//
+// Keys and values are packed once. Then come blocks of queries; the forward takes them through blocks of keys, so that
+// scores stay in the cache (with an online softmax: Milakov & Gimelshein, "Online normalizer calculation for softmax",
+// 2018), the backward through all keys, because it adds up their weights before it uses them.
 #include "../../attention.h"
 
 #include "philox.h"
+#include "product.h"
 
 namespace fastbert::cpu::FB_ISA {
 
 namespace {
 
+constexpr int64_t kQueries = kAttentionQueries;
+constexpr int64_t kKeys = 512;  // a multiple of 16 kGroups, for the dropout's counters
+static_assert(kKeys % (16 * kGroups) == 0);
+
 float logarithm(float v) { return __builtin_logf(v); }
 double logarithm(double v) { return __builtin_log(v); }
-
-template <class M>
-M* row_of(void* scores, const AttentionTile& tile, int64_t row) {
-  return static_cast<M*>(scores) + row * tile.stride;
+template <class N>
+N least(N a, N b) {
+  return a < b ? a : b;
 }
 
-void make_bits(const AttentionTile& tile, int64_t row) {
-  attention_bits(tile.bits, tile.keys, uint32_t(tile.first_query + row), uint32_t(tile.head), uint32_t(tile.sequence),
-                 tile.drop.key);
+// Parts of a task's memory, each beginning at a multiple of 64 bytes; without memory, how much they take.
+class Room {
+ public:
+  explicit Room(void* memory) : memory_(static_cast<char*>(memory)) {}
+  template <class E>
+  E* take(int64_t elements) {
+    char* const part = memory_ ? memory_ + used_ : nullptr;
+    used_ += (elements * int64_t(sizeof(E)) + 63) / 64 * 64;
+    return reinterpret_cast<E*>(part);
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* const memory_;
+  int64_t used_ = 0;
+};
+
+// Of scores: a power of two would put every row into the same sets of the cache.
+template <class M>
+int64_t row_stride(int64_t keys) {
+  return whole_panels<M>(keys) + 16;
+}
+
+template <class T>
+const T* row_of(const void* data, int64_t stride, int64_t row) {
+  return static_cast<const T*>(data) + row * stride;
+}
+
+// Rows of T, or a block of them, as contiguous rows of M times a factor.
+template <class T, class M>
+void load_rows(const T* from, int64_t stride, int64_t rows, int64_t columns, M factor, M* to) {
+  for (int64_t row = 0; row < rows; ++row)
+    for_vectors<M>(columns, [&](int64_t i, auto n) {
+      store(load(from + row * stride + i, n) * factor, to + row * columns + i, n);
+    });
+}
+
+// Rows of M, of whole panels, as rows of T, times factor(row).
+template <class T, class M, class F>
+void store_rows(const M* from, int64_t rows, int64_t columns, T* to, int64_t stride, const F& factor) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const M* const source = from + row * whole_panels<M>(columns);
+    const M by = factor(row);
+    for_vectors<M>(columns, [&](int64_t i, auto n) { store(load(source + i, n) * by, to + row * stride + i, n); });
+  }
+}
+
+void make_bits(const AttentionHead& a, int64_t query, int64_t first_key, int64_t keys, uint8_t* bits) {
+  attention_bits(bits, first_key, keys, uint32_t(query), uint32_t(a.head), uint32_t(a.sequence), a.drop.key);
 }
 
 // ---- forward
 
+template <class M>
+struct ForwardRoom {
+  Panels<M> keys, values;
+  M *queries, *scores, *sums, *factors;
+  uint8_t* bits;
+  int64_t used;
+
+  ForwardRoom(const AttentionHead& a, void* memory) {
+    Room room(memory);
+    const int64_t block = least(kKeys, a.keys), panels = whole_panels<M>(a.D);
+    keys = {room.take<M>(a.D * whole_panels<M>(a.keys)), a.D};
+    values = {room.take<M>(a.keys * panels), a.keys};
+    queries = room.take<M>(kQueries * a.D), sums = room.take<M>(kQueries * panels);
+    scores = room.take<M>(kQueries * row_stride<M>(block));
+    factors = room.take<M>(kQueries);
+    bits = room.take<uint8_t>(a.drop.threshold ? key_bits_room(block) : 0);
+    used = room.used();
+  }
+};
+
+// What earlier blocks of keys left behind of a row: the largest score, and the sum of weights relative to it.
+template <class M>
+struct SoFar {
+  M high, total;
+};
+
+// Replaces a row's scores with a block of keys by exp(score - the largest so far), or 0 where dropped. Returns what the
+// sums of earlier blocks have to be multiplied by.
 template <bool kDrop, class M>
-void softmax(const AttentionTile& tile, void* scores, M* lse, M* factors) {
+M weigh(M* scores, int64_t keys, const uint8_t* bits, const Dropout& drop, SoFar<M>& so_far) {
   using V = vec<M>;
-  const Dropout unscaled{tile.drop.key, tile.drop.threshold, 1};  // the factors contain keep_scale
-  const int64_t keys = tile.keys;
-  const uint8_t* const bits = tile.bits;
-  for (int64_t row = 0; row < tile.queries; ++row) {
-    M* const s = row_of<M>(scores, tile, row);
-    V high[kSlots];
-    for (V& part : high) part = splat<V>(-__builtin_inf());
-    for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-      high[slot] = greater(high[slot], or_fill(load(s + i, n), n, -__builtin_inf()));
-    });
-    const M maximum = largest(greater(greater(high[0], high[1]), greater(high[2], high[3])));
-    if (kDrop) make_bits(tile, row);
-    V total[kSlots]{};
-    for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-      V weight = exp_nonpositive(load(s + i, n) - maximum);
-      total[slot] += or_fill(weight, n, 0);
-      if constexpr (kDrop) weight = keep(weight, bits + i, unscaled);
-      store(weight, s + i, n);
-    });
-    const M weights = sum(total);
-    lse[row] = maximum + logarithm(weights);
-    factors[row] = M(tile.drop.keep_scale) / weights;
+  const Dropout unscaled{drop.key, drop.threshold, 1};  // the end of a row multiplies by keep_scale
+  V most[kSlots];
+  for (V& part : most) part = splat<V>(-__builtin_inf());
+  for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
+    most[slot] = greater(most[slot], or_fill(load(scores + i, n), n, -__builtin_inf()));
+  });
+  M high = largest(greater(greater(most[0], most[1]), greater(most[2], most[3])));
+  if (!(high > so_far.high) && high == high) high = so_far.high;
+  const M base = high > -M(__builtin_inf()) || high != high ? high : M(0);  // where all are -inf
+  V total[kSlots]{};
+  for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
+    V weight = exp_nonpositive(load(scores + i, n) - base);
+    total[slot] += or_fill(weight, n, 0);
+    if constexpr (kDrop) weight = keep(weight, bits + i, unscaled);
+    store(weight, scores + i, n);
+  });
+  const M factor = exp_nonpositive(splat<V>(so_far.high - base))[0];
+  so_far = {high, so_far.total * factor + sum(total)};
+  return factor;
+}
+
+template <bool kDrop, class T>
+void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int64_t out_stride, void* lse,
+             void* memory) {
+  using M = math_t<T>;
+  const ForwardRoom<M> room(a, memory);
+  const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(least(kKeys, a.keys));
+  pack_transposed(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.keys);
+  pack(row_of<T>(a.v, a.stride, 0), a.stride, D, M(1), room.values);
+  for (int64_t query = first; query < last; query += kQueries) {
+    const int64_t rows = least(kQueries, last - query);
+    load_rows(row_of<T>(a.q, a.stride, query), a.stride, rows, D, M(a.scale), room.queries);
+    SoFar<M> so_far[kQueries];
+    for (int64_t row = 0; row < rows; ++row) so_far[row] = {-M(__builtin_inf()), 0};
+    for (int64_t key = 0; key < a.keys; key += kKeys) {
+      const int64_t keys = least(kKeys, a.keys - key);
+      const Panels<M> block{room.keys.at(key, 0), D};
+      product<Begin::anew>(rows, keys, D, Left<false, M>{room.queries, D}, block, room.scores, stride);
+      for (int64_t row = 0; row < rows; ++row) {
+        if (kDrop) make_bits(a, query + row, key, keys, room.bits);
+        room.factors[row] = weigh<kDrop>(room.scores + row * stride, keys, room.bits, a.drop, so_far[row]);
+      }
+      const auto add = key ? product<Begin::scaling, false, M> : product<Begin::anew, false, M>;
+      add(rows, D, keys, {room.scores, stride}, room.values.rows_from(key), room.sums, panels, room.factors);
+    }
+    for (int64_t row = 0; row < rows; ++row)
+      static_cast<M*>(lse)[query + row] = so_far[row].high + logarithm(so_far[row].total);
+    store_rows(room.sums, rows, D, static_cast<T*>(out) + query * out_stride, out_stride,
+               [&](int64_t row) { return M(a.drop.keep_scale) / so_far[row].total; });
   }
 }
 
-// ---- backward
+// ---- backward: with P = exp(S - lse), F the dropout factors and delta = rowsum(dO O): dV = (P F)^T dO,
+// dS = P (dO V^T F - delta), dQ = scale dS K, dK = scale dS^T Q
 
-template <bool kDrop, class M>
-void softmax_bwd(const AttentionTile& tile, void* scores, void* dps, const M* lse, const M* delta) {
-  using V = vec<M>;
-  const Dropout drop = tile.drop;
-  const uint8_t* const bits = tile.bits;
-  for (int64_t row = 0; row < tile.queries; ++row) {
-    M *const s = row_of<M>(scores, tile, row), *const dp = row_of<M>(dps, tile, row);
-    const M row_lse = lse[row], row_delta = delta[row];
-    if (kDrop) make_bits(tile, row);
-    // lse is rounded, so the weights of large scores do not sum up to 1: divide by their sum.
-    V total[kSlots]{};
-    for_vectors_in_slots<M>(tile.keys, [&](int64_t i, auto n, auto slot) {
-      const V p = exp_nonpositive(load(s + i, n) - row_lse);
-      store(p, s + i, n);
-      total[slot] += or_fill(p, n, 0);
-    });
-    const M rescale = M(1) / sum(total);
-    for_vectors<M>(tile.keys, [&](int64_t i, auto n) {
-      const V p = load(s + i, n) * rescale;
-      V factor = splat<V>(1);
-      if constexpr (kDrop) factor = keep(factor, bits + i, drop);
-      store(p * factor, s + i, n);
-      store(p * (load(dp + i, n) * factor - row_delta), dp + i, n);
-    });
+template <class M>
+struct BackwardRoom {
+  Panels<M> across_keys, across_values, keys, queries, grads;
+  M *left_queries, *left_grads, *scores, *dp, *dqueries, *dkeys, *dvalues;
+  uint8_t* bits;
+  int64_t used;
+
+  BackwardRoom(const AttentionHead& a, void* memory) {
+    Room room(memory);
+    const int64_t panels = whole_panels<M>(a.D), wide = a.D * whole_panels<M>(a.keys);
+    across_keys = {room.take<M>(wide), a.D}, across_values = {room.take<M>(wide), a.D};
+    keys = {room.take<M>(a.keys * panels), a.keys};
+    queries = {room.take<M>(kQueries * panels), kQueries}, grads = {room.take<M>(kQueries * panels), kQueries};
+    left_queries = room.take<M>(kQueries * a.D), left_grads = room.take<M>(kQueries * a.D);
+    scores = room.take<M>(kQueries * row_stride<M>(a.keys)), dp = room.take<M>(kQueries * row_stride<M>(a.keys));
+    dqueries = room.take<M>(kQueries * panels);
+    dkeys = room.take<M>(a.keys * panels), dvalues = room.take<M>(a.keys * panels);
+    bits = room.take<uint8_t>(a.drop.threshold ? key_bits_room(a.keys) : 0);
+    used = room.used();
   }
+};
+
+template <class T>
+math_t<T> dot(const T* a, const T* b, int64_t columns) {
+  vec<math_t<T>> total{};
+  for_vectors<math_t<T>>(columns, [&](int64_t i, auto n) { total = fma(load(a + i, n), load(b + i, n), total); });
+  return sum(total);
+}
+
+// Replaces a row's scores by P F and dp by dS.
+template <bool kDrop, class M>
+void weigh_backward(M* scores, M* dp, int64_t keys, const uint8_t* bits, const Dropout& drop, M lse, M delta) {
+  using V = vec<M>;
+  // lse is rounded, so the weights of large scores do not sum up to 1: divide by their sum.
+  V total[kSlots]{};
+  for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
+    const V p = exp_nonpositive(load(scores + i, n) - lse);
+    store(p, scores + i, n);
+    total[slot] += or_fill(p, n, 0);
+  });
+  const M rescale = M(1) / sum(total);
+  for_vectors<M>(keys, [&](int64_t i, auto n) {
+    const V p = load(scores + i, n) * rescale;
+    V factor = splat<V>(1);
+    if constexpr (kDrop) factor = keep(factor, bits + i, drop);
+    store(p * factor, scores + i, n);
+    store(p * (load(dp + i, n) * factor - delta), dp + i, n);
+  });
+}
+
+template <bool kDrop, class T>
+void backward(const AttentionHead& a, const void* dout, const void* out, int64_t out_stride, const void* lse, void* dq,
+              void* dk, void* dv, void* memory) {
+  using M = math_t<T>;
+  const BackwardRoom<M> room(a, memory);
+  const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(a.keys);
+  pack_transposed(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.across_keys);
+  pack_transposed(row_of<T>(a.v, a.stride, 0), a.stride, a.keys, room.across_values);
+  pack(row_of<T>(a.k, a.stride, 0), a.stride, D, M(1), room.keys);
+  for (int64_t query = 0; query < a.keys; query += kQueries) {
+    const int64_t rows = least(kQueries, a.keys - query);
+    const T *const q = row_of<T>(a.q, a.stride, query), *const grad = row_of<T>(dout, out_stride, query);
+    const T* const result = row_of<T>(out, out_stride, query);
+    load_rows(q, a.stride, rows, D, M(a.scale), room.left_queries);
+    load_rows(grad, out_stride, rows, D, M(1), room.left_grads);
+    const Panels<M> queries{room.queries.data, rows}, grads{room.grads.data, rows};
+    pack(q, a.stride, D, M(a.scale), queries);
+    pack(grad, out_stride, D, M(1), grads);
+    product<Begin::anew>(rows, a.keys, D, Left<false, M>{room.left_queries, D}, room.across_keys, room.scores, stride);
+    product<Begin::anew>(rows, a.keys, D, Left<false, M>{room.left_grads, D}, room.across_values, room.dp, stride);
+    for (int64_t row = 0; row < rows; ++row) {
+      if (kDrop) make_bits(a, query + row, 0, a.keys, room.bits);
+      const M delta = dot(grad + row * out_stride, result + row * out_stride, D);
+      weigh_backward<kDrop>(room.scores + row * stride, room.dp + row * stride, a.keys, room.bits, a.drop,
+                            static_cast<const M*>(lse)[query + row], delta);
+    }
+    const auto add = query ? product<Begin::adding, true, M> : product<Begin::anew, true, M>;
+    add(a.keys, D, rows, {room.scores, stride}, grads, room.dvalues, panels, nullptr);
+    add(a.keys, D, rows, {room.dp, stride}, queries, room.dkeys, panels, nullptr);
+    for (int64_t key = 0; key < a.keys; key += kKeys) {
+      const auto along = key ? product<Begin::adding, false, M> : product<Begin::anew, false, M>;
+      along(rows, D, least(kKeys, a.keys - key), {room.dp + key, stride}, room.keys.rows_from(key), room.dqueries,
+            panels, nullptr);
+    }
+    store_rows(room.dqueries, rows, D, static_cast<T*>(dq) + query * a.stride, a.stride,
+               [&](int64_t) { return M(a.scale); });
+  }
+  const auto as_it_is = [](int64_t) { return M(1); };
+  store_rows(room.dkeys, a.keys, D, static_cast<T*>(dk), a.stride, as_it_is);
+  store_rows(room.dvalues, a.keys, D, static_cast<T*>(dv), a.stride, as_it_is);
 }
 
 }  // namespace
 
-int64_t attention_bits_room(int64_t keys) { return key_bits_room(keys); }
-
-void attention_softmax(const AttentionTile& tile, void* scores, void* lse, void* factors, DType dtype) {
-  const auto run = [&](auto zero) {
-    using M = decltype(zero);
-    const auto loop = tile.drop.threshold ? softmax<true, M> : softmax<false, M>;
-    loop(tile, scores, static_cast<M*>(lse), static_cast<M*>(factors));
-  };
-  dtype == DType::f64 ? run(double{}) : run(float{});
+int64_t attention_fwd_room(const AttentionHead& a) {
+  return a.dtype == DType::f64 ? ForwardRoom<double>(a, nullptr).used : ForwardRoom<float>(a, nullptr).used;
 }
 
-void attention_softmax_bwd(const AttentionTile& tile, void* scores, void* dp, const void* lse, const void* delta,
-                           DType dtype) {
-  const auto run = [&](auto zero) {
-    using M = decltype(zero);
-    const auto loop = tile.drop.threshold ? softmax_bwd<true, M> : softmax_bwd<false, M>;
-    loop(tile, scores, dp, static_cast<const M*>(lse), static_cast<const M*>(delta));
-  };
-  dtype == DType::f64 ? run(double{}) : run(float{});
+int64_t attention_bwd_room(const AttentionHead& a) {
+  return a.dtype == DType::f64 ? BackwardRoom<double>(a, nullptr).used : BackwardRoom<float>(a, nullptr).used;
 }
 
-// ---- rows of a head
-
-void attention_dot(const void* a, const void* b, int64_t rows, int64_t columns, int64_t stride, void* delta,
-                   DType dtype) {
-  for_dtype(dtype, [&](auto element) {
+void attention_fwd(const AttentionHead& a, int64_t first, int64_t last, void* out, int64_t out_stride, void* lse,
+                   void* room) {
+  for_dtype(a.dtype, [&](auto element) {
     using T = decltype(element);
-    using M = math_t<T>;
-    for (int64_t row = 0; row < rows; ++row) {
-      const T *x = static_cast<const T*>(a) + row * stride, *y = static_cast<const T*>(b) + row * stride;
-      vec<M> total{};
-      for_vectors<M>(columns, [&](int64_t i, auto n) { total = fma(load(x + i, n), load(y + i, n), total); });
-      static_cast<M*>(delta)[row] = sum(total);
-    }
+    const auto run = a.drop.threshold ? forward<true, T> : forward<false, T>;
+    run(a, first, last, out, out_stride, lse, room);
   });
 }
 
-void attention_load(const void* from, int64_t stride, int64_t rows, int64_t columns, void* to, DType dtype) {
-  for_dtype(dtype, [&](auto element) {
+void attention_bwd(const AttentionHead& a, const void* dout, const void* out, int64_t out_stride, const void* lse,
+                   void* dq, void* dk, void* dv, void* room) {
+  for_dtype(a.dtype, [&](auto element) {
     using T = decltype(element);
-    using M = math_t<T>;
-    for (int64_t row = 0; row < rows; ++row) {
-      const T* src = static_cast<const T*>(from) + row * stride;
-      M* dst = static_cast<M*>(to) + row * columns;
-      for_vectors<M>(columns, [&](int64_t i, auto n) { store(load(src + i, n), dst + i, n); });
-    }
-  });
-}
-
-void attention_store(const void* from, int64_t from_stride, const void* factors, int64_t rows, int64_t columns,
-                     void* to, int64_t stride, DType dtype) {
-  for_dtype(dtype, [&](auto element) {
-    using T = decltype(element);
-    using M = math_t<T>;
-    for (int64_t row = 0; row < rows; ++row) {
-      const M* src = static_cast<const M*>(from) + row * from_stride;
-      const M factor = factors ? static_cast<const M*>(factors)[row] : M(1);
-      T* dst = static_cast<T*>(to) + row * stride;
-      for_vectors<M>(columns, [&](int64_t i, auto n) { store(load(src + i, n) * factor, dst + i, n); });
-    }
+    const auto run = a.drop.threshold ? backward<true, T> : backward<false, T>;
+    run(a, dout, out, out_stride, lse, dq, dk, dv, room);
   });
 }
 

@@ -61,12 +61,12 @@ inline void row_bits(uint16_t* bits, int64_t channels, uint64_t token, uint64_t 
   }
 }
 
-// A byte for each key of a query. In a block of 64 keys, bytes 2j and 2j + 1 of column c are for keys 8j + 2c and
-// 8j + 2c + 1.
-inline void attention_bits(uint8_t* bits, int64_t keys, uint32_t query, uint32_t head, uint32_t sequence,
-                           uint64_t key) {
+// A byte for each key of a query, from a multiple of 16 kGroups on. In a block of 64 keys, bytes 2j and 2j + 1 of
+// column c are for keys 8j + 2c and 8j + 2c + 1.
+inline void attention_bits(uint8_t* bits, int64_t first_key, int64_t keys, uint32_t query, uint32_t head,
+                           uint32_t sequence, uint64_t key) {
   for (int64_t first = 0; first < keys; first += 16 * kGroups) {
-    const Words words = philox(uint32_t(first / 16), query, head, sequence, key);
+    const Words words = philox(uint32_t((first_key + first) / 16), query, head, sequence, key);
     uint16_t pairs[kGroups / 4][8][4];  // block, j, column
     for (int word = 0; word < 4; ++word) {
       for (int group = 0; group < kGroups; ++group) {

@@ -1,0 +1,182 @@
+// Matrix products between blocks that stay in the caches. Every element is one chain of fused multiply-adds in the
+// order of the inner dimension, so its bits depend on neither its neighbours nor the number of threads.
+//
+// The right factor is packed into panels of a few columns, so that a row of one is a few whole vectors; a tile of the
+// result, a few rows of such a panel, is added up in registers.
+#pragma once
+
+#include "simd.h"
+
+namespace fastbert::cpu::FB_ISA {
+
+template <class M>
+constexpr int64_t kPanel = 2 * kLanes<M>;  // columns
+#ifdef __AVX512F__
+constexpr int kTile = 12;  // rows: 24 sums in 32 registers
+#else
+constexpr int kTile = 6;  // 12 in 16
+#endif
+
+template <class M>
+constexpr int64_t whole_panels(int64_t columns) {
+  return (columns + kPanel<M> - 1) / kPanel<M> * kPanel<M>;
+}
+
+inline vfloat broadcast(const float* value) {
+#ifdef FB_INTRINSIC
+  return (vfloat)FB_INTRINSIC(set1_ps)(*value);
+#else
+  vfloat v;
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = *value;
+  return v;
+#endif
+}
+inline vdouble broadcast(const double* value) {
+#ifdef FB_INTRINSIC
+  return (vdouble)FB_INTRINSIC(set1_pd)(*value);
+#else
+  vdouble v;
+  for (int i = 0; i < kLanes<double>; ++i) v[i] = *value;
+  return v;
+#endif
+}
+
+// A packed matrix of `inner` rows: row k of panel p is at (p inner + k) kPanel. What is beyond its columns is zero.
+template <class M>
+struct Panels {
+  M* data;
+  int64_t inner;
+
+  M* at(int64_t column, int64_t row) const { return data + (column / kPanel<M> * inner + row) * kPanel<M>; }
+  Panels rows_from(int64_t row) const { return {at(0, row), inner}; }
+};
+
+// ---- packing
+
+// The matrix itself: `inner` rows of `columns` elements, times `factor`.
+template <class T, class M = math_t<T>>
+void pack(const T* from, int64_t stride, int64_t columns, M factor, Panels<M> to) {
+  for (int64_t row = 0; row < to.inner; ++row) {
+    const T* const source = from + row * stride;
+    int64_t column = 0;
+    for (; column + kLanes<M> <= columns; column += kLanes<M>)
+      store(load(source + column) * factor, to.at(column, row) + column % kPanel<M>);
+    if (column < columns) {
+      store(load(source + column, int(columns - column)) * factor, to.at(column, row) + column % kPanel<M>);
+      column += kLanes<M>;
+    }
+    if (column < whole_panels<M>(columns)) store(vec<M>{}, to.at(column, row) + column % kPanel<M>);
+  }
+}
+
+template <class V>
+constexpr int kWidth = sizeof(V) / sizeof(V{}[0]);
+
+// The lanes of a and b from `first` on, in turn.
+template <class V>
+inline V alternate(V a, V b, int first) {
+  V result;
+#if defined(__GNUC__) && !defined(__clang__)
+  decltype(a < b) lanes;
+  for (int i = 0; i < kWidth<V>; ++i) lanes[i] = first + i / 2 + i % 2 * kWidth<V>;
+  result = __builtin_shuffle(a, b, lanes);
+#else
+  for (int i = 0; i < kWidth<V>; ++i) result[i] = (i % 2 ? b : a)[first + i / 2];
+#endif
+  return result;
+}
+
+// Each round takes vectors that are half of all apart; after log2 of them, rows are columns.
+template <class V>
+inline void transpose(V (&rows)[kWidth<V>]) {
+  constexpr int L = kWidth<V>;
+  for (int round = 1; round < L; round *= 2) {
+    V next[L];
+    for (int i = 0; i < L / 2; ++i) {
+      next[2 * i] = alternate(rows[i], rows[i + L / 2], 0);
+      next[2 * i + 1] = alternate(rows[i], rows[i + L / 2], L / 2);
+    }
+    for (int i = 0; i < L; ++i) rows[i] = next[i];
+  }
+}
+
+// The transpose of a matrix of `columns` rows of `inner` elements.
+template <class T, class M = math_t<T>>
+void pack_transposed(const T* from, int64_t stride, int64_t columns, Panels<M> to) {
+  constexpr int L = kLanes<M>;
+  for (int64_t column = 0; column < whole_panels<M>(columns); column += L) {
+    for (int64_t row = 0; row < to.inner; row += L) {
+      const int elements = int(to.inner - row < L ? to.inner - row : L);
+      vec<M> block[L];
+      for (int i = 0; i < L; ++i) {
+        const T* const source = from + (column + i) * stride + row;
+        block[i] = column + i >= columns ? vec<M>{} : elements == L ? load(source) : load(source, elements);
+      }
+      transpose(block);
+      for (int i = 0; i < elements; ++i) store(block[i], to.at(column, row + i) + column % kPanel<M>);
+    }
+  }
+}
+
+// ---- products
+
+// How a product begins: from nothing, from what is there, or from that times a factor of its row.
+enum class Begin { anew, adding, scaling };
+
+// The left factor: a row's elements are neighbours, or (`across`) a column's.
+template <bool across, class M>
+struct Left {
+  const M* data;
+  int64_t stride;
+
+  const M* at(int64_t row, int64_t k) const { return across ? data + k * stride + row : data + row * stride + k; }
+};
+
+template <int rows, Begin begin, bool across, class M>
+inline void tile(Left<across, M> a, const M* b, int64_t inner, M* c, int64_t stride, const M* factors) {
+  using V = vec<M>;
+  constexpr int L = kLanes<M>;
+  V sums[rows][2];
+#pragma GCC unroll 12
+  for (int row = 0; row < rows; ++row) {
+    V factor{};
+    if constexpr (begin == Begin::scaling) factor = broadcast(factors + row);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      sums[row][half] = begin == Begin::anew ? V{} : load(c + row * stride + half * L);
+      if constexpr (begin == Begin::scaling) sums[row][half] *= factor;
+    }
+  }
+  for (int64_t k = 0; k < inner; ++k, b += 2 * L) {
+    const V first = load(b), second = load(b + L);
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; ++row) {
+      const V left = broadcast(a.at(row, k));
+      sums[row][0] = fma(left, first, sums[row][0]);
+      sums[row][1] = fma(left, second, sums[row][1]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int row = 0; row < rows; ++row) {
+    store(sums[row][0], c + row * stride);
+    store(sums[row][1], c + row * stride + L);
+  }
+}
+
+// c (rows, whole panels) = a (rows, inner) b, from its first `inner` rows.
+template <Begin begin, bool across, class M>
+void product(int64_t rows, int64_t columns, int64_t inner, Left<across, M> a, Panels<M> b, M* c, int64_t stride,
+             const M* factors = nullptr) {
+  for (int64_t column = 0; column < columns; column += kPanel<M>) {
+    const M* const panel = b.at(column, 0);
+    int64_t row = 0;
+    const auto run = [&](auto count) {
+      for (; row + count <= rows; row += count)
+        tile<count, begin>(Left<across, M>{a.at(row, 0), a.stride}, panel, inner, c + row * stride + column, stride,
+                           factors + row);
+    };
+    run(Slot<kTile>{}), run(Slot<4>{}), run(Slot<2>{}), run(Slot<1>{});
+  }
+}
+
+}  // namespace fastbert::cpu::FB_ISA
