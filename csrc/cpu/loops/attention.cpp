@@ -2,7 +2,7 @@
 //
 // Keys and values are packed once. Then come blocks of queries; the forward takes them through blocks of keys, so that
 // scores stay in the cache (with an online softmax: Milakov & Gimelshein, "Online normalizer calculation for softmax",
-// 2018), the backward through all keys, because it adds up their weights before it uses them.
+// 2018), the backward twice, because it adds up the weights of all before it uses them.
 #include "../../attention.h"
 
 #include "philox.h"
@@ -74,6 +74,12 @@ void make_bits(const AttentionHead& a, int64_t query, int64_t first_key, int64_t
   attention_bits(bits, first_key, keys, uint32_t(query), uint32_t(a.head), uint32_t(a.sequence), a.drop.key);
 }
 
+// Calls f(first key, keys) for blocks of keys.
+template <class F>
+void for_blocks(int64_t keys, const F& f) {
+  for (int64_t key = 0; key < keys; key += kKeys) f(key, least(kKeys, keys - key));
+}
+
 // ---- forward
 
 template <class M>
@@ -141,8 +147,7 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
     load_rows(row_of<T>(a.q, a.stride, query), a.stride, rows, D, M(a.scale), room.queries);
     SoFar<M> so_far[kQueries];
     for (int64_t row = 0; row < rows; ++row) so_far[row] = {-M(__builtin_inf()), 0};
-    for (int64_t key = 0; key < a.keys; key += kKeys) {
-      const int64_t keys = least(kKeys, a.keys - key);
+    for_blocks(a.keys, [&](int64_t key, int64_t keys) {
       const Panels<M> block{room.keys.at(key, 0), D};
       product<Begin::anew>(rows, keys, D, Left<false, M>{room.queries, D}, block, room.scores, stride);
       for (int64_t row = 0; row < rows; ++row) {
@@ -151,7 +156,7 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
       }
       const auto add = key ? product<Begin::scaling, false, M> : product<Begin::anew, false, M>;
       add(rows, D, keys, {room.scores, stride}, room.values.rows_from(key), room.sums, panels, room.factors);
-    }
+    });
     for (int64_t row = 0; row < rows; ++row)
       static_cast<M*>(lse)[query + row] = so_far[row].high + logarithm(so_far[row].total);
     store_rows(room.sums, rows, D, static_cast<T*>(out) + query * out_stride, out_stride,
@@ -179,7 +184,7 @@ struct BackwardRoom {
     scores = room.take<M>(kQueries * row_stride<M>(a.keys)), dp = room.take<M>(kQueries * row_stride<M>(a.keys));
     dqueries = room.take<M>(kQueries * panels);
     dkeys = room.take<M>(a.keys * panels), dvalues = room.take<M>(a.keys * panels);
-    bits = room.take<uint8_t>(a.drop.threshold ? key_bits_room(a.keys) : 0);
+    bits = room.take<uint8_t>(a.drop.threshold ? key_bits_room(least(kKeys, a.keys)) : 0);
     used = room.used();
   }
 };
@@ -191,24 +196,29 @@ math_t<T> dot(const T* a, const T* b, int64_t columns) {
   return sum(total);
 }
 
-// Replaces a row's scores by P F and dp by dS.
-template <bool kDrop, class M>
-void weigh_backward(M* scores, M* dp, int64_t keys, const uint8_t* bits, const Dropout& drop, M lse, M delta) {
+// Replaces scores by P; lse is rounded, so what they sum up to, which is returned, need not be 1.
+template <class M>
+M exponentiate(M* scores, int64_t keys, M lse) {
   using V = vec<M>;
-  // lse is rounded, so the weights of large scores do not sum up to 1: divide by their sum.
   V total[kSlots]{};
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
     const V p = exp_nonpositive(load(scores + i, n) - lse);
     store(p, scores + i, n);
     total[slot] += or_fill(p, n, 0);
   });
-  const M rescale = M(1) / sum(total);
+  return sum(total);
+}
+
+// Replaces P by P F and dp by dS, after P is multiplied by `rescale`.
+template <bool kDrop, class M>
+void differentiate(M* p, M* dp, int64_t keys, const uint8_t* bits, const Dropout& drop, M rescale, M delta) {
+  using V = vec<M>;
   for_vectors<M>(keys, [&](int64_t i, auto n) {
-    const V p = load(scores + i, n) * rescale;
+    const V weight = load(p + i, n) * rescale;
     V factor = splat<V>(1);
     if constexpr (kDrop) factor = keep(factor, bits + i, drop);
-    store(p * factor, scores + i, n);
-    store(p * (load(dp + i, n) * factor - delta), dp + i, n);
+    store(weight * factor, p + i, n);
+    store(weight * (load(dp + i, n) * factor - delta), dp + i, n);
   });
 }
 
@@ -230,22 +240,29 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
     const Panels<M> queries{room.queries.data, rows}, grads{room.grads.data, rows};
     pack(q, a.stride, D, M(a.scale), queries);
     pack(grad, out_stride, D, M(1), grads);
-    product<Begin::anew>(rows, a.keys, D, Left<false, M>{room.left_queries, D}, room.across_keys, room.scores, stride);
-    product<Begin::anew>(rows, a.keys, D, Left<false, M>{room.left_grads, D}, room.across_values, room.dp, stride);
-    for (int64_t row = 0; row < rows; ++row) {
-      if (kDrop) make_bits(a, query + row, 0, a.keys, room.bits);
-      const M delta = dot(grad + row * out_stride, result + row * out_stride, D);
-      weigh_backward<kDrop>(room.scores + row * stride, room.dp + row * stride, a.keys, room.bits, a.drop,
-                            static_cast<const M*>(lse)[query + row], delta);
-    }
-    const auto add = query ? product<Begin::adding, true, M> : product<Begin::anew, true, M>;
-    add(a.keys, D, rows, {room.scores, stride}, grads, room.dvalues, panels, nullptr);
-    add(a.keys, D, rows, {room.dp, stride}, queries, room.dkeys, panels, nullptr);
-    for (int64_t key = 0; key < a.keys; key += kKeys) {
+    M total[kQueries]{}, delta[kQueries];
+    for (int64_t row = 0; row < rows; ++row) delta[row] = dot(grad + row * out_stride, result + row * out_stride, D);
+    for_blocks(a.keys, [&](int64_t key, int64_t keys) {
+      const Left<false, M> left_queries{room.left_queries, D}, left_grads{room.left_grads, D};
+      M *const scores = room.scores + key, *const dp = room.dp + key;
+      product<Begin::anew>(rows, keys, D, left_queries, Panels<M>{room.across_keys.at(key, 0), D}, scores, stride);
+      product<Begin::anew>(rows, keys, D, left_grads, Panels<M>{room.across_values.at(key, 0), D}, dp, stride);
+      for (int64_t row = 0; row < rows; ++row)
+        total[row] += exponentiate(scores + row * stride, keys, static_cast<const M*>(lse)[query + row]);
+    });
+    for_blocks(a.keys, [&](int64_t key, int64_t keys) {
+      M *const p = room.scores + key, *const dp = room.dp + key;
+      for (int64_t row = 0; row < rows; ++row) {
+        if (kDrop) make_bits(a, query + row, key, keys, room.bits);
+        differentiate<kDrop>(p + row * stride, dp + row * stride, keys, room.bits, a.drop, M(1) / total[row],
+                             delta[row]);
+      }
+      const auto across = query ? product<Begin::adding, true, M> : product<Begin::anew, true, M>;
+      across(keys, D, rows, {p, stride}, grads, room.dvalues + key * panels, panels, nullptr);
+      across(keys, D, rows, {dp, stride}, queries, room.dkeys + key * panels, panels, nullptr);
       const auto along = key ? product<Begin::adding, false, M> : product<Begin::anew, false, M>;
-      along(rows, D, least(kKeys, a.keys - key), {room.dp + key, stride}, room.keys.rows_from(key), room.dqueries,
-            panels, nullptr);
-    }
+      along(rows, D, keys, {dp, stride}, room.keys.rows_from(key), room.dqueries, panels, nullptr);
+    });
     store_rows(room.dqueries, rows, D, static_cast<T*>(dq) + query * a.stride, a.stride,
                [&](int64_t) { return M(a.scale); });
   }
