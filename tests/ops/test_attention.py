@@ -73,6 +73,15 @@ class AttentionSuite(OpSuite):
         kinds = [self.explicit] if self.dropout_arguments(torch.empty(0)) else [self.explicit, fused]
         return [functools.update_wrapper(functools.partial(self.by_sequence, kind), kind) for kind in kinds]
 
+    @pytest.mark.parametrize(
+        "lengths", [(1100, 3), (4096,)], ids=["blocks of keys", "sums that lose digits in one chain"]
+    )
+    def test_long_sequences(self, backend, lengths):
+        if backend.name != "cpu":
+            backend.skip("for the kernel on CPUs, which takes keys in blocks")
+        inputs = self.inputs((lengths, 1, 16), torch.float32, backend.device)
+        testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
+
     def primitive_calls(self, inputs):
         qkv, cu_seqlens = inputs.values()
         rng, rest = random.new_key(qkv.device), (0.5, 0.1)

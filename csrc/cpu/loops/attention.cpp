@@ -149,12 +149,12 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
     for (int64_t row = 0; row < rows; ++row) so_far[row] = {-M(__builtin_inf()), 0};
     for_blocks(a.keys, [&](int64_t key, int64_t keys) {
       const Panels<M> block{room.keys.at(key, 0), D};
-      product<Begin::anew>(rows, keys, D, Left<false, M>{room.queries, D}, block, room.scores, stride);
+      product<Onto::nothing>(rows, keys, D, Left<false, M>{room.queries, D}, block, room.scores, stride);
       for (int64_t row = 0; row < rows; ++row) {
         if (kDrop) make_bits(a, query + row, key, keys, room.bits);
         room.factors[row] = weigh<kDrop>(room.scores + row * stride, keys, room.bits, a.drop, so_far[row]);
       }
-      const auto add = key ? product<Begin::scaling, false, M> : product<Begin::anew, false, M>;
+      const auto add = key ? product<Onto::scaled, false, M> : product<Onto::nothing, false, M>;
       add(rows, D, keys, {room.scores, stride}, room.values.rows_from(key), room.sums, panels, room.factors);
     });
     for (int64_t row = 0; row < rows; ++row)
@@ -245,8 +245,8 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
     for_blocks(a.keys, [&](int64_t key, int64_t keys) {
       const Left<false, M> left_queries{room.left_queries, D}, left_grads{room.left_grads, D};
       M *const scores = room.scores + key, *const dp = room.dp + key;
-      product<Begin::anew>(rows, keys, D, left_queries, Panels<M>{room.across_keys.at(key, 0), D}, scores, stride);
-      product<Begin::anew>(rows, keys, D, left_grads, Panels<M>{room.across_values.at(key, 0), D}, dp, stride);
+      product<Onto::nothing>(rows, keys, D, left_queries, Panels<M>{room.across_keys.at(key, 0), D}, scores, stride);
+      product<Onto::nothing>(rows, keys, D, left_grads, Panels<M>{room.across_values.at(key, 0), D}, dp, stride);
       for (int64_t row = 0; row < rows; ++row)
         total[row] += exponentiate(scores + row * stride, keys, static_cast<const M*>(lse)[query + row]);
     });
@@ -257,10 +257,10 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
         differentiate<kDrop>(p + row * stride, dp + row * stride, keys, room.bits, a.drop, M(1) / total[row],
                              delta[row]);
       }
-      const auto across = query ? product<Begin::adding, true, M> : product<Begin::anew, true, M>;
+      const auto across = query ? product<Onto::sums, true, M> : product<Onto::nothing, true, M>;
       across(keys, D, rows, {p, stride}, grads, room.dvalues + key * panels, panels, nullptr);
       across(keys, D, rows, {dp, stride}, queries, room.dkeys + key * panels, panels, nullptr);
-      const auto along = key ? product<Begin::adding, false, M> : product<Begin::anew, false, M>;
+      const auto along = key ? product<Onto::sums, false, M> : product<Onto::nothing, false, M>;
       along(rows, D, keys, {dp, stride}, room.keys.rows_from(key), room.dqueries, panels, nullptr);
     });
     store_rows(room.dqueries, rows, D, static_cast<T*>(dq) + query * a.stride, a.stride,

@@ -1,5 +1,6 @@
-// Matrix products between blocks that stay in the caches. Every element is one chain of fused multiply-adds in the
-// order of the inner dimension, so its bits depend on neither its neighbours nor the number of threads.
+// Matrix products between blocks that stay in the caches. Every element is a chain of fused multiply-adds in the order
+// of the inner dimension, so its bits depend on neither its neighbours nor the number of threads. What is there already
+// is added at the end: one chain through all blocks would lose digits.
 //
 // The right factor is packed into panels of a few columns, so that a row of one is a few whole vectors; a tile of the
 // result, a few rows of such a panel, is added up in registers.
@@ -120,8 +121,8 @@ void pack_transposed(const T* from, int64_t stride, int64_t columns, Panels<M> t
 
 // ---- products
 
-// How a product begins: from nothing, from what is there, or from that times a factor of its row.
-enum class Begin { anew, adding, scaling };
+// What becomes of what is there: a product overwrites it, is added to it, or to that times a factor of its row.
+enum class Onto { nothing, sums, scaled };
 
 // The left factor: a row's elements are neighbours, or (`across`) a column's.
 template <bool across, class M>
@@ -132,21 +133,11 @@ struct Left {
   const M* at(int64_t row, int64_t k) const { return across ? data + k * stride + row : data + row * stride + k; }
 };
 
-template <int rows, Begin begin, bool across, class M>
+template <int rows, Onto what, bool across, class M>
 inline void tile(Left<across, M> a, const M* b, int64_t inner, M* c, int64_t stride, const M* factors) {
   using V = vec<M>;
   constexpr int L = kLanes<M>;
-  V sums[rows][2];
-#pragma GCC unroll 12
-  for (int row = 0; row < rows; ++row) {
-    V factor{};
-    if constexpr (begin == Begin::scaling) factor = broadcast(factors + row);
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      sums[row][half] = begin == Begin::anew ? V{} : load(c + row * stride + half * L);
-      if constexpr (begin == Begin::scaling) sums[row][half] *= factor;
-    }
-  }
+  V sums[rows][2]{};
   for (int64_t k = 0; k < inner; ++k, b += 2 * L) {
     const V first = load(b), second = load(b + L);
 #pragma GCC unroll 12
@@ -158,13 +149,19 @@ inline void tile(Left<across, M> a, const M* b, int64_t inner, M* c, int64_t str
   }
 #pragma GCC unroll 12
   for (int row = 0; row < rows; ++row) {
-    store(sums[row][0], c + row * stride);
-    store(sums[row][1], c + row * stride + L);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      M* const to = c + row * stride + half * L;
+      V result = sums[row][half];
+      if constexpr (what == Onto::sums) result += load(to);
+      if constexpr (what == Onto::scaled) result = fma(load(to), broadcast(factors + row), result);
+      store(result, to);
+    }
   }
 }
 
 // c (rows, whole panels) = a (rows, inner) b, from its first `inner` rows.
-template <Begin begin, bool across, class M>
+template <Onto what, bool across, class M>
 void product(int64_t rows, int64_t columns, int64_t inner, Left<across, M> a, Panels<M> b, M* c, int64_t stride,
              const M* factors = nullptr) {
   for (int64_t column = 0; column < columns; column += kPanel<M>) {
@@ -172,8 +169,8 @@ void product(int64_t rows, int64_t columns, int64_t inner, Left<across, M> a, Pa
     int64_t row = 0;
     const auto run = [&](auto count) {
       for (; row + count <= rows; row += count)
-        tile<count, begin>(Left<across, M>{a.at(row, 0), a.stride}, panel, inner, c + row * stride + column, stride,
-                           factors + row);
+        tile<count, what>(Left<across, M>{a.at(row, 0), a.stride}, panel, inner, c + row * stride + column, stride,
+                          factors + row);
     };
     run(Slot<kTile>{}), run(Slot<4>{}), run(Slot<2>{}), run(Slot<1>{});
   }
