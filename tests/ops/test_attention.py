@@ -79,6 +79,8 @@ class AttentionSuite(OpSuite):
     def test_long_sequences(self, backend, lengths):
         if backend.name != "cpu":
             backend.skip("for the kernel on CPUs, which takes keys in blocks")
+        if len(lengths) == 1 and self.dropout_arguments(torch.empty(0)):
+            backend.skip("its sums are those without dropout")
         inputs = self.inputs((lengths, 1, 16), torch.float32, backend.device)
         testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
 
