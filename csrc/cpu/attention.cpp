@@ -5,7 +5,6 @@
 #include "../attention.h"
 
 #include <memory>
-#include <new>
 
 #include "../checks.h"
 #include "../layer_ops.h"
@@ -73,10 +72,14 @@ struct Batch {
       return b * heads * parts + int64_t(within * double(heads * parts));
     };
     const AttentionHead largest{nullptr, nullptr, nullptr, 0, longest, D, scale, 0, 0, drop, dtype};
+    // One allocation, in this thread: in others it would leave heaps behind.
+    const int64_t bytes = (room_of(largest) + 63) / 64 * 64;
+    const std::unique_ptr<char[]> memory(new char[shares * bytes + 63]);
+    char* const rooms = memory.get() + (-reinterpret_cast<uintptr_t>(memory.get()) & 63);
     parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
-      const Room room(room_of(largest));
+      void* const room = rooms + begin * bytes;
       for (int64_t i = first(begin); i < first(end); ++i)
-        if (length[i / parts / heads]) f(head(i / parts, qkv), i / parts, i % parts, room.data());
+        if (length[i / parts / heads]) f(head(i / parts, qkv), i / parts, i % parts, room);
     });
   }
 
@@ -94,19 +97,6 @@ struct Batch {
     check_call(torch_get_num_threads(&count), "get_num_threads");
     return count;
   }
-
-  class Room {
-   public:
-    explicit Room(int64_t bytes) : data_(::operator new(bytes, kAlignment)) {}
-    void* data() const { return data_.get(); }
-
-   private:
-    static constexpr std::align_val_t kAlignment{64};
-    struct Delete {
-      void operator()(void* data) const { ::operator delete(data, kAlignment); }
-    };
-    std::unique_ptr<void, Delete> data_;
-  };
 };
 
 }  // namespace

@@ -136,10 +136,12 @@ def test_300_calls_leave_nothing_behind():
             for op, inputs in cases:
                 testing.evaluate(op, inputs)
 
-    calls(100)
-    before = _resident()
-    calls(300)
-    assert _resident() - before < 8 << 20
+    sizes = []
+    for _ in range(4):
+        calls(100)
+        sizes.append(_resident())
+    # What is left behind grows in every round; an allocator's heaps grow in some.
+    assert min(after - before for before, after in zip(sizes, sizes[1:], strict=False)) < 2 << 20
 
 
 @pytest.mark.parametrize("op", [ops.bias_gelu, ops.layer_norm])
