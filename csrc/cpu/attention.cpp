@@ -4,8 +4,6 @@
 // the order of its queries, so neither the number of tasks nor that of threads changes a bit.
 #include "../attention.h"
 
-#include <memory>
-
 #include "../checks.h"
 #include "../layer_ops.h"
 #include "../tensor.h"
@@ -58,7 +56,7 @@ struct Batch {
   // Calls f(head, task, part of `parts`, room) in all threads. room_of: its size in bytes. Neighbouring tasks are heads
   // of the same sequence, which are neighbours in memory; threads get equal shares of the work.
   template <class F>
-  void for_tasks(const char* qkv, int64_t parts, int64_t (*room_of)(const AttentionHead&), const F& f) const {
+  void for_tasks(const Tensor& qkv, int64_t parts, int64_t (*room_of)(const AttentionHead&), const F& f) const {
     if (covered == 0 || D == 0) return;
     std::vector<double> before{0};  // the work of sequences, in all their heads
     for (const int64_t keys : length) before.push_back(before.back() + double(keys) * (keys + kPacking) * heads);
@@ -71,15 +69,15 @@ struct Batch {
       const double within = before[b + 1] > before[b] ? (wanted - before[b]) / (before[b + 1] - before[b]) : 0;
       return b * heads * parts + int64_t(within * double(heads * parts));
     };
+    const char* const q = static_cast<const char*>(qkv.const_data_ptr());
     const AttentionHead largest{nullptr, nullptr, nullptr, 0, longest, D, scale, 0, 0, drop, dtype};
-    // One allocation, in this thread: in others it would leave heaps behind.
     const int64_t bytes = (room_of(largest) + 63) / 64 * 64;
-    const std::unique_ptr<char[]> memory(new char[shares * bytes + 63]);
-    char* const rooms = memory.get() + (-reinterpret_cast<uintptr_t>(memory.get()) & 63);
+    const Tensor rooms = empty({shares, bytes}, qkv, ScalarType::Byte);  // which begins at a multiple of 64
+    char* const memory = static_cast<char*>(rooms.mutable_data_ptr());
     parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
-      void* const room = rooms + begin * bytes;
+      void* const room = memory + begin * bytes;
       for (int64_t i = first(begin); i < first(end); ++i)
-        if (length[i / parts / heads]) f(head(i / parts, qkv), i / parts, i % parts, room);
+        if (length[i / parts / heads]) f(head(i / parts, q), i / parts, i % parts, room);
     });
   }
 
@@ -111,7 +109,7 @@ std::tuple<Tensor, Tensor> attention_fwd_cpu(const Tensor& qkv, const Tensor& cu
   char *const dst = static_cast<char*>(out.mutable_data_ptr()), *const sums =
                                                                     static_cast<char*>(lse.mutable_data_ptr());
   const int64_t parts = batch.parts(), number = lse.element_size();
-  batch.for_tasks(static_cast<const char*>(in.const_data_ptr()), parts, FB_BEST_ISA(attention_fwd_room),
+  batch.for_tasks(in, parts, FB_BEST_ISA(attention_fwd_room),
                   [&](const AttentionHead& head, int64_t task, int64_t part, void* room) {
                     const auto query = [&](int64_t part) {
                       return part == parts ? head.keys : head.keys * part / parts / kFewest * kFewest;
@@ -135,7 +133,7 @@ Tensor attention_bwd_cpu(const Tensor& dout, const Tensor& qkv, const Tensor& ou
   if (batch.covered != batch.tokens) zero_(dqkv);
   const auto bytes = [](const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
   char* const dst = static_cast<char*>(dqkv.mutable_data_ptr());
-  batch.for_tasks(bytes(in), 1, FB_BEST_ISA(attention_bwd_room),
+  batch.for_tasks(in, 1, FB_BEST_ISA(attention_bwd_room),
                   [&](const AttentionHead& head, int64_t task, int64_t /*part*/, void* room) {
                     const int64_t at = batch.out_at(task) * batch.element, part = batch.heads * batch.D * batch.element;
                     char* const dq = dst + (static_cast<const char*>(head.q) - bytes(in));

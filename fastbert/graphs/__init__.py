@@ -41,7 +41,7 @@ def graph(
     for a model with hooks, and as GraphedModel and GraphedStep say.
     """
     if training:
-        return GraphedStep(model, max_tokens, max_sequences, max_seqlen, max_labels)
+        return GraphedStep(model, max_tokens, max_sequences, max_seqlen, max_labels=max_labels)
     if max_labels is not None:
         raise TypeError("fastbert.graph: max_labels goes with training=True")
     return GraphedModel(model, max_tokens, max_sequences, max_seqlen)

@@ -18,6 +18,7 @@ from torch import Tensor
 from fastbert.padding import Packing
 
 NAME = "fastbert.graph"  # for error messages
+IDS = ("input_ids", "token_type_ids", "position_ids")  # of every token
 
 
 class Bucket(NamedTuple):
@@ -61,7 +62,7 @@ class Form:
 
     def __init__(self, bucket: Bucket, *more: Field) -> None:
         self.bucket = bucket
-        ids = (Field(name, bucket.tokens) for name in ("input_ids", "token_type_ids", "position_ids"))
+        ids = (Field(name, bucket.tokens) for name in IDS)
         self.fields = (*more, *ids, Field("cu_seqlens", bucket.slots + 1))
         self.size = sum(field.size for field in self.fields)
         self._blanks = cache(self._new_blanks)

@@ -87,7 +87,7 @@ class ModelSnapshot:
     """What a capture depends on: a model's modules and their modes, and its tensors, whose memory it keeps alive."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.modules = model, list(model.modules())
+        self.model, self.modules, self.training = model, list(model.modules()), model.training
         self.tensors = [tensor for tensor in self._entries() if tensor is not None]
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.memory = [tensor.detach() for tensor in self.tensors]  # a replay reads it, whatever the model reads then

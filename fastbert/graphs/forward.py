@@ -1,13 +1,11 @@
 """A model's forward as CUDA graphs, in inference."""
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastbert.graphs.buckets import NAME, Bucket, Field, Form
-from fastbert.graphs.capture import CudaGraphs, Recorder
 from fastbert.graphs.graphed import Graphed, checking
 from fastbert.heads import (
     HEADS,
@@ -35,16 +33,7 @@ class GraphedModel(Graphed):
 
     MODELS = (BertModel, *HEADS)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        max_tokens: Iterable[int],
-        max_sequences: int,
-        max_seqlen: int | None,
-        recorder: Callable[[torch.device], Recorder] = CudaGraphs,
-    ) -> None:
-        """recorder: captures on a device; tests replace it. The other arguments as in `graph`."""
-        super().__init__(model, max_tokens, max_sequences, max_seqlen, recorder)
+    def _start(self) -> None:
         if not checking():
             with self._lock, self._recorder.in_order():
                 for bucket in reversed(self.buckets):  # smaller ones reuse the memory of the largest

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fastbert import backends
-from fastbert.graphs.buckets import NAME, Bucket, Form, buckets_of
-from fastbert.graphs.capture import ModelSnapshot, Recorder
+from fastbert.graphs.buckets import IDS, NAME, Bucket, Form, buckets_of
+from fastbert.graphs.capture import CudaGraphs, ModelSnapshot, Recorder
 from fastbert.model import BertModel, ModelInputs
 from fastbert.ops import checks
 from fastbert.padding import Packing
@@ -65,9 +65,10 @@ class Graphed:
         max_tokens: Iterable[int],
         max_sequences: int,
         max_seqlen: int | None,
-        recorder: Callable[[torch.device], Recorder],
+        recorder: Callable[[torch.device], Recorder] = CudaGraphs,
+        **options: Any,
     ) -> None:
-        """recorder: captures on a device. The other arguments as in `graph`."""
+        """recorder: captures on a device; tests replace it. The other arguments as in `graph`."""
         if not isinstance(model, self.MODELS):
             known = ", ".join(kind.__name__ for kind in self.MODELS)
             raise TypeError(f"{NAME}: given a {type(model).__name__}; expected one of {known}")
@@ -81,6 +82,11 @@ class Graphed:
         self._graphs: dict[Any, Graph] = {}
         self._refuse_model()
         self._refuse_call()
+        self._start(**options)
+
+    def _start(self) -> None:
+        """The rest of the construction, with the options that the base class does not know."""
+        raise NotImplementedError
 
     def _refuse_model(self) -> None:
         """Raises RuntimeError for a model of which a replay would not do what the model does."""
@@ -104,8 +110,7 @@ class Graphed:
 
         Within `_on_host`.
         """
-        names = ("input_ids", "token_type_ids", "position_ids")
-        ids = {name: given.get(name) for name in names if given.get(name) is not None or name == "input_ids"}
+        ids = {name: given.get(name) for name in IDS if given.get(name) is not None or name == "input_ids"}
         checks.integers(NAME, **ids)
         checks.same_device(NAME, ids)
         if (device := ids["input_ids"].device) not in (self._device, torch.device("cpu")):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert.graphs.buckets import NAME, Bucket, Field, size_of
+from fastbert.graphs.forward import LOGITS_OF_TOKENS
 from fastbert.heads import (
     IGNORED,
     BertForMaskedLM,
@@ -15,7 +16,6 @@ from fastbert.heads import (
     BertForQuestionAnswering,
     BertForReplacedTokenDetection,
     BertForSequenceClassification,
-    BertForTokenClassification,
     Body,
 )
 from fastbert.ops import checks
@@ -49,8 +49,7 @@ class LabelReader:
     def __init__(self, model: nn.Module, max_labels: int | None) -> None:
         self.model = model
         self.of_words = isinstance(model, (BertForMaskedLM, BertForPreTraining))
-        tagging = (BertForReplacedTokenDetection, BertForTokenClassification)
-        self.of_tokens = self.of_words or isinstance(model, tagging)
+        self.of_tokens = self.of_words or isinstance(model, LOGITS_OF_TOKENS)
         self.max_labels = None if max_labels is None else size_of("max_labels", max_labels)
         if max_labels is not None and not self.of_words:
             raise TypeError(f"{NAME}: max_labels goes with a masked LM, not {type(model).__name__}")

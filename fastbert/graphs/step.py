@@ -1,14 +1,14 @@
 """A training step as CUDA graphs: forward, loss and backward in one replay."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from fastbert import layer
 from fastbert.graphs import labels as labelling
-from fastbert.graphs.buckets import NAME, Bucket, Field, Form
-from fastbert.graphs.capture import CudaGraphs, Recorder
+from fastbert.graphs.buckets import IDS, NAME, Bucket, Field, Form
 from fastbert.graphs.graphed import Graphed
 from fastbert.graphs.labels import LabelReader, Labels
 from fastbert.heads import HEADS, BertForMultipleChoice
@@ -16,7 +16,6 @@ from fastbert.model import ModelInputs
 from fastbert.ops.op import autocast_on
 from fastbert.padding import Packing
 
-IDS = ("input_ids", "token_type_ids", "position_ids")
 INPUTS = (*IDS, "attention_mask", "cu_seqlens", "max_seqlen", *labelling.NAMES, "labelled_rows")
 MODES = {True: "training", False: "evaluation"}
 
@@ -36,19 +35,8 @@ class GraphedStep(Graphed):
 
     MODELS = tuple(kind for kind in HEADS if kind is not BertForMultipleChoice)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        max_tokens: Iterable[int],
-        max_sequences: int,
-        max_seqlen: int | None,
-        max_labels: int | None = None,
-        recorder: Callable[[torch.device], Recorder] = CudaGraphs,
-    ) -> None:
-        """recorder: captures on a device; tests replace it. The other arguments as in `graph`."""
-        self._mode = getattr(model, "training", None)
-        super().__init__(model, max_tokens, max_sequences, max_seqlen, recorder)
-        self._reader = LabelReader(model, max_labels)
+    def _start(self, max_labels: int | None = None) -> None:
+        self._reader = LabelReader(self.model, max_labels)
 
     def __call__(self, *, gradient: Tensor | float | None = None, **batch: Any) -> Tensor:
         """The loss, a scalar on the model's device; gradients are added to the parameters' `.grad`.
@@ -90,16 +78,14 @@ class GraphedStep(Graphed):
             raise RuntimeError(f"{NAME}: no parameter of the model requires a gradient")
         if self._body.encoder.recomputing is not None:
             raise RuntimeError(f"{NAME}: gradient checkpointing is on, and reads random states, which no capture may")
-        hooks = [each for m in self._snapshot.modules for each in (m._backward_hooks, m._backward_pre_hooks)]
-        hooks += [p._backward_hooks for p in self._snapshot.parameters]
-        hooks += [p._post_accumulate_grad_hooks for p in self._snapshot.parameters]
-        if any(hooks):
+        hooked = any(map(layer.hooks, self._snapshot.modules))
+        if hooked or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._snapshot.parameters):
             raise RuntimeError(f"{NAME}: the model has backward hooks; a replay runs no Python, so they would not run")
 
     def _refuse_call(self) -> None:
-        if self.model.training != self._mode:
+        if self.model.training != (then := self._snapshot.training):
             raise RuntimeError(
-                f"{NAME}: the model is in {MODES[self.model.training]} mode, and the graph of {MODES[self._mode]} mode"
+                f"{NAME}: the model is in {MODES[self.model.training]} mode, and the graph of {MODES[then]} mode"
             )
         if not torch.is_grad_enabled():
             raise RuntimeError(f"{NAME}: gradients are off; a step computes them: call it outside torch.no_grad()")

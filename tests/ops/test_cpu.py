@@ -1,5 +1,7 @@
 """What all C++ kernels for CPUs have in common: threads, processes, memory, instruction sets."""
 
+import contextlib
+import ctypes
 import multiprocessing
 import os
 import subprocess
@@ -124,7 +126,9 @@ def test_a_forked_child_gets_the_same_answers(model):
 
 
 def _resident() -> int:
-    """Bytes."""
+    """Bytes, without what is freed already: how much of that the allocator keeps varies by more than the bound."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -136,12 +140,10 @@ def test_300_calls_leave_nothing_behind():
             for op, inputs in cases:
                 testing.evaluate(op, inputs)
 
-    sizes = []
-    for _ in range(4):
-        calls(100)
-        sizes.append(_resident())
-    # What is left behind grows in every round; an allocator's heaps grow in some.
-    assert min(after - before for before, after in zip(sizes, sizes[1:], strict=False)) < 2 << 20
+    calls(100)
+    before = _resident()
+    calls(300)
+    assert _resident() - before < 8 << 20
 
 
 @pytest.mark.parametrize("op", [ops.bias_gelu, ops.layer_norm])

@@ -23,23 +23,9 @@ constexpr int64_t whole_panels(int64_t columns) {
   return (columns + kPanel<M> - 1) / kPanel<M> * kPanel<M>;
 }
 
-inline vfloat broadcast(const float* value) {
-#ifdef FB_INTRINSIC
-  return (vfloat)FB_INTRINSIC(set1_ps)(*value);
-#else
-  vfloat v;
-  for (int i = 0; i < kLanes<float>; ++i) v[i] = *value;
-  return v;
-#endif
-}
-inline vdouble broadcast(const double* value) {
-#ifdef FB_INTRINSIC
-  return (vdouble)FB_INTRINSIC(set1_pd)(*value);
-#else
-  vdouble v;
-  for (int i = 0; i < kLanes<double>; ++i) v[i] = *value;
-  return v;
-#endif
+template <class M>
+inline vec<M> broadcast(const M* value) {
+  return *value - vec<M>{};  // which no number changes, and compilers leave out
 }
 
 // A packed matrix of `inner` rows: row k of panel p is at (p inner + k) kPanel. What is beyond its columns is zero.
