@@ -655,7 +655,8 @@ def test_nothing_replaced_or_kept_gives_zero_and_zero_gradients():
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "layers"), [("roberta", "ForSequenceClassification", 1), ("albert", "ForMaskedLM", 2)]
+    ("family", "kind", "layers"),
+    [("roberta", "ForSequenceClassification", 1), pytest.param("albert", "ForMaskedLM", 2, marks=pytest.mark.slow)],
 )
 def test_compiles_to_one_graph(family, kind, layers):
     """Padded and packed, forward and backward; the same numbers, though a padded graph sums over padding rows."""

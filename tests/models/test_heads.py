@@ -609,7 +609,7 @@ def test_survives_copy_save_and_half(name):
     "name",
     [
         "BertForPreTraining",
-        "BertForMultipleChoice",
+        pytest.param("BertForMultipleChoice", marks=pytest.mark.slow),
         pytest.param("BertForTokenClassification", marks=pytest.mark.slow),
         pytest.param("BertForQuestionAnswering", marks=pytest.mark.slow),
     ],

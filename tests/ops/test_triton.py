@@ -210,6 +210,7 @@ def test_dense_gelu_compiles_to_hoppers_instructions_and_spills_nothing():
     assert {row["spilled"] for row in found} == {"0"}
 
 
+@pytest.mark.slow
 def test_a_configuration_that_spills_fails_the_report():
     """A planted fault: tiles that no multiprocessor has the registers for."""
     planted = (

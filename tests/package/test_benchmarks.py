@@ -683,6 +683,7 @@ def test_one_file_for_all_groups_and_none_for_a_verification(tmp_path, quick):
     assert len(read(tmp_path / "both_tiny.jsonl")[1]) == 2 + 2
 
 
+@pytest.mark.slow
 def test_pytest_benchmark_runs_the_same_cases():
     """And skips, with the reason, who does not do one."""
     words = ["-q", "-rs", "--size", "tiny", "--benchmark-disable", "-p", "no:cacheprovider"]

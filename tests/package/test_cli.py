@@ -167,6 +167,7 @@ def test_plot_attention(models, capsys, tmp_path):
     assert run(capsys, *arguments)[0] == 0 and path.read_bytes() != whole
 
 
+@pytest.mark.slow  # fastbert.export itself is in the fast suite
 def test_export(models, capsys, tmp_path):
     path = tmp_path / "model.pt2"
     directory = models / "BertForSequenceClassification"

@@ -71,7 +71,8 @@ def test_an_example_is_short(path):
     assert path.stem == "common" or len(path.read_text().splitlines()) < 120
 
 
-@pytest.mark.parametrize("name", ["pretrain_mlm", pytest.param("finetune_classifier", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pretrain_mlm", "finetune_classifier"])
 def test_twenty_steps_coincide(example, name):
     if name == "finetune_classifier":
         minilm()

@@ -136,6 +136,7 @@ def test_a_pytorch_that_does_not_answer_is_no_gpu(monkeypatch, capsys):
     assert on_gpu.capability() is None and "did not say" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_tests_that_are_cut_off_leave_what_has_failed(tmp_path):
     (tmp_path / "test_slow.py").write_text(
         "import time\n\ndef test_wrong():\n    assert 'this' == 'that'\n\ndef test_slow():\n    time.sleep(60)\n"
@@ -192,12 +193,14 @@ def with_a_fault(folder, *words, **environment):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_lost_gpu_ends_the_tests_and_says_where(tmp_path):
     code, output = with_a_fault(tmp_path)
     assert code == 2 and "the GPU was lost in test_fault.py::test_kernel[3]: CUDA error: an illegal memory" in output
     assert output.count("2 failed, 2 passed") == 1 and "test_kernel[4]" not in output
 
 
+@pytest.mark.slow
 def test_a_worker_that_lost_the_gpu_is_gone_after_its_report(tmp_path):
     code, output = with_a_fault(tmp_path, PYTEST_XDIST_WORKER="gw0")
     assert code == 1 and "test_kernel[3] FAILED" in output
@@ -262,6 +265,7 @@ def test_what_matters_most_has_time_even_if_everything_before_takes_all_of_its_o
     assert part.name == "ops"
 
 
+@pytest.mark.slow
 def test_a_benchmark_ends_with_its_time(tmp_path):
     """What the machine runs, on one small case: it is told its limit, concludes, and leaves its results."""
     words = ["--size", "tiny", "--groups", "ops", "--parts", "bias_gelu", "--contenders", "fastbert"]

@@ -175,7 +175,7 @@ def test_exports_packed_with_dynamic_shapes():
         assert (program(**some).last_hidden_state - model(**some).last_hidden_state).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_processes_give_the_gradients_of_one(kind):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     answer = subprocess.run(
@@ -188,6 +188,7 @@ def test_two_processes_give_the_gradients_of_one(kind):
     assert answer.returncode == 0 and answer.stdout.count("equal") == 2, answer.stderr[-3000:]
 
 
+@pytest.mark.slow  # test_trainer.py kills a Trainer's run in the fast suite
 def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     def run(*arguments):
         command = [sys.executable, str(HERE / "resume.py"), *map(str, arguments)]
