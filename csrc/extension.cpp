@@ -3,6 +3,7 @@
 #include <torch/headeronly/version.h>
 
 #include "cpu/isa.h"
+#include "packed_linear.h"
 
 namespace {
 
@@ -26,11 +27,18 @@ PyObject* words(const char* text) {
   return tuple;
 }
 
+// Of packed weights on this processor: the channels of a panel and the numbers of a group; None without kernels.
+PyObject* packed_layout() {
+  if (!FB_BEST_ISA(packed_width)) Py_RETURN_NONE;
+  return Py_BuildValue("(LL)", static_cast<long long>(FB_BEST_ISA(packed_width)()),
+                       static_cast<long long>(FB_BEST_ISA(packed_group)()));
+}
+
 PyObject* build_info(PyObject*, PyObject*) {
-  return Py_BuildValue("{s:s, s:s, s:N, s:s, s:s, s:N}", "torch_version", TORCH_VERSION, "compiler", FB_COMPILER,
-                       "cpu_sets", words(FB_CPU_ISAS), "cpu_set", name_of(fastbert::cpu::best_isa()), "cuda_version",
-                       *FB_CUDA_VERSION ? FB_CUDA_VERSION : nullptr, "cuda_architectures",
-                       words(FB_CUDA_ARCHITECTURES));
+  return Py_BuildValue("{s:s, s:s, s:N, s:s, s:N, s:s, s:N}", "torch_version", TORCH_VERSION, "compiler", FB_COMPILER,
+                       "cpu_sets", words(FB_CPU_ISAS), "cpu_set", name_of(fastbert::cpu::best_isa()), "packed_layout",
+                       packed_layout(), "cuda_version", *FB_CUDA_VERSION ? FB_CUDA_VERSION : nullptr,
+                       "cuda_architectures", words(FB_CUDA_ARCHITECTURES));
 }
 
 }  // namespace

@@ -78,6 +78,8 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/short.jsonl"),
         "cuda": Kernel(_FLOATS, largest=8192),
     },
+    "packed_linear": {"cpu": Kernel(_FLOATS, backward=False)},
+    "packed_layer": {"cpu": Kernel(_FLOATS, backward=False)},
     "padding": {"cpu": Kernel(_ANY, measured=_ON_CPU), "triton": Kernel(_ANY)},
 }
 OPS = tuple(KERNELS)

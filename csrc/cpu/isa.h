@@ -40,7 +40,8 @@ inline Isa best_isa() {
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (!avx512 || (wish && !strcmp(wish, "avx2"))) return Isa::avx2;
-    return __builtin_cpu_supports("avx512bf16") ? Isa::avx512_bf16 : Isa::avx512;
+    const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    return bf16 ? Isa::avx512_bf16 : Isa::avx512;
   }();
   return isa;
 }

@@ -1,0 +1,185 @@
+// A block of y = gelu(x W^T + bias), W packed: its sums are added up in scratch, then one pass turns them into y while
+// they are in the cache.
+#include "../../packed_linear.h"
+
+#include "../../gelu.h"
+#include "product_int8.h"
+
+namespace fastbert::cpu::FB_ISA {
+
+namespace {
+
+constexpr int64_t kInner = 256;                   // of x, that the sums of floats are chains of
+constexpr int64_t kColumns = 16 * kPanel<float>;  // of a block that is finished at once
+constexpr int64_t kStride = kColumns + 16;        // of its sums: a power of two would use few sets of the cache
+
+template <class N>
+N least(N a, N b) {
+  return a < b ? a : b;
+}
+
+// Calls f with a value of x's and y's type.
+template <class F>
+void for_x_type(DType dtype, const F& f) {
+  if (dtype == DType::f32) f(float{});
+  if (dtype == DType::bf16) f(bf16{});
+  if (dtype == DType::f16) f(f16{});
+}
+
+// ---- rows of x as the products take them
+
+template <class T>
+void widen(const T* x, int64_t elements, float* to) {
+  for_vectors<float>(elements, [&](int64_t i, auto n) { store(load(x + i, n), to + i, n); });
+}
+
+// The int8 nearest to x times a factor, plus kOffset; ties to even.
+inline vint quantise(vfloat x, float factor) {
+  return reinterpret<vint>(x * factor + kShift) - reinterpret<vint>(splat<vfloat>(kShift)) + kOffset;
+}
+
+inline void store_left(vint v, Left8* to, Whole) {
+  typedef FB_VECTOR(Left8, sizeof(vint) / 4 * sizeof(Left8)) Narrow;
+  const Narrow narrow = __builtin_convertvector(v, Narrow);
+  __builtin_memcpy(to, &narrow, sizeof narrow);
+}
+inline void store_left(vint v, Left8* to, int n) {
+  for (int i = 0; i < n; ++i) to[i] = Left8(v[i]);
+}
+
+// Returns what the int8 numbers are to be multiplied by. A row with a NaN or an infinity gives NaN: none would be
+// near; one of numbers below 2^-100 gives zeros.
+template <class T>
+float quantise_row(const T* x, int64_t inner, Left8* to) {
+  vfloat most[kSlots]{}, bad[kSlots]{};
+  for_vectors_in_slots<float>(inner, [&](int64_t i, auto n, auto slot) {
+    const vfloat v = load(x + i, n);
+    most[slot] = greater(most[slot], absolute(v));
+    bad[slot] += v * 0.f;
+  });
+  const float high = largest(greater(greater(most[0], most[1]), greater(most[2], most[3])));
+  const bool finite = sum(bad) == 0, zero = !finite || high < 0x1p-100f;
+  const float factor = zero ? 0 : 127 / high;
+  for_vectors<float>(inner, [&](int64_t i, auto n) {
+    const vfloat v = load(x + i, n);
+    store_left(quantise(zero ? vfloat{} : v, factor), to + i, n);
+  });
+  for (int64_t i = inner; i < whole_groups(inner); ++i) to[i] = kOffset;
+  return !finite ? __builtin_nanf("") : zero ? 0 : high / 127;
+}
+
+// ---- sums
+
+// A panel's rows from k on, as floats: where they are, or put into `room`.
+inline float* widened(const float* panel, int64_t, float*) { return const_cast<float*>(panel); }
+inline float* widened(const bf16* panel, int64_t inner, float* room) {
+  widen(panel, inner * kPanel<float>, room);
+  return room;
+}
+
+// The sums of a block in float. W: of the weights, which are widened a part of a panel at a time, for all rows.
+template <class W>
+void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
+  float* const room = sums + kPackedRows * kStride;
+  const float* const x = static_cast<const float*>(op.left ? op.left : op.x) + row * op.inner;
+  for (int64_t k = 0; k == 0 || k < op.inner; k += kInner) {
+    const int64_t inner = least(kInner, op.inner - k);
+    const auto add = k ? product<Onto::sums, false, float> : product<Onto::nothing, false, float>;
+    for (int64_t column = 0; column < channels; column += kPanel<float>) {
+      const W* const panel = static_cast<const W*>(op.weight) + (channel + column) * op.inner + k * kPanel<float>;
+      add(rows, kPanel<float>, inner, {x + k, op.inner}, {widened(panel, inner, room), inner}, sums + column, kStride,
+          nullptr);
+    }
+  }
+}
+
+void multiply8(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, int32_t* sums) {
+  const int64_t inner = whole_groups(op.inner);
+  const Left8* const left = static_cast<const Left8*>(op.left) + row * inner;
+  const int8_t* const weight = static_cast<const int8_t*>(op.weight);
+  for (int64_t column = 0; column < channels; column += kPanel<float>)
+    product8(rows, inner, left, weight + (channel + column) * inner, sums + column, kStride);
+}
+
+// ---- from sums to y
+
+template <Gelu kGelu, class T, class F>
+void finish(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, const F& sum_at) {
+  for (int64_t r = 0; r < rows; ++r) {
+    T* const y = static_cast<T*>(op.y) + (row + r) * op.y_stride + channel;
+    for_vectors<float>(channels, [&](int64_t i, auto n) {
+      vfloat v = sum_at(r, i, n);
+      if (op.bias) v += load(op.bias + channel + i, n);
+      if constexpr (kGelu != Gelu::none) v = gelu<kGelu == Gelu::tanh>(v);
+      store(v, y + i, n);
+    });
+  }
+}
+
+template <class T, class F>
+void finish(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, const F& sum_at) {
+  if (op.gelu == Gelu::none) return finish<Gelu::none, T>(op, row, rows, channel, channels, sum_at);
+  if (op.gelu == Gelu::erf) return finish<Gelu::erf, T>(op, row, rows, channel, channels, sum_at);
+  finish<Gelu::tanh, T>(op, row, rows, channel, channels, sum_at);
+}
+
+template <class T, class W>
+void float_block(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
+  multiply<W>(op, row, rows, channel, channels, sums);
+  finish<T>(op, row, rows, channel, channels,
+            [&](int64_t r, int64_t i, auto n) { return load(sums + r * kStride + i, n); });
+}
+
+template <class T>
+void int8_block(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, int32_t* sums) {
+  multiply8(op, row, rows, channel, channels, sums);
+  const float *const scale = op.scale + channel, *const offsets = scale + op.channels;
+  finish<T>(op, row, rows, channel, channels, [&](int64_t r, int64_t i, auto n) {
+    vint exact = load_bits<vint>(sums + r * kStride + i);
+    if constexpr (kOffset) exact -= kOffset * __builtin_convertvector(load(offsets + i, n), vint);
+    return __builtin_convertvector(exact, vfloat) * (load(scale + i, n) * op.left_scale[row + r]);
+  });
+}
+
+}  // namespace
+
+int64_t packed_width() { return kPanel<float>; }
+int64_t packed_group() { return kGroup; }
+
+int64_t packed_left_bytes(int64_t inner, DType dtype, Weights weights) {
+  if (weights == Weights::s8) return whole_groups(inner) * int64_t(sizeof(Left8));
+  return dtype == DType::f32 ? 0 : inner * int64_t(sizeof(float));
+}
+
+void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
+  for_x_type(op.dtype, [&](auto element) {
+    using T = decltype(element);
+    for (int64_t row = begin; row < end; ++row) {
+      const T* const x = static_cast<const T*>(op.x) + row * op.inner;
+      if (op.weights == Weights::s8) {
+        op.left_scale[row] = quantise_row(x, op.inner, static_cast<Left8*>(op.left) + row * whole_groups(op.inner));
+      } else {
+        widen(x, op.inner, static_cast<float*>(op.left) + row * op.inner);
+      }
+    }
+  });
+}
+
+int64_t packed_scratch() { return (kPackedRows * kStride + kInner * kPanel<float>)*int64_t(sizeof(float)); }
+
+void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
+                   void* scratch) {
+  for_x_type(op.dtype, [&](auto element) {
+    using T = decltype(element);
+    for (; channel < channel_end; channel += kColumns) {
+      const int64_t rows = row_end - row, channels = least(kColumns, channel_end - channel);
+      if (op.weights == Weights::s8) int8_block<T>(op, row, rows, channel, channels, static_cast<int32_t*>(scratch));
+      if (op.weights == Weights::f32)
+        float_block<T, float>(op, row, rows, channel, channels, static_cast<float*>(scratch));
+      if (op.weights == Weights::bf16)
+        float_block<T, bf16>(op, row, rows, channel, channels, static_cast<float*>(scratch));
+    }
+  });
+}
+
+}  // namespace fastbert::cpu::FB_ISA

@@ -1,0 +1,82 @@
+// Matrix products of int8 numbers with int32 sums, which are exact: in any order, on any instruction set.
+//
+// A row of the left factor comes in groups of 32 bits, which one instruction multiplies with as many numbers of each
+// channel, and adds up: two int16 (AVX2, AVX-512), or four uint8 (VNNI, and plain C++), which are the int8 + kOffset.
+// A tile of the result, a few rows of a panel of channels, is added up in registers.
+#pragma once
+
+#include "product.h"
+
+namespace fastbert::cpu::FB_ISA {
+
+#if defined(__AVX512VNNI__) || !defined(__AVX2__)
+
+using Left8 = uint8_t;
+constexpr int kOffset = 128;
+
+// Four int8 of each channel.
+inline vint load_group(const int8_t* weights) { return load_bits<vint>(weights); }
+
+// sums + the products of four numbers each.
+inline vint dot(vint left, vint weights, vint sums) {
+#ifdef __AVX512VNNI__
+  return (vint)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)left, (__m512i)weights);
+#else
+  for (int i = 0; i < 4; ++i) sums += (left >> (8 * i) & 255) * (weights << (24 - 8 * i) >> 24);
+  return sums;
+#endif
+}
+
+#else
+
+using Left8 = int16_t;
+constexpr int kOffset = 0;
+
+#ifdef __AVX512F__
+inline vint load_group(const int8_t* weights) { return (vint)_mm512_cvtepi8_epi16(load_bits<__m256i>(weights)); }
+inline vint dot(vint left, vint weights, vint sums) {
+  return sums + (vint)_mm512_madd_epi16((__m512i)left, (__m512i)weights);
+}
+#else
+inline vint load_group(const int8_t* weights) { return (vint)_mm256_cvtepi8_epi16(load_bits<__m128i>(weights)); }
+inline vint dot(vint left, vint weights, vint sums) {
+  return sums + (vint)_mm256_madd_epi16((__m256i)left, (__m256i)weights);
+}
+#endif
+
+#endif
+
+constexpr int kGroup = 4 / sizeof(Left8);
+
+constexpr int64_t whole_groups(int64_t inner) { return (inner + kGroup - 1) / kGroup * kGroup; }
+
+template <int rows>
+inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner, int32_t* c, int64_t c_stride) {
+  constexpr int L = kLanes<float>;
+  vint sums[rows][2]{};
+  for (int64_t k = 0; k < inner; k += kGroup, b += 2 * L * kGroup) {
+    const vint first = load_group(b), second = load_group(b + L * kGroup);
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; ++row) {
+      const vint left = vint{} + load_bits<int32_t>(a + row * stride + k);
+      sums[row][0] = dot(left, first, sums[row][0]);
+      sums[row][1] = dot(left, second, sums[row][1]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int row = 0; row < rows; ++row)
+    for (int half = 0; half < 2; ++half)
+      __builtin_memcpy(c + row * c_stride + half * L, &sums[row][half], sizeof(vint));
+}
+
+// c (rows, a panel) = a (rows, inner) and a panel of b, of whole groups.
+inline void product8(int64_t rows, int64_t inner, const Left8* a, const int8_t* b, int32_t* c, int64_t c_stride) {
+  int64_t row = 0;
+  const auto run = [&](auto count) {
+    for (; row + count <= rows; row += count)
+      tile8<count>(a + row * inner, inner, b, inner, c + row * c_stride, c_stride);
+  };
+  run(Slot<kTile>{}), run(Slot<4>{}), run(Slot<2>{}), run(Slot<1>{});
+}
+
+}  // namespace fastbert::cpu::FB_ISA

@@ -1,0 +1,139 @@
+// Products with packed weights, for packed_linear and packed_layer: checks, memory and threads.
+#pragma once
+
+#include <memory>
+#include <string_view>
+
+#include "../checks.h"
+#include "../packed_linear.h"
+#include "../tensor.h"
+
+namespace fastbert::packed {
+
+using cpu::PackedLinear;
+
+constexpr int64_t kShare = 1 << 17;  // multiplications: fewer are not worth another thread
+
+inline Weights weights_of(const Tensor& packed) {
+  switch (packed.scalar_type()) {
+    case ScalarType::Float: return Weights::f32;
+    case ScalarType::BFloat16: return Weights::bf16;
+    case ScalarType::Char: return Weights::s8;
+    default:
+      fail<std::invalid_argument>("packed_linear: weight is ", packed.scalar_type(),
+                                  "; expected Float, BFloat16 or Char");
+  }
+}
+
+// approximate: empty for no GELU.
+inline Gelu gelu_of(std::string_view approximate) {
+  if (approximate.empty()) return Gelu::none;
+  check_approximate("packed_linear", approximate);
+  return approximate == "tanh" ? Gelu::tanh : Gelu::erf;
+}
+
+// Rows of x beside weights of one kind, as the products take them. They serve several products.
+class Left {
+ public:
+  // x: (rows, K), contiguous.
+  Left(const Tensor& x, Weights weights) : x_(x), weights_(weights) {
+    const int64_t rows = x.size(0), inner = x.size(1);
+    const int64_t bytes = FB_BEST_ISA(packed_left_bytes)(inner, dtype_of(x), weights);
+    if (rows == 0 || (bytes == 0 && weights != Weights::s8)) return;
+    left_ = empty({rows, bytes}, x, ScalarType::Byte);
+    if (weights == Weights::s8) scale_ = empty({rows}, x, ScalarType::Float);
+    const PackedLinear op = call();
+    parallel_rows(rows, inner, 0, [&](int64_t begin, int64_t end, void*) { FB_BEST_ISA(packed_left)(op, begin, end); });
+  }
+
+  const Tensor& x() const { return x_; }
+  Weights weights() const { return weights_; }
+
+  // With what is known of the left factor alone.
+  PackedLinear call() const {
+    PackedLinear op{};
+    op.x = x_.const_data_ptr(), op.rows = x_.size(0), op.inner = x_.size(1), op.dtype = dtype_of(x_);
+    op.weights = weights_;
+    op.left = left_ ? left_->mutable_data_ptr() : nullptr;
+    op.left_scale = scale_ ? scale_->mutable_data_ptr<float>() : nullptr;
+    return op;
+  }
+
+ private:
+  Tensor x_;
+  Weights weights_;
+  OptionalTensor left_, scale_;
+};
+
+struct Packed {
+  Tensor weight;
+  OptionalTensor scale, bias;
+  int64_t channels;
+};
+
+inline void check_packed(const Tensor& x, const Packed& p) {
+  FB_CHECK(FB_BEST_ISA(packed_linear), kNoIsa);
+  const ScalarType type = x.scalar_type();
+  const Weights weights = weights_of(p.weight);
+  check_floating_beside("packed_linear", "x", x, ScalarType::Float);
+  FB_CHECK_VALUE(x.dim() >= 2, "packed_linear: x has shape ", x.sizes(), "; expected (..., K)");
+  FB_CHECK_VALUE(weights == Weights::s8 || type == p.weight.scalar_type(), "packed_linear: x is ", type,
+                 " beside a weight of ", p.weight.scalar_type(), "; expected one type");
+  FB_CHECK_VALUE(p.channels >= 0, "packed_linear: channels is ", p.channels, "; expected 0 or more");
+  const int64_t width = FB_BEST_ISA(packed_width)(), group = FB_BEST_ISA(packed_group)(), inner = x.size(-1);
+  const int64_t panels = (p.channels + width - 1) / width;
+  if (weights == Weights::s8) {
+    FB_CHECK_VALUE(inner <= 1 << 17, "packed_linear: K is ", inner, "; expected at most 2**17 beside int8 weights");
+    check_shape("packed_linear", "weight", p.weight, {panels, (inner + group - 1) / group, width, group});
+    FB_CHECK_VALUE(p.scale.has_value(), "packed_linear: scale is None beside int8 weights");
+    check_shape("packed_linear", "scale", *p.scale, {2, p.channels});
+  } else {
+    check_shape("packed_linear", "weight", p.weight, {panels, inner, width});
+    FB_CHECK_VALUE(!p.scale, "packed_linear: scale is given beside weights of ", p.weight.scalar_type());
+  }
+  for (const auto& [name, tensor] :
+       {std::pair("weight", OptionalTensor(p.weight)), {"scale", p.scale}, {"bias", p.bias}}) {
+    if (!tensor) continue;
+    check_device("packed_linear", name, *tensor, x.device());
+    FB_CHECK_VALUE(tensor->is_contiguous(), "packed_linear: ", name, " is not contiguous");
+  }
+  if (p.scale) check_dtype("packed_linear", "scale", *p.scale, ScalarType::Float);
+  if (p.bias) check_shape("packed_linear", "bias", *p.bias, {p.channels});
+  if (p.bias) check_dtype("packed_linear", "bias", *p.bias, ScalarType::Float);
+}
+
+// Of checked arguments: y (rows, channels), whose rows may lie apart.
+inline void product_into(const Tensor& y, const Left& left, const Packed& p, Gelu gelu) {
+  PackedLinear op = left.call();
+  op.weight = p.weight.const_data_ptr();
+  op.scale = p.scale ? p.scale->const_data_ptr<float>() : nullptr;
+  op.bias = p.bias ? p.bias->const_data_ptr<float>() : nullptr;
+  op.y = y.mutable_data_ptr(), op.y_stride = y.stride(0), op.channels = p.channels, op.gelu = gelu;
+  // Blocks of rows, each with all panels: threads get equal shares of the panels of all blocks.
+  const int64_t width = FB_BEST_ISA(packed_width)(), panels = p.weight.size(0);
+  const int64_t blocks = (op.rows + cpu::kPackedRows - 1) / cpu::kPackedRows, units = blocks * panels;
+  if (units == 0) return;
+  uint32_t threads = 1;
+  check_call(torch_get_num_threads(&threads), "get_num_threads");
+  const int64_t work = op.rows * op.channels * std::max<int64_t>(1, op.inner) / kShare;
+  const int64_t shares = std::clamp<int64_t>(work, 1, std::min<int64_t>(threads, units));
+  parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<char[]> scratch(new char[FB_BEST_ISA(packed_scratch)()]);
+    const int64_t last = units * end / shares;
+    for (int64_t unit = units * begin / shares; unit < last;) {
+      const int64_t block = unit / panels, panel = unit % panels, count = std::min(panels - panel, last - unit);
+      const int64_t row = op.rows * block / blocks, row_end = op.rows * (block + 1) / blocks;
+      FB_BEST_ISA(packed_linear)
+      (op, row, row_end, panel * width, std::min(op.channels, (panel + count) * width), scratch.get());
+      unit += count;
+    }
+  });
+}
+
+inline Tensor product(const Tensor& x, const Packed& p, Gelu gelu) {
+  const Tensor y = empty_rows({x.size(0), p.channels}, x);
+  product_into(y, Left(x, weights_of(p.weight)), p, gelu);
+  return y;
+}
+
+}  // namespace fastbert::packed

@@ -1,0 +1,55 @@
+// The interface between the torch side of packed_linear and its loops: y = gelu(x W^T + bias), where W was packed once
+// (fastbert/ops/packed_linear.py) into panels of as many channels as two vectors have lanes.
+//
+// Float weights: panels (panels, K, width) of fp32 or bf16. int8 weights: (panels, groups, width, group), where a group
+// is what one instruction multiplies and adds up to an int32; rows of x are quantised to int8 too, by their largest
+// magnitude, and the int32 sums are exact, so every instruction set gives the same.
+#pragma once
+
+#include <stdint.h>
+
+#include "cpu/isa.h"
+#include "dtype.h"
+
+namespace fastbert {
+
+enum class Weights { f32, bf16, s8 };
+enum class Gelu { none, erf, tanh };
+
+namespace cpu {
+
+struct PackedLinear {
+  const void* x;       // (rows, inner) of dtype, contiguous
+  const void* weight;  // packed
+  const float* scale;  // of int8 weights: (2, channels), the factor of each channel, and the sum of its weights
+  const float* bias;   // (channels,), or null
+  void* y;             // (rows, channels) of dtype, rows y_stride elements apart
+  int64_t rows, inner, channels, y_stride;
+  DType dtype;  // f32, bf16 or f16
+  Weights weights;
+  Gelu gelu;
+  // Rows of x as the products take them, each of packed_left_bytes(), and for int8 the factor of each; null where x is
+  // taken as it is.
+  void* left;
+  float* left_scale;
+};
+
+constexpr int64_t kPackedRows = 144;  // of a block: a multiple of every tile's rows
+
+FB_FOR_EACH_ISA(
+    // The channels of a panel, and the numbers of a group.
+    int64_t packed_width(); int64_t packed_group();
+
+    // Of a row of `left`; 0 where x is taken as it is.
+    int64_t packed_left_bytes(int64_t inner, DType dtype, Weights weights);
+    void packed_left(const PackedLinear& op, int64_t begin, int64_t end);
+
+    // Of a task's scratch.
+    int64_t packed_scratch();
+    // The block of y that begins at a row and, a multiple of the width, at a channel: at most kPackedRows rows.
+    void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
+                       void* scratch);)
+
+}  // namespace cpu
+
+}  // namespace fastbert

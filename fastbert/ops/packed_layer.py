@@ -1,0 +1,60 @@
+"""packed_layer: `encoder_layer` for inference, with packed weights in its products."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert.ops.attention import attention_ref
+from fastbert.ops.layer_norm import add_layer_norm_ref
+from fastbert.ops.op import Primitive
+from fastbert.ops.packed_linear import packed_linear_ref
+
+
+def packed_layer_ref(
+    hidden: Tensor,
+    parameters: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    heads: int,
+    scale: float,
+    approximate: str,
+    out_eps: float,
+    down_eps: float,
+) -> Tensor:
+    """A post-norm layer in plain PyTorch; a layer of prepared modules calls its operator (`fastbert.layer`).
+
+    parameters: those of `encoder_layer`, where a weight may be packed. scales: that of each product as `packed_linear`
+    takes it, with no element where it has none.
+    """
+    *projections, out, out_norm, up, down, down_norm = zip(parameters[::2], parameters[1::2], strict=True)
+    each = [_dense(hidden, *part, of) for part, of in zip(projections, scales[:-3], strict=True)]
+    qkv = torch.cat(each, -1).unflatten(-1, (3, heads, -1))
+    x = attention_ref(qkv, cu_seqlens, max_seqlen, scale=scale).flatten(1)
+    x = _dense(x, out[0], torch.zeros_like(out[1]), scales[-3])
+    hidden = add_layer_norm_ref(x, hidden, *out_norm, out_eps, x_bias=out[1])
+    x = _dense(hidden, *up, scales[-2], approximate)
+    x = _dense(x, down[0], torch.zeros_like(down[1]), scales[-1])
+    return add_layer_norm_ref(x, hidden, *down_norm, down_eps, x_bias=down[1])
+
+
+def _dense(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, approximate: str | None = None) -> Tensor:
+    if weight.dim() > 2:
+        return packed_linear_ref(x, weight, scale if scale.numel() else None, bias, len(bias), approximate)
+    y = F.linear(x, weight, bias)
+    return y if approximate is None else F.gelu(y, approximate=approximate)
+
+
+def _fake(hidden, parameters, scales, cu_seqlens, *settings):
+    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
+
+
+FWD = Primitive(
+    "packed_layer_fwd",
+    "(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor cu_seqlens, SymInt max_seqlen, int heads,"
+    " float scale, str approximate, float out_eps, float down_eps) -> Tensor",
+    _fake,
+    packed_layer_ref,
+)

@@ -1,0 +1,182 @@
+"""packed_linear: a dense layer for inference, its weights packed once for this processor's products.
+
+Packed weights are panels of `width` channels, that a product reads from first to last: (panels, K, width) of float32 or
+bfloat16; (panels, groups, width, group) of int8, where a group is what one instruction adds up. Both numbers are the
+processor's, so packed weights are not for files: `unpack_weight` gives back what was packed, bit for bit.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert import backends
+from fastbert.ops import checks
+from fastbert.ops.bias_gelu import check_approximate
+from fastbert.ops.op import Primitive, needs_grad
+
+WEIGHTS = (torch.float32, torch.bfloat16, torch.int8)
+_SMALLEST = 2.0**-100  # rows of x whose largest number is below this count as zeros beside int8 weights
+
+
+def layout() -> tuple[int, int]:
+    """Of packed weights on this machine: the channels of a panel, and the numbers of a group."""
+    return backends.build_info().get("packed_layout") or (16, 2)
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """A weight (C, K) of float32, bfloat16 or int8 as `packed_linear` takes it, padded with zeros. Raises TypeError for
+    another dtype, ValueError for another shape."""
+    if weight.dtype not in WEIGHTS:
+        raise TypeError(f"pack_weight: weight is {weight.dtype}; expected one of {', '.join(map(str, WEIGHTS))}")
+    checks.shape("pack_weight", "weight", weight, (None, None), "(C, K)")
+    width, group = layout()
+    inner = _padding(weight.shape[1], group) if weight.dtype == torch.int8 else 0
+    whole = F.pad(weight.detach(), (0, inner, 0, _padding(weight.shape[0], width)))
+    panels = whole.view(len(whole) // width, width, whole.shape[1])
+    if weight.dtype != torch.int8:
+        return panels.transpose(1, 2).contiguous()
+    return panels.unflatten(2, (whole.shape[1] // group, group)).transpose(1, 2).contiguous()
+
+
+def unpack_weight(packed: Tensor, channels: int, inner: int) -> Tensor:
+    """The weight (channels, inner) that was packed."""
+    rows = packed.transpose(1, 2).flatten(0, 1)  # of channels
+    return rows.flatten(1)[:channels, :inner].contiguous()
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight (C, K) as int8 (C, K) and a float32 factor for each channel (C,): symmetric, the largest magnitude is
+    127. Raises ValueError for numbers that are not finite.
+
+    Equivalent to::
+
+        factor = weight.abs().amax(1) / 127
+        weight.div(factor[:, None]).round().to(torch.int8), factor
+    """
+    weight = weight.detach().float()
+    if not weight.isfinite().all():
+        raise ValueError("quantize_weight: the weight has numbers that are not finite")
+    factor = weight.abs().amax(1) / 127 if weight.shape[1] else weight.new_zeros(weight.shape[0])
+    return (weight / factor.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8), factor
+
+
+def with_sums(factor: Tensor, weight: Tensor) -> Tensor:
+    """The `scale` of `packed_linear`, (2, C): the channels' factors and, as processors need them whose int8 products
+    take one factor unsigned, the sums of the int8 weights (C, K)."""
+    return torch.stack([factor, weight.sum(1, dtype=torch.int32).float()])
+
+
+def _padding(size: int, unit: int) -> int:
+    return -size % unit
+
+
+# ---- plain PyTorch
+
+
+def packed_linear_ref(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, channels: int, approximate: str | None = None
+) -> Tensor:
+    """`packed_linear` in plain PyTorch."""
+    plain = unpack_weight(weight, channels, x.shape[-1])
+    if scale is None:
+        y = F.linear(x.float(), plain.float())
+    else:
+        rows, factor = quantize_rows(x)
+        sums = rows.double() @ plain.double().T  # exact
+        y = sums.float() * (scale[0] * factor)
+    y = y if bias is None else y + bias
+    return (y if approximate is None else F.gelu(y, approximate=approximate)).to(x.dtype)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (..., K) as int8 beside int8 weights, and a float32 factor for each row (..., 1).
+
+    The largest magnitude of a row is 127. A row with a NaN or an infinity is zeros with the factor NaN.
+    """
+    x = x.float()
+    high = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
+    finite = high.isfinite()
+    usable = finite & (high >= _SMALLEST)
+    rows = torch.where(usable, x * (127 / high), 0).round().to(torch.int8)
+    return rows, torch.where(finite, torch.where(usable, high / 127, 0), torch.nan)
+
+
+# ---- schema
+
+
+def _forward(x, weight, scale, bias, channels, approximate):
+    return packed_linear_ref(x, weight, scale, bias, channels, approximate or None)
+
+
+def _fake(x, weight, scale, bias, channels, approximate):
+    return x.new_empty((*x.shape[:-1], channels))
+
+
+FWD = Primitive(
+    "packed_linear_fwd",  # approximate: "" for no GELU
+    "(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, SymInt channels, str approximate) -> Tensor",
+    _fake,
+    _forward,
+)
+
+
+# ---- the op
+
+
+def packed_linear(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, channels: int, approximate: str | None = None
+) -> Tensor:
+    """A dense layer whose weight was packed, with GELU where it is asked for. It has no backward.
+
+    x: (..., K) with at least two dimensions, of the weight's dtype; beside an int8 weight float32, bfloat16 or float16.
+    weight: (C, K) of float32, bfloat16 or int8, by `pack_weight`. scale: of an int8 weight, by `with_sums`, else None.
+    bias: (C,) float32 or None. channels: C. approximate: None for no GELU, "none" (erf) or "tanh". Returns (..., C) in
+    x's dtype. Sums are float32, whatever the weight.
+
+    An int8 weight has x quantised to int8 too, each row by its largest magnitude (symmetric, ties to even); the sums
+    are exact, so every processor gives the same. A row with a NaN or an infinity gives NaN.
+    Raises ValueError (shapes, devices, approximate), TypeError (dtypes), RuntimeError where a gradient is live.
+
+    Equivalent to::
+
+        F.gelu(F.linear(x, weight, bias), approximate=approximate)
+    """
+    check_dense("packed_linear", x, weight, scale, bias, channels)
+    if approximate is not None:
+        check_approximate("packed_linear", approximate)
+    refuse_gradients("packed_linear", x)
+    backend = backends.choose("packed_linear", x.device.type, x.dtype, backward=False)
+    return FWD(backend, x, weight, scale, bias, channels, approximate or "")
+
+
+def refuse_gradients(op: str, x: Tensor) -> None:
+    if needs_grad(x):
+        raise RuntimeError(f"{op}: prepared weights are for inference; expected torch.no_grad() or inference_mode()")
+
+
+def check_dense(
+    op: str, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, channels: int
+) -> None:
+    """Raises ValueError and TypeError. One dtype decides the others."""
+    allowed = {torch.float32: (torch.float32,), torch.bfloat16: (torch.bfloat16,), torch.int8: checks.FLOATS[:3]}
+    if weight.dtype not in allowed:
+        raise TypeError(f"{op}: weight is {weight.dtype}; expected one of {', '.join(map(str, WEIGHTS))}")
+    if not isinstance(x, Tensor) or x.dtype not in allowed[weight.dtype]:
+        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        expected = " or ".join(map(str, allowed[weight.dtype]))
+        raise TypeError(f"{op}: x is {given} beside a weight of {weight.dtype}; expected {expected}")
+    if x.dim() < 2:
+        raise ValueError(f"{op}: x has shape {tuple(x.shape)}; expected (..., K) with at least two dimensions")
+    quantized, (width, group) = weight.dtype == torch.int8, layout()
+    panels, inner = -(-channels // width), x.shape[-1]
+    shape = (panels, -(-inner // group), width, group) if quantized else (panels, inner, width)
+    checks.shape(op, "weight", weight, shape, "what pack_weight gives for (C, K)")
+    if quantized != (scale is not None):
+        raise ValueError(f"{op}: scale is {scale and 'given'} beside a weight of {weight.dtype}")
+    for name, tensor, expected in (("scale", scale, (2, channels)), ("bias", bias, (channels,))):
+        if tensor is None:
+            continue
+        checks.shape(op, name, tensor, expected, "C channels'")
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"{op}: {name} is {tensor.dtype}; expected torch.float32")
+    checks.same_device(op, {"x": x, "weight": weight, "scale": scale, "bias": bias})
