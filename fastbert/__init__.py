@@ -31,6 +31,7 @@ from fastbert.heads import (
 )
 from fastbert.hf import accelerate, restore
 from fastbert.model import BertEncoder, BertEncoderOutput, BertModel, BertModelOutput, count_parameters
+from fastbert.preparation import prepare
 
 __version__ = "0.1.0"
 
@@ -80,5 +81,6 @@ __all__ = [
     "graph",
     "hf",
     "ops",
+    "prepare",
     "restore",
 ]

@@ -22,8 +22,10 @@ from fastbert.ops import checks
 from fastbert.ops.attention import attention_unchecked
 from fastbert.ops.encoder_layer import Settings, run_layer
 from fastbert.ops.layer_norm import drop_rows
+from fastbert.ops.packed_layer import FWD as PACKED_LAYER
 from fastbert.ops.op import autocast_dtype, needs_grad
 from fastbert.padding import Packing
+from fastbert.prepared import PreparedLinear
 
 # transformers' activation modules that are a GELU, and which form of it.
 GELU_FORMS = {"GELUActivation": "none", "NewGELUActivation": "tanh", "GELUTanh": "tanh", "PytorchGELUTanh": "tanh"}
@@ -107,6 +109,7 @@ def unchanged(module: nn.Module, kind: type[nn.Module]) -> bool:
     return type(module).forward is kind.forward and "forward" not in vars(module)
 
 
+_NO_SCALE = torch.empty(0)  # of a dense layer that is not prepared for int8
 _ORDINARY = (nn.Parameter, Tensor, type(None))
 
 
@@ -276,6 +279,8 @@ def encoder_layer(
     parameters, so it may only run within the layer's own call (FSDP2 gathers them there).
     """
     whole = None if with_weights else _as_one(parts, hidden, packing, rng, turn)
+    if whole is None and not with_weights:
+        whole = _as_prepared(parts, hidden, packing)
     if whole is not None:
         return whole, None
     sites = random.layer_sites(turn)
@@ -309,6 +314,27 @@ def _as_one(parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | N
         context, _ = attend(attention, hidden, packing, rng, settings.site, False)
         return run_layer(backend, live, hidden, context, parameters[-10:], None, rng, settings)
     return run_layer(backend, live, hidden, None, parameters, packing.cu_seqlens, rng, settings)
+
+
+def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing) -> Tensor | None:
+    """The layer in one call where some of its dense layers are prepared and the others plain; else None."""
+    if not any([type(module) is PreparedLinear for module in parts.leaves]):
+        return None
+    found, scales = [], []
+    for module, kind in zip(parts.leaves, parts.kinds(), strict=True):
+        prepared = type(module) is PreparedLinear and not hooks(module)
+        if not prepared and not (is_plain(module, kind) and module.bias is not None and ordinary(module.weight)):
+            return None
+        found += module.weight, module.bias
+        if kind is nn.Linear:
+            scales.append(module.scale if prepared else _NO_SCALE)
+    backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
+    if backend is None or parts.drops() or needs_grad(hidden, *found):
+        return None
+    form, attention = parts.activation, parts.attention
+    form = form if isinstance(form, str) else gelu_form(form)
+    sizes = packing.cu_seqlens, packing.max_seqlen, attention.heads, attention.module.scaling
+    return PACKED_LAYER(backend, hidden, found, scales, *sizes, form, parts.out_norm.eps, parts.down_norm.eps)
 
 
 def attends_elsewhere(backend: str, device_type: str, dtype: torch.dtype, live: bool, head_size: int) -> bool:

@@ -7,6 +7,7 @@ tokens. They run at every forward, because people hook, wrap and replace modules
 from torch import nn
 
 from fastbert.layer import GELU_FORMS, hooks, is_plain, ordinary, unchanged
+from fastbert.prepared import PreparedLinear
 
 # What these libraries hook to a module works with packed tensors as well: FSDP2 gathers weights, transformers records.
 FRAMEWORKS = ("transformers.", "torch.distributed.")
@@ -46,11 +47,11 @@ def check_leaf(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def check_linear(module: nn.Module) -> bool:
-    """Whether it is plain, and not LoRA around one."""
+    """Whether it is plain, and not LoRA around one, nor prepared."""
     plain = is_plain(module, nn.Linear)
-    if not (plain or is_lora(module)):
+    if not (plain or is_lora(module) or is_plain(module, PreparedLinear)):
         raise Fallback(_instead_of(module, nn.Linear))
-    weight = module._parameters.get("weight")
+    weight = module._parameters.get("weight")  # None where there is none of the kind
     if not ordinary(weight):
         raise Fallback(f"the weight of a Linear is a {type(weight).__name__}")
     return plain

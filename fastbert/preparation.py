@@ -1,0 +1,111 @@
+"""`fastbert.prepare`: a model for inference on this machine's processor, its weights packed once."""
+
+import copy
+from collections.abc import Collection, Iterable, Iterator
+
+from torch import nn
+
+from fastbert import hf, layer
+from fastbert.families import FAMILIES, OURS, LayerFacts, follow, key_of
+from fastbert.model import BertEmbeddings, BertEncoder
+from fastbert.prepared import PRECISIONS, PreparedLinear, freeze
+
+CONFIG_ENTRY = "fastbert_prepare"  # in config.json
+
+
+def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn.Module:
+    """A frozen copy of a model for inference on this machine's processor; the model stays as it is.
+
+    model: one of fastbert's or transformers' (accelerated, or it is now), or a module that contains some, as
+    sentence-transformers' do; on the CPU and in evaluation mode. precision: "fp32", as exact as before; "bf16", which
+    the whole copy is converted to; "int8", whose dense layers have int8 weights with a factor for each output channel,
+    and inputs quantised to int8 for each token, while all else is float32. skip: names of submodules that stay as they
+    are (in that dtype), such as "encoder.layer.11" or "encoder.layer.0.output.dense".
+
+    The dense layers of encoders are packed, and projections of embeddings; heads and poolers, which read few tokens,
+    are not. Packed weights are what their precision takes: 4, 2 or 1 bytes a number. Dropout is off for good: training,
+    a change of dtype or device and load_state_dict raise RuntimeError. `save_pretrained` of fastbert's models writes
+    plain tensors, which any machine packs when it loads them.
+    Raises TypeError for what holds no such model, ValueError for an unknown precision or name, a model in training mode,
+    on a GPU or prepared already, weights that are not finite, and a dense layer that is not a plain nn.Linear (by name).
+    """
+    skip = check_names(model, precision, skip)
+    prepared = copy.deepcopy(model).to(PRECISIONS[precision])
+    if any(key_of(module) for module in prepared.modules()):
+        hf.accelerate(prepared)
+    for name in linears(prepared):
+        if not is_skipped(name, skip):
+            replace(prepared, name, PreparedLinear.of(follow(prepared, name), precision))
+    for config in {id(c): c for m in prepared.modules() if (c := getattr(m, "config", None))}.values():
+        if hasattr(config, "extra"):
+            config.extra[CONFIG_ENTRY] = entry_of(precision, skip)
+    freeze(prepared, precision, *(["save_pretrained"] if any(map(key_of, prepared.modules())) else []))
+    return prepared
+
+
+def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[str, ...]:
+    """skip as a tuple. Raises as `prepare` does."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fastbert.prepare: given a {type(model).__name__}; expected a model")
+    if precision not in PRECISIONS:
+        raise ValueError(f"fastbert.prepare: precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
+    if model.training:
+        raise ValueError("fastbert.prepare: the model is in training mode; call model.eval() first")
+    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())} - {"cpu"}
+    if devices:
+        raise ValueError(f"fastbert.prepare: the model is on {min(devices)}; it prepares for CPUs, call model.cpu() first")
+    if any(isinstance(module, PreparedLinear) for module in model.modules()):
+        raise ValueError("fastbert.prepare: the model is prepared already; expected the original")
+    names, skip = list(linears(model)), (skip,) if isinstance(skip, str) else tuple(skip)
+    if not names:
+        raise TypeError(f"fastbert.prepare: a {type(model).__name__} holds no encoder of fastbert or transformers")
+    for each in skip:
+        if not any(is_skipped(name, (each,)) for name in names):
+            raise ValueError(f"fastbert.prepare: skip has {each!r}, which holds none of {names[0]}, {names[1]}, ...")
+    for name in names:
+        part = follow(model, name)
+        if not (is_skipped(name, skip) or layer.is_plain(part, nn.Linear)):
+            raise ValueError(f"fastbert.prepare: {name} is a {type(part).__name__}, or has hooks; expected nn.Linear")
+    return skip
+
+
+def entry_of(precision: str, skip: Collection[str]) -> dict:
+    return {"precision": precision, "skip": list(skip)}
+
+
+def outline(model: nn.Module, precision: str, skip: tuple[str, ...]) -> None:
+    """Puts modules without weights where `prepare` puts packed ones, for a state dict to fill."""
+    for name in linears(model):
+        if not is_skipped(name, skip):
+            linear = follow(model, name)
+            replace(model, name, PreparedLinear(linear.in_features, linear.out_features, precision))
+
+
+def replace(model: nn.Module, name: str, made: PreparedLinear) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(follow(model, owner) if owner else model, last, made)
+
+
+def is_skipped(name: str, skip: tuple[str, ...]) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in skip)
+
+
+def linears(model: nn.Module) -> Iterator[str]:
+    """The names of the dense layers that are packed."""
+    names = {module: name for name, module in model.named_modules()}
+    for module, name in names.items():
+        prefix = f"{name}." if name else ""
+        if isinstance(module, BertEncoder):
+            yield from (f"{names[each]}.{part}" for each in module.layer for part in _dense(OURS))
+        elif isinstance(module, BertEmbeddings) and module.project is not None:
+            yield f"{prefix}project"
+        elif key := key_of(module):
+            family = FAMILIES[key]
+            for each in dict.fromkeys(family.layers_in_order(module)):
+                yield from (f"{names[each]}.{part}" for part in _dense(family.layer))
+            if family.projection and family.projected(module) is not None:
+                yield f"{prefix}{family.projection}"
+
+
+def _dense(facts: LayerFacts) -> tuple[str, ...]:
+    return *facts.projections, facts.out, facts.up, facts.down
