@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fastbert import hub
+from fastbert import hub, prepared
 from fastbert.config import BertConfig
 from fastbert.families import BY_MODEL_TYPE, Family, Head
 from fastbert.files import replacing, write_text
@@ -87,7 +87,7 @@ BERT = Names(BY_MODEL_TYPE["bert"])
 
 def merge_qkv(state: dict[str, Tensor], prefix: str) -> None:
     """Replaces `<prefix>self.{query,key,value}.*` by `<prefix>qkv.*` in place, where all three exist."""
-    for kind in ("weight", "bias"):
+    for kind in ("weight", "bias", prepared.SCALE):
         names = [f"{prefix}self.{part}.{kind}" for part in _PARTS]
         if not all(name in state for name in names):
             continue
@@ -236,12 +236,14 @@ class Checkpoint:
                 raise RuntimeError(f"the configuration has {layers} layers; the file has fewer tensors")
             with torch.device("meta"):
                 model = build(config)
+            precision = prepared.outline(model, config)
             state = model.select(model.to_ours(self.tensors), self.directory)
-            _check_dtypes(state, dtype)
+            _check_dtypes(state, dtype, precision)
             model.load_state_dict(state, assign=True)
         except RuntimeError as error:
             raise RuntimeError(f"{self.directory}: {error}") from None
-        return model.to(dtype).eval()
+        model = model.to(dtype).eval()
+        return prepared.freeze(model, precision) if precision else model
 
 
 def load(source: str | Path | Checkpoint) -> Checkpoint:
@@ -262,7 +264,13 @@ def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
     return dtype
 
 
-def _check_dtypes(state: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+def _check_dtypes(state: Mapping[str, Tensor], dtype: torch.dtype | None, precision: str | None) -> None:
+    """precision: of a prepared model, which has its dtype and, beside that, int8 weights that it checks itself."""
+    if precision:
+        only = prepared.PRECISIONS[precision]
+        if dtype not in (None, only):
+            raise ValueError(f"dtype is {dtype}; the model was prepared as {precision}, expected None or {only}")
+        state, dtype = {name: tensor for name, tensor in state.items() if tensor.dtype != torch.int8}, only
     found = {tensor.dtype: name for name, tensor in state.items()}
     for kind, name in found.items():
         if kind not in FLOATS:

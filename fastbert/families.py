@@ -30,6 +30,7 @@ class LayerFacts:
     down_norm: str
 
     after_attention: tuple[str | None, ...] = field(init=False)  # from `out` on
+    dense: tuple[str, ...] = field(init=False)
     with_parameters: tuple[str, ...] = field(init=False)
     steps: tuple[tuple[int, str], ...] = field(init=False)  # to what is on the paths: from which of it, and the name
     places: tuple[int | None, ...] = field(init=False)  # what the paths end at, in the order of the fields
@@ -41,6 +42,7 @@ class LayerFacts:
         leaves = (*self.projections, self.out, self.out_norm, self.up, self.down, self.down_norm)
         inside = {leaf[: dot.start()] for leaf in leaves for dot in re.finditer(r"\.", leaf)}
         object.__setattr__(self, "after_attention", (self.out, self.out_dropout, self.out_norm, *second_half))
+        object.__setattr__(self, "dense", (*self.projections, self.out, self.up, self.down))
         object.__setattr__(self, "with_parameters", leaves)
         paths = (self.attention, self.heads, *self.projections, self.attention_dropout, *self.after_attention)
         place, steps = {"": 0}, []  # of the layer, and of each further module on the way

@@ -22,8 +22,8 @@ from fastbert.ops import checks
 from fastbert.ops.attention import attention_unchecked
 from fastbert.ops.encoder_layer import Settings, run_layer
 from fastbert.ops.layer_norm import drop_rows
-from fastbert.ops.packed_layer import FWD as PACKED_LAYER
 from fastbert.ops.op import autocast_dtype, needs_grad
+from fastbert.ops.packed_layer import FWD as PACKED_LAYER
 from fastbert.padding import Packing
 from fastbert.prepared import PreparedLinear
 

@@ -98,6 +98,10 @@ class BertEmbeddings(nn.Module):
     def drops(self) -> bool:
         return layer.probability(self.dropout) > 0
 
+    def dense_layers(self) -> list[str]:
+        """What `fastbert.prepare` packs in it."""
+        return [] if self.project is None else ["project"]
+
     def forward(
         self,
         input_ids: Tensor | None,
@@ -364,6 +368,10 @@ class BertEncoder(_Loadable):
     def drops(self) -> bool:
         """Whether a forward now would drop anything."""
         return any([layer.drops(each) for each in self.layer])
+
+    def dense_layers(self) -> list[str]:
+        """What `fastbert.prepare` packs in it."""
+        return [f"layer.{i}.{part}" for i in range(len(self.layer)) for part in OURS.dense]
 
     def forward(
         self,

@@ -1,16 +1,22 @@
 """`fastbert.prepare`: a model for inference on this machine's processor, its weights packed once."""
 
 import copy
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 
 from torch import nn
 
 from fastbert import hf, layer
-from fastbert.families import FAMILIES, OURS, LayerFacts, follow, key_of
-from fastbert.model import BertEmbeddings, BertEncoder
-from fastbert.prepared import PRECISIONS, PreparedLinear, freeze
-
-CONFIG_ENTRY = "fastbert_prepare"  # in config.json
+from fastbert.families import follow, key_of
+from fastbert.prepared import (
+    CONFIG_ENTRY,
+    PRECISIONS,
+    PreparedLinear,
+    entry_of,
+    freeze,
+    is_skipped,
+    linears,
+    replace,
+)
 
 
 def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn.Module:
@@ -26,8 +32,9 @@ def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn
     are not. Packed weights are what their precision takes: 4, 2 or 1 bytes a number. Dropout is off for good: training,
     a change of dtype or device and load_state_dict raise RuntimeError. `save_pretrained` of fastbert's models writes
     plain tensors, which any machine packs when it loads them.
-    Raises TypeError for what holds no such model, ValueError for an unknown precision or name, a model in training mode,
-    on a GPU or prepared already, weights that are not finite, and a dense layer that is not a plain nn.Linear (by name).
+    Raises TypeError for what holds no such model, ValueError for an unknown precision or name, for a model in training
+    mode, on a GPU or prepared already, for weights that are not finite, and, by its name, for a dense layer that is no
+    plain nn.Linear.
     """
     skip = check_names(model, precision, skip)
     prepared = copy.deepcopy(model).to(PRECISIONS[precision])
@@ -39,8 +46,7 @@ def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn
     for config in {id(c): c for m in prepared.modules() if (c := getattr(m, "config", None))}.values():
         if hasattr(config, "extra"):
             config.extra[CONFIG_ENTRY] = entry_of(precision, skip)
-    freeze(prepared, precision, *(["save_pretrained"] if any(map(key_of, prepared.modules())) else []))
-    return prepared
+    return freeze(prepared, precision)
 
 
 def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[str, ...]:
@@ -53,7 +59,9 @@ def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[
         raise ValueError("fastbert.prepare: the model is in training mode; call model.eval() first")
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())} - {"cpu"}
     if devices:
-        raise ValueError(f"fastbert.prepare: the model is on {min(devices)}; it prepares for CPUs, call model.cpu() first")
+        raise ValueError(
+            f"fastbert.prepare: the model is on {min(devices)}; it prepares for CPUs, call model.cpu() first"
+        )
     if any(isinstance(module, PreparedLinear) for module in model.modules()):
         raise ValueError("fastbert.prepare: the model is prepared already; expected the original")
     names, skip = list(linears(model)), (skip,) if isinstance(skip, str) else tuple(skip)
@@ -62,50 +70,11 @@ def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[
     for each in skip:
         if not any(is_skipped(name, (each,)) for name in names):
             raise ValueError(f"fastbert.prepare: skip has {each!r}, which holds none of {names[0]}, {names[1]}, ...")
-    for name in names:
+    left = [name for name in names if not is_skipped(name, skip)]
+    if not left:
+        raise ValueError(f"fastbert.prepare: skip is {skip}; expected that something is left to prepare")
+    for name in left:
         part = follow(model, name)
-        if not (is_skipped(name, skip) or layer.is_plain(part, nn.Linear)):
+        if not layer.is_plain(part, nn.Linear):
             raise ValueError(f"fastbert.prepare: {name} is a {type(part).__name__}, or has hooks; expected nn.Linear")
     return skip
-
-
-def entry_of(precision: str, skip: Collection[str]) -> dict:
-    return {"precision": precision, "skip": list(skip)}
-
-
-def outline(model: nn.Module, precision: str, skip: tuple[str, ...]) -> None:
-    """Puts modules without weights where `prepare` puts packed ones, for a state dict to fill."""
-    for name in linears(model):
-        if not is_skipped(name, skip):
-            linear = follow(model, name)
-            replace(model, name, PreparedLinear(linear.in_features, linear.out_features, precision))
-
-
-def replace(model: nn.Module, name: str, made: PreparedLinear) -> None:
-    owner, _, last = name.rpartition(".")
-    setattr(follow(model, owner) if owner else model, last, made)
-
-
-def is_skipped(name: str, skip: tuple[str, ...]) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in skip)
-
-
-def linears(model: nn.Module) -> Iterator[str]:
-    """The names of the dense layers that are packed."""
-    names = {module: name for name, module in model.named_modules()}
-    for module, name in names.items():
-        prefix = f"{name}." if name else ""
-        if isinstance(module, BertEncoder):
-            yield from (f"{names[each]}.{part}" for each in module.layer for part in _dense(OURS))
-        elif isinstance(module, BertEmbeddings) and module.project is not None:
-            yield f"{prefix}project"
-        elif key := key_of(module):
-            family = FAMILIES[key]
-            for each in dict.fromkeys(family.layers_in_order(module)):
-                yield from (f"{names[each]}.{part}" for part in _dense(family.layer))
-            if family.projection and family.projected(module) is not None:
-                yield f"{prefix}{family.projection}"
-
-
-def _dense(facts: LayerFacts) -> tuple[str, ...]:
-    return *facts.projections, facts.out, facts.up, facts.down

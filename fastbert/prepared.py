@@ -1,16 +1,23 @@
-"""PreparedLinear: a dense layer whose weight was packed once for this processor. `fastbert.prepare` puts it in models."""
+"""Modules that `fastbert.prepare` makes: dense layers whose weights were packed once for this processor, and models
+that hold them."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fastbert import ops
+from fastbert.families import FAMILIES, follow, key_of
 from fastbert.ops.packed_linear import quantize_weight, with_sums
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}  # -> of everything else
-_SCALE = "weight_scale"  # in state dicts
+SCALE = "weight_scale"  # in state dicts
+CONFIG_ENTRY = "fastbert_prepare"  # in config.json
 _NO_SCALE = torch.empty(0)
+
+if TYPE_CHECKING:
+    from fastbert.config import BertConfig
 
 
 class PreparedLinear(nn.Module):
@@ -77,10 +84,10 @@ class PreparedLinear(nn.Module):
                 "weight": torch.empty(size, self.in_features, dtype=self.dtype, **meta),
                 "bias": torch.empty(size, dtype=kind, **meta),
             }
-            return plain | ({_SCALE: torch.empty(size, **meta)} if self.precision == "int8" else {})
+            return plain | ({SCALE: torch.empty(size, **meta)} if self.precision == "int8" else {})
         weight = ops.unpack_weight(self.weight, size, self.in_features)
         plain = {"weight": weight, "bias": self.bias.to(kind)}
-        return plain | ({_SCALE: self.scale[0].clone()} if self.precision == "int8" else {})
+        return plain | ({SCALE: self.scale[0].clone()} if self.precision == "int8" else {})
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         destination.update({prefix + name: tensor for name, tensor in self._plain().items()})
@@ -94,7 +101,7 @@ class PreparedLinear(nn.Module):
         wrong = [name for name in ("weight",) if given[name] is not None and given[name].dtype != self.dtype]
         errors += [f"{prefix}{name} is {given[name].dtype}; expected {self.dtype}" for name in wrong]
         if not wrong and None not in given.values():
-            self.fill(given["weight"], given.get(_SCALE), given["bias"])
+            self.fill(given["weight"], given.get(SCALE), given["bias"])
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"weight": None, "scale": _NO_SCALE, "bias": None}
@@ -104,7 +111,7 @@ class PreparedLinear(nn.Module):
         plain = state.pop("plain", None)
         super().__setstate__(state)
         if plain is not None:
-            self.fill(plain["weight"], plain.get(_SCALE), plain["bias"])
+            self.fill(plain["weight"], plain.get(SCALE), plain["bias"])
 
     # ---- frozen
 
@@ -127,9 +134,7 @@ def check_conversion(convert: Any, dtype: torch.dtype) -> None:
 
 
 def _frozen(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"{what}: weights that fastbert.prepare has packed cannot change; prepare the original model again instead"
-    )
+    return RuntimeError(f"{what}: a model that fastbert.prepare has made is frozen; use the original, and prepare that")
 
 
 class Frozen:
@@ -147,8 +152,68 @@ class Frozen:
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
 
-def freeze(model: nn.Module, precision: str, *more: str) -> None:
-    """more: names of further methods that are refused."""
+def freeze(model: nn.Module, precision: str) -> nn.Module:
+    """The model, without gradients, and with methods that refuse what would change weights, or write files that
+    transformers cannot read."""
     model.requires_grad_(False)
-    for method in ("train", "_apply", "load_state_dict", *more):
+    for method in ("train", "_apply", "load_state_dict"):
         setattr(model, method, Frozen(model, method, PRECISIONS[precision]))
+    for module in model.modules():
+        if type(module).__module__.startswith(("transformers.", "sentence_transformers.")):
+            for method in ("save_pretrained", "save"):
+                if hasattr(module, method):
+                    setattr(module, method, Frozen(module, method, PRECISIONS[precision]))
+    return model
+
+
+# ---- which parts of a model
+
+
+def linears(model: nn.Module) -> Iterator[str]:
+    """The names of the dense layers that are packed."""
+    names = {module: name for name, module in model.named_modules()}
+    for module, name in names.items():
+        prefix = f"{name}." if name else ""
+        if hasattr(module, "dense_layers"):  # ours
+            yield from (prefix + part for part in module.dense_layers())
+        elif key := key_of(module):
+            family = FAMILIES[key]
+            for each in dict.fromkeys(family.layers_in_order(module)):
+                yield from (f"{names[each]}.{part}" for part in family.layer.dense)
+            if family.projection and family.projected(module) is not None:
+                yield f"{prefix}{family.projection}"
+
+
+def is_skipped(name: str, skip: tuple[str, ...]) -> bool:
+    """Whether the part, or one that holds it, is in `skip`. A base model's parts count by their names in it, too."""
+    bare = name.removeprefix("bert.")
+    return any(part == each or part.startswith(f"{each}.") for part in (name, bare) for each in skip)
+
+
+def replace(model: nn.Module, name: str, made: PreparedLinear) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(follow(model, owner) if owner else model, last, made)
+
+
+# ---- checkpoints
+
+
+def entry_of(precision: str, skip: tuple[str, ...]) -> dict[str, Any]:
+    return {"precision": precision, "skip": [name.removeprefix("bert.") for name in skip]}
+
+
+def outline(model: nn.Module, config: "BertConfig") -> str | None:
+    """Puts modules without weights where `prepare` put packed ones, for a state dict to fill, if the configuration is
+    that of a prepared model; its precision. Raises ValueError for an entry that makes no sense."""
+    entry = config.extra.get(CONFIG_ENTRY)
+    if entry is None:
+        return None
+    precision, skip = (entry.get(name) for name in ("precision", "skip")) if isinstance(entry, dict) else (None, None)
+    if precision not in PRECISIONS or not isinstance(skip, list) or not all(isinstance(name, str) for name in skip):
+        expected = f"a precision of {', '.join(PRECISIONS)} and a list `skip` of names"
+        raise ValueError(f"config.json: {CONFIG_ENTRY} is {entry!r}; expected {expected}")
+    for name in linears(model):
+        if not is_skipped(name, tuple(skip)):
+            linear = follow(model, name)
+            replace(model, name, PreparedLinear(linear.in_features, linear.out_features, precision))
+    return precision

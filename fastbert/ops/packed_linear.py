@@ -154,9 +154,7 @@ def refuse_gradients(op: str, x: Tensor) -> None:
         raise RuntimeError(f"{op}: prepared weights are for inference; expected torch.no_grad() or inference_mode()")
 
 
-def check_dense(
-    op: str, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, channels: int
-) -> None:
+def check_dense(op: str, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, channels: int) -> None:
     """Raises ValueError and TypeError. One dtype decides the others."""
     allowed = {torch.float32: (torch.float32,), torch.bfloat16: (torch.bfloat16,), torch.int8: checks.FLOATS[:3]}
     if weight.dtype not in allowed:
