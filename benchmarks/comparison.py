@@ -84,6 +84,7 @@ def verifier(found: Field, setup: Setup) -> harness.Verify:
         lambda: right.result(truth.inputs, truth.backward),
         found.yardsticks,
         factor=2.0 if exact.part in (*OPS, MASKED_LM) else 3.0,  # hidden states of whole models
+        quantized=[contender.name for contender in contenders.ALL if contender.quantized],
     )
 
 

@@ -22,6 +22,9 @@ _LIGER = {"needs": ("liger_kernel",), "install": "pip install liger-kernel"}
 HF_SDPA = Contender("transformers sdpa", MODULES, hugging_face.sdpa, **_HF, yardstick=True)
 PYTORCH = Contender("PyTorch", OPS, pytorch.plain, yardstick=True)
 ACCELERATED = Contender("fastbert.accelerate", (MODEL, CLASSIFIER, MASKED_LM), ours.accelerated, **_HF)
+_PREPARED = (torch.float32, torch.bfloat16)
+_INT8 = functools.partial(ours.prepared, precision="int8")
+_CTRANSLATE2_INT8 = functools.partial(engines.ctranslate2, compute_type="int8")
 _SKIPPING = functools.partial(ours.accelerated, skip_logits=True)
 
 ALL: tuple[Contender, ...] = (
@@ -35,6 +38,8 @@ ALL: tuple[Contender, ...] = (
     Contender("fastbert, packed input", (MODEL, ENCODER, MASKED_LM), ours.packed),
     ACCELERATED,
     Contender("fastbert.accelerate, skip_logits", (MASKED_LM,), _SKIPPING, **_HF),
+    Contender("fastbert.prepare", (MODEL,), ours.prepared, devices=("cpu",), dtypes=_PREPARED, inference=True),
+    Contender("fastbert.prepare, int8", (MODEL,), _INT8, **_CPU, inference=True, quantized=True),
     Contender("fastbert.graph", (MODEL,), ours.graphed, **_GPU, inference=True),
     *(Contender(f"fastbert, {name}", OPS, functools.partial(ours.forced, name)) for name in backends.BACKENDS),
     # others
@@ -56,10 +61,19 @@ ALL: tuple[Contender, ...] = (
         engines.openvino,
         needs=("openvino",),
         devices=("cpu",),
-        dtypes=(torch.float32, torch.bfloat16),
+        dtypes=_PREPARED,
         inference=True,
     ),
     Contender("CTranslate2", (MODEL,), engines.ctranslate2, needs=("ctranslate2",), **_CPU, inference=True),
+    Contender(
+        "CTranslate2, int8",
+        (MODEL,),
+        _CTRANSLATE2_INT8,
+        needs=("ctranslate2",),
+        **_CPU,
+        inference=True,
+        quantized=True,
+    ),
 )
 NAMES = tuple(contender.name for contender in ALL)
 

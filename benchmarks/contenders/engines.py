@@ -186,8 +186,8 @@ def openvino_model(model: nn.Module, dtype: torch.dtype, has_mask: bool):
 # ---- CTranslate2: the one engine that skips padding as well
 
 
-def ctranslate2(subject: Subject) -> Runnable:
-    engine, lengths = ctranslate2_model(subject.theirs), subject.batch.lengths
+def ctranslate2(subject: Subject, compute_type: str = "float32") -> Runnable:
+    engine, lengths = ctranslate2_model(subject.theirs, compute_type), subject.batch.lengths
 
     def prepare(input_ids: Tensor) -> dict[str, object]:
         return {"inputs": [row.tolist() for row in input_ids.split(lengths)]}
@@ -204,7 +204,7 @@ def ctranslate2(subject: Subject) -> Runnable:
 
 
 @functools.lru_cache(2)
-def ctranslate2_model(model: nn.Module):
+def ctranslate2_model(model: nn.Module, compute_type: str = "float32"):
     import ctranslate2
     import transformers
 
@@ -219,7 +219,7 @@ def ctranslate2_model(model: nn.Module):
         log.set_verbosity(verbosity)
         log.enable_progress_bar() if bars else None
         threads = torch.get_num_threads()
-        return ctranslate2.Encoder(target, compute_type="float32", inter_threads=1, intra_threads=threads)
+        return ctranslate2.Encoder(target, compute_type=compute_type, inter_threads=1, intra_threads=threads)
 
 
 def _save(model: nn.Module, folder: Path) -> None:

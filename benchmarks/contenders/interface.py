@@ -145,7 +145,8 @@ class Contender:
     make: its best honest set-up for one case as a Runnable, or in words why it cannot; None where it would only repeat
     another contender. needs: names to import. install: the command that brings them, where it is not `pip install` and
     those names. devices, dtypes: all that it runs. inference: has no backward. yardstick: is PyTorch's own, so that its
-    error is part of the accuracy rule. slow_to_make: takes minutes, and joins when it is asked for.
+    error is part of the accuracy rule. slow_to_make: takes minutes, and joins when it is asked for. quantized: its
+    products are int8, and judged by the cosine.
     """
 
     name: str
@@ -158,6 +159,7 @@ class Contender:
     inference: bool = False
     yardstick: bool = False
     slow_to_make: bool = False
+    quantized: bool = False
 
     def why_not(self, dtype: torch.dtype, device: str, backward: bool) -> str | None:
         """What keeps it from any such case, whatever is computed; None if nothing does."""

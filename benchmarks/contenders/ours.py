@@ -4,6 +4,7 @@ import copy
 import functools
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 import fastbert
@@ -39,6 +40,15 @@ def accelerated(subject: Subject, **options: bool) -> Runnable:
     module = copy.deepcopy(subject.theirs)
     fastbert.accelerate(module, **options)
     return hugging_face.runnable(module, subject, None)
+
+
+def prepared(subject: Subject, precision: str | None = None) -> Runnable:
+    """`fastbert.prepare`: weights packed before, on padded batches."""
+    name = precision or ("bf16" if subject.dtype == torch.bfloat16 else "fp32")
+    module = fastbert.prepare(subject.ours.eval(), name)
+    return Runnable(
+        lambda **arguments: subject.output(module(**arguments)), subject.padded(subject.mask()), subject.packed
+    )
 
 
 def graphed(subject: Subject) -> Runnable:
