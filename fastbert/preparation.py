@@ -8,10 +8,9 @@ from torch import nn
 from fastbert import hf, layer
 from fastbert.families import follow, key_of
 from fastbert.prepared import (
-    CONFIG_ENTRY,
     PRECISIONS,
     PreparedLinear,
-    entry_of,
+    config_entries,
     freeze,
     is_skipped,
     linears,
@@ -45,7 +44,7 @@ def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn
             replace(prepared, name, PreparedLinear.of(follow(prepared, name), precision))
     for config in {id(c): c for m in prepared.modules() if (c := getattr(m, "config", None))}.values():
         if hasattr(config, "extra"):
-            config.extra[CONFIG_ENTRY] = entry_of(precision, skip)
+            config.extra |= config_entries(precision, skip)
     return freeze(prepared, precision)
 
 

@@ -198,8 +198,11 @@ def replace(model: nn.Module, name: str, made: PreparedLinear) -> None:
 # ---- checkpoints
 
 
-def entry_of(precision: str, skip: tuple[str, ...]) -> dict[str, Any]:
-    return {"precision": precision, "skip": [name.removeprefix("bert.") for name in skip]}
+def config_entries(precision: str, skip: tuple[str, ...]) -> dict[str, Any]:
+    """For config.json: what `outline` reads and, beside int8 weights, what makes transformers refuse the directory: it
+    would take them for floats. (An unknown quant_method is ignored with a warning, none at all is an error.)"""
+    entries = {CONFIG_ENTRY: {"precision": precision, "skip": [name.removeprefix("bert.") for name in skip]}}
+    return entries | ({"quantization_config": {"library": "fastbert"}} if precision == "int8" else {})
 
 
 def outline(model: nn.Module, config: "BertConfig") -> str | None:

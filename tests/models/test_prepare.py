@@ -1,0 +1,302 @@
+"""`fastbert.prepare`: what it gives, as exact as its precision says; frozen, saved, loaded; and what it refuses."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+from small_models import CONFIGS, batch, hugging_face, minilm, ours
+from torch import nn
+
+import fastbert
+from fastbert import backends, testing
+from fastbert.prepared import PRECISIONS, PreparedLinear
+from fastbert.testing import Result
+
+LENGTHS, SEQLEN = [7, 1, 12], 12
+every_precision = pytest.mark.parametrize("precision", PRECISIONS)
+
+
+@pytest.fixture
+def theirs():
+    return hugging_face().cpu()
+
+
+@pytest.fixture
+def model(theirs):
+    return ours(theirs)
+
+
+@pytest.fixture
+def inputs():
+    return {name: tensor.cpu() for name, tensor in batch(LENGTHS, SEQLEN).items()}
+
+
+@torch.no_grad()
+def states(model, inputs):
+    """At visible tokens."""
+    visible = inputs["attention_mask"].bool()
+    found = model(**inputs, output_hidden_states=True).hidden_states
+    return Result({f"state {i}": state[visible] for i, state in enumerate(found)}, {})
+
+
+def hidden(model, inputs):
+    with torch.no_grad():
+        return model(**inputs).last_hidden_state
+
+
+def runs(primitive):
+    return sum(count for (name, _), count in backends.calls().items() if name == primitive)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_floats_are_as_accurate_as_pytorch(theirs, model, inputs, precision):
+    """Hidden states 3 e; truth are the weights of that precision in float64."""
+    rounded = copy.deepcopy(theirs).to(PRECISIONS[precision])
+    truth = states(copy.deepcopy(rounded).double(), inputs)
+    rows = testing.compare(
+        states(fastbert.prepare(model, precision), inputs), truth, [states(rounded, inputs)], factor=3.0
+    )
+    testing.assert_rows(rows)
+
+
+def test_int8_is_near(theirs, model, inputs):
+    truth = states(copy.deepcopy(theirs).double(), inputs)
+    found = states(fastbert.prepare(model, "int8"), inputs)
+    for name, expected in truth.outputs.items():
+        assert F.cosine_similarity(found.outputs[name].double(), expected, dim=-1).mean() > 0.995, name
+
+
+@every_precision
+def test_a_layer_is_one_call(model, inputs, precision):
+    prepared, before = fastbert.prepare(model, precision), (runs("packed_layer_fwd"), runs("packed_linear_fwd"))
+    hidden(prepared, inputs)
+    layers = len(model.encoder.layer) if not backends.why_not("cpu", "packed_layer", "cpu", torch.float32) else 0
+    assert runs("packed_layer_fwd") - before[0] == layers
+    hidden(prepared, inputs)
+    assert layers == 0 or runs("packed_linear_fwd") == before[1]
+
+
+@every_precision
+def test_single_dense_layers_give_the_same(model, inputs, precision):
+    """Attention weights have every dense layer called by itself."""
+    prepared = fastbert.prepare(model, precision)
+    with torch.no_grad():
+        singly = prepared(**inputs, output_attentions=True).last_hidden_state
+    near = {"fp32": 1e-5, "bf16": 0.1, "int8": 0.3}[precision]  # other roundings between the layer's parts
+    assert (singly - hidden(prepared, inputs)).abs().max() <= near
+
+
+def test_the_model_stays_as_it_is(model, inputs):
+    before, state = hidden(model, inputs), copy.deepcopy(model.state_dict())
+    fastbert.prepare(model, "int8")
+    assert torch.equal(hidden(model, inputs), before) and model.state_dict().keys() == state.keys()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert "fastbert_prepare" not in model.config.extra and model.train().training
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_as_transformers_has_it(family, inputs):
+    config = transformers.AutoConfig.for_model(family, **CONFIGS[family])
+    theirs = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    visible, expected = inputs["attention_mask"].bool(), hidden(theirs, inputs)
+    for precision, cosine in (("fp32", 1 - 1e-6), ("int8", 0.995)):
+        prepared = fastbert.prepare(theirs, precision)
+        found = hidden(prepared, inputs)
+        assert type(prepared) is type(theirs) and not any(isinstance(m, PreparedLinear) for m in theirs.modules())
+        assert sum(isinstance(m, PreparedLinear) for m in prepared.modules()) >= 6
+        assert F.cosine_similarity(found[visible], expected[visible], dim=-1).mean() >= cosine
+
+
+def test_accelerated_models_fall_back_to_their_own_computation(theirs, inputs):
+    """Left padding, with a pooler: transformers' code calls the prepared layers."""
+    left = inputs | {"attention_mask": inputs["attention_mask"].flip(1)}
+    visible, prepared = left["attention_mask"].bool(), fastbert.prepare(theirs, "fp32")
+    with pytest.warns(RuntimeWarning, match="run transformers' own computation"):
+        found = hidden(prepared, left)
+    assert (found - hidden(theirs, left))[visible].abs().max() < 1e-4
+
+
+@every_precision
+def test_copies_and_pickles_compute_the_same(model, inputs, precision):
+    prepared = fastbert.prepare(model, precision)
+    expected = hidden(prepared, inputs)
+    for other in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        assert torch.equal(hidden(other, inputs), expected)
+        with pytest.raises(RuntimeError, match="frozen"):
+            other.train()
+
+
+@every_precision
+@pytest.mark.parametrize("skip", [(), ("encoder.layer.0", "encoder.layer.2.output")])
+def test_saved_and_loaded_it_is_the_same(model, inputs, tmp_path, precision, skip):
+    prepared = fastbert.prepare(model, precision, skip=skip)
+    prepared.save_pretrained(tmp_path)
+    loaded = fastbert.BertModel.from_pretrained(tmp_path)
+    assert torch.equal(hidden(loaded, inputs), hidden(prepared, inputs))
+    kinds = [[type(m) for m in each.modules()] for each in (loaded, prepared)]
+    assert kinds[0] == kinds[1] and not any(p.requires_grad for p in loaded.parameters())
+    with pytest.raises(RuntimeError, match="frozen"):
+        loaded.half()
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "encoder.layer.1.attention.self.key"
+    assert tensors[f"{name}.weight"].shape == (48, 48)
+    assert (
+        (tensors[f"{name}.weight"].dtype == torch.int8) == (f"{name}.weight_scale" in tensors) == (precision == "int8")
+    )
+
+
+def test_another_class_loads_its_part(inputs, tmp_path):
+    """A name to skip is that of the part in the base model too."""
+    head = fastbert.BertForSequenceClassification(ours(hugging_face()).config).cpu().eval()
+    prepared = fastbert.prepare(head, "int8", skip="bert.encoder.layer.1")
+    prepared.save_pretrained(tmp_path)
+    assert torch.equal(hidden(fastbert.BertModel.from_pretrained(tmp_path), inputs), hidden(prepared.bert, inputs))
+
+
+def test_transformers_reads_prepared_floats_and_refuses_int8(model, inputs, tmp_path):
+    fastbert.prepare(model, "fp32").save_pretrained(tmp_path)
+    theirs = transformers.BertModel.from_pretrained(tmp_path)
+    visible = inputs["attention_mask"].bool()
+    assert (hidden(theirs, inputs) - hidden(model, inputs))[visible].abs().max() < 1e-4
+    fastbert.prepare(model, "int8").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="quantization config"):
+        transformers.BertModel.from_pretrained(tmp_path)
+
+
+def test_skipped_layers_are_exact(model):
+    prepared = fastbert.prepare(model, "int8", skip=["encoder.layer.1.output.dense"])
+    kept = prepared.encoder.layer[1].output.dense
+    assert type(kept) is nn.Linear and torch.equal(kept.weight, model.encoder.layer[1].output.dense.weight)
+    assert sum(isinstance(module, PreparedLinear) for module in prepared.modules()) == 3 * 4 - 1
+
+
+def test_weights_take_the_room_of_their_precision(model):
+    numbers = sum(part.weight.numel() for part in model.encoder.modules() if isinstance(part, nn.Linear))
+    for precision, size in (("fp32", 4), ("bf16", 2), ("int8", 1)):
+        parts = [m for m in fastbert.prepare(model, precision).modules() if isinstance(m, PreparedLinear)]
+        assert sum(part.weight.nbytes for part in parts) == numbers * size  # widths that fill their panels
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.train(),
+        lambda model: model.encoder.train(),
+        lambda model: nn.Sequential(model).train(),
+        lambda model: model.half(),
+        lambda model: model.to(torch.float64),
+        lambda model: model.to("meta"),
+        lambda model: model.encoder.layer[0].bfloat16(),
+        lambda model: model.load_state_dict(model.state_dict()),
+        lambda model: model.encoder.load_state_dict(model.encoder.state_dict()),
+    ],
+)
+def test_nothing_changes_it(model, inputs, change):
+    prepared = fastbert.prepare(model, "int8")
+    expected = hidden(prepared, inputs)
+    with pytest.raises(RuntimeError, match="frozen; use the original"):
+        change(prepared)
+    assert torch.equal(hidden(prepared.eval().cpu().to(torch.device("cpu")), inputs), expected)
+
+
+def test_gradients_are_refused(model):
+    prepared = fastbert.prepare(model, "fp32")
+    embeds = torch.randn(1, 3, 48, requires_grad=True)
+    with pytest.raises(RuntimeError, match="prepared weights are for inference"):
+        prepared(inputs_embeds=embeds)
+
+
+def test_transformers_models_are_not_saved(theirs, tmp_path):
+    with pytest.raises(RuntimeError, match="save_pretrained: .* use the original"):
+        fastbert.prepare(theirs, "int8").save_pretrained(tmp_path)
+
+
+def without_finite_weights(model):
+    model.encoder.layer[0].output.dense.weight.data[0, 0] = torch.nan
+    return model
+
+
+def with_a_hook(model):
+    model.encoder.layer[1].intermediate.dense.register_forward_hook(lambda *args: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "error", "message"),
+    [
+        (lambda m: "bert", {}, TypeError, "given a str; expected a model"),
+        (lambda m: nn.Linear(2, 2).eval(), {}, TypeError, "a Linear holds no encoder"),
+        (lambda m: m, {"precision": "int4"}, ValueError, "precision is 'int4'; expected one of fp32, bf16, int8"),
+        (lambda m: m.train(), {}, ValueError, "in training mode"),
+        (lambda m: m.to("meta"), {}, ValueError, "on meta; it prepares for CPUs"),
+        (lambda m: fastbert.prepare(m, "fp32"), {}, ValueError, "prepared already"),
+        (lambda m: m, {"skip": "encoder.layer.7"}, ValueError, "skip has 'encoder.layer.7', which holds none of"),
+        (lambda m: m, {"skip": ["encoder"]}, ValueError, "something is left"),
+        (without_finite_weights, {}, ValueError, "numbers that are not finite"),
+        (with_a_hook, {}, ValueError, "encoder.layer.1.intermediate.dense is a Linear, or has hooks"),
+    ],
+)
+def test_what_is_refused(model, given, arguments, error, message):
+    with pytest.raises(error, match=message):
+        fastbert.prepare(given(model), **{"precision": "int8"} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"precision": "int3", "skip": []}, "fastbert_prepare is .*int3"),
+        ("int8", "fastbert_prepare is 'int8'"),
+        ({"precision": "fp32", "skip": []}, "unexpected: .*weight_scale"),
+        (
+            {"precision": "int8", "skip": ["encoder.layer.0"]},
+            "unexpected: encoder.layer.0.attention.output.dense.weight_scale",
+        ),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(model, tmp_path, entry, message):
+    fastbert.prepare(model, "int8").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"fastbert_prepare": entry}))
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        fastbert.BertModel.from_pretrained(tmp_path)
+
+
+def test_a_file_without_a_scale_is_refused(model, tmp_path):
+    fastbert.prepare(model, "int8").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["encoder.layer.1.output.dense.weight_scale"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(RuntimeError, match="missing: encoder.layer.1.output.dense.weight_scale"):
+        fastbert.BertModel.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="the model was prepared as int8"):
+        fastbert.BertModel.from_pretrained(tmp_path, dtype="bfloat16")
+
+
+def test_minilm_s_embeddings_stay_near():
+    from fastbert.cli.demo import documentation_passages
+    from fastbert.inference import SentenceEncoder
+
+    encoder = SentenceEncoder.from_pretrained(minilm(), device="cpu")
+    texts = [passage for _, passage in documentation_passages()[::40]]
+    expected = encoder.encode(texts)
+    encoder.model = fastbert.prepare(encoder.model, "int8")
+    assert F.cosine_similarity(encoder.encode(texts), expected).mean() >= 0.995
+
+
+def test_sentence_transformers_models_are_prepared():
+    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    model, texts = library.SentenceTransformer(str(minilm()), device="cpu"), ["A text.", "Another one, and longer."]
+    expected = model.encode(texts)
+    prepared = fastbert.prepare(model.eval(), "int8")
+    found, before = prepared.encode(texts), runs("packed_layer_fwd")
+    assert F.cosine_similarity(torch.tensor(found), torch.tensor(expected)).min() > 0.99
+    prepared.encode(texts)
+    assert runs("packed_layer_fwd") == before + 6
+    with pytest.raises(RuntimeError, match="use the original"):
+        prepared.save("anywhere")
