@@ -74,14 +74,16 @@ class AttentionSuite(OpSuite):
         return [functools.update_wrapper(functools.partial(self.by_sequence, kind), kind) for kind in kinds]
 
     @pytest.mark.parametrize(
-        "lengths", [(1100, 3), (4096,)], ids=["blocks of keys", "sums that lose digits in one chain"]
+        ("lengths", "head_dim"),
+        [((1100, 3), 72), ((4096,), 16)],
+        ids=["blocks of keys and of columns", "sums that lose digits in one chain"],
     )
-    def test_long_sequences(self, backend, lengths):
+    def test_long_sequences(self, backend, lengths, head_dim):
         if backend.name != "cpu":
             backend.skip("for the kernel on CPUs, which takes keys in blocks")
         if len(lengths) == 1 and self.dropout_arguments(torch.empty(0)):
             backend.skip("its sums are those without dropout")
-        inputs = self.inputs((lengths, 1, 16), torch.float32, backend.device)
+        inputs = self.inputs((lengths, 1, head_dim), torch.float32, backend.device)
         testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
 
     def primitive_calls(self, inputs):
@@ -111,14 +113,17 @@ class AttentionSuite(OpSuite):
 
 
 class TestAttention(AttentionSuite):
+    @pytest.mark.parametrize("scale", [8**-0.5, 30.0], ids=["usual", "scores of hundreds"])
     @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
-    def test_lse(self, backend, dtype):
+    def test_lse(self, backend, dtype, scale):
         """The saved log-sum-exp is part of the contract: one backend's forward may meet another's backward."""
         backend.require(dtype)
         inputs = self.inputs(((5, 0, 3), 2, 8), dtype, backend.device)
-        _, lse = PRIMITIVES["attention_fwd"](backend.name, *inputs.values(), 5, 8**-0.5, 0.0, None, 0)
+        if scale == 30:
+            inputs["qkv"][:5, 1] = inputs["qkv"][0, 1]  # else the largest score is all of it
+        _, lse = PRIMITIVES["attention_fwd"](backend.name, *inputs.values(), 5, scale, 0.0, None, 0)
         q, k, _ = inputs["qkv"][:5].double().permute(1, 2, 0, 3)
-        truth = (q @ k.transpose(-1, -2) * 8**-0.5).logsumexp(-1)
+        truth = (q @ k.transpose(-1, -2) * scale).logsumexp(-1)
         assert lse.dtype == torch.float32 and (lse[:, :5] - truth).abs().max() <= 1e-6 * truth.abs().max()
 
     def test_uniform_weights_give_exact_means(self, backend):
@@ -180,14 +185,14 @@ class TestAttention(AttentionSuite):
         torch.testing.assert_close(dqkv[:, 2], dout.mean(0).expand_as(dout), rtol=2**-21, atol=2**-22)
 
     def test_every_row_has_its_own_sum(self, backend):
-        """Small scores in one tile of queries, scores of hundreds in the next; the bounds as above."""
+        """Small scores in one tile of queries, of hundreds in the next, whatever its size; the bounds as above."""
         backend.require(torch.float32, backward=True)
-        inputs = self.inputs(((80,), 1, 16), torch.float32, backend.device)
+        inputs = self.inputs(((112,), 1, 16), torch.float32, backend.device)
         inputs["qkv"][:64, 0] *= 0.01
         inputs["qkv"][64:, 0] *= 100
         logit = (inputs["qkv"][:, 0, 0] @ inputs["qkv"][:, 1, 0].mT).abs().max()
         _, plain = self.with_scale(1.0)
-        ours = lambda qkv, cu_seqlens: ops.attention(qkv, cu_seqlens, 80, scale=1.0)  # noqa: E731
+        ours = lambda qkv, cu_seqlens: ops.attention(qkv, cu_seqlens, 112, scale=1.0)  # noqa: E731
         result, truth = testing.evaluate(ours, inputs), testing.evaluate(plain, inputs, dtype=torch.float64)
         pairs = [(result.outputs, truth.outputs), (result.gradients, truth.gradients)]
         for got, want in pairs:
@@ -226,7 +231,8 @@ class TestAttention(AttentionSuite):
     def test_token_outside_every_sequence_gets_zeros(self, backend, dtype):
         """On a GPU, a cu_seqlens that ends early gives defined output, never what memory held."""
         backend.require(dtype)
-        qkv, cu_seqlens = self.inputs(((5, 3), 2, 8), dtype, backend.device)["qkv"], ends((5,), backend.device)
+        heads = 33 if backend.name == "cuda" else 2  # more than a warp has lanes
+        qkv, cu_seqlens = self.inputs(((5, 3), heads, 8), dtype, backend.device)["qkv"], ends((5,), backend.device)
         rest = (5, 0.3, 0.0, None, 0)
         out, lse = PRIMITIVES["attention_fwd"](backend.name, qkv, cu_seqlens, *rest)
         assert torch.equal(out[5:], torch.zeros_like(out[5:])) and not out[:5].isnan().any()
@@ -244,15 +250,29 @@ class TestAttention(AttentionSuite):
         out, _ = PRIMITIVES["attention_fwd"](backend.name, qkv, cu_seqlens, 5, 0.3, 0.0, None, 0)
         assert torch.equal(out, torch.zeros_like(out))
 
-    def test_the_largest_score_anywhere(self, backend):
-        """Whatever vector, slot or thread has the key of the largest score, its weight is 1 and all others are 0."""
-        length = 85  # 64, and behind them a whole vector and a part of one, whatever their size
-        places = torch.arange(0, length, 21 if backend.rounds_fma_twice else 1)  # one a head; the interpreter is slow
+    @pytest.mark.parametrize("length", [85, 1109], ids=["one block of keys", "blocks of keys"])
+    def test_the_largest_score_anywhere(self, backend, length):
+        """Whatever block, vector, slot or thread has the key of the largest score, its weight is 1, others are 0.
+
+        Behind 64 keys, or blocks of the kernel on CPUs, are a whole vector and a part of one, whatever their size.
+        """
+        if length > 85 and backend.name != "cpu":
+            backend.skip("for the kernel on CPUs, which takes keys in blocks")
+        few = backend.rounds_fma_twice or length > 85  # the interpreter is slow
+        places = torch.arange(0, length, 21 if few else 1)  # one a head
         qkv = torch.randn(length, 3, len(places), 8)
         qkv[:, 0], qkv[:, 1] = 1, 0
         qkv[places, 1, torch.arange(len(places)), 0] = 400
         out = ops.attention(qkv.to(backend.device), ends((length,), backend.device), length, scale=1.0).cpu()
         assert torch.equal(out, qkv[places, 2, torch.arange(len(places))].expand_as(out))
+
+    def test_a_block_of_keys_whose_scores_are_minus_infinity(self, backend):
+        if backend.name != "cpu":
+            backend.skip("for the kernel on CPUs, which takes keys in blocks")
+        qkv = torch.randn(600, 3, 1, 8)
+        qkv[:, 0], qkv[:, 1], qkv[:550, 1] = 1e20, 0, -1e20
+        out = ops.attention(qkv, ends((600,)), 600)
+        torch.testing.assert_close(out, qkv[550:, 2].mean(0).expand_as(out), rtol=2**-21, atol=2**-22)
 
     @pytest.mark.parametrize("small", [0, 8], ids=["every-row", "the-lower-half-of-a-fragment"])
     @pytest.mark.parametrize("factor", [30.0, 8e3])
