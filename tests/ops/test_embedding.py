@@ -171,6 +171,17 @@ def test_table_gradients_in_triton_are_exact_for_integers(triton_device, runs, p
     assert torch.equal(triton_table_gradient(dz, ids, table, padding_idx), truth)
 
 
+def test_a_run_over_more_chunks_than_are_read_at_once_in_triton(triton_device, monkeypatch):
+    from fastbert.triton import common, embedding
+
+    small = common.Config({"CHUNK": 16, "ROWS": 4, "COLUMNS": 16})
+    monkeypatch.setitem(embedding.BY_ID, 80, lambda channels: small)
+    ids = torch.tensor([0] * 16 + [1] * 100 + [2] * 3 + [4] * 73)[torch.randperm(192)]
+    dz = torch.randint(-9, 10, (192, 20)).float()
+    table = torch.zeros(5, 20, device=triton_device)
+    assert torch.equal(triton_table_gradient(dz, ids, table, -1), torch.zeros(5, 20).index_add_(0, ids, dz))
+
+
 def test_table_gradients_in_triton_are_added_up_in_float32(triton_device):
     """2048 and 300 ones: a sum in float16 would stay at 2048. Over more columns than a tile has."""
     dz, ids = torch.ones(301, 300), torch.ones(301, dtype=torch.int32)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fastbert import random
 
@@ -19,7 +20,7 @@ import triton.language as tl  # noqa: E402
 from benchmarks.gpu import compiled  # noqa: E402
 from benchmarks.gpu import triton_report as report  # noqa: E402
 from benchmarks.gpu.compiled import Compiled  # noqa: E402
-from fastbert.triton import KERNELS, common, sums  # noqa: E402
+from fastbert.triton import KERNELS, attention, common, sums  # noqa: E402
 from fastbert.triton.common import Config  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -59,13 +60,41 @@ def test_sums_of_any_number_of_programs(programs):
     partials = torch.randint(-9, 10, (programs, 2, 67), device=DEVICE).float()
     one, other = sums.add_up(partials, [torch.float32, torch.float16])
     assert torch.equal(one, partials[:, 0].sum(0)) and torch.equal(other, partials[:, 1].sum(0).half())
+    one, other = sums.add_up(partials, [torch.float32] * 2)
+    assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()  # an operator's results share none
 
 
-@pytest.mark.parametrize(("rows", "tile", "programs"), [(1, 8, 264), (1000, 8, 4), (4096, 16, 264), (7, 8, 0)])
+@pytest.mark.parametrize(
+    ("rows", "tile", "programs"), [(1, 8, 264), (1000, 8, 4), (72, 8, 4), (4096, 16, 264), (7, 8, 0)]
+)
 def test_shares_cover_all_rows_in_whole_tiles(rows, tile, programs):
     each, count = sums.share(rows, tile, programs)
     assert each % tile == 0 and (count - 1) * each < rows <= count * each
     assert count <= max(1, programs)
+
+
+# ---- tokens that no sequence covers
+
+
+@triton.jit(do_not_specialize=["batch", "tokens", "longest"])
+def _uncovered(out, cu_seqlens, batch, tokens, longest, SIZE: tl.constexpr):
+    token = tl.arange(0, SIZE)
+    tl.store(out + token, attention._uncovered(cu_seqlens, token, batch, tokens, longest))
+
+
+@pytest.mark.parametrize("batch", range(1, 18))
+def test_a_token_is_covered_by_any_of_the_sequences(batch):
+    """Zeros written to a covered one are lost in the interpreter, where the blocks that compute it come later."""
+    tokens, longest = 60, 3
+    lengths = torch.randint(0, 5, (batch,))
+    ends = F.pad(lengths.cumsum(0), (1, 0)).clamp(max=tokens)
+    covered = torch.zeros(64, dtype=torch.bool)
+    for start, end in zip(ends[:-1], ends[1:], strict=True):
+        covered[start : min(end, start + longest)] = True
+    out = torch.zeros(64, dtype=torch.bool, device=DEVICE)
+    with triton_device():
+        _uncovered[(1,)](out, ends.int().to(DEVICE), batch, tokens, longest, 64)
+    assert torch.equal(out.cpu(), ~covered & (torch.arange(64) < tokens))
 
 
 # ---- random numbers
