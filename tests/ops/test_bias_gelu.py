@@ -15,6 +15,7 @@ class TestBiasGelu(OpSuite):
         pytest.param((17, 3072), id="bert-base"),
         pytest.param((2, 3, 40), id="three-dimensions"),  # leading dimensions, tail after a vector
         pytest.param((40,), id="one-dimension"),
+        pytest.param((50, 40), id="rows-that-blocks-share-unevenly"),
     ]
 
     # x times the normal distribution function, from its tables
