@@ -1042,6 +1042,15 @@ def test_other_models_inside_are_reported():
     assert "gpt2" in report.not_replaced["two"]
 
 
+def test_models_within_a_replaced_one_are_parts_of_it():
+    model = build("bert", "tokens")
+    model.bert.embeddings.other = transformers.GPT2Model(
+        transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)
+    )
+    report = fastbert.accelerate(model)
+    assert list(report.replaced) == ["bert"] and not report.not_replaced
+
+
 def test_bad_input_is_said_and_changes_nothing():
     model, report = accelerated(build("bert", "tokens"))
     inputs = batch(model)
