@@ -6,6 +6,8 @@
 // for tokens that no sequence covers, so every row is written whatever cu_seqlens holds.
 #pragma once
 
+#include <float.h>
+
 #include "../attention.h"
 #include "common.cuh"
 #include "philox.cuh"

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
     Operand<kWidth, kHeld> q[kRowTiles];
     float sum[kRowTiles][kWidth / 8][4] = {}, largest[kRowTiles][2], total[kRowTiles][2] = {};
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) largest[i][0] = largest[i][1] = -INFINITY;
+    for (int i = 0; i < kRowTiles; ++i) largest[i][0] = largest[i][1] = -FLT_MAX;  // -inf less -inf is NaN
 
     for (int step = 0; step < stream.tiles; ++step) {
       if (!arrived) stream.next(step);

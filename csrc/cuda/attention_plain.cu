@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   Sums sums = {};
   float largest[kRows], total[kRows] = {};
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) largest[r] = -INFINITY;
+  for (int r = 0; r < kRows; ++r) largest[r] = -FLT_MAX;  // -inf less -inf is NaN
   for (int step = 0; step < length; step += kBlock) {
     __syncthreads();
     head.k.read(keys, step), head.v.read(values, step);

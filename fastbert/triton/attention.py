@@ -32,6 +32,7 @@ from fastbert.triton.common import (
 
 FILL = 128  # tokens searched by a program that looks for uncovered ones
 LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # below all scores but -inf, of which exp2(s - LOWEST) is 0 and no NaN
 LARGE = tl.constexpr(32.0)  # lse beyond this is rounded so much that weights computed from it are wrong
 
 
@@ -233,7 +234,7 @@ def _forward(
     keys, values = queries + heads * D, queries + 2 * heads * D
     q = _load(queries, query, length, stride, D, WIDTH, True)
     acc = tl.zeros((M, WIDTH), tl.float32)
-    largest = tl.full((M,), float("-inf"), tl.float32)
+    largest = tl.full((M,), LOWEST, tl.float32)
     total = tl.zeros((M,), tl.float32)
     whole = length // N * N
     for first in range(0, whole, N):
@@ -318,7 +319,7 @@ def _prepare(
         stride = 3 * heads * D
         queries = qkv + start * stride + head * D
         q = _load(queries, query, length, stride, D, WIDTH, True)
-        largest, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
+        largest, total = tl.full((M,), LOWEST, tl.float32), tl.zeros((M,), tl.float32)
         for first in range(0, length, N):
             key = first + tl.arange(0, N)
             k = _load(queries + heads * D, key, length, stride, D, WIDTH, True)
