@@ -327,7 +327,7 @@ def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing) -> Tensor 
             return None
         found += module.weight, module.bias
         if kind is nn.Linear:
-            scales.append(module.scale if prepared else _NO_SCALE)
+            scales.append(module.scale if prepared and module.scale is not None else _NO_SCALE)
     backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
     if backend is None or parts.drops() or needs_grad(hidden, *found):
         return None

@@ -54,7 +54,7 @@ def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[
         raise TypeError(f"fastbert.prepare: given a {type(model).__name__}; expected a model")
     if precision not in PRECISIONS:
         raise ValueError(f"fastbert.prepare: precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
-    if model.training:
+    if any(module.training for module in model.modules()):
         raise ValueError("fastbert.prepare: the model is in training mode; call model.eval() first")
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())} - {"cpu"}
     if devices:
@@ -73,7 +73,14 @@ def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[
     if not left:
         raise ValueError(f"fastbert.prepare: skip is {skip}; expected that something is left to prepare")
     for name in left:
-        part = follow(model, name)
-        if not layer.is_plain(part, nn.Linear):
+        part = _find(model, name)
+        if part is None or not layer.is_plain(part, nn.Linear):
             raise ValueError(f"fastbert.prepare: {name} is a {type(part).__name__}, or has hooks; expected nn.Linear")
     return skip
+
+
+def _find(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return follow(model, name)
+    except AttributeError:
+        return None

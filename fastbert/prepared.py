@@ -11,13 +11,12 @@ from fastbert import ops
 from fastbert.families import FAMILIES, follow, key_of
 from fastbert.ops.packed_linear import quantize_weight, with_sums
 
+if TYPE_CHECKING:
+    from fastbert.config import BertConfig
+
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}  # -> of everything else
 SCALE = "weight_scale"  # in state dicts
 CONFIG_ENTRY = "fastbert_prepare"  # in config.json
-_NO_SCALE = torch.empty(0)
-
-if TYPE_CHECKING:
-    from fastbert.config import BertConfig
 
 
 class PreparedLinear(nn.Module):
@@ -30,9 +29,10 @@ class PreparedLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, precision: str) -> None:
         super().__init__()
         self.in_features, self.out_features, self.precision = in_features, out_features, precision
-        self.weight: Tensor | None = None  # packed; no buffers, because nothing may convert them
-        self.scale = _NO_SCALE
-        self.bias: Tensor | None = None  # float32
+        # Of `ops.packed_linear`. They are no buffers, because nothing may convert them.
+        self.weight: Tensor | None = None
+        self.scale: Tensor | None = None
+        self.bias: Tensor | None = None
         self.training = False
 
     @classmethod
@@ -48,7 +48,7 @@ class PreparedLinear(nn.Module):
     def fill(self, weight: Tensor, factor: Tensor | None, bias: Tensor | None) -> None:
         """weight: (out_features, in_features), of int8 with a factor (out_features,). bias: zeros when None."""
         self.weight = ops.pack_weight(weight)
-        self.scale = _NO_SCALE if factor is None else with_sums(factor.float(), weight)
+        self.scale = None if factor is None else with_sums(factor.float(), weight)
         self.bias = weight.new_zeros(self.out_features, dtype=torch.float32) if bias is None else bias.detach().float()
 
     @property
@@ -61,14 +61,11 @@ class PreparedLinear(nn.Module):
         x's dtype."""
         if self.precision != "int8":
             x = x.to(self.dtype)
-        return ops.packed_linear(x, self.weight, self.packed_scale, self.bias, self.out_features)
-
-    @property
-    def packed_scale(self) -> Tensor | None:
-        return self.scale if self.precision == "int8" else None
+        return ops.packed_linear(x, self.weight, self.scale, self.bias, self.out_features)
 
     def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.weight, self.scale, self.bias))
+        """What its tensors take."""
+        return sum(tensor.nbytes for tensor in (self.weight, self.scale, self.bias) if tensor is not None)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, precision={self.precision}"
@@ -77,17 +74,15 @@ class PreparedLinear(nn.Module):
 
     def _plain(self) -> dict[str, Tensor]:
         """On the meta device until it is filled."""
-        kind, size = PRECISIONS[self.precision], self.out_features
+        size = self.out_features
         if self.weight is None:
-            meta = {"device": "meta"}
-            plain = {
-                "weight": torch.empty(size, self.in_features, dtype=self.dtype, **meta),
-                "bias": torch.empty(size, dtype=kind, **meta),
-            }
-            return plain | ({SCALE: torch.empty(size, **meta)} if self.precision == "int8" else {})
-        weight = ops.unpack_weight(self.weight, size, self.in_features)
-        plain = {"weight": weight, "bias": self.bias.to(kind)}
-        return plain | ({SCALE: self.scale[0].clone()} if self.precision == "int8" else {})
+            weight = torch.empty(size, self.in_features, dtype=self.dtype, device="meta")
+            bias = factor = torch.empty(size, device="meta")
+        else:
+            weight, bias = ops.unpack_weight(self.weight, size, self.in_features), self.bias
+            factor = None if self.scale is None else self.scale[0].clone()
+        plain = {"weight": weight, "bias": bias.to(PRECISIONS[self.precision])}
+        return plain | ({SCALE: factor} if self.precision == "int8" else {})
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         destination.update({prefix + name: tensor for name, tensor in self._plain().items()})
@@ -98,13 +93,15 @@ class PreparedLinear(nn.Module):
         given = {name: state_dict.get(prefix + name) for name in self._plain()}
         _, _, missing, _, errors = args
         missing += [prefix + name for name, tensor in given.items() if tensor is None]
-        wrong = [name for name in ("weight",) if given[name] is not None and given[name].dtype != self.dtype]
-        errors += [f"{prefix}{name} is {given[name].dtype}; expected {self.dtype}" for name in wrong]
-        if not wrong and None not in given.values():
-            self.fill(given["weight"], given.get(SCALE), given["bias"])
+        if any(tensor is None for tensor in given.values()):
+            return
+        if given["weight"].dtype != self.dtype:
+            errors.append(f"{prefix}weight is {given['weight'].dtype}; expected {self.dtype}")
+            return
+        self.fill(given["weight"], given.get(SCALE), given["bias"])
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__ | {"weight": None, "scale": _NO_SCALE, "bias": None}
+        state = self.__dict__ | {"weight": None, "scale": None, "bias": None}
         return state if self.weight is None else state | {"plain": self._plain()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
