@@ -322,12 +322,14 @@ def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing) -> Tensor 
         return None
     found, scales = [], []
     for module, kind in zip(parts.leaves, parts.kinds(), strict=True):
-        prepared = type(module) is PreparedLinear and not hooks(module)
-        if not prepared and not (is_plain(module, kind) and module.bias is not None and ordinary(module.weight)):
+        prepared = is_plain(module, PreparedLinear)
+        tensors = module.__dict__ if prepared else module._parameters
+        weight, bias = tensors.get("weight"), tensors.get("bias")
+        if weight is None or bias is None or not (prepared or (is_plain(module, kind) and ordinary(weight))):
             return None
-        found += module.weight, module.bias
+        found += weight, bias
         if kind is nn.Linear:
-            scales.append(module.scale if prepared and module.scale is not None else _NO_SCALE)
+            scales.append(_NO_SCALE if (scale := module.__dict__.get("scale")) is None else scale)
     backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
     if backend is None or parts.drops() or needs_grad(hidden, *found):
         return None
