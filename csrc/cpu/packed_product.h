@@ -83,7 +83,7 @@ inline void check_packed(const Tensor& x, const Packed& p) {
   const int64_t width = FB_BEST_ISA(packed_width)(), group = FB_BEST_ISA(packed_group)(), inner = x.size(-1);
   const int64_t panels = (p.channels + width - 1) / width;
   if (weights == Weights::s8) {
-    FB_CHECK_VALUE(inner <= 1 << 17, "packed_linear: K is ", inner, "; expected at most 2**17 beside int8 weights");
+    FB_CHECK_VALUE(inner <= 1 << 16, "packed_linear: K is ", inner, "; expected at most 2**16 beside int8 weights");
     check_shape("packed_linear", "weight", p.weight, {panels, (inner + group - 1) / group, width, group});
     FB_CHECK_VALUE(p.scale.has_value(), "packed_linear: scale is None beside int8 weights");
     check_shape("packed_linear", "scale", *p.scale, {2, p.channels});
