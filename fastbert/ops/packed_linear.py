@@ -134,7 +134,7 @@ def packed_linear(
     x's dtype. Sums are float32, whatever the weight.
 
     An int8 weight has x quantised to int8 too, each row by its largest magnitude (symmetric, ties to even); the sums
-    are exact, so every processor gives the same. A row with a NaN or an infinity gives NaN.
+    are exact, so every processor gives the same; K is at most 2**16. A row with a NaN or an infinity gives NaN.
     Raises ValueError (shapes, devices, approximate), TypeError (dtypes), RuntimeError where a gradient is live.
 
     Equivalent to::

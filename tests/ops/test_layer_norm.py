@@ -55,7 +55,7 @@ class Rows(OpSuite):
         testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, gradients=both)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=("float32", "float16"))
-    @pytest.mark.parametrize("columns", [264, 1288])
+    @pytest.mark.parametrize("columns", [264, pytest.param(1288, marks=slow_interpreted)])
     def test_unaligned_memory(self, backend, dtype, columns):
         backend.require(dtype)
         inputs = self.inputs((5, columns), dtype, backend.device)
