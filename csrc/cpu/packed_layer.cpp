@@ -61,8 +61,8 @@ Tensor apply(const Tensor& x, const Dense& dense, std::string_view approximate, 
 // (T, C) -> (T, 3, H, D). What the products take is made once for all three, where they take the same.
 Tensor project(const Tensor& x, const std::vector<Dense>& projections, int64_t heads) {
   const int64_t tokens = x.size(0), width = projections[0].channels * int64_t(projections.size());
-  FB_CHECK_VALUE(width % (3 * heads) == 0, "packed_layer: the projections give ", width,
-                 " numbers a token; expected a multiple of 3 heads, ", 3 * heads);
+  FB_CHECK_VALUE(width % 3 == 0 && width / 3 % heads == 0, "packed_layer: the projections give ", width,
+                 " numbers a token; expected a multiple of 3 times ", heads, " heads");
   const Tensor qkv = empty({tokens, width}, x);
   std::optional<Left> left;
   for (size_t i = 0; i < projections.size(); ++i) {
