@@ -16,11 +16,12 @@ from fastbert.ops.op import Primitive, needs_grad
 
 WEIGHTS = (torch.float32, torch.bfloat16, torch.int8)
 _SMALLEST = 2.0**-100  # rows of x whose largest number is below this count as zeros beside int8 weights
+_LAYOUT = backends.build_info().get("packed_layout") or (16, 2)  # torch.compile could not trace that in a call
 
 
 def layout() -> tuple[int, int]:
     """Of packed weights on this machine: the channels of a panel, and the numbers of a group."""
-    return backends.build_info().get("packed_layout") or (16, 2)
+    return _LAYOUT
 
 
 def pack_weight(weight: Tensor) -> Tensor:
@@ -97,7 +98,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     high = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
     finite = high.isfinite()
     usable = finite & (high >= _SMALLEST)
-    rows = torch.where(usable, x * (127 / high), 0).round().to(torch.int8)
+    factor = torch.full_like(high, 127) / high  # rounded once: 127 / high is 127 times the reciprocal in torch
+    rows = torch.where(usable, x * factor, 0).round().to(torch.int8)
     return rows, torch.where(finite, torch.where(usable, high / 127, 0), torch.nan)
 
 
@@ -144,13 +146,13 @@ def packed_linear(
     check_dense("packed_linear", x, weight, scale, bias, channels)
     if approximate is not None:
         check_approximate("packed_linear", approximate)
-    refuse_gradients("packed_linear", x)
+    refuse_gradients("packed_linear", x, weight, scale, bias)
     backend = backends.choose("packed_linear", x.device.type, x.dtype, backward=False)
     return FWD(backend, x, weight, scale, bias, channels, approximate or "")
 
 
-def refuse_gradients(op: str, x: Tensor) -> None:
-    if needs_grad(x):
+def refuse_gradients(op: str, *tensors: Tensor | None) -> None:
+    if needs_grad(*tensors):
         raise RuntimeError(f"{op}: prepared weights are for inference; expected torch.no_grad() or inference_mode()")
 
 
@@ -170,7 +172,7 @@ def check_dense(op: str, x: Tensor, weight: Tensor, scale: Tensor | None, bias: 
     shape = (panels, -(-inner // group), width, group) if quantized else (panels, inner, width)
     checks.shape(op, "weight", weight, shape, "what pack_weight gives for (C, K)")
     if quantized != (scale is not None):
-        raise ValueError(f"{op}: scale is {scale and 'given'} beside a weight of {weight.dtype}")
+        raise ValueError(f"{op}: scale is {'None' if quantized else 'given'} beside a weight of {weight.dtype}")
     for name, tensor, expected in (("scale", scale, (2, channels)), ("bias", bias, (channels,))):
         if tensor is None:
             continue
