@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fastbert.ops import pack_weight
 from fastbert.ops.op import PRIMITIVES
+from fastbert.ops.packed_linear import with_sums
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
@@ -99,6 +101,11 @@ def right_call(name: str, n: Sizes) -> list:
         qkv, out = normal(n.dtype, n.T, 3, n.H, n.D), normal(n.dtype, n.T, n.H, n.D)
         rest = [ends, n.T, 0.5, 0.25, key, 3]
         return [qkv, *rest] if direction == "fwd" else [out, qkv, out, normal(n.wide, n.H, n.T), *rest]
+    if op == "packed_linear":
+        weight, scale = packed(n, n.K, n.C)
+        return [x.to(packable(n)), weight, scale, normal(torch.float32, n.K), n.K, ("", "none", "tanh")[n.H % 3]]
+    if op == "packed_layer":
+        return right_packed_layer(n, x.to(packable(n)), ends=torch.tensor([0, n.T // 3, n.T], dtype=torch.int32))
     if op == "encoder_layer":
         return right_layer(direction, n, x, ends=torch.tensor([0, n.T // 3, n.T // 3, n.T], dtype=torch.int32), key=key)
     if name == "padding_plan":
@@ -122,6 +129,36 @@ def right_layer(direction: str, n: Sizes, x: Tensor, ends: Tensor, key: Tensor) 
     saved = [normal(n.dtype, n.T, 3, n.H, n.D), normal(n.dtype, n.T, n.H, n.D), normal(n.wide, n.H, n.T)] * whole
     saved += [x, rows, rows, x, normal(n.dtype, n.T, n.K), x, rows, rows]
     return [x, x, context, parameters, saved, *settings, needed]
+
+
+def packable(n: Sizes) -> torch.dtype:
+    """A dtype that packed products take."""
+    return torch.float32 if n.dtype == torch.float64 else n.dtype
+
+
+def packed(n: Sizes, channels: int, inner: int) -> tuple[Tensor, Tensor | None]:
+    """A packed weight and its scale: of int8 beside float16, and of an odd number of heads."""
+    if packable(n) != torch.float16 and n.H % 2 == 0:
+        return pack_weight(normal(packable(n), channels, inner)), None
+    weight = (normal(torch.float32, channels, inner) * 40).to(torch.int8)
+    return pack_weight(weight), with_sums(torch.ones(channels), weight)
+
+
+def right_packed_layer(n: Sizes, x: Tensor, ends: Tensor) -> list:
+    """Of three projections or one, and the product after attention is plain for a head size of 3, 6 and so on."""
+    projections, width = (3, n.H * n.D) if n.H < 3 else (1, 3 * n.H * n.D)
+    parameters, scales = [], []
+    for place, size in enumerate([(width, n.C)] * projections + [(n.C, n.H * n.D), None, (n.K, n.C), (n.C, n.K), None]):
+        if size is None:
+            parameters += [normal(torch.float32, n.C) for _ in range(2)]
+        elif place == projections and n.D % 3 == 0:
+            parameters += normal(x.dtype, *size), normal(x.dtype, size[0])
+            scales.append(torch.empty(0))
+        else:
+            weight, scale = packed(n, *size)
+            parameters += weight, normal(torch.float32, size[0])
+            scales.append(torch.empty(0) if scale is None else scale)
+    return [x, parameters, scales, ends, n.T, n.H, 0.5, "tanh", 1e-12, 1e-5]
 
 
 # ---- wrong arguments

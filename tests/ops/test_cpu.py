@@ -285,7 +285,7 @@ def test_each_instruction_set_passes(capability):
     code = "from fastbert import backends; print(backends.build_info()['cpu_set'])"
     if not _run(capability, "-c", code).stdout.startswith(capability):
         pytest.skip(f"this processor has no {capability}")
-    names = ("bias_gelu", "layer_norm", "attention", "embedding", "dense_gelu", "linear")
+    names = ("bias_gelu", "layer_norm", "attention", "embedding", "dense_gelu", "linear", "packed_linear")
     files = [str(Path(__file__).parent / f"test_{name}.py") for name in names]
     result = _run(capability, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cpu", *files)
     assert result.returncode == 0, result.stdout[-4000:]

@@ -8,6 +8,7 @@
 //
 // run.py builds it with each sanitizer. OpenMP's barriers are invisible to ThreadSanitizer, hence std::thread.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -21,6 +22,7 @@
 #include "bias_gelu.h"
 #include "embedding.h"
 #include "layer_norm.h"
+#include "packed_linear.h"
 
 using namespace fastbert;
 namespace loops = fastbert::cpu::FB_ISA;
@@ -285,9 +287,148 @@ void check_attention(std::vector<int64_t> lengths, int64_t D, DType dtype, Dropo
        [&](int threads) { return attention.run(threads); });
 }
 
+// ---- packed_linear
+
+// A dense layer of small integers, whose results plain integer arithmetic gives too. Each row of x has a 127, so that
+// int8 holds it as it is. Between y's rows lie `gap` elements, which stay as they are.
+struct PackedLayer {
+  static constexpr int64_t gap = 3;
+  const int64_t rows, inner, channels;
+  const DType dtype;
+  const Weights weights;
+  const int64_t width = loops::packed_width(), panels = (channels + width - 1) / width;
+  // Of int8: what an instruction adds up, and how many of those there are. Of floats one number is a group.
+  const int64_t group = weights == Weights::s8 ? loops::packed_group() : 1, groups = (inner + group - 1) / group;
+  std::vector<int> x, weight, bias;  // (rows, inner), (channels, inner), (channels,)
+
+  // Of magnitude `most` at most.
+  static int number(int most) {
+    static std::mt19937 random(0);
+    return int(random() % (2 * most + 1)) - most;
+  }
+
+  // extreme: rows of nothing but 127 or -127, channels of nothing but 127 or -128.
+  PackedLayer(int64_t rows_, int64_t inner_, int64_t channels_, DType dtype_, Weights weights_, bool extreme)
+      : rows(rows_), inner(inner_), channels(channels_), dtype(dtype_), weights(weights_) {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t k = 0; k < inner; ++k) x.push_back(extreme ? 127 - r % 2 * 254 : k == r % inner ? 127 : number(8));
+    for (int64_t c = 0; c < channels; ++c)
+      for (int64_t k = 0; k < inner; ++k) weight.push_back(extreme ? 127 - c % 2 * 255 : number(3));
+    for (int64_t c = 0; c < channels; ++c) bias.push_back(number(9));
+  }
+
+  // Integers as elements of a type.
+  static Bytes as(const std::vector<int>& numbers, DType type) {
+    Bytes bytes(numbers.size() * size_of(type));
+    for (size_t i = 0; i < numbers.size(); ++i) write(float(numbers[i]), bytes, i, type);
+    return bytes;
+  }
+  static void write(float number, Bytes& to, int64_t i, DType type) {
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    const uint16_t bf16 = uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    const _Float16 f16 = static_cast<_Float16>(number);
+    const void* const from = type == DType::f32    ? (const void*)&number
+                             : type == DType::bf16 ? (const void*)&bf16
+                                                   : &f16;
+    memcpy(to.data() + i * size_of(type), from, size_of(type));
+  }
+
+  // (panels, groups, width, group), zeros where there is nothing.
+  Bytes packed() const {
+    std::vector<int> all(panels * groups * width * group);
+    for (int64_t c = 0; c < channels; ++c)
+      for (int64_t k = 0; k < inner; ++k)
+        all[((c / width * groups + k / group) * width + c % width) * group + k % group] = weight[c * inner + k];
+    if (weights == Weights::s8) return Bytes(all.begin(), all.end());
+    return as(all, weights == Weights::f32 ? DType::f32 : DType::bf16);
+  }
+
+  // The factor of each channel, 1, and the sum of its weights.
+  std::vector<float> scale() const {
+    std::vector<float> all(2 * channels, 1.f);
+    for (int64_t c = 0; c < channels; ++c) {
+      int64_t sum = 0;
+      for (int64_t k = 0; k < inner; ++k) sum += weight[c * inner + k];
+      all[channels + c] = float(sum);
+    }
+    return all;
+  }
+
+  // y, where it began as bytes of `with`.
+  Bytes in_integers(int with) const {
+    Bytes y = filled(rows * (channels + gap), dtype, with);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < channels; ++c) {
+        int64_t sum = 0;
+        for (int64_t k = 0; k < inner; ++k) sum += int64_t(x[r * inner + k]) * weight[c * inner + k];
+        write(float(sum) + float(bias[c]), y, r * (channels + gap) + c, dtype);
+      }
+    return y;
+  }
+
+  Results run(int threads, Gelu gelu) const {
+    const Bytes elements = as(x, dtype), panels_ = packed(), biases = as(bias, DType::f32);
+    const std::vector<float> factors = scale();
+    const int64_t left_bytes = loops::packed_left_bytes(inner, dtype, weights);
+    Bytes left(rows * left_bytes, char(threads)), y = filled(rows * (channels + gap), dtype, threads);
+    std::vector<float> left_scale(weights == Weights::s8 ? rows : 0);
+    const cpu::PackedLinear op{elements.data(),
+                               panels_.data(),
+                               weights == Weights::s8 ? factors.data() : nullptr,
+                               reinterpret_cast<const float*>(biases.data()),
+                               y.data(),
+                               rows,
+                               inner,
+                               channels,
+                               channels + gap,
+                               dtype,
+                               weights,
+                               gelu,
+                               left_bytes ? left.data() : nullptr,
+                               weights == Weights::s8 ? left_scale.data() : nullptr};
+    if (left_bytes) in_threads(threads, rows, [&](int64_t begin, int64_t end) { loops::packed_left(op, begin, end); });
+    const int64_t blocks = (rows + cpu::kPackedRows - 1) / cpu::kPackedRows;
+    in_threads(threads, blocks * panels, [&](int64_t begin, int64_t end) {
+      Bytes scratch(loops::packed_scratch(), char(threads));
+      for (int64_t unit = begin, count; unit < end; unit += count) {
+        const int64_t block = unit / panels, panel = unit % panels;
+        count = std::min(panels - panel, end - unit);
+        loops::packed_linear(op, rows * block / blocks, rows * (block + 1) / blocks, panel * width,
+                             std::min(channels, (panel + count) * width), scratch.data());
+      }
+    });
+    if (gelu == Gelu::none && y != in_integers(threads)) {
+      ++differences;
+      fprintf(stderr, "%d rows, %d to %d: not what integers give\n", int(rows), int(inner), int(channels));
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = channels; c < channels + gap; ++c) write(0, y, r * (channels + gap) + c, dtype);
+    return {left, y};
+  }
+};
+
+void check_packed_linears(DType dtype, Weights weights, const char* kind) {
+  const auto check = [&](int64_t rows, int64_t inner, int64_t channels, bool extreme = false) {
+    const PackedLayer layer(rows, inner, channels, dtype, weights, extreme);
+    for (const Gelu gelu : {Gelu::none, Gelu::erf, Gelu::tanh})
+      same(name("packed_linear", inner, dtype, kind) + " to " + std::to_string(channels),
+           [&](int threads) { return layer.run(threads, gelu); });
+  };
+  for (const int64_t size : kSizes) check(kRows, size, 19), check(kRows, 11, size);
+  check(cpu::kPackedRows + 1, 300, 33);  // two blocks of rows, and of what a chain adds up
+  check(2, 5, 0), check(2, 0, 5);
+  if (weights == Weights::s8 && dtype == DType::f32) check(2, 1 << 16, 3, true);  // the largest sums
+}
+
 // ---- all of them
 
 void check_all() {
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    check_packed_linears(dtype, Weights::f32, " by f32");
+    check_packed_linears(dtype, Weights::bf16, " by bf16");
+    check_packed_linears(dtype, Weights::s8, " by int8");
+  }
   for (const DType dtype : kTypes) {
     for (const int64_t C : kSizes) {
       for (const bool flag : {false, true})

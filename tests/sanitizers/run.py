@@ -38,7 +38,7 @@ OPTIONS = {
 
 TESTS = [
     f"tests/ops/test_{op}.py"
-    for op in ("bias_gelu", "layer_norm", "attention", "embedding", "dense_gelu", "linear", "padding")
+    for op in ("bias_gelu", "layer_norm", "attention", "embedding", "dense_gelu", "linear", "packed_linear", "padding")
 ]
 SELECTION = "{} and not compile and not opcheck"
 
