@@ -95,7 +95,11 @@ class Report:
         for check, written in zip(self.checks, values["checks"], strict=True):
             for line, row in zip(check.lines, written["lines"], strict=True):
                 row["ok"] = line.ok
-        write_text(path, json.dumps(_finite(values), indent=1) + "\n")
+        write_report(path, values)
+
+
+def write_report(path: Path, values: dict[str, object]) -> None:
+    write_text(path, json.dumps(_finite(values), indent=1) + "\n")
 
 
 def _finite(value):
@@ -123,15 +127,15 @@ def run(
     next. Raises FileNotFoundError, ValueError and RuntimeError for a model, tokenizer or texts that cannot be used.
     """
     torch.empty(0, device=device)  # reports a missing device before a model is read
-    subject = _Subject.read(directory, device)
-    sample = _sample(subject, texts, max_length)
+    subject = Subject.read(directory, device)
+    sample = make_sample(subject, texts, max_length)
     mask = sample.inputs["attention_mask"]
     batch = f"{len(texts)} texts, {int(mask.sum())} tokens, padded to {' x '.join(map(str, mask.shape))}"
     report = Report(str(directory), subject.name, device, batch)
     for dtype in dtypes:
         tell(f"{dtype}: transformers")
         try:
-            yardstick = _Yardstick.measure(subject, DTYPES[dtype], sample)
+            yardstick = Yardstick.measure(subject, DTYPES[dtype], sample)
         except _NotFinite as problem:
             report.omissions.append(Omission(dtype, "all", str(problem)))
             continue
@@ -152,7 +156,7 @@ def _repeats(report: Report, dtype: str, name: str) -> Omission | None:
 # ---- the model, in both libraries
 
 
-class _Subject(NamedTuple):
+class Subject(NamedTuple):
     """A checkpoint, and the class that its config.json names."""
 
     found: Checkpoint
@@ -161,7 +165,7 @@ class _Subject(NamedTuple):
     device: str
 
     @classmethod
-    def read(cls, source: str | Path, device: str) -> "_Subject":
+    def read(cls, source: str | Path, device: str) -> "Subject":
         found = checkpoint.load(source)
         family, names = found.config.family, found.config.extra.get("architectures") or ()
         known = classes_of(family)
@@ -219,14 +223,14 @@ def _quiet() -> Iterator[None]:
 # ---- the batch
 
 
-class _Sample(NamedTuple):
+class Sample(NamedTuple):
     inputs: dict[str, Tensor]
     labels: dict[str, Tensor]
     visible: Tensor  # (sequences, S) bool
     of_tokens: bool  # whether all logits are (B, S)
 
 
-def _sample(subject: _Subject, texts: list[str], max_length: int) -> _Sample:
+def make_sample(subject: Subject, texts: list[str], max_length: int) -> Sample:
     """The texts as a padded batch with labels for the model's head."""
     pairs = subject.kind == "ForMultipleChoice"
     texts = texts[: len(texts) // 2 * 2] if pairs else texts
@@ -241,10 +245,10 @@ def _sample(subject: _Subject, texts: list[str], max_length: int) -> _Sample:
     if pairs:
         inputs = {name: value.unflatten(0, (-1, 2)) for name, value in inputs.items()}
     moved = ({name: tensor.to(subject.device) for name, tensor in part.items()} for part in (inputs, labels))
-    return _Sample(*moved, visible.to(subject.device), subject.kind in _OF_TOKENS)
+    return Sample(*moved, visible.to(subject.device), subject.kind in _OF_TOKENS)
 
 
-def _inputs(subject: _Subject, tokenizer, texts: list[str], max_length: int) -> dict[str, Tensor]:
+def _inputs(subject: Subject, tokenizer, texts: list[str], max_length: int) -> dict[str, Tensor]:
     limit = min(max_length, subject.config.max_sequence_length)
     if limit <= 2:
         raise ValueError(f"max_length is {limit}; expected more than the special tokens")
@@ -277,7 +281,7 @@ def _tokenizer(directory: Path):
         raise ValueError(f"the tokenizer in {directory} cannot be read: {error}") from error
 
 
-def _labels(subject: _Subject, inputs: dict[str, Tensor], visible: Tensor) -> dict[str, Tensor]:
+def _labels(subject: Subject, inputs: dict[str, Tensor], visible: Tensor) -> dict[str, Tensor]:
     """Labels for the head's loss: every fifth token, or classes in turn; {} without a head."""
     batch, seqlen = visible.shape
     classes, row, column = subject.config.num_labels, torch.arange(batch), torch.arange(seqlen)
@@ -315,7 +319,7 @@ def _classes(config: BertConfig, row: Tensor) -> Tensor:
 # ---- a run, and transformers' runs to compare it with
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """states: hidden states and pooled output. scores: logits and loss, to which another factor applies."""
 
     states: dict[str, Tensor]
@@ -324,19 +328,15 @@ class _Run(NamedTuple):
     at_scores: dict[str, Tensor]  # gradients of the logits, where the loss comes from them
 
 
-def _compute(model: torch.nn.Module, sample: _Sample) -> _Run:
+def compute(model: torch.nn.Module, sample: Sample) -> Run:
     """Forward and backward of either library's model, from its loss or, without one, from random signs."""
-    dtype, visible = next(model.parameters()).dtype, sample.visible
+    dtype = next(model.parameters()).dtype
     labels = {name: t.to(dtype) if t.is_floating_point() else t for name, t in sample.labels.items()}
     out = model(**sample.inputs, **labels, output_hidden_states=True)
-    states = {f"hidden state {i}": state[visible] for i, state in enumerate(out.hidden_states)}
-    if (pooled := getattr(out, "pooler_output", None)) is not None:
-        states["pooled output"] = pooled
-    logits = {name: getattr(out, name, getattr(out, other or name, None)) for name, other in _LOGITS.items()}
-    logits = {name: tensor for name, tensor in logits.items() if tensor is not None}
+    states, logits = _states(out, sample), _logits(out)
     for tensor in logits.values():
         tensor.retain_grad()
-    scores = {name: t[visible] if t.dim() == 3 or sample.of_tokens else t for name, t in logits.items()}
+    scores = _scores(logits, sample)
     if sample.labels:
         scores["loss"] = out.loss.to(dtype)  # ours is float32 or better
         out.loss.backward()
@@ -348,7 +348,30 @@ def _compute(model: torch.nn.Module, sample: _Sample) -> _Run:
     if isinstance(model, Saveable):
         gradients = model.to_hugging_face(gradients)
     detached = ({name: t.detach() for name, t in part.items()} for part in (states, scores))
-    return _Run(*detached, gradients, {f"d{name}": t.grad for name, t in logits.items() if t.grad is not None})
+    return Run(*detached, gradients, {f"d{name}": t.grad for name, t in logits.items() if t.grad is not None})
+
+
+@torch.no_grad()
+def predict(model: torch.nn.Module, sample: Sample) -> Run:
+    """Forward alone, of either library's model: neither loss nor gradients."""
+    out = model(**sample.inputs, output_hidden_states=True)
+    return Run(_states(out, sample), _scores(_logits(out), sample), {}, {})
+
+
+def _states(out, sample: Sample) -> dict[str, Tensor]:
+    states = {f"hidden state {i}": state[sample.visible] for i, state in enumerate(out.hidden_states)}
+    pooled = getattr(out, "pooler_output", None)
+    return states if pooled is None else states | {"pooled output": pooled}
+
+
+def _logits(out) -> dict[str, Tensor]:
+    logits = {name: getattr(out, name, getattr(out, other or name, None)) for name, other in _LOGITS.items()}
+    return {name: tensor for name, tensor in logits.items() if tensor is not None}
+
+
+def _scores(logits: dict[str, Tensor], sample: Sample) -> dict[str, Tensor]:
+    """Those of tokens as (tokens, ...)."""
+    return {name: t[sample.visible] if t.dim() == 3 or sample.of_tokens else t for name, t in logits.items()}
 
 
 def _signs(output: Tensor) -> Tensor:
@@ -362,25 +385,28 @@ class _NotFinite(ValueError):
     """transformers' result has NaN or infinity, so there is nothing to compare with."""
 
 
-class _Yardstick(NamedTuple):
-    truth: _Run
-    contenders: list[_Run]  # transformers in the dtype, first with SDPA
+class Yardstick(NamedTuple):
+    truth: Run
+    contenders: list[Run]  # transformers in the dtype, first with SDPA
     reference: list[Line]  # one for a BERT, none for other families
 
     @classmethod
-    def measure(cls, subject: _Subject, dtype: torch.dtype, sample: _Sample) -> "_Yardstick":
+    def measure(
+        cls, subject: Subject, dtype: torch.dtype, sample: Sample, run: Callable[..., Run] = compute
+    ) -> "Yardstick":
+        """run: compute, or predict for a forward alone."""
         exact = subject.theirs(dtype, "eager").double()
-        truth, lines = _compute(exact, sample), []
+        truth, lines = run(exact, sample), []
         if subject.config.model_type == "bert":
             lines.append(_reference_line(subject, exact, sample))
-        if subject.kind == "ForReplacedTokenDetection":  # transformers rounds it to float32
+        if subject.kind == "ForReplacedTokenDetection" and "loss" in truth.scores:  # transformers rounds it to float32
             labels = sample.labels["labels"][sample.visible].double()
             truth.scores["loss"] = F.binary_cross_entropy_with_logits(truth.scores["logits"], labels)
         models = [subject.theirs(dtype, "sdpa"), subject.theirs(dtype, "eager")]
         if subject.device == "cpu" and dtype == torch.float32:
             models.append(_on_onednn(subject.theirs(dtype, "sdpa")))
-        contenders = [_compute(model, sample) for model in models]
-        for name, tensor in ((name, t) for run in contenders for part in run for name, t in part.items()):
+        contenders = [run(model, sample) for model in models]
+        for name, tensor in ((name, t) for found in contenders for part in found for name, t in part.items()):
             if not tensor.isfinite().all():
                 raise _NotFinite(f"transformers' own {name} is not finite")
         return cls(truth, contenders, lines)
@@ -394,7 +420,7 @@ def _on_onednn(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _reference_line(subject: _Subject, exact: torch.nn.Module, sample: _Sample) -> Line:
+def _reference_line(subject: Subject, exact: torch.nn.Module, sample: Sample) -> Line:
     """The worst of reference.py's hidden states in float64, compared with the truth."""
     inputs = {name: value.flatten(0, -2) for name, value in sample.inputs.items()}
     with torch.device("meta"):
@@ -414,22 +440,22 @@ def _reference_line(subject: _Subject, exact: torch.nn.Module, sample: _Sample) 
     return Line(f"reference.py, worst: {worst.name}", worst.error, worst.bound, worst.baseline)
 
 
-def _check(subject: _Subject, dtype: str, name: str, sample: _Sample, yardstick: _Yardstick) -> Check | Omission:
+def _check(subject: Subject, dtype: str, name: str, sample: Sample, yardstick: Yardstick) -> Check | Omission:
     before = backends.calls()
     model = subject.ours(DTYPES[dtype])
     try:
         with fastbert.backend(None if name == DEFAULT else name):
-            mine = _compute(model, sample)
+            mine = compute(model, sample)
     except RuntimeError as error:
         refusal = f"backend {name!r} cannot run "
         if not str(error).startswith(refusal):
             raise
         return Omission(dtype, name, str(error).removeprefix(refusal))
-    return Check(dtype, name, _lines(mine, yardstick), _kernels(before))
+    return Check(dtype, name, rule(mine, yardstick), _kernels(before))
 
 
-def _lines(mine: _Run, yardstick: _Yardstick) -> list[Line]:
-    """The rule, row by row; of the gradients only the worst."""
+def rule(mine: Run, yardstick: Yardstick) -> list[Line]:
+    """The rule, row by row; of the gradients, if there are any, only the worst."""
     truth, contenders = yardstick.truth, yardstick.contenders
     # Gradients of logits count for the scale: a classifier's bias gets their sum, which may cancel to 0.
     scale = truth.at_scores
@@ -441,12 +467,14 @@ def _lines(mine: _Run, yardstick: _Yardstick) -> list[Line]:
     rows = [row for row in states if row.name in mine.states] + [row for row in scores if row.name in mine.scores]
     outputs = [_line(row, mine.states | mine.scores, sdpa.states | sdpa.scores) for row in rows]
     gradients = [row for row in states if row.name in mine.gradients]
+    if not gradients:
+        return outputs
     worst = max(gradients, key=_badness)
     obey = f"worst; {sum(row.ok for row in gradients)} of {len(gradients)} gradients obey"
     return [*outputs, _line(worst, mine.gradients, sdpa.gradients, obey)]
 
 
-def _results(runs: Iterable[_Run], part: str, scale: dict[str, Tensor]) -> list[Result]:
+def _results(runs: Iterable[Run], part: str, scale: dict[str, Tensor]) -> list[Result]:
     """States with gradients, or scores alone. scale: more gradients, which count for the largest."""
     return [Result(getattr(run, part), run.gradients | scale if part == "states" else {}) for run in runs]
 
@@ -479,7 +507,7 @@ def show(report: Report) -> None:
     title = f"{report.architecture} in {report.model}, on {report.device}: {report.batch}"
     console.print(title, highlight=False, soft_wrap=True)
     for dtype in dict.fromkeys(check.dtype for check in report.checks):
-        _print_whole(console, _table(dtype, [check for check in report.checks if check.dtype == dtype]))
+        print_whole(console, _table(dtype, [check for check in report.checks if check.dtype == dtype]))
     for omission in report.omissions:
         line = f"not checked: {omission.dtype}, {omission.backend}: {omission.reason}"
         console.print(line, style="yellow", highlight=False, soft_wrap=True)
@@ -489,7 +517,7 @@ def show(report: Report) -> None:
     console.print(verdict, style="bold red" if broken else "bold green", highlight=False)
 
 
-def _print_whole(console, table) -> None:
+def print_whole(console, table) -> None:
     """Names stay whole, to be searched and copied: where a terminal is too narrow for them, it breaks the lines."""
     from rich.measure import Measurement
 

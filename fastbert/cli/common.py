@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from fastbert.prepared import PRECISIONS
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -18,6 +20,9 @@ def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
         default = "all-MiniLM-L6-v2, if installed"
         command.add_argument("--model", help=f"a directory, or a name on the hub (default: {default})")
     command.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation (default: float32)")
+    command.add_argument(
+        "--precision", choices=list(PRECISIONS), help="weights packed for this processor (default: the model as it is)"
+    )
     command.add_argument(
         "--batch-tokens", type=int, default=2048, metavar="N", help="at most in a batch (default: 2048)"
     )
@@ -36,11 +41,17 @@ def model_options(args: argparse.Namespace) -> dict[str, object]:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    return {"dtype": args.dtype, "device": args.device, "max_length": args.max_length}
+    device = device_of(args, args.precision)
+    return {"dtype": args.dtype, "device": device, "precision": args.precision, "max_length": args.max_length}
 
 
 def add_device(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    command.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is a GPU)")
+
+
+def device_of(args: argparse.Namespace, precision: str | None) -> str:
+    """As --device says; by default a GPU, but for a model that is prepared, which runs on the processor."""
+    return args.device or ("cuda" if torch.cuda.is_available() and precision is None else "cpu")
 
 
 def add_json(command: argparse.ArgumentParser) -> None:

@@ -11,8 +11,9 @@ import torch
 
 import fastbert
 from fastbert import backends
-from fastbert.cli.common import DTYPES, add_device, add_json, lines, write_json
+from fastbert.cli.common import DTYPES, add_device, add_json, device_of, lines, write_json
 from fastbert.config import BertConfig
+from fastbert.prepared import PRECISIONS
 
 
 def add(commands) -> None:
@@ -49,10 +50,12 @@ def _add_check(commands) -> None:
     check.add_argument("--text", type=Path, help="texts, one a line (default: Python's documentation)")
     check.add_argument("--json", type=Path, metavar="OUT", help="write the report there as well")
     add_device(check)
-    check.add_argument("--dtypes", nargs="+", choices=[*DTYPES, "float64"], default=[*DTYPES, "float64"])
-    check.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    check.add_argument("--dtypes", nargs="+", choices=[*DTYPES, "float64"], help="(default: all)")
+    check.add_argument("--backends", nargs="+", choices=BACKENDS, help="(default: all)")
     check.add_argument("--max-length", type=int, default=64, help="tokens of a text (default: 64)")
-    check.add_argument("--batch", type=int, default=4, help="texts to check on (default: 4)")
+    check.add_argument("--batch", type=int, help="texts to check on (default: 4, with --prepare 16)")
+    check.add_argument("--prepare", choices=list(PRECISIONS), help="say instead what preparing the model costs")
+    check.add_argument("--skip", nargs="+", metavar="NAME", help="submodules that are not prepared")
     check.set_defaults(run=_check)
 
 
@@ -60,26 +63,37 @@ def _check(args: argparse.Namespace) -> int:
     """Returns 1 if the accuracy rule is broken, else 0."""
     from rich.console import Console
 
-    from fastbert.cli import check
+    from fastbert.cli import check, check_prepared
     from fastbert.cli.demo import minilm
 
-    if args.batch < 1:
-        raise ValueError(f"--batch is {args.batch}; expected at least 1")
-    texts = check.spread(lines(args.text), args.batch) if args.text else check.default_texts(args.batch)
+    _only_one_check(args)
+    count = args.batch or (16 if args.prepare else 4)
+    texts = check.spread(lines(args.text), count) if args.text else check.default_texts(count)
+    model = args.model or minilm()
     with Console(stderr=True).status("reading") as status:
-        report = check.run(
-            args.model or minilm(),
-            texts,
-            device=args.device,
-            dtypes=args.dtypes,
-            names=args.backends,
-            max_length=args.max_length,
-            tell=status.update,
-        )
-    check.show(report)
+        common = {"max_length": args.max_length, "tell": status.update}
+        if args.prepare:
+            report = check_prepared.run(model, texts, args.prepare, skip=args.skip or (), **common)
+        else:
+            only = {"dtypes": args.dtypes or list(check.DTYPES), "names": args.backends or check.BACKENDS}
+            report = check.run(model, texts, device=device_of(args, None), **only, **common)
+    (check_prepared if args.prepare else check).show(report)
     if args.json:
         report.write(args.json, versions=_versions(), machine=dict(_machine()))
     return 0 if report.ok else 1
+
+
+def _only_one_check(args: argparse.Namespace) -> None:
+    """Raises ValueError for options that do not go together."""
+    if args.batch is not None and args.batch < 1:
+        raise ValueError(f"--batch is {args.batch}; expected at least 1")
+    if args.prepare is None and args.skip:
+        raise ValueError("--skip is given without --prepare")
+    for name in ("dtypes", "backends") if args.prepare else ():
+        if getattr(args, name):
+            raise ValueError(f"--{name} is given beside --prepare; expected one of them")
+    if args.prepare and args.device and torch.device(args.device).type != "cpu":
+        raise ValueError(f"--device is {args.device} beside --prepare; expected cpu")
 
 
 def _export(args: argparse.Namespace) -> None:

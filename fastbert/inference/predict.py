@@ -42,6 +42,7 @@ from fastbert.heads import (
     BertForSequenceClassification,
     BertForTokenClassification,
 )
+from fastbert.inference.loading import load
 from fastbert.inference.sentences import batches
 from fastbert.model import Saveable
 from fastbert.ops.numbers import wide
@@ -156,16 +157,19 @@ class _Predictor:
         *,
         dtype: torch.dtype | str | None = None,
         device: str | torch.device | None = None,
+        precision: str | None = None,
         **arguments: Any,
     ) -> "Self":
         """From a directory, or by a name on the hub, with a trained model and its tokenizer.
 
-        arguments: for the constructor.
-        Raises ValueError for a checkpoint of another head or with parameters missing, and FileNotFoundError and
-        RuntimeError as the model's from_pretrained.
+        precision: "fp32", "bf16" or "int8" for a model that `fastbert.prepare` has prepared, on the CPU. arguments: for
+        the constructor.
+        Raises ValueError for a checkpoint of another head or with parameters missing, and for a precision that is
+        unknown or beside another dtype than float32 or a GPU; FileNotFoundError and RuntimeError as the model's
+        from_pretrained.
         """
         directory = hub.directory_of(source)
-        model = trained_model(directory, cls.classes, dtype=dtype).to(device)
+        model = load(lambda dtype: trained_model(directory, cls.classes, dtype=dtype), dtype, device, precision)
         return cls(model, get_tokenizer(directory), **arguments)
 
     @property

@@ -12,6 +12,7 @@ from fastbert import hub
 from fastbert.data.collator import PackingCollator
 from fastbert.data.encode import COLUMNS, cut_encodings
 from fastbert.data.tokenizer import copy_of, get_tokenizer, strings
+from fastbert.inference.loading import load
 from fastbert.model import BertModel
 from fastbert.padding import first_tokens
 
@@ -57,21 +58,27 @@ class SentenceEncoder:
         *,
         dtype: torch.dtype | str | None = None,
         device: str | torch.device | None = None,
+        precision: str | None = None,
         max_length: int | None = None,
     ) -> "SentenceEncoder":
         """From a directory with a model and its tokenizer, following sentence-transformers' files if it has them.
 
-        source: may also be a model's name on the hub. Without modules.json: mean pooling, normalised. max_length: in
-        tokens; None follows those files. Raises FileNotFoundError, ValueError and RuntimeError as
-        `BertModel.from_pretrained`, and ValueError for modules or a pooling that are not supported, and a max_length
-        above the model's.
+        source: may also be a model's name on the hub. Without modules.json: mean pooling, normalised. precision:
+        "fp32", "bf16" or "int8" for a model that `fastbert.prepare` has prepared, on the CPU. max_length: in tokens;
+        None follows those files. Raises FileNotFoundError, ValueError and RuntimeError as `BertModel.from_pretrained`,
+        and ValueError for modules or a pooling that are not supported, a max_length above the model's, and a precision
+        that is unknown or beside another dtype than float32 or a GPU.
         """
         directory = hub.directory_of(source)
         folder, pooling, normalize = _sentence_modules(directory)
         settings = _read_json(folder / "sentence_bert_config.json") or _read_json(
             directory / "sentence_bert_config.json"
         )
-        model = BertModel.from_pretrained(folder, add_pooling_layer=False, dtype=dtype).to(device)
+
+        def read(dtype: torch.dtype | str | None) -> BertModel:
+            return BertModel.from_pretrained(folder, add_pooling_layer=False, dtype=dtype)
+
+        model = load(read, dtype, device, precision)
         longest = model.config.max_sequence_length
         if max_length is not None and max_length > longest:
             raise ValueError(f"SentenceEncoder: max_length is {max_length}; expected at most the model's, {longest}")

@@ -1,5 +1,6 @@
 """`fastbert check` on small checkpoints of every head, on planted faults, and on what a user can mend."""
 
+import argparse
 import json
 
 import pytest
@@ -10,7 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import fastbert
 from fastbert import cli
-from fastbert.cli import check
+from fastbert.auto import trained_model
+from fastbert.cli import check, check_prepared
 from fastbert.cli.check import DEFAULT
 from fastbert.families import BY_MODEL_TYPE
 
@@ -153,6 +155,132 @@ def test_a_bare_model_without_a_pooler(checkpoint):
     transformers.BertModel.from_pretrained(directory, add_pooling_layer=False).save_pretrained(directory)
     status, report = command(directory, "--dtypes", "float64", "--backends", DEFAULT)
     assert status == 0 and "pooled output" not in lines(report)
+
+
+# ---- --prepare
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "layers", "counts"),  # counts: of texts; of tokens, for a masked LM those with labels
+    [
+        ("bert", "BertForSequenceClassification", 8, {"logits": 4}),
+        ("bert", "BertForMultipleChoice", 8, {"logits": 2}),
+        ("bert", "BertForQuestionAnswering", 8, {"start_logits": 4, "end_logits": 4}),
+        ("albert", "AlbertForMaskedLM", 5, {"logits": 7}),
+        ("electra", "ElectraForPreTraining", 9, {"logits": 30}),
+    ],
+)
+def test_what_preparing_costs_every_head(model_type, name, layers, counts, checkpoint, capsys):
+    changes = {} if name.endswith("QuestionAnswering") else {"num_labels": 3}
+    directory = checkpoint(name, model_type, **changes)
+    status, report = command(directory, "--prepare", "int8")
+    assert status == 0 and report["architecture"] == name and report["threads"] == torch.get_num_threads()
+    assert len(report["cosines"]) == 4 and 0.98 < report["worst_cosine"] < report["mean_cosine"] < 1
+    assert {change["name"]: change["count"] for change in report["changes"]} == counts
+    assert all(0 < change["difference"] < 0.5 and 0 <= change["same"] <= 1 for change in report["changes"])
+    model = trained_model(directory, dtype=torch.float32)
+    packed = fastbert.prepare(model, "int8").state_dict()
+    dense = [key.removesuffix(".weight_scale") for key in packed if key.endswith(".weight_scale")]
+    assert {layer["name"] for layer in report["layers"]} == set(dense) and len(dense) == layers
+    plain = sum(p.nbytes for key in dense for p in model.get_submodule(key).parameters())
+    assert report["dense"]["before"] * 1e6 == plain and 0 < report["dense"]["after"] < report["dense"]["before"] / 2
+    saved = report["dense"]["before"] - report["dense"]["after"]
+    assert report["whole"]["before"] - report["whole"]["after"] == pytest.approx(saved)
+    assert min(report["milliseconds"].values()) > 0 and report["layers"][0]["name"] in capsys.readouterr().out
+
+
+def test_the_layer_that_int8_spoils_is_named_and_skipping_it_helps(checkpoint):
+    """An input that is always 0 has huge weights: with them in one scale the others are rounded to 0."""
+    directory, name = checkpoint(), "encoder.layer.1.intermediate.dense"
+    model = transformers.BertModel.from_pretrained(directory)
+    before = model.encoder.layer[1].attention.output.LayerNorm
+    before.weight.data[5] = before.bias.data[5] = 0
+    model.encoder.layer[1].intermediate.dense.weight.data[:, 5] = 100
+    model.save_pretrained(directory)
+    _, spoiled = command(directory, "--prepare", "int8")
+    worst, second = spoiled["layers"][:2]
+    assert worst["name"] == name and worst["sqnr"] < 10 < 30 < second["sqnr"]
+    status, better = command(directory, "--prepare", "int8", "--skip", name)
+    assert status == 0 and better["skip"] == [name] and name not in {layer["name"] for layer in better["layers"]}
+    assert better["mean_cosine"] > 0.999 and 1 - better["worst_cosine"] < (1 - spoiled["mean_cosine"]) / 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_rule_holds_for_what_keeps_it(precision, checkpoint, monkeypatch):
+    status, report = command(checkpoint("BertForMaskedLM"), "--prepare", precision)
+    found = {line["name"]: line for line in report["lines"]}
+    assert status == 0 and {"hidden state 0", "hidden state 2", "logits"} <= found.keys() and "loss" not in found
+    right = check_prepared.prepare
+
+    def wrong(*arguments, **more):
+        model = right(*arguments, **more)
+        model.bert.encoder.layer[1].output.LayerNorm.bias.data[3] += 0.2
+        model.cls.predictions.bias.data.neg_()
+        return model
+
+    monkeypatch.setattr(check_prepared, "prepare", wrong)
+    status, report = command(checkpoint("BertForMaskedLM"), "--prepare", precision)
+    found = {line["name"]: line["ok"] for line in report["lines"]}
+    assert status == 1 and not report["ok"] and found["hidden state 1"] and not found["hidden state 2"]
+    assert not found["logits"] and report["worst_cosine"] < 0.9999
+
+
+def test_labels_that_change_are_counted(checkpoint, monkeypatch):
+    directory = checkpoint("BertForSequenceClassification", num_labels=3)
+    model = transformers.BertForSequenceClassification.from_pretrained(directory)
+    model.classifier.bias.data = torch.tensor([0.0, 9.0, 0.0])  # label 1 is the likeliest of every text
+    model.save_pretrained(directory)
+    _, report = command(directory, "--prepare", "int8")
+    assert report["changes"][0]["same"] == 1
+    right = check_prepared.prepare
+
+    def wrong(*arguments, **more):
+        model = right(*arguments, **more)
+        model.classifier.bias.data[2] += 18
+        return model
+
+    monkeypatch.setattr(check_prepared, "prepare", wrong)
+    status, report = command(directory, "--prepare", "int8")
+    assert status == 0 and report["changes"][0]["same"] == 0 and 17.5 < report["changes"][0]["difference"] < 18.5
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem", "same"),
+    [
+        (1, None, None),
+        (2, "regression", None),
+        (2, "multi_label_classification", 2 / 3),  # a text has the same labels if it has both or lacks both
+        (2, None, 1 / 3),
+    ],
+    ids=str,
+)
+def test_what_counts_as_the_same_label(labels, problem, same):
+    before = torch.tensor([[1.0, -1.0], [1.0, 2.0], [-3.0, -2.0]])[:, :labels]
+    after = torch.tensor([[2.0, 1.0], [3.0, 2.0], [-1.0, -2.0]])[:, :labels]
+    config = fastbert.BertConfig(num_labels=labels, problem_type=problem)
+    subject = argparse.Namespace(kind="ForSequenceClassification", config=config)
+    runs = [check.Run({}, {"logits": logits}, {}, {}) for logits in (before, after)]
+    sample = check.Sample({}, {}, torch.ones(3, 1, dtype=torch.bool), False)
+    assert check_prepared.change(subject, sample, "logits", *runs).same == (same and pytest.approx(same))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prepare", "int8", "--dtypes", "float32"], "--dtypes is given beside --prepare"),
+        (["--prepare", "int8", "--device", "cuda"], "--device is cuda beside --prepare; expected cpu"),
+        (["--prepare", "int8", "--skip", "encoder.layer.7"], "skip has 'encoder.layer.7'"),
+        (["--skip", "encoder.layer.1"], "--skip is given without --prepare"),
+    ],
+    ids=" ".join,
+)
+def test_options_that_do_not_go_together_are_one_line(checkpoint, capsys, arguments, words):
+    directory = checkpoint()
+    capsys.readouterr()
+    status, report = command(directory, *arguments)
+    error = capsys.readouterr().err
+    assert status == 2 and report is None and error.startswith("fastbert: ") and words in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

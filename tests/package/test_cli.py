@@ -1,5 +1,6 @@
 """The command: what it prints for people and for machines, and what a user can mend, in one line with status 2."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from small_models import TINY, minilm
 
 import fastbert
 from fastbert import cli
+from fastbert.cli.common import device_of
 from fastbert.cli.progress import progress
 from fastbert.config import PRESETS
 from fastbert.data import get_tokenizer, save_tokenizer
@@ -106,6 +108,45 @@ def test_half_precision(models, capsys):
     scores = [json_of(capsys, "classify", "one", "--model", directory, "--dtype", dtype)[0]["labels"][0]["score"]
               for dtype in ("float32", "bfloat16")]  # fmt: skip
     assert 0 < abs(scores[0] - scores[1]) < 0.02
+
+
+def test_precision(models, capsys, tmp_path):
+    """Of every command with a model: the layers that run are prepared, and the results those of the keyword."""
+    (tmp_path / "texts").write_text("the cat sat on the mat\nthe dog too\n")
+    text = ("--text", tmp_path / "texts")
+
+    def ran():
+        return sum(count for (op, _), count in fastbert.backends.calls().items() if op == "packed_layer_fwd")
+
+    for command, *arguments in (
+        ("embed", *text, "--output", tmp_path / "vectors.npy", "--model", models / "BertModel"),
+        ("similarity", *text, "--model", models / "BertModel"),
+        ("search", "the dog", *text, "--model", models / "BertModel"),
+        ("fill-mask", "a [MASK]", "--model", models / "BertForMaskedLM"),
+        ("tag", *text, "--model", models / "BertForTokenClassification"),
+        ("answer", "a?", "--context", tmp_path / "texts", "--model", models / "BertForQuestionAnswering"),
+    ):
+        before = ran()
+        assert run(capsys, command, *arguments, "--precision", "int8")[0] == 0 and ran() > before, command
+    plain = SentenceEncoder.from_pretrained(models / "BertModel")
+    expected = SentenceEncoder(fastbert.prepare(plain.model, "int8"), plain.tokenizer, max_length=plain.max_length)
+    texts, found = ["the cat sat on the mat", "the dog too"], torch.from_numpy(np.load(tmp_path / "vectors.npy"))
+    assert torch.equal(found, expected.encode(texts))
+    assert 0.99 < (found * plain.encode(texts)).sum(-1).min() < 0.99999
+    directory = models / "BertForSequenceClassification"
+    scores = {}
+    for precision in ("fp32", "bf16", "int8"):
+        (labels,) = TextClassifier.from_pretrained(directory, precision=precision)(["one"])
+        scores[precision] = labels[0].score
+        (entry,) = json_of(capsys, "classify", "one", "--model", directory, "--precision", precision)
+        assert entry["labels"] == [vars(label) for label in labels]
+    assert len(set(scores.values())) == 3 and max(scores.values()) - min(scores.values()) < 0.02
+
+
+def test_a_prepared_model_is_on_the_processor_by_default(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = argparse.Namespace(device=None)
+    assert device_of(args, "int8") == "cpu" and device_of(args, None) == "cuda"
 
 
 def test_batches_lengths_and_threads(models, capsys, tmp_path, monkeypatch):
@@ -253,6 +294,11 @@ def test_the_module_runs():
         (["export", "--model", "BertModel", "--output", "model.bin"], "expected a name that ends in .onnx"),
         (["export", "--model", "bert-base-uncased", "--output", "model.onnx"], "`hf download bert-base-uncased`"),
         (["classify", "a", "--model", "BertForSequenceClassification", "--device", "nonsense"], "nonsense"),
+        (
+            ["classify", "a", "--model", HEADS[1], "--precision", "bf16", "--device", "cuda:1"],
+            "device is cuda:1 beside",
+        ),
+        (["similarity", "a", "b", "--precision", "int8", "--dtype", "bfloat16"], "dtype is bfloat16 beside precision"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
 )

@@ -27,7 +27,7 @@ from small_models import minilm
 import fastbert.cli
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^(?P<marks>(?:<!-- .* -->\n)*)```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^(?P<marks>(?:<!-- [^\n]* -->\n)*)```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"<!-- (small|needs|fragment): (.+) -->")
 
 # By page and the beginning of a block: what comes before it.

@@ -1,0 +1,27 @@
+"""How a model that predicts is loaded: in a dtype, on a device; or prepared, in a precision."""
+
+from collections.abc import Callable
+
+import torch
+
+from fastbert.model import Saveable
+from fastbert.preparation import prepare
+
+
+def load(
+    read: Callable[[torch.dtype | str | None], Saveable],
+    dtype: torch.dtype | str | None,
+    device: torch.device | str | None,
+    precision: str | None,
+) -> Saveable:
+    """read(dtype) on the device or, with a precision, what `fastbert.prepare` makes of read(float32).
+
+    Raises ValueError as `prepare` does, and for a precision beside another dtype than float32 or a GPU.
+    """
+    if precision is None:
+        return read(dtype).to(device)
+    if dtype not in (None, "auto", "float32", torch.float32):
+        raise ValueError(f"dtype is {dtype} beside precision {precision!r}; expected float32, which it is made from")
+    if device is not None and torch.device(device).type != "cpu":
+        raise ValueError(f"device is {device} beside precision {precision!r}; expected cpu, which it is made for")
+    return prepare(read(torch.float32), precision)
