@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from fastbert.prepared import PRECISIONS
+from fastbert import checkpoint
+from fastbert.prepared import CONFIG_ENTRY, PRECISIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -19,7 +20,7 @@ def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
     else:
         default = "all-MiniLM-L6-v2, if installed"
         command.add_argument("--model", help=f"a directory, or a name on the hub (default: {default})")
-    command.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation (default: float32)")
+    command.add_argument("--dtype", choices=DTYPES, help="of the computation (default: float32, or as prepared)")
     command.add_argument(
         "--precision", choices=list(PRECISIONS), help="weights packed for this processor (default: the model as it is)"
     )
@@ -42,7 +43,16 @@ def model_options(args: argparse.Namespace) -> dict[str, object]:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     device = device_of(args, args.precision)
-    return {"dtype": args.dtype, "device": device, "precision": args.precision, "max_length": args.max_length}
+    dtype = args.dtype or (None if _was_prepared(args.model) else "float32")
+    return {"dtype": dtype, "device": device, "precision": args.precision, "max_length": args.max_length}
+
+
+def _was_prepared(source: str | None) -> bool:
+    """Whether a prepared model was saved there. What is wrong with the place is said when the model is loaded."""
+    try:
+        return source is not None and CONFIG_ENTRY in checkpoint.load(source).config.extra
+    except (OSError, ValueError):
+        return False
 
 
 def add_device(command: argparse.ArgumentParser) -> None:

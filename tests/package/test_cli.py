@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 
@@ -107,6 +108,17 @@ def test_half_precision(models, capsys):
     directory = models / "BertForSequenceClassification"
     scores = [json_of(capsys, "classify", "one", "--model", directory, "--dtype", dtype)[0]["labels"][0]["score"]
               for dtype in ("float32", "bfloat16")]  # fmt: skip
+    assert 0 < abs(scores[0] - scores[1]) < 0.02
+
+
+def test_a_directory_of_a_prepared_model(models, capsys, tmp_path):
+    """In the dtype that it was prepared in, without an option."""
+    directory = models / "BertForSequenceClassification"
+    shutil.copytree(directory, tmp_path / "bf16")
+    model = fastbert.BertForSequenceClassification.from_pretrained(directory, dtype="float32")
+    fastbert.prepare(model, "bf16").save_pretrained(tmp_path / "bf16")
+    scores = [json_of(capsys, "classify", "one", "--model", at)[0]["labels"][0]["score"]
+              for at in (directory, tmp_path / "bf16")]  # fmt: skip
     assert 0 < abs(scores[0] - scores[1]) < 0.02
 
 
