@@ -9,6 +9,7 @@ Before each call its description is written to a file, for the process that star
 
 import ctypes
 import mmap
+import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -312,6 +313,7 @@ def check(call: Call) -> bool:
 
 def main(examples: int, file: Path) -> None:
     returned = []
+    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))  # 2**31 rows of a result raise, and fill no machine
     with open(file, "r+b", buffering=0) as place:
 
         @settings(
