@@ -77,18 +77,36 @@ inline float* widened(const bf16* panel, int64_t inner, float* room) {
   return room;
 }
 
+// rows of a panel: their products with a part of it, while the tiles fetch what comes next.
+template <Onto what>
+void panel_product(int64_t rows, int64_t inner, Left<false, float> x, const float* panel, float* sums, Ahead ahead) {
+  int64_t row = 0;
+  const auto run = [&](auto count) {
+    for (; row + count <= rows; row += count, ahead.from += inner * ahead.step)
+      tile<count, what>(Left<false, float>{x.at(row, 0), x.stride}, panel, inner, sums + row * kStride, kStride,
+                        static_cast<const float*>(nullptr), ahead);
+  };
+  run(Slot<kTile>{}), run(Slot<4>{}), run(Slot<2>{}), run(Slot<1>{});
+}
+
 // The sums of a block in float. W: of the weights, which are widened a part of a panel at a time, for all rows.
 template <class W>
 void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
+  constexpr int64_t kWidth = kPanel<float>;
   float* const room = sums + kPackedRows * kStride;
   const float* const x = static_cast<const float*>(op.left ? op.left : op.x) + row * op.inner;
+  const auto panel_at = [&](int64_t column, int64_t k) {
+    return static_cast<const W*>(op.weight) + (channel + column) * op.inner + k * kWidth;
+  };
+  const int64_t step = kWidth * int64_t(sizeof(W)) / ((rows + kTile - 1) / kTile);
   for (int64_t k = 0; k == 0 || k < op.inner; k += kInner) {
     const int64_t inner = least(kInner, op.inner - k);
-    const auto add = k ? product<Onto::sums, false, float> : product<Onto::nothing, false, float>;
-    for (int64_t column = 0; column < channels; column += kPanel<float>) {
-      const W* const panel = static_cast<const W*>(op.weight) + (channel + column) * op.inner + k * kPanel<float>;
-      add(rows, kPanel<float>, inner, {x + k, op.inner}, {widened(panel, inner, room), inner}, sums + column, kStride,
-          nullptr);
+    const auto add = k ? panel_product<Onto::sums> : panel_product<Onto::nothing>;
+    for (int64_t column = 0; column < channels; column += kWidth) {
+      const bool last = column + kWidth >= channels;
+      const W* const next = last ? panel_at(0, k + inner) : panel_at(column + kWidth, k);
+      add(rows, inner, {x + k, op.inner}, widened(panel_at(column, k), inner, room), sums + column,
+          {reinterpret_cast<const char*>(next), step});
     }
   }
 }

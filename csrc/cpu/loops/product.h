@@ -119,13 +119,25 @@ struct Left {
   const M* at(int64_t row, int64_t k) const { return across ? data + k * stride + row : data + row * stride + k; }
 };
 
-template <int rows, Onto what, bool across, class M>
-inline void tile(Left<across, M> a, const M* b, int64_t inner, M* c, int64_t stride, const M* factors) {
+// What a tile asks memory for while it computes: a part of what is read next, a little in each of its steps.
+struct Ahead {
+  const char* from = nullptr;
+  int64_t step = 0;
+
+  void fetch(int64_t k) const { __builtin_prefetch(from + k * step, 0, 2); }
+};
+struct NothingAhead {
+  void fetch(int64_t) const {}
+};
+
+template <int rows, Onto what, bool across, class M, class A = NothingAhead>
+inline void tile(Left<across, M> a, const M* b, int64_t inner, M* c, int64_t stride, const M* factors, A ahead = {}) {
   using V = vec<M>;
   constexpr int L = kLanes<M>;
   V sums[rows][2]{};
   for (int64_t k = 0; k < inner; ++k, b += 2 * L) {
     const V first = load(b), second = load(b + L);
+    ahead.fetch(k);
 #pragma GCC unroll 12
     for (int row = 0; row < rows; ++row) {
       const V left = broadcast(a.at(row, k));

@@ -51,11 +51,13 @@ constexpr int kGroup = 4 / sizeof(Left8);
 constexpr int64_t whole_groups(int64_t inner) { return (inner + kGroup - 1) / kGroup * kGroup; }
 
 template <int rows>
-inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner, int32_t* c, int64_t c_stride) {
+inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner, int32_t* c, int64_t c_stride,
+                  Ahead ahead) {
   constexpr int L = kLanes<float>;
   vint sums[rows][2]{};
   for (int64_t k = 0; k < inner; k += kGroup, b += 2 * L * kGroup) {
     const vint first = load_group(b), second = load_group(b + L * kGroup);
+    ahead.fetch(k);
 #pragma GCC unroll 12
     for (int row = 0; row < rows; ++row) {
       const vint left = vint{} + load_bits<int32_t>(a + row * stride + k);
@@ -69,12 +71,14 @@ inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner
       __builtin_memcpy(c + row * c_stride + half * L, &sums[row][half], sizeof(vint));
 }
 
-// c (rows, a panel) = a (rows, inner) and a panel of b, of whole groups.
+// c (rows, a panel) = a (rows, inner) and a panel of b, of whole groups. The next panel is fetched meanwhile.
 inline void product8(int64_t rows, int64_t inner, const Left8* a, const int8_t* b, int32_t* c, int64_t c_stride) {
+  const int64_t bytes = inner * kPanel<float>;
+  Ahead ahead{reinterpret_cast<const char*>(b) + bytes, kPanel<float> / ((rows + kTile - 1) / kTile)};
   int64_t row = 0;
   const auto run = [&](auto count) {
-    for (; row + count <= rows; row += count)
-      tile8<count>(a + row * inner, inner, b, inner, c + row * c_stride, c_stride);
+    for (; row + count <= rows; row += count, ahead.from += inner * ahead.step)
+      tile8<count>(a + row * inner, inner, b, inner, c + row * c_stride, c_stride, ahead);
   };
   run(Slot<kTile>{}), run(Slot<4>{}), run(Slot<2>{}), run(Slot<1>{});
 }
