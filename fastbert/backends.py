@@ -30,6 +30,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATS64 = (*_FLOATS, torch.float64)
 _ANY = (*_FLOATS64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _ON_CPU = "benchmarks/results/cpu/ops.jsonl"
+_PREPARED = "benchmarks/results/cpu/prepare.jsonl"
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/short.jsonl"),
         "cuda": Kernel(_FLOATS, largest=8192),
     },
-    "packed_linear": {"cpu": Kernel(_FLOATS, backward=False)},
-    "packed_layer": {"cpu": Kernel(_FLOATS, backward=False)},
+    "packed_linear": {"cpu": Kernel(_FLOATS, backward=False, measured=_PREPARED)},
+    "packed_layer": {"cpu": Kernel(_FLOATS, backward=False, measured=_PREPARED)},
     "padding": {"cpu": Kernel(_ANY, measured=_ON_CPU), "triton": Kernel(_ANY)},
 }
 OPS = tuple(KERNELS)
