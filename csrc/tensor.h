@@ -124,6 +124,13 @@ inline Tensor empty_rows(Sizes sizes, const Tensor& x, ScalarType type) {
 }
 inline Tensor empty_rows(Sizes sizes, const Tensor& x) { return empty_rows(sizes, x, x.scalar_type()); }
 
+// How many threads parallel_for uses.
+inline int64_t threads() {
+  uint32_t count = 1;
+  check_call(torch_get_num_threads(&count), "get_num_threads");
+  return count;
+}
+
 // Calls f(begin, end) on ranges of 0 to n, of at least `grain`, in all threads.
 template <class F>
 void parallel_for(int64_t n, int64_t grain, const F& f) {

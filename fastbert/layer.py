@@ -202,13 +202,16 @@ def project_qkv(hidden: Tensor, projections: tuple[nn.Module, ...], heads: int) 
 
 def up_gelu(hidden: Tensor, up: nn.Module, activation: nn.Module | str) -> Tensor:
     """(T, C) -> (T, intermediate size). activation: a GELU's module, or the name of its form."""
-    form = activation if isinstance(activation, str) else gelu_form(activation)
+    form = gelu_form(activation)
     if is_plain_linear(up):
         return ops.dense_gelu(hidden, up.weight, up.bias, form)
     return F.gelu(up(hidden), approximate=form)
 
 
-def gelu_form(activation: nn.Module) -> str:
+def gelu_form(activation: nn.Module | str) -> str:
+    """A form's name, or that of a GELU's module."""
+    if isinstance(activation, str):
+        return activation
     return activation.approximate if type(activation) is nn.GELU else GELU_FORMS[type(activation).__name__]
 
 
@@ -296,7 +299,7 @@ def _as_one(parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | N
     parameters, dtype = _parameters(parts), autocast_dtype(hidden)
     if parameters is None or not (is_plain_dropout(parts.out_dropout) and is_plain_dropout(parts.down_dropout)):
         return None
-    live, attention, form = needs_grad(hidden, *parameters), parts.attention, parts.activation
+    live, attention, form = needs_grad(hidden, *parameters), parts.attention, gelu_form(parts.activation)
     device = hidden.device.type
     backend = backends.find("encoder_layer", device, dtype, backward=live, size=hidden.shape[1])
     if backend is None:
@@ -306,7 +309,6 @@ def _as_one(parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | N
     for p, bits in zip(rates, (random.ATTENTION_BITS, random.ROW_BITS, random.ROW_BITS), strict=True):
         if p:
             checks.dropout("encoder_layer", p, rng, hidden.device, bits)
-    form = form if isinstance(form, str) else gelu_form(form)
     sizes = packing.max_seqlen, attention.heads, attention.module.scaling
     eps = parts.out_norm.eps, parts.down_norm.eps
     settings = Settings(*sizes, *rates, random.layer_sites(turn)[0], form, dtype, *eps)
@@ -333,8 +335,7 @@ def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing) -> Tensor 
     backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
     if backend is None or parts.drops() or needs_grad(hidden, *found):
         return None
-    form, attention = parts.activation, parts.attention
-    form = form if isinstance(form, str) else gelu_form(form)
+    form, attention = gelu_form(parts.activation), parts.attention
     sizes = packing.cu_seqlens, packing.max_seqlen, attention.heads, attention.module.scaling
     return PACKED_LAYER(backend, hidden, found, scales, *sizes, form, parts.out_norm.eps, parts.down_norm.eps)
 

@@ -39,9 +39,7 @@ def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn
     prepared = copy.deepcopy(model).to(PRECISIONS[precision])
     if any(key_of(module) for module in prepared.modules()):
         hf.accelerate(prepared)
-    for name in linears(prepared):
-        if not is_skipped(name, skip):
-            replace(prepared, name, PreparedLinear.of(follow(prepared, name), precision))
+    replace(prepared, skip, lambda part: PreparedLinear.of(part, precision))
     for config in {id(c): c for m in prepared.modules() if (c := getattr(m, "config", None))}.values():
         if hasattr(config, "extra"):
             config.extra |= config_entries(precision, skip)

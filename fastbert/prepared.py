@@ -1,7 +1,7 @@
 """Modules that `fastbert.prepare` makes: dense layers whose weights were packed once for this processor, and models
 that hold them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -187,9 +187,12 @@ def is_skipped(name: str, skip: tuple[str, ...]) -> bool:
     return any(part == each or part.startswith(f"{each}.") for part in (name, bare) for each in skip)
 
 
-def replace(model: nn.Module, name: str, made: PreparedLinear) -> None:
-    owner, _, last = name.rpartition(".")
-    setattr(follow(model, owner) if owner else model, last, made)
+def replace(model: nn.Module, skip: tuple[str, ...], make: Callable[[nn.Linear], PreparedLinear]) -> None:
+    """Puts make(layer) in the place of each of those dense layers, but for those of `skip`."""
+    for name in linears(model):
+        if not is_skipped(name, skip):
+            owner, _, last = name.rpartition(".")
+            setattr(follow(model, owner) if owner else model, last, make(follow(model, name)))
 
 
 # ---- checkpoints
@@ -212,8 +215,5 @@ def outline(model: nn.Module, config: "BertConfig") -> str | None:
     if precision not in PRECISIONS or not isinstance(skip, list) or not all(isinstance(name, str) for name in skip):
         expected = f"a precision of {', '.join(PRECISIONS)} and a list `skip` of names"
         raise ValueError(f"config.json: {CONFIG_ENTRY} is {entry!r}; expected {expected}")
-    for name in linears(model):
-        if not is_skipped(name, tuple(skip)):
-            linear = follow(model, name)
-            replace(model, name, PreparedLinear(linear.in_features, linear.out_features, precision))
+    replace(model, tuple(skip), lambda part: PreparedLinear(part.in_features, part.out_features, precision))
     return precision

@@ -89,12 +89,6 @@ struct Batch {
 
  private:
   static constexpr double kPacking = 64;  // what a key costs besides its scores, in scores
-
-  static int64_t threads() {
-    uint32_t count = 1;
-    check_call(torch_get_num_threads(&count), "get_num_threads");
-    return count;
-  }
 };
 
 }  // namespace

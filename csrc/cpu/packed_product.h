@@ -46,7 +46,6 @@ class Left {
     parallel_rows(rows, inner, 0, [&](int64_t begin, int64_t end, void*) { FB_BEST_ISA(packed_left)(op, begin, end); });
   }
 
-  const Tensor& x() const { return x_; }
   Weights weights() const { return weights_; }
 
   // With what is known of the left factor alone.
@@ -91,12 +90,13 @@ inline void check_packed(const Tensor& x, const Packed& p) {
     check_shape("packed_linear", "weight", p.weight, {panels, inner, width});
     FB_CHECK_VALUE(!p.scale, "packed_linear: scale is given beside weights of ", p.weight.scalar_type());
   }
-  for (const auto& [name, tensor] :
-       {std::pair("weight", OptionalTensor(p.weight)), {"scale", p.scale}, {"bias", p.bias}}) {
-    if (!tensor) continue;
-    check_device("packed_linear", name, *tensor, x.device());
-    FB_CHECK_VALUE(tensor->is_contiguous(), "packed_linear: ", name, " is not contiguous");
-  }
+  const auto check_memory = [&](const char* name, const Tensor& tensor) {
+    check_device("packed_linear", name, tensor, x.device());
+    FB_CHECK_VALUE(tensor.is_contiguous(), "packed_linear: ", name, " is not contiguous");
+  };
+  check_memory("weight", p.weight);
+  if (p.scale) check_memory("scale", *p.scale);
+  if (p.bias) check_memory("bias", *p.bias);
   if (p.scale) check_dtype("packed_linear", "scale", *p.scale, ScalarType::Float);
   if (p.bias) check_shape("packed_linear", "bias", *p.bias, {p.channels});
   if (p.bias) check_dtype("packed_linear", "bias", *p.bias, ScalarType::Float);
@@ -113,10 +113,8 @@ inline void product_into(const Tensor& y, const Left& left, const Packed& p, Gel
   const int64_t width = FB_BEST_ISA(packed_width)(), panels = p.weight.size(0);
   const int64_t blocks = (op.rows + cpu::kPackedRows - 1) / cpu::kPackedRows, units = blocks * panels;
   if (units == 0) return;
-  uint32_t threads = 1;
-  check_call(torch_get_num_threads(&threads), "get_num_threads");
   const int64_t work = op.rows * op.channels * std::max<int64_t>(1, op.inner) / kShare;
-  const int64_t shares = std::clamp<int64_t>(work, 1, std::min<int64_t>(threads, units));
+  const int64_t shares = std::clamp<int64_t>(work, 1, std::min(threads(), units));
   parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
     const std::unique_ptr<char[]> scratch(new char[FB_BEST_ISA(packed_scratch)()]);
     const int64_t last = units * end / shares;

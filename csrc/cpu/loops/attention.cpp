@@ -18,10 +18,6 @@ static_assert(kKeys % (16 * kGroups) == 0);
 
 float logarithm(float v) { return __builtin_logf(v); }
 double logarithm(double v) { return __builtin_log(v); }
-template <class N>
-N least(N a, N b) {
-  return a < b ? a : b;
-}
 
 // Parts of a task's memory, each beginning at a multiple of 64 bytes; without memory, how much they take.
 class Room {
@@ -155,7 +151,7 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
         room.factors[row] = weigh<kDrop>(room.scores + row * stride, keys, room.bits, a.drop, so_far[row]);
       }
       const auto add = key ? product<Onto::scaled, false, M> : product<Onto::nothing, false, M>;
-      add(rows, D, keys, {room.scores, stride}, room.values.rows_from(key), room.sums, panels, room.factors);
+      add(rows, D, keys, {room.scores, stride}, room.values.rows_from(key), room.sums, panels, room.factors, {});
     });
     for (int64_t row = 0; row < rows; ++row)
       static_cast<M*>(lse)[query + row] = so_far[row].high + logarithm(so_far[row].total);
@@ -258,10 +254,10 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
                              delta[row]);
       }
       const auto across = query ? product<Onto::sums, true, M> : product<Onto::nothing, true, M>;
-      across(keys, D, rows, {p, stride}, grads, room.dvalues + key * panels, panels, nullptr);
-      across(keys, D, rows, {dp, stride}, queries, room.dkeys + key * panels, panels, nullptr);
+      across(keys, D, rows, {p, stride}, grads, room.dvalues + key * panels, panels, nullptr, {});
+      across(keys, D, rows, {dp, stride}, queries, room.dkeys + key * panels, panels, nullptr, {});
       const auto along = key ? product<Onto::sums, false, M> : product<Onto::nothing, false, M>;
-      along(rows, D, keys, {dp, stride}, room.keys.rows_from(key), room.dqueries, panels, nullptr);
+      along(rows, D, keys, {dp, stride}, room.keys.rows_from(key), room.dqueries, panels, nullptr, {});
     });
     store_rows(room.dqueries, rows, D, static_cast<T*>(dq) + query * a.stride, a.stride,
                [&](int64_t) { return M(a.scale); });

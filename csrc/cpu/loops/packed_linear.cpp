@@ -13,11 +13,6 @@ constexpr int64_t kInner = 256;                   // of x, that the sums of floa
 constexpr int64_t kColumns = 16 * kPanel<float>;  // of a block that is finished at once
 constexpr int64_t kStride = kColumns + 16;        // of its sums: a power of two would use few sets of the cache
 
-template <class N>
-N least(N a, N b) {
-  return a < b ? a : b;
-}
-
 // Calls f with a value of x's and y's type.
 template <class F>
 void for_x_type(DType dtype, const F& f) {
@@ -77,18 +72,6 @@ inline float* widened(const bf16* panel, int64_t inner, float* room) {
   return room;
 }
 
-// rows of a panel: their products with a part of it, while the tiles fetch what comes next.
-template <Onto what>
-void panel_product(int64_t rows, int64_t inner, Left<false, float> x, const float* panel, float* sums, Ahead ahead) {
-  int64_t row = 0;
-  const auto run = [&](auto count) {
-    for (; row + count <= rows; row += count, ahead.from += inner * ahead.step)
-      tile<count, what>(Left<false, float>{x.at(row, 0), x.stride}, panel, inner, sums + row * kStride, kStride,
-                        static_cast<const float*>(nullptr), ahead);
-  };
-  run(Slot<kTile>{}), run(Slot<4>{}), run(Slot<2>{}), run(Slot<1>{});
-}
-
 // The sums of a block in float. W: of the weights, which are widened a part of a panel at a time, for all rows.
 template <class W>
 void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
@@ -101,12 +84,12 @@ void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel
   const int64_t step = kWidth * int64_t(sizeof(W)) / ((rows + kTile - 1) / kTile);
   for (int64_t k = 0; k == 0 || k < op.inner; k += kInner) {
     const int64_t inner = least(kInner, op.inner - k);
-    const auto add = k ? panel_product<Onto::sums> : panel_product<Onto::nothing>;
+    const auto add = k ? product<Onto::sums, false, float, Ahead> : product<Onto::nothing, false, float, Ahead>;
     for (int64_t column = 0; column < channels; column += kWidth) {
       const bool last = column + kWidth >= channels;
       const W* const next = last ? panel_at(0, k + inner) : panel_at(column + kWidth, k);
-      add(rows, inner, {x + k, op.inner}, widened(panel_at(column, k), inner, room), sums + column,
-          {reinterpret_cast<const char*>(next), step});
+      add(rows, kWidth, inner, {x + k, op.inner}, {widened(panel_at(column, k), inner, room), inner}, sums + column,
+          kStride, nullptr, {reinterpret_cast<const char*>(next), step});
     }
   }
 }

@@ -119,15 +119,17 @@ struct Left {
   const M* at(int64_t row, int64_t k) const { return across ? data + k * stride + row : data + row * stride + k; }
 };
 
-// What a tile asks memory for while it computes: a part of what is read next, a little in each of its steps.
+// What tiles ask memory for while they compute: what is read next, a little in each of their steps.
 struct Ahead {
-  const char* from = nullptr;
-  int64_t step = 0;
+  const char* from;
+  int64_t step;
 
   void fetch(int64_t k) const { __builtin_prefetch(from + k * step, 0, 2); }
+  Ahead after(int64_t steps) const { return {from + steps * step, step}; }
 };
 struct NothingAhead {
   void fetch(int64_t) const {}
+  NothingAhead after(int64_t) const { return {}; }
 };
 
 template <int rows, Onto what, bool across, class M, class A = NothingAhead>
@@ -158,19 +160,27 @@ inline void tile(Left<across, M> a, const M* b, int64_t inner, M* c, int64_t str
   }
 }
 
-// c (rows, whole panels) = a (rows, inner) b, from its first `inner` rows.
-template <Onto what, bool across, class M>
+// Calls f(count, row) for tiles of rows; count is known when compiling.
+template <class F>
+inline void for_tiles(int64_t rows, const F& f) {
+  int64_t row = 0;
+  const auto run = [&](auto count) {
+    for (; row + count <= rows; row += count) f(count, row);
+  };
+  run(Slot<kTile>{}), run(Slot<4>{}), run(Slot<2>{}), run(Slot<1>{});
+}
+
+// c (rows, whole panels) = a (rows, inner) b, from its first `inner` rows. ahead: of the tiles of one panel.
+template <Onto what, bool across, class M, class A = NothingAhead>
 void product(int64_t rows, int64_t columns, int64_t inner, Left<across, M> a, Panels<M> b, M* c, int64_t stride,
-             const M* factors = nullptr) {
+             const M* factors = nullptr, A ahead = {}) {
   for (int64_t column = 0; column < columns; column += kPanel<M>) {
-    const M* const panel = b.at(column, 0);
-    int64_t row = 0;
-    const auto run = [&](auto count) {
-      for (; row + count <= rows; row += count)
-        tile<count, what>(Left<across, M>{a.at(row, 0), a.stride}, panel, inner, c + row * stride + column, stride,
-                          factors + row);
-    };
-    run(Slot<kTile>{}), run(Slot<4>{}), run(Slot<2>{}), run(Slot<1>{});
+    A next = ahead;
+    for_tiles(rows, [&](auto count, int64_t row) {
+      tile<count, what>(Left<across, M>{a.at(row, 0), a.stride}, b.at(column, 0), inner, c + row * stride + column,
+                        stride, factors + row, next);
+      next = next.after(inner);
+    });
   }
 }
 

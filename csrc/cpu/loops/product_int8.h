@@ -73,14 +73,12 @@ inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner
 
 // c (rows, a panel) = a (rows, inner) and a panel of b, of whole groups. The next panel is fetched meanwhile.
 inline void product8(int64_t rows, int64_t inner, const Left8* a, const int8_t* b, int32_t* c, int64_t c_stride) {
-  const int64_t bytes = inner * kPanel<float>;
-  Ahead ahead{reinterpret_cast<const char*>(b) + bytes, kPanel<float> / ((rows + kTile - 1) / kTile)};
-  int64_t row = 0;
-  const auto run = [&](auto count) {
-    for (; row + count <= rows; row += count, ahead.from += inner * ahead.step)
-      tile8<count>(a + row * inner, inner, b, inner, c + row * c_stride, c_stride, ahead);
-  };
-  run(Slot<kTile>{}), run(Slot<4>{}), run(Slot<2>{}), run(Slot<1>{});
+  const int64_t tiles = (rows + kTile - 1) / kTile;
+  Ahead ahead{reinterpret_cast<const char*>(b) + inner * kPanel<float>, kPanel<float> / tiles};
+  for_tiles(rows, [&](auto count, int64_t row) {
+    tile8<count>(a + row * inner, inner, b, inner, c + row * c_stride, c_stride, ahead);
+    ahead = ahead.after(inner);
+  });
 }
 
 }  // namespace fastbert::cpu::FB_ISA

@@ -213,6 +213,11 @@ inline V or_fill(V v, int n, double fill) {
 
 // ---- arithmetic
 
+template <class N>
+constexpr N least(N a, N b) {
+  return a < b ? a : b;
+}
+
 template <class V>
 inline V splat(double value) {
   using M = decltype(V{}[0] + 0);
