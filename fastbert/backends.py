@@ -71,6 +71,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         "triton": Kernel(_FLOATS, largest=128),
         "cuda": Kernel(_FLOATS, largest=128),
     },
+    "relative_attention": {},
     "embedding": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, largest=8192)},
     "dense_gelu": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS)},
     "linear": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, forced_only=True)},
@@ -239,7 +240,11 @@ def why_not(
     if dtype not in kernel.dtypes:
         return f"its {op} kernel does not take {dtype}"
     if too_large:
-        what = {"attention": "head sizes", "encoder_layer": "what its attention takes, and rows"}.get(op, "rows")
+        what = {
+            "attention": "head sizes",
+            "relative_attention": "head sizes",
+            "encoder_layer": "what its attention takes, and rows",
+        }.get(op, "rows")
         return f"its {op} kernel takes {what} of at most {kernel.largest}"
     if name == "triton" and dtype == torch.bfloat16 and _interpreting():
         return "Triton's interpreter is wrong for bfloat16"

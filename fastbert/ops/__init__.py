@@ -1,6 +1,6 @@
 """The fused operations, usable alone; each is "equivalent to" a few lines of PyTorch and has a `_ref` twin."""
 
-from fastbert.ops.attention import attention, attention_ref, attention_weights, qkv_attention
+from fastbert.ops.attention import RelativePositions, attention, attention_ref, attention_weights, qkv_attention
 from fastbert.ops.bias_gelu import bias_gelu, bias_gelu_ref
 from fastbert.ops.cross_entropy import cross_entropy, cross_entropy_ref
 from fastbert.ops.dense_gelu import dense_gelu, dense_gelu_ref
@@ -10,8 +10,10 @@ from fastbert.ops.layer_norm import add_layer_norm, add_layer_norm_ref, layer_no
 from fastbert.ops.linear import linear
 from fastbert.ops.packed_linear import pack_weight, packed_linear, packed_linear_ref, unpack_weight
 from fastbert.ops.padding import pack, pack_ref, unpack, unpack_ref
+from fastbert.ops.relative_attention import relative_attention, relative_attention_ref
 
 __all__ = [
+    "RelativePositions",
     "add_layer_norm",
     "add_layer_norm_ref",
     "after_attention",
@@ -38,6 +40,8 @@ __all__ = [
     "packed_linear",
     "packed_linear_ref",
     "qkv_attention",
+    "relative_attention",
+    "relative_attention_ref",
     "unpack",
     "unpack_ref",
     "unpack_weight",

@@ -1,6 +1,7 @@
 """attention: softmax(Q K^T) V within each sequence of a packed batch, on the projection's own output."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +46,41 @@ def _gather(grid: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
     return rows.masked_fill(~inside.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
-def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
-    return (q * scale @ k.mT).masked_fill_(~visible[:, None, None, :], -torch.inf)
+class RelativePositions(NamedTuple):
+    """What the distance between a query and a key adds to their score: see `relative_attention`.
+
+    slots: (2 L - 1,) int32, of the distances i - j from 1 - L to L - 1; farther ones have the slots of these two.
+    keys, queries: (W, H, D). bias: (H, W). Each may be None.
+    """
+
+    slots: Tensor
+    keys: Tensor | None = None
+    queries: Tensor | None = None
+    bias: Tensor | None = None
+
+    def of(self, distance: Tensor) -> Tensor:
+        """The slots of distances i - j, int64."""
+        farthest = self.slots.shape[0] // 2
+        return self.slots[distance.clamp(-farthest, farthest) + farthest].long()
+
+    def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        """(B, H, S, D) each -> (B, H, S, S), what is added to the scores."""
+        place = torch.arange(q.shape[-2], device=q.device)
+        slots = self.of(place[:, None] - place)  # [i, j]
+        shape = *q.shape[:2], *slots.shape
+        total = q.new_zeros(()) if self.bias is None else wide(self.bias)[:, slots]
+        if self.keys is not None:
+            total = total + (q * scale @ wide(self.keys).permute(1, 2, 0)).gather(-1, slots.expand(shape))
+        if self.queries is not None:
+            total = total + (k * scale @ wide(self.queries).permute(1, 2, 0)).gather(-1, slots.mT.expand(shape)).mT
+        return total
+
+
+def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float, positions: RelativePositions | None = None) -> Tensor:
+    scores = q * scale @ k.mT
+    if positions is not None:
+        scores = scores + positions.scores(q, k, scale)
+    return scores.masked_fill_(~visible[:, None, None, :], -torch.inf)
 
 
 def _dropout(scores: Tensor, p: float, rng: Tensor | None, site: int) -> Callable[[Tensor], Tensor]:
@@ -66,18 +100,20 @@ def attention_weights(
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     site: int = 0,
+    positions: RelativePositions | None = None,
 ) -> Tensor:
     """The weights that `attention` applies to V, dropout included: (B, H, max_seqlen, max_seqlen), zeros at padding.
 
-    Plain PyTorch on any device, in qkv's dtype: memory of B * H * max_seqlen**2. Arguments as in `attention`.
+    Plain PyTorch on any device, in qkv's dtype: memory of B * H * max_seqlen**2. Arguments as in `attention`, and
+    positions as in `relative_attention`.
     """
-    _check(qkv, cu_seqlens, max_seqlen, dropout_p, rng)
+    check("attention", qkv, cu_seqlens, max_seqlen, dropout_p, rng)
     if qkv.shape[0] == 0:
         return qkv.new_zeros(cu_seqlens.shape[0] - 1, qkv.shape[2], max_seqlen, max_seqlen)
     cells, visible = _grid(cu_seqlens, max_seqlen, qkv.shape[0])
     q, k, _ = _spread(qkv, cells, visible).unbind(1)
     with torch.autocast(qkv.device.type, enabled=False):
-        scores = _scores(q, k, visible, qkv.shape[-1] ** -0.5 if scale is None else scale)
+        scores = _scores(q, k, visible, qkv.shape[-1] ** -0.5 if scale is None else scale, positions)
     weights = scores.softmax(-1).masked_fill(~(visible[:, None, :, None] & visible[:, None, None, :]), 0)
     return _dropout(weights, dropout_p, rng, site)(weights).to(qkv.dtype)
 
@@ -106,13 +142,14 @@ def attention_ref(
     return torch.cat(outputs).to(qkv.dtype)
 
 
-def _forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
+def forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site, positions=None):
+    """The primitive `attention_fwd`, and with positions `relative_attention_fwd`."""
     tokens = qkv.shape[0]
     if tokens == 0:
-        return _fake_forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
+        return fake_forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
     cells, visible = _grid(cu_seqlens, max_seqlen, tokens)
     q, k, v = _spread(qkv, cells, visible).unbind(1)
-    scores = _scores(q, k, visible, scale)
+    scores = _scores(q, k, visible, scale, positions)
     largest = scores.amax(-1, keepdim=True)
     weights = scores.sub_(largest).exp_()
     total = weights.sum(-1, keepdim=True)
@@ -121,28 +158,43 @@ def _forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
     return narrow(_gather(out, cu_seqlens, tokens), qkv.dtype), _gather(lse, cu_seqlens, tokens).T.contiguous()
 
 
-def _backward(dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
-    """With P = exp(S - lse), M the dropout factors and D = rowsum(dO * O): dV = (P M)^T dO, dP = dO V^T M,
-    dS = P (dP - D), dQ = dS K scale, dK = dS^T Q scale (Dao et al., "FlashAttention", 2022, appendix B)."""
-    tokens = qkv.shape[0]
-    if tokens == 0:
-        return torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    cells, visible = _grid(cu_seqlens, max_seqlen, tokens)
-    q, k, v = _spread(qkv, cells, visible).unbind(1)
-    do, delta = _spread(dout, cells, visible), (wide(dout) * wide(out)).sum(-1, keepdim=True)
-    delta, lse = _spread(delta, cells, visible), _spread(lse.T.unsqueeze(-1), cells, visible)
-    p = _scores(q, k, visible, scale).sub_(lse).exp_()
+def score_gradients(dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng, site, positions=None):
+    """(B, H, S, S): the gradients of the scores, and the weights that V was multiplied by.
+
+    With P = exp(S - lse), M the dropout factors and D = rowsum(dO * O): dP = dO V^T M, dS = P (dP - D) (Dao et al.,
+    "FlashAttention", 2022, appendix B). qkv and dout as `grids` gives them.
+    """
+    (q, k, v), do, cells, visible = grids(qkv, dout, cu_seqlens, max_seqlen)
+    delta = _spread((wide(dout) * wide(out)).sum(-1, keepdim=True), cells, visible)
+    p = _scores(q, k, visible, scale, positions).sub_(_spread(lse.T.unsqueeze(-1), cells, visible)).exp_()
     p = (p / p.sum(-1, keepdim=True)).masked_fill_(~visible[:, None, :, None], 0)  # lse is rounded, the sum is not
     drop = _dropout(p, dropout_p, rng, site)
-    ds = p * (drop(do @ v.mT) - delta) * scale
-    grads = ds @ k, ds.mT @ q, drop(p).mT @ do  # each [B, H, S, D]
-    return torch.stack([_gather(g, cu_seqlens, tokens) for g in grads], 1).to(qkv.dtype)
+    return p * (drop(do @ v.mT) - delta), drop(p)
+
+
+def grids(qkv, dout, cu_seqlens, max_seqlen):
+    """Queries, keys and values, and the output's gradient, as (B, H, S, D); with the cells, and which are visible."""
+    cells, visible = _grid(cu_seqlens, max_seqlen, qkv.shape[0])
+    return _spread(qkv, cells, visible).unbind(1), _spread(dout, cells, visible), cells, visible
+
+
+def packed_gradient(dq, dk, dv, qkv, cu_seqlens):
+    return torch.stack([_gather(g, cu_seqlens, qkv.shape[0]) for g in (dq, dk, dv)], 1).to(qkv.dtype)
+
+
+def _backward(dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, *rest):
+    """dV = (P M)^T dO, dQ = dS K scale, dK = dS^T Q scale."""
+    if qkv.shape[0] == 0:
+        return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    ds, weights = score_gradients(dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, *rest)
+    (q, k, _), do, *_ = grids(qkv, dout, cu_seqlens, max_seqlen)
+    return packed_gradient(ds @ k * scale, ds.mT @ q * scale, weights.mT @ do, qkv, cu_seqlens)
 
 
 # ---- schemas
 
 
-def _fake_forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
+def fake_forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
     tokens, _, heads, head_dim = qkv.shape
     lse_dtype = torch.float64 if qkv.dtype == torch.float64 else torch.float32
     return qkv.new_empty((tokens, heads, head_dim)), qkv.new_empty((heads, tokens), dtype=lse_dtype)
@@ -152,8 +204,8 @@ FWD = Primitive(
     "attention_fwd",
     "(Tensor qkv, Tensor cu_seqlens, SymInt max_seqlen, float scale, float dropout_p, Tensor? rng, int site)"
     " -> (Tensor out, Tensor lse)",
-    _fake_forward,
-    _forward,
+    fake_forward,
+    forward,
 )
 BWD = Primitive(
     "attention_bwd",
@@ -184,8 +236,7 @@ class _Attention(torch.autograd.Function):
         return None, dqkv, *[None] * 6
 
 
-def _check(qkv, cu_seqlens, max_seqlen, dropout_p, rng):
-    op = "attention"
+def check(op: str, qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, rng: Tensor | None) -> None:
     checks.floats(op, {"qkv": qkv}, {})
     checks.shape(op, "qkv", qkv, (None, 3, None, None), "(T, 3, H, D)")
     if qkv.shape[-1] == 0:
@@ -221,7 +272,7 @@ def attention(
         q, k, v = qkv[start:end].permute(1, 2, 0, 3)
         F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, scale=scale).transpose(0, 1)
     """
-    _check(qkv, cu_seqlens, max_seqlen, dropout_p, rng)
+    check("attention", qkv, cu_seqlens, max_seqlen, dropout_p, rng)
     return attention_unchecked(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
 
 

@@ -1,0 +1,237 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from op_suite import normal, pytest_generate_tests  # noqa: F401
+from test_attention import AttentionSuite, ends
+
+from fastbert import ops, random, testing
+from fastbert.ops import RelativePositions
+from fastbert.ops.op import PRIMITIVES
+
+
+def log_buckets(longest, buckets):
+    """DeBERTa's: exact to buckets / 2, then wider and wider; 2 * buckets slots, of distances up to longest - 1."""
+    distance = torch.arange(1 - longest, longest)
+    middle = buckets // 2
+    far = (distance.abs().double() / middle).clamp(min=1).log() / math.log((longest - 1) / middle) * (middle - 1)
+    far = distance.sign() * (far.ceil() + middle).long()
+    return (torch.where(distance.abs() <= middle, distance, far) + buckets).clamp(0, 2 * buckets - 1).int()
+
+
+def two_sided(longest, buckets):
+    """As T5's and MPNet's: keys before the query in one half of the slots, after it in the other; so not monotone."""
+    distance = torch.arange(1 - longest, longest)
+    return (distance.abs().clamp(max=buckets - 1) + buckets * (distance < 0)).int()
+
+
+SLOTS = {
+    "log": log_buckets(40, 8),  # 16 slots; longer sequences go beyond them
+    "one each": torch.arange(2 * 70 - 1).int(),
+    "two-sided": two_sided(12, 6),
+    "any": torch.tensor([3, 0, 0, 5, 2, 2, 4, 1, 1, 5, 0]).int(),
+    "all alike": torch.zeros(1).int(),
+}
+KQB, KQ, K, Q, B = ({*letters} for letters in ("kqb", "kq", "k", "q", "b"))
+
+
+class RelativeSuite(AttentionSuite):
+    op = "relative_attention"
+    parameters = ("keys", "queries", "bias")
+    shapes = [  # (lengths, heads, head size, slots, which tables)
+        pytest.param(((5, 0, 3), 2, 8, "log", KQB), id="an-empty-sequence-and-all-tables"),
+        pytest.param(((1, 17, 64), 1, 5, "log", KQ), id="one-token-a-whole-tile-and-odd-sizes"),
+        pytest.param(((16, 15, 17), 2, 64, "one each", KQ), id="around-16-a-slot-each"),
+        pytest.param(((30, 63), 2, 16, "two-sided", B), id="a-bias-of-slots-that-are-not-monotone"),
+        pytest.param(((19, 26), 2, 8, "any", KQB), id="slots-in-no-order"),
+        pytest.param(((21, 4), 3, 12, "log", K), id="keys-alone"),
+        pytest.param(((21, 4), 3, 12, "log", Q), id="queries-alone"),
+        pytest.param(((33,), 1, 8, "all alike", Q), id="one-slot"),
+        pytest.param(((129, 3), 2, 64, "log", KQ), id="several-tiles"),
+    ]
+
+    def inputs(self, shape, dtype, device):
+        lengths, heads, size, slots, tables = shape
+        slots = SLOTS[slots].to(device)
+        width = int(slots.max()) + 1
+        shapes = {"keys": (width, heads, size), "queries": (width, heads, size), "bias": (heads, width)}
+        tables = {n: normal(*s, dtype=dtype, device=device) if n[0] in tables else None for n, s in shapes.items()}
+        return {
+            "qkv": normal(sum(lengths), 3, heads, size, dtype=dtype, device=device),
+            "cu_seqlens": ends(lengths, device),
+            "slots": slots,
+        } | tables
+
+    def empty(self, dtype, device):
+        return self.inputs(((0, 0), 2, 8, "log", KQB), dtype, device)
+
+    def ours(self, qkv, cu_seqlens, slots, keys, queries, bias):
+        longest = 5 if torch.compiler.is_compiling() else self.longest(cu_seqlens)
+        positions = RelativePositions(slots, keys, queries, bias)
+        return ops.relative_attention(qkv, cu_seqlens, longest, positions, **self.dropout_arguments(qkv))
+
+    def one_sequence(self, q, k, v, sequence, slots, keys, queries, bias):
+        """By indexing the tables for every pair of tokens."""
+        place, farthest = torch.arange(q.shape[1], device=q.device), len(slots) // 2
+        slot = slots[(place[:, None] - place).clamp(-farthest, farthest) + farthest].long()
+        scores = q @ k.mT
+        if keys is not None:
+            scores = scores + torch.einsum("hid,ijhd->hij", q, keys[slot].to(q.dtype))
+        if queries is not None:
+            scores = scores + torch.einsum("hjd,ijhd->hij", k, queries[slot].to(q.dtype))
+        scores = scores * q.shape[-1] ** -0.5
+        if bias is not None:
+            scores = scores + bias[:, slot].to(q.dtype)
+        return (scores.softmax(-1) * self.factors(q, sequence, q.shape[1])) @ v
+
+    def truth(self, qkv, cu_seqlens, **tables):
+        attend = lambda q, k, v, sequence: self.one_sequence(q, k, v, sequence, **tables)  # noqa: E731
+        return self.by_sequence(attend, qkv, cu_seqlens)
+
+    def as_sdpa(self, qkv, cu_seqlens, slots, keys, queries, bias):
+        """With the positions' scores as SDPA's mask, one sequence at a time."""
+
+        def attend(q, k, v, _):
+            place, farthest = torch.arange(q.shape[1], device=q.device), len(slots) // 2
+            slot = slots[(place[:, None] - place).clamp(-farthest, farthest) + farthest].long()
+            mask = q.new_zeros(q.shape[0], *slot.shape)
+            for x, table, turn in ((q, keys, False), (k, queries, True)):
+                if table is not None:
+                    each = x @ table.to(x.dtype).permute(1, 2, 0) * q.shape[-1] ** -0.5  # (H, S, W)
+                    index = (slot.mT if turn else slot).expand_as(mask)
+                    mask = mask + (each.gather(-1, index).mT if turn else each.gather(-1, index))
+            if bias is not None:
+                mask = mask + bias[:, slot].to(q.dtype)
+            return F.scaled_dot_product_attention(q[None], k[None], v[None], mask[None])[0]
+
+        return self.by_sequence(attend, qkv, cu_seqlens)
+
+    def contenders(self):
+        return [self.truth] if self.dropout_arguments(torch.empty(0)) else [self.truth, self.as_sdpa]
+
+    @pytest.mark.parametrize(
+        ("lengths", "size"),
+        [((1100, 3), 40), ((300, 500), 64)],
+        ids=["blocks of keys", "exact distances and wide buckets"],
+    )
+    def test_long_sequences(self, backend, lengths, size):
+        if backend.name not in ("cpu", "reference"):
+            backend.skip("for the kernel on CPUs, which takes keys in blocks")
+        inputs = self.inputs((lengths, 1, size, "log", KQB), torch.float32, backend.device)
+        inputs["slots"] = log_buckets(512, 256).to(backend.device)
+        width = {"keys": (512, 1, size), "queries": (512, 1, size), "bias": (1, 512)}
+        inputs |= {n: normal(*s, dtype=torch.float32, device=backend.device) for n, s in width.items()}
+        testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
+
+    def primitive_calls(self, inputs):
+        qkv, cu_seqlens, *tables = inputs.values()
+        if tables[-1] is not None:
+            tables[-1] = tables[-1].float()
+        rng, rest = random.new_key(qkv.device), (0.5, 0.1)
+        lse = torch.ones(qkv.shape[2], qkv.shape[0], device=qkv.device)
+        yield "relative_attention_fwd", (qkv, *tables, cu_seqlens, 5, *rest, rng, 3)
+        yield "relative_attention_fwd", (qkv, *tables, cu_seqlens, 5, 0.5, 0.0, None, 3)
+        for wanted in (True, False):
+            args = (qkv[:, 0], qkv, qkv[:, 1], lse, *tables, cu_seqlens, 5, *rest, rng, 3, wanted)
+            yield "relative_attention_bwd", args
+
+    test_shared_memory_of_every_size = None
+
+
+class TestRelativeAttention(RelativeSuite):
+    def test_without_positions_it_is_attention(self, backend):
+        inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
+        zeros = {name: torch.zeros_like(inputs[name]) for name in ("keys", "queries", "bias")}
+        out, plain = self.ours(**inputs | zeros), ops.attention(inputs["qkv"], inputs["cu_seqlens"], 5)
+        assert (out - plain).abs().max() <= 2**-22 * plain.abs().max()
+
+    def test_alibi(self, backend):
+        """Press et al., 2022: slopes 2**(-8 h / H) times the distance, both ways."""
+        heads, length = 4, 37
+        qkv = normal(length, 3, heads, 16, dtype=torch.float32, device=backend.device)
+        slopes = torch.tensor([2 ** (-8 * (h + 1) / heads) for h in range(heads)], device=backend.device)
+        distance = torch.arange(length, device=backend.device)
+        slots = (torch.arange(2 * length - 1, device=backend.device) - length + 1).abs().int()
+        positions = RelativePositions(slots, bias=-slopes[:, None] * distance)
+        out = ops.relative_attention(qkv, ends((length,), backend.device), length, positions)
+        q, k, v = qkv.double().permute(1, 2, 0, 3)
+        apart = (distance[:, None] - distance).abs()
+        truth = ((q @ k.mT / 4 - slopes[:, None, None] * apart).softmax(-1) @ v).transpose(0, 1)
+        assert (out - truth).abs().max() <= 2**-21 * truth.abs().max()
+
+    def test_weights_are_those_that_were_applied(self, backend):
+        inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
+        qkv, cu_seqlens, *tables = inputs.values()
+        weights = ops.attention_weights(qkv, cu_seqlens, 5, positions=RelativePositions(*tables))
+        v = qkv[5:, 2].permute(1, 0, 2)
+        assert (weights[2, :, :3, :3] @ v - self.ours(**inputs)[5:].transpose(0, 1)).abs().max() <= 1e-6
+
+    def test_frozen_tables_get_no_gradient_and_do_not_change_the_others(self, backend):
+        backend.require(torch.float32, backward=True)
+        inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
+        grads = []
+        for frozen in (False, True):
+            leaves = {n: v.clone().requires_grad_() if v.is_floating_point() else v for n, v in inputs.items()}
+            leaves |= {n: leaves[n].detach() for n in ("keys", "queries", "bias") if frozen}
+            self.ours(**leaves).square().sum().backward()
+            grads.append(leaves["qkv"].grad)
+            assert frozen == (leaves["keys"].grad is None)
+        assert torch.equal(*grads)
+
+    def test_slots_out_of_range_are_clamped(self, backend):
+        """In compiled code, whose values are not looked at, no memory of others is read."""
+        if backend.name == "reference":
+            backend.skip("plain PyTorch indexes with what it is given")
+        qkv, cu_seqlens, slots, *tables = self.inputs(self.shapes[0].values[0], torch.float32, backend.device).values()
+        for bad in (-5, 10**9, -(2**31)):
+            wrong = torch.full_like(slots, bad)
+            args = (wrong, *tables, cu_seqlens, 5, 0.3, 0.0, None, 0)
+            out, lse = PRIMITIVES["relative_attention_fwd"](backend.name, qkv, *args)
+            grads = PRIMITIVES["relative_attention_bwd"](backend.name, torch.ones_like(out), qkv, out, lse, *args, True)
+            assert not out.isnan().any() and not any(grad.isnan().any() for grad in grads)
+
+    def test_sequences_do_not_see_each_other(self, backend):
+        inputs = self.inputs(((5, 7, 6), 2, 16, "log", KQB), torch.float32, backend.device)
+        clean = self.ours(**inputs)
+        for poison in (torch.nan, torch.inf, 1e30):
+            qkv = inputs["qkv"].clone()
+            qkv[5:12] = poison
+            dirty = self.ours(**inputs | {"qkv": qkv})
+            assert torch.equal(clean[:5], dirty[:5]) and torch.equal(clean[12:], dirty[12:])
+
+
+class TestRelativeAttentionDropout(RelativeSuite):
+    key, p, site = 0x123456789ABCDEF, 0.1, 5
+
+    def dropout_arguments(self, qkv):
+        return {"dropout_p": self.p, "rng": torch.tensor([self.key], device=qkv.device), "site": self.site}
+
+    def factors(self, q, sequence, length):
+        bits = random.attention_bits(torch.tensor([self.key]), self.site, sequence + 1, q.shape[0], length, length)
+        return ((bits[-1] >= 26).double() * (256 / 230)).to(q.device, q.dtype)  # round(0.1 * 2**8) = 26
+
+
+QKV = torch.zeros(8, 3, 2, 4)
+SLOT, TABLE = torch.tensor([0, 1, 2]).int(), torch.zeros(3, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("positions", "error", "words"),
+    [
+        (RelativePositions(SLOT), ValueError, "keys, queries and bias are None"),
+        (RelativePositions(SLOT.long(), TABLE), TypeError, "slots is torch.int64; expected a torch.int32"),
+        (RelativePositions([0, 1, 2], TABLE), TypeError, "slots is list"),
+        (RelativePositions(SLOT[:2], TABLE), ValueError, r"slots has shape \(2,\); expected \(2 L - 1,\)"),
+        (RelativePositions(SLOT + 1, TABLE), IndexError, r"slots\[2\] is 3; expected 0 <= slots < 3"),
+        (RelativePositions(SLOT - 1, None, TABLE), IndexError, r"slots\[0\] is -1"),
+        (RelativePositions(SLOT, TABLE[:, :1]), ValueError, r"keys has shape \(3, 1, 4\); expected \(W, H, D\)"),
+        (RelativePositions(SLOT, TABLE, TABLE[:2]), ValueError, r"queries has shape \(2, 2, 4\)"),
+        (RelativePositions(SLOT, bias=torch.zeros(3, 3)), ValueError, r"bias has shape \(3, 3\); expected \(H, W\)"),
+        (RelativePositions(SLOT, TABLE.double()), TypeError, "keys is torch.float64"),
+        (RelativePositions(SLOT, TABLE.to("meta")), ValueError, "expected all tensors on one device"),
+    ],
+)
+def test_bad_positions(positions, error, words):
+    with pytest.raises(error, match=words):
+        ops.relative_attention(QKV, ends((5, 3)), 5, positions)
