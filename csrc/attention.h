@@ -11,6 +11,19 @@ namespace fastbert {
 
 namespace cpu {
 
+// What relative positions add to the scores of a head. Distances of fewer tokens than `longest` are columns, one for
+// each run of neighbours of the same slot; by_key is in the order of rising key - query, by_query of query - key.
+// [2 longest - 1] numbers each; tables and gradients are of the type of arithmetic.
+struct Positions {
+  int64_t longest, columns;
+  const int32_t *by_key, *by_query;   // the column of each distance, rising by 0 or 1
+  const void *keys, *queries;         // as pack_positions leaves them (`across`), by_key and by_query; may be nullptr
+  const void *key_rows, *query_rows;  // `rows`, for the backward
+  const void* bias;                   // of each distance, in the order of by_key; may be nullptr
+  void *dkeys, *dqueries;             // [columns, whole panels of D], as key_rows and query_rows; nullptr: not wanted
+  void* dbias;                        // as bias
+};
+
 // One head of one sequence. q, k, v: its first token's D elements, of type dtype; the next are `stride` elements on.
 struct AttentionHead {
   const void *q, *k, *v;
@@ -19,6 +32,20 @@ struct AttentionHead {
   int64_t head, sequence;  // of the dropout counters
   Dropout drop;
   DType dtype;
+  const Positions* positions = nullptr;  // plain attention
+};
+
+// The rows of a table of positions, or of its gradient, that are one head's.
+struct PositionTable {
+  const void* data;  // [slots, D], rows `stride` apart
+  int64_t stride, slots, D;
+  DType dtype;
+  const int32_t* slot;  // [columns]: that of each column
+  int64_t columns;
+};
+
+struct PositionRoom {
+  int64_t across, rows;  // bytes
 };
 
 constexpr int64_t kAttentionQueries = 96;  // are computed at a time: whole tiles of any instruction set
@@ -31,7 +58,15 @@ FB_FOR_EACH_ISA(int64_t attention_fwd_room(const AttentionHead& a);  // bytes
                 void attention_fwd(const AttentionHead& a, int64_t first, int64_t last, void* out, int64_t out_stride,
                                    void* lse, void* room);
                 void attention_bwd(const AttentionHead& a, const void* dout, const void* out, int64_t out_stride,
-                                   const void* lse, void* dq, void* dk, void* dv, void* room);)
+                                   const void* lse, void* dq, void* dk, void* dv, void* room);
+                // A table of positions times a factor as Positions has it. rows may be nullptr. room: [columns, D] of
+                // the type of arithmetic.
+                PositionRoom position_room(int64_t columns, int64_t D, DType dtype);
+                void pack_positions(const PositionTable& table, double factor, void* across, void* rows, void* room);
+                // The gradients that tasks have left, added up in their order, times a factor. room: [slots, whole
+                // panels of D].
+                void add_up_positions(const void* const* parts, int64_t count, double factor,
+                                      const PositionTable& gradient, void* room);)
 
 }  // namespace cpu
 

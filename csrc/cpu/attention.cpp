@@ -1,141 +1,24 @@
 // The torch side of attention on the CPU. The schema is defined in fastbert/ops/attention.py.
-//
-// A task is one head of one sequence; in the forward, where there are few, some of its queries. It adds up dK and dV in
-// the order of its queries, so neither the number of tasks nor that of threads changes a bit.
-#include "../attention.h"
-
-#include "../checks.h"
 #include "../layer_ops.h"
-#include "../tensor.h"
+#include "attention_batch.h"
 
 namespace fastbert {
 
-namespace {
-
-using cpu::AttentionHead;
-
-constexpr int64_t kFewest = cpu::kAttentionQueries / 2;  // queries that are a task of their own
-
-// The arguments of a call, checked, for all of its tasks.
-struct Batch {
-  int64_t tokens, heads, D, sequences, longest = 0, covered = 0;
-  int64_t element;  // bytes
-  DType dtype;
-  double scale;
-  Dropout drop;
-  std::vector<int64_t> start, length;  // of each sequence: within the tokens and disjoint, whatever cu_seqlens holds
-
-  Batch(const Tensor& qkv, const Tensor& cu_seqlens, double scale_, Dropout drop_)
-      : element(qkv.element_size()), dtype(dtype_of(qkv)), scale(scale_), drop(drop_) {
-    check_attention(qkv, cu_seqlens);
-    FB_CHECK(FB_BEST_ISA(attention_fwd), kNoIsa);
-    tokens = qkv.size(0), heads = qkv.size(2), D = qkv.size(3), sequences = cu_seqlens.numel() - 1;
-    const Tensor ends = contiguous(cu_seqlens);
-    const int32_t* const end = ends.const_data_ptr<int32_t>();
-    for (int64_t b = 0; b < sequences; ++b) {
-      start.push_back(std::clamp<int64_t>(end[b], b ? start[b - 1] + length[b - 1] : 0, tokens));
-      length.push_back(std::clamp<int64_t>(end[b + 1], start[b], tokens) - start[b]);
-      longest = std::max(longest, length[b]), covered += length[b];
-    }
-  }
-
-  int64_t qkv_stride() const { return 3 * heads * D; }
-  int64_t out_stride() const { return heads * D; }
-  int64_t tasks() const { return heads * sequences; }
-
-  AttentionHead head(int64_t task, const char* qkv) const {
-    const char* const q = qkv + (first_token(task) * qkv_stride() + task % heads * D) * element;
-    const int64_t part = heads * D * element, sequence = task / heads;
-    return {q, q + part, q + 2 * part, qkv_stride(), length[sequence], D, scale, task % heads, sequence, drop, dtype};
-  }
-  int64_t first_token(int64_t task) const { return start[task / heads]; }
-  // In elements, within (tokens, heads, D) and (heads, tokens).
-  int64_t out_at(int64_t task) const { return first_token(task) * out_stride() + task % heads * D; }
-  int64_t lse_at(int64_t task) const { return task % heads * tokens + first_token(task); }
-
-  // Calls f(head, task, part of `parts`, room) in all threads. room_of: its size in bytes. Neighbouring tasks are heads
-  // of the same sequence, which are neighbours in memory; threads get equal shares of the work.
-  template <class F>
-  void for_tasks(const Tensor& qkv, int64_t parts, int64_t (*room_of)(const AttentionHead&), const F& f) const {
-    if (covered == 0 || D == 0) return;
-    std::vector<double> before{0};  // the work of sequences, in all their heads
-    for (const int64_t keys : length) before.push_back(before.back() + double(keys) * (keys + kPacking) * heads);
-    const double work = before.back() * D / (kGrain * 16);
-    const int64_t shares = std::max<int64_t>(1, std::min<int64_t>(threads(), int64_t(work)));
-    const auto first = [&](int64_t share) {  // of all tasks' parts
-      if (share == shares) return tasks() * parts;
-      const double wanted = before.back() * double(share) / double(shares);
-      const int64_t b = std::upper_bound(before.begin(), before.end() - 1, wanted) - before.begin() - 1;
-      const double within = before[b + 1] > before[b] ? (wanted - before[b]) / (before[b + 1] - before[b]) : 0;
-      return b * heads * parts + int64_t(within * double(heads * parts));
-    };
-    const char* const q = static_cast<const char*>(qkv.const_data_ptr());
-    const AttentionHead largest{nullptr, nullptr, nullptr, 0, longest, D, scale, 0, 0, drop, dtype};
-    const int64_t bytes = (room_of(largest) + 63) / 64 * 64;
-    const Tensor rooms = empty({shares, bytes}, qkv, ScalarType::Byte);  // which begins at a multiple of 64
-    char* const memory = static_cast<char*>(rooms.mutable_data_ptr());
-    parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
-      void* const room = memory + begin * bytes;
-      for (int64_t i = first(begin); i < first(end); ++i)
-        if (length[i / parts / heads]) f(head(i / parts, q), i / parts, i % parts, room);
-    });
-  }
-
-  // Into how many parts the queries of a task are split, each of which packs the keys and values anew.
-  int64_t parts() const {
-    const int64_t wanted = (2 * threads() + tasks() - 1) / std::max<int64_t>(1, tasks());
-    return threads() == 1 ? 1 : std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, longest / kFewest));
-  }
-
- private:
-  static constexpr double kPacking = 64;  // what a key costs besides its scores, in scores
-};
-
-}  // namespace
-
 std::tuple<Tensor, Tensor> attention_fwd_cpu(const Tensor& qkv, const Tensor& cu_seqlens, int64_t /*max_seqlen*/,
                                              double scale, double dropout_p, const OptionalTensor& rng, int64_t site) {
-  const Batch batch(qkv, cu_seqlens, scale, dropout_of(dropout_p, rng, site, kAttentionBits));
-  const Tensor in = contiguous(qkv);
-  const Tensor out = view(empty_rows({batch.tokens, batch.heads * batch.D}, qkv), {batch.tokens, batch.heads, batch.D});
-  const Tensor lse = empty({batch.heads, batch.tokens}, qkv, math_type(qkv));
-  if (batch.covered != batch.tokens) zero_(out), zero_(lse);
-  char *const dst = static_cast<char*>(out.mutable_data_ptr()), *const sums =
-                                                                    static_cast<char*>(lse.mutable_data_ptr());
-  const int64_t parts = batch.parts(), number = lse.element_size();
-  batch.for_tasks(in, parts, FB_BEST_ISA(attention_fwd_room),
-                  [&](const AttentionHead& head, int64_t task, int64_t part, void* room) {
-                    const auto query = [&](int64_t part) {
-                      return part == parts ? head.keys : head.keys * part / parts / kFewest * kFewest;
-                    };
-                    const int64_t first = query(part), last = query(part + 1);
-                    if (first == last) return;
-                    FB_BEST_ISA(attention_fwd)
-                    (head, first, last, dst + batch.out_at(task) * batch.element, batch.out_stride(),
-                     sums + batch.lse_at(task) * number, room);
-                  });
-  return {out, lse};
+  return attention_forward({qkv, cu_seqlens, scale, dropout_of(dropout_p, rng, site, kAttentionBits)}, qkv);
 }
 
 Tensor attention_bwd_cpu(const Tensor& dout, const Tensor& qkv, const Tensor& out, const Tensor& lse,
                          const Tensor& cu_seqlens, int64_t /*max_seqlen*/, double scale, double dropout_p,
                          const OptionalTensor& rng, int64_t site) {
   const Batch batch(qkv, cu_seqlens, scale, dropout_of(dropout_p, rng, site, kAttentionBits));
-  check_attention_gradients(dout, out, lse, qkv, math_type(qkv));
-  const Tensor in = contiguous(qkv), grad = contiguous(dout), result = contiguous(out), sums = contiguous(lse);
-  const Tensor dqkv = empty(qkv.sizes(), qkv);
-  if (batch.covered != batch.tokens) zero_(dqkv);
-  const auto bytes = [](const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
-  char* const dst = static_cast<char*>(dqkv.mutable_data_ptr());
-  batch.for_tasks(in, 1, FB_BEST_ISA(attention_bwd_room),
-                  [&](const AttentionHead& head, int64_t task, int64_t /*part*/, void* room) {
-                    const int64_t at = batch.out_at(task) * batch.element, part = batch.heads * batch.D * batch.element;
-                    char* const dq = dst + (static_cast<const char*>(head.q) - bytes(in));
-                    FB_BEST_ISA(attention_bwd)
-                    (head, bytes(grad) + at, bytes(result) + at, batch.out_stride(),
-                     bytes(sums) + batch.lse_at(task) * sums.element_size(), dq, dq + part, dq + 2 * part, room);
+  const AttentionBackward backward(batch, dout, qkv, out, lse);
+  batch.for_tasks(backward.qkv, 1, FB_BEST_ISA(attention_bwd_room),
+                  [&](const cpu::AttentionHead& head, int64_t task, int64_t /*part*/, void* room) {
+                    backward.run(head, task, room);
                   });
-  return dqkv;
+  return backward.dqkv;
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {

@@ -2,11 +2,13 @@
 //
 // Keys and values are packed once. Then come blocks of queries; the forward takes them through blocks of keys, so that
 // scores stay in the cache (with an online softmax: Milakov & Gimelshein, "Online normalizer calculation for softmax",
-// 2018), the backward twice, because it adds up the weights of all before it uses them.
+// 2018), the backward twice, because it adds up the weights of all before it uses them. Relative positions, where there
+// are any, add to the scores of a block and get their gradients.
 #include "../../attention.h"
 
 #include "philox.h"
 #include "product.h"
+#include "relative_positions.h"
 
 namespace fastbert::cpu::FB_ISA {
 
@@ -19,23 +21,6 @@ static_assert(kKeys % (16 * kGroups) == 0);
 float logarithm(float v) { return __builtin_logf(v); }
 double logarithm(double v) { return __builtin_log(v); }
 
-// Parts of a task's memory, each beginning at a multiple of 64 bytes; without memory, how much they take.
-class Room {
- public:
-  explicit Room(void* memory) : memory_(static_cast<char*>(memory)) {}
-  template <class E>
-  E* take(int64_t elements) {
-    char* const part = memory_ ? memory_ + used_ : nullptr;
-    used_ += (elements * int64_t(sizeof(E)) + 63) / 64 * 64;
-    return reinterpret_cast<E*>(part);
-  }
-  int64_t used() const { return used_; }
-
- private:
-  char* const memory_;
-  int64_t used_ = 0;
-};
-
 // Of scores: a power of two would put every row into the same sets of the cache.
 template <class M>
 int64_t row_stride(int64_t keys) {
@@ -45,15 +30,6 @@ int64_t row_stride(int64_t keys) {
 template <class T>
 const T* row_of(const void* data, int64_t stride, int64_t row) {
   return static_cast<const T*>(data) + row * stride;
-}
-
-// Rows of T, or a block of them, as contiguous rows of M times a factor.
-template <class T, class M>
-void load_rows(const T* from, int64_t stride, int64_t rows, int64_t columns, M factor, M* to) {
-  for (int64_t row = 0; row < rows; ++row)
-    for_vectors<M>(columns, [&](int64_t i, auto n) {
-      store(load(from + row * stride + i, n) * factor, to + row * columns + i, n);
-    });
 }
 
 // Rows of M, of whole panels, as rows of T, times factor(row).
@@ -83,10 +59,8 @@ struct ForwardRoom {
   Panels<M> keys, values;
   M *queries, *scores, *sums, *factors;
   uint8_t* bits;
-  int64_t used;
 
-  ForwardRoom(const AttentionHead& a, void* memory) {
-    Room room(memory);
+  ForwardRoom(const AttentionHead& a, Room& room) {
     const int64_t block = least(kKeys, a.keys), panels = whole_panels<M>(a.D);
     keys = {room.take<M>(a.D * whole_panels<M>(a.keys)), a.D};
     values = {room.take<M>(a.keys * panels), a.keys};
@@ -94,7 +68,6 @@ struct ForwardRoom {
     scores = room.take<M>(kQueries * row_stride<M>(block));
     factors = room.take<M>(kQueries);
     bits = room.take<uint8_t>(a.drop.threshold ? key_bits_room(block) : 0);
-    used = room.used();
   }
 };
 
@@ -130,11 +103,13 @@ M weigh(M* scores, int64_t keys, const uint8_t* bits, const Dropout& drop, SoFar
   return factor;
 }
 
-template <bool kDrop, class T>
+template <bool kDrop, class P, class T>
 void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int64_t out_stride, void* lse,
              void* memory) {
   using M = math_t<T>;
-  const ForwardRoom<M> room(a, memory);
+  Room all(memory);
+  const ForwardRoom<M> room(a, all);
+  const P positions(a, all);
   const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(least(kKeys, a.keys));
   pack_transposed(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.keys);
   pack(row_of<T>(a.v, a.stride, 0), a.stride, D, M(1), room.values);
@@ -146,6 +121,7 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
     for_blocks(a.keys, [&](int64_t key, int64_t keys) {
       const Panels<M> block{room.keys.at(key, 0), D};
       product<Onto::nothing>(rows, keys, D, Left<false, M>{room.queries, D}, block, room.scores, stride);
+      positions.add(Block<M>{query, rows, key, keys, room.scores, stride}, room.queries);
       for (int64_t row = 0; row < rows; ++row) {
         if (kDrop) make_bits(a, query + row, key, keys, room.bits);
         room.factors[row] = weigh<kDrop>(room.scores + row * stride, keys, room.bits, a.drop, so_far[row]);
@@ -168,10 +144,8 @@ struct BackwardRoom {
   Panels<M> across_keys, across_values, keys, queries, grads;
   M *left_queries, *left_grads, *scores, *dp, *dqueries, *dkeys, *dvalues;
   uint8_t* bits;
-  int64_t used;
 
-  BackwardRoom(const AttentionHead& a, void* memory) {
-    Room room(memory);
+  BackwardRoom(const AttentionHead& a, Room& room) {
     const int64_t panels = whole_panels<M>(a.D), wide = a.D * whole_panels<M>(a.keys);
     across_keys = {room.take<M>(wide), a.D}, across_values = {room.take<M>(wide), a.D};
     keys = {room.take<M>(a.keys * panels), a.keys};
@@ -181,7 +155,6 @@ struct BackwardRoom {
     dqueries = room.take<M>(kQueries * panels);
     dkeys = room.take<M>(a.keys * panels), dvalues = room.take<M>(a.keys * panels);
     bits = room.take<uint8_t>(a.drop.threshold ? key_bits_room(least(kKeys, a.keys)) : 0);
-    used = room.used();
   }
 };
 
@@ -218,11 +191,13 @@ void differentiate(M* p, M* dp, int64_t keys, const uint8_t* bits, const Dropout
   });
 }
 
-template <bool kDrop, class T>
+template <bool kDrop, class P, class T>
 void backward(const AttentionHead& a, const void* dout, const void* out, int64_t out_stride, const void* lse, void* dq,
               void* dk, void* dv, void* memory) {
   using M = math_t<T>;
-  const BackwardRoom<M> room(a, memory);
+  Room all(memory);
+  const BackwardRoom<M> room(a, all);
+  const P positions(a, all);
   const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(a.keys);
   pack_transposed(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.across_keys);
   pack_transposed(row_of<T>(a.v, a.stride, 0), a.stride, a.keys, room.across_values);
@@ -242,6 +217,7 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
       const Left<false, M> left_queries{room.left_queries, D}, left_grads{room.left_grads, D};
       M *const scores = room.scores + key, *const dp = room.dp + key;
       product<Onto::nothing>(rows, keys, D, left_queries, Panels<M>{room.across_keys.at(key, 0), D}, scores, stride);
+      positions.add(Block<M>{query, rows, key, keys, scores, stride}, room.left_queries);
       product<Onto::nothing>(rows, keys, D, left_grads, Panels<M>{room.across_values.at(key, 0), D}, dp, stride);
       for (int64_t row = 0; row < rows; ++row)
         total[row] += exponentiate(scores + row * stride, keys, static_cast<const M*>(lse)[query + row]);
@@ -258,6 +234,8 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
       across(keys, D, rows, {dp, stride}, queries, room.dkeys + key * panels, panels, nullptr, {});
       const auto along = key ? product<Onto::sums, false, M> : product<Onto::nothing, false, M>;
       along(rows, D, keys, {dp, stride}, room.keys.rows_from(key), room.dqueries, panels, nullptr, {});
+      const Block<M> gradients{query, rows, key, keys, dp, stride};
+      positions.differentiate(gradients, queries, room.keys, room.dqueries, room.dkeys);
     });
     store_rows(room.dqueries, rows, D, static_cast<T*>(dq) + query * a.stride, a.stride,
                [&](int64_t) { return M(a.scale); });
@@ -267,21 +245,32 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
   store_rows(room.dvalues, a.keys, D, static_cast<T*>(dv), a.stride, as_it_is);
 }
 
+template <template <class> class Parts>
+int64_t room_of(const AttentionHead& a) {
+  Room room(nullptr);
+  for_dtype(a.dtype, [&](auto element) {
+    using T = decltype(element);
+    const Parts<math_t<T>> parts(a, room);
+    if (a.positions) Relative<T>(a, room);
+  });
+  return room.used();
+}
+
 }  // namespace
 
-int64_t attention_fwd_room(const AttentionHead& a) {
-  return a.dtype == DType::f64 ? ForwardRoom<double>(a, nullptr).used : ForwardRoom<float>(a, nullptr).used;
-}
+int64_t attention_fwd_room(const AttentionHead& a) { return room_of<ForwardRoom>(a); }
 
-int64_t attention_bwd_room(const AttentionHead& a) {
-  return a.dtype == DType::f64 ? BackwardRoom<double>(a, nullptr).used : BackwardRoom<float>(a, nullptr).used;
-}
+int64_t attention_bwd_room(const AttentionHead& a) { return room_of<BackwardRoom>(a); }
 
 void attention_fwd(const AttentionHead& a, int64_t first, int64_t last, void* out, int64_t out_stride, void* lse,
                    void* room) {
   for_dtype(a.dtype, [&](auto element) {
     using T = decltype(element);
-    const auto run = a.drop.threshold ? forward<true, T> : forward<false, T>;
+    using P = Relative<T>;
+    const bool drops = a.drop.threshold;
+    const auto run = a.positions ? drops ? forward<true, P, T> : forward<false, P, T>
+                     : drops     ? forward<true, NoPositions, T>
+                                 : forward<false, NoPositions, T>;
     run(a, first, last, out, out_stride, lse, room);
   });
 }
@@ -290,8 +279,55 @@ void attention_bwd(const AttentionHead& a, const void* dout, const void* out, in
                    void* dq, void* dk, void* dv, void* room) {
   for_dtype(a.dtype, [&](auto element) {
     using T = decltype(element);
-    const auto run = a.drop.threshold ? backward<true, T> : backward<false, T>;
+    using P = Relative<T>;
+    const bool drops = a.drop.threshold;
+    const auto run = a.positions ? drops ? backward<true, P, T> : backward<false, P, T>
+                     : drops     ? backward<true, NoPositions, T>
+                                 : backward<false, NoPositions, T>;
     run(a, dout, out, out_stride, lse, dq, dk, dv, room);
+  });
+}
+
+// ---- the tables of relative positions
+
+PositionRoom position_room(int64_t columns, int64_t D, DType dtype) {
+  PositionRoom room;
+  for_dtype(dtype, [&](auto element) {
+    using M = math_t<decltype(element)>;
+    room = {D * whole_panels<M>(columns) * int64_t(sizeof(M)), columns * whole_panels<M>(D) * int64_t(sizeof(M))};
+  });
+  return room;
+}
+
+void pack_positions(const PositionTable& table, double factor, void* across, void* rows, void* room) {
+  for_dtype(table.dtype, [&](auto element) {
+    using T = decltype(element);
+    using M = math_t<T>;
+    M* const gathered = static_cast<M*>(room);
+    for (int64_t column = 0; column < table.columns; ++column)
+      load_rows(row_of<T>(table.data, table.stride, table.slot[column]), 0, 1, table.D, M(factor),
+                gathered + column * table.D);
+    pack_transposed(gathered, table.D, table.columns, Panels<M>{static_cast<M*>(across), table.D});
+    if (rows) pack(gathered, table.D, table.D, M(1), Panels<M>{static_cast<M*>(rows), table.columns});
+  });
+}
+
+void add_up_positions(const void* const* parts, int64_t count, double factor, const PositionTable& table, void* room) {
+  for_dtype(table.dtype, [&](auto element) {
+    using T = decltype(element);
+    using M = math_t<T>;
+    const int64_t panels = whole_panels<M>(table.D);
+    M* const sums = static_cast<M*>(room);
+    for (int64_t i = 0; i < table.slots * panels; ++i) sums[i] = 0;
+    for (int64_t column = 0; column < table.columns; ++column) {
+      M* const to = sums + table.slot[column] * panels;
+      for (int64_t part = 0; part < count; ++part) {
+        const M* const from = static_cast<const M*>(parts[part]) + column * panels;
+        for (int64_t i = 0; i < panels; ++i) to[i] += from[i];
+      }
+    }
+    store_rows(sums, table.slots, table.D, static_cast<T*>(const_cast<void*>(table.data)), table.stride,
+               [&](int64_t) { return M(factor); });
   });
 }
 
