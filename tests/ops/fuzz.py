@@ -102,6 +102,12 @@ def right_call(name: str, n: Sizes) -> list:
         qkv, out = normal(n.dtype, n.T, 3, n.H, n.D), normal(n.dtype, n.T, n.H, n.D)
         rest = [ends, n.T, 0.5, 0.25, key, 3]
         return [qkv, *rest] if direction == "fwd" else [out, qkv, out, normal(n.wide, n.H, n.T), *rest]
+    if op == "relative_attention":
+        table = normal(n.dtype, n.K, n.H, n.D)
+        positions = [below(n.K, 2 * n.C - 1).int(), table, table, normal(n.wide, n.H, n.K)]
+        first, *rest = right_call(f"attention_{direction}", n)
+        tensors = 0 if direction == "fwd" else 3
+        return [first, *rest[:tensors], *positions, *rest[tensors:]] + [True] * (direction == "bwd")
     if op == "packed_linear":
         weight, scale = packed(n, n.K, n.C)
         return [x.to(packable(n)), weight, scale, normal(torch.float32, n.K), n.K, ("", "none", "tanh")[n.H % 3]]

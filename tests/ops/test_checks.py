@@ -18,6 +18,7 @@ ANY_ROWS = {("padding_plan", "visible"), ("padding_pack", "x"), ("padding_pack",
     (f"{op}_{direction}", name)
     for op, names in {
         "attention": ("cu_seqlens",),
+        "relative_attention": ("cu_seqlens",),
         "encoder_layer": ("cu_seqlens",),
         "embedding": ("word", "position", "token_type"),
     }.items()
@@ -26,6 +27,7 @@ ANY_ROWS = {("padding_plan", "visible"), ("padding_pack", "x"), ("padding_pack",
 }
 ANY_ROWS |= {(f"{op}_fwd", "x") for op in ("linear", "packed_linear", "dense_gelu", "bias_gelu", "layer_norm")} | {
     ("attention_fwd", "qkv"),
+    ("relative_attention_fwd", "qkv"),
     ("encoder_layer_fwd", "hidden"),
     ("packed_layer_fwd", "hidden"),
     ("packed_layer_fwd", "cu_seqlens"),

@@ -30,6 +30,7 @@ def _cases():
     """name -> (op, inputs): big enough for several threads and for several chunks of column sums."""
     x, y, w, b = torch.randn(ROWS, C), torch.randn(ROWS, C), torch.randn(C), torch.randn(C)
     ends = torch.tensor((0, *LENGTHS)).cumsum(0).to(torch.int32)
+    slots = (torch.arange(-60, 61).clamp(-20, 19) + 20).int()
     ids, tables = torch.randint(50, (3, ROWS)), [torch.randn(50, C) for _ in range(3)]
     return {
         "layer_norm": (ops.layer_norm, {"x": x, "weight": w, "bias": b}),
@@ -41,6 +42,13 @@ def _cases():
         "attention": (
             lambda qkv: ops.attention(qkv, ends, max(LENGTHS), **_dropout(2)),
             {"qkv": torch.randn(ROWS, 3, 3, 32)},
+        ),
+        "relative_attention": (
+            lambda qkv, **tables: ops.relative_attention(
+                qkv, ends, max(LENGTHS), ops.RelativePositions(slots, **tables), **_dropout(2)
+            ),
+            {"qkv": torch.randn(ROWS, 3, 3, 32), "keys": torch.randn(40, 3, 32), "queries": torch.randn(40, 3, 32)}
+            | {"bias": torch.randn(3, 40)},
         ),
         "embedding": (
             lambda word, position, token_type, weight, bias: ops.embedding(
@@ -285,7 +293,8 @@ def test_each_instruction_set_passes(capability):
     code = "from fastbert import backends; print(backends.build_info()['cpu_set'])"
     if not _run(capability, "-c", code).stdout.startswith(capability):
         pytest.skip(f"this processor has no {capability}")
-    names = ("bias_gelu", "layer_norm", "attention", "embedding", "dense_gelu", "linear", "packed_linear")
+    names = ("bias_gelu", "layer_norm", "attention", "relative_attention", "embedding", "dense_gelu", "linear")
+    names += ("packed_linear",)
     files = [str(Path(__file__).parent / f"test_{name}.py") for name in names]
     result = _run(capability, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cpu", *files)
     assert result.returncode == 0, result.stdout[-4000:]

@@ -242,21 +242,23 @@ struct Attention {
   int64_t out_at(int64_t task) const { return (start[sequence(task)] * kHeads + head(task)) * D * size_of(dtype); }
   int64_t lse_at(int64_t task) const { return (head(task) * tokens + start[sequence(task)]) * size_of(math); }
 
-  cpu::AttentionHead of(int64_t task) const {
+  cpu::AttentionHead of(int64_t task, const cpu::Positions* positions) const {
     const int64_t part = out_stride() * size_of(dtype);
     const char* const q = qkv.data() + qkv_at(task);
     return {q,    q + part, q + 2 * part, 3 * out_stride(), lengths[sequence(task)], D, 0.3, head(task), sequence(task),
-            drop, dtype};
+            drop, dtype,    positions};
   }
 
-  Results run(int threads) const {
+  // positions_of: those of a task, for relative attention.
+  Results run(int threads, const std::function<cpu::Positions(int64_t)>& positions_of = nullptr) const {
     Bytes out = filled(tokens * out_stride(), dtype, threads), lse = filled(kHeads * tokens, math, threads);
     Bytes dqkv = filled(tokens * 3 * out_stride(), dtype, threads);
     const int64_t parts = threads == 1 ? 1 : kParts, step = out_stride() * size_of(dtype);
     in_threads(threads, tasks() * parts, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t task = i / parts;
-        const cpu::AttentionHead a = of(task);
+        const cpu::Positions positions = positions_of ? positions_of(task) : cpu::Positions{};
+        const cpu::AttentionHead a = of(task, positions_of ? &positions : nullptr);
         const int64_t blocks = (a.keys + cpu::kAttentionQueries - 1) / cpu::kAttentionQueries;
         const auto query = [&](int64_t part) {
           return std::min(a.keys, blocks * part / parts * cpu::kAttentionQueries);
@@ -270,7 +272,8 @@ struct Attention {
     });
     in_threads(threads, tasks(), [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
-        const cpu::AttentionHead a = of(task);
+        const cpu::Positions positions = positions_of ? positions_of(task) : cpu::Positions{};
+        const cpu::AttentionHead a = of(task, positions_of ? &positions : nullptr);
         Bytes room(loops::attention_bwd_room(a), char(threads));
         char* const dq = dqkv.data() + qkv_at(task);
         loops::attention_bwd(a, dout.data() + out_at(task), out.data() + out_at(task), out_stride(),
@@ -280,6 +283,88 @@ struct Attention {
     return {out, lse, dqkv};
   }
 };
+
+// The tables of relative positions, packed for each head, and their gradients: of each task, then of all.
+struct RelativePositions {
+  static constexpr int64_t kSlots = 21, kHeads = Attention::kHeads;
+  const Attention& attention;
+  const int64_t longest, steps = 2 * longest - 1, D = attention.D;
+  std::vector<int32_t> by_key, by_query, slot_by_key, slot_by_query;
+  Bytes keys, queries, bias;
+  cpu::PositionRoom room;
+  std::vector<Bytes> packed;  // of each head: keys across and in rows, queries likewise
+
+  explicit RelativePositions(const Attention& attention_)
+      : attention(attention_), longest(*std::max_element(attention.lengths.begin(), attention.lengths.end())) {
+    for (int64_t step = 0; step < steps; ++step) {  // a slot for each of the nearest distances, then one for two
+      const int64_t from = step - longest, far = std::abs(from) <= 4 ? from : from / 2 + (from > 0 ? 2 : -2);
+      const int32_t slot = int32_t(std::clamp<int64_t>(kSlots / 2 + far, 0, kSlots - 1));
+      if (slot_by_key.empty() || slot_by_key.back() != slot) slot_by_key.push_back(slot);
+      by_key.push_back(int32_t(slot_by_key.size()) - 1);
+    }
+    slot_by_query.assign(slot_by_key.rbegin(), slot_by_key.rend());
+    for (auto column = by_key.rbegin(); column != by_key.rend(); ++column) by_query.push_back(columns() - 1 - *column);
+    keys = values(kSlots * kHeads * D, attention.dtype), queries = values(kSlots * kHeads * D, attention.dtype);
+    bias = values(steps, attention.math), room = loops::position_room(columns(), D, attention.dtype);
+    for (int64_t head = 0; head < kHeads; ++head)
+      for (const auto& [table, slot] : {std::pair{&keys, &slot_by_key}, {&queries, &slot_by_query}}) {
+        packed.emplace_back(room.across), packed.emplace_back(room.rows);
+        Bytes scratch(columns() * D * size_of(attention.math));
+        loops::pack_positions(of_head(*table, head, *slot), 0.3, packed.rbegin()[1].data(), packed.back().data(),
+                              scratch.data());
+      }
+  }
+
+  int32_t columns() const { return int32_t(slot_by_key.size()); }
+  cpu::PositionTable of_head(const Bytes& table, int64_t head, const std::vector<int32_t>& slot) const {
+    return {table.data() + head * D * size_of(attention.dtype),
+            kHeads * D,
+            kSlots,
+            D,
+            attention.dtype,
+            slot.data(),
+            columns()};
+  }
+  cpu::Positions of(int64_t task) const {
+    const Bytes* const parts = &packed[4 * attention.head(task)];
+    return {longest,         columns(),       by_key.data(),   by_query.data(), parts[0].data(),
+            parts[2].data(), parts[1].data(), parts[3].data(), bias.data()};
+  }
+
+  Results run(int threads) const {
+    std::vector<Results> gradients;  // of tasks
+    for (int64_t task = 0; task < attention.tasks(); ++task)
+      gradients.push_back({Bytes(room.rows), Bytes(room.rows), Bytes(steps * size_of(attention.math))});
+    Results results = attention.run(threads, [&](int64_t task) {
+      cpu::Positions positions = of(task);
+      positions.dkeys = gradients[task][0].data(), positions.dqueries = gradients[task][1].data();
+      positions.dbias = gradients[task][2].data();
+      return positions;
+    });
+    for (const Results& of_task : gradients) results.insert(results.end(), of_task.begin(), of_task.end());
+    Bytes dkeys = filled(kSlots * kHeads * D, attention.dtype, threads);
+    const int64_t wide = room.rows / columns() / size_of(attention.math);  // whole panels of D
+    in_threads(threads, kHeads, [&](int64_t begin, int64_t end) {
+      Bytes sums(kSlots * wide * size_of(attention.math), char(threads));
+      for (int64_t head = begin; head < end; ++head) {
+        std::vector<const void*> parts;
+        for (int64_t task = 0; task < attention.tasks(); ++task)
+          if (attention.head(task) == head) parts.push_back(gradients[task][0].data());
+        loops::add_up_positions(parts.data(), int64_t(parts.size()), 0.3, of_head(dkeys, head, slot_by_key),
+                                sums.data());
+      }
+    });
+    results.push_back(dkeys);
+    return results;
+  }
+};
+
+void check_relative_attention(std::vector<int64_t> lengths, int64_t D, DType dtype, Dropout drop) {
+  const Attention attention(lengths, D, dtype, drop);
+  const RelativePositions positions(attention);
+  same(name("relative_attention", D, dtype, drop.threshold ? " with dropout" : ""),
+       [&](int threads) { return positions.run(threads); });
+}
 
 void check_attention(std::vector<int64_t> lengths, int64_t D, DType dtype, Dropout drop) {
   const Attention attention(lengths, D, dtype, drop);
@@ -440,6 +525,8 @@ void check_all() {
     for (const Dropout& drop : {Dropout{}, kDropScores}) {
       for (const int64_t D : {1, 7, 8, 9, 17, 65}) check_attention({1, 7, 8, 9, 17, 65, 129}, D, dtype, drop);
       check_attention({769, 767}, 9, dtype, drop);
+      for (const int64_t D : {1, 9, 17}) check_relative_attention({1, 7, 8, 9, 17, 65, 129}, D, dtype, drop);
+      check_relative_attention({769, 300}, 9, dtype, drop);
     }
   }
 }
