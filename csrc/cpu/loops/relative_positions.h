@@ -95,8 +95,8 @@ class Relative {
   using M = math_t<T>;
   using V = vec<M>;
   static constexpr int64_t L = kLanes<M>;
-  static constexpr int64_t kBand = 4 * kTile;  // queries of A, keys of B: whole tiles and vectors
-  static constexpr int64_t kAcross = 256;      // keys of A, and at least the queries of B, that a band meets at once
+  static constexpr int64_t kBand = (4 * kTile % L ? 8 : 4) * kTile;  // queries of A, keys of B: whole tiles and vectors
+  static constexpr int64_t kAcross = 256;  // keys of A, and at least the queries of B, that a band meets at once
   static constexpr int64_t kStride = whole_panels<M>(kAcross + kBand) + kPanel<M> + 16;  // 16: no power of two
   static_assert(kBand % L == 0 && kAcross >= kAttentionQueries);
 
