@@ -30,9 +30,11 @@ test: $(VENV)/cuda-on-cpu
 test-all: $(VENV)/cuda-on-cpu
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
-# transformers' and sentence-transformers' own tests, into ~/.cache/fastbert: test-all then runs them through fastbert.
+# transformers' and sentence-transformers' own tests, into ~/.cache/fastbert: test-all then runs them through fastbert;
+# and GLiNER, whose encoder is a DeBERTa, without what it asks for (an older transformers).
 suites: $(VENV)/installed
 	$(BIN)/pip install --quiet datasets httpx parameterized
+	$(BIN)/pip install --quiet --no-deps gliner sentencepiece
 	PYTHONPATH=tests $(BIN)/python -m hf.suites
 
 test-sanitizers: $(VENV)/installed

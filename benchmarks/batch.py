@@ -48,14 +48,15 @@ def draw(distribution: str, batch: int, seqlen: int, seed: int = 0) -> list[int]
 
 @dataclass(frozen=True)
 class Size:
-    """`batch` sequences of at most `seqlen` tokens through the BERT of `config`."""
+    """`batch` sequences of at most `seqlen` tokens through the model of `config`."""
 
     batch: int
     seqlen: int
     config: BertConfig
 
     def facts(self) -> dict[str, int]:
-        return {"batch": self.batch, "seqlen": self.seqlen, "hidden": self.config.hidden_size}
+        found = {"batch": self.batch, "seqlen": self.seqlen, "hidden": self.config.hidden_size}
+        return found | ({} if self.config.model_type == "bert" else {"family": self.config.family.name})
 
 
 def _bert(preset: str = "bert-base-uncased", **changes: int) -> BertConfig:
@@ -69,6 +70,8 @@ MODELS = {
     "base": _bert(),
     "large": _bert("bert-large-uncased"),
     "minilm": _bert(**_MINILM),
+    "deberta-v3": _bert("microsoft/deberta-v3-base", pooler_dropout=0.0),
+    "mpnet": _bert("microsoft/mpnet-base"),
     "no-work": _bert(**_NO_WORK),  # twelve layers too small to compute anything: what is left is the way to them
 }
 SMALL = {

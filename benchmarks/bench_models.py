@@ -26,11 +26,7 @@ from benchmarks.harness import Work
 from fastbert import BertConfig
 
 SHARE = 0.15  # of the real tokens that are labelled
-CLASSES = {
-    MODEL: ("BertModel", {"add_pooling_layer": False}),
-    CLASSIFIER: ("BertForSequenceClassification", {}),
-    MASKED_LM: ("BertForMaskedLM", {}),
-}
+KINDS = {MODEL: "Model", CLASSIFIER: "ForSequenceClassification", MASKED_LM: "ForMaskedLM"}  # of classes
 
 
 def setup(spec: Spec, device: str) -> Setup:
@@ -97,11 +93,15 @@ def _made(part: str, values: tuple[tuple[str, object], ...], dtype: torch.dtype,
     """None of the weights is zero."""
     import transformers
 
-    config, (name, options) = BertConfig.from_dict(dict(values)), CLASSES[part]
+    config, kind = BertConfig.from_dict(dict(values)), KINDS[part]
+    options = {"add_pooling_layer": False} if part == MODEL and config.family.pooler_dense else {}
+    given = {name: value for name, value in config.to_dict().items() if name != "model_type"}
+    if config.family.relative is None:
+        given |= {"attn_implementation": "sdpa"}  # those of relative positions have their own, and no other
     with torch.device(device):
-        settings = transformers.BertConfig(**config.to_dict(), attn_implementation="sdpa", use_cache=False)
-        theirs = getattr(transformers, name)(settings, **options)
-        ours = getattr(fastbert, name)(config, **options)
+        settings = transformers.AutoConfig.for_model(config.model_type, **given, use_cache=False)
+        theirs = getattr(transformers, config.family.class_name(kind))(settings, **options)
+        ours = getattr(fastbert, f"Bert{kind}")(config, **options)
     with torch.no_grad():
         for parameter_name, parameter in theirs.named_parameters():
             parameter.normal_(1.0 if parameter_name.endswith("LayerNorm.weight") else 0.0, 0.04)

@@ -111,6 +111,13 @@ def _short() -> tuple[Pick, ...]:
     return alone, Pick(MODEL, SHORT, ("full",), (FORWARD,), models=("minilm", "base"), last=True)
 
 
+def _relative(batch: int) -> Iterator[Pick]:
+    """Scores that depend on distances: DeBERTa's two products, and MPNet's bias."""
+    for models in (("deberta-v3",), ("mpnet",)):
+        for seqlen in (128, 512, 64, 256):
+            yield Pick(MODEL, (f"{batch}x{seqlen}",), ("full", "half"), (FORWARD, DROPOUT), models, layers=2)
+
+
 def _growth() -> Iterator[Pick]:
     """Ops on rows and a layer on 2^7 to 2^16 tokens, attention on 2^13 tokens in sequences of 2^6 to 2^13: all parts at
     one size before the next."""
@@ -145,6 +152,7 @@ TABLE: dict[str, dict[str, tuple[Pick, ...]]] = {
             Pick(ENCODE, ("64x256",), ("text",), (FORWARD,), dtypes=("float32",)),
             Pick(CLASSIFIER, ("8x128",), ("half",), (FORWARD, DROPOUT), layers=2),
         ),
+        "relative": tuple(_relative(8)),
         "short": _short(),
         "growth": tuple(_growth()),
     },
@@ -172,6 +180,7 @@ TABLE: dict[str, dict[str, tuple[Pick, ...]]] = {
             Pick(CLASSIFIER, ("32x128",), ("half", "full"), (FORWARD, DROPOUT)),
             Pick(ENCODE, ("256x256",), ("text",), (FORWARD,), dtypes=("float32",)),
         ),
+        "relative": tuple(_relative(32)),
         "short": _short(),
         "growth": tuple(_growth()),
     },
@@ -183,6 +192,7 @@ DIRECTIONS = {  # that a group has
     "mlm": (DROPOUT, STEP),
     "ops": (FORWARD, BACKWARD),
     "hf": (FORWARD, BACKWARD, DROPOUT),
+    "relative": (FORWARD, DROPOUT),
     "short": (FORWARD, BACKWARD),
     "growth": (FORWARD, BACKWARD),
 }

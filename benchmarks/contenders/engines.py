@@ -19,11 +19,15 @@ from benchmarks.contenders.hugging_face import with_attention
 from benchmarks.contenders.interface import MODEL, Runnable, Subject
 from fastbert import BertConfig
 
+NO_POSITIONS = "it has no scores that depend on distances"
+
 # ---- torch.nn.TransformerEncoder: PyTorch's fused inference, on nested tensors where there is padding
 
 
 def torch_encoder(subject: Subject) -> Runnable | str:
     """BERT is its post-norm form with erf GELU and one eps. Embeddings, if they are part of it, are transformers'."""
+    if subject.config.family.relative:
+        return NO_POSITIONS
     if subject.config.hidden_act != "gelu" or subject.config.num_attention_heads % 2:
         return "its fast path needs erf GELU and an even number of heads"
     subject.theirs.eval()
@@ -80,8 +84,10 @@ def _weights(layer: nn.Module) -> dict[str, Tensor]:
 NAMES = ("input_ids", "attention_mask")
 
 
-def onnxruntime(subject: Subject) -> Runnable:
+def onnxruntime(subject: Subject) -> Runnable | str:
     """With a mask always: the graph has one."""
+    if subject.config.family.relative:
+        return "its optimizer knows BERT's attention"
     session, prepare = onnx_session(subject.theirs), subject.padded(subject.batch.mask.long())
 
     def arrays(**packed: Tensor) -> dict[str, object]:
@@ -186,7 +192,9 @@ def openvino_model(model: nn.Module, dtype: torch.dtype, has_mask: bool):
 # ---- CTranslate2: the one engine that skips padding as well
 
 
-def ctranslate2(subject: Subject, compute_type: str = "float32") -> Runnable:
+def ctranslate2(subject: Subject, compute_type: str = "float32") -> Runnable | str:
+    if subject.config.family.relative:
+        return NO_POSITIONS
     engine, lengths = ctranslate2_model(subject.theirs, compute_type), subject.batch.lengths
 
     def prepare(input_ids: Tensor) -> dict[str, object]:

@@ -19,7 +19,7 @@ def runnable(module: nn.Module, subject: Subject, keys: Tensor | None) -> Runnab
         subject.padded(keys if subject.part == ENCODER else subject.mask()),
         subject.packed,
         module,
-        hidden_states(module.bert, subject.batch) if subject.part == CLASSIFIER else None,
+        hidden_states(module.base_model, subject.batch) if subject.part == CLASSIFIER else None,
     )
 
 
@@ -36,20 +36,24 @@ def with_attention(module: nn.Module, name: str) -> nn.Module:
 
 
 def sdpa(subject: Subject) -> Runnable:
-    """PyTorch's fused attention: the baseline."""
+    """PyTorch's fused attention: the baseline. Relative positions have no choice of attention there."""
     return runnable(subject.theirs, subject, subject.batch.keys)
 
 
-def eager(subject: Subject) -> Runnable:
+def eager(subject: Subject) -> Runnable | None:
     """Attention in separate PyTorch calls, which adds its mask to the scores."""
+    if subject.config.family.relative:
+        return None  # its own attention is that of every contender of transformers
     keys, dtype = subject.batch.keys, subject.dtype
     if keys is not None:
         keys = torch.zeros(keys.shape, dtype=dtype, device=keys.device).masked_fill(~keys, torch.finfo(dtype).min)
     return runnable(with_attention(subject.theirs, "eager"), subject, keys)
 
 
-def flash(subject: Subject) -> Runnable:
+def flash(subject: Subject) -> Runnable | None:
     """Removes padding around each attention call."""
+    if subject.config.family.relative:
+        return None
     return runnable(with_attention(subject.theirs, "flash_attention_2"), subject, None)
 
 

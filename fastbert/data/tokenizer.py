@@ -1,7 +1,8 @@
 """Tokenizers of the library `tokenizers`, read from a checkpoint or trained, and saved for `transformers` to read.
 
-Two kinds, with the special tokens and templates of their families: WordPiece as in BERT (`[CLS] a [SEP] b [SEP]`, token
-types 0 and 1) and byte-level BPE as in RoBERTa (`<s> a </s></s> b </s>`, all 0).
+Three kinds, with the special tokens and templates of their families: WordPiece as in BERT (`[CLS] a [SEP] b [SEP]`,
+token types 0 and 1), byte-level BPE as in RoBERTa (`<s> a </s></s> b </s>`, all 0), and, to read alone, SentencePiece's
+unigrams as in DeBERTa-v3 (BERT's template).
 """
 
 import json
@@ -34,11 +35,15 @@ SPECIAL_TOKENS = {
     },
 }
 
+SPECIAL_TOKENS["unigram"] = SPECIAL_TOKENS["wordpiece"]
+
 # Values of `tokenizer_class` that may go with vocabulary files; with or without "Fast".
 _CLASSES = {
     "wordpiece": ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer"),
     "byte-level-bpe": ("RobertaTokenizer",),
+    "unigram": ("DebertaV2Tokenizer",),
 }
+_TRAINED = ("wordpiece", "byte-level-bpe")  # by `train_tokenizer`
 _GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")  # allowed with any vocabulary
 
 
@@ -49,12 +54,13 @@ def get_tokenizer(source: str | Path | Iterable[str | Path]) -> "Tokenizer":
     """A `tokenizers.Tokenizer` from a Hugging Face directory, from files of one, or by a model's name on the hub.
 
     source: a directory, a name (`fastbert.hub`), a file, or several files. It is made from the first that exists of
-    tokenizer.json (without its truncation and padding), vocab.txt (WordPiece), and vocab.json with merges.txt
-    (byte-level BPE). The last two follow tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars;
-    add_prefix_space, trim_offsets; special and added tokens), with the defaults of `transformers`. A file's name may
-    have a prefix (`bert-base-uncased-vocab.txt`).
-    Raises FileNotFoundError; ValueError for a damaged file, a missing special token, and a tokenizer_class that splits
-    texts differently (BertJapaneseTokenizer).
+    tokenizer.json (without its truncation and padding), vocab.txt (WordPiece), vocab.json with merges.txt (byte-level
+    BPE), and spm.model (SentencePiece's unigrams, as DeBERTa-v3 has them; the extra `sentencepiece`). All but the first
+    follow tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars; add_prefix_space, trim_offsets;
+    split_by_punct; special and added tokens), with the defaults of `transformers`. A file's name may have a prefix
+    (`bert-base-uncased-vocab.txt`). Texts are normalised as spm.model says, which transformers 5 does not do.
+    Raises FileNotFoundError; ImportError without SentencePiece; ValueError for a damaged file, a missing special token,
+    and a tokenizer_class that splits texts differently (BertJapaneseTokenizer).
     """
     files = _Files(source)
     if path := files.get("tokenizer.json"):
@@ -65,8 +71,11 @@ def get_tokenizer(source: str | Path | Iterable[str | Path]) -> "Tokenizer":
         tokenizer = _from_vocab_txt(path, files.config())
     elif (path := files.get("vocab.json")) and (merges := files.get("merges.txt")):
         tokenizer = _from_merges(path, merges, files.config())
+    elif path := files.get("spm.model"):
+        tokenizer = _from_sentencepiece(path, files.config())
     else:
-        raise FileNotFoundError(f"{files} has no tokenizer.json, no vocab.txt, and not both vocab.json and merges.txt")
+        expected = "no tokenizer.json, vocab.txt or spm.model, and not both vocab.json and merges.txt"
+        raise FileNotFoundError(f"{files} has {expected}")
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -138,6 +147,41 @@ def _from_merges(path: Path, merges: Path, config: dict[str, Any]) -> "Tokenizer
     tokenizer = _byte_level_bpe(model, add_prefix_space=config.get("add_prefix_space", False))
     _add_tokens(tokenizer, path, special, config)
     return _with_roberta_template(tokenizer, special, config.get("trim_offsets", True))
+
+
+def _from_sentencepiece(path: Path, config: dict[str, Any]) -> "Tokenizer":
+    """[MASK], which such a file has not, comes behind its pieces."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    spm = _sentencepiece_model(path)
+    _check_class(path, "unigram", config)
+    special, pieces = _special_tokens("unigram", config), [(piece.piece, piece.score) for piece in spm.pieces]
+    tokenizer = Tokenizer(models.Unigram(pieces, spm.trainer_spec.unk_id, spm.trainer_spec.byte_fallback))
+    steps = [normalizers.Lowercase()] * bool(config.get("do_lower_case"))
+    if charsmap := spm.normalizer_spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(charsmap))
+    if spm.normalizer_spec.remove_extra_whitespaces:
+        steps += normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")
+    prefix = "always" if spm.normalizer_spec.add_dummy_prefix else "never"
+    splits = [pre_tokenizers.Punctuation("isolated")] * bool(config.get("split_by_punct"))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.Metaspace(prepend_scheme=prefix)])
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=prefix)
+    tokenizer.add_special_tokens([special["mask_token"]])
+    _add_tokens(tokenizer, path, special, config)
+    return _with_template(tokenizer, special)
+
+
+def _sentencepiece_model(path: Path) -> Any:
+    try:
+        from sentencepiece import sentencepiece_model_pb2 as protobuf
+    except ImportError as error:
+        raise ImportError(f'{path} needs SentencePiece: pip install "fastbert-kernels[sentencepiece]"') from error
+    model = protobuf.ModelProto()
+    _read(path, lambda: model.ParseFromString(path.read_bytes()))
+    if model.trainer_spec.model_type != protobuf.TrainerSpec.UNIGRAM or not model.pieces:
+        raise ValueError(f"{path} holds no unigram model; expected one, as DeBERTa-v3 has it")
+    return model
 
 
 def _check_class(path: Path, kind: str, config: dict[str, Any]) -> None:
@@ -248,8 +292,8 @@ def train_tokenizer(
     Raises ValueError for an unknown kind, no text, and a vocab_size smaller than the alphabet; TypeError for texts that
     are not strings.
     """
-    if kind not in SPECIAL_TOKENS:
-        raise ValueError(f"train_tokenizer: kind is {kind!r}; expected one of {', '.join(map(repr, SPECIAL_TOKENS))}")
+    if kind not in _TRAINED:
+        raise ValueError(f"train_tokenizer: kind is {kind!r}; expected one of {', '.join(map(repr, _TRAINED))}")
     if vocab_size < 1 or min_frequency < 1:
         raise ValueError(
             f"train_tokenizer: vocab_size is {vocab_size}, min_frequency is {min_frequency}; expected numbers above 0"

@@ -77,7 +77,7 @@ def test_files_by_themselves_with_a_name_before_theirs(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
     assert get_tokenizer(path).encode("The").tokens == ["[CLS]", "the", "[SEP]"]
     assert get_tokenizer([path, tmp_path / "tokenizer_config.json"]).encode("The").tokens[1] == "[UNK]"
-    with pytest.raises(FileNotFoundError, match="has no tokenizer.json, no vocab.txt"):
+    with pytest.raises(FileNotFoundError, match="has no tokenizer.json, vocab.txt or spm.model"):
         get_tokenizer(tmp_path)  # in a directory, files need their usual names
 
 
@@ -121,6 +121,50 @@ def test_merges_are_transformers_roberta_tokenizer(tmp_path, config):
     assert masked[:-2] == get_tokenizer(tmp_path).encode("a").ids[:-1]
 
 
+@pytest.fixture(scope="module")
+def spm(tmp_path_factory):
+    """A SentencePiece model with DeBERTa-v3's special tokens."""
+    import sentencepiece
+
+    path = tmp_path_factory.mktemp("spm") / "spm.model"
+    special = {"pad": "[PAD]", "bos": "[CLS]", "eos": "[SEP]", "unk": "[UNK]"}
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(PASSAGES),
+        model_prefix=str(path.with_suffix("")),
+        vocab_size=600,
+        minloglevel=2,
+        **{f"{role}_id": index for index, role in enumerate(special)},
+        **{f"{role}_piece": name for role, name in special.items()},
+    )
+    return path
+
+
+def test_spm_model_is_sentencepiece_s(spm):
+    """Ids of texts, spaces and characters of other scripts among them; [MASK] comes behind the pieces."""
+    import sentencepiece
+
+    theirs, ours = sentencepiece.SentencePieceProcessor(model_file=str(spm)), get_tokenizer(spm.parent)
+    odd = ["", "  two  spaces ", " ", "ｆｕｌｌ　ｗｉｄｔｈ", "ﬁ ² ½ Å e\u0301", "\ttabs\n and lines", "a\u200bb"]
+    for text in [*PASSAGES, *TEXTS[-6:-4], *TEXTS[-2:], *odd]:
+        if "[" not in text:  # where ours sees special tokens
+            assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text), text
+    assert ours.token_to_id("[MASK]") == len(theirs)
+    pair = ours.encode("one", "two")
+    assert [pair.ids[0], pair.ids[-1]] == [theirs.bos_id(), theirs.eos_id()] and pair.type_ids[-1] == 1
+    assert ours.decode(ours.encode("one two").ids) == "one two"
+
+
+def test_spm_model_by_its_configuration(spm, tmp_path):
+    shutil.copy(spm, tmp_path)
+    config = {"tokenizer_class": "DebertaV2Tokenizer", "do_lower_case": True, "split_by_punct": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = get_tokenizer(tmp_path)
+    parts = [ours.encode(part, add_special_tokens=False).ids for part in ("abc", ".", "def")]
+    assert ours.encode("ABC.Def", add_special_tokens=False).ids == sum(parts, [])
+    save_tokenizer(ours, tmp_path / "saved")
+    same_as(ours, transformers.AutoTokenizer.from_pretrained(tmp_path / "saved"), TEXTS[-6:])
+
+
 def test_added_tokens_keep_their_ids(tmp_path):
     shutil.copy(minilm() / "vocab.txt", tmp_path)
     (tmp_path / "added_tokens.json").write_text('{"[E1]": 30522, "[E2]": 30523}')
@@ -133,7 +177,13 @@ def test_added_tokens_keep_their_ids(tmp_path):
 @pytest.mark.parametrize(
     ("files", "error", "words"),
     [
-        ({}, FileNotFoundError, "has no tokenizer.json, no vocab.txt, and not both vocab.json and merges.txt"),
+        (
+            {},
+            FileNotFoundError,
+            "has no tokenizer.json, vocab.txt or spm.model, and not both vocab.json and merges.txt",
+        ),
+        ({"spm.model": b"no protobuf"}, ValueError, "spm.model is not what its name says"),
+        ({"spm.model": b""}, ValueError, "spm.model holds no unigram model"),
         ({"vocab.json": b"{}"}, FileNotFoundError, "not both vocab.json and merges.txt"),
         ({"tokenizer.json": b"{"}, ValueError, "tokenizer.json is not what its name says"),
         (

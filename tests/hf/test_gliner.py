@@ -1,0 +1,63 @@
+"""GLiNER's encoder, a client of DeBERTa, accelerated. `make suites` installs it; without it these are skipped."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fastbert
+from fastbert import testing
+
+encoder = pytest.importorskip("gliner.modeling.encoder", reason="GLiNER is not installed (`make suites` installs it)")
+
+
+@pytest.fixture
+def model():
+    from transformers import DebertaV2Config
+
+    config = DebertaV2Config(
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        relative_attention=True,
+        position_buckets=8,
+        max_position_embeddings=32,
+        pos_att_type=["p2c", "c2p"],
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+        position_biased_input=False,
+        type_vocab_size=0,
+    )
+    settings = {"labels_encoder_config": None, "vocab_size": -1, "_attn_implementation": None, "fuse_layers": False}
+    return encoder.Transformer("", SimpleNamespace(encoder_config=config, **settings)).eval()
+
+
+def evaluated(model, ids, mask):
+    hidden = model(ids, attention_mask=mask)[mask.bool()]
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(hidden.square().sum(), parameters.values())
+    return testing.Result({"hidden": hidden.detach()}, dict(zip(parameters, gradients, strict=True)))
+
+
+def test_texts_of_any_length(model):
+    ids = torch.randint(1, 100, (3, 20))
+    mask = (torch.arange(20) < torch.tensor([[20], [7], [13]])).long()
+    plain, truth = evaluated(model, ids, mask), evaluated(model.double(), ids, mask)
+    report = fastbert.accelerate(model.float())
+    ours = evaluated(model, ids, mask)
+    assert report.packed == 1 and not report.fallbacks
+    testing.assert_rows(testing.compare(ours, truth, [plain], factor=3.0))
+
+
+def test_texts_that_gliner_packed_itself(model):
+    """Two in a row, with a mask for each pair of tokens: what it does then calls parts of the model by itself."""
+    ids = torch.randint(1, 100, (1, 20))
+    first = torch.arange(20) < 8
+    pairs = (first[:, None] == first)[None]
+    call = lambda: model(ids, attention_mask=torch.ones_like(ids), pair_attention_mask=pairs)  # noqa: E731
+    with torch.no_grad():
+        expected = call()
+        fastbert.accelerate(model)
+        assert torch.equal(call(), expected)
