@@ -129,7 +129,7 @@ const char* run(const Attention& a, int64_t other_blocks, int tiles, void* strea
   const int parts = (a.longest + kBlock - 1) / kBlock;
   const int64_t blocks = other_blocks + int64_t(parts) * a.heads * a.sequences;
   if (blocks == 0) return nullptr;
-  if (blocks > INT32_MAX) return "attention: too many heads and sequences for one launch";
+  if (blocks > INT32_MAX) return "too many heads and sequences for one launch";
   return launch(kernel, dim3(blocks), dim3(kThreads), tiles * kBlock * (a.D | 1) * sizeof(float), stream, a, args...,
                 parts);
 }

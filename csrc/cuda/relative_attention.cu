@@ -368,7 +368,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 // The sums of each group of sequences, head and distance from 1 - longest on.
 struct Partials {
   float *keys, *queries, *bias;  // [groups, H, distances, D], the same, [groups, H, distances]; nullptr if not wanted
-  int groups, distances;
+  int64_t sequences;             // of a group
+  int groups;
+  int64_t distances;
 
   __device__ __forceinline__ int64_t place(const Attention& a, int group, int head, int distance) const {
     return (int64_t(group) * a.heads + head) * distances + distance;
@@ -392,9 +394,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   Sums dkeys = {}, dqueries = {};
   float dbias[kRows] = {};
-  const int64_t of_group = divide_up(a.sequences, partials.groups);
-  const int last = int(min((share.sequence + 1) * of_group, int64_t(a.sequences)));
-  for (int sequence = int(share.sequence * of_group); sequence < last; ++sequence) {
+  const int64_t first = share.sequence * partials.sequences;
+  const int last = int(min(first + partials.sequences, int64_t(a.sequences)));
+  for (int sequence = int(first); sequence < last; ++sequence) {
     const Work work{share.part, share.head, sequence};
     const Head<T> head(a, work);
     const Rows<T> grads = head.of(dout, work);
@@ -455,9 +457,10 @@ __global__ void __launch_bounds__(kThreads)
   const int slot = int(blockIdx.x) / a.heads, head = int(blockIdx.x) % a.heads, warp = int(threadIdx.x) / 32, D = a.D;
   const Tables<T> tables(positions, a, head);
   float dkeys[kColumns] = {}, dqueries[kColumns] = {}, dbias = 0;
-  for (int first = 32 * warp; first < partials.distances; first += 32 * kWarps) {
+  const int distances = int(partials.distances);
+  for (int first = 32 * warp; first < distances; first += 32 * kWarps) {
     const int mine = first + lane();
-    const bool counts = mine < partials.distances && tables.slot(mine - (a.longest - 1)) == slot;
+    const bool counts = mine < distances && tables.slot(mine - (a.longest - 1)) == slot;
     for (int group = 0; partials.bias && counts && group < partials.groups; ++group)
       dbias += partials.bias[partials.place(a, group, head, mine)];
     for (unsigned found = __ballot_sync(kAllLanes, counts); found; found &= found - 1)
@@ -494,18 +497,19 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launchers
 
-int distances_of(const Attention& a) { return a.longest ? 2 * a.longest - 1 : 0; }
+int64_t distances_of(const Attention& a) { return std::max<int64_t>(0, 2 * int64_t(a.longest) - 1); }
 
-// Enough groups of sequences to fill a large GPU with blocks, and no more: each takes room.
-int groups_of(const Attention& a) {
+// Sequences of a group: so many that blocks just fill a large GPU, for each group takes room.
+int64_t sequences_of_group(const Attention& a) {
   constexpr int64_t kBlocks = 1024;
   const int64_t blocks = std::max<int64_t>(1, divide_up(distances_of(a), kBlock) * a.heads);
-  return int(std::clamp<int64_t>(kBlocks / blocks, 1, std::max(1, a.sequences)));
+  return divide_up(std::max(1, a.sequences), std::max<int64_t>(1, kBlocks / blocks));
 }
+int groups_of(const Attention& a) { return int(divide_up(a.sequences, sequences_of_group(a))); }
 
 Partials partials_in(float* room, const Attention& a, const RelativeGradients& gradients) {
   const int64_t count = int64_t(groups_of(a)) * a.heads * distances_of(a);
-  Partials partials{nullptr, nullptr, nullptr, groups_of(a), distances_of(a)};
+  Partials partials{nullptr, nullptr, nullptr, sequences_of_group(a), groups_of(a), distances_of(a)};
   if (gradients.keys) partials.keys = room, room += count * a.D;
   if (gradients.queries) partials.queries = room, room += count * a.D;
   if (gradients.bias) partials.bias = room;
@@ -521,7 +525,8 @@ const char* run_tables(const Attention& a, const RelativePositions& positions, c
                        void* stream) {
   const int parts = int(divide_up(partials.distances, kBlock));
   const int64_t blocks = int64_t(parts) * a.heads * partials.groups, slots = int64_t(positions.width) * a.heads;
-  if (blocks > INT32_MAX || slots > INT32_MAX) return "too many distances, slots and heads for one launch";
+  if (std::max({partials.distances + kBlock, blocks, slots}) > INT32_MAX)
+    return "too many distances, slots and heads for one launch";
   const int tiles = 3 + (positions.keys != nullptr) + (positions.queries != nullptr);
   if (blocks > 0)
     if (const char* error =
