@@ -194,29 +194,34 @@ inline void check_attention_gradients(const Tensor& dout, const Tensor& out, con
   check_statistic("attention", "lse", lse, {qkv.size(2), qkv.size(0)}, type, qkv.device());
 }
 
-// Tables of relative positions beside a checked qkv. Values of slots are clamped where they are read.
+// ---- relative_attention
+
+// One table of positions. Its dtype is `type`.
+inline void check_positions(const char* name, const Tensor& table, Sizes shape, ScalarType type, const Tensor& qkv) {
+  check_shape("relative_attention", name, table, shape);
+  check_dtype("relative_attention", name, table, type);
+  check_device("relative_attention", name, table, qkv.device());
+}
+
+// Beside check_attention. Slots are clamped to the tables' rows where they are read, so there has to be a row.
 inline void check_relative_attention(const Tensor& qkv, const Tensor& slots, const OptionalTensor& keys,
                                      const OptionalTensor& queries, const OptionalTensor& bias) {
   const char* const op = "relative_attention";
-  FB_CHECK_VALUE(slots.dim() == 1 && slots.numel() % 2 == 1, op, ": slots has shape ", slots.sizes(),
-                 "; expected (2 L - 1,)");
+  FB_CHECK_VALUE(slots.dim() == 1 && slots.numel() % 2 == 1 && slots.numel() <= INT32_MAX, op, ": slots has shape ",
+                 slots.sizes(), "; expected (2 L - 1,), an odd number");
   check_dtype(op, "slots", slots, ScalarType::Int);
   check_device(op, "slots", slots, qkv.device());
-  FB_CHECK_VALUE(keys || queries || bias, op, ": expected at least one of keys, queries and bias");
-  const OptionalTensor& first = keys ? keys : queries ? queries : bias;
-  FB_CHECK_VALUE(first->dim() >= 2, op, ": a table has shape ", first->sizes(), "; expected (W, H, D) or (H, W)");
-  const int64_t width = first->size(keys || queries ? 0 : 1);
-  FB_CHECK_VALUE(width > 0 && width <= INT32_MAX, op, ": the tables have ", width, " slots; expected 1 or more");
-  for (const auto& [name, table] : {std::pair{"keys", &keys}, {"queries", &queries}}) {
-    if (!*table) continue;
-    check_shape(op, name, **table, {width, qkv.size(2), qkv.size(3)});
-    check_dtype(op, name, **table, qkv.scalar_type());
-    check_device(op, name, **table, qkv.device());
-  }
-  if (!bias) return;
-  check_shape(op, "bias", *bias, {qkv.size(2), width});
-  check_dtype(op, "bias", *bias, qkv.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float);
-  check_device(op, "bias", *bias, qkv.device());
+  FB_CHECK_VALUE(keys || queries || bias, op, ": keys, queries and bias are None; expected at least one");
+  const Tensor& first = keys ? *keys : queries ? *queries : *bias;
+  FB_CHECK_VALUE(first.dim() == (keys || queries ? 3 : 2), op, ": a table has shape ", first.sizes(),
+                 "; expected (W, H, D) for keys and queries, (H, W) for bias");
+  const int64_t width = first.size(keys || queries ? 0 : 1), heads = qkv.size(2), D = qkv.size(3);
+  FB_CHECK_VALUE(width > 0 && width <= INT32_MAX, op, ": a table has shape ", first.sizes(),
+                 "; expected 0 < W < 2**31");
+  const ScalarType type = qkv.scalar_type(), wide = type == ScalarType::Double ? type : ScalarType::Float;
+  if (keys) check_positions("keys", *keys, {width, heads, D}, type, qkv);
+  if (queries) check_positions("queries", *queries, {width, heads, D}, type, qkv);
+  if (bias) check_positions("bias", *bias, {heads, width}, wide, qkv);
 }
 
 // ---- padding

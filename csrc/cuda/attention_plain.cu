@@ -9,112 +9,13 @@
 // Bound by shared memory: about 0.6 loads a multiply-add. Bytes moved as in attention_mma.cu.
 #include <algorithm>
 
-#include "attention.cuh"
+#include "attention_plain.cuh"
 
 namespace fastbert::cuda {
 
 namespace {
 
-constexpr int kWarps = 8, kRows = 4, kBlock = kWarps * kRows, kThreads = 32 * kWarps;
-constexpr int kColumns = kAttentionLargest / 32;  // of a lane
-
-// Rows of one head of one sequence. The block reads them into shared memory kBlock at a time, with zeros behind the
-// last.
-template <class T>
-struct Rows {
-  const T* first;
-  int64_t stride;
-  int count, D;
-
-  // Lanes read the same column of neighbouring rows: with an odd row length those are in different banks.
-  __device__ static int padded(int D) { return D | 1; }
-
-  __device__ void read(float* tile, int row) const {
-    for (int i = threadIdx.x; i < kBlock * D; i += kThreads) {
-      const int r = i / D, column = i % D;
-      tile[r * padded(D) + column] = row + r < count ? to_float(first[(row + r) * stride + column]) : 0;
-    }
-  }
-};
-
-// dots[r] = the warp's row r times the lane's row of the tile.
-__device__ __forceinline__ void dot(float (&dots)[kRows], const float* rows, const float* tile, int D) {
-  const int stride = D | 1;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) dots[r] = 0;
-  for (int column = 0; column < D; ++column) {
-    const float x = tile[lane() * stride + column];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) dots[r] = fmaf(rows[r * stride + column], x, dots[r]);
-  }
-}
-
-using Sums = float[kRows][kColumns];  // lane l has columns l, l + 32, ...
-
-// sums[r] += the weights of row r, one in each lane, times the rows of the tile.
-__device__ __forceinline__ void add(Sums& sums, const float (&weights)[kRows], const float* tile, int D) {
-  for (int other = 0; other < kBlock; ++other) {
-    float weight[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) weight[r] = __shfl_sync(kAllLanes, weights[r], other);
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      if (lane() + 32 * i >= D) break;
-      const float x = tile[other * (D | 1) + lane() + 32 * i];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) sums[r][i] = fmaf(weight[r], x, sums[r][i]);
-    }
-  }
-}
-
-template <class T>
-__device__ __forceinline__ void store(const float (&sums)[kColumns], float factor, T* x, int D) {
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i)
-    if (lane() + 32 * i < D) x[lane() + 32 * i] = from_float<T>(sums[i] * factor);
-}
-
-__device__ __forceinline__ float sum_of_warp(float x) {
-#pragma unroll
-  for (int distance = 16; distance; distance /= 2) x += __shfl_xor_sync(kAllLanes, x, distance);
-  return x;
-}
-
-__device__ __forceinline__ float largest_of_warp(float x) {
-#pragma unroll
-  for (int distance = 16; distance; distance /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, distance));
-  return x;
-}
-
-// Whether the weight of one query and key is kept.
-__device__ __forceinline__ bool keeps(const Attention& a, Key site, int query, int key, const Work& work) {
-  const Words bits = attention_bits(site, key / 64, key % 8 / 2, query, work.head, work.sequence);
-  return kept_of(bits, a.drop.threshold) >> (key % 64 / 8 * 2 + key % 2) & 1;
-}
-
-// The head that a block works on, and which of its rows.
-template <class T>
-struct Head {
-  Bounds bounds;
-  int D, first, row;  // first row of the block, and of the warp within it
-  int64_t columns;    // H D
-  Rows<T> q, k, v;
-
-  __device__ Head(const Attention& a, const Work& work)
-      : bounds(bounds_of(a, work.sequence)),
-        D(a.D),
-        first(work.part * kBlock),
-        row(int(threadIdx.x) / 32 * kRows),
-        columns(int64_t(a.heads) * a.D) {
-    const T* const start = static_cast<const T*>(a.qkv) + 3 * columns * bounds.start + work.head * D;
-    q = {start, 3 * columns, bounds.length, D}, k = {start + columns, 3 * columns, bounds.length, D};
-    v = {start + 2 * columns, 3 * columns, bounds.length, D};
-  }
-  // The head of a tensor [T, H, D].
-  __device__ Rows<T> of(const T* x, const Work& work) const {
-    return {x + bounds.start * columns + work.head * D, columns, bounds.length, D};
-  }
-};
+using namespace plain;
 
 // ---- forward
 
@@ -146,13 +47,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const float score = step + lane() < length ? __fmul_rn(weights[r], a.scale) : -INFINITY;
-      const float maximum = fmaxf(largest[r], largest_of_warp(score)), shrink = expf(largest[r] - maximum);
-      largest[r] = maximum;
-      weights[r] = expf(score - maximum);
-      total[r] = total[r] * shrink + weights[r];
+      weights[r] = weight_of(score, largest[r], total[r], sums[r]);
       if (a.drop.threshold && !keeps(a, site, head.first + head.row + r, step + lane(), work)) weights[r] = 0;
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) sums[r][i] *= shrink;
     }
     add(sums, weights, values, D);
   }
@@ -282,21 +178,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// ---- launchers
-
-// other_blocks: at the head of the grid, beside those that compute. tiles: of kBlock rows in shared memory.
-template <class... Params, class... Args>
-const char* run(const Attention& a, int64_t other_blocks, int tiles, void* stream, void (*kernel)(Params...),
-                Args... args) {
-  const int parts = (a.longest + kBlock - 1) / kBlock;
-  const int64_t blocks = other_blocks + int64_t(parts) * a.heads * a.sequences;
-  if (blocks == 0) return nullptr;
-  if (blocks > INT32_MAX) return "attention: too many heads and sequences for one launch";
-  return launch(kernel, dim3(blocks), dim3(kThreads), tiles * kBlock * (a.D | 1) * sizeof(float), stream, a, args...,
-                parts);
-}
-
 }  // namespace
+
+// ---- launchers
 
 const char* plain_fwd(const Attention& a, void* out, float* lse, void* stream) {
   return for_dtype(a.dtype, [&](auto element) {

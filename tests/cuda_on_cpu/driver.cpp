@@ -16,6 +16,7 @@
 #include "attention.h"
 #include "bias_gelu.h"
 #include "cuda/column_sums.h"
+#include "cuda/relative_attention.h"
 #include "layer_norm.h"
 
 using namespace fastbert;
@@ -154,6 +155,31 @@ void check_attention(const std::vector<int>& lengths, int D, DType dtype, bool d
   });
 }
 
+void check_relative_attention(const std::vector<int>& lengths, int D, DType dtype, bool dropout) {
+  constexpr int kHeads = 2, kFarthest = 20, kWidth = 7;
+  std::vector<int32_t> ends{0}, slots;
+  for (const int length : lengths) ends.push_back(ends.back() + length);
+  for (int i = 0; i <= 2 * kFarthest; ++i) slots.push_back(i * 5 % kWidth);
+  const int64_t tokens = ends.back(), out_size = tokens * kHeads * D, table_size = kWidth * kHeads * D;
+  Buffer qkv = values(3 * out_size, dtype), dout = values(out_size, dtype), keys = values(table_size, dtype);
+  Buffer queries = values(table_size, dtype), bias = values(kHeads * kWidth, DType::f32);
+  cuda::Attention a{};
+  a.qkv = qkv, a.cu_seqlens = ends.data(), a.tokens = tokens, a.sequences = int(lengths.size());
+  a.longest = *std::max_element(lengths.begin(), lengths.end()), a.heads = kHeads, a.D = D, a.dtype = dtype;
+  a.scale = 0.125f;
+  if (dropout) a.drop = {kKey, 7, 26, 256.0f / (256 - 26)};
+  const cuda::RelativePositions positions{slots.data(), kFarthest, kWidth, keys, queries, bias};
+  same_in_all_orders(name("relative_attention", D, dtype), [&] {
+    Buffer out(out_size, dtype), lse(kHeads * tokens, DType::f32), dqkv(3 * out_size, dtype);
+    Buffer dkeys(table_size, dtype), dqueries(table_size, dtype), dbias(kHeads * kWidth, DType::f32);
+    const cuda::RelativeGradients gradients{dkeys, dqueries, dbias};
+    Buffer room(cuda::relative_attention_room(a, gradients), DType::f32);
+    require(cuda::relative_attention_fwd(a, positions, out, lse, nullptr));
+    require(cuda::relative_attention_bwd(a, positions, dout, out, lse, dqkv, gradients, room, nullptr));
+    return Results{out, lse, dqkv, dkeys, dqueries, dbias};
+  });
+}
+
 void check_all() {
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     for (const int64_t C : {72, 75, 1032}) {
@@ -163,6 +189,7 @@ void check_all() {
     for (const bool dropout : {false, true}) {
       check_attention({1, 33, 70}, 64, dtype, dropout);
       check_attention({17}, 24, dtype, dropout);
+      check_relative_attention({1, 33, 40}, 24, dtype, dropout);
     }
   }
 }

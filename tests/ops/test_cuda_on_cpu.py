@@ -239,6 +239,13 @@ def calls(dtype: torch.dtype) -> dict:
     key = fastbert.random.new_key()
     ends = torch.tensor([0, 37, 37, 40, 110], dtype=torch.int32)
     qkv = torch.randn(110, 3, 2, 32, dtype=dtype)
+    slots, bias_of_slots = torch.arange(-9, 10).abs().int(), torch.randn(2, 10)
+    keys, queries = torch.randn(2, 10, 2, 8, dtype=dtype).unbind()
+
+    def relative(qkv, *tables):
+        positions = ops.RelativePositions(slots, *tables)
+        return ops.relative_attention(qkv, ends[:4], 37, positions, dropout_p=0.25, rng=key)
+
     return {
         "bias_gelu": (ops.bias_gelu, (x, bias)),
         "layer_norm": (ops.layer_norm, (x, weight, bias)),
@@ -247,11 +254,12 @@ def calls(dtype: torch.dtype) -> dict:
             (x, residual, weight, bias),
         ),
         "attention": (lambda qkv: ops.attention(qkv, ends, 70, dropout_p=0.25, rng=key), (qkv,)),
+        "relative_attention": (relative, (qkv[:40, ..., :8], keys, queries, bias_of_slots)),
     }
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("op", ("bias_gelu", "layer_norm", "add_layer_norm", "attention"))
+@pytest.mark.parametrize("op", ("bias_gelu", "layer_norm", "add_layer_norm", "attention", "relative_attention"))
 def test_order_of_threads_changes_no_bit(op, dtype):
     if torch.cuda.is_available():
         pytest.skip("backend 'cuda' is the GPU's")

@@ -1,5 +1,6 @@
 import math
 
+import cuda_on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
@@ -190,6 +191,80 @@ class TestRelativeAttention(RelativeSuite):
             out, lse = PRIMITIVES["relative_attention_fwd"](backend.name, qkv, *args)
             grads = PRIMITIVES["relative_attention_bwd"](backend.name, torch.ones_like(out), qkv, out, lse, *args, True)
             assert not out.isnan().any() and not any(grad.isnan().any() for grad in grads)
+
+    def test_every_row_is_written_whatever_cu_seqlens_holds(self, backend):
+        """In compiled code, whose values are not looked at. Tokens outside every sequence have no gradients either."""
+        if backend.name == "reference":
+            backend.skip("plain PyTorch indexes with what it is given")
+        qkv, _, *tables = self.inputs(((5, 3), 2, 8, "log", KQB), torch.float32, backend.device).values()
+        for last in ([0, 5], [0, 5, 2, 5], [0, 5, 800], [-7, 5, 8], [3, 5, 5], [2**31 - 1, -(2**31), 8], [0]):
+            cu_seqlens = torch.tensor(last, dtype=torch.int32, device=backend.device)
+            args = (*tables, cu_seqlens, 8, 0.3, 0.0, None, 0)
+            with cuda_on_cpu.overlap():  # of the sequences
+                out, lse = PRIMITIVES["relative_attention_fwd"](backend.name, qkv, *args)
+                grads = PRIMITIVES["relative_attention_bwd"](backend.name, out + 1, qkv, out, lse, *args, True)
+            assert not out.isnan().any() and not any(grad.isnan().any() for grad in grads)
+            if last in ([0, 5], [0]):
+                assert all((x[last[-1] :] == 0).all() for x in (out, lse.T, grads[0]))
+                assert all((grad == 0).all() for grad in grads) == (last == [0])
+
+    @pytest.mark.parametrize("tables", (KQB, K, Q, B), ids=("all", "keys", "queries", "bias"))
+    def test_what_no_distance_needs_is_not_looked_at(self, backend, tables):
+        """Slots of distances that no two tokens have, say of a table that is only in part initialised."""
+        if backend.name != "cuda":
+            backend.skip("for kernels that take tables by tiles of distances")
+        inputs = self.inputs(((5, 3), 2, 8, "one each", tables), torch.float32, backend.device)
+        unused = torch.ones(139, dtype=torch.bool)
+        unused[65:74] = False  # distances from -4 to 4
+        results = []
+        for poison in (0.0, torch.nan, torch.inf):
+            for name in ("keys", "queries", "bias"):
+                if inputs[name] is not None:
+                    (inputs[name].mT if name == "bias" else inputs[name])[unused] = poison
+            results.append(testing.evaluate(self.ours, inputs))
+        for name, value in {**results[0].outputs, **results[0].gradients}.items():
+            assert all(torch.equal({**r.outputs, **r.gradients}[name], value) for r in results), name
+
+    def test_longer_max_seqlen_changes_nothing_but_rounding(self, backend):
+        """On a GPU it leaves fewer groups of sequences, which hold 3, 3 and 2 here, for the tables' gradients."""
+        backend.require(torch.float32, backward=True)
+        if backend.name == "reference":
+            backend.skip("plain PyTorch computes a grid of 522 by 522")
+        inputs = self.inputs(((2, 1, 3, 5, 0, 4, 2, 5), 8, 4, "log", KQB), torch.float32, backend.device)
+        qkv, cu_seqlens, *tables = inputs.values()
+        qkv = torch.cat([qkv, qkv.new_ones(500, *qkv.shape[1:])])  # tokens of no sequence
+        results = []
+        for longest in (5, 522):
+            args = (*tables, cu_seqlens, longest, 0.3, 0.0, None, 0)
+            out, lse = PRIMITIVES["relative_attention_fwd"](backend.name, qkv, *args)
+            grads = PRIMITIVES["relative_attention_bwd"](backend.name, qkv[:, 1], qkv, out, lse, *args, True)
+            results.append((out, lse, *grads))
+        for one, two in zip(*results, strict=True):
+            assert (one - two).abs().max() <= 2**-21 * one.abs().max()
+
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
+    def test_the_largest_head_size_in_little_shared_memory(self, backend, dtype):
+        if backend.name != "cuda" or backend.device != "cpu":
+            backend.skip("for CUDA kernels on the CPU")
+        inputs = self.inputs(((70, 9), 1, 128, "log", KQB), dtype, backend.device)
+        with cuda_on_cpu.shared_memory(99):
+            testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
+
+    @pytest.mark.parametrize("logit", [1e3, 1e8, -1e8])
+    def test_equal_logits_of_any_size(self, backend, logit):
+        """As of `attention`; here the distances make them large."""
+        backend.require(torch.float32, backward=True)
+        qkv = torch.randn(4, 3, 1, 8, device=backend.device)
+        qkv[:, 0], qkv[:, 1] = 1, 0
+        keys = torch.zeros(1, 1, 8, device=backend.device)
+        keys[..., 0] = logit
+        positions = RelativePositions(torch.zeros(1, dtype=torch.int32, device=backend.device), keys)
+        qkv.requires_grad_()
+        out = ops.relative_attention(qkv, ends((4,), backend.device), 4, positions, scale=0.3)
+        dout = torch.randn_like(out)
+        (dqkv,) = torch.autograd.grad(out, qkv, dout)
+        torch.testing.assert_close(out, qkv[:, 2].mean(0).expand_as(out).detach(), rtol=2**-21, atol=2**-22)
+        torch.testing.assert_close(dqkv[:, 2], dout.mean(0).expand_as(dout), rtol=2**-21, atol=2**-22)
 
     def test_sequences_do_not_see_each_other(self, backend):
         inputs = self.inputs(((5, 7, 6), 2, 16, "log", KQB), torch.float32, backend.device)

@@ -36,10 +36,8 @@ OPTIONS = {
     "TSAN_OPTIONS": "ignore_interceptors_accesses=1",  # the scheduler of CUDA threads calls memcpy on their fibers
 }
 
-TESTS = [
-    f"tests/ops/test_{op}.py"
-    for op in ("bias_gelu", "layer_norm", "attention", "embedding", "dense_gelu", "linear", "packed_linear", "padding")
-]
+OPS = "bias_gelu layer_norm attention relative_attention embedding dense_gelu linear packed_linear padding".split()
+TESTS = [f"tests/ops/test_{op}.py" for op in OPS]
 SELECTION = "{} and not compile and not opcheck"
 
 

@@ -1,0 +1,35 @@
+// What the torch sides of attention and relative_attention on a GPU share: the arguments of a launch.
+#pragma once
+
+#include "../attention.h"
+#include "../tensor.h"
+
+namespace fastbert {
+
+// Contiguous, and aligned to the 16 bytes in which the kernels read it.
+inline Tensor aligned(const Tensor& x) {
+  const Tensor ordered = contiguous(x);
+  return reinterpret_cast<uintptr_t>(ordered.const_data_ptr()) % 16 ? copy_of(ordered, ordered.scalar_type()) : ordered;
+}
+
+// The arguments of a launch, and the tensors that they point into.
+struct AttentionCall {
+  Tensor qkv, cu_seqlens;
+  cuda::Attention a{};
+
+  AttentionCall(const Tensor& qkv_, const Tensor& cu_seqlens_, int64_t max_seqlen, double scale, double dropout_p,
+                const OptionalTensor& rng, int64_t site)
+      : qkv(aligned(qkv_)), cu_seqlens(contiguous(cu_seqlens_)) {
+    const int64_t tokens = qkv.size(0), heads = qkv.size(2), D = qkv.size(3), sequences = cu_seqlens.numel() - 1;
+    FB_CHECK(qkv.scalar_type() != ScalarType::Double, "attention: the CUDA kernels have no fp64");
+    FB_CHECK(D <= cuda::kAttentionLargest, "attention: the CUDA kernels take head sizes up to ",
+             cuda::kAttentionLargest, ", not ", D);
+    a.qkv = qkv.const_data_ptr(), a.cu_seqlens = cu_seqlens.const_data_ptr<int32_t>();
+    a.tokens = tokens, a.sequences = int(sequences), a.heads = int(heads), a.D = int(D);
+    a.longest = int(std::clamp<int64_t>(max_seqlen, 0, tokens));
+    a.scale = float(scale), a.drop = device_dropout_of(dropout_p, rng, site, kAttentionBits, qkv),
+    a.dtype = dtype_of(qkv);
+  }
+};
+
+}  // namespace fastbert

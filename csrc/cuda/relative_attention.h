@@ -1,0 +1,37 @@
+// The interface between the torch side of relative_attention on a GPU and its kernels.
+#pragma once
+
+#include "../attention.h"
+
+namespace fastbert::cuda {
+
+// What the distance i - j of query i and key j adds to their score. slots[farthest + distance] is the distance's row in
+// the tables, for distances from -farthest to farthest; others have the slot of the nearer end. Slots are cut to
+// 0 .. width - 1, so that nothing is read out of bounds.
+struct RelativePositions {
+  const int32_t* slots;  // [2 farthest + 1], on the device
+  int farthest, width;
+  const void *keys, *queries;  // [width, H, D] of the call's type, or nullptr
+  const float* bias;           // [H, width], or nullptr
+};
+
+// Where the gradients of the tables go, each like its table; nullptr for those that are not wanted.
+struct RelativeGradients {
+  void *keys, *queries;
+  float* bias;
+
+  bool any() const { return keys || queries || bias; }
+};
+
+// Room that the backward needs, in floats.
+int64_t relative_attention_room(const Attention& a, const RelativeGradients& gradients);
+
+// As attention_fwd and attention_bwd. Tables' gradients are written whatever a holds. room: relative_attention_room()
+// floats, 16-byte aligned.
+const char* relative_attention_fwd(const Attention& a, const RelativePositions& positions, void* out, float* lse,
+                                   void* stream);
+const char* relative_attention_bwd(const Attention& a, const RelativePositions& positions, const void* dout,
+                                   const void* out, const float* lse, void* dqkv, const RelativeGradients& gradients,
+                                   float* room, void* stream);
+
+}  // namespace fastbert::cuda
