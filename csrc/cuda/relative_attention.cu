@@ -17,9 +17,9 @@
 // that are so far apart. It leaves a sum for each distance; another kernel adds up the groups and the distances of a
 // slot. The groups depend on shapes alone and every sum has its order, so there are no atomics and the bits repeat.
 //
-// Bound by shared memory: at most 1.5 loads a multiply-add in the scores. On tensor cores a warp would multiply its 16
-// queries by the 80 rows of the tables that a tile of 64 keys can need, and add the product to Q K shifted by one
-// column a row, through 5 KiB of shared memory of its own; likewise for the keys, and the other way round for the
+// Bound by shared memory: 1.5 loads a multiply-add in scores with both tables. On tensor cores a warp would multiply
+// its 16 queries by the 80 rows of the tables that a tile of 64 keys can need, and add the product to Q K shifted by
+// one column a row, through 5 KiB of shared memory of its own; likewise for the keys, and the other way round for
 // gradients.
 #include <algorithm>
 
@@ -36,7 +36,7 @@ constexpr int kDiagonals = 2 * kBlock - 1;
 
 // ---- vectors of D numbers in shared memory, and their products
 
-// One for each of the warp's rows, or the same one for all of them.
+// One for each of the warp's rows, or one for the lane's column, with all rows.
 struct OfRows {
   const float* first;
   int stride;

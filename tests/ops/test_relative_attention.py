@@ -192,6 +192,29 @@ class TestRelativeAttention(RelativeSuite):
             grads = PRIMITIVES["relative_attention_bwd"](backend.name, torch.ones_like(out), qkv, out, lse, *args, True)
             assert not out.isnan().any() and not any(grad.isnan().any() for grad in grads)
 
+    def test_primitives_refuse_what_they_would_read_out_of_bounds(self, backend):
+        """Compiled code calls them without the checks of Python."""
+        if backend.name == "reference":
+            backend.skip("plain PyTorch checks its own indices")
+        inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
+        self.ours(**inputs)
+        wrong = {
+            "slots": (inputs["slots"].long(), inputs["slots"][1:], inputs["slots"][None]),
+            "keys": (inputs["keys"][..., 1:], inputs["keys"][1:], inputs["keys"].half(), inputs["keys"][0]),
+            "queries": (inputs["queries"][:, 1:], inputs["queries"][1:], inputs["queries"].double()),
+            "bias": (inputs["bias"][:, 1:], inputs["bias"][1:], inputs["bias"].half(), inputs["bias"][0]),
+        }
+        calls = [{name: tensor} for name, tensors in wrong.items() for tensor in tensors]
+        calls += [{"keys": None, "queries": None, "bias": bias} for bias in (None, inputs["bias"][:, :0])]
+        for change in calls:
+            qkv, cu_seqlens, *tables = (inputs | change).values()
+            args = (*tables, cu_seqlens, 5, 0.3, 0.0, None, 0)
+            with pytest.raises(ValueError, match="relative_attention: .* expected"):
+                PRIMITIVES["relative_attention_fwd"](backend.name, qkv, *args)
+            saved = (qkv[:, 0], qkv, qkv[:, 0], qkv.new_ones(2, 8))
+            with pytest.raises(ValueError, match="relative_attention: .* expected"):
+                PRIMITIVES["relative_attention_bwd"](backend.name, *saved, *args, True)
+
     def test_every_row_is_written_whatever_cu_seqlens_holds(self, backend):
         """In compiled code, whose values are not looked at. Tokens outside every sequence have no gradients either."""
         if backend.name == "reference":
