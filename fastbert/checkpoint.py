@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fastbert import hub, prepared
 from fastbert.config import BertConfig
-from fastbert.families import BY_MODEL_TYPE, Family, Head
+from fastbert.families import BY_MODEL_TYPE, OURS, Family, Head
 from fastbert.files import replacing, write_text
 from fastbert.ops.checks import FLOATS
 
@@ -47,10 +47,12 @@ class Names:
         self._inside = tuple(f"{stack}." if encoder else "" for stack in self._stacks)
         self._layers = (f"{bert.stack}.{{}}.", f"{family.stack}.{{}}." + "albert_layers.0." * family.grouped)
         parts = dict(zip(bert.layer.with_parameters, family.layer.with_parameters, strict=True))
+        parts |= dict(zip(OURS.of_positions, family.layer.of_positions, strict=False))
         modules = {"pooler.dense": family.pooler_dense, "embeddings.project": family.projection}
         modules = {ours: theirs for ours, theirs in modules.items() if theirs} | dict(head.names if head else {})
         self._parts = (parts, {theirs: ours for ours, theirs in parts.items()})
         self._modules = (modules, {theirs: ours for ours, theirs in modules.items()})
+        self.tied = TIED if head is None or head.decoder else {}
 
     def theirs(self, name: str) -> str:
         """BERT's name -> the family's."""
@@ -169,7 +171,7 @@ def to_hugging_face(state: Mapping[str, Tensor], names: Names = BERT, *, tied: b
         for part, piece in zip(_PARTS, tensor.chunk(3), strict=True):
             result[_of_part(name, part)] = piece.clone()
     if tied and "cls.predictions.bias" in result:
-        result |= {name: result[source] for name, source in TIED.items() if source in result}
+        result |= {name: result[source] for name, source in names.tied.items() if source in result}
     return {names.theirs(name): tensor for name, tensor in result.items()}
 
 

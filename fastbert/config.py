@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from fastbert import hub
-from fastbert.families import BY_MODEL_TYPE, Family
+from fastbert.families import BY_MODEL_TYPE, REFUSED, Family, Head
 
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 MOST_LAYERS = 10_000  # more would be built for minutes, from a damaged or malicious file
 
+ACTIVATIONS = ("tanh", "relu", "gelu", "gelu_python", "gelu_new", "gelu_pytorch_tanh")  # of all but a layer's MLP
 # hidden_act of config.json -> the `approximate` of the GELU ops
 GELU_FORMS = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
@@ -20,10 +21,11 @@ GELU_FORMS = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_p
 class BertConfig:
     """A model's configuration, with the fields of `transformers.BertConfig` as keyword arguments.
 
-    model_type: "bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert" or "albert". Other fields default
-    to what transformers' configuration of that type has; the defaults below are BERT's. embedding_size: channels of the
-    embedding tables in families that project them (ALBERT, ELECTRA); None means hidden_size. Fields have BERT's names
-    in every family; `from_dict` and `to_dict` translate them from and to the family's.
+    model_type: "bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert", "deberta-v2" (v3 too)
+    or "mpnet". Other fields default to what transformers' configuration of that type has; those below are BERT's.
+    embedding_size: channels of the embedding tables in families that project them (ALBERT, ELECTRA, DeBERTa-v2); None
+    means hidden_size. Fields have BERT's names in every family; `from_dict` and `to_dict` translate them from and to
+    the family's.
 
     Other fields of a config.json are kept in `extra` and written back by `to_dict`. So are fields of a single family,
     which are keywords too (ALBERT's num_hidden_groups, DistilBERT's qa_dropout, ...). A model reads its configuration
@@ -53,6 +55,8 @@ class BertConfig:
     extra: dict = field(default_factory=dict)
 
     def __init__(self, *, model_type: str = "bert", extra: dict | None = None, **fields: Any) -> None:
+        if model_type in list(REFUSED):
+            raise ValueError(f"BertConfig: model_type is {model_type!r}: {REFUSED[model_type]}")
         _require("model_type", model_type, f"one of {', '.join(BY_MODEL_TYPE)}", lambda v: v in list(BY_MODEL_TYPE))
         self.model_type = model_type
         self.extra = {**self.family.own, **(extra or {})}
@@ -71,10 +75,11 @@ class BertConfig:
             "num_attention_heads",
             "intermediate_size",
             "max_position_embeddings",
-            "type_vocab_size",
             "num_labels",
         ):
             self._require(name, "a positive integer", lambda v: _is_int(v) and v > 0)
+        least = self.family.defaults.get("type_vocab_size", 1)  # none in DeBERTa-v3
+        self._require("type_vocab_size", f"an integer >= {least}", lambda v: _is_int(v) and v >= least)
         self._require("num_hidden_layers", f"at most {MOST_LAYERS}", lambda v: v <= MOST_LAYERS)
         own = [name for name in self.family.own if name.endswith("_dropout")]
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", *own):
@@ -130,6 +135,33 @@ class BertConfig:
         if "num_hidden_groups" in self.family.own:
             expected = f"a positive integer, at most num_hidden_layers ({self.num_hidden_layers})"
             self._require("num_hidden_groups", expected, lambda v: _is_int(v) and 0 < v <= self.num_hidden_layers)
+        if self.family.relative == "bias":
+            self._require("relative_attention_num_buckets", "32, which transformers computes", lambda v: v == 32)
+            self._require("pad_token_id", "1: MPNet counts positions after it", lambda v: v == 1)
+        if self.family.relative == "disentangled":
+            self._check_disentangled()
+
+    def _check_disentangled(self) -> None:
+        """DeBERTa-v2's own fields."""
+        for name in ("relative_attention", "share_att_key", "position_biased_input", "legacy"):
+            self._require(name, "True or False", lambda v: isinstance(v, bool))
+        kinds = "None, or some of c2p and p2c, as a list or with | between them"
+        known = {"c2p", "p2c", "none", ""}
+        self._require("pos_att_type", kinds, lambda v: v is None or set(_words(v)) <= known)
+        self._require("norm_rel_ebd", "'layer_norm' or 'none'", lambda v: v in ("layer_norm", "none"))
+        self._require("max_relative_positions", "an integer", _is_int)
+        self._require("position_buckets", "an integer", _is_int)
+        buckets = self.extra["position_buckets"]
+        if self.extra["relative_attention"] and buckets > 0:
+            expected = f"-1, or even, at least 4 and below 2 * {self.farthest - 1} (of max_relative_positions)"
+            self._require("position_buckets", expected, lambda v: v >= 4 and v % 2 == 0 and v // 2 < self.farthest - 1)
+        self._require("conv_kernel_size", "0 or an odd number", lambda v: _is_int(v) and (v == 0 or (v > 0 and v % 2)))
+        groups = f"a divisor of hidden_size ({self.hidden_size})"
+        self._require("conv_groups", groups, lambda v: _is_int(v) and v > 0 and self.hidden_size % v == 0)
+        for name in ("conv_act", "pooler_hidden_act"):
+            self._require(name, f"one of {', '.join(ACTIVATIONS)}", lambda v: v in ACTIVATIONS)
+        for name, only in (("pooler_hidden_size", self.hidden_size), ("attention_head_size", self.head_dim)):
+            _require(name, self.extra.get(name), f"None or {only}", lambda v, o=only: v in (None, o))
 
     def _require(self, name: str, expected: str, holds) -> None:
         """Checks a field, and reports it under the family's name."""
@@ -157,6 +189,18 @@ class BertConfig:
         return self.max_position_embeddings - (self.pad_token_id + 1 if self.family.padding_positions else 0)
 
     @property
+    def position_kinds(self) -> tuple[str, ...]:
+        """Which products with positions DeBERTa-v2 adds to its scores, of "c2p" and "p2c"."""
+        given = _words(self.extra.get("pos_att_type"))
+        return tuple(kind for kind in ("c2p", "p2c") if kind in given)
+
+    @property
+    def farthest(self) -> int:
+        """The distance beyond which all are the same to DeBERTa-v2."""
+        given = self.extra["max_relative_positions"]
+        return given if given > 0 else self.max_position_embeddings
+
+    @property
     def layer_groups(self) -> int | None:
         """How many layers ALBERT shares among its num_hidden_layers; None where layers are not shared."""
         return self.extra.get("num_hidden_groups") if self.family.grouped else None
@@ -165,6 +209,12 @@ class BertConfig:
     def head_dropout(self) -> float:
         """Dropout probability before a classifier."""
         return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
+
+    def head(self, kind: str) -> Head:
+        """What the family's head of that kind is made of, with this configuration. Raises KeyError without one."""
+        head = self.family.heads[kind]
+        field, others = head.other or (None, {})
+        return others.get(self._value(field), head) if field else head
 
     def dropout_of(self, name: str) -> float:
         """Dropout probability by the name of its field (`fastbert.families.Head.dropout`)."""
@@ -266,6 +316,12 @@ def _require(name: str, value: object, expected: str, holds) -> None:
         raise ValueError(f"BertConfig: {name} is {value!r}; expected {expected}")
 
 
+def _words(value: object) -> list[str]:
+    """Those of a list, or of a text with | between them, as transformers reads it."""
+    parts = value.lower().split("|") if isinstance(value, str) else value or ()
+    return [str(part).strip() for part in parts]
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -299,6 +355,23 @@ def _albert(layers: int, hidden: int, heads: int) -> dict:
 
 def _electra(layers: int, hidden: int, embedding: int) -> dict:
     return {"model_type": "electra", **_size(layers, hidden, embedding_size=embedding)}
+
+
+def _deberta(layers: int, hidden: int, vocab_size: int = 128100, **others: Any) -> dict:
+    """Version 3; version 2 has a convolution too."""
+    relative = {
+        "relative_attention": True,
+        "position_buckets": 256,
+        "pos_att_type": ["p2c", "c2p"],
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+    }
+    return {"model_type": "deberta-v2", **_size(layers, hidden, vocab_size=vocab_size, **relative, **others)}
+
+
+_MPNET = {"model_type": "mpnet", "max_position_embeddings": 514, "layer_norm_eps": 1e-5}
+_CONVOLUTION = {"conv_kernel_size": 3, "conv_act": "gelu"}
 
 
 def _minilm(layers: int) -> dict:
@@ -339,4 +412,13 @@ PRESETS: dict[str, tuple[str, dict]] = {
     "google/electra-small-generator": ("13.5M", _electra(12, 256, 128)),
     "google/electra-base-generator": ("33.5M", _electra(12, 256, 768)),
     "google/electra-large-generator": ("51M", _electra(24, 256, 1024)),
+    "microsoft/deberta-v3-xsmall": ("70.7M", _deberta(12, 384)),
+    "microsoft/deberta-v3-small": ("141M", _deberta(6, 768)),
+    "microsoft/deberta-v3-base": ("184M", _deberta(12, 768)),
+    "microsoft/deberta-v3-large": ("434M", _deberta(24, 1024)),
+    "microsoft/mdeberta-v3-base": ("278M", _deberta(12, 768, 251000)),
+    "microsoft/deberta-v2-xlarge": ("885M", _deberta(24, 1536, **_CONVOLUTION)),
+    "microsoft/deberta-v2-xxlarge": ("1566M", _deberta(48, 1536, **_CONVOLUTION)),
+    "microsoft/mpnet-base": ("109M", _MPNET),
+    "sentence-transformers/all-mpnet-base-v2": ("109M", _MPNET),
 }

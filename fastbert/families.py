@@ -19,7 +19,7 @@ class LayerFacts:
     attention: str  # the module whose attention weights transformers records
     heads: str
     projections: tuple[str, ...]  # to queries, keys and values, or one to all three
-    attention_dropout: str  # drops while `attention` (not the nn.Dropout) is in training
+    attention_dropout: str  # drops while `attention` (not the nn.Dropout, but for `own_mode`) is in training
     out: str
     out_dropout: str | None
     out_norm: str
@@ -28,6 +28,8 @@ class LayerFacts:
     down: str
     down_dropout: str | None
     down_norm: str
+    own_mode: bool = False  # whether the nn.Dropout of attention decides itself when it drops
+    of_positions: tuple[str, ...] = ()  # Linears to keys and queries of positions, which a configuration may leave out
 
     after_attention: tuple[str | None, ...] = field(init=False)  # from `out` on
     dense: tuple[str, ...] = field(init=False)
@@ -79,10 +81,13 @@ class Head:
 
     names: our module path -> theirs, where they differ. dropout: the field of the configuration that it drops with,
     None where it does not. dense: the activation of a dense layer of its own, which reads the first token, in place of
-    the pooler; drops_first: there is dropout before it too. exact_gelu: a masked LM that computes erf whatever
-    hidden_act is. requires: fields of the configuration, and the only value of each that fastbert computes.
-    pair_label: the argument with the label of a pair of sentences. called: what follows the family's name in that of
-    the class, where it is not our name for the head.
+    the pooler, or the field that names it; drops_first: there is dropout before it too; first_dropout: the field of a
+    probability of its own for that. exact_gelu: a masked LM that computes erf whatever hidden_act is. requires: fields
+    of the configuration, and the only value of each that fastbert computes. pair_label: the argument with the label of
+    a pair of sentences. called: what follows the family's name in that of the class, where it is not our name for the
+    head. decoder: a masked LM stores its tied decoder under a name too. soft_labels: floats are probabilities of
+    classes, which only problem_type can tell from several labels. other: a field, and by its value the head that it
+    makes of this one.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -93,6 +98,10 @@ class Head:
     requires: Mapping[str, Any] = field(default_factory=dict)
     pair_label: str | None = None
     called: str | None = None
+    first_dropout: str | None = None
+    decoder: bool = True
+    soft_labels: bool = False
+    other: tuple[str, Mapping[Any, "Head"]] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,8 +110,10 @@ class Family:
 
     classes: what its classes' names begin with. prefix: what it is called in a model with a head. stack: path to its
     layers, or to groups that share them. projection: path to a Linear between embeddings and layers, there for unequal
-    widths, or always. padding_positions: position ids count the tokens that are not padding_idx, as RoBERTa does.
-    heads: by our name for them. pooler_dense: path to the Linear of the pooler, None where there is no pooler.
+    widths, or always; projects_sum: it has no bias, and comes before LayerNorm. padding_positions: position ids count
+    the tokens that are not padding_idx, as RoBERTa does. relative: what scores get by the distance of query and key,
+    "disentangled" products (DeBERTa) or a "bias" (MPNet). heads: by our name for them. pooler_dense: path to the Linear
+    of the pooler, None where there is no pooler.
 
     Of the configuration, by our names for its fields: config_names: what the family calls them, where that differs.
     defaults: those of transformers that are not BERT's. fixed: fields that it does not have, and the only value of each
@@ -120,6 +131,8 @@ class Family:
     grouped: bool = False
     projection: str | None = None
     always_projects: bool = False
+    projects_sum: bool = False
+    relative: str | None = None
     pooler_dense: str | None = "pooler.dense"
     token_types: bool = True
     padding_positions: bool = False
@@ -180,6 +193,7 @@ OURS = LayerFacts(  # fastbert's own, of every family
     down="output.dense",
     down_dropout="output.dropout",
     down_norm="output.LayerNorm",
+    of_positions=("attention.pos_key_proj", "attention.pos_query_proj"),
 )
 _BERT = LayerFacts(
     attention="attention.self",
@@ -222,6 +236,38 @@ _ALBERT = LayerFacts(
     down="ffn_output",
     down_dropout=None,  # AlbertLayer makes one and does not use it
     down_norm="full_layer_layer_norm",
+)
+
+_DEBERTA = LayerFacts(
+    attention="attention.self",
+    heads="attention.self.num_attention_heads",
+    projections=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"),
+    attention_dropout="attention.self.dropout",
+    out="attention.output.dense",
+    out_dropout="attention.output.dropout",
+    out_norm="attention.output.LayerNorm",
+    up="intermediate.dense",
+    activation="intermediate.intermediate_act_fn",
+    down="output.dense",
+    down_dropout="output.dropout",
+    down_norm="output.LayerNorm",
+    own_mode=True,
+    of_positions=("attention.self.pos_key_proj", "attention.self.pos_query_proj"),
+)
+_MPNET = LayerFacts(
+    attention="attention.attn",
+    heads="attention.attn.num_attention_heads",
+    projections=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+    attention_dropout="attention.attn.dropout",
+    out="attention.attn.o",
+    out_dropout="attention.dropout",
+    out_norm="attention.LayerNorm",
+    up="intermediate.dense",
+    activation="intermediate.intermediate_act_fn",
+    down="output.dense",
+    down_dropout="output.dropout",
+    down_norm="output.LayerNorm",
+    own_mode=True,
 )
 
 # ---- heads
@@ -305,6 +351,46 @@ _ALBERT_HEADS = {
     "ForTokenClassification": _DROPS,
     "ForQuestionAnswering": _PLAIN,
     "ForMultipleChoice": _DROPS,
+}
+_DEBERTA_POOLED = _own_dense(
+    "pooler.dense",
+    "classifier",
+    "pooler_hidden_act",
+    drops_first=True,
+    first_dropout="pooler_dropout",
+    dropout="classifier_dropout",
+    soft_labels=True,
+)
+_DEBERTA_HEADS = {
+    "ForMaskedLM": Head(
+        other=(
+            "legacy",
+            {
+                False: Head(
+                    {
+                        "cls.predictions": "lm_predictions.lm_head",
+                        "cls.predictions.transform.dense": "lm_predictions.lm_head.dense",
+                        "cls.predictions.transform.LayerNorm": "lm_predictions.lm_head.LayerNorm",
+                    },
+                    decoder=False,
+                    requires={"embedding_size": None},
+                )
+            },
+        )
+    ),
+    "ForSequenceClassification": _DEBERTA_POOLED,
+    "ForTokenClassification": Head(dropout="hidden_dropout_prob"),
+    "ForQuestionAnswering": Head(requires={"num_labels": 2}),
+    "ForMultipleChoice": _DEBERTA_POOLED,
+}
+_MPNET_HEADS = {
+    "ForMaskedLM": _ROBERTA_HEADS["ForMaskedLM"],
+    "ForSequenceClassification": _own_dense(
+        "classifier.dense", "classifier.out_proj", "tanh", drops_first=True, dropout="hidden_dropout_prob"
+    ),
+    "ForTokenClassification": Head(dropout="hidden_dropout_prob"),
+    "ForQuestionAnswering": Head(requires={"num_labels": 2}),
+    "ForMultipleChoice": Head(dropout="hidden_dropout_prob"),
 }
 
 # ---- families
@@ -397,7 +483,60 @@ _KNOWN = (
         },
         own={"num_hidden_groups": 1, "inner_group_num": 1},
     ),
+    Family(
+        "DeBERTa-v2",
+        _DEBERTA,
+        "deberta-v2",
+        "DebertaV2",
+        "deberta",
+        _DEBERTA_HEADS,
+        projection="embeddings.embed_proj",
+        projects_sum=True,
+        relative="disentangled",
+        pooler_dense=None,
+        config_names={"classifier_dropout": "cls_dropout"},
+        defaults={
+            "vocab_size": 128100,
+            "hidden_size": 1536,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 24,
+            "intermediate_size": 6144,
+            "type_vocab_size": 0,
+            "layer_norm_eps": 1e-7,
+        },
+        own={
+            "relative_attention": False,
+            "max_relative_positions": -1,
+            "position_buckets": -1,
+            "pos_att_type": None,
+            "share_att_key": False,
+            "norm_rel_ebd": "none",
+            "position_biased_input": True,
+            "conv_kernel_size": 0,
+            "conv_groups": 1,
+            "conv_act": "tanh",
+            "pooler_dropout": 0.0,
+            "pooler_hidden_act": "gelu",
+            "legacy": True,
+        },
+    ),
+    Family(
+        "MPNet",
+        _MPNET,
+        "mpnet",
+        "MPNet",
+        "mpnet",
+        _MPNET_HEADS,
+        token_types=False,
+        padding_positions=True,
+        relative="bias",
+        defaults={"vocab_size": 30527, "pad_token_id": 1},
+        fixed={"embedding_size": None, "type_vocab_size": 2},
+        own={"relative_attention_num_buckets": 32},
+    ),
 )
+# model_type -> why it is none of them, though it may look so
+REFUSED = {"deberta": "DeBERTa's first version, with one interleaved in_proj and no buckets, is not DeBERTa-v2 (or v3)"}
 
 BY_MODEL_TYPE: dict[str, Family] = {family.model_type: family for family in _KNOWN}
 

@@ -150,7 +150,7 @@ class _BertWithHead(Saveable):
     @property
     def _facts(self) -> Head:
         """What the family's head is made of."""
-        return self.config.family.heads[self.kind]
+        return self.config.head(self.kind)
 
     @property
     def _names(self) -> checkpoint.Names:
@@ -164,9 +164,9 @@ class _BertWithHead(Saveable):
         if self.kind not in family.heads:
             known = ", ".join(f"Bert{kind}" for kind in family.heads)
             raise ValueError(f"{op}: {family.name} has no such head; expected one of {known}")
-        for name, expected in family.heads[self.kind].requires.items():
+        for name, expected in config.head(self.kind).requires.items():
             value = getattr(config, name, config.extra.get(name, expected))
-            if value != expected:
+            if value != expected and (name, value) != ("embedding_size", config.hidden_size):  # which means the same
                 raise ValueError(f"{op}: {name} is {value!r}; expected {expected!r}, for {family.name}")
 
     def _encode(
@@ -238,7 +238,7 @@ class BertPredictionHeadTransform(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.embedding_width)
         self.LayerNorm = nn.LayerNorm(config.embedding_width, eps=config.layer_norm_eps)
-        self.approximate = "none" if config.family.heads["ForMaskedLM"].exact_gelu else config.gelu
+        self.approximate = "none" if config.head("ForMaskedLM").exact_gelu else config.gelu
 
     def forward(self, hidden: Tensor) -> Tensor:
         return layer.norm(layer.up_gelu(hidden, self.dense, self.approximate), self.LayerNorm)
@@ -394,9 +394,6 @@ class BertForPreTraining(_MaskedLM):
 # ---- classifiers
 
 
-_ACTIVATIONS = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu}
-
-
 class _Classifier(_BertWithHead):
     """A head that turns what the body gave, and labels, into a loss and logits in the caller's form."""
 
@@ -411,14 +408,17 @@ class _Classifier(_BertWithHead):
         if self.pooling and self._facts.dense:
             self.pre_classifier = nn.Linear(width, width)
             initialize(self.pre_classifier, self.config.initializer_range)
+            if name := self._facts.first_dropout:
+                self.first_dropout = nn.Dropout(self.config.dropout_of(name))
 
     def _score(self, body: Body) -> Tensor:
         """(B, classes), from the pooler's output or, where the head has a dense layer of its own, the first token."""
         facts, x = self._facts, body.pooled
         if facts.dense:
             x = padding.first_tokens(body.hidden, body.packing.cu_seqlens)
-            x = self.pre_classifier(self.dropout(x) if facts.drops_first else x)
-            x = _ACTIVATIONS[facts.dense](x)
+            before = self.first_dropout if facts.first_dropout else self.dropout
+            x = self.pre_classifier(before(x) if facts.drops_first else x)
+            x = layer.ACTIVATIONS[self.config.extra.get(facts.dense, facts.dense)](x)
         return self.classifier(self.dropout(x))
 
     def forward(
@@ -500,6 +500,11 @@ class BertForSequenceClassification(_Classifier):
             return self.config.problem_type
         if self.config.num_labels == 1:
             return "regression"
+        if labels.is_floating_point() and self._facts.soft_labels:
+            raise ValueError(
+                "BertForSequenceClassification: labels are floats and problem_type is None; expected a problem_type, "
+                f"without which transformers takes them for probabilities of classes in {self.config.family.name}"
+            )
         return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
 

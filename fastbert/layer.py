@@ -5,49 +5,75 @@ Both come apart into the same parts; `fastbert/families.py` says where to find t
 is not (wrapped by LoRA, quantised, replaced, or with hooks) is called, on packed tokens.
 
 A layer whose parts are all plain is one op, where a backend has it: on small batches the way to a dozen ops takes
-longer than they do. What else belongs here: another attention (relative or rotary positions) in `attend`, another MLP
-(gated) in place of `up_gelu`, and a pre-norm layer beside `encoder_layer`.
+longer than they do. Where scores depend on the distance of tokens (`Distances`), attention comes first by itself, and
+the rest of the layer is that one op. What else belongs here: another attention (rotary positions) in `attend`, another
+MLP (gated) in place of `up_gelu`, and a pre-norm layer beside `encoder_layer`.
 """
 
+import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastbert import backends, ops, random
+from fastbert import backends, distances, ops, random
 from fastbert.families import LayerFacts
 from fastbert.ops import checks
-from fastbert.ops.attention import attention_unchecked
+from fastbert.ops.attention import RelativePositions, attention_unchecked
 from fastbert.ops.encoder_layer import Settings, run_layer
 from fastbert.ops.layer_norm import drop_rows
 from fastbert.ops.op import autocast_dtype, needs_grad
 from fastbert.ops.packed_layer import FWD as PACKED_LAYER
+from fastbert.ops.relative_attention import relative_attention_unchecked
 from fastbert.padding import Packing
 from fastbert.prepared import PreparedLinear
 
 # transformers' activation modules that are a GELU, and which form of it.
 GELU_FORMS = {"GELUActivation": "none", "NewGELUActivation": "tanh", "GELUTanh": "tanh", "PytorchGELUTanh": "tanh"}
 
+# By their names in configurations, of a pooler or of DeBERTa-v2's convolution.
+ACTIVATIONS = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu, "gelu_python": F.gelu} | dict.fromkeys(
+    ("gelu_new", "gelu_pytorch_tanh"), functools.partial(F.gelu, approximate="tanh")
+)
+
 
 @dataclass(slots=True)
 class AttentionParts:
-    """module: with its `scaling`; its mode, not that of the nn.Dropout, decides whether attention drops."""
+    """module: with its `scaling`; its mode, or where own_mode says so that of the nn.Dropout, decides whether attention
+    drops."""
 
     module: nn.Module
     heads: int
     projections: tuple[nn.Module, ...]  # to queries, keys and values, or one to all three
     dropout: nn.Module
+    own_mode: bool = False
+
+    @property
+    def training(self) -> bool:
+        return self.dropout.training if self.own_mode else self.module.training
 
     @property
     def p(self) -> float:
-        return getattr(self.dropout, "p", 0.0) if self.module.training else 0.0
+        return getattr(self.dropout, "p", 0.0) if self.training else 0.0
+
+    @property
+    def scaling(self) -> float:
+        module = self.module
+        known = module.__dict__.get("scaling")
+        if known is not None:
+            return known
+        if hasattr(module, "pos_att_type"):  # transformers' DeBERTa, and last its MPNet, have no name for it
+            return disentangled_scaling(module.attention_head_size, module.pos_att_type)
+        return module.attention_head_size**-0.5
 
     def check_dropout(self) -> None:
         """Attention drops inside its kernel, so nothing could call a module that does more. Raises TypeError."""
         dropout = self.dropout
-        idle = not self.module.training or isinstance(dropout, nn.Identity)
+        idle = not self.training or isinstance(dropout, nn.Identity)
         if not idle and not is_plain_dropout(dropout):
             kind = type(dropout).__name__
             raise TypeError(f"attention drops inside its kernel: expected an nn.Dropout without hooks, given a {kind}")
@@ -81,7 +107,7 @@ class LayerParts:
         parts = [None if place is None else found[place] for place in facts.places]
         after = 2 + len(facts.projections)
         leaves, containers = ([found[place] for place in places] for places in (facts.leaves, facts.containers))
-        attention = AttentionParts(*parts[:2], tuple(parts[2:after]), parts[after])
+        attention = AttentionParts(*parts[:2], tuple(parts[2:after]), parts[after], facts.own_mode)
         return cls(attention, *parts[after + 1 :], tuple(leaves), tuple(containers))
 
     def kinds(self) -> tuple[type[nn.Module], ...]:
@@ -89,7 +115,8 @@ class LayerParts:
         return LEAVES[len(self.leaves)]
 
     def drops(self) -> bool:
-        return self.attention.p > 0 or probability(self.out_dropout) > 0 or probability(self.down_dropout) > 0
+        before = self.attention.p > 0 or position_dropout(self.attention.module) > 0
+        return before or probability(self.out_dropout) > 0 or probability(self.down_dropout) > 0
 
 
 # ---- what may be read instead of called
@@ -239,22 +266,130 @@ def drop(x: Tensor, dropout: nn.Module | None, rng: Tensor | None, site: int) ->
     return drop_rows(x, probability(dropout), rng, site) if is_plain_dropout(dropout) else dropout(x)
 
 
+# ---- distances
+
+
+class Distances(NamedTuple):
+    """What the layers of one forward share where scores depend on the distance of query and key.
+
+    slots: as those of `ops.relative_attention`, counted from the slot `first`. rows: (W, C), DeBERTa's embeddings of
+    the slots from there on, normalised; every layer projects them. bias: (H, W), MPNet's, the same in all layers.
+    """
+
+    slots: Tensor
+    first: int
+    rows: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def distances_of(encoder: nn.Module, packing: Packing) -> Distances | None:
+    """encoder: ours or transformers', whose names for the tables are the same; None where it has none.
+
+    Only the slots that a sequence of the batch can reach are taken: in DeBERTa-v3, 255 of 512 for 128 tokens.
+    """
+    device = packing.cu_seqlens.device
+    if hasattr(encoder, "relative_attention_bias"):
+        return Distances(distances.mpnet(device), 0, bias=_table(encoder.relative_attention_bias).T)
+    if not getattr(encoder, "relative_attention", False):
+        return None
+    longest = None if torch.compiler.is_compiling() else max(packing.max_seqlen, 1)  # there it may be no number
+    sizes = encoder.position_buckets, encoder.max_relative_positions, longest, device
+    slots, first, last = distances.disentangled(*sizes)
+    rows = _table(encoder.rel_embeddings)[first:last]
+    return Distances(slots, first, norm(rows, encoder.LayerNorm) if hasattr(encoder, "LayerNorm") else rows)
+
+
+def _table(embedding: nn.Module) -> Tensor:
+    if is_plain_embedding(embedding):
+        return embedding.weight
+    return embedding(torch.arange(embedding.weight.shape[0], device=embedding.weight.device))
+
+
+_KINDS = ("c2p", "p2c")  # queries with keys of positions, keys with queries of positions
+
+
+def disentangled_scaling(head_size: int, kinds: Sequence[str] | None) -> float:
+    """1 / sqrt(D n), n = 1 and one more for each kind of product with positions; the root in float32, as there."""
+    terms = 1 + sum([kind in (kinds or ()) for kind in _KINDS])
+    return 1 / distances.float32(math.sqrt(head_size * terms))
+
+
+def position_dropout(attention: nn.Module) -> float:
+    """The probability with which DeBERTa's attention drops elements of its relative embeddings."""
+    return probability(attention._modules.get("pos_dropout"))
+
+
+def positions_of(
+    parts: AttentionParts, given: Distances | None, rng: Tensor | None, turn: int
+) -> RelativePositions | None:
+    """What this layer adds to its scores; None for nothing."""
+    if given is None or given.rows is None:
+        return None if given is None else RelativePositions(given.slots, bias=given.bias)
+    module = parts.module
+    kinds = [kind for kind in ("p2c", "c2p") if kind in module.pos_att_type]
+    if not kinds:
+        return None
+    rows = _drop_positions(given, module.pos_dropout, rng, random.position_site(turn))
+    if module.share_att_key:
+        made = _project_shared(rows, parts.projections, kinds)
+    else:
+        made = {kind: dense(rows, module.pos_key_proj if kind == "c2p" else module.pos_query_proj) for kind in kinds}
+    keys, queries = (None if (x := made.get(kind)) is None else x.unflatten(-1, (parts.heads, -1)) for kind in _KINDS)
+    return RelativePositions(given.slots, keys, queries)
+
+
+def _drop_positions(given: Distances, dropout: nn.Module, rng: Tensor | None, site: int) -> Tensor:
+    """The rows, dropped by their slot in the table, however many of them a batch needs."""
+    rows, p = given.rows, probability(dropout)
+    if not is_plain_dropout(dropout):
+        return dropout(rows)
+    if random.threshold(p, random.ROW_BITS) == 0:
+        return rows
+    keep = random.row_keep(rng, site, given.first + rows.shape[0], rows.shape[1], p)[given.first :]
+    return torch.where(keep, rows * random.keep_scale(p, random.ROW_BITS), 0)
+
+
+def _project_shared(rows: Tensor, projections: tuple[nn.Module, ...], kinds: list[str]) -> dict[str, Tensor]:
+    """Queries and keys of positions, by the layer's own projections."""
+    if len(projections) == 3:
+        return {kind: dense(rows, projections[("p2c", "c2p").index(kind)]) for kind in kinds}
+    (qkv,), width = projections, rows.shape[1]
+    if is_plain_linear(qkv):  # then of its three parts what is needed
+        part = slice(0 if "p2c" in kinds else width, 2 * width if "c2p" in kinds else width)
+        both = ops.linear(rows, qkv.weight[part], qkv.bias[part])
+        return dict(zip(kinds, both.chunk(len(kinds), -1), strict=True))
+    queries, keys, _ = dense(rows, qkv).chunk(3, -1)
+    return {"p2c": queries, "c2p": keys}
+
+
 # ---- the whole
 
 
 def attend(
-    parts: AttentionParts, hidden: Tensor, packing: Packing, rng: Tensor | None, site: int, with_weights: bool
+    parts: AttentionParts,
+    hidden: Tensor,
+    packing: Packing,
+    rng: Tensor | None,
+    turn: int,
+    with_weights: bool,
+    given: Distances | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(T, C) -> what the heads give, (T, C), and the attention weights in the caller's form where they are wanted."""
     parts.check_dropout()
     attending = (packing.cu_seqlens, packing.max_seqlen)
-    options = {"scale": parts.module.scaling, "dropout_p": parts.p, "rng": rng, "site": site}
+    positions = positions_of(parts, given, rng, turn)
+    options = {"scale": parts.scaling, "dropout_p": parts.p, "rng": rng, "site": random.layer_sites(turn)[0]}
     if with_weights and torch.is_grad_enabled():
-        return _attend_by_weights(parts, hidden, packing, options)
+        return _attend_by_weights(parts, hidden, packing, options | {"positions": positions})
     qkv = project_qkv(hidden, parts.projections, parts.heads)
-    context = attention_unchecked(qkv, *attending, **options).flatten(1)
-    weights = packing.unpack_weights(ops.attention_weights(qkv, *attending, **options)) if with_weights else None
-    return context, weights
+    if positions is None:
+        context = attention_unchecked(qkv, *attending, **options)
+    else:
+        context = relative_attention_unchecked(qkv, *attending, positions, **options)
+    if not with_weights:
+        return context.flatten(1), None
+    weights = ops.attention_weights(qkv, *attending, **options, positions=positions)
+    return context.flatten(1), packing.unpack_weights(weights)
 
 
 def _attend_by_weights(
@@ -274,20 +409,31 @@ def _attend_by_weights(
 
 
 def encoder_layer(
-    parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | None, turn: int, with_weights: bool = False
+    parts: LayerParts,
+    hidden: Tensor,
+    packing: Packing,
+    rng: Tensor | None,
+    turn: int,
+    with_weights: bool = False,
+    given: Distances | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """A post-norm layer: (T, C) -> (T, C), and the attention weights in the caller's form where they are wanted.
 
-    rng: the dropout key of the forward. turn: which layer of the forward this is, from 0, for its dropout sites. Reads
-    parameters, so it may only run within the layer's own call (FSDP2 gathers them there).
+    rng: the dropout key of the forward. turn: which layer of the forward this is, from 0, for its dropout sites. given:
+    what its scores depend on beside the tokens. Reads parameters, so it may only run within the layer's own call (FSDP2
+    gathers them there).
     """
-    whole = None if with_weights else _as_one(parts, hidden, packing, rng, turn)
-    if whole is None and not with_weights:
+    alone = with_weights or given is not None
+    whole = None if alone else _as_one(parts, hidden, packing, rng, turn)
+    if whole is None and not alone:
         whole = _as_prepared(parts, hidden, packing)
     if whole is not None:
         return whole, None
     sites = random.layer_sites(turn)
-    context, weights = attend(parts.attention, hidden, packing, rng, sites[0], with_weights)
+    context, weights = attend(parts.attention, hidden, packing, rng, turn, with_weights, given)
+    rest = _after_attention(parts, hidden, context, packing, rng, turn) if alone and not with_weights else None
+    if rest is not None:
+        return rest, None
     hidden = project_add_norm(context, hidden, parts.out, parts.out_dropout, parts.out_norm, rng, sites[1])
     wide = up_gelu(hidden, parts.up, parts.activation)
     return project_add_norm(wide, hidden, parts.down, parts.down_dropout, parts.down_norm, rng, sites[2]), weights
@@ -299,23 +445,46 @@ def _as_one(parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | N
     parameters, dtype = _parameters(parts), autocast_dtype(hidden)
     if parameters is None or not (is_plain_dropout(parts.out_dropout) and is_plain_dropout(parts.down_dropout)):
         return None
-    live, attention, form = needs_grad(hidden, *parameters), parts.attention, gelu_form(parts.activation)
+    live, attention = needs_grad(hidden, *parameters), parts.attention
     device = hidden.device.type
     backend = backends.find("encoder_layer", device, dtype, backward=live, size=hidden.shape[1])
     if backend is None:
         return None
     attention.check_dropout()
+    settings = _settings(parts, hidden, packing, rng, turn, dtype)
+    if attends_elsewhere(backend, device, dtype, live, parameters[-10].shape[1] // attention.heads):
+        context, _ = attend(attention, hidden, packing, rng, turn, False)
+        return run_layer(backend, live, hidden, context, parameters[-10:], None, rng, settings)
+    return run_layer(backend, live, hidden, None, parameters, packing.cu_seqlens, rng, settings)
+
+
+def _after_attention(
+    parts: LayerParts, hidden: Tensor, context: Tensor, packing: Packing, rng: Tensor | None, turn: int
+) -> Tensor | None:
+    """What follows attention in one call, where `_as_one` would be."""
+    parameters, dtype = _parameters(parts), autocast_dtype(hidden)
+    if parameters is None or not (is_plain_dropout(parts.out_dropout) and is_plain_dropout(parts.down_dropout)):
+        return None
+    live = needs_grad(hidden, context, *parameters)
+    backend = backends.find("encoder_layer", hidden.device.type, dtype, backward=live, size=hidden.shape[1])
+    if backend is None:
+        return None
+    settings = _settings(parts, hidden, packing, rng, turn, dtype)
+    return run_layer(backend, live, hidden, context, parameters[-10:], None, rng, settings)
+
+
+def _settings(
+    parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | None, turn: int, dtype: torch.dtype
+) -> Settings:
+    """Of `run_layer`; its probabilities of dropout are checked."""
+    attention = parts.attention
     rates = attention.p, probability(parts.out_dropout), probability(parts.down_dropout)
     for p, bits in zip(rates, (random.ATTENTION_BITS, random.ROW_BITS, random.ROW_BITS), strict=True):
         if p:
             checks.dropout("encoder_layer", p, rng, hidden.device, bits)
-    sizes = packing.max_seqlen, attention.heads, attention.module.scaling
-    eps = parts.out_norm.eps, parts.down_norm.eps
-    settings = Settings(*sizes, *rates, random.layer_sites(turn)[0], form, dtype, *eps)
-    if attends_elsewhere(backend, device, dtype, live, parameters[-10].shape[1] // attention.heads):
-        context, _ = attend(attention, hidden, packing, rng, settings.site, False)
-        return run_layer(backend, live, hidden, context, parameters[-10:], None, rng, settings)
-    return run_layer(backend, live, hidden, None, parameters, packing.cu_seqlens, rng, settings)
+    sizes = packing.max_seqlen, attention.heads, attention.scaling
+    form, eps = gelu_form(parts.activation), (parts.out_norm.eps, parts.down_norm.eps)
+    return Settings(*sizes, *rates, random.layer_sites(turn)[0], form, dtype, *eps)
 
 
 def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing) -> Tensor | None:
@@ -336,7 +505,7 @@ def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing) -> Tensor 
     if backend is None or parts.drops() or needs_grad(hidden, *found):
         return None
     form, attention = gelu_form(parts.activation), parts.attention
-    sizes = packing.cu_seqlens, packing.max_seqlen, attention.heads, attention.module.scaling
+    sizes = packing.cu_seqlens, packing.max_seqlen, attention.heads, attention.scaling
     return PACKED_LAYER(backend, hidden, found, scales, *sizes, form, parts.out_norm.eps, parts.down_norm.eps)
 
 
@@ -361,6 +530,22 @@ def _parameters(parts: LayerParts) -> list[Tensor] | None:
     return found or None
 
 
+def convolve(module: nn.Module, embedded: Tensor, hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor:
+    """DeBERTa-v2's convolution of the embeddings (T, C), added to the first layer's output (T, C), and LayerNorm.
+
+    module: holds conv, dropout, LayerNorm and the name conv_act, ours or transformers'. Sequences lie in one row, with
+    zeros between them that the kernel does not reach across.
+    """
+    conv = module.conv
+    place, length = packing.spaced(conv.kernel_size[0] // 2)
+    row = embedded.new_zeros(length, embedded.shape[1]).index_copy(0, place, embedded)
+    out = conv(row.T[None])[0].T[place]
+    out = ACTIVATIONS[module.conv_act](drop(out, module.dropout, rng, random.CONVOLUTION_SITE))
+    if is_plain_norm(module.LayerNorm):
+        return ops.add_layer_norm(out, hidden, module.LayerNorm.weight, module.LayerNorm.bias, module.LayerNorm.eps)
+    return module.LayerNorm(out + hidden)
+
+
 def embed(
     module: nn.Module,
     input_ids: Tensor | None,
@@ -368,11 +553,12 @@ def embed(
     position_ids: Tensor,
     inputs_embeds: Tensor | None,
     rng: Tensor | None,
+    projection: nn.Module | None = None,
 ) -> Tensor:
     """Ids (T,), or inputs_embeds (T, width) in place of input_ids, to (T, width): rows summed, LayerNorm, dropout.
 
-    module: holds word_embeddings, position_embeddings, token_type_embeddings (which may be missing or None), LayerNorm
-    and dropout, ours or transformers'.
+    module: holds word_embeddings, position_embeddings and token_type_embeddings (None where there are none, or
+    missing), LayerNorm and dropout, ours or transformers'. projection: of the sum, to the width of LayerNorm.
     """
     words, positions = module.word_embeddings, module.position_embeddings
     types = getattr(module, "token_type_embeddings", None)
@@ -381,26 +567,36 @@ def embed(
     tables = (words if inputs_embeds is None else None, positions, types)
     fused = all(map(is_plain_embedding, tables)) and is_plain_norm(module.LayerNorm)
     fused = fused and (types is None or types.padding_idx is None)
-    if not (fused and is_plain_dropout(module.dropout)):
-        x = (words(input_ids) if inputs_embeds is None else inputs_embeds) + positions(position_ids)
+    if projection is not None or not (fused and is_plain_dropout(module.dropout)):
+        x = words(input_ids) if inputs_embeds is None else inputs_embeds
+        x = x if positions is None else x + positions(position_ids)
         x = x if types is None else x + types(token_type_ids)
+        x = x if projection is None else dense(x, projection)
         return drop(norm(x, module.LayerNorm), module.dropout, rng, random.EMBEDDING_SITE)
     word, padding_idx = words.weight, words.padding_idx
     if inputs_embeds is not None:  # rows of a table, each used once
         word, padding_idx = inputs_embeds, None
         input_ids = torch.arange(inputs_embeds.shape[0], device=inputs_embeds.device)
+    if positions is None:  # DeBERTa-v3: a row of zeros for all
+        position_ids, position, position_padding_idx = (
+            torch.zeros_like(position_ids),
+            word.new_zeros(1, word.shape[1]),
+            0,
+        )
+    else:
+        position, position_padding_idx = positions.weight, positions.padding_idx
     return ops.embedding(
         input_ids,
         position_ids,
-        token_type_ids,
+        token_type_ids if types is not None else None,
         word,
-        positions.weight,
+        position,
         None if types is None else types.weight,
         module.LayerNorm.weight,
         module.LayerNorm.bias,
         module.LayerNorm.eps,
         padding_idx=padding_idx,
-        position_padding_idx=positions.padding_idx,
+        position_padding_idx=position_padding_idx,
         dropout_p=probability(module.dropout),
         rng=rng,
         site=random.EMBEDDING_SITE,

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from fastbert import checkpoint, layer, padding, random
 from fastbert.config import BertConfig
+from fastbert.distances import MPNET_BUCKETS
 from fastbert.families import OURS, groups_of
-from fastbert.layer import AttentionParts, LayerParts
+from fastbert.layer import AttentionParts, Distances, LayerParts
 from fastbert.padding import Packing
 
 
@@ -79,6 +80,7 @@ class ModelOptions(TypedDict, total=False):
 
 class BertEmbeddings(nn.Module):
     """Three tables and LayerNorm, of config.embedding_width; then, in ALBERT and ELECTRA, a projection to hidden_size.
+    In DeBERTa-v2 that comes before LayerNorm, and a table whose size is 0, or of no use, is None.
 
     `position_embeddings.padding_idx` is that of padding tokens where positions are counted after it, as in RoBERTa.
     """
@@ -88,12 +90,15 @@ class BertEmbeddings(nn.Module):
         family, width = config.family, config.embedding_width
         self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
         padding_idx = config.pad_token_id if family.padding_positions else None
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, width, padding_idx=padding_idx)
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width) if family.token_types else None
-        self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        positions = nn.Embedding(config.max_position_embeddings, width, padding_idx=padding_idx)
+        self.position_embeddings = positions if config.extra.get("position_biased_input", True) else None
+        types = config.type_vocab_size if family.token_types else 0
+        self.token_type_embeddings = nn.Embedding(types, width) if types else None
+        self.LayerNorm = nn.LayerNorm(config.hidden_size if family.projects_sum else width, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         projects = family.projection and (family.always_projects or width != config.hidden_size)
-        self.project = nn.Linear(width, config.hidden_size) if projects else None
+        self.project = nn.Linear(width, config.hidden_size, bias=not family.projects_sum) if projects else None
+        self.projects_sum = family.projects_sum
 
     def drops(self) -> bool:
         return layer.probability(self.dropout) > 0
@@ -111,8 +116,9 @@ class BertEmbeddings(nn.Module):
         rng: Tensor | None,
     ) -> Tensor:
         """Ids (T,), or inputs_embeds (T, width) in place of input_ids, to (T, C)."""
-        x = layer.embed(self, input_ids, token_type_ids, position_ids, inputs_embeds, rng)
-        return x if self.project is None else layer.dense(x, self.project).to(x.dtype)  # autocast: a float32 stream
+        inside, after = (self.project, None) if self.projects_sum else (None, self.project)
+        x = layer.embed(self, input_ids, token_type_ids, position_ids, inputs_embeds, rng, inside)
+        return x if after is None else layer.dense(x, after).to(x.dtype)  # autocast: a float32 stream
 
 
 class BertOutput(nn.Module):
@@ -138,21 +144,36 @@ class BertAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
         self.output = BertOutput(config, config.hidden_size, config.family.layer.out_dropout is not None)
+        if config.family.relative == "disentangled":
+            self._add_positions(config)
+
+    def _add_positions(self, config: BertConfig) -> None:
+        """What DeBERTa-v2's attention has beside, under the names that transformers gives it."""
+        self.pos_att_type, self.share_att_key = config.position_kinds, config.extra["share_att_key"]
+        self.scaling = layer.disentangled_scaling(config.head_dim, self.pos_att_type)
+        if not config.extra["relative_attention"]:
+            return
+        self.pos_dropout = nn.Dropout(config.hidden_dropout_prob)
+        for kind, name in (("c2p", "pos_key_proj"), ("p2c", "pos_query_proj")):
+            if kind in self.pos_att_type and not self.share_att_key:
+                setattr(self, name, nn.Linear(config.hidden_size, config.hidden_size))
 
     def drops(self) -> bool:
-        return (self.training and getattr(self.dropout, "p", 0.0) > 0) or layer.drops(self.output)
+        inside = self.training and getattr(self.dropout, "p", 0.0) > 0
+        return inside or layer.position_dropout(self) > 0 or layer.drops(self.output)
 
     def forward(
         self,
         hidden: Tensor,
         packing: Packing,
         rng: Tensor | None,
-        sites: tuple[int, int, int],
+        turn: int,
         output_attentions: bool = False,
+        given: Distances | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         parts = AttentionParts(self, self.num_attention_heads, (self.qkv,), self.dropout)
-        context, weights = layer.attend(parts, hidden, packing, rng, sites[0], output_attentions)
-        return self.output(context, hidden, rng, sites[1]), weights
+        context, weights = layer.attend(parts, hidden, packing, rng, turn, output_attentions, given)
+        return self.output(context, hidden, rng, random.layer_sites(turn)[1]), weights
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         checkpoint.merge_qkv(state_dict, prefix)
@@ -185,17 +206,18 @@ class BertLayer(nn.Module):
         rng: Tensor | None = None,
         turn: int = 0,
         output_attentions: bool = False,
+        given: Distances | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden (T, C) to (T, C), and the attention weights in the caller's form if they are asked for.
 
-        turn: which layer of the forward this is, for its dropout (ALBERT's run several times).
+        turn: which layer of the forward this is, for its dropout (ALBERT's run several times). given: what scores
+        depend on beside the tokens, in DeBERTa-v2 and MPNet.
         """
         parts = self._parts()
         if parts is not None:
-            return layer.encoder_layer(parts, hidden, packing, rng, turn, output_attentions)
-        sites = random.layer_sites(turn)
-        hidden, weights = self.attention(hidden, packing, rng, sites, output_attentions)
-        return self.output(self.intermediate(hidden), hidden, rng, sites[2]), weights
+            return layer.encoder_layer(parts, hidden, packing, rng, turn, output_attentions, given)
+        hidden, weights = self.attention(hidden, packing, rng, turn, output_attentions, given)
+        return self.output(self.intermediate(hidden), hidden, rng, random.layer_sites(turn)[2]), weights
 
     def drops(self) -> bool:
         attention, output = self.attention, self.output
@@ -213,6 +235,25 @@ class BertLayer(nn.Module):
         for module, kind in zip(parts.containers, (BertOutput, BertIntermediate, BertOutput), strict=True):
             plain = plain and layer.is_plain(module, kind)
         return parts if plain else None
+
+
+class BertConvolution(nn.Module):
+    """DeBERTa-v2's convolution of the embeddings, which the first layer's output is added to."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        width, kernel = config.hidden_size, config.extra["conv_kernel_size"]
+        self.conv = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=config.extra["conv_groups"])
+        self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.conv_act = config.extra["conv_act"]
+
+    def drops(self) -> bool:
+        return layer.probability(self.dropout) > 0
+
+    def forward(self, embedded: Tensor, hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor:
+        """(T, C) each to (T, C)."""
+        return layer.convolve(self, embedded, hidden, packing, rng)
 
 
 class _Loadable(nn.Module):
@@ -307,8 +348,14 @@ class Saveable(_Loadable):
         """In training, layers keep their input alone and are computed again in the backward, with the same dropout.
 
         gradient_checkpointing_kwargs: of `torch.utils.checkpoint.checkpoint`; {"use_reentrant": False} when None.
-        every_n_layers: which layers, 1 for all. Raises ValueError for offload, which fastbert does not have.
+        every_n_layers: which layers, 1 for all. Raises ValueError for offload, which fastbert does not have, and for
+        use_reentrant in DeBERTa-v2 and MPNet, whose layers share tables.
         """
+        if self.config.family.relative and (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError(
+                "gradient_checkpointing_enable: use_reentrant is True; expected False, as the layers of "
+                f"{self.config.family.name} share tensors that only the newer kind can go back through"
+            )
         if offload or not isinstance(every_n_layers, int) or every_n_layers < 1:
             given = f"every_n_layers is {every_n_layers!r} and offload is {offload!r}"
             raise ValueError(f"gradient_checkpointing_enable: {given}; expected a number above 0, and False")
@@ -338,9 +385,9 @@ def _resized(words: nn.Embedding, rows: int, config: BertConfig) -> nn.Embedding
 def initialize(module: nn.Module, std: float) -> None:
     """Normal weights, zero biases, LayerNorm at identity, a zero row for padding (as in BERT's own code)."""
     for part in module.modules():
-        if isinstance(part, (nn.Linear, nn.Embedding)):
+        if isinstance(part, (nn.Linear, nn.Embedding, nn.Conv1d)):
             part.weight.normal_(0, std)
-        if isinstance(part, nn.Linear):
+        if isinstance(part, (nn.Linear, nn.Conv1d)) and part.bias is not None:
             part.bias.zero_()
         if isinstance(part, nn.Embedding) and part.padding_idx is not None:
             part.weight[part.padding_idx].zero_()
@@ -359,7 +406,21 @@ class BertEncoder(_Loadable):
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(groups or layers))
         self.order = groups_of(layers, groups) if groups else None
         self.recomputing: tuple[int, dict[str, Any]] | None = None  # every how many layers; for torch's checkpoint
+        self.conv = BertConvolution(config) if config.extra.get("conv_kernel_size") else None
+        if config.family.relative == "bias":
+            self.relative_attention_bias = nn.Embedding(MPNET_BUCKETS, config.num_attention_heads)
+        elif config.extra.get("relative_attention"):
+            self._add_positions(config)
         initialize(self, config.initializer_range)
+
+    def _add_positions(self, config: BertConfig) -> None:
+        """DeBERTa-v2's table of relative embeddings, under the names that transformers gives all this."""
+        self.relative_attention, self.position_buckets = True, config.extra["position_buckets"]
+        self.max_relative_positions = config.farthest
+        span = self.position_buckets if self.position_buckets > 0 else self.max_relative_positions
+        self.rel_embeddings = nn.Embedding(2 * span, config.hidden_size)
+        if "layer_norm" in config.extra["norm_rel_ebd"]:
+            self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     @property
     def _names(self) -> checkpoint.Names:
@@ -367,7 +428,7 @@ class BertEncoder(_Loadable):
 
     def drops(self) -> bool:
         """Whether a forward now would drop anything."""
-        return any([layer.drops(each) for each in self.layer])
+        return any([layer.drops(each) for each in (*self.layer, *([] if self.conv is None else [self.conv]))])
 
     def dense_layers(self) -> list[str]:
         """What `fastbert.prepare` packs in it."""
@@ -399,10 +460,13 @@ class BertEncoder(_Loadable):
             packing = self._packing(hidden_states, attention_mask, cu_seqlens, max_seqlen)
             hidden_states = packing.pack(hidden_states)
             rng = random.new_key(hidden_states.device) if rng is None and self.drops() else rng
-        states, attentions = [hidden_states], []
+        states, attentions, embedded = [hidden_states], [], hidden_states
+        given = layer.distances_of(self, packing)
         for turn, index in enumerate(range(len(self.layer)) if self.order is None else self.order):
             run = self._recomputed(self.layer[index], turn)
-            hidden_states, weights = run(hidden_states, packing, rng, turn, output_attentions)
+            hidden_states, weights = run(hidden_states, packing, rng, turn, output_attentions, given)
+            if turn == 0 and self.conv is not None:
+                hidden_states = self.conv(embedded, hidden_states, packing, rng)
             states = [*states, hidden_states] if output_hidden_states else [hidden_states]
             attentions.append(weights)
         states = states if handed_down else [packing.unpack(state) for state in states]
@@ -428,7 +492,8 @@ class BertEncoder(_Loadable):
             expected = expected if packed else f"(B, S, {width}), or {expected}"
             raise ValueError(f"BertEncoder: hidden_states has shape {tuple(hidden.shape)}; expected {expected}")
         form = (hidden.shape[:-1], hidden.device)
-        return padding.plan_or_packed("BertEncoder", *form, attention_mask, cu_seqlens, max_seqlen)
+        in_runs = self.config.family.relative is not None
+        return padding.plan_or_packed("BertEncoder", *form, attention_mask, cu_seqlens, max_seqlen, in_runs)
 
 
 class BertPooler(nn.Module):
@@ -443,7 +508,7 @@ class BertPooler(nn.Module):
 class BertModel(Saveable):
     """Embeddings, encoder and (optionally) pooler; Hugging Face's BertModel, RobertaModel, ... on packed tokens.
 
-    add_pooling_layer: None for one where the family has one (DistilBERT and ELECTRA have none).
+    add_pooling_layer: None for one where the family has one (DistilBERT, ELECTRA and DeBERTa-v2 have none).
     """
 
     def __init__(self, config: BertConfig, add_pooling_layer: bool | None = None) -> None:
@@ -479,11 +544,12 @@ class BertModel(Saveable):
     ) -> BertModelOutput:
         """Padded (B, S) ids with a mask (see `fastbert.padding.plan`), or packed (T,) ids with cu_seqlens (B + 1,).
 
-        token_type_ids (default 0; DistilBERT has none) and position_ids (default: the column, or for packed input the
-        place in the sequence) have the shape of input_ids; inputs_embeds (..., config.embedding_width) replaces
-        input_ids. In RoBERTa, XLM-RoBERTa and CamemBERT position_ids count, from pad_token_id + 1, the tokens of the
-        row that are not pad_token_id, whatever the mask says; those that are have pad_token_id. max_seqlen: the longest
-        sequence; computed when None (one host synchronisation). Padding rows of the output are zeros, and the pooler
+        token_type_ids (default 0; DistilBERT and MPNet have none) and position_ids (default: the column, or for packed
+        input the place in the sequence) have the shape of input_ids; inputs_embeds (..., config.embedding_width)
+        replaces input_ids. In RoBERTa, XLM-RoBERTa, CamemBERT and MPNet position_ids count, from pad_token_id + 1, the
+        tokens of the row that are not pad_token_id, whatever the mask says; those that are have pad_token_id. In
+        DeBERTa-v2 and MPNet no padding may be between a row's tokens. max_seqlen: the longest sequence; computed when
+        None (one host synchronisation). Padding rows of the output are zeros, and the pooler
         reads the first visible token of each sequence (zeros where there is none). packing: that the other arguments
         are what `pack` gave, with this; the hidden states stay packed.
         Raises ValueError, TypeError, and IndexError for an id out of range.
@@ -523,7 +589,8 @@ class BertModel(Saveable):
         inputs = ModelInputs(input_ids, token_type_ids, position_ids, inputs_embeds)
         shape = self._check_inputs(inputs, packed=cu_seqlens is not None)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
-        packing = padding.plan_or_packed("BertModel", shape, tokens.device, attention_mask, cu_seqlens, max_seqlen)
+        form, in_runs = (shape, tokens.device), self.config.family.relative is not None
+        packing = padding.plan_or_packed("BertModel", *form, attention_mask, cu_seqlens, max_seqlen, in_runs)
         if position_ids is None:
             position_ids = self._positions(input_ids, packing)
         else:
@@ -536,7 +603,7 @@ class BertModel(Saveable):
     def _positions(self, input_ids: Tensor | None, packing: Packing) -> Tensor:
         """(T,) int64, the default position ids. input_ids: in the caller's form."""
         counts = self.config.family.padding_positions and input_ids is not None
-        if packing.seqlen is not None:
+        if packing.seqlen is not None and self.embeddings.position_embeddings is not None:
             self._check_length(packing.max_seqlen if counts else packing.seqlen)
         before = self.config.pad_token_id
         if counts and packing.seqlen is not None:  # over the whole row, whatever the mask says

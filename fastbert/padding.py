@@ -85,6 +85,12 @@ class Packing(NamedTuple):
             return packed_positions(self.cu_seqlens, self.tokens)
         return self.pack(torch.arange(self.seqlen, device=self.cu_seqlens.device).expand(self.batch, -1))
 
+    def spaced(self, margin: int) -> tuple[Tensor, int]:
+        """Where tokens go, (T,) int64, in a row of them with so much space around each sequence; and its length."""
+        token = torch.arange(self.tokens, device=self.cu_seqlens.device)
+        sequence = torch.searchsorted(self.cu_seqlens[1:].contiguous(), token.int(), right=True)
+        return token + margin * (sequence + 1), self.tokens + margin * (self.batch + 2)
+
     def grid(self) -> "Packing":
         """The same sequences in a padded grid: the caller's, or for packed input one padded on the right."""
         if self.seqlen is not None:
@@ -120,6 +126,10 @@ def _places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     return sequence, (token - cu_seqlens[sequence]).long()
 
 
+class Interrupted(ValueError):
+    """A mask hides tokens between visible ones, and distances count columns."""
+
+
 def plan_or_packed(
     op: str,
     shape: torch.Size,
@@ -127,16 +137,17 @@ def plan_or_packed(
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
+    in_runs: bool = False,
 ) -> Packing:
     """The Packing of a model's input, checked: of shape (B, S) by its mask, or (T,) by cu_seqlens.
 
-    max_seqlen: of packed input; read from cu_seqlens when None (one synchronisation). Raises ValueError and TypeError
-    in the name of `op`, and as `plan` does.
+    max_seqlen: of packed input; read from cu_seqlens when None (one synchronisation). in_runs: as in `plan`. Raises
+    ValueError and TypeError in the name of `op`, and as `plan` does.
     """
     if cu_seqlens is None:
         if max_seqlen is not None:
             raise ValueError(f"{op}: max_seqlen goes with cu_seqlens; a padded batch has its own")
-        return plan(attention_mask, *shape, device)
+        return plan(attention_mask, *shape, device, in_runs)
     if attention_mask is not None:
         raise ValueError(f"{op}: expected attention_mask or cu_seqlens, not both")
     tokens = shape[0]
@@ -149,16 +160,20 @@ def plan_or_packed(
     return Packing(cu_seqlens, max_seqlen, tokens, batch)
 
 
-def plan(attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.device) -> Packing:
+def plan(
+    attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.device, in_runs: bool = False
+) -> Packing:
     """Reads a mask. At most one host synchronisation, none for None.
 
     attention_mask: None; (B, S), nonzero is visible, with padding anywhere; or Hugging Face's broadcast masks of three
     or four dimensions, (B, 1, 1, S) or (B, 1, S, S) with equal rows: bool (True is visible) or additive float (0 is
     visible, -1e4 and below is not). Raises ValueError for a mask of another shape, and for one that is no key-padding
-    mask (causal, per query, a bias); TypeError for a dtype that is no mask's.
+    mask (causal, per query, a bias); TypeError for a dtype that is no mask's. in_runs: the distance between two tokens
+    is that of their columns, so that padding may be on both sides of a row's tokens but not between them; Interrupted,
+    a ValueError, where it is.
 
     In code compiled by torch.compile sizes cannot depend on the mask: all batch * seqlen rows stay, visible ones first
-    and zeros after them.
+    and zeros after them. There, and in exported programs, what would be Interrupted is a RuntimeError.
     """
     if torch.jit.is_tracing():
         raise RuntimeError("torch.jit.trace would fix the mask that it sees; use torch.export or torch.compile")
@@ -169,39 +184,52 @@ def plan(attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.d
     if torch.compiler.is_compiling():
         if only_keys is not None:
             raise ValueError("attention_mask: compiled code cannot look at a mask's values; pass a (B, S) mask")
+        if in_runs:
+            torch._assert_async(_runs(visible), _INTERRUPTED)
         return _compiled_plan(visible)
     find = _find_on_host if visible.device.type == "cpu" else _find_in_one_synchronisation
-    ok, indices, cu_seqlens, longest, starts_visible = find(visible, only_keys)
+    ok, whole, indices, cu_seqlens, longest, starts_visible = find(visible, only_keys, in_runs)
     if not ok:
         raise ValueError(
             f"attention_mask of shape {tuple(attention_mask.shape)} is no key-padding mask: its rows differ, or it "
             "holds values of another kind of mask (causal, per-query and, in two dimensions, additive masks and biases "
             "are not supported)"
         )
+    if not whole:
+        raise Interrupted(_INTERRUPTED)
     if indices.shape[0] == batch * seqlen:
         return Packing(cu_seqlens, seqlen, batch * seqlen, batch, seqlen)
     return Packing(cu_seqlens, longest, indices.shape[0], batch, seqlen, indices, starts_visible=starts_visible)
 
 
-Found = tuple[bool, Tensor, Tensor, int, bool]  # only keys are masked, and the fields of Packing
+Found = tuple[bool, bool, Tensor, Tensor, int, bool]  # only keys are masked, in runs; the fields of Packing
+_INTERRUPTED = "attention_mask hides tokens between visible ones; expected padding before and after them only"
 
 
-def _find_on_host(visible: Tensor, only_keys: Tensor | None) -> Found:
+def _runs(visible: Tensor) -> Tensor:
+    """() bool: no row has padding between two of its tokens."""
+    begins = visible[:, 1:] & ~visible[:, :-1]
+    return (begins.sum(1) + visible[:, :1].sum(1) <= 1).all()
+
+
+def _find_on_host(visible: Tensor, only_keys: Tensor | None, in_runs: bool) -> Found:
     backend = backends.choose("padding", "cpu", torch.bool, backward=False)
     indices, cu_seqlens, facts = PLAN(backend, visible)
     longest, starts_visible = facts.tolist()
-    return only_keys is None or bool(only_keys), indices, cu_seqlens, longest, bool(starts_visible)
+    whole = not in_runs or bool(_runs(visible))
+    return only_keys is None or bool(only_keys), whole, indices, cu_seqlens, longest, bool(starts_visible)
 
 
-def _find_in_one_synchronisation(visible: Tensor, only_keys: Tensor | None) -> Found:
+def _find_in_one_synchronisation(visible: Tensor, only_keys: Tensor | None, in_runs: bool) -> Found:
     lengths = visible.sum(1)
     cu_seqlens = cu_seqlens_of(lengths)
     longest = lengths.max() if lengths.numel() else lengths.new_zeros(())
     only_keys = lengths.new_ones(()) if only_keys is None else only_keys.to(lengths.dtype)
-    facts = (lengths.sum(), longest, only_keys, visible[:, :1].all().to(lengths.dtype))
-    tokens, longest, ok, starts_visible = torch.stack(facts).tolist()
+    whole = _runs(visible) if in_runs else torch.ones_like(only_keys)
+    facts = (lengths.sum(), longest, only_keys, *(x.to(lengths.dtype) for x in (whole, visible[:, :1].all())))
+    tokens, longest, ok, whole, starts_visible = torch.stack(facts).tolist()
     indices = visible.flatten().nonzero_static(size=tokens).squeeze(-1)
-    return bool(ok), indices, cu_seqlens, longest, bool(starts_visible)
+    return bool(ok), bool(whole), indices, cu_seqlens, longest, bool(starts_visible)
 
 
 def _compiled_plan(visible: Tensor) -> Packing:

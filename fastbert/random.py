@@ -23,6 +23,14 @@ def layer_sites(layer: int) -> tuple[int, int, int]:
     return 3 * layer + 1, 3 * layer + 2, 3 * layer + 3
 
 
+CONVOLUTION_SITE = 2**20  # beyond the sites of as many layers as a model may have
+
+
+def position_site(layer: int) -> int:
+    """The dropout site of DeBERTa's relative embeddings in a layer; a row's number is its slot's."""
+    return CONVOLUTION_SITE + 1 + layer
+
+
 _LOW = 0xFFFFFFFF
 
 

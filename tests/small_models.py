@@ -39,6 +39,10 @@ CONFIGS = {  # of the families, as transformers names their fields
     "distilbert": {"vocab_size": 99, "dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
     | {"max_position_embeddings": 32},
     "albert": SIZES | {"embedding_size": 32, "num_hidden_layers": 3},
+    "deberta-v2": SIZES
+    | {"type_vocab_size": 0, "position_biased_input": False, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    | {"position_buckets": 8, "share_att_key": True, "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3},
+    "mpnet": SIZES | {"max_position_embeddings": 34},
 }
 
 # The fields of heads' outputs that are scores.

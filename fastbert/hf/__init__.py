@@ -21,10 +21,11 @@ def state_dict(model: BertModel | BertEncoder) -> dict[str, Tensor]:
 def accelerate(model: nn.Module, *, skip_logits: bool = False) -> Report:
     """Makes a live `transformers` model run on fastbert's kernels, with padding removed once for the whole stack.
 
-    model: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT or ALBERT, with any head, or a module that
-    contains some (of peft, sentence-transformers, one's own). It keeps its class, configuration, parameters and
-    outputs; `docs/accelerate.md` says what differs. What the packed path cannot do runs the original computation, with
-    one warning for each reason. Returns a live report; for a model that is accelerated already, the one it has.
+    model: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ALBERT, DeBERTa-v2 (v3 too) or MPNet, with any
+    head, or a module that contains some (of peft, sentence-transformers, one's own). It keeps its class, configuration,
+    parameters and outputs; `docs/accelerate.md` says what differs. What the packed path cannot do runs the original
+    computation, with one warning for each reason. Returns a live report; for a model that is accelerated already, the
+    one it has.
 
     skip_logits: masked-LM heads in training with labels run on the labelled tokens alone, and their outputs have a loss
     and no logits. Without it outputs are the original's in every field.
@@ -108,7 +109,8 @@ def _unsupported(model: nn.Module) -> str:
     for cls in type(model).__mro__:
         if f"{cls.__module__}.{cls.__qualname__}" in FAMILIES:
             return f"{name} {of} has a forward of its own in place of {cls.__name__}'s"
-    return f"{name} {of} is not supported"
+    reason = families.REFUSED.get(model.config.model_type)
+    return f"{name} {of} is not supported" + (f": {reason}" if reason else "")
 
 
 def _left_out(model: nn.Module, bases: dict[str, nn.Module]) -> dict[str, str]:
@@ -135,7 +137,8 @@ def _replace(model: nn.Module, name: str, base: nn.Module, report: Report) -> No
     first_token = head is not None and not type(head).__name__.endswith(forwards.TOKEN_HEADS)
     forwards.ModelForward(base, key, report, first_token).install()
     forwards.EmbeddingsForward(base.embeddings, key, report).install()
-    forwards.EncoderForward(getattr(base, family.encoder), key, report).install()
+    encoder = forwards.EncoderForward if family.relative is None else forwards.RelativeEncoderForward
+    encoder(getattr(base, family.encoder), key, report).install()
     for layer in layers:
         forwards.LayerForward(layer, key, report).install()
         forwards.AttentionForward(follow(layer, family.layer.attention), key, report).install()

@@ -100,6 +100,8 @@ class Call:
     ) -> None:
         """parts: by the id of the layer. padded: layers exchange (B, S, C), for whoever looks at what passes."""
         self.packing, self.key, self.parts, self.padded, self.attentions = packing, key, parts, padded, attentions
+        self.distances: layer.Distances | None = None
+        self.weights: dict[int, Tensor] = {}  # by turn, where no hook of transformers records them
         self._turns: dict[int, list[int]] = {}
         for turn, each in enumerate(layers):
             self._turns.setdefault(id(each), []).append(turn)
@@ -279,6 +281,8 @@ class ModelForward(Replacement):
             raise Fallback("the model is a decoder")
         if getattr(config, "position_embedding_type", "absolute") != "absolute":
             raise Fallback(f"position_embedding_type is {config.position_embedding_type!r}")
+        if getattr(self.module, "z_steps", 0) > 1:
+            raise Fallback("the last layer runs several times (z_steps)")
         if config._attn_implementation not in ATTENTIONS:
             raise Fallback(f"the attention implementation is {config._attn_implementation!r}")
         for name, value in inputs.items():
@@ -306,9 +310,9 @@ class ModelForward(Replacement):
             value = inputs.get(name)
             if value is not None and (value.dim() != 2 or value.shape[1] != shape[1]):
                 raise Fallback(f"{name} is not of the input's shape")
-        positions = self.module.embeddings.position_embeddings.weight.shape[0]
+        table = self.module.embeddings.position_embeddings
         first = self.module.embeddings.padding_idx + 1 if self.family.padding_positions else 0
-        if inputs.get("position_ids") is None and first + shape[1] > positions:
+        if table is not None and inputs.get("position_ids") is None and first + shape[1] > table.weight.shape[0]:
             raise Fallback("sequences are longer than the position embeddings")
         return shape, given.device
 
@@ -320,7 +324,7 @@ class ModelForward(Replacement):
         if projection is not None:
             supported.check_linear(projection)
         drops = _checked(self.module.embeddings).check()
-        _checked(getattr(self.module, self.family.encoder))
+        drops = _checked(getattr(self.module, self.family.encoder)).check() or drops
         parts = {id(each): _checked(each).check() for each in dict.fromkeys(layers)}
         return parts, drops or any([part.drops() for part in parts.values()])
 
@@ -338,7 +342,9 @@ class ModelForward(Replacement):
         if mask is not None and mask.device != device:
             raise Fallback("attention_mask is on another device")
         try:
-            packing = padding.plan(mask, *shape, device)
+            packing = padding.plan(mask, *shape, device, in_runs=self.family.relative is not None)
+        except padding.Interrupted:
+            raise Fallback("padding is between visible tokens, whose distances count columns") from None
         except ValueError:
             raise Fallback("attention_mask is no key-padding mask") from None
         if _active.obstacle is not None and packing.indices is not None:
@@ -354,16 +360,20 @@ class ModelForward(Replacement):
 
     def _positions(self, inputs: dict[str, Any], shape: torch.Size) -> Tensor | None:
         """(B, S), None for the columns."""
-        given, ids, embeddings = inputs.get("position_ids"), inputs.get("input_ids"), self.module.embeddings
-        if given is None and self.family.padding_positions:
-            if ids is not None:
-                return embeddings.create_position_ids_from_input_ids(ids, embeddings.padding_idx)
-            return embeddings.create_position_ids_from_inputs_embeds(inputs["inputs_embeds"], embeddings.padding_idx)
-        return None if given is None else given.expand(shape)
+        given, ids = inputs.get("position_ids"), inputs.get("input_ids")
+        if given is not None or not self.family.padding_positions:
+            return None if given is None else given.expand(shape)
+        before = self.module.embeddings.padding_idx
+        if ids is None:
+            return torch.arange(before + 1, before + 1 + shape[1], device=inputs["inputs_embeds"].device).expand(shape)
+        token = ids.ne(before).long()
+        return token.cumsum(1) * token + before
 
     def _wants(self, name: str, inputs: dict[str, Any]) -> Any:
-        """As transformers decides what to record."""
-        return inputs.get(name, getattr(self.module.config, name, False))
+        """As transformers decides what to record; in models whose encoders do it themselves None is no answer."""
+        given, default = inputs.get(name), getattr(self.module.config, name, False)
+        unanswered = given is None and (name not in inputs or self.family.relative is not None)
+        return default if unanswered else given
 
 
 def _selected(output: Any) -> Any:
@@ -432,13 +442,15 @@ class EmbeddingsForward(Replacement):
         if "input_embeds" in given:  # transformers 5.0's word for it in DistilBERT
             given["inputs_embeds"] = given.pop("input_embeds")
         tensors = [None if (x := given.get(name)) is None else x[0] for name in TENSORS]
-        return layer.embed(self.module, *tensors, call.key)[None]
+        inside = self.module.embed_proj if self.family.projects_sum else None
+        return layer.embed(self.module, *tensors, call.key, inside)[None]
 
     def check(self) -> bool:
         """Whether it drops. Raises Fallback where packed ids would not get what padded ones do."""
         parts = self.module
         for name in ("word_embeddings", "position_embeddings", *["token_type_embeddings"] * self.family.token_types):
-            supported.check_embedding(getattr(parts, name))
+            if getattr(parts, name) is not None:
+                supported.check_embedding(getattr(parts, name))
         supported.check_norm(parts.LayerNorm)
         supported.check_dropout(parts.dropout, random.ROW_BITS)
         return layer.probability(parts.dropout) > 0
@@ -446,6 +458,10 @@ class EmbeddingsForward(Replacement):
 
 class EncoderForward(Replacement):
     """Where the stack of layers ends, so does packing: once, or (`Call.padded`) at each layer."""
+
+    def check(self) -> bool:
+        """Whether it drops anything besides its layers."""
+        return False
 
     def run(self, *args: Any, fastbert: Call | None = None, **kwargs: Any) -> Any:
         if fastbert is None:
@@ -456,6 +472,52 @@ class EncoderForward(Replacement):
         output = self.original(hidden, *rest, fastbert=fastbert, **kwargs)
         output.last_hidden_state = fastbert.unpack(output.last_hidden_state)
         return output
+
+
+class RelativeEncoderForward(Replacement):
+    """Runs DeBERTa's and MPNet's layers itself: their encoders hand them no keywords, compute the distances between all
+    packed tokens, and record what their layers return."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        call, encoder = _active.call, self.module
+        if call is None:
+            return self.original(*args, **kwargs)
+        given = self.named(args) | kwargs
+        call.distances = layer.distances_of(encoder, call.packing)
+        embedded = given["hidden_states"]
+        hidden = call.unpack(embedded) if call.padded else embedded
+        states = [hidden]
+        for turn, each in enumerate(encoder.layer):
+            hidden = each(hidden, fastbert=call)
+            if turn == 0 and getattr(encoder, "conv", None) is not None:
+                hidden = self._convolve(call, embedded, hidden)
+            states.append(hidden)
+        last = hidden if call.padded else call.unpack(hidden)
+        return self._output((*states[:-1], last), call, given)
+
+    def _convolve(self, call: Call, embedded: Tensor, hidden: Tensor) -> Tensor:
+        packed = (call.pack(hidden) if call.padded else hidden).squeeze(0)
+        packed = layer.convolve(self.module.conv, embedded.squeeze(0), packed, call.packing, call.key)[None]
+        return call.unpack(packed) if call.padded else packed
+
+    def _output(self, states: tuple[Tensor, ...], call: Call, given: dict[str, Any]) -> Any:
+        """As transformers' own: a DeBERTa reads its last hidden state from the list of them."""
+        from transformers.modeling_outputs import BaseModelOutput
+
+        shown = states if given.get("output_hidden_states") else None
+        weights = tuple(call.weights[turn] for turn in sorted(call.weights)) if given.get("output_attentions") else None
+        output = BaseModelOutput(last_hidden_state=states[-1], hidden_states=shown, attentions=weights)
+        return output if given.get("return_dict", self.family.relative == "disentangled") else output.to_tuple()
+
+    def check(self) -> bool:
+        """Whether its convolution drops. Raises Fallback for tables and modules that are not what they were."""
+        encoder, conv = self.module, getattr(self.module, "conv", None)
+        supported.check_positions(encoder)
+        if conv is None:
+            return False
+        supported.check_own(conv)
+        supported.check_convolution(conv)
+        return layer.probability(conv.dropout) > 0
 
 
 class LayerForward(Replacement):
@@ -475,8 +537,11 @@ class LayerForward(Replacement):
     def _run(self, hidden: Tensor, call: Call, turn: int) -> Tensor:
         """(1, T, C) to (1, T, C)."""
         parts = call.parts[id(self.module)]
-        y, weights = layer.encoder_layer(parts, hidden.squeeze(0), call.packing, call.key, turn, call.attentions)
-        if call.attentions:  # handed to the attention module, whose output transformers records
+        given = call.packing, call.key, turn, call.attentions, call.distances
+        y, weights = layer.encoder_layer(parts, hidden.squeeze(0), *given)
+        if call.attentions and self.family.relative is not None:
+            call.weights[turn] = weights
+        elif call.attentions:  # handed to the attention module, whose output transformers records
             parts.attention.module(hidden, fastbert=weights)
         return y.unsqueeze(0)
 
@@ -495,6 +560,8 @@ class LayerForward(Replacement):
         parts.plain = all([supported.check_leaf(module, kind) for module, kind in leaves])
         supported.check_activation(parts.activation)
         supported.check_dropout(parts.attention.dropout, random.ATTENTION_BITS)
+        if self.family.layer.of_positions:
+            supported.check_attention_to_positions(parts.attention.module)
         for dropout in (parts.out_dropout, parts.down_dropout):
             supported.check_dropout(dropout, random.ROW_BITS)
         return parts

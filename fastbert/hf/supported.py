@@ -6,8 +6,10 @@ tokens. They run at every forward, because people hook, wrap and replace modules
 
 from torch import nn
 
-from fastbert.layer import GELU_FORMS, hooks, is_plain, ordinary, unchanged
+from fastbert.distances import MPNET_BUCKETS
+from fastbert.layer import ACTIVATIONS, GELU_FORMS, hooks, is_plain, ordinary, unchanged
 from fastbert.prepared import PreparedLinear
+from fastbert.random import ROW_BITS
 
 # What these libraries hook to a module works with packed tensors as well: FSDP2 gathers weights, transformers records.
 FRAMEWORKS = ("transformers.", "torch.distributed.")
@@ -83,6 +85,42 @@ def check_embedding(module: nn.Module) -> None:
     plain = isinstance(base, nn.Embedding) and base.max_norm is None and not base.scale_grad_by_freq
     if not plain or hooks(module, ("transformers.",)) or "forward" in vars(module):
         raise Fallback(_instead_of(module, nn.Embedding))
+
+
+def check_positions(encoder: nn.Module) -> None:
+    """The tables of what scores depend on beside the tokens, and how a DeBERTa shares them among distances."""
+    if hasattr(encoder, "relative_attention_bias"):
+        check_embedding(encoder.relative_attention_bias)
+        rows = encoder.relative_attention_bias.weight.shape[0]
+        if rows < MPNET_BUCKETS:
+            raise Fallback(f"relative_attention_bias has {rows} rows, fewer than transformers reads")
+        return
+    if not encoder.relative_attention:
+        return
+    check_embedding(encoder.rel_embeddings)
+    if hasattr(encoder, "LayerNorm"):
+        check_norm(encoder.LayerNorm)
+    buckets, farthest = encoder.position_buckets, encoder.max_relative_positions
+    if buckets > 0 and (buckets < 4 or buckets % 2 or buckets // 2 >= farthest - 1):
+        raise Fallback(f"position_buckets is {buckets} beside max_relative_positions of {farthest}")
+
+
+def check_attention_to_positions(attention: nn.Module) -> None:
+    for name in ("pos_key_proj", "pos_query_proj"):
+        if hasattr(attention, name):
+            check_linear(getattr(attention, name))
+    check_dropout(getattr(attention, "pos_dropout", None), ROW_BITS)
+
+
+def check_convolution(module: nn.Module) -> None:
+    """DeBERTa-v2's ConvLayer, whose Conv1d is called on packed tokens."""
+    conv = module.conv
+    if not is_plain(conv, nn.Conv1d) or conv.kernel_size[0] % 2 == 0:
+        raise Fallback(_instead_of(conv, nn.Conv1d))
+    if module.conv_act not in ACTIVATIONS:
+        raise Fallback(f"conv_act is {module.conv_act!r}")
+    check_norm(module.LayerNorm)
+    check_dropout(module.dropout, ROW_BITS)
 
 
 def check_own(module: nn.Module, but_of: tuple[str, ...] = ()) -> None:

@@ -41,7 +41,12 @@ CONFIGS = {
     "electra": SIZES | {"embedding_size": 32},  # unequal widths: a projection between
     "distilbert": DISTILBERT,
     "albert": SIZES | {"embedding_size": 32, "num_hidden_layers": 4, "num_hidden_groups": 2, "inner_group_num": 2},
+    "deberta-v2": SIZES
+    | {"type_vocab_size": 0, "position_biased_input": False, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    | {"position_buckets": 8, "share_att_key": True, "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3},
+    "mpnet": SIZES,
 }
+RELATIVE = ("deberta-v2", "mpnet")  # which transformers computes in one way
 HEADS = {
     "base": transformers.AutoModel,
     "sequence": transformers.AutoModelForSequenceClassification,
@@ -63,7 +68,7 @@ def build(family="bert", head="base", dtype=torch.float64, attention="sdpa", dro
     for name in DROPOUTS if dropout is not None else ():
         if hasattr(config, name):
             setattr(config, name, dropout)
-    config._attn_implementation = attention
+    config._attn_implementation = "eager" if family in RELATIVE else attention
     model = HEADS[head].from_config(config)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() > 1 else 0.3)
@@ -500,8 +505,10 @@ def test_return_dict():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("family", [name for name in CONFIGS if name != "albert"])  # which has no checkpointing
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name not in ("albert", "mpnet")])  # which have none
 def test_gradient_checkpointing_drops_the_same_elements(family, reentrant):
+    if reentrant and family == "deberta-v2":
+        pytest.skip("transformers cannot: every layer's backward goes through the relative embeddings' LayerNorm")
     model, report = accelerated(build(family, dropout=0.3).train())
     inputs, results = batch(model), []
     for checkpointing in (False, True):
@@ -950,6 +957,8 @@ def test_a_replacement_looks_like_the_function_it_stands_for(head):
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_torch_export_sees_the_original(family, strict):
+    if strict and family == "deberta-v2":
+        pytest.skip("torch.export loses tensors that the original makes behind a replaced forward")
     original = build(family, "tokens")
     model, report = accelerated(original)
     inputs = batch(model)
@@ -1199,7 +1208,7 @@ def test_ddp(one_process):
 # ---- attention alone
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name not in RELATIVE])
 def test_registered_attention(family):
     original = build(family, attention="eager")
     model = copy.deepcopy(original)

@@ -1,0 +1,111 @@
+"""Which slot of a table the distance between two tokens has: DeBERTa-v2's buckets, and those of T5 and MPNet.
+
+As transformers computes them, in float32, and for the same reason in Python's own numbers: these tables are made while
+a model is traced, too, and no compiler may round them another way. A sequence is never too long: beyond a table's ends
+every distance has the slot of the end.
+"""
+
+import functools
+import math
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MPNET_BUCKETS = 32  # whatever relative_attention_num_buckets is, transformers computes so many
+_MPNET_FARTHEST = 128
+
+
+def float32(x: float) -> float:
+    return struct.unpack("f", struct.pack("f", x))[0]
+
+
+def _disentangled(distance: int, buckets: int, farthest: int) -> int:
+    """Distances up to half of the buckets have one each, farther ones share them by their logarithm."""
+    middle = buckets // 2
+    if buckets < 1 or distance <= middle:
+        return distance
+    share = float32(float32(math.log(float32(distance / middle))) / _log_of(middle, farthest))
+    return math.ceil(float32(share * (middle - 1))) + middle
+
+
+def _log_of(middle: int, farthest: int) -> float:
+    return float32(math.log(float32((farthest - 1) / middle)))
+
+
+@functools.lru_cache
+def disentangled_slots(buckets: int, farthest: int) -> tuple[int, ...]:
+    """DeBERTa-v2's slots of the distances i - j from -farthest to farthest, in order.
+
+    buckets: config.position_buckets; without (below 1), distances are clamped to farthest. They never fall, and the
+    first and last are those of all that is farther.
+    """
+    span = buckets if buckets > 0 else farthest
+    far = [_disentangled(distance, buckets, farthest) for distance in range(farthest + 1)]
+    both = [-bucket for bucket in reversed(far[1:])] + far
+    return tuple(min(max(bucket + span, 0), 2 * span - 1) for bucket in both)
+
+
+@functools.lru_cache
+def mpnet_slots() -> tuple[int, ...]:
+    """MPNet's slots, as `disentangled_slots`: T5's bidirectional buckets, those of later keys the upper half."""
+    half = MPNET_BUCKETS // 2
+    return tuple(
+        _logarithmic(abs(distance), half) + half * (distance < 0)
+        for distance in range(-_MPNET_FARTHEST, _MPNET_FARTHEST + 1)
+    )
+
+
+def _logarithmic(distance: int, half: int) -> int:
+    exact = half // 2
+    if distance < exact:
+        return distance
+    share = float32(float32(math.log(float32(distance / exact))) / float32(math.log(_MPNET_FARTHEST / exact)))
+    return min(exact + int(float32(share * (half - exact))), half - 1)
+
+
+# ---- as tensors
+
+
+def disentangled(buckets: int, farthest: int, length: int | None, device: torch.device) -> tuple[Tensor, int, int]:
+    """The slots of the distances in sequences of that length, of any where it is None: int32 (2 L - 1,), counted from
+    the lowest of them; and which slots these are, the lowest and the one after the highest.
+    """
+    if length is None:
+        return _every_disentangled(buckets, farthest, device), 0, 2 * (buckets if buckets > 0 else farthest)
+    return _kept(disentangled_slots(buckets, farthest), min(length - 1, farthest), device)
+
+
+def mpnet(device: torch.device) -> Tensor:
+    """The slots of all distances, int32 (257,)."""
+    if torch.compiler.is_compiling():
+        return _every_mpnet(device)
+    return _kept(mpnet_slots(), _MPNET_FARTHEST, device)[0]
+
+
+def _tensor(slots: Sequence[int], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # what it makes could not be saved for a backward
+        return torch.tensor(slots, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept(slots: tuple[int, ...], reach: int, device: torch.device) -> tuple[Tensor, int, int]:
+    """Of the distances up to `reach`."""
+    middle = len(slots) // 2
+    used = slots[middle - reach : middle + reach + 1]
+    lowest = min(used)
+    return _tensor([slot - lowest for slot in used], device), lowest, max(used) + 1
+
+
+# In compiled code nothing is kept, as a tensor may be a fake one there, and nothing is traced.
+
+
+@torch.compiler.assume_constant_result
+def _every_disentangled(buckets: int, farthest: int, device: torch.device) -> Tensor:
+    return _tensor(disentangled_slots(buckets, farthest), device)
+
+
+@torch.compiler.assume_constant_result
+def _every_mpnet(device: torch.device) -> Tensor:
+    return _tensor(mpnet_slots(), device)
