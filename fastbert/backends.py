@@ -385,7 +385,7 @@ def explain() -> None:
     for op in OPS:
         for name in BACKENDS:
             if name == "reference" or name in KERNELS[op]:
-                print(f"  {op:15}{_explain_one(op, name, device_type)}")
+                print(f"  {op:18}{_explain_one(op, name, device_type)}")
     print("backends")
     for name in BACKENDS:
         missing = [op for op in OPS if name != "reference" and name not in KERNELS[op]]
