@@ -110,7 +110,21 @@ def key_words(rng, site, DROPOUT: tl.constexpr):
 
 @triton.jit
 def keep_mask(k0, k1, query, first_key, head, sequence, threshold, M: tl.constexpr, N: tl.constexpr):
-    """[M, N] bool: the weights that dropout keeps, of queries [M] and keys from first_key on; N is a multiple of 64."""
+    """[M, N] bool: the weights that dropout keeps, of queries [M] and keys from first_key on, a multiple of N.
+
+    64 keys are decided together: fewer are a part of them.
+    """
+    if N >= 64:
+        return _keep_blocks(k0, k1, query, first_key, head, sequence, threshold, M, N)
+    keep = _keep_blocks(k0, k1, query, first_key // 64 * 64, head, sequence, threshold, M, 64)
+    parts = tl.reshape(keep.to(tl.int32), (M, 64 // N, N))
+    here = tl.arange(0, 64 // N)[None, :, None] == first_key % 64 // N
+    return tl.sum(tl.where(here, parts, 0), 1) > 0
+
+
+@triton.jit
+def _keep_blocks(k0, k1, query, first_key, head, sequence, threshold, M: tl.constexpr, N: tl.constexpr):
+    """keep_mask of whole blocks of 64 keys."""
     BLOCKS: tl.constexpr = N // 64
     zero = tl.zeros((M, 4 * BLOCKS), tl.uint32)
     group = (first_key // 64 * 4 + tl.arange(0, 4 * BLOCKS)).to(tl.uint32)

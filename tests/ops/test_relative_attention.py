@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import normal, pytest_generate_tests  # noqa: F401
+from op_suite import normal, pytest_generate_tests, slow_interpreted  # noqa: F401
 from test_attention import AttentionSuite, ends
 
 from fastbert import ops, random, testing
@@ -41,14 +41,16 @@ class RelativeSuite(AttentionSuite):
     parameters = ("keys", "queries", "bias")
     shapes = [  # (lengths, heads, head size, slots, which tables)
         pytest.param(((5, 0, 3), 2, 8, "log", KQB), id="an-empty-sequence-and-all-tables"),
-        pytest.param(((1, 17, 64), 1, 5, "log", KQ), id="one-token-a-whole-tile-and-odd-sizes"),
-        pytest.param(((16, 15, 17), 2, 64, "one each", KQ), id="around-16-a-slot-each"),
-        pytest.param(((30, 63), 2, 16, "two-sided", B), id="a-bias-of-slots-that-are-not-monotone"),
+        pytest.param(((1, 17, 64), 1, 5, "log", KQ), id="one-token-a-whole-tile-and-odd-sizes", marks=slow_interpreted),
+        pytest.param(((16, 15, 17), 2, 64, "one each", KQ), id="around-16-a-slot-each", marks=slow_interpreted),
+        pytest.param(
+            ((30, 63), 2, 16, "two-sided", B), id="a-bias-of-slots-that-are-not-monotone", marks=slow_interpreted
+        ),
         pytest.param(((19, 26), 2, 8, "any", KQB), id="slots-in-no-order"),
         pytest.param(((21, 4), 3, 12, "log", K), id="keys-alone"),
         pytest.param(((21, 4), 3, 12, "log", Q), id="queries-alone"),
         pytest.param(((33,), 1, 8, "all alike", Q), id="one-slot"),
-        pytest.param(((129, 3), 2, 64, "log", KQ), id="several-tiles"),
+        pytest.param(((129, 3), 2, 64, "log", KQ), id="several-tiles", marks=slow_interpreted),
     ]
 
     def inputs(self, shape, dtype, device):
