@@ -47,19 +47,31 @@ def _tiles(M: int, N: int, num_warps: int, num_stages: int = 1) -> Config:
 
 
 # Arguments: padded head size, bits of an element, few: as in attention.py. Chosen by compiling, so that nothing spills.
-def _forward_80(width: int, bits: int, few: bool) -> Config:
-    return _tiles(64, 64, 8) if bits == 16 and width <= 64 else _backward_80(width, bits, few)
-
-
-def _backward_80(width: int, bits: int, few: bool) -> Config:
+def _small(width: int, bits: int, few: bool) -> Config:
     return _tiles(16, 16 if bits == 32 else 32, 8)
 
 
-FORWARD = {80: _forward_80}
-PREPARE = {80: _forward_80}
-KEYS = {80: _backward_80}  # dK and dV
-QUERIES = {80: _backward_80}  # dQ
-TABLES = {80: _backward_80}
+def _tables_80(width: int, bits: int, few: bool) -> Config:
+    return _tiles(16, 16 if bits == 32 or width <= 32 else 32, 8)
+
+
+def _forward_90(width: int, bits: int, few: bool) -> Config:
+    return _tiles(64, 64, 8) if bits == 16 and width <= 64 else _small(width, bits, few)
+
+
+def _prepare_80(width: int, bits: int, few: bool) -> Config:
+    return _tiles(16, 16, 8)
+
+
+def _prepare_90(width: int, bits: int, few: bool) -> Config:
+    return _tiles(16, 16, 8) if bits == 32 else _tiles(64, 64, 8)
+
+
+FORWARD = {80: _small, 90: _forward_90}
+PREPARE = {80: _prepare_80, 90: _prepare_90}
+KEYS = {80: _small}  # dK and dV
+QUERIES = {80: _small}  # dQ
+TABLES = {80: _tables_80}
 BY_SLOT = {80: lambda width, bits, few: Config({"SLOTS": SLOTS}, num_warps=4)}
 
 _VARYING = [*VARYING, "farthest", "width", "before", "each"]

@@ -50,6 +50,7 @@ class RelativeSuite(AttentionSuite):
         pytest.param(((21, 4), 3, 12, "log", K), id="keys-alone"),
         pytest.param(((21, 4), 3, 12, "log", Q), id="queries-alone"),
         pytest.param(((33,), 1, 8, "all alike", Q), id="one-slot"),
+        pytest.param(((3, 1, 2, 0, 1, 4, 2, 1, 3, 2, 1), 2, 8, "any", KQB), id="sequences-that-share-a-program"),
         pytest.param(((129, 3), 2, 64, "log", KQ), id="several-tiles", marks=slow_interpreted),
     ]
 
@@ -147,6 +148,18 @@ class TestRelativeAttention(RelativeSuite):
         zeros = {name: torch.zeros_like(inputs[name]) for name in ("keys", "queries", "bias")}
         out, plain = self.ours(**inputs | zeros), ops.attention(inputs["qkv"], inputs["cu_seqlens"], 5)
         assert (out - plain).abs().max() <= 2**-22 * plain.abs().max()
+
+    def test_a_large_bias_that_is_everywhere_the_same_changes_nothing(self, backend):
+        """Rows of a tile behind a sequence's end have it too, and exp(300) is infinite: it must not reach the others."""
+        backend.require(torch.float32, backward=True)
+        qkv = normal(8, 3, 2, 8, dtype=torch.float32, device=backend.device).requires_grad_()
+        cu_seqlens, bias = ends((5, 3), backend.device), torch.full((2, 1), 300.0, device=backend.device)
+        positions = RelativePositions(SLOTS["all alike"].to(backend.device), bias=bias)
+        shifted = ops.relative_attention(qkv, cu_seqlens, 5, positions)
+        plain = ops.attention(qkv, cu_seqlens, 5)
+        gradients = [torch.autograd.grad(x.square().sum(), qkv)[0] for x in (shifted, plain)]
+        for one, two in ((shifted, plain), gradients):
+            assert (one - two).abs().max() <= 300 * 2**-22 * two.abs().max()  # of the scores' rounding
 
     def test_alibi(self, backend):
         """Press et al., 2022: slopes 2**(-8 h / H) times the distance, both ways."""
