@@ -71,7 +71,11 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         "triton": Kernel(_FLOATS, largest=128),
         "cuda": Kernel(_FLOATS, largest=128),
     },
-    "relative_attention": {"cpu": Kernel(_FLOATS64), "cuda": Kernel(_FLOATS, largest=128)},
+    "relative_attention": {
+        "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/relative.jsonl"),
+        "triton": Kernel(_FLOATS, largest=128),
+        "cuda": Kernel(_FLOATS, largest=128),
+    },
     "embedding": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, largest=8192)},
     "dense_gelu": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS)},
     "linear": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, forced_only=True)},

@@ -26,7 +26,7 @@ Call = tuple  # a primitive's name, then its arguments
 def run() -> None:
     """Makes all the calls. Raises RuntimeError if a primitive is left out."""
     called = set()
-    for name, *args in chain(rows(), padding(), dense_gelu(), cross_entropy(), attention()):
+    for name, *args in chain(rows(), padding(), dense_gelu(), cross_entropy(), attention(), relative_attention()):
         KERNELS[name](*args)
         called.add(name)
     if missing := KERNELS.keys() - called:
@@ -154,3 +154,28 @@ def _attention(dtype: torch.dtype, size: int, p: float, longest: int) -> Iterato
     ends, lse = new(33, dtype=torch.int32), new(heads, TOKENS)
     yield "attention_fwd", qkv, ends, longest, size**-0.5, p, key(p), SITE
     yield "attention_bwd", out, qkv, out, lse, ends, longest, size**-0.5, p, key(p), SITE
+
+
+def relative_attention() -> Iterator[Call]:
+    every = (True, True, True)  # of the tables for queries' and keys' rows, and of the bias
+    for size in (32, 64, 128):
+        yield from _relative_attention(BF16, size, 0.1, every)
+    for tables in ((True, True, False), (True, False, False), (False, True, False), (False, False, True)):
+        yield from _relative_attention(BF16, 64, 0.0, tables)
+    for dtype, precision in PRECISIONS:
+        with products(precision):
+            yield from _relative_attention(dtype, 64, 0.1, every)
+
+
+def _relative_attention(
+    dtype: torch.dtype, size: int, p: float, tables: tuple[bool, bool, bool], longest: int = 512
+) -> Iterator[Call]:
+    heads = 768 // size
+    qkv, out = new(TOKENS, 3, heads, size, dtype=dtype), new(TOKENS, heads, size, dtype=dtype)
+    ends, lse = new(33, dtype=torch.int32), new(heads, TOKENS)
+    shapes = (512, heads, size), (512, heads, size), (heads, 512)
+    slots, types = new(2 * longest - 1, dtype=torch.int32), (dtype, dtype, FP32)
+    given = [new(*shape, dtype=d) if there else None for there, shape, d in zip(tables, shapes, types, strict=True)]
+    rest = slots, *given, ends, longest, size**-0.5, p, key(p), SITE
+    yield "relative_attention_fwd", qkv, *rest
+    yield "relative_attention_bwd", out, qkv, out, lse, *rest, True

@@ -3,7 +3,16 @@
 import torch.nn.functional as F
 
 from fastbert.ops.padding import plan_in_torch
-from fastbert.triton import attention, bias_gelu, cross_entropy, dense_gelu, embedding, layer_norm, padding
+from fastbert.triton import (
+    attention,
+    bias_gelu,
+    cross_entropy,
+    dense_gelu,
+    embedding,
+    layer_norm,
+    padding,
+    relative_attention,
+)
 
 
 def _linear(x, weight, bias):
@@ -14,6 +23,8 @@ def _linear(x, weight, bias):
 KERNELS = {
     "attention_fwd": attention.forward,
     "attention_bwd": attention.backward,
+    "relative_attention_fwd": relative_attention.forward,
+    "relative_attention_bwd": relative_attention.backward,
     "layer_norm_fwd": layer_norm.forward,
     "layer_norm_bwd": layer_norm.backward,
     "add_layer_norm_fwd": layer_norm.add_forward,

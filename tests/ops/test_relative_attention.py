@@ -4,7 +4,7 @@ import cuda_on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import normal, pytest_generate_tests  # noqa: F401
+from op_suite import normal, pytest_generate_tests, slow_interpreted  # noqa: F401
 from test_attention import AttentionSuite, ends
 
 from fastbert import ops, random, testing
@@ -42,14 +42,17 @@ class RelativeSuite(AttentionSuite):
     parameters = ("keys", "queries", "bias")
     shapes = [  # (lengths, heads, head size, slots, which tables)
         pytest.param(((5, 0, 3), 2, 8, "log", KQB), id="an-empty-sequence-and-all-tables"),
-        pytest.param(((1, 17, 64), 1, 5, "log", KQ), id="one-token-a-whole-tile-and-odd-sizes"),
-        pytest.param(((16, 15, 17), 2, 64, "one each", KQ), id="around-16-a-slot-each"),
-        pytest.param(((30, 63), 2, 16, "two-sided", B), id="a-bias-of-slots-that-are-not-monotone"),
+        pytest.param(((1, 17, 64), 1, 5, "log", KQ), id="one-token-a-whole-tile-and-odd-sizes", marks=slow_interpreted),
+        pytest.param(((16, 15, 17), 2, 64, "one each", KQ), id="around-16-a-slot-each", marks=slow_interpreted),
+        pytest.param(
+            ((30, 63), 2, 16, "two-sided", B), id="a-bias-of-slots-that-are-not-monotone", marks=slow_interpreted
+        ),
         pytest.param(((19, 26), 2, 8, "any", KQB), id="slots-in-no-order"),
         pytest.param(((21, 4), 3, 12, "log", K), id="keys-alone"),
         pytest.param(((21, 4), 3, 12, "log", Q), id="queries-alone"),
         pytest.param(((33,), 1, 8, "all alike", Q), id="one-slot"),
-        pytest.param(((129, 3), 2, 64, "log", KQ), id="several-tiles"),
+        pytest.param(((3, 1, 2, 0, 1, 4, 2, 1, 3, 2, 1), 2, 8, "any", KQB), id="sequences-that-share-a-program"),
+        pytest.param(((129, 3), 2, 64, "log", KQ), id="several-tiles", marks=slow_interpreted),
     ]
 
     def inputs(self, shape, dtype, device):
@@ -146,6 +149,18 @@ class TestRelativeAttention(RelativeSuite):
         zeros = {name: torch.zeros_like(inputs[name]) for name in ("keys", "queries", "bias")}
         out, plain = self.ours(**inputs | zeros), ops.attention(inputs["qkv"], inputs["cu_seqlens"], 5)
         assert (out - plain).abs().max() <= 2**-22 * plain.abs().max()
+
+    def test_a_large_bias_that_is_everywhere_the_same_changes_nothing(self, backend):
+        """Rows of a tile behind a sequence's end have it too, and exp(300) is infinite: it must not reach the others."""
+        backend.require(torch.float32, backward=True)
+        qkv = normal(8, 3, 2, 8, dtype=torch.float32, device=backend.device).requires_grad_()
+        cu_seqlens, bias = ends((5, 3), backend.device), torch.full((2, 1), 300.0, device=backend.device)
+        positions = RelativePositions(SLOTS["all alike"].to(backend.device), bias=bias)
+        shifted = ops.relative_attention(qkv, cu_seqlens, 5, positions)
+        plain = ops.attention(qkv, cu_seqlens, 5)
+        gradients = [torch.autograd.grad(x.square().sum(), qkv)[0] for x in (shifted, plain)]
+        for one, two in ((shifted, plain), gradients):
+            assert (one - two).abs().max() <= 300 * 2**-22 * two.abs().max()  # of the scores' rounding
 
     def test_alibi(self, backend):
         """Press et al., 2022: slopes 2**(-8 h / H) times the distance, both ways."""

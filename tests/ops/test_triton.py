@@ -20,7 +20,7 @@ import triton.language as tl  # noqa: E402
 from benchmarks.gpu import compiled  # noqa: E402
 from benchmarks.gpu import triton_report as report  # noqa: E402
 from benchmarks.gpu.compiled import Compiled  # noqa: E402
-from fastbert.triton import KERNELS, attention, common, sums  # noqa: E402
+from fastbert.triton import KERNELS, attention_tiles, common, sums  # noqa: E402
 from fastbert.triton.common import Config  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def test_shares_cover_all_rows_in_whole_tiles(rows, tile, programs):
 @triton.jit(do_not_specialize=["batch", "tokens", "longest"])
 def _uncovered(out, cu_seqlens, batch, tokens, longest, SIZE: tl.constexpr):
     token = tl.arange(0, SIZE)
-    tl.store(out + token, attention._uncovered(cu_seqlens, token, batch, tokens, longest))
+    tl.store(out + token, attention_tiles.uncovered_tokens(cu_seqlens, token, batch, tokens, longest))
 
 
 @pytest.mark.parametrize("batch", range(1, 18))

@@ -1,0 +1,202 @@
+"""What the attention kernels share: sequences of a packed batch, tiles of a head, dropout, and the step of softmax."""
+
+import triton
+import triton.language as tl
+
+from fastbert.triton.common import dropout, multiprocessors, philox, pick, precision, site_key
+
+FILL = 128  # tokens searched by a program that looks for uncovered ones
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # below all scores but -inf, of which exp2(s - LOWEST) is 0 and no NaN
+LARGE = tl.constexpr(32.0)  # lse beyond this is rounded so much that weights computed from it are wrong
+
+# They vary from call to call: Triton must not compile a kernel for each divisibility of theirs.
+VARYING = ["tokens", "batch", "longest", "tiles", "fill", "threshold", "site"]
+
+
+# ---- sequences
+
+
+@triton.jit
+def bounds(cu_seqlens, sequence, tokens, longest):
+    """(first token, length) of a sequence, within the tokens and no longer than `longest` whatever cu_seqlens holds."""
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence), 0), tokens)
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence + 1), start), tokens)
+    return start.to(tl.int64), tl.minimum(end - start, longest)
+
+
+@triton.jit
+def uncovered_tokens(cu_seqlens, token, batch, tokens, longest):
+    """Which tokens no sequence covers.
+
+    In a cu_seqlens that is not sorted the search may find the wrong sequence; the comparison after it is always right.
+    """
+    low = tl.zeros_like(token)
+    high = low + batch
+    step = batch
+    while step > 0:
+        middle = (low + high) // 2
+        below = (tl.load(cu_seqlens + middle) <= token) & (middle < high)
+        low, high = tl.where(below, tl.minimum(middle + 1, batch), low), tl.where(below, high, middle)
+        step = step // 2
+    sequence = tl.maximum(low - 1, 0)
+    start = tl.maximum(tl.load(cu_seqlens + sequence), 0)  # as in bounds
+    end = tl.load(cu_seqlens + tl.minimum(sequence + 1, batch))
+    covered = (start <= token) & (token < end) & (token - start < longest)
+    return (token < tokens) & ~covered
+
+
+@triton.jit
+def clear_rows(x, token, rows, columns, COLUMNS: tl.constexpr):
+    """Writes zeros to the rows of x (tokens, columns) that `rows` selects."""
+    for first in range(0, columns, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        at = token.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(x + at, tl.zeros_like(at).to(x.dtype.element_ty), rows[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def clear_uncovered(
+    x, lse, cu_seqlens, program, batch, tokens, longest, heads,
+    PARTS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """Writes zeros for tokens that no sequence covers: to x (tokens, PARTS, heads, D), and to lse if there is one."""
+    token = program * FILL + tl.arange(0, FILL)
+    uncovered = uncovered_tokens(cu_seqlens, token, batch, tokens, longest)
+    if tl.max(uncovered.to(tl.int32), 0) > 0:
+        clear_rows(x, token, uncovered, PARTS * heads * D, WIDTH)
+        if lse is not None:
+            for head in range(0, heads):
+                tl.store(lse + head * tokens.to(tl.int64) + token, tl.zeros((FILL,), tl.float32), uncovered)
+
+
+@triton.jit
+def load_rows(x, row, length, stride, D: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr):
+    """[rows, WIDTH] of a head of a sequence that begins at x; zeros behind its end and beyond D."""
+    column = tl.arange(0, WIDTH)
+    at = x + row[:, None].to(tl.int64) * stride + column[None, :]
+    if CHECK:
+        return tl.load(at, (row < length)[:, None] & (column < D)[None, :], other=0.0)
+    if D < WIDTH:
+        return tl.load(at, (column < D)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def store_rows(x, value, row, length, stride, D: tl.constexpr, WIDTH: tl.constexpr):
+    column = tl.arange(0, WIDTH)
+    tl.store(
+        x + row[:, None].to(tl.int64) * stride + column[None, :], value, (row < length)[:, None] & (column < D)[None, :]
+    )
+
+
+@triton.jit
+def work_of(program, tiles, heads):
+    """(tile, head, sequence). Tiles of one head are neighbours in the grid: they read the same keys, from the cache."""
+    return program % tiles, program // tiles % heads, program // tiles // heads
+
+
+# ---- scores
+
+
+@triton.jit
+def key_words(rng, site, DROPOUT: tl.constexpr):
+    if DROPOUT:
+        k0, k1 = site_key(rng, site)
+    else:
+        k0, k1 = 0, 0
+    return k0, k1
+
+
+@triton.jit
+def keep_mask(k0, k1, query, first_key, head, sequence, threshold, M: tl.constexpr, N: tl.constexpr):
+    """[M, N] bool: the weights that dropout keeps, of queries [M] and keys from first_key on, a multiple of N.
+
+    64 keys are decided together: fewer are a part of them.
+    """
+    if N >= 64:
+        return _keep_blocks(k0, k1, query, first_key, head, sequence, threshold, M, N)
+    keep = _keep_blocks(k0, k1, query, first_key // 64 * 64, head, sequence, threshold, M, 64)
+    parts = tl.reshape(keep.to(tl.int32), (M, 64 // N, N))
+    here = tl.arange(0, 64 // N)[None, :, None] == first_key % 64 // N
+    return tl.sum(tl.where(here, parts, 0), 1) > 0
+
+
+@triton.jit
+def _keep_blocks(k0, k1, query, first_key, head, sequence, threshold, M: tl.constexpr, N: tl.constexpr):
+    """keep_mask of whole blocks of 64 keys."""
+    BLOCKS: tl.constexpr = N // 64
+    zero = tl.zeros((M, 4 * BLOCKS), tl.uint32)
+    group = (first_key // 64 * 4 + tl.arange(0, 4 * BLOCKS)).to(tl.uint32)
+    w0, w1, w2, w3 = philox(
+        k0, k1, zero + group[None, :], zero + query.to(tl.uint32)[:, None], zero + head.to(tl.uint32),
+        zero + sequence.to(tl.uint32),
+    )  # fmt: skip
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [M, 4 BLOCKS, x, y], word 2x + y
+    words = tl.reshape(words, (M, BLOCKS, 4, 2, 2)).trans(0, 1, 3, 4, 2)  # [M, BLOCKS, x, y, c]
+    shift = tl.reshape((tl.arange(0, 4) * 8).to(tl.uint32), (1, 1, 1, 1, 4))
+    byte = (tl.reshape(words, (M, BLOCKS, 4, 4, 1)) >> shift) & 0xFF  # [M, BLOCKS, word, c, byte of the word]
+    byte = tl.reshape(byte, (M, BLOCKS, 4, 4, 2, 2)).trans(0, 1, 2, 4, 3, 5)  # key = 16 word + 8 high + 2 c + low
+    return tl.reshape(byte, (M, N)) >= threshold
+
+
+@triton.jit
+def softmax_step(
+    acc, largest, total, s, values, key, query, first, length, stride, k0, k1, head, sequence, threshold,
+    DROPOUT: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: the scores s, log2(e) times, of the keys from `first` on."""
+    maximum = tl.maximum(largest, tl.max(s, 1))
+    p = tl.exp2(s - maximum[:, None])
+    shrink = tl.exp2(largest - maximum)
+    total = total * shrink + tl.sum(p, 1)
+    if DROPOUT:
+        p = tl.where(keep_mask(k0, k1, query, first, head, sequence, threshold, M, N), p, 0.0)
+    v = load_rows(values, key, length, stride, D, WIDTH, CHECK)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, maximum, total
+
+
+@triton.jit
+def score_gradients(
+    s, v, do, rows, delta, shift, inverse, query, first_key, length, k0, k1, head, sequence, threshold, keep_scale,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """P F and dS of a tile of queries by keys, in the inputs' dtype, from the scores s, log2(e) times."""
+    inside = query < length
+    p = tl.exp2(s - tl.load(shift + rows, inside, other=0.0)[:, None])
+    p = p * tl.load(inverse + rows, inside, other=0.0)[:, None]
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    dropped = p
+    if DROPOUT:
+        keep = keep_mask(k0, k1, query, first_key, head, sequence, threshold, M, N)
+        dropped = tl.where(keep, p * keep_scale, 0.0)
+        dp = tl.where(keep, dp * keep_scale, 0.0)
+    ds = p * (dp - tl.load(delta + rows, inside, other=0.0)[:, None])
+    return dropped.to(v.dtype), ds.to(v.dtype)
+
+
+# ---- calls
+
+
+class Call:
+    """The arguments that forward and backward share, prepared for their kernels."""
+
+    def __init__(self, qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
+        self.qkv, self.cu_seqlens = qkv.contiguous(), cu_seqlens.contiguous()
+        self.tokens, _, self.heads, self.D = qkv.shape
+        self.batch, self.longest = cu_seqlens.shape[0] - 1, min(max_seqlen, self.tokens)
+        self.sizes = self.tokens, self.batch, self.longest
+        threshold, keep_scale = dropout(dropout_p, 8)
+        self.scalars = scale, threshold, keep_scale, site
+        self.width = max(16, triton.next_power_of_2(self.D))
+        self.drops = threshold > 0
+        self.constants = {"PRECISION": precision(qkv), "D": self.D, "WIDTH": self.width}
+
+    def tiles(self, size: int) -> int:
+        return max(1, triton.cdiv(self.longest, size))
+
+    def pick(self, table):
+        few = self.tiles(128) * self.heads * self.batch < multiprocessors(self.qkv.device)
+        return pick(table, self.qkv.device, self.width, 8 * self.qkv.element_size(), few)
