@@ -173,7 +173,7 @@ def plan(
     a ValueError, where it is.
 
     In code compiled by torch.compile sizes cannot depend on the mask: all batch * seqlen rows stay, visible ones first
-    and zeros after them. There, and in exported programs, what would be Interrupted is a RuntimeError.
+    and zeros after them. There, and in programs of torch.export, what would be Interrupted is a RuntimeError.
     """
     if torch.jit.is_tracing():
         raise RuntimeError("torch.jit.trace would fix the mask that it sees; use torch.export or torch.compile")

@@ -342,6 +342,15 @@ def test_compiled_code(family):
             compiled(**inputs)
 
 
+@pytest.mark.parametrize("family", ["deberta-v2", "mpnet"])
+def test_compiled_code_of_accelerated_models(family):
+    model = their(family)
+    fastbert.accelerate(model)
+    torch._dynamo.reset()
+    compiled, inputs = torch.compile(model, fullgraph=True, backend="aot_eager"), batch([9, 4], 9)
+    assert_equal(compiled(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
+
+
 # ---- what people put into models
 
 
