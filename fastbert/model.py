@@ -409,16 +409,17 @@ class BertEncoder(_Loadable):
         self.conv = BertConvolution(config) if config.extra.get("conv_kernel_size") else None
         if config.family.relative == "bias":
             self.relative_attention_bias = nn.Embedding(MPNET_BUCKETS, config.num_attention_heads)
-        elif config.extra.get("relative_attention"):
+        elif config.family.relative == "disentangled":
             self._add_positions(config)
         initialize(self, config.initializer_range)
 
     def _add_positions(self, config: BertConfig) -> None:
         """DeBERTa-v2's table of relative embeddings, under the names that transformers gives all this."""
-        self.relative_attention, self.position_buckets = True, config.extra["position_buckets"]
-        self.max_relative_positions = config.farthest
-        span = self.position_buckets if self.position_buckets > 0 else self.max_relative_positions
-        self.rel_embeddings = nn.Embedding(2 * span, config.hidden_size)
+        self.relative_attention = config.extra["relative_attention"]
+        if self.relative_attention:
+            self.position_buckets, self.max_relative_positions = config.extra["position_buckets"], config.farthest
+            span = self.position_buckets if self.position_buckets > 0 else self.max_relative_positions
+            self.rel_embeddings = nn.Embedding(2 * span, config.hidden_size)
         if "layer_norm" in config.extra["norm_rel_ebd"]:
             self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
@@ -603,7 +604,7 @@ class BertModel(Saveable):
     def _positions(self, input_ids: Tensor | None, packing: Packing) -> Tensor:
         """(T,) int64, the default position ids. input_ids: in the caller's form."""
         counts = self.config.family.padding_positions and input_ids is not None
-        if packing.seqlen is not None and self.embeddings.position_embeddings is not None:
+        if packing.seqlen is not None and self.config.extra.get("position_biased_input", True):
             self._check_length(packing.max_seqlen if counts else packing.seqlen)
         before = self.config.pad_token_id
         if counts and packing.seqlen is not None:  # over the whole row, whatever the mask says

@@ -173,7 +173,7 @@ def plan(
     a ValueError, where it is.
 
     In code compiled by torch.compile sizes cannot depend on the mask: all batch * seqlen rows stay, visible ones first
-    and zeros after them. There, and in exported programs, what would be Interrupted is a RuntimeError.
+    and zeros after them. There, and in programs of torch.export, what would be Interrupted is a RuntimeError.
     """
     if torch.jit.is_tracing():
         raise RuntimeError("torch.jit.trace would fix the mask that it sees; use torch.export or torch.compile")
@@ -208,8 +208,8 @@ _INTERRUPTED = "attention_mask hides tokens between visible ones; expected paddi
 
 def _runs(visible: Tensor) -> Tensor:
     """() bool: no row has padding between two of its tokens."""
-    begins = visible[:, 1:] & ~visible[:, :-1]
-    return (begins.sum(1) + visible[:, :1].sum(1) <= 1).all()
+    before = visible.cumsum(1)
+    return ~(~visible & (before > 0) & (before < visible.sum(1, keepdim=True))).any()
 
 
 def _find_on_host(visible: Tensor, only_keys: Tensor | None, in_runs: bool) -> Found:

@@ -196,8 +196,10 @@ class Subject(NamedTuple):
         return model.to(self.device)
 
     def theirs(self, dtype: torch.dtype, attention: str):
+        """attention: taken where the family has several; DeBERTa and MPNet have their own."""
         import transformers
 
+        attention = "eager" if self.config.family.relative else attention
         options = {"attn_implementation": attention, "local_files_only": True, **self.arguments}
         with _quiet():
             model = getattr(transformers, self.name).from_pretrained(self.found.directory, dtype=dtype, **options)

@@ -78,7 +78,7 @@ def _fresh_workspaces() -> Iterator[None]:
 
 def _replays(module: nn.Module) -> bool:
     """Whether a module is fastbert's or a plain one of PyTorch's: it computes the same in every forward."""
-    leaves = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout)
+    leaves = (nn.Linear, nn.Conv1d, nn.Embedding, nn.LayerNorm, nn.Dropout)
     own = type(module).__module__.startswith("fastbert.") or isinstance(module, nn.ModuleList)
     return own or any(layer.unchanged(module, kind) for kind in leaves)
 

@@ -125,10 +125,12 @@ class Graphed:
             given.get("max_seqlen"),
         )
         inputs, packing = self._body.pack(*arguments)
-        config = self.model.config
+        config, tables = self.model.config, self._body.embeddings
         checks.index_range(NAME, "input_ids", inputs.input_ids, config.vocab_size)
-        checks.index_range(NAME, "token_type_ids", inputs.token_type_ids, config.type_vocab_size)
-        checks.index_range(NAME, "position_ids", inputs.position_ids, config.max_position_embeddings)
+        if tables.token_type_embeddings is not None:
+            checks.index_range(NAME, "token_type_ids", inputs.token_type_ids, config.type_vocab_size)
+        if tables.position_embeddings is not None:
+            checks.index_range(NAME, "position_ids", inputs.position_ids, config.max_position_embeddings)
         return inputs, packing
 
     @staticmethod

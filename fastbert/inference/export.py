@@ -274,8 +274,10 @@ def _batches(model: Saveable) -> list[Batch]:
     for turn, lengths in enumerate(ragged):
         lengths = torch.tensor(lengths).clamp(max=longest)
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        if turn == 3:  # padding left and in between
-            mask[:3], mask[5] = mask[:3].flip(1), mask[5][torch.randperm(mask.shape[1], generator=generator)]
+        if turn == 3:  # padding left and, where distances do not count columns, in between
+            mask[:3] = mask[:3].flip(1)
+            if model.config.family.relative is None:
+                mask[5] = mask[5][torch.randperm(mask.shape[1], generator=generator)]
         if model.kind == "ForMultipleChoice":
             mask = torch.stack([mask.roll(choice, 0) for choice in range((2, 1, 3, 2, 3)[turn])], 1)
         batches.append(_batch(model.config, mask.long(), generator))
@@ -284,7 +286,7 @@ def _batches(model: Saveable) -> list[Batch]:
 
 def _batch(config: BertConfig, mask: Tensor, generator: torch.Generator) -> Batch:
     tables = {"input_ids": config.vocab_size, "token_type_ids": config.type_vocab_size}
-    if not config.family.token_types or config.type_vocab_size == 1:
+    if not config.family.token_types or config.type_vocab_size <= 1:
         del tables["token_type_ids"]
     ids = {name: torch.randint(size, mask.shape, generator=generator) for name, size in tables.items()}
     return {"input_ids": ids.pop("input_ids"), "attention_mask": mask, **ids}

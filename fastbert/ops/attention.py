@@ -68,7 +68,9 @@ class RelativePositions(NamedTuple):
         place = torch.arange(q.shape[-2], device=q.device)
         slots = self.of(place[:, None] - place)  # [i, j]
         shape = *q.shape[:2], *slots.shape
-        total = q.new_zeros(()) if self.bias is None else wide(self.bias)[:, slots]
+        total = q.new_zeros(())
+        if self.bias is not None:  # not by an index: ONNX has no translation of one after a slice
+            total = wide(self.bias).index_select(1, slots.flatten()).unflatten(1, slots.shape)
         if self.keys is not None:
             total = total + (q * scale @ wide(self.keys).permute(1, 2, 0)).gather(-1, slots.expand(shape))
         if self.queries is not None:

@@ -27,6 +27,9 @@ FAMILIES = {  # each with what only it has
     "distilbert": {},  # no token types, no pooler
     "albert": {"embedding_size": 16},  # a projection, one layer run twice
     "electra": {"embedding_size": 16},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8}
+    | {"share_att_key": True, "conv_kernel_size": 3},  # slots that a file has as constants
+    "mpnet": {},
 }
 needs_onnx = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")), reason="no ONNX"
@@ -123,7 +126,7 @@ def check(tmp_path, name, family, format, **changes):
     """export() compares outputs itself. This checks that it did, with a strict bound, for every output of the head."""
     model = model_of(name, family, **changes)
     done = export.export(model, tmp_path / f"model{ENDINGS[format]}", format)
-    token_types = family not in ("roberta", "distilbert")
+    token_types = family not in ("roberta", "distilbert", "deberta-v2", "mpnet")
     assert done.inputs == ("input_ids", "attention_mask", "token_type_ids")[: 2 + token_types]
     assert all("logits" in output for output in done.outputs) or name == "BertModel"
     assert [row.name for row in done.rows] == list(done.outputs) and all(row.ok for row in done.rows)

@@ -115,10 +115,13 @@ def test_what_a_gpu_reads_at_once_is_what_the_host_finds():
     """The code for GPUs, with its one synchronisation, run on a CPU as well."""
     for shape, share in (((1, 1), 1.0), ((3, 7), 0.6), ((5, 64), 0.9), ((2, 9), 0.0), ((4, 1), 0.5)):
         visible = torch.rand(shape) < share
-        found = padding._find_in_one_synchronisation(visible, None)
-        for one, other in zip(found, padding._find_on_host(visible, None), strict=True):
-            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-        assert found[-1] == all(row[0] for row in visible.tolist())
+        for in_runs in (False, True):
+            found = padding._find_in_one_synchronisation(visible, None, in_runs)
+            for one, other in zip(found, padding._find_on_host(visible, None, in_runs), strict=True):
+                assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+            assert found[-1] == all(row[0] for row in visible.tolist())
+            texts = ["".join(" #"[token] for token in row).split() for row in visible.tolist()]
+            assert found[1] == (not in_runs or all(len(runs) <= 1 for runs in texts))
 
 
 def test_operators_and_their_fakes(backend):

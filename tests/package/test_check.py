@@ -39,7 +39,8 @@ def checkpoint(tmp_path):
     """Writes a checkpoint of that class with its tokenizer, as transformers does."""
 
     def write(name="BertModel", model_type="bert", **changes):
-        config = transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type] | {"pad_token_id": 0} | changes)
+        changes = {"pad_token_id": 1 if model_type == "mpnet" else 0} | changes
+        config = transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type] | changes)
         model = getattr(transformers, name)(config)
         for parameter in model.parameters():  # biases and LayerNorms that are not trivial
             parameter.data += 0.1 * torch.randn_like(parameter)
