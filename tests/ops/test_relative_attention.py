@@ -150,7 +150,7 @@ class TestRelativeAttention(RelativeSuite):
         assert (out - plain).abs().max() <= 2**-22 * plain.abs().max()
 
     def test_a_large_bias_that_is_everywhere_the_same_changes_nothing(self, backend):
-        """Rows of a tile behind a sequence's end have it too, and exp(300) is infinite: it must not reach the others."""
+        """A tile's rows behind a sequence's end have it too, and exp(300) is infinite: it must not reach others."""
         backend.require(torch.float32, backward=True)
         qkv = normal(8, 3, 2, 8, dtype=torch.float32, device=backend.device).requires_grad_()
         cu_seqlens, bias = ends((5, 3), backend.device), torch.full((2, 1), 300.0, device=backend.device)
