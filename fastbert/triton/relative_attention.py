@@ -46,7 +46,8 @@ def _tiles(M: int, N: int, num_warps: int, num_stages: int = 1) -> Config:
     return Config({"M": M, "N": N}, num_warps, num_stages)
 
 
-# Arguments: padded head size, bits of an element, few: as in attention.py. Chosen by compiling, so that nothing spills.
+# Arguments: padded head size, bits of an element, few: as in attention.py. Chosen by compiling (docs/attention.md). Tables of
+# one kind, without dropout, spill 16 to 40 bytes: ptxas stays at a limit of registers that lets more programs run at once.
 def _small(width: int, bits: int, few: bool) -> Config:
     return _tiles(16, 16 if bits == 32 else 32, 8)
 
