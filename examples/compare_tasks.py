@@ -60,9 +60,15 @@ def classes() -> Task:
     return Task("BertForSequenceClassification", AREAS, parts, evaluate)
 
 
+def tag_examples() -> tuple[list, list]:
+    """(words, tags), for training and held out."""
+    return parted(
+        [tagged(text) for text in sorted({x for _, x in python_documentation(1) if len(MARKED.findall(x)) > 1})]
+    )
+
+
 def tags() -> Task:
-    paragraphs = sorted({text for _, text in python_documentation(1) if len(MARKED.findall(text)) > 1})
-    parts = data_sets(TokenClassificationDataset, parted([tagged(text) for text in paragraphs]), max_length=64)
+    parts = data_sets(TokenClassificationDataset, tag_examples(), max_length=64)
     evaluate = partial(metrics.evaluate_entity_metrics, id2label=TAGS)
     padding = transformers.DataCollatorForTokenClassification
     return Task("BertForTokenClassification", TAGS, parts, evaluate, padding, steps=80)

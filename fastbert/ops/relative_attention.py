@@ -166,6 +166,8 @@ def _check(qkv: Tensor, positions: RelativePositions) -> None:
     checks.same_device(_OP, {"qkv": qkv, "slots": slots})
     heads, size = qkv.shape[2:]
     width = bias.shape[-1] if keys is None and queries is None else (queries if keys is None else keys).shape[0]
+    if width == 0:
+        raise ValueError(f"{_OP}: the tables have no slot; expected at least one")
     for name, table in given.items():
         shape, letters = ((heads, width), "(H, W)") if name == "bias" else ((width, heads, size), "(W, H, D)")
         checks.shape(_OP, name, table, shape, letters, "H and D as in qkv, one W for all")

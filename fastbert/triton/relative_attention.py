@@ -46,7 +46,9 @@ def _tiles(M: int, N: int, num_warps: int, num_stages: int = 1) -> Config:
     return Config({"M": M, "N": N}, num_warps, num_stages)
 
 
-# Arguments: padded head size, bits of an element, few: as in attention.py. Chosen by compiling, so that nothing spills.
+# Arguments: padded head size, bits of an element, few: as in attention.py. Chosen by compiling (docs/attention.md). One
+# kernel, _backward_tables, with one kind of table and without dropout, spills 16 to 40 bytes, at a limit of registers
+# below the 255 that a thread may have.
 def _small(width: int, bits: int, few: bool) -> Config:
     return _tiles(16, 16 if bits == 32 else 32, 8)
 

@@ -151,7 +151,7 @@ class TestRelativeAttention(RelativeSuite):
         assert (out - plain).abs().max() <= 2**-22 * plain.abs().max()
 
     def test_a_large_bias_that_is_everywhere_the_same_changes_nothing(self, backend):
-        """Rows behind the end of a sequence have it too, and exp(300) is infinite: it must not reach the others."""
+        """A tile's rows behind a sequence's end have it too, and exp(300) is infinite: it must not reach others."""
         backend.require(torch.float32, backward=True)
         qkv = normal(8, 3, 2, 8, dtype=torch.float32, device=backend.device).requires_grad_()
         cu_seqlens, bias = ends((5, 3), backend.device), torch.full((2, 1), 300.0, device=backend.device)
@@ -340,6 +340,7 @@ SLOT, TABLE = torch.tensor([0, 1, 2]).int(), torch.zeros(3, 2, 4)
         (RelativePositions(SLOT - 1, None, TABLE), IndexError, r"slots\[0\] is -1"),
         (RelativePositions(SLOT, TABLE[:, :1]), ValueError, r"keys has shape \(3, 1, 4\); expected \(W, H, D\)"),
         (RelativePositions(SLOT, TABLE, TABLE[:2]), ValueError, r"queries has shape \(2, 2, 4\)"),
+        (RelativePositions(SLOT, TABLE[:0]), ValueError, "the tables have no slot"),
         (RelativePositions(SLOT, bias=torch.zeros(3, 3)), ValueError, r"bias has shape \(3, 3\); expected \(H, W\)"),
         (RelativePositions(SLOT, TABLE.double()), TypeError, "keys is torch.float64"),
         (RelativePositions(SLOT, TABLE.to("meta")), ValueError, "expected all tensors on one device"),
