@@ -531,7 +531,7 @@ _KNOWN = (
         padding_positions=True,
         relative="bias",
         defaults={"vocab_size": 30527, "pad_token_id": 1},
-        fixed={"embedding_size": None, "type_vocab_size": 2},
+        fixed={"embedding_size": None, "type_vocab_size": 2, "classifier_dropout": None},
         own={"relative_attention_num_buckets": 32},
     ),
 )
