@@ -98,14 +98,17 @@ def _kept(slots: tuple[int, ...], reach: int, device: torch.device) -> tuple[Ten
     return _tensor([slot - lowest for slot in used], device), lowest, max(used) + 1
 
 
-# In compiled code nothing is kept, as a tensor may be a fake one there, and nothing is traced.
+# In compiled code nothing is kept, as a tensor may be a fake one there, and nothing is traced. The mark is what
+# torch.compiler.assume_constant_result sets, but that imports torch._dynamo, and with it Triton.
 
 
-@torch.compiler.assume_constant_result
 def _every_disentangled(buckets: int, farthest: int, device: torch.device) -> Tensor:
     return _tensor(disentangled_slots(buckets, farthest), device)
 
 
-@torch.compiler.assume_constant_result
 def _every_mpnet(device: torch.device) -> Tensor:
     return _tensor(mpnet_slots(), device)
+
+
+for _function in (_every_disentangled, _every_mpnet):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
