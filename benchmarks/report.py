@@ -69,7 +69,8 @@ class Case:
         facts = self.facts
         if "texts" in facts:
             return f"{facts['part']}, {facts['texts']} texts, {facts['model']}"
-        words = [facts["op"] if "op" in facts else f"{facts['part']} {MODELS.get(facts['hidden'], facts['hidden'])}"]
+        size = f"{facts.get('family', '')} {MODELS.get(facts.get('hidden'), facts.get('hidden'))}".strip()
+        words = [facts["op"] if "op" in facts else f"{facts['part']} {size}"]
         words += [f"{facts['layers']} layers"] if facts.get("layers", 1) != 1 else []
         return ", ".join([*words, facts["direction"], f"{facts['batch']} × {facts['seqlen']}", facts["lengths"]])
 
