@@ -124,7 +124,7 @@ class RelativeSuite(AttentionSuite):
         ids=["blocks of keys", "exact distances and wide buckets"],
     )
     def test_long_sequences(self, backend, lengths, size):
-        if backend.name not in ("cpu", "reference"):
+        if backend.name != "cpu":
             backend.skip("for the kernel on CPUs, which takes keys in blocks")
         inputs = self.inputs((lengths, 1, size, "log", KQB), torch.float32, backend.device)
         inputs["slots"] = log_buckets(512, 256).to(backend.device)
@@ -322,6 +322,7 @@ class TestRelativeAttention(RelativeSuite):
             assert torch.equal(clean[:5], dirty[:5]) and torch.equal(clean[12:], dirty[12:])
 
 
+@slow_interpreted  # the random bits are those of attention, by the same code
 class TestRelativeAttentionDropout(RelativeSuite):
     key, p, site = 0x123456789ABCDEF, 0.1, 5
 
