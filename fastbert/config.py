@@ -12,9 +12,9 @@ from fastbert.families import BY_MODEL_TYPE, REFUSED, Family, Head
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 MOST_LAYERS = 10_000  # more would be built for minutes, from a damaged or malicious file
 
-ACTIVATIONS = ("tanh", "relu", "gelu", "gelu_python", "gelu_new", "gelu_pytorch_tanh")  # of all but a layer's MLP
 # hidden_act of config.json -> the `approximate` of the GELU ops
 GELU_FORMS = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+ACTIVATIONS = ("tanh", "relu", *GELU_FORMS)  # of a pooler or a convolution
 
 
 @dataclass(init=False)

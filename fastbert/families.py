@@ -6,7 +6,7 @@ from BERT (`fastbert/model.py`, `fastbert/heads.py`), and `fastbert/checkpoint.p
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -238,23 +238,14 @@ _ALBERT = LayerFacts(
     down_norm="full_layer_layer_norm",
 )
 
-_DEBERTA = LayerFacts(
-    attention="attention.self",
-    heads="attention.self.num_attention_heads",
+_DEBERTA = replace(
+    _BERT,
     projections=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"),
-    attention_dropout="attention.self.dropout",
-    out="attention.output.dense",
-    out_dropout="attention.output.dropout",
-    out_norm="attention.output.LayerNorm",
-    up="intermediate.dense",
-    activation="intermediate.intermediate_act_fn",
-    down="output.dense",
-    down_dropout="output.dropout",
-    down_norm="output.LayerNorm",
     own_mode=True,
     of_positions=("attention.self.pos_key_proj", "attention.self.pos_query_proj"),
 )
-_MPNET = LayerFacts(
+_MPNET = replace(
+    _BERT,
     attention="attention.attn",
     heads="attention.attn.num_attention_heads",
     projections=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
@@ -262,11 +253,6 @@ _MPNET = LayerFacts(
     out="attention.attn.o",
     out_dropout="attention.dropout",
     out_norm="attention.LayerNorm",
-    up="intermediate.dense",
-    activation="intermediate.intermediate_act_fn",
-    down="output.dense",
-    down_dropout="output.dropout",
-    down_norm="output.LayerNorm",
     own_mode=True,
 )
 

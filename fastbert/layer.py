@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastbert import backends, distances, ops, random
+from fastbert import backends, config, distances, ops, random
 from fastbert.families import LayerFacts
 from fastbert.ops import checks
 from fastbert.ops.attention import RelativePositions, attention_unchecked
@@ -36,9 +36,9 @@ from fastbert.prepared import PreparedLinear
 GELU_FORMS = {"GELUActivation": "none", "NewGELUActivation": "tanh", "GELUTanh": "tanh", "PytorchGELUTanh": "tanh"}
 
 # By their names in configurations, of a pooler or of DeBERTa-v2's convolution.
-ACTIVATIONS = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu, "gelu_python": F.gelu} | dict.fromkeys(
-    ("gelu_new", "gelu_pytorch_tanh"), functools.partial(F.gelu, approximate="tanh")
-)
+ACTIVATIONS = {"tanh": torch.tanh, "relu": F.relu} | {
+    name: functools.partial(F.gelu, approximate=form) for name, form in config.GELU_FORMS.items()
+}
 
 
 @dataclass(slots=True)

@@ -14,10 +14,7 @@ Tensor attention_bwd_cpu(const Tensor& dout, const Tensor& qkv, const Tensor& ou
                          const OptionalTensor& rng, int64_t site) {
   const Batch batch(qkv, cu_seqlens, scale, dropout_of(dropout_p, rng, site, kAttentionBits));
   const AttentionBackward backward(batch, dout, qkv, out, lse);
-  batch.for_tasks(backward.qkv, 1, FB_BEST_ISA(attention_bwd_room),
-                  [&](const cpu::AttentionHead& head, int64_t task, int64_t /*part*/, void* room) {
-                    backward.run(head, task, room);
-                  });
+  backward.run_all();
   return backward.dqkv;
 }
 

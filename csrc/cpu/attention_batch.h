@@ -14,6 +14,8 @@ namespace fastbert {
 
 constexpr int64_t kFewestQueries = cpu::kAttentionQueries / 2;  // queries that are a task of their own
 
+inline const char* bytes_of(const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); }
+
 // Memory for each of some threads, which begins at a multiple of 64 bytes.
 class Rooms {
  public:
@@ -87,7 +89,7 @@ struct Batch {
       const double within = before[b + 1] > before[b] ? (wanted - before[b]) / (before[b + 1] - before[b]) : 0;
       return b * heads * parts + int64_t(within * double(heads * parts));
     };
-    const char* const q = static_cast<const char*>(qkv.const_data_ptr());
+    const char* const q = bytes_of(qkv);
     const Rooms rooms(shares, room_of(largest()), qkv);
     parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
       void* const room = rooms.at(begin);
@@ -139,12 +141,17 @@ class AttentionBackward {
   }
 
   void run(const cpu::AttentionHead& head, int64_t task, void* room) const {
-    const auto bytes = [](const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
     const int64_t at = batch_.out_at(task) * batch_.element, part = batch_.heads * batch_.D * batch_.element;
-    char* const dq = static_cast<char*>(dqkv.mutable_data_ptr()) + (static_cast<const char*>(head.q) - bytes(qkv));
+    char* const dq = static_cast<char*>(dqkv.mutable_data_ptr()) + (static_cast<const char*>(head.q) - bytes_of(qkv));
     FB_BEST_ISA(attention_bwd)
-    (head, bytes(dout_) + at, bytes(out_) + at, batch_.out_stride(),
-     bytes(lse_) + batch_.lse_at(task) * lse_.element_size(), dq, dq + part, dq + 2 * part, room);
+    (head, bytes_of(dout_) + at, bytes_of(out_) + at, batch_.out_stride(),
+     bytes_of(lse_) + batch_.lse_at(task) * lse_.element_size(), dq, dq + part, dq + 2 * part, room);
+  }
+
+  void run_all() const {
+    batch_.for_tasks(
+        qkv, 1, FB_BEST_ISA(attention_bwd_room),
+        [&](const cpu::AttentionHead& head, int64_t task, int64_t /*part*/, void* room) { run(head, task, room); });
   }
 
   const Tensor qkv, dqkv;

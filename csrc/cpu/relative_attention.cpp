@@ -10,8 +10,6 @@ namespace {
 
 constexpr int64_t kMostTasks = 64;  // of the backward, each with room for the gradients of tables
 
-const char* bytes_of(const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); }
-
 // The distances of a batch as columns, in the order of rising key - query, and of rising query - key.
 struct Columns {
   int64_t longest, count = 0;
@@ -250,10 +248,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> relative_attention_bwd_cpu(
     gradients.run(backward);
     return {backward.dqkv, gradients.keys(), gradients.queries(), gradients.bias()};
   }
-  batch.for_tasks(backward.qkv, 1, FB_BEST_ISA(attention_bwd_room),
-                  [&](const cpu::AttentionHead& head, int64_t task, int64_t /*part*/, void* room) {
-                    backward.run(head, task, room);
-                  });
+  backward.run_all();
   const auto none = [&](const OptionalTensor& table) { return empty({0}, table ? *table : qkv); };
   return {backward.dqkv, none(keys), none(queries), none(bias)};
 }

@@ -129,13 +129,18 @@ def attention_ref(
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     site: int = 0,
+    positions: RelativePositions | None = None,
 ) -> Tensor:
-    """`attention` in plain PyTorch, one sequence at a time, any number of derivatives."""
+    """`attention`, or with positions `relative_attention`, in plain PyTorch, one sequence at a time, any number of
+    derivatives."""
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
     outputs = []
     for sequence, (start, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)):
         q, k, v = wide(qkv[start:end]).permute(1, 2, 0, 3)  # [H, S, D] each
-        weights = (q @ k.mT * scale).softmax(-1)
+        scores = q @ k.mT * scale
+        if positions is not None:
+            scores = scores + positions.scores(q[None], k[None], scale)[0]
+        weights = scores.softmax(-1)
         if random.threshold(dropout_p, random.ATTENTION_BITS):
             keep = random.attention_keep(rng, site, sequence + 1, q.shape[0], end - start, dropout_p)[-1]
             weights = weights * keep * random.keep_scale(dropout_p, random.ATTENTION_BITS)

@@ -8,6 +8,7 @@ from fastbert import backends, random
 from fastbert.ops import checks
 from fastbert.ops.attention import (
     RelativePositions,
+    attention_ref,
     check,
     fake_forward,
     forward,
@@ -49,18 +50,8 @@ def relative_attention_ref(
     site: int = 0,
 ) -> Tensor:
     """`relative_attention` in plain PyTorch, one sequence at a time, any number of derivatives."""
-    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-    outputs = []
-    for sequence, (start, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)):
-        q, k, v = wide(qkv[start:end]).permute(1, 2, 0, 3)  # [H, S, D] each
-        scores = q @ k.mT * scale + positions.scores(q[None], k[None], scale)
-        weights = scores[0].softmax(-1)
-        if random.threshold(dropout_p, random.ATTENTION_BITS):
-            keep = random.attention_keep(rng, site, sequence + 1, q.shape[0], end - start, dropout_p)[-1]
-            weights = weights * keep * random.keep_scale(dropout_p, random.ATTENTION_BITS)
-        outputs.append((weights @ v).transpose(0, 1))
-    outputs.append(wide(qkv[cu_seqlens[-1] :, 0]) * 0)  # tokens outside every sequence
-    return torch.cat(outputs).to(qkv.dtype)
+    options = {"scale": scale, "dropout_p": dropout_p, "rng": rng, "site": site}
+    return attention_ref(qkv, cu_seqlens, max_seqlen, **options, positions=positions)
 
 
 def _forward(qkv, slots, keys, queries, bias, *rest):
