@@ -17,12 +17,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels then run on the CPU
 
 import cuda_on_cpu
+import triton_interpreter
 
 import fastbert
 from fastbert import backends
 
 if not torch.cuda.is_available():
     cuda_on_cpu.install()
+    triton_interpreter.install()
 
 if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc's
     mallopt(-6, 1)  # M_PERTURB: fills what is allocated, the extension's tensors too, which torch does not fill
@@ -30,11 +32,13 @@ if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc's
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
 def pytest_collection_modifyitems(items):
-    """`slow_interpreted` is `slow` where Triton's interpreter is to run the kernels."""
+    """Makes `slow_on(*backends)` `slow` for these backends; for Triton where its interpreter is to run the kernels."""
     for item in items:
         backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
-        if backend == "triton" and not torch.cuda.is_available() and item.get_closest_marker("slow_interpreted"):
-            item.add_marker("slow")
+        interpreted = backend == "triton" and not torch.cuda.is_available()
+        if interpreted or backend != "triton":
+            if any(backend in mark.args for mark in item.iter_markers("slow_on")):
+                item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

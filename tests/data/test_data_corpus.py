@@ -280,6 +280,7 @@ for epoch in range(loader.state_dict()["epoch"], 2):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_goes_on_with_the_same_batches(corpus, tmp_path):
     """Two workers in the first process, none in the second: together, the batches of one process that ran on."""
     command = [sys.executable, "-c", KILLED, str(corpus.directory), str(tmp_path / "state"), str(tmp_path / "batches")]
@@ -293,6 +294,7 @@ def test_a_killed_process_goes_on_with_the_same_batches(corpus, tmp_path):
         assert all(found) and len(found) > 12 and not file.read()
 
 
+@pytest.mark.slow
 def test_spawned_workers_that_live_on_see_the_epoch(corpus):
     """The data set, the collator and its epoch reach them by pickle."""
     more = {"multiprocessing_context": "spawn", "persistent_workers": True, "num_workers": 1}

@@ -325,7 +325,7 @@ def test_padding_between_tokens(family):
     assert (report.packed, report.fallbacks.total()) == (0, 1)
 
 
-@pytest.mark.parametrize("family", ["deberta-v2", "mpnet"])
+@pytest.mark.parametrize("family", ["deberta-v2", pytest.param("mpnet", marks=pytest.mark.slow)])
 def test_compiled_code(family):
     """All lengths in one graph; it stops at padding between tokens."""
     model = BertModel(BertConfig.from_dict({"model_type": family, **CONFIGS[family]})).to(DEVICE).eval()
@@ -342,7 +342,7 @@ def test_compiled_code(family):
             compiled(**inputs)
 
 
-@pytest.mark.parametrize("family", ["deberta-v2", "mpnet"])
+@pytest.mark.parametrize("family", [pytest.param("deberta-v2", marks=pytest.mark.slow), "mpnet"])
 def test_compiled_code_of_accelerated_models(family):
     model = their(family)
     fastbert.accelerate(model)

@@ -237,6 +237,7 @@ def test_what_is_refused_at_once(earlier, change, error, words):
         export.export(model, path, format)
 
 
+@pytest.mark.slow
 def test_a_full_disk_does_not_end_the_process(tmp_path):
     """As torch's own writer would, in a destructor."""
     code = """

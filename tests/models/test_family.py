@@ -149,7 +149,10 @@ IN_ONE = {"embedding": 1, "encoder_layer": 2, "padding": None}
 
 
 @pytest.mark.parametrize("backend", backends.BACKENDS)
-@pytest.mark.parametrize("family", ["roberta", "distilbert", "albert"])  # a frozen position; no token types; two widths
+@pytest.mark.parametrize(
+    "family",  # a frozen position; no token types; two widths
+    ["roberta", *[pytest.param(name, marks=pytest.mark.slow_on("triton")) for name in ("distilbert", "albert")]],
+)
 @pytest.mark.parametrize("ops", [OPS, IN_ONE], ids=["single-ops", "layers-in-one"])
 def test_every_backend(family, backend, ops, monkeypatch):
     """Each op runs once in every layer, or every other, on the backend asked for, and obeys the accuracy rule."""
@@ -661,7 +664,10 @@ def test_nothing_replaced_or_kept_gives_zero_and_zero_gradients():
 
 @pytest.mark.parametrize(
     ("family", "kind", "layers"),
-    [("roberta", "ForSequenceClassification", 1), pytest.param("albert", "ForMaskedLM", 2, marks=pytest.mark.slow)],
+    [
+        pytest.param("roberta", "ForSequenceClassification", 1, marks=pytest.mark.slow),
+        pytest.param("albert", "ForMaskedLM", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_compiles_to_one_graph(family, kind, layers):
     """Padded and packed, forward and backward; the same numbers, though a padded graph sums over padding rows."""

@@ -14,7 +14,7 @@ from fastbert.ops.op import PRIMITIVES
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HALF = (torch.bfloat16, torch.float16)
 # For cases that take Triton's interpreter seconds, where a smaller one runs the same code.
-slow_interpreted = pytest.mark.slow_interpreted
+slow_interpreted = pytest.mark.slow_on("triton")
 
 
 def normal(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> Tensor:
@@ -148,6 +148,7 @@ class OpSuite:
                 assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device), primitive.name
                 assert a.is_contiguous() or backend.name == "reference", primitive.name
 
+    @slow_interpreted
     def test_opcheck(self, backend):
         backend.require(torch.float32)
         inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
@@ -163,6 +164,7 @@ class OpSuite:
                 operator = primitive.operator(backend.name)
                 torch.library.opcheck(operator, tuple(some), test_utils=("test_schema", "test_faketensor"))
 
+    @pytest.mark.slow_on("reference")  # PyTorch's own functions, traced one by one
     def test_compiles_to_one_graph(self, backend):
         backend.require(torch.float32)
         inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)

@@ -140,6 +140,7 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_300_calls_leave_nothing_behind():
     cases = list(_cases().values())
 

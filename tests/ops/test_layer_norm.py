@@ -43,7 +43,7 @@ class Rows(OpSuite):
             pytest.param((7, 2050), id="pairs-but-no-vectors", marks=slow_interpreted),
             pytest.param((2, 4096), id="the-longest-that-triton-keeps-whole"),
             pytest.param((9, 4104), id="triton-s-last-chunk-is-short"),
-            pytest.param((2, 8192), id="the-longest"),
+            pytest.param((2, 8192), id="the-longest", marks=slow_interpreted),
         ],
     )
     def test_rows_of_any_length(self, backend, size):
@@ -116,7 +116,9 @@ class TestLayerNorm(Rows):
         y, truth = self.ours(**inputs), self.truth(**{n: t.double() for n, t in inputs.items()})
         assert (y - truth).abs().max() <= 1e-5 * truth.abs().max()
 
-    @pytest.mark.parametrize("columns", [64, 768, pytest.param(1500, marks=slow_interpreted), 4100])
+    @pytest.mark.parametrize(
+        "columns", [64, 768, pytest.param(1500, marks=slow_interpreted), pytest.param(4100, marks=slow_interpreted)]
+    )
     def test_a_mean_that_float32_does_not_hold(self, backend, columns):
         """Eighths above 2**20, the finest that float32 has there: the rounded mean is off by a fifth of the deviation.
 
@@ -136,7 +138,14 @@ class TestLayerNorm(Rows):
                 assert (gradient - exact).abs().max() <= 1e-6 * exact.abs().max()
 
     @pytest.mark.parametrize(
-        "size", [10, pytest.param(1e2, marks=slow_interpreted), 1e4, pytest.param(1e6, marks=slow_interpreted), 1e8]
+        "size",
+        [
+            pytest.param(10, marks=slow_interpreted),
+            pytest.param(1e2, marks=slow_interpreted),
+            1e4,
+            pytest.param(1e6, marks=slow_interpreted),
+            1e8,
+        ],
     )
     @pytest.mark.parametrize("place", [0, -1])
     def test_one_outlier_in_a_row(self, backend, size, place):

@@ -56,7 +56,7 @@ class RelativeSuite(AttentionSuite):
             id="sequences-that-share-a-program",
             marks=slow_interpreted,
         ),
-        pytest.param(((129, 3), 2, 64, "log", KQ), id="several-tiles", marks=slow_interpreted),
+        pytest.param(((129, 3), 1, 64, "log", KQ), id="several-tiles", marks=slow_interpreted),
     ]
 
     def inputs(self, shape, dtype, device):
@@ -199,6 +199,7 @@ class TestRelativeAttention(RelativeSuite):
             assert frozen == (leaves["keys"].grad is None)
         assert torch.equal(*grads)
 
+    @slow_interpreted
     def test_slots_out_of_range_are_clamped(self, backend):
         """In compiled code, whose values are not looked at, no memory of others is read."""
         if backend.name == "reference":
@@ -236,6 +237,7 @@ class TestRelativeAttention(RelativeSuite):
             with pytest.raises(ValueError, match="relative_attention: .* expected"):
                 PRIMITIVES["relative_attention_bwd"](backend.name, *saved, *args, True)
 
+    @slow_interpreted
     def test_every_row_is_written_whatever_cu_seqlens_holds(self, backend):
         """In compiled code, whose values are not looked at. Tokens outside every sequence have no gradients either."""
         if backend.name == "reference":

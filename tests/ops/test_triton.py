@@ -229,6 +229,7 @@ def rows(text: str) -> list[dict[str, str]]:
     return [dict(zip(lines[0], line, strict=True)) for line in lines if line != lines[0] and set(line) != {"---"}]
 
 
+@pytest.mark.slow
 def test_dense_gelu_compiles_to_hoppers_instructions_and_spills_nothing():
     result = triton_report("--arch", "90", "--only", "dense_gelu._forward 5 bf16 DESCRIBED=True, SAVE=True", "sums")
     assert result.returncode == 0, result.stderr

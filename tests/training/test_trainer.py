@@ -860,6 +860,7 @@ def launch(*arguments, torchrun=False):
     )
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path):
     """SIGKILL in the middle of a step, and then while a checkpoint is being written."""
     threads = torch.get_num_threads()
@@ -1030,6 +1031,7 @@ def test_a_loader_or_a_period_that_makes_no_sense_is_refused(tmp_path):
 # ---- several processes, and other people's loops
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
     """In float64, to rounding, with unequal numbers of labels, in DDP and FSDP2; a checkpoint serves one process."""
     answer = launch(tmp_path, torchrun=True)
