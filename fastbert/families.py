@@ -59,6 +59,11 @@ class LayerFacts:
         object.__setattr__(self, "leaves", tuple(place[path] for path in leaves))
         object.__setattr__(self, "containers", tuple(place[path] for path in sorted(inside - {self.attention})))
 
+    def dense_in(self, layer: nn.Module) -> list[str]:
+        """`dense`, and those of positions that the layer has."""
+        there = dict(layer.named_modules())
+        return [*self.dense, *[path for path in self.of_positions if path in there]]
+
     def find(self, layer: nn.Module) -> list[Any]:
         """What the paths lead through and to, as the fields after `steps` count it. Raises AttributeError."""
         found: list[Any] = [layer]

@@ -274,12 +274,14 @@ class Distances(NamedTuple):
 
     slots: as those of `ops.relative_attention`, counted from the slot `first`. rows: (W, C), DeBERTa's embeddings of
     the slots from there on, normalised; every layer projects them. bias: (H, W), MPNet's, the same in all layers.
+    encoder: that has the rows.
     """
 
     slots: Tensor
     first: int
     rows: Tensor | None = None
     bias: Tensor | None = None
+    encoder: nn.Module | None = None
 
 
 def distances_of(encoder: nn.Module, packing: Packing) -> Distances | None:
@@ -295,8 +297,12 @@ def distances_of(encoder: nn.Module, packing: Packing) -> Distances | None:
     longest = None if torch.compiler.is_compiling() else max(packing.max_seqlen, 1)  # there it may be no number
     sizes = encoder.position_buckets, encoder.max_relative_positions, longest, device
     slots, first, last = distances.disentangled(*sizes)
+    return Distances(slots, first, _rows(encoder, first, last), encoder=encoder)
+
+
+def _rows(encoder: nn.Module, first: int = 0, last: int | None = None) -> Tensor:
     rows = _table(encoder.rel_embeddings)[first:last]
-    return Distances(slots, first, norm(rows, encoder.LayerNorm) if hasattr(encoder, "LayerNorm") else rows)
+    return norm(rows, encoder.LayerNorm) if hasattr(encoder, "LayerNorm") else rows
 
 
 def _table(embedding: nn.Module) -> Tensor:
@@ -330,12 +336,35 @@ def positions_of(
     if not kinds:
         return None
     rows = _drop_positions(given, module.pos_dropout, rng, random.position_site(turn))
-    if module.share_att_key:
-        made = _project_shared(rows, parts.projections, kinds)
-    else:
-        made = {kind: dense(rows, module.pos_key_proj if kind == "c2p" else module.pos_query_proj) for kind in kinds}
+    made = _kept_positions(parts, given, kinds) if rows is given.rows else None
+    made = _project_positions(parts, rows, kinds) if made is None else made
     keys, queries = (None if (x := made.get(kind)) is None else x.unflatten(-1, (parts.heads, -1)) for kind in _KINDS)
     return RelativePositions(given.slots, keys, queries)
+
+
+def _kept_positions(parts: AttentionParts, given: Distances, kinds: list[str]) -> dict[str, Tensor] | None:
+    """Where they are made by dense layers that `fastbert.prepare` froze: those of all slots are made once."""
+    module, encoder = parts.module, given.encoder
+    makers = parts.projections
+    if not module.share_att_key:
+        makers = [module.pos_key_proj if kind == "c2p" else module.pos_query_proj for kind in kinds]
+    of_rows = [encoder.rel_embeddings, *([encoder.LayerNorm] if hasattr(encoder, "LayerNorm") else [])]
+    plain = is_plain_embedding(of_rows[0]) and all(map(is_plain_norm, of_rows[1:]))
+    if torch.compiler.is_compiling() or not plain or not all([is_plain(each, PreparedLinear) for each in makers]):
+        return None
+
+    def make() -> dict[str, Tensor]:
+        return {kind: x.contiguous() for kind, x in _project_positions(parts, _rows(encoder), kinds).items()}
+
+    kept = makers[0].keep([tensor for each in of_rows for tensor in each.parameters()], make)
+    return {kind: x[given.first :][: given.rows.shape[0]] for kind, x in kept.items()}
+
+
+def _project_positions(parts: AttentionParts, rows: Tensor, kinds: list[str]) -> dict[str, Tensor]:
+    module = parts.module
+    if module.share_att_key:
+        return _project_shared(rows, parts.projections, kinds)
+    return {kind: dense(rows, module.pos_key_proj if kind == "c2p" else module.pos_query_proj) for kind in kinds}
 
 
 def _drop_positions(given: Distances, dropout: nn.Module, rng: Tensor | None, site: int) -> Tensor:
@@ -432,6 +461,8 @@ def encoder_layer(
     sites = random.layer_sites(turn)
     context, weights = attend(parts.attention, hidden, packing, rng, turn, with_weights, given)
     rest = _after_attention(parts, hidden, context, packing, rng, turn) if alone and not with_weights else None
+    if rest is None and alone and not with_weights:
+        rest = _as_prepared(parts, hidden, packing, context)
     if rest is not None:
         return rest, None
     hidden = project_add_norm(context, hidden, parts.out, parts.out_dropout, parts.out_norm, rng, sites[1])
@@ -487,12 +518,15 @@ def _settings(
     return Settings(*sizes, *rates, random.layer_sites(turn)[0], form, dtype, *eps)
 
 
-def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing) -> Tensor | None:
-    """The layer in one call where some of its dense layers are prepared and the others plain; else None."""
-    if not any([type(module) is PreparedLinear for module in parts.leaves]):
+def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing, context: Tensor | None = None) -> Tensor | None:
+    """The layer in one call where some of its dense layers are prepared and the others plain; else None. With what its
+    attention gave, what follows."""
+    before = 0 if context is None else len(parts.attention.projections)
+    leaves, kinds = parts.leaves[before:], parts.kinds()[before:]
+    if not any([type(module) is PreparedLinear for module in leaves]):
         return None
     found, scales = [], []
-    for module, kind in zip(parts.leaves, parts.kinds(), strict=True):
+    for module, kind in zip(leaves, kinds, strict=True):
         prepared = is_plain(module, PreparedLinear)
         tensors = module.__dict__ if prepared else module._parameters
         weight, bias = tensors.get("weight"), tensors.get("bias")
@@ -502,11 +536,13 @@ def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing) -> Tensor 
         if kind is nn.Linear:
             scales.append(_NO_SCALE if (scale := module.__dict__.get("scale")) is None else scale)
     backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
-    if backend is None or parts.drops() or needs_grad(hidden, *found):
+    if backend is None or parts.drops() or needs_grad(hidden, context, *found):
         return None
     form, attention = gelu_form(parts.activation), parts.attention
-    sizes = packing.cu_seqlens, packing.max_seqlen, attention.heads, attention.scaling
-    return PACKED_LAYER(backend, hidden, found, scales, *sizes, form, parts.out_norm.eps, parts.down_norm.eps)
+    sizes = packing.max_seqlen, attention.heads, attention.scaling
+    ends = packing.cu_seqlens if context is None else None
+    eps = parts.out_norm.eps, parts.down_norm.eps
+    return PACKED_LAYER(backend, hidden, context, found, scales, ends, *sizes, form, *eps)
 
 
 def attends_elsewhere(backend: str, device_type: str, dtype: torch.dtype, live: bool, head_size: int) -> bool:

@@ -433,7 +433,7 @@ class BertEncoder(_Loadable):
 
     def dense_layers(self) -> list[str]:
         """What `fastbert.prepare` packs in it."""
-        return [f"layer.{i}.{part}" for i in range(len(self.layer)) for part in OURS.dense]
+        return [f"layer.{i}.{part}" for i, each in enumerate(self.layer) for part in OURS.dense_in(each)]
 
     def forward(
         self,

@@ -1,7 +1,7 @@
 """Modules that `fastbert.prepare` makes: dense layers whose weights were packed once for this processor, and models
 that hold them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,7 @@ class PreparedLinear(nn.Module):
         self.weight: Tensor | None = None
         self.scale: Tensor | None = None
         self.bias: Tensor | None = None
+        self.kept: tuple[list[tuple[Tensor, int]], dict[str, Tensor]] | None = None
         self.training = False
 
     @classmethod
@@ -63,9 +64,19 @@ class PreparedLinear(nn.Module):
             x = x.to(self.dtype)
         return ops.packed_linear(x, self.weight, self.scale, self.bias, self.out_features)
 
+    def keep(self, sources: Sequence[Tensor], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """make(), which depends on frozen layers and on these tensors alone: made anew when one of them has changed."""
+        versions = [(each, 0 if each.is_inference() else each._version) for each in sources]
+        known = self.kept
+        if known is None or any([a is not b or m != n for (a, m), (b, n) in zip(known[0], versions, strict=True)]):
+            with torch.inference_mode(False), torch.no_grad():  # so that later calls may be in whatever mode
+                known = self.kept = versions, make()
+        return known[1]
+
     def bytes(self) -> int:
         """What its tensors take."""
-        return sum(tensor.nbytes for tensor in (self.weight, self.scale, self.bias) if tensor is not None)
+        tensors = self.weight, self.scale, self.bias, *(self.kept[1].values() if self.kept else ())
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, precision={self.precision}"
@@ -101,7 +112,7 @@ class PreparedLinear(nn.Module):
         self.fill(given["weight"], given.get(SCALE), given["bias"])
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__ | {"weight": None, "scale": None, "bias": None}
+        state = self.__dict__ | {"weight": None, "scale": None, "bias": None, "kept": None}
         return state if self.weight is None else state | {"plain": self._plain()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -176,7 +187,7 @@ def linears(model: nn.Module) -> Iterator[str]:
         elif key := key_of(module):
             family = FAMILIES[key]
             for each in dict.fromkeys(family.layers_in_order(module)):
-                yield from (f"{names[each]}.{part}" for part in family.layer.dense)
+                yield from (f"{names[each]}.{part}" for part in family.layer.dense_in(each))
             if family.projection and family.projected(module) is not None:
                 yield f"{prefix}{family.projection}"
 

@@ -1,5 +1,5 @@
-// A whole post-norm layer whose products have packed weights, forward only. The schema is defined in
-// fastbert/ops/packed_layer.py.
+// A whole post-norm layer whose products have packed weights, or what follows its attention; forward only. The schema
+// is defined in fastbert/ops/packed_layer.py.
 #include <string_view>
 #include <vector>
 
@@ -25,10 +25,11 @@ struct Layer {
   Tensor out_norm[2], down_norm[2];  // weight and bias
 
   // parameters: weight and bias of each, in the order of encoder_layer; scales: of each product, empty where it has
-  // none.
-  Layer(const Tensors& parameters, const Tensors& scales) {
+  // none. attended: without those before attention.
+  Layer(const Tensors& parameters, const Tensors& scales, bool attended) {
     const size_t count = parameters.size();
-    FB_CHECK_VALUE(count == 12 || count == 16, "packed_layer: ", count, " parameters; expected 12 or 16");
+    FB_CHECK_VALUE(attended ? count == 10 : count == 12 || count == 16, "packed_layer: ", count,
+                   " parameters; expected ", attended ? "10 beside a context" : "12 or 16");
     FB_CHECK_VALUE(scales.size() == count / 2 - 2, "packed_layer: ", scales.size(), " scales; expected ",
                    count / 2 - 2);
     size_t next = 0, product = 0;
@@ -82,22 +83,36 @@ Tensor project(const Tensor& x, const std::vector<Dense>& projections, int64_t h
   return view(qkv, {tokens, 3, heads, width / (3 * heads)});
 }
 
-Tensor packed_layer_fwd_cpu(const Tensor& hidden, const Tensors& parameters, const Tensors& scales,
-                            const Tensor& cu_seqlens, int64_t max_seqlen, int64_t heads, double scale,
-                            std::string_view approximate, double out_eps, double down_eps) {
+// What the heads give, (T, H D): that given, or by attention.
+Tensor context_of(const Tensor& x, const OptionalTensor& given, const Layer& layer, const OptionalTensor& cu_seqlens,
+                  int64_t max_seqlen, int64_t heads, double scale) {
+  if (given) {
+    FB_CHECK_VALUE(given->dim() == 2, "packed_layer: context has shape ", given->sizes(), "; expected (T, D)");
+    check_shape("packed_layer", "context", *given, {x.size(0), given->size(1)});
+    check_dtype("packed_layer", "context", *given, x.scalar_type());
+    check_device("packed_layer", "context", *given, x.device());
+    return contiguous(*given);
+  }
+  FB_CHECK_VALUE(cu_seqlens.has_value(), "packed_layer: neither context nor cu_seqlens; expected one");
+  FB_CHECK_VALUE(heads > 0, "packed_layer: heads is ", heads, "; expected a positive number");
+  const auto [out, lse] =
+      attention_fwd_cpu(project(x, layer.projections, heads), *cu_seqlens, max_seqlen, scale, 0, std::nullopt, 0);
+  return view(out, {x.size(0), out.size(1) * out.size(2)});
+}
+
+Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context, const Tensors& parameters,
+                            const Tensors& scales, const OptionalTensor& cu_seqlens, int64_t max_seqlen, int64_t heads,
+                            double scale, std::string_view approximate, double out_eps, double down_eps) {
   const NoGrad guard;
   FB_CHECK_VALUE(hidden.dim() == 2, "packed_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");
-  FB_CHECK_VALUE(heads > 0, "packed_layer: heads is ", heads, "; expected a positive number");
-  const Layer layer(parameters, scales);
+  const Layer layer(parameters, scales, context.has_value());
   const Tensor x = contiguous(hidden);
-  const auto [heads_gave, lse] =
-      attention_fwd_cpu(project(x, layer.projections, heads), cu_seqlens, max_seqlen, scale, 0, std::nullopt, 0);
-  const Tensor context = view(heads_gave, {x.size(0), heads_gave.size(1) * heads_gave.size(2)});
+  const Tensor attended = context_of(x, context, layer, cu_seqlens, max_seqlen, heads, scale);
   const auto normed = [](const Tensor& y, const Tensor& residual, const Dense& dense, const Tensor(&norm)[2],
                          double eps) {
     return std::get<0>(add_layer_norm_fwd_cpu(y, residual, norm[0], norm[1], dense.bias, std::nullopt, eps, 0, 0));
   };
-  const Tensor middle = normed(apply(context, layer.out, "", false), x, layer.out, layer.out_norm, out_eps);
+  const Tensor middle = normed(apply(attended, layer.out, "", false), x, layer.out, layer.out_norm, out_eps);
   const Tensor wide = apply(middle, layer.up, approximate, true);
   return normed(apply(wide, layer.down, "", false), middle, layer.down, layer.down_norm, down_eps);
 }

@@ -14,9 +14,10 @@ from fastbert.ops.packed_linear import packed_linear_ref
 
 def packed_layer_ref(
     hidden: Tensor,
+    context: Tensor | None,
     parameters: Sequence[Tensor],
     scales: Sequence[Tensor],
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | None,
     max_seqlen: int,
     heads: int,
     scale: float,
@@ -26,14 +27,16 @@ def packed_layer_ref(
 ) -> Tensor:
     """A post-norm layer in plain PyTorch; a layer of prepared modules calls its operator (`fastbert.layer`).
 
+    context: what its attention gave, where that came before; cu_seqlens is None then, and the projections are left out.
     parameters: those of `encoder_layer`, where a weight may be packed. scales: that of each product as `packed_linear`
     takes it, with no element where it has none.
     """
     *projections, out, out_norm, up, down, down_norm = zip(parameters[::2], parameters[1::2], strict=True)
-    each = [_dense(hidden, *part, of) for part, of in zip(projections, scales[:-3], strict=True)]
-    qkv = torch.cat(each, -1).unflatten(-1, (3, heads, -1))
-    x = attention_ref(qkv, cu_seqlens, max_seqlen, scale=scale).flatten(1)
-    x = _dense(x, out[0], torch.zeros_like(out[1]), scales[-3])
+    if context is None:
+        each = [_dense(hidden, *part, of) for part, of in zip(projections, scales[:-3], strict=True)]
+        qkv = torch.cat(each, -1).unflatten(-1, (3, heads, -1))
+        context = attention_ref(qkv, cu_seqlens, max_seqlen, scale=scale).flatten(1)
+    x = _dense(context, out[0], torch.zeros_like(out[1]), scales[-3])
     hidden = add_layer_norm_ref(x, hidden, *out_norm, out_eps, x_bias=out[1])
     x = _dense(hidden, *up, scales[-2], approximate)
     x = _dense(x, down[0], torch.zeros_like(down[1]), scales[-1])
@@ -47,14 +50,14 @@ def _dense(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, approximate: 
     return y if approximate is None else F.gelu(y, approximate=approximate)
 
 
-def _fake(hidden, parameters, scales, cu_seqlens, *settings):
+def _fake(hidden, context, parameters, scales, cu_seqlens, *settings):
     return torch.empty_like(hidden, memory_format=torch.contiguous_format)
 
 
 FWD = Primitive(
     "packed_layer_fwd",
-    "(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor cu_seqlens, SymInt max_seqlen, int heads,"
-    " float scale, str approximate, float out_eps, float down_eps) -> Tensor",
+    "(Tensor hidden, Tensor? context, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, SymInt max_seqlen,"
+    " int heads, float scale, str approximate, float out_eps, float down_eps) -> Tensor",
     _fake,
     packed_layer_ref,
 )

@@ -5,6 +5,7 @@ What they share with the other families is in test_family.py and tests/hf/test_h
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_p
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 import fastbert
-from fastbert import BertConfig, BertModel, config, distances, layer, random
+from fastbert import BertConfig, BertModel, backends, config, distances, layer, random
 
 LENGTHS = (20, *range(127, 131), *range(255, 258), *range(511, 514))
 SMALL = {
@@ -364,6 +365,42 @@ def test_prepared(family, transformers_model, precision):
     model = fastbert.prepare(theirs if transformers_model else our(theirs.double()).float(), precision)
     one, two = (each(**inputs).last_hidden_state[inputs["attention_mask"].bool()] for each in (model, theirs.float()))
     assert F.cosine_similarity(one, two, -1).min() > (1 - 1e-5 if precision == "fp32" else 0.99)
+
+
+@pytest.mark.parametrize("variant", ["v3", "own-projections", "c2p", "p2c-own", "neither", "no-norm"])
+@pytest.mark.parametrize("transformers_model", [False, True])
+def test_prepared_layers_make_their_tables_once(transformers_model, variant, monkeypatch):
+    """For all lengths, anew where the embeddings of positions have changed; no copy and no file has them."""
+    if DEVICE != "cpu":
+        pytest.skip("prepares for CPUs")
+    theirs, made, before = their(**VARIANTS[variant]), [], backends.calls()
+    model = fastbert.prepare(theirs if transformers_model else our(theirs), "fp32")
+    project = layer._project_positions
+    monkeypatch.setattr(layer, "_project_positions", lambda *args: made.append(1) or project(*args))
+    layers = 0 if variant == "neither" else 2
+
+    def check():
+        for lengths in ([9, 5], [3], [40, 1]):
+            inputs = batch(lengths, max(lengths))
+            found = model(**inputs).last_hidden_state
+            with monkeypatch.context() as patch:
+                patch.setattr(layer, "_kept_positions", lambda *_: None)
+                assert torch.equal(found, model(**inputs).last_hidden_state)
+
+    with torch.inference_mode():
+        model(**batch([4], 4))
+    assert len(made) == layers
+    check()
+    assert len(made) == layers + 3 * layers  # what `check` compares with
+    with torch.no_grad():
+        model.encoder.rel_embeddings.weight.mul_(2)
+    check()
+    assert len(made) == 8 * layers
+    size, inputs = len(pickle.dumps(model)), batch([9], 9)
+    assert torch.equal(copy.deepcopy(model)(**inputs)[0], model(**inputs)[0])
+    assert size < 1.01 * len(pickle.dumps(fastbert.prepare(theirs if transformers_model else our(theirs), "fp32")))
+    ran = backends.calls()["packed_layer_fwd", "cpu"] - before.get(("packed_layer_fwd", "cpu"), 0)
+    assert ran >= 20 or backends.why_not("cpu", "packed_layer", "cpu", torch.float32)
 
 
 def test_a_replaced_projection_is_called_on_positions_too():

@@ -152,7 +152,7 @@ def packed(n: Sizes, channels: int, inner: int) -> tuple[Tensor, Tensor | None]:
 
 
 def right_packed_layer(n: Sizes, x: Tensor, ends: Tensor) -> list:
-    """Of three projections or one, and the product after attention is plain for a head size of 3, 6 and so on."""
+    """Of three projections, one or none, and the product after attention is plain for a head size of 3, 6 and so on."""
     projections, width = (3, n.H * n.D) if n.H < 3 else (1, 3 * n.H * n.D)
     parameters, scales = [], []
     for place, size in enumerate([(width, n.C)] * projections + [(n.C, n.H * n.D), None, (n.K, n.C), (n.C, n.K), None]):
@@ -165,7 +165,10 @@ def right_packed_layer(n: Sizes, x: Tensor, ends: Tensor) -> list:
             weight, scale = packed(n, *size)
             parameters += weight, normal(torch.float32, size[0])
             scales.append(torch.empty(0) if scale is None else scale)
-    return [x, parameters, scales, ends, n.T, n.H, 0.5, "tanh", 1e-12, 1e-5]
+    if n.K % 2:
+        return [x, None, parameters, scales, ends, n.T, n.H, 0.5, "tanh", 1e-12, 1e-5]
+    context = normal(x.dtype, n.T, n.H * n.D)
+    return [x, context, parameters[2 * projections :], scales[projections:], None, n.T, n.H, 0.5, "tanh", 1e-12, 1e-5]
 
 
 # ---- wrong arguments

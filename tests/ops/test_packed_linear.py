@@ -542,8 +542,8 @@ class Layer:
             self.scales.append(scale)
 
     def call(self, approximate="none"):
-        lists = self.parameters, self.scales
-        return self.hidden, *lists, self.ends, self.longest, HEADS, (WIDTH // HEADS) ** -0.5, approximate, 1e-5, 1e-12
+        tensors = self.hidden, None, self.parameters, self.scales, self.ends
+        return *tensors, self.longest, HEADS, (WIDTH // HEADS) ** -0.5, approximate, 1e-5, 1e-12
 
 
 def by_single_ops(layer, approximate="none"):
@@ -578,6 +578,27 @@ def test_a_layer_gives_the_bits_of_the_single_ops(projections, kind, plain):
     assert 0 < sum(weight.dim() > 2 for weight in layer.parameters) < len(layer.parameters)
     whole = packed_layer.FWD("cpu", *layer.call(approximate))
     assert torch.equal(whole, on_cpu(by_single_ops, layer, approximate))
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_follows_attention_gives_the_bits_of_the_single_ops(kind):
+    layer = Layer(ONE, kind, PLAIN["the last is plain"])
+    hidden, _, parameters, scales, ends, longest, *settings = layer.call("tanh")
+    weight, bias, *parameters = parameters
+    scale, *scales = scales
+    qkv = ops.packed_linear(hidden, weight, scale if scale.numel() else None, bias, 3 * WIDTH)
+    context = on_cpu(ops.attention, qkv.unflatten(-1, (3, HEADS, -1)), ends, longest).flatten(1)
+    for given in (context, testing.strided(context)):
+        after = packed_layer.FWD("cpu", hidden, given, parameters, scales, None, 0, *settings)
+        assert torch.equal(after, packed_layer.FWD("cpu", *layer.call("tanh")))
+    plain = packed_layer.FWD("reference", hidden, context, parameters, scales, None, 0, *settings)
+    assert (plain - after).abs().max() <= 0.02 * plain.abs().max()
+    for wrong, words in ((context[:-1], "shape"), (context[0], "shape"), (context.double(), "is Double")):
+        with pytest.raises(ValueError, match=f"context (has )?{words}"):
+            packed_layer.FWD("cpu", hidden, wrong, parameters, scales, None, 0, *settings)
+    with pytest.raises(ValueError, match="10 parameters; expected 12 or 16"):
+        packed_layer.FWD("cpu", hidden, None, parameters, scales, ends, longest, *settings)
 
 
 @pytest.mark.parametrize("projections", [ONE, THREE], ids=["one projection", "three"])
@@ -644,6 +665,7 @@ def test_a_layer_is_what_its_schema_and_its_fake_say(kind):
         (lambda layer: setattr(layer, "hidden", layer.hidden[:, 1:]), "weight has shape"),
         (lambda layer: setattr(layer, "hidden", layer.hidden.double()), "weight is Float; expected Double"),
         (lambda layer: setattr(layer, "ends", layer.ends.long()), "cu_seqlens is Long"),
+        (lambda layer: setattr(layer, "ends", None), "neither context nor cu_seqlens"),
     ],
 )
 def test_the_operator_refuses_a_layer_that_does_not_fit(change, words):
