@@ -374,7 +374,7 @@ def _drop_positions(given: Distances, dropout: nn.Module, rng: Tensor | None, si
         return dropout(rows)
     if random.threshold(p, random.ROW_BITS) == 0:
         return rows
-    keep = random.row_keep(rng, site, given.first + rows.shape[0], rows.shape[1], p)[given.first :]
+    keep = random.row_keep(rng, site, *rows.shape, p, given.first)
     return torch.where(keep, rows * random.keep_scale(p, random.ROW_BITS), 0)
 
 

@@ -78,14 +78,14 @@ def keep_scale(p: float, bits: int) -> float:
     return 2**bits / (2**bits - threshold(p, bits))
 
 
-def row_bits(rng: Tensor, site: int, tokens: int, channels: int) -> Tensor:
+def row_bits(rng: Tensor, site: int, tokens: int, channels: int, first: int = 0) -> Tensor:
     """The 16 random bits of every element of a (tokens, channels) tensor, as int64.
 
     Counter (channel // 8, token low, token high, 0); element channel % 8 takes the halves of the four words in
-    little-endian order. `token` is the packed index.
+    little-endian order. `token` is the packed index, from `first` on.
     """
     device = rng.device
-    token = torch.arange(tokens, device=device)[:, None]
+    token = torch.arange(first, first + tokens, device=device)[:, None]
     group = torch.arange((channels + 7) // 8, device=device)[None, :]
     words = torch.stack(philox((group, token & _LOW, token >> 32, 0), site_key(rng, site)), -1)  # [T, G, 4]
     halves = torch.stack((words & 0xFFFF, words >> 16), -1)  # [T, G, 4, 2]
@@ -113,9 +113,9 @@ def attention_bits(rng: Tensor, site: int, sequences: int, heads: int, queries: 
     return data.flatten(3)[..., :keys]
 
 
-def row_keep(rng: Tensor, site: int, tokens: int, channels: int, p: float) -> Tensor:
+def row_keep(rng: Tensor, site: int, tokens: int, channels: int, p: float, first: int = 0) -> Tensor:
     """Which elements of a (tokens, channels) tensor dropout keeps: bool. Kept ones times `keep_scale(p, ROW_BITS)`."""
-    return row_bits(rng, site, tokens, channels) >= threshold(p, ROW_BITS)
+    return row_bits(rng, site, tokens, channels, first) >= threshold(p, ROW_BITS)
 
 
 def attention_keep(rng: Tensor, site: int, sequences: int, heads: int, length: int, p: float) -> Tensor:

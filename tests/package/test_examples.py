@@ -43,7 +43,8 @@ def run(examples, monkeypatch, capsys):
 
     def run(name, *arguments, every=1):
         example = importlib.import_module(name)
-        reads = importlib.import_module("compare_tasks") if name == "compare_training" else example
+        tasks = name in ("compare_training", "tag_with_deberta")
+        reads = importlib.import_module("compare_tasks") if tasks else example
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         monkeypatch.setattr(reads, "python_documentation", lambda size: python_documentation(size)[::every])
         status = example.main()
@@ -100,6 +101,19 @@ def test_a_gradient_that_is_wrong_is_noticed(example, monkeypatch):
     monkeypatch.setattr(fastbert.ops, "dense_gelu", wrong)
     status, output = example("pretrain_mlm", 5)
     assert status == 1 and "DO NOT COINCIDE" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [False, True])
+def test_tagging_with_a_deberta(run, tmp_path, monkeypatch, wrong):
+    """In a few steps; and with scores of positions that are 1 % off in every layer."""
+    right = fastbert.layer.disentangled_scaling
+    if wrong:
+        monkeypatch.setattr(fastbert.layer, "disentangled_scaling", lambda *arguments: 1.01 * right(*arguments))
+    status, output = run("tag_with_deberta", "--steps", 4, "--output", tmp_path, every=20)
+    assert status == int(wrong) and ("DO NOT COINCIDE" in output) == wrong
+    loaded = fastbert.BertForTokenClassification.from_pretrained(tmp_path)
+    assert loaded.config.model_type == "deberta-v2" and (tmp_path / "loss.png").exists()
 
 
 # ---- distill
