@@ -14,7 +14,7 @@ import shutil
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -189,9 +189,20 @@ def _cuda_problem() -> str | None:
     if driver_version() // 1000 < major:
         served = cuda_name(driver_version())
         return f"driver: it serves CUDA {served}, the kernels were built with {major}.{minor}"
-    capability = torch.cuda.get_device_capability()
-    if not any(_serves(architecture, capability) for architecture in info["cuda_architectures"]):
-        return f"built for {', '.join(info['cuda_architectures'])}, this GPU is sm_{capability[0]}{capability[1]}"
+    built = info["cuda_architectures"]
+    served = lambda capability: any(_serves(architecture, capability) for architecture in built)  # noqa: E731
+    return _gpu_problem(served, f"built for {', '.join(built)}")
+
+
+def _gpu_problem(served: Callable[[tuple[int, int]], bool], why: str) -> str | None:
+    """What stands against a backend that does not serve every GPU that PyTorch sees: one choice is for all of them."""
+    count = torch.cuda.device_count()
+    for index in range(count):
+        capability = torch.cuda.get_device_capability(index)
+        if not served(capability):
+            others = "" if count == 1 else "; without it in CUDA_VISIBLE_DEVICES it would do"
+            which = "this GPU" if count == 1 else f"GPU {index}"
+            return f"{why}, {which} is sm_{capability[0]}{capability[1]}{others}"
     return None
 
 
@@ -207,8 +218,10 @@ def _triton_problem() -> str | None:
         return _interpreter_problem()
     if not torch.cuda.is_available():
         return "PyTorch sees no GPU (TRITON_INTERPRET=1 runs it on the CPU, for tests)"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return "its configurations are for GPUs from sm_80 on"
+    if problem := _gpu_problem(
+        lambda capability: capability >= (8, 0), "its configurations are for GPUs from sm_80 on"
+    ):
+        return problem
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler (gcc, clang or CC)"
     return None

@@ -160,6 +160,9 @@ def test_explain_names_every_op_and_backend(capsys):
     assert "does not serve cpu tensors" in text or torch.cuda.is_available()
 
 
+WITHOUT_IT = "without it in CUDA_VISIBLE_DEVICES it would do"
+
+
 @pytest.mark.parametrize(
     ("architecture", "capability", "serves"),
     [
@@ -181,21 +184,46 @@ def test_which_gpus_a_build_serves(architecture, capability, serves):
 
 
 @pytest.mark.parametrize(
-    ("driver", "capability", "problem"),
+    ("driver", "gpus", "problem"),
     [
-        (12000, (8, 0), None),  # older than the build, but of the same major version
-        (13000, (8, 9), None),
-        (11080, (8, 0), "driver: it serves CUDA 11.8, the kernels were built with 12.8"),
-        (12080, (9, 0), "built for 80-real, this GPU is sm_90"),
+        (12000, [(8, 0)], None),  # older than the build, but of the same major version
+        (13000, [(8, 9)], None),
+        (13000, [(8, 9), (8, 0)], None),
+        (11080, [(8, 0)], "driver: it serves CUDA 11.8, the kernels were built with 12.8"),
+        (12080, [(9, 0)], "built for 80-real, this GPU is sm_90"),
+        (12080, [(8, 0), (9, 0)], f"built for 80-real, GPU 1 is sm_90; {WITHOUT_IT}"),
     ],
 )
-def test_which_drivers_and_gpus_a_build_runs_on(monkeypatch, driver, capability, problem):
+def test_which_drivers_and_gpus_a_build_runs_on(monkeypatch, driver, gpus, problem):
     monkeypatch.setattr(backends, "EXTENSION", object())
     monkeypatch.setattr(backends, "build_info", lambda: {"cuda_architectures": ["80-real"], "cuda_version": "12.8"})
     monkeypatch.setattr(backends, "driver_version", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    machine_with(monkeypatch, gpus)
     assert backends._cuda_problem.__wrapped__() == problem
+
+
+@pytest.mark.parametrize(
+    ("gpus", "problem"),
+    [
+        ([(8, 0)], None),
+        ([(9, 0), (8, 6)], None),
+        ([(7, 5)], "its configurations are for GPUs from sm_80 on, this GPU is sm_75"),
+        ([(9, 0), (7, 5)], f"its configurations are for GPUs from sm_80 on, GPU 1 is sm_75; {WITHOUT_IT}"),
+    ],
+)
+def test_which_gpus_triton_serves(monkeypatch, gpus, problem):
+    """All that PyTorch sees, whichever is the current one."""
+    pytest.importorskip("triton")
+    machine_with(monkeypatch, gpus)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("CC", "cc")
+    assert backends._triton_problem.__wrapped__() == problem
+
+
+def machine_with(monkeypatch, gpus):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpus[index])
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])  # another than here, and the same
