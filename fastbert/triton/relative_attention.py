@@ -46,9 +46,8 @@ def _tiles(M: int, N: int, num_warps: int, num_stages: int = 1) -> Config:
     return Config({"M": M, "N": N}, num_warps, num_stages)
 
 
-# Arguments: padded head size, bits of an element, few: as in attention.py. Chosen by compiling (docs/attention.md). One
-# kernel, _backward_tables, with one kind of table and without dropout, spills 16 to 40 bytes with the assembler of Triton
-# 3.6, which aims below the 255 registers that a thread may have, and none with that of 3.9.
+# Arguments: padded head size, bits of an element, few: as in attention.py. Chosen by compiling; what spills with which
+# version of Triton is in docs/attention.md.
 def _small(width: int, bits: int, few: bool) -> Config:
     return _tiles(16, 16 if bits == 32 else 32, 8)
 
@@ -58,10 +57,10 @@ def _tables_80(width: int, bits: int, few: bool) -> Config:
 
 
 def _forward_90(width: int, bits: int, few: bool) -> Config:
-    return _tiles(64, 64, 8) if bits == 16 and width <= 64 else _small(width, bits, few)
+    return _tiles(32, 32, 4) if bits == 16 and width <= 64 else _small(width, bits, few)
 
 
-def _prepare_80(width: int, bits: int, few: bool) -> Config:
+def _square(width: int, bits: int, few: bool) -> Config:
     return _tiles(16, 16, 8)
 
 
@@ -70,9 +69,9 @@ def _prepare_90(width: int, bits: int, few: bool) -> Config:
 
 
 FORWARD = {80: _small, 90: _forward_90}
-PREPARE = {80: _prepare_80, 90: _prepare_90}
+PREPARE = {80: _square, 90: _prepare_90}
 KEYS = {80: _small}  # dK and dV
-QUERIES = {80: _small}  # dQ
+QUERIES = {80: _square}  # dQ
 TABLES = {80: _tables_80}
 BY_SLOT = {80: lambda width, bits, few: Config({"SLOTS": SLOTS}, num_warps=4)}
 
