@@ -348,15 +348,17 @@ def _kept_positions(parts: AttentionParts, given: Distances, kinds: list[str]) -
     makers = parts.projections
     if not module.share_att_key:
         makers = [module.pos_key_proj if kind == "c2p" else module.pos_query_proj for kind in kinds]
+    if torch.compiler.is_compiling() or not all([is_plain(each, PreparedLinear) for each in makers]):
+        return None
     of_rows = [encoder.rel_embeddings, *([encoder.LayerNorm] if hasattr(encoder, "LayerNorm") else [])]
-    plain = is_plain_embedding(of_rows[0]) and all(map(is_plain_norm, of_rows[1:]))
-    if torch.compiler.is_compiling() or not plain or not all([is_plain(each, PreparedLinear) for each in makers]):
+    if not is_plain_embedding(of_rows[0]) or not all(map(is_plain_norm, of_rows[1:])):
         return None
 
     def make() -> dict[str, Tensor]:
         return {kind: x.contiguous() for kind, x in _project_positions(parts, _rows(encoder), kinds).items()}
 
-    kept = makers[0].keep([tensor for each in of_rows for tensor in each.parameters()], make)
+    sources = [tensor for each in of_rows for tensor in each.parameters()]
+    kept = makers[0].keep([*sources, *[each.weight for each in makers]], make)
     return {kind: x[given.first :][: given.rows.shape[0]] for kind, x in kept.items()}
 
 

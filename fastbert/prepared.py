@@ -65,7 +65,7 @@ class PreparedLinear(nn.Module):
         return ops.packed_linear(x, self.weight, self.scale, self.bias, self.out_features)
 
     def keep(self, sources: Sequence[Tensor], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """make(), which depends on frozen layers and on these tensors alone: made anew when one of them has changed."""
+        """make(), which depends on these tensors alone: made anew when one of them is another, or has changed."""
         versions = [(each, 0 if each.is_inference() else each._version) for each in sources]
         known = self.kept
         if known is None or any([a is not b or m != n for (a, m), (b, n) in zip(known[0], versions, strict=True)]):
