@@ -95,6 +95,10 @@ def test_the_files_are_numpy_s(tmp_path):
     assert tokens.tolist() == WORDPIECE.encode("a cat two dogs sat", add_special_tokens=False).ids
     assert ends.tolist() == [2, 5] and tokens.dtype == np.uint16 and ends.dtype == np.int64
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "tokens")) == 30522
+
+
+@pytest.mark.slow
+def test_a_large_vocabulary_takes_wider_numbers(tmp_path):
     large = train_tokenizer(["a cat"], vocab_size=100)
     large.add_tokens([f"token{i}" for i in range(70_000)])
     write_tokens(["token69999 token0"], large, tmp_path / "large")

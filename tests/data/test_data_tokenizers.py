@@ -229,6 +229,7 @@ def test_a_trained_tokenizer(trained):
     assert (" ".join(both.tokens), both.type_ids) == template[kind]
 
 
+@pytest.mark.slow
 def test_every_process_trains_the_same_vocabulary():
     """In each of which a hash table has another order."""
     code = """

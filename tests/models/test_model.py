@@ -243,7 +243,7 @@ def test_encoder_alone_equals_transformers():
 @pytest.mark.parametrize(
     ("kind", "training"),
     [
-        ("packed", False),
+        pytest.param("packed", False, marks=pytest.mark.slow),
         ("padded", True),
         pytest.param("packed", True, marks=pytest.mark.slow),
         pytest.param("padded", False, marks=pytest.mark.slow),

@@ -120,8 +120,10 @@ class RelativeSuite(AttentionSuite):
 
     @pytest.mark.parametrize(
         ("lengths", "size"),
-        [((1100, 3), 40), ((300, 500), 64)],
-        ids=["blocks of keys", "exact distances and wide buckets"],
+        [
+            pytest.param((1100, 3), 40, id="blocks of keys", marks=pytest.mark.slow),
+            pytest.param((300, 500), 64, id="exact distances and wide buckets"),
+        ],
     )
     def test_long_sequences(self, backend, lengths, size):
         if backend.name != "cpu":
