@@ -344,10 +344,7 @@ def positions_of(
 
 def _kept_positions(parts: AttentionParts, given: Distances, kinds: list[str]) -> dict[str, Tensor] | None:
     """Where they are made by dense layers that `fastbert.prepare` froze: those of all slots are made once."""
-    module, encoder = parts.module, given.encoder
-    makers = parts.projections
-    if not module.share_att_key:
-        makers = [module.pos_key_proj if kind == "c2p" else module.pos_query_proj for kind in kinds]
+    encoder, makers = given.encoder, _makers(parts, kinds).values()
     if torch.compiler.is_compiling() or not all([is_plain(each, PreparedLinear) for each in makers]):
         return None
     of_rows = [encoder.rel_embeddings, *([encoder.LayerNorm] if hasattr(encoder, "LayerNorm") else [])]
@@ -358,15 +355,34 @@ def _kept_positions(parts: AttentionParts, given: Distances, kinds: list[str]) -
         return {kind: x.contiguous() for kind, x in _project_positions(parts, _rows(encoder), kinds).items()}
 
     sources = [tensor for each in of_rows for tensor in each.parameters()]
-    kept = makers[0].keep([*sources, *[each.weight for each in makers]], make)
+    kept = next(iter(makers)).keep([*sources, *[each.weight for each in makers]], make)
     return {kind: x[given.first :][: given.rows.shape[0]] for kind, x in kept.items()}
 
 
+def _makers(parts: AttentionParts, kinds: list[str]) -> dict[str, nn.Module]:
+    """The dense layers that make queries (p2c) and keys (c2p) of positions: the layer's own, or those of its tokens."""
+    module, of_tokens = parts.module, parts.projections
+    queries, keys = of_tokens[:2] if len(of_tokens) == 3 else of_tokens * 2
+    if not module.share_att_key:
+        queries, keys = getattr(module, "pos_query_proj", None), getattr(module, "pos_key_proj", None)
+    return {kind: queries if kind == "p2c" else keys for kind in kinds}
+
+
 def _project_positions(parts: AttentionParts, rows: Tensor, kinds: list[str]) -> dict[str, Tensor]:
-    module = parts.module
-    if module.share_att_key:
-        return _project_shared(rows, parts.projections, kinds)
-    return {kind: dense(rows, module.pos_key_proj if kind == "c2p" else module.pos_query_proj) for kind in kinds}
+    if parts.module.share_att_key and len(parts.projections) == 1:
+        return _project_by_qkv(rows, parts.projections[0], kinds)
+    return {kind: dense(rows, maker) for kind, maker in _makers(parts, kinds).items()}
+
+
+def _project_by_qkv(rows: Tensor, qkv: nn.Module, kinds: list[str]) -> dict[str, Tensor]:
+    """By one projection to queries, keys and values."""
+    if is_plain_linear(qkv):  # then of its three parts what is needed
+        width = rows.shape[1]
+        part = slice(0 if "p2c" in kinds else width, 2 * width if "c2p" in kinds else width)
+        both = ops.linear(rows, qkv.weight[part], qkv.bias[part])
+        return dict(zip(kinds, both.chunk(len(kinds), -1), strict=True))
+    queries, keys, _ = dense(rows, qkv).chunk(3, -1)
+    return {kind: queries if kind == "p2c" else keys for kind in kinds}
 
 
 def _drop_positions(given: Distances, dropout: nn.Module, rng: Tensor | None, site: int) -> Tensor:
@@ -378,19 +394,6 @@ def _drop_positions(given: Distances, dropout: nn.Module, rng: Tensor | None, si
         return rows
     keep = random.row_keep(rng, site, *rows.shape, p, given.first)
     return torch.where(keep, rows * random.keep_scale(p, random.ROW_BITS), 0)
-
-
-def _project_shared(rows: Tensor, projections: tuple[nn.Module, ...], kinds: list[str]) -> dict[str, Tensor]:
-    """Queries and keys of positions, by the layer's own projections."""
-    if len(projections) == 3:
-        return {kind: dense(rows, projections[("p2c", "c2p").index(kind)]) for kind in kinds}
-    (qkv,), width = projections, rows.shape[1]
-    if is_plain_linear(qkv):  # then of its three parts what is needed
-        part = slice(0 if "p2c" in kinds else width, 2 * width if "c2p" in kinds else width)
-        both = ops.linear(rows, qkv.weight[part], qkv.bias[part])
-        return dict(zip(kinds, both.chunk(len(kinds), -1), strict=True))
-    queries, keys, _ = dense(rows, qkv).chunk(3, -1)
-    return {"p2c": queries, "c2p": keys}
 
 
 # ---- the whole

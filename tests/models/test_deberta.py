@@ -374,7 +374,8 @@ def test_prepared_layers_make_their_tables_once(transformers_model, variant, mon
     if DEVICE != "cpu":
         pytest.skip("prepares for CPUs")
     theirs, made, before = their(**VARIANTS[variant]), [], backends.calls()
-    model = fastbert.prepare(theirs if transformers_model else our(theirs), "fp32")
+    original = theirs if transformers_model else our(theirs)
+    model = fastbert.prepare(original, "fp32")
     project = layer._project_positions
     monkeypatch.setattr(layer, "_project_positions", lambda *args: made.append(1) or project(*args))
     layers = 0 if variant == "neither" else 2
@@ -398,19 +399,23 @@ def test_prepared_layers_make_their_tables_once(transformers_model, variant, mon
     assert len(made) == 8 * layers
     size, inputs = len(pickle.dumps(model)), batch([9], 9)
     assert torch.equal(copy.deepcopy(model)(**inputs)[0], model(**inputs)[0])
-    assert size < 1.01 * len(pickle.dumps(fastbert.prepare(theirs if transformers_model else our(theirs), "fp32")))
+    unused = fastbert.prepare(original, "fp32")
+    assert size < 1.01 * len(pickle.dumps(unused))
+    found, expected = unused(**inputs)[0], original(**inputs)[0]
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     ran = backends.calls()["packed_layer_fwd", "cpu"] - before.get(("packed_layer_fwd", "cpu"), 0)
     assert ran >= 20 or backends.why_not("cpu", "packed_layer", "cpu", torch.float32)
 
 
-def test_a_replaced_projection_is_called_on_positions_too():
+@pytest.mark.parametrize("variant", ["v3", "c2p", "p2c"])
+def test_a_replaced_projection_is_called_on_positions_too(variant):
     """LoRA, for one: our qkv, and the query projection of an accelerated model through the report's fallbacks."""
 
     class Twice(torch.nn.Linear):
         def forward(self, x):
             return 2 * super().forward(x)
 
-    theirs, ids = their(), integers(5, 50, 2, 9)
+    theirs, ids = their(**VARIANTS[variant]), integers(5, 50, 2, 9)
     model = our(theirs)
     for mine, other in zip(model.encoder.layer, theirs.encoder.layer, strict=True):
         mine.attention.qkv.__class__ = Twice
