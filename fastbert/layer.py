@@ -457,56 +457,50 @@ def encoder_layer(
     what its scores depend on beside the tokens. Reads parameters, so it may only run within the layer's own call (FSDP2
     gathers them there).
     """
-    alone = with_weights or given is not None
-    whole = None if alone else _as_one(parts, hidden, packing, rng, turn)
-    if whole is None and not alone:
-        whole = _as_prepared(parts, hidden, packing)
-    if whole is not None:
-        return whole, None
+    context = weights = None
+    if with_weights or given is not None:
+        context, weights = attend(parts.attention, hidden, packing, rng, turn, with_weights, given)
+    if not with_weights:
+        whole = _as_one(parts, hidden, packing, rng, turn, context)
+        whole = _as_prepared(parts, hidden, packing, context) if whole is None else whole
+        if whole is not None:
+            return whole, None
+    if context is None:
+        context, _ = attend(parts.attention, hidden, packing, rng, turn, False)
     sites = random.layer_sites(turn)
-    context, weights = attend(parts.attention, hidden, packing, rng, turn, with_weights, given)
-    rest = _after_attention(parts, hidden, context, packing, rng, turn) if alone and not with_weights else None
-    if rest is None and alone and not with_weights:
-        rest = _as_prepared(parts, hidden, packing, context)
-    if rest is not None:
-        return rest, None
     hidden = project_add_norm(context, hidden, parts.out, parts.out_dropout, parts.out_norm, rng, sites[1])
     wide = up_gelu(hidden, parts.up, parts.activation)
     return project_add_norm(wide, hidden, parts.down, parts.down_dropout, parts.down_norm, rng, sites[2]), weights
 
 
-def _as_one(parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | None, turn: int) -> Tensor | None:
-    """The layer in one call, or two around another backend's attention; None where a part is not plain, or no backend
-    has an op for the whole."""
+def _as_one(
+    parts: LayerParts,
+    hidden: Tensor,
+    packing: Packing,
+    rng: Tensor | None,
+    turn: int,
+    context: Tensor | None = None,
+) -> Tensor | None:
+    """The layer in one call, or two around another backend's attention; with what its attention gave, what follows.
+
+    None where a part is not plain, or no backend has an op for the whole.
+    """
     parameters, dtype = _parameters(parts), autocast_dtype(hidden)
     if parameters is None or not (is_plain_dropout(parts.out_dropout) and is_plain_dropout(parts.down_dropout)):
         return None
-    live, attention = needs_grad(hidden, *parameters), parts.attention
+    live, attention = needs_grad(hidden, context, *parameters), parts.attention
     device = hidden.device.type
     backend = backends.find("encoder_layer", device, dtype, backward=live, size=hidden.shape[1])
     if backend is None:
         return None
     attention.check_dropout()
     settings = _settings(parts, hidden, packing, rng, turn, dtype)
-    if attends_elsewhere(backend, device, dtype, live, parameters[-10].shape[1] // attention.heads):
+    heads_width = parameters[-10].shape[1]
+    if context is None and attends_elsewhere(backend, device, dtype, live, heads_width // attention.heads):
         context, _ = attend(attention, hidden, packing, rng, turn, False)
+    if context is not None:
         return run_layer(backend, live, hidden, context, parameters[-10:], None, rng, settings)
     return run_layer(backend, live, hidden, None, parameters, packing.cu_seqlens, rng, settings)
-
-
-def _after_attention(
-    parts: LayerParts, hidden: Tensor, context: Tensor, packing: Packing, rng: Tensor | None, turn: int
-) -> Tensor | None:
-    """What follows attention in one call, where `_as_one` would be."""
-    parameters, dtype = _parameters(parts), autocast_dtype(hidden)
-    if parameters is None or not (is_plain_dropout(parts.out_dropout) and is_plain_dropout(parts.down_dropout)):
-        return None
-    live = needs_grad(hidden, context, *parameters)
-    backend = backends.find("encoder_layer", hidden.device.type, dtype, backward=live, size=hidden.shape[1])
-    if backend is None:
-        return None
-    settings = _settings(parts, hidden, packing, rng, turn, dtype)
-    return run_layer(backend, live, hidden, context, parameters[-10:], None, rng, settings)
 
 
 def _settings(

@@ -114,7 +114,10 @@ def attention_bits(rng: Tensor, site: int, sequences: int, heads: int, queries: 
 
 
 def row_keep(rng: Tensor, site: int, tokens: int, channels: int, p: float, first: int = 0) -> Tensor:
-    """Which elements of a (tokens, channels) tensor dropout keeps: bool. Kept ones times `keep_scale(p, ROW_BITS)`."""
+    """Which elements of a (tokens, channels) tensor dropout keeps: bool. Kept ones times `keep_scale(p, ROW_BITS)`.
+
+    first: as in `row_bits`.
+    """
     return row_bits(rng, site, tokens, channels, first) >= threshold(p, ROW_BITS)
 
 

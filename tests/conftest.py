@@ -35,10 +35,10 @@ def pytest_collection_modifyitems(items):
     """Makes `slow_on(*backends)` `slow` for these backends; for Triton where its interpreter is to run the kernels."""
     for item in items:
         backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
-        interpreted = backend == "triton" and not torch.cuda.is_available()
-        if interpreted or backend != "triton":
-            if any(backend in mark.args for mark in item.iter_markers("slow_on")):
-                item.add_marker("slow")
+        if backend == "triton" and torch.cuda.is_available():
+            continue
+        if any(backend in mark.args for mark in item.iter_markers("slow_on")):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Triton's interpreter, in less time: a third of it went into what it had done already.
+"""Triton's interpreter, in an eighth less time: that went into what it had done already.
 
 Whenever one jitted function calls another, it looks through triton.language for members to replace, which it did when
 the kernel was launched; and it makes a dictionary of all dtypes for each array. What kernels compute is untouched.

@@ -65,7 +65,7 @@ def _square(width: int, bits: int, few: bool) -> Config:
 
 
 def _prepare_90(width: int, bits: int, few: bool) -> Config:
-    return _tiles(16, 16, 8) if bits == 32 else _tiles(64, 64, 8)
+    return _square(width, bits, few) if bits == 32 else _tiles(64, 64, 8)
 
 
 FORWARD = {80: _small, 90: _forward_90}
