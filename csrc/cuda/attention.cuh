@@ -2,7 +2,7 @@
 // and the random bits.
 //
 // A block owns a tile of rows (queries, or keys where it computes dK and dV) of one head of one sequence and loops over
-// the other side of the sequence. Blocks behind a sequence's end return at once. The first blocks of a grid write zeros
+// the other side of the sequence. Blocks behind a sequence's end return at once. The last blocks of a grid write zeros
 // for tokens that no sequence covers, so every row is written whatever cu_seqlens holds.
 #pragma once
 
@@ -33,17 +33,67 @@ __device__ __forceinline__ Bounds bounds_of(const Attention& a, int sequence) {
   return {start, min(within(a.cu_seqlens[sequence + 1], start, tokens) - start, a.longest)};
 }
 
+// Blocks start in the order of the grid, the longest sequences first, so that short ones fill the gaps at the end:
+// benchmarks/gpu/makespan.py. Up to kOrdered sequences, where their tiles differ in number; more are even enough.
+constexpr int kOrdered = 256, kOneTile = 64;
+
+__host__ __device__ __forceinline__ bool is_ordered(const Attention& a) {
+  return 1 < a.sequences && a.sequences <= kOrdered && a.longest > kOneTile;
+}
+
+// The sequence with `rank` others before it, of which those are that are longer, or as long and earlier in the batch. A
+// whole warp finds it, by bisection over lengths: about 10 + 2 ballots for each 32 sequences.
+static __device__ int sequence_of_rank(const Attention& a, int rank) {
+  constexpr int kGroups = kOrdered / 32;
+  int length[kGroups];
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i)
+    length[i] = 32 * i + lane() < a.sequences ? bounds_of(a, 32 * i + lane()).length : -1;
+  const auto at_least = [&](int least) {
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i)
+      if (32 * i < a.sequences) count += __popc(__ballot_sync(kAllLanes, length[i] >= least));
+    return count;
+  };
+  int low = 0, high = a.longest;  // the sequence's length is among these
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (at_least(middle) > rank) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  int before = rank - at_least(low + 1), sequence = 0;  // before: of its length
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    if (32 * i >= a.sequences) break;
+    const unsigned same = __ballot_sync(kAllLanes, length[i] == low);
+    const bool found = same >> lane() & 1 && __popc(same & ((1u << lane()) - 1)) == before;
+    if (const unsigned where = __ballot_sync(kAllLanes, found)) sequence = 32 * i + __ffs(where) - 1;
+    before -= __popc(same);
+  }
+  return sequence;
+}
+
 // What a block works on: every `parts`-th tile of one head of one sequence, from tile `part` on. The parts of a head
 // are neighbours in the grid: they read the same keys and values, through the same cache.
 struct Work {
   int part, head, sequence;
 };
 
-__host__ __device__ __forceinline__ int fill_blocks(const Attention& a) { return int((a.tokens + kFill - 1) / kFill); }
-
-__device__ __forceinline__ Work work_of(const Attention& a, int parts, int index) {
+// The sequence is the rank of one, where they are ordered.
+__device__ __forceinline__ Work place_of(const Attention& a, int parts, int index) {
   const int whole_head = index / parts;
   return {index % parts, whole_head % a.heads, whole_head / a.heads};
+}
+
+// By whole warps.
+__device__ __forceinline__ Work work_of(const Attention& a, int parts) {
+  Work work = place_of(a, parts, int(blockIdx.x));
+  if (is_ordered(a)) work.sequence = sequence_of_rank(a, work.sequence);
+  return work;
 }
 
 // ---- tokens that no sequence covers
@@ -65,13 +115,16 @@ __device__ __forceinline__ bool is_covered(const Attention& a, int token) {
   return bounds.start <= token && token - bounds.start < bounds.length;
 }
 
+__host__ __device__ __forceinline__ int fill_blocks(const Attention& a) { return int((a.tokens + kFill - 1) / kFill); }
+
 // Whether this block is one of those that fill; it has then written zeros to the uncovered rows of x [T, columns] and,
 // unless that is nullptr, of lse [H, T].
 template <class T>
 __device__ bool fill_uncovered(const Attention& a, T* x, int64_t columns, float* lse) {
-  if (int(blockIdx.x) >= fill_blocks(a)) return false;
+  const int index = int(blockIdx.x) - (int(gridDim.x) - fill_blocks(a));
+  if (index < 0) return false;
   for (int i = threadIdx.x; i < kFill; i += blockDim.x) {
-    const int64_t first = int64_t(blockIdx.x) * kFill + i - lane(), token = first + lane();
+    const int64_t first = int64_t(index) * kFill + i - lane(), token = first + lane();
     unsigned uncovered = __ballot_sync(kAllLanes, token < a.tokens && !is_covered(a, int(token)));
     for (; uncovered; uncovered &= uncovered - 1) {  // a row by the whole warp: its stores are neighbours
       const int64_t row = first + __ffs(uncovered) - 1;

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
                                                                  int parts, int slots) {
   constexpr bool kHeld = kWidth < 64 || (kWidth == 64 && kRowTiles == 1);
   if (fill_uncovered(a, out, int64_t(a.heads) * a.D, lse)) return;
-  const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
+  const Work work = work_of(a, parts);
   const Head<T> head(a, work);
   const int length = head.bounds.length, rows_of_warp = 16 * kRowTiles, rows_of_block = blockDim.x / 32 * rows_of_warp;
   const int g = lane() / 4, t = lane() % 4, warp_row = int(threadIdx.x) / 32 * rows_of_warp;
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kUnroll = kWidth > 64 ? 1 : kTile / kPart;
   const int64_t columns = int64_t(a.heads) * a.D;
   if (fill_uncovered(a, dqkv, 3 * columns, nullptr)) return;
-  const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
+  const Work work = work_of(a, parts);
   const Head<T> head(a, work);
   const int length = head.bounds.length, rows_of_block = blockDim.x / 32 * 16;
   const int g = lane() / 4, t = lane() % 4, warp_row = int(threadIdx.x) / 32 * 16;
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kPart = kWidth > 32 ? 16 : 64;  // queries at a time
   constexpr bool kHeld = kWidth < 64 || (kWidth == 64 && !kDropout);
   constexpr int kUnroll = kWidth > 64 ? 1 : kTile / kPart;
-  const Work work = work_of(a, parts, int(blockIdx.x));
+  const Work work = work_of(a, parts);
   const Head<T> head(a, work);
   const int64_t columns = int64_t(a.heads) * a.D;
   const int length = head.bounds.length, rows_of_block = blockDim.x / 32 * 16;
@@ -400,7 +400,7 @@ Plan plan_of(const Attention& a, int rows_of_warp, int row_chunks, int tile_chun
   return {warps, parts, slots_of(warps), size_t(bytes_of(warps))};
 }
 
-// other_blocks: at the head of the grid, beside those that compute.
+// other_blocks: at the end of the grid, behind those that compute.
 template <class... Params, class... Args>
 const char* run(const Attention& a, const Plan& plan, int64_t other_blocks, void* stream, void (*kernel)(Params...),
                 Args... args) {

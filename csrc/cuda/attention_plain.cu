@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                                float* __restrict__ lse,           // [H, T]
                                int parts) {
   if (fill_uncovered(a, out, int64_t(a.heads) * a.D, lse)) return;
-  const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
+  const Work work = work_of(a, parts);
   const Head<T> head(a, work);
   const int D = a.D, tile = kBlock * (D | 1), length = head.bounds.length;
   if (head.first >= length) return;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                                        Statistics statistics, int parts) {
   const int64_t columns = int64_t(a.heads) * a.D;
   if (fill_uncovered(a, dqkv, 3 * columns, nullptr)) return;
-  const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
+  const Work work = work_of(a, parts);
   const Head<T> head(a, work);
   const int D = a.D, tile = kBlock * (D | 1), length = head.bounds.length;
   if (head.first >= length) return;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     attention_plain_bwd_keys_kernel(Attention a, const T* __restrict__ dout,  // [T, H, D]
                                     T* __restrict__ dqkv,                     // [T, 3, H, D]: dK and dV of it
                                     Statistics statistics, int parts) {
-  const Work work = work_of(a, parts, int(blockIdx.x));
+  const Work work = work_of(a, parts);
   const Head<T> head(a, work);
   const int D = a.D, tile = kBlock * (D | 1), length = head.bounds.length;
   if (head.first >= length) return;

@@ -122,7 +122,7 @@ __device__ __forceinline__ float weight_of(float score, float& largest, float& t
 
 // ---- launching
 
-// other_blocks: at the head of the grid, beside those that compute. tiles: of kBlock rows in shared memory.
+// other_blocks: at the end of the grid, behind those that compute. tiles: of kBlock rows in shared memory.
 template <class... Params, class... Args>
 const char* run(const Attention& a, int64_t other_blocks, int tiles, void* stream, void (*kernel)(Params...),
                 Args... args) {

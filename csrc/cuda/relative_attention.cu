@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                                   float* __restrict__ lse,                                        // [H, T]
                                   int parts) {
   if (fill_uncovered(a, out, int64_t(a.heads) * a.D, lse)) return;
-  const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
+  const Work work = work_of(a, parts);
   const Head<T> head(a, work);
   const Tables<T> tables(positions, a, work.head);
   const int D = a.D, tile = kBlock * (D | 1), length = head.bounds.length;
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                                           Statistics statistics, int parts) {
   const int64_t columns = int64_t(a.heads) * a.D;
   if (fill_uncovered(a, dqkv, 3 * columns, nullptr)) return;
-  const Work work = work_of(a, parts, int(blockIdx.x) - fill_blocks(a));
+  const Work work = work_of(a, parts);
   const Head<T> head(a, work);
   const Tables<T> tables(positions, a, work.head);
   const int D = a.D, tile = kBlock * (D | 1), length = head.bounds.length;
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                                        const T* __restrict__ dout,  // [T, H, D]
                                        T* __restrict__ dqkv,        // [T, 3, H, D]: dK and dV of it
                                        Statistics statistics, int parts) {
-  const Work work = work_of(a, parts, int(blockIdx.x));
+  const Work work = work_of(a, parts);
   const Head<T> head(a, work);
   const Tables<T> tables(positions, a, work.head);
   const int D = a.D, tile = kBlock * (D | 1), length = head.bounds.length;
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     relative_attention_bwd_distances_kernel(Attention a, RelativePositions positions,
                                             const T* __restrict__ dout,  // [T, H, D]
                                             Statistics statistics, Partials partials, int parts) {
-  const Work share = work_of(a, parts, int(blockIdx.x));  // a group, where others have a sequence
+  const Work share = place_of(a, parts, int(blockIdx.x));  // a group, where others have a sequence
   const Tables<T> tables(positions, a, share.head);
   const int D = a.D, tile = kBlock * (D | 1), nearest = share.part * kBlock - (a.longest - 1);
   const Key site = a.drop.threshold ? site_key(a.drop) : Key{};

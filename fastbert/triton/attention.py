@@ -29,10 +29,10 @@ from fastbert.triton.attention_tiles import (
     clear_uncovered,
     key_words,
     load_rows,
+    longest_first,
     score_gradients,
     softmax_step,
     store_rows,
-    work_of,
 )
 from fastbert.triton.common import Config, architecture, launch, multiprocessors
 
@@ -130,10 +130,11 @@ def _forward(
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    if program < fill:
-        clear_uncovered(out, lse, cu_seqlens, program, batch, tokens, longest, heads, 1, D, WIDTH, FILL)
+    behind = program - (tl.num_programs(0) - fill)
+    if behind >= 0:
+        clear_uncovered(out, lse, cu_seqlens, behind, batch, tokens, longest, heads, 1, D, WIDTH, FILL)
         return
-    tile, head, sequence = work_of(program - fill, tiles, heads)
+    tile, head, sequence = longest_first(program, tiles, heads, cu_seqlens, batch, tokens, longest)
     start, length = bounds(cu_seqlens, sequence, tokens, longest)
     if tile * M >= length:
         return
@@ -192,10 +193,11 @@ def _prepare(
     Usually shift is lse and inverse 1. Where |lse| > LARGE they are the largest score and 1 / sum, computed again.
     """
     program = tl.program_id(0)
-    if program < fill:
-        clear_uncovered(dqkv, None, cu_seqlens, program, batch, tokens, longest, heads, 3, D, WIDTH, FILL)
+    behind = program - (tl.num_programs(0) - fill)
+    if behind >= 0:
+        clear_uncovered(dqkv, None, cu_seqlens, behind, batch, tokens, longest, heads, 3, D, WIDTH, FILL)
         return
-    tile, head, sequence = work_of(program - fill, tiles, heads)
+    tile, head, sequence = longest_first(program, tiles, heads, cu_seqlens, batch, tokens, longest)
     start, length = bounds(cu_seqlens, sequence, tokens, longest)
     if tile * M >= length:
         return
@@ -244,7 +246,7 @@ def _backward(
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys; with NEED_DQ of all tiles of a sequence, one after the other, and dQ."""
-    tile, head, sequence = work_of(tl.program_id(0), tiles, heads)
+    tile, head, sequence = longest_first(tl.program_id(0), tiles, heads, cu_seqlens, batch, tokens, longest)
     start, length = bounds(cu_seqlens, sequence, tokens, longest)
     if tile * N >= length:
         return
@@ -292,7 +294,7 @@ def _backward_queries(
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries."""
-    tile, head, sequence = work_of(tl.program_id(0), tiles, heads)
+    tile, head, sequence = longest_first(tl.program_id(0), tiles, heads, cu_seqlens, batch, tokens, longest)
     start, length = bounds(cu_seqlens, sequence, tokens, longest)
     if tile * M >= length:
         return

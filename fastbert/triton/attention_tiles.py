@@ -9,6 +9,8 @@ FILL = 128  # tokens searched by a program that looks for uncovered ones
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # below all scores but -inf, of which exp2(s - LOWEST) is 0 and no NaN
 LARGE = tl.constexpr(32.0)  # lse beyond this is rounded so much that weights computed from it are wrong
+ORDERED = tl.constexpr(128)  # sequences, at most, that are put in order; more are even enough
+ONE_TILE = tl.constexpr(64)  # sequences of up to so many tokens have a tile each, long or short
 
 # They vary from call to call: Triton must not compile a kernel for each divisibility of theirs.
 VARYING = ["tokens", "batch", "longest", "tiles", "fill", "threshold", "site"]
@@ -94,6 +96,27 @@ def store_rows(x, value, row, length, stride, D: tl.constexpr, WIDTH: tl.constex
 def work_of(program, tiles, heads):
     """(tile, head, sequence). Tiles of one head are neighbours in the grid: they read the same keys, from the cache."""
     return program % tiles, program // tiles % heads, program // tiles // heads
+
+
+@triton.jit
+def sequence_of_rank(cu_seqlens, rank, batch, tokens, longest):
+    """The sequence with `rank` others before it: those that are longer, or as long and earlier in the batch."""
+    sequence = tl.arange(0, ORDERED)
+    _, length = bounds(cu_seqlens, tl.minimum(sequence, batch - 1), tokens, longest)
+    length = tl.where(sequence < batch, length, -1)
+    longer = length[:, None] > length[None, :]
+    earlier = (length[:, None] == length[None, :]) & (sequence[:, None] < sequence[None, :])
+    before = tl.sum((longer | earlier).to(tl.int32), 0)
+    return tl.sum(tl.where(before == rank, sequence, 0), 0)
+
+
+@triton.jit
+def longest_first(program, tiles, heads, cu_seqlens, batch, tokens, longest):
+    """(tile, head, sequence), with the longest sequences first in the grid: short ones fill the gaps at its end."""
+    tile, head, sequence = work_of(program, tiles, heads)
+    if (batch <= ORDERED) & (longest > ONE_TILE):
+        sequence = sequence_of_rank(cu_seqlens, sequence, batch, tokens, longest)
+    return tile, head, sequence
 
 
 # ---- scores

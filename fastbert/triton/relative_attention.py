@@ -31,6 +31,7 @@ from fastbert.triton.attention_tiles import (
     clear_uncovered,
     key_words,
     load_rows,
+    longest_first,
     score_gradients,
     softmax_step,
     store_rows,
@@ -175,10 +176,11 @@ def _forward(
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    if program < fill:
-        clear_uncovered(out, lse, cu_seqlens, program, batch, tokens, longest, heads, 1, D, WIDTH, FILL)
+    behind = program - (tl.num_programs(0) - fill)
+    if behind >= 0:
+        clear_uncovered(out, lse, cu_seqlens, behind, batch, tokens, longest, heads, 1, D, WIDTH, FILL)
         return
-    tile, head, sequence = work_of(program - fill, tiles, heads)
+    tile, head, sequence = longest_first(program, tiles, heads, cu_seqlens, batch, tokens, longest)
     start, length = bounds(cu_seqlens, sequence, tokens, longest)
     if tile * M >= length:
         return
@@ -235,10 +237,11 @@ def _prepare(
 ):  # fmt: skip
     """delta, shift and inverse of every row, with P = exp2(scores - shift) * inverse, as in attention.py."""
     program = tl.program_id(0)
-    if program < fill:
-        clear_uncovered(dqkv, None, cu_seqlens, program, batch, tokens, longest, heads, 3, D, WIDTH, FILL)
+    behind = program - (tl.num_programs(0) - fill)
+    if behind >= 0:
+        clear_uncovered(dqkv, None, cu_seqlens, behind, batch, tokens, longest, heads, 3, D, WIDTH, FILL)
         return
-    tile, head, sequence = work_of(program - fill, tiles, heads)
+    tile, head, sequence = longest_first(program, tiles, heads, cu_seqlens, batch, tokens, longest)
     start, length = bounds(cu_seqlens, sequence, tokens, longest)
     if tile * M >= length:
         return
@@ -298,7 +301,7 @@ def _backward(
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys."""
-    tile, head, sequence = work_of(tl.program_id(0), tiles, heads)
+    tile, head, sequence = longest_first(tl.program_id(0), tiles, heads, cu_seqlens, batch, tokens, longest)
     start, length = bounds(cu_seqlens, sequence, tokens, longest)
     first = tile * N
     if first >= length:
@@ -338,7 +341,7 @@ def _backward_queries(
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries."""
-    tile, head, sequence = work_of(tl.program_id(0), tiles, heads)
+    tile, head, sequence = longest_first(tl.program_id(0), tiles, heads, cu_seqlens, batch, tokens, longest)
     start, length = bounds(cu_seqlens, sequence, tokens, longest)
     top = tile * M
     if top >= length:

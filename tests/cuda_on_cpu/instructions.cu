@@ -1,5 +1,6 @@
-// A kernel for each instruction, for tests/test_cuda_on_cpu.py: on the CPU, and on a GPU where there is one. Each runs
-// in one warp; memory is [lane][register].
+// A kernel for each instruction, for tests/ops/test_cuda_on_cpu.py: on the CPU, and on a GPU where there is one. Each
+// runs in one warp; memory is [lane][register]. And one for attention's order of sequences.
+#include "../../csrc/cuda/attention.cuh"
 #include "../../csrc/cuda/mma.cuh"
 
 #define FB_EXPORT extern "C" __attribute__((visibility("default")))
@@ -73,8 +74,21 @@ __global__ void votes(unsigned* to) {
   to[128 + lane] = __all_sync(~0u, lane < 32);
 }
 
+// to: [sequences], by rank; every step-th of them is written
+__global__ void order(Attention a, int* to, int step) {
+  for (int rank = 0; rank < a.sequences; rank += step) {
+    const int sequence = sequence_of_rank(a, rank);
+    if (threadIdx.x == 0) to[rank] = sequence;
+  }
+}
+
 }  // namespace
 
+FB_EXPORT const char* run_order(const int32_t* cu_seqlens, int* to, int sequences, int tokens, int longest, int step) {
+  Attention a{};
+  a.cu_seqlens = cu_seqlens, a.sequences = sequences, a.tokens = tokens, a.longest = longest;
+  return launch(order, dim3(1), dim3(32), 0, nullptr, a, to, step);
+}
 FB_EXPORT const char* run_mma(const uint32_t* a, const uint32_t* b, float* d, bool bf16) {
   return launch(bf16 ? mma<__nv_bfloat16> : mma<__half>, dim3(1), dim3(32), 0, nullptr, a, b, d);
 }

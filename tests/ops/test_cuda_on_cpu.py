@@ -11,6 +11,7 @@ from pathlib import Path
 import cuda_on_cpu
 import pytest
 import torch
+import torch.nn.functional as F
 from cuda_on_cpu import fragments
 from torch import Tensor
 
@@ -160,6 +161,17 @@ def test_votes(machine):
     machine("run_votes", results)
     two_groups = [0x00005555, 0xAAAA0000 - 2**32] * 16
     assert results.tolist() == [[0x49249249] * 32, two_groups, [1] * 32, [0] * 32, [1] * 32]
+
+
+@pytest.mark.parametrize(("sequences", "most"), ((5, 1), (33, 3), (32, 700), (256, 700)))
+def test_attention_takes_the_longest_sequence_first(machine, sequences, most):
+    """Each sequence has one rank, whatever is as long as it; a length beyond max_seqlen counts as that."""
+    lengths, longest = torch.randint(0, most + 1, (sequences,)), max(1, most - most // 8)
+    cu_seqlens, step = F.pad(lengths.cumsum(0), (1, 0)).int(), max(1, sequences // 16)
+    found = torch.zeros(sequences, dtype=torch.int32)
+    machine("run_order", cu_seqlens, found, sequences, int(cu_seqlens[-1]), longest, step)
+    expected = lengths.clamp(max=longest).argsort(descending=True, stable=True)
+    assert torch.equal(found.long()[::step], expected[::step])
 
 
 # ---- faults

@@ -84,7 +84,6 @@ def _uncovered(out, cu_seqlens, batch, tokens, longest, SIZE: tl.constexpr):
 
 @pytest.mark.parametrize("batch", range(1, 18))
 def test_a_token_is_covered_by_any_of_the_sequences(batch):
-    """Zeros written to a covered one are lost in the interpreter, where the blocks that compute it come later."""
     tokens, longest = 60, 3
     lengths = torch.randint(0, 5, (batch,))
     ends = F.pad(lengths.cumsum(0), (1, 0)).clamp(max=tokens)
@@ -95,6 +94,29 @@ def test_a_token_is_covered_by_any_of_the_sequences(batch):
     with triton_device():
         _uncovered[(1,)](out, ends.int().to(DEVICE), batch, tokens, longest, 64)
     assert torch.equal(out.cpu(), ~covered & (torch.arange(64) < tokens))
+
+
+# ---- the order of sequences
+
+
+@triton.jit(do_not_specialize=["batch", "tokens", "longest"])
+def _order(out, cu_seqlens, batch, tokens, longest):
+    rank = tl.program_id(0)
+    _, _, sequence = attention_tiles.longest_first(rank, 1, 1, cu_seqlens, batch, tokens, longest)
+    tl.store(out + rank, sequence)
+
+
+@pytest.mark.parametrize(
+    ("batch", "longest", "ordered"), [(128, 65, True), (7, 300, True), (129, 65, False), (9, 64, False)]
+)
+def test_the_longest_sequence_comes_first(batch, longest, ordered):
+    """Each sequence has one rank, whatever is as long as it; a length beyond max_seqlen counts as that."""
+    lengths = torch.randint(0, longest + 9, (batch,))
+    cu_seqlens, out = F.pad(lengths.cumsum(0), (1, 0)).int(), torch.full((batch,), -1, device=DEVICE)
+    with triton_device():
+        _order[(batch,)](out, cu_seqlens.to(DEVICE), batch, int(cu_seqlens[-1]), longest)
+    expected = lengths.clamp(max=longest).argsort(descending=True, stable=True) if ordered else torch.arange(batch)
+    assert torch.equal(out.cpu(), expected)
 
 
 # ---- random numbers
