@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastbert.triton import sums
 from fastbert.triton.common import Config, launch, pick, rows_of
-from fastbert.triton.gelu import gelu, gelu_derivative
+from fastbert.triton.gelu import gelu, gelu_derivative, is_short
 
 FORWARD = {80: lambda channels: Config({"ROWS": 4, "COLUMNS": 512}, num_warps=4)}
 BACKWARD = {80: lambda channels: Config({"ROWS": 8, "COLUMNS": 128}, num_warps=4)}
@@ -36,7 +36,8 @@ def _forward(x, bias, y, rows, channels, TANH: tl.constexpr, ROWS: tl.constexpr,
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < channels)[None, :]
     at = row[:, None] * channels + column[None, :]
-    tl.store(y + at, gelu(_load(x, bias, at, column, inside, channels, True), TANH), inside)
+    v = _load(x, bias, at, column, inside, channels, True)
+    tl.store(y + at, gelu(v, TANH, is_short(y)), inside)
 
 
 def forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
@@ -55,7 +56,8 @@ def forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
 @triton.jit(do_not_specialize=["rows", "share"])
 def _backward(
     dy, x, bias, dx, partials, rows, channels, share,
-    BIAS: tl.constexpr, TANH: tl.constexpr, NEED_DBIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr, TANH: tl.constexpr, SHORT: tl.constexpr, NEED_DBIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -64,7 +66,8 @@ def _backward(
         row = program * share + first + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < channels)[None, :]
         at = row[:, None] * channels + column[None, :]
-        slope = gelu_derivative(_load(x, bias, at, column, inside, channels, BIAS), TANH)
+        v = _load(x, bias, at, column, inside, channels, BIAS)
+        slope = gelu_derivative(v, TANH, SHORT)
         d = tl.load(dy + at, inside, other=0.0).to(tl.float32) * slope
         tl.store(dx + at, d, inside)
         if NEED_DBIAS:
@@ -85,5 +88,6 @@ def backward(dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str, need_
     launch(
         _backward, (programs, across), dy, x, bias, dx, partials, rows, channels, share,
         config=config, BIAS=bias is not None, TANH=approximate == "tanh", NEED_DBIAS=need_dbias,
+        SHORT=dtype.itemsize == 2,  # dbias has what the derivative leaves before it is rounded
     )  # fmt: skip
     return dx, sums.add_up(partials, [dtype])[0] if need_dbias else x.new_empty(0, dtype=dtype)

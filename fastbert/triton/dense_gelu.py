@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastbert.triton import bias_gelu
 from fastbert.triton.common import Config, architecture, launch, multiprocessors, pick, precision
-from fastbert.triton.gelu import gelu
+from fastbert.triton.gelu import gelu, is_short
 
 DESCRIPTORS = 90  # the first architecture that copies tiles by descriptor
 ALIGNMENT = 16  # bytes, of the first element and of the rows: required by descriptors and by cp.async's widest copies
@@ -109,7 +109,7 @@ def _forward(
         rounded = acc.to(y.dtype.element_ty)  # what the backward differentiates at
         if SAVE:
             tl.store(preactivation + at, rounded, inside)
-        tl.store(y + at, gelu(rounded.to(tl.float32), TANH), inside)
+        tl.store(y + at, gelu(rounded.to(tl.float32), TANH, is_short(y)), inside)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, approximate: str, save: bool) -> tuple[Tensor, Tensor]:

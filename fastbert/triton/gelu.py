@@ -29,21 +29,46 @@ def _tail(a, TANH: tl.constexpr):
 
 
 @triton.jit
+def _short_tail(a):
+    r = ((-7.48657158e-7 * a + 3.34116594e-5) * a - 6.40464947e-4) * a + 7.01594772e-3
+    return tl.exp2((((r * a - 4.99956049e-2) * a - 4.63506490e-1) * a - 1.14883220) * a - 1.00018799)
+
+
+@triton.jit
+def _short_ratio(a):
+    r = ((-3.97982012e-6 * a + 1.50111184e-4) * a - 2.35331943e-3) * a + 2.01878510e-2
+    return (((r * a - 1.05792895e-1) * a - 6.40900731e-1) * a - 7.96450794e-1) * a + 9.99929786e-1
+
+
+@triton.jit
 def _magnitude(v):
     a = tl.abs(v)
     return tl.where(a > 14.5, 14.5, a)  # both tails are 0 from there on; NaN stays NaN
 
 
 @triton.jit
-def gelu(v, TANH: tl.constexpr):
+def is_short(x):
+    """Whether x points to numbers of 16 bits."""
+    return x.dtype.element_ty.primitive_bitwidth == 16
+
+
+@triton.jit
+def gelu(v, TANH: tl.constexpr, SHORT: tl.constexpr):
+    """SHORT: the result is going to be rounded to 16 bits."""
     a = _magnitude(v)
-    tail, _ = _tail(a, TANH)
+    if SHORT and not TANH:
+        tail = _short_tail(a)
+    else:
+        tail, _ = _tail(a, TANH)
     return tl.where(v < 0.0, 0.0, v) - a * tail
 
 
 @triton.jit
-def gelu_derivative(v, TANH: tl.constexpr):
+def gelu_derivative(v, TANH: tl.constexpr, SHORT: tl.constexpr):
     a = _magnitude(v)
-    tail, slope = _tail(a, TANH)
-    d = tail - a * slope
+    if SHORT and not TANH:
+        d = _short_tail(a) * _short_ratio(a)
+    else:
+        tail, slope = _tail(a, TANH)
+        d = tail - a * slope
     return tl.where(v > 0.0, 1.0 - d, d)
