@@ -1,7 +1,7 @@
 """Which kernel runs: the only file that decides.
 
 A backend implements ops: `reference` (plain PyTorch, any device), `cpu` (C++), `triton`, `cuda` (C++/CUDA).
-`KERNELS` says what each can do, `ORDER` which is preferred where, `why_not` gives the reason against one. The first
+`KERNELS` says what each can do, `order` which is preferred where, `why_not` gives the reason against one. The first
 backend of the order without a reason runs; `with backend("cpu"):` allows only that one and fails with its reason.
 """
 
@@ -38,7 +38,8 @@ class Kernel:
     """What one backend's implementation of one op can do, and why it stands where it does in the table.
 
     dtypes: of the activations. largest: row length (of attention: head size), None for any. forced_only: it runs where
-    its backend is forced, never by preference.
+    its backend is forced, never by preference. leads_on: the generations of GPUs (the major of their compute capability)
+    on which it comes before what stands above it.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -46,20 +47,25 @@ class Kernel:
     backward: bool = True
     measured: str = "not yet measured"
     forced_only: bool = False
+    leads_on: tuple[int, ...] = ()
 
+
+# Their tensor cores work at full speed for a warpgroup only (wgmma, tcgen05), which our CUDA kernels do not use yet.
+_WARPGROUPS = (9, 10)
 
 # op -> backend -> kernel, the best first: of those that serve the tensor's device, the first that can runs. Plain
-# PyTorch (`reference`) comes last everywhere. A new op, or another order, is a change here and nowhere else.
+# PyTorch (`reference`) comes last everywhere. A new op, or another order, is a change here and nowhere else. On GPUs,
+# CUDA comes before Triton where both do the same work, because a call of it costs the host less.
 KERNELS: dict[str, dict[str, Kernel]] = {
     "layer_norm": {
         "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
-        "triton": Kernel(_FLOATS, largest=8192),
         "cuda": Kernel(_FLOATS, largest=8192),
+        "triton": Kernel(_FLOATS, largest=8192),
     },
     "add_layer_norm": {
         "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
-        "triton": Kernel(_FLOATS, largest=8192),
         "cuda": Kernel(_FLOATS, largest=8192),
+        "triton": Kernel(_FLOATS, largest=8192),
     },
     "bias_gelu": {
         "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
@@ -68,13 +74,13 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     },
     "attention": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/attention.jsonl"),
-        "triton": Kernel(_FLOATS, largest=128),
         "cuda": Kernel(_FLOATS, largest=128),
+        "triton": Kernel(_FLOATS, largest=128, leads_on=_WARPGROUPS),
     },
     "relative_attention": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/relative.jsonl"),
         "triton": Kernel(_FLOATS, largest=128),
-        "cuda": Kernel(_FLOATS, largest=128),
+        "cuda": Kernel(_FLOATS, largest=128),  # on multiply-adds, without tensor cores
     },
     "embedding": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, largest=8192)},
     "dense_gelu": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS)},
@@ -94,12 +100,12 @@ OPS = tuple(KERNELS)
 SERVES: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "triton": ("cuda",), "cuda": ("cuda",)}
 
 
-def _order(device_type: str, op: str) -> tuple[str, ...]:
+def _listed(device_type: str, op: str) -> tuple[str, ...]:
     preferred = [name for name, kernel in KERNELS[op].items() if not kernel.forced_only]
     return *(name for name in preferred if device_type in SERVES[name]), "reference"
 
 
-ORDER = {device_type: {op: _order(device_type, op) for op in OPS} for device_type in ("cpu", "cuda")}
+_LISTED = {device_type: {op: _listed(device_type, op) for op in OPS} for device_type in ("cpu", "cuda")}
 _LIMITS = {op: [(name, k.largest) for name, k in kernels.items() if k.largest] for op, kernels in KERNELS.items()}
 
 
@@ -273,6 +279,17 @@ def why_not(
 # ---- the choice
 
 
+@cache
+def order(device_type: str, op: str) -> tuple[str, ...]:
+    """The backends for an op on tensors of this device type, the best first. The first GPU speaks for all."""
+    listed = _LISTED.get(device_type, {}).get(op, ("reference",))
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return listed
+    generation = torch.cuda.get_device_capability(0)[0]
+    leads = lambda name: name in KERNELS[op] and generation in KERNELS[op][name].leads_on  # noqa: E731
+    return tuple(sorted(listed, key=lambda name: not leads(name)))
+
+
 def _checked(name: str | None) -> str | None:
     if name is not None and name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}")
@@ -325,8 +342,8 @@ def _choose(
     forced: str | None, op: str, device_type: str, dtype: torch.dtype, backward: bool, too_large: tuple[str, ...]
 ) -> str:
     _announce_missing_extension()
-    order = (forced,) if forced else ORDER.get(device_type, {}).get(op, ("reference",))
-    for name in order:
+    names = (forced,) if forced else order(device_type, op)
+    for name in names:
         reason = why_not(name, op, device_type, dtype, backward, name in too_large)
         if reason is None:
             return name
@@ -363,10 +380,10 @@ def find(
 def _find(
     forced: str | None, op: str, device_type: str, dtype: torch.dtype, backward: bool, too_large: tuple[str, ...]
 ) -> str | None:
-    order = (forced,) if forced else ORDER.get(device_type, {}).get(op, ())
+    names = (forced,) if forced else order(device_type, op)
     usable = (
         name
-        for name in order
+        for name in names
         if name != "reference" and why_not(name, op, device_type, dtype, backward, name in too_large) is None
     )
     return next(usable, None)
@@ -411,12 +428,12 @@ def explain() -> None:
 
 
 def _explain_one(op: str, name: str, device_type: str) -> str:
-    order = ORDER[device_type][op]
-    preferred = next(n for n in order if why_not(n, op, device_type, torch.float32) is None)
+    names = order(device_type, op)
+    preferred = next(n for n in names if why_not(n, op, device_type, torch.float32) is None)
     parts = ("pack", "unpack") if op == "padding" else ("fwd", "bwd")
     runs = " + ".join(str(_calls[f"{op}_{part}", name]) for part in parts)
     kernel, reason = KERNELS[op].get(name), why_not(name, op, device_type, torch.float32)
     remarks = [f"unusable: {reason}"] if reason else []
     remarks += ["forward only"] if kernel and not kernel.backward else []
-    remarks += [f"order: {kernel.measured}"] if kernel and name == order[0] else []
+    remarks += [f"order: {kernel.measured}"] if kernel and name == names[0] else []
     return f"{'*' if name == preferred else ' '}{name:10}{runs:>12}  {'; '.join(remarks)}".rstrip()

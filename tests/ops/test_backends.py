@@ -253,9 +253,20 @@ def test_the_table_says_what_its_order_rests_on():
         assert all(
             kernel.measured == "not yet measured" or (root / kernel.measured).exists() for kernel in kernels.values()
         )
-    assert backends.ORDER["cpu"]["attention"] == ("cpu", "reference")
-    assert backends.ORDER["cuda"]["attention"] == ("triton", "cuda", "reference")
-    assert backends.ORDER["cuda"]["linear"] == ("reference",)  # Triton's is there to be forced
+
+
+@pytest.mark.parametrize(
+    ("capability", "first"),
+    [((8, 0), "cuda"), ((8, 9), "cuda"), ((9, 0), "triton"), ((10, 0), "triton"), ((12, 0), "cuda")],
+)
+def test_attention_is_tritons_where_warpgroups_multiply(monkeypatch, capability, first):
+    machine_with(monkeypatch, [capability])
+    order = backends.order.__wrapped__  # not what this machine has remembered
+    assert order("cuda", "attention")[0] == first
+    assert order("cuda", "layer_norm") == ("cuda", "triton", "reference")
+    assert order("cuda", "linear") == ("reference",)  # Triton's is there to be forced
+    assert order("cpu", "attention") == ("cpu", "reference")
+    assert order("xpu", "attention") == ("reference",)
 
 
 def test_a_size_that_a_kernel_does_not_take_is_said_before_it_runs():
