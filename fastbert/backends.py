@@ -38,8 +38,8 @@ class Kernel:
     """What one backend's implementation of one op can do, and why it stands where it does in the table.
 
     dtypes: of the activations. largest: row length (of attention: head size), None for any. forced_only: it runs where
-    its backend is forced, never by preference. leads_on: the generations of GPUs (the major of their compute capability)
-    on which it comes before what stands above it.
+    its backend is forced, never by preference. leads_on: generations of GPUs (the major of the compute capability) on
+    which it comes before what stands above it.
     """
 
     dtypes: tuple[torch.dtype, ...]

@@ -88,15 +88,19 @@ class Body(NamedTuple):
 
     def token_labels(self, labels: Tensor, classes: int) -> Tensor:
         """Labels in the caller's form -> (T,), checked."""
-        packing = self.packing
-        padded = packing.seqlen is not None
-        shape, meaning = ((packing.batch, packing.seqlen), "(B, S)") if padded else ((packing.tokens,), "(T,)")
-        _check_labels(self.op, "labels", labels, self.hidden.device, shape, meaning, classes)
-        return packing.pack(labels, fill=IGNORED)
+        return _token_labels(self.op, self.packing, labels, self.hidden.device, classes)
 
     def sequence_labels(self, name: str, labels: Tensor, classes: int) -> Tensor:
         """A class for each sequence, (B,) or (B, 1) -> (B,), checked."""
         return _sequence_labels(self.op, name, labels, self.hidden.device, self.packing.batch, classes)
+
+
+def _token_labels(op: str, packing: Packing, labels: Tensor, device: torch.device, classes: int) -> Tensor:
+    """Labels in the caller's form -> (T,), checked."""
+    padded = packing.seqlen is not None
+    shape, meaning = ((packing.batch, packing.seqlen), "(B, S)") if padded else ((packing.tokens,), "(T,)")
+    _check_labels(op, "labels", labels, device, shape, meaning, classes)
+    return packing.pack(labels, fill=IGNORED)
 
 
 def _check_labels(
@@ -177,18 +181,25 @@ class _BertWithHead(Saveable):
         packing: Packing | None = None,
         **records: bool,
     ) -> Body:
-        """The body on packed tokens. It is called, not taken apart, so hooks on it run.
+        """The body on packed tokens.
 
         inputs: input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds; with packing, as it packed them.
         """
+        return self._run(*self._pack(inputs, cu_seqlens, max_seqlen, packing), **records)
+
+    def _pack(
+        self, inputs: tuple, cu_seqlens: Tensor | None, max_seqlen: int | None, packing: Packing | None
+    ) -> tuple[ModelInputs, Packing]:
+        if packing is None:
+            return self.bert.pack(*inputs, cu_seqlens, max_seqlen)
+        input_ids, mask, *others = inputs
+        packing.check(type(self).__name__, others[1], mask, cu_seqlens, max_seqlen)
+        return ModelInputs(input_ids, *others), packing
+
+    def _run(self, packed: ModelInputs, packing: Packing, **records: bool) -> Body:
+        """The body is called, not taken apart, so hooks on it run."""
         if unknown := records.keys() - {"output_hidden_states", "output_attentions"}:
             raise TypeError(f"{type(self).__name__}: got unexpected keyword arguments: {', '.join(sorted(unknown))}")
-        if packing is None:
-            packed, packing = self.bert.pack(*inputs, cu_seqlens, max_seqlen)
-        else:
-            input_ids, mask, *others = inputs
-            packing.check(type(self).__name__, others[1], mask, cu_seqlens, max_seqlen)
-            packed = ModelInputs(input_ids, *others)
         hidden, pooled, states, attentions = self.bert(**packed._asdict(), **records, packing=packing)
         states = states and tuple(packing.unpack(state) for state in states)
         return Body(type(self).__name__, hidden, pooled, packing, (states, attentions))
@@ -259,8 +270,7 @@ class BertLMPredictionHead(nn.Module):
         return ops.linear(self.transform(hidden), words, self.bias)
 
     def loss(self, hidden: Tensor, words: Tensor, labels: Tensor, rows: Tensor | None) -> Tensor:
-        """The mean cross-entropy of labelled rows, from them alone. rows: which they are, found when None."""
-        rows = labelled_rows(labels) if rows is None else rows
+        """The mean cross-entropy of labelled rows, from them alone. rows: which they are; None computes all."""
         if rows is not None:
             hidden, labels = ops.pack(hidden.unsqueeze(0), rows), labels.index_select(0, rows)
         return cross_entropy_of_rows(self.transform(hidden), words, self.bias, labels)
@@ -288,21 +298,32 @@ class _MaskedLM(_BertWithHead):
         return words
 
     def _predict(
-        self, body: Body, labels: Tensor | None, rows: Tensor | None, skip_logits: bool | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Loss and logits of the masked-LM head; None without labels, and where they are skipped."""
-        head, loss, logits = self.cls.predictions, None, None
-        words = self.bert.embeddings.word_embeddings.weight
-        if rows is not None and (labels is None or body.packing.seqlen is not None):
-            raise ValueError(f"{body.op}: labelled_rows goes with packed labels, (T,) with cu_seqlens")
+        self,
+        inputs: tuple,
+        labels: Tensor | None,
+        rows: Tensor | None,
+        skip_logits: bool | None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        packing: Packing | None = None,
+        **records: bool,
+    ) -> tuple[Body, Tensor | None, Tensor | None]:
+        """The body, and loss and logits of the masked-LM head; None without labels, and where they are skipped.
+
+        Labelled rows are looked for before the body runs: the host then waits for a GPU that has little to do yet.
+        """
+        packed, packing = self._pack(inputs, cu_seqlens, max_seqlen, packing)
+        words, op = self.bert.embeddings.word_embeddings.weight, type(self).__name__
+        if rows is not None and (labels is None or packing.seqlen is not None):
+            raise ValueError(f"{op}: labelled_rows goes with packed labels, (T,) with cu_seqlens")
         if labels is not None:
-            labels = body.token_labels(labels, self.config.vocab_size)
-            loss = head.loss(body.hidden, words, labels, rows)
+            labels = _token_labels(op, packing, labels, words.device, self.config.vocab_size)
+            rows = labelled_rows(labels) if rows is None else rows
+        body, head = self._run(packed, packing, **records), self.cls.predictions
+        loss = None if labels is None else head.loss(body.hidden, words, labels, rows)
         if skip_logits is None:
             skip_logits = self.training and labels is not None
-        if not skip_logits:
-            logits = body.packing.unpack(head(body.hidden, words))
-        return loss, logits
+        return body, loss, None if skip_logits else packing.unpack(head(body.hidden, words))
 
 
 class BertForMaskedLM(_MaskedLM):
@@ -333,11 +354,10 @@ class BertForMaskedLM(_MaskedLM):
         The head runs on labelled tokens alone. Logits, which are of all tokens, are None in training with labels;
         skip_logits=False makes them, True leaves them out in evaluation too. labelled_rows: (L,) the distinct rows of
         packed labels that have one, where the caller knows them (`fastbert.data.PackingCollator` does); found when
-        None, with one host synchronisation on a GPU.
+        None, with one host synchronisation on a GPU, before the encoder starts.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        body = self._encode(inputs, **options)
-        loss, logits = self._predict(body, labels, labelled_rows, skip_logits)
+        body, loss, logits = self._predict(inputs, labels, labelled_rows, skip_logits, **options)
         return BertHeadOutput(loss, logits, *body.records)
 
 
@@ -374,8 +394,7 @@ class BertForPreTraining(_MaskedLM):
         """
         name, label = self._pair_label(next_sentence_label, sentence_order_label)
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        body = self._encode(inputs, **options)
-        loss, prediction_logits = self._predict(body, labels, labelled_rows, skip_logits)
+        body, loss, prediction_logits = self._predict(inputs, labels, labelled_rows, skip_logits, **options)
         logits = self.cls.seq_relationship(body.pooled if self.dropout is None else self.dropout(body.pooled))
         if label is not None:
             labels = body.sequence_labels(name, label, 2)

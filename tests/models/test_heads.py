@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from small_models import DEVICE, LOGITS, TINY, batch, hugging_face, integers, packed
 
 import fastbert
-from fastbert import testing
+from fastbert import heads, testing
 from fastbert.checkpoint import TIED, to_hugging_face
 from fastbert.testing import Result
 
@@ -380,6 +380,17 @@ def test_nothing_labelled_gives_zero_and_zero_gradients(name):
     out.loss.backward()
     assert out.loss == 0
     assert all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("name", MASKED_LM)
+def test_labelled_tokens_are_looked_for_before_the_body_runs(name, monkeypatch):
+    """On a GPU the host waits for their number, and would wait for the whole body."""
+    model, (inputs, labels), seen = our(their(name)).train(), example(name), []
+    find = heads.labelled_rows
+    monkeypatch.setattr(heads, "labelled_rows", lambda labels: seen.append("rows") or find(labels))
+    model.bert.register_forward_pre_hook(lambda *given: seen.append("body"))
+    model(**inputs, **labels)
+    assert seen == ["rows", "body"]
 
 
 @pytest.mark.parametrize("name", HEADS)
