@@ -53,7 +53,7 @@ def main() -> None:
                 ratios(args.processors * at_once, rows, args.heads, [of_length() for _ in range(batch)])
                 for _ in range(50)
             ]
-            print(f"| {name} | {batch} | {' | '.join(f'{mean(of_order):.2f}' for of_order in zip(*found))} |")
+            print(f"| {name} | {batch} | {' | '.join(f'{mean(of_order):.2f}' for of_order in zip(*found, strict=True))} |")
 
 
 if __name__ == "__main__":
