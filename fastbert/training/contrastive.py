@@ -73,7 +73,7 @@ class ContrastiveModel(nn.Module):
             )
         if self.max_tokens is not None and isinstance(self, FSDPModule):
             raise ValueError("ContrastiveModel: max_tokens goes with DDP; FSDP2 needs as many forwards in each process")
-        embeddings = self.embed(input_ids, cu_seqlens, max_seqlen).unflatten(0, (columns, -1))
+        embeddings = torch.stack(self.embed(input_ids, cu_seqlens, max_seqlen).chunk(columns))  # FSDP2 warns of views
         with torch.autocast(embeddings.device.type, enabled=False):
             return ContrastiveOutput(self._loss_of(embeddings, labels), embeddings)
 
