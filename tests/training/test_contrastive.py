@@ -1,4 +1,4 @@
-"""Contrastive training: losses as sentence-transformers', GradCache and processes as one plain batch, data, refusals."""
+"""Contrastive training: losses as sentence-transformers', GradCache and processes as one plain batch, data."""
 
 import copy
 import json
@@ -319,7 +319,8 @@ def test_training_learns_to_pair(tmp_path):
     anchors = [f"{a} {b}" for i, a in enumerate(words) for b in words[:i]]
     columns = {"query": anchors, "answer": [" ".join(reversed(text.split())) for text in anchors]}
     dataset = ContrastiveDataset(columns, tokenizer, prompts={"query": "find: "})
-    loader = create_dataloader(dataset, ContrastiveCollator(), 33)
+    loader = create_dataloader(dataset, ContrastiveCollator(), 33, drop_last=True)
+    assert [len(batch["cu_seqlens"]) - 1 for batch in loader] == [66, 66]  # 12 of 78 pairs are left out
     model = ContrastiveModel(
         BertModel(TINY.changed(vocab_size=30522), add_pooling_layer=False).to(DEVICE),
         Matryoshka(InBatchNegatives(symmetric=True), (48, 16)),
@@ -444,6 +445,8 @@ def test_columns_become_packed_texts(tmp_path):
     assert (found["columns"], found["max_seqlen"]) == (3, 9) and found["labels"].tolist() == [0.25, 1.0]
     assert found["labels"].dtype == torch.float32
     assert dataset.lengths[2] == sum(map(len, expected[::2]))
+    with pytest.raises(ValueError, match="drop_last goes with batch_size"):
+        create_dataloader(dataset, ContrastiveCollator(), max_tokens=40, drop_last=True)
     batches = list(create_dataloader(dataset, ContrastiveCollator(), max_tokens=40, shuffle=False))
     assert all(b["input_ids"].numel() <= 40 for b in batches) and sum(len(b["labels"]) for b in batches) == 3
 
