@@ -368,7 +368,9 @@ class Ranks:
         x.copy_(sum(self.exchange(x)))
 
 
-@pytest.mark.parametrize(("loss", "columns", "scores"), [(InBatchNegatives(), 3, 0), (CoSENT(), 2, 1)])
+@pytest.mark.parametrize(
+    ("loss", "columns", "scores"), [(InBatchNegatives(), 3, 0), (Matryoshka(CoSENT(), [48, 5]), 2, 1)]
+)
 def test_negatives_of_all_ranks(monkeypatch, loss, columns, scores):
     """Three unequal shares of a batch: the sums of losses and of gradients are those of the whole."""
     texts, of_texts = tuples(0, 7, columns, scores)
@@ -383,16 +385,16 @@ def test_negatives_of_all_ranks(monkeypatch, loss, columns, scores):
         ranks.here.rank, share = rank, shares[rank]
         inputs, model = batch_of(texts[share], of_texts if of_texts is None else of_texts[share]), models[rank]
         model.zero_grad()
-        part = model(**inputs).loss * model.label_counts(inputs).item() / 7
-        part.backward()
-        losses[rank] = part.item()
+        losses[rank] = model(**inputs).loss
+        (losses[rank] * model.label_counts(inputs).item() / 7).backward()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum(losses) == pytest.approx(expected.item(), rel=1e-12)
+    assert (losses[0] + 4 * losses[1] + 2 * losses[2]).item() / 7 == pytest.approx(expected.item(), rel=1e-12)
+    assert (len({round(loss.item(), 9) for loss in losses}) == 3) == isinstance(loss, InBatchNegatives)  # own anchors
     total = {name: sum(gradients(model)[name] for model in models) for name in gradients(whole)}
     assert_equal(total, gradients(whole))
     models[0].eval()  # an evaluation waits for nobody
