@@ -14,6 +14,7 @@ the samplers.
 """
 
 from fastbert.data.collator import PackingCollator
+from fastbert.data.contrastive import ContrastiveCollator, ContrastiveDataset, read_columns
 from fastbert.data.corpus import TokenFile, read_texts, write_tokens
 from fastbert.data.datasets import (
     ClassificationDataset,
@@ -37,6 +38,8 @@ __all__ = [
     "BatchLoader",
     "BatchSizeSampler",
     "ClassificationDataset",
+    "ContrastiveCollator",
+    "ContrastiveDataset",
     "Filtered",
     "MLMDataset",
     "NSPDataset",
@@ -55,6 +58,7 @@ __all__ = [
     "get_tokenizer",
     "no_duplicates",
     "no_near_duplicates",
+    "read_columns",
     "read_texts",
     "save_tokenizer",
     "train_tokenizer",

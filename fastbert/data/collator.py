@@ -108,15 +108,15 @@ class PackingCollator:
         if not examples:
             raise ValueError("PackingCollator: expected at least one example")
         lengths = torch.tensor([len(example["input_ids"]) for example in examples])
-        tokens = {name: _flat(name, _column(name, examples), lengths) for name in _OF_TOKENS}
+        tokens = {name: _flat(name, column_of(name, examples), lengths) for name in _OF_TOKENS}
         if self.whole_words:
-            tokens["word_ids"] = _flat("word_ids", _numbered(_column("word_ids", examples)), lengths)
-        labels = None if self.mlm_probability else _labels(examples)
+            tokens["word_ids"] = _flat("word_ids", _numbered(column_of("word_ids", examples)), lengths)
+        labels = None if self.mlm_probability else labels_of(examples)
         if isinstance(labels, list):
             tokens["labels"], labels = _flat("labels", labels, lengths), None
         tokens, lengths = _without_padding(tokens, lengths)
         self._check_sizes(lengths)
-        others = {name: _stacked(column) for name in _OF_SEQUENCES if (column := _column(name, examples))}
+        others = {name: _stacked(column) for name in _OF_SEQUENCES if (column := column_of(name, examples))}
         if labels is not None:
             others["labels"] = labels
         special, words = tokens.pop("special_tokens_mask"), tokens.pop("word_ids", None)
@@ -187,7 +187,7 @@ class PackingCollator:
         return torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes(), start))
 
 
-def _column(name: str, examples: Sequence[Mapping[str, Any]]) -> list | None:
+def column_of(name: str, examples: Sequence[Mapping[str, Any]]) -> list | None:
     """An entry of every example; None if no example has it. Raises ValueError if only some have."""
     has = [name in example for example in examples]
     if not any(has):
@@ -225,9 +225,9 @@ def _stacked(values: list) -> Tensor:
     return torch.stack(values).to(torch.float32 if floating else torch.int64)
 
 
-def _labels(examples: Sequence[Mapping[str, Any]]) -> Tensor | list | None:
+def labels_of(examples: Sequence[Mapping[str, Any]]) -> Tensor | list | None:
     """Labels of examples, stacked; labels of tokens as a list with an entry for each example."""
-    columns = (_column(name, examples) for name in _LABELS)
+    columns = (column_of(name, examples) for name in _LABELS)
     labels = next((column for column in columns if column is not None), None)
     if labels is None:
         return None

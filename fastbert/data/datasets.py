@@ -18,12 +18,12 @@ from fastbert.data.tokenizer import copy_of, strings
 PAIR = ("input_ids", "token_type_ids")
 
 
-def _check_truncation(owner: str, truncation: bool | str, *known: bool | str) -> None:
+def check_truncation(owner: str, truncation: bool | str, *known: bool | str) -> None:
     if truncation not in known:
         raise ValueError(f"{owner}: truncation is {truncation!r}; expected {' or '.join(map(repr, known))}")
 
 
-def _check_counts(owner: str, **columns: Sequence[Any] | None) -> None:
+def check_counts(owner: str, **columns: Sequence[Any] | None) -> None:
     """Raises ValueError unless all columns that are given have the same number of entries."""
     counts = {name: len(column) for name, column in columns.items() if column is not None}
     if len(set(counts.values())) > 1:
@@ -53,7 +53,7 @@ class MLMDataset(TokenizedDataset):
         without tokens (empty lines) are skipped, and one warning counts them.
         Raises ValueError, and TypeError for texts that are not strings.
         """
-        _check_truncation("MLMDataset", truncation, "split", True, False)
+        check_truncation("MLMDataset", truncation, "split", True, False)
         columns, lengths = encode(
             "MLMDataset",
             strings("MLMDataset", "texts", texts),
@@ -92,7 +92,7 @@ class NSPDataset(TokenizedDataset):
         ValueError. Raises ValueError for a text without tokens, and unless there are two documents and two consecutive
         texts; TypeError for texts that are not strings.
         """
-        _check_truncation("NSPDataset", truncation, True, False)
+        check_truncation("NSPDataset", truncation, True, False)
         if label_name not in ("labels", "next_sentence_label"):
             raise ValueError(f"NSPDataset: label_name is {label_name!r}; expected 'labels' or 'next_sentence_label'")
         documents = [list(strings("NSPDataset", f"documents[{i}]", texts)) for i, texts in enumerate(documents)]
@@ -171,10 +171,10 @@ class ClassificationDataset(TokenizedDataset):
         Raises ValueError, also for a text without tokens, and TypeError.
         """
         owner = "ClassificationDataset"
-        _check_truncation(owner, truncation, True, False)
+        check_truncation(owner, truncation, True, False)
         texts = list(strings(owner, "texts", texts))
         pairs = None if pairs is None else list(strings(owner, "pairs", pairs))
-        _check_counts(owner, texts=texts, pairs=pairs, labels=labels)
+        check_counts(owner, texts=texts, pairs=pairs, labels=labels)
         labels = {} if labels is None else {"labels": _label_array(owner, labels, num_labels)}
         columns, lengths = encode(
             owner,
@@ -265,9 +265,9 @@ class TokenClassificationDataset(TokenizedDataset):
         Raises ValueError, also for an example without tokens, and TypeError.
         """
         owner = "TokenClassificationDataset"
-        _check_truncation(owner, truncation, True, False)
+        check_truncation(owner, truncation, True, False)
         words = [list(strings(owner, f"words[{i}]", row)) for i, row in enumerate(words)]
-        _check_counts(owner, words=words, labels=labels)
+        check_counts(owner, words=words, labels=labels)
         labels = None if labels is None else _word_labels(owner, words, labels, num_labels)
         columns, lengths = encode(
             owner,
@@ -352,7 +352,7 @@ class QADataset(TokenizedDataset):
         """
         questions = [question.lstrip() for question in strings("QADataset", "questions", questions)]
         self.contexts = list(strings("QADataset", "contexts", contexts))
-        _check_counts("QADataset", questions=questions, contexts=self.contexts, answers=answers)
+        check_counts("QADataset", questions=questions, contexts=self.contexts, answers=answers)
         spans = None if answers is None else list(map(_span, range(len(answers)), answers, self.contexts))
         tokenizer = copy_of(tokenizer)
         _check_room(questions, tokenizer, max_length, stride)

@@ -94,6 +94,7 @@ def create_dataloader(
     batch_size: int | None = None,
     *,
     max_tokens: int | None = None,
+    drop_last: bool = False,
     shuffle: bool = True,
     seed: int = 0,
     rank: int | None = None,
@@ -102,23 +103,27 @@ def create_dataloader(
 ) -> BatchLoader:
     """A loader of batches of batch_size examples, or of at most max_tokens tokens.
 
-    shuffle: into another order in each epoch (`set_epoch`), determined by seed. rank, world_size: this process among
-    those that share the data; None asks torch.distributed, or means a single process (pass 0 and 1 if something else,
-    such as `accelerate`, distributes the batches). All ranks get equally many batches, for which some may be halved.
-    options: for DataLoader (num_workers, pin_memory, ...).
-    Raises ValueError unless exactly one of batch_size and max_tokens is given, and as the samplers do.
+    drop_last: leaves out the last batch if it has fewer than batch_size examples. shuffle: into another order in each
+    epoch (`set_epoch`), determined by seed. rank, world_size: this process among those that share the data; None asks
+    torch.distributed, or means a single process (pass 0 and 1 if something else, such as `accelerate`, distributes the
+    batches). All ranks get equally many batches, for which some may be halved. options: for DataLoader (num_workers,
+    pin_memory, ...).
+    Raises ValueError unless exactly one of batch_size and max_tokens is given, for drop_last with max_tokens, and as
+    the samplers do.
     """
     if (batch_size is None) == (max_tokens is None):
         raise ValueError(
             f"create_dataloader: batch_size is {batch_size}, max_tokens is {max_tokens}; expected one of them"
         )
+    if drop_last and batch_size is None:
+        raise ValueError("create_dataloader: drop_last goes with batch_size; by max_tokens no batch is whole")
     if rank is None and world_size is None:
         rank, world_size = _process()
     elif rank is None or world_size is None:
         raise ValueError(f"create_dataloader: rank is {rank}, world_size is {world_size}; expected both or neither")
     settings = {"shuffle": shuffle, "seed": seed, "rank": rank, "world_size": world_size}
     if batch_size is not None:
-        sampler = BatchSizeSampler(len(dataset), batch_size, **settings)
+        sampler = BatchSizeSampler(len(dataset), batch_size, drop_last=drop_last, **settings)
     else:
         sampler = TokenBudgetSampler(_lengths(dataset), max_tokens, **settings)
     return BatchLoader(dataset, sampler, collator, **options)

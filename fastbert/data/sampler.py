@@ -1,7 +1,7 @@
 """Samplers for `DataLoader(batch_sampler=...)`: which examples form a batch, and which process gets it.
 
 Batches depend only on seed and epoch, so all processes and any number of workers see the same ones. Ranks take batches
-in turn; every example is in one batch of one rank, and all ranks have equally many batches.
+in turn; every example is in one batch of one rank (but for drop_last), and all ranks have equally many batches.
 """
 
 import bisect
@@ -66,20 +66,29 @@ class BatchSizeSampler(_BatchSampler):
     """Batches of batch_size examples, the last one smaller; in order, or shuffled in each epoch."""
 
     def __init__(
-        self, count: int, batch_size: int, *, shuffle: bool = True, seed: int = 0, rank: int = 0, world_size: int = 1
+        self,
+        count: int,
+        batch_size: int,
+        *,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
-        """count: how many examples there are. Raises ValueError for invalid numbers, and if batches cannot be split
-        evenly among the ranks."""
+        """count: how many examples there are. drop_last: leaves out the last batch if it is smaller, in each epoch.
+        Raises ValueError for invalid numbers, and if batches cannot be split evenly among the ranks."""
         if batch_size < 1:
             raise ValueError(f"BatchSizeSampler: batch_size is {batch_size}; expected at least 1")
-        self.batch_size = batch_size
+        self.batch_size, self.drop_last = batch_size, drop_last
         super().__init__(count, shuffle, seed, rank, world_size)
 
     def _fill(self, order: Tensor) -> list[int]:
-        return [*range(self.batch_size, self.count, self.batch_size), self.count] if self.count else []
+        whole = [*range(self.batch_size, self.count + 1, self.batch_size)]
+        return whole if self.drop_last or self.count % self.batch_size == 0 else [*whole, self.count]
 
     def identity(self) -> dict[str, Any]:
-        return {**super().identity(), "batch_size": self.batch_size}
+        return {**super().identity(), "batch_size": self.batch_size, "drop_last": self.drop_last}
 
 
 class TokenBudgetSampler(_BatchSampler):

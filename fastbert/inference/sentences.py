@@ -14,7 +14,7 @@ from fastbert.data.encode import COLUMNS, cut_encodings
 from fastbert.data.tokenizer import copy_of, get_tokenizer, strings
 from fastbert.inference.loading import load
 from fastbert.model import BertModel
-from fastbert.padding import first_tokens
+from fastbert.pooling import check_mode, pool
 
 
 class SentenceEncoder:
@@ -43,11 +43,9 @@ class SentenceEncoder:
             raise ValueError(
                 f"the tokenizer has {tokenizer.get_vocab_size()} tokens, the model embeds {config.vocab_size}"
             )
-        if pooling not in ("mean", "cls"):
-            raise ValueError(f"pooling is {pooling!r}; expected 'mean' or 'cls'")
         if max_length is not None and (not isinstance(max_length, int) or max_length <= special):
             raise ValueError(f"max_length is {max_length!r}; expected a number above the {special} special tokens")
-        self.model, self.pooling, self.normalize = model.eval(), pooling, normalize
+        self.model, self.pooling, self.normalize = model.eval(), check_mode(pooling), normalize
         self.max_length = min(max_length or config.max_sequence_length, config.max_sequence_length)
         self.tokenizer = copy_of(tokenizer)
 
@@ -121,11 +119,7 @@ class SentenceEncoder:
         packed = PackingCollator()([{"input_ids": text} for text in ids])
         input_ids, cu_seqlens = (packed[name].to(self.device) for name in ("input_ids", "cu_seqlens"))
         hidden = self.model(input_ids, cu_seqlens=cu_seqlens, max_seqlen=packed["max_seqlen"]).last_hidden_state.float()
-        if self.pooling == "cls":
-            vectors = first_tokens(hidden, cu_seqlens)
-        else:
-            lengths = cu_seqlens.diff().long()
-            vectors = torch.segment_reduce(hidden, "sum", lengths=lengths) / lengths.clamp(min=1).unsqueeze(-1)
+        vectors = pool(hidden, cu_seqlens, self.pooling)
         return F.normalize(vectors, dim=-1) if self.normalize else vectors
 
     @property

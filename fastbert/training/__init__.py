@@ -1,4 +1,4 @@
-"""Training: losses over batches of unequal size, parameter groups, ELECTRA, and a trainer that resumes bit for bit.
+"""Training: losses over batches of unequal size, ELECTRA, contrastive training, and a trainer that resumes bit for bit.
 
 The same script runs under `python` and, with several GPUs, under `torchrun`::
 
@@ -15,6 +15,16 @@ it is not a mean of means. See docs/training.md.
 
 from fastbert.modes import evaluating
 from fastbert.training.best import Best
+from fastbert.training.contrastive import ContrastiveModel, ContrastiveOutput, GradCache
+from fastbert.training.contrastive_losses import (
+    CoSENT,
+    CosineMSE,
+    InBatchNegatives,
+    MarginMSE,
+    Matryoshka,
+    Triplet,
+    contrastive_loss,
+)
 from fastbert.training.distributed import distribute
 from fastbert.training.electra import ElectraPretraining, ElectraPretrainingOutput
 from fastbert.training.losses import (
@@ -34,13 +44,23 @@ from fastbert.training.trainer import AMPTrainer
 __all__ = [
     "AMPTrainer",
     "Best",
+    "CoSENT",
+    "ContrastiveModel",
+    "ContrastiveOutput",
+    "CosineMSE",
     "ElectraPretraining",
     "ElectraPretrainingOutput",
+    "GradCache",
+    "InBatchNegatives",
+    "MarginMSE",
+    "Matryoshka",
+    "Triplet",
     "compute_classification_loss",
     "compute_loader_loss",
     "compute_mlm_loader_loss",
     "compute_mlm_loss",
     "constant_schedule",
+    "contrastive_loss",
     "cosine_schedule",
     "distribute",
     "evaluating",

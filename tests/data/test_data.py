@@ -426,6 +426,7 @@ def test_a_start_is_counted_in_batches_of_the_rank(rank):
 
 def test_batches_of_a_number_of_examples():
     assert list(BatchSizeSampler(7, 3, shuffle=False)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [list(BatchSizeSampler(n, 3, shuffle=False, drop_last=True)) for n in (2, 4)] == [[], [[0, 1, 2]]]
     assert list(BatchSizeSampler(6, 3, shuffle=False)) == [[0, 1, 2], [3, 4, 5]] and list(BatchSizeSampler(0, 3)) == []
     one, other = BatchSizeSampler(50, 7), BatchSizeSampler(50, 7, seed=1)
     assert sorted(i for batch in one for i in batch) == list(range(50)) and list(one) == list(one) != list(other)

@@ -1167,6 +1167,35 @@ def test_sentence_transformers_on_minilm():
     assert report.packed >= 1 and report.fallbacks.total() == 0
 
 
+@pytest.mark.parametrize("loss", ["MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss", "CoSENTLoss"])
+def test_sentence_transformers_losses(loss, tmp_path):
+    """Their gradients through an accelerated model, and within MatryoshkaLoss, are those through the original."""
+    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    from sentence_transformers.sentence_transformer import losses, modules
+
+    build("bert", "base", dropout=0.0, vocab_size=30522, max_position_embeddings=64).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(minilm()).save_pretrained(tmp_path)
+    body = modules.Transformer(str(tmp_path), model_kwargs={"dtype": torch.float64})
+    original = library.SentenceTransformer(modules=[body, modules.Pooling(48)], device=DEVICE).train()
+    model = copy.deepcopy(original)
+    report = fastbert.accelerate(model)
+    columns = ["a short text", "another", "the third is longer than they are"], ["its pair", "is", "here, as it is"]
+    scores = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64, device=DEVICE)
+    options, found = {"mini_batch_size": 2} if loss.startswith("Cached") else {}, []
+    for each in (original, model):
+        features = [library.util.batch_to_device(each.tokenize(column), DEVICE) for column in columns]
+        around = losses.MatryoshkaLoss(each, getattr(losses, loss)(each, **options), [48, 16])
+        value = around(features, scores)
+        value.backward()
+        found.append((value, {n: p.grad for n, p in each.named_parameters() if p.grad is not None}))
+    (expected, truth), (value, grads) = found
+    assert abs(value - expected) <= 1e-12 * expected and grads.keys() == truth.keys()
+    largest = max(grad.abs().max() for grad in truth.values())
+    for name, grad in truth.items():
+        assert (grads[name] - grad).abs().max() <= 1e-12 * largest, name
+    assert report.packed >= 2 and report.fallbacks.total() == 0
+
+
 @pytest.fixture
 def one_process(tmp_path):
     from torch import distributed

@@ -1,0 +1,173 @@
+"""Sentence encoders trained on pairs and tuples of texts: embeddings, negatives of all processes, big batches."""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+
+from fastbert.pooling import check_mode, pool
+from fastbert.training.losses import Batch
+
+
+class ContrastiveOutput(NamedTuple):
+    """loss: a scalar. embeddings: (columns, B, C) in float32 or better, this process's own, not normalised."""
+
+    loss: Tensor
+    embeddings: Tensor
+
+
+class ContrastiveModel(nn.Module):
+    """An encoder with a loss of the embeddings of a batch of tuples of texts, for AMPTrainer.
+
+    encoder: `BertModel(config, add_pooling_layer=False)`, or a module that takes the same packed input and gives
+    last_hidden_state. loss: one of this package, or a callable that takes embeddings (columns, B, C) and scores (or
+    None) and returns the mean over the B tuples. Once trained: `SentenceEncoder(model.encoder, tokenizer)`, with the
+    same pooling.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        loss: Callable[..., Tensor],
+        *,
+        pooling: str = "mean",
+        max_tokens: int | None = None,
+        all_processes: bool = True,
+    ) -> None:
+        """pooling: "mean" or "cls". max_tokens: computes the embeddings by GradCache, which needs memory for so many
+        tokens whatever the batch; None computes them at once.
+
+        all_processes: in training, a loss with in-batch negatives gets the texts of all processes, so that the step is
+        that of one process with the whole batch. Evaluation always keeps to its own texts.
+        Raises ValueError for an encoder with a pooler, which this would not train, and for other values.
+        """
+        super().__init__()
+        if getattr(encoder, "pooler", None) is not None:
+            raise ValueError("ContrastiveModel: the encoder has a pooler, which no loss reaches; expected none")
+        self.encoder, self.loss, self.pooling = encoder, loss, check_mode(pooling)
+        self.embed = self._at_once if max_tokens is None else GradCache(self._at_once, max_tokens)
+        self.max_tokens, self.all_processes = max_tokens, all_processes
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int | None = None,
+        columns: int = 2,
+        labels: Tensor | None = None,
+    ) -> ContrastiveOutput:
+        """A batch of ContrastiveCollator: packed texts, all anchors, then all positives, and so on; labels are scores.
+
+        Raises ValueError for texts that are no tuples of so many columns, and as the loss does.
+        """
+        if columns < 2 or (len(cu_seqlens) - 1) % columns:
+            raise ValueError(
+                f"ContrastiveModel: there are {len(cu_seqlens) - 1} texts in {columns} columns; expected at least two "
+                "columns of equally many texts"
+            )
+        if self.max_tokens is not None and isinstance(self, FSDPModule):
+            raise ValueError("ContrastiveModel: max_tokens goes with DDP; FSDP2 needs as many forwards in each process")
+        embeddings = torch.stack(self.embed(input_ids, cu_seqlens, max_seqlen).chunk(columns))  # FSDP2 warns of views
+        with torch.autocast(embeddings.device.type, enabled=False):
+            return ContrastiveOutput(self._loss_of(embeddings, labels), embeddings)
+
+    def _at_once(self, input_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
+        hidden = self.encoder(input_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).last_hidden_state
+        return pool(hidden, cu_seqlens, self.pooling)
+
+    def _loss_of(self, embeddings: Tensor, scores: Tensor | None) -> Tensor:
+        together = self.training and self.all_processes and getattr(self.loss, "in_batch", False)
+        if not (together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return self.loss(embeddings, scores)
+        counts = _counts(embeddings)
+        everyone = _Gather.apply(embeddings.transpose(0, 1), counts).transpose(0, 1)
+        before = sum(counts[: dist.get_rank()])
+        scores = None if scores is None else _Gather.apply(scores, counts)
+        return self.loss(everyone, scores, slice(before, before + embeddings.shape[1]))
+
+    @staticmethod
+    def label_counts(batch: Batch) -> Tensor:
+        """(1,) float64: the tuples of the batch."""
+        return torch.tensor([(len(batch["cu_seqlens"]) - 1) // batch["columns"]], dtype=torch.float64)
+
+
+class GradCache:
+    """Embeds packed texts chunk by chunk, keeping the activations of one chunk at a time, with exact gradients.
+
+    Each chunk is computed without its activations being kept; when the backward has come to it, it is computed again,
+    with the same random numbers, and its gradients are added up. Twice the forwards, for batches of any size: the texts
+    of a batch see each other in the loss alone (Gao et al., "Scaling deep contrastive learning batch size under memory
+    limited setup", 2021). Equivalent to torch.cat([embed(*chunk) for chunk in chunks]).
+    """
+
+    def __init__(self, embed: Callable[..., Tensor], max_tokens: int) -> None:
+        """embed(input_ids, cu_seqlens, max_seqlen): (B, C) of packed texts. max_tokens: of a chunk, which is made of
+        whole texts, and of at least one. Raises ValueError unless it is a positive int."""
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ValueError(f"GradCache: max_tokens is {max_tokens!r}; expected a positive int")
+        self.embed, self.max_tokens = embed, max_tokens
+
+    def __call__(self, input_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None) -> Tensor:
+        """input_ids (T,), cu_seqlens (B + 1,) int32 -> (B, C). On a GPU, the host waits for cu_seqlens."""
+        ends = cu_seqlens.tolist()
+        chunks = list(_chunks(ends, self.max_tokens))
+        if len(chunks) < 2 or not torch.is_grad_enabled():
+            return torch.cat([self.embed(*self._part(input_ids, cu_seqlens, ends, *chunk)) for chunk in chunks])
+        parts = (self._part(input_ids, cu_seqlens, ends, *chunk) for chunk in chunks)
+        return torch.cat([checkpoint(self.embed, *part, use_reentrant=False) for part in parts])
+
+    @staticmethod
+    def _part(ids: Tensor, cu_seqlens: Tensor, ends: list[int], first: int, last: int) -> tuple[Tensor, Tensor, int]:
+        start = ends[first]
+        longest = max(end - begin for begin, end in pairwise(ends[first : last + 1]))
+        return ids[start : ends[last]], cu_seqlens[first : last + 1] - start, longest
+
+
+def _chunks(ends: list[int], budget: int) -> Iterator[tuple[int, int]]:
+    """The first text and the one after the last of each chunk of at most `budget` tokens, or of one text."""
+    first = 0
+    for text in range(1, len(ends) - 1):
+        if ends[text + 1] - ends[first] > budget:
+            yield first, text
+            first = text
+    yield first, len(ends) - 1
+
+
+# ---- several processes
+
+
+def _counts(embeddings: Tensor) -> list[int]:
+    """How many tuples each process has. Raises ValueError, in all, unless they have as many columns."""
+    own = torch.tensor(embeddings.shape[:2], device=embeddings.device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    columns, counts = zip(*(shape.tolist() for shape in found), strict=True)
+    if len(set(columns)) > 1:
+        raise ValueError(f"ContrastiveModel: the processes' batches have {columns} columns; expected equal numbers")
+    return list(counts)
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all processes, in the order of their ranks. The gradient of a row is the sum over all processes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int]) -> Tensor:
+        ctx.counts = counts
+        padded = x.new_zeros(max(counts), *x.shape[1:])
+        padded[: len(x)] = x
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad)
+        return grad.split(ctx.counts)[dist.get_rank()], None

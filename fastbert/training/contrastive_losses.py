@@ -1,0 +1,217 @@
+"""Losses of embeddings of texts that belong together.
+
+Each takes embeddings (columns, B, C), float32 or float64: the anchors, their positives, and hard negatives after them.
+Those that compare texts of different examples say `in_batch`, and are told which rows are this process's own.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert.ops.checks import values_visible
+
+WHOLE = slice(None)
+
+
+def contrastive_loss(
+    anchors: Tensor,
+    candidates: Tensor,
+    targets: Tensor | None = None,
+    *,
+    scale: float = 20.0,
+    similarity: str = "cosine",
+) -> Tensor:
+    """Each anchor is to find its own text among all candidates: a scalar, the mean over anchors.
+
+    anchors: (B, C). candidates: (N, C). targets: (B,) int64, the row of each anchor's own; None for rows 0 to B - 1.
+    scale: what similarities are multiplied by, 1 / temperature. similarity: "cosine" or "dot". InfoNCE (van den Oord et
+    al., 2018, equation 4); MultipleNegativesRanking (Henderson et al., 2017, section 4.4). Equivalent to
+    F.cross_entropy(scale * F.normalize(anchors) @ F.normalize(candidates).T, targets).
+    Raises ValueError for fewer than two candidates, of which there is nothing to learn, and for invalid options.
+    """
+    _check_options("contrastive_loss", scale, similarity)
+    if len(candidates) < 2:
+        raise ValueError(
+            f"contrastive_loss: there is {len(candidates)} candidate; expected at least 2, of which one is wrong: "
+            "batches of two examples or more, or hard negatives"
+        )
+    if similarity == "cosine":
+        anchors, candidates = F.normalize(anchors, dim=-1), F.normalize(candidates, dim=-1)
+    targets = torch.arange(len(anchors), device=anchors.device) if targets is None else targets
+    return F.cross_entropy(scale * (anchors @ candidates.T), targets)
+
+
+@dataclass(frozen=True)
+class InBatchNegatives:
+    """`contrastive_loss` with the positives and hard negatives of the whole batch as candidates of each anchor.
+
+    symmetric: the mean of that and of the same the other way round, where a positive is to find its anchor among all
+    anchors. Hard negatives are candidates of anchors alone.
+    """
+
+    scale: float = 20.0
+    symmetric: bool = False
+    similarity: str = "cosine"
+    in_batch: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_options("InBatchNegatives", self.scale, self.similarity)
+
+    def __call__(self, embeddings: Tensor, scores: Tensor | None = None, own: slice = WHOLE) -> Tensor:
+        """A scalar, the mean over own anchors. Raises ValueError for scores, and if there is no negative."""
+        _check("InBatchNegatives", embeddings, scores)
+        options = {"scale": self.scale, "similarity": self.similarity}
+        anchors, positives, candidates = embeddings[0], embeddings[1], embeddings[1:].flatten(0, 1)
+        targets = torch.arange(len(anchors), device=anchors.device)[own]
+        loss = contrastive_loss(anchors[own], candidates, targets, **options)
+        return (loss + contrastive_loss(positives[own], anchors, targets, **options)) / 2 if self.symmetric else loss
+
+
+@dataclass(frozen=True)
+class Triplet:
+    """max(0, |anchor - positive| - |anchor - negative| + margin), the mean over triplets (Schroff et al., 2015).
+
+    distance: "euclidean", or "cosine" for 1 - cosine.
+    """
+
+    margin: float = 5.0
+    distance: str = "euclidean"
+
+    def __post_init__(self) -> None:
+        if self.distance not in ("euclidean", "cosine"):
+            raise ValueError(f"Triplet: distance is {self.distance!r}; expected 'euclidean' or 'cosine'")
+
+    def __call__(self, embeddings: Tensor, scores: Tensor | None = None) -> Tensor:
+        """A scalar. Raises ValueError for anything but triplets, and for scores."""
+        _check("Triplet", embeddings, scores, columns=3)
+        anchor, *others = embeddings
+        if self.distance == "cosine":
+            near, far = (1 - F.cosine_similarity(anchor, other, dim=-1) for other in others)
+        else:
+            near, far = (torch.linalg.vector_norm(anchor - other, dim=-1) for other in others)
+        return (near - far + self.margin).relu().mean()
+
+
+@dataclass(frozen=True)
+class CosineMSE:
+    """(cosine - score)², the mean over pairs."""
+
+    def __call__(self, embeddings: Tensor, scores: Tensor | None = None) -> Tensor:
+        """A scalar. scores: (B,), of the same range as cosines. Raises ValueError for anything but scored pairs."""
+        _check("CosineMSE", embeddings, columns=2)
+        scores = _scores("CosineMSE", scores, embeddings, embeddings.shape[1:2])
+        return F.mse_loss(F.cosine_similarity(*embeddings, dim=-1), scores)
+
+
+@dataclass(frozen=True)
+class CoSENT:
+    """log(1 + sum of exp(scale * (cosine of i - cosine of j))) over all i and j where pair i has a lower score than j.
+
+    Only the order of scores matters. CoSENT (Su, 2022, https://kexue.fm/archives/8847).
+    """
+
+    scale: float = 20.0
+    in_batch: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_options("CoSENT", self.scale)
+
+    def __call__(self, embeddings: Tensor, scores: Tensor | None = None, own: slice = WHOLE) -> Tensor:
+        """A scalar, for the whole batch whichever rows are own. scores: (B,). Raises ValueError for anything but two or
+        more scored pairs."""
+        _check("CoSENT", embeddings, columns=2)
+        if embeddings.shape[1] < 2:
+            raise ValueError("CoSENT: the batch has one pair; expected at least two, whose scores it compares")
+        scores = _scores("CoSENT", scores, embeddings, embeddings.shape[1:2])
+        cosines = self.scale * F.cosine_similarity(*embeddings, dim=-1)
+        differences = (cosines[:, None] - cosines).masked_fill(scores[:, None] >= scores, -math.inf)
+        return torch.cat([differences.flatten(), cosines.new_zeros(1)]).logsumexp(0)
+
+
+@dataclass(frozen=True)
+class MarginMSE:
+    """(margin - teacher's margin)², the mean over negatives. A margin: similarity to the positive minus to a negative.
+
+    MarginMSE (Hofstätter et al., "Improving efficient neural ranking models with cross-architecture knowledge
+    distillation", 2020, equation 5). similarity: "dot" or "cosine".
+    """
+
+    similarity: str = "dot"
+
+    def __post_init__(self) -> None:
+        _check_options("MarginMSE", 1.0, self.similarity)
+
+    def __call__(self, embeddings: Tensor, scores: Tensor | None = None) -> Tensor:
+        """A scalar. scores: the teacher's, (B, 1 + negatives), the positive's first; or its margins, (B, negatives), or
+        (B,) with one negative. Raises ValueError for other scores, and without negatives."""
+        negatives = len(embeddings) - 2
+        _check("MarginMSE", embeddings, columns=max(len(embeddings), 3))
+        count = embeddings.shape[1]
+        shapes = [(count, 1 + negatives), (count, negatives), *([(count,)] if negatives == 1 else [])]
+        scores = _scores("MarginMSE", scores, embeddings, *shapes).view(count, -1)
+        if scores.shape[1] > negatives:
+            scores = scores[:, :1] - scores[:, 1:]
+        if self.similarity == "cosine":
+            embeddings = F.normalize(embeddings, dim=-1)
+        products = (embeddings[:1] * embeddings[1:]).sum(-1)
+        return F.mse_loss((products[:1] - products[1:]).T, scores)
+
+
+class Matryoshka:
+    """Another loss on the first `dims` numbers of each embedding, brought to length 1: the weighted sum over all dims.
+
+    Matryoshka representation learning (Kusupati et al., 2022, equation 1). dims: include the hidden size, or whole
+    embeddings are not trained. weights: of each, 1 unless given. Raises ValueError for invalid values.
+    """
+
+    def __init__(
+        self, loss: Callable[..., Tensor], dims: Sequence[int], weights: Sequence[float] | None = None
+    ) -> None:
+        self.loss, self.dims = loss, tuple(dims)
+        self.weights = (1.0,) * len(self.dims) if weights is None else tuple(weights)
+        self.in_batch = getattr(loss, "in_batch", False)
+        if not self.dims or any(not isinstance(dim, int) or dim < 1 for dim in self.dims):
+            raise ValueError(f"Matryoshka: dims are {self.dims}; expected one positive int or more")
+        if len(self.weights) != len(self.dims):
+            raise ValueError(f"Matryoshka: there are {len(self.weights)} weights and {len(self.dims)} dims")
+
+    def __call__(self, embeddings: Tensor, scores: Tensor | None = None, *own: slice) -> Tensor:
+        """A scalar. Raises ValueError for dims above C, and as the loss does."""
+        if max(self.dims) > embeddings.shape[-1]:
+            raise ValueError(
+                f"Matryoshka: dims are {self.dims}; expected at most the embeddings' size, {embeddings.shape[-1]}"
+            )
+        parts = (F.normalize(embeddings[..., :dim], dim=-1) for dim in self.dims)
+        return sum(weight * self.loss(part, scores, *own) for weight, part in zip(self.weights, parts, strict=True))
+
+
+def _check_options(owner: str, scale: float, similarity: str = "cosine") -> None:
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"{owner}: scale is {scale}; expected a positive number")
+    if similarity not in ("cosine", "dot"):
+        raise ValueError(f"{owner}: similarity is {similarity!r}; expected 'cosine' or 'dot'")
+
+
+def _check(owner: str, embeddings: Tensor, scores: Tensor | None = None, columns: int | None = None) -> None:
+    if embeddings.dim() != 3 or len(embeddings) != (columns or max(len(embeddings), 2)):
+        expected = f"({columns or 'at least 2'} columns, B, C)"
+        raise ValueError(f"{owner}: embeddings have shape {tuple(embeddings.shape)}; expected {expected}")
+    if scores is not None:
+        raise ValueError(f"{owner}: the batch has scores, which this loss does not read; expected none")
+
+
+def _scores(owner: str, scores: Tensor | None, embeddings: Tensor, *shapes: Sequence[int]) -> Tensor:
+    """In the embeddings' dtype. Raises ValueError for another shape and, where values may be looked at, for NaN."""
+    expected = " or ".join(str(tuple(shape)) for shape in shapes)
+    if scores is None:
+        raise ValueError(f"{owner}: the batch has no scores; expected {expected}")
+    if tuple(scores.shape) not in map(tuple, shapes):
+        raise ValueError(f"{owner}: scores have shape {tuple(scores.shape)}; expected {expected}")
+    if values_visible(scores) and not scores.isfinite().all():
+        raise ValueError(f"{owner}: scores have NaN or infinity; expected finite numbers")
+    return scores.to(embeddings.dtype)

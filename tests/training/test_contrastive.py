@@ -1,0 +1,547 @@
+"""Contrastive training: losses as sentence-transformers', GradCache and processes as one plain batch, data."""
+
+import copy
+import json
+import math
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contrastive_process import batch_of, tuples
+from small_models import DEVICE, TINY, hugging_face, minilm, ours
+from torch import nn
+
+from fastbert import BertModel, checkpoint
+from fastbert.data import (
+    ContrastiveCollator,
+    ContrastiveDataset,
+    create_dataloader,
+    get_tokenizer,
+    read_columns,
+    read_texts,
+)
+from fastbert.inference import SentenceEncoder
+from fastbert.pooling import pool
+from fastbert.training import (
+    AMPTrainer,
+    ContrastiveModel,
+    CoSENT,
+    CosineMSE,
+    GradCache,
+    InBatchNegatives,
+    MarginMSE,
+    Matryoshka,
+    Triplet,
+    compute_loader_loss,
+    contrastive,
+    contrastive_loss,
+)
+
+HERE = Path(__file__).resolve().parent
+
+
+def encoder(**changes):
+    return BertModel(TINY.changed(**changes), add_pooling_layer=False).double().to(DEVICE)
+
+
+def without_dropout():
+    return encoder(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+def batch(seed=0, count=6, columns=2, scores=0):
+    found = batch_of(*tuples(seed, count, columns, scores))
+    return {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_equal(found, expected):
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    assert found.keys() == expected.keys() and largest > 0
+    for name, grad in expected.items():
+        assert (found[name] - grad).abs().max() <= 1e-12 * largest, name
+
+
+# ---- losses, against sentence-transformers
+
+
+class Given(nn.Module):
+    """Stands for a model of sentence-transformers whose embeddings are known."""
+
+    def forward(self, features):
+        return {"sentence_embedding": features["embeddings"]}
+
+    def get_embedding_dimension(self):
+        return 12
+
+
+def in_batch(losses, model, **options):
+    return losses.MultipleNegativesRankingLoss(model, **options)
+
+
+def both_ways(losses, model):
+    return in_batch(losses, model, directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction")
+
+
+def dot(a, b):
+    return a @ b.T
+
+
+TWINS = {  # ours, sentence-transformers', columns, scores of an example (None for no scores)
+    "pairs": (InBatchNegatives(), in_batch, 2, None),
+    "hard negatives": (InBatchNegatives(scale=5.0), lambda x, m: in_batch(x, m, scale=5.0), 4, None),
+    "dot products": (
+        InBatchNegatives(1.0, similarity="dot"),
+        lambda x, m: in_batch(x, m, scale=1.0, similarity_fct=dot),
+        3,
+        None,
+    ),
+    "symmetric": (InBatchNegatives(symmetric=True), both_ways, 2, None),
+    "symmetric, hard": (InBatchNegatives(symmetric=True), both_ways, 3, None),
+    "triplets": (Triplet(), lambda x, m: x.TripletLoss(m), 3, None),
+    "cosine triplets": (
+        Triplet(0.5, "cosine"),
+        lambda x, m: x.TripletLoss(m, distance_metric=x.TripletDistanceMetric.COSINE, triplet_margin=0.5),
+        3,
+        None,
+    ),
+    "cosines": (CosineMSE(), lambda x, m: x.CosineSimilarityLoss(m), 2, ()),
+    "order": (CoSENT(), lambda x, m: x.CoSENTLoss(m), 2, ()),
+    "margins": (MarginMSE(), lambda x, m: x.MarginMSELoss(m), 3, ()),
+    "several margins": (MarginMSE(), lambda x, m: x.MarginMSELoss(m), 4, (2,)),
+    "teacher's scores": (MarginMSE(), lambda x, m: x.MarginMSELoss(m), 4, (3,)),
+    "dims": (
+        Matryoshka(InBatchNegatives(), [12, 8, 3], [1, 0.5, 2]),
+        lambda x, m: x.MatryoshkaLoss(m, in_batch(x, m), [12, 8, 3], [1, 0.5, 2]),
+        3,
+        None,
+    ),
+    "dims of order": (Matryoshka(CoSENT(), [12, 4]), lambda x, m: x.MatryoshkaLoss(m, x.CoSENTLoss(m), [12, 4]), 2, ()),
+    "dims of margins": (
+        Matryoshka(MarginMSE(), [12, 4]),
+        lambda x, m: x.MatryoshkaLoss(m, x.MarginMSELoss(m), [12, 4]),
+        3,
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_losses_are_those_of_sentence_transformers(name):
+    pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    from sentence_transformers.sentence_transformer import losses
+
+    ours, theirs, columns, scores = TWINS[name]
+    embeddings = torch.randn(columns, 7, 12, dtype=torch.float64)
+    embeddings[1] += embeddings[0]  # so that positives are the nearest, more or less
+    scores = None if scores is None else torch.randint(0, 5, (7, *scores)).double() / 4  # some equal, exact in float32
+    twin, found = theirs(losses, Given()), []
+    for loss_of in (ours, lambda columns, scores: twin([{"embeddings": column} for column in columns], scores)):
+        leaf = embeddings.clone().requires_grad_()
+        loss = loss_of(leaf, scores)
+        found.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+    (loss, grad), (expected, expected_grad) = found
+    assert expected > 0 and abs(loss - expected) <= 1e-12 * expected
+    assert (grad - expected_grad).abs().max() <= 1e-12 * expected_grad.abs().max()
+
+
+def test_contrastive_loss_by_its_formula():
+    anchors, candidates = torch.randn(3, 5, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
+    targets, expected = torch.tensor([4, 0, 5]), 0.0
+    for anchor, own in zip(anchors, targets, strict=True):
+        cosines = [float(anchor @ c / anchor.norm() / c.norm()) for c in candidates]
+        expected += math.log(sum(math.exp(7 * x) for x in cosines)) - 7 * cosines[own]
+    found = float(contrastive_loss(anchors, candidates, targets, scale=7.0))
+    assert found == pytest.approx(expected / 3, rel=1e-13)
+    first = contrastive_loss(anchors, candidates, scale=7.0)
+    assert torch.equal(first, contrastive_loss(anchors, candidates, torch.arange(3), scale=7.0)) and first != found
+
+
+def test_a_triplet_of_one_text_has_finite_gradients():
+    embeddings = torch.ones(3, 2, 4, requires_grad=True)
+    Triplet()(embeddings).backward()
+    assert embeddings.grad.isfinite().all()
+
+
+# ---- the model
+
+
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_the_model_is_transformers_and_plain_pytorch(pooling):
+    """Padded, pooled by the mask, and the formula of in-batch negatives with hard ones."""
+    theirs = hugging_face(**NO_DROPOUT).double()
+    mine = ours(theirs)
+    mine.pooler = theirs.pooler = None
+    model, inputs = ContrastiveModel(mine, InBatchNegatives(), pooling=pooling, max_tokens=30), batch(columns=3)
+    out = model(**inputs)
+
+    texts = inputs["input_ids"].split(inputs["cu_seqlens"].diff().tolist())
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+    hidden = theirs(nn.utils.rnn.pad_sequence(texts, batch_first=True), mask).last_hidden_state
+    means = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    vectors = hidden[:, 0] if pooling == "cls" else means
+    assert (out.embeddings.flatten(0, 1) - vectors).abs().max() <= 1e-12 * vectors.abs().max()
+    unit = vectors / vectors.norm(dim=-1, keepdim=True)
+    expected = -(20 * unit[:6] @ unit[6:].T).log_softmax(-1).diagonal().mean()
+    assert abs(out.loss - expected) <= 1e-12 * abs(expected)
+
+    out.loss.backward()
+    expected.backward()
+    truth = {n: g for n, g in gradients(theirs).items() if g is not None}
+    found = checkpoint.to_hugging_face(gradients(mine))
+    assert_equal({name: found[name] for name in truth}, truth)
+
+
+def test_a_trained_encoder_gives_its_embeddings():
+    """What SentenceEncoder makes of it is what training compared."""
+    tokenizer = get_tokenizer(minilm())
+    model = ContrastiveModel(BertModel(TINY.changed(vocab_size=30522), add_pooling_layer=False), CosineMSE()).eval()
+    texts = {"first": ["One text.", "Another."], "second": ["A third, which is longer.", "4"]}
+    inputs = ContrastiveCollator()(list(ContrastiveDataset(texts, tokenizer, scores=[0, 1])))
+    with torch.no_grad():
+        vectors = F.normalize(model(**inputs).embeddings, dim=-1).flatten(0, 1)
+    encoder = SentenceEncoder(model.encoder, tokenizer)
+    assert (encoder.encode([*texts["first"], *texts["second"]]) - vectors).abs().max() < 1e-6
+
+
+def test_under_autocast_the_loss_is_float32():
+    model, inputs = ContrastiveModel(encoder().float(), InBatchNegatives()).eval(), batch()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = model(**inputs)
+    assert out.loss.dtype == out.embeddings.dtype == torch.float32
+    unit = F.normalize(out.embeddings.double(), dim=-1)
+    expected = F.cross_entropy(20 * unit[0] @ unit[1].T, torch.arange(6, device=DEVICE))
+    assert abs(out.loss - expected) < 1e-5 * expected
+
+
+# ---- GradCache
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20, 45, 10_000])
+def test_cached_gradients_are_those_of_all_activations(max_tokens):
+    """With dropout, which differs from chunk to chunk: that of one chunk after the other."""
+    model, inputs = encoder().train(), batch(columns=3)
+    ids, ends = inputs["input_ids"], inputs["cu_seqlens"].tolist()
+
+    def embed(ids, cu_seqlens, max_seqlen):
+        assert len(ids) <= max_tokens or len(cu_seqlens) == 2
+        sizes.append(len(ids))
+        return pool(model(ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).last_hidden_state, cu_seqlens, "mean")
+
+    def plain():
+        """Chunks by the rule, written out again: as many whole texts as fit, or one."""
+        parts, first = [], 0
+        while first < len(ends) - 1:
+            last = max([i for i in range(first, len(ends)) if ends[i] - ends[first] <= max_tokens] + [first + 1])
+            own = torch.tensor(ends[first : last + 1], dtype=torch.int32, device=DEVICE) - ends[first]
+            parts.append(embed(ids[ends[first] : ends[last]], own, int(own.diff().max())))
+            first = last
+        return torch.cat(parts)
+
+    found = []
+    for embeddings in (plain, lambda: GradCache(embed, max_tokens)(ids, inputs["cu_seqlens"])):
+        model.zero_grad()
+        torch.manual_seed(3)
+        sizes = []
+        loss = InBatchNegatives()(embeddings().unflatten(0, (3, 6)))
+        loss.backward()
+        found.append((loss.detach(), sizes, gradients(model), torch.rand(3)))
+    (expected, chunks, truth, drawn), (loss, cached, grads, drawn_after) = found
+    assert torch.equal(loss, expected) and torch.equal(drawn, drawn_after)
+    assert cached[: len(chunks)] == chunks and len(cached) == len(chunks) * (2 if len(chunks) > 1 else 1)
+    assert (len(chunks) > 1) == (max_tokens < 10_000)
+    assert_equal(grads, truth)
+
+
+def test_the_cache_keeps_no_activations():
+    """Nothing of a chunk but its embeddings, until the backward computes it again."""
+    kept = []
+
+    def keep(x):
+        kept.append(x.numel())
+        return x
+
+    for max_tokens in (None, 20):
+        model, inputs = ContrastiveModel(encoder().train(), InBatchNegatives(), max_tokens=max_tokens), batch(count=20)
+        kept.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            model(**inputs)
+        if max_tokens is None:
+            whole, kept = sum(kept), []
+    tokens, size = len(inputs["input_ids"]), TINY.hidden_size
+    assert whole > 3 * 5 * tokens * size  # several (T, C) of each layer
+    assert sum(kept) <= 12 * 40 * size  # some (B, C) of the loss
+
+
+# ---- in AMPTrainer
+
+
+def sgd(model, path, batches, **options):
+    trainer = AMPTrainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        output_dir=path,
+        max_grad_norm=None,
+        progress=False,
+        gradient_accumulation_steps=len(batches),
+        **options,
+    )
+    trainer.train(batches, max_steps=1)
+    return trainer
+
+
+def test_accumulated_unequal_batches_are_one_big_batch(tmp_path):
+    """Of a loss that is a mean over pairs; so is the loss of a loader."""
+    texts, scores = tuples(0, 7, 2, 1)
+    model = ContrastiveModel(without_dropout(), CosineMSE(), max_tokens=15)
+    whole = copy.deepcopy(model)
+    loss = whole(**batch_of(texts, scores)).loss
+    loss.backward()
+    parts = [batch_of(texts[part], scores[part]) for part in (slice(0, 1), slice(1, 5), slice(5, 7))]
+    assert compute_loader_loss(model, parts, DEVICE) == pytest.approx(loss.item(), rel=1e-12)
+    sgd(model, tmp_path, parts)
+    new = dict(model.named_parameters())
+    assert_equal({n: (p - new[n]).detach() for n, p in whole.named_parameters()}, gradients(whole))
+
+
+def test_training_learns_to_pair(tmp_path):
+    """Texts of the same words in another order; from random weights, with dropout, by chunks, in bfloat16."""
+    tokenizer, words = get_tokenizer(minilm()), "red blue green sun moon star tree leaf root sand sea sky".split()
+    anchors = [f"{a} {b}" for i, a in enumerate(words) for b in words[:i]]
+    columns = {"query": anchors, "answer": [" ".join(reversed(text.split())) for text in anchors]}
+    dataset = ContrastiveDataset(columns, tokenizer, prompts={"query": "find: "})
+    loader = create_dataloader(dataset, ContrastiveCollator(), 33, drop_last=True)
+    assert [len(batch["cu_seqlens"]) - 1 for batch in loader] == [66, 66]  # 12 of 78 pairs are left out
+    model = ContrastiveModel(
+        BertModel(TINY.changed(vocab_size=30522), add_pooling_layer=False).to(DEVICE),
+        Matryoshka(InBatchNegatives(symmetric=True), (48, 16)),
+        max_tokens=100,
+    )
+    before = compute_loader_loss(model, loader, DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    trainer = AMPTrainer(model, optimizer, output_dir=tmp_path, mixed_precision="bf16", progress=False)
+    after = trainer.train(loader, max_steps=12, eval_loader=loader)["loss"]
+    assert after < before / 2, (before, after)
+
+
+# ---- several processes
+
+
+class Ranks:
+    """Stands for torch.distributed: ranks are threads, which meet to exchange tensors."""
+
+    def __init__(self, count):
+        self.here, self.barrier, self.slots = threading.local(), threading.Barrier(count, timeout=30), [None] * count
+
+    def is_available(self):
+        return True
+
+    is_initialized = is_available
+
+    def get_world_size(self):
+        return len(self.slots)
+
+    def get_rank(self):
+        return self.here.rank
+
+    def exchange(self, x):
+        self.slots[self.here.rank] = x.detach().clone()
+        self.barrier.wait()
+        found = list(self.slots)
+        self.barrier.wait()
+        return found
+
+    def all_gather(self, parts, x):
+        for part, found in zip(parts, self.exchange(x), strict=True):
+            part.copy_(found)
+
+    def all_reduce(self, x):
+        x.copy_(sum(self.exchange(x)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "columns", "scores"), [(InBatchNegatives(), 3, 0), (Matryoshka(CoSENT(), [48, 5]), 2, 1)]
+)
+def test_negatives_of_all_ranks(monkeypatch, loss, columns, scores):
+    """Three unequal shares of a batch: the sums of losses and of gradients are those of the whole."""
+    texts, of_texts = tuples(0, 7, columns, scores)
+    whole = ContrastiveModel(without_dropout(), loss).train()
+    expected = whole(**batch_of(texts, of_texts)).loss
+    expected.backward()
+    ranks, shares = Ranks(3), [slice(0, 1), slice(1, 5), slice(5, 7)]
+    models, losses = [copy.deepcopy(whole) for _ in shares], [None] * 3
+    monkeypatch.setattr(contrastive, "dist", ranks)
+
+    def work(rank):
+        ranks.here.rank, share = rank, shares[rank]
+        inputs, model = batch_of(texts[share], of_texts if of_texts is None else of_texts[share]), models[rank]
+        model.zero_grad()
+        losses[rank] = model(**inputs).loss
+        (losses[rank] * model.label_counts(inputs).item() / 7).backward()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (losses[0] + 4 * losses[1] + 2 * losses[2]).item() / 7 == pytest.approx(expected.item(), rel=1e-12)
+    assert (len({round(loss.item(), 9) for loss in losses}) == 3) == isinstance(loss, InBatchNegatives)  # own anchors
+    total = {name: sum(gradients(model)[name] for model in models) for name in gradients(whole)}
+    assert_equal(total, gradients(whole))
+    models[0].eval()  # an evaluation waits for nobody
+    with torch.no_grad():
+        assert models[0](**batch_of(texts[:3], of_texts if of_texts is None else of_texts[:3])).loss > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_train_as_one(tmp_path, processes):
+    """By gloo, in AMPTrainer, DDP and FSDP2: to 1e-12 the step of one process with the whole batch."""
+    command = [sys.executable, str(HERE / "contrastive_process.py"), str(tmp_path)]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(processes)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(processes)
+    ]
+    for process in started:
+        answer, _ = process.communicate(timeout=300)
+        assert process.returncode == 0 and answer.count("equal") == 6 and answer.count("refused") == 2, answer[-3000:]
+
+
+# ---- data
+
+
+def test_columns_become_packed_texts(tmp_path):
+    """Each text with its prompt, as the tokenizer encodes it; all anchors first, then all positives, then negatives."""
+    lines = [
+        {"anchor": "how warm?", "positive": "Thirty degrees, and rising.", "negative": "no", "score": 1},
+        {"anchor": "é", "positive": "The letter e with an acute accent", "negative": "a b c", "score": 0.5},
+        {"anchor": "what is it", "positive": "it", "negative": "this text is cut because it is long", "score": 0.25},
+    ]
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\ufeff" + "\n\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    columns = read_columns(file)
+    scores = columns.pop("score")
+    tokenizer = get_tokenizer(minilm())
+    prompts = {"anchor": "query: ", "negative": "passage: "}
+    with pytest.warns(UserWarning, match="1 of 3 texts have more than max_length, 9, tokens"):
+        dataset = ContrastiveDataset(columns, tokenizer, scores=scores, prompts=prompts, max_length=9)
+    found = ContrastiveCollator()([dataset[i] for i in (2, 0)])
+    rows = [lines[2], lines[0]]
+    whole = [
+        tokenizer.encode(prompts.get(n, "") + row[n]).ids for n in ("anchor", "positive", "negative") for row in rows
+    ]
+    expected = [ids if len(ids) <= 9 else [*ids[:8], ids[-1]] for ids in whole]
+    texts = found["input_ids"].split(found["cu_seqlens"].diff().tolist())
+    assert [text.tolist() for text in texts] == expected
+    assert (found["columns"], found["max_seqlen"]) == (3, 9) and found["labels"].tolist() == [0.25, 1.0]
+    assert found["labels"].dtype == torch.float32
+    assert dataset.lengths[2] == sum(map(len, expected[::2]))
+    with pytest.raises(ValueError, match="drop_last goes with batch_size"):
+        create_dataloader(dataset, ContrastiveCollator(), max_tokens=40, drop_last=True)
+    batches = list(create_dataloader(dataset, ContrastiveCollator(), max_tokens=40, shuffle=False))
+    assert all(b["input_ids"].numel() <= 40 for b in batches) and sum(len(b["labels"]) for b in batches) == 3
+
+
+def test_columns_from_text_files(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).write_text(f"{name} one\n{name} two\n", encoding="utf-8")
+    columns = {name: read_texts(tmp_path / name) for name in ("first", "second")}
+    dataset = ContrastiveDataset(columns, get_tokenizer(minilm()), scores=[[1, 2], [3, 4]])
+    found = ContrastiveCollator()(list(dataset))
+    assert found["labels"].tolist() == [[1, 2], [3, 4]] and len(found["cu_seqlens"]) == 5
+
+
+# ---- what is refused
+
+PAIR, SCORES = torch.ones(2, 3, 4), torch.ones(3)
+REFUSED = {
+    "there is 1 candidate; expected at least 2": lambda: InBatchNegatives()(PAIR[:, :1]),
+    "has scores, which this loss does not read": lambda: InBatchNegatives()(PAIR, SCORES),
+    "embeddings have shape \\(1, 3, 4\\); expected \\(at least 2 columns": lambda: InBatchNegatives()(PAIR[:1]),
+    "scale is -1": lambda: InBatchNegatives(scale=-1),
+    "scale is nan": lambda: CoSENT(scale=math.nan),
+    "similarity is 'l2'; expected 'cosine' or 'dot'": lambda: MarginMSE("l2"),
+    "distance is 'l1'": lambda: Triplet(distance="l1"),
+    "Triplet: embeddings have shape \\(2, 3, 4\\); expected \\(3 columns, B, C\\)": lambda: Triplet()(PAIR),
+    "CosineMSE: embeddings have shape \\(3,": lambda: CosineMSE()(torch.ones(3, 3, 4), SCORES),
+    "CosineMSE: the batch has no scores; expected \\(3,\\)": lambda: CosineMSE()(PAIR),
+    "scores have shape \\(3, 1\\); expected \\(3,\\)": lambda: CosineMSE()(PAIR, SCORES[:, None]),
+    "CoSENT: scores have shape \\(2,\\)": lambda: CoSENT()(PAIR, SCORES[:2]),
+    "CoSENT: scores have NaN or infinity": lambda: CoSENT()(PAIR, torch.tensor([1, math.nan, 2])),
+    "CoSENT: the batch has one pair": lambda: CoSENT()(PAIR[:, :1], SCORES[:1]),
+    "expected \\(3, 3\\) or \\(3, 2\\)": lambda: MarginMSE()(torch.ones(4, 3, 4), SCORES),
+    "expected \\(3, 2\\) or \\(3, 1\\) or \\(3,\\)": lambda: MarginMSE()(torch.ones(3, 3, 4), SCORES[:2]),
+    "MarginMSE: embeddings have shape \\(2, 3, 4\\); expected \\(3 columns": lambda: MarginMSE()(PAIR, SCORES),
+    "dims are \\(5, 2\\); expected at most the embeddings' size, 4": lambda: Matryoshka(CosineMSE(), [5, 2])(
+        PAIR, SCORES
+    ),
+    "dims are \\(0,\\)": lambda: Matryoshka(CosineMSE(), [0]),
+    "dims are \\(\\)": lambda: Matryoshka(CosineMSE(), []),
+    "2 weights and 1 dims": lambda: Matryoshka(CosineMSE(), [4], [1, 2]),
+    "max_tokens is 0; expected a positive int": lambda: ContrastiveModel(encoder(), CosineMSE(), max_tokens=0),
+    "pooling is 'max'": lambda: ContrastiveModel(encoder(), CosineMSE(), pooling="max"),
+    "the encoder has a pooler": lambda: ContrastiveModel(BertModel(TINY), CosineMSE()),
+    "12 texts in 5 columns": lambda: ContrastiveModel(encoder(), Triplet())(**batch() | {"columns": 5}),
+    "12 texts in 1 columns": lambda: ContrastiveModel(encoder(), Triplet())(**batch() | {"columns": 1}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused(message):
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message]()
+
+
+REFUSED_DATA = {
+    "there are 2 anchor and 1 positive; expected equal numbers": {"columns": {"anchor": ["a", "b"], "positive": ["c"]}},
+    "2 anchor and 2 positive and 1 scores": {"scores": [1]},
+    "positive\\[1\\] has no token; expected text": {"columns": {"anchor": ["a", "b"], "positive": ["c", " "]}},
+    "anchor\\[0\\] has no token": {"columns": {"anchor": ["\t"], "positive": ["b"]}, "prompts": {"anchor": "query: "}},
+    "columns \\['anchor'\\] and prompts": {"columns": {"anchor": ["a"]}},
+    "prompts for \\['query'\\]": {"prompts": {"query": "q"}},
+    "scores\\[1\\] is not finite": {"scores": [0, math.nan]},
+    "scores begin \\[\\[1\\], \\[1, 2\\]\\]; expected": {"scores": [[1], [1, 2]]},
+    "scores begin \\['a', 'b'\\]": {"scores": ["a", "b"]},
+    "anchor\\[0\\] has 5 tokens; expected at most max_length, 4": {"truncation": False, "max_length": 4},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_DATA)
+def test_refused_data(message):
+    options = {"columns": {"anchor": ["a b c", "d"], "positive": ["e", "f"]}} | REFUSED_DATA[message]
+    with pytest.raises(ValueError, match=message):
+        ContrastiveDataset(options.pop("columns"), get_tokenizer(minilm()), **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1}\n{"a": 2, "b": 3}', "line 2 of .* has a, b; expected a"),
+        ('{"a": 1}\n\n{"a": ', "line 3 of .* is no JSON"),
+        ("[1, 2]", r"line 1 of .* has \[1, 2\]; expected an object"),
+    ],
+)
+def test_refused_lines(tmp_path, text, message):
+    (tmp_path / "x.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_columns(tmp_path / "x.jsonl")
+
+
+def test_refused_tuples():
+    pair, triple = ({"input_ids": [1] * n, "column_lengths": [1] * n} for n in (2, 3))
+    for examples in ([pair, triple], [{"input_ids": [1]}]):
+        with pytest.raises(ValueError, match="ContrastiveCollator: tuples have .* texts; expected one number"):
+            ContrastiveCollator()(examples)
+    with pytest.raises(ValueError, match="example 1 of the batch has no labels; others have"):
+        ContrastiveCollator()([pair | {"labels": 1.0}, pair])
