@@ -53,7 +53,8 @@ def main() -> None:
                 ratios(args.processors * at_once, rows, args.heads, [of_length() for _ in range(batch)])
                 for _ in range(50)
             ]
-            print(f"| {name} | {batch} | {' | '.join(f'{mean(of_order):.2f}' for of_order in zip(*found, strict=True))} |")
+            means = [mean(of_order) for of_order in zip(*found, strict=True)]
+            print(f"| {name} | {batch} | {' | '.join(f'{ratio:.2f}' for ratio in means)} |")
 
 
 if __name__ == "__main__":
