@@ -1,30 +1,72 @@
-"""From tokens to texts: one vector of each sequence."""
+"""From tokens to texts: one vector of each sequence, as sentence-transformers' Pooling makes it."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fastbert.ops.numbers import wide
-from fastbert.padding import first_tokens
+from fastbert.padding import first_tokens, packed_positions
 
-MODES = ("mean", "cls")
+Pool = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def check_mode(mode: str) -> str:
     """The mode itself. Raises ValueError for an unknown one."""
-    if mode not in MODES:
-        raise ValueError(f"pooling is {mode!r}; expected {' or '.join(map(repr, MODES))}")
+    if mode not in POOL:
+        raise ValueError(f"pooling is {mode!r}; expected {', '.join(map(repr, MODES[:-1]))} or {MODES[-1]!r}")
     return mode
 
 
-def pool(hidden: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
+def pool(hidden: Tensor, cu_seqlens: Tensor, mode: str, skip: int = 0) -> Tensor:
     """(T, C) packed -> (B, C) in float32 or better: a vector of each sequence, zeros for an empty one. Differentiable.
 
-    mode: "mean" over its tokens, or "cls", its first token; equivalent to
-    torch.stack([text.mean(0) for text in hidden.split(lengths)]) and torch.stack([text[0] for text in ...]). Raises
-    ValueError for another mode.
+    mode: "mean", "max", "cls" (the first token), "lasttoken", "mean_sqrt_len_tokens" (the sum over the square root of
+    the length), or "weightedmean", whose weights are a token's place, from 1. skip: leaves out so many tokens at the
+    beginning of each sequence, a prompt's; the others keep their places. Equivalent, for "mean", to
+    torch.stack([text[skip:].mean(0) for text in hidden.split(lengths)]). Raises ValueError for another mode.
     """
-    hidden = wide(hidden)
-    if check_mode(mode) == "cls":
-        return first_tokens(hidden, cu_seqlens)
-    lengths = cu_seqlens.diff().long()
-    return torch.segment_reduce(hidden, "sum", lengths=lengths) / lengths.clamp(min=1).unsqueeze(-1)
+    take, hidden = POOL[check_mode(mode)], wide(hidden)
+    places = packed_positions(cu_seqlens, hidden.shape[0])
+    if skip:
+        kept = places >= skip
+        lengths = (cu_seqlens.diff() - skip).clamp(min=0)
+        hidden, places = hidden[kept], places[kept]
+        cu_seqlens = torch.cat([cu_seqlens[:1], lengths.cumsum(0).to(cu_seqlens.dtype)])
+    return take(hidden, cu_seqlens, places)
+
+
+def _sums(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return torch.segment_reduce(x, "sum", lengths=cu_seqlens.diff().long())
+
+
+def _lengths(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return cu_seqlens.diff().clamp(min=1).to(hidden.dtype).unsqueeze(-1)
+
+
+def _max(hidden: Tensor, cu_seqlens: Tensor, places: Tensor) -> Tensor:
+    largest = torch.segment_reduce(hidden, "max", lengths=cu_seqlens.diff().long())
+    return largest.masked_fill((cu_seqlens.diff() == 0).unsqueeze(-1), 0)
+
+
+def _last(hidden: Tensor, cu_seqlens: Tensor, places: Tensor) -> Tensor:
+    if hidden.shape[0] == 0:
+        return hidden.new_zeros(cu_seqlens.shape[0] - 1, hidden.shape[1])
+    rows = hidden[(cu_seqlens[1:] - 1).clamp(min=0).long()]
+    return rows.masked_fill((cu_seqlens.diff() == 0).unsqueeze(-1), 0)
+
+
+def _weighted(hidden: Tensor, cu_seqlens: Tensor, places: Tensor) -> Tensor:
+    weights = (places + 1).to(hidden.dtype).unsqueeze(-1)
+    return _sums(hidden * weights, cu_seqlens) / _sums(weights, cu_seqlens).clamp(min=1)
+
+
+POOL: dict[str, Pool] = {
+    "mean": lambda hidden, ends, places: _sums(hidden, ends) / _lengths(hidden, ends),
+    "cls": lambda hidden, ends, places: first_tokens(hidden, ends),
+    "max": _max,
+    "mean_sqrt_len_tokens": lambda hidden, ends, places: _sums(hidden, ends) / _lengths(hidden, ends).sqrt(),
+    "weightedmean": _weighted,
+    "lasttoken": _last,
+}
+MODES = tuple(POOL)

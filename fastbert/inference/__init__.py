@@ -19,13 +19,15 @@ from fastbert.inference.predict import (
     QuestionAnswerer,
     TextClassifier,
     label_names,
-    similarity,
 )
+from fastbert.inference.sentence_files import Dense
 from fastbert.inference.sentences import SentenceEncoder
+from fastbert.inference.vectors import quantize, similarity
 
 __all__ = [
     "Answer",
     "Answers",
+    "Dense",
     "Entity",
     "EntityTagger",
     "Fill",
@@ -39,6 +41,7 @@ __all__ = [
     "label_names",
     "model_class_of",
     "plot_attention",
+    "quantize",
     "similarity",
     "trained_model",
 ]

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastbert import hub
@@ -474,20 +473,3 @@ class _Spans(NamedTuple):
 def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
     """Without leading spaces, which some tokenizers include in a word."""
     return int(end) - len(text[start:end].lstrip()), int(end)
-
-
-# ---- embeddings
-
-
-def similarity(vectors: Tensor, others: Tensor | None = None) -> Tensor:
-    """(N, M): cosines of vectors (N, C) with others (M, C), or with each other; 0 for a zero vector.
-
-    Equivalent to `F.cosine_similarity(vectors[:, None], others[None], dim=-1)`. Raises ValueError for other shapes.
-    """
-    others = vectors if others is None else others
-    if vectors.dim() != 2 or others.dim() != 2 or vectors.shape[1] != others.shape[1]:
-        raise ValueError(
-            f"similarity: vectors has shape {tuple(vectors.shape)}, others {tuple(others.shape)}; expected (N, C) "
-            "and (M, C)"
-        )
-    return F.normalize(vectors, dim=-1) @ F.normalize(others, dim=-1).T

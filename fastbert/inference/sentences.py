@@ -1,24 +1,26 @@
 """Sentence embeddings on packed tokens."""
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastbert import hub
 from fastbert.data.collator import PackingCollator
 from fastbert.data.encode import COLUMNS, cut_encodings
-from fastbert.data.tokenizer import copy_of, get_tokenizer, strings
+from fastbert.data.tokenizer import copy_of, get_tokenizer, save_tokenizer, strings
+from fastbert.inference import sentence_files
 from fastbert.inference.loading import load
+from fastbert.inference.sentence_files import SIMILARITIES, Dense, Recipe
+from fastbert.inference.vectors import check_vectors, similarity
 from fastbert.model import BertModel
 from fastbert.pooling import check_mode, pool
 
 
 class SentenceEncoder:
-    """Embeds texts: tokenizer, model, pooling and normalisation.
+    """Embeds texts: tokenizer, model, pooling, dense layers behind it, normalisation, prompts.
 
     Computes what sentence-transformers computes with the same directory, or refuses the directory.
     """
@@ -28,15 +30,23 @@ class SentenceEncoder:
         model: BertModel,
         tokenizer,
         *,
-        pooling: str = "mean",
+        pooling: str | Sequence[str] = "mean",
         normalize: bool = True,
         max_length: int | None = None,
+        dense: Sequence[Dense] = (),
+        prompts: Mapping[str, str] | None = None,
+        default_prompt_name: str | None = None,
+        include_prompt: bool = True,
+        similarity: str = "cosine",
     ) -> None:
         """tokenizer: a `tokenizers.Tokenizer`, which is copied. The model is set to evaluation mode.
 
-        pooling: "mean" over the tokens, or "cls", the first token. normalize: to vectors of length 1. max_length: in
-        tokens; longer texts are cut. Raises ValueError for a tokenizer with ids that the model lacks, and for other
-        values.
+        pooling: a mode of `fastbert.pooling.pool`, or several, whose vectors are put together. dense: layers behind it.
+        normalize: to vectors of length 1, at the end. max_length: in tokens, prompts included; longer texts are cut.
+        prompts: what goes before a text, by name; default_prompt_name: which, where `encode` is told of none.
+        include_prompt: False leaves the prompt's tokens out of the pooling. similarity: "cosine", "dot", "euclidean" or
+        "manhattan", for the method of that name. Raises ValueError for a tokenizer with ids that the model lacks, for
+        dense layers that do not fit, and for other values.
         """
         config, special = model.config, tokenizer.num_special_tokens_to_add(False)
         if tokenizer.get_vocab_size() > config.vocab_size:
@@ -45,9 +55,29 @@ class SentenceEncoder:
             )
         if max_length is not None and (not isinstance(max_length, int) or max_length <= special):
             raise ValueError(f"max_length is {max_length!r}; expected a number above the {special} special tokens")
-        self.model, self.pooling, self.normalize = model.eval(), check_mode(pooling), normalize
+        self._modes = tuple(map(check_mode, [pooling] if isinstance(pooling, str) else pooling))
+        if not self._modes:
+            raise ValueError("pooling is empty; expected one mode or more")
+        self.pooling = self._modes[0] if len(self._modes) == 1 else self._modes
+        if similarity not in SIMILARITIES:
+            raise ValueError(f"similarity is {similarity!r}; expected {', '.join(SIMILARITIES)}")
+        self.model, self.normalize = model.eval(), normalize
         self.max_length = min(max_length or config.max_sequence_length, config.max_sequence_length)
         self.tokenizer = copy_of(tokenizer)
+        self.dense = nn.Sequential(*dense).to(self.device).eval()
+        self.prompts, self.default_prompt_name = dict(prompts or {}), default_prompt_name
+        self.include_prompt, self.similarity_name = include_prompt, similarity
+        self._width()
+        self._prompt(None, default_prompt_name)
+
+    def _width(self) -> int:
+        """Of an embedding. Raises ValueError where one layer gives another width than the next one takes."""
+        width = len(self._modes) * self.model.config.hidden_size
+        for i, dense in enumerate(self.dense):
+            if dense.linear.in_features != width:
+                raise ValueError(f"dense[{i}] takes {dense.linear.in_features} numbers; expected {width}")
+            width = dense.linear.out_features
+        return width
 
     @classmethod
     def from_pretrained(
@@ -64,29 +94,36 @@ class SentenceEncoder:
         source: may also be a model's name on the hub. Without modules.json: mean pooling, normalised. precision:
         "fp32", "bf16" or "int8" for a model that `fastbert.prepare` has prepared, on the CPU. max_length: in tokens;
         None follows those files. Raises FileNotFoundError, ValueError and RuntimeError as `BertModel.from_pretrained`,
-        and ValueError for modules or a pooling that are not supported, a max_length above the model's, and a precision
-        that is unknown or beside another dtype than float32 or a GPU.
+        and ValueError for modules, a pooling or an activation that are not supported, a max_length above the model's,
+        and a precision that is unknown or beside another dtype than float32 or a GPU.
         """
-        directory = hub.directory_of(source)
-        folder, pooling, normalize = _sentence_modules(directory)
-        settings = _read_json(folder / "sentence_bert_config.json") or _read_json(
-            directory / "sentence_bert_config.json"
-        )
+        recipe = sentence_files.read(hub.directory_of(source))
 
         def read(dtype: torch.dtype | str | None) -> BertModel:
-            return BertModel.from_pretrained(folder, add_pooling_layer=False, dtype=dtype)
+            return BertModel.from_pretrained(recipe.folder, add_pooling_layer=False, dtype=dtype)
 
         model = load(read, dtype, device, precision)
         longest = model.config.max_sequence_length
         if max_length is not None and max_length > longest:
             raise ValueError(f"SentenceEncoder: max_length is {max_length}; expected at most the model's, {longest}")
-        return cls(
-            model,
-            get_tokenizer(folder),
-            pooling=pooling,
-            normalize=normalize,
-            max_length=settings.get("max_seq_length") if max_length is None else max_length,
-        )
+        options = recipe._asdict() | ({} if max_length is None else {"max_length": max_length})
+        return cls(model, get_tokenizer(options.pop("folder")), **options)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes a directory that `from_pretrained` and sentence-transformers' SentenceTransformer read.
+
+        Each file is replaced whole. modules.json goes first and comes last, so that a directory whose saving was cut
+        off is refused. A prepared model is written as `fastbert.prepare` says, int8 for `from_pretrained` alone.
+        """
+        directory = Path(directory)
+        sentence_files.begin(directory)
+        self.model.save_pretrained(directory)
+        save_tokenizer(self.tokenizer, directory)
+        recipe = Recipe(
+            directory, self._modes, tuple(self.dense), self.normalize, self.include_prompt, self.prompts,
+            self.default_prompt_name, self.similarity_name, self.max_length,
+        )  # fmt: skip
+        sentence_files.write(recipe, self.model.config.hidden_size)
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """The token ids of each text with special tokens, cut at max_length with a warning.
@@ -98,29 +135,71 @@ class SentenceEncoder:
         return [COLUMNS["input_ids"](encoding)[left].tolist() for encoding, left in found]
 
     def encode(
-        self, texts: list[str], *, tokens_per_batch: int = 2048, progress: Callable[[int], None] | None = None
+        self,
+        texts: list[str],
+        *,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        truncate_dim: int | None = None,
+        tokens_per_batch: int = 2048,
+        progress: Callable[[int], None] | None = None,
     ) -> Tensor:
         """(len(texts), C) float32 embeddings, on the model's device.
 
-        tokens_per_batch: the most tokens in one forward, but always at least one text. progress: called after each
-        forward with its number of texts. Raises as `tokenize` does.
+        prompt: goes before each text; prompt_name: the one of that name in `prompts`; neither: the default one, if
+        there is one. truncate_dim: keeps so many numbers of each embedding, the first ones, as they are (`quantize`
+        makes them smaller). tokens_per_batch: the most tokens in one forward, but always at least one text. progress:
+        called after each forward with its number of texts.
+        Raises as `tokenize` does, and ValueError for an unknown prompt_name and a truncate_dim below 1 or beyond C.
         """
-        ids = self.tokenize(texts)
-        result = torch.empty(len(ids), self.model.config.hidden_size, device=self.device, dtype=torch.float32)
+        width, prompt = self._width(), self._prompt(prompt, prompt_name)
+        if truncate_dim is not None and not 0 < truncate_dim <= width:
+            raise ValueError(f"truncate_dim is {truncate_dim}; expected 1 to {width}")
+        ids = self.tokenize([prompt + text for text in strings("SentenceEncoder", "texts", texts)])
+        skip = 0 if self.include_prompt or not prompt else self._prompt_length(prompt)
+        result = torch.empty(len(ids), truncate_dim or width, device=self.device, dtype=torch.float32)
         for batch in batches([len(i) for i in ids], tokens_per_batch):
-            result[batch] = self.embed([ids[i] for i in batch])
+            result[batch] = self.embed([ids[i] for i in batch], skip)[:, :truncate_dim]
             if progress:
                 progress(len(batch))
         return result
 
+    def _prompt(self, prompt: str | None, name: str | None) -> str:
+        if prompt is not None:
+            return prompt
+        name = self.default_prompt_name if name is None else name
+        if name is not None and name not in self.prompts:
+            names = ", ".join(map(repr, self.prompts)) or "none"
+            raise ValueError(f"there is no prompt {name!r}; this encoder has {names}")
+        return "" if name is None else self.prompts[name]
+
+    def _prompt_length(self, prompt: str) -> int:
+        """Tokens of a prompt at the beginning of a text: with the first special token, without the last one."""
+        encoding = self.tokenizer.encode(prompt)
+        return len(encoding.ids) - (encoding.special_tokens_mask[-1:] == [1])
+
     @torch.inference_mode()
-    def embed(self, ids: list[list[int]]) -> Tensor:
-        """(len(ids), C) float32 embeddings of tokenized texts, in one forward."""
+    def embed(self, ids: list[list[int]], skip: int = 0) -> Tensor:
+        """(len(ids), C) float32 embeddings of tokenized texts, in one forward. skip: tokens at the beginning of each
+        that the pooling leaves out."""
         packed = PackingCollator()([{"input_ids": text} for text in ids])
         input_ids, cu_seqlens = (packed[name].to(self.device) for name in ("input_ids", "cu_seqlens"))
         hidden = self.model(input_ids, cu_seqlens=cu_seqlens, max_seqlen=packed["max_seqlen"]).last_hidden_state.float()
-        vectors = pool(hidden, cu_seqlens, self.pooling)
+        vectors = self.dense(torch.cat([pool(hidden, cu_seqlens, mode, skip) for mode in self._modes], -1))
         return F.normalize(vectors, dim=-1) if self.normalize else vectors
+
+    def similarity(self, vectors: Tensor, others: Tensor | None = None) -> Tensor:
+        """(N, M): how similar vectors (N, C) are to others (M, C), or to each other; larger is more alike.
+
+        By the encoder's measure: cosines, dot products, or distances with a minus sign. Raises ValueError for other
+        shapes.
+        """
+        if self.similarity_name == "cosine":
+            return similarity(vectors, others)
+        others = check_vectors(vectors, others)
+        if self.similarity_name == "dot":
+            return vectors @ others.T
+        return -torch.cdist(vectors, others, p=1.0 if self.similarity_name == "manhattan" else 2.0)
 
     @property
     def device(self) -> torch.device:
@@ -138,25 +217,3 @@ def batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
         tokens += lengths[index]
     if batch:
         yield batch
-
-
-def _sentence_modules(directory: Path) -> tuple[Path, str, bool]:
-    """The model's folder, the pooling, and whether to normalise, from sentence-transformers' modules.json."""
-    modules = _read_json(directory / "modules.json")
-    if not modules:
-        return directory, "mean", True
-    kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
-    if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
-        raise ValueError(f"{directory} has the modules {', '.join(kinds)}; expected Transformer, Pooling[, Normalize]")
-    settings = _read_json(directory / modules[1]["path"] / "config.json")
-    legacy = [name for name, on in settings.items() if name.startswith("pooling_mode_") and on is True]
-    names = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
-    pooling = settings.get("pooling_mode") or "+".join(names.get(name, name) for name in legacy)
-    if pooling not in ("mean", "cls"):
-        raise ValueError(f"{directory} pools by {pooling!r}; expected mean or cls")
-    return directory / modules[0]["path"], pooling, len(kinds) == 3
-
-
-def _read_json(path: Path):
-    """The file's content; {} if there is no file. Raises ValueError for invalid JSON."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

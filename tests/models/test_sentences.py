@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import BertModel as HuggingFaceModel
 from fastbert import BertModel, cli, testing
 from fastbert.cli import demo
 from fastbert.cli.demo import python_documentation
+from fastbert.inference import Dense, quantize, sentence_files
 from fastbert.inference.sentences import SentenceEncoder, batches
 from fastbert.testing import Result
 
@@ -62,7 +64,7 @@ def test_what_sentence_transformers_computes(encoder):
 
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
-DENSE = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+WEIGHTS = {"idx": 2, "name": "2", "path": "2_WordWeights", "type": "sentence_transformers.models.WordWeights"}
 
 
 @pytest.mark.parametrize(
@@ -70,10 +72,24 @@ DENSE = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformer
     [
         ([TRANSFORMER, POOLING], {"pooling_mode": "cls"}, ("cls", False)),  # as sentence-transformers 6 writes it
         ([TRANSFORMER, POOLING], {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, ("mean", False)),
-        ([TRANSFORMER, POOLING], {"pooling_mode": "max"}, "pools by 'max'"),
-        ([TRANSFORMER, POOLING], {"pooling_mode_max_tokens": True}, "pools by 'pooling_mode_max_tokens'"),
-        ([TRANSFORMER, POOLING], {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "pools by 'cls"),
-        ([TRANSFORMER, POOLING, DENSE], {"pooling_mode": "mean"}, "has the modules Transformer, Pooling, Dense"),
+        ([TRANSFORMER, POOLING], {"pooling_mode_max_tokens": True}, ("max", False)),
+        (
+            [TRANSFORMER, POOLING],
+            {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
+            (("cls", "mean"), False),
+        ),
+        ([TRANSFORMER, POOLING], {"pooling_mode": "median"}, "pooling is 'median'; expected 'mean'"),
+        (
+            [TRANSFORMER, POOLING, WEIGHTS],
+            {"pooling_mode": "mean"},
+            "has the modules Transformer, Pooling, WordWeights;",
+        ),
+        (
+            [POOLING, TRANSFORMER],
+            {"pooling_mode": "mean"},
+            "has the modules Pooling, Transformer; expected Transformer",
+        ),
+        ([], {"pooling_mode": "mean"}, "has a pooling and no modules.json: saving was interrupted"),
     ],
 )
 def test_modules_are_honoured_or_refused(tmp_path, modules, pooling, expected):
@@ -86,6 +102,149 @@ def test_modules_are_honoured_or_refused(tmp_path, modules, pooling, expected):
     else:
         found = SentenceEncoder.from_pretrained(tmp_path)
         assert (found.pooling, found.normalize) == expected
+
+
+# ---- directories of sentence-transformers, both ways; independent: its own classes read and compute
+
+TEXTS = ["", "word", "a text of some more words", "what, again? " * 9]
+MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+
+
+def small(encoder, **options):
+    """A model of random weights with MiniLM's tokenizer, in which every part counts."""
+    torch.manual_seed(0)
+    config = TINY.changed(vocab_size=30522, hidden_dropout_prob=0.0, initializer_range=0.3)
+    model = BertModel(config, add_pooling_layer=False)
+    return SentenceEncoder(model, encoder.tokenizer, **options)
+
+
+def theirs(directory):
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(directory), device="cpu")
+
+
+@pytest.mark.parametrize("pooling", [*MODES, ("cls", "mean", "lasttoken")])
+def test_sentence_transformers_reads_what_is_saved(tmp_path, encoder, pooling):
+    made = small(encoder, pooling=pooling, normalize=False)
+    made.save_pretrained(tmp_path)
+    vectors = made.encode(TEXTS)
+    torch.testing.assert_close(theirs(tmp_path).encode(TEXTS, convert_to_tensor=True), vectors, rtol=1e-5, atol=1e-5)
+    assert torch.equal(SentenceEncoder.from_pretrained(tmp_path).encode(TEXTS), vectors)
+
+
+@pytest.mark.parametrize("include_prompt", [True, False])
+@pytest.mark.parametrize("pooling", ["mean", "weightedmean", "cls"])
+def test_dense_layers_prompts_and_similarity(tmp_path, encoder, include_prompt, pooling):
+    """Written by us, read by both; then written by sentence-transformers, read by us."""
+    width = TINY.hidden_size
+    dense = [Dense(width, 24, activation="GELU"), Dense(24, 10, bias=False, activation="Identity")]
+    options = {"prompts": {"query": "find: ", "none": ""}, "default_prompt_name": "query", "similarity": "manhattan"}
+    made = small(encoder, pooling=pooling, dense=dense, include_prompt=include_prompt, max_length=20, **options)
+    made.save_pretrained(tmp_path / "ours")
+    other = theirs(tmp_path / "ours")
+    other.save_pretrained(str(tmp_path / "theirs"))
+    for directory in (tmp_path / "ours", tmp_path / "theirs"):
+        found = SentenceEncoder.from_pretrained(directory)
+        assert options["prompts"].items() <= found.prompts.items()  # sentence-transformers adds an empty "document"
+        assert found.max_length == 20
+        for name in (None, "query", "none"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # the last text is cut
+                vectors = found.encode(TEXTS, prompt_name=name)
+            expected = other.encode(TEXTS, prompt_name=name, convert_to_tensor=True)
+            torch.testing.assert_close(vectors, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            found.similarity(vectors, vectors[:2]), other.similarity(expected, expected[:2]), rtol=1e-4, atol=1e-4
+        )
+        short = found.encode(TEXTS[:3], truncate_dim=4)
+        torch.testing.assert_close(short, other.encode(TEXTS[:3], truncate_dim=4, convert_to_tensor=True))
+        given = other.encode(TEXTS[:3], prompt="look at ", convert_to_tensor=True)
+        torch.testing.assert_close(found.encode(TEXTS[:3], prompt="look at "), given, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot", "euclidean", "manhattan"])
+def test_similarities(encoder, similarity):
+    from sentence_transformers.util import SimilarityFunction
+
+    made = small(encoder, normalize=False, similarity=similarity)
+    vectors = made.encode(TEXTS)
+    expected = SimilarityFunction.to_similarity_fn(similarity)(vectors, vectors[1:])
+    torch.testing.assert_close(made.similarity(vectors, vectors[1:]), expected, rtol=1e-5, atol=1e-4)
+    with pytest.raises(ValueError, match=r"others \(2, 3\); expected \(N, C\) and \(M, C\)"):
+        made.similarity(vectors, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("precision", ["int8", "uint8", "binary", "ubinary"])
+@pytest.mark.parametrize("width", [16, 24])
+def test_quantize(precision, width):
+    from sentence_transformers.util.quantization import quantize_embeddings
+
+    vectors, calibration = torch.randn(9, width), torch.randn(500, width) * 3
+    calibration[:9] = vectors  # theirs wraps around beyond the ends
+    expected = quantize_embeddings(vectors.numpy(), precision, calibration_embeddings=calibration.numpy())
+    found = quantize(vectors, precision, calibration)
+    assert str(found.dtype) == f"torch.{expected.dtype}"
+    assert (found.int() - torch.from_numpy(expected).int()).abs().max() <= precision.endswith("int8")  # a step's border
+    if precision.endswith("int8"):
+        ends = quantize(torch.stack([calibration.amax(0) + 9, calibration.amin(0) - 9]), precision, calibration)
+        assert (ends == torch.tensor([[255], [0]]) - 128 * (precision == "int8")).all()
+
+
+def test_quantize_refuses():
+    vectors = torch.randn(3, 8)
+    assert quantize(vectors, "float16").dtype == torch.float16 and torch.equal(quantize(vectors, "float32"), vectors)
+    for arguments, words in (
+        ((vectors, "int4"), "precision is 'int4'; expected float32"),
+        ((vectors[0], "int8"), r"vectors has shape \(8,\)"),
+        ((vectors, "int8", torch.randn(4, 7)), r"calibration has shape \(4, 7\); expected \(M, 8\)"),
+        ((vectors / 0, "binary"), "not finite"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            quantize(*arguments)
+
+
+def test_what_does_not_fit_is_refused(tmp_path, encoder):
+    for options, words in (
+        ({"dense": [Dense(5, 4)]}, f"dense\\[0\\] takes 5 numbers; expected {TINY.hidden_size}"),
+        ({"pooling": ()}, "pooling is empty"),
+        ({"similarity": "jaccard"}, "similarity is 'jaccard'; expected cosine"),
+        ({"default_prompt_name": "query"}, "there is no prompt 'query'; this encoder has none"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            small(encoder, **options)
+    made = small(encoder, dense=[Dense(TINY.hidden_size, 4)])
+    for options, words in (
+        ({"truncate_dim": 5}, "truncate_dim is 5; expected 1 to 4"),
+        ({"prompt_name": "query"}, "there is no prompt 'query'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            made.encode(TEXTS, **options)
+    with pytest.raises(ValueError, match="activation is 'Linear'; expected Identity"):
+        Dense(3, 4, activation="Linear")
+    made.save_pretrained(tmp_path)
+    for change, words in (
+        ({"module_input_name": "token_embeddings"}, "a Dense of sentence_embedding, token_embeddings"),
+        ({"activation_function": "mine.Own"}, "activation_function is 'mine.Own'; expected one of torch.nn's"),
+    ):
+        path = tmp_path / "2_Dense" / "config.json"
+        before = path.read_text()
+        path.write_text(json.dumps(json.loads(before) | change))
+        with pytest.raises(ValueError, match=words):
+            SentenceEncoder.from_pretrained(tmp_path)
+        path.write_text(before)
+
+
+def test_saving_that_is_cut_off_leaves_a_directory_that_is_refused(tmp_path, encoder, monkeypatch):
+    small(encoder).save_pretrained(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(sentence_files, "write", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            small(encoder, pooling="cls").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="saving was interrupted; save it again"):
+        SentenceEncoder.from_pretrained(tmp_path)
+    small(encoder, pooling="cls").save_pretrained(tmp_path)
+    assert SentenceEncoder.from_pretrained(tmp_path).pooling == "cls"
 
 
 def test_one_batch_or_many(encoder):
@@ -152,8 +311,8 @@ def test_a_tokenizer_that_does_not_fit_is_refused(encoder):
         SentenceEncoder(BertModel(TINY), encoder.tokenizer)
     with pytest.raises(ValueError, match="max_length is 2; expected a number above the 2 special tokens"):
         SentenceEncoder(encoder.model, encoder.tokenizer, max_length=2)
-    with pytest.raises(ValueError, match="pooling is 'max'"):
-        SentenceEncoder(encoder.model, encoder.tokenizer, pooling="max")
+    with pytest.raises(ValueError, match="pooling is 'median'"):
+        SentenceEncoder(encoder.model, encoder.tokenizer, pooling="median")
 
 
 # ---- the command

@@ -1,0 +1,166 @@
+"""A directory of sentence-transformers: what is computed behind the model, and with which prompts."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fastbert.files import replacing, write_text
+from fastbert.pooling import check_mode
+
+SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
+ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "LeakyReLU", "ELU", "Mish", "ReLU6", "Softplus")
+_LEGACY = {  # names before sentence-transformers 5.4, in the order in which vectors are put together
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+class Dense(nn.Module):
+    """A dense layer behind the pooling: activation(linear(x)), (B, in_features) -> (B, out_features)."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, activation: str = "Tanh") -> None:
+        """activation: the name of its class, one of ACTIVATIONS. Raises ValueError for another."""
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"Dense: activation is {activation!r}; expected {', '.join(ACTIVATIONS)}")
+        self.linear, self.activation = nn.Linear(in_features, out_features, bias), getattr(nn, activation)()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.linear(x.to(self.linear.weight.dtype))).to(x.dtype)
+
+
+class Recipe(NamedTuple):
+    """What a directory says. folder: where the model is."""
+
+    folder: Path
+    pooling: tuple[str, ...] = ("mean",)
+    dense: tuple[Dense, ...] = ()
+    normalize: bool = True
+    include_prompt: bool = True
+    prompts: Mapping[str, str] = {}
+    default_prompt_name: str | None = None
+    similarity: str = "cosine"
+    max_length: int | None = None
+
+
+# ---- reading
+
+
+def read(directory: Path) -> Recipe:
+    """Of a directory without modules.json: mean pooling, normalised. Raises ValueError for what is not supported."""
+    modules = _json(directory / "modules.json")
+    if not modules:
+        if (directory / "1_Pooling" / "config.json").exists():
+            raise ValueError(f"{directory} has a pooling and no modules.json: saving was interrupted; save it again")
+        return Recipe(directory, max_length=_max_length(directory, directory))
+    kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
+    middle = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
+    if kinds[:2] != ["Transformer", "Pooling"] or set(middle) - {"Dense"}:
+        expected = "Transformer, Pooling[, Dense ...][, Normalize]"
+        raise ValueError(f"{directory} has the modules {', '.join(kinds)}; expected {expected}")
+    folders = [directory / module["path"] for module in modules]
+    pooling = _json(folders[1] / "config.json")
+    more = _json(directory / "config_sentence_transformers.json")
+    return Recipe(
+        folders[0],
+        _pooling(directory, pooling),
+        tuple(_dense(folder) for folder in folders[2 : 2 + len(middle)]),
+        kinds[-1] == "Normalize",
+        pooling.get("include_prompt", True),
+        more.get("prompts") or {},
+        more.get("default_prompt_name"),
+        more.get("similarity_fn_name") or "cosine",
+        _max_length(folders[0], directory),
+    )
+
+
+def _pooling(directory: Path, settings: dict[str, Any]) -> tuple[str, ...]:
+    given = settings.get("pooling_mode") or [mode for name, mode in _LEGACY.items() if settings.get(name)] or "mean"
+    try:
+        return tuple(map(check_mode, [given] if isinstance(given, str) else given))
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from None
+
+
+def _dense(folder: Path) -> Dense:
+    settings = _json(folder / "config.json")
+    names = {settings.get(key) or "sentence_embedding" for key in ("module_input_name", "module_output_name")}
+    if names != {"sentence_embedding"}:
+        raise ValueError(f"{folder}: a Dense of {', '.join(sorted(names))}; expected one of sentence_embedding alone")
+    activation = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
+    if not activation.startswith("torch.nn."):
+        raise ValueError(f"{folder}: activation_function is {activation!r}; expected one of torch.nn's")
+    sizes = settings["in_features"], settings["out_features"], settings.get("bias", True)
+    dense = Dense(*sizes, activation.rsplit(".", 1)[-1])
+    if (folder / "model.safetensors").exists():
+        state = load_file(folder / "model.safetensors")
+    else:
+        state = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    dense.load_state_dict(state)
+    return dense
+
+
+def _max_length(folder: Path, directory: Path) -> int | None:
+    """As sentence-transformers wrote it, or since release 6 the tokenizer."""
+    settings = _json(folder / "sentence_bert_config.json") or _json(directory / "sentence_bert_config.json")
+    of_tokenizer = _json(folder / "tokenizer_config.json").get("model_max_length")
+    longest = settings.get("max_seq_length") or of_tokenizer
+    return None if longest is None or longest >= 1e20 else int(longest)  # larger values mean "unknown"
+
+
+def _json(path: Path) -> Any:
+    """The file's content; {} if there is no file. Raises ValueError for invalid JSON."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+# ---- writing: modules.json goes first and comes last, so that a directory whose saving was cut off is not read
+
+
+def begin(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "modules.json").unlink(missing_ok=True)
+
+
+def write(recipe: Recipe, width: int) -> None:
+    """The files beside the model's and the tokenizer's. width: of the pooled vectors."""
+    directory, modules = recipe.folder, ["Transformer", "Pooling", *["Dense"] * len(recipe.dense)]
+    modules += ["Normalize"] * recipe.normalize
+    paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(modules) if i)]
+    for path in paths[1:]:
+        (directory / path).mkdir(exist_ok=True)
+    modes = recipe.pooling[0] if len(recipe.pooling) == 1 else list(recipe.pooling)
+    pooling = {"word_embedding_dimension": width, "pooling_mode": modes, "include_prompt": recipe.include_prompt}
+    # both spellings: releases before 5.4 know the single names alone
+    _write(directory / "1_Pooling", pooling | {name: mode in recipe.pooling for name, mode in _LEGACY.items()})
+    for path, dense in zip(paths[2:], recipe.dense, strict=False):
+        _write_dense(directory / path, dense)
+    _write(directory, {"max_seq_length": recipe.max_length, "do_lower_case": False}, "sentence_bert_config.json")
+    settings = {"prompts": dict(recipe.prompts), "default_prompt_name": recipe.default_prompt_name}
+    settings["similarity_fn_name"] = recipe.similarity
+    _write(directory, settings, "config_sentence_transformers.json")
+    listed = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(zip(modules, paths, strict=True))
+    ]
+    _write(directory, listed, "modules.json")
+
+
+def _write_dense(folder: Path, dense: Dense) -> None:
+    linear, kind = dense.linear, type(dense.activation)
+    settings = {"in_features": linear.in_features, "out_features": linear.out_features, "bias": linear.bias is not None}
+    _write(folder, settings | {"activation_function": f"{kind.__module__}.{kind.__name__}"})
+    with replacing(folder / "model.safetensors") as file:
+        save_file({name: tensor.contiguous() for name, tensor in dense.state_dict().items()}, file.name)
+
+
+def _write(folder: Path, content: Any, name: str = "config.json") -> None:
+    write_text(folder / name, json.dumps(content, indent=2) + "\n")
