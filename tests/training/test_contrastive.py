@@ -329,7 +329,7 @@ def test_training_learns_to_pair(tmp_path):
     )
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=4e-3), []
     options = {"mixed_precision": "bf16", "callbacks": [lambda _, event, row: losses.append(row.get("loss"))]}
-    AMPTrainer(model, optimizer, output_dir=tmp_path, progress=False, **options).train(loader, max_steps=8)
+    AMPTrainer(model, optimizer, output_dir=tmp_path, progress=False, **options).train(loader, max_steps=5)
     first, *_, last = filter(None, losses)
     assert last < 0.6 * first, losses
 
