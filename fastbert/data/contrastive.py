@@ -65,10 +65,13 @@ class ContrastiveDataset(TokenizedDataset):
         max_length: of each text with its prompt and special tokens. truncation: True cuts there, and warns once a
         column with the count; False raises ValueError. Raises ValueError for columns of unequal length, a text without
         tokens (or, with a prompt, of nothing but white space), fewer than two columns, a prompt for no column, and
-        scores that are not finite or of unequal length; TypeError for texts that are not strings.
+        scores that are not finite or of unequal length; TypeError for columns without names, and texts that are not
+        strings.
         """
         owner, prompts = "ContrastiveDataset", dict(prompts or {})
         check_truncation(owner, truncation, True, False)
+        if not isinstance(columns, Mapping):
+            raise TypeError(f"{owner}: columns is a {type(columns).__name__}; expected a mapping from names to texts")
         texts = {name: list(strings(owner, name, column)) for name, column in columns.items()}
         if len(texts) < 2 or not prompts.keys() <= texts.keys():
             given = f"columns {list(texts)} and prompts for {list(prompts)}"

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
+from fastbert.ops.checks import sequences
 from fastbert.pooling import check_mode, pool
 from fastbert.training.losses import Batch
 
@@ -27,8 +28,8 @@ class ContrastiveModel(nn.Module):
 
     encoder: `BertModel(config, add_pooling_layer=False)`, or a module that takes the same packed input and gives
     last_hidden_state. loss: one of this package, or a callable that takes embeddings (columns, B, C) and scores (or
-    None) and returns the mean over the B tuples. Once trained: `SentenceEncoder(model.encoder, tokenizer)`, with the
-    same pooling.
+    None) and returns the mean over the B tuples; if it has `in_batch`, a true one, it also takes a slice, of which rows
+    to return the mean. Once trained: `SentenceEncoder(model.encoder, tokenizer)`, with the same pooling.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ContrastiveModel(nn.Module):
                 f"ContrastiveModel: there are {len(cu_seqlens) - 1} texts in {columns} columns; expected at least two "
                 "columns of equally many texts"
             )
-        if self.max_tokens is not None and isinstance(self, FSDPModule):
+        if self.max_tokens is not None and any(isinstance(part, FSDPModule) for part in self.modules()):
             raise ValueError("ContrastiveModel: max_tokens goes with DDP; FSDP2 needs as many forwards in each process")
         embeddings = torch.stack(self.embed(input_ids, cu_seqlens, max_seqlen).chunk(columns))  # FSDP2 warns of views
         with torch.autocast(embeddings.device.type, enabled=False):
@@ -114,8 +115,14 @@ class GradCache:
         self.embed, self.max_tokens = embed, max_tokens
 
     def __call__(self, input_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None) -> Tensor:
-        """input_ids (T,), cu_seqlens (B + 1,) int32 -> (B, C). On a GPU, the host waits for cu_seqlens."""
-        ends = cu_seqlens.tolist()
+        """input_ids (T,), cu_seqlens (B + 1,) int32 -> (B, C). On a GPU, the host waits for cu_seqlens.
+
+        max_seqlen: at least the longest text, as models take it; chunks have their own. Raises ValueError for
+        cu_seqlens that are not those of input_ids.
+        """
+        tokens, on_host = len(input_ids), cu_seqlens.cpu()
+        sequences("GradCache", on_host, tokens if max_seqlen is None else max_seqlen, tokens)
+        ends = on_host.tolist()
         chunks = list(_chunks(ends, self.max_tokens))
         if len(chunks) < 2 or not torch.is_grad_enabled():
             return torch.cat([self.embed(*self._part(input_ids, cu_seqlens, ends, *chunk)) for chunk in chunks])

@@ -55,10 +55,8 @@ def tuples(seed: int, count: int, columns: int, scores: int) -> tuple[list[list[
 
 def batch_of(texts: list[list[torch.Tensor]], scores: torch.Tensor | None) -> dict[str, object]:
     columns = [text for column in zip(*texts, strict=True) for text in column]
-    batch = packed([len(text) for text in columns], torch.cat(columns), torch.device("cpu")) | {
-        "columns": len(texts[0])
-    }
-    return batch if scores is None else batch | {"labels": scores}
+    batch = packed([len(text) for text in columns], torch.cat(columns), torch.device("cpu"))
+    return batch | {"columns": len(texts[0])} | ({} if scores is None else {"labels": scores})
 
 
 def check(directory: Path, name: str, rank: int, processes: int) -> None:
