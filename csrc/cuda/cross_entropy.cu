@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocksOnProcessor)
   Exponentials sum{-FLT_MAX, 0};  // not -inf: -inf - -inf is NaN
   if (labelled) {
     if (threadIdx.x == 0 && label >= 0) picked = to_float(single[label]) + to_float(bias[label]);
-#pragma unroll 2
+#pragma unroll 1
     for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
       const Pack some = x[i], biases = b[i];
       float v[kVec], top = sum.largest;
@@ -126,9 +126,10 @@ __global__ void __launch_bounds__(kMostThreads, kBlocksOnProcessor)
 
 // ---- the mean, and what it scales
 
-__global__ void __launch_bounds__(32 * kWarps) mean_over_labelled_kernel(const float* __restrict__ values,  // [count]
-                                                                         int64_t count, Labels labels,
-                                                                         float* __restrict__ mean) {  // [1]
+__global__ void __launch_bounds__(32 * kWarps, 1)
+    mean_over_labelled_kernel(const float* __restrict__ values,  // [count]
+                              int64_t count, Labels labels,
+                              float* __restrict__ mean) {  // [1]
   float sum = 0;
   int labelled = 0;
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) sum += values[i];
