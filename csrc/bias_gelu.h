@@ -21,7 +21,7 @@ FB_FOR_EACH_ISA(void bias_gelu_fwd(const void* x, const void* bias, void* y, int
 
 namespace cuda {
 
-// bias: of type dtype or float. Each returns an error message, or nullptr.
+// bias: of type dtype or float, or nullptr. Each returns an error message, or nullptr.
 const char* bias_gelu_fwd(const void* x, const void* bias, void* y, int64_t rows, int64_t channels, DType dtype,
                           DType bias_dtype, bool tanh, void* stream);
 

@@ -120,9 +120,11 @@ inline void check_bias_gelu(const Tensor& x, const Tensor& bias, std::string_vie
 // ---- linear, dense_gelu
 
 // x (..., K), weight (C, K) and bias (C,) of one floating-point type on one device.
-inline void check_dense(const char* op, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-  check_floating(op, "x", x);
-  FB_CHECK_VALUE(x.dim() >= 2, op, ": x has shape ", x.sizes(), "; expected (..., K) of at least two dimensions");
+inline void check_dense(const char* op, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                        const char* name = "x") {
+  check_floating(op, name, x);
+  FB_CHECK_VALUE(x.dim() >= 2, op, ": ", name, " has shape ", x.sizes(),
+                 "; expected (..., K) of at least two dimensions");
   FB_CHECK_VALUE(weight.dim() == 2, op, ": weight has shape ", weight.sizes(), "; expected (C, K)");
   check_shape(op, "weight", weight, {weight.size(0), x.size(-1)});
   if (bias) check_shape(op, "bias", *bias, {weight.size(0)});
@@ -141,6 +143,26 @@ inline void check_dense_gelu_gradients(const Tensor& dy, const Tensor& x, const 
   check_dtype("dense_gelu", "preactivation", preactivation, x.scalar_type());
   check_device("dense_gelu", "preactivation", preactivation, x.device());
   check_gradient("dense_gelu", "dy", dy, preactivation);
+}
+
+// ---- cross_entropy
+
+// The bias is absent in the backward. Values of labels are clamped where they are read.
+inline void check_cross_entropy(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias,
+                                const Tensor& labels) {
+  check_dense("cross_entropy", hidden, weight, bias, "hidden");
+  FB_CHECK_VALUE(hidden.dim() == 2, "cross_entropy: hidden has shape ", hidden.sizes(), "; expected (T, C)");
+  check_indices("cross_entropy", "labels", labels);
+  check_shape("cross_entropy", "labels", labels, {hidden.size(0)});
+  check_device("cross_entropy", "labels", labels, hidden.device());
+}
+
+// The further arguments of the backward.
+inline void check_cross_entropy_gradients(const Tensor& dloss, const Tensor& dlogits, const Tensor& hidden,
+                                          const Tensor& weight) {
+  check_statistic("cross_entropy", "dloss", dloss, {}, ScalarType::Float, hidden.device());
+  check_statistic("cross_entropy", "dlogits", dlogits, {hidden.size(0), weight.size(0)}, hidden.scalar_type(),
+                  hidden.device());
 }
 
 // ---- embedding

@@ -29,11 +29,11 @@ FB_LAYER_OPS(cpu)
 FB_LAYER_OPS(cuda)
 #undef FB_LAYER_OPS
 
-// On the CPU: csrc/cpu/gelu_rows.h.
-Tensor bias_gelu_fwd_cuda(const Tensor& x, const Tensor& bias, std::string_view approximate);
+// As csrc/cpu/gelu_rows.h for CPUs: bias_gelu on what the caller has checked, where the bias may be absent.
+Tensor gelu_cuda(const Tensor& x, const OptionalTensor& bias, std::string_view approximate);
 
-// dx, and dbias, which is empty where it is not needed.
-std::tuple<Tensor, Tensor> bias_gelu_bwd_cuda(const Tensor& dy, const Tensor& x, const Tensor& bias,
-                                              std::string_view approximate, bool need_dbias);
+// dx, and dbias, of the bias's or else x's type, which is empty where it is not needed.
+std::tuple<Tensor, Tensor> gelu_bwd_cuda(const Tensor& dy, const Tensor& x, const OptionalTensor& bias,
+                                         std::string_view approximate, bool need_dbias);
 
 }  // namespace fastbert

@@ -92,15 +92,18 @@ inline std::vector<int64_t> strides_of(Sizes sizes) {
 }
 
 // Uninitialised, on x's device. This C function does not go through torch's dispatcher on a CPU.
-inline Tensor empty(Sizes sizes, const Tensor& x, ScalarType type) {
+inline Tensor empty_strided(Sizes sizes, Sizes strides, const Tensor& x, ScalarType type) {
   const int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   int32_t device = 0;
   check_call(aoti_torch_get_device_type(x.get(), &device), "device_type");
   AtenTensorHandle made = nullptr;
-  check_call(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides_of(sizes).data(), code, device,
+  check_call(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(), code, device,
                                       x.get_device_index(), &made),
              "empty");
   return Tensor(made);
+}
+inline Tensor empty(Sizes sizes, const Tensor& x, ScalarType type) {
+  return empty_strided(sizes, strides_of(sizes), x, type);
 }
 inline Tensor empty(Sizes sizes, const Tensor& x) { return empty(sizes, x, x.scalar_type()); }
 
@@ -143,6 +146,9 @@ inline Tensor strided(const Tensor& x, Sizes sizes, Sizes strides, int64_t offse
 inline Tensor view(const Tensor& x, Sizes sizes, int64_t offset = 0) {
   return strided(x, sizes, strides_of(sizes), offset);
 }
+
+// A matrix with rows and columns exchanged.
+inline Tensor transposed(const Tensor& x) { return strided(x, {x.size(1), x.size(0)}, {x.stride(1), x.stride(0)}, 0); }
 
 // The i-th of contiguous x's first dimension.
 inline Tensor row(const Tensor& x, int64_t i) {

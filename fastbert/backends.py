@@ -83,9 +83,13 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         "cuda": Kernel(_FLOATS, largest=128),  # on multiply-adds, without tensor cores
     },
     "embedding": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, largest=8192)},
-    "dense_gelu": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS)},
+    "dense_gelu": {
+        "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
+        "triton": Kernel(_FLOATS),
+        "cuda": Kernel(_FLOATS),
+    },
     "linear": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, forced_only=True)},
-    "cross_entropy": {"triton": Kernel(_FLOATS)},
+    "cross_entropy": {"triton": Kernel(_FLOATS), "cuda": Kernel(_FLOATS)},
     "encoder_layer": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/short.jsonl"),
         "cuda": Kernel(_FLOATS, largest=8192),

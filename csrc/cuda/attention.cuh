@@ -17,8 +17,6 @@ namespace fastbert::cuda {
 constexpr int kFill = 128;  // tokens searched by a block that looks for uncovered ones
 constexpr unsigned kAllLanes = 0xffffffff;
 
-__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-
 // ---- how the work is split
 
 struct Bounds {

@@ -1,51 +1,13 @@
 // Tiles of Q, K, V and dO in shared memory, and the products of their fragments on tensor cores.
-//
-// Tiles are stored in chunks of 16 bytes. swizzle() permutes the chunks of a row, so that neither copies nor ldmatrix
-// have bank conflicts.
 #pragma once
 
 #include "attention.cuh"
-#include "mma.cuh"
+#include "tiles.cuh"
 
 namespace fastbert::cuda {
 
 constexpr int kTile = 64;     // rows of the streamed side a step; a block of dropout bits
 constexpr int kRotating = 3;  // tiles in shared memory where not all fit; 2 where not even 3 do
-
-// ---- tiles in shared memory
-
-struct alignas(16) Chunk {  // 8 elements
-  uint32_t word[4];
-};
-
-// Index of a chunk in a tile of rows of kWidth elements.
-template <int kWidth>
-__device__ __forceinline__ int swizzle(int row, int chunk) {
-  constexpr int kChunks = kWidth / 8, kRowsOfBanks = kChunks < 8 ? 8 / kChunks : 1,
-                kMask = kChunks < 8 ? kChunks - 1 : 7;
-  return row * kChunks + (chunk ^ (row / kRowsOfBanks & kMask));
-}
-
-// Rows of a matrix of one head: `count` of them lie `stride` elements apart.
-template <class T>
-struct Rows {
-  const T* first;
-  int64_t stride;
-  int count;
-};
-
-// Starts to copy kRows rows, from `row` on, to a tile; zeros behind the last row and beyond D. A thread copies the same
-// chunk of several rows; those are a multiple of 8 apart, so the swizzle puts it into the same place in all of them.
-template <int kRows, int kWidth, class T>
-__device__ __forceinline__ void copy(Chunk* tile, const Rows<T>& from, int row, int D) {
-  constexpr int kChunks = kWidth / 8;
-  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks, step = blockDim.x / kChunks;
-  const int rows = chunk * 8 < D ? min(from.count - row, kRows) : 0;
-  Chunk* to = tile + swizzle<kWidth>(first, chunk);
-  const T* source = from.first + (row + first) * from.stride + chunk * 8;
-  for (int r = first; r < kRows; r += step, to += step * kChunks, source += step * from.stride)
-    ptx::cp_async16(to, r < rows ? source : from.first, r < rows ? 16 : 0);
-}
 
 // ---- the streamed side, in tiles of kTile rows: K and V, or, for dK and dV, Q and dO with the rows' statistics
 

@@ -30,14 +30,15 @@ constexpr int kWarps = 8, kRowsAtOnce = 2, kBlocksOnProcessor = 2;  // of the ba
 template <class T, class B, int kVec, bool kTanh>
 __global__ void __launch_bounds__(kThreads)
     bias_gelu_fwd_kernel(const Vec<T, kVec>* __restrict__ x,     // [rows, columns], a column is kVec channels
-                         const Vec<B, kVec>* __restrict__ bias,  // [columns]
+                         const Vec<B, kVec>* __restrict__ bias,  // [columns], or nullptr
                          Vec<T, kVec>* __restrict__ y,           // [rows, columns]
                          int64_t rows, int64_t columns, unsigned blocks_per_row) {
   const int64_t column = int64_t(blockIdx.x % blocks_per_row) * kThreads + threadIdx.x;
   const int64_t first_row = int64_t(blockIdx.x / blocks_per_row) * kRows;
   if (column >= columns) return;
 
-  const Vec<B, kVec> b = bias[column];
+  Vec<B, kVec> b{};
+  if (bias) b = bias[column];
   Vec<T, kVec> v[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
@@ -69,7 +70,7 @@ template <class T, class B, int kVec, bool kTanh>
 __global__ void __launch_bounds__(32 * kWarps, kBlocksOnProcessor)
     bias_gelu_bwd_kernel(const Vec<T, kVec>* __restrict__ dy,    // [rows, columns], a column is kVec channels
                          const Vec<T, kVec>* __restrict__ x,     // [rows, columns]
-                         const Vec<B, kVec>* __restrict__ bias,  // [columns]
+                         const Vec<B, kVec>* __restrict__ bias,  // [columns], or nullptr
                          Vec<T, kVec>* __restrict__ dx,          // [rows, columns]
                          float* __restrict__ partials,           // [shares, columns * kVec], or nullptr
                          int64_t rows, int64_t columns, unsigned blocks_per_row, int64_t share) {
@@ -80,7 +81,8 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksOnProcessor)
 
   float dbias[kVec] = {};
   if (column < columns) {
-    const Vec<B, kVec> b = bias[column];
+    Vec<B, kVec> b{};
+    if (bias) b = bias[column];
     for (int64_t row = begin + warp; row < end; row += kWarps * kRowsAtOnce) {
       Vec<T, kVec> d[kRowsAtOnce], v[kRowsAtOnce];
 #pragma unroll

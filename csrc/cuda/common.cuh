@@ -29,6 +29,7 @@ inline int attribute(cudaDeviceAttr which) {
   return value;
 }
 inline int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
+inline int major_architecture() { return attribute(cudaDevAttrComputeCapabilityMajor); }         // 9 on sm_90
 inline int shared_memory_limit() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }  // bytes a block
 
 // Lets a kernel use all the shared memory of a block. Not just what this launch needs: the setting is shared by all
@@ -55,6 +56,8 @@ const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shar
   return message(cudaGetLastError());
 }
 #endif
+
+__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
 // N elements that are loaded and stored together, up to 16 bytes in one instruction. Compute addresses with pointers to
 // Vec: if an address is computed in elements and then cast, nvcc splits the store into single elements.

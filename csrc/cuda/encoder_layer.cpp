@@ -7,8 +7,6 @@ namespace fastbert {
 
 namespace {
 
-Tensor transposed(const Tensor& x) { return strided(x, {x.size(1), x.size(0)}, {x.stride(1), x.stride(0)}, 0); }
-
 struct CudaOps {
   static constexpr bool kBiasInProduct = false;
   static constexpr auto attention_fwd = attention_fwd_cuda;
@@ -31,13 +29,10 @@ struct CudaOps {
   }
 
   static Tensor gelu(const Tensor& x, const OptionalTensor& bias, std::string_view approximate, bool) {
-    return bias_gelu_fwd_cuda(x, *bias, approximate);
+    return gelu_cuda(x, bias, approximate);
   }
 
-  static std::tuple<Tensor, Tensor> gelu_bwd(const Tensor& dy, const Tensor& x, const OptionalTensor& bias,
-                                             std::string_view approximate, bool need_dbias) {
-    return bias_gelu_bwd_cuda(dy, x, *bias, approximate, need_dbias);
-  }
+  static constexpr auto gelu_bwd = gelu_bwd_cuda;
 };
 
 }  // namespace

@@ -57,9 +57,12 @@ def _dbias(dloss, hidden, weight, labels, dlogits, ignore_index):
 
 
 def _fake_forward(hidden, weight, bias, labels, ignore_index, need_dlogits):
-    loss_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    shape = (hidden.shape[0], weight.shape[0]) if need_dlogits else (0,)
-    return hidden.new_empty((), dtype=loss_dtype), hidden.new_empty(shape)
+    loss = hidden.new_empty((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    if not need_dlogits:
+        return loss, hidden.new_empty(0)
+    classes, line = weight.shape[0], 128 // hidden.element_size()
+    stride = (classes + line - 1) // line * line  # rows at multiples of 128 bytes, for the products on a GPU
+    return loss, hidden.new_empty_strided((hidden.shape[0], classes), (stride, 1))
 
 
 def _fake_backward(dloss, hidden, weight, labels, dlogits, ignore_index, need_dhidden, need_dparams):

@@ -20,7 +20,7 @@ class Primitive:
     """One direction of an op, e.g. `layer_norm_bwd`: a schema and a fake for every backend, and plain PyTorch.
 
     schema: in torch's syntax, without the name. fake: from fake inputs to empty outputs; by contract outputs are
-    contiguous and freshly allocated. reference: the implementation of the `reference` backend.
+    freshly allocated, and contiguous where the fake's are. reference: the implementation of the `reference` backend.
     """
 
     def __init__(self, name: str, schema: str, fake: Callable, reference: Callable) -> None:

@@ -141,6 +141,7 @@ const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shar
 }
 
 inline int multiprocessors() { return ::cuda_on_cpu::multiprocessors(); }
+inline int major_architecture() { return 9; }
 inline int shared_memory_limit() { return ::cuda_on_cpu::shared_memory_limit(); }
 
 }  // namespace fastbert::cuda

@@ -15,8 +15,10 @@
 
 #include "attention.h"
 #include "bias_gelu.h"
+#include "cross_entropy.h"
 #include "cuda/column_sums.h"
 #include "cuda/relative_attention.h"
+#include "dense_gelu.h"
 #include "layer_norm.h"
 
 using namespace fastbert;
@@ -44,6 +46,7 @@ class Buffer {
     memset(chunks_.data(), 0xFF, bytes_);  // NaN
   }
   unsigned char* bytes() { return chunks_.data()->byte; }
+  const unsigned char* bytes() const { return chunks_.data()->byte; }
   operator void*() { return chunks_.data(); }
   operator float*() { return reinterpret_cast<float*>(chunks_.data()); }
   bool operator==(const Buffer& other) const { return !memcmp(chunks_.data(), other.chunks_.data(), bytes_); }
@@ -106,6 +109,34 @@ void check_bias_gelu(int64_t C, DType dtype, bool tanh) {
     require(cuda::bias_gelu_bwd(dy, x, bias, dx, partials, kRows, C, shares, dtype, dtype, tanh, nullptr));
     require(cuda::column_sums(partials, shares, C, {{{dbias, dtype}}, 1}, nullptr));
     return Results{y, dx, dbias};
+  });
+}
+
+void check_dense_gelu(int64_t rows, int64_t inner, int64_t C, DType dtype, bool tanh) {
+  Buffer x = values(rows * inner, dtype), weight = values(C * inner, dtype), bias = values(C, dtype);
+  same_in_all_orders(name("dense_gelu", C, dtype), [&] {
+    Buffer y(rows * C, dtype), preactivation(rows * C, dtype), y_alone(rows * C, dtype);
+    const cuda::DenseGelu dense{x, weight, bias, rows, inner, C, dtype, tanh};
+    if (!cuda::dense_gelu_takes(dense)) require("dense_gelu does not take it");
+    require(cuda::dense_gelu_fwd(dense, y, preactivation, nullptr));
+    require(cuda::dense_gelu_fwd(dense, y_alone, nullptr, nullptr));
+    return Results{y, preactivation, y_alone};
+  });
+}
+
+void check_cross_entropy(int64_t classes, DType dtype) {
+  const int64_t stride = (classes + 63) / 64 * 64;
+  const Buffer products = values(kRows * stride, dtype);
+  Buffer bias = values(classes, dtype), dloss = values(1, DType::f32);
+  std::vector<int64_t> given(kRows);
+  for (int64_t row = 0; row < kRows; ++row) given[row] = row % 3 ? row * 7 % classes : -100;
+  const cuda::Labels labels{given.data(), true, kRows, -100};
+  same_in_all_orders(name("cross_entropy", classes, dtype), [&] {
+    Buffer logits = products, losses(kRows, DType::f32), loss(1, DType::f32), scaled(kRows * stride, dtype);
+    require(cuda::cross_entropy_rows(logits, bias, labels, losses, classes, stride, true, dtype, nullptr));
+    require(cuda::mean_over_labelled(losses, kRows, labels, loss, nullptr));
+    require(cuda::scaled(products.bytes(), dtype, dloss, scaled, dtype, kRows * stride, nullptr));
+    return Results{logits, losses, loss, scaled};
   });
 }
 
@@ -185,6 +216,12 @@ void check_all() {
     for (const int64_t C : {72, 75, 1032}) {
       for (const bool tanh : {false, true}) check_bias_gelu(C, dtype, tanh);
       for (const bool add : {false, true}) check_layer_norm(C, dtype, add);
+    }
+    for (const int64_t classes : {1, 77, 4100}) check_cross_entropy(classes, dtype);
+    for (const bool tanh : {false, true}) {
+      if (dtype == DType::f32) continue;  // its products are the library's
+      check_dense_gelu(70, 72, 136, dtype, tanh);
+      check_dense_gelu(130, 136, 200, dtype, tanh);
     }
     for (const bool dropout : {false, true}) {
       check_attention({1, 33, 70}, 64, dtype, dropout);

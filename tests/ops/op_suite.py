@@ -146,7 +146,7 @@ class OpSuite:
             pairs = zip(tree_leaves(real), tree_leaves(fake), strict=True)
             for a, b in pairs:
                 assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device), primitive.name
-                assert a.is_contiguous() or backend.name == "reference", primitive.name
+                assert a.stride() == b.stride() or backend.name == "reference", primitive.name
 
     @slow_interpreted
     def test_opcheck(self, backend):

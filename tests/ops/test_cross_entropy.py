@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
+from op_suite import OpSuite, normal, pytest_generate_tests, slow_interpreted  # noqa: F401
 
 from fastbert import ops, testing
 from fastbert.ops.op import PRIMITIVES
@@ -17,6 +17,7 @@ class TestCrossEntropy(OpSuite):
         pytest.param((33, 64, 1000), id="many-classes"),
         pytest.param((2, 3, 2), id="two-tokens"),
         pytest.param((4, 5, 9001), id="more-classes-than-tiles-hold"),
+        pytest.param((1600, 3, 2), id="more-rows-than-a-block-has-threads", marks=slow_interpreted),
     ]
 
     def inputs(self, shape, dtype, device):
@@ -123,16 +124,74 @@ class TestCrossEntropy(OpSuite):
         loss, dlogits = PRIMITIVES["cross_entropy_fwd"](backend.name, *inputs.values(), -100, True)
         assert loss == 0 and (dlogits == 0).all()
 
-    def test_triton_clamps_labels(self, backend):
-        if backend.name != "triton":
-            backend.skip("other backends run on what was checked before")
+    def test_classes_that_bias_rules_out(self, backend):
+        """Whole vectors and tiles of -inf, from the first class on, change nothing for the others."""
+        inputs = self.inputs((9, 7, 5000), torch.float32, backend.device)
+        inputs["labels"][inputs["labels"] != -100] = 4990
+        inputs["bias"][:4500] = -torch.inf
+        loss, dlogits = PRIMITIVES["cross_entropy_fwd"](backend.name, *inputs.values(), -100, True)
+        assert abs(loss - self.truth(**inputs)) < 1e-5
+        assert (dlogits[:, :4500] == 0).all() and dlogits.sum(1).abs().max() < 1e-5
+
+    @slow_interpreted
+    @pytest.mark.parametrize(("dtype", "labels"), ((torch.float32, torch.int64), (torch.float16, torch.int32)))
+    @pytest.mark.parametrize("classes", (1, 11, 77))
+    def test_every_class_as_a_label(self, backend, dtype, labels, classes):
+        """Equal logits: within vectors of any type, and behind the last whole one."""
+        backend.require(dtype)
+        hidden = torch.zeros(classes, 3, dtype=dtype, device=backend.device)
+        target = torch.arange(classes, dtype=labels, device=backend.device)
+        bias = torch.full((classes + 1,), 0.5, dtype=dtype, device=backend.device)[1:]  # not at a multiple of 16 bytes
+        args = hidden, hidden + 1, bias, target, -100
+        loss, dlogits = PRIMITIVES["cross_entropy_fwd"](backend.name, *args, True)
+        assert abs(loss.item() - math.log(classes)) < 1e-6
+        onehot = torch.eye(classes, device=backend.device)
+        assert (dlogits.float() - (1 / classes - onehot)).abs().max() < torch.finfo(dtype).eps
+        assert torch.equal(PRIMITIVES["cross_entropy_fwd"](backend.name, *args, False)[0], loss)
+
+    def test_no_class_and_no_label(self, backend):
+        if backend.name == "reference":
+            backend.skip("torch gathers nothing from rows of no class")
+        hidden, labels = torch.ones(3, 4, device=backend.device), torch.full((3,), -100, device=backend.device)
+        args = hidden, hidden.new_empty(0, 4), hidden.new_empty(0), labels, -100, True
+        loss, dlogits = PRIMITIVES["cross_entropy_fwd"](backend.name, *args)
+        assert loss == 0 and dlogits.shape == (3, 0)
+
+    def test_kernels_clamp_labels(self, backend):
+        if backend.name == "reference":
+            backend.skip("it runs on what was checked before")
         inputs, labels = self.inputs((3, 7, 11), torch.float32, backend.device), ([-1, 11, 2**40], [0, 10, 10])
         forward = PRIMITIVES["cross_entropy_fwd"]
         wild, tame = (
-            forward("triton", *(inputs | {"labels": torch.tensor(some, device=backend.device)}).values(), -100, True)
+            forward(
+                backend.name, *(inputs | {"labels": torch.tensor(some, device=backend.device)}).values(), -100, True
+            )
             for some in labels
         )
         assert all(torch.equal(a, b) for a, b in zip(wild, tame, strict=True))
+
+    @pytest.mark.parametrize(
+        ("direction", "place", "value", "words"),
+        [
+            ("fwd", 0, torch.zeros(3, 1, 7), r"hidden has shape \[3, 1, 7\]; expected \(T, C\)"),
+            ("fwd", 1, torch.zeros(11, 6), r"weight has shape \[11, 6\]; expected \[11, 7\]"),
+            ("fwd", 2, torch.zeros(11).half(), "bias is Half; expected Float"),
+            ("fwd", 3, torch.zeros(2).long(), r"labels has shape \[2\]; expected \[3\]"),
+            ("fwd", 3, torch.zeros(3), "labels is Float; expected Long or Int"),
+            ("bwd", 0, torch.zeros(()).double(), "dloss is Double; expected Float"),
+            ("bwd", 4, torch.zeros(3, 10), r"dlogits has shape \[3, 10\]; expected \[3, 11\]"),
+        ],
+    )
+    def test_the_primitive_checks_what_it_reads(self, backend, direction, place, value, words):
+        if backend.name != "cuda":
+            backend.skip("for the C++ primitive")
+        hidden, weight, bias, labels = self.inputs((3, 7, 11), torch.float32, backend.device).values()
+        args = [hidden, weight, bias, labels, -100, True]
+        if direction == "bwd":
+            args = [bias[0], hidden, weight, labels, hidden @ weight.T, -100, True, True]
+        args[place] = value.to(backend.device)
+        with pytest.raises(ValueError, match=words):
+            PRIMITIVES[f"cross_entropy_{direction}"](backend.name, *args)
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,10 @@ def calls(dtype: torch.dtype) -> dict:
     slots, bias_of_slots = torch.arange(-9, 10).abs().int(), torch.randn(2, 10)
     keys, queries = torch.randn(2, 10, 2, 8, dtype=dtype).unbind()
 
+    dense_weight, dense_bias = torch.randn(16, channels, dtype=dtype), torch.randn(16, dtype=dtype)
+    table, bias_of_classes = torch.randn(277, channels, dtype=dtype), torch.randn(277, dtype=dtype)
+    labels = torch.randint(277, (rows,))
+
     def relative(qkv, *tables):
         positions = ops.RelativePositions(slots, *tables)
         return ops.relative_attention(qkv, ends[:4], 37, positions, dropout_p=0.25, rng=key)
@@ -267,11 +271,13 @@ def calls(dtype: torch.dtype) -> dict:
         ),
         "attention": (lambda qkv: ops.attention(qkv, ends, 70, dropout_p=0.25, rng=key), (qkv,)),
         "relative_attention": (relative, (qkv[:40, ..., :8], keys, queries, bias_of_slots)),
+        "dense_gelu": (ops.dense_gelu, (x, dense_weight, dense_bias)),
+        "cross_entropy": (lambda *tensors: ops.cross_entropy(*tensors, labels), (x, table, bias_of_classes)),
     }
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("op", ("bias_gelu", "layer_norm", "add_layer_norm", "attention", "relative_attention"))
+@pytest.mark.parametrize("op", list(calls(torch.float32)))
 def test_order_of_threads_changes_no_bit(op, dtype):
     if torch.cuda.is_available():
         pytest.skip("backend 'cuda' is the GPU's")
@@ -311,7 +317,7 @@ def exact(dtype: torch.dtype) -> list[tuple]:
     x, bias = integers(rows, channels, dtype=dtype) * 16, integers(channels, dtype=dtype) * 16
     dy, weight = integers(rows, channels, dtype=dtype), integers(channels, dtype=dtype)
     signs = torch.tensor([1.0, -1.0]).repeat(rows, channels // 2).to(dtype)
-    mean, rstd = torch.zeros(rows), torch.ones(rows)
+    mean, rstd, labels = torch.zeros(rows), torch.ones(rows), torch.tensor([0, 1, -100, 1, 1])
     qkv = integers(96, 3, 2, 64, dtype=dtype)
     qkv[:, 0] = 0
     ends, key = torch.tensor([0, 64, 96], dtype=torch.int32), fastbert.random.new_key()
@@ -319,6 +325,9 @@ def exact(dtype: torch.dtype) -> list[tuple]:
         ("bias_gelu_fwd", (x, bias, "none")),
         ("bias_gelu_fwd", (x, bias, "tanh")),
         ("bias_gelu_bwd", (dy, x, bias, "none", True)),
+        ("dense_gelu_fwd", (dy, 16 * torch.eye(channels, dtype=dtype), bias, "none", True)),
+        ("dense_gelu_bwd", (dy, signs, torch.eye(channels, dtype=dtype), x, "none", True, True)),
+        ("cross_entropy_fwd", (256 * signs[:, :2], torch.eye(2, dtype=dtype), 2 * weight[:2], labels, -100, True)),
         ("layer_norm_fwd", (signs, weight, bias, 0.0)),
         ("layer_norm_bwd", (dy, signs, weight, mean, rstd, True)),
         ("add_layer_norm_fwd", (x, signs - x, weight, bias, None, None, 0.0, 0.0, 0)),

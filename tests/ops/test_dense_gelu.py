@@ -1,7 +1,8 @@
+import cuda_on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import OpSuite, normal, pytest_generate_tests, slow_interpreted  # noqa: F401
+from op_suite import OpSuite, normal, one_element_in, pytest_generate_tests, slow_interpreted  # noqa: F401
 
 from fastbert import ops, testing
 from fastbert.ops.op import PRIMITIVES, Primitive
@@ -12,7 +13,9 @@ class TestDenseGelu(OpSuite):
     parameters = ("weight", "bias")
     shapes = [
         pytest.param((5, 7, 11), id="odd"),
-        pytest.param((33, 768, 3072), id="bert-base", marks=slow_interpreted),
+        pytest.param((33, 768, 3072), id="bert-base", marks=pytest.mark.slow_on("triton", "cuda")),
+        pytest.param((70, 72, 136), id="tails-of-small-tiles"),  # of the CUDA kernel, whose tests see 3 multiprocessors
+        pytest.param((130, 136, 200), id="tails-of-large-tiles", marks=slow_interpreted),  # ends in the first slot
         pytest.param((1, 64, 16), id="one-token"),
     ]
     approximate = "none"
@@ -85,6 +88,28 @@ class TestDenseGelu(OpSuite):
             leaves = {n: t.clone().requires_grad_(n not in frozen) for n, t in inputs.items()}
             self.ours(**leaves).sum().backward()
         assert ("dense_gelu_bwd", need) in seen
+
+    def test_the_backward_differentiates_where_the_forward_was(self, backend):
+        """y is GELU of the saved, rounded pre-activation: of this form, not the other, which the rule cannot tell."""
+        backend.require(torch.float16, backward=True)
+        inputs = self.inputs((70, 72, 136), torch.float16, backend.device)
+        y, saved = PRIMITIVES["dense_gelu_fwd"](backend.name, *inputs.values(), self.approximate, True)
+        expected = F.gelu(saved.double(), approximate=self.approximate)
+        assert ((y - expected).abs() <= 2**-11 * expected.abs() + 2**-20).all()
+        assert torch.equal(PRIMITIVES["dense_gelu_fwd"](backend.name, *inputs.values(), self.approximate, False)[0], y)
+
+    def test_the_cuda_kernel_takes_rows_of_whole_16_bytes(self, backend):
+        """The others are the library's product and a pass, which need no shared memory."""
+        if backend.name != "cuda" or backend.device != "cpu":
+            backend.skip("for CUDA kernels on the CPU")
+        with cuda_on_cpu.shared_memory(16):
+            for shape, dtype in (((5, 7, 16), torch.float16), ((5, 16, 7), torch.float16), ((5, 8, 8), torch.float32)):
+                self.ours(**self.inputs(shape, dtype, "cpu"))
+            inputs = self.inputs((5, 8, 8), torch.float16, "cpu")
+            for name in ("x", "weight"):
+                one_element_in(self.ours, name)(**inputs)
+            with pytest.raises(RuntimeError, match="32768 bytes of shared memory"):
+                self.ours(**inputs)
 
 
 class TestDenseGeluTanh(TestDenseGelu):

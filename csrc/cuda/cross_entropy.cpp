@@ -1,0 +1,102 @@
+// The torch side of cross_entropy on a GPU: checks, allocation, stream, and the library's products. The schema is
+// defined in fastbert/ops/cross_entropy.py.
+//
+// Rows of logits begin at multiples of 128 bytes, whatever the number of classes: the library's fast products and
+// 16-byte accesses need 16, and a cache line is never shared by two rows. Nothing reads what lies between them.
+#include "../cross_entropy.h"
+
+#include "../checks.h"
+#include "../tensor.h"
+
+namespace fastbert {
+
+namespace {
+
+cuda::Labels labels_of(const Tensor& labels, int64_t ignored) {
+  return {labels.const_data_ptr(), labels.scalar_type() == ScalarType::Long, labels.size(0), ignored};
+}
+
+// Contiguous, and at an address of which 16-byte accesses are possible.
+Tensor aligned(const Tensor& x) {
+  const bool is_aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  return x.is_contiguous() && is_aligned ? x : copy_of(x, x.scalar_type());
+}
+
+// The mean of values [count] over the labelled rows, a float on the device.
+Tensor mean(const Tensor& values, const cuda::Labels& labels) {
+  const Tensor result = empty({}, values);
+  const char* const error = cuda::mean_over_labelled(values.const_data_ptr<float>(), values.numel(), labels,
+                                                     result.mutable_data_ptr<float>(), current_stream(values));
+  FB_CHECK(!error, "cross_entropy: ", error);
+  return result;
+}
+
+// to = x times the factor on the device.
+void scale(const Tensor& x, const Tensor& factor, const Tensor& to) {
+  const char* const error = x.numel() == 0
+                                ? nullptr
+                                : cuda::scaled(x.const_data_ptr(), dtype_of(x), factor.const_data_ptr<float>(),
+                                               to.mutable_data_ptr(), dtype_of(to), x.numel(), current_stream(x));
+  FB_CHECK(!error, "cross_entropy: ", error);
+}
+
+void check(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias, const Tensor& labels) {
+  check_cross_entropy(hidden, weight, bias, labels);
+  FB_CHECK(dtype_of(hidden) != DType::f64, "cross_entropy: the CUDA kernels have no fp64");
+}
+
+std::tuple<Tensor, Tensor> cross_entropy_fwd_cuda(const Tensor& hidden, const Tensor& weight, const Tensor& bias,
+                                                  const Tensor& labels, int64_t ignore_index, bool need_dlogits) {
+  check(hidden, weight, bias, labels);
+  const DeviceGuard guard(hidden);
+  const NoGrad no_grad;
+  const int64_t rows = hidden.size(0), classes = weight.size(0);
+  const int64_t line = 128 / hidden.element_size(), stride = (classes + line - 1) / line * line;
+  const Tensor logits = empty_strided({rows, classes}, {stride, 1}, hidden, hidden.scalar_type());
+  const Tensor losses = empty({rows}, hidden, ScalarType::Float), given = contiguous(labels);
+  const Tensor b = aligned(bias);
+  call("aten::mm", "out", contiguous(hidden), transposed(contiguous(weight)), logits);
+  const cuda::Labels of_rows = labels_of(given, ignore_index);
+  const char* const error = rows == 0
+                                ? nullptr
+                                : cuda::cross_entropy_rows(logits.mutable_data_ptr(), b.const_data_ptr(), of_rows,
+                                                           losses.mutable_data_ptr<float>(), classes, stride,
+                                                           need_dlogits, dtype_of(hidden), current_stream(hidden));
+  FB_CHECK(!error, "cross_entropy: ", error);
+  return {mean(losses, of_rows), need_dlogits ? logits : empty({0}, hidden)};
+}
+
+// dlogits is softmax - onehot. dloss / count joins after the first product and on the smaller side of the second: it
+// does not underflow in fp16 there.
+std::tuple<Tensor, Tensor, Tensor> cross_entropy_bwd_cuda(const Tensor& dloss, const Tensor& hidden,
+                                                          const Tensor& weight, const Tensor& labels,
+                                                          const Tensor& dlogits, int64_t ignore_index,
+                                                          bool need_dhidden, bool need_dparams) {
+  check(hidden, weight, std::nullopt, labels);
+  check_cross_entropy_gradients(dloss, dlogits, hidden, weight);
+  const DeviceGuard guard(hidden);
+  const NoGrad no_grad;
+  const Tensor given = contiguous(labels), scalar = contiguous(dloss);
+  const Tensor factor = mean(scalar, labels_of(given, ignore_index));
+  Tensor dhidden = empty({0}, hidden);
+  if (need_dhidden) {
+    dhidden = call("aten::mm", "", dlogits, contiguous(weight));
+    scale(dhidden, factor, dhidden);
+  }
+  if (!need_dparams) return {dhidden, empty({0}, hidden), empty({0}, hidden)};
+  const Tensor sums = call("aten::sum", "dim_IntList", dlogits, std::optional(std::vector<int64_t>{0}), false,
+                           std::optional(ScalarType::Float));
+  const Tensor x = contiguous(hidden), scaled = empty(x.sizes(), x), dbias = empty(sums.sizes(), x);
+  scale(sums, factor, dbias);
+  scale(x, factor, scaled);
+  return {dhidden, call("aten::mm", "", transposed(dlogits), scaled), dbias};
+}
+
+}  // namespace
+
+FB_CUDA_LIBRARY(m) {
+  m.impl("cross_entropy_fwd", TORCH_BOX(&cross_entropy_fwd_cuda));
+  m.impl("cross_entropy_bwd", TORCH_BOX(&cross_entropy_bwd_cuda));
+}
+
+}  // namespace fastbert

@@ -1,0 +1,44 @@
+// Tiles of matrices in shared memory.
+//
+// Tiles are stored in chunks of 16 bytes. swizzle() permutes the chunks of a row, so that neither copies nor ldmatrix
+// have bank conflicts.
+#pragma once
+
+#include "mma.cuh"
+
+namespace fastbert::cuda {
+
+struct alignas(16) Chunk {  // 8 elements
+  uint32_t word[4];
+};
+
+// Index of a chunk in a tile of rows of kWidth elements.
+template <int kWidth>
+__device__ __forceinline__ int swizzle(int row, int chunk) {
+  constexpr int kChunks = kWidth / 8, kRowsOfBanks = kChunks < 8 ? 8 / kChunks : 1,
+                kMask = kChunks < 8 ? kChunks - 1 : 7;
+  return row * kChunks + (chunk ^ (row / kRowsOfBanks & kMask));
+}
+
+// Rows of a matrix: `count` of them lie `stride` elements apart.
+template <class T>
+struct Rows {
+  const T* first;
+  int64_t stride;
+  int count;
+};
+
+// Starts to copy kRows rows, from `row` on, to a tile; zeros behind the last row and beyond D. A thread copies the same
+// chunk of several rows; those are a multiple of 8 apart, so the swizzle puts it into the same place in all of them.
+template <int kRows, int kWidth, class T>
+__device__ __forceinline__ void copy(Chunk* tile, const Rows<T>& from, int row, int D) {
+  constexpr int kChunks = kWidth / 8;
+  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks, step = blockDim.x / kChunks;
+  const int rows = chunk * 8 < D ? min(from.count - row, kRows) : 0;
+  Chunk* to = tile + swizzle<kWidth>(first, chunk);
+  const T* source = from.first + (row + first) * from.stride + chunk * 8;
+  for (int r = first; r < kRows; r += step, to += step * kChunks, source += step * from.stride)
+    ptx::cp_async16(to, r < rows ? source : from.first, r < rows ? 16 : 0);
+}
+
+}  // namespace fastbert::cuda
