@@ -82,7 +82,11 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         "triton": Kernel(_FLOATS, largest=128),
         "cuda": Kernel(_FLOATS, largest=128),  # on multiply-adds, without tensor cores
     },
-    "embedding": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, largest=8192)},
+    "embedding": {
+        "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
+        "triton": Kernel(_FLOATS, largest=8192),
+        "cuda": Kernel(_FLOATS, largest=8192),
+    },
     "dense_gelu": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS)},
     "linear": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, forced_only=True)},
     "cross_entropy": {"triton": Kernel(_FLOATS)},
@@ -92,7 +96,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     },
     "packed_linear": {"cpu": Kernel(_FLOATS, backward=False, measured=_PREPARED)},
     "packed_layer": {"cpu": Kernel(_FLOATS, backward=False, measured=_PREPARED)},
-    "padding": {"cpu": Kernel(_ANY, measured=_ON_CPU), "triton": Kernel(_ANY)},
+    "padding": {"cpu": Kernel(_ANY, measured=_ON_CPU), "cuda": Kernel(_ANY), "triton": Kernel(_ANY)},
 }
 OPS = tuple(KERNELS)
 
