@@ -254,6 +254,8 @@ def calls(dtype: torch.dtype) -> dict:
     slots, bias_of_slots = torch.arange(-9, 10).abs().int(), torch.randn(2, 10)
     keys, queries = torch.randn(2, 10, 2, 8, dtype=dtype).unbind()
 
+    ids, lookups = torch.arange(rows).remainder(2).expand(3, -1), torch.randn(3, 4, channels, dtype=dtype).unbind()
+
     def relative(qkv, *tables):
         positions = ops.RelativePositions(slots, *tables)
         return ops.relative_attention(qkv, ends[:4], 37, positions, dropout_p=0.25, rng=key)
@@ -265,13 +267,16 @@ def calls(dtype: torch.dtype) -> dict:
             lambda *tensors: ops.add_layer_norm(*tensors, dropout_p=0.25, rng=key),
             (x, residual, weight, bias),
         ),
+        "embedding": (lambda *tables: ops.embedding(*ids, *tables, dropout_p=0.25, rng=key), (*lookups, weight, bias)),
         "attention": (lambda qkv: ops.attention(qkv, ends, 70, dropout_p=0.25, rng=key), (qkv,)),
         "relative_attention": (relative, (qkv[:40, ..., :8], keys, queries, bias_of_slots)),
     }
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("op", ("bias_gelu", "layer_norm", "add_layer_norm", "attention", "relative_attention"))
+@pytest.mark.parametrize(
+    "op", ("bias_gelu", "layer_norm", "add_layer_norm", "embedding", "attention", "relative_attention")
+)
 def test_order_of_threads_changes_no_bit(op, dtype):
     if torch.cuda.is_available():
         pytest.skip("backend 'cuda' is the GPU's")

@@ -160,7 +160,9 @@ def test_operators_and_their_fakes(backend):
         torch.library.opcheck(primitive.default, args, test_utils=("test_schema", "test_faketensor"))
     if name != "cpu":
         visible = torch.rand(3, 4, device=backend) < 0.5
-        torch.library.opcheck(operators.padding_places.default, (visible,), test_utils=("test_schema", "test_faketensor"))  # a GPU's values are not looked at: places out of range are left out
+        torch.library.opcheck(
+            operators.padding_places.default, (visible,), test_utils=("test_schema", "test_faketensor")
+        )  # a GPU's values are not looked at: places out of range are left out
         out = operators.padding_unpack(
             torch.ones(3, 2, device=backend), torch.tensor([-1, 12, 1], device=backend), 1, 2
         )
