@@ -84,8 +84,8 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     },
     "embedding": {
         "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
-        "triton": Kernel(_FLOATS, largest=8192),
         "cuda": Kernel(_FLOATS, largest=8192),
+        "triton": Kernel(_FLOATS, largest=8192),
     },
     "dense_gelu": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS)},
     "linear": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, forced_only=True)},
