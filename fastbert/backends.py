@@ -82,21 +82,25 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         "triton": Kernel(_FLOATS, largest=128),
         "cuda": Kernel(_FLOATS, largest=128),  # on multiply-adds, without tensor cores
     },
-    "embedding": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, largest=8192)},
+    "embedding": {
+        "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
+        "cuda": Kernel(_FLOATS, largest=8192),
+        "triton": Kernel(_FLOATS, largest=8192),
+    },
     "dense_gelu": {
         "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
-        "triton": Kernel(_FLOATS),
         "cuda": Kernel(_FLOATS),
+        "triton": Kernel(_FLOATS, leads_on=_WARPGROUPS),
     },
     "linear": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, forced_only=True)},
-    "cross_entropy": {"triton": Kernel(_FLOATS), "cuda": Kernel(_FLOATS)},
+    "cross_entropy": {"cuda": Kernel(_FLOATS), "triton": Kernel(_FLOATS)},
     "encoder_layer": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/short.jsonl"),
         "cuda": Kernel(_FLOATS, largest=8192),
     },
     "packed_linear": {"cpu": Kernel(_FLOATS, backward=False, measured=_PREPARED)},
     "packed_layer": {"cpu": Kernel(_FLOATS, backward=False, measured=_PREPARED)},
-    "padding": {"cpu": Kernel(_ANY, measured=_ON_CPU), "triton": Kernel(_ANY)},
+    "padding": {"cpu": Kernel(_ANY, measured=_ON_CPU), "cuda": Kernel(_ANY), "triton": Kernel(_ANY)},
 }
 OPS = tuple(KERNELS)
 

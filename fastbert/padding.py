@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastbert import backends
 from fastbert.ops import checks
-from fastbert.ops.padding import PLAN, cu_seqlens_of, pack_unchecked, unpack_unchecked
+from fastbert.ops.padding import PLACES, PLAN, cu_seqlens_of, pack_unchecked, unpack_unchecked
 
 
 class Packing(NamedTuple):
@@ -221,15 +221,12 @@ def _find_on_host(visible: Tensor, only_keys: Tensor | None, in_runs: bool) -> F
 
 
 def _find_in_one_synchronisation(visible: Tensor, only_keys: Tensor | None, in_runs: bool) -> Found:
-    lengths = visible.sum(1)
-    cu_seqlens = cu_seqlens_of(lengths)
-    longest = lengths.max() if lengths.numel() else lengths.new_zeros(())
-    only_keys = lengths.new_ones(()) if only_keys is None else only_keys.to(lengths.dtype)
-    whole = _runs(visible) if in_runs else torch.ones_like(only_keys)
-    facts = (lengths.sum(), longest, only_keys, *(x.to(lengths.dtype) for x in (whole, visible[:, :1].all())))
-    tokens, longest, ok, whole, starts_visible = torch.stack(facts).tolist()
-    indices = visible.flatten().nonzero_static(size=tokens).squeeze(-1)
-    return bool(ok), bool(whole), indices, cu_seqlens, longest, bool(starts_visible)
+    backend = backends.choose("padding", visible.device.type, torch.bool, backward=False)
+    places, cu_seqlens, facts = PLACES(backend, visible)
+    if only_keys is not None:
+        facts = torch.cat([facts, only_keys.to(facts.dtype).view(1)])
+    tokens, longest, starts_visible, whole, *ok = facts.tolist()
+    return all(ok), not in_runs or bool(whole), places[:tokens], cu_seqlens, longest, bool(starts_visible)
 
 
 def _compiled_plan(visible: Tensor) -> Packing:

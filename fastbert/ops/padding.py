@@ -43,6 +43,15 @@ def plan_in_torch(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return visible.flatten().nonzero().squeeze(-1), cu_seqlens_of(lengths), facts
 
 
+def places_in_torch(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """PLACES: the places of all tokens, visible ones first; cu_seqlens; facts, of which the host has read none."""
+    lengths, before = visible.sum(1), visible.cumsum(1)
+    longest = lengths.max() if lengths.numel() else lengths.new_zeros(())
+    gaps = ~visible & (before > 0) & (before < lengths[:, None])
+    facts = torch.stack([lengths.sum(), longest, visible[:, :1].all().long(), (~gaps.any()).long()])
+    return (~visible.flatten()).to(torch.uint8).argsort(stable=True), cu_seqlens_of(lengths), facts
+
+
 # ---- schemas: pack and unpack are each other's adjoint, so neither has a backward of its own
 
 
@@ -52,6 +61,14 @@ def _fake_plan(visible):
     return visible.new_empty(tokens, dtype=torch.int64), ends, visible.new_empty(2, dtype=torch.int64)
 
 
+def _fake_places(visible):
+    ends = visible.new_empty(visible.shape[0] + 1, dtype=torch.int32)
+    return visible.new_empty(visible.numel(), dtype=torch.int64), ends, visible.new_empty(4, dtype=torch.int64)
+
+
+# For devices that the host should not wait for twice: the sizes of its results are known. facts: tokens, the longest
+# row's count, 1 where no row begins with a gap, 1 where none has one between tokens.
+PLACES = Primitive("padding_places", "(Tensor visible) -> (Tensor, Tensor, Tensor)", _fake_places, places_in_torch)
 PLAN = Primitive("padding_plan", "(Tensor visible) -> (Tensor, Tensor, Tensor)", _fake_plan, plan_in_torch)
 PACK = Primitive(
     "padding_pack",

@@ -17,6 +17,8 @@
 #include "bias_gelu.h"
 #include "cross_entropy.h"
 #include "cuda/column_sums.h"
+#include "cuda/embedding.h"
+#include "cuda/padding.h"
 #include "cuda/relative_attention.h"
 #include "dense_gelu.h"
 #include "layer_norm.h"
@@ -166,6 +168,45 @@ void check_layer_norm(int64_t C, DType dtype, bool add) {
   });
 }
 
+void check_embedding(int64_t C, DType dtype) {
+  constexpr int64_t kTokens = 70, kTableRows = 3;
+  std::vector<int64_t> ids(kTokens), order(kTokens);
+  for (int64_t t = 0; t < kTokens; ++t) ids[t] = t * t % 4;
+  Buffer table = values(kTableRows * C, dtype), weight = values(C, dtype), dy = values(kTokens * C, dtype);
+  const cuda::Lookup lookup{{ids.data(), false, kTableRows}, table, dtype};
+  const cuda::EmbeddingRows op{
+      {{lookup, lookup, lookup}}, weight, dtype, dtype, kTokens, C, {kKey, 7, 6554, 65536.0f / (65536 - 6554)}};
+  same_in_all_orders(name("embedding", C, dtype), [&] {
+    const int64_t blocks = cuda::embedding_bwd_blocks(kTokens, C);
+    Buffer y(kTokens * C, dtype), mean(kTokens, DType::f32), rstd(kTokens, DType::f32), dz(kTokens * C, DType::f32);
+    Buffer partials(blocks * 2 * C, DType::f32), types(blocks * kTableRows * C, DType::f32);
+    Buffer ends(cuda::table_chunks(kTokens) * 2 * C, DType::f32), gradient(kTableRows * C, dtype);
+    require(cuda::embedding_fwd(op, y, mean, rstd, weight, 1e-12, nullptr));
+    require(cuda::embedding_bwd(op, {dy, mean, rstd, dz, partials, types}, blocks, nullptr));
+    require(cuda::list_tokens(lookup.ids, order.data(), kTokens, nullptr));
+    require(cuda::add_up_by_id(dz, lookup.ids, order.data(), ends, gradient, dtype, kTokens, C, 1, nullptr));
+    return Results{y, mean, rstd, dz, partials, types, gradient};
+  });
+}
+
+void check_padding(int64_t bytes) {
+  constexpr int64_t kBatch = 11, kWidth = 45, kPlaces = kBatch * kWidth;
+  std::vector<uint8_t> visible(kPlaces);
+  for (int64_t i = 0; i < kPlaces; ++i) visible[i] = i * i % 7 < 3;
+  Buffer x = values(kPlaces * bytes / 2, DType::bf16);
+  same_in_all_orders("padding " + std::to_string(bytes), [&] {
+    std::vector<int64_t> places(kPlaces), facts(4), token_of(kPlaces);
+    std::vector<int32_t> rows(2 * kBatch), ends(kBatch + 1);
+    require(cuda::padding_places(
+        {visible.data(), kBatch, kWidth, rows.data(), places.data(), ends.data(), facts.data()}, nullptr));
+    const int64_t tokens = facts[0];
+    Buffer packed(tokens * bytes / 2, DType::bf16), back(kPlaces * bytes / 2, DType::bf16);
+    require(cuda::padding_pack(x, places.data(), packed, tokens, kPlaces, bytes, nullptr));
+    require(cuda::padding_unpack(packed, places.data(), token_of.data(), back, tokens, kPlaces, bytes, nullptr));
+    return Results{packed, back};
+  });
+}
+
 void check_attention(const std::vector<int>& lengths, int D, DType dtype, bool dropout) {
   constexpr int kHeads = 2;
   std::vector<int32_t> ends{0};
@@ -212,10 +253,12 @@ void check_relative_attention(const std::vector<int>& lengths, int D, DType dtyp
 }
 
 void check_all() {
+  for (const int64_t bytes : {2, 12, 1552}) check_padding(bytes);
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     for (const int64_t C : {72, 75, 1032}) {
       for (const bool tanh : {false, true}) check_bias_gelu(C, dtype, tanh);
       for (const bool add : {false, true}) check_layer_norm(C, dtype, add);
+      check_embedding(C, dtype);
     }
     for (const int64_t classes : {1, 77, 4100}) check_cross_entropy(classes, dtype);
     for (const bool tanh : {false, true}) {

@@ -257,6 +257,7 @@ def calls(dtype: torch.dtype) -> dict:
     dense_weight, dense_bias = torch.randn(16, channels, dtype=dtype), torch.randn(16, dtype=dtype)
     table, bias_of_classes = torch.randn(277, channels, dtype=dtype), torch.randn(277, dtype=dtype)
     labels = torch.randint(277, (rows,))
+    ids, lookups = torch.arange(rows).remainder(2).expand(3, -1), torch.randn(3, 4, channels, dtype=dtype).unbind()
 
     def relative(qkv, *tables):
         positions = ops.RelativePositions(slots, *tables)
@@ -269,6 +270,7 @@ def calls(dtype: torch.dtype) -> dict:
             lambda *tensors: ops.add_layer_norm(*tensors, dropout_p=0.25, rng=key),
             (x, residual, weight, bias),
         ),
+        "embedding": (lambda *tables: ops.embedding(*ids, *tables, dropout_p=0.25, rng=key), (*lookups, weight, bias)),
         "attention": (lambda qkv: ops.attention(qkv, ends, 70, dropout_p=0.25, rng=key), (qkv,)),
         "relative_attention": (relative, (qkv[:40, ..., :8], keys, queries, bias_of_slots)),
         "dense_gelu": (ops.dense_gelu, (x, dense_weight, dense_bias)),

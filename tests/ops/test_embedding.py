@@ -1,9 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import OpSuite, normal, pytest_generate_tests, slow_interpreted  # noqa: F401
+from op_suite import HALF, OpSuite, normal, one_element_in, pytest_generate_tests, slow_interpreted  # noqa: F401
 
 from fastbert import backends, ops, random, testing
+from fastbert.ops.op import PRIMITIVES
 
 EPS = 1e-12
 PADDING, POSITION_PADDING = 3, 2  # the rows of words and of positions without a gradient
@@ -17,6 +18,7 @@ class TestEmbedding(OpSuite):
         pytest.param(((40,), 50, 768), id="bert-base", marks=slow_interpreted),
         pytest.param(((2, 5), 11, 16), id="two-dimensions"),
         pytest.param(((300,), 4, 5), id="many-tokens-to-the-row", marks=slow_interpreted),
+        pytest.param(((5,), 5, 2056), id="channels-of-several-warps", marks=slow_interpreted),
     ]
 
     def inputs(self, shape, dtype, device):
@@ -113,7 +115,36 @@ class TestEmbedding(OpSuite):
     def test_int32_ids(self, backend):
         inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
         narrow = {n: t.int() if n.endswith("_ids") else t for n, t in inputs.items()}
-        assert torch.equal(self.ours(**narrow), self.ours(**inputs))
+        both = backend.why_not(torch.float32, True) is None
+        one, two = (testing.evaluate(self.ours, i, gradients=both) for i in (narrow, inputs))
+        assert torch.equal(one.outputs["output"], two.outputs["output"])
+        assert all(torch.equal(one.gradients[name], two.gradients[name]) for name in two.gradients)
+
+    @pytest.mark.parametrize("channels", [7, 16])
+    def test_tables_of_several_dtypes(self, backend, channels):
+        """As if all were float32, with the gradients rounded: the conversion loses nothing."""
+        for dtype in HALF:
+            backend.require(dtype, backward=True)
+        inputs = self.inputs(((9,), 11, channels), torch.float32, backend.device)
+        for wide, narrow in (("word", "position"), ("position", "word"), ("token_type", "word"), (None, "position")):
+            dtypes = {n: torch.bfloat16 for n in ("word", "position", "token_type")}
+            dtypes |= {narrow: torch.float16} | ({wide: torch.float32} if wide else {})
+            mixed = inputs | {n: inputs[n].to(dtype) for n, dtype in dtypes.items()}
+            same = mixed | {n: mixed[n].float() for n in dtypes}
+            one, two = (testing.evaluate(self.ours, i) for i in (mixed, same))
+            assert torch.equal(one.outputs["output"], two.outputs["output"])
+            for name, gradient in one.gradients.items():
+                assert torch.equal(gradient, two.gradients[name].to(gradient.dtype)), (name, dtypes)
+
+    @pytest.mark.slow_on("triton")
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=("float32", "float16"))
+    def test_unaligned_memory(self, backend, dtype):
+        backend.require(dtype)
+        inputs = self.inputs(((9,), 11, 264), dtype, backend.device)
+        both = backend.why_not(dtype, True) is None
+        for only in (None, "word", "position", "token_type", "weight", "bias"):
+            ours = one_element_in(self.ours, only)
+            testing.assert_accurate(ours, self.truth, self.contenders(), inputs, gradients=both)
 
 
 class TestEmbeddingDropout(TestEmbedding):
@@ -190,13 +221,78 @@ def test_table_gradients_in_triton_are_added_up_in_float32(triton_device):
     assert gradient.dtype == torch.float16 and (gradient[0] == 0).all() and (gradient[1] == 2348).all()
 
 
-def test_triton_clamps_ids(triton_device):
-    inputs = TestEmbedding().inputs(((3,), 11, 7), torch.float32, triton_device)
-    forward = torch.ops.fastbert_triton.embedding_fwd
-    ids = {n: torch.tensor([-1, 99, 2**40], device=triton_device) for n in inputs if n.endswith("_ids")}
-    ends = {n: torch.tensor([0, r, r], device=triton_device) for n, r in zip(ids, (10, 5, 1), strict=True)}
-    wild, tame = (forward(*(inputs | i).values(), None, EPS, 0.0, 0) for i in (ids, ends))
+@pytest.fixture(params=["triton", "cuda"])
+def on_device(request):
+    """A backend of devices, whose operators do not look at ids, and the device to run it on."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if reason := backends.why_not(request.param, "embedding", device, torch.float32):
+        pytest.skip(f"{request.param}: {reason}")
+    return request.param, device
+
+
+def test_ids_are_clamped(on_device):
+    backend, device = on_device
+    inputs = TestEmbedding().inputs(((3,), 11, 7), torch.float32, device)
+    ids = {n: torch.tensor([-1, 99, 2**40], device=device) for n in inputs if n.endswith("_ids")}
+    ends = {n: torch.tensor([0, r, r], device=device) for n, r in zip(ids, (10, 5, 1), strict=True)}
+    wild, tame = (PRIMITIVES["embedding_fwd"](backend, *(inputs | i).values(), None, EPS, 0.0, 0) for i in (ids, ends))
     assert all(torch.equal(a, b) for a, b in zip(wild, tame, strict=True))
+
+
+@pytest.mark.parametrize("halves", [3, 136], ids=["elements", "vectors-in-two-blocks"])
+@pytest.mark.parametrize("rows", [(1100, 9, 9), (9, 17, 17)], ids=["sorted-listed-in-passing", "all-listed"])
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
+def test_table_gradients_in_cuda_are_exact_for_integers(runs, rows, halves):
+    """With tables of zeros and rows of dy that add up to 0, dz is dy."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if reason := backends.why_not("cuda", "embedding", device, torch.float32, backward=True):
+        pytest.skip(reason)
+    ids = torch.cat([torch.full((count,), id) for id, count in runs])
+    ids = torch.stack([ids[torch.randperm(ids.numel())] for _ in rows])
+    dy = torch.randint(-9, 10, (ids.shape[1], halves)).float()
+    dy = torch.cat([dy, -dy], 1)
+    truths = [torch.zeros(n, 2 * halves).index_add_(0, i.clamp(0, n - 1), dy) for n, i in zip(rows, ids, strict=True)]
+    truths[0][4] = 0  # the padding's
+    tables = [torch.zeros(n, 2 * halves, device=device) for n in rows]
+    weight, zeros, ones = torch.ones(2 * halves), torch.zeros(ids.shape[1]), torch.ones(ids.shape[1])
+    weight, zeros, ones, ids, dy = (x.to(device) for x in (weight, zeros, ones, ids, dy))
+    found = PRIMITIVES["embedding_bwd"]("cuda", dy, *ids, *tables, weight, zeros, ones, None, 0.0, 0, 4, [True] * 4)
+    assert all(torch.equal(one.cpu(), truth) for one, truth in zip(found, truths, strict=False))
+    assert torch.equal(found[4], dy.sum(0)) and found[3].abs().sum() == 0
+    for need in ([False, False, True, False], [True, False, False, False]):
+        some = PRIMITIVES["embedding_bwd"]("cuda", dy, *ids, *tables, weight, zeros, ones, None, 0.0, 0, 4, need)
+        for one, other, needed in zip(some, found, [*need, need[3]], strict=True):
+            assert torch.equal(one, other) if needed else one.numel() == 0
+
+
+def test_table_gradients_in_cuda_are_added_up_in_float32():
+    """2048 and 300 ones, of a sorted table, a listed one, and in passing: in float16 a sum would stay at 2048."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if reason := backends.why_not("cuda", "embedding", device, torch.float16, backward=True):
+        pytest.skip(reason)
+    half = dict(dtype=torch.float16, device=device)
+    tables, ids = (
+        [torch.zeros(n, 8, **half) for n in (1100, 9, 2)],
+        torch.ones(3, 301, dtype=torch.int32, device=device),
+    )
+    dy = torch.ones(301, 8, **half)
+    dy[0] = 2048
+    dy[:, 4:] *= -1
+    statistics = torch.zeros(301, device=device), torch.ones(301, device=device)
+    arguments = dy, *ids, *tables, torch.ones(8, **half), *statistics, None, 0.0, 0, -1, [True] * 4
+    for gradient in PRIMITIVES["embedding_bwd"]("cuda", *arguments)[:3]:
+        assert gradient.dtype == torch.float16 and gradient.abs().sum() == 8 * 2348 and gradient[1, 0] == 2348
+
+
+def test_a_table_without_rows_serves_no_ids(on_device):
+    backend, device = on_device
+    if backend != "cuda":
+        pytest.skip("Triton's kernels take it for zeros")
+    inputs = TestEmbedding().inputs(((3,), 11, 7), torch.float32, device) | {
+        "position": torch.zeros(0, 7, device=device)
+    }
+    with pytest.raises(IndexError, match=r"position_ids has shape \[0, 7\] beside 3 ids"):
+        PRIMITIVES["embedding_fwd"](backend, *inputs.values(), None, EPS, 0.0, 0)
 
 
 def good():

@@ -4,6 +4,8 @@ from op_suite import HALF
 
 import fastbert
 from fastbert import backends, ops, padding, testing
+from fastbert.ops import op
+from fastbert.ops.padding import PLACES
 
 
 def mask_of(*rows):
@@ -111,32 +113,56 @@ def test_where_the_tokens_are(backend):
             assert packing.indices.tolist() == places and packing.max_seqlen == max(map(sum, rows))
 
 
-def test_what_a_gpu_reads_at_once_is_what_the_host_finds():
+@pytest.mark.parametrize("name", [name for name in backends.BACKENDS if name != "cpu"])
+def test_what_a_gpu_reads_at_once_is_what_the_host_finds(name):
     """The code for GPUs, with its one synchronisation, run on a CPU as well."""
-    for shape, share in (((1, 1), 1.0), ((3, 7), 0.6), ((5, 64), 0.9), ((2, 9), 0.0), ((4, 1), 0.5)):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if reason := backends.why_not(name, "padding", device, torch.bool):
+        pytest.skip(f"{name}: {reason}")
+    for shape, share in (((1, 1), 1.0), ((3, 7), 0.6), ((5, 64), 0.9), ((2, 9), 0.0), ((4, 1), 0.5), ((2100, 3), 0.7)):
         visible = torch.rand(shape) < share
+        texts = ["".join(" #"[token] for token in row).split() for row in visible.tolist()]
         for in_runs in (False, True):
-            found = padding._find_in_one_synchronisation(visible, None, in_runs)
+            with fastbert.backend(name):
+                found = padding._find_in_one_synchronisation(visible.to(device), None, in_runs)
             for one, other in zip(found, padding._find_on_host(visible, None, in_runs), strict=True):
-                assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+                assert torch.equal(one.cpu(), other) if isinstance(one, torch.Tensor) else one == other
             assert found[-1] == all(row[0] for row in visible.tolist())
-            texts = ["".join(" #"[token] for token in row).split() for row in visible.tolist()]
             assert found[1] == (not in_runs or all(len(runs) <= 1 for runs in texts))
+
+
+def test_places_of_all_tokens(backend):
+    """Of those that are not visible too, in order after the others; and of bytes of a mask other than 0 and 1."""
+    if backend == "cpu" and backends.choose("padding", backend, torch.bool, backward=False) == "cpu":
+        pytest.skip("a CPU looks at the mask at once")
+    mask = torch.tensor([[2, 0, 255], [0, 128, 0]], dtype=torch.uint8, device=backend).view(torch.bool)
+    places, ends, facts = PLACES(backends.choose("padding", backend, torch.bool, backward=False), mask)
+    assert places.tolist() == [0, 2, 4, 1, 3, 5] and ends.tolist() == [0, 2, 3] and facts.tolist() == [3, 2, 0, 0]
+    for shape in ((0, 4), (2, 0)):
+        places, ends, facts = PLACES(
+            backends.choose("padding", backend, torch.bool, backward=False),
+            torch.ones(shape, dtype=torch.bool, device=backend),
+        )
+        assert places.shape == (0,) and ends.tolist() == [0] * (shape[0] + 1) and facts.tolist() == [0, 0, 1, 1]
 
 
 def test_operators_and_their_fakes(backend):
     name = backends.choose("padding", backend, torch.float32, backward=False)
     if name == "reference":
         pytest.skip("the reference backend is plain PyTorch: it has no operator of its own")
-    operators = torch.ops.fastbert_triton if name == "triton" else torch.ops.fastbert
+    operators = getattr(torch.ops, op.NAMESPACE[name])
     indices = torch.tensor([0, 2, 3, 5, 11], device=backend)
-    for op, args in (
+    for primitive, args in (
         (operators.padding_pack, (torch.randn(3, 4, 5, device=backend), indices)),
         (operators.padding_pack, (torch.randn(3, 5, 4, device=backend).mT, indices)),
         (operators.padding_unpack, (torch.randn(5, 2, 3, device=backend), indices, 3, 4)),
     ):
-        torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
-    if name == "triton":  # a GPU's values are not looked at: places out of range are left out
+        torch.library.opcheck(primitive.default, args, test_utils=("test_schema", "test_faketensor"))
+    if name != "cpu":
+        visible = torch.rand(3, 4, device=backend) < 0.5
+        torch.library.opcheck(
+            operators.padding_places.default, (visible,), test_utils=("test_schema", "test_faketensor")
+        )  # a GPU's values are not looked at: places out of range are left out
         out = operators.padding_unpack(
             torch.ones(3, 2, device=backend), torch.tensor([-1, 12, 1], device=backend), 1, 2
         )
