@@ -28,8 +28,9 @@ examples: $(VENV)/installed
 test: $(VENV)/cuda-on-cpu
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
 
+# worksteal: a worker that has nothing left takes over tests that wait behind another's long ones.
 test-all: $(VENV)/cuda-on-cpu
-	$(BIN)/python -m pytest -q -n $(WORKERS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 # transformers' and sentence-transformers' own tests, into ~/.cache/fastbert: test-all then runs them through fastbert;
 # and GLiNER, whose encoder is a DeBERTa, without what it asks for (an older transformers).

@@ -32,7 +32,12 @@ if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc's
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
 def pytest_collection_modifyitems(items):
-    """Makes `slow_on(*backends)` `slow` for these backends; for Triton where its interpreter is to run the kernels."""
+    """Makes `slow_on(*backends)` `slow` for these backends; for Triton where its interpreter is to run the kernels.
+
+    The slow tests of tests/package come first: whole pages and trainings, minutes each, would leave one worker alone
+    at the end.
+    """
+    items.sort(key=lambda item: not ("package" in item.path.parts and item.get_closest_marker("slow")))
     for item in items:
         backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
         if backend == "triton" and torch.cuda.is_available():

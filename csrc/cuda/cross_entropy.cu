@@ -130,9 +130,9 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
     mean_over_labelled_kernel(const float* __restrict__ values,  // [count]
                               int64_t count, Labels labels,
                               float* __restrict__ mean) {  // [1]
-  float sum = 0;
+  double sum = 0;  // a few additions a thread, whose roundings would be most of the error
   int labelled = 0;
-  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) sum += values[i];
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) sum += double(values[i]);
   for (int64_t row = threadIdx.x; row < labels.rows; row += blockDim.x)
     labelled += label_of(labels, row) != labels.ignored;
 #pragma unroll
@@ -140,13 +140,13 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
     sum += __shfl_xor_sync(~0u, sum, lanes);
     labelled += __shfl_xor_sync(~0u, labelled, lanes);
   }
-  FB_SHARED(float, sums, kWarps);
+  FB_SHARED(double, sums, kWarps);
   FB_SHARED(int, counts, kWarps);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum, counts[threadIdx.x / 32] = labelled;
   __syncthreads();
   if (threadIdx.x > 0) return;
   for (int warp = 1; warp < kWarps; ++warp) sum += sums[warp], labelled += counts[warp];
-  *mean = sum / max(labelled, 1);
+  *mean = float(sum / max(labelled, 1));
 }
 
 template <class X, class Y>
