@@ -100,7 +100,8 @@ def embedding(dtype: torch.dtype, channels: int, p: float) -> Iterator[Call]:
 
 
 def padding() -> Iterator[Call]:
-    yield "padding_plan", torch.ones(2, 4, dtype=torch.bool)  # launches no kernel of ours, and reads its result
+    for plan in ("padding_plan", "padding_places"):  # launch no kernel of ours, and one reads its result
+        yield plan, torch.ones(2, 4, dtype=torch.bool)
     indices = new(TOKENS, dtype=torch.int64)
     for dtype, width in [*product(DTYPES, BERT), (torch.int64, 1)]:
         yield "padding_pack", new(32, 512, width, dtype=dtype), indices
