@@ -41,8 +41,8 @@ class ContrastiveModel(nn.Module):
         max_tokens: int | None = None,
         all_processes: bool = True,
     ) -> None:
-        """pooling: "mean" or "cls". max_tokens: computes the embeddings by GradCache, which needs memory for so many
-        tokens whatever the batch; None computes them at once.
+        """pooling: a mode of `fastbert.pooling.pool`, "mean", "cls", .... max_tokens: computes the embeddings by
+        GradCache, which needs memory for so many tokens whatever the batch; None computes them at once.
 
         all_processes: in training, a loss with in-batch negatives gets the texts of all processes, so that the step is
         that of one process with the whole batch. Evaluation always keeps to its own texts.
