@@ -17,6 +17,7 @@ from fastbert.cli import demo
 from fastbert.cli.demo import python_documentation
 from fastbert.inference import Dense, quantize, sentence_files
 from fastbert.inference.sentences import SentenceEncoder, batches
+from fastbert.pooling import pool
 from fastbert.testing import Result
 
 
@@ -131,6 +132,28 @@ def test_sentence_transformers_reads_what_is_saved(tmp_path, encoder, pooling):
     vectors = made.encode(TEXTS)
     torch.testing.assert_close(theirs(tmp_path).encode(TEXTS, convert_to_tensor=True), vectors, rtol=1e-5, atol=1e-5)
     assert torch.equal(SentenceEncoder.from_pretrained(tmp_path).encode(TEXTS), vectors)
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_pooling_of_packed_tokens(mode, skip):
+    """Beside the formula on each sequence alone; an empty one, and one that is all prompt, give zeros."""
+    cu_seqlens = torch.tensor([0, 5, 5, 7, 11], dtype=torch.int32)
+    hidden = torch.randn(11, 3, dtype=torch.float64, requires_grad=True)
+    formulas = {
+        "cls": lambda x, place: x[0],
+        "max": lambda x, place: x.amax(0),
+        "mean": lambda x, place: x.mean(0),
+        "mean_sqrt_len_tokens": lambda x, place: x.sum(0) / len(x) ** 0.5,
+        "weightedmean": lambda x, place: (x * place).sum(0) / place.sum(),
+        "lasttoken": lambda x, place: x[-1],
+    }
+    places = [torch.arange(1, n + 1)[skip:].unsqueeze(1) for n in (5, 0, 2, 4)]
+    texts = [x[skip:] for x in hidden.split([5, 0, 2, 4])]
+    truth = [formulas[mode](x, place) if len(x) else x.new_zeros(3) for x, place in zip(texts, places, strict=True)]
+    torch.testing.assert_close(pool(hidden, cu_seqlens, mode, skip), torch.stack(truth), rtol=1e-12, atol=1e-12)
+    torch.autograd.gradcheck(lambda x: pool(x, cu_seqlens, mode, skip), (hidden,))
+    assert pool(hidden[:0], cu_seqlens[:1].expand(3), mode, skip).tolist() == [[0.0] * 3] * 2
 
 
 @pytest.mark.parametrize("include_prompt", [True, False])
