@@ -39,10 +39,8 @@ class CrossEncoder(Predictor):
 
     @classmethod
     def _options(cls, directory: Path, config: BertConfig) -> dict[str, Any]:
-        found = sentence_files.read_cross_encoder(directory)
-        return found | {
-            "max_length": min(found["max_length"] or config.max_sequence_length, config.max_sequence_length)
-        }
+        found, longest = sentence_files.read_cross_encoder(directory), config.max_sequence_length
+        return found | {"max_length": min(found["max_length"] or longest, longest)}
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes a directory that `from_pretrained` and sentence-transformers' CrossEncoder read.

@@ -86,7 +86,7 @@ def test_scores_are_those_of_sentence_transformers(tmp_path, small, family, labe
     assert expected.shape == ((len(PAIRS),) if labels == 1 else (len(PAIRS), labels)) and expected.std(0).min() > 1e-3
     for encoder in (made, CrossEncoder.from_pretrained(tmp_path / "ours")):
         found = scores_of(encoder)
-        assert found.dtype == torch.float32 and not found.is_inference()
+        assert found.dtype == torch.float32 and not found.is_inference() and not found.requires_grad
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     again = CrossEncoder.from_pretrained(tmp_path / "theirs")
     assert again.max_length == made.max_length and type(again.activation) is type(other.activation_fn)
@@ -126,6 +126,9 @@ def test_what_is_saved_last_counts(tmp_path, small):
     assert type(again.activation) is type(theirs(tmp_path).activation_fn) is nn.Tanh and again.max_length == 12
     given = CrossEncoder.from_pretrained(tmp_path, activation="Identity", max_length=11)
     assert type(given.activation) is nn.Identity and given.max_length == 11
+    for length, expected in ((512, 32), (10**30, 32), (20, 20)):  # 10**30 is transformers' "unknown"
+        edit(tmp_path / "tokenizer_config.json", model_max_length=length)
+        assert CrossEncoder.from_pretrained(tmp_path).max_length == theirs(tmp_path).max_seq_length == expected
 
 
 def test_rank(tmp_path, small):
