@@ -264,6 +264,72 @@ def _overlap(found: list[str], answer: list[str]) -> float:
     return 2 * (Counter(found) & Counter(answer)).total() / (len(found) + len(answer))
 
 
+# ---- rankings
+
+
+def ndcg_at_k(scores: Any, relevance: Any, k: int = 10) -> float:
+    """Normalised discounted cumulative gain of the k best documents, in [0, 1], the mean over queries.
+
+    scores: of the documents of each query, (Q, N) or lists of different lengths, as `CrossEncoder.predict` gives them.
+    relevance: of the same documents, 0 for none; those of -100 are left out. Gains are the relevance itself, divided by
+    log2(1 + rank) (Järvelin and Kekäläinen, 2002). Documents of equal scores keep their order, and a query without a
+    relevant document counts as 0. Raises ValueError for k below 1, other shapes, negative relevance, scores that are
+    NaN, and a query without documents. Equivalent to `sklearn.metrics.ndcg_score` where no scores are equal.
+    """
+    ranked = _ranked("ndcg_at_k", scores, relevance, k)
+    return float(np.mean([_gain(found[:k]) / (_gain(-np.sort(-found)[:k]) or 1.0) for found in ranked]))
+
+
+def mrr_at_k(scores: Any, relevance: Any, k: int = 10) -> float:
+    """1 / the rank of the first relevant document, 0 where none is among the k best, the mean over queries.
+
+    scores, relevance, errors: as for ndcg_at_k; any relevance above 0 is as good.
+    """
+    hits = [np.flatnonzero(found[:k] > 0)[:1] for found in _ranked("mrr_at_k", scores, relevance, k)]
+    return float(np.mean([(1 / (1 + first)).sum() for first in hits]))
+
+
+def recall_at_k(scores: Any, relevance: Any, k: int = 10) -> float:
+    """How many of a query's relevant documents are among the k best, in [0, 1], the mean over queries.
+
+    scores, relevance, errors: as for ndcg_at_k; any relevance above 0 is as good.
+    """
+    relevant = [found > 0 for found in _ranked("recall_at_k", scores, relevance, k)]
+    return float(np.mean([found[:k].sum() / max(found.sum(), 1) for found in relevant]))
+
+
+def _gain(relevance: np.ndarray) -> float:
+    return float((relevance / np.log2(np.arange(len(relevance)) + 2)).sum())
+
+
+def _ranked(caller: str, scores: Any, relevance: Any, k: int) -> list[np.ndarray]:
+    """The relevance of each query's documents, in the order of their scores, checked."""
+    if k < 1:
+        raise ValueError(f"{caller}: k is {k}; expected at least 1")
+    if len(scores) != len(relevance) or not len(scores):
+        raise ValueError(
+            f"{caller}: scores of {len(scores)} queries, relevance of {len(relevance)}; expected equal numbers above 0"
+        )
+    return [_by_score(caller, query, *pair) for query, pair in enumerate(zip(scores, relevance, strict=True))]
+
+
+def _by_score(caller: str, query: int, scores: Any, relevance: Any) -> np.ndarray:
+    scores, relevance = (torch.as_tensor(given).detach().cpu().double().numpy() for given in (scores, relevance))
+    if scores.ndim != 1 or scores.shape != relevance.shape:
+        raise ValueError(
+            f"{caller}: scores[{query}] has shape {scores.shape}, relevance[{query}] {relevance.shape}; expected one "
+            "number for each document"
+        )
+    judged = relevance != IGNORED
+    scores, relevance = scores[judged], relevance[judged]
+    if not len(scores) or np.isnan(scores).any() or not (relevance >= 0).all():
+        raise ValueError(
+            f"{caller}: query {query} has {len(scores)} documents with a relevance; expected at least one, no score "
+            f"that is NaN, and no relevance below 0 but {IGNORED}"
+        )
+    return relevance[np.argsort(-scores, kind="stable")]
+
+
 # ---- plots
 
 

@@ -1,4 +1,4 @@
-"""fill-mask, classify, tag, answer: `fastbert.inference` on the command line, as text or JSON."""
+"""fill-mask, classify, tag, answer, rerank: `fastbert.inference` on the command line, as text or JSON."""
 
 import argparse
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.cli.common import add_json, add_model, add_texts, model_options, no_files, read, texts_of, write_json
+from fastbert.cli.progress import progress
 
 
 def add(commands) -> None:
@@ -31,7 +32,13 @@ def add(commands) -> None:
     answer.add_argument("--max-answer-length", type=int, default=30, help="tokens of an answer (default: 30)")
     answer.set_defaults(run=_answer)
 
-    for command in (fill, classify, tag, answer):
+    rerank = commands.add_parser("rerank", help="sort documents by how well they answer a query")
+    rerank.add_argument("query", help="in quotes")
+    add_texts(rerank, "documents, one or several, in quotes")
+    rerank.add_argument("--top", type=int, help="documents to show (default: all)")
+    rerank.set_defaults(run=_rerank)
+
+    for command in (fill, classify, tag, answer, rerank):
         add_model(command, required=True)
         add_json(command)
 
@@ -100,3 +107,18 @@ def _answer(args: argparse.Namespace) -> None:
     for answer in found.best:
         print(f"{answer.score:.4f}  {answer.text}")
     print(f"{found.no_answer:.4f}  (no answer)")
+
+
+def _rerank(args: argparse.Namespace) -> None:
+    from fastbert.inference import CrossEncoder
+
+    no_files([args.query])
+    texts = texts_of(args)
+    encoder = _model(CrossEncoder, args)
+    with progress("scoring", len(texts)) as advance:
+        found = encoder.rank(args.query, texts, args.top, return_documents=True, progress=advance)
+    if args.json:
+        write_json({"query": args.query, "documents": found})
+        return
+    for one in found:
+        print(f"{one['score']:.4f}  {one['text']}")

@@ -373,11 +373,11 @@ class Counted:
             yield item
 
 
-def save_tokenizer(tokenizer: Any, directory: str | Path) -> None:
+def save_tokenizer(tokenizer: Any, directory: str | Path, max_length: int | None = None) -> None:
     """Writes tokenizer.json and tokenizer_config.json, for `get_tokenizer` and `transformers.AutoTokenizer`.
 
-    directory: created if missing; may be a model's. model_max_length, where transformers cuts texts, comes from a
-    tokenizer of transformers or else from the model in that directory.
+    directory: created if missing; may be a model's. max_length: where transformers cuts texts; None takes that of a
+    tokenizer of transformers or else of the model in that directory.
     """
     directory, backend = Path(directory), copy_of(tokenizer)
     tokens = {
@@ -386,7 +386,7 @@ def save_tokenizer(tokenizer: Any, directory: str | Path) -> None:
     names = {role: token for role, token in tokens.items() if token is not None}
     inputs = ["input_ids", "token_type_ids", "attention_mask"]  # transformers omits token types without it
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": inputs, **names}
-    if (longest := _model_max_length(tokenizer, directory)) is not None:
+    if (longest := max_length or _model_max_length(tokenizer, directory)) is not None:
         config["model_max_length"] = longest
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / "tokenizer.json", backend.to_str(pretty=True))

@@ -20,6 +20,7 @@ from fastbert.inference.predict import (
     TextClassifier,
     label_names,
 )
+from fastbert.inference.rerank import CrossEncoder
 from fastbert.inference.sentence_files import Dense
 from fastbert.inference.sentences import SentenceEncoder
 from fastbert.inference.vectors import quantize, similarity
@@ -27,6 +28,7 @@ from fastbert.inference.vectors import quantize, similarity
 __all__ = [
     "Answer",
     "Answers",
+    "CrossEncoder",
     "Dense",
     "Entity",
     "EntityTagger",

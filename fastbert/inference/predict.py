@@ -5,8 +5,8 @@ Each class takes a trained checkpoint and refuses one that lacks its head, as ne
     classify = TextClassifier.from_pretrained("path/to/model")
     classify(["a text", ("a text", "and its pair")])  # [[Label(label="good", score=0.98), ...], [...]]
 
-`SentenceEncoder` embeds texts, and `similarity` compares embeddings. docs/inference.md lists the differences from
-`transformers`' pipelines for these tasks.
+`SentenceEncoder` embeds texts, `similarity` compares embeddings, and `CrossEncoder` scores pairs. docs/inference.md
+lists the differences from `transformers`' pipelines for these tasks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -114,10 +114,14 @@ class _Tokens(NamedTuple):
         return zip(self.texts, x.split(self.lengths), strict=True)
 
 
-class _Predictor:
-    """A model in evaluation mode and its tokenizer. classes: those the model may have, the default first."""
+class Predictor:
+    """A model in evaluation mode and its tokenizer. classes: those the model may have, the default first.
+
+    takes_empty: whether a text without a token is computed, from special tokens alone, or refused.
+    """
 
     classes: tuple[type[Saveable], ...]
+    takes_empty = False
 
     def __init__(
         self, model: Saveable, tokenizer: Any, *, max_length: int | None = None, tokens_per_batch: int = 2048
@@ -169,7 +173,13 @@ class _Predictor:
         """
         directory = hub.directory_of(source)
         model = load(lambda dtype: trained_model(directory, cls.classes, dtype=dtype), dtype, device, precision)
-        return cls(model, get_tokenizer(directory), **arguments)
+        given = {name: value for name, value in arguments.items() if value is not None}
+        return cls(model, get_tokenizer(directory), **cls._options(directory, model.config) | given)
+
+    @classmethod
+    def _options(cls, directory: Path, config: BertConfig) -> dict[str, Any]:
+        """What the directory says of the constructor's arguments."""
+        return {}
 
     @property
     def device(self) -> torch.device:
@@ -179,7 +189,7 @@ class _Predictor:
         """input_ids, token_type_ids and `more` columns of each text or pair of texts, cut at max_length."""
         names, rows = ("input_ids", "token_type_ids", *more), []
         for encoding, left in cut_encodings(self.tokenizer, texts, self.max_length):
-            if all(sequence is None for sequence in encoding.sequence_ids):
+            if not self.takes_empty and all(sequence is None for sequence in encoding.sequence_ids):
                 raise ValueError(f"{type(self).__name__}: texts[{len(rows)}] has no token; expected text")
             rows.append({name: COLUMNS[name](encoding)[left] for name in names})
         return rows
@@ -195,7 +205,7 @@ class _Predictor:
 # ---- masks
 
 
-class MaskFiller(_Predictor):
+class MaskFiller(Predictor):
     """Fills masks with the tokens that a masked language model finds likeliest."""
 
     classes = (BertForMaskedLM, BertForPreTraining)
@@ -256,7 +266,7 @@ class MaskFiller(_Predictor):
 # ---- whole texts
 
 
-class TextClassifier(_Predictor):
+class TextClassifier(Predictor):
     """Classifies texts or pairs of texts."""
 
     classes = (BertForSequenceClassification,)
@@ -309,7 +319,7 @@ def label_names(config: BertConfig) -> list[str]:
 # ---- words
 
 
-class EntityTagger(_Predictor):
+class EntityTagger(Predictor):
     """Finds entities: runs of words with labels of one type."""
 
     classes = (BertForTokenClassification,)
@@ -378,7 +388,7 @@ def _kind(label: str) -> str:
 # ---- answers
 
 
-class QuestionAnswerer(_Predictor):
+class QuestionAnswerer(Predictor):
     """Answers questions by spans of a context of any length, which is read in overlapping windows."""
 
     classes = (BertForQuestionAnswering,)

@@ -24,15 +24,19 @@ _LEGACY = {  # names before sentence-transformers 5.4, in the order in which vec
 }
 
 
+def new_activation(owner: str, name: str) -> nn.Module:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"{owner}: activation is {name!r}; expected {', '.join(ACTIVATIONS)}")
+    return getattr(nn, name)()
+
+
 class Dense(nn.Module):
     """A dense layer behind the pooling: activation(linear(x)), (B, in_features) -> (B, out_features)."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, activation: str = "Tanh") -> None:
         """activation: the name of its class, one of ACTIVATIONS. Raises ValueError for another."""
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"Dense: activation is {activation!r}; expected {', '.join(ACTIVATIONS)}")
-        self.linear, self.activation = nn.Linear(in_features, out_features, bias), getattr(nn, activation)()
+        self.linear, self.activation = nn.Linear(in_features, out_features, bias), new_activation("Dense", activation)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.activation(self.linear(x.to(self.linear.weight.dtype))).to(x.dtype)
@@ -97,10 +101,8 @@ def _dense(folder: Path) -> Dense:
     if names != {"sentence_embedding"}:
         raise ValueError(f"{folder}: a Dense of {', '.join(sorted(names))}; expected one of sentence_embedding alone")
     activation = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
-    if not activation.startswith("torch.nn."):
-        raise ValueError(f"{folder}: activation_function is {activation!r}; expected one of torch.nn's")
     sizes = settings["in_features"], settings["out_features"], settings.get("bias", True)
-    dense = Dense(*sizes, activation.rsplit(".", 1)[-1])
+    dense = Dense(*sizes, activation_name(folder, "activation_function", activation))
     if (folder / "model.safetensors").exists():
         state = load_file(folder / "model.safetensors")
     else:
@@ -109,11 +111,40 @@ def _dense(folder: Path) -> Dense:
     return dense
 
 
+def activation_name(owner: object, name: str, path: str) -> str:
+    """That of the class. path: "torch.nn.modules.activation.Tanh". Raises ValueError for a class of somebody else's."""
+    if not path.startswith("torch.nn."):
+        raise ValueError(f"{owner}: {name} is {path!r}; expected one of torch.nn's")
+    return path.rsplit(".", 1)[-1]
+
+
+def read_cross_encoder(directory: Path) -> dict[str, Any]:
+    """activation and max_length, None where the directory does not say. Raises ValueError for what is not supported.
+
+    Since release 5.4 sentence-transformers writes modules.json and, beside it, the activation.
+    """
+    modules = _json(directory / "modules.json")
+    if not modules:
+        return {"activation": None, "max_length": _tokenizer_length(directory)}
+    kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
+    if kinds != ["Transformer"]:
+        raise ValueError(f"{directory} has the modules {', '.join(kinds)}; expected Transformer alone")
+    settings = _json(directory / "config_sentence_transformers.json")
+    if prompt := (settings.get("prompts") or {}).get(settings.get("default_prompt_name")):
+        raise ValueError(f"{directory} has the default prompt {prompt!r}; expected none: put it before your queries")
+    path = settings.get("activation_fn")
+    activation = path and activation_name(directory, "activation_fn", path)
+    return {"activation": activation, "max_length": _max_length(directory, directory)}
+
+
 def _max_length(folder: Path, directory: Path) -> int | None:
     """As sentence-transformers wrote it, or since release 6 the tokenizer."""
     settings = _json(folder / "sentence_bert_config.json") or _json(directory / "sentence_bert_config.json")
-    of_tokenizer = _json(folder / "tokenizer_config.json").get("model_max_length")
-    longest = settings.get("max_seq_length") or of_tokenizer
+    return settings.get("max_seq_length") or _tokenizer_length(folder)
+
+
+def _tokenizer_length(folder: Path) -> int | None:
+    longest = _json(folder / "tokenizer_config.json").get("model_max_length")
     return None if longest is None or longest >= 1e20 else int(longest)  # larger values mean "unknown"
 
 
@@ -155,11 +186,16 @@ def write(recipe: Recipe, width: int) -> None:
 
 
 def _write_dense(folder: Path, dense: Dense) -> None:
-    linear, kind = dense.linear, type(dense.activation)
+    linear = dense.linear
     settings = {"in_features": linear.in_features, "out_features": linear.out_features, "bias": linear.bias is not None}
-    _write(folder, settings | {"activation_function": f"{kind.__module__}.{kind.__name__}"})
+    _write(folder, settings | {"activation_function": activation_path(dense.activation)})
     with replacing(folder / "model.safetensors") as file:
         save_file({name: tensor.contiguous() for name, tensor in dense.state_dict().items()}, file.name)
+
+
+def activation_path(activation: nn.Module) -> str:
+    """As `activation_name` reads it."""
+    return f"{type(activation).__module__}.{type(activation).__name__}"
 
 
 def _write(folder: Path, content: Any, name: str = "config.json") -> None:

@@ -1167,6 +1167,21 @@ def test_sentence_transformers_on_minilm():
     assert report.packed >= 1 and report.fallbacks.total() == 0
 
 
+@pytest.mark.parametrize("labels", [1, 3])
+def test_cross_encoders_of_sentence_transformers(labels, tmp_path):
+    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    sizes = {"vocab_size": 30522, "max_position_embeddings": 64, "num_labels": labels}
+    build("bert", "sequence", torch.float32, **sizes).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(minilm()).save_pretrained(tmp_path)
+    model = library.CrossEncoder(str(tmp_path), device=DEVICE)
+    pairs = [("a query", "short"), ("another", "and its longer document"), ("", ""), ("one", "is cut, " * 90)]
+    before = model.predict(pairs, convert_to_tensor=True)
+    report = fastbert.accelerate(model)
+    after = model.predict(pairs, convert_to_tensor=True)
+    assert (before - after).abs().max() < 1e-5 and before.std(0).min() > 1e-3
+    assert report.packed == 1 and report.fallbacks.total() == 0
+
+
 @pytest.mark.parametrize("loss", ["CachedMultipleNegativesRankingLoss", "CoSENTLoss"])
 def test_sentence_transformers_losses(loss, tmp_path):
     """Their gradients through an accelerated model, and within MatryoshkaLoss, are those through the original."""

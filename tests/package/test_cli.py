@@ -17,7 +17,14 @@ from fastbert.cli.common import device_of
 from fastbert.cli.progress import progress
 from fastbert.config import PRESETS
 from fastbert.data import get_tokenizer, save_tokenizer
-from fastbert.inference import EntityTagger, MaskFiller, QuestionAnswerer, SentenceEncoder, TextClassifier
+from fastbert.inference import (
+    CrossEncoder,
+    EntityTagger,
+    MaskFiller,
+    QuestionAnswerer,
+    SentenceEncoder,
+    TextClassifier,
+)
 
 HEADS = ["BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification", "BertForQuestionAnswering"]
 SMALL = TINY.changed(vocab_size=30522, max_position_embeddings=64, num_hidden_layers=2)
@@ -26,12 +33,13 @@ NAMES = {"id2label": {"0": "O", "1": "B-PER", "2": "I-PER"}, "num_labels": 3}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A small checkpoint of each head, with the tokenizer of all-MiniLM-L6-v2."""
+    """A small checkpoint of each head, and a reranker, with the tokenizer of all-MiniLM-L6-v2."""
     torch.manual_seed(0)
     folder, tokenizer = tmp_path_factory.mktemp("models"), get_tokenizer(minilm())
-    for name in ("BertModel", *HEADS):
-        changes = NAMES if name == "BertForTokenClassification" else {}
-        model = getattr(fastbert, name)(SMALL.changed(**changes))
+    changes = {"BertForTokenClassification": NAMES, "BertReranker": {"num_labels": 1}}
+    for name in ("BertModel", *HEADS, "BertReranker"):
+        kind = getattr(fastbert, "BertForSequenceClassification" if name == "BertReranker" else name)
+        model = kind(SMALL.changed(**changes.get(name, {})))
         for parameter in model.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
         model.save_pretrained(folder / name)
@@ -95,6 +103,17 @@ def test_answer(models, capsys, tmp_path):
     assert status == 0 and output.out.endswith("(no answer)\n")
 
 
+def test_rerank(models, capsys, tmp_path):
+    directory, documents = models / "BertReranker", ["The cat sat.", "It rained all day.", "A cat is outside."]
+    (tmp_path / "documents").write_text("\n".join(documents[:1] + [""] + documents[1:]) + "\n")
+    expected = CrossEncoder.from_pretrained(directory).rank("the cat?", documents, return_documents=True)
+    arguments = ["rerank", "the cat?", "--text", tmp_path / "documents", "--model", directory]
+    assert json_of(capsys, *arguments) == {"query": "the cat?", "documents": expected}
+    status, output = run(capsys, "rerank", "the cat?", *documents, "--model", directory, "--top", 2)
+    assert status == 0 and not output.err
+    assert output.out.splitlines() == [f"{one['score']:.4f}  {one['text']}" for one in expected[:2]]
+
+
 def test_similarity(capsys):
     texts = ["The cat sits outside", "A cat is in the garden", "He drove to the stadium."]
     found = json_of(capsys, "similarity", *texts, "--model", minilm())["similarity"]
@@ -137,6 +156,7 @@ def test_precision(models, capsys, tmp_path):
         ("fill-mask", "a [MASK]", "--model", models / "BertForMaskedLM"),
         ("tag", *text, "--model", models / "BertForTokenClassification"),
         ("answer", "a?", "--context", tmp_path / "texts", "--model", models / "BertForQuestionAnswering"),
+        ("rerank", "the dog", *text, "--model", models / "BertReranker"),
     ):
         before = ran()
         assert run(capsys, command, *arguments, "--precision", "int8")[0] == 0 and ran() > before, command
@@ -180,6 +200,7 @@ def test_batches_lengths_and_threads(models, capsys, tmp_path, monkeypatch):
         ("classify", *text, "--model", models / "BertForSequenceClassification"),
         ("tag", *text, "--model", models / "BertForTokenClassification"),
         ("answer", "a?", "--context", tmp_path / "texts", "--model", models / "BertForQuestionAnswering"),
+        ("rerank", "a", *text, "--model", models / "BertReranker"),
     ):
         seen.clear()
         most = 12 if command == "answer" else 7  # a window has room for a question
@@ -296,6 +317,11 @@ def test_the_module_runs():
         (["tag", "--text", "nowhere", "--model", "BertForTokenClassification"], "No such file"),
         (["answer", "why?", "--context", "BLANK", "--model", "BertForQuestionAnswering"], "holds no text"),
         (["answer", "", "--context", "TEXT", "--model", "BertForQuestionAnswering"], "has no token"),
+        (["rerank", "TEXT", "a", "--model", "BertReranker"], "TEXT is a file; expected a text"),
+        (["rerank", "a?", "--model", "BertReranker"], "expected texts, or --text FILE"),
+        (["rerank", "a?", "b", "--model", "BertReranker", "--top", "0"], "top_k is 0"),
+        (["rerank", "a?", "b", "--model", "BertForSequenceClassification"], "with 2 labels; expected one label"),
+        (["rerank", "a?", "b", "--model", "BertModel"], "architectures is BertModel; expected BertForSequenceClass"),
         (["similarity", "one"], "expected at least two texts"),
         (["similarity", "one", " "], "none that is empty"),
         (["similarity", "one", "\udcff"], "texts[1] is not text at character 0"),

@@ -278,6 +278,55 @@ def test_answers_that_do_not_match_questions_are_refused(found, right, message):
         metrics.compute_squad_metrics(found, right)
 
 
+# ---- rankings
+
+
+@pytest.mark.parametrize("k", [1, 3, 50])
+def test_rankings_by_plain_formulas(k):
+    from sklearn.metrics import ndcg_score
+
+    generator = np.random.default_rng(k)
+    scores = generator.permuted(np.linspace(-3, 3, 12 * 9).reshape(12, 9), axis=1)
+    relevance = generator.integers(0, 4, (12, 9)) * (generator.random((12, 9)) < 0.4)
+    relevance[0] = 0
+    assert metrics.ndcg_at_k(scores, relevance, k) == pytest.approx(ndcg_score(relevance, scores, k=k))
+    reciprocal = recall = 0
+    for row, truth in zip(scores.tolist(), relevance.tolist(), strict=True):
+        best = [truth[i] for i in sorted(range(9), key=lambda i: -row[i])][:k]
+        reciprocal += next((1 / rank for rank, found in enumerate(best, 1) if found), 0)
+        recall += sum(map(bool, best)) / max(sum(map(bool, truth)), 1)
+    assert metrics.mrr_at_k(torch.tensor(scores), torch.tensor(relevance), k) == pytest.approx(reciprocal / 12)
+    assert metrics.recall_at_k(scores.tolist(), relevance.tolist(), k) == pytest.approx(recall / 12)
+
+
+def test_rankings_of_hand_made_cases():
+    """Queries with different numbers of documents, equal scores, a document without a judgement."""
+    scores, relevance = [[0.9, 0.8, 0.7], [1.0, 1.0], [3.0, 2.0, 1.0]], [[0, 3, 1], [0, 1], [-100, 0, 1]]
+    first = (3 / np.log2(3) + 1 / 2) / (3 + 1 / np.log2(3))
+    assert metrics.ndcg_at_k(scores, relevance) == pytest.approx((first + 2 / np.log2(3)) / 3)
+    assert metrics.mrr_at_k(scores, relevance) == 0.5 and metrics.mrr_at_k(scores, relevance, 1) == 0
+    assert metrics.recall_at_k(scores, relevance, 2) == pytest.approx((1 / 2 + 1 + 1) / 3)
+
+
+@pytest.mark.parametrize("metric", [metrics.ndcg_at_k, metrics.mrr_at_k, metrics.recall_at_k])
+@pytest.mark.parametrize(
+    ("scores", "relevance", "k", "words"),
+    [
+        ([[1.0]], [[1]], 0, "k is 0; expected at least 1"),
+        ([], [], 1, "scores of 0 queries, relevance of 0; expected equal numbers above 0"),
+        ([[1.0]], [[1], [1]], 1, "scores of 1 queries, relevance of 2"),
+        ([1.0], [1], 1, r"scores\[0\] has shape \(\), relevance\[0\] \(\); expected one number"),
+        ([[1.0, 2.0]], [[1]], 1, r"scores\[0\] has shape \(2,\), relevance\[0\] \(1,\)"),
+        ([[1.0], [2.0]], [[1], [-100]], 1, "query 1 has 0 documents with a relevance"),
+        ([[float("nan"), 1.0]], [[1, 0]], 1, "no score that is NaN"),
+        ([[1.0]], [[-1]], 1, "no relevance below 0 but -100"),
+    ],
+)
+def test_rankings_that_make_no_sense_are_refused(metric, scores, relevance, k, words):
+    with pytest.raises(ValueError, match=f"{metric.__name__}: .*{words}"):
+        metric(scores, relevance, k)
+
+
 # ---- plots and packages
 
 

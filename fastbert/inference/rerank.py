@@ -1,0 +1,120 @@
+"""Cross encoders: a classifier that reads two texts together scores how well they fit, and so ranks documents."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastbert.config import BertConfig
+from fastbert.data.tokenizer import save_tokenizer, strings, text_of
+from fastbert.heads import BertForSequenceClassification
+from fastbert.inference import sentence_files
+from fastbert.inference.predict import Predictor
+from fastbert.inference.sentence_files import activation_name, activation_path, new_activation
+from fastbert.model import Saveable
+from fastbert.ops.numbers import wide
+
+
+class CrossEncoder(Predictor):
+    """Scores pairs of texts, and ranks documents for a query.
+
+    Computes what sentence-transformers' CrossEncoder computes with the same directory, or refuses the directory: its
+    activation, its length, and the longer text of a pair cut first.
+    """
+
+    classes = (BertForSequenceClassification,)
+    takes_empty = True
+
+    def __init__(self, model: Saveable, tokenizer: Any, *, activation: str | None = None, **arguments: Any) -> None:
+        """activation: of the logits, a class of torch.nn by its name, one of "Identity", "Sigmoid", "Tanh", ...; None
+        takes what the model's configuration names, else "Sigmoid" for one label and "Identity" for several.
+        max_length: in tokens, of both texts with special tokens. tokens_per_batch: as for the other predictors.
+        Raises ValueError for another activation.
+        """
+        super().__init__(model, tokenizer, **arguments)
+        default = "Sigmoid" if self.config.num_labels == 1 else "Identity"
+        self.activation = new_activation("CrossEncoder", activation or _configured(self.config) or default)
+
+    @classmethod
+    def _options(cls, directory: Path, config: BertConfig) -> dict[str, Any]:
+        found, longest = sentence_files.read_cross_encoder(directory), config.max_sequence_length
+        return found | {"max_length": min(found["max_length"] or longest, longest)}
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes a directory that `from_pretrained` and sentence-transformers' CrossEncoder read.
+
+        The activation is an entry of config.json, max_length one of tokenizer_config.json.
+        """
+        sentence_files.begin(Path(directory))  # without modules.json, which would name an activation too
+        path, entry = activation_path(self.activation), self.config.extra.get("sentence_transformers") or {}
+        self.config.extra["sentence_transformers"] = {**entry, "activation_fn": path}
+        self.config.extra["sbert_ce_default_activation_function"] = path  # for releases before 4
+        self.model.save_pretrained(directory)
+        save_tokenizer(self.tokenizer, directory, self.max_length)
+
+    def predict(self, pairs: Iterable[Sequence[str]], *, progress: Callable[[int], object] | None = None) -> Tensor:
+        """(N,) float32 scores of pairs of texts; (N, num_labels) of a model with several labels.
+
+        progress: is called with the number of pairs of each batch. Raises TypeError for anything but pairs of strings,
+        ValueError for a score that is not a number.
+        """
+        rows = self._encode(_pairs(pairs))
+        scores = torch.empty(len(rows), self.config.num_labels, device=self.device, dtype=torch.float32)
+        for batch in self._batches(rows):
+            scores[batch.texts] = self._scores(batch.inputs)
+            if progress:
+                progress(len(batch.texts))
+        if len(wrong := scores.isnan().any(-1).nonzero()):
+            raise ValueError(f"CrossEncoder: the score of pairs[{int(wrong[0])}] is NaN; expected a number")
+        return scores.squeeze(-1) if self.config.num_labels == 1 else scores
+
+    @torch.inference_mode()
+    def _scores(self, inputs: dict[str, Any]) -> Tensor:
+        return self.activation(wide(self.model(**inputs).logits)).float()
+
+    def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_k: int | None = None,
+        return_documents: bool = False,
+        *,
+        progress: Callable[[int], object] | None = None,
+    ) -> list[dict[str, Any]]:
+        """The documents, or the top_k best, best first: {"corpus_id": its index, "score": a float}.
+
+        return_documents: with "text". Documents of equal scores keep their order. progress: as in `predict`.
+        Equivalent to `sentence_transformers.CrossEncoder.rank`. Raises ValueError for a model of several labels, a
+        top_k below 1 and a score that is not a number, TypeError for anything but strings.
+        """
+        if self.config.num_labels != 1:
+            raise ValueError(f"CrossEncoder: rank of a model with {self.config.num_labels} labels; expected one label")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"CrossEncoder: top_k is {top_k}; expected at least 1")
+        text_of("CrossEncoder", "query", query)
+        documents = list(strings("CrossEncoder", "documents", documents))
+        scores = self.predict([(query, document) for document in documents], progress=progress).tolist()
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[:top_k]
+        return [
+            {"corpus_id": i, "score": scores[i]} | ({"text": documents[i]} if return_documents else {}) for i in best
+        ]
+
+
+def _configured(config: BertConfig) -> str | None:
+    """The activation in sentence-transformers' entries of a config.json, of release 4 or before it."""
+    entry, name = config.extra.get("sentence_transformers") or {}, "activation_fn"
+    if name not in entry:
+        entry, name = config.extra, "sbert_ce_default_activation_function"
+    return entry.get(name) and activation_name("the model's configuration", name, entry[name])
+
+
+def _pairs(pairs: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
+    """Raises TypeError for anything but pairs of strings, ValueError as text_of does."""
+    found = []
+    for index, pair in enumerate([pairs] if isinstance(pairs, str) else pairs):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"CrossEncoder: pairs[{index}] is {repr(pair):.60}; expected two texts, (text, text)")
+        found.append(tuple(text_of("CrossEncoder", f"pairs[{index}][{i}]", part) for i, part in enumerate(pair)))
+    return found
