@@ -124,7 +124,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> embedding_bwd_cuda(
   };
   const auto pointer = [](bool needed, const Tensor& x) { return needed ? x.mutable_data_ptr<float>() : nullptr; };
 
-  const int64_t blocks = tokens ? cuda::embedding_bwd_blocks(tokens, channels) : 0;
+  const int64_t blocks = tokens ? cuda::layer_norm_bwd_blocks(tokens, channels) : 0;
   const Tensor grad = contiguous(dy), means = contiguous(mean), rstds = contiguous(rstd);
   const Tensor dz = room(need_dz, {tokens, channels}), partials = room(need[3], {blocks, 2, channels}),
                type_partials = room(in_passing, {blocks, types, channels});

@@ -93,8 +93,7 @@ __global__ void __launch_bounds__(256, 2)
   constexpr int kVec = 16 / sizeof(T), kColumns = kThreadChannels / kVec;
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= tokens) return;  // never some warps of a row alone: such a row has its own block
-  const Place<kVec, kVectors> place{row, channels, int(divide_up(channels, kVec)),
-                                    int(threadIdx.x / 32 * 32 * kColumns + threadIdx.x % 32)};
+  const auto place = place_of<kVec, kColumns, kVectors>(row, channels);
   float z[kColumns][kVec];
   sum<T, kMixed>(z, lookups, place);
   const RowStatistics row_is = centre(z, place, eps);
@@ -102,10 +101,7 @@ __global__ void __launch_bounds__(256, 2)
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     if (!place.inside(i)) continue;
-    const Vec<P, kVec> w = load(weight, 0, place, i), b = load(bias, 0, place, i);
-#pragma unroll
-    for (int j = 0; j < kVec; ++j)
-      z[i][j] = fmaf(fmaf(z[i][j], row_is.rstd, row_is.offset), to_float(w.at[j]), to_float(b.at[j]));
+    scale_and_shift(z[i], row_is, weight, bias, place, i);
     if (drop.threshold) drop_out(z[i], drop, key, place, i);
     store(z[i], y, row, place, i);
   }
@@ -127,8 +123,8 @@ __global__ void __launch_bounds__(32 * backward_warps(kThreadChannels), 1)
                          float* __restrict__ type_partials,  // [blocks, types, channels], or nullptr
                          int64_t tokens, int channels, DeviceDropout drop) {
   constexpr int kVec = 16 / sizeof(T), kColumns = kThreadChannels / kVec;
-  const int columns = divide_up(channels, kVec);
-  Place<kVec, kVectors> place{0, channels, columns, int(threadIdx.x / 32 * 32 * kColumns + threadIdx.x % 32)};
+  auto place = place_of<kVec, kColumns, kVectors>(0, channels);
+  const int columns = place.columns;
   const Key key = drop.threshold ? site_key(drop) : Key{};
   const Ids& types = lookups.of[2].ids;
   const int64_t type_rows = type_partials ? types.rows : 0;
@@ -353,8 +349,8 @@ bool aligned(const Lookups& lookups, std::initializer_list<const void*> others, 
   return all;
 }
 
-size_t backward_memory(int64_t channels, int64_t types) {
-  return sizeof(float) * backward_rows(channels) * channels * (types > 1 ? types : 1);
+size_t backward_memory(int rows, int64_t channels, int64_t types) {
+  return sizeof(float) * rows * channels * (types > 1 ? types : 1);
 }
 
 template <class T>
@@ -377,39 +373,34 @@ const char* embedding_fwd(const EmbeddingRows& op, void* y, float* mean, float* 
     return for_row_size(op.channels, vectors, [&](auto held, auto in_vectors) {
       using T = decltype(t);
       using P = decltype(p);
-      const int warps = warps_per_row(op.channels), block_rows = warps == 1 ? kForwardRows : 1;
-      const int64_t blocks = divide_up(op.tokens, block_rows);
+      const dim3 block = forward_block(op.channels);
+      const int64_t blocks = divide_up(op.tokens, int64_t(block.y));
       if (blocks > INT32_MAX) return "the tensor is too large for one launch";
-      return launch(embedding_fwd_kernel<T, mixed.value, P, held.value, in_vectors.value>, dim3(blocks),
-                    dim3(32 * warps, block_rows), 0, stream, op.lookups, static_cast<const P*>(op.weight),
-                    static_cast<const P*>(bias), static_cast<T*>(y), mean, rstd, op.tokens, int(op.channels),
-                    float(eps), op.drop);
+      return launch(embedding_fwd_kernel<T, mixed.value, P, held.value, in_vectors.value>, dim3(blocks), block, 0,
+                    stream, op.lookups, static_cast<const P*>(op.weight), static_cast<const P*>(bias),
+                    static_cast<T*>(y), mean, rstd, op.tokens, int(op.channels), float(eps), op.drop);
     });
   });
 }
 
-int64_t embedding_bwd_blocks(int64_t tokens, int64_t channels) {
-  const int64_t possible = divide_up(tokens, backward_rows(channels)), processors = multiprocessors();
-  return possible < processors ? possible : processors;
-}
-
 bool sums_types_in_passing(int64_t types, int64_t channels) {
   constexpr int64_t kStatic = 1 << 10;  // at least what the kernel has beside it
-  return types <= 16 && int64_t(backward_memory(channels, types)) <= shared_memory_limit() - kStatic;
+  return types <= 16 &&
+         int64_t(backward_memory(backward_rows(channels), channels, types)) <= shared_memory_limit() - kStatic;
 }
 
 const char* embedding_bwd(const EmbeddingRows& op, const EmbeddingSums& to, int64_t blocks, void* stream) {
   const bool vectors = aligned(op.lookups, {op.weight, to.dy, to.dz}, op.channels, op.y_type);
-  const size_t memory = backward_memory(op.channels, to.type_partials ? op.lookups.of[2].ids.rows : 0);
+  const int64_t types = to.type_partials ? op.lookups.of[2].ids.rows : 0;
   return for_types(op.lookups, op.y_type, op.parameters, [&](auto t, auto mixed, auto p) {
     return for_row_size(op.channels, vectors, [&](auto held, auto in_vectors) {
       using T = decltype(t);
       using P = decltype(p);
-      const int warps = warps_per_row(op.channels);
-      return launch(embedding_bwd_kernel<T, mixed.value, P, held.value, in_vectors.value>, dim3(blocks),
-                    dim3(32 * warps, backward_rows(op.channels)), memory, stream, static_cast<const T*>(to.dy),
-                    op.lookups, static_cast<const P*>(op.weight), to.mean, to.rstd, to.dz, to.partials,
-                    to.type_partials, op.tokens, int(op.channels), op.drop);
+      const dim3 block = backward_block(op.channels, held.value);
+      return launch(embedding_bwd_kernel<T, mixed.value, P, held.value, in_vectors.value>, dim3(blocks), block,
+                    backward_memory(block.y, op.channels, types), stream, static_cast<const T*>(to.dy), op.lookups,
+                    static_cast<const P*>(op.weight), to.mean, to.rstd, to.dz, to.partials, to.type_partials, op.tokens,
+                    int(op.channels), op.drop);
     });
   });
 }

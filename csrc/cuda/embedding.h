@@ -46,10 +46,8 @@ struct EmbeddingSums {
 const char* embedding_fwd(const EmbeddingRows& op, void* y, float* mean, float* rstd, const void* bias, double eps,
                           void* stream);
 
+// blocks: layer_norm_bwd_blocks of so many rows.
 const char* embedding_bwd(const EmbeddingRows& op, const EmbeddingSums& to, int64_t blocks, void* stream);
-
-// The number of blocks that fills the current device; tokens and channels are at least 1.
-int64_t embedding_bwd_blocks(int64_t tokens, int64_t channels);
 
 // Whether the backward has room for type_partials.
 bool sums_types_in_passing(int64_t types, int64_t channels);

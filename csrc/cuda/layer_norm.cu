@@ -69,8 +69,7 @@ __global__ void __launch_bounds__(256, 2)                  // without the 2, ptx
   constexpr int kVec = 16 / sizeof(R), kColumns = kThreadChannels / kVec;
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= rows) return;  // never some warps of a row alone, which would miss barriers: such a row has its own block
-  const Place<kVec, kVectors> place{row, channels, int(divide_up(channels, kVec)),
-                                    int(threadIdx.x / 32 * 32 * kColumns + threadIdx.x % 32)};
+  const auto place = place_of<kVec, kColumns, kVectors>(row, channels);
 
   Vec<T, kVec> xs[kColumns];
   Vec<R, kVec> residuals[kColumns];
@@ -83,10 +82,7 @@ __global__ void __launch_bounds__(256, 2)                  // without the 2, ptx
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     if (!place.inside(i)) continue;
-    const Vec<P, kVec> w = load(weight, 0, place, i), b = load(bias, 0, place, i);
-#pragma unroll
-    for (int j = 0; j < kVec; ++j)
-      z[i][j] = fmaf(fmaf(z[i][j], row_is.rstd, row_is.offset), to_float(w.at[j]), to_float(b.at[j]));
+    scale_and_shift(z[i], row_is, weight, bias, place, i);
     store(z[i], y, row, place, i);
   }
   if (place.first == 0) mean[row] = row_is.mean, rstd[row] = row_is.rstd;
@@ -109,8 +105,8 @@ __global__ void __launch_bounds__(32 * backward_warps(kThreadChannels), 1)
                           float* __restrict__ partials,    // [blocks, quantities, channels]: dweight, dbias, dx_bias
                           int64_t rows, int channels, int quantities, DeviceDropout drop) {
   constexpr int kVec = 16 / sizeof(R), kColumns = kThreadChannels / kVec;
-  const int columns = divide_up(channels, kVec);
-  Place<kVec, kVectors> place{0, channels, columns, int(threadIdx.x / 32 * 32 * kColumns + threadIdx.x % 32)};
+  auto place = place_of<kVec, kColumns, kVectors>(0, channels);
+  const int columns = place.columns;
   const Key key = drop.threshold ? site_key(drop) : Key{};
 
   float dweight[kColumns][kVec] = {}, dbias[kColumns][kVec] = {};
@@ -206,14 +202,14 @@ const char* layer_norm_fwd(const LayerNorm& op, DType parameters, const DeviceDr
     using T = decltype(x);
     using R = decltype(out);
     using P = decltype(p);
-    const int warps = warps_per_row(op.channels), block_rows = warps == 1 ? kForwardRows : 1;
-    const int64_t blocks = divide_up(rows, block_rows);
+    const dim3 block = forward_block(op.channels);
+    const int64_t blocks = divide_up(rows, int64_t(block.y));
     if (blocks > INT32_MAX) return "the tensor is too large for one launch";
-    return launch(
-        layer_norm_fwd_kernel<T, R, P, held.value, in_vectors.value>, dim3(blocks), dim3(32 * warps, block_rows), 0,
-        stream, static_cast<const T*>(op.x), static_cast<const R*>(op.residual), static_cast<const P*>(op.x_bias),
-        static_cast<const P*>(op.weight), static_cast<const P*>(op.bias), static_cast<R*>(y),
-        static_cast<float*>(op.mean), static_cast<float*>(op.rstd), rows, int(op.channels), float(op.eps), drop);
+    return launch(layer_norm_fwd_kernel<T, R, P, held.value, in_vectors.value>, dim3(blocks), block, 0, stream,
+                  static_cast<const T*>(op.x), static_cast<const R*>(op.residual), static_cast<const P*>(op.x_bias),
+                  static_cast<const P*>(op.weight), static_cast<const P*>(op.bias), static_cast<R*>(y),
+                  static_cast<float*>(op.mean), static_cast<float*>(op.rstd), rows, int(op.channels), float(op.eps),
+                  drop);
   });
 }
 
@@ -231,12 +227,12 @@ const char* layer_norm_bwd(const LayerNorm& op, DType parameters, const DeviceDr
     using T = decltype(x);
     using R = decltype(out);
     using P = decltype(p);
-    const int warps = warps_per_row(op.channels), block_rows = backward_warps(held.value) / warps;
-    return launch(layer_norm_bwd_kernel<T, R, P, held.value, in_vectors.value>, dim3(blocks),
-                  dim3(32 * warps, block_rows), sizeof(float) * block_rows * op.channels, stream,
-                  static_cast<const R*>(gradients.dy), static_cast<const T*>(op.x), static_cast<const R*>(op.residual),
-                  static_cast<const P*>(op.x_bias), static_cast<const P*>(op.weight),
-                  static_cast<const float*>(op.mean), static_cast<const float*>(op.rstd), static_cast<T*>(gradients.dx),
+    const dim3 block = backward_block(op.channels, held.value);
+    return launch(layer_norm_bwd_kernel<T, R, P, held.value, in_vectors.value>, dim3(blocks), block,
+                  sizeof(float) * block.y * op.channels, stream, static_cast<const R*>(gradients.dy),
+                  static_cast<const T*>(op.x), static_cast<const R*>(op.residual), static_cast<const P*>(op.x_bias),
+                  static_cast<const P*>(op.weight), static_cast<const float*>(op.mean),
+                  static_cast<const float*>(op.rstd), static_cast<T*>(gradients.dx),
                   static_cast<R*>(gradients.dresidual), partials, rows, int(op.channels), quantities, drop);
   });
 }

@@ -24,9 +24,18 @@ inline int thread_channels(int64_t channels) {
   return each <= 16 ? 16 : each <= 24 ? 24 : 32;
 }
 
-inline int backward_rows(int64_t channels) {
-  return backward_warps(thread_channels(channels)) / warps_per_row(channels);
+// The threads of a block, a row of them for each row: in the backward of a kernel whose threads hold so many channels.
+inline dim3 forward_block(int64_t channels) {
+  const int warps = warps_per_row(channels);
+  return dim3(32 * warps, warps == 1 ? kForwardRows : 1);
 }
+inline dim3 backward_block(int64_t channels, int held) {
+  const int warps = warps_per_row(channels);
+  return dim3(32 * warps, backward_warps(held) / warps);
+}
+
+// The most rows of a block of the backward.
+inline int backward_rows(int64_t channels) { return backward_block(channels, thread_channels(channels)).y; }
 
 // Calls f with how many channels a thread holds, and with whether it loads vectors.
 template <class F>
@@ -56,6 +65,11 @@ struct Place {
     return kVectors ? inside(i) : column(i) * kVec + j < channels && columns > 0;
   }
 };
+
+template <int kVec, int kColumns, bool kVectors>
+__device__ __forceinline__ Place<kVec, kVectors> place_of(int64_t row, int channels) {
+  return {row, channels, int(divide_up(channels, kVec)), int(threadIdx.x / 32 * 32 * kColumns + threadIdx.x % 32)};
+}
 
 // Column i of a tensor of rows, or of a parameter, which is a tensor of one row; zeros beyond the row's end.
 template <class T, int kVec, bool kVectors>
@@ -189,6 +203,16 @@ __device__ __forceinline__ RowStatistics centre(float (&z)[kColumns][kVec], cons
               variance = fmaxf(moments[1] * inverse_channels - correction * correction, 0);
   const float scale = rsqrtf(variance + eps);
   return {row_mean + correction, scale, -correction * scale};
+}
+
+// z rstd weight + bias of column i, from z less the mean.
+template <class P, int kVec, bool kVectors>
+__device__ __forceinline__ void scale_and_shift(float (&z)[kVec], const RowStatistics& row_is, const P* weight,
+                                                const P* bias, const Place<kVec, kVectors>& place, int i) {
+  const Vec<P, kVec> w = load(weight, 0, place, i), b = load(bias, 0, place, i);
+#pragma unroll
+  for (int j = 0; j < kVec; ++j)
+    z[j] = fmaf(fmaf(z[j], row_is.rstd, row_is.offset), to_float(w.at[j]), to_float(b.at[j]));
 }
 
 // What the gradients of a row's elements share; the formula is layer_norm.cu's.
