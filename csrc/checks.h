@@ -249,6 +249,11 @@ inline void check_relative_attention(const Tensor& qkv, const Tensor& slots, con
 // ---- padding
 
 // x has at least `dims` dimensions, of which the first are tokens or (batch, sequence).
+inline void check_mask(const char* op, const Tensor& mask) {
+  FB_CHECK_VALUE(mask.dim() == 2 && mask.scalar_type() == ScalarType::Bool, op, ": expected (B, S) bool, got ",
+                 mask.sizes(), " ", mask.scalar_type());
+}
+
 inline void check_packing(const char* op, const Tensor& x, const Tensor& indices, int64_t dims) {
   FB_CHECK_VALUE(x.dim() >= dims, op, ": x has shape ", x.sizes(), "; expected at least ", dims, " dimension(s)");
   FB_CHECK_VALUE(indices.dim() == 1, op, ": indices has shape ", indices.sizes(), "; expected (T,)");

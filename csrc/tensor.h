@@ -186,4 +186,16 @@ Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t scra
   return chunks == 1 ? row(sums, 0) : sum_first(sums);
 }
 
+// `shape`, and behind it x's from dimension `from` on.
+inline std::vector<int64_t> shape_of_rows(const Tensor& x, int64_t from, std::vector<int64_t> shape) {
+  shape.insert(shape.end(), x.sizes().begin() + from, x.sizes().end());
+  return shape;
+}
+
+// Contiguous, and aligned to the 16 bytes in which kernels read it.
+inline Tensor aligned(const Tensor& x) {
+  const Tensor ordered = contiguous(x);
+  return reinterpret_cast<uintptr_t>(ordered.const_data_ptr()) % 16 ? copy_of(ordered, ordered.scalar_type()) : ordered;
+}
+
 }  // namespace fastbert

@@ -15,8 +15,7 @@ namespace {
 // Where the visible tokens of a (batch, seqlen) grid are: their places in the flattened grid, cu_seqlens, and two
 // facts, the longest row's count and whether every row begins with a visible token.
 std::tuple<Tensor, Tensor, Tensor> padding_plan(const Tensor& mask) {
-  FB_CHECK_VALUE(mask.dim() == 2 && mask.scalar_type() == ScalarType::Bool, "padding_plan: expected (B, S) bool, got ",
-                 mask.sizes(), " ", mask.scalar_type());
+  check_mask("padding_plan", mask);
   const Tensor visible = contiguous(mask), cu_seqlens = empty({mask.size(0) + 1}, mask, ScalarType::Int);
   // Bytes, not bools: a view of other bytes as bool can hold more than 0 and 1.
   const uint8_t* const see = static_cast<const uint8_t*>(visible.const_data_ptr());
@@ -48,11 +47,6 @@ Tensor places(const Tensor& indices, int64_t rows) {
   for (int64_t t = 0; t < checked.numel(); ++t)
     FB_CHECK_INDEX(0 <= place[t] && place[t] < rows, "indices holds ", place[t], "; expected 0 to ", rows - 1);
   return checked;
-}
-
-std::vector<int64_t> shape_of_rows(const Tensor& x, int64_t from, std::vector<int64_t> shape) {
-  shape.insert(shape.end(), x.sizes().begin() + from, x.sizes().end());
-  return shape;
 }
 
 Tensor padding_pack(const Tensor& x, const Tensor& indices) {

@@ -6,12 +6,6 @@
 
 namespace fastbert {
 
-// Contiguous, and aligned to the 16 bytes in which the kernels read it.
-inline Tensor aligned(const Tensor& x) {
-  const Tensor ordered = contiguous(x);
-  return reinterpret_cast<uintptr_t>(ordered.const_data_ptr()) % 16 ? copy_of(ordered, ordered.scalar_type()) : ordered;
-}
-
 // The arguments of a launch, and the tensors that they point into.
 struct AttentionCall {
   Tensor qkv, cu_seqlens;

@@ -16,12 +16,6 @@ cuda::Labels labels_of(const Tensor& labels, int64_t ignored) {
   return {labels.const_data_ptr(), labels.scalar_type() == ScalarType::Long, labels.size(0), ignored};
 }
 
-// Contiguous, and at an address of which 16-byte accesses are possible.
-Tensor aligned(const Tensor& x) {
-  const bool is_aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
-  return x.is_contiguous() && is_aligned ? x : copy_of(x, x.scalar_type());
-}
-
 // The mean of values [count] over the labelled rows, a float on the device.
 Tensor mean(const Tensor& values, const cuda::Labels& labels) {
   const Tensor result = empty({}, values);

@@ -11,8 +11,7 @@ namespace {
 using Tensors3 = std::tuple<Tensor, Tensor, Tensor>;
 
 Tensors3 padding_places_cuda(const Tensor& mask) {
-  FB_CHECK_VALUE(mask.dim() == 2 && mask.scalar_type() == ScalarType::Bool,
-                 "padding_places: expected (B, S) bool, got ", mask.sizes(), " ", mask.scalar_type());
+  check_mask("padding_places", mask);
   FB_CHECK_VALUE(mask.numel() <= INT32_MAX, "padding_places: expected less than 2**31 places, got ", mask.sizes());
   const DeviceGuard guard(mask);
   const Tensor visible = contiguous(mask), rows = empty({mask.size(0), 2}, mask, ScalarType::Int);
@@ -43,11 +42,6 @@ Tensors3 padding_plan_cuda(const Tensor& mask) {
   const auto [places, cu_seqlens, facts] = padding_places_cuda(mask);
   return {copy_of(view(places, {first_element(facts)}), ScalarType::Long), cu_seqlens,
           copy_of(view(facts, {2}, 1), ScalarType::Long)};
-}
-
-std::vector<int64_t> shape_of_rows(const Tensor& x, int64_t from, std::vector<int64_t> shape) {
-  shape.insert(shape.end(), x.sizes().begin() + from, x.sizes().end());
-  return shape;
 }
 
 Tensor padding_pack_cuda(const Tensor& x, const Tensor& indices) {

@@ -123,43 +123,21 @@ __global__ void __launch_bounds__(32 * kWarps) invert_kernel(const int64_t* __re
   if (0 <= row && row < rows) token_of[row] = token + 1;
 }
 
-// Bytes that are copied together.
-template <int kBytes>
-struct alignas(kBytes) Piece {
-  uint8_t byte[kBytes];
-};
-template <>
-struct alignas(16) Piece<16> {
-  uint32_t word[4];
-};
-template <>
-struct Piece<8> {
-  uint64_t word;
-};
-template <>
-struct Piece<4> {
-  uint32_t word;
-};
-template <>
-struct Piece<2> {
-  uint16_t word;
-};
-
 constexpr int kInFlight = 4;
 
 // y[row] = x[from[row] - kOffset], zeros where there is no such row. Pieces are counted over all rows.
-template <int kBytes, int kOffset>
-__global__ void __launch_bounds__(32 * kWarps) gather_kernel(const Piece<kBytes>* __restrict__ x,  // [sources, pieces]
-                                                             const int64_t* __restrict__ from,     // [rows]
-                                                             Piece<kBytes>* __restrict__ y,        // [rows, pieces]
+template <class Piece, int kOffset>
+__global__ void __launch_bounds__(32 * kWarps) gather_kernel(const Piece* __restrict__ x,       // [sources, pieces]
+                                                             const int64_t* __restrict__ from,  // [rows]
+                                                             Piece* __restrict__ y,             // [rows, pieces]
                                                              int64_t rows, int64_t sources, int64_t pieces) {
   const int64_t first = int64_t(blockIdx.x) * blockDim.x * kInFlight + threadIdx.x, all = rows * pieces;
-  Piece<kBytes> got[kInFlight];
+  Piece got[kInFlight];
 #pragma unroll
   for (int k = 0; k < kInFlight; ++k) {
     const int64_t at = first + k * int64_t(blockDim.x), row = at / pieces;
     const int64_t source = at < all ? from[row] - kOffset : -1;
-    got[k] = 0 <= source && source < sources ? x[source * pieces + at - row * pieces] : Piece<kBytes>{};
+    got[k] = 0 <= source && source < sources ? x[source * pieces + at - row * pieces] : Piece{};
   }
 #pragma unroll
   for (int k = 0; k < kInFlight; ++k) {
@@ -171,18 +149,18 @@ __global__ void __launch_bounds__(32 * kWarps) gather_kernel(const Piece<kBytes>
 template <int kOffset>
 const char* gather(const void* x, const int64_t* from, void* y, int64_t rows, int64_t sources, int64_t bytes,
                    void* stream) {
-  const auto with_pieces = [&](auto size) {
-    const int64_t pieces = bytes / size.value, blocks = divide_up(rows * pieces, 32 * kWarps * kInFlight);
+  const auto with_pieces = [&](auto piece) {
+    using Piece = decltype(piece);
+    const int64_t pieces = bytes / sizeof(Piece), blocks = divide_up(rows * pieces, 32 * kWarps * kInFlight);
     if (blocks > INT32_MAX) return "the tensor is too large for one launch";
-    return launch(gather_kernel<size.value, kOffset>, dim3(blocks), dim3(32 * kWarps), 0, stream,
-                  static_cast<const Piece<size.value>*>(x), from, static_cast<Piece<size.value>*>(y), rows, sources,
-                  pieces);
+    return launch(gather_kernel<Piece, kOffset>, dim3(blocks), dim3(32 * kWarps), 0, stream,
+                  static_cast<const Piece*>(x), from, static_cast<Piece*>(y), rows, sources, pieces);
   };
   const auto fits = [&](int size) { return bytes % size == 0 && is_aligned(x, size) && is_aligned(y, size); };
-  if (fits(16)) return with_pieces(Constant<16>{});
-  if (fits(8)) return with_pieces(Constant<8>{});
-  if (fits(4)) return with_pieces(Constant<4>{});
-  return fits(2) ? with_pieces(Constant<2>{}) : with_pieces(Constant<1>{});
+  if (fits(16)) return with_pieces(Vec<uint32_t, 4>{});
+  if (fits(8)) return with_pieces(Vec<uint32_t, 2>{});
+  if (fits(4)) return with_pieces(uint32_t{});
+  return fits(2) ? with_pieces(uint16_t{}) : with_pieces(uint8_t{});
 }
 
 }  // namespace
