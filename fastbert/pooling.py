@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from fastbert.ops.numbers import wide
+from fastbert.ops.padding import cu_seqlens_of
 from fastbert.padding import first_tokens, packed_positions
 
-Pool = Callable[[Tensor, Tensor, Tensor], Tensor]
+Pool = Callable[[Tensor, Tensor, int], Tensor]  # skip: how many tokens before the first one were left out
 
 
 def check_mode(mode: str) -> str:
@@ -27,13 +28,10 @@ def pool(hidden: Tensor, cu_seqlens: Tensor, mode: str, skip: int = 0) -> Tensor
     torch.stack([text[skip:].mean(0) for text in hidden.split(lengths)]). Raises ValueError for another mode.
     """
     take, hidden = POOL[check_mode(mode)], wide(hidden)
-    places = packed_positions(cu_seqlens, hidden.shape[0])
     if skip:
-        kept = places >= skip
-        lengths = (cu_seqlens.diff() - skip).clamp(min=0)
-        hidden, places = hidden[kept], places[kept]
-        cu_seqlens = torch.cat([cu_seqlens[:1], lengths.cumsum(0).to(cu_seqlens.dtype)])
-    return take(hidden, cu_seqlens, places)
+        hidden = hidden[packed_positions(cu_seqlens, hidden.shape[0]) >= skip]
+        cu_seqlens = cu_seqlens_of((cu_seqlens.diff() - skip).clamp(min=0))
+    return take(hidden, cu_seqlens, skip)
 
 
 def _sums(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -44,28 +42,29 @@ def _lengths(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
     return cu_seqlens.diff().clamp(min=1).to(hidden.dtype).unsqueeze(-1)
 
 
-def _max(hidden: Tensor, cu_seqlens: Tensor, places: Tensor) -> Tensor:
+def _max(hidden: Tensor, cu_seqlens: Tensor, skip: int) -> Tensor:
     largest = torch.segment_reduce(hidden, "max", lengths=cu_seqlens.diff().long())
     return largest.masked_fill((cu_seqlens.diff() == 0).unsqueeze(-1), 0)
 
 
-def _last(hidden: Tensor, cu_seqlens: Tensor, places: Tensor) -> Tensor:
+def _last(hidden: Tensor, cu_seqlens: Tensor, skip: int) -> Tensor:
     if hidden.shape[0] == 0:
         return hidden.new_zeros(cu_seqlens.shape[0] - 1, hidden.shape[1])
     rows = hidden[(cu_seqlens[1:] - 1).clamp(min=0).long()]
     return rows.masked_fill((cu_seqlens.diff() == 0).unsqueeze(-1), 0)
 
 
-def _weighted(hidden: Tensor, cu_seqlens: Tensor, places: Tensor) -> Tensor:
-    weights = (places + 1).to(hidden.dtype).unsqueeze(-1)
+def _weighted(hidden: Tensor, cu_seqlens: Tensor, skip: int) -> Tensor:
+    places = packed_positions(cu_seqlens, hidden.shape[0])
+    weights = (places + skip + 1).to(hidden.dtype).unsqueeze(-1)
     return _sums(hidden * weights, cu_seqlens) / _sums(weights, cu_seqlens).clamp(min=1)
 
 
 POOL: dict[str, Pool] = {
-    "mean": lambda hidden, ends, places: _sums(hidden, ends) / _lengths(hidden, ends),
-    "cls": lambda hidden, ends, places: first_tokens(hidden, ends),
+    "mean": lambda hidden, ends, skip: _sums(hidden, ends) / _lengths(hidden, ends),
+    "cls": lambda hidden, ends, skip: first_tokens(hidden, ends),
     "max": _max,
-    "mean_sqrt_len_tokens": lambda hidden, ends, places: _sums(hidden, ends) / _lengths(hidden, ends).sqrt(),
+    "mean_sqrt_len_tokens": lambda hidden, ends, skip: _sums(hidden, ends) / _lengths(hidden, ends).sqrt(),
     "weightedmean": _weighted,
     "lasttoken": _last,
 }

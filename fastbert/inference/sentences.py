@@ -155,7 +155,9 @@ class SentenceEncoder:
         width, prompt = self._width(), self._prompt(prompt, prompt_name)
         if truncate_dim is not None and not 0 < truncate_dim <= width:
             raise ValueError(f"truncate_dim is {truncate_dim}; expected 1 to {width}")
-        ids = self.tokenize([prompt + text for text in strings("SentenceEncoder", "texts", texts)])
+        if prompt:
+            texts = [prompt + text for text in strings("SentenceEncoder", "texts", texts)]
+        ids = self.tokenize(texts)
         skip = 0 if self.include_prompt or not prompt else self._prompt_length(prompt)
         result = torch.empty(len(ids), truncate_dim or width, device=self.device, dtype=torch.float32)
         for batch in batches([len(i) for i in ids], tokens_per_batch):
