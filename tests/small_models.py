@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from fastbert import BertConfig, BertModel, random
+from fastbert import BertConfig, BertModel, random, testing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where models are tested
 
@@ -116,6 +116,12 @@ def reference_masks(model: BertModel, key: Tensor, lengths: list[int], seqlen: i
         masks[weights] = keep.double() * random.keep_scale(q, 8)
         masks[one], masks[two] = rows(one), rows(two)
     return masks
+
+
+def assert_like(found: Tensor, truth: Tensor, contender: Tensor) -> None:
+    """The accuracy rule for what whole models give. truth: in float64, by another library, whose float32 contends."""
+    ours, exact, theirs = (testing.Result({"output": x}, {}) for x in (found, truth, contender))
+    testing.assert_rows(testing.compare(ours, exact, [theirs], factor=3.0))
 
 
 def minilm() -> Path:

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import TINY, minilm
+from small_models import TINY, assert_like, minilm
 from transformers import AutoTokenizer
 from transformers import BertModel as HuggingFaceModel
 
@@ -120,9 +120,17 @@ def small(encoder, **options):
 
 
 def theirs(directory):
+    """In float32 and in float64."""
     from sentence_transformers import SentenceTransformer
 
-    return SentenceTransformer(str(directory), device="cpu")
+    model = SentenceTransformer(str(directory), device="cpu")
+    return model, copy.deepcopy(model).double()
+
+
+def assert_encodes(vectors, models, texts, **options):
+    contender, truth = (model.encode(texts, convert_to_tensor=True, **options) for model in models)
+    assert truth.dtype == torch.float64
+    assert_like(vectors, truth, contender)
 
 
 @pytest.mark.parametrize("pooling", [*MODES, ("cls", "mean", "lasttoken")])
@@ -130,7 +138,7 @@ def test_sentence_transformers_reads_what_is_saved(tmp_path, encoder, pooling):
     made = small(encoder, pooling=pooling, normalize=False)
     made.save_pretrained(tmp_path)
     vectors = made.encode(TEXTS)
-    torch.testing.assert_close(theirs(tmp_path).encode(TEXTS, convert_to_tensor=True), vectors, rtol=1e-5, atol=1e-5)
+    assert_encodes(vectors, theirs(tmp_path), TEXTS)
     assert torch.equal(SentenceEncoder.from_pretrained(tmp_path).encode(TEXTS), vectors)
 
 
@@ -151,7 +159,7 @@ def test_pooling_of_packed_tokens(mode, skip):
     places = [torch.arange(1, n + 1)[skip:].unsqueeze(1) for n in (5, 0, 2, 4)]
     texts = [x[skip:] for x in hidden.split([5, 0, 2, 4])]
     truth = [formulas[mode](x, place) if len(x) else x.new_zeros(3) for x, place in zip(texts, places, strict=True)]
-    torch.testing.assert_close(pool(hidden, cu_seqlens, mode, skip), torch.stack(truth), rtol=1e-12, atol=1e-12)
+    assert_like(pool(hidden, cu_seqlens, mode, skip), torch.stack(truth), torch.stack(truth))
     torch.autograd.gradcheck(lambda x: pool(x, cu_seqlens, mode, skip), (hidden,))
     assert pool(hidden[:0], cu_seqlens[:1].expand(3), mode, skip).tolist() == [[0.0] * 3] * 2
 
@@ -165,8 +173,8 @@ def test_dense_layers_prompts_and_similarity(tmp_path, encoder, include_prompt, 
     options = {"prompts": {"query": "find: ", "none": ""}, "default_prompt_name": "query", "similarity": "manhattan"}
     made = small(encoder, pooling=pooling, dense=dense, include_prompt=include_prompt, max_length=20, **options)
     made.save_pretrained(tmp_path / "ours")
-    other = theirs(tmp_path / "ours")
-    other.save_pretrained(str(tmp_path / "theirs"))
+    models = theirs(tmp_path / "ours")
+    models[0].save_pretrained(str(tmp_path / "theirs"))
     for directory in (tmp_path / "ours", tmp_path / "theirs"):
         found = SentenceEncoder.from_pretrained(directory)
         assert options["prompts"].items() <= found.prompts.items()  # sentence-transformers adds an empty "document"
@@ -175,15 +183,12 @@ def test_dense_layers_prompts_and_similarity(tmp_path, encoder, include_prompt, 
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # the last text is cut
                 vectors = found.encode(TEXTS, prompt_name=name)
-            expected = other.encode(TEXTS, prompt_name=name, convert_to_tensor=True)
-            torch.testing.assert_close(vectors, expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(
-            found.similarity(vectors, vectors[:2]), other.similarity(expected, expected[:2]), rtol=1e-4, atol=1e-4
-        )
-        short = found.encode(TEXTS[:3], truncate_dim=4)
-        torch.testing.assert_close(short, other.encode(TEXTS[:3], truncate_dim=4, convert_to_tensor=True))
-        given = other.encode(TEXTS[:3], prompt="look at ", convert_to_tensor=True)
-        torch.testing.assert_close(found.encode(TEXTS[:3], prompt="look at "), given, rtol=1e-5, atol=1e-5)
+            assert_encodes(vectors, models, TEXTS, prompt_name=name)
+        measure = models[0].similarity
+        contender, truth = (measure(x, x[:2]) for x in (vectors, vectors.double()))
+        assert_like(found.similarity(vectors, vectors[:2]), truth, contender)
+        for how in ({"truncate_dim": 4}, {"prompt": "look at "}):
+            assert_encodes(found.encode(TEXTS[:3], **how), models, TEXTS[:3], **how)
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot", "euclidean", "manhattan"])
@@ -192,8 +197,9 @@ def test_similarities(encoder, similarity):
 
     made = small(encoder, normalize=False, similarity=similarity)
     vectors = made.encode(TEXTS)
-    expected = SimilarityFunction.to_similarity_fn(similarity)(vectors, vectors[1:])
-    torch.testing.assert_close(made.similarity(vectors, vectors[1:]), expected, rtol=1e-5, atol=1e-4)
+    measure = SimilarityFunction.to_similarity_fn(similarity)
+    contender, truth = (measure(x, x[1:]) for x in (vectors, vectors.double()))
+    assert_like(made.similarity(vectors, vectors[1:]), truth, contender)
     with pytest.raises(ValueError, match=r"others \(2, 3\); expected \(N, C\) and \(M, C\)"):
         made.similarity(vectors, torch.zeros(2, 3))
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from distributed import CONFIG as LARGER
 from distributed import leave, packed, whole
 
-from fastbert import BertConfig, BertModel
+from fastbert import BertModel
 from fastbert.training import (
     AMPTrainer,
     ContrastiveModel,
@@ -25,16 +26,7 @@ from fastbert.training import (
     distribute,
 )
 
-CONFIG = BertConfig(
-    vocab_size=99,
-    hidden_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=32,
-    max_position_embeddings=32,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-)
+CONFIG = LARGER.changed(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
 SHARES = {2: [4, 2], 3: [1, 3, 2]}  # tuples of each process, of two batches: the second has them in reverse
 CASES = {  # loss, texts of a tuple, scores of a tuple, kind, max_tokens
     "negatives": (InBatchNegatives(), 3, 0, "ddp", 20),
