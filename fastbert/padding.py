@@ -11,7 +11,15 @@ from torch import Tensor
 
 from fastbert import backends
 from fastbert.ops import checks
-from fastbert.ops.padding import PLACES, PLAN, cu_seqlens_of, pack_unchecked, unpack_unchecked
+from fastbert.ops.padding import (
+    PLACES,
+    PLAN,
+    cu_seqlens_of,
+    is_in_runs,
+    pack_unchecked,
+    unpack_unchecked,
+    visible_first,
+)
 
 
 class Packing(NamedTuple):
@@ -185,7 +193,7 @@ def plan(
         if only_keys is not None:
             raise ValueError("attention_mask: compiled code cannot look at a mask's values; pass a (B, S) mask")
         if in_runs:
-            torch._assert_async(_runs(visible), _INTERRUPTED)
+            torch._assert_async(is_in_runs(visible), _INTERRUPTED)
         return _compiled_plan(visible)
     find = _find_on_host if visible.device.type == "cpu" else _find_in_one_synchronisation
     ok, whole, indices, cu_seqlens, longest, starts_visible = find(visible, only_keys, in_runs)
@@ -206,17 +214,11 @@ Found = tuple[bool, bool, Tensor, Tensor, int, bool]  # only keys are masked, in
 _INTERRUPTED = "attention_mask hides tokens between visible ones; expected padding before and after them only"
 
 
-def _runs(visible: Tensor) -> Tensor:
-    """() bool: no row has padding between two of its tokens."""
-    before = visible.cumsum(1)
-    return ~(~visible & (before > 0) & (before < visible.sum(1, keepdim=True))).any()
-
-
 def _find_on_host(visible: Tensor, only_keys: Tensor | None, in_runs: bool) -> Found:
     backend = backends.choose("padding", "cpu", torch.bool, backward=False)
     indices, cu_seqlens, facts = PLAN(backend, visible)
     longest, starts_visible = facts.tolist()
-    whole = not in_runs or bool(_runs(visible))
+    whole = not in_runs or bool(is_in_runs(visible))
     return only_keys is None or bool(only_keys), whole, indices, cu_seqlens, longest, bool(starts_visible)
 
 
@@ -232,7 +234,7 @@ def _find_in_one_synchronisation(visible: Tensor, only_keys: Tensor | None, in_r
 def _compiled_plan(visible: Tensor) -> Packing:
     batch, seqlen = visible.shape
     cu_seqlens = cu_seqlens_of(visible.sum(1))
-    indices = (~visible.flatten()).to(torch.uint8).argsort(stable=True)
+    indices = visible_first(visible)
     real = torch.arange(batch * seqlen, device=visible.device) < cu_seqlens[-1]
     return Packing(cu_seqlens, seqlen, batch * seqlen, batch, seqlen, indices, real)
 

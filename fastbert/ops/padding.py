@@ -37,19 +37,33 @@ def cu_seqlens_of(lengths: Tensor) -> Tensor:
 
 def plan_in_torch(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """PLAN: the places of visible tokens; cu_seqlens; the longest row's count, and 1 where no row begins with a gap."""
-    lengths = visible.sum(1)
-    longest = lengths.max() if lengths.numel() else lengths.new_zeros(())
-    facts = torch.stack([longest, visible[:, :1].all().to(torch.int64)])
+    lengths, longest = _lengths(visible)
+    facts = torch.stack([longest, visible[:, :1].all().long()])
     return visible.flatten().nonzero().squeeze(-1), cu_seqlens_of(lengths), facts
 
 
 def places_in_torch(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """PLACES: the places of all tokens, visible ones first; cu_seqlens; facts, of which the host has read none."""
-    lengths, before = visible.sum(1), visible.cumsum(1)
-    longest = lengths.max() if lengths.numel() else lengths.new_zeros(())
-    gaps = ~visible & (before > 0) & (before < lengths[:, None])
-    facts = torch.stack([lengths.sum(), longest, visible[:, :1].all().long(), (~gaps.any()).long()])
-    return (~visible.flatten()).to(torch.uint8).argsort(stable=True), cu_seqlens_of(lengths), facts
+    lengths, longest = _lengths(visible)
+    facts = torch.stack([lengths.sum(), longest, visible[:, :1].all().long(), is_in_runs(visible).long()])
+    return visible_first(visible), cu_seqlens_of(lengths), facts
+
+
+def _lengths(visible: Tensor) -> tuple[Tensor, Tensor]:
+    """(B,) int64, and the largest: () int64."""
+    lengths = visible.sum(1)
+    return lengths, lengths.max() if lengths.numel() else lengths.new_zeros(())
+
+
+def is_in_runs(visible: Tensor) -> Tensor:
+    """() bool: no row has padding between two of its tokens."""
+    before = visible.cumsum(1)
+    return ~(~visible & (before > 0) & (before < visible.sum(1, keepdim=True))).any()
+
+
+def visible_first(visible: Tensor) -> Tensor:
+    """(B * S,) int64: all places, those of visible tokens first, each kind in order."""
+    return (~visible.flatten()).to(torch.uint8).argsort(stable=True)
 
 
 # ---- schemas: pack and unpack are each other's adjoint, so neither has a backward of its own
