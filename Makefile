@@ -15,7 +15,7 @@ DEMO := $(if $(wildcard $(VENV)/installed),installed,demo)
 demo: $(VENV)/$(DEMO)
 	$(BIN)/python examples/search_python_docs.py
 
-# Six trainings, minutes each, with plots and models in build/examples. One that does not prove what it is for fails.
+# Seven trainings, minutes each, with plots and models in build/examples. One that does not prove what it is for fails.
 examples: $(VENV)/installed
 	$(BIN)/python examples/pretrain_mlm.py
 	$(BIN)/python examples/finetune_classifier.py
@@ -23,6 +23,7 @@ examples: $(VENV)/installed
 	$(BIN)/python examples/compare_training.py
 	$(BIN)/python examples/distill.py
 	$(BIN)/python examples/tag_with_deberta.py
+	$(BIN)/python examples/compare_retrieval.py
 
 # Each of the WORKERS is a process of one thread, which takes up to 2 GiB.
 test: $(VENV)/cuda-on-cpu

@@ -16,12 +16,12 @@ FORWARD, BACKWARD = "forward", "forward+backward"
 DROPOUT, STEP = "forward+backward, dropout 0.1", "step with AdamW, dropout 0.1"
 P = 0.1  # of dropout, where a direction has it
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ENCODE = "encode"  # sentence-transformers' call, tokenizer included
+ENCODE, RERANK, CONTRASTIVE = LIBRARY = "encode", "rerank", "contrastive step"  # sentence-transformers' own calls
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One case. part: an op, a module or ENCODE. grows: what grows from case to case, if that is what is looked at."""
+    """One case. part: an op, a module or one of LIBRARY. grows: what grows from case to case, if that is looked at."""
 
     part: str
     size: Size
@@ -152,6 +152,11 @@ TABLE: dict[str, dict[str, tuple[Pick, ...]]] = {
             Pick(ENCODE, ("64x256",), ("text",), (FORWARD,), dtypes=("float32",)),
             Pick(CLASSIFIER, ("8x128",), ("half",), (FORWARD, DROPOUT), layers=2),
         ),
+        "retrieval": (
+            Pick(CONTRASTIVE, ("32x128",), ("half",), (DROPOUT,), models=("minilm",), dtypes=("float32",)),
+            Pick(CLASSIFIER, ("32x128",), ("half",), (FORWARD,), models=("minilm",)),
+            Pick(RERANK, ("1000x256",), ("text",), (FORWARD,), dtypes=("float32",), last=True),
+        ),
         "relative": tuple(_relative(8)),
         "short": _short(),
         "growth": tuple(_growth()),
@@ -180,6 +185,11 @@ TABLE: dict[str, dict[str, tuple[Pick, ...]]] = {
             Pick(CLASSIFIER, ("32x128",), ("half", "full"), (FORWARD, DROPOUT)),
             Pick(ENCODE, ("256x256",), ("text",), (FORWARD,), dtypes=("float32",)),
         ),
+        "retrieval": (
+            Pick(CONTRASTIVE, ("128x128",), ("half",), (DROPOUT,), models=("minilm",), dtypes=("float32",)),
+            Pick(CLASSIFIER, ("32x128",), ("half",), (FORWARD,), models=("minilm",)),
+            Pick(RERANK, ("1000x256",), ("text",), (FORWARD,), dtypes=("float32",)),
+        ),
         "relative": tuple(_relative(32)),
         "short": _short(),
         "growth": tuple(_growth()),
@@ -192,6 +202,7 @@ DIRECTIONS = {  # that a group has
     "mlm": (DROPOUT, STEP),
     "ops": (FORWARD, BACKWARD),
     "hf": (FORWARD, BACKWARD, DROPOUT),
+    "retrieval": (FORWARD, DROPOUT),
     "relative": (FORWARD, DROPOUT),
     "short": (FORWARD, BACKWARD),
     "growth": (FORWARD, BACKWARD),
@@ -237,9 +248,14 @@ def _changed(pick: Pick, group: str, options: argparse.Namespace) -> Pick | None
     if options.parts and pick.part not in options.parts:
         return None
     directions = tuple(d for d in DIRECTIONS[group] if d in options.directions) if options.directions else ()
-    if pick.part == ENCODE:  # a whole library's call: there are no others
-        asked = ((options.lengths, "text"), (options.dtypes, "float32"), (options.directions, FORWARD))
-        return replace(pick, shapes=options.shapes or pick.shapes) if all(a in (n or [a]) for n, a in asked) else None
+    if pick.part in LIBRARY:  # there are no others
+        only = pick.lengths[0], "float32", pick.directions[0]
+        asked = zip((options.lengths, options.dtypes, options.directions), only, strict=True)
+        return (
+            replace(pick, shapes=options.shapes or pick.shapes)
+            if all(one in (named or [one]) for named, one in asked)
+            else None
+        )
     named = {name: getattr(options, name) for name in ("shapes", "models", "layers", "lengths", "dtypes")}
     found = replace(pick, **{name: value for name, value in named.items() if value})
     return replace(found, directions=directions) if options.directions else found

@@ -25,13 +25,13 @@ from benchmarks import (
     cases,
     comparison,
     contenders,
-    encode,
     floor,
     harness,
     provenance,
     report,
+    retrieval,
 )
-from benchmarks.cases import ENCODE, Spec
+from benchmarks.cases import LIBRARY, Spec
 from benchmarks.comparison import How
 from benchmarks.contenders.interface import OPS
 from fastbert import files
@@ -166,8 +166,8 @@ def require_device(device: str) -> None:
 
 
 def measured(spec: Spec, how: How) -> harness.Report:
-    if spec.part == ENCODE:
-        return encode.report(spec, how)
+    if spec.part in LIBRARY:
+        return retrieval.report(spec, how)
     if spec.grows:
         how = dataclasses.replace(how, names=[name for name in GROWTH if how.names is None or name in how.names])
     return comparison.report(spec, (bench_ops if spec.part in OPS else bench_models).setup(spec, how.device), how)

@@ -9,13 +9,17 @@ moved by one unit in its last place. Two curves coincide where fastbert stays as
 import argparse
 import copy
 import itertools
+import json
 import tempfile
 import time
 from pathlib import Path
+from statistics import mean
 
 import torch
+import transformers
 from torch import Tensor, nn
 
+import fastbert
 from fastbert import random, reference
 from fastbert.training import AMPTrainer, linear_schedule, parameter_groups
 
@@ -156,6 +160,24 @@ def verdict(runs: list[Run], path: Path) -> int:
     print(f"allowed at each step: {FACTOR} x the largest of nudged so far, and {ROUNDINGS} roundings of the loss")
     print(f"the curves {'coincide' if ok else 'DO NOT COINCIDE'} ({path})")
     return 0 if ok else 1
+
+
+def agreement(what: str, scores: dict[str, list[float]]) -> dict:
+    """Prints and returns the mean of each library's seeds, and whether they are as near as the seeds of either."""
+    means = {name: mean(of_seeds) for name, of_seeds in scores.items()}
+    apart = max(means.values()) - min(means.values())
+    spread = max(max(of_seeds) - min(of_seeds) for of_seeds in scores.values())
+    shown = (f"{name} {means[name]:.3f} ({min(x):.3f} to {max(x):.3f})" for name, x in scores.items())
+    print(f"{what}: {', '.join(shown)}: {'they agree' if apart <= spread else 'TOO FAR'}")
+    return means | {"apart": apart, "spread": spread, "agree": apart <= spread}
+
+
+def write_json(path: Path, found: dict) -> None:
+    """A line for each entry, and what it was measured with."""
+    found = found | {part.__name__: part.__version__ for part in (fastbert, torch, transformers)}
+    found |= {"device": "cuda" if torch.cuda.is_available() else "cpu", "threads": torch.get_num_threads()}
+    lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in found.items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def plot(runs: list[Run], apart: Tensor, drift: Tensor, path: Path) -> None:

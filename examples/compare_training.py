@@ -10,7 +10,6 @@ fastbert's model of the first seed is kept in DIR: the commands `fastbert classi
 
 import argparse
 import functools
-import json
 import sys
 import warnings
 from itertools import islice
@@ -19,7 +18,7 @@ from statistics import mean
 
 import torch
 import transformers
-from common import Run, endless, train
+from common import Run, agreement, endless, train, write_json
 from compare_tasks import Task, answers, classes, tags
 
 import fastbert
@@ -74,20 +73,19 @@ def fine_tune(task: Task, seed: int, steps: int, output: Path) -> dict:
 
 def verdict(task: str, results: list[dict]) -> dict:
     """Prints and returns what the seeds gave: the means of each score, and whether the two agree in all of them."""
-    found = {"agree": True}
-    for score in results[0]["fastbert"]["scores"]:
-        both = {name: [result[name]["scores"][score] for result in results] for name in NAMES}
-        apart = abs(mean(both["fastbert"]) - mean(both["transformers"]))
-        spread = max(max(of_seeds) - min(of_seeds) for of_seeds in both.values())
-        shown = (f"{name} {mean(x):.3f} ({min(x):.3f} to {max(x):.3f})" for name, x in both.items())
-        print(f"{task}, {score}: {', '.join(shown)}: {'they agree' if apart <= spread else 'TOO FAR'}")
-        found[score] = {name: mean(of_seeds) for name, of_seeds in both.items()} | {"apart": apart, "spread": spread}
-        found["agree"] &= apart <= spread
+    found = {
+        score: agreement(
+            f"{task}, {score}", {name: [result[name]["scores"][score] for result in results] for name in NAMES}
+        )
+        for score in results[0]["fastbert"]["scores"]
+    }
+    agree = all(score.pop("agree") for score in found.values())
     speed = {name: mean(result[name]["tokens_per_second"] for result in results) for name in NAMES}
     padding, ratio = mean(result["padding"] for result in results), speed["fastbert"] / speed["transformers"]
     shown = ", ".join(f"{name} {tokens:.0f} tokens/s" for name, tokens in speed.items())
     print(f"{task}: {shown}, {ratio:.2f} x; {padding:.0%} of a padded batch is padding")
-    return found | {"tokens_per_second": speed, "speed_ratio": ratio, "padding": padding, "seeds": results}
+    speeds = {"tokens_per_second": speed, "speed_ratio": ratio, "padding": padding}
+    return {"agree": agree, **found, **speeds, "seeds": results}
 
 
 def main() -> int:
@@ -108,11 +106,8 @@ def main() -> int:
         results = [fine_tune(task, seed, steps, args.output / name) for seed in range(args.seeds)]
         found[name] = {"steps": steps, **verdict(name, results)}
     if args.json:
-        found |= {part.__name__: part.__version__ for part in (fastbert, torch, transformers)}
-        found |= {"device": DEVICE, "threads": torch.get_num_threads()}
-        lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in found.items())
-        args.json.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    return 0 if all(found[name]["agree"] for name in args.tasks) else 1
+        write_json(args.json, found)
+    return 0 if all(task["agree"] for task in found.values()) else 1
 
 
 if __name__ == "__main__":

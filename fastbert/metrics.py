@@ -313,8 +313,12 @@ def _ranked(caller: str, scores: Any, relevance: Any, k: int) -> list[np.ndarray
     return [_by_score(caller, query, *pair) for query, pair in enumerate(zip(scores, relevance, strict=True))]
 
 
+def _floats(given: Any) -> np.ndarray:
+    return given.detach().cpu().double().numpy() if isinstance(given, Tensor) else np.asarray(given, np.float64)
+
+
 def _by_score(caller: str, query: int, scores: Any, relevance: Any) -> np.ndarray:
-    scores, relevance = (torch.as_tensor(given).detach().cpu().double().numpy() for given in (scores, relevance))
+    scores, relevance = _floats(scores), _floats(relevance)
     if scores.ndim != 1 or scores.shape != relevance.shape:
         raise ValueError(
             f"{caller}: scores[{query}] has shape {scores.shape}, relevance[{query}] {relevance.shape}; expected one "

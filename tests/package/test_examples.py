@@ -45,6 +45,7 @@ def run(examples, monkeypatch, capsys):
         example = importlib.import_module(name)
         tasks = name in ("compare_training", "tag_with_deberta")
         reads = importlib.import_module("compare_tasks") if tasks else example
+        reads = importlib.import_module("retrieval_pairs") if name == "compare_retrieval" else reads
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         monkeypatch.setattr(reads, "python_documentation", lambda size: python_documentation(size)[::every])
         status = example.main()
@@ -247,11 +248,78 @@ def test_answers_are_read_from_scores(examples, packed):
     assert tasks.evaluate_answers(Knows(), [batch], "cpu", windows, right[::-1])["exact_match"] == 0
 
 
+# ---- compare_retrieval
+
+MODULE = '''"""What the module is for.
+
+A long text below it, of more than a hundred characters, without which its headline would not be a title at all.
+"""
+
+class Reader:
+    """Reads."""
+
+    @property
+    async def text(self):
+        """The text of the file, without what is around it.
+
+        More.
+        """
+        # a comment
+        return self._text
+
+    def nothing(self):
+        """Nothing but this line, of which there is enough."""
+'''
+
+
+def test_pairs_of_a_file(examples, tmp_path):
+    pairs = importlib.import_module("retrieval_pairs")
+    (tmp_path / "module.py").write_text(MODULE)
+    titles, functions = pairs.documented(tmp_path / "module.py")
+    assert [(title, text[:26]) for title, text in titles] == [("What the module is for.", "A long text below it, of m")]
+    code = "    async def text(self):\n        # a comment\n        return self._text"
+    assert functions == [("The text of the file, without what is around it.", code)]
+
+
+def test_no_text_held_out_is_trained_on(examples):
+    pairs = importlib.import_module("retrieval_pairs")
+    training, held_out = pairs.parts(every=3)
+    assert len(training) > 500 and all(50 < len(held) <= 400 for held in held_out.values())
+    texts = [{text for pair in pairs for text in pair} for pairs in (training, *held_out.values())]
+    assert texts[0].isdisjoint(texts[1] | texts[2])
+    assert [len(found) for found in texts[1:]] == [2 * len(held) for held in held_out.values()]
+
+
+def test_bm25_splits_names(examples):
+    pytest.importorskip("bm25s")
+    pairs = importlib.import_module("retrieval_pairs")
+    scores = pairs.bm25(["read a text", "an iterator"], ["def readText(): pass", "def make_iterator(): pass", "None"])
+    assert scores.shape == (2, 3) and scores.argmax(1).tolist() == [0, 1] and scores[0, 2] == 0
+    assert pairs.of_first(scores[:, :2]) == 1 and pairs.of_first(scores[:, 1::-1]) == pytest.approx(1 / math.log2(3))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["distill", "pretrain_bert", "compare_training"])
+def test_comparison_of_retrieval_in_one_step(examples, monkeypatch, tmp_path, capsys):
+    minilm()
+    example = importlib.import_module("compare_retrieval")
+    few = example.parts(every=12)
+    monkeypatch.setattr(example, "parts", lambda: few)
+    arguments = ["--steps", "1", "--seeds", "2", "--output", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    monkeypatch.setattr(sys, "argv", ["compare_retrieval", *arguments])
+    status, found = example.main(), json.loads((tmp_path / "found.json").read_text())
+    assert status == (0 if found["proved"] else 1) and found["pairs"] == len(few[0])
+    for result in found["seeds"]:
+        ours, theirs = (result[name]["scores"] for name in example.NAMES)
+        assert all(abs(ours[kind] - theirs[kind]) < 0.05 for kind in example.KINDS)  # one step from the same weights
+    assert "expected" in capsys.readouterr().out
+    assert SentenceEncoder.from_pretrained(tmp_path).max_length == example.LENGTH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["distill", "pretrain_bert", "compare_training", "compare_retrieval"])
 def test_full_size(run, tmp_path, name):
     """It proves what it claims: its exit status says so."""
-    if name == "compare_training":
+    if name.startswith("compare"):
         minilm()
     status, output = run(name, "--output", tmp_path)
     assert status == 0, output

