@@ -23,7 +23,7 @@ from fastbert.inference.predict import (
 from fastbert.inference.rerank import CrossEncoder
 from fastbert.inference.sentence_files import Dense
 from fastbert.inference.sentences import SentenceEncoder
-from fastbert.inference.vectors import quantize, similarity
+from fastbert.inference.vectors import nearest, quantize, similarity
 
 __all__ = [
     "Answer",
@@ -42,6 +42,7 @@ __all__ = [
     "attention_of",
     "label_names",
     "model_class_of",
+    "nearest",
     "plot_attention",
     "quantize",
     "similarity",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -166,6 +167,25 @@ class SentenceEncoder:
                 progress(len(batch))
         return result
 
+    def encode_query(self, texts: list[str], **options: Any) -> Tensor:
+        """`encode` with the prompt named "query", or none; options may choose another, by prompt or prompt_name.
+
+        Equivalent to `SentenceTransformer.encode_query` of a saved model, which never takes the default prompt.
+        """
+        return self.encode(texts, **self._prompted(options, "query"))
+
+    def encode_document(self, texts: list[str], **options: Any) -> Tensor:
+        """`encode` with the prompt named "document", or none; options may choose another, by prompt or prompt_name.
+
+        Equivalent to `SentenceTransformer.encode_document` of a saved model, which has a prompt of that name, if only
+        an empty one: one named "passage" has to be asked for.
+        """
+        return self.encode(texts, **self._prompted(options, "document"))
+
+    def _prompted(self, options: dict[str, Any], name: str) -> dict[str, Any]:
+        chosen = options.get("prompt") is not None or options.get("prompt_name") is not None
+        return options if chosen else {**options, "prompt": self.prompts.get(name, "")}
+
     def _prompt(self, prompt: str | None, name: str | None) -> str:
         if prompt is not None:
             return prompt
@@ -202,6 +222,21 @@ class SentenceEncoder:
         if self.similarity_name == "dot":
             return vectors @ others.T
         return -torch.cdist(vectors, others, p=1.0 if self.similarity_name == "manhattan" else 2.0)
+
+    def similarity_pairwise(self, vectors: Tensor, others: Tensor) -> Tensor:
+        """(N,): how similar each of vectors (N, C) is to that of others (N, C), by the same measure.
+
+        Equivalent to `similarity(vectors, others).diagonal()`. Raises ValueError for other shapes.
+        """
+        if vectors.shape != others.shape:
+            shapes = f"{tuple(vectors.shape)}, others {tuple(others.shape)}"
+            raise ValueError(f"similarity_pairwise: vectors has shape {shapes}; expected equal ones, (N, C)")
+        check_vectors(vectors, others)
+        if self.similarity_name == "cosine":
+            vectors, others = F.normalize(vectors, dim=-1), F.normalize(others, dim=-1)
+        if self.similarity_name in ("cosine", "dot"):
+            return (vectors * others).sum(-1)
+        return -torch.linalg.vector_norm(vectors - others, 1 if self.similarity_name == "manhattan" else 2, dim=-1)
 
     @property
     def device(self) -> torch.device:
