@@ -345,15 +345,19 @@ def evaluate_retrieval_metrics(
     corpus: Mapping[Any, str] | Sequence[str],
     relevant: Mapping[Any, Any] | Sequence[Any],
     k: int | Sequence[int] = 10,
+    *,
+    query_prompt: str | None = None,
+    corpus_prompt: str | None = None,
     **options: Any,
 ) -> dict[str, float]:
     """ndcg_at_10, mrr_at_10 and recall_at_10 of an exact search for each query in the whole corpus; so for each k.
 
     encoder: a `SentenceEncoder`, whose prompts and similarity are followed. queries, corpus: texts by id, or in order.
     relevant: for each query, the ids (or numbers) of its documents, or a mapping from these to their relevance.
-    options: for `encode`. Vectors of all texts are in memory, scores in blocks. Documents of equal scores keep their
-    order, and a query without a relevant document counts as 0. Raises TypeError for a single text, ValueError for a
-    relevant document that is not in the corpus, for queries that do not match, and as ndcg_at_k.
+    query_prompt, corpus_prompt: texts; None as `encode_query` and `encode_document`. options: for `encode`. Vectors of
+    all texts are in memory, scores in blocks. Documents of equal scores keep their order, and a query without a
+    relevant document counts as 0. Raises TypeError for a single text, ValueError for a relevant document that is not in
+    the corpus, for queries that do not match, and as ndcg_at_k.
     """
     caller = "evaluate_retrieval_metrics"
     queries, corpus, relevant = (
@@ -362,8 +366,8 @@ def evaluate_retrieval_metrics(
     )
     grades = _grades(caller, queries, corpus, relevant)
     ks = [k] if isinstance(k, int) else list(k)
-    asked = encoder.encode_query(list(queries.values()), **options)
-    vectors = encoder.encode_document(list(corpus.values()), **options)
+    asked = encoder.encode_query(list(queries.values()), prompt=query_prompt, **options)
+    vectors = encoder.encode_document(list(corpus.values()), prompt=corpus_prompt, **options)
     places = {document: place for place, document in enumerate(corpus)}
     scores, relevance = [], []
     best = (x.tolist() for x in nearest(asked, vectors, max(ks), encoder.similarity))

@@ -7,6 +7,7 @@
 """
 
 from fastbert.auto import model_class_of, trained_model
+from fastbert.inference.mining import HardNegatives, mine_hard_negatives
 from fastbert.inference.plots import attention_figure, attention_of, plot_attention
 from fastbert.inference.predict import (
     Answer,
@@ -33,6 +34,7 @@ __all__ = [
     "Entity",
     "EntityTagger",
     "Fill",
+    "HardNegatives",
     "Label",
     "MaskFiller",
     "QuestionAnswerer",
@@ -41,6 +43,7 @@ __all__ = [
     "attention_figure",
     "attention_of",
     "label_names",
+    "mine_hard_negatives",
     "model_class_of",
     "nearest",
     "plot_attention",

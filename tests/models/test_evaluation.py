@@ -125,8 +125,11 @@ def test_retrieval_is_as_sentence_transformers_evaluates_it(tmp_path, tokenizer)
     assert evaluate_retrieval_metrics(encoder, queries, corpus, relevant, 3) == {
         n: x for n, x in found.items() if n.endswith("_3")
     }
-    other = evaluate_retrieval_metrics(encoder, queries, corpus, relevant, 20, prompt="")
-    assert other != {name: found[name] for name in other}  # options are encode's
+    encoder.prompts.clear()
+    plain = evaluate_retrieval_metrics(encoder, queries, corpus, relevant, ks)
+    prompts = {"query_prompt": PROMPTS["query"], "corpus_prompt": PROMPTS["document"]}
+    assert evaluate_retrieval_metrics(encoder, queries, corpus, relevant, ks, **prompts) == pytest.approx(found)
+    assert plain != pytest.approx(found)
 
 
 def test_graded_documents_count_by_their_grade(tokenizer):
