@@ -68,11 +68,12 @@ class SentenceEncoder:
         self.dense = nn.Sequential(*dense).to(self.device).eval()
         self.prompts, self.default_prompt_name = dict(prompts or {}), default_prompt_name
         self.include_prompt, self.similarity_name = include_prompt, similarity
-        self._width()
+        self.width  # noqa: B018
         self._prompt(None, default_prompt_name)
 
-    def _width(self) -> int:
-        """Of an embedding. Raises ValueError where one layer gives another width than the next one takes."""
+    @property
+    def width(self) -> int:
+        """How many numbers an embedding has. Raises ValueError where a layer gives others than the next one takes."""
         width = len(self._modes) * self.model.config.hidden_size
         for i, dense in enumerate(self.dense):
             if dense.linear.in_features != width:
@@ -153,7 +154,7 @@ class SentenceEncoder:
         called after each forward with its number of texts.
         Raises as `tokenize` does, and ValueError for an unknown prompt_name and a truncate_dim below 1 or beyond C.
         """
-        width, prompt = self._width(), self._prompt(prompt, prompt_name)
+        width, prompt = self.width, self._prompt(prompt, prompt_name)
         if truncate_dim is not None and not 0 < truncate_dim <= width:
             raise ValueError(f"truncate_dim is {truncate_dim}; expected 1 to {width}")
         if prompt:
