@@ -25,12 +25,14 @@ from fastbert.inference.rerank import CrossEncoder
 from fastbert.inference.sentence_files import Dense
 from fastbert.inference.sentences import SentenceEncoder
 from fastbert.inference.vectors import nearest, quantize, similarity
+from fastbert.inference.workers import EncoderWorkers
 
 __all__ = [
     "Answer",
     "Answers",
     "CrossEncoder",
     "Dense",
+    "EncoderWorkers",
     "Entity",
     "EntityTagger",
     "Fill",
