@@ -25,7 +25,7 @@ class EncoderWorkers:
         context = multiprocessing.get_context("spawn")
         self.encoder, count = encoder, len(devices)
         self._executor = ProcessPoolExecutor(count, context, _meet, (context.Barrier(count),))
-        start = (_shared(encoder), max(1, torch.get_num_threads() // count), backends.forced())
+        start = (_on_host(encoder), max(1, torch.get_num_threads() // count), backends.forced())
         try:
             list(self._results([self._submit(_begin, str(device), *start) for device in devices]))
         except BaseException:
@@ -74,13 +74,12 @@ def _ended() -> RuntimeError:
     )
 
 
-def _shared(encoder: Any) -> Any:
-    """The encoder, its weights in memory that processes share; a copy of one on a GPU."""
+def _on_host(encoder: Any) -> Any:
+    """The encoder; a copy on the CPU of one on a GPU. To send a tensor moves its storage into memory that is shared."""
+    if encoder.device.type == "cpu":
+        return encoder
     sent = copy.copy(encoder)
-    if encoder.device.type != "cpu":
-        sent.model, sent.dense = (copy.deepcopy(part).cpu() for part in (encoder.model, encoder.dense))
-    for tensor in (x for part in (sent.model, sent.dense) for x in (*part.parameters(), *part.buffers())):
-        tensor.share_memory_()
+    sent.model, sent.dense = (copy.deepcopy(part).cpu() for part in (encoder.model, encoder.dense))
     return sent
 
 

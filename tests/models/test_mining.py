@@ -10,7 +10,7 @@ from small_models import TINY, minilm
 
 from fastbert import BertForSequenceClassification, BertModel
 from fastbert.data import ContrastiveCollator, ContrastiveDataset, get_tokenizer
-from fastbert.inference import CrossEncoder, SentenceEncoder, mine_hard_negatives
+from fastbert.inference import CrossEncoder, SentenceEncoder, mine_hard_negatives, similarity
 
 WORDS = "red blue green sun moon star tree leaf root sand sea sky stone cloud river".split()
 
@@ -51,7 +51,11 @@ def encoder(tokenizer):
     torch.manual_seed(0)
     config = TINY.changed(vocab_size=30522, initializer_range=0.3)
     return SentenceEncoder(
-        BertModel(config, add_pooling_layer=False), tokenizer, prompts={"query": "find: "}, normalize=False
+        BertModel(config, add_pooling_layer=False),
+        tokenizer,
+        prompts={"query": "find: "},
+        normalize=False,
+        similarity="dot",  # of vectors of length 1 all the same
     )
 
 
@@ -65,8 +69,7 @@ def reranker(tokenizer):
 def scores_of(encoder, reranker, anchor, texts):
     if reranker is not None:
         return reranker.predict([(anchor, text) for text in texts]).tolist()
-    vectors = torch.nn.functional.normalize(encoder.encode(texts), dim=-1)
-    return encoder.similarity(encoder.encode([anchor], prompt="find: "), vectors)[0].tolist()
+    return similarity(encoder.encode([anchor], prompt="find: "), encoder.encode(texts))[0].tolist()
 
 
 def by_loops(encoder, reranker, corpus, num_negatives=3, range_min=0, range_max=None, **given):
