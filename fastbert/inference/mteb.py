@@ -44,9 +44,9 @@ class MTEBEncoder:
         precision, max_length). revision: of a model on the hub. name: under which mteb keeps results,
         "organization/model"; None takes model_name.
 
-        Without a revision, a hash of the weights stands for it, so that mteb's cache never takes the results of another
-        model. Raises ValueError for an encoder without a name or beside options, and as from_pretrained; and
-        ModuleNotFoundError without mteb.
+        Without a revision, a hash of weights, tokenizer and settings stands for it, so that mteb's cache never takes
+        the results of another model. Raises ValueError for an encoder without a name or beside options, and as
+        from_pretrained; ModuleNotFoundError without mteb.
         """
         _open(self, SentenceEncoder, model_name, revision, device, name, options)
 
@@ -146,7 +146,7 @@ def _rows(vectors: Any) -> Tensor:
 
 def _open(
     owner: Any, kind: type, model: Any, revision: str | None, device: Any, name: str | None, options: dict
-) -> Any:
+) -> None:
     """Sets the owner's model, opened where it is none yet, and what mteb is told of it."""
     owner_name = type(owner).__name__
     require("mteb", "mteb")
@@ -172,8 +172,10 @@ def _open(
 
 
 def _hash(model: Any) -> str:
-    """Of the weights, 16 hexadecimal digits."""
-    found = blake2b(digest_size=8)
+    """Of the weights, the tokenizer and the settings, 16 hexadecimal digits."""
+    simple = (str, int, float, tuple, dict, torch.nn.Module, type(None))
+    settings = {name: repr(value) for name, value in vars(model).items() if isinstance(value, simple)}
+    found = blake2b(f"{sorted(settings.items())}{model.tokenizer.to_str()}".encode(), digest_size=8)
     for part in (model.model, getattr(model, "dense", None)):
         for name, tensor in (part.state_dict() if part is not None else {}).items():
             found.update(name.encode())
