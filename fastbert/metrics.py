@@ -5,6 +5,7 @@ precision of a class that is never predicted) is 0.
 """
 
 import csv
+import math
 import re
 import string
 from collections import Counter
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from fastbert.figures import new_figure, save_figure
 from fastbert.heads import IGNORED
+from fastbert.inference.vectors import nearest
 from fastbert.modes import evaluating
 from fastbert.require import require
 from fastbert.training import label_counts, to_device
@@ -332,6 +334,134 @@ def _by_score(caller: str, query: int, scores: Any, relevance: Any) -> np.ndarra
             f"that is NaN, and no relevance below 0 but {IGNORED}"
         )
     return relevance[np.argsort(-scores, kind="stable")]
+
+
+# ---- encoders of texts
+
+
+def evaluate_retrieval_metrics(
+    encoder: Any,
+    queries: Mapping[Any, str] | Sequence[str],
+    corpus: Mapping[Any, str] | Sequence[str],
+    relevant: Mapping[Any, Any] | Sequence[Any],
+    k: int | Sequence[int] = 10,
+    *,
+    query_prompt: str | None = None,
+    corpus_prompt: str | None = None,
+    **options: Any,
+) -> dict[str, float]:
+    """ndcg_at_10, mrr_at_10 and recall_at_10 of an exact search for each query in the whole corpus; so for each k.
+
+    encoder: a `SentenceEncoder`, whose prompts and similarity are followed. queries, corpus: texts by id, or in order.
+    relevant: for each query, the ids (or numbers) of its documents, or a mapping from these to their relevance.
+    query_prompt, corpus_prompt: texts; None as `encode_query` and `encode_document`. options: for `encode`. Vectors of
+    all texts are in memory, scores in blocks. Documents of equal scores keep their order, and a query without a
+    relevant document counts as 0. Raises TypeError for a single text, ValueError for a relevant document that is not in
+    the corpus, for queries that do not match, and as ndcg_at_k.
+    """
+    caller = "evaluate_retrieval_metrics"
+    queries, corpus, relevant = (
+        _by_id(caller, name, given)
+        for name, given in (("queries", queries), ("corpus", corpus), ("relevant", relevant))
+    )
+    grades = _grades(caller, queries, corpus, relevant)
+    ks = [k] if isinstance(k, int) else list(k)
+    asked = encoder.encode_query(list(queries.values()), prompt=query_prompt, **options)
+    vectors = encoder.encode_document(list(corpus.values()), prompt=corpus_prompt, **options)
+    places = {document: place for place, document in enumerate(corpus)}
+    scores, relevance = [], []
+    best = (x.tolist() for x in nearest(asked, vectors, max(ks), encoder.similarity))
+    for values, found, of_query in zip(*best, grades, strict=True):
+        wanted = {places[document]: grade for document, grade in of_query.items()}
+        missed = wanted.keys() - set(found)
+        relevance.append([wanted.get(place, 0) for place in found] + [wanted[place] for place in missed])
+        scores.append(values + [-math.inf] * len(missed))
+    return _ranking_scores(scores, relevance, ks)
+
+
+def _by_id(caller: str, name: str, given: Any) -> dict[Any, Any]:
+    if isinstance(given, (str, bytes)):
+        raise TypeError(f"{caller}: {name} is a {type(given).__name__}; expected several")
+    return dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+
+
+def _grades(caller: str, queries: Mapping, corpus: Mapping, relevant: Mapping) -> list[dict[Any, float]]:
+    """The relevance of each query's documents, by their ids, in the order of the queries."""
+    if not queries or queries.keys() != relevant.keys():
+        first = next(iter(queries.keys() ^ relevant.keys()), None)
+        raise ValueError(
+            f"{caller}: {len(queries)} queries, relevant documents for {len(relevant)}"
+            f"{'' if first is None else f'; only one of them has {first!r}'}; expected the same, and at least one"
+        )
+    found = []
+    for query in queries:
+        of_query = relevant[query]
+        found.append(dict(of_query) if isinstance(of_query, Mapping) else dict.fromkeys(of_query, 1))
+        if unknown := found[-1].keys() - corpus.keys():
+            raise ValueError(f"{caller}: query {query!r} has the document {unknown.pop()!r}, which corpus lacks")
+    return found
+
+
+def _ranking_scores(scores: list[list[float]], relevance: Sequence[Any], ks: list[int]) -> dict[str, float]:
+    metrics = {"ndcg": ndcg_at_k, "mrr": mrr_at_k, "recall": recall_at_k}
+    return {f"{name}_at_{k}": metric(scores, relevance, k) for k in ks for name, metric in metrics.items()}
+
+
+def evaluate_reranking_metrics(
+    ranker: Any,
+    queries: Sequence[str],
+    documents: Sequence[Sequence[str]],
+    relevance: Sequence[Sequence[float]],
+    k: int | Sequence[int] = 10,
+    **options: Any,
+) -> dict[str, float]:
+    """ndcg_at_10, mrr_at_10 and recall_at_10 of the order in which each query's own documents are put; so for each k.
+
+    ranker: a `CrossEncoder`, or a `SentenceEncoder`, whose similarities decide. documents: of each query, in any order
+    (equal scores keep it). relevance: of the same documents, as for ndcg_at_k. options: for `encode`. Raises ValueError
+    for unequal numbers, and as ndcg_at_k.
+    """
+    counts = [len(of_query) for of_query in documents]
+    if not len(queries) == len(documents) == len(relevance) or counts != [len(of_query) for of_query in relevance]:
+        raise ValueError(
+            f"evaluate_reranking_metrics: {len(queries)} queries have {sum(counts)} documents, "
+            f"{len(relevance)} have {sum(map(len, relevance))} relevances; expected one for each"
+        )
+    texts = [text for of_query in documents for text in of_query]
+    owners = [place for place, count in enumerate(counts) for _ in range(count)]
+    if hasattr(ranker, "predict"):
+        scores = ranker.predict([(queries[place], text) for place, text in zip(owners, texts, strict=True)], **options)
+    else:
+        asked = ranker.encode_query(list(queries), **options)[owners]
+        scores = ranker.similarity_pairwise(asked, ranker.encode_document(texts, **options))
+    ks = [k] if isinstance(k, int) else list(k)
+    return _ranking_scores([part.tolist() for part in scores.split(counts)], relevance, ks)
+
+
+def evaluate_sts_metrics(
+    encoder: Any, texts: Sequence[str], others: Sequence[str], scores: Sequence[float], **options: Any
+) -> dict[str, float]:
+    """spearman and pearson, in [-1, 1]: how the similarities of pairs of texts go with the scores that people gave.
+
+    encoder: a `SentenceEncoder`, whose similarity is taken. options: for `encode`. Equal values share their mean rank;
+    where all similarities are equal, both are 0. Equivalent to `scipy.stats.spearmanr` and `pearsonr`. Raises
+    ValueError for unequal numbers, and for scores that are not finite or all equal.
+    """
+    given = np.asarray(scores, np.float64)
+    if not len(texts) == len(others) == len(given) or not np.isfinite(given).all() or len(set(given.tolist())) < 2:
+        raise ValueError(
+            f"evaluate_sts_metrics: there are {len(texts)} and {len(others)} texts, and {len(given)} scores; expected "
+            "a finite score for each pair, and two different ones at least"
+        )
+    pairs = (encoder.encode(list(column), **options) for column in (texts, others))
+    found = encoder.similarity_pairwise(*pairs).double().cpu().numpy()
+    stats = require("scipy.stats", "scipy")
+    if np.ptp(found) == 0:
+        return {"spearman": 0.0, "pearson": 0.0}
+    return {
+        "spearman": float(stats.spearmanr(found, given).statistic),
+        "pearson": float(stats.pearsonr(found, given).statistic),
+    }
 
 
 # ---- plots

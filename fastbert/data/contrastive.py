@@ -1,7 +1,8 @@
 """Pairs, triplets and larger tuples of texts for contrastive training: columns as anchor, positive, negative."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,54 @@ from fastbert.data.corpus import read_texts
 from fastbert.data.datasets import check_counts, check_truncation
 from fastbert.data.encode import TokenizedDataset, encode
 from fastbert.data.tokenizer import strings
+from fastbert.require import require
 
 
 def read_columns(files: str | Path | Iterable[str | Path]) -> dict[str, list[Any]]:
-    """The columns of JSON lines, one object a line with the same names in all: {"anchor": [...], "positive": [...]}.
+    """The columns of JSON lines or Parquet: {"anchor": [...], "positive": [...]}, of several files one after the other.
 
-    Blank lines are skipped. For columns that are text files, one text a line: {"anchor": list(read_texts(file)), ...}.
-    Raises FileNotFoundError, and ValueError with the number of the line for what is no such object.
+    x.parquet is read with the package `pyarrow`, any other file as JSON lines, one object a line with the same names in
+    all, blank lines skipped; x.jsonl.gz is decompressed. For columns that are text files, one text a line:
+    {"anchor": list(read_texts(file)), ...}. Raises FileNotFoundError; ValueError with the file for a damaged one, with
+    the line or the row (from 1) for what is no such object, and with the column too for a value that is null.
     """
     columns: dict[str, list[Any]] = {}
-    for number, line in enumerate(read_texts(files), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"read_columns: line {number} of {files} is no JSON: {error}") from None
-        if not isinstance(row, dict) or not row or (columns and row.keys() != columns.keys()):
-            expected = ", ".join(columns) or "an object"
-            raise ValueError(f"read_columns: line {number} of {files} has {_shown(row)}; expected {expected}")
-        for name, value in row.items():
-            columns.setdefault(name, []).append(value)
+    for path in [files] if isinstance(files, (str, Path)) else files:
+        rows = _parquet_rows(path) if str(path).endswith(".parquet") else _json_rows(path)
+        for place, row in rows:
+            if not isinstance(row, dict) or not row or (columns and row.keys() != columns.keys()):
+                expected = ", ".join(columns) or "an object"
+                raise ValueError(f"read_columns: {place} of {path} has {_shown(row)}; expected {expected}")
+            for name, value in row.items():
+                if value is None:
+                    raise ValueError(f"read_columns: {place} of {path} has null for {name}; expected a value")
+                columns.setdefault(name, []).append(value)
     return columns
+
+
+def _json_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(read_texts(path), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"read_columns: line {number} of {path} is no JSON: {error}") from None
+            yield f"line {number}", row
+
+
+def _parquet_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    arrow = require("pyarrow", "pyarrow")
+    number = 0
+    try:
+        with require("pyarrow.parquet", "pyarrow").ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row
+    except (arrow.ArrowException, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(f"read_columns: {path} is no Parquet, or is damaged: {error}") from None
 
 
 def _shown(row: Any) -> str:
@@ -128,7 +155,8 @@ class ContrastiveCollator:
     """Packs tuples of a ContrastiveDataset into one batch of texts: no padding, and no sorting by length.
 
     The batch holds input_ids (T,), cu_seqlens and max_seqlen as PackingCollator makes them, of all anchors, then all
-    positives, and so on; columns, an int, how many texts a tuple has; and labels, (B,) or (B, k) float32, the scores.
+    positives, and so on; columns, an int, how many texts a tuple has; keys, (columns, B) int64, hashes of the texts'
+    tokens, the same for equal ones; and labels, (B,) or (B, k) float32, the scores.
     """
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | int]:
@@ -139,5 +167,12 @@ class ContrastiveCollator:
             raise ValueError(f"ContrastiveCollator: tuples have {sizes} texts; expected one number of them")
         texts = [torch.as_tensor(e["input_ids"]).split(row) for e, row in zip(examples, lengths, strict=True)]
         batch = PackingCollator()([{"input_ids": text} for column in zip(*texts, strict=True) for text in column])
+        keys = torch.tensor([[_key(text) for text in column] for column in zip(*texts, strict=True)])
         scores = labels_of(examples)
-        return batch | {"columns": len(lengths[0])} | ({} if scores is None else {"labels": scores})
+        return batch | {"columns": len(lengths[0]), "keys": keys} | ({} if scores is None else {"labels": scores})
+
+
+def _key(tokens: Tensor) -> int:
+    """64 bits: that two of 10⁵ different texts get the same has a probability of 3 in 10¹⁰."""
+    digest = blake2b(tokens.to(torch.int64).numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

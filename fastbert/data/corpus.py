@@ -9,9 +9,11 @@ A directory holds
 - tokenizer.json, tokenizer_config.json: the tokenizer that was used (`get_tokenizer` reads the directory)
 """
 
+import gzip
 import json
 import os
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -32,20 +34,28 @@ from fastbert.files import write_text
 
 
 def read_texts(files: str | Path | Iterable[str | Path]) -> Iterator[str]:
-    """The lines of UTF-8 files without line ends, read as they are needed: one text a line.
+    """The lines of UTF-8 files without line ends, read as they are needed: one text a line. x.gz is decompressed.
 
-    Raises FileNotFoundError, and ValueError with file and byte for text that is not UTF-8.
+    Raises FileNotFoundError, and ValueError with file and byte for text that is not UTF-8, with the file for a damaged
+    .gz. Bytes are counted after decompression.
     """
     for path in [files] if isinstance(files, (str, Path)) else files:
-        with open(path, "rb") as file:
+        with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
             place = 0
-            for line in file:
+            for line in _whole(path, file):
                 try:
                     text = line.decode("utf-8")
                 except UnicodeDecodeError as error:
                     raise ValueError(f"{path} is not UTF-8 at byte {place + error.start}: {error.reason}") from None
                 yield (text if place else text.removeprefix("\ufeff")).rstrip("\r\n")
                 place += len(line)
+
+
+def _whole(path: str | Path, file: Iterable[bytes]) -> Iterator[bytes]:
+    try:
+        yield from file
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 # ---- writing

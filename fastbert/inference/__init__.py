@@ -7,6 +7,7 @@
 """
 
 from fastbert.auto import model_class_of, trained_model
+from fastbert.inference.mining import HardNegatives, mine_hard_negatives
 from fastbert.inference.plots import attention_figure, attention_of, plot_attention
 from fastbert.inference.predict import (
     Answer,
@@ -23,16 +24,19 @@ from fastbert.inference.predict import (
 from fastbert.inference.rerank import CrossEncoder
 from fastbert.inference.sentence_files import Dense
 from fastbert.inference.sentences import SentenceEncoder
-from fastbert.inference.vectors import quantize, similarity
+from fastbert.inference.vectors import nearest, quantize, similarity
+from fastbert.inference.workers import EncoderWorkers
 
 __all__ = [
     "Answer",
     "Answers",
     "CrossEncoder",
     "Dense",
+    "EncoderWorkers",
     "Entity",
     "EntityTagger",
     "Fill",
+    "HardNegatives",
     "Label",
     "MaskFiller",
     "QuestionAnswerer",
@@ -41,7 +45,9 @@ __all__ = [
     "attention_figure",
     "attention_of",
     "label_names",
+    "mine_hard_negatives",
     "model_class_of",
+    "nearest",
     "plot_attention",
     "quantize",
     "similarity",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from fastbert.inference import sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.sentence_files import SIMILARITIES, Dense, Recipe
 from fastbert.inference.vectors import check_vectors, similarity
+from fastbert.inference.workers import EncoderWorkers
 from fastbert.model import BertModel
 from fastbert.pooling import check_mode, pool
 
@@ -67,11 +69,12 @@ class SentenceEncoder:
         self.dense = nn.Sequential(*dense).to(self.device).eval()
         self.prompts, self.default_prompt_name = dict(prompts or {}), default_prompt_name
         self.include_prompt, self.similarity_name = include_prompt, similarity
-        self._width()
+        self.width  # noqa: B018
         self._prompt(None, default_prompt_name)
 
-    def _width(self) -> int:
-        """Of an embedding. Raises ValueError where one layer gives another width than the next one takes."""
+    @property
+    def width(self) -> int:
+        """How many numbers an embedding has. Raises ValueError where a layer gives others than the next one takes."""
         width = len(self._modes) * self.model.config.hidden_size
         for i, dense in enumerate(self.dense):
             if dense.linear.in_features != width:
@@ -143,16 +146,19 @@ class SentenceEncoder:
         truncate_dim: int | None = None,
         tokens_per_batch: int = 2048,
         progress: Callable[[int], None] | None = None,
+        workers: EncoderWorkers | None = None,
     ) -> Tensor:
         """(len(texts), C) float32 embeddings, on the model's device.
 
         prompt: goes before each text; prompt_name: the one of that name in `prompts`; neither: the default one, if
         there is one. truncate_dim: keeps so many numbers of each embedding, the first ones, as they are (`quantize`
         makes them smaller). tokens_per_batch: the most tokens in one forward, but always at least one text. progress:
-        called after each forward with its number of texts.
-        Raises as `tokenize` does, and ValueError for an unknown prompt_name and a truncate_dim below 1 or beyond C.
+        called after each forward with its number of texts. workers: processes that compute the forwards, which are the
+        same ones, so that on a CPU the vectors are the same bits where the library's products are.
+        Raises as `tokenize` does, ValueError for an unknown prompt_name, a truncate_dim below 1 or beyond C and workers
+        of another encoder, and what goes wrong in a worker.
         """
-        width, prompt = self._width(), self._prompt(prompt, prompt_name)
+        width, prompt = self.width, self._prompt(prompt, prompt_name)
         if truncate_dim is not None and not 0 < truncate_dim <= width:
             raise ValueError(f"truncate_dim is {truncate_dim}; expected 1 to {width}")
         if prompt:
@@ -160,11 +166,49 @@ class SentenceEncoder:
         ids = self.tokenize(texts)
         skip = 0 if self.include_prompt or not prompt else self._prompt_length(prompt)
         result = torch.empty(len(ids), truncate_dim or width, device=self.device, dtype=torch.float32)
-        for batch in batches([len(i) for i in ids], tokens_per_batch):
-            result[batch] = self.embed([ids[i] for i in batch], skip)[:, :truncate_dim]
+        cut = list(batches([len(i) for i in ids], tokens_per_batch))
+        if workers is not None and workers.encoder is not self:
+            raise ValueError("SentenceEncoder: workers are those of another encoder; expected this one's")
+        texts_of = ([ids[i] for i in batch] for batch in cut)
+        found = workers.embed(texts_of, skip) if workers else (self.embed(batch, skip) for batch in texts_of)
+        for batch, vectors in zip(cut, found, strict=True):
+            result[batch] = vectors[:, :truncate_dim].to(self.device)
             if progress:
                 progress(len(batch))
         return result
+
+    def workers(self, devices: int | Sequence[str | torch.device]) -> EncoderWorkers:
+        """New processes for `encode(..., workers=...)`, to be closed, best by `with encoder.workers(2) as workers:`.
+
+        devices: how many processes on the encoder's device, or the device of each, as ["cuda:0", "cuda:1"]. On CPUs
+        they share the threads that torch has here. A process imports the script that it comes from, which therefore
+        keeps what it runs below `if __name__ == "__main__":`. Equivalent to
+        SentenceTransformer.start_multi_process_pool.
+        Raises ValueError for no process, and what a process raises that cannot begin.
+        """
+        devices = [self.device] * devices if isinstance(devices, int) else list(devices)
+        if not devices:
+            raise ValueError("SentenceEncoder: workers of no process; expected at least 1, or a device for each")
+        return EncoderWorkers(self, devices)
+
+    def encode_query(self, texts: list[str], **options: Any) -> Tensor:
+        """`encode` with the prompt named "query", or none; options may choose another, by prompt or prompt_name.
+
+        Equivalent to `SentenceTransformer.encode_query` of a saved model, which never takes the default prompt.
+        """
+        return self.encode(texts, **self._prompted(options, "query"))
+
+    def encode_document(self, texts: list[str], **options: Any) -> Tensor:
+        """`encode` with the prompt named "document", or none; options may choose another, by prompt or prompt_name.
+
+        Equivalent to `SentenceTransformer.encode_document` of a saved model, which has a prompt of that name, if only
+        an empty one: one named "passage" has to be asked for.
+        """
+        return self.encode(texts, **self._prompted(options, "document"))
+
+    def _prompted(self, options: dict[str, Any], name: str) -> dict[str, Any]:
+        chosen = options.get("prompt") is not None or options.get("prompt_name") is not None
+        return options if chosen else {**options, "prompt": self.prompts.get(name, "")}
 
     def _prompt(self, prompt: str | None, name: str | None) -> str:
         if prompt is not None:
@@ -202,6 +246,21 @@ class SentenceEncoder:
         if self.similarity_name == "dot":
             return vectors @ others.T
         return -torch.cdist(vectors, others, p=1.0 if self.similarity_name == "manhattan" else 2.0)
+
+    def similarity_pairwise(self, vectors: Tensor, others: Tensor) -> Tensor:
+        """(N,): how similar each of vectors (N, C) is to that of others (N, C), by the same measure.
+
+        Equivalent to `similarity(vectors, others).diagonal()`. Raises ValueError for other shapes.
+        """
+        if vectors.shape != others.shape:
+            shapes = f"{tuple(vectors.shape)}, others {tuple(others.shape)}"
+            raise ValueError(f"similarity_pairwise: vectors has shape {shapes}; expected equal ones, (N, C)")
+        check_vectors(vectors, others)
+        if self.similarity_name == "cosine":
+            vectors, others = F.normalize(vectors, dim=-1), F.normalize(others, dim=-1)
+        if self.similarity_name in ("cosine", "dot"):
+            return (vectors * others).sum(-1)
+        return -torch.linalg.vector_norm(vectors - others, 1 if self.similarity_name == "manhattan" else 2, dim=-1)
 
     @property
     def device(self) -> torch.device:

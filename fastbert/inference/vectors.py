@@ -1,4 +1,6 @@
-"""Embeddings compared, and in fewer bytes."""
+"""Embeddings compared, searched, and in fewer bytes."""
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,49 @@ def check_vectors(vectors: Tensor, others: Tensor | None) -> Tensor:
             "and (M, C)"
         )
     return others
+
+
+def nearest(
+    vectors: Tensor,
+    others: Tensor,
+    k: int,
+    measure: Callable[[Tensor, Tensor], Tensor] = similarity,
+    *,
+    block: tuple[int, int] = (256, 16384),
+) -> tuple[Tensor, Tensor]:
+    """(scores, indices), each (N, min(k, M)): which of the others (M, C) are most alike to each vector (N, C).
+
+    The best come first, equal ones in their order. measure: gives (n, m) scores of (n, C) and (m, C), larger for more
+    alike, as `SentenceEncoder.similarity` does. block: rows and columns of scores that are in memory at once.
+    Equivalent to the first k columns of `measure(vectors, others).sort(descending=True, stable=True)`. Raises
+    ValueError for other shapes, and a k or block below 1.
+    """
+    check_vectors(vectors, others)
+    if min(k, *block) < 1:
+        raise ValueError(f"nearest: k is {k}; expected at least 1; block is {block}; expected at least (1, 1)")
+    found = [_nearest(rows, others, k, measure, block[1]) for rows in vectors.split(block[0])]
+    scores, indices = zip(*found, strict=True)
+    return torch.cat(scores), torch.cat(indices)
+
+
+def _nearest(rows: Tensor, others: Tensor, k: int, measure: Callable, columns: int) -> tuple[Tensor, Tensor]:
+    best, indices = measure(rows, others[:0]), torch.empty(len(rows), 0, device=rows.device, dtype=torch.int64)
+    for start in range(0, len(others), columns):
+        scores = measure(rows, others[start : start + columns])
+        here = torch.arange(start, start + scores.shape[1], device=rows.device).expand(len(rows), -1)
+        best, indices = _first(torch.cat([best, scores], 1), torch.cat([indices, here], 1), k)
+    return best, indices
+
+
+def _first(scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest scores of each row, equal ones in their order, and their indices. topk has no order for them."""
+    last = scores.topk(min(k, scores.shape[1]))
+    places = last.indices
+    tied = (scores >= last.values[:, -1:]).sum(1) > places.shape[1]
+    places[tied] = scores[tied].sort(descending=True, stable=True).indices[:, : places.shape[1]]
+    places = places.sort().values
+    order = scores.gather(1, places).sort(descending=True, stable=True)
+    return order.values, indices.gather(1, places).gather(1, order.indices)
 
 
 def quantize(vectors: Tensor, precision: str, calibration: Tensor | None = None) -> Tensor:

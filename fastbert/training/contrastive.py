@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastbert.ops.checks import sequences
 from fastbert.pooling import check_mode, pool
+from fastbert.training.contrastive_losses import WHOLE
 from fastbert.training.losses import Batch
 
 
@@ -29,7 +30,8 @@ class ContrastiveModel(nn.Module):
     encoder: `BertModel(config, add_pooling_layer=False)`, or a module that takes the same packed input and gives
     last_hidden_state. loss: one of this package, or a callable that takes embeddings (columns, B, C) and scores (or
     None) and returns the mean over the B tuples; if it has `in_batch`, a true one, it also takes a slice, of which rows
-    to return the mean. Once trained: `SentenceEncoder(model.encoder, tokenizer)`, with the same pooling.
+    to return the mean; if it has `skip_equal`, a true one, it takes the keys of the texts, (columns, B) int64, after
+    the slice. Once trained: `SentenceEncoder(model.encoder, tokenizer)`, with the same pooling.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ContrastiveModel(nn.Module):
         max_seqlen: int | None = None,
         columns: int = 2,
         labels: Tensor | None = None,
+        keys: Tensor | None = None,
     ) -> ContrastiveOutput:
         """A batch of ContrastiveCollator: packed texts, all anchors, then all positives, and so on; labels are scores.
 
@@ -76,21 +79,25 @@ class ContrastiveModel(nn.Module):
             raise ValueError("ContrastiveModel: max_tokens goes with DDP; FSDP2 needs as many forwards in each process")
         embeddings = torch.stack(self.embed(input_ids, cu_seqlens, max_seqlen).chunk(columns))  # FSDP2 warns of views
         with torch.autocast(embeddings.device.type, enabled=False):
-            return ContrastiveOutput(self._loss_of(embeddings, labels), embeddings)
+            keys = keys if getattr(self.loss, "skip_equal", False) else None
+            return ContrastiveOutput(self._loss_of(embeddings, labels, keys), embeddings)
 
     def _at_once(self, input_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
         hidden = self.encoder(input_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).last_hidden_state
         return pool(hidden, cu_seqlens, self.pooling)
 
-    def _loss_of(self, embeddings: Tensor, scores: Tensor | None) -> Tensor:
+    def _loss_of(self, embeddings: Tensor, scores: Tensor | None, keys: Tensor | None) -> Tensor:
         together = self.training and self.all_processes and getattr(self.loss, "in_batch", False)
-        if not (together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return self.loss(embeddings, scores)
-        counts = _counts(embeddings)
-        everyone = _Gather.apply(embeddings.transpose(0, 1), counts).transpose(0, 1)
-        before = sum(counts[: dist.get_rank()])
-        scores = None if scores is None else _Gather.apply(scores, counts)
-        return self.loss(everyone, scores, slice(before, before + embeddings.shape[1]))
+        own = WHOLE
+        if together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            counts = _counts(embeddings)
+            before = sum(counts[: dist.get_rank()])
+            own = slice(before, before + embeddings.shape[1])
+            embeddings = _Gather.apply(embeddings.transpose(0, 1), counts).transpose(0, 1)
+            scores = None if scores is None else _Gather.apply(scores, counts)
+            keys = None if keys is None else _Gather.apply(keys.T, counts).T
+        more = (own, keys) if keys is not None else () if own is WHOLE else (own,)
+        return self.loss(embeddings, scores, *more)
 
     @staticmethod
     def label_counts(batch: Batch) -> Tensor:

@@ -25,13 +25,15 @@ def contrastive_loss(
     *,
     scale: float = 20.0,
     similarity: str = "cosine",
+    ignored: Tensor | None = None,
 ) -> Tensor:
     """Each anchor is to find its own text among all candidates: a scalar, the mean over anchors.
 
     anchors: (B, C). candidates: (N, C). targets: (B,) int64, the row of each anchor's own; None for rows 0 to B - 1.
-    scale: what similarities are multiplied by, 1 / temperature. similarity: "cosine" or "dot". InfoNCE (van den Oord et
-    al., 2018, equation 4); MultipleNegativesRanking (Henderson et al., 2017, section 4.4). Equivalent to
-    F.cross_entropy(scale * F.normalize(anchors) @ F.normalize(candidates).T, targets).
+    scale: what similarities are multiplied by, 1 / temperature. similarity: "cosine" or "dot". ignored: (B, N) bool,
+    which candidates are no negatives of an anchor; never its own. InfoNCE (van den Oord et al., 2018, equation 4);
+    MultipleNegativesRanking (Henderson et al., 2017, section 4.4). Equivalent to
+    F.cross_entropy((scale * F.normalize(anchors) @ F.normalize(candidates).T).masked_fill(ignored, -inf), targets).
     Raises ValueError for fewer than two candidates, of which there is nothing to learn, and for invalid options.
     """
     _check_options("contrastive_loss", scale, similarity)
@@ -43,7 +45,8 @@ def contrastive_loss(
     if similarity == "cosine":
         anchors, candidates = F.normalize(anchors, dim=-1), F.normalize(candidates, dim=-1)
     targets = torch.arange(len(anchors), device=anchors.device) if targets is None else targets
-    return F.cross_entropy(scale * (anchors @ candidates.T), targets)
+    logits = scale * (anchors @ candidates.T)
+    return F.cross_entropy(logits if ignored is None else logits.masked_fill(ignored, -math.inf), targets)
 
 
 @dataclass(frozen=True)
@@ -51,25 +54,50 @@ class InBatchNegatives:
     """`contrastive_loss` with the positives and hard negatives of the whole batch as candidates of each anchor.
 
     symmetric: the mean of that and of the same the other way round, where a positive is to find its anchor among all
-    anchors. Hard negatives are candidates of anchors alone.
+    anchors. Hard negatives are candidates of anchors alone. skip_equal: texts that the batch itself shows to be right
+    are no negatives: for an anchor the candidates that equal its positive, and the positives of an equal anchor; for a
+    positive the anchors of an equal positive, and those that equal its anchor.
     """
 
     scale: float = 20.0
     symmetric: bool = False
     similarity: str = "cosine"
+    skip_equal: bool = False
     in_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_options("InBatchNegatives", self.scale, self.similarity)
 
-    def __call__(self, embeddings: Tensor, scores: Tensor | None = None, own: slice = WHOLE) -> Tensor:
-        """A scalar, the mean over own anchors. Raises ValueError for scores, and if there is no negative."""
+    def __call__(
+        self, embeddings: Tensor, scores: Tensor | None = None, own: slice = WHOLE, keys: Tensor | None = None
+    ) -> Tensor:
+        """A scalar, the mean over own anchors. keys: (columns, B) int64, of the texts, for skip_equal; equal texts have
+        equal ones. Raises ValueError for scores, for keys without skip_equal or the other way round, and if there is no
+        negative."""
         _check("InBatchNegatives", embeddings, scores)
+        if (keys is not None) != self.skip_equal or (keys is not None and keys.shape != embeddings.shape[:2]):
+            given = "none" if keys is None else f"of shape {tuple(keys.shape)}"
+            expected = f"{tuple(embeddings.shape[:2])}, as ContrastiveCollator makes them"
+            expected = expected if self.skip_equal else "none without skip_equal"
+            raise ValueError(f"InBatchNegatives: keys are {given}; expected {expected}")
         options = {"scale": self.scale, "similarity": self.similarity}
         anchors, positives, candidates = embeddings[0], embeddings[1], embeddings[1:].flatten(0, 1)
         targets = torch.arange(len(anchors), device=anchors.device)[own]
-        loss = contrastive_loss(anchors[own], candidates, targets, **options)
-        return (loss + contrastive_loss(positives[own], anchors, targets, **options)) / 2 if self.symmetric else loss
+        ignored = None if keys is None else _right(keys, targets)
+        loss = contrastive_loss(anchors[own], candidates, targets, ignored=ignored, **options)
+        if not self.symmetric:
+            return loss
+        ignored = None if keys is None else ignored[:, : len(anchors)]  # pairs that share a text, whichever way round
+        return (loss + contrastive_loss(positives[own], anchors, targets, ignored=ignored, **options)) / 2
+
+
+def _right(keys: Tensor, own: Tensor) -> Tensor:
+    """(len(own), candidates) bool: which are as right as an anchor's own positive, that itself left out."""
+    anchors, positives = keys[0], keys[1]
+    right = keys[1:].flatten() == positives[own, None]
+    right[:, : len(anchors)] |= anchors == anchors[own, None]
+    right[torch.arange(len(own), device=own.device), own] = False
+    return right
 
 
 @dataclass(frozen=True)
@@ -174,20 +202,20 @@ class Matryoshka:
     ) -> None:
         self.loss, self.dims = loss, tuple(dims)
         self.weights = (1.0,) * len(self.dims) if weights is None else tuple(weights)
-        self.in_batch = getattr(loss, "in_batch", False)
+        self.in_batch, self.skip_equal = (getattr(loss, name, False) for name in ("in_batch", "skip_equal"))
         if not self.dims or any(not isinstance(dim, int) or dim < 1 for dim in self.dims):
             raise ValueError(f"Matryoshka: dims are {self.dims}; expected one positive int or more")
         if len(self.weights) != len(self.dims):
             raise ValueError(f"Matryoshka: there are {len(self.weights)} weights and {len(self.dims)} dims")
 
-    def __call__(self, embeddings: Tensor, scores: Tensor | None = None, *own: slice) -> Tensor:
-        """A scalar. Raises ValueError for dims above C, and as the loss does."""
+    def __call__(self, embeddings: Tensor, scores: Tensor | None = None, *more: slice | Tensor) -> Tensor:
+        """A scalar. more: what else the loss takes. Raises ValueError for dims above C, and as the loss does."""
         if max(self.dims) > embeddings.shape[-1]:
             raise ValueError(
                 f"Matryoshka: dims are {self.dims}; expected at most the embeddings' size, {embeddings.shape[-1]}"
             )
         parts = (F.normalize(embeddings[..., :dim], dim=-1) for dim in self.dims)
-        return sum(weight * self.loss(part, scores, *own) for weight, part in zip(self.weights, parts, strict=True))
+        return sum(weight * self.loss(part, scores, *more) for weight, part in zip(self.weights, parts, strict=True))
 
 
 def _check_options(owner: str, scale: float, similarity: str = "cosine") -> None:

@@ -1,6 +1,7 @@
 """Contrastive training: losses as sentence-transformers', GradCache and processes as one plain batch, data."""
 
 import copy
+import gzip
 import json
 import math
 import os
@@ -162,6 +163,35 @@ def test_contrastive_loss_by_its_formula():
     assert found == pytest.approx(expected / 3, rel=1e-13)
     first = contrastive_loss(anchors, candidates, scale=7.0)
     assert torch.equal(first, contrastive_loss(anchors, candidates, torch.arange(3), scale=7.0)) and first != found
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_equal_texts_are_no_negatives(symmetric):
+    """By the formula of each anchor alone. Pairs 0 and 3 share an answer, 1 and 4 a question; a hard negative of pair 2
+    is its own answer, one of pair 5 is that of pairs 0 and 3."""
+    keys = torch.tensor([[0, 1, 2, 3, 1, 5], [10, 11, 12, 10, 14, 15], [20, 21, 12, 23, 24, 10]])
+    embeddings = torch.randn(3, 6, 5, dtype=torch.float64)
+    unit = F.normalize(embeddings, dim=-1).tolist()
+
+    def loss_of(query, own, negatives):
+        cosines = [20 * sum(a * b for a, b in zip(query, x, strict=True)) for x in (own, *negatives)]
+        return math.log(sum(map(math.exp, cosines))) - cosines[0]
+
+    right = {0: {3, 11}, 1: {4}, 2: {8}, 3: {0, 11}, 4: {1}, 5: set()}  # candidates 6 to 11 are hard negatives
+    candidates, expected = [*unit[1], *unit[2]], 0.0
+    for i, others in right.items():
+        expected += loss_of(unit[0][i], unit[1][i], [c for n, c in enumerate(candidates) if n not in {i, *others}])
+    if symmetric:
+        for i, others in right.items():
+            wrong = [x for n, x in enumerate(unit[0]) if n not in {i, *others}]
+            expected = expected + loss_of(unit[1][i], unit[0][i], wrong)
+        expected /= 2
+    loss = InBatchNegatives(symmetric=symmetric, skip_equal=True)
+    assert float(loss(embeddings, keys=keys)) == pytest.approx(expected / 6, rel=1e-12)
+    parts = [float(loss(embeddings, None, part, keys)) * n for part, n in ((slice(0, 2), 2), (slice(2, 6), 4))]
+    assert sum(parts) == pytest.approx(expected, rel=1e-12)
+    different = torch.arange(18).view(3, 6)
+    assert torch.equal(loss(embeddings, keys=different), InBatchNegatives(symmetric=symmetric)(embeddings))
 
 
 def test_a_triplet_of_one_text_has_finite_gradients():
@@ -373,14 +403,27 @@ class Ranks:
         x.copy_(sum(self.exchange(x)))
 
 
+def with_keys(batch):
+    """As ContrastiveCollator has them, by the tokens of the texts."""
+    texts = batch["input_ids"].split(batch["cu_seqlens"].diff().tolist())
+    keys = torch.tensor([sum(token * 99**place for place, token in enumerate(text.tolist()[:8])) for text in texts])
+    return batch | {"keys": keys.view(batch["columns"], -1)}
+
+
 @pytest.mark.parametrize(
-    ("loss", "columns", "scores"), [(InBatchNegatives(), 3, 0), (Matryoshka(CoSENT(), [48, 5]), 2, 1)]
+    ("loss", "columns", "scores"),
+    [
+        (InBatchNegatives(), 3, 0),
+        (Matryoshka(InBatchNegatives(skip_equal=True, symmetric=True), [48, 7]), 3, 0),
+        (Matryoshka(CoSENT(), [48, 5]), 2, 1),
+    ],
 )
 def test_negatives_of_all_ranks(monkeypatch, loss, columns, scores):
     """Three unequal shares of a batch: the sums of losses and of gradients are those of the whole."""
     texts, of_texts = tuples(0, 7, columns, scores)
+    texts[6][1] = texts[0][1]  # an answer of two ranks
     whole = ContrastiveModel(without_dropout().cpu(), loss).train()
-    expected = whole(**batch_of(texts, of_texts)).loss
+    expected = whole(**with_keys(batch_of(texts, of_texts))).loss
     expected.backward()
     ranks, shares = Ranks(3), [slice(0, 1), slice(1, 5), slice(5, 7)]
     models, losses = [copy.deepcopy(whole) for _ in shares], [None] * 3
@@ -388,7 +431,8 @@ def test_negatives_of_all_ranks(monkeypatch, loss, columns, scores):
 
     def work(rank):
         ranks.here.rank, share = rank, shares[rank]
-        inputs, model = batch_of(texts[share], of_texts if of_texts is None else of_texts[share]), models[rank]
+        own, model = batch_of(texts[share], of_texts if of_texts is None else of_texts[share]), models[rank]
+        inputs = with_keys(own)
         model.zero_grad()
         losses[rank] = model(**inputs).loss
         (losses[rank] * model.label_counts(inputs).item() / 7).backward()
@@ -399,12 +443,13 @@ def test_negatives_of_all_ranks(monkeypatch, loss, columns, scores):
     for thread in threads:
         thread.join()
     assert (losses[0] + 4 * losses[1] + 2 * losses[2]).item() / 7 == pytest.approx(expected.item(), rel=1e-12)
-    assert (len({round(loss.item(), 9) for loss in losses}) == 3) == isinstance(loss, InBatchNegatives)  # own anchors
+    of_own_anchors = not isinstance(getattr(loss, "loss", loss), CoSENT)
+    assert (len({round(loss.item(), 9) for loss in losses}) == 3) == of_own_anchors
     total = {name: sum(gradients(model)[name] for model in models) for name in gradients(whole)}
     assert_equal(total, gradients(whole))
     models[0].eval()  # an evaluation waits for nobody
     with torch.no_grad():
-        assert models[0](**batch_of(texts[:3], of_texts if of_texts is None else of_texts[:3])).loss > 0
+        assert models[0](**with_keys(batch_of(texts[:3], of_texts if of_texts is None else of_texts[:3]))).loss > 0
 
 
 @pytest.mark.slow
@@ -449,6 +494,9 @@ def test_columns_become_packed_texts(tmp_path):
     assert (found["columns"], found["max_seqlen"]) == (3, 9) and found["labels"].tolist() == [0.25, 1.0]
     assert found["labels"].dtype == torch.float32
     assert dataset.lengths[2] == sum(map(len, expected[::2]))
+    assert found["keys"].shape == (3, 2) and len(set(found["keys"].flatten().tolist())) == 6
+    again = ContrastiveCollator()([dataset[i] for i in (0, 1, 0)])["keys"]
+    assert torch.equal(again[:, [0, 2]], found["keys"][:, [1, 1]]) and again.dtype == torch.int64
     with pytest.raises(ValueError, match="drop_last goes with batch_size"):
         create_dataloader(dataset, ContrastiveCollator(), max_tokens=40, drop_last=True)
     batches = list(create_dataloader(dataset, ContrastiveCollator(), max_tokens=40, shuffle=False))
@@ -464,10 +512,64 @@ def test_columns_from_text_files(tmp_path):
     assert found["labels"].tolist() == [[1, 2], [3, 4]] and len(found["cu_seqlens"]) == 5
 
 
+def test_columns_of_several_files(tmp_path):
+    """JSON lines, compressed ones and Parquet give the same; so do numbers and lists of them."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = {"anchor": ["a", "é"], "positive": ["b", "c\nd"], "scores": [[1.0, 0.5], [0.25, 2.0]]}
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "x.jsonl").write_text(lines)
+    with gzip.open(tmp_path / "x.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write(lines)
+    parquet.write_table(arrow.table(columns), tmp_path / "x.parquet", row_group_size=1)
+    files = [tmp_path / name for name in ("x.jsonl", "x.jsonl.gz", "x.parquet")]
+    assert [read_columns(file) for file in files] == [columns] * 3
+    assert read_columns(map(str, files)) == {name: values * 3 for name, values in columns.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data[:-9], "x.parquet is no Parquet, or is damaged: "),
+        (lambda data: data[:8] + b"\xff" * 30 + data[38:], "x.parquet is no Parquet, or is damaged: "),
+        (lambda data: b"", "x.parquet is no Parquet, or is damaged: "),
+        (lambda data: data, "row 2 of .*x.parquet has null for positive; expected a value"),
+    ],
+)
+def test_refused_parquet(tmp_path, change, message):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"anchor": ["a", "b"], "positive": ["c", None]}), tmp_path / "x.parquet")
+    (tmp_path / "x.parquet").write_bytes(change((tmp_path / "x.parquet").read_bytes()))
+    with pytest.raises(ValueError, match=f"read_columns: .*{message}"):
+        read_columns(tmp_path / "x.parquet")
+    with pytest.raises(FileNotFoundError, match="none.parquet"):
+        read_columns(tmp_path / "none.parquet")
+
+
+def test_files_that_differ_are_refused_by_name(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "x.jsonl").write_text('{"anchor": "a", "positive": "b"}\n')
+    parquet.write_table(arrow.table({"anchor": ["a"], "negative": ["c"]}), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="row 1 of .*x.parquet has anchor, negative; expected anchor, positive"):
+        read_columns([tmp_path / "x.jsonl", tmp_path / "x.parquet"])
+
+
+@pytest.mark.parametrize("data", [b"text", gzip.compress(b"text " * 9)[:-4], gzip.compress(b"text")[:9] + b"\xff" * 9])
+def test_damaged_gzip_is_refused(tmp_path, data):
+    (tmp_path / "x.gz").write_bytes(data)
+    with pytest.raises(ValueError, match="x.gz is damaged: "):
+        list(read_texts(tmp_path / "x.gz"))
+
+
 # ---- what is refused
 
 PAIR, SCORES = torch.ones(2, 3, 4), torch.ones(3)
 REFUSED = {
+    "keys are none; expected \\(2, 3\\), as ContrastiveCollator makes them": lambda: InBatchNegatives(skip_equal=True)(
+        PAIR
+    ),
+    "keys are of shape \\(3,\\); expected \\(2, 3\\)": lambda: InBatchNegatives(skip_equal=True)(PAIR, keys=SCORES),
+    "keys are of shape \\(3,\\); expected none without skip_equal": lambda: InBatchNegatives()(PAIR, keys=SCORES),
     "there is 1 candidate; expected at least 2": lambda: InBatchNegatives()(PAIR[:, :1]),
     "has scores, which this loss does not read": lambda: InBatchNegatives()(PAIR, SCORES),
     "embeddings have shape \\(1, 3, 4\\); expected \\(at least 2 columns": lambda: InBatchNegatives()(PAIR[:1]),
@@ -542,6 +644,7 @@ def test_refused_types():
     [
         ('{"a": 1}\n{"a": 2, "b": 3}', "line 2 of .* has a, b; expected a"),
         ('{"a": 1}\n\n{"a": ', "line 3 of .* is no JSON"),
+        ('{"a": 1}\n{"a": null}', "line 2 of .*x.jsonl has null for a; expected a value"),
         ("[1, 2]", r"line 1 of .* has \[1, 2\]; expected an object"),
     ],
 )

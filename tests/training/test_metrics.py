@@ -299,6 +299,26 @@ def test_rankings_by_plain_formulas(k):
     assert metrics.recall_at_k(scores.tolist(), relevance.tolist(), k) == pytest.approx(recall / 12)
 
 
+def test_rankings_are_those_of_trec_eval_with_ties():
+    """trec_eval puts equal scores in falling order of the documents' names: names that fall keep the given order."""
+    trec = pytest.importorskip("pytrec_eval")
+    generator = np.random.default_rng(0)
+    scores = generator.integers(0, 4, (40, 25)) / 4
+    relevance = generator.integers(0, 4, (40, 25)) * (generator.random((40, 25)) < 0.3)
+    relevance[:, -1] = 1  # trec_eval knows no query without a relevant document
+    name = lambda i: f"{99 - i:02}"  # noqa: E731
+    of_query = lambda table, number: {  # noqa: E731
+        str(q): {name(i): number(x) for i, x in enumerate(row)} for q, row in enumerate(table.tolist())
+    }
+    measures = {"ndcg_cut.1,7,50", "recall.1,7,50", "recip_rank"}
+    results = trec.RelevanceEvaluator(of_query(relevance, int), measures).evaluate(of_query(scores, float)).values()
+    mean = lambda measure: np.mean([result[measure] for result in results])  # noqa: E731
+    for k in (1, 7, 50):
+        assert metrics.ndcg_at_k(scores, relevance, k) == pytest.approx(mean(f"ndcg_cut_{k}"))
+        assert metrics.recall_at_k(scores, relevance, k) == pytest.approx(mean(f"recall_{k}"))
+    assert metrics.mrr_at_k(scores, relevance, 25) == pytest.approx(mean("recip_rank"))
+
+
 def test_rankings_of_hand_made_cases():
     """Queries with different numbers of documents, equal scores, a document without a judgement."""
     scores, relevance = [[0.9, 0.8, 0.7], [1.0, 1.0], [3.0, 2.0, 1.0]], [[0, 3, 1], [0, 1], [-100, 0, 1]]

@@ -1,0 +1,187 @@
+"""Hard negatives: texts that an encoder takes for an anchor's answer, and that are not."""
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert.data.tokenizer import strings
+from fastbert.inference.rerank import CrossEncoder
+from fastbert.inference.sentences import SentenceEncoder
+from fastbert.inference.vectors import nearest
+
+
+class HardNegatives(NamedTuple):
+    """columns: anchors, positives and negatives, as ContrastiveDataset takes them. scores: of each row, the positive's
+    and then the negatives', as MarginMSE wants a teacher's."""
+
+    columns: dict[str, list[str]]
+    scores: list[list[float]]
+
+
+def mine_hard_negatives(
+    encoder: SentenceEncoder,
+    pairs: Mapping[str, Sequence[str]],
+    corpus: Sequence[str] = (),
+    *,
+    num_negatives: int = 3,
+    range_min: int = 0,
+    range_max: int | None = None,
+    max_score: float | None = None,
+    min_score: float | None = None,
+    absolute_margin: float | None = None,
+    relative_margin: float | None = None,
+    sampling: str = "top",
+    seed: int = 0,
+    triplets: bool = False,
+    cross_encoder: CrossEncoder | None = None,
+    query_prompt: str | None = None,
+    corpus_prompt: str | None = None,
+    **options: Any,
+) -> HardNegatives:
+    """For each anchor texts that are most alike to it, and are none of its positives.
+
+    pairs: two columns, the anchors first; an anchor may come with several positives. corpus: further candidates beside
+    all positives. Left out are those with a score above max_score or below min_score, above the score of the anchor's
+    worst positive less absolute_margin, or less relative_margin times its size. Of the others the range_max best count,
+    but the first range_min of them; None: range_min, the largest number of positives, and num_negatives, 10 times as
+    many where some may be left out. sampling: "top" takes the best, "random" any, by seed.
+
+    Scores are the encoder's similarities of vectors of length 1. cross_encoder: scores positives and candidates anew,
+    for all that comes after the search. query_prompt, corpus_prompt: texts; None as `encode_query` and
+    `encode_document`. options: for `encode`.
+
+    A row has num_negatives, "negative_1" and so on, and is missing if there are fewer; with triplets there is one for
+    each "negative". An anchor that the corpus holds is a candidate too: max_score leaves it out. Equivalent to
+    `sentence_transformers.util.mine_hard_negatives`, which rescores nothing where there are no bounds. Raises
+    ValueError for other columns, numbers and sampling, and for scores that are NaN; TypeError for what is not text.
+    """
+    names, anchors, positives = _columns(pairs)
+    bounds = _Bounds(max_score, min_score, absolute_margin, relative_margin)
+    limited = any(bound is not None for bound in bounds[:1] + bounds[1 if cross_encoder else 2 :])
+    most = max(Counter(anchors).values())
+    if range_max is None:
+        range_max = range_min + most + num_negatives * (10 if limited else 1)
+    _check(num_negatives, range_min, range_max, sampling)
+    corpus = list(dict.fromkeys([*strings("mine_hard_negatives", "corpus", corpus), *positives]))
+    own = _places(anchors, positives, corpus)
+
+    vectors = F.normalize(encoder.encode_document(corpus, prompt=corpus_prompt, **options), dim=-1)
+    asked = F.normalize(encoder.encode_query(list(own), prompt=query_prompt, **options), dim=-1)
+    scores, indices = nearest(asked, vectors, range_max + most, encoder.similarity)
+    right = _of_positives(encoder, asked, vectors, own)
+    if cross_encoder is not None:
+        scores, right = _rescored(cross_encoder, corpus, own, indices)
+    if scores.isnan().any():
+        raise ValueError("mine_hard_negatives: there are scores that are NaN; expected numbers")
+    choose = partial(_top, count=num_negatives)
+    if sampling == "random":
+        choose = partial(_random, count=num_negatives, generator=random.Random(seed))
+    rows = []
+    for values, found, (anchor, places), of_own in zip(scores.cpu(), indices.cpu(), own.items(), right, strict=True):
+        left = bounds.keep(values, of_own.min()) & ~torch.isin(found, torch.tensor(places))
+        order = values[left].sort(descending=True, stable=True)
+        ranked = list(zip(found[left][order.indices].tolist(), order.values.tolist(), strict=True))
+        negatives = [(corpus[i], score) for i, score in choose(ranked[range_min:range_max])]
+        rows += [(anchor, corpus[i], score, negatives) for i, score in zip(places, of_own.tolist(), strict=True)]
+    return _result(names, rows, num_negatives, triplets)
+
+
+class _Bounds(NamedTuple):
+    largest: float | None
+    least: float | None
+    absolute: float | None
+    relative: float | None
+
+    def keep(self, scores: Tensor, positive: Tensor) -> Tensor:
+        kept = torch.ones_like(scores, dtype=torch.bool)
+        if self.absolute is not None:
+            kept &= scores + self.absolute <= positive
+        if self.relative is not None:
+            kept &= scores <= positive - positive.abs() * self.relative
+        if self.largest is not None:
+            kept &= scores <= self.largest
+        if self.least is not None:
+            kept &= scores >= self.least
+        return kept
+
+
+Ranked = list[tuple[int, float]]
+
+
+def _top(ranked: Ranked, count: int) -> Ranked:
+    return ranked[:count]
+
+
+def _random(ranked: Ranked, count: int, generator: random.Random) -> Ranked:
+    """Draws from `count` at least, as sentence-transformers does, so that one seed gives the same negatives."""
+    drawn = generator.sample(range(max(len(ranked), count)), count)
+    return [ranked[i] for i in sorted(drawn) if i < len(ranked)]
+
+
+def _columns(pairs: Mapping[str, Sequence[str]]) -> tuple[list[str], list[str], list[str]]:
+    """The names, the anchors and the positives."""
+    if not isinstance(pairs, Mapping) or len(pairs) != 2:
+        given = list(pairs) if isinstance(pairs, Mapping) else type(pairs).__name__
+        raise ValueError(f"mine_hard_negatives: pairs is {given!r:.80}; expected two columns of texts by their names")
+    anchors, positives = (list(strings("mine_hard_negatives", name, texts)) for name, texts in pairs.items())
+    if len(anchors) != len(positives) or not anchors:
+        counts = f"{len(anchors)} anchors and {len(positives)} positives"
+        raise ValueError(f"mine_hard_negatives: there are {counts}; expected equal numbers above 0")
+    return list(pairs), anchors, positives
+
+
+def _check(count: int, first: int, last: int, sampling: str) -> None:
+    if count < 1 or first < 0 or last - first < count:
+        raise ValueError(
+            f"mine_hard_negatives: num_negatives is {count}, range_min {first}, range_max {last}; expected at least 1, "
+            "at least 0, and room for num_negatives between them"
+        )
+    if sampling not in ("top", "random"):
+        raise ValueError(f"mine_hard_negatives: sampling is {sampling!r}; expected 'top' or 'random'")
+
+
+def _places(anchors: Iterable[str], positives: Iterable[str], corpus: list[str]) -> dict[str, list[int]]:
+    """Of the positives of each anchor in the corpus, each once."""
+    place = {text: index for index, text in enumerate(corpus)}
+    found: dict[str, dict[int, None]] = {}
+    for anchor, positive in zip(anchors, positives, strict=True):
+        found.setdefault(anchor, {})[place[positive]] = None
+    return {anchor: list(places) for anchor, places in found.items()}
+
+
+def _of_positives(encoder: SentenceEncoder, asked: Tensor, vectors: Tensor, own: Mapping) -> Sequence[Tensor]:
+    """The scores of each anchor's positives, on the CPU."""
+    counts = [len(places) for places in own.values()]
+    rows = [row for row, count in enumerate(counts) for _ in range(count)]
+    places = [place for of_anchor in own.values() for place in of_anchor]
+    return encoder.similarity_pairwise(asked[rows], vectors[places]).cpu().split(counts)
+
+
+def _rescored(
+    cross_encoder: CrossEncoder, corpus: list[str], own: Mapping[str, list[int]], indices: Tensor
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """The scores of the candidates, and of the positives."""
+
+    def score(anchor: str, places: Sequence[int]) -> Tensor:
+        return cross_encoder.predict([(anchor, corpus[place]) for place in places]).cpu()
+
+    found = [score(anchor, places) for anchor, places in zip(own, indices.tolist(), strict=True)]
+    return torch.stack(found), [score(anchor, places) for anchor, places in own.items()]
+
+
+def _result(names: list[str], rows: list[tuple[str, str, float, list]], count: int, triplets: bool) -> HardNegatives:
+    if triplets:
+        rows = [(*row, [negative]) for *row, negatives in rows for negative in negatives]
+    else:
+        rows = [row for row in rows if len(row[3]) == count]
+    negatives = ["negative"] if triplets else [f"negative_{number + 1}" for number in range(count)]
+    columns = {names[0]: [row[0] for row in rows], names[1]: [row[1] for row in rows]}
+    for number, name in enumerate(negatives):
+        columns[name] = [row[3][number][0] for row in rows]
+    return HardNegatives(columns, [[row[2], *(score for _, score in row[3])] for row in rows])

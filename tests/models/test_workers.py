@@ -1,0 +1,165 @@
+"""A SentenceEncoder on several processes: the same vectors, and an end to every failure."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import TINY, minilm
+
+import fastbert
+from fastbert import BertModel, backends
+from fastbert.data import get_tokenizer
+from fastbert.inference import Dense, SentenceEncoder
+
+TEXTS = [f"{'word ' * (i % 7)}number {i}" for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return get_tokenizer(minilm())
+
+
+def small(tokenizer, **options):
+    torch.manual_seed(0)
+    config = TINY.changed(vocab_size=30522, initializer_range=0.3)
+    return SentenceEncoder(BertModel(config, add_pooling_layer=False), tokenizer, **options)
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Here as in the workers: the library's products are its own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer):
+    return small(tokenizer, dense=[Dense(48, 20)], prompts={"query": "find: "}, include_prompt=False)
+
+
+@pytest.fixture(scope="module")
+def workers(encoder, one_thread):
+    with encoder.workers(2) as workers:
+        yield workers
+
+
+def pids(workers):
+    return list(workers._executor._processes)
+
+
+def test_two_processes_give_the_same_bits(encoder, workers):
+    done = []
+    for options in ({"tokens_per_batch": 30}, {"truncate_dim": 7, "prompt_name": "query"}, {"prompt": "see "}):
+        found = encoder.encode(TEXTS, workers=workers, progress=done.append, **options)
+        assert torch.equal(found, encoder.encode(TEXTS, **options)), options
+    assert sum(done) == 3 * len(TEXTS) and len(done) > 10 and len(pids(workers)) == 2
+    assert torch.equal(encoder.encode_query(TEXTS, workers=workers), encoder.encode_query(TEXTS))
+    assert encoder.encode([], workers=workers).shape == (0, 20)
+
+
+def test_weights_are_shared(encoder, workers):
+    """With the processes that have begun already: what changes here changes there."""
+    weight = encoder.model.encoder.layer[0].output.dense.bias
+    assert weight.is_shared() and encoder.dense[0].linear.weight.is_shared()
+    before = encoder.encode(TEXTS, workers=workers)
+    with torch.no_grad():
+        weight += 1.0
+    try:
+        after = encoder.encode(TEXTS, workers=workers)
+        assert torch.equal(after, encoder.encode(TEXTS)) and not torch.equal(after, before)
+    finally:
+        with torch.no_grad():
+            weight -= 1.0
+
+
+def test_a_failure_is_raised_and_the_workers_go_on(encoder, workers):
+    with pytest.raises(TypeError, match=r"texts\[1\] is a int; expected a string"):
+        encoder.encode(["a", 1], workers=workers)
+    with pytest.raises(IndexError, match="30522"):  # in a worker, between batches that are right
+        list(workers.embed([[[101, 102]], [[101, 30522, 102]], *[[[101, 102]]] * 50]))
+    with pytest.raises(ValueError, match="workers are those of another encoder"):
+        small(encoder.tokenizer).encode(TEXTS, workers=workers)
+    assert torch.equal(encoder.encode(TEXTS, workers=workers), encoder.encode(TEXTS))
+
+
+def test_a_worker_that_is_killed_is_an_error(tokenizer):
+    """In a pool of its own, in the middle of its work, and before it; nobody waits for what will not come."""
+    encoder = small(tokenizer)
+    with fastbert.backend("reference"):  # is the workers' too
+        workers = encoder.workers(1)
+    assert workers._submit(backends.forced).result() == "reference"
+    assert workers._submit(torch.get_num_threads).result() == torch.get_num_threads()
+    (pid,) = pids(workers)
+    killed = []
+
+    def kill(count):
+        if not killed:
+            os.kill(pid, signal.SIGKILL)
+        killed.append(count)
+
+    with pytest.raises(RuntimeError, match="EncoderWorkers: a process has ended before its work was done"):
+        encoder.encode(TEXTS * 50, tokens_per_batch=30, workers=workers, progress=kill)
+    assert 0 < sum(killed) < len(TEXTS) * 50
+    with pytest.raises(RuntimeError, match="EncoderWorkers: a process has ended"):
+        encoder.encode(TEXTS, workers=workers)
+    workers.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_no_process_is_refused(encoder):
+    for devices in (0, []):
+        with pytest.raises(ValueError, match="workers of no process; expected at least 1"):
+            encoder.workers(devices)
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_begin_says_why(encoder):
+    device = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises((RuntimeError, AssertionError), match="CUDA|NVIDIA|invalid device"):
+        encoder.workers(["cpu", device])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_prepared_models_work_too(tokenizer, one_thread, precision):
+    encoder = small(tokenizer)
+    encoder.model = fastbert.prepare(encoder.model, precision)
+    with encoder.workers(["cpu", "cpu"]) as workers:
+        assert torch.equal(encoder.encode(TEXTS, workers=workers), encoder.encode(TEXTS))
+
+
+SCRIPT = """
+import torch
+from fastbert.inference import SentenceEncoder
+
+
+def main():
+    encoder = SentenceEncoder.from_pretrained("encoder")
+    with encoder.workers(2) as workers:
+        assert torch.equal(encoder.encode(["a", "b c"] * 9, workers=workers), encoder.encode(["a", "b c"] * 9))
+    print("equal")
+
+
+{call}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guarded", [True, False])
+def test_from_a_script(tmp_path, tokenizer, guarded):
+    """Without a guard its processes would start processes: an error, not a hang."""
+    small(tokenizer).save_pretrained(tmp_path / "encoder")
+    call = 'if __name__ == "__main__":\n    main()' if guarded else "main()"
+    (tmp_path / "script.py").write_text(SCRIPT.replace("{call}", call))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(fastbert.__file__).parents[1])}
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 120}
+    ended = subprocess.run([sys.executable, "script.py"], **options)
+    assert (ended.returncode == 0) == guarded and ("equal" in ended.stdout) == guarded, ended.stderr[-3000:]
+    assert guarded or "EncoderWorkers: a process has ended before its work was done" in ended.stderr
