@@ -7,6 +7,8 @@
 """
 
 from fastbert.auto import model_class_of, trained_model
+from fastbert.inference.multi_vector import MultiVectorEncoder
+from fastbert.inference.multi_vector_files import QueryExpansion
 from fastbert.inference.plots import attention_figure, attention_of, plot_attention
 from fastbert.inference.predict import (
     Answer,
@@ -24,6 +26,8 @@ from fastbert.inference.rerank import CrossEncoder
 from fastbert.inference.sentence_files import Dense
 from fastbert.inference.sentences import SentenceEncoder
 from fastbert.inference.vectors import quantize, similarity
+from fastbert.maxsim import maxsim, maxsim_pairs
+from fastbert.token_vectors import TokenVectors
 
 __all__ = [
     "Answer",
@@ -35,12 +39,17 @@ __all__ = [
     "Fill",
     "Label",
     "MaskFiller",
+    "MultiVectorEncoder",
+    "QueryExpansion",
     "QuestionAnswerer",
     "SentenceEncoder",
     "TextClassifier",
+    "TokenVectors",
     "attention_figure",
     "attention_of",
     "label_names",
+    "maxsim",
+    "maxsim_pairs",
     "model_class_of",
     "plot_attention",
     "quantize",
