@@ -80,7 +80,7 @@ class TokenVectors(nn.Module):
             packing = packing._replace(unseen=unseen)
             hidden = self.encoder(**inputs._asdict(), packing=packing).last_hidden_state
         kept = self._kept(ids, query)
-        vectors = self.dense(wide(hidden if kept is None else hidden[kept]))
+        vectors = wide(self.dense(wide(hidden if kept is None else hidden[kept])))  # autocast: dense layers give less
         return F.normalize(vectors, dim=-1) if self.normalize else vectors
 
     def _kept(self, ids: Tensor, query: bool) -> Tensor | None:

@@ -1,21 +1,18 @@
 """Multi-vector encoders: MaxSim by its formula, encodings and directories as sentence-transformers', in float64."""
 
 import copy
-import functools
 import json
 import string
-import tempfile
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_models import CONFIGS, TINY, assert_like, reference_masks
+from small_models import CONFIGS, TINY, assert_like, reference_masks, small_tokenizer
+from small_models import multi_vector_encoder as small
 from transformers import AutoConfig, AutoModel
 
 from fastbert import BertConfig, BertModel, maxsim, random, reference
-from fastbert.data import get_tokenizer
 from fastbert.inference import Dense, MultiVectorEncoder, QueryExpansion, maxsim_pairs
 from fastbert.maxsim import EMPTY
 from fastbert.ops.padding import cu_seqlens_of
@@ -176,31 +173,6 @@ def test_a_sequence_that_sees_nothing_is_zeros():
 QUERIES = ["", "what is it?", "a query of some more words, which is cut, and cut again " * 2]
 DOCUMENTS = ["", "A document: of words (and signs).", "!?.", "Something else, longer than the others are. " * 6]
 MARKED = {"query": "[unused0] ", "document": "[unused1] "}
-
-
-@functools.cache
-def small_tokenizer():
-    """BERT's, of letters, signs and a few words."""
-    special = ["[PAD]", *(f"[unused{i}]" for i in range(10)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    words = [*"query words text document what more cut others".split(), *string.ascii_lowercase, *string.punctuation]
-    with tempfile.TemporaryDirectory() as directory:
-        vocabulary = [*special, *words, *(f"##{letter}" for letter in string.ascii_lowercase)]
-        (Path(directory) / "vocab.txt").write_text("\n".join(vocabulary))
-        return get_tokenizer(directory)
-
-
-def small(**options):
-    """A model of random weights in which every part counts."""
-    torch.manual_seed(0)
-    tokenizer = small_tokenizer()
-    config = TINY.changed(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_dropout_prob=0.0,
-        initializer_range=0.3,
-        max_position_embeddings=64,
-    )
-    dense = options.pop("dense", [Dense(TINY.hidden_size, 16, bias=False, activation="Identity")])
-    return MultiVectorEncoder(BertModel(config, add_pooling_layer=False), tokenizer, dense=dense, **options)
 
 
 def theirs(directory):
