@@ -7,6 +7,7 @@
 """
 
 from fastbert.auto import model_class_of, trained_model
+from fastbert.inference.bge_m3 import M3Embeddings, M3Encoder, M3Scores
 from fastbert.inference.multi_vector import MultiVectorEncoder
 from fastbert.inference.multi_vector_files import QueryExpansion
 from fastbert.inference.plots import attention_figure, attention_of, plot_attention
@@ -38,6 +39,9 @@ __all__ = [
     "EntityTagger",
     "Fill",
     "Label",
+    "M3Embeddings",
+    "M3Encoder",
+    "M3Scores",
     "MaskFiller",
     "MultiVectorEncoder",
     "QueryExpansion",
