@@ -12,7 +12,7 @@ from small_models import CONFIGS, TINY, assert_like, reference_masks, small_toke
 from small_models import multi_vector_encoder as small
 from transformers import AutoConfig, AutoModel
 
-from fastbert import BertConfig, BertModel, maxsim, random, reference
+from fastbert import BertConfig, BertModel, hub, maxsim, random, reference
 from fastbert.inference import Dense, MultiVectorEncoder, QueryExpansion, maxsim_pairs
 from fastbert.maxsim import EMPTY
 from fastbert.ops.padding import cu_seqlens_of
@@ -473,3 +473,26 @@ def test_prepared(tmp_path):
     for method in ("encode_query", "encode_document"):
         found, contender, truth = (getattr(e, method)(["one text"])[0] for e in (prepared, made, exact))
         assert_like(found, truth, contender)
+
+
+def test_what_is_wanted_from_the_hub(monkeypatch, tmp_path):
+    """All that a directory of ours, of ColBERT's or of BGE-M3's holds and is read; of two forms of weights the safe."""
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    named = ["config.json", "modules.json", "1_Dense/config.json", "artifact.metadata", "2_MultiVectorMask/config.json"]
+    safe = ["model.safetensors", "1_Dense/model.safetensors", "sparse_linear.pt", "colbert_linear.pt"]
+    pickled = ["pytorch_model.bin", "1_Dense/pytorch_model.bin"]
+    (tmp_path / "model.safetensors").touch()
+    wanted = []
+
+    def snapshot(name, revision, allow_patterns):
+        wanted.append(list(filter_repo_objects([*named, *safe, *pickled, "x.onnx"], allow_patterns=allow_patterns)))
+        return tmp_path
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    hub.directory_of("someone/colbert")
+    hub.directory_of("someone/colbert", weights=False)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    hub.directory_of("someone/colbert")
+    assert wanted == [named + safe, named, named + safe, pickled]

@@ -347,11 +347,7 @@ def test_the_demo_shows_texts_as_they_arrive_and_sorted(search):
     (first, arriving), (second, by_length) = found
     assert (first, second) == ("as they arrive", "sorted by length")
     assert int(by_length) < int(arriving)
-    assert (
-        status == 0
-        and re.search(r"(attention|encoder_layer)_fwd: ", output)
-        and "without a return statement?" in output
-    )
+    assert status == 0 and re.search(r"(attention|encoder_layer)_fwd: ", output) and "without a return statement?" in output
 
 
 def test_the_demo_fails_where_embeddings_differ(search, monkeypatch):
