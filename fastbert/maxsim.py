@@ -27,8 +27,8 @@ def maxsim(
     block: how many products of two tokens are in memory at once, but at least those of a query with a document; what
     the backward keeps is the vectors and, for each token of a query and each document, which token was the largest (of
     equal ones the first), int64. The host waits for both cu_seqlens. Equivalent to
-    (queries @ document.T).amax(-1).split(lengths)... for each document: ColBERT (Khattab and Zaharia, 2020, section
-    3.3). Raises ValueError and TypeError for tensors that do not fit each other.
+    torch.stack([torch.stack([(q @ d.T).amax(-1).sum() for d in documents]) for q in queries]) of single texts: ColBERT
+    (Khattab and Zaharia, 2020, section 3.3). Raises ValueError and TypeError for tensors that do not fit each other.
     """
     rows, columns = _ends("maxsim", queries, cu_seqlens_q, documents, cu_seqlens_d)
     queries, documents = wide(queries), wide(documents)
@@ -37,17 +37,14 @@ def maxsim(
         found = []
         for first, last in _blocks(lengths, max(block // max(longest, 1), 1), padded=False):
             part = queries[rows[first] : rows[last]]
-            sizes = (max(len(part), 1), block, lengths[first:last])
-            found.append(_of_block(part, documents, columns, *sizes))
+            found.append(_of_block(part, lengths[first:last], documents, columns, block))
         return torch.cat(found) if found else queries.new_zeros(0, len(columns) - 1)
 
 
-def _of_block(
-    queries: Tensor, documents: Tensor, ends: list[int], width: int, block: int, lengths: list[int]
-) -> Tensor:
+def _of_block(queries: Tensor, lengths: list[int], documents: Tensor, ends: list[int], block: int) -> Tensor:
     """(queries, documents) scores of all queries at once with documents block by block."""
     scores = []
-    for first, last in _blocks(_lengths(ends), max(block // width, 1)):
+    for first, last in _blocks(_lengths(ends), max(block // max(len(queries), 1), 1)):
         grid, real = _padded(documents[ends[first] : ends[last]], _lengths(ends[first : last + 1]))
         largest = _largest(grid, real, queries)  # (documents, tokens of the queries)
         scores.append(torch.stack([part.sum(-1) for part in largest.split(lengths, -1)]))
@@ -76,9 +73,8 @@ def maxsim_pairs(
         scores = [queries.new_zeros(0)]
         for first, last in _blocks(_lengths(columns), max(block // max(width, 1), 1)):
             grid, real = _padded(documents[columns[first] : columns[last]], _lengths(columns[first : last + 1]))
-            own, asked = _padded(queries[rows[first] : rows[last]], _lengths(rows[first : last + 1]))
-            largest = _largest(grid, real, own).masked_fill(~asked, 0)
-            scores.append(largest.sum(-1).masked_fill(~real.any(-1), EMPTY))
+            own, _ = _padded(queries[rows[first] : rows[last]], _lengths(rows[first : last + 1]))  # zeros add nothing
+            scores.append(_largest(grid, real, own).sum(-1).masked_fill(~real.any(-1), EMPTY))
         return torch.cat(scores)
 
 
