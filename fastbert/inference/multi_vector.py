@@ -12,7 +12,7 @@ from fastbert.data.collator import PackingCollator
 from fastbert.data.contrastive import ContrastiveDataset
 from fastbert.data.encode import COLUMNS, cut_encodings
 from fastbert.data.tokenizer import copy_of, get_tokenizer, save_tokenizer, special_token_id, strings, text_of
-from fastbert.inference import multi_vector_files
+from fastbert.inference import multi_vector_files, sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.multi_vector_files import FORMATS, SIMILARITIES, TASKS, QueryExpansion, Recipe
 from fastbert.inference.sentence_files import Dense
@@ -144,7 +144,7 @@ class MultiVectorEncoder:
         )  # fmt: skip
         if format == "colbert":
             multi_vector_files.colbert_settings(recipe)  # before anything is written
-        multi_vector_files.begin(directory)
+        sentence_files.begin(directory)
         if format == "colbert":
             multi_vector_files.write_colbert(recipe, self.model)
         else:

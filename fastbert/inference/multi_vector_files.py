@@ -18,7 +18,6 @@ from fastbert import checkpoint
 from fastbert.files import write_text
 from fastbert.inference.sentence_files import (
     Dense,
-    begin,
     max_length_of,
     read_dense,
     read_json,
@@ -239,7 +238,7 @@ def write(recipe: Recipe) -> None:
     if recipe.normalize:
         write_json(directory / paths[-1], names)
     lengths = {"max_seq_length": recipe.max_length, "query_length": recipe.query_length}
-    lengths |= {"document_length": recipe.document_length, "query_expansion": vars_of(recipe.expansion)}
+    lengths |= {"document_length": recipe.document_length, "query_expansion": _settings(recipe.expansion)}
     write_json(directory, lengths, "sentence_bert_config.json")
     settings = {"model_type": "MultiVectorEncoder", "prompts": dict(recipe.prompts), "default_prompt_name": None}
     write_json(directory, settings | {"similarity_fn_name": recipe.similarity}, "config_sentence_transformers.json")
@@ -256,7 +255,7 @@ def write(recipe: Recipe) -> None:
     write_json(directory, listed, "modules.json")
 
 
-def vars_of(expansion: QueryExpansion | None) -> dict[str, Any] | None:
+def _settings(expansion: QueryExpansion | None) -> dict[str, Any] | None:
     return None if expansion is None else dict(vars(expansion))
 
 
@@ -306,6 +305,3 @@ def write_colbert(recipe: Recipe, model: Any) -> None:
         directory, config, state | {"linear.weight": recipe.dense[0].linear.weight.detach().to(model.dtype)}
     )
     write_text(directory / "artifact.metadata", json.dumps(settings, indent=2) + "\n")
-
-
-__all__ = ["FORMATS", "SIMILARITIES", "TASKS", "QueryExpansion", "Recipe", "begin", "read", "write", "write_colbert"]
