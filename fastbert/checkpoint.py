@@ -297,7 +297,12 @@ def read(directory: str | Path) -> dict[str, Tensor]:
         return _read_shards(directory, index)
     if not pickled.exists():
         raise FileNotFoundError(f"{directory} holds no model.safetensors, no {index.name} and no pytorch_model.bin")
-    return _read(pickled, lambda path: torch.load(path, map_location="cpu", weights_only=True))
+    return read_pickled(pickled)
+
+
+def read_pickled(path: Path) -> dict[str, Tensor]:
+    """A state dict that torch.save wrote: tensors only, never code. Raises ValueError for anything else."""
+    return _read(path, lambda path: torch.load(path, map_location="cpu", weights_only=True))
 
 
 def _read_shards(directory: Path, index: Path) -> dict[str, Tensor]:

@@ -3,9 +3,11 @@
 import re
 from pathlib import Path
 
-FILES = ("*.json", "vocab.txt", "merges.txt")  # configuration and tokenizer, sentence-transformers' folders too
-WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")
-PICKLED = ("pytorch_model.bin",)
+# configuration and tokenizer, sentence-transformers' folders too, and ColBERT's settings
+FILES = ("*.json", "vocab.txt", "merges.txt", "artifact.metadata")
+# of the model, and of what comes after it: sentence-transformers' Dense, BGE-M3's linear layers
+WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "*_Dense/model.safetensors", "*_linear.pt")
+PICKLED = ("pytorch_model.bin", "*_Dense/pytorch_model.bin")
 NAME = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?")
 
 
@@ -25,7 +27,7 @@ def directory_of(source: str | Path, *, weights: bool = True) -> Path:
     folder = _snapshot(*name.groups(), (*FILES, *WEIGHTS) if weights else FILES)
     if weights and not any(folder.glob("model*.safetensors")):
         folder = _snapshot(*name.groups(), PICKLED)
-    if weights and not any(path for pattern in ("model*.safetensors", *PICKLED) for path in folder.glob(pattern)):
+    if weights and not any(path for pattern in ("model*.safetensors", PICKLED[0]) for path in folder.glob(pattern)):
         raise FileNotFoundError(f"the hub's cache has not all of {source}: run `hf download {name[1]}` with a network")
     return folder
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fastbert import backends, config, distances, ops, random
 from fastbert.families import LayerFacts
 from fastbert.ops import checks
-from fastbert.ops.attention import RelativePositions, attention_unchecked
+from fastbert.ops.attention import RelativePositions, attention_to_seen, attention_unchecked
 from fastbert.ops.encoder_layer import Settings, run_layer
 from fastbert.ops.layer_norm import drop_rows
 from fastbert.ops.op import autocast_dtype, needs_grad
@@ -410,13 +410,17 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """(T, C) -> what the heads give, (T, C), and the attention weights in the caller's form where they are wanted."""
     parts.check_dropout()
+    if packing.unseen is not None and with_weights:
+        raise ValueError("output_attentions of a batch with unseen tokens; expected none of them, or no weights")
     attending = (packing.cu_seqlens, packing.max_seqlen)
     positions = positions_of(parts, given, rng, turn)
     options = {"scale": parts.scaling, "dropout_p": parts.p, "rng": rng, "site": random.layer_sites(turn)[0]}
     if with_weights and torch.is_grad_enabled():
         return _attend_by_weights(parts, hidden, packing, options | {"positions": positions})
     qkv = project_qkv(hidden, parts.projections, parts.heads)
-    if positions is None:
+    if packing.unseen is not None:
+        context = attention_to_seen(qkv, *attending, packing.unseen, **options, positions=positions)
+    elif positions is None:
         context = attention_unchecked(qkv, *attending, **options)
     else:
         context = relative_attention_unchecked(qkv, *attending, positions, **options)
@@ -458,7 +462,7 @@ def encoder_layer(
     gathers them there).
     """
     context = weights = None
-    if with_weights or given is not None:
+    if with_weights or given is not None or packing.unseen is not None:
         context, weights = attend(parts.attention, hidden, packing, rng, turn, with_weights, given)
     if not with_weights:
         whole = _as_one(parts, hidden, packing, rng, turn, context)

@@ -33,6 +33,7 @@ class Packing(NamedTuple):
     flattened grid, None when all are visible. real: (T,) bool, which of those rows are tokens, None when all are.
     starts_visible: whether every sequence has a token in column 0 (not known in compiled code, and then True).
     filled: () how many sequences, the first ones, are the caller's, None when all: the rest fills a captured batch up.
+    unseen: (T,) bool, tokens that no token attends to, and that attend to the others; None when there are none.
     """
 
     cu_seqlens: Tensor
@@ -44,6 +45,7 @@ class Packing(NamedTuple):
     real: Tensor | None = None
     starts_visible: bool = True
     filled: Tensor | None = None
+    unseen: Tensor | None = None
 
     def check(self, op: str, rows: Tensor | None, *others: Any) -> None:
         """Of a Packing that was handed down: `rows` are its tokens, and nothing else says where they are."""

@@ -1,15 +1,21 @@
 """Small models for the tests, and the real one; batches for them; the dropout masks that they ought to use."""
 
+import functools
 import importlib.util
+import string
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from fastbert import BertConfig, BertModel, random, testing
+from fastbert.data import get_tokenizer
+from fastbert.inference import Dense, MultiVectorEncoder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where models are tested
 
@@ -122,6 +128,31 @@ def assert_like(found: Tensor, truth: Tensor, contender: Tensor) -> None:
     """The accuracy rule for what whole models give. truth: in float64, by another library, whose float32 contends."""
     ours, exact, theirs = (testing.Result({"output": x}, {}) for x in (found, truth, contender))
     testing.assert_rows(testing.compare(ours, exact, [theirs], factor=3.0))
+
+
+@functools.cache
+def small_tokenizer() -> Tokenizer:
+    """BERT's, of letters, signs and a few words."""
+    special = ["[PAD]", *(f"[unused{i}]" for i in range(10)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = [*"query words text document what more cut others".split(), *string.ascii_lowercase, *string.punctuation]
+    with tempfile.TemporaryDirectory() as directory:
+        vocabulary = [*special, *words, *(f"##{letter}" for letter in string.ascii_lowercase)]
+        (Path(directory) / "vocab.txt").write_text("\n".join(vocabulary))
+        return get_tokenizer(directory)
+
+
+def multi_vector_encoder(**options) -> MultiVectorEncoder:
+    """A model of random weights in which every part counts."""
+    torch.manual_seed(0)
+    tokenizer = small_tokenizer()
+    config = TINY.changed(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_dropout_prob=0.0,
+        initializer_range=0.3,
+        max_position_embeddings=64,
+    )
+    dense = options.pop("dense", [Dense(TINY.hidden_size, 16, bias=False, activation="Identity")])
+    return MultiVectorEncoder(BertModel(config, add_pooling_layer=False), tokenizer, dense=dense, **options)
 
 
 def minilm() -> Path:

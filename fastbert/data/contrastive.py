@@ -83,17 +83,17 @@ class ContrastiveDataset(TokenizedDataset):
         *,
         scores: Sequence[Any] | None = None,
         prompts: Mapping[str, str] | None = None,
-        max_length: int = 512,
+        max_length: int | Mapping[str, int] = 512,
         truncation: bool = True,
     ) -> None:
         """columns: the anchors first, their positives, then hard negatives, under any names. scores: for each tuple a
         number or a list of them, as the loss wants them. prompts: by column, what is put before each of its texts.
 
-        max_length: of each text with its prompt and special tokens. truncation: True cuts there, and warns once a
-        column with the count; False raises ValueError. Raises ValueError for columns of unequal length, a text without
-        tokens (or, with a prompt, of nothing but white space), fewer than two columns, a prompt for no column, and
-        scores that are not finite or of unequal length; TypeError for columns without names, and texts that are not
-        strings.
+        max_length: of each text with its prompt and special tokens, or by column. truncation: True cuts there, and
+        warns once a column with the count; False raises ValueError. Raises ValueError for columns of unequal length, a
+        text without tokens (or, with a prompt, of nothing but white space), fewer than two columns, a prompt for no
+        column, max_length of other columns, and scores that are not finite or of unequal length; TypeError for columns
+        without names, and texts that are not strings.
         """
         owner, prompts = "ContrastiveDataset", dict(prompts or {})
         check_truncation(owner, truncation, True, False)
@@ -103,13 +103,16 @@ class ContrastiveDataset(TokenizedDataset):
         if len(texts) < 2 or not prompts.keys() <= texts.keys():
             given = f"columns {list(texts)} and prompts for {list(prompts)}"
             raise ValueError(f"{owner}: there are {given}; expected two columns or more, and prompts for some of them")
+        lengths_of = max_length if isinstance(max_length, Mapping) else dict.fromkeys(texts, max_length)
+        if lengths_of.keys() != texts.keys():
+            raise ValueError(f"{owner}: max_length is of {list(lengths_of)}; expected one of each of {list(texts)}")
         check_counts(owner, **texts, scores=scores)
         encoded = [
             encode(
                 owner,
                 _prompted(owner, name, column, prompts.get(name)),
                 tokenizer,
-                max_length=max_length,
+                max_length=lengths_of[name],
                 truncation=truncation,
                 where=lambda index, side, name=name: f"{name}[{index}]",
             )

@@ -7,7 +7,10 @@
 """
 
 from fastbert.auto import model_class_of, trained_model
+from fastbert.inference.bge_m3 import M3Embeddings, M3Encoder, M3Scores
 from fastbert.inference.mining import HardNegatives, mine_hard_negatives
+from fastbert.inference.multi_vector import MultiVectorEncoder
+from fastbert.inference.multi_vector_files import QueryExpansion
 from fastbert.inference.plots import attention_figure, attention_of, plot_attention
 from fastbert.inference.predict import (
     Answer,
@@ -26,6 +29,8 @@ from fastbert.inference.sentence_files import Dense
 from fastbert.inference.sentences import SentenceEncoder
 from fastbert.inference.vectors import nearest, quantize, similarity
 from fastbert.inference.workers import EncoderWorkers
+from fastbert.maxsim import maxsim, maxsim_pairs
+from fastbert.token_vectors import TokenVectors
 
 __all__ = [
     "Answer",
@@ -38,14 +43,22 @@ __all__ = [
     "Fill",
     "HardNegatives",
     "Label",
+    "M3Embeddings",
+    "M3Encoder",
+    "M3Scores",
     "MaskFiller",
+    "MultiVectorEncoder",
+    "QueryExpansion",
     "QuestionAnswerer",
     "SentenceEncoder",
     "TextClassifier",
+    "TokenVectors",
     "attention_figure",
     "attention_of",
     "label_names",
     "mine_hard_negatives",
+    "maxsim",
+    "maxsim_pairs",
     "model_class_of",
     "nearest",
     "plot_attention",

@@ -60,7 +60,7 @@ class CrossEncoder(Predictor):
         progress: is called with the number of pairs of each batch. Raises TypeError for anything but pairs of strings,
         ValueError for a score that is not a number.
         """
-        rows = self._encode(_pairs(pairs))
+        rows = self._encode(pairs_of("CrossEncoder", pairs))
         scores = torch.empty(len(rows), self.config.num_labels, device=self.device, dtype=torch.float32)
         for batch in self._batches(rows):
             scores[batch.texts] = self._scores(batch.inputs)
@@ -110,11 +110,11 @@ def _configured(config: BertConfig) -> str | None:
     return entry.get(name) and activation_name("the model's configuration", name, entry[name])
 
 
-def _pairs(pairs: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
-    """Raises TypeError for anything but pairs of strings, ValueError as text_of does."""
+def pairs_of(owner: str, pairs: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
+    """The pairs of texts. Raises TypeError for anything but pairs of strings, ValueError as text_of does."""
     found = []
     for index, pair in enumerate([pairs] if isinstance(pairs, str) else pairs):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"CrossEncoder: pairs[{index}] is {repr(pair):.60}; expected two texts, (text, text)")
-        found.append(tuple(text_of("CrossEncoder", f"pairs[{index}][{i}]", part) for i, part in enumerate(pair)))
+            raise TypeError(f"{owner}: pairs[{index}] is {repr(pair):.60}; expected two texts, (text, text)")
+        found.append(tuple(text_of(owner, f"pairs[{index}][{i}]", part) for i, part in enumerate(pair)))
     return found

@@ -31,15 +31,31 @@ def new_activation(owner: str, name: str) -> nn.Module:
 
 
 class Dense(nn.Module):
-    """A dense layer behind the pooling: activation(linear(x)), (B, in_features) -> (B, out_features)."""
+    """A dense layer behind the pooling, or behind each token: activation(linear(x)), (B, in_features) -> (B,
+    out_features)."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, activation: str = "Tanh") -> None:
-        """activation: the name of its class, one of ACTIVATIONS. Raises ValueError for another."""
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: str = "Tanh",
+        residual: bool = False,
+    ) -> None:
+        """activation: the name of its class, one of ACTIVATIONS. residual: x is added to the result, where the sizes
+        differ through a linear layer without bias. Raises ValueError for another activation."""
         super().__init__()
         self.linear, self.activation = nn.Linear(in_features, out_features, bias), new_activation("Dense", activation)
+        self.adds = residual
+        if residual and in_features != out_features:
+            self.residual = nn.Linear(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.activation(self.linear(x.to(self.linear.weight.dtype))).to(x.dtype)
+        given = x.to(self.linear.weight.dtype)
+        out = self.activation(self.linear(given))
+        if self.adds:
+            out = out + (self.residual(given) if hasattr(self, "residual") else given)
+        return out.to(x.dtype)
 
 
 class Recipe(NamedTuple):
@@ -61,29 +77,29 @@ class Recipe(NamedTuple):
 
 def read(directory: Path) -> Recipe:
     """Of a directory without modules.json: mean pooling, normalised. Raises ValueError for what is not supported."""
-    modules = _json(directory / "modules.json")
+    modules = read_json(directory / "modules.json")
     if not modules:
         if (directory / "1_Pooling" / "config.json").exists():
             raise ValueError(f"{directory} has a pooling and no modules.json: saving was interrupted; save it again")
-        return Recipe(directory, max_length=_max_length(directory, directory))
+        return Recipe(directory, max_length=max_length_of(directory, directory))
     kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
     middle = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
     if kinds[:2] != ["Transformer", "Pooling"] or set(middle) - {"Dense"}:
         expected = "Transformer, Pooling[, Dense ...][, Normalize]"
         raise ValueError(f"{directory} has the modules {', '.join(kinds)}; expected {expected}")
     folders = [directory / module["path"] for module in modules]
-    pooling = _json(folders[1] / "config.json")
-    more = _json(directory / "config_sentence_transformers.json")
+    pooling = read_json(folders[1] / "config.json")
+    more = read_json(directory / "config_sentence_transformers.json")
     return Recipe(
         folders[0],
         _pooling(directory, pooling),
-        tuple(_dense(folder) for folder in folders[2 : 2 + len(middle)]),
+        tuple(read_dense(folder) for folder in folders[2 : 2 + len(middle)]),
         kinds[-1] == "Normalize",
         pooling.get("include_prompt", True),
         more.get("prompts") or {},
         more.get("default_prompt_name"),
         more.get("similarity_fn_name") or "cosine",
-        _max_length(folders[0], directory),
+        max_length_of(folders[0], directory),
     )
 
 
@@ -95,14 +111,16 @@ def _pooling(directory: Path, settings: dict[str, Any]) -> tuple[str, ...]:
         raise ValueError(f"{directory}: {error}") from None
 
 
-def _dense(folder: Path) -> Dense:
-    settings = _json(folder / "config.json")
-    names = {settings.get(key) or "sentence_embedding" for key in ("module_input_name", "module_output_name")}
-    if names != {"sentence_embedding"}:
-        raise ValueError(f"{folder}: a Dense of {', '.join(sorted(names))}; expected one of sentence_embedding alone")
+def read_dense(folder: Path, feature: str = "sentence_embedding") -> Dense:
+    """feature: what it is of, and what it is of where the directory does not say."""
+    settings = read_json(folder / "config.json")
+    names = {settings.get(key) or feature for key in ("module_input_name", "module_output_name")}
+    if names != {feature}:
+        raise ValueError(f"{folder}: a Dense of {', '.join(sorted(names))}; expected one of {feature} alone")
     activation = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
     sizes = settings["in_features"], settings["out_features"], settings.get("bias", True)
-    dense = Dense(*sizes, activation_name(folder, "activation_function", activation))
+    residual = settings.get("use_residual", False)
+    dense = Dense(*sizes, activation_name(folder, "activation_function", activation), residual)
     if (folder / "model.safetensors").exists():
         state = load_file(folder / "model.safetensors")
     else:
@@ -123,32 +141,32 @@ def read_cross_encoder(directory: Path) -> dict[str, Any]:
 
     Since release 5.4 sentence-transformers writes modules.json and, beside it, the activation.
     """
-    modules = _json(directory / "modules.json")
+    modules = read_json(directory / "modules.json")
     if not modules:
         return {"activation": None, "max_length": _tokenizer_length(directory)}
     kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
     if kinds != ["Transformer"]:
         raise ValueError(f"{directory} has the modules {', '.join(kinds)}; expected Transformer alone")
-    settings = _json(directory / "config_sentence_transformers.json")
+    settings = read_json(directory / "config_sentence_transformers.json")
     if prompt := (settings.get("prompts") or {}).get(settings.get("default_prompt_name")):
         raise ValueError(f"{directory} has the default prompt {prompt!r}; expected none: put it before your queries")
     path = settings.get("activation_fn")
     activation = path and activation_name(directory, "activation_fn", path)
-    return {"activation": activation, "max_length": _max_length(directory, directory)}
+    return {"activation": activation, "max_length": max_length_of(directory, directory)}
 
 
-def _max_length(folder: Path, directory: Path) -> int | None:
+def max_length_of(folder: Path, directory: Path) -> int | None:
     """As sentence-transformers wrote it, or since release 6 the tokenizer."""
-    settings = _json(folder / "sentence_bert_config.json") or _json(directory / "sentence_bert_config.json")
+    settings = read_json(folder / "sentence_bert_config.json") or read_json(directory / "sentence_bert_config.json")
     return settings.get("max_seq_length") or _tokenizer_length(folder)
 
 
 def _tokenizer_length(folder: Path) -> int | None:
-    longest = _json(folder / "tokenizer_config.json").get("model_max_length")
+    longest = read_json(folder / "tokenizer_config.json").get("model_max_length")
     return None if longest is None or longest >= 1e20 else int(longest)  # larger values mean "unknown"
 
 
-def _json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     """The file's content; {} if there is no file. Raises ValueError for invalid JSON."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -171,24 +189,25 @@ def write(recipe: Recipe, width: int) -> None:
     modes = recipe.pooling[0] if len(recipe.pooling) == 1 else list(recipe.pooling)
     pooling = {"word_embedding_dimension": width, "pooling_mode": modes, "include_prompt": recipe.include_prompt}
     # both spellings: releases before 5.4 know the single names alone
-    _write(directory / "1_Pooling", pooling | {name: mode in recipe.pooling for name, mode in _LEGACY.items()})
+    write_json(directory / "1_Pooling", pooling | {name: mode in recipe.pooling for name, mode in _LEGACY.items()})
     for path, dense in zip(paths[2:], recipe.dense, strict=False):
-        _write_dense(directory / path, dense)
-    _write(directory, {"max_seq_length": recipe.max_length, "do_lower_case": False}, "sentence_bert_config.json")
+        write_dense(directory / path, dense)
+    write_json(directory, {"max_seq_length": recipe.max_length, "do_lower_case": False}, "sentence_bert_config.json")
     settings = {"prompts": dict(recipe.prompts), "default_prompt_name": recipe.default_prompt_name}
     settings["similarity_fn_name"] = recipe.similarity
-    _write(directory, settings, "config_sentence_transformers.json")
+    write_json(directory, settings, "config_sentence_transformers.json")
     listed = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for i, (kind, path) in enumerate(zip(modules, paths, strict=True))
     ]
-    _write(directory, listed, "modules.json")
+    write_json(directory, listed, "modules.json")
 
 
-def _write_dense(folder: Path, dense: Dense) -> None:
+def write_dense(folder: Path, dense: Dense, **more: str) -> None:
     linear = dense.linear
     settings = {"in_features": linear.in_features, "out_features": linear.out_features, "bias": linear.bias is not None}
-    _write(folder, settings | {"activation_function": activation_path(dense.activation)})
+    settings |= {"activation_function": activation_path(dense.activation)} | more
+    write_json(folder, settings | ({"use_residual": True} if dense.adds else {}))
     with replacing(folder / "model.safetensors") as file:
         save_file({name: tensor.contiguous() for name, tensor in dense.state_dict().items()}, file.name)
 
@@ -198,5 +217,5 @@ def activation_path(activation: nn.Module) -> str:
     return f"{type(activation).__module__}.{type(activation).__name__}"
 
 
-def _write(folder: Path, content: Any, name: str = "config.json") -> None:
+def write_json(folder: Path, content: Any, name: str = "config.json") -> None:
     write_text(folder / name, json.dumps(content, indent=2) + "\n")

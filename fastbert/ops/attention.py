@@ -120,6 +120,35 @@ def attention_weights(
     return _dropout(weights, dropout_p, rng, site)(weights).to(qkv.dtype)
 
 
+def attention_to_seen(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    unseen: Tensor,
+    *,
+    scale: float,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    site: int = 0,
+    positions: RelativePositions | None = None,
+) -> Tensor:
+    """`attention`, with zeros for the weights of tokens that are unseen, (T,) bool. Arguments are not checked.
+
+    Plain PyTorch on any device, memory of B * H * max_seqlen**2: for queries that are short, such as ColBERT's with the
+    mask tokens after them. Zeros where a sequence has nothing to see.
+    """
+    if qkv.shape[0] == 0:
+        return qkv[:, 0]
+    cells, visible = _grid(cu_seqlens, max_seqlen, qkv.shape[0])
+    q, k, v = _spread(qkv, cells, visible).unbind(1)
+    keys = visible & ~unseen[cells]
+    some = keys.any(-1, keepdim=True)
+    with torch.autocast(qkv.device.type, enabled=False):
+        weights = _scores(q, k, keys | ~some, scale, positions).softmax(-1)
+        out = _dropout(weights, dropout_p, rng, site)(weights.masked_fill(~some[:, None, None], 0)) @ v
+    return _gather(out, cu_seqlens, qkv.shape[0]).to(qkv.dtype)
+
+
 def attention_ref(
     qkv: Tensor,
     cu_seqlens: Tensor,

@@ -27,6 +27,14 @@ from fastbert.training.contrastive_losses import (
 )
 from fastbert.training.distributed import distribute
 from fastbert.training.electra import ElectraPretraining, ElectraPretrainingOutput
+from fastbert.training.late_interaction import (
+    MaxSimDistillation,
+    MaxSimMargins,
+    MaxSimNegatives,
+    MultiVectorModel,
+    MultiVectorOutput,
+    Texts,
+)
 from fastbert.training.losses import (
     compute_classification_loss,
     compute_loader_loss,
@@ -54,6 +62,12 @@ __all__ = [
     "InBatchNegatives",
     "MarginMSE",
     "Matryoshka",
+    "MaxSimDistillation",
+    "MaxSimMargins",
+    "MaxSimNegatives",
+    "MultiVectorModel",
+    "MultiVectorOutput",
+    "Texts",
     "Triplet",
     "compute_classification_loss",
     "compute_loader_loss",

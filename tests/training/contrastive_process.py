@@ -15,6 +15,7 @@ from distributed import CONFIG as LARGER
 from distributed import leave, packed, whole
 
 from fastbert import BertModel
+from fastbert.token_vectors import Expansion, TokenVectors
 from fastbert.training import (
     AMPTrainer,
     ContrastiveModel,
@@ -23,6 +24,8 @@ from fastbert.training import (
     InBatchNegatives,
     MarginMSE,
     Matryoshka,
+    MaxSimNegatives,
+    MultiVectorModel,
     distribute,
 )
 
@@ -35,7 +38,16 @@ CASES = {  # loss, texts of a tuple, scores of a tuple, kind, max_tokens
     "dims": (Matryoshka(InBatchNegatives(), (24, 8), (1.0, 0.5)), 2, 0, "fsdp", None),
     "alone": (Matryoshka(CosineMSE(), (16,)), 2, 1, "ddp", None),
     "margins": (MarginMSE(), 4, 3, "ddp", 30),
+    "late interaction": (MaxSimNegatives(), 3, 0, "ddp", 20),
+    "late interaction, sharded": (MaxSimNegatives(2.0), 2, 0, "fsdp", None),
 }
+
+
+def model_of(loss, encoder: BertModel, **options) -> torch.nn.Module:
+    if not isinstance(loss, MaxSimNegatives):
+        return ContrastiveModel(encoder, loss, **options)
+    vectors = TokenVectors(encoder, expansion=Expansion(14, 3, False, False), skip_ids=range(40, 60))
+    return MultiVectorModel(vectors, loss, **options)
 
 
 def tuples(seed: int, count: int, columns: int, scores: int) -> tuple[list[list[torch.Tensor]], torch.Tensor | None]:
@@ -54,8 +66,9 @@ def batch_of(texts: list[list[torch.Tensor]], scores: torch.Tensor | None) -> di
 def check(directory: Path, name: str, rank: int, processes: int) -> None:
     loss, columns, scores, kind, max_tokens = CASES[name]
     torch.manual_seed(0)
-    alone = ContrastiveModel(BertModel(CONFIG, add_pooling_layer=False).double(), loss, all_processes=False).train()
-    model = ContrastiveModel(copy.deepcopy(alone.encoder), loss, max_tokens=max_tokens)
+    encoder = BertModel(CONFIG, add_pooling_layer=False).double()
+    model = model_of(loss, copy.deepcopy(encoder), max_tokens=max_tokens)
+    alone = model_of(loss, encoder, all_processes=False).train()
     shares = SHARES[processes]
     batches = []
     for step, split in enumerate((shares, shares[::-1])):

@@ -462,7 +462,7 @@ def test_processes_train_as_one(tmp_path, processes):
     started = [subprocess.Popen([*command, str(rank), str(processes)], **options) for rank in range(processes)]
     for process in started:
         answer, _ = process.communicate(timeout=300)
-        assert process.returncode == 0 and answer.count("equal") == 6 and answer.count("refused") == 2, answer[-3000:]
+        assert process.returncode == 0 and answer.count("equal") == 8 and answer.count("refused") == 2, answer[-3000:]
 
 
 # ---- data
