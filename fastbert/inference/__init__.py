@@ -23,6 +23,7 @@ from fastbert.inference.predict import (
 from fastbert.inference.rerank import CrossEncoder
 from fastbert.inference.sentence_files import Dense
 from fastbert.inference.sentences import SentenceEncoder
+from fastbert.inference.sparse import SparseEncoder
 from fastbert.inference.vectors import quantize, similarity
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "MaskFiller",
     "QuestionAnswerer",
     "SentenceEncoder",
+    "SparseEncoder",
     "TextClassifier",
     "attention_figure",
     "attention_of",
