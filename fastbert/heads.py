@@ -369,7 +369,7 @@ class BertForMaskedLM(_MaskedLM):
 class BertForSparseEmbedding(_MaskedLM):
     """BERT with the masked-LM head as SPLADE uses it: a vector of the vocabulary's size for each sequence, mostly zeros.
 
-    The weight of a word is max over tokens of log(1 + relu(logit)) (Formal et al., "SPLADE v2", 2021, equation 6).
+    The weight of a word is max over tokens of log(1 + relu(logit)) (Formal et al., "SPLADE v2", 2021).
     activation: "relu" is that; "log1p_relu" takes the logarithm log(1 + x) of it once more (Shen et al., "Exploring l0
     sparsification for inference-free sparse retrievers", 2025). Checkpoints are those of BertForMaskedLM, which do not
     hold the activation. Raises ValueError for another one.

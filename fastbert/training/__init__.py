@@ -38,6 +38,7 @@ from fastbert.training.losses import (
 )
 from fastbert.training.parameters import freeze, parameter_groups
 from fastbert.training.schedules import constant_schedule, cosine_schedule, linear_schedule, polynomial_schedule
+from fastbert.training.splade import Flops, Splade, SpladeWarmup
 from fastbert.training.state import set_seed
 from fastbert.training.trainer import AMPTrainer
 
@@ -50,10 +51,13 @@ __all__ = [
     "CosineMSE",
     "ElectraPretraining",
     "ElectraPretrainingOutput",
+    "Flops",
     "GradCache",
     "InBatchNegatives",
     "MarginMSE",
     "Matryoshka",
+    "Splade",
+    "SpladeWarmup",
     "Triplet",
     "compute_classification_loss",
     "compute_loader_loss",
