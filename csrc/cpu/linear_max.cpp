@@ -12,7 +12,6 @@ namespace fastbert {
 namespace {
 
 constexpr int64_t kShareOfProducts = 1 << 17;  // multiplications: fewer are not worth another thread
-constexpr int64_t kChannels = 256;             // of a task of dx
 
 // Where sequences begin and end: within the tokens, and never falling, whatever cu_seqlens holds.
 std::vector<int64_t> bounds_of(const Tensor& cu_seqlens, int64_t tokens) {
@@ -65,28 +64,33 @@ std::tuple<Tensor, Tensor> linear_max_bwd_cpu(const Tensor& dy, const Tensor& x,
   const NoGrad guard;
   const int64_t tokens = x.size(0), inner = x.size(1), classes = weight.size(0), sequences = dy.size(0);
   const Tensor grad = contiguous(dy), places = contiguous(rows), in = as_math(x, x), w = contiguous(weight);
-  const Tensor dx = need_dx ? zeros(x.sizes(), x, math_type(x)) : empty({0}, x);
-  const Tensor dweight = need_dweight ? empty(weight.sizes(), weight) : empty({0}, x);
+  const Tensor dx = empty(need_dx ? x.sizes() : Sizes{0}, x), dweight = empty(need_dweight ? weight.sizes() : Sizes{0}, x);
   const cpu::LinearMaxGradients op{grad.const_data_ptr(), places.const_data_ptr<int32_t>(),
                                    in.const_data_ptr(),   w.const_data_ptr(),
                                    dx.mutable_data_ptr(), dweight.mutable_data_ptr(),
                                    tokens,                inner,
                                    classes,               sequences,
                                    dtype_of(x)};
+  const int64_t scratch_bytes = 2 * inner * in.element_size();
   if (need_dx) {
-    const int64_t parts = (inner + kChannels - 1) / kChannels;  // the order in which a number is added up stays
-    parallel_for(sequences * parts, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i)
-        FB_BEST_ISA(linear_max_dx)
-        (op, i / parts, i % parts * kChannels, std::min(inner, (i % parts + 1) * kChannels));
+    std::vector<int64_t> starts(tokens + 1), entries(grad.numel());
+    FB_BEST_ISA(linear_max_group)(op, starts.data(), entries.data());
+    const int64_t shares = threads(), gradients = starts.back();
+    const auto first = [&](int64_t share) {  // the token at which a thread's share of the gradients begins
+      const auto at = std::lower_bound(starts.begin(), starts.end() - 1, gradients * share / shares);
+      return share == shares ? tokens : share ? int64_t(at - starts.begin()) : 0;
+    };
+    parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
+      const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
+      FB_BEST_ISA(linear_max_dx)(op, starts.data(), entries.data(), first(begin), first(end), scratch.get());
     });
   }
   if (need_dweight)
-    parallel_rows(classes, inner * std::max<int64_t>(1, sequences), inner * in.element_size(),
+    parallel_rows(classes, inner * std::max<int64_t>(1, sequences), scratch_bytes,
                   [&](int64_t begin, int64_t end, void* scratch) {
                     FB_BEST_ISA(linear_max_dweight)(op, begin, end, scratch);
                   });
-  return {need_dx ? contiguous(dx, x.scalar_type()) : dx, dweight};
+  return {dx, dweight};
 }
 
 }  // namespace

@@ -202,7 +202,8 @@ def test_the_reference_twin_is_differentiable_twice():
     leaves = [t.requires_grad_() for t in (x, weight, torch.randn(5, dtype=torch.float64))]
     assert torch.autograd.gradgradcheck(call, leaves)
     found = ops.linear_max_ref(x, weight, None, ends)
-    assert torch.equal(found, ops.linear_max(x, weight, None, ends)) and found[1].isneginf().all()
+    fused = ops.linear_max(x, weight, None, ends)
+    assert (found - fused)[[0, 2]].abs().max() <= 1e-12 and found[1].isneginf().all() and fused[1].isneginf().all()
     assert ops.linear_max_ref(x[:0], weight, None, ends[:1]).shape == (0, 5)
 
 

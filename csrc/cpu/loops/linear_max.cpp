@@ -5,7 +5,7 @@
 // row and class alone, so no number of threads changes one.
 //
 // Bytes moved: the weights once, x from the cache once for each task, y and rows once. The backward reads a row of W and
-// one of x for each gradient that is not zero.
+// one of x for each gradient that is not zero, which are grouped by token first.
 #include "../../linear_max.h"
 
 #include "product.h"
@@ -15,7 +15,8 @@ namespace fastbert::cpu::FB_ISA {
 namespace {
 
 constexpr int64_t kRows = 144;    // of a block: a multiple of every tile's rows
-constexpr int64_t kInner = 256;   // that a sum is one chain of
+constexpr int64_t kInner = 256;   // of a logit that are one chain of sums
+constexpr int64_t kTerms = 64;    // of a gradient
 template <class M>
 constexpr int64_t kColumns = 8 * kPanel<M>;  // of a task
 template <class M>
@@ -111,44 +112,70 @@ inline M number(const M* x) {
   return *x;
 }
 
-// sums += factor times a row.
-template <class T, class M>
-void add_row(const T* row, M factor, M* sums, int64_t channels) {
-  const vec<M> times = splat<vec<M>>(factor);
-  for_vectors<M>(channels, [&](int64_t i, auto n) { store(fma(times, load(row + i, n), load(sums + i, n)), sums + i, n); });
-}
+// Rows times factors, added up in chains of kTerms: one chain of them all would lose digits.
+template <class M>
+struct Sums {
+  M *total, *chain;
+  int64_t channels, terms = 0;
 
-// Calls f(factor, row) if there is a gradient of a class in a sequence.
-template <class T, class F>
-void with_gradient(const LinearMaxGradients& op, int64_t sequence, int64_t index, const F& f) {
-  const int64_t at = sequence * op.classes + index;
-  const math_t<T> factor = number(static_cast<const T*>(op.dy) + at);
-  const int64_t row = op.rows[at];
-  if (factor != 0 && row >= 0 && row < op.tokens) f(factor, row);
-}
-
-template <class T>
-void gradient_of_x(const LinearMaxGradients& op, int64_t sequence, int64_t channel, int64_t channels) {
-  using M = math_t<T>;
-  for (int64_t index = 0; index < op.classes; ++index)
-    with_gradient<T>(op, sequence, index, [&](M factor, int64_t row) {
-      add_row(static_cast<const T*>(op.weight) + index * op.inner + channel, factor,
-              static_cast<M*>(op.dx) + row * op.inner + channel, channels);
-    });
-}
-
-template <class T>
-void gradient_of_weight(const LinearMaxGradients& op, int64_t first, int64_t end, math_t<T>* sums) {
-  using M = math_t<T>;
-  for (int64_t index = first; index < end; ++index) {
-    __builtin_memset(sums, 0, op.inner * sizeof(M));
-    for (int64_t sequence = 0; sequence < op.sequences; ++sequence)
-      with_gradient<T>(op, sequence, index, [&](M factor, int64_t row) {
-        add_row(static_cast<const M*>(op.x) + row * op.inner, factor, sums, op.inner);
-      });
-    T* const to = static_cast<T*>(op.dweight) + index * op.inner;
-    for_vectors<M>(op.inner, [&](int64_t i, auto n) { store(load(sums + i, n), to + i, n); });
+  Sums(void* scratch, int64_t channels_) : total(static_cast<M*>(scratch)), chain(total + channels_), channels(channels_) {
+    __builtin_memset(total, 0, 2 * channels * sizeof(M));
   }
+  template <class T>
+  void add(const T* row, M factor) {
+    const vec<M> times = splat<vec<M>>(factor);
+    for_vectors<M>(channels,
+                   [&](int64_t i, auto n) { store(fma(times, load(row + i, n), load(chain + i, n)), chain + i, n); });
+    if (++terms % kTerms) return;
+    for_vectors<M>(channels, [&](int64_t i, auto n) {
+      store(load(total + i, n) + load(chain + i, n), total + i, n);
+      store(vec<M>{}, chain + i, n);
+    });
+  }
+  template <class T>
+  void write(T* to) const {
+    for_vectors<M>(channels, [&](int64_t i, auto n) { store(load(total + i, n) + load(chain + i, n), to + i, n); });
+  }
+};
+
+// Whether there is a gradient at a place in dy.
+template <class T>
+bool counts(const LinearMaxGradients& op, int64_t at) {
+  return op.rows[at] >= 0 && op.rows[at] < op.tokens && number(static_cast<const T*>(op.dy) + at) != 0;
+}
+
+// starts becomes, for each token, first the number of gradients of those before it, then the end of its own: shifted by
+// one, its beginning.
+template <class T>
+void group(const LinearMaxGradients& op, int64_t* starts, int64_t* entries) {
+  const int64_t all = op.sequences * op.classes;
+  for (int64_t at = 0; at < all; ++at) starts[counts<T>(op, at) ? op.rows[at] + 1 : 0] += 1;
+  starts[0] = 0;
+  for (int64_t token = 0; token < op.tokens; ++token) starts[token + 1] += starts[token];
+  for (int64_t at = 0; at < all; ++at)
+    if (counts<T>(op, at)) entries[starts[op.rows[at]]++] = at;
+  for (int64_t token = op.tokens; token > 0; --token) starts[token] = starts[token - 1];
+  starts[0] = 0;
+}
+
+template <class T>
+void gradient_of_x(const LinearMaxGradients& op, const int64_t* starts, const int64_t* entries, int64_t token,
+                   void* scratch) {
+  Sums<math_t<T>> sums(scratch, op.inner);
+  for (int64_t i = starts[token]; i < starts[token + 1]; ++i)
+    sums.add(static_cast<const T*>(op.weight) + entries[i] % op.classes * op.inner,
+             number(static_cast<const T*>(op.dy) + entries[i]));
+  sums.write(static_cast<T*>(op.dx) + token * op.inner);
+}
+
+template <class T>
+void gradient_of_weight(const LinearMaxGradients& op, int64_t index, void* scratch) {
+  using M = math_t<T>;
+  Sums<M> sums(scratch, op.inner);
+  for (int64_t at = index; at < op.sequences * op.classes; at += op.classes)
+    if (counts<T>(op, at))
+      sums.add(static_cast<const M*>(op.x) + op.rows[at] * op.inner, number(static_cast<const T*>(op.dy) + at));
+  sums.write(static_cast<T*>(op.dweight) + index * op.inner);
 }
 
 }  // namespace
@@ -163,15 +190,21 @@ void linear_max_fwd(const LinearMax& op, int64_t first, int64_t end, void* scrat
   for_dtype(op.dtype, [&](auto element) { forward<decltype(element)>(op, first, end - first, scratch); });
 }
 
-void linear_max_dx(const LinearMaxGradients& op, int64_t sequence, int64_t channel, int64_t channel_end) {
-  for_dtype(op.dtype,
-            [&](auto element) { gradient_of_x<decltype(element)>(op, sequence, channel, channel_end - channel); });
+void linear_max_group(const LinearMaxGradients& op, int64_t* starts, int64_t* entries) {
+  for_dtype(op.dtype, [&](auto element) { group<decltype(element)>(op, starts, entries); });
+}
+
+void linear_max_dx(const LinearMaxGradients& op, const int64_t* starts, const int64_t* entries, int64_t first,
+                   int64_t end, void* scratch) {
+  for_dtype(op.dtype, [&](auto element) {
+    for (int64_t token = first; token < end; ++token)
+      gradient_of_x<decltype(element)>(op, starts, entries, token, scratch);
+  });
 }
 
 void linear_max_dweight(const LinearMaxGradients& op, int64_t first, int64_t end, void* scratch) {
   for_dtype(op.dtype, [&](auto element) {
-    using T = decltype(element);
-    gradient_of_weight<T>(op, first, end, static_cast<math_t<T>*>(scratch));
+    for (int64_t index = first; index < end; ++index) gradient_of_weight<decltype(element)>(op, index, scratch);
   });
 }
 
