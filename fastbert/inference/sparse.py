@@ -18,6 +18,8 @@ from fastbert.inference.sentence_files import SparseRecipe
 from fastbert.inference.texts import TextEncoder, batches, check_length
 from fastbert.inference.vectors import check_vectors
 
+ROWS = 256  # of sparse vectors that are dense at a time
+
 
 class SparseEncoder(TextEncoder):
     """Embeds texts as weights of words: tokenizer, masked-LM model, maximum over tokens, prompts.
@@ -205,6 +207,12 @@ def _normalized(vectors: Tensor) -> Tensor:
 
 
 def _product(vectors: Tensor, others: Tensor) -> Tensor:
-    if vectors.layout == others.layout == torch.strided:
-        return vectors @ others.T
-    return torch.sparse.mm(vectors.to_sparse_coo(), others.to_sparse_coo().t()).to_dense()
+    """(N, V) times (M, V) transposed, of which no more than ROWS of a sparse (N, V) are dense at a time."""
+    if others.layout == torch.strided:
+        return (vectors if vectors.layout == torch.strided else vectors.to_sparse_coo()) @ others.T
+    others = others.to_sparse_coo()
+    if vectors.layout == torch.strided:
+        return (others @ vectors.T.contiguous()).T
+    vectors, rows = vectors.to_sparse_coo(), torch.arange(len(vectors), device=vectors.device)
+    parts = [others @ vectors.index_select(0, part).to_dense().T.contiguous() for part in rows.split(ROWS)]
+    return torch.cat(parts, 1).T
