@@ -37,7 +37,8 @@ INPUTS: dict[str, dict[str, str]] = {
 }
 # The matrix product of an op: rows, inner, columns. M: rows with a label.
 PRODUCT = {"qkv_attention": "TCQ", "dense_gelu": "TCF", "linear": "TCQ", "cross_entropy": "MCV", "linear_max": "TCV"}
-# Elements that an op reads and writes at least: forward, and forward and backward. G: the padded grid's tokens; B: sequences.
+# Elements that an op reads and writes at least: forward, and forward and backward. G: the padded grid's tokens, B:
+# sequences.
 MOVED = {
     "attention": lambda n: (4 * n.T * n.C, 12 * n.T * n.C),
     "qkv_attention": lambda n: (8 * n.T * n.C + n.Q * n.C, 24 * n.T * n.C + 3 * n.Q * n.C),

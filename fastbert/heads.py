@@ -367,7 +367,7 @@ class BertForMaskedLM(_MaskedLM):
 
 
 class BertForSparseEmbedding(_MaskedLM):
-    """BERT with the masked-LM head as SPLADE uses it: a vector of the vocabulary's size for each sequence, mostly zeros.
+    """BERT with the masked-LM head as SPLADE uses it: a vector of the vocabulary's size for each sequence.
 
     The weight of a word is max over tokens of log(1 + relu(logit)) (Formal et al., "SPLADE v2", 2021).
     activation: "relu" is that; "log1p_relu" takes the logarithm log(1 + x) of it once more (Shen et al., "Exploring l0
@@ -399,8 +399,8 @@ class BertForSparseEmbedding(_MaskedLM):
         """Input as in BertModel. Returns (B, V) in float32 or better; zeros for a sequence without a token.
 
         Logits, one a token and word, are never in memory as a whole (`fastbert.ops.linear_max`). Equivalent to
-        `torch.stack([text.relu().log1p().amax(0) for text in logits])`, of BertForMaskedLM's logits without padding; but
-        of tokens with equal logits the first alone gets the gradient.
+        `torch.stack([text.relu().log1p().max(0).values for text in logits])`, of BertForMaskedLM's logits without
+        padding.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         body, words = self._encode(inputs, cu_seqlens, max_seqlen), self.get_input_embeddings().weight

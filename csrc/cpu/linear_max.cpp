@@ -64,12 +64,18 @@ std::tuple<Tensor, Tensor> linear_max_bwd_cpu(const Tensor& dy, const Tensor& x,
   const NoGrad guard;
   const int64_t tokens = x.size(0), inner = x.size(1), classes = weight.size(0), sequences = dy.size(0);
   const Tensor grad = contiguous(dy), places = contiguous(rows), in = as_math(x, x), w = contiguous(weight);
-  const Tensor dx = empty(need_dx ? x.sizes() : Sizes{0}, x), dweight = empty(need_dweight ? weight.sizes() : Sizes{0}, x);
-  const cpu::LinearMaxGradients op{grad.const_data_ptr(), places.const_data_ptr<int32_t>(),
-                                   in.const_data_ptr(),   w.const_data_ptr(),
-                                   dx.mutable_data_ptr(), dweight.mutable_data_ptr(),
-                                   tokens,                inner,
-                                   classes,               sequences,
+  const Tensor dx = empty(need_dx ? x.sizes() : Sizes{0}, x),
+               dweight = empty(need_dweight ? weight.sizes() : Sizes{0}, x);
+  const cpu::LinearMaxGradients op{grad.const_data_ptr(),
+                                   places.const_data_ptr<int32_t>(),
+                                   in.const_data_ptr(),
+                                   w.const_data_ptr(),
+                                   dx.mutable_data_ptr(),
+                                   dweight.mutable_data_ptr(),
+                                   tokens,
+                                   inner,
+                                   classes,
+                                   sequences,
                                    dtype_of(x)};
   const int64_t scratch_bytes = 2 * inner * in.element_size();
   if (need_dx) {
@@ -86,10 +92,9 @@ std::tuple<Tensor, Tensor> linear_max_bwd_cpu(const Tensor& dy, const Tensor& x,
     });
   }
   if (need_dweight)
-    parallel_rows(classes, inner * std::max<int64_t>(1, sequences), scratch_bytes,
-                  [&](int64_t begin, int64_t end, void* scratch) {
-                    FB_BEST_ISA(linear_max_dweight)(op, begin, end, scratch);
-                  });
+    parallel_rows(
+        classes, inner * std::max<int64_t>(1, sequences), scratch_bytes,
+        [&](int64_t begin, int64_t end, void* scratch) { FB_BEST_ISA(linear_max_dweight)(op, begin, end, scratch); });
   return {dx, dweight};
 }
 

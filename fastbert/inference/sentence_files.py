@@ -248,9 +248,7 @@ def _write_shared(recipe: Recipe | SparseRecipe, modules: Mapping[str, str], mor
     settings = {"prompts": dict(recipe.prompts), "default_prompt_name": recipe.default_prompt_name}
     settings["similarity_fn_name"] = recipe.similarity
     _write(directory, settings | more, "config_sentence_transformers.json")
-    listed = [
-        {"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules.items())
-    ]
+    listed = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules.items())]
     _write(directory, listed, "modules.json")
 
 

@@ -179,7 +179,8 @@ class SparseEncoder(TextEncoder):
             vectors, others = _normalized(vectors), _normalized(others)
         if self.similarity_name in ("cosine", "dot"):
             return _product(vectors, others)
-        return -torch.cdist(vectors.to_dense(), others.to_dense(), p=1.0 if self.similarity_name == "manhattan" else 2.0)
+        power = 1.0 if self.similarity_name == "manhattan" else 2.0
+        return -torch.cdist(vectors.to_dense(), others.to_dense(), p=power)
 
 
 def _check_active(count: int | None) -> int | None:

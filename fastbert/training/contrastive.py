@@ -27,9 +27,10 @@ class ContrastiveModel(nn.Module):
     """An encoder with a loss of the embeddings of a batch of tuples of texts, for AMPTrainer.
 
     encoder: `BertModel(config, add_pooling_layer=False)`, or a module that takes the same packed input and gives
-    last_hidden_state; with pooling=None one that gives a vector of each text, (B, C), as BertForSparseEmbedding. loss: one of this package, or a callable that takes embeddings (columns, B, C) and scores (or
-    None) and returns the mean over the B tuples; if it has `in_batch`, a true one, it also takes a slice, of which rows
-    to return the mean. Once trained: `SentenceEncoder(model.encoder, tokenizer)`, with the same pooling.
+    last_hidden_state; with pooling=None one that gives a vector of each text, (B, C), as BertForSparseEmbedding does.
+    loss: one of this package, or a callable that takes embeddings (columns, B, C) and scores (or None) and returns the
+    mean over the B tuples; if it has `in_batch`, a true one, it also takes a slice, of which rows to return the mean.
+    Once trained: `SentenceEncoder(model.encoder, tokenizer)`, with the same pooling, or `SparseEncoder`.
     """
 
     def __init__(

@@ -15,8 +15,9 @@ from fastbert.training.contrastive_losses import WHOLE
 class Flops:
     """The sum over words of the squared mean weight: what a search costs (Paria et al., 2020).
 
-    threshold: vectors with at most so many weights that are not 0 count as zeros, in the mean too (Shen et al., 2025, arXiv 2504.14839);
-    None for no such thing. Raises ValueError for a negative one.
+    threshold: vectors with at most so many weights that are not 0 count as zeros, in the mean too (Shen et al.,
+    "Exploring l0 sparsification for inference-free sparse retrievers", 2025); None for no such thing. Raises ValueError
+    for a negative one.
     """
 
     threshold: int | None = None

@@ -27,7 +27,7 @@ def _forward_config(inner: int, kind: str) -> Config:
 
 def _dx_config(inner: int, kind: str) -> Config:
     if kind == "ieee":
-        return Config({"ROWS": 32, "CHANNELS": 64, "CLASSES": 16}, num_warps=4, num_stages=1)
+        return Config({"ROWS": 32, "CHANNELS": 32, "CLASSES": 16}, num_warps=4, num_stages=1)
     return Config({"ROWS": 64, "CHANNELS": 128, "CLASSES": 64 if kind == "half" else 32}, num_warps=8, num_stages=1)
 
 

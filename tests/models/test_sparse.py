@@ -59,8 +59,9 @@ def test_vectors_are_those_of_the_logits(activation):
     model = model_of(activation=activation).double().to(DEVICE)
     logits_of = BertForMaskedLM(model.config).double().to(DEVICE).eval()
     logits_of.load_state_dict(model.state_dict())
-    ids, mask = torch.randint(5, 99, (4, 12), device=DEVICE), torch.arange(12, device=DEVICE) < torch.tensor(
-        [[12], [5], [0], [1]], device=DEVICE
+    ids, mask = (
+        torch.randint(5, 99, (4, 12), device=DEVICE),
+        torch.arange(12, device=DEVICE) < torch.tensor([[12], [5], [0], [1]], device=DEVICE),
     )
     vectors = model(ids, mask)
     logits = logits_of(ids, mask).logits.relu().log1p()
@@ -239,7 +240,8 @@ def test_prepared(tmp_path, encoder):
 
 def described(directory, kinds, pooling=None, task=None):
     paths = ["", *(f"{i}_{kind.rsplit('.', 1)[-1]}" for i, kind in enumerate(kinds) if i)]
-    listed = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(zip(paths, kinds, strict=True))]
+    named = enumerate(zip(paths, kinds, strict=True))
+    listed = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in named]
     (directory / "modules.json").write_text(json.dumps(listed))
     for path in paths[1:]:
         (directory / path).mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from contrastive_process import batch_of, tuples
 from small_models import DEVICE, TINY
-from test_contrastive import Given, Ranks, assert_equal, gradients, sgd
+from test_contrastive import Given, Ranks, assert_equal, gradients
 
 from fastbert import BertForSparseEmbedding
 from fastbert.data import ContrastiveCollator, ContrastiveDataset, create_dataloader

@@ -1,11 +1,11 @@
 // The largest of x W^T + bias over the rows of each sequence, without the product in memory.
 //
 // A task has some classes and all rows. It packs the weights of its classes once, then takes a block of rows after the
-// other: their products stay in the cache, where one pass over them moves the maxima along. A logit's bits depend on its
-// row and class alone, so no number of threads changes one.
+// other: their products stay in the cache, where one pass over them moves the maxima along. A logit's bits depend on
+// its row and class alone, so no number of threads changes one.
 //
-// Bytes moved: the weights once, x from the cache once for each task, y and rows once. The backward reads a row of W and
-// one of x for each gradient that is not zero, which are grouped by token first.
+// Bytes moved: the weights once, x from the cache once for each task, y and rows once. The backward reads a row of W
+// and one of x for each gradient that is not zero, which are grouped by token first.
 #include "../../linear_max.h"
 
 #include "product.h"
@@ -14,9 +14,9 @@ namespace fastbert::cpu::FB_ISA {
 
 namespace {
 
-constexpr int64_t kRows = 144;    // of a block: a multiple of every tile's rows
-constexpr int64_t kInner = 256;   // of a logit that are one chain of sums
-constexpr int64_t kTerms = 64;    // of a gradient
+constexpr int64_t kRows = 144;   // of a block: a multiple of every tile's rows
+constexpr int64_t kInner = 256;  // of a logit that are one chain of sums
+constexpr int64_t kTerms = 64;   // of a gradient
 template <class M>
 constexpr int64_t kColumns = 8 * kPanel<M>;  // of a task
 template <class M>
@@ -78,8 +78,7 @@ void finish(const LinearMax& op, int64_t sequence, int64_t first, int64_t classe
   for_vectors<M>(classes, [&](int64_t i, auto n) {
     store(empty ? splat<vec<M>>(-__builtin_inf()) : load(from.best + i), y + i, n);
   });
-  for (int64_t i = 0; op.rows && i < classes; ++i)
-    op.rows[at + i] = empty ? -1 : int32_t(from.places[i]);
+  for (int64_t i = 0; op.rows && i < classes; ++i) op.rows[at + i] = empty ? -1 : int32_t(from.places[i]);
 }
 
 template <class T>
@@ -118,7 +117,8 @@ struct Sums {
   M *total, *chain;
   int64_t channels, terms = 0;
 
-  Sums(void* scratch, int64_t channels_) : total(static_cast<M*>(scratch)), chain(total + channels_), channels(channels_) {
+  Sums(void* scratch, int64_t channels_)
+      : total(static_cast<M*>(scratch)), chain(total + channels_), channels(channels_) {
     __builtin_memset(total, 0, 2 * channels * sizeof(M));
   }
   template <class T>
