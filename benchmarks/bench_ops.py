@@ -31,12 +31,14 @@ INPUTS: dict[str, dict[str, str]] = {
     "embedding": {"input_ids": "", "position_ids": "", "token_type_ids": ""}
     | {"word": "VC", "position": "PC", "token_type": "2C", "weight": "C", "bias": "C"},
     "cross_entropy": {"hidden": "TC", "weight": "VC", "bias": "V", "labels": ""},
+    "linear_max": {"x": "TC", "weight": "VC", "bias": "V"},
     "pack": {"x": "TC"},
     "unpack": {"x": "TC"},
 }
 # The matrix product of an op: rows, inner, columns. M: rows with a label.
-PRODUCT = {"qkv_attention": "TCQ", "dense_gelu": "TCF", "linear": "TCQ", "cross_entropy": "MCV"}
-# Elements that an op reads and writes at least: forward, and forward and backward. G: the padded grid's tokens.
+PRODUCT = {"qkv_attention": "TCQ", "dense_gelu": "TCF", "linear": "TCQ", "cross_entropy": "MCV", "linear_max": "TCV"}
+# Elements that an op reads and writes at least: forward, and forward and backward. G: the padded grid's tokens, B:
+# sequences.
 MOVED = {
     "attention": lambda n: (4 * n.T * n.C, 12 * n.T * n.C),
     "qkv_attention": lambda n: (8 * n.T * n.C + n.Q * n.C, 24 * n.T * n.C + 3 * n.Q * n.C),
@@ -47,6 +49,7 @@ MOVED = {
     "layer_norm": lambda n: (2 * n.T * n.C, 5 * n.T * n.C),
     "embedding": lambda n: (2 * n.T * n.C, (4 * n.T + n.V + n.P) * n.C),
     "cross_entropy": lambda n: _of_product(n.M, n.C, n.V),
+    "linear_max": lambda n: _of_maxima(n.T * n.C + n.V * n.C, n.B * n.V),
     "pack": lambda n: (2 * n.T * n.C, (3 * n.T + n.G) * n.C),
     "unpack": lambda n: ((n.T + n.G) * n.C, (3 * n.T + n.G) * n.C),
 }
@@ -55,6 +58,10 @@ MOVED = {
 def _of_product(rows: int, inner: int, columns: int) -> tuple[int, int]:
     moved = rows * (inner + columns) + inner * columns
     return moved, 3 * moved
+
+
+def _of_maxima(read: int, written: int) -> tuple[int, int]:
+    return read + written, 3 * (read + written)
 
 
 def setup(spec: Spec, device: str) -> Setup:
@@ -73,6 +80,7 @@ def dimensions(spec: Spec, batch: Batch) -> SimpleNamespace:
     return SimpleNamespace(
         T=batch.tokens,
         G=batch.mask.numel(),
+        B=len(batch.lengths),
         C=config.hidden_size,
         F=config.intermediate_size,
         Q=3 * config.hidden_size,

@@ -93,6 +93,7 @@ LENGTHS = {
     "layer_norm": ("full",),
     "embedding": ("full",),
     "cross_entropy": ("full",),
+    "linear_max": ("half",),
     "pack": ("half",),
     "unpack": ("half",),
 }

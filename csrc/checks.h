@@ -80,6 +80,14 @@ inline void check_statistic(const char* op, const char* name, const Tensor& stat
   check_device(op, name, statistic, device);
 }
 
+// Where sequences end, on x's device. Values are clamped where they are read.
+inline void check_sequences(const char* op, const Tensor& cu_seqlens, const Tensor& x) {
+  FB_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.numel() > 0, op, ": cu_seqlens has shape ", cu_seqlens.sizes(),
+                 "; expected (sequences + 1,)");
+  check_dtype(op, "cu_seqlens", cu_seqlens, ScalarType::Int);
+  check_device(op, "cu_seqlens", cu_seqlens, x.device());
+}
+
 // ---- layer_norm, add_layer_norm
 
 // x_bias and residual: absent in layer_norm; bias: absent in the backward.
@@ -145,6 +153,24 @@ inline void check_dense_gelu_gradients(const Tensor& dy, const Tensor& x, const 
   check_gradient("dense_gelu", "dy", dy, preactivation);
 }
 
+// ---- linear_max
+
+inline void check_linear_max(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  check_dense("linear_max", x, weight, bias);
+  FB_CHECK_VALUE(x.dim() == 2 && x.size(0) <= INT32_MAX, "linear_max: x has shape ", x.sizes(),
+                 "; expected (T, C) with T < 2**31");
+}
+
+// The further arguments of the backward. Values of rows are looked at where they are read.
+inline void check_linear_max_gradients(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& rows) {
+  FB_CHECK_VALUE(dy.dim() == 2, "linear_max: dy has shape ", dy.sizes(), "; expected (B, V)");
+  check_shape("linear_max", "dy", dy, {dy.size(0), weight.size(0)});
+  check_dtype("linear_max", "dy", dy, x.scalar_type());
+  check_device("linear_max", "dy", dy, x.device());
+  check_like("linear_max", "rows", rows, dy);
+  check_dtype("linear_max", "rows", rows, ScalarType::Int);
+}
+
 // ---- cross_entropy
 
 // The bias is absent in the backward. Values of labels are clamped where they are read.
@@ -193,17 +219,13 @@ inline void check_embedding_gradients(const Tensor& dy, const Tensor& input_ids,
 
 // ---- attention
 
-// Values of cu_seqlens are clamped where they are read.
 inline void check_attention(const Tensor& qkv, const Tensor& cu_seqlens) {
   check_floating("attention", "qkv", qkv);
   FB_CHECK_VALUE(qkv.dim() == 4 && qkv.size(1) == 3 && qkv.size(3) > 0, "attention: qkv has shape ", qkv.sizes(),
                  "; expected (T, 3, H, D) with D > 0");
   FB_CHECK_VALUE(qkv.size(0) <= INT32_MAX && qkv.size(2) <= INT32_MAX / 3 / qkv.size(3), "attention: qkv has shape ",
                  qkv.sizes(), "; expected less than 2**31 rows, and numbers a row");
-  FB_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.numel() > 0, "attention: cu_seqlens has shape ",
-                 cu_seqlens.sizes(), "; expected (sequences + 1,)");
-  check_dtype("attention", "cu_seqlens", cu_seqlens, ScalarType::Int);
-  check_device("attention", "cu_seqlens", cu_seqlens, qkv.device());
+  check_sequences("attention", cu_seqlens, qkv);
 }
 
 // The further arguments of the backward; lse is of the given type.

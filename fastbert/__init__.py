@@ -26,6 +26,7 @@ from fastbert.heads import (
     BertForQuestionAnsweringOutput,
     BertForReplacedTokenDetection,
     BertForSequenceClassification,
+    BertForSparseEmbedding,
     BertForTokenClassification,
     BertHeadOutput,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "BertForQuestionAnsweringOutput",
     "BertForReplacedTokenDetection",
     "BertForSequenceClassification",
+    "BertForSparseEmbedding",
     "BertForTokenClassification",
     "BertHeadOutput",
     "BertModel",

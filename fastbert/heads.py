@@ -34,6 +34,7 @@ from fastbert.ops.numbers import wide
 from fastbert.padding import Packing
 
 IGNORED = -100  # the label of what has none
+SPARSE_ACTIVATIONS = ("relu", "log1p_relu")
 
 
 # ---- outputs
@@ -269,6 +270,10 @@ class BertLMPredictionHead(nn.Module):
         """(T, C) to logits (T, V)."""
         return ops.linear(self.transform(hidden), words, self.bias)
 
+    def largest(self, hidden: Tensor, words: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """(T, C) to the largest logits of each sequence, (B, V)."""
+        return ops.linear_max(self.transform(hidden), words, self.bias, cu_seqlens)
+
     def loss(self, hidden: Tensor, words: Tensor, labels: Tensor, rows: Tensor | None) -> Tensor:
         """The mean cross-entropy of labelled rows, from them alone. rows: which they are; None computes all."""
         if rows is not None:
@@ -359,6 +364,48 @@ class BertForMaskedLM(_MaskedLM):
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         body, loss, logits = self._predict(inputs, labels, labelled_rows, skip_logits, **options)
         return BertHeadOutput(loss, logits, *body.records)
+
+
+class BertForSparseEmbedding(_MaskedLM):
+    """BERT with the masked-LM head as SPLADE uses it: a vector of the vocabulary's size for each sequence.
+
+    The weight of a word is max over tokens of log(1 + relu(logit)) (Formal et al., "SPLADE v2", 2021).
+    activation: "relu" is that; "log1p_relu" takes the logarithm log(1 + x) of it once more (Shen et al., "Exploring l0
+    sparsification for inference-free sparse retrievers", 2025). Checkpoints are those of BertForMaskedLM, which do not
+    hold the activation. Raises ValueError for another one.
+    """
+
+    kind = "ForMaskedLM"
+    pooling = False
+
+    def __init__(self, config: BertConfig, activation: str = "relu") -> None:
+        super().__init__(config)
+        if activation not in SPARSE_ACTIVATIONS:
+            expected = " or ".join(map(repr, SPARSE_ACTIVATIONS))
+            raise ValueError(f"BertForSparseEmbedding: activation is {activation!r}; expected {expected}")
+        self.cls, self.activation = BertPreTrainingHeads(config, seq_relationship=False), activation
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Input as in BertModel. Returns (B, V) in float32 or better; zeros for a sequence without a token.
+
+        Logits, one a token and word, are never in memory as a whole (`fastbert.ops.linear_max`). Equivalent to
+        `torch.stack([text.relu().log1p().max(0).values for text in logits])`, of BertForMaskedLM's logits without
+        padding.
+        """
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        body, words = self._encode(inputs, cu_seqlens, max_seqlen), self.get_input_embeddings().weight
+        vectors = wide(self.cls.predictions.largest(body.hidden, words, body.packing.cu_seqlens)).relu().log1p()
+        return vectors.log1p() if self.activation == "log1p_relu" else vectors
 
 
 class BertForPreTraining(_MaskedLM):

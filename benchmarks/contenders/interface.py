@@ -17,7 +17,7 @@ PER_TOKEN = (MODEL, ENCODER)  # their output is one row a token
 OUTPUT = {MODEL: "last_hidden_state", ENCODER: "last_hidden_state", CLASSIFIER: "logits", MASKED_LM: "loss"}
 OPS = (
     *("attention", "qkv_attention", "add_layer_norm", "dense_gelu", "linear", "bias_gelu", "layer_norm", "embedding"),
-    *("cross_entropy", "pack", "unpack"),
+    *("cross_entropy", "linear_max", "pack", "unpack"),
 )
 HALF = (torch.bfloat16, torch.float16)
 EPS = 1e-12

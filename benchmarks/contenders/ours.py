@@ -90,6 +90,7 @@ def call(subject: Subject) -> Callable[..., Tensor]:
     options = {
         "attention": {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen},
         "qkv_attention": {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen},
+        "linear_max": {"cu_seqlens": batch.cu_seqlens},
         "add_layer_norm": {"eps": EPS},
         "layer_norm": {"eps": EPS},
         "embedding": {"eps": EPS, "padding_idx": 0},

@@ -99,6 +99,16 @@ def qkv_attention(subject: Subject, linear: Linear = F.linear) -> Runnable:
     return Runnable(separate, lambda hidden, **rest: {"hidden": batch.pad(hidden), **rest}, batch.take)
 
 
+def linear_max(subject: Subject) -> Runnable:
+    """The logits of the padded grid, as sentence-transformers' SpladePooling has them."""
+    hidden = ~subject.batch.mask.bool().unsqueeze(-1)
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, weight, bias).masked_fill(hidden, -torch.inf).max(1).values
+
+    return Runnable(run, lambda x, **rest: {"x": subject.batch.pad(x), **rest})
+
+
 def pack(subject: Subject) -> Runnable:
     indices = subject.batch.indices
     return Runnable(lambda x: x.flatten(0, 1)[indices])
@@ -113,7 +123,13 @@ def unpack(subject: Subject) -> Runnable:
     return Runnable(run)
 
 
-SEQUENCES = {"attention": attention, "qkv_attention": qkv_attention, "pack": pack, "unpack": unpack}
+SEQUENCES = {
+    "attention": attention,
+    "qkv_attention": qkv_attention,
+    "linear_max": linear_max,
+    "pack": pack,
+    "unpack": unpack,
+}
 
 # ---- attention on packed tokens
 

@@ -26,7 +26,8 @@ Call = tuple  # a primitive's name, then its arguments
 def run() -> None:
     """Makes all the calls. Raises RuntimeError if a primitive is left out."""
     called = set()
-    for name, *args in chain(rows(), padding(), dense_gelu(), cross_entropy(), attention(), relative_attention()):
+    with_products = dense_gelu(), cross_entropy(), linear_max()
+    for name, *args in chain(rows(), padding(), *with_products, attention(), relative_attention()):
         KERNELS[name](*args)
         called.add(name)
     if missing := KERNELS.keys() - called:
@@ -138,6 +139,17 @@ def cross_entropy() -> Iterator[Call]:
         yield "cross_entropy_fwd", hidden, weight, weight[:, 0], labels, IGNORED, need_dlogits
     logits = new(1221, 30522, dtype=BF16)
     yield "cross_entropy_bwd", new(), hidden, weight, labels, logits, IGNORED, True, True
+
+
+def linear_max() -> Iterator[Call]:
+    ends = new(65, dtype=torch.int32)
+    for dtype, precision in ((BF16, "none"), *PRECISIONS):
+        x, weight, dy = (new(*size, dtype=dtype) for size in ((TOKENS, 768), (30522, 768), (64, 30522)))
+        with products(precision):
+            for need_rows in (True, False):
+                yield "linear_max_fwd", x, weight, weight[:, 0], ends, need_rows
+            yield "linear_max_bwd", dy, x, weight, new(64, 30522, dtype=torch.int32), True, True
+    yield "linear_max_fwd", x, weight, None, ends, True
 
 
 def attention() -> Iterator[Call]:

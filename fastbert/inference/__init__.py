@@ -27,6 +27,7 @@ from fastbert.inference.predict import (
 from fastbert.inference.rerank import CrossEncoder
 from fastbert.inference.sentence_files import Dense
 from fastbert.inference.sentences import SentenceEncoder
+from fastbert.inference.sparse import SparseEncoder
 from fastbert.inference.vectors import nearest, quantize, similarity
 from fastbert.inference.workers import EncoderWorkers
 from fastbert.maxsim import maxsim, maxsim_pairs
@@ -51,6 +52,7 @@ __all__ = [
     "QueryExpansion",
     "QuestionAnswerer",
     "SentenceEncoder",
+    "SparseEncoder",
     "TextClassifier",
     "TokenVectors",
     "attention_figure",

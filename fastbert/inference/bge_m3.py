@@ -20,7 +20,7 @@ from fastbert.files import replacing
 from fastbert.inference import sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.rerank import pairs_of
-from fastbert.inference.sentences import batches
+from fastbert.inference.texts import batches
 from fastbert.maxsim import maxsim, maxsim_pairs
 from fastbert.model import BertModel
 from fastbert.ops.numbers import wide

@@ -16,7 +16,7 @@ from fastbert.inference import multi_vector_files, sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.multi_vector_files import FORMATS, SIMILARITIES, TASKS, QueryExpansion, Recipe
 from fastbert.inference.sentence_files import Dense
-from fastbert.inference.sentences import batches
+from fastbert.inference.texts import batches
 from fastbert.maxsim import maxsim, maxsim_pairs
 from fastbert.model import BertModel
 from fastbert.ops.padding import cu_seqlens_of

@@ -23,6 +23,7 @@ from fastbert.inference.sentence_files import (
     read_json,
     write_dense,
     write_json,
+    write_modules,
 )
 
 PUNCTUATION = tuple(string.punctuation)
@@ -230,13 +231,13 @@ def write(recipe: Recipe) -> None:
     paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(kinds, 1))]
     for path in paths[1:]:
         (directory / path).mkdir(exist_ok=True)
-    names = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
+    tokens = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
     for path, dense in zip(paths[1:], recipe.dense, strict=False):
-        write_dense(directory / path, dense, **names)
+        write_dense(directory / path, dense, **tokens)
     skipping = {"skiplist_words": list(recipe.skip_words), "skiplist_tasks": list(recipe.skip_tasks)}
     write_json(directory / paths[len(recipe.dense) + 1], skipping | {"keep_only_token_ids": None})
     if recipe.normalize:
-        write_json(directory / paths[-1], names)
+        write_json(directory / paths[-1], tokens)
     lengths = {"max_seq_length": recipe.max_length, "query_length": recipe.query_length}
     lengths |= {"document_length": recipe.document_length, "query_expansion": _settings(recipe.expansion)}
     write_json(directory, lengths, "sentence_bert_config.json")
@@ -248,11 +249,8 @@ def write(recipe: Recipe) -> None:
         "MultiVectorMask": "multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask",
         "Normalize": "base.modules.normalize.Normalize",
     }
-    listed = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{types[kind]}"}
-        for i, (kind, path) in enumerate(zip(["", *kinds], paths, strict=True))
-    ]
-    write_json(directory, listed, "modules.json")
+    names = (f"sentence_transformers.{types[kind]}" for kind in ("", *kinds))
+    write_modules(directory, dict(zip(paths, names, strict=True)))
 
 
 def _settings(expansion: QueryExpansion | None) -> dict[str, Any] | None:

@@ -42,7 +42,7 @@ from fastbert.heads import (
     BertForTokenClassification,
 )
 from fastbert.inference.loading import load
-from fastbert.inference.sentences import batches
+from fastbert.inference.texts import batches
 from fastbert.model import Saveable
 from fastbert.ops.numbers import wide
 

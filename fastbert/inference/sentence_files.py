@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fastbert.files import replacing, write_text
+from fastbert.heads import SPARSE_ACTIVATIONS
 from fastbert.pooling import check_mode
 
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
@@ -72,6 +73,18 @@ class Recipe(NamedTuple):
     max_length: int | None = None
 
 
+class SparseRecipe(NamedTuple):
+    """What a directory of a sparse encoder says. folder: where the model is."""
+
+    folder: Path
+    activation: str = "relu"
+    prompts: Mapping[str, str] = {}
+    default_prompt_name: str | None = None
+    similarity: str = "dot"
+    max_length: int | None = None
+    max_active_dims: int | None = None
+
+
 # ---- reading
 
 
@@ -79,10 +92,9 @@ def read(directory: Path) -> Recipe:
     """Of a directory without modules.json: mean pooling, normalised. Raises ValueError for what is not supported."""
     modules = read_json(directory / "modules.json")
     if not modules:
-        if (directory / "1_Pooling" / "config.json").exists():
-            raise ValueError(f"{directory} has a pooling and no modules.json: saving was interrupted; save it again")
+        _check_whole(directory, "1_Pooling")
         return Recipe(directory, max_length=max_length_of(directory, directory))
-    kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
+    kinds = _kinds(modules)
     middle = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
     if kinds[:2] != ["Transformer", "Pooling"] or set(middle) - {"Dense"}:
         expected = "Transformer, Pooling[, Dense ...][, Normalize]"
@@ -101,6 +113,15 @@ def read(directory: Path) -> Recipe:
         more.get("similarity_fn_name") or "cosine",
         max_length_of(folders[0], directory),
     )
+
+
+def _check_whole(directory: Path, pooling: str) -> None:
+    if (directory / pooling / "config.json").exists():
+        raise ValueError(f"{directory} has a pooling and no modules.json: saving was interrupted; save it again")
+
+
+def _kinds(modules: list[dict[str, Any]]) -> list[str]:
+    return [module["type"].rsplit(".", 1)[-1] for module in modules]
 
 
 def _pooling(directory: Path, settings: dict[str, Any]) -> tuple[str, ...]:
@@ -136,6 +157,37 @@ def activation_name(owner: object, name: str, path: str) -> str:
     return path.rsplit(".", 1)[-1]
 
 
+def read_sparse(directory: Path) -> SparseRecipe:
+    """Of a directory without modules.json, as the first SPLADE models are: "relu". Raises ValueError for what is not
+    supported."""
+    modules = read_json(directory / "modules.json")
+    if not modules:
+        _check_whole(directory, "1_SpladePooling")
+        return SparseRecipe(directory, max_length=max_length_of(directory, directory))
+    kinds, folders = _kinds(modules), [directory / module["path"] for module in modules]
+    if len(kinds) != 2 or kinds[0] not in ("MLMTransformer", "Transformer") or kinds[1] != "SpladePooling":
+        expected = "MLMTransformer (or Transformer for fill-mask), SpladePooling"
+        raise ValueError(f"{directory} has the modules {', '.join(kinds)}; expected {expected}")
+    task = read_json(folders[0] / "sentence_bert_config.json").get("transformer_task")
+    if task != "fill-mask" and (task or kinds[0] == "Transformer"):
+        raise ValueError(f"{directory}: transformer_task is {task!r}; expected 'fill-mask'")
+    pooling, more = read_json(folders[1] / "config.json"), read_json(directory / "config_sentence_transformers.json")
+    if (strategy := pooling.get("pooling_strategy", "max")) != "max":
+        raise ValueError(f"{directory}: pooling_strategy is {strategy!r}; expected 'max'")
+    if (activation := pooling.get("activation_function", "relu")) not in SPARSE_ACTIVATIONS:
+        expected = " or ".join(map(repr, SPARSE_ACTIVATIONS))
+        raise ValueError(f"{directory}: activation_function is {activation!r}; expected {expected}")
+    return SparseRecipe(
+        folders[0],
+        activation,
+        more.get("prompts") or {},
+        more.get("default_prompt_name"),
+        more.get("similarity_fn_name") or "dot",
+        max_length_of(folders[0], directory),
+        more.get("max_active_dims"),
+    )
+
+
 def read_cross_encoder(directory: Path) -> dict[str, Any]:
     """activation and max_length, None where the directory does not say. Raises ValueError for what is not supported.
 
@@ -144,7 +196,7 @@ def read_cross_encoder(directory: Path) -> dict[str, Any]:
     modules = read_json(directory / "modules.json")
     if not modules:
         return {"activation": None, "max_length": _tokenizer_length(directory)}
-    kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
+    kinds = _kinds(modules)
     if kinds != ["Transformer"]:
         raise ValueError(f"{directory} has the modules {', '.join(kinds)}; expected Transformer alone")
     settings = read_json(directory / "config_sentence_transformers.json")
@@ -192,14 +244,34 @@ def write(recipe: Recipe, width: int) -> None:
     write_json(directory / "1_Pooling", pooling | {name: mode in recipe.pooling for name, mode in _LEGACY.items()})
     for path, dense in zip(paths[2:], recipe.dense, strict=False):
         write_dense(directory / path, dense)
+    names = dict(zip(paths, (f"sentence_transformers.models.{kind}" for kind in modules), strict=True))
+    _write_shared(recipe, names, {})
+
+
+def write_sparse(recipe: SparseRecipe, width: int) -> None:
+    """As `write`. Named as releases before 5.4 name them, which later ones understand."""
+    folder, module = recipe.folder / "1_SpladePooling", "sentence_transformers.sparse_encoder.models"
+    folder.mkdir(exist_ok=True)
+    pooling = {"pooling_strategy": "max", "activation_function": recipe.activation, "word_embedding_dimension": width}
+    write_json(folder, pooling)
+    names = {"": f"{module}.MLMTransformer", folder.name: f"{module}.SpladePooling"}
+    more = {} if recipe.max_active_dims is None else {"max_active_dims": recipe.max_active_dims}
+    _write_shared(recipe, names, {"model_type": "SparseEncoder", **more})
+
+
+def _write_shared(recipe: Recipe | SparseRecipe, modules: Mapping[str, str], more: Mapping[str, Any]) -> None:
+    """modules: the class of each by its folder. more: of config_sentence_transformers.json."""
+    directory = recipe.folder
     write_json(directory, {"max_seq_length": recipe.max_length, "do_lower_case": False}, "sentence_bert_config.json")
     settings = {"prompts": dict(recipe.prompts), "default_prompt_name": recipe.default_prompt_name}
     settings["similarity_fn_name"] = recipe.similarity
-    write_json(directory, settings, "config_sentence_transformers.json")
-    listed = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (kind, path) in enumerate(zip(modules, paths, strict=True))
-    ]
+    write_json(directory, settings | more, "config_sentence_transformers.json")
+    write_modules(directory, modules)
+
+
+def write_modules(directory: Path, modules: Mapping[str, str]) -> None:
+    """modules.json, which comes last. modules: the class of each by its folder."""
+    listed = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules.items())]
     write_json(directory, listed, "modules.json")
 
 

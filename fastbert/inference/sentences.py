@@ -1,27 +1,25 @@
 """Sentence embeddings on packed tokens."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import hub
-from fastbert.data.collator import PackingCollator
-from fastbert.data.encode import COLUMNS, cut_encodings
-from fastbert.data.tokenizer import copy_of, get_tokenizer, save_tokenizer, strings
+from fastbert.data.tokenizer import get_tokenizer, save_tokenizer
 from fastbert.inference import sentence_files
 from fastbert.inference.loading import load
-from fastbert.inference.sentence_files import SIMILARITIES, Dense, Recipe
+from fastbert.inference.sentence_files import Dense, Recipe
+from fastbert.inference.texts import TextEncoder, batches, check_length
 from fastbert.inference.vectors import check_vectors, similarity
 from fastbert.inference.workers import EncoderWorkers
 from fastbert.model import BertModel
 from fastbert.pooling import check_mode, pool
 
 
-class SentenceEncoder:
+class SentenceEncoder(TextEncoder):
     """Embeds texts: tokenizer, model, pooling, dense layers behind it, normalisation, prompts.
 
     Computes what sentence-transformers computes with the same directory, or refuses the directory.
@@ -50,27 +48,17 @@ class SentenceEncoder:
         "manhattan", for the method of that name. Raises ValueError for a tokenizer with ids that the model lacks, for
         dense layers that do not fit, and for other values.
         """
-        config, special = model.config, tokenizer.num_special_tokens_to_add(False)
-        if tokenizer.get_vocab_size() > config.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {tokenizer.get_vocab_size()} tokens, the model embeds {config.vocab_size}"
-            )
-        if max_length is not None and (not isinstance(max_length, int) or max_length <= special):
-            raise ValueError(f"max_length is {max_length!r}; expected a number above the {special} special tokens")
+        super().__init__(
+            model, tokenizer, max_length=max_length, prompts=prompts, default_prompt_name=default_prompt_name,
+            similarity=similarity,
+        )  # fmt: skip
         self._modes = tuple(map(check_mode, [pooling] if isinstance(pooling, str) else pooling))
         if not self._modes:
             raise ValueError("pooling is empty; expected one mode or more")
         self.pooling = self._modes[0] if len(self._modes) == 1 else self._modes
-        if similarity not in SIMILARITIES:
-            raise ValueError(f"similarity is {similarity!r}; expected {', '.join(SIMILARITIES)}")
-        self.model, self.normalize = model.eval(), normalize
-        self.max_length = min(max_length or config.max_sequence_length, config.max_sequence_length)
-        self.tokenizer = copy_of(tokenizer)
+        self.normalize, self.include_prompt = normalize, include_prompt
         self.dense = nn.Sequential(*dense).to(self.device).eval()
-        self.prompts, self.default_prompt_name = dict(prompts or {}), default_prompt_name
-        self.include_prompt, self.similarity_name = include_prompt, similarity
         self.width  # noqa: B018
-        self._prompt(None, default_prompt_name)
 
     @property
     def width(self) -> int:
@@ -106,9 +94,7 @@ class SentenceEncoder:
             return BertModel.from_pretrained(recipe.folder, add_pooling_layer=False, dtype=dtype)
 
         model = load(read, dtype, device, precision)
-        longest = model.config.max_sequence_length
-        if max_length is not None and max_length > longest:
-            raise ValueError(f"SentenceEncoder: max_length is {max_length}; expected at most the model's, {longest}")
+        check_length("SentenceEncoder", max_length, model)
         options = recipe._asdict() | ({} if max_length is None else {"max_length": max_length})
         return cls(model, get_tokenizer(options.pop("folder")), **options)
 
@@ -127,15 +113,6 @@ class SentenceEncoder:
             self.default_prompt_name, self.similarity_name, self.max_length,
         )  # fmt: skip
         sentence_files.write(recipe, self.model.config.hidden_size)
-
-    def tokenize(self, texts: list[str]) -> list[list[int]]:
-        """The token ids of each text with special tokens, cut at max_length with a warning.
-
-        Raises TypeError for anything but a list of strings, ValueError for half a surrogate pair.
-        """
-        texts = strings("SentenceEncoder", "texts", texts)
-        found = cut_encodings(self.tokenizer, texts, self.max_length)
-        return [COLUMNS["input_ids"](encoding)[left].tolist() for encoding, left in found]
 
     def encode(
         self,
@@ -161,9 +138,7 @@ class SentenceEncoder:
         width, prompt = self.width, self._prompt(prompt, prompt_name)
         if truncate_dim is not None and not 0 < truncate_dim <= width:
             raise ValueError(f"truncate_dim is {truncate_dim}; expected 1 to {width}")
-        if prompt:
-            texts = [prompt + text for text in strings("SentenceEncoder", "texts", texts)]
-        ids = self.tokenize(texts)
+        ids = self._prompted(texts, prompt)
         skip = 0 if self.include_prompt or not prompt else self._prompt_length(prompt)
         result = torch.empty(len(ids), truncate_dim or width, device=self.device, dtype=torch.float32)
         cut = list(batches([len(i) for i in ids], tokens_per_batch))
@@ -191,34 +166,6 @@ class SentenceEncoder:
             raise ValueError("SentenceEncoder: workers of no process; expected at least 1, or a device for each")
         return EncoderWorkers(self, devices)
 
-    def encode_query(self, texts: list[str], **options: Any) -> Tensor:
-        """`encode` with the prompt named "query", or none; options may choose another, by prompt or prompt_name.
-
-        Equivalent to `SentenceTransformer.encode_query` of a saved model, which never takes the default prompt.
-        """
-        return self.encode(texts, **self._prompted(options, "query"))
-
-    def encode_document(self, texts: list[str], **options: Any) -> Tensor:
-        """`encode` with the prompt named "document", or none; options may choose another, by prompt or prompt_name.
-
-        Equivalent to `SentenceTransformer.encode_document` of a saved model, which has a prompt of that name, if only
-        an empty one: one named "passage" has to be asked for.
-        """
-        return self.encode(texts, **self._prompted(options, "document"))
-
-    def _prompted(self, options: dict[str, Any], name: str) -> dict[str, Any]:
-        chosen = options.get("prompt") is not None or options.get("prompt_name") is not None
-        return options if chosen else {**options, "prompt": self.prompts.get(name, "")}
-
-    def _prompt(self, prompt: str | None, name: str | None) -> str:
-        if prompt is not None:
-            return prompt
-        name = self.default_prompt_name if name is None else name
-        if name is not None and name not in self.prompts:
-            names = ", ".join(map(repr, self.prompts)) or "none"
-            raise ValueError(f"there is no prompt {name!r}; this encoder has {names}")
-        return "" if name is None else self.prompts[name]
-
     def _prompt_length(self, prompt: str) -> int:
         """Tokens of a prompt at the beginning of a text: with the first special token, without the last one."""
         encoding = self.tokenizer.encode(prompt)
@@ -228,9 +175,8 @@ class SentenceEncoder:
     def embed(self, ids: list[list[int]], skip: int = 0) -> Tensor:
         """(len(ids), C) float32 embeddings of tokenized texts, in one forward. skip: tokens at the beginning of each
         that the pooling leaves out."""
-        packed = PackingCollator()([{"input_ids": text} for text in ids])
-        input_ids, cu_seqlens = (packed[name].to(self.device) for name in ("input_ids", "cu_seqlens"))
-        hidden = self.model(input_ids, cu_seqlens=cu_seqlens, max_seqlen=packed["max_seqlen"]).last_hidden_state.float()
+        input_ids, cu_seqlens, longest = self._packed(ids)
+        hidden = self.model(input_ids, cu_seqlens=cu_seqlens, max_seqlen=longest).last_hidden_state.float()
         vectors = self.dense(torch.cat([pool(hidden, cu_seqlens, mode, skip) for mode in self._modes], -1))
         return F.normalize(vectors, dim=-1) if self.normalize else vectors
 
@@ -261,20 +207,3 @@ class SentenceEncoder:
         if self.similarity_name in ("cosine", "dot"):
             return (vectors * others).sum(-1)
         return -torch.linalg.vector_norm(vectors - others, 1 if self.similarity_name == "manhattan" else 2, dim=-1)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.embeddings.word_embeddings.weight.device
-
-
-def batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
-    """Indices sorted by length, longest first, in batches of at most `budget` tokens (or of one text)."""
-    batch, tokens = [], 0
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batch and tokens + lengths[index] > budget:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(index)
-        tokens += lengths[index]
-    if batch:
-        yield batch

@@ -8,6 +8,7 @@ from fastbert.ops.embedding import embedding, embedding_ref
 from fastbert.ops.encoder_layer import after_attention, after_attention_ref, encoder_layer, encoder_layer_ref
 from fastbert.ops.layer_norm import add_layer_norm, add_layer_norm_ref, layer_norm, layer_norm_ref
 from fastbert.ops.linear import linear
+from fastbert.ops.linear_max import linear_max, linear_max_ref
 from fastbert.ops.packed_linear import pack_weight, packed_linear, packed_linear_ref, unpack_weight
 from fastbert.ops.padding import pack, pack_ref, unpack, unpack_ref
 from fastbert.ops.relative_attention import relative_attention, relative_attention_ref
@@ -34,6 +35,8 @@ __all__ = [
     "layer_norm",
     "layer_norm_ref",
     "linear",
+    "linear_max",
+    "linear_max_ref",
     "pack",
     "pack_ref",
     "pack_weight",

@@ -46,6 +46,7 @@ from fastbert.training.losses import (
 )
 from fastbert.training.parameters import freeze, parameter_groups
 from fastbert.training.schedules import constant_schedule, cosine_schedule, linear_schedule, polynomial_schedule
+from fastbert.training.splade import Flops, Splade, SpladeWarmup
 from fastbert.training.state import set_seed
 from fastbert.training.trainer import AMPTrainer
 
@@ -58,6 +59,7 @@ __all__ = [
     "CosineMSE",
     "ElectraPretraining",
     "ElectraPretrainingOutput",
+    "Flops",
     "GradCache",
     "InBatchNegatives",
     "MarginMSE",
@@ -68,6 +70,8 @@ __all__ = [
     "MultiVectorModel",
     "MultiVectorOutput",
     "Texts",
+    "Splade",
+    "SpladeWarmup",
     "Triplet",
     "compute_classification_loss",
     "compute_loader_loss",

@@ -28,10 +28,11 @@ class ContrastiveModel(nn.Module):
     """An encoder with a loss of the embeddings of a batch of tuples of texts, for AMPTrainer.
 
     encoder: `BertModel(config, add_pooling_layer=False)`, or a module that takes the same packed input and gives
-    last_hidden_state. loss: one of this package, or a callable that takes embeddings (columns, B, C) and scores (or
-    None) and returns the mean over the B tuples; if it has `in_batch`, a true one, it also takes a slice, of which rows
-    to return the mean; if it has `skip_equal`, a true one, it takes the keys of the texts, (columns, B) int64, after
-    the slice. Once trained: `SentenceEncoder(model.encoder, tokenizer)`, with the same pooling.
+    last_hidden_state; with pooling=None one that gives a vector of each text, (B, C), as BertForSparseEmbedding does.
+    loss: one of this package, or a callable that takes embeddings (columns, B, C) and scores (or None) and returns the
+    mean over the B tuples; if it has `in_batch`, a true one, it also takes a slice, of which rows to return the mean;
+    if it has `skip_equal`, a true one, it takes the keys of the texts, (columns, B) int64, after the slice. Once
+    trained: `SentenceEncoder(model.encoder, tokenizer)`, with the same pooling, or `SparseEncoder`.
     """
 
     def __init__(
@@ -39,12 +40,13 @@ class ContrastiveModel(nn.Module):
         encoder: nn.Module,
         loss: Callable[..., Tensor],
         *,
-        pooling: str = "mean",
+        pooling: str | None = "mean",
         max_tokens: int | None = None,
         all_processes: bool = True,
     ) -> None:
-        """pooling: a mode of `fastbert.pooling.pool`, "mean", "cls", .... max_tokens: computes the embeddings by
-        GradCache, which needs memory for so many tokens whatever the batch; None computes them at once.
+        """pooling: a mode of `fastbert.pooling.pool`, "mean", "cls", ..., or None for an encoder that pools itself.
+        max_tokens: computes the embeddings by GradCache, which needs memory for so many tokens whatever the batch; None
+        computes them at once.
 
         all_processes: in training, a loss with in-batch negatives gets the texts of all processes, so that the step is
         that of one process with the whole batch. Evaluation always keeps to its own texts.
@@ -53,7 +55,8 @@ class ContrastiveModel(nn.Module):
         super().__init__()
         if getattr(encoder, "pooler", None) is not None:
             raise ValueError("ContrastiveModel: the encoder has a pooler, which no loss reaches; expected none")
-        self.encoder, self.loss, self.pooling = encoder, loss, check_mode(pooling)
+        self.encoder, self.loss = encoder, loss
+        self.pooling = pooling if pooling is None else check_mode(pooling)
         self.embed = self._at_once if max_tokens is None else GradCache(self._at_once, max_tokens)
         self.max_tokens, self.all_processes = max_tokens, all_processes
 
@@ -83,8 +86,8 @@ class ContrastiveModel(nn.Module):
             return ContrastiveOutput(self._loss_of(embeddings, labels, keys), embeddings)
 
     def _at_once(self, input_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
-        hidden = self.encoder(input_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).last_hidden_state
-        return pool(hidden, cu_seqlens, self.pooling)
+        found = self.encoder(input_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        return found if self.pooling is None else pool(found.last_hidden_state, cu_seqlens, self.pooling)
 
     def _loss_of(self, embeddings: Tensor, scores: Tensor | None, keys: Tensor | None) -> Tensor:
         together = self.training and self.all_processes and getattr(self.loss, "in_batch", False)

@@ -74,9 +74,11 @@ class MultiVectorModel(nn.Module):
         max_seqlen: int | None = None,
         columns: int = 2,
         labels: Tensor | None = None,
+        keys: Tensor | None = None,
     ) -> MultiVectorOutput:
         """A batch of ContrastiveCollator: packed texts, all queries, then all positives, and so on; labels are scores.
 
+        keys: what the collator adds for InBatchNegatives(skip_equal=True); losses of MaxSim do not read them.
         Raises ValueError for texts that are no tuples of so many columns, and as the loss does.
         """
         texts = len(cu_seqlens) - 1

@@ -10,6 +10,7 @@ from fastbert.triton import (
     dense_gelu,
     embedding,
     layer_norm,
+    linear_max,
     padding,
     relative_attention,
 )
@@ -34,6 +35,8 @@ KERNELS = {
     "dense_gelu_fwd": dense_gelu.forward,
     "dense_gelu_bwd": dense_gelu.backward,
     "linear_fwd": _linear,
+    "linear_max_fwd": linear_max.forward,
+    "linear_max_bwd": linear_max.backward,
     "embedding_fwd": embedding.forward,
     "embedding_bwd": embedding.backward,
     "cross_entropy_fwd": cross_entropy.forward,

@@ -16,7 +16,8 @@ from fastbert import BertModel, cli, testing
 from fastbert.cli import demo
 from fastbert.cli.demo import python_documentation
 from fastbert.inference import Dense, quantize, sentence_files
-from fastbert.inference.sentences import SentenceEncoder, batches
+from fastbert.inference.sentences import SentenceEncoder
+from fastbert.inference.texts import batches
 from fastbert.pooling import pool
 from fastbert.testing import Result
 

@@ -91,6 +91,11 @@ def right_call(name: str, n: Sizes) -> list:
         if direction == "bwd":
             return [y, x, weight, y, "none", True, True]
         return [x, weight, bias] + ["none", True] * (op == "dense_gelu")
+    if op == "linear_max":
+        weight, ends = normal(n.dtype, n.K, n.C), torch.tensor([0, n.T // 3, n.T // 3, n.T], dtype=torch.int32)
+        if direction == "fwd":
+            return [x, weight, normal(n.dtype, n.K), ends, True]
+        return [normal(n.dtype, 3, n.K), x, weight, below(n.T + 1, 3, n.K).int() - 1, True, True]
     if op == "embedding":
         tables = [normal(n.dtype, rows, n.C) for rows in (9, 6, 2)]
         inputs = [below(len(table), n.T) for table in tables] + tables

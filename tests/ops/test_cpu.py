@@ -56,6 +56,10 @@ def _cases():
             ),
             {**dict(zip(("word", "position", "token_type"), tables, strict=True)), "weight": w, "bias": b},
         ),
+        "linear_max": (
+            lambda **given: ops.linear_max(**given, cu_seqlens=ends).clamp(min=-9),
+            {"x": x, "weight": torch.randn(900, C), "bias": torch.randn(900)},
+        ),
     }
 
 

@@ -1,0 +1,211 @@
+// The largest of x W^T + bias over the rows of each sequence, without the product in memory.
+//
+// A task has some classes and all rows. It packs the weights of its classes once, then takes a block of rows after the
+// other: their products stay in the cache, where one pass over them moves the maxima along. A logit's bits depend on
+// its row and class alone, so no number of threads changes one.
+//
+// Bytes moved: the weights once, x from the cache once for each task, y and rows once. The backward reads a row of W
+// and one of x for each gradient that is not zero, which are grouped by token first.
+#include "../../linear_max.h"
+
+#include "product.h"
+
+namespace fastbert::cpu::FB_ISA {
+
+namespace {
+
+constexpr int64_t kRows = 144;   // of a block: a multiple of every tile's rows
+constexpr int64_t kInner = 256;  // of a logit that are one chain of sums
+constexpr int64_t kTerms = 64;   // of a gradient
+template <class M>
+constexpr int64_t kColumns = 8 * kPanel<M>;  // of a task
+template <class M>
+constexpr int64_t kStride = kColumns<M> + 16;  // of its sums: a power of two would use few sets of the cache
+
+template <class M>
+using vplaces = decltype(vec<M>{} <= vec<M>{});  // as many integers of the same size
+template <class M>
+using Place = decltype(vplaces<M>{}[0] + 0);
+
+// ---- forward
+
+template <class M>
+struct Scratch {
+  Panels<M> weights;
+  M *sums, *bias, *best;
+  Place<M>* places;
+
+  Scratch(void* memory, int64_t inner) : weights{static_cast<M*>(memory), inner} {
+    sums = weights.data + inner * kColumns<M>;
+    bias = sums + kRows * kStride<M>;
+    best = bias + kColumns<M>;
+    places = reinterpret_cast<Place<M>*>(best + kColumns<M>);
+  }
+  static int64_t bytes(int64_t inner) {
+    return (inner * kColumns<M> + kRows * kStride<M> + 3 * kColumns<M>)*int64_t(sizeof(M));
+  }
+};
+
+// The sums of some rows of x.
+template <class M>
+void multiply(const M* x, int64_t rows, int64_t columns, const Scratch<M>& to) {
+  const int64_t inner = to.weights.inner;
+  for (int64_t k = 0; k == 0 || k < inner; k += kInner) {
+    const auto add = k ? product<Onto::sums, false, M> : product<Onto::nothing, false, M>;
+    add(rows, columns, least(kInner, inner - k), {x + k, inner}, to.weights.rows_from(k), to.sums, kStride<M>, nullptr,
+        {});
+  }
+}
+
+// What a row makes of the maxima. A NaN is larger than any number; of equal ones the first stays.
+template <bool first, class M>
+void compare(const M* sums, int64_t row, int64_t columns, const Scratch<M>& to) {
+  using Places = vplaces<M>;
+  for (int64_t i = 0; i < columns; i += kLanes<M>) {
+    const vec<M> v = load(sums + i) + load(to.bias + i), best = load(to.best + i);
+    const Places here = Places{} + Place<M>(row), wins = first ? ~Places{} : ~(v <= best) & (best == best);
+    store(wins ? v : best, to.best + i);
+    const Places before = load_bits<Places>(to.places + i), after = wins ? here : before;
+    __builtin_memcpy(to.places + i, &after, sizeof after);
+  }
+}
+
+template <class T, class M>
+void finish(const LinearMax& op, int64_t sequence, int64_t first, int64_t classes, const Scratch<M>& from) {
+  const int64_t at = sequence * op.classes + first;
+  const bool empty = op.bounds[sequence] == op.bounds[sequence + 1];
+  T* const y = static_cast<T*>(op.y) + at;
+  for_vectors<M>(classes, [&](int64_t i, auto n) {
+    store(empty ? splat<vec<M>>(-__builtin_inf()) : load(from.best + i), y + i, n);
+  });
+  for (int64_t i = 0; op.rows && i < classes; ++i) op.rows[at + i] = empty ? -1 : int32_t(from.places[i]);
+}
+
+template <class T>
+void forward(const LinearMax& op, int64_t first, int64_t classes, void* memory) {
+  using M = math_t<T>;
+  const Scratch<M> scratch(memory, op.inner);
+  const int64_t columns = whole_panels<M>(classes), last = op.bounds[op.sequences];
+  const M *const x = static_cast<const M*>(op.x), *const bias = static_cast<const M*>(op.bias);
+  pack_transposed(static_cast<const T*>(op.weight) + first * op.inner, op.inner, classes, scratch.weights);
+  for (int64_t i = 0; i < columns; ++i) scratch.bias[i] = bias && i < classes ? bias[first + i] : 0;
+  for (int64_t sequence = 0, begin = 0, end = 0; sequence < op.sequences; ++sequence) {  // of the rows that are there
+    for (int64_t row = op.bounds[sequence]; row < op.bounds[sequence + 1]; ++row) {
+      if (row >= end) {
+        begin = row, end = least(last, row + kRows);
+        multiply(x + begin * op.inner, end - begin, columns, scratch);
+      }
+      const auto step = row == op.bounds[sequence] ? compare<true, M> : compare<false, M>;
+      step(scratch.sums + (row - begin) * kStride<M>, row, columns, scratch);
+    }
+    finish<T>(op, sequence, first, classes, scratch);
+  }
+}
+
+// ---- backward: dx[row[b, v]] += dy[b, v] W[v], dweight[v] = sum of dy[b, v] x[row[b, v]]
+
+inline float number(const bf16* x) { return load(x, 1)[0]; }
+inline float number(const f16* x) { return load(x, 1)[0]; }
+template <class M>
+inline M number(const M* x) {
+  return *x;
+}
+
+// Rows times factors, added up in chains of kTerms: one chain of them all would lose digits.
+template <class M>
+struct Sums {
+  M *total, *chain;
+  int64_t channels, terms = 0;
+
+  Sums(void* scratch, int64_t channels_)
+      : total(static_cast<M*>(scratch)), chain(total + channels_), channels(channels_) {
+    __builtin_memset(total, 0, 2 * channels * sizeof(M));
+  }
+  template <class T>
+  void add(const T* row, M factor) {
+    const vec<M> times = splat<vec<M>>(factor);
+    for_vectors<M>(channels,
+                   [&](int64_t i, auto n) { store(fma(times, load(row + i, n), load(chain + i, n)), chain + i, n); });
+    if (++terms % kTerms) return;
+    for_vectors<M>(channels, [&](int64_t i, auto n) {
+      store(load(total + i, n) + load(chain + i, n), total + i, n);
+      store(vec<M>{}, chain + i, n);
+    });
+  }
+  template <class T>
+  void write(T* to) const {
+    for_vectors<M>(channels, [&](int64_t i, auto n) { store(load(total + i, n) + load(chain + i, n), to + i, n); });
+  }
+};
+
+// Whether there is a gradient at a place in dy.
+template <class T>
+bool counts(const LinearMaxGradients& op, int64_t at) {
+  return op.rows[at] >= 0 && op.rows[at] < op.tokens && number(static_cast<const T*>(op.dy) + at) != 0;
+}
+
+// starts becomes, for each token, first the number of gradients of those before it, then the end of its own: shifted by
+// one, its beginning.
+template <class T>
+void group(const LinearMaxGradients& op, int64_t* starts, int64_t* entries) {
+  const int64_t all = op.sequences * op.classes;
+  for (int64_t at = 0; at < all; ++at) starts[counts<T>(op, at) ? op.rows[at] + 1 : 0] += 1;
+  starts[0] = 0;
+  for (int64_t token = 0; token < op.tokens; ++token) starts[token + 1] += starts[token];
+  for (int64_t at = 0; at < all; ++at)
+    if (counts<T>(op, at)) entries[starts[op.rows[at]]++] = at;
+  for (int64_t token = op.tokens; token > 0; --token) starts[token] = starts[token - 1];
+  starts[0] = 0;
+}
+
+template <class T>
+void gradient_of_x(const LinearMaxGradients& op, const int64_t* starts, const int64_t* entries, int64_t token,
+                   void* scratch) {
+  Sums<math_t<T>> sums(scratch, op.inner);
+  for (int64_t i = starts[token]; i < starts[token + 1]; ++i)
+    sums.add(static_cast<const T*>(op.weight) + entries[i] % op.classes * op.inner,
+             number(static_cast<const T*>(op.dy) + entries[i]));
+  sums.write(static_cast<T*>(op.dx) + token * op.inner);
+}
+
+template <class T>
+void gradient_of_weight(const LinearMaxGradients& op, int64_t index, void* scratch) {
+  using M = math_t<T>;
+  Sums<M> sums(scratch, op.inner);
+  for (int64_t at = index; at < op.sequences * op.classes; at += op.classes)
+    if (counts<T>(op, at))
+      sums.add(static_cast<const M*>(op.x) + op.rows[at] * op.inner, number(static_cast<const T*>(op.dy) + at));
+  sums.write(static_cast<T*>(op.dweight) + index * op.inner);
+}
+
+}  // namespace
+
+int64_t linear_max_width(DType dtype) { return dtype == DType::f64 ? kColumns<double> : kColumns<float>; }
+
+int64_t linear_max_scratch(int64_t inner, DType dtype) {
+  return dtype == DType::f64 ? Scratch<double>::bytes(inner) : Scratch<float>::bytes(inner);
+}
+
+void linear_max_fwd(const LinearMax& op, int64_t first, int64_t end, void* scratch) {
+  for_dtype(op.dtype, [&](auto element) { forward<decltype(element)>(op, first, end - first, scratch); });
+}
+
+void linear_max_group(const LinearMaxGradients& op, int64_t* starts, int64_t* entries) {
+  for_dtype(op.dtype, [&](auto element) { group<decltype(element)>(op, starts, entries); });
+}
+
+void linear_max_dx(const LinearMaxGradients& op, const int64_t* starts, const int64_t* entries, int64_t first,
+                   int64_t end, void* scratch) {
+  for_dtype(op.dtype, [&](auto element) {
+    for (int64_t token = first; token < end; ++token)
+      gradient_of_x<decltype(element)>(op, starts, entries, token, scratch);
+  });
+}
+
+void linear_max_dweight(const LinearMaxGradients& op, int64_t first, int64_t end, void* scratch) {
+  for_dtype(op.dtype, [&](auto element) {
+    for (int64_t index = first; index < end; ++index) gradient_of_weight<decltype(element)>(op, index, scratch);
+  });
+}
+
+}  // namespace fastbert::cpu::FB_ISA

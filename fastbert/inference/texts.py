@@ -1,0 +1,118 @@
+"""What encoders of texts share: a tokenizer, prompts, batches of texts of similar length."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastbert.data.collator import PackingCollator
+from fastbert.data.encode import COLUMNS, cut_encodings
+from fastbert.data.tokenizer import copy_of, strings
+from fastbert.inference.sentence_files import SIMILARITIES
+from fastbert.model import Saveable
+
+
+class TextEncoder:
+    """A model in evaluation mode with a tokenizer and prompts."""
+
+    def __init__(
+        self,
+        model: Saveable,
+        tokenizer: Any,
+        *,
+        max_length: int | None,
+        prompts: Mapping[str, str] | None,
+        default_prompt_name: str | None,
+        similarity: str,
+    ) -> None:
+        """Raises ValueError for a tokenizer with ids that the model lacks, and for other values."""
+        config, special = model.config, tokenizer.num_special_tokens_to_add(False)
+        if tokenizer.get_vocab_size() > config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {tokenizer.get_vocab_size()} tokens, the model embeds {config.vocab_size}"
+            )
+        if max_length is not None and (not isinstance(max_length, int) or max_length <= special):
+            raise ValueError(f"max_length is {max_length!r}; expected a number above the {special} special tokens")
+        if similarity not in SIMILARITIES:
+            raise ValueError(f"similarity is {similarity!r}; expected {', '.join(SIMILARITIES)}")
+        self.model, self.tokenizer, self.similarity_name = model.eval(), copy_of(tokenizer), similarity
+        self.max_length = min(max_length or config.max_sequence_length, config.max_sequence_length)
+        self.prompts, self.default_prompt_name = dict(prompts or {}), default_prompt_name
+        self._prompt(None, default_prompt_name)
+
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        """The token ids of each text with special tokens, cut at max_length with a warning.
+
+        Raises TypeError for anything but a list of strings, ValueError for half a surrogate pair.
+        """
+        texts = strings(type(self).__name__, "texts", texts)
+        found = cut_encodings(self.tokenizer, texts, self.max_length)
+        return [COLUMNS["input_ids"](encoding)[left].tolist() for encoding, left in found]
+
+    def encode(self, texts: list[str], *, prompt: str | None = None, prompt_name: str | None = None) -> Tensor:
+        """The vectors of texts, (len(texts), C); each encoder has further options."""
+        raise NotImplementedError
+
+    def encode_query(self, texts: list[str], **options: Any) -> Tensor:
+        """`encode` with the prompt named "query", or none; options may choose another, by prompt or prompt_name.
+
+        Equivalent to sentence-transformers' `encode_query` of a saved model, which never takes the default prompt.
+        """
+        return self.encode(texts, **self._with_prompt_of(options, "query"))
+
+    def encode_document(self, texts: list[str], **options: Any) -> Tensor:
+        """`encode` with the prompt named "document", or none; options may choose another, by prompt or prompt_name.
+
+        Equivalent to sentence-transformers' `encode_document` of a saved model, which has a prompt of that name, if
+        only an empty one: one named "passage" has to be asked for.
+        """
+        return self.encode(texts, **self._with_prompt_of(options, "document"))
+
+    def _with_prompt_of(self, options: dict[str, Any], task: str) -> dict[str, Any]:
+        chosen = options.get("prompt") is not None or options.get("prompt_name") is not None
+        return options if chosen else {**options, "prompt": self.prompts.get(task, "")}
+
+    def _prompt(self, prompt: str | None, name: str | None) -> str:
+        if prompt is not None:
+            return prompt
+        name = self.default_prompt_name if name is None else name
+        if name is not None and name not in self.prompts:
+            names = ", ".join(map(repr, self.prompts)) or "none"
+            raise ValueError(f"there is no prompt {name!r}; this encoder has {names}")
+        return "" if name is None else self.prompts[name]
+
+    def _prompted(self, texts: list[str], prompt: str) -> list[list[int]]:
+        """The token ids of each text behind the prompt."""
+        if prompt:
+            texts = [prompt + text for text in strings(type(self).__name__, "texts", texts)]
+        return self.tokenize(texts)
+
+    def _packed(self, ids: list[list[int]]) -> tuple[Tensor, Tensor, int]:
+        """input_ids, cu_seqlens and max_seqlen of tokenized texts."""
+        packed = PackingCollator()([{"input_ids": text} for text in ids])
+        return packed["input_ids"].to(self.device), packed["cu_seqlens"].to(self.device), packed["max_seqlen"]
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+
+def batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
+    """Indices sorted by length, longest first, in batches of at most `budget` tokens (or of one text)."""
+    batch, tokens = [], 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batch and tokens + lengths[index] > budget:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(index)
+        tokens += lengths[index]
+    if batch:
+        yield batch
+
+
+def check_length(owner: str, max_length: int | None, model: Saveable) -> None:
+    """Raises ValueError for a max_length above the model's."""
+    longest = model.config.max_sequence_length
+    if max_length is not None and max_length > longest:
+        raise ValueError(f"{owner}: max_length is {max_length}; expected at most the model's, {longest}")

@@ -1,0 +1,340 @@
+"""Sparse encoders: vectors, directories and refusals, with sentence-transformers' own classes as the truth."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from small_models import CONFIGS, DEVICE, TINY, assert_like
+from torch import nn
+
+import fastbert
+from fastbert import BertConfig, BertForMaskedLM, BertForSparseEmbedding, backends
+from fastbert.data.tokenizer import save_tokenizer, train_tokenizer
+from fastbert.inference import SparseEncoder, sentence_files
+
+TEXTS = ["", "word", "a text of some more words", "what, again? " * 9]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["a text of some more words, what, again? and again: a word"] * 5, vocab_size=90)
+
+
+def model_of(config=TINY, **options):
+    """Random weights in which every part counts, and about half of all logits are negative."""
+    torch.manual_seed(0)
+    model = BertForSparseEmbedding(config.changed(initializer_range=0.3), **options).eval()
+    nn.init.normal_(model.cls.predictions.bias)
+    return model
+
+
+@pytest.fixture
+def encoder(tokenizer):
+    return SparseEncoder(model_of(), tokenizer)
+
+
+def theirs(directory):
+    """In float32 and in float64."""
+    from sentence_transformers import SparseEncoder as Theirs
+
+    model = Theirs(str(directory), device="cpu")
+    return model, copy.deepcopy(model).double()
+
+
+def close(found, truth):
+    """1e-12, and zeros in the same places."""
+    found, truth = found.to_dense().cpu(), truth.to_dense().cpu()
+    assert found.dtype == truth.dtype == torch.float64 and torch.equal(found == 0, truth == 0)
+    assert (found - truth).abs().max() <= 1e-12 * truth.abs().max()
+    return True
+
+
+# ---- the model
+
+
+@pytest.mark.parametrize("activation", ("relu", "log1p_relu"))
+def test_vectors_are_those_of_the_logits(activation):
+    model = model_of(activation=activation).double().to(DEVICE)
+    logits_of = BertForMaskedLM(model.config).double().to(DEVICE).eval()
+    logits_of.load_state_dict(model.state_dict())
+    ids, mask = (
+        torch.randint(5, 99, (4, 12), device=DEVICE),
+        torch.arange(12, device=DEVICE) < torch.tensor([[12], [5], [0], [1]], device=DEVICE),
+    )
+    vectors = model(ids, mask)
+    logits = logits_of(ids, mask).logits.relu().log1p()
+    logits = logits.log1p() if activation == "log1p_relu" else logits
+    expected = logits.masked_fill(~mask[..., None], 0).max(1).values  # [PAD] has equal logits everywhere: amax differs
+    assert (vectors - expected).abs().max() <= 1e-12 * expected.max()
+    assert (vectors[2] == 0).all() and 0.2 < (vectors[0] == 0).float().mean() < 0.8
+    ends = torch.tensor([0, 12, 17, 17, 18], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(model(ids[mask], cu_seqlens=ends), vectors)
+    found, truth = (torch.autograd.grad((y * y.detach().cos()).sum(), m.parameters()) for y, m in (
+        (vectors, model), (expected, logits_of)))  # fmt: skip
+    largest = max(grad.abs().max() for grad in truth)
+    assert all((a - b).abs().max() <= 1e-12 * largest for a, b in zip(found, truth, strict=True))
+
+
+def test_the_fused_op_runs_and_padding_changes_no_bit():
+    model = model_of().to(DEVICE)
+    ids = torch.randint(5, 99, (2, 9), device=DEVICE)
+    mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5], device=DEVICE)
+    count = lambda: sum(n for (name, _), n in backends.calls().items() if name == "linear_max_fwd")  # noqa: E731
+    before = count()
+    first = model(ids, mask)
+    assert count() == before + 1
+    ids[1, 4:] = 7
+    assert torch.equal(model(ids, mask), first) and first.dtype == torch.float32
+    assert model.bfloat16()(ids, mask).dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ("roberta", "distilbert", "electra", "deberta-v2"))
+def test_families(family, tmp_path):
+    """transformers' masked-LM models, by their names and heads."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(family, **CONFIGS[family])
+    logits_of = transformers.AutoModelForMaskedLM.from_config(config).double().eval()
+    for parameter in logits_of.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    logits_of.save_pretrained(tmp_path)
+    ids = torch.randint(5, 99, (3, 7))
+    with torch.no_grad():
+        expected = logits_of(ids).logits.relu().log1p().amax(1)
+        assert close(BertForSparseEmbedding.from_pretrained(tmp_path)(ids), expected)
+
+
+@pytest.mark.slow
+def test_compiled_with_padding():
+    model = model_of().double()
+    ids, mask = torch.randint(5, 99, (2, 6)), torch.tensor([[1] * 6, [1] * 2 + [0] * 4])
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(model, backend="aot_eager", fullgraph=True)(ids, mask)
+        assert close(found, model(ids, mask))
+
+
+# ---- directories of sentence-transformers, both ways
+
+
+@pytest.mark.parametrize("activation", ("relu", "log1p_relu"))
+def test_sentence_transformers_reads_what_is_saved(tmp_path, tokenizer, activation):
+    prompts = {"query": "what, again? ", "document": ""}
+    made = SparseEncoder(model_of(activation=activation), tokenizer, max_length=20, prompts=prompts, max_active_dims=30)
+    made.save_pretrained(tmp_path)
+    contender, truth = theirs(tmp_path)
+    double = SparseEncoder.from_pretrained(tmp_path, dtype=torch.float64)
+    for options in ({}, {"prompt_name": "query"}, {"prompt": "some more"}, {"max_active_dims": 7}):
+        expected = truth.encode(TEXTS, **options)
+        assert expected.is_sparse and close(double.encode(TEXTS, **options), expected)
+        contends = contender.encode(TEXTS, **options).to_dense()
+        assert_like(made.encode(TEXTS, **options).to_dense(), expected.to_dense(), contends)
+    again = SparseEncoder.from_pretrained(tmp_path)
+    assert (again.prompts, again.max_length, again.max_active_dims) == (prompts, 20, 30)
+    assert again.model.activation == activation and again.similarity_name == "dot"
+    assert torch.equal(again.encode(TEXTS).to_dense(), made.encode(TEXTS).to_dense())
+
+
+def test_what_sentence_transformers_saves_is_read(tmp_path, encoder):
+    """As release 6 writes it; and without modules.json, as the first SPLADE models are."""
+    from sentence_transformers import SparseEncoder as Theirs
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    plain = tmp_path / "plain"
+    encoder.model.save_pretrained(plain)
+    save_tokenizer(encoder.tokenizer, plain)
+    modules = [Transformer(str(plain), transformer_task="fill-mask"), SpladePooling(activation_function="log1p_relu")]
+    model = Theirs(modules=modules, prompts={"q": "again "}, default_prompt_name="q", similarity_fn_name="cosine",
+                   max_active_dims=12, device="cpu")  # fmt: skip
+    model.save_pretrained(str(tmp_path / "saved"))
+    for directory in (tmp_path / "saved", plain):
+        found, (_, truth) = SparseEncoder.from_pretrained(directory, dtype=torch.float64), theirs(directory)
+        assert close(found.encode(TEXTS), truth.encode(TEXTS))
+        vectors = found.encode(TEXTS)
+        assert (found.similarity(vectors) - truth.similarity(vectors, vectors)).abs().max() < 1e-5  # theirs: float32
+    assert found.similarity_name == "dot" and found.prompts == {} and found.max_active_dims is None
+
+
+def test_encode_gives_one_coalesced_row_a_text(encoder):
+    texts, seen = TEXTS * 3, []
+    vectors = encoder.encode(texts, tokens_per_batch=16, progress=seen.append)
+    assert vectors.layout == torch.sparse_coo and vectors.is_coalesced() and vectors.shape == (12, 99)
+    assert sum(seen) == 12 and len(seen) > 2
+    double = SparseEncoder(copy.deepcopy(encoder.model).double(), encoder.tokenizer)
+    exact = double.encode(texts, tokens_per_batch=16)
+    for i, text in enumerate(texts):
+        assert close(exact[i], double.encode([text])[0])
+    assert_like(vectors.to_dense(), exact.to_dense(), torch.cat([encoder.encode([text]) for text in texts]).to_dense())
+    assert (vectors.values() > 0).all() and vectors.values().dtype == torch.float32
+    assert encoder.encode([]).shape == (0, 99) and not encoder.model.training
+    most = encoder.encode(texts, max_active_dims=4)
+    assert (most.to_dense() != 0).sum(1).max() == 4
+    assert torch.equal(most.to_dense(), vectors.to_dense() * (most.to_dense() > 0))
+    assert (most.to_dense().amax(1) == encoder.encode(texts).to_dense().amax(1)).all()
+    assert torch.equal(encoder.encode(texts, max_active_dims=1000).to_dense(), encoder.encode(texts).to_dense())
+
+
+def test_words_by_weight(tmp_path, encoder):
+    encoder.save_pretrained(tmp_path)
+    vectors = encoder.encode(TEXTS)
+    model = theirs(tmp_path)[0]
+    for top_k in (None, 3):
+        found = encoder.decode(vectors, top_k)
+        assert found == encoder.decode(vectors.to_dense(), top_k) == encoder.decode(vectors.to_sparse_csr(), top_k)
+        known = [[(None if word.isdigit() else word, weight) for word, weight in row] for row in found]
+        assert known == [[tuple(pair) for pair in row] for row in model.decode(vectors, top_k)]
+        assert all(row == sorted(row, key=lambda pair: -pair[1]) for row in found)
+    vector = torch.zeros(2, 99)
+    vector[1, [7, 5, 98]] = torch.tensor([2.0, 2.0, 3.0])
+    names = [encoder.tokenizer.id_to_token(i) for i in (5, 7)]
+    assert encoder.decode(vector) == [[], [("98", 3.0), (names[0], 2.0), (names[1], 2.0)]]
+    assert encoder.decode(vector, 1) == [[], [("98", 3.0)]] and encoder.decode(vector[:0]) == []
+
+
+@pytest.mark.parametrize("measure", ("dot", "cosine", "euclidean", "manhattan"))
+def test_similarities(encoder, measure):
+    encoder.similarity_name = measure
+    a, b = encoder.encode(TEXTS), encoder.encode(TEXTS[1:] + ["more words"])
+    a = torch.cat([a, torch.zeros(1, 99).to_sparse()]).double()  # with a vector without a word
+    b = b.double()
+    x, y = a.to_dense(), b.to_dense()
+    if measure == "cosine":
+        x, y = (z / z.norm(dim=1, keepdim=True).clamp(min=1e-12) for z in (x, y))
+    p = {"euclidean": 2, "manhattan": 1}.get(measure)
+    expected = x @ y.T if p is None else -(x[:, None] - y).norm(p, dim=-1)
+    for one, other in ((a, b), (a.to_dense(), b), (a.to_sparse_csr(), b.to_dense()), (a.to_dense(), b.to_dense())):
+        found = encoder.similarity(one, other)
+        assert found.layout == torch.strided and (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert encoder.similarity(b).shape == (4, 4)
+
+
+def test_accelerated_sentence_transformers(tmp_path, encoder):
+    """Its own class goes on working; it computes all logits."""
+    encoder.save_pretrained(tmp_path)
+    model, truth = theirs(tmp_path)
+    contender = model.encode(TEXTS).to_dense()
+    report = fastbert.accelerate(model)
+    assert_like(model.encode(TEXTS).to_dense(), truth.encode(TEXTS).to_dense(), contender)
+    assert report.packed > 0 and not report.fallbacks
+    fastbert.restore(model)
+    assert torch.equal(model.encode(TEXTS).to_dense(), contender)
+
+
+def test_prepared(tmp_path, encoder):
+    if reason := backends.why_not("cpu", "packed_linear", "cpu", torch.float32):
+        pytest.skip(reason)
+    encoder.save_pretrained(tmp_path)
+    found = SparseEncoder.from_pretrained(tmp_path, precision="fp32")
+    found.save_pretrained(tmp_path / "again")
+    again = SparseEncoder.from_pretrained(tmp_path / "again")
+    truth = SparseEncoder.from_pretrained(tmp_path, dtype=torch.float64).encode(TEXTS).to_dense()
+    for one in (found, again):
+        assert_like(one.encode(TEXTS).to_dense(), truth, encoder.encode(TEXTS).to_dense())
+
+
+# ---- refused
+
+
+def described(directory, kinds, pooling=None, task=None):
+    paths = ["", *(f"{i}_{kind.rsplit('.', 1)[-1]}" for i, kind in enumerate(kinds) if i)]
+    named = enumerate(zip(paths, kinds, strict=True))
+    listed = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in named]
+    (directory / "modules.json").write_text(json.dumps(listed))
+    for path in paths[1:]:
+        (directory / path).mkdir(exist_ok=True)
+        (directory / path / "config.json").write_text(json.dumps(pooling or {}))
+    (directory / "sentence_bert_config.json").write_text(json.dumps({"transformer_task": task} if task else {}))
+
+
+MLM, POOLING = "sentence_transformers.sparse_encoder.models.MLMTransformer", "somewhere.SpladePooling"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pooling", "task", "words"),
+    [
+        ([MLM, POOLING], {"pooling_strategy": "sum"}, None, "pooling_strategy is 'sum'; expected 'max'"),
+        ([MLM, POOLING], {"activation_function": "gelu"}, None, "activation_function is 'gelu'; expected 'relu' or"),
+        (["a.Router", POOLING], {}, None, "has the modules Router, SpladePooling; expected MLMTransformer"),
+        ([MLM, "a.Pooling"], {}, None, "has the modules MLMTransformer, Pooling"),
+        ([MLM, POOLING, "a.SparseAutoEncoder"], {}, None, "has the modules MLMTransformer, SpladePooling, SparseAuto"),
+        (["a.SparseStaticEmbedding"], {}, None, "has the modules SparseStaticEmbedding"),
+        (["a.Transformer", POOLING], {}, None, "transformer_task is None; expected 'fill-mask'"),
+        (["a.Transformer", POOLING], {}, "feature-extraction", "transformer_task is 'feature-extraction'"),
+        ([MLM, POOLING], {}, None, None),
+        (["a.Transformer", POOLING], {"activation_function": "log1p_relu"}, "fill-mask", None),
+    ],
+)
+def test_modules_are_honoured_or_refused(tmp_path, encoder, kinds, pooling, task, words):
+    encoder.model.save_pretrained(tmp_path)
+    save_tokenizer(encoder.tokenizer, tmp_path)
+    described(tmp_path, kinds, pooling, task)
+    if words:
+        with pytest.raises(ValueError, match=words):
+            SparseEncoder.from_pretrained(tmp_path)
+    else:
+        found = SparseEncoder.from_pretrained(tmp_path)
+        assert found.model.activation == pooling.get("activation_function", "relu")
+
+
+def test_a_saving_that_was_cut_off_is_refused(tmp_path, encoder, monkeypatch):
+    encoder.save_pretrained(tmp_path)
+
+    def fail(*args):
+        raise OSError("full")
+
+    monkeypatch.setattr(sentence_files, "_write_shared", fail)
+    with pytest.raises(OSError, match="full"):
+        encoder.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="saving was interrupted"):
+        SparseEncoder.from_pretrained(tmp_path)
+
+
+def test_a_model_without_a_masked_lm_head_is_refused(tmp_path, encoder):
+    save_tokenizer(encoder.tokenizer, tmp_path)
+    fastbert.BertForSequenceClassification(TINY).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="architectures is BertForSequenceClassification"):
+        SparseEncoder.from_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    shutil.copy(tmp_path / "config.json", tmp_path / "kept.json")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
+    with pytest.raises(ValueError, match="lacks cls.predictions"):
+        SparseEncoder.from_pretrained(tmp_path)
+
+
+REFUSED = {
+    "activation is 'gelu'; expected 'relu' or 'log1p_relu'": lambda e: BertForSparseEmbedding(TINY, "gelu"),
+    "model is a BertModel; expected a BertForSparseEmbedding": lambda e: SparseEncoder(
+        fastbert.BertModel(TINY), e.tokenizer
+    ),
+    "max_active_dims is 0; expected a positive int": lambda e: SparseEncoder(e.model, e.tokenizer, max_active_dims=0),
+    "max_active_dims is 2.5; expected a positive int": lambda e: e.encode(["a"], max_active_dims=2.5),
+    "there is no prompt 'q'; this encoder has none": lambda e: e.encode(["a"], prompt_name="q"),
+    "similarity is 'jaccard'": lambda e: SparseEncoder(e.model, e.tokenizer, similarity="jaccard"),
+    "max_length is 2; expected a number above the 2": lambda e: SparseEncoder(e.model, e.tokenizer, max_length=2),
+    r"vectors has shape \(2, 98\); expected \(N, 99\)": lambda e: e.decode(torch.zeros(2, 98)),
+    "top_k is 0; expected at least 1": lambda e: e.decode(torch.zeros(2, 99), 0),
+    r"similarity: vectors has shape \(2, 99\), others \(99,\)": lambda e: e.similarity(
+        torch.zeros(2, 99), torch.zeros(99)
+    ),
+    "texts is a str; expected several strings": lambda e: e.encode("one text"),
+    "tokens, the model embeds 9": lambda e: SparseEncoder(
+        BertForSparseEmbedding(TINY.changed(vocab_size=9)), e.tokenizer
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(encoder, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        REFUSED[words](encoder)
+
+
+def test_a_length_beyond_the_models(tmp_path, encoder):
+    encoder.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="SparseEncoder: max_length is 33; expected at most the model's, 32"):
+        SparseEncoder.from_pretrained(tmp_path, max_length=33)
+    assert SparseEncoder.from_pretrained(tmp_path, max_length=9).max_length == 9
+    assert isinstance(BertConfig.from_pretrained(tmp_path), BertConfig)
