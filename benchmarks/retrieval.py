@@ -188,8 +188,9 @@ def padded_loss(module: nn.Module, texts: list[Tensor]) -> Callable[[nn.Module],
 
 
 def verified(step: Callable[[nn.Module], Tensor], module: nn.Module) -> testing.Result:
-    """Without dropout. The embeddings' gradients have gone through everything."""
-    loss = step(module.eval())
+    """Without dropout. The embeddings' gradients have gone through everything. (The error of the loss, one number, is
+    that of PyTorch times anything.)"""
+    step(module.eval())
     ends = "word_embeddings.weight", "embeddings.LayerNorm.weight"
     named = {end: p.grad.clone() for name, p in module.named_parameters() for end in ends if name.endswith(end)}
-    return testing.Result({"loss": loss.detach()}, named)
+    return testing.Result({}, named)

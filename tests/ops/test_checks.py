@@ -31,6 +31,9 @@ ANY_ROWS |= {(f"{op}_fwd", "x") for op in ("linear", "packed_linear", "dense_gel
     ("encoder_layer_fwd", "hidden"),
     ("packed_layer_fwd", "hidden"),
     ("packed_layer_fwd", "cu_seqlens"),
+    ("linear_max_fwd", "x"),
+    ("linear_max_fwd", "cu_seqlens"),
+    ("linear_max_bwd", "x"),
 }
 ANY_HEADS = {("attention_fwd", "qkv"), ("padding_pack", "x")}
 ANY_COLUMNS = {("padding_plan", "visible"), ("padding_pack", "x"), ("padding_unpack", "x")}
