@@ -29,8 +29,8 @@ from fastbert.data import ContrastiveCollator, ContrastiveDataset, create_datalo
 from fastbert.inference import SentenceEncoder
 from fastbert.training import ContrastiveModel, InBatchNegatives
 
-PAIRS, LENGTH, STEPS, LEARNING_RATE = 64, 128, 50, 1e-4  # of a batch; tokens of a text, which is cut there
-MARGIN = 0.05  # nDCG@10
+PAIRS, LENGTH, STEPS, LEARNING_RATE = 64, 128, 32, 1.5e-4  # of a batch; tokens of a text, which is cut there
+MARGIN = 0.03  # nDCG@10
 NAMES = "fastbert", "sentence-transformers"
 
 
@@ -64,7 +64,7 @@ def trained(data: ContrastiveDataset, held_out: dict[str, Pairs], seed: int, ste
     batches, runs = list(islice(endless(loader), steps)), new_runs(seed, steps)
     train(runs, batches, steps)
     ours, theirs = (run.model.eval() for run in runs)
-    encoder = SentenceEncoder(ours.encoder, data.tokenizer, max_length=LENGTH)
+    encoder = SentenceEncoder(ours.encoder, get_tokenizer(minilm()), max_length=LENGTH)
     theirs.max_seq_length = LENGTH
     scores = by_vectors(encoder.encode, held_out), by_vectors(theirs.encode, held_out)
     tokens = sum(len(batch["fastbert"]["input_ids"]) for batch in batches)
