@@ -134,10 +134,21 @@ def encodings(tokenizer: Any, inputs: Iterable[Any], words: bool = False, specia
         yield from tokenizer.encode_batch(batch, is_pretokenized=words, add_special_tokens=special)
 
 
-def cut_encodings(tokenizer: Any, inputs: Iterable[Any], max_length: int) -> Iterator[tuple[Any, slice | np.ndarray]]:
-    """Encodings of texts or pairs, each with the tokens to keep. Warns in the end how many texts were cut."""
+class TooLong(ValueError):
+    """A text has more tokens than it may have, and was not to be cut."""
+
+
+def cut_encodings(
+    tokenizer: Any, inputs: Iterable[Any], max_length: int, truncation: bool = True
+) -> Iterator[tuple[Any, slice | np.ndarray]]:
+    """Encodings of texts or pairs, each with the tokens to keep. Warns in the end how many texts were cut.
+
+    truncation: False raises TooLong instead.
+    """
     seen = cut = 0
     for encoding in encodings(tokenizer, inputs):
+        if len(encoding) > max_length and not truncation:
+            raise TooLong(f"texts[{seen}] has {len(encoding)} tokens; expected at most {max_length}")
         seen, cut = seen + 1, cut + (len(encoding) > max_length)
         (piece,) = pieces(encoding, max_length, split=False)
         yield encoding, piece

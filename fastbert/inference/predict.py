@@ -9,7 +9,7 @@ Each class takes a trained checkpoint and refuses one that lacks its head, as ne
 lists the differences from `transformers`' pipelines for these tasks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -101,6 +101,8 @@ class Answers(NamedTuple):
 
 # ---- the base class
 
+Row = dict[str, Any]  # a text's input_ids and token_type_ids, and what else its result is made of
+
 
 class _Tokens(NamedTuple):
     """A packed batch: which texts it holds, their lengths in tokens, and the model's arguments."""
@@ -117,6 +119,8 @@ class _Tokens(NamedTuple):
 class Predictor:
     """A model in evaluation mode and its tokenizer. classes: those the model may have, the default first.
 
+    What is called is `compute(encode(texts))`: a service encodes each request by itself, and computes several together.
+    encode(texts, truncation=False) raises ValueError for a text beyond max_length.
     takes_empty: whether a text without a token is computed, from special tokens alone, or refused.
     """
 
@@ -185,16 +189,16 @@ class Predictor:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _encode(self, texts: Sequence[Any], *more: str) -> list[dict[str, np.ndarray]]:
+    def _encode(self, texts: Sequence[Any], *more: str, truncation: bool = True) -> list[Row]:
         """input_ids, token_type_ids and `more` columns of each text or pair of texts, cut at max_length."""
         names, rows = ("input_ids", "token_type_ids", *more), []
-        for encoding, left in cut_encodings(self.tokenizer, texts, self.max_length):
+        for encoding, left in cut_encodings(self.tokenizer, texts, self.max_length, truncation):
             if not self.takes_empty and all(sequence is None for sequence in encoding.sequence_ids):
                 raise ValueError(f"{type(self).__name__}: texts[{len(rows)}] has no token; expected text")
             rows.append({name: COLUMNS[name](encoding)[left] for name in names})
         return rows
 
-    def _batches(self, rows: Sequence[Mapping[str, np.ndarray]]) -> Iterator[_Tokens]:
+    def _batches(self, rows: Sequence[Row]) -> Iterator[_Tokens]:
         """Packed batches of texts of similar length. rows: input_ids and token_type_ids of each text."""
         for texts in batches([len(row["input_ids"]) for row in rows], self.tokens_per_batch):
             packed = PackingCollator()([{name: rows[text][name] for name in self.columns} for text in texts])
@@ -218,7 +222,6 @@ class MaskFiller(Predictor):
         self.prefix, added = continuation_prefix(self.tokenizer), self.tokenizer.get_added_tokens_decoder()
         self.takes_space = self.mask_id in added and added[self.mask_id].lstrip
 
-    @torch.inference_mode()
     def __call__(self, texts: Sequence[str], *, top_k: int = 5) -> list[list[list[Fill]]]:
         """For each text and each of its masks, the top_k likeliest tokens, best first.
 
@@ -227,22 +230,29 @@ class MaskFiller(Predictor):
         """
         if not 1 <= top_k <= self.config.vocab_size:
             raise ValueError(f"MaskFiller: top_k is {top_k}; expected 1 to {self.config.vocab_size}")
+        return self.compute(self.encode(texts), top_k)
+
+    def encode(self, texts: Sequence[str], truncation: bool = True) -> list[Row]:
         texts = list(strings("MaskFiller", "texts", texts))
-        rows = self._encode(texts, "offsets")
-        spans = [row.pop("offsets")[row["input_ids"] == self.mask_id].tolist() for row in rows]
-        for index, found in enumerate(spans):
-            if not found:
-                mask, long = self.tokenizer.id_to_token(self.mask_id), len(rows[index]["input_ids"]) == self.max_length
+        rows = self._encode(texts, "offsets", truncation=truncation)
+        for index, (row, text) in enumerate(zip(rows, texts, strict=True)):
+            row |= {"text": text, "spans": row["offsets"][row["input_ids"] == self.mask_id].tolist()}
+            if not row["spans"]:
+                mask, long = self.tokenizer.id_to_token(self.mask_id), len(row["input_ids"]) == self.max_length
                 where = f" in its first {self.max_length} tokens" if long else ""
                 raise ValueError(f"MaskFiller: texts[{index}] has no {mask}{where}; expected one to fill")
-        results: list[list[list[Fill]]] = [[] for _ in texts]
+        return rows
+
+    @torch.inference_mode()
+    def compute(self, rows: Sequence[Row], top_k: int = 5) -> list[list[list[Fill]]]:
+        results: list[list[list[Fill]]] = [[] for _ in rows]
         for batch in self._batches(rows):
             best = self._likelihoods(batch.inputs).topk(top_k)
             fills = iter(zip(best.values.tolist(), best.indices.tolist(), strict=True))
-            for text in batch.texts:
-                for span in spans[text]:
+            for row in batch.texts:
+                for span in rows[row]["spans"]:
                     best_of_mask = zip(*next(fills), strict=True)
-                    results[text].append([self._fill(texts[text], span, *fill) for fill in best_of_mask])
+                    results[row].append([self._fill(rows[row]["text"], span, *fill) for fill in best_of_mask])
         return results
 
     def _likelihoods(self, inputs: dict[str, Any]) -> Tensor:
@@ -271,7 +281,6 @@ class TextClassifier(Predictor):
 
     classes = (BertForSequenceClassification,)
 
-    @torch.inference_mode()
     def __call__(self, texts: Sequence[str | tuple[str, str]], *, top_k: int | None = None) -> list[list[Label]]:
         """For each text its labels (all, or the top_k best), best first, named by the configuration's id2label.
 
@@ -281,10 +290,19 @@ class TextClassifier(Predictor):
         """
         if top_k is not None and top_k < 1:
             raise ValueError(f"TextClassifier: top_k is {top_k}; expected at least 1")
-        names, rows = label_names(self.config), self._encode(_texts_or_pairs(texts))
+        return self.compute(self.encode(texts), top_k)
+
+    def encode(self, texts: Sequence[str | tuple[str, str]], truncation: bool = True) -> list[Row]:
+        return self._encode(_texts_or_pairs(texts), truncation=truncation)
+
+    @torch.inference_mode()
+    def compute(self, rows: Sequence[Row], top_k: int | None = None, raw: bool = False) -> list[list[Label]]:
+        """raw: logits as scores."""
+        names = label_names(self.config)
         results: list[list[Label]] = [[] for _ in rows]
         for batch in self._batches(rows):
-            scores = self._scores(wide(self.model(**batch.inputs).logits)).tolist()
+            logits = wide(self.model(**batch.inputs).logits)
+            scores = (logits if raw else self._scores(logits)).tolist()
             for text, row in zip(batch.texts, scores, strict=True):
                 labels = [Label(name, score) for name, score in zip(names, row, strict=True)]
                 if self.config.problem_type != "regression":
@@ -324,7 +342,6 @@ class EntityTagger(Predictor):
 
     classes = (BertForTokenClassification,)
 
-    @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> list[list[Entity]]:
         """For each text its entities, in order. A word has the label of its first token; O means no entity.
 
@@ -332,14 +349,21 @@ class EntityTagger(Predictor):
         not begin with B-. Equivalent to transformers' pipeline with aggregation_strategy="first".
         Raises ValueError for an empty text, TypeError for anything but a list of strings.
         """
+        return self.compute(self.encode(texts))
+
+    def encode(self, texts: Sequence[str], truncation: bool = True) -> list[Row]:
         texts = list(strings("EntityTagger", "texts", texts))
-        rows = self._encode(texts, "word_ids", "offsets")
+        rows = self._encode(texts, "word_ids", "offsets", truncation=truncation)
+        return [row | {"text": text} for row, text in zip(rows, texts, strict=True)]
+
+    @torch.inference_mode()
+    def compute(self, rows: Sequence[Row]) -> list[list[Entity]]:
         results: list[list[Entity]] = [[] for _ in rows]
         for batch in self._batches(rows):
             best = wide(self.model(**batch.inputs).logits).softmax(-1).max(-1)
-            for (text, scores), (_, labels) in zip(batch.split(best.values), batch.split(best.indices), strict=True):
-                words = _words(rows[text]["word_ids"].tolist(), rows[text]["offsets"].tolist())
-                results[text] = self._entities(texts[text], words, scores.tolist(), labels.tolist())
+            for (i, scores), (_, labels) in zip(batch.split(best.values), batch.split(best.indices), strict=True):
+                words = _words(rows[i]["word_ids"].tolist(), rows[i]["offsets"].tolist())
+                results[i] = self._entities(rows[i]["text"], words, scores.tolist(), labels.tolist())
         return results
 
     def _entities(

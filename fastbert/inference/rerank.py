@@ -11,7 +11,7 @@ from fastbert.config import BertConfig
 from fastbert.data.tokenizer import save_tokenizer, strings, text_of
 from fastbert.heads import BertForSequenceClassification
 from fastbert.inference import sentence_files
-from fastbert.inference.predict import Predictor
+from fastbert.inference.predict import Predictor, Row
 from fastbert.inference.sentence_files import activation_name, activation_path, new_activation
 from fastbert.model import Saveable
 from fastbert.ops.numbers import wide
@@ -60,15 +60,22 @@ class CrossEncoder(Predictor):
         progress: is called with the number of pairs of each batch. Raises TypeError for anything but pairs of strings,
         ValueError for a score that is not a number.
         """
-        rows = self._encode(pairs_of("CrossEncoder", pairs))
+        scores = self.compute(self.encode(pairs), progress)
+        if len(wrong := scores.isnan().any(-1).nonzero()):
+            raise ValueError(f"CrossEncoder: the score of pairs[{int(wrong[0])}] is NaN; expected a number")
+        return scores.squeeze(-1) if self.config.num_labels == 1 else scores
+
+    def encode(self, pairs: Iterable[Sequence[str]], truncation: bool = True) -> list[Row]:
+        return self._encode(pairs_of("CrossEncoder", pairs), truncation=truncation)
+
+    def compute(self, rows: Sequence[Row], progress: Callable[[int], object] | None = None) -> Tensor:
+        """(N, num_labels) float32."""
         scores = torch.empty(len(rows), self.config.num_labels, device=self.device, dtype=torch.float32)
         for batch in self._batches(rows):
             scores[batch.texts] = self._scores(batch.inputs)
             if progress:
                 progress(len(batch.texts))
-        if len(wrong := scores.isnan().any(-1).nonzero()):
-            raise ValueError(f"CrossEncoder: the score of pairs[{int(wrong[0])}] is NaN; expected a number")
-        return scores.squeeze(-1) if self.config.num_labels == 1 else scores
+        return scores
 
     @torch.inference_mode()
     def _scores(self, inputs: dict[str, Any]) -> Tensor:

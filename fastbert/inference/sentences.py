@@ -138,8 +138,7 @@ class SentenceEncoder(TextEncoder):
         width, prompt = self.width, self._prompt(prompt, prompt_name)
         if truncate_dim is not None and not 0 < truncate_dim <= width:
             raise ValueError(f"truncate_dim is {truncate_dim}; expected 1 to {width}")
-        ids = self._prompted(texts, prompt)
-        skip = 0 if self.include_prompt or not prompt else self._prompt_length(prompt)
+        ids, skip = self._prompted(texts, prompt), self._skipped(prompt)
         result = torch.empty(len(ids), truncate_dim or width, device=self.device, dtype=torch.float32)
         cut = list(batches([len(i) for i in ids], tokens_per_batch))
         if workers is not None and workers.encoder is not self:
@@ -166,19 +165,30 @@ class SentenceEncoder(TextEncoder):
             raise ValueError("SentenceEncoder: workers of no process; expected at least 1, or a device for each")
         return EncoderWorkers(self, devices)
 
-    def _prompt_length(self, prompt: str) -> int:
-        """Tokens of a prompt at the beginning of a text: with the first special token, without the last one."""
+    def prompt_of(self, name: str | None) -> tuple[str, int]:
+        """The prompt of that name, or the default one, "" if there is none; and what `embed` is to skip of it.
+
+        Raises ValueError for an unknown name.
+        """
+        prompt = self._prompt(None, name)
+        return prompt, self._skipped(prompt)
+
+    def _skipped(self, prompt: str) -> int:
+        """Tokens of a prompt at the beginning of a text that the pooling leaves out: with the first special token,
+        without the last one."""
+        if self.include_prompt or not prompt:
+            return 0
         encoding = self.tokenizer.encode(prompt)
         return len(encoding.ids) - (encoding.special_tokens_mask[-1:] == [1])
 
     @torch.inference_mode()
-    def embed(self, ids: list[list[int]], skip: int = 0) -> Tensor:
+    def embed(self, ids: list[list[int]], skip: int = 0, normalize: bool | None = None) -> Tensor:
         """(len(ids), C) float32 embeddings of tokenized texts, in one forward. skip: tokens at the beginning of each
-        that the pooling leaves out."""
+        that the pooling leaves out. normalize: in place of the encoder's own, unless None."""
         input_ids, cu_seqlens, longest = self._packed(ids)
         hidden = self.model(input_ids, cu_seqlens=cu_seqlens, max_seqlen=longest).last_hidden_state.float()
         vectors = self.dense(torch.cat([pool(hidden, cu_seqlens, mode, skip) for mode in self._modes], -1))
-        return F.normalize(vectors, dim=-1) if self.normalize else vectors
+        return F.normalize(vectors, dim=-1) if (self.normalize if normalize is None else normalize) else vectors
 
     def similarity(self, vectors: Tensor, others: Tensor | None = None) -> Tensor:
         """(N, M): how similar vectors (N, C) are to others (M, C), or to each other; larger is more alike.

@@ -41,13 +41,14 @@ class TextEncoder:
         self.prompts, self.default_prompt_name = dict(prompts or {}), default_prompt_name
         self._prompt(None, default_prompt_name)
 
-    def tokenize(self, texts: list[str]) -> list[list[int]]:
+    def tokenize(self, texts: list[str], truncation: bool = True) -> list[list[int]]:
         """The token ids of each text with special tokens, cut at max_length with a warning.
 
-        Raises TypeError for anything but a list of strings, ValueError for half a surrogate pair.
+        truncation: False raises ValueError for a longer text. Raises TypeError for anything but a list of strings,
+        ValueError for half a surrogate pair.
         """
         texts = strings(type(self).__name__, "texts", texts)
-        found = cut_encodings(self.tokenizer, texts, self.max_length)
+        found = cut_encodings(self.tokenizer, texts, self.max_length, truncation)
         return [COLUMNS["input_ids"](encoding)[left].tolist() for encoding, left in found]
 
     def encode(self, texts: list[str], *, prompt: str | None = None, prompt_name: str | None = None) -> Tensor:
