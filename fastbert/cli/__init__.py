@@ -5,7 +5,7 @@ import sys
 import warnings
 
 import fastbert
-from fastbert.cli import embeddings, predictions, prepare, tools
+from fastbert.cli import embeddings, predictions, prepare, serve, tools
 from fastbert.cli.embeddings import show_results
 
 __all__ = ["main", "show_results"]
@@ -39,6 +39,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("fastbert", description="BERT encoders without work on padding.")
     parser.add_argument("--version", action="version", version=f"fastbert {fastbert.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for group in (embeddings, predictions, prepare, tools):
+    for group in (embeddings, predictions, serve, prepare, tools):
         group.add(commands)
     return parser

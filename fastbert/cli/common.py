@@ -20,13 +20,17 @@ def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
     else:
         default = "all-MiniLM-L6-v2, if installed"
         command.add_argument("--model", help=f"a directory, or a name on the hub (default: {default})")
+    add_runtime(command)
+
+
+def add_runtime(command: argparse.ArgumentParser, batch_tokens: int = 2048) -> None:
+    """How a model runs; batch_tokens: the default."""
     command.add_argument("--dtype", choices=DTYPES, help="of the computation (default: float32, or as prepared)")
     command.add_argument(
         "--precision", choices=list(PRECISIONS), help="weights packed for this processor (default: the model as it is)"
     )
-    command.add_argument(
-        "--batch-tokens", type=int, default=2048, metavar="N", help="at most in a batch (default: 2048)"
-    )
+    help_text = f"at most in a batch (default: {batch_tokens})"
+    command.add_argument("--batch-tokens", type=int, default=batch_tokens, metavar="N", help=help_text)
     command.add_argument(
         "--max-length", type=int, metavar="N", help="cut texts to N tokens (default: the model's length)"
     )

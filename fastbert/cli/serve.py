@@ -1,0 +1,75 @@
+"""serve: models over HTTP."""
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import warnings
+from pathlib import Path
+from typing import Any
+
+from fastbert.cli.common import add_runtime, lines, model_options
+from fastbert.require import require
+
+LINE = '{"time": "%(asctime)s", "level": "%(levelname)s", "request": %(message)s}'
+
+
+def add(commands) -> None:
+    serve = commands.add_parser("serve", help="serve models over HTTP: embeddings, classes, reranking, masks, entities")
+    option = serve.add_argument
+    several = "a directory, or a name on the hub; may be given more than once"
+    option("--model", action="append", required=True, metavar="[NAME=]DIR", help=several)
+    option("--host", default="127.0.0.1", help="0.0.0.0 for all networks (default: this machine alone)")
+    option("--port", type=int, default=8080, help="(default: 8080)")
+    option("--api-key-file", type=Path, metavar="FILE", help="keys that clients send as Bearer tokens, one a line")
+    option("--max-inputs", type=int, default=32, metavar="N", help="texts or pairs in a request (default: 32)")
+    option("--max-body", type=int, default=2_000_000, metavar="BYTES", help="of a request (default: 2000000)")
+    waiting = "that may wait; beyond them requests are refused, 429 (default: 1048576)"
+    option("--waiting-tokens", type=int, default=1 << 20, metavar="N", help=waiting)
+    option(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="of a request, waiting included (default: 60)"
+    )
+    add_runtime(serve, batch_tokens=16384)
+    serve.set_defaults(run=_serve)
+
+
+def _serve(args: argparse.Namespace) -> None:
+    uvicorn = require("uvicorn", "'uvicorn[standard]'")
+    from fastbert.serving import Limits, Service, create_app
+
+    keys, models = _keys(args.api_key_file), [_model(args, given) for given in args.model]
+    limits = Limits(args.max_inputs, args.max_body, args.batch_tokens, args.waiting_tokens, args.timeout)
+    listening = _listening(args.host, args.port)
+    app = create_app(Service(models, limits), keys)
+    warnings.filterwarnings("ignore", message=".*: cut there")  # because a client asked for it
+    logging.basicConfig(level=logging.INFO, format=LINE)
+    where = f"http://{args.host}:{listening.getsockname()[1]}"
+    print(f"{where} serves {', '.join(f'{model.name} ({model.task})' for model in models)}", flush=True)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(args.timeout) + 1)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # what uvicorn raises again, once it has answered what waits
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def _model(args: argparse.Namespace, given: str) -> Any:
+    """Of NAME=DIR, or of a directory or a name on the hub alone."""
+    from fastbert.serving import load
+
+    name, equals, source = given.partition("=")
+    if not equals or os.path.exists(given):
+        name, source = "", given
+    options = model_options(argparse.Namespace(**vars(args) | {"model": source}))
+    return load(source, name or None, **options)
+
+
+def _keys(path: Path | None) -> list[str]:
+    """Raises ValueError for a file without text: it would let everybody in."""
+    return [line.strip() for line in lines(path) if line.strip()] if path else []
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"cannot listen on {host}, port {port}: {error}") from None

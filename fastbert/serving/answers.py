@@ -1,0 +1,83 @@
+"""What the routes of all protocols share: JSON out, and embeddings of a request."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+import torch.nn.functional as F
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fastbert.serving.errors import Problem, invalid
+from fastbert.serving.models import EMBED, RERANK, Lane, ServedModel
+from fastbert.serving.service import Found, Service
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """numpy arrays are lists in it."""
+    body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(body, status, headers, media_type="application/json")
+
+
+async def embeddings(
+    service: Service,
+    request: Request,
+    model: ServedModel,
+    inputs: Sequence[Any],
+    *,
+    truncate: bool,
+    normalize: bool | None = None,
+    dimensions: int | None = None,
+    prompt_name: str | None = None,
+) -> tuple[np.ndarray, int]:
+    """(N, C) float32 embeddings of texts or of lists of token ids, and the tokens of all.
+
+    normalize: as the model does when None. dimensions: the first ones alone, normalised again if the whole is.
+    """
+    encoder = model.at(EMBED)
+    width, normalize = encoder.width, encoder.normalize if normalize is None else normalize
+    if dimensions is not None and not 0 < dimensions <= width:
+        raise invalid("dimensions", f"is {dimensions}; expected 1 to {width}")
+    texts, skip = prompted(model, inputs, prompt_name)
+    lane = Lane(encoder, "embed", (("normalize", False), ("skip", skip)))
+    found = await service.run(request, model, EMBED, texts, lane, truncate=truncate)
+    vectors = torch.stack(found.results)[:, :dimensions]
+    vectors = F.normalize(vectors, dim=-1) if normalize else vectors
+    return checked(vectors), found.tokens
+
+
+def prompted(model: ServedModel, inputs: Sequence[Any], name: str | None) -> tuple[Sequence[Any], int]:
+    """The inputs behind the prompt of that name, or the default one; and how many tokens the pooling leaves out."""
+    try:
+        prompt, skip = model.at(EMBED).prompt_of(name)
+    except ValueError as error:
+        raise invalid("prompt_name", str(error)) from None
+    return [prompt + text if isinstance(text, str) else text for text in inputs] if prompt else inputs, skip
+
+
+async def scores(
+    service: Service, request: Request, model: ServedModel, query: str, texts: Sequence[str], *, truncate: bool
+) -> tuple[np.ndarray, int]:
+    """(N,) float32 logits of a reranker, and the tokens of all."""
+    pairs = [(query, text) for text in texts]
+    found: Found = await service.run(request, model, RERANK, pairs, Lane(model.at(RERANK)), truncate=truncate)
+    return checked(torch.stack(found.results).squeeze(-1)), found.tokens
+
+
+def checked(values: torch.Tensor) -> np.ndarray:
+    """Raises Problem for what is not a number: JSON has none for it."""
+    if not values.isfinite().all():
+        wrong = int((~values.isfinite()).flatten(1).any(1).nonzero()[0]) if values.dim() > 1 else 0
+        raise Problem(424, "Backend", f"the model's result for input {wrong} is not finite")
+    return np.ascontiguousarray(values.numpy())
+
+
+def best_first(found: np.ndarray) -> list[int]:
+    """Indices; equal scores keep their order."""
+    return np.argsort(-found, kind="stable").tolist()
+
+
+def sigmoid(found: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(found).sigmoid().numpy()

@@ -1,0 +1,168 @@
+"""The application: routes, keys, limits on bodies, errors in each protocol's form, one line of log a request."""
+
+import hmac
+import json
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+import fastbert
+from fastbert.serving import openai, page, rerank, tei, tensorflow
+from fastbert.serving.answers import json_response
+from fastbert.serving.errors import Problem
+from fastbert.serving.service import Gone, Service
+
+LOG = logging.getLogger("fastbert.serving")
+TYPE = re.compile(r"str$|int$|(list|constrained|function-\w+)\b|[A-Z]\w*$")  # in pydantic's places
+OPEN = ("/health", "/ping", "/ui")  # without a key: load balancers, and the page, which asks people for it
+Receive, Send = Callable[[], Awaitable[MutableMapping]], Callable[[MutableMapping], Awaitable[None]]
+
+
+def create_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
+    """The ASGI application of a service, which it closes when it ends. api_keys: without any, everybody is served."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    app = FastAPI(title="fastbert", version=fastbert.__version__, lifespan=lifespan)
+    for protocol in (tei, openai, rerank, tensorflow, page):
+        app.include_router(protocol.routes(service))
+    app.add_exception_handler(Problem, lambda request, problem: problem_response(request.url.path, problem))
+    for kind in (RequestValidationError, ValidationError):
+        app.add_exception_handler(kind, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _unexpected)
+    app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))  # nobody reads it
+    app.add_middleware(Guard, service=service, api_keys=tuple(api_keys))
+    return app
+
+
+# ---- errors
+
+
+def problem_response(path: str, problem: Problem) -> Response:
+    """In the form of the protocol that the path belongs to."""
+    forms = {"/v1/embeddings": openai.error, "/v1/models": tensorflow.error, "/v1/rerank": rerank.error}
+    forms |= {"/v2/rerank": rerank.error}
+    form = next((form for start, form in forms.items() if path.startswith(start)), tei.error)
+    return json_response(form(problem), problem.status, problem.headers)
+
+
+def _invalid(request: Request, error: RequestValidationError | ValidationError) -> Response:
+    """What is wrong, and where: of a field that may be several things, the furthest that it was understood."""
+    found = max(error.errors(), key=lambda one: sum(isinstance(part, int) for part in one["loc"]))
+    if found["type"] == "json_invalid":
+        problem = Problem(400, "Validation", f"the body is no JSON: {found['ctx']['error']}")
+    else:
+        where = _place(found["loc"][isinstance(error, RequestValidationError) :])
+        problem = Problem(422, "Validation", f"{where or 'the body'}: {found['msg']}", field=where)
+    return problem_response(request.url.path, problem)
+
+
+def _place(loc: tuple[str | int, ...]) -> str:
+    """As in "inputs[1].text", without the names of types that pydantic puts between."""
+    names = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc if not TYPE.match(str(part)))
+    return "".join(names).lstrip(".")
+
+
+def _http(request: Request, error: HTTPException) -> Response:
+    words = {404: "there is no such route", 400: "the body is no JSON in UTF-8"}
+    message = error.detail if error.status_code not in words else words[error.status_code]
+    return problem_response(request.url.path, Problem(error.status_code, "Validation", str(message)))
+
+
+def _unexpected(request: Request, error: Exception) -> Response:
+    """A fault of this service; the log has it in full."""
+    LOG.error("%s", json.dumps({"path": request.url.path, "error": f"{type(error).__name__}: {error}"}), exc_info=error)
+    return problem_response(request.url.path, Problem(500, "Backend", "the service failed; its log says how"))
+
+
+# ---- before and behind every route
+
+
+class Guard:
+    """Keys, the size and the kind of bodies, counts, and the log. In ASGI itself, so that disconnects come through."""
+
+    def __init__(self, app: Any, service: Service, api_keys: tuple[str, ...]) -> None:
+        self.app, self.service, self.keys = app, service, tuple(key.encode() for key in api_keys)
+
+    async def __call__(self, scope: MutableMapping, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start, status, path = time.monotonic(), 500, scope["path"]
+        headers = {name.lower(): value for name, value in scope["headers"]}
+
+        async def sending(message: MutableMapping) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            refused = self._refused(scope, headers)
+            if refused:
+                await problem_response(path, refused)(scope, receive, sending)
+            else:
+                await self.app(scope, self._limited(receive), sending)
+        finally:
+            self._count(scope["method"], path, status, time.monotonic() - start)
+
+    def _refused(self, scope: MutableMapping, headers: dict[bytes, bytes]) -> Problem | None:
+        if self.keys and scope["path"] not in OPEN and not self._knows(headers.get(b"authorization", b"")):
+            return Problem(401, "Validation", "expected the header Authorization: Bearer KEY, with a valid key")
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > self.service.limits.body:
+            return self._too_large()
+        kind = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != b"application/json" and not kind.endswith(b"+json"):
+            given = kind.decode("latin-1")
+            return Problem(415, "Validation", f"Content-Type is {given!r}; expected 'application/json'")
+        return None
+
+    def _knows(self, given: bytes) -> bool:
+        """Compares with every key, whichever fits, in constant time."""
+        kind, _, key = given.partition(b" ")
+        fits = [hmac.compare_digest(key.strip(), known) for known in self.keys]
+        return kind.lower() == b"bearer" and any(fits)
+
+    def _too_large(self) -> Problem:
+        return Problem(413, "Validation", f"the body is larger than {self.service.limits.body} bytes")
+
+    def _limited(self, receive: Receive) -> Receive:
+        """Of bodies whose length was not said before."""
+        read = 0
+
+        async def limited() -> MutableMapping:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self.service.limits.body:
+                problem = self._too_large()
+                raise HTTPException(problem.status, problem.message)
+            return message
+
+        return limited
+
+    def _count(self, method: str, path: str, status: int, seconds: float) -> None:
+        metrics, kind = self.service.metrics, "batch" if method == "POST" else "read"
+        if method == "POST":
+            metrics.requests.labels(kind).inc()
+            metrics.duration.observe(seconds)
+            metrics.successes.labels(kind).inc() if status < 400 else metrics.failures.labels(str(status)).inc()
+        is_probe = status < 400 and path in (*OPEN, "/metrics")
+        level = logging.DEBUG if is_probe else logging.WARNING if status >= 500 else logging.INFO
+        LOG.log(
+            level, "%s", json.dumps({"method": method, "path": path, "status": status, "ms": round(seconds * 1e3, 1)})
+        )

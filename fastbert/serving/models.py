@@ -1,0 +1,130 @@
+"""What is served: the models of directories, each at the tasks that its head is for."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fastbert import checkpoint, hub
+from fastbert.auto import model_class_of
+from fastbert.data.encode import TooLong
+from fastbert.heads import (
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+)
+from fastbert.inference import CrossEncoder, EntityTagger, MaskFiller, SentenceEncoder, TextClassifier
+from fastbert.model import BertModel
+from fastbert.serving.errors import Problem
+
+EMBED, CLASSIFY, RERANK, TAG, FILL = TASKS = (
+    "embeddings",
+    "classification",
+    "rerank",
+    "token classification",
+    "fill-mask",
+)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A predictor of rows with the same options, for the queue; equal ones are computed together."""
+
+    predictor: Any
+    method: str = "compute"
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def compute(self, rows: Sequence[Any]) -> Sequence[Any]:
+        found = getattr(self.predictor, self.method)(rows, **dict(self.options))
+        return found.cpu() if isinstance(found, Tensor) else found
+
+
+@dataclass(frozen=True, eq=False)
+class ServedModel:
+    """A model by its name, and its predictors by task."""
+
+    name: str
+    directory: Path
+    predictors: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def task(self) -> str:
+        """The first."""
+        return next(iter(self.predictors))
+
+    @property
+    def any(self) -> Any:
+        """One of its predictors: all have the same model and tokenizer."""
+        return self.predictors[self.task]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a text, special ones included."""
+        return self.any.max_length
+
+    def at(self, task: str) -> Any:
+        """The predictor. Raises Problem for a task that the model has no head for."""
+        if task not in self.predictors:
+            has = ", ".join(self.predictors)
+            raise Problem(424, "Backend", f"the model {self.name!r} does {has}; this request is for {task}")
+        return self.predictors[task]
+
+    def rows(self, task: str, inputs: Sequence[Any], *, truncate: bool) -> tuple[list[Any], list[int]]:
+        """Encoded texts or pairs, or token ids for embeddings as they are, and their lengths in tokens.
+
+        Raises Problem for what is too long (413) and not to be truncated, and for what is not text (422).
+        """
+        predictor = self.at(task)
+        try:
+            if task == EMBED:
+                rows = self._tokens(predictor, inputs, truncate)
+                return rows, list(map(len, rows))
+            rows = predictor.encode(inputs, truncation=truncate)
+            return rows, [len(row["input_ids"]) for row in rows]
+        except TooLong as error:
+            raise Problem(413, "Validation", str(error)) from None
+        except (ValueError, TypeError) as error:
+            raise Problem(422, "Tokenizer", str(error)) from None
+
+    def _tokens(self, encoder: SentenceEncoder, inputs: Sequence[Any], truncate: bool) -> list[list[int]]:
+        texts = [text for text in inputs if isinstance(text, str)]
+        found, vocabulary = iter(encoder.tokenize(texts, truncation=truncate)), encoder.model.config.vocab_size
+        for index, ids in ((index, ids) for index, ids in enumerate(inputs) if not isinstance(ids, str)):
+            if not truncate and len(ids) > self.max_length:
+                raise TooLong(f"texts[{index}] has {len(ids)} tokens; expected at most {self.max_length}")
+            if not all(0 <= token < vocabulary for token in ids):
+                raise ValueError(f"texts[{index}] has a token outside the vocabulary, 0 to {vocabulary - 1}")
+        return [next(found) if isinstance(text, str) else text[: self.max_length] for text in inputs]
+
+
+def load(source: str | Path, name: str | None = None, **options: Any) -> ServedModel:
+    """From a directory, or by a name on the hub. name: of the model for clients; the directory's when None.
+
+    options: dtype, device, precision and max_length, as of `SentenceEncoder.from_pretrained`. Raises what it raises,
+    and ValueError for a head that is not served.
+    """
+    directory = Path(hub.directory_of(source))
+    found = model_class_of(checkpoint.load(directory).config, owner=str(source))
+    if (directory / "modules.json").exists() and found is not BertForSequenceClassification:
+        found = BertModel  # a sentence encoder's body may have been saved with a head
+    known: dict[type, Callable[..., dict[str, Any]]] = {
+        BertModel: lambda: {EMBED: SentenceEncoder.from_pretrained(directory, **options)},
+        BertForSequenceClassification: lambda: _classifiers(directory, options),
+        BertForTokenClassification: lambda: {TAG: EntityTagger.from_pretrained(directory, **options)},
+        BertForMaskedLM: lambda: {FILL: MaskFiller.from_pretrained(directory, **options)},
+        BertForPreTraining: lambda: {FILL: MaskFiller.from_pretrained(directory, **options)},
+    }
+    if found not in known:
+        raise ValueError(f"{source} is a {found.__name__}; expected a model for {', '.join(TASKS)}")
+    return ServedModel(name or directory.name, directory, known[found]())
+
+
+def _classifiers(directory: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Of one model. A reranker gives logits: what becomes of them is the request's choice."""
+    encoder = CrossEncoder.from_pretrained(directory, activation="Identity", **options)
+    classifier = TextClassifier(encoder.model, encoder.tokenizer, max_length=encoder.max_length)
+    single = encoder.config.num_labels == 1
+    return {RERANK: encoder, CLASSIFY: classifier} if single else {CLASSIFY: classifier}

@@ -1,0 +1,59 @@
+"""OpenAI's /v1/embeddings and /v1/models."""
+
+import base64
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fastbert.serving.answers import embeddings, json_response
+from fastbert.serving.errors import Problem
+from fastbert.serving.models import EMBED
+from fastbert.serving.service import Service
+
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
+Tokens = Annotated[list[int], Field(min_length=1)]
+
+
+class EmbeddingsBody(BaseModel):
+    """Token ids are the model's own, special ones included: they are embedded as they are."""
+
+    model_config = ConfigDict(strict=True)
+    input: str | list[str] | Tokens | list[Tokens]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    user: str | None = None
+
+
+def error(problem: Problem) -> dict[str, Any]:
+    kind = TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
+    code = {401: "invalid_api_key", 404: "model_not_found"}.get(problem.status)
+    return {"error": {"message": problem.message, "type": kind, "param": problem.field, "code": code}}
+
+
+def routes(service: Service) -> APIRouter:
+    router, began = APIRouter(tags=["OpenAI"]), int(time.time())
+
+    @router.post("/v1/embeddings")
+    async def embed(body: EmbeddingsBody, request: Request) -> Response:
+        single = isinstance(body.input, str) or (body.input and isinstance(body.input[0], int))
+        inputs = [body.input] if single else body.input
+        service.check("input", inputs)
+        model = service.model(body.model, EMBED)
+        vectors, tokens = await embeddings(service, request, model, inputs, truncate=False, dimensions=body.dimensions)
+        if body.encoding_format == "base64":  # of little-endian float32
+            vectors = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+        data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return json_response({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+    @router.get("/v1/models")
+    def models() -> Response:
+        data = [{"id": name, "object": "model", "created": began, "owned_by": "fastbert"} for name in service.models]
+        return json_response({"object": "list", "data": data})
+
+    return router

@@ -1,0 +1,84 @@
+"""A page at /ui to try the models with, one file that needs no network, and what it asks for beside the protocols."""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response
+
+import fastbert
+from fastbert.inference import attention_of
+from fastbert.serving.answers import json_response
+from fastbert.serving.errors import invalid
+from fastbert.serving.models import FILL, ServedModel
+from fastbert.serving.service import Service
+
+PAGE = Path(__file__).with_name("page.html")
+MOST_TOKENS = 64  # of a text whose attention is drawn
+# The page has its script and style in it, asks nobody else, and is in nobody's frame.
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+POLICY += "; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+
+
+class AttentionBody(BaseModel):
+    model_config = ConfigDict(strict=True)
+    inputs: str
+    model: str | None = None
+
+
+@dataclass(frozen=True)
+class AttentionLane:
+    """What the queue computes of texts: their tokens and attention weights."""
+
+    predictor: Any
+
+    def compute(self, rows: Sequence[str]) -> list[Any]:
+        return [attention_of(self.predictor.model, self.predictor.tokenizer, text) for text in rows]
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["page"])
+
+    @router.get("/ui", include_in_schema=False)
+    def page() -> Response:
+        headers = {"content-security-policy": POLICY, "cache-control": "no-cache"}
+        return Response(PAGE.read_bytes(), headers=headers, media_type="text/html; charset=utf-8")
+
+    @router.get("/ui/models")
+    def models() -> Response:
+        served = service.models.values()
+        return json_response(
+            {
+                "version": fastbert.__version__,
+                "models": {model.name: list(model.predictors) for model in served},
+                "tokens": {model.name: tokens_of(model) for model in served},
+                "max_client_batch_size": service.limits.inputs,
+            }
+        )
+
+    @router.post("/ui/attention")
+    async def attention(body: AttentionBody, request: Request) -> Response:
+        """tokens, and weights in base64, float32 of shape (layers, heads, T, T)."""
+        service.check("inputs", [body.inputs])
+        model = service.model(body.model)
+        length = len(model.any.tokenizer.encode(body.inputs).ids)
+        if length > MOST_TOKENS:
+            raise invalid("inputs", f"has {length} tokens; expected at most {MOST_TOKENS}", 413)
+        found = await service.compute(request, AttentionLane(model.any), [body.inputs], [length])
+        tokens, weights = found.results[0]
+        data = base64.b64encode(weights.numpy().astype("<f4").tobytes()).decode()
+        return json_response({"tokens": tokens, "shape": list(weights.shape[:3]), "weights": data})
+
+    return router
+
+
+def tokens_of(model: ServedModel) -> dict[str, str]:
+    if FILL not in model.predictors:
+        return {}
+    filler = model.at(FILL)
+    return {"mask": filler.tokenizer.id_to_token(filler.mask_id)}

@@ -1,0 +1,63 @@
+"""The rerank routes of Cohere (v1 and v2), Jina and vLLM: /v1/rerank, /v2/rerank, and /rerank with `documents`."""
+
+import uuid
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fastbert.serving.answers import best_first, json_response, scores, sigmoid
+from fastbert.serving.errors import Problem
+from fastbert.serving.models import RERANK
+from fastbert.serving.service import Service
+
+
+class Document(BaseModel):
+    text: str
+
+
+class RerankBody(BaseModel):
+    """Longer documents are cut, as by the originals."""
+
+    model_config = ConfigDict(strict=True)
+    model: str | None = None
+    query: str
+    documents: list[str | Document]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool | None = False
+
+
+def error(problem: Problem) -> dict[str, Any]:
+    return {"message": problem.message, "detail": problem.message, "id": str(uuid.uuid4())}
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["rerank"])
+
+    @router.post("/v1/rerank")
+    @router.post("/v2/rerank")
+    async def rerank(body: RerankBody, request: Request) -> Response:
+        return await answer(service, request, body)
+
+    return router
+
+
+async def answer(service: Service, request: Request, body: RerankBody) -> Response:
+    """The top_n best documents, best first. relevance_score: the sigmoid of the model's logit."""
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    service.check("documents", texts)
+    service.check("query", [body.query])
+    model = service.model(body.model, RERANK)
+    found, tokens = await scores(service, request, model, body.query, texts, truncate=True)
+    found = sigmoid(found)
+    results = [
+        {"index": i, "relevance_score": found[i]} | ({"document": {"text": texts[i]}} if body.return_documents else {})
+        for i in best_first(found)[: body.top_n]
+    ]
+    meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}, "tokens": {"input_tokens": tokens}}
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return json_response(
+        {"id": str(uuid.uuid4()), "model": model.name, "results": results, "usage": usage, "meta": meta}
+    )

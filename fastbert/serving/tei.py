@@ -1,0 +1,280 @@
+"""text-embeddings-inference's routes, with its fields, defaults and errors; and `/`, which does what the model does.
+
+Its clients send one text or several, and get one result or several.
+"""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from starlette.requests import Request
+from starlette.responses import Response
+
+import fastbert
+from fastbert.serving import rerank as documents
+from fastbert.serving.answers import best_first, embeddings, json_response, prompted, scores, sigmoid
+from fastbert.serving.errors import Problem, invalid
+from fastbert.serving.models import CLASSIFY, EMBED, FILL, RERANK, Lane, ServedModel
+from fastbert.serving.service import Service
+
+Text = Annotated[str, StringConstraints()]
+Tokens = Annotated[list[int], Field(min_length=1)]
+
+
+class Body(BaseModel):
+    """Strict: a number is no text. Other fields are ignored, as by the original."""
+
+    model_config = ConfigDict(strict=True)
+    model: str | None = None
+    truncate: bool | None = False
+    truncation_direction: Literal["Right", "right"] = "Right"
+
+
+class EmbedBody(Body):
+    inputs: Text | list[Text] | Tokens | list[Tokens]
+    normalize: bool = True
+    prompt_name: str | None = None
+    dimensions: int | None = None
+
+
+class PredictBody(Body):
+    inputs: Text | list[Text] | list[Annotated[list[Text], Field(min_length=1, max_length=2)]]
+    raw_scores: bool = False
+
+
+class RerankBody(Body):
+    query: Text
+    texts: list[Text]
+    raw_scores: bool = False
+    return_text: bool = False
+
+
+class Similar(BaseModel):
+    source_sentence: Text
+    sentences: list[Text]
+
+
+class SimilarOptions(BaseModel):
+    truncate: bool | None = False
+    prompt_name: str | None = None
+
+
+class SimilarityBody(BaseModel):
+    inputs: Similar
+    parameters: SimilarOptions | None = None
+    model: str | None = None
+
+
+class TokenizeBody(Body):
+    inputs: Text | list[Text]
+    add_special_tokens: bool = True
+    prompt_name: str | None = None
+
+
+class DecodeBody(Body):
+    ids: Tokens | list[Tokens]
+    skip_special_tokens: bool = True
+
+
+def error(problem: Problem) -> dict[str, str]:
+    return {"error": problem.message, "error_type": problem.kind}
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["text-embeddings-inference"])
+
+    @router.post("/embed")
+    async def embed(body: EmbedBody, request: Request) -> Response:
+        inputs = several(body.inputs)
+        service.check("inputs", inputs)
+        model = service.model(body.model, EMBED)
+        options = {"normalize": body.normalize, "dimensions": body.dimensions, "prompt_name": body.prompt_name}
+        vectors, _ = await embeddings(service, request, model, inputs, truncate=bool(body.truncate), **options)
+        return json_response(vectors)
+
+    @router.post("/predict")
+    async def predict(body: PredictBody, request: Request) -> Response:
+        inputs, single = sequences(body.inputs)
+        service.check("inputs", inputs)
+        model = service.model(body.model, CLASSIFY)
+        classifier = model.at(CLASSIFY)
+        lane = Lane(classifier, options=(("raw", body.raw_scores),))
+        found = await service.run(request, model, CLASSIFY, inputs, lane, truncate=bool(body.truncate))
+        results = [[{"score": label.score, "label": label.label} for label in labels] for labels in found.results]
+        return json_response(results[0] if single else results)
+
+    @router.post("/rerank")
+    async def rerank(body: dict[str, Any], request: Request) -> Response:
+        """This, or with `documents` in place of `texts` the route of vLLM, Jina and Cohere."""
+        if "documents" in body and "texts" not in body:
+            return await documents.answer(service, request, documents.RerankBody.model_validate(body))
+        return await ranked(service, request, RerankBody.model_validate(body))
+
+    @router.post("/similarity")
+    async def similarity(body: SimilarityBody, request: Request) -> Response:
+        inputs, options = body.inputs, body.parameters or SimilarOptions()
+        texts = [inputs.source_sentence, *inputs.sentences]
+        service.check("inputs.sentences", inputs.sentences)
+        service.check("inputs.source_sentence", texts[:1])
+        model = service.model(body.model, EMBED)
+        found, _ = await embeddings(
+            service, request, model, texts, truncate=bool(options.truncate), normalize=True,
+            prompt_name=options.prompt_name,
+        )  # fmt: skip
+        return json_response(found[1:] @ found[0])
+
+    @router.post("/tokenize")
+    def tokenize(body: TokenizeBody) -> Response:
+        inputs = several(body.inputs)
+        service.check("inputs", inputs)
+        model = service.model(body.model)
+        texts = prompted(model, inputs, body.prompt_name)[0] if EMBED in model.predictors else inputs
+        encodings = model.any.tokenizer.encode_batch(texts, add_special_tokens=body.add_special_tokens)
+        return json_response([tokens_of(text, encoding) for text, encoding in zip(texts, encodings, strict=True)])
+
+    @router.post("/decode")
+    def decode(body: DecodeBody) -> Response:
+        ids = several(body.ids)
+        service.check("ids", ids)
+        tokenizer = service.model(body.model).any.tokenizer
+        return json_response(tokenizer.decode_batch(ids, skip_special_tokens=body.skip_special_tokens))
+
+    @router.post("/")
+    async def root(body: dict[str, Any], request: Request) -> Response:
+        """What the model does: as `/embed`, `/predict` or `/rerank`, else Hugging Face's tasks of the model."""
+        model = service.model(Body.model_validate(body).model)
+        if model.task == EMBED:
+            return await embed(EmbedBody.model_validate(body), request)
+        if model.task == CLASSIFY:
+            return await predict(PredictBody.model_validate(body), request)
+        if model.task == RERANK:
+            return await rerank(body, request)
+        return await task(service, request, model, TaskBody.model_validate(body))
+
+    reports(router, service)
+    return router
+
+
+def reports(router: APIRouter, service: Service) -> None:
+    @router.get("/health")
+    @router.get("/ping", include_in_schema=False)
+    async def health() -> Response:
+        if why := service.queue.stalled:
+            raise Problem(503, "Unhealthy", why)
+        return Response(status_code=200)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @router.get("/info")
+    async def info(model: str | None = None) -> Response:
+        return json_response(info_of(service, service.model(model)))
+
+
+async def ranked(service: Service, request: Request, body: RerankBody) -> Response:
+    service.check("texts", body.texts)
+    service.check("query", [body.query])
+    model = service.model(body.model, RERANK)
+    found, _ = await scores(service, request, model, body.query, body.texts, truncate=bool(body.truncate))
+    found = found if body.raw_scores else sigmoid(found)
+    text_of = lambda i: {"text": body.texts[i]} if body.return_text else {}  # noqa: E731
+    return json_response([{"index": i, "score": found[i], **text_of(i)} for i in best_first(found)])
+
+
+def several(inputs: str | list) -> list:
+    """One text, or the ids of one, is a list of one."""
+    return [inputs] if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int)) else inputs
+
+
+def sequences(inputs: str | list) -> tuple[list[str | tuple[str, str]], bool]:
+    """Texts and pairs, and whether it is one of them alone: "text", or ["text", "its pair"]."""
+    if isinstance(inputs, str):
+        return [inputs], True
+    if inputs and isinstance(inputs[0], str):
+        if len(inputs) > 2:
+            raise invalid("inputs", f"a text or a pair has {len(inputs)} parts; expected [[text], [text, pair], ...]")
+        return [inputs[0] if len(inputs) == 1 else tuple(inputs)], True
+    return [one[0] if len(one) == 1 else tuple(one) for one in inputs], False
+
+
+def tokens_of(text: str, encoding: Any) -> list[dict[str, Any]]:
+    """start and stop: characters; none of special tokens."""
+    columns = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
+    return [
+        {"id": token, "text": name if special else text[start:stop], "special": bool(special)}
+        | {"start": None if special else start, "stop": None if special else stop}
+        for token, name, special, (start, stop) in columns
+    ]
+
+
+def info_of(service: Service, model: ServedModel) -> dict[str, Any]:
+    config, limits = model.any.model.config, service.limits
+    parameter = next(model.any.model.parameters(), None)
+    return {
+        "model_id": model.name,
+        "model_sha": None,
+        "model_dtype": "prepared" if parameter is None else str(parameter.dtype).removeprefix("torch."),
+        "model_type": kind_of(model, config),
+        "models": {name: list(served.predictors) for name, served in service.models.items()},
+        "max_concurrent_requests": None,
+        "max_waiting_tokens": limits.waiting_tokens,
+        "max_input_length": model.max_length,
+        "max_batch_tokens": limits.batch_tokens,
+        "max_batch_requests": None,
+        "max_client_batch_size": limits.inputs,
+        "auto_truncate": False,
+        "version": fastbert.__version__,
+    }
+
+
+def kind_of(model: ServedModel, config: Any) -> dict[str, Any]:
+    if model.task == EMBED:
+        return {"embedding": {"pooling": model.any.pooling}}
+    labels = {str(i): name for i, name in enumerate(fastbert.inference.label_names(config))}
+    if model.task == RERANK:
+        return {"reranker": {"id2label": labels, "label2id": {name: int(i) for i, name in labels.items()}}}
+    if model.task == CLASSIFY:
+        return {"classifier": {"id2label": labels, "label2id": {name: int(i) for i, name in labels.items()}}}
+    return {model.task: {}}
+
+
+# ---- what text-embeddings-inference does not do: Hugging Face's fields for it
+
+
+class TaskParameters(BaseModel):
+    top_k: Annotated[int, Field(ge=1)] | None = None
+
+
+class TaskBody(Body):
+    inputs: Text | list[Text]
+    parameters: TaskParameters | None = None
+    truncate: bool | None = True
+
+
+async def task(service: Service, request: Request, model: ServedModel, body: TaskBody) -> Response:
+    """Masks: {score, token, token_str, sequence}. Entities: {entity_group, score, word, start, end}.
+
+    One list for one text, a list of them for several; of several masks in a text, a list for each.
+    """
+    inputs = several(body.inputs)
+    service.check("inputs", inputs)
+    count = (body.parameters and body.parameters.top_k) or 5
+    lane = Lane(model.any, options=(("top_k", count),) if model.task == FILL else ())
+    found = await service.run(request, model, model.task, inputs, lane, truncate=bool(body.truncate))
+    results = [filled(masks) for masks in found.results] if model.task == FILL else list(map(tagged, found.results))
+    return json_response(results[0] if isinstance(body.inputs, str) else results)
+
+
+def filled(masks: list[list[Any]]) -> list:
+    found = [
+        [{"score": x.score, "token": x.token_id, "token_str": x.token, "sequence": x.text} for x in fills]
+        for fills in masks
+    ]
+    return found[0] if len(found) == 1 else found
+
+
+def tagged(entities: list[Any]) -> list[dict[str, Any]]:
+    return [
+        {"entity_group": e.label, "score": e.score, "word": e.text, "start": e.start, "end": e.end} for e in entities
+    ]

@@ -1,0 +1,108 @@
+"""Other people's clients, against a real socket: each gets what sentence-transformers or the predictors compute."""
+
+import json
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch.nn.functional as F
+from serving.served import TEXTS, listening, save_models
+
+for needed in ("fastapi", "uvicorn", "orjson", "prometheus_client"):
+    pytest.importorskip(needed)
+
+from fastbert.inference import CrossEncoder, SentenceEncoder  # noqa: E402
+from fastbert.serving import Service, create_app, load  # noqa: E402
+
+KEY = "a key"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def served(directory):
+    """Its address."""
+    names = ["sentences", "reranker", "classes", "tags", "masks"]
+    with listening(create_app(Service([load(directory / name) for name in names]), [KEY])) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def vectors(directory):
+    return SentenceEncoder.from_pretrained(directory / "sentences").encode(TEXTS)
+
+
+def same(found, expected):
+    np.testing.assert_allclose(np.asarray(found, np.float64), np.asarray(expected, np.float64), rtol=0, atol=2e-6)
+
+
+def test_openai(served, vectors):
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{served}/v1", api_key=KEY) as client:
+        found = client.embeddings.create(model="sentences", input=TEXTS)  # asks for base64
+        same([one.embedding for one in found.data], vectors)
+        found = client.embeddings.create(model="sentences", input=TEXTS[0], encoding_format="float", dimensions=4)
+        same(found.data[0].embedding, vectors[0, :4])
+        assert [model.id for model in client.models.list()][0] == "sentences"
+        with pytest.raises(openai.NotFoundError, match="there is no model 'ada'"):
+            client.embeddings.create(model="ada", input="a")
+        with pytest.raises(openai.UnprocessableEntityError, match="input: is empty"):
+            client.embeddings.create(model="sentences", input=[])
+    with openai.OpenAI(base_url=f"{served}/v1", api_key="another") as client:
+        with pytest.raises(openai.AuthenticationError, match="with a valid key"):
+            client.embeddings.create(model="sentences", input="a")
+
+
+@pytest.fixture
+def hub_client(monkeypatch):
+    """InferenceClient of an address; tests are otherwise offline, which its requests obey."""
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    return lambda address: hub.InferenceClient(address, token=KEY)
+
+
+def test_huggingface_hub(served, directory, hub_client, vectors):
+    client = hub_client(served)
+    same(client.feature_extraction(TEXTS[0]), F.normalize(vectors[:1], dim=-1))
+    same(client.feature_extraction(TEXTS[0], normalize=False), vectors[:1])
+    cosines = F.normalize(vectors, dim=-1) @ F.normalize(vectors[0], dim=-1)
+    same(hub_client(f"{served}/similarity").sentence_similarity(TEXTS[0], other_sentences=TEXTS[1:]), cosines[1:])
+
+
+@pytest.mark.parametrize("version", ["Client", "ClientV2"])
+def test_cohere(served, directory, version):
+    cohere = pytest.importorskip("cohere")
+    client = getattr(cohere, version)(api_key=KEY, base_url=served)
+    found = client.rerank(model="reranker", query="rain?", documents=TEXTS, top_n=3)
+    scores = CrossEncoder.from_pretrained(directory / "reranker", activation="Sigmoid").predict(
+        [("rain?", text) for text in TEXTS]
+    )
+    assert [one.index for one in found.results] == scores.argsort(descending=True)[:3].tolist()
+    same([one.relevance_score for one in found.results], scores.sort(descending=True).values[:3])
+
+
+def test_langchain(served, hub_client, vectors):
+    module = pytest.importorskip("langchain_huggingface")
+    embeddings = module.HuggingFaceEndpointEmbeddings(model="any/name", huggingfacehub_api_token=KEY)
+    embeddings.client = hub_client(served)  # model may not be an address
+    same(embeddings.embed_documents(TEXTS), F.normalize(vectors, dim=-1))
+    same(embeddings.embed_query(TEXTS[1]), F.normalize(vectors[1], dim=-1))
+
+
+def test_llama_index(served, vectors):
+    module = pytest.importorskip("llama_index.embeddings.text_embeddings_inference")
+    embeddings = module.TextEmbeddingsInference(
+        model_name="sentences", base_url=served, auth_token=KEY, embed_batch_size=3
+    )
+    same(embeddings.get_text_embedding_batch(TEXTS), F.normalize(vectors, dim=-1))
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="there is no curl")
+def test_curl(served, vectors):
+    command = ["curl", "-sS", f"{served}/embed", "-H", f"Authorization: Bearer {KEY}"]
+    command += ["-H", "Content-Type: application/json", "-d", json.dumps({"inputs": TEXTS})]
+    same(json.loads(subprocess.run(command, check=True, capture_output=True).stdout), F.normalize(vectors, dim=-1))

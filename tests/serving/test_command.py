@@ -1,0 +1,73 @@
+"""`fastbert serve` as a process: what it prints, logs and refuses, and how it ends."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from serving.served import TEXTS, save_models
+
+httpx = pytest.importorskip("httpx")
+for needed in ("fastapi", "uvicorn", "orjson", "prometheus_client"):
+    pytest.importorskip(needed)
+
+from fastbert import cli  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+def started(*arguments):
+    """The process, and its address, once it listens."""
+    command = [sys.executable, "-m", "fastbert.cli", "serve", "--port", "0", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    threading.Timer(120, process.kill).start()
+    first = process.stdout.readline()
+    assert (found := re.match(r"(http://127\.0\.0\.1:\d+) serves ", first)), process.communicate()
+    return process, first, found[1]
+
+
+def test_it_serves_until_it_is_told_to_end(directory, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("first-key\n\nsecond-key\n")
+    models = ["--model", f"one={directory / 'sentences'}", "--model", directory / "tags"]
+    process, first, address = started(*models, "--api-key-file", keys, "--threads", "1", "--max-inputs", "3")
+    assert first.strip().endswith("one (embeddings), tags (token classification)")
+    with httpx.Client(base_url=address, headers={"authorization": "Bearer second-key"}, timeout=20) as client:
+        assert len(client.post("/embed", json={"inputs": TEXTS[:3]}).json()) == 3
+        assert client.post("/embed", json={"inputs": TEXTS}).status_code == 413
+        assert client.post("/embed", headers={"authorization": "Bearer third-key"}, json={}).status_code == 401
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 0, log
+    requests = [json.loads(line)["request"] for line in log.splitlines()]
+    assert [(one["path"], one["status"]) for one in requests] == [("/embed", s) for s in (200, 413, 401)]
+    assert "-key" not in log
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--model", "{directory}/nobody"], "nobody"),
+        (["--model", "{directory}"], "config.json"),
+        (["--model", "{directory}/tags", "--model", "tags={directory}/masks"], "each with a name of its own"),
+        (["--model", "{directory}/tags", "--api-key-file", "{directory}/empty"], "empty holds no text"),
+        (["--model", "{directory}/tags", "--api-key-file", "{directory}/missing"], "missing"),
+        (["--model", "{directory}/tags", "--port", "{taken}"], "cannot listen on 127.0.0.1, port {taken}: "),
+        (["--model", "{directory}/tags", "--port", "99999"], "cannot listen on 127.0.0.1, port 99999: "),
+        (["--model", "{directory}/tags", "--timeout", "0"], "timeout is 0.0; expected a number above 0"),
+        (["--model", "{directory}/tags", "--max-inputs", "-1"], "inputs is -1; expected a number above 0"),
+    ],
+)
+def test_what_it_refuses_in_one_line(directory, capsys, arguments, says):
+    (directory / "empty").write_text("\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"directory": directory, "taken": taken.getsockname()[1]}
+        assert cli.main(["serve", *(one.format(**names) for one in arguments)]) == 2
+        assert says.format(**names) in capsys.readouterr().err.splitlines()[-1]

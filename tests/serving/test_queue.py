@@ -1,0 +1,190 @@
+"""The line of requests: its order, its batches, and what becomes of requests that are given up."""
+
+import threading
+
+import pytest
+from serving.served import wait_for
+
+pytest.importorskip("fastapi")
+pytest.importorskip("prometheus_client")
+
+from fastbert.serving.errors import Problem
+from fastbert.serving.queue import TokenQueue
+
+
+class Slow:
+    """A lane that computes -row, batch by batch, as often as it is let."""
+
+    def __init__(self):
+        self.batches, self.gate = [], threading.Semaphore(0)
+
+    def compute(self, rows):
+        self.batches.append(list(rows))
+        assert self.gate.acquire(timeout=20)
+        if "broken" in rows:
+            raise RuntimeError("out of memory")
+        return [-row for row in rows]
+
+    def go(self, times=1000):
+        self.gate.release(times)
+
+
+@pytest.fixture
+def make():
+    queues = []
+
+    def new(**options):
+        queues.append(TokenQueue(**options))
+        return queues[-1]
+
+    yield new
+    for queue in queues:
+        queue.close(20)
+
+
+def busy(queue, lane):
+    """Until `go`, all that is submitted afterwards waits."""
+    first = queue.submit(lane, [0], [1])
+    wait_for(lambda: lane.batches)
+    return first
+
+
+def test_what_waits_is_computed_together_in_its_order_up_to_the_budget(make):
+    queue, lane = make(batch_tokens=10), Slow()
+    first = busy(queue, lane)
+    futures = [queue.submit(lane, rows, [4] * len(rows)) for rows in ([1, 2, 3], [4], [5, 6])]
+    assert queue.waiting() == (3, 24)
+    lane.go()
+    assert [future.result(20).results for future in futures] == [[-1, -2, -3], [-4], [-5, -6]]
+    assert lane.batches == [[0], [1, 2], [3, 4], [5, 6]] and first.result(20).results == [0]
+    assert queue.waiting() == (0, 0)
+    done = futures[2].result()
+    assert done.waited > 0 and done.computed >= 0
+
+
+def test_a_row_beyond_the_budget_is_computed_alone(make):
+    queue, lane = make(batch_tokens=10), Slow()
+    busy(queue, lane)
+    futures = [queue.submit(lane, [1], [50]), queue.submit(lane, [2], [1]), queue.submit(lane, [3], [50])]
+    lane.go()
+    assert [future.result(20).results for future in futures] == [[-1], [-2], [-3]]
+    assert lane.batches == [[0], [1], [2], [3]]
+
+
+def test_lanes_do_not_mix_and_the_first_in_line_decides(make):
+    queue, lane, other = make(batch_tokens=10), Slow(), Slow()
+    busy(queue, lane)
+    futures = [queue.submit(to, [row], [3]) for to, row in ((other, 1), (lane, 2), (other, 3), (lane, 4))]
+    lane.go()
+    other.go()
+    assert [future.result(20).results for future in futures] == [[-1], [-2], [-3], [-4]]
+    assert other.batches == [[1, 3]] and lane.batches == [[0], [2, 4]]
+
+
+def test_who_has_gone_is_not_computed_any_more(make):
+    queue, lane = make(batch_tokens=2), Slow()
+    busy(queue, lane)
+    gone, half, left = (queue.submit(lane, rows, [1] * len(rows)) for rows in ([1, 2], [3, 4, 5, 6], [7]))
+    assert gone.cancel()
+    lane.go(1)
+    wait_for(lambda: [3, 4] in lane.batches)
+    assert half.cancel()  # after its first half
+    lane.go()
+    assert left.result(20).results == [-7] and lane.batches == [[0], [3, 4], [7]]
+
+
+def test_too_much_is_refused_with_the_time_it_will_take(make):
+    queue, lane = make(batch_tokens=10, waiting_tokens=100), Slow()
+    busy(queue, lane)
+    kept = queue.submit(lane, [1] * 9, [10] * 9)
+    with pytest.raises(Problem, match="90 tokens are waiting, and at most 100") as refused:
+        queue.submit(lane, [2, 3], [10, 1])
+    assert refused.value.status == 429 and int(refused.value.headers["retry-after"]) >= 1
+    fits = queue.submit(lane, [2], [10])
+    assert kept.cancel()
+    alone = queue.submit(lane, [4], [90])
+    lane.go()
+    assert fits.result(20).results == [-2] and alone.result(20).results == [-4]
+    huge = queue.submit(lane, [5], [500])  # nothing waits: it would never be let in otherwise
+    assert huge.result(20).results == [-5]
+
+
+def test_a_batch_that_fails_takes_its_requests_and_no_others(make):
+    queue, lane = make(batch_tokens=2), Slow()
+    busy(queue, lane)
+    broken = queue.submit(lane, ["broken", 1, 2, 3], [1] * 4)
+    kept = queue.submit(lane, [4], [1])
+    lane.go()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        broken.result(20)
+    assert kept.result(20).results == [-4] and lane.batches[-1] == [4] and [2, 3] not in lane.batches
+
+
+def test_a_lane_that_gives_too_few_results_fails(make):
+    queue, lane = make(), Slow()
+    lane.compute = lambda rows: rows[:-1]
+    with pytest.raises(RuntimeError, match="1 results for 2 rows"):
+        queue.submit(lane, [1, 2], [1, 1]).result(20)
+
+
+def test_a_stall_is_seen(make):
+    queue, lane = make(stall_seconds=0.05), Slow()
+    assert queue.stalled is None
+    busy(queue, lane)
+    wait_for(lambda: queue.stalled)
+    assert "a batch has been computed for" in queue.stalled
+    lane.go()
+    wait_for(lambda: queue.stalled is None)
+
+
+def test_closing_computes_what_waits_and_admits_no_more(make):
+    queue, lane = make(), Slow()
+    busy(queue, lane)
+    waiting = queue.submit(lane, [1], [1])
+    closing = threading.Thread(target=queue.close)
+    closing.start()
+    wait_for(lambda: queue._closing)
+    with pytest.raises(Problem, match="shutting down"):
+        queue.submit(lane, [2], [1])
+    lane.go()
+    assert waiting.result(20).results == [-1]
+    closing.join(20)
+    assert not closing.is_alive() and not queue._thread.is_alive()
+
+
+def test_nothing_is_computed_for_nothing(make):
+    assert make().submit(Slow(), [], []).result(1).results == []
+
+
+def test_on_batch_is_told_of_each(make):
+    told = []
+    queue, lane = make(on_batch=lambda batch, seconds: told.append((batch.rows, batch.tokens, seconds > 0))), Slow()
+    lane.go()
+    queue.submit(lane, [1, 2], [3, 4]).result(20)
+    wait_for(lambda: told)
+    assert told == [([1, 2], 7, True)]
+
+
+@pytest.mark.parametrize("options", [{"batch_tokens": 0}, {"waiting_tokens": 0}])
+def test_bad_numbers_are_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} is 0; expected at least 1"):
+        TokenQueue(**options)
+
+
+def test_many_threads_at_once(make):
+    """Each gets its own results, whatever the batches were."""
+    queue, lane, wrong = make(batch_tokens=7), Slow(), []
+    lane.go(10**6)
+
+    def client(number):
+        for turn in range(50):
+            rows = [number * 1000 + turn * 10 + i for i in range(turn % 4)]
+            if queue.submit(lane, rows, [1 + i for i in range(len(rows))]).result(20).results != [-row for row in rows]:
+                wrong.append(rows)
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong and not any(thread.is_alive() for thread in threads)

@@ -1,0 +1,495 @@
+"""The service over a real socket: what it answers is what the predictors say, and what it refuses."""
+
+import base64
+import json
+import logging
+import re
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from serving.served import TEXTS, listening, save_models, wait_for
+
+httpx = pytest.importorskip("httpx")
+for needed in ("fastapi", "uvicorn", "orjson", "prometheus_client"):
+    pytest.importorskip(needed)
+
+from fastbert.inference import CrossEncoder, EntityTagger, MaskFiller, SentenceEncoder, TextClassifier  # noqa: E402
+from fastbert.serving import Limits, Service, create_app, load  # noqa: E402
+
+LIMITS = Limits(inputs=8, body=20_000, timeout=20.0)
+NAMES = "sentences", "reranker", "classes", "tags", "masks"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def service(directory):
+    return Service([load(directory / name) for name in NAMES], LIMITS)
+
+
+@pytest.fixture(scope="module")
+def client(service):
+    with listening(create_app(service)) as address, httpx.Client(base_url=address, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def post(client):
+    def send(path, status=200, **body):
+        response = client.post(path, json=body)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    return send
+
+
+@pytest.fixture(scope="module")
+def encoder(directory):
+    return SentenceEncoder.from_pretrained(directory / "sentences")
+
+
+def same(found, expected):
+    """Batches are put together by what waits, and so the products' order of summation may differ."""
+    np.testing.assert_allclose(np.asarray(found, np.float64), np.asarray(expected, np.float64), rtol=0, atol=2e-6)
+
+
+# ---- text-embeddings-inference
+
+
+def test_embed(post, encoder):
+    raw = encoder.encode(TEXTS)
+    same(post("/embed", inputs=TEXTS), F.normalize(raw, dim=-1))
+    same(post("/embed", inputs=TEXTS, normalize=False), raw)
+    same(post("/embed", inputs=TEXTS, dimensions=5), F.normalize(raw[:, :5], dim=-1))
+    same(post("/embed", inputs=TEXTS, normalize=False, dimensions=5), raw[:, :5])
+    same(post("/embed", inputs=TEXTS[0]), F.normalize(raw[:1], dim=-1))
+    same(post("/embed", inputs=TEXTS, normalize=False, prompt_name="query"), encoder.encode(TEXTS, prompt_name="query"))
+    same(post("/", inputs=TEXTS, normalize=False), raw)
+
+
+def test_embed_token_ids(post, encoder):
+    ids = encoder.tokenize(TEXTS[:2])
+    same(post("/embed", inputs=ids, normalize=False), encoder.encode(TEXTS[:2]))
+    same(post("/embed", inputs=ids[1], normalize=False), encoder.encode(TEXTS[1:2]))
+
+
+def test_a_prompt_that_the_pooling_leaves_out(directory, encoder):
+    without = SentenceEncoder(encoder.model, encoder.tokenizer, prompts=encoder.prompts, include_prompt=False)
+    without.save_pretrained(directory / "without")
+    app = create_app(Service([load(directory / "without")], LIMITS))
+    with listening(app) as address:
+        found = httpx.post(f"{address}/embed", json={"inputs": TEXTS, "prompt_name": "query"}).json()
+        plain = httpx.post(f"{address}/embed", json={"inputs": TEXTS}).json()
+    same(found, without.encode(TEXTS, prompt_name="query"))
+    same(plain, without.encode(TEXTS))
+
+
+def test_similarity(post, encoder):
+    found = post("/similarity", inputs={"source_sentence": TEXTS[0], "sentences": TEXTS[1:]})
+    vectors = F.normalize(encoder.encode(TEXTS), dim=-1)
+    same(found, vectors[1:] @ vectors[0])
+
+
+def test_rerank(post, directory):
+    truth = CrossEncoder.from_pretrained(directory / "reranker", activation="Identity")
+    logits = truth.predict([("rain?", text) for text in TEXTS])
+    order = logits.argsort(descending=True).tolist()
+    found = post("/rerank", query="rain?", texts=TEXTS, raw_scores=True, return_text=True)
+    assert [one["index"] for one in found] == order and [one["text"] for one in found] == [TEXTS[i] for i in order]
+    same([one["score"] for one in found], logits[order])
+    found = post("/rerank", query="rain?", texts=TEXTS)
+    same([one["score"] for one in found], logits[order].sigmoid())
+    assert all(one.keys() == {"index", "score"} for one in found)
+
+
+def test_predict(post, directory):
+    truth = TextClassifier.from_pretrained(directory / "classes")
+    pair = (TEXTS[0], TEXTS[1])
+
+    def shown(labels):
+        return [label.label for label in labels], [label.score for label in labels]
+
+    def check(found, labels):
+        names, scores = shown(labels)
+        assert [one["label"] for one in found] == names
+        same([one["score"] for one in found], scores)
+
+    check(post("/predict", inputs=TEXTS[0]), truth([TEXTS[0]])[0])
+    check(post("/predict", inputs=[TEXTS[0]]), truth([TEXTS[0]])[0])
+    check(post("/predict", inputs=list(pair)), truth([pair])[0])
+    for found, labels in zip(post("/predict", inputs=[[TEXTS[2]], list(pair)]), truth([TEXTS[2], pair]), strict=True):
+        check(found, labels)
+    raw = {one["label"]: one["score"] for one in post("/predict", inputs=TEXTS[0], raw_scores=True)}
+    scores = torch.tensor([raw["good"], raw["bad"]]).softmax(0)
+    expected = {label.label: label.score for label in truth([TEXTS[0]])[0]}
+    same(scores, [expected["good"], expected["bad"]])
+
+
+def test_masks_and_entities(post, directory):
+    text = f"The [MASK] sits. {TEXTS[1]}"
+    truth = MaskFiller.from_pretrained(directory / "masks")([text], top_k=3)[0][0]
+    found = post("/", model="masks", inputs=text, parameters={"top_k": 3})
+    assert [(one["token"], one["token_str"], one["sequence"]) for one in found] == [
+        (fill.token_id, fill.token, fill.text) for fill in truth
+    ]
+    same([one["score"] for one in found], [fill.score for fill in truth])
+    two = post("/", model="masks", inputs=["[MASK] and [MASK]", text])
+    assert [len(two[0]), len(two[0][0]), len(two[1])] == [2, 5, 5]
+
+    entities = EntityTagger.from_pretrained(directory / "tags")(TEXTS)
+    found = post("/", model="tags", inputs=TEXTS)
+    assert any(entities)
+    for ours, theirs in zip(found, entities, strict=True):
+        assert [(e["entity_group"], e["word"], e["start"], e["end"]) for e in ours] == [
+            (e.label, e.text, e.start, e.end) for e in theirs
+        ]
+
+
+def test_tokens(post, encoder):
+    (found,) = post("/tokenize", inputs=TEXTS[2])
+    assert [one["id"] for one in found] == encoder.tokenize([TEXTS[2]])[0]
+    assert found[0] == {"id": found[0]["id"], "text": "[CLS]", "special": True, "start": None, "stop": None}
+    inner = [one for one in found if not one["special"]]
+    assert all(one["text"] == TEXTS[2][one["start"] : one["stop"]] for one in inner) and inner
+    assert [one["id"] for one in post("/tokenize", inputs=TEXTS[2], add_special_tokens=False)[0]] == [
+        one["id"] for one in inner
+    ]
+    assert post("/decode", ids=[one["id"] for one in found]) == [encoder.tokenizer.decode([i["id"] for i in found])]
+
+
+def test_reports(client, service):
+    assert client.get("/health").status_code == client.get("/ping").status_code == 200
+    info = client.get("/info").json()
+    assert info["model_id"] == "sentences" and info["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert (info["max_input_length"], info["max_client_batch_size"], info["model_dtype"]) == (32, 8, "float32")
+    assert client.get("/info", params={"model": "classes"}).json()["model_type"] == {
+        "classifier": {"id2label": {"0": "good", "1": "bad"}, "label2id": {"good": 0, "bad": 1}}
+    }
+    before = metrics(client)
+    client.post("/embed", json={"inputs": TEXTS}).raise_for_status()
+    assert client.post("/embed", json={"inputs": 7}).status_code == 422
+    after = metrics(client)
+    grown = {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
+    assert grown['te_request_count{method="batch"}'] == 2 and grown['te_request_success{method="batch"}'] == 1
+    assert grown['te_request_failure{err="422"}'] == 1 and grown["te_request_inference_duration_count"] == 1
+    assert grown["te_request_input_length_count"] == 4 == grown["te_batch_next_size_sum"]
+    tokens = sum(map(len, service.models["sentences"].any.tokenize(TEXTS)))
+    assert grown["te_batch_next_tokens_sum"] == tokens == grown["te_request_input_length_sum"]
+
+
+def metrics(client):
+    lines = (line for line in client.get("/metrics").text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+# ---- OpenAI, Cohere and its kin, TensorFlow Serving
+
+
+def test_openai(post, client, encoder):
+    raw = encoder.encode(TEXTS)
+    found = post("/v1/embeddings", input=TEXTS, model="sentences")
+    assert [one["index"] for one in found["data"]] == [0, 1, 2, 3] and found["model"] == "sentences"
+    same([one["embedding"] for one in found["data"]], raw)
+    tokens = sum(map(len, encoder.tokenize(TEXTS)))
+    assert found["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    packed = post("/v1/embeddings", input=TEXTS, encoding_format="base64", dimensions=3)["data"]
+    same([np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in packed], raw[:, :3])
+    same(post("/v1/embeddings", input=encoder.tokenize(TEXTS)[1])["data"][0]["embedding"], raw[1])
+    assert [one["id"] for one in client.get("/v1/models").json()["data"]] == list(NAMES)
+    wrong = post("/v1/embeddings", 404, input="a", model="ada")["error"]
+    assert (wrong["code"], wrong["param"], wrong["type"]) == ("model_not_found", "model", "not_found_error")
+    assert "sentences" in wrong["message"]
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_rerank_of_others(post, path):
+    logits = {one["index"]: one["score"] for one in post("/rerank", query="rain?", texts=TEXTS)}
+    documents = [TEXTS[0], {"text": TEXTS[1]}, *TEXTS[2:]]
+    found = post(path, query="rain?", documents=documents, top_n=3, return_documents=True, model="reranker")
+    scores = {one["index"]: one["relevance_score"] for one in found["results"]}
+    assert list(scores) == sorted(logits, key=lambda i: -logits[i])[:3]
+    same(list(scores.values()), [logits[i] for i in scores])
+    assert all(one["document"]["text"] == TEXTS[one["index"]] for one in found["results"])
+    assert "message" in post("/v2/rerank", 422, query="", documents=["a"])
+
+
+def test_tensorflow(post, client, encoder, directory):
+    raw = encoder.encode(TEXTS[:2])
+    path = "/v1/models/sentences:predict"
+    same(post(path, instances=[TEXTS[0], {"text": TEXTS[1]}])["predictions"], raw)
+    same(post(path.replace(":", "/versions/1:"), inputs={"text": TEXTS[:2]})["outputs"], raw)
+    same(post(path, inputs=TEXTS[:2])["outputs"], raw)
+    pairs = [{"text": "rain?", "pair": text} for text in TEXTS]
+    scores = CrossEncoder.from_pretrained(directory / "reranker", activation="Sigmoid").predict(
+        [tuple(pair.values()) for pair in pairs]
+    )
+    same(post("/v1/models/reranker:predict", instances=pairs)["predictions"], scores)
+    same(post("/v1/models/reranker:predict", inputs={"text": ["rain?"] * 4, "pair": TEXTS})["outputs"], scores)
+    labels = post("/v1/models/classes:predict", instances=TEXTS)["predictions"]
+    assert all(one.keys() == {"good", "bad"} and abs(sum(one.values()) - 1) < 1e-6 for one in labels)
+    state = client.get("/v1/models/tags").json()["model_version_status"][0]
+    assert (
+        state["state"] == "AVAILABLE" and client.get("/v1/models/tags/metadata").json()["model_spec"]["name"] == "tags"
+    )
+    assert "expected 1" in post(path.replace(":", "/versions/2:"), 404, instances=["a"])["error"]
+    assert client.get("/v1/models/nobody").status_code == 404
+
+
+# ---- what is refused
+
+
+LONG = "the cat sits outside " * 20
+
+BAD = {  # path, status, body, and what the answer says
+    "no text": ("/embed", 422, {"inputs": []}, "inputs: is empty"),
+    "an empty text": ("/embed", 422, {"inputs": ["a", ""]}, r"inputs\[1\]: is empty"),
+    "a number": ("/embed", 422, {"inputs": ["a", 7]}, r"inputs\[1\]: "),
+    "nothing": ("/embed", 422, {}, "inputs: Field required"),
+    "too many": ("/embed", 413, {"inputs": ["a"] * 9}, "has 9 entries; expected at most 8"),
+    "too long": ("/embed", 413, {"inputs": ["a", LONG]}, r"texts\[1\] has \d+ tokens; expected at most 32"),
+    "ids too long": ("/embed", 413, {"inputs": [[5] * 33]}, "has 33 tokens; expected at most 32"),
+    "ids out of range": ("/embed", 422, {"inputs": [[5, 999]]}, r"texts\[0\] has a token outside the vocabulary"),
+    "negative ids": ("/embed", 422, {"inputs": [[-1]]}, "outside the vocabulary"),
+    "half a surrogate pair": ("/embed", 422, {"inputs": "\ud800"}, "."),
+    "no such prompt": ("/embed", 422, {"inputs": "a", "prompt_name": "x"}, "no prompt 'x'"),
+    "no dimension": ("/embed", 422, {"inputs": "a", "dimensions": 0}, "dimensions: is 0; expected 1 to 48"),
+    "too many dimensions": ("/v1/embeddings", 422, {"input": "a", "dimensions": 49}, "is 49; expected 1 to 48"),
+    "a format": ("/v1/embeddings", 422, {"input": "a", "encoding_format": "hex"}, "'float' or 'base64'"),
+    "no such model": ("/embed", 404, {"inputs": "a", "model": "x"}, "no model 'x'"),
+    "another model's task": ("/embed", 424, {"inputs": "a", "model": "tags"}, "'tags' does token classification"),
+    "three texts for a pair": ("/predict", 422, {"inputs": ["a", "b", "c"]}, "has 3 parts"),
+    "no query": ("/rerank", 422, {"query": "", "texts": ["a"]}, r"query\[0\]: is empty"),
+    "no documents": ("/v2/rerank", 422, {"query": "a", "documents": []}, "documents: is empty"),
+    "none of the best": ("/v2/rerank", 422, {"query": "a", "documents": ["b"], "top_n": 0}, "top_n: "),
+    "no mask": ("/", 422, {"inputs": "a", "model": "masks"}, r"has no \[MASK\]"),
+    "rows and columns": ("/v1/models/tags:predict", 422, {"instances": ["a"], "inputs": ["a"]}, "one of the two"),
+    "a row of something": ("/v1/models/tags:predict", 422, {"instances": ["a", {"b": 1}]}, r"instances\[1\]: expected"),
+    "unequal columns": ("/v1/models/classes:predict", 422, {"inputs": {"text": ["a"], "pair": ["b", "c"]}}, "1, 2"),
+    "one text for a pair": ("/v1/models/reranker:predict", 422, {"instances": ["a"]}, "a reranker takes"),
+    "a pair for one text": ("/v1/models/tags:predict", 422, {"instances": [{"text": "a", "pair": "b"}]}, "is a pair"),
+    "a signature": ("/v1/models/tags:predict", 422, {"instances": ["a"], "signature_name": "x"}, "'serving_default'"),
+    "an unknown route": ("/embeddings", 404, {"inputs": "a"}, "no such route"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_requests(client, case):
+    path, status, body, says = BAD[case]
+    response = client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert response.status_code == status, response.text
+    found = response.json()
+    message = found.get("message") or found["error"]
+    message = message["message"] if isinstance(message, dict) else message
+    assert re.search(says, message), message
+
+
+def test_texts_are_cut_where_that_is_asked(post, encoder):
+    with pytest.warns(UserWarning, match="cut there"):
+        expected = encoder.encode([LONG])
+    same(post("/embed", inputs=LONG, truncate=True, normalize=False), expected)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"{bad", "application/json", 400),
+        (b'{"inputs": "\xff\xfe"}', "application/json", 400),
+        (b"", "application/json", 422),
+        (b"[1]", "application/json", 422),
+        (b'{"inputs": "a"}', "text/plain", 415),
+        (b'{"inputs": "' + b"a" * 30_000 + b'"}', "application/json", 413),
+    ],
+)
+def test_bad_bodies(client, content, kind, status):
+    response = client.post("/embed", content=content, headers={"content-type": kind})
+    assert response.status_code == status and response.json()["error"]
+
+    def chunks():  # without a length
+        yield from (content[i : i + 1000] for i in range(0, len(content), 1000))
+
+    if content:
+        response = client.post("/embed", content=chunks(), headers={"content-type": kind})
+        assert response.status_code == status and response.json()["error"]
+
+
+def test_a_body_that_is_cut_off_stops_nothing(client):
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as cut:
+        cut.sendall(
+            b"POST /embed HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+        )
+    client.post("/embed", json={"inputs": "a"}).raise_for_status()
+
+
+# ---- keys
+
+
+def test_keys(directory, caplog):
+    app = create_app(Service([load(directory / "sentences")], LIMITS), ["first", "sécond"])
+    with listening(app) as address, caplog.at_level(logging.INFO, "fastbert.serving"):
+
+        def status(header, path="/embed"):
+            headers = {"content-type": "application/json"} | ({} if header is None else {"authorization": header})
+            return httpx.post(f"{address}{path}", content=b'{"inputs": "a"}', headers=headers).status_code
+
+        assert [status(header) for header in ("Bearer first", "bearer first", "Bearer s\u00e9cond".encode())] == [
+            200
+        ] * 3
+        wrong = [None, "", "first", "Bearer", "Bearer firs", "Bearer first1", "Basic first", "Bearer wrong"]
+        assert [status(header) for header in wrong] == [401] * len(wrong)
+        assert httpx.get(f"{address}/health").status_code == 200 and httpx.get(f"{address}/metrics").status_code == 401
+        wait_for(lambda: sum('"status": 401' in line for line in caplog.messages) >= len(wrong) + 1)
+    assert not any("wrong" in line for line in caplog.messages)
+
+
+# ---- time
+
+
+class Held:
+    """Holds the computation of a model until it is let go."""
+
+    def __init__(self, service, monkeypatch):
+        self.encoder, self.calls, self.gate = service.models["sentences"].any, [], threading.Event()
+        embed = self.encoder.embed
+
+        def held(ids, **options):
+            self.calls.append(len(ids))
+            assert self.gate.wait(20)
+            return embed(ids, **options)
+
+        monkeypatch.setattr(self.encoder, "embed", held)
+
+
+@pytest.fixture
+def slow(directory, monkeypatch):
+    """A service of its own, whose one model waits; its limits are tight."""
+    limits = Limits(inputs=8, timeout=1.0, stall=0.3, waiting_tokens=100)
+    service = Service([load(directory / "sentences")], limits)
+    held = Held(service, monkeypatch)
+    with listening(create_app(service)) as address:
+        yield service, held, address
+        held.gate.set()
+
+
+def in_background(address, results, **body):
+    def send():
+        response = httpx.post(f"{address}/embed", json=body, timeout=20)
+        results.append(response)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_a_stall_a_deadline_and_too_much(slow):
+    service, held, address = slow
+    results, start = [], time.monotonic()
+    threads = [in_background(address, results, inputs="a")]
+    wait_for(lambda: held.calls)
+    threads.append(in_background(address, results, inputs=["the cat sits outside"] * 8))
+    wait_for(lambda: service.queue.waiting()[0] == 1)
+    refused = httpx.post(f"{address}/embed", json={"inputs": ["the cat sits outside"] * 8})
+    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error_type"] == "Overloaded"
+    wait_for(lambda: httpx.get(f"{address}/health").status_code == 503)
+    for thread in threads:
+        thread.join(20)
+    assert time.monotonic() - start < 10
+    assert [response.status_code for response in results] == [503, 503]
+    assert all("no answer within 1 s" in response.json()["error"] for response in results)
+    held.gate.set()
+    wait_for(lambda: httpx.get(f"{address}/health").status_code == 200)
+    assert httpx.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
+    assert held.calls == [1, 1]  # the one that waited was given up before it was computed
+
+
+def test_a_client_that_goes_away_is_not_computed(slow):
+    service, held, address = slow
+    first = in_background(address, [], inputs="a")
+    wait_for(lambda: held.calls)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{address}/embed", json={"inputs": ["b", "c"]}, timeout=0.2)
+    wait_for(lambda: service.queue.waiting() == (0, 0) or service.queue._line[0].future.cancelled())
+    held.gate.set()
+    first.join(20)
+    assert httpx.post(f"{address}/embed", json={"inputs": "d"}).status_code == 200
+    assert held.calls == [1, 1]
+
+
+def test_what_waits_is_answered_before_the_end(directory, monkeypatch):
+    service = Service([load(directory / "sentences")], Limits(timeout=20.0))
+    held, results = Held(service, monkeypatch), []
+    with listening(create_app(service)) as address:
+        threads = [in_background(address, results, inputs="a")]
+        wait_for(lambda: held.calls)
+        threads.append(in_background(address, results, inputs="b"))
+        wait_for(lambda: service.queue.waiting()[0] == 1)
+        threading.Timer(0.3, held.gate.set).start()
+    for thread in threads:
+        thread.join(20)
+    assert [response.status_code for response in results] == [200, 200]
+    assert not service.queue._thread.is_alive()
+
+
+def test_a_model_that_fails_is_said_and_survived(directory, monkeypatch):
+    service = Service([load(directory / "sentences")], LIMITS)
+    encoder = service.models["sentences"].any
+    embed, wrong = encoder.embed, [MemoryError("no memory left\nin detail"), torch.full((1, 48), torch.nan)]
+
+    def broken(ids, **options):
+        found = wrong.pop(0) if wrong else embed(ids, **options)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(encoder, "embed", broken)
+    with listening(create_app(service)) as address:
+        answers = [httpx.post(f"{address}/embed", json={"inputs": "a"}) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [424, 424, 200]
+    assert answers[0].json() == {"error": "the model failed: no memory left", "error_type": "Backend"}
+    assert "input 0 is not finite" in answers[1].json()["error"]
+
+
+def test_many_clients_at_once_get_their_own_answers(client, encoder):
+    texts = [f"{text} {number}" for number in range(10) for text in TEXTS]
+    expected, wrong = encoder.encode(texts).numpy(), []
+
+    def ask(number):
+        with httpx.Client(base_url=client.base_url, timeout=30) as own:
+            for turn in range(5):
+                chosen = [(number * 7 + turn * 3 + i) % len(texts) for i in range(1 + turn)]
+                body = {"inputs": [texts[i] for i in chosen], "normalize": False}
+                if np.abs(np.asarray(own.post("/embed", json=body).json()) - expected[chosen]).max() > 2e-6:
+                    wrong.append(chosen)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+# ---- before it is served
+
+
+def test_what_cannot_be_served(directory, tmp_path):
+    with pytest.raises(ValueError, match="models are none; expected at least one"):
+        Service([])
+    twice = load(directory / "tags")
+    with pytest.raises(ValueError, match="models are tags, tags; expected at least one, each with a name of its own"):
+        Service([twice, twice])
+    with pytest.raises(ValueError, match="timeout is 0; expected a number above 0"):
+        Limits(timeout=0)
+    from fastbert import BertConfig, BertForQuestionAnswering
+
+    BertForQuestionAnswering(BertConfig.preset("bert-tiny")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a BertForQuestionAnswering; expected a model for embeddings, "):
+        load(tmp_path)
