@@ -1,6 +1,7 @@
 """search, embed, similarity."""
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,13 +14,28 @@ def add(commands) -> None:
     search = commands.add_parser("search", help="find the passages that answer a question")
     search.add_argument("question", nargs="+", help="one or several, in quotes")
     search.add_argument("--text", type=Path, help="passages to search, one a line (default: Python's documentation)")
+    search.add_argument("--corpus", type=Path, metavar="DIR", help="embeddings of `fastbert embed FILE --output DIR`")
+    search.add_argument("--index", action="store_true", help="by the corpus's index, approximately, not by all of it")
+    search.add_argument("--prompt-name", metavar="NAME", help="of the questions (default: the model's for queries)")
     search.add_argument("--top", type=int, default=3, help="passages to show for each question (default: 3)")
     search.set_defaults(run=_search)
 
-    embed = commands.add_parser("embed", help="embed texts, to an array")
-    add_texts(embed, "one or several, in quotes")
-    embed.add_argument("--output", type=Path, metavar="PATH.npy", help="the (texts, C) array (default: FILE.npy)")
+    embed = commands.add_parser("embed", help="embed texts to an array, or files larger than memory to Parquet")
+    add_texts(embed, "one or several, in quotes; or files: text, .jsonl, .csv, .tsv, .parquet")
+    output = "the (texts, C) array (default: FILE.npy); of files a directory, and a run that was ended goes on there"
+    embed.add_argument("--output", type=Path, metavar="PATH.npy|DIR", help=output)
+    option = embed.add_argument_group("files").add_argument
+    option("--column", default="text", help="with the texts (default: text)")
+    option("--prompt-name", metavar="NAME", help="what goes before each text (default: the model's for documents)")
+    option("--vectors", default="float32", choices=("float32", "float16"), help="numbers in the files")
+    option("--no-texts", action="store_true", help="leaves the texts out")
+    option("--shard-rows", type=int, default=16384, metavar="N", help="of a file (default: 16384)")
     embed.set_defaults(run=_embed)
+
+    index = commands.add_parser("index", help="an approximate index of a directory of embeddings, by usearch")
+    index.add_argument("directory", type=Path, metavar="DIR")
+    index.add_argument("--precision", default="float16", choices=("float32", "float16", "int8"), help="(float16)")
+    index.set_defaults(run=_index)
 
     similarity = commands.add_parser("similarity", help="compare texts, each with each, by the cosine of embeddings")
     add_texts(similarity, "two or more, in quotes")
@@ -36,6 +52,9 @@ def _search(args: argparse.Namespace) -> None:
     if args.top < 1:
         raise ValueError(f"--top is {args.top}; expected at least 1")
     no_files(args.question)
+    if args.corpus:
+        _search_corpus(args)
+        return
     if args.text:
         passages = [(args.text.name, line) for line in lines(args.text) if line.strip()]
     else:
@@ -45,21 +64,37 @@ def _search(args: argparse.Namespace) -> None:
     show_results(encoder, vectors, passages, args.question, args.top)
 
 
+def _search_corpus(args: argparse.Namespace) -> None:
+    from fastbert.inference import EmbeddedCorpus
+
+    corpus, encoder = EmbeddedCorpus(args.corpus), _encoder(args)
+    options = {} if args.prompt_name is None else {"prompt_name": args.prompt_name}
+    scores, rows = corpus.search(encoder, encoder.encode_query(args.question, **options), args.top, index=args.index)
+    for question, values, found in zip(args.question, scores.tolist(), rows.tolist(), strict=True):
+        texts = corpus.texts(found) if corpus.manifest["keep_texts"] else [""] * len(found)
+        _show(question, [(value, f"row {row}", text) for value, row, text in zip(values, found, texts, strict=True)])
+
+
 def show_results(encoder, vectors, passages: list[tuple[str, str]], questions: list[str], top: int) -> None:
     """Prints the best passages for each question by cosine similarity. passages: (title, text). vectors: (N, C)."""
+    from fastbert.inference import similarity
+
+    for question, row in zip(questions, similarity(encoder.encode(questions), vectors), strict=True):
+        best = row.topk(min(top, len(passages)))
+        found = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        _show(question, [(score, *passages[index]) for score, index in found])
+
+
+def _show(question: str, found: list[tuple[float, str, str]]) -> None:
+    """found: score, where it comes from, and the text."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
 
-    from fastbert.inference import similarity
-
-    console, scores = Console(), similarity(encoder.encode(questions), vectors)
-    for question, row in zip(questions, scores, strict=True):
-        console.print(f"\n[bold]{question}[/bold]")
-        best = row.topk(min(top, len(passages)))
-        for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            source, passage = passages[index]
-            console.print(Panel(Text(passage), title=f"{score:.3f}  {source}", title_align="left"))
+    console = Console()
+    console.print(Text(f"\n{question}", style="bold"))
+    for score, source, passage in found:
+        console.print(Panel(Text(passage), title=Text(f"{score:.3f}  {source}"), title_align="left"))
 
 
 def _embed(args: argparse.Namespace) -> None:
@@ -67,6 +102,9 @@ def _embed(args: argparse.Namespace) -> None:
 
     from fastbert.files import replacing
 
+    if args.output and args.output.suffix != ".npy" and args.texts and all(map(os.path.isfile, args.texts)):
+        _embed_files(args)
+        return
     texts = texts_of(args, blank=True)
     if args.output is None and args.text is None:
         raise ValueError("expected --output PATH.npy for texts of the command line")
@@ -77,6 +115,30 @@ def _embed(args: argparse.Namespace) -> None:
     with replacing(output) as file:
         numpy.save(file, _encode(args, encoder, texts).cpu().numpy())
     print(f"{output}: {(len(texts), encoder.model.config.hidden_size)} float32")
+
+
+def _embed_files(args: argparse.Namespace) -> None:
+    from fastbert.inference import embed_corpus
+    from fastbert.inference.corpus import count_texts
+
+    encoder, start = _encoder(args), time.perf_counter()
+    with progress("encoding", count_texts(args.texts)) as advance:
+        corpus = embed_corpus(
+            encoder, args.texts, args.output, column=args.column, prompt_name=args.prompt_name,
+            precision=args.vectors, keep_texts=not args.no_texts, shard_rows=args.shard_rows, progress=advance,
+            tokens_per_batch=args.batch_tokens,
+        )  # fmt: skip
+    seconds = time.perf_counter() - start
+    print(f"{args.output}: {(len(corpus), corpus.width)} {args.vectors} in {len(corpus.parts)} files, {seconds:.1f} s")
+
+
+def _index(args: argparse.Namespace) -> None:
+    from fastbert.inference import EmbeddedCorpus
+
+    corpus = EmbeddedCorpus(args.directory)
+    with progress("indexing", len(corpus)) as advance:
+        path = corpus.build_index(args.precision, progress=advance)
+    print(f"{path}: {len(corpus)} vectors, {path.stat().st_size} bytes")
 
 
 def _similarity(args: argparse.Namespace) -> None:

@@ -1,6 +1,5 @@
 """Pairs, triplets and larger tuples of texts for contrastive training: columns as anchor, positive, negative."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -11,24 +10,25 @@ import torch
 from torch import Tensor
 
 from fastbert.data.collator import PackingCollator, column_of, labels_of
-from fastbert.data.corpus import read_texts
 from fastbert.data.datasets import check_counts, check_truncation
 from fastbert.data.encode import TokenizedDataset, encode
+from fastbert.data.rows import csv_rows, json_rows, parquet_rows
 from fastbert.data.tokenizer import strings
-from fastbert.require import require
 
 
 def read_columns(files: str | Path | Iterable[str | Path]) -> dict[str, list[Any]]:
-    """The columns of JSON lines or Parquet: {"anchor": [...], "positive": [...]}, of several files one after the other.
+    """The columns of JSON lines, CSV or Parquet: {"anchor": [...], "positive": [...]}, of several files one after the
+    other.
 
-    x.parquet is read with the package `pyarrow`, any other file as JSON lines, one object a line with the same names in
-    all, blank lines skipped; x.jsonl.gz is decompressed. For columns that are text files, one text a line:
-    {"anchor": list(read_texts(file)), ...}. Raises FileNotFoundError; ValueError with the file for a damaged one, with
-    the line or the row (from 1) for what is no such object, and with the column too for a value that is null.
+    x.parquet is read with the package `pyarrow`, x.csv and x.tsv by the names of their first line, any other file as
+    JSON lines, one object a line with the same names in all, blank lines skipped; x.jsonl.gz is decompressed. For
+    columns that are text files, one text a line: {"anchor": list(read_texts(file)), ...}. Raises FileNotFoundError;
+    ValueError with the file for a damaged one, with the line or the row (from 1) for what is no such object, and with
+    the column too for a value that is null.
     """
     columns: dict[str, list[Any]] = {}
     for path in [files] if isinstance(files, (str, Path)) else files:
-        rows = _parquet_rows(path) if str(path).endswith(".parquet") else _json_rows(path)
+        rows = _rows_of(path)
         for place, row in rows:
             if not isinstance(row, dict) or not row or (columns and row.keys() != columns.keys()):
                 expected = ", ".join(columns) or "an object"
@@ -40,29 +40,10 @@ def read_columns(files: str | Path | Iterable[str | Path]) -> dict[str, list[Any
     return columns
 
 
-def _json_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(read_texts(path), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"read_columns: line {number} of {path} is no JSON: {error}") from None
-            yield f"line {number}", row
-
-
-def _parquet_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    arrow = require("pyarrow", "pyarrow")
-    number = 0
-    try:
-        with require("pyarrow.parquet", "pyarrow").ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"row {number}", row
-    except (arrow.ArrowException, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise ValueError(f"read_columns: {path} is no Parquet, or is damaged: {error}") from None
+def _rows_of(path: str | Path) -> Iterator[tuple[str, Any]]:
+    name = str(path).removesuffix(".gz")
+    kinds = {".parquet": parquet_rows, ".csv": csv_rows, ".tsv": csv_rows}
+    return next((rows for ending, rows in kinds.items() if name.endswith(ending)), json_rows)(path)
 
 
 def _shown(row: Any) -> str:

@@ -8,6 +8,7 @@
 
 from fastbert.auto import model_class_of, trained_model
 from fastbert.inference.bge_m3 import M3Embeddings, M3Encoder, M3Scores
+from fastbert.inference.corpus import EmbeddedCorpus, embed_corpus
 from fastbert.inference.mining import HardNegatives, mine_hard_negatives
 from fastbert.inference.multi_vector import MultiVectorEncoder
 from fastbert.inference.multi_vector_files import QueryExpansion
@@ -38,6 +39,7 @@ __all__ = [
     "Answers",
     "CrossEncoder",
     "Dense",
+    "EmbeddedCorpus",
     "EncoderWorkers",
     "Entity",
     "EntityTagger",
@@ -57,6 +59,7 @@ __all__ = [
     "TokenVectors",
     "attention_figure",
     "attention_of",
+    "embed_corpus",
     "label_names",
     "mine_hard_negatives",
     "maxsim",

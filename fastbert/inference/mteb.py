@@ -9,7 +9,6 @@ The classes follow mteb's protocols of the same names, release 2: what mteb call
 """
 
 from collections.abc import Iterable, Mapping
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastbert.inference.fingerprint import fingerprint
 from fastbert.inference.rerank import CrossEncoder
 from fastbert.inference.sentences import SentenceEncoder
 from fastbert.inference.vectors import quantize
@@ -161,7 +161,7 @@ def _open(
     owner.mteb_model_meta = require("mteb.models", "mteb").ModelMeta.create_empty(
         overwrites={
             "name": name if "/" in name else f"local/{name}",
-            "revision": revision or _hash(model),
+            "revision": revision or fingerprint(model),
             "loader": type(owner),
             "framework": ["PyTorch"],
             "n_parameters": sum(parameter.numel() for parameter in model.model.parameters()),
@@ -169,15 +169,3 @@ def _open(
             **owner._facts(),
         }
     )
-
-
-def _hash(model: Any) -> str:
-    """Of the weights, the tokenizer and the settings, 16 hexadecimal digits."""
-    simple = (str, int, float, tuple, dict, torch.nn.Module, type(None))
-    settings = {name: repr(value) for name, value in vars(model).items() if isinstance(value, simple)}
-    found = blake2b(f"{sorted(settings.items())}{model.tokenizer.to_str()}".encode(), digest_size=8)
-    for part in (model.model, getattr(model, "dense", None)):
-        for name, tensor in (part.state_dict() if part is not None else {}).items():
-            found.update(name.encode())
-            found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()

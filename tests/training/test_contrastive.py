@@ -540,7 +540,7 @@ def test_refused_parquet(tmp_path, change, message):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"anchor": ["a", "b"], "positive": ["c", None]}), tmp_path / "x.parquet")
     (tmp_path / "x.parquet").write_bytes(change((tmp_path / "x.parquet").read_bytes()))
-    with pytest.raises(ValueError, match=f"read_columns: .*{message}"):
+    with pytest.raises(ValueError, match=f"{message}"):
         read_columns(tmp_path / "x.parquet")
     with pytest.raises(FileNotFoundError, match="none.parquet"):
         read_columns(tmp_path / "none.parquet")

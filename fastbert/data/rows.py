@@ -1,0 +1,76 @@
+"""Rows of files, read as they are needed: lines of text, JSON lines, CSV and TSV, Parquet."""
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastbert.data.corpus import read_texts
+from fastbert.require import require
+
+
+def texts_of_file(path: str | Path, column: str = "text") -> Iterator[str]:
+    """The texts of a file: x.jsonl and x.ndjson, x.csv and x.tsv, x.parquet (with `pyarrow`), else its lines.
+
+    column: of all but lines. All but Parquet may be x.gz. Blank lines of text are texts, those of JSON are skipped.
+    Raises FileNotFoundError; ValueError with file and place for what is damaged, no UTF-8, has no such column, or holds
+    something else than text there.
+    """
+    path = Path(path)
+    kind = Path(path.name.removesuffix(".gz")).suffix
+    readers = {".jsonl": json_rows, ".ndjson": json_rows, ".csv": csv_rows, ".tsv": csv_rows}
+    if path.suffix != ".parquet" and kind not in readers:
+        yield from read_texts(path)
+        return
+    rows = parquet_rows(path, [column]) if path.suffix == ".parquet" else readers[kind](path)
+    for place, row in rows:
+        text = row.get(column) if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            given = "null" if text is None else f"a {type(text).__name__}"
+            if not isinstance(row, dict) or column not in row:
+                given = f"no column {column!r}"
+            raise ValueError(f"{place} of {path} has {given}; expected text in {column!r}")
+        yield text
+
+
+def json_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
+    """("line 1", its value), ... Blank lines are skipped."""
+    for number, line in enumerate(read_texts(path), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise ValueError(f"line {number} of {path} is no JSON: {error}") from None
+            yield f"line {number}", row
+
+
+def csv_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("row 1", by the names of the first line), ... Quoted fields may hold line ends. Tabs separate those of x.tsv."""
+    separator = "\t" if Path(path).name.removesuffix(".gz").endswith(".tsv") else ","
+    csv.field_size_limit(2**31 - 1)  # texts are longer than 128 KiB at times
+    lines = (line + "\n" for line in read_texts(path))
+    try:
+        for number, row in enumerate(csv.DictReader(lines, delimiter=separator, strict=True), 1):
+            if None in row or None in row.values():
+                count = "more" if None in row else "fewer"
+                raise ValueError(f"row {number} of {path} has {count} fields than the first line; expected as many")
+            yield f"row {number}", row
+    except csv.Error as error:
+        raise ValueError(f"{path} is no CSV: {error}") from None
+
+
+def parquet_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("row 1", its values by column), ... columns: of those that are there, None for all."""
+    arrow = require("pyarrow", "pyarrow")
+    number = 0
+    try:
+        with require("pyarrow.parquet", "pyarrow").ParquetFile(path) as file:
+            for batch in file.iter_batches(columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row
+    except (arrow.ArrowException, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(f"{path} is no Parquet, or is damaged: {error}") from None

@@ -1,0 +1,317 @@
+"""Embeddings of corpora larger than memory, in Parquet files, by a job that may be killed and started again.
+
+A directory holds
+
+- part-00000.parquet, ...: `row`, its number from 0 on in the order of the input, `text`, and `embedding`, an Arrow list
+  of fixed size; each part has as many rows as manifest.json says, but for the last
+- manifest.json: which encoder, prompt, precision and input these are of, and how many rows there are once all are there
+- index.usearch: after `build_index`, an approximate index
+"""
+
+import fcntl
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from hashlib import blake2b
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastbert.data.rows import texts_of_file
+from fastbert.files import replacing, write_text
+from fastbert.inference.fingerprint import fingerprint
+from fastbert.inference.sentences import SentenceEncoder
+from fastbert.inference.vectors import nearest
+from fastbert.require import require
+
+SHARD_ROWS = 16384
+PRECISIONS = ("float32", "float16")
+MANIFEST, INDEX = "manifest.json", "index.usearch"
+METRICS = {"cosine": "cos", "dot": "ip", "euclidean": "l2sq"}  # usearch's
+
+Files = str | Path | Iterable[str | Path]
+
+
+# ---- the job
+
+
+def embed_corpus(
+    encoder: SentenceEncoder,
+    files: Files,
+    directory: str | Path,
+    *,
+    column: str = "text",
+    prompt: str | None = None,
+    prompt_name: str | None = None,
+    precision: str = "float32",
+    keep_texts: bool = True,
+    shard_rows: int = SHARD_ROWS,
+    progress: Callable[[int], None] | None = None,
+    **options: Any,
+) -> "EmbeddedCorpus":
+    """Embeds the texts of files into a directory, part by part; the parts that are there already stay.
+
+    files: lines of text, JSON lines, CSV or Parquet, as `texts_of_file` reads them, with `column`. prompt, prompt_name:
+    what goes before each text; None as `SentenceEncoder.encode_document`. options: for `encode`. precision: "float32"
+    or "float16" in the files. keep_texts: whether the files hold the texts too. shard_rows: of a part: what is in
+    memory, and what a kill costs. progress: is called with numbers of texts, those of parts that were there included.
+
+    A part is replaced whole, so that a job that is killed at any moment and started again ends with the files of one
+    that was not. Raises ValueError if the directory belongs to another encoder, prompt, precision or input, naming
+    which, for files without text, and as `texts_of_file`; RuntimeError while another process writes there.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"embed_corpus: precision is {precision!r}; expected {' or '.join(PRECISIONS)}")
+    if not isinstance(shard_rows, int) or shard_rows < 1:
+        raise ValueError(f"embed_corpus: shard_rows is {shard_rows!r}; expected a positive int")
+    require("pyarrow.parquet", "pyarrow")
+    files, directory = [files] if isinstance(files, (str, Path)) else list(files), Path(directory)
+    if prompt is None:
+        prompt = encoder.prompts.get("document", "") if prompt_name is None else encoder.prompt_of(prompt_name)[0]
+    manifest = {
+        "encoder": fingerprint(encoder),
+        "prompt": prompt,
+        "precision": precision,
+        "width": encoder.width,
+        "similarity": encoder.similarity_name,
+        "column": column,
+        "keep_texts": keep_texts,
+        "shard_rows": shard_rows,
+        "files": [_identity(Path(file)) for file in files],
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    with _alone_in(directory):
+        _agree(directory, manifest)
+        texts = chain.from_iterable(texts_of_file(file, column) for file in files)
+        rows = 0
+        while part := list(islice(texts, shard_rows)):
+            path = part_of(directory, rows // shard_rows)
+            if not _is_there(path, len(part)):
+                vectors = encoder.encode(part, prompt=prompt, progress=progress, **options)
+                _write(path, rows, part if keep_texts else None, vectors.cpu().to(getattr(torch, precision)).numpy())
+            elif progress:
+                progress(len(part))
+            rows += len(part)
+        if not rows:
+            raise ValueError(f"embed_corpus: {', '.join(map(str, files)) or 'no file'} holds no text")
+        write_text(directory / MANIFEST, json.dumps(manifest | {"rows": rows}, indent=1) + "\n")
+    return EmbeddedCorpus(directory)
+
+
+def count_texts(files: Files) -> int | None:
+    """About how many texts there are, for the time that is left: lines, or rows of Parquet. None for x.gz."""
+    total = 0
+    for path in [Path(files)] if isinstance(files, (str, Path)) else map(Path, files):
+        if path.suffix == ".gz":
+            return None
+        if path.suffix == ".parquet":
+            total += require("pyarrow.parquet", "pyarrow").read_metadata(path).num_rows
+        else:
+            with path.open("rb") as file:
+                total += sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))  # noqa: B023
+    return total
+
+
+def part_of(directory: Path, number: int) -> Path:
+    return directory / f"part-{number:05d}.parquet"
+
+
+def _identity(path: Path) -> dict[str, Any]:
+    """Its name, without folders, its size and a hash of all of it."""
+    found = blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return {"name": path.name, "bytes": path.stat().st_size, "blake2b": found.hexdigest()}
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Raises RuntimeError where another process is. The lock is the process's: it goes with it, however it ends."""
+    with (directory / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"another process writes embeddings to {directory}") from None
+        yield
+
+
+def _agree(directory: Path, manifest: dict[str, Any]) -> None:
+    """Writes the manifest, or raises ValueError for what is not as in the one that is there."""
+    if not (directory / MANIFEST).exists():
+        if parts := sorted(directory.glob("part-*.parquet")):
+            raise ValueError(f"{directory} has {parts[0].name} and no {MANIFEST}: whose it is nobody knows")
+        write_text(directory / MANIFEST, json.dumps(manifest | {"rows": None}, indent=1) + "\n")
+        return
+    there = _manifest(directory)
+    for name, value in manifest.items():
+        if there.get(name) != value:
+            raise ValueError(
+                f"{directory} was begun with another {name}: {_shown(there.get(name))}, now {_shown(value)}; expected "
+                "the same, or another directory"
+            )
+
+
+def _shown(value: Any) -> str:
+    """Of files names and sizes are enough, unless these are equal."""
+    return f"{value!r:.300}"
+
+
+def _manifest(directory: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{directory} has no {MANIFEST}; expected embeddings of `fastbert embed`") from None
+    except ValueError as error:
+        raise ValueError(f"{directory / MANIFEST} is damaged: {error}") from None
+    if not isinstance(found, dict) or "shard_rows" not in found:
+        raise ValueError(f"{directory / MANIFEST} is not of embeddings")
+    return found
+
+
+def _is_there(path: Path, rows: int) -> bool:
+    if not path.exists():
+        return False
+    found = _metadata(path).num_rows
+    if found != rows:
+        raise ValueError(f"{path} has {found} rows; expected {rows}: delete it")
+    return True
+
+
+def _metadata(path: Path) -> Any:
+    arrow = require("pyarrow", "pyarrow")
+    try:
+        return require("pyarrow.parquet", "pyarrow").read_metadata(path)
+    except (arrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}; delete it") from None
+
+
+def _write(path: Path, first: int, texts: Sequence[str] | None, vectors: np.ndarray) -> None:
+    arrow, parquet = require("pyarrow", "pyarrow"), require("pyarrow.parquet", "pyarrow")
+    columns = {"row": arrow.array(np.arange(first, first + len(vectors)))}
+    if texts is not None:
+        columns["text"] = arrow.array(texts, arrow.string())
+    flat = arrow.array(np.ascontiguousarray(vectors).reshape(-1))
+    columns["embedding"] = arrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
+    with replacing(path) as file:
+        parquet.write_table(
+            arrow.table(columns), file, compression={"row": "zstd", "text": "zstd"}, use_dictionary=False
+        )
+
+
+# ---- what it has made
+
+
+class EmbeddedCorpus:
+    """A directory of embeddings: `search` looks at all of them, one part in memory at a time, or in an index."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Raises FileNotFoundError and ValueError where there is none, or where the job has not come to its end."""
+        self.directory, self.manifest = Path(directory), _manifest(Path(directory))
+        if self.manifest["rows"] is None:
+            raise ValueError(f"{directory} is not complete: run the same `fastbert embed` again")
+        self.width, self._shard_rows = self.manifest["width"], self.manifest["shard_rows"]
+
+    def __len__(self) -> int:
+        return self.manifest["rows"]
+
+    @property
+    def parts(self) -> list[Path]:
+        """The files, in the order of their rows."""
+        return [part_of(self.directory, number) for number in range(-(-len(self) // self._shard_rows))]
+
+    def vectors(self, part: Path) -> Tensor:
+        """(rows, C) embeddings of a part, float32 or float16 as they are there. Raises ValueError for a damaged one."""
+        column = self._read(part, ["embedding"])["embedding"].combine_chunks()
+        return torch.from_numpy(np.array(column.flatten()).reshape(-1, self.width))
+
+    def texts(self, rows: Sequence[int]) -> list[str]:
+        """The texts of rows. Raises IndexError for other numbers, ValueError if the job has not kept the texts."""
+        if not self.manifest["keep_texts"]:
+            raise ValueError(f"{self.directory} has no texts: they were not kept")
+        if wrong := [row for row in rows if not 0 <= row < len(self)]:
+            raise IndexError(f"there is no row {wrong[0]}; expected 0 to {len(self) - 1}")
+        found: dict[int, str] = {}
+        for number in sorted({row // self._shard_rows for row in rows}):
+            column = self._read(part_of(self.directory, number), ["text"])["text"]
+            first = number * self._shard_rows
+            found |= {row: column[row - first].as_py() for row in rows if row // self._shard_rows == number}
+        return [found[row] for row in rows]
+
+    def _read(self, part: Path, columns: list[str]) -> Any:
+        arrow = require("pyarrow", "pyarrow")
+        try:
+            return require("pyarrow.parquet", "pyarrow").read_table(part, columns=columns, memory_map=True)
+        except (arrow.ArrowException, OSError) as error:
+            raise ValueError(f"{part} is missing or damaged: {error}; run the same `fastbert embed` again") from None
+
+    def search(
+        self, encoder: SentenceEncoder, queries: Tensor, k: int, *, index: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(scores, rows), each (N, min(k, len)): what is most alike to each of the queries (N, C), the best first.
+
+        encoder: whose measure counts; queries are its vectors. index: asks the index of `build_index`, approximately,
+        instead of all vectors. Raises ValueError for another encoder than the corpus's, other shapes and a k below 1.
+        """
+        if fingerprint(encoder) != self.manifest["encoder"]:
+            raise ValueError(f"{self.directory} has embeddings of another encoder; expected the same one for queries")
+        if queries.dim() != 2 or queries.shape[1] != self.width or k < 1:
+            given = f"queries has shape {tuple(queries.shape)}, k is {k}"
+            raise ValueError(f"search: {given}; expected (N, {self.width}) and at least 1")
+        return self._in_index(queries, k) if index else self._in_all(encoder, queries, k)
+
+    def _in_all(self, encoder: SentenceEncoder, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        best, rows = queries.new_empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64)
+        rows = rows.to(queries.device)
+        for number, part in enumerate(self.parts):
+            vectors = self.vectors(part).to(queries)
+            scores, found = nearest(queries, vectors, k, encoder.similarity)
+            best, rows = torch.cat([best, scores], 1), torch.cat([rows, found + number * self._shard_rows], 1)
+            order = best.sort(descending=True, stable=True)  # earlier rows come first, and are first of equal ones
+            best, rows = order.values[:, :k], rows.gather(1, order.indices[:, :k])
+        return best, rows
+
+    def build_index(self, precision: str = "float16", progress: Callable[[int], None] | None = None) -> Path:
+        """Writes index.usearch, an HNSW graph by the package `usearch`, over all vectors, in float16 or another of its
+        numbers ("float32", "int8"). Raises ValueError for a similarity that it does not have."""
+        measure, numbers = self.manifest["similarity"], {"float16": "f16", "float32": "f32", "int8": "i8"}
+        if measure not in METRICS or precision not in numbers:
+            expected = f"one of {', '.join(METRICS)}, and {', '.join(numbers)}"
+            raise ValueError(f"build_index: similarity is {measure!r}, precision {precision!r}; expected {expected}")
+        usearch = require("usearch.index", "usearch")
+        index = usearch.Index(ndim=self.width, metric=METRICS[measure], dtype=numbers[precision])
+        for number, part in enumerate(self.parts):
+            vectors = self.vectors(part).numpy()
+            index.add(np.arange(len(vectors)) + number * self._shard_rows, vectors)
+            if progress:
+                progress(len(vectors))
+        path = self.directory / INDEX
+        with replacing(path) as file:
+            index.save(file.name)
+        self.__dict__.pop("_index", None)
+        return path
+
+    @cached_property
+    def _index(self) -> Any:
+        path = self.directory / INDEX
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{self.directory} has no {INDEX}; expected one, by `fastbert index {self.directory}`"
+            )
+        index = require("usearch.index", "usearch").Index.restore(str(path), view=True)
+        if index is None or len(index) != len(self) or index.ndim != self.width:
+            raise ValueError(f"{path} is damaged, or of other embeddings: build it again")
+        return index
+
+    def _in_index(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        found = self._index.search(queries.float().cpu().numpy(), min(k, len(self)))
+        shape = len(queries), -1
+        distances = torch.from_numpy(np.asarray(found.distances, np.float32).reshape(shape))
+        rows = torch.from_numpy(np.asarray(found.keys).astype(np.int64).reshape(shape))
+        scores = -distances.sqrt() if self.manifest["similarity"] == "euclidean" else 1 - distances
+        return scores, rows

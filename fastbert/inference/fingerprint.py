@@ -1,0 +1,18 @@
+"""What tells an encoder from every other one."""
+
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+
+def fingerprint(model: Any) -> str:
+    """Of a SentenceEncoder or CrossEncoder: a hash of weights, tokenizer and settings, 16 hexadecimal digits."""
+    simple = (str, int, float, tuple, dict, torch.nn.Module, type(None))
+    settings = {name: repr(value) for name, value in vars(model).items() if isinstance(value, simple)}
+    found = blake2b(f"{sorted(settings.items())}{model.tokenizer.to_str()}".encode(), digest_size=8)
+    for part in (model.model, getattr(model, "dense", None)):
+        for name, tensor in (part.state_dict() if part is not None else {}).items():
+            found.update(name.encode())
+            found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()

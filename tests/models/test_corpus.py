@@ -1,0 +1,312 @@
+"""Corpora embedded to Parquet: every text once, in order, however often the job was ended; and searched."""
+
+import csv
+import gzip
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from serving.served import TEXTS, save_models
+
+from fastbert import cli
+from fastbert.data.rows import texts_of_file
+from fastbert.inference import EmbeddedCorpus, SentenceEncoder, embed_corpus
+from fastbert.inference.vectors import nearest
+
+arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+RNG = random.Random(0)
+WORDS = " ".join(TEXTS).split()
+CORPUS = [" ".join(RNG.choices(WORDS, k=RNG.randint(2, 6))) for _ in range(52)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("models")) / "sentences"
+
+
+@pytest.fixture(scope="module")
+def encoder(directory):
+    return SentenceEncoder.from_pretrained(directory)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write(tmp_path / "corpus.txt", CORPUS)
+
+
+def write(path, texts):
+    """In the format of its name; in all but lines of text there is another column."""
+    rows = [{"number": number, "text": text} for number, text in enumerate(texts)]
+    if path.suffix == ".parquet":
+        parquet.write_table(arrow.Table.from_pylist(rows), path)
+    elif path.suffix in (".csv", ".tsv"):
+        with path.open("w", newline="") as out:
+            writer = csv.DictWriter(out, ["number", "text"], delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        lines = [json.dumps(row) for row in rows] if ".jsonl" in path.name else texts
+        data = "".join(line + "\n" for line in lines).encode()
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def files_of(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != ".lock"}
+
+
+# ---- the job
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.jsonl.gz", "x.csv", "x.tsv", "x.parquet", "x"])
+def test_every_text_once_and_in_order(encoder, tmp_path, name):
+    seen = []
+    corpus = embed_corpus(
+        encoder, write(tmp_path / name, CORPUS), tmp_path / "out", shard_rows=20, progress=seen.append
+    )
+    assert len(corpus) == len(CORPUS) == sum(seen) and len(corpus.parts) == 3
+    assert corpus.texts(range(len(CORPUS))) == CORPUS
+    table = arrow.concat_tables(parquet.read_table(part) for part in corpus.parts)
+    assert table["row"].to_pylist() == list(range(len(CORPUS)))
+    assert table.schema.field("embedding").type == arrow.list_(arrow.float32(), encoder.width)
+    expected = torch.cat([encoder.encode(CORPUS[first : first + 20]) for first in (0, 20, 40)])
+    assert torch.equal(torch.cat([corpus.vectors(part) for part in corpus.parts]), expected)
+    assert np.array_equal(np.array(table["embedding"].to_pylist(), np.float32), expected.numpy())
+
+
+def test_several_files_prompts_and_smaller_vectors(encoder, tmp_path):
+    files = [write(tmp_path / "a.csv", CORPUS[:9]), write(tmp_path / "b.jsonl", CORPUS[9:])]
+    corpus = embed_corpus(encoder, files, tmp_path / "out", prompt_name="query", precision="float16", keep_texts=False)
+    (part,) = corpus.parts
+    assert torch.equal(corpus.vectors(part), encoder.encode(CORPUS, prompt_name="query").half())
+    assert parquet.read_schema(part).names == ["row", "embedding"]
+    with pytest.raises(ValueError, match="has no texts"):
+        corpus.texts([0])
+
+
+def test_what_was_ended_anywhere_goes_on_to_the_same_files(encoder, file, tmp_path, monkeypatch):
+    embed_corpus(encoder, file, tmp_path / "whole", shard_rows=7)
+    encode, calls, rng = encoder.encode, 0, random.Random(0)
+
+    def ends(*args, **options):
+        nonlocal calls
+        calls += 1
+        if rng.random() < 0.6:
+            raise KeyboardInterrupt
+        return encode(*args, **options)
+
+    monkeypatch.setattr(encoder, "encode", ends)
+    for _ in range(100):
+        try:
+            embed_corpus(encoder, file, tmp_path / "ended", shard_rows=7)
+            break
+        except KeyboardInterrupt:
+            with pytest.raises(ValueError, match="not complete"):
+                EmbeddedCorpus(tmp_path / "ended")
+    assert calls > 8
+    assert files_of(tmp_path / "ended") == files_of(tmp_path / "whole")
+    computed = calls
+    embed_corpus(encoder, file, tmp_path / "ended", shard_rows=7)
+    assert calls == computed  # all was there
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_moments(directory, tmp_path):
+    file = write(tmp_path / "corpus.jsonl", CORPUS * 400)
+    command = [sys.executable, "-m", "fastbert.cli", "embed", str(file), "--model", str(directory)]
+    command += ["--shard-rows", "512", "--threads", "1", "--output"]
+    start = time.monotonic()
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
+    took, rng, kills = time.monotonic() - start, random.Random(1), 0
+    while True:
+        process = subprocess.Popen([*command, str(tmp_path / "killed")], stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            _, said = process.communicate(timeout=None if kills == 20 else took * rng.uniform(0.3, 1.0))
+            assert process.returncode == 0, said
+            if kills == 20:
+                break
+            for part in rng.sample(sorted((tmp_path / "killed").glob("part-*")), 9):  # done too soon: more to do
+                part.unlink()
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            kills += 1
+    killed = {name: data for name, data in files_of(tmp_path / "killed").items() if not name.endswith(".part")}
+    assert killed == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda file: {"prompt": "about: "}, "another prompt: '', now 'about: '"),
+        (lambda file: {"precision": "float16"}, "another precision"),
+        (lambda file: {"shard_rows": 8}, "another shard_rows: 7, now 8"),
+        (lambda file: {"keep_texts": False}, "another keep_texts"),
+        (lambda file: {"files": write(file.with_name("other.txt"), CORPUS)}, "another files"),
+        (lambda file: {"files": write(file, [*CORPUS[:-1], CORPUS[-1].upper()])}, "another files"),
+        (lambda file: {"max_length": 9}, "another encoder"),
+    ],
+)
+def test_another_job_is_refused(directory, encoder, file, tmp_path, change, says):
+    embed_corpus(encoder, file, tmp_path / "out", shard_rows=7)
+    before = files_of(tmp_path / "out")
+    options = {"files": file, "shard_rows": 7} | change(file)
+    if "max_length" in options:
+        encoder = SentenceEncoder.from_pretrained(directory, max_length=options.pop("max_length"))
+    with pytest.raises(ValueError, match=says):
+        embed_corpus(encoder, options.pop("files"), tmp_path / "out", **options)
+    assert files_of(tmp_path / "out") == before
+
+
+def test_what_is_not_right_is_refused(encoder, file, tmp_path):
+    out = tmp_path / "out"
+    embed_corpus(encoder, file, out, shard_rows=20)
+    part = out / "part-00001.parquet"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-50])
+    with pytest.raises(ValueError, match="part-00001.parquet is damaged: .*delete it"):
+        embed_corpus(encoder, file, out, shard_rows=20)
+    part.write_bytes((out / "part-00002.parquet").read_bytes())
+    with pytest.raises(ValueError, match="part-00001.parquet has 12 rows; expected 20"):
+        embed_corpus(encoder, file, out, shard_rows=20)
+    part.unlink()
+    with pytest.raises(ValueError, match="part-00001.parquet is missing"):
+        EmbeddedCorpus(out).search(encoder, encoder.encode(TEXTS), 1)
+    embed_corpus(encoder, file, out, shard_rows=20)
+    assert part.read_bytes() == whole
+    (out / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="no manifest.json"):
+        embed_corpus(encoder, file, out, shard_rows=20)
+    with pytest.raises(FileNotFoundError, match="no manifest.json"):
+        EmbeddedCorpus(out)
+    (out / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match="manifest.json is damaged"):
+        EmbeddedCorpus(out)
+    with pytest.raises(ValueError, match="precision is 'int8'"):
+        embed_corpus(encoder, file, tmp_path / "new", precision="int8")
+    with pytest.raises(ValueError, match="holds no text"):
+        embed_corpus(encoder, write(tmp_path / "empty.txt", []), tmp_path / "new")
+
+
+def test_one_process_at_a_time(encoder, file, tmp_path):
+    seen = []
+
+    def again(count):
+        if not seen:
+            seen.append(count)
+            with pytest.raises(RuntimeError, match="another process writes"):
+                embed_corpus(encoder, file, tmp_path / "out")
+
+    embed_corpus(encoder, file, tmp_path / "out", progress=again)
+    assert seen
+
+
+# ---- files
+
+
+@pytest.mark.parametrize(
+    "name, data, says",
+    [
+        ("x.csv", "a,text\n1,b\n2\n", "row 2 of .*x.csv has fewer fields"),
+        ("x.csv", "a,text\n1,b,c\n", "row 1 of .*x.csv has more fields"),
+        ("x.csv", 'a,text\n1,"b\n', "x.csv is no CSV"),
+        ("x.csv", "a,b\n1,2\n", "row 1 of .*x.csv has no column 'text'"),
+        ("x.jsonl", '{"text": "a"}\n{"text": 3}\n', "line 2 of .*x.jsonl has a int"),
+        ("x.jsonl", '{"text": null}\n', "line 1 of .*x.jsonl has null"),
+        ("x.jsonl", '["text"]\n', "line 1 of .*x.jsonl has no column 'text'"),
+        ("x.jsonl", '{"text"\n', "line 1 of .*x.jsonl is no JSON"),
+        ("x.jsonl", "[" * 100_000, "line 1 of .*x.jsonl is no JSON"),
+        ("x.txt", b"good\nb\xffd\n", "x.txt is not UTF-8 at byte 6"),
+        ("x.parquet", "text", "x.parquet is no Parquet"),
+        ("x.txt.gz", "text", "x.txt.gz is damaged"),
+    ],
+)
+def test_damaged_files(tmp_path, name, data, says):
+    (tmp_path / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+    with pytest.raises(ValueError, match=says):
+        list(texts_of_file(tmp_path / name))
+
+
+def test_fields_with_line_ends_and_very_long_ones(tmp_path):
+    texts = ['one, "quoted"\nand a second line', "x" * 1_000_000, "", "größer 🙂"]
+    for name in ("x.csv", "x.tsv", "x.jsonl", "x.parquet"):
+        assert list(texts_of_file(write(tmp_path / name, texts))) == texts
+
+
+# ---- search
+
+
+@pytest.fixture(scope="module")
+def corpus(encoder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    return embed_corpus(encoder, write(folder / "x.txt", CORPUS), folder / "out", shard_rows=20)
+
+
+def test_search_is_exact(encoder, corpus):
+    queries = encoder.encode(TEXTS)
+    vectors = torch.cat([corpus.vectors(part) for part in corpus.parts])
+    for k in (1, 5, 40, 99):
+        scores, rows = corpus.search(encoder, queries, k)
+        expected = nearest(queries, vectors, k, encoder.similarity)
+        assert torch.equal(rows, expected[1])
+        torch.testing.assert_close(scores, expected[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("measure", ["cosine", "dot", "euclidean", "manhattan"])
+def test_an_index_finds_what_search_finds(directory, tmp_path, measure):
+    pytest.importorskip("usearch")
+    given = SentenceEncoder.from_pretrained(directory)
+    encoder = SentenceEncoder(given.model, given.tokenizer, normalize=False, similarity=measure)
+    corpus = embed_corpus(encoder, write(tmp_path / "x.txt", CORPUS), tmp_path / "out", shard_rows=20)
+    with pytest.raises(FileNotFoundError, match="no index.usearch; .*fastbert index"):
+        corpus.search(encoder, encoder.encode(TEXTS), 3, index=True)
+    if measure == "manhattan":
+        with pytest.raises(ValueError, match="similarity is 'manhattan'"):
+            corpus.build_index()
+        return
+    corpus.build_index("float32")
+    queries = encoder.encode([*TEXTS, "another text"])
+    expected, found = (corpus.search(encoder, queries, 4, index=index) for index in (False, True))
+    assert torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
+    assert corpus.search(encoder, queries[:1], 4, index=True)[1].shape == (1, 4)
+    (corpus.directory / "index.usearch").write_bytes(b"no index")
+    with pytest.raises((ValueError, RuntimeError)):
+        EmbeddedCorpus(corpus.directory).search(encoder, queries, 1, index=True)
+
+
+def test_searches_that_make_no_sense(directory, encoder, corpus):
+    queries = encoder.encode(TEXTS)
+    for wrong, k in ((queries[0], 1), (queries[:, 1:], 1), (queries, 0)):
+        with pytest.raises(ValueError, match="search: queries has shape"):
+            corpus.search(encoder, wrong, k)
+    with pytest.raises(ValueError, match="another encoder"):
+        corpus.search(SentenceEncoder.from_pretrained(directory, max_length=9), queries, 1)
+    with pytest.raises(IndexError, match="no row 52; expected 0 to 51"):
+        corpus.texts([0, 52])
+
+
+def test_the_commands(directory, file, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert cli.main(["embed", str(file), "--model", str(directory), "--output", str(out), "--shard-rows", "20"]) == 0
+    assert "out: (52, 48) float32 in 3 files" in capsys.readouterr().out
+    encoder = SentenceEncoder.from_pretrained(directory)
+    _, rows = EmbeddedCorpus(out).search(encoder, encoder.encode_query(["a cat?"]), 2)
+    search = ["search", "a cat?", "--corpus", str(out), "--model", str(directory), "--top", "2"]
+    assert cli.main(search) == 0
+    found = capsys.readouterr().out
+    assert re.findall(r"row (\d+) ", found) == [str(row) for row in rows[0].tolist()] and CORPUS[rows[0, 0]] in found
+    pytest.importorskip("usearch")
+    assert cli.main(["index", str(out)]) == 0 and "52 vectors" in capsys.readouterr().out
+    assert cli.main([*search, "--index"]) == 0 and capsys.readouterr().out == found
+    assert cli.main(["embed", str(file), "--model", str(directory), "--output", str(out)]) == 2
+    assert "another shard_rows: 20, now 16384" in capsys.readouterr().err
+    assert cli.main(["search", "a", "--corpus", str(tmp_path), "--model", str(directory)]) == 2
