@@ -28,9 +28,10 @@ def parts(every: int = 1) -> tuple[Pairs, dict[str, Pairs]]:
 
     every: takes one file in so many.
     """
-    files = [(sections()[i::40], []) for i in range(40)] + [documented(file) for file in standard_library()]
+    sources = [*(sections()[i::40] for i in range(40)), *standard_library()][::every]
+    files = [documented(source) if isinstance(source, Path) else (source, []) for source in sources]
     training, held_out, is_held = [], {}, {}
-    for kind, pairs in zip(KINDS, zip(*files[::every], strict=True), strict=True):
+    for kind, pairs in zip(KINDS, zip(*files, strict=True), strict=True):
         seen, found = set(), []
         for number, pair in ((number, pair) for number, of_file in enumerate(pairs) for pair in of_file):
             held = number % 4 == 0

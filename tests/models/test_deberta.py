@@ -326,7 +326,8 @@ def test_padding_between_tokens(family):
     assert (report.packed, report.fallbacks.total()) == (0, 1)
 
 
-@pytest.mark.parametrize("family", ["deberta-v2", pytest.param("mpnet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deberta-v2", "mpnet"])
 def test_compiled_code(family):
     """All lengths in one graph; it stops at padding between tokens."""
     model = BertModel(BertConfig.from_dict({"model_type": family, **CONFIGS[family]})).to(DEVICE).eval()

