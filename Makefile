@@ -37,7 +37,7 @@ test-all: $(VENV)/cuda-on-cpu
 # what tests of evaluation and of training compare with; clients of services; and GLiNER, whose encoder is a DeBERTa,
 # without what it asks for (an older transformers).
 suites: $(VENV)/installed
-	$(BIN)/pip install --quiet datasets httpx parameterized "mteb>=2.10" langchain-huggingface selenium \
+	$(BIN)/pip install --quiet datasets httpx parameterized "mteb>=2.10" langchain-huggingface selenium "ray[data]>=2.40" \
 		llama-index-embeddings-text-embeddings-inference
 	$(BIN)/pip install --quiet --no-deps gliner sentencepiece
 	PYTHONPATH=tests $(BIN)/python -m hf.suites

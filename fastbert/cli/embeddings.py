@@ -29,6 +29,8 @@ def add(commands) -> None:
     option("--prompt-name", metavar="NAME", help="what goes before each text (default: the model's for documents)")
     option("--vectors", default="float32", choices=("float32", "float16"), help="numbers in the files")
     option("--no-texts", action="store_true", help="leaves the texts out")
+    option("--engine", choices=("ray",), help="computes on a cluster of Ray (default: in this process)")
+    option("--workers", type=int, default=1, metavar="N", help="of the engine, of --threads each (default: 1)")
     option("--shard-rows", type=int, default=16384, metavar="N", help="of a file (default: 16384)")
     embed.set_defaults(run=_embed)
 
@@ -126,10 +128,22 @@ def _embed_files(args: argparse.Namespace) -> None:
         corpus = embed_corpus(
             encoder, args.texts, args.output, column=args.column, prompt_name=args.prompt_name,
             precision=args.vectors, keep_texts=not args.no_texts, shard_rows=args.shard_rows, progress=advance,
-            tokens_per_batch=args.batch_tokens,
+            tokens_per_batch=args.batch_tokens, engine=_engine(args),
         )  # fmt: skip
     seconds = time.perf_counter() - start
     print(f"{args.output}: {(len(corpus), corpus.width)} {args.vectors} in {len(corpus.parts)} files, {seconds:.1f} s")
+
+
+def _engine(args: argparse.Namespace):
+    if args.engine is None:
+        if args.workers != 1:
+            raise ValueError(f"--workers is {args.workers}; expected --engine ray with it")
+        return None
+    from fastbert.cli.demo import minilm
+    from fastbert.inference.ray import RayEngine
+
+    source, options = args.model or minilm(), model_options(args)
+    return RayEngine(source, args.workers, num_cpus=args.threads or 1, **options)
 
 
 def _index(args: argparse.Namespace) -> None:

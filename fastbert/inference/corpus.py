@@ -16,7 +16,7 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,13 +31,35 @@ from fastbert.require import require
 
 SHARD_ROWS = 16384
 PRECISIONS = ("float32", "float16")
-MANIFEST, INDEX = "manifest.json", "index.usearch"
+MANIFEST, INDEX, PART = "manifest.json", "index.usearch", "part-{:05d}.parquet"
 METRICS = {"cosine": "cos", "dot": "ip", "euclidean": "l2sq"}  # usearch's
 
 Files = str | Path | Iterable[str | Path]
 
 
 # ---- the job
+
+
+class Part(NamedTuple):
+    """Rows of one file: the first one's number, and the texts."""
+
+    path: Path
+    first: int
+    texts: list[str]
+
+
+class Recipe(NamedTuple):
+    """How a part is made. encoder: its fingerprint. options: for `SentenceEncoder.encode`."""
+
+    encoder: str
+    prompt: str
+    precision: str
+    keep_texts: bool
+    options: dict[str, Any]
+
+
+Progress = Callable[[int], None] | None
+Engine = Callable[[Recipe, Iterator[Part]], Iterator[Part]]
 
 
 def embed_corpus(
@@ -51,7 +73,8 @@ def embed_corpus(
     precision: str = "float32",
     keep_texts: bool = True,
     shard_rows: int = SHARD_ROWS,
-    progress: Callable[[int], None] | None = None,
+    engine: Engine | None = None,
+    progress: Progress = None,
     **options: Any,
 ) -> "EmbeddedCorpus":
     """Embeds the texts of files into a directory, part by part; the parts that are there already stay.
@@ -59,7 +82,8 @@ def embed_corpus(
     files: lines of text, JSON lines, CSV or Parquet, as `texts_of_file` reads them, with `column`. prompt, prompt_name:
     what goes before each text; None as `SentenceEncoder.encode_document`. options: for `encode`. precision: "float32"
     or "float16" in the files. keep_texts: whether the files hold the texts too. shard_rows: of a part: what is in
-    memory, and what a kill costs. progress: is called with numbers of texts, those of parts that were there included.
+    memory, and what a kill costs. engine: computes the parts in other processes, `fastbert.inference.ray.RayEngine`.
+    progress: is called with numbers of texts, those of parts that were there included.
 
     A part is replaced whole, so that a job that is killed at any moment and started again ends with the files of one
     that was not. Raises ValueError if the directory belongs to another encoder, prompt, precision or input, naming
@@ -70,37 +94,57 @@ def embed_corpus(
     if not isinstance(shard_rows, int) or shard_rows < 1:
         raise ValueError(f"embed_corpus: shard_rows is {shard_rows!r}; expected a positive int")
     require("pyarrow.parquet", "pyarrow")
-    files, directory = [files] if isinstance(files, (str, Path)) else list(files), Path(directory)
+    files, directory = [files] if isinstance(files, (str, Path)) else list(files), Path(directory).absolute()
     if prompt is None:
         prompt = encoder.prompts.get("document", "") if prompt_name is None else encoder.prompt_of(prompt_name)[0]
-    manifest = {
-        "encoder": fingerprint(encoder),
-        "prompt": prompt,
-        "precision": precision,
+    recipe = Recipe(fingerprint(encoder), prompt, precision, keep_texts, options)
+    manifest = recipe._asdict() | {
         "width": encoder.width,
         "similarity": encoder.similarity_name,
         "column": column,
-        "keep_texts": keep_texts,
         "shard_rows": shard_rows,
         "files": [_identity(Path(file)) for file in files],
     }
+    del manifest["options"]
     directory.mkdir(parents=True, exist_ok=True)
     with _alone_in(directory):
         _agree(directory, manifest)
-        texts = chain.from_iterable(texts_of_file(file, column) for file in files)
-        rows = 0
-        while part := list(islice(texts, shard_rows)):
-            path = part_of(directory, rows // shard_rows)
-            if not _is_there(path, len(part)):
-                vectors = encoder.encode(part, prompt=prompt, progress=progress, **options)
-                _write(path, rows, part if keep_texts else None, vectors.cpu().to(getattr(torch, precision)).numpy())
+        texts, rows = chain.from_iterable(texts_of_file(file, column) for file in files), 0
+
+        def missing() -> Iterator[Part]:
+            nonlocal rows
+            while found := list(islice(texts, shard_rows)):
+                part = Part(directory / PART.format(rows // shard_rows), rows, found)
+                rows += len(found)
+                if not _is_there(part):
+                    yield part
+                elif progress:
+                    progress(len(found))
+
+        for part in engine(recipe, missing()) if engine else missing():
+            if not engine:
+                write_part(encoder, recipe, part, progress)
             elif progress:
-                progress(len(part))
-            rows += len(part)
+                progress(len(part.texts))
         if not rows:
             raise ValueError(f"embed_corpus: {', '.join(map(str, files)) or 'no file'} holds no text")
         write_text(directory / MANIFEST, json.dumps(manifest | {"rows": rows}, indent=1) + "\n")
     return EmbeddedCorpus(directory)
+
+
+def write_part(encoder: SentenceEncoder, recipe: Recipe, part: Part, progress: Progress = None) -> None:
+    """Embeds the texts of a part, and writes its file whole."""
+    arrow, parquet = require("pyarrow", "pyarrow"), require("pyarrow.parquet", "pyarrow")
+    vectors = encoder.encode(part.texts, prompt=recipe.prompt, progress=progress, **recipe.options)
+    columns = {"row": arrow.array(np.arange(part.first, part.first + len(vectors)))}
+    if recipe.keep_texts:
+        columns["text"] = arrow.array(part.texts, arrow.string())
+    numbers = arrow.array(vectors.cpu().to(getattr(torch, recipe.precision)).reshape(-1).numpy())
+    columns["embedding"] = arrow.FixedSizeListArray.from_arrays(numbers, vectors.shape[1])
+    with replacing(part.path) as file:
+        parquet.write_table(
+            arrow.table(columns), file, compression={"row": "zstd", "text": "zstd"}, use_dictionary=False
+        )
 
 
 def count_texts(files: Files) -> int | None:
@@ -115,10 +159,6 @@ def count_texts(files: Files) -> int | None:
             with path.open("rb") as file:
                 total += sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))  # noqa: B023
     return total
-
-
-def part_of(directory: Path, number: int) -> Path:
-    return directory / f"part-{number:05d}.parquet"
 
 
 def _identity(path: Path) -> dict[str, Any]:
@@ -174,12 +214,12 @@ def _manifest(directory: Path) -> dict[str, Any]:
     return found
 
 
-def _is_there(path: Path, rows: int) -> bool:
-    if not path.exists():
+def _is_there(part: Part) -> bool:
+    if not part.path.exists():
         return False
-    found = _metadata(path).num_rows
-    if found != rows:
-        raise ValueError(f"{path} has {found} rows; expected {rows}: delete it")
+    found = _metadata(part.path).num_rows
+    if found != len(part.texts):
+        raise ValueError(f"{part.path} has {found} rows; expected {len(part.texts)}: delete it")
     return True
 
 
@@ -189,19 +229,6 @@ def _metadata(path: Path) -> Any:
         return require("pyarrow.parquet", "pyarrow").read_metadata(path)
     except (arrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}; delete it") from None
-
-
-def _write(path: Path, first: int, texts: Sequence[str] | None, vectors: np.ndarray) -> None:
-    arrow, parquet = require("pyarrow", "pyarrow"), require("pyarrow.parquet", "pyarrow")
-    columns = {"row": arrow.array(np.arange(first, first + len(vectors)))}
-    if texts is not None:
-        columns["text"] = arrow.array(texts, arrow.string())
-    flat = arrow.array(np.ascontiguousarray(vectors).reshape(-1))
-    columns["embedding"] = arrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
-    with replacing(path) as file:
-        parquet.write_table(
-            arrow.table(columns), file, compression={"row": "zstd", "text": "zstd"}, use_dictionary=False
-        )
 
 
 # ---- what it has made
@@ -223,7 +250,7 @@ class EmbeddedCorpus:
     @property
     def parts(self) -> list[Path]:
         """The files, in the order of their rows."""
-        return [part_of(self.directory, number) for number in range(-(-len(self) // self._shard_rows))]
+        return [self.directory / PART.format(number) for number in range(-(-len(self) // self._shard_rows))]
 
     def vectors(self, part: Path) -> Tensor:
         """(rows, C) embeddings of a part, float32 or float16 as they are there. Raises ValueError for a damaged one."""
@@ -238,7 +265,7 @@ class EmbeddedCorpus:
             raise IndexError(f"there is no row {wrong[0]}; expected 0 to {len(self) - 1}")
         found: dict[int, str] = {}
         for number in sorted({row // self._shard_rows for row in rows}):
-            column = self._read(part_of(self.directory, number), ["text"])["text"]
+            column = self._read(self.directory / PART.format(number), ["text"])["text"]
             first = number * self._shard_rows
             found |= {row: column[row - first].as_py() for row in rows if row // self._shard_rows == number}
         return [found[row] for row in rows]

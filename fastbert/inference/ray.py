@@ -1,0 +1,105 @@
+"""Embeddings on several machines, with Ray (https://www.ray.io): engines of jobs that it starts, restarts and feeds.
+
+embed_corpus(encoder, files, directory, engine=RayEngine("path/to/encoder", workers=8))
+ray.data.read_parquet(...).map_batches(BatchEmbedder, fn_constructor_args=["path/to/encoder"], ...)
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastbert.inference.corpus import Part, Recipe, write_part
+from fastbert.inference.fingerprint import fingerprint
+from fastbert.inference.sentences import SentenceEncoder
+from fastbert.require import require
+
+AHEAD = 2  # parts of a worker: one is computed, the next one waits
+
+
+class RayEngine:
+    """Workers of `embed_corpus` on a Ray cluster. Each loads the encoder and writes whole parts itself.
+
+    A worker that dies is started again, and its parts are computed again: nothing is lost, and as a part is replaced
+    whole, nothing doubled. All machines have to see the encoder's directory and the corpus's under the same path.
+    """
+
+    def __init__(
+        self, source: str | Path, workers: int = 1, *, num_cpus: float = 1, num_gpus: float = 0, **options: Any
+    ) -> None:
+        """source and options: of `SentenceEncoder.from_pretrained`, in each worker. num_cpus, num_gpus: of each, for
+        Ray, and its threads. Raises ValueError for fewer workers than one."""
+        if workers < 1:
+            raise ValueError(f"RayEngine: workers is {workers}; expected at least 1")
+        self.source, self.workers, self.options = str(source), workers, options
+        self.resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+
+    def __call__(self, recipe: Recipe, parts: Iterator[Part]) -> Iterator[Part]:
+        """Parts as they are written, in any order. Raises what a worker raises."""
+        ray = require("ray", "ray")
+        if not ray.is_initialized():
+            ray.init(log_to_driver=False)
+        kind = ray.remote(max_restarts=-1, max_task_retries=-1, **self.resources)(_Worker)
+        threads = max(1, int(self.resources["num_cpus"]))
+        workers = [kind.remote(self.source, recipe, threads, self.options) for _ in range(self.workers)]
+        free, running = deque(workers * AHEAD), {}
+        try:
+            for part in parts:
+                if not free:
+                    yield _first_done(ray, running, free)
+                worker = free.popleft()
+                running[worker.write.remote(part)] = worker, part
+            while running:
+                yield _first_done(ray, running, free)
+        finally:
+            for worker in workers:
+                ray.kill(worker)
+
+
+def _first_done(ray: Any, running: dict[Any, tuple[Any, Part]], free: deque) -> Part:
+    (done,), _ = ray.wait(list(running), num_returns=1)
+    worker, part = running.pop(done)
+    ray.get(done)
+    free.append(worker)
+    return part
+
+
+class _Worker:
+    def __init__(self, source: str, recipe: Recipe, threads: int, options: dict[str, Any]) -> None:
+        import torch
+
+        torch.set_num_threads(threads)
+        warnings.filterwarnings("ignore", message=".*: cut there")  # the driver's to say
+        self.encoder, self.recipe = SentenceEncoder.from_pretrained(source, **options), recipe
+        if fingerprint(self.encoder) != recipe.encoder:
+            raise ValueError(f"RayEngine: {source} is another encoder than embed_corpus has; expected the same")
+
+    def write(self, part: Part) -> None:
+        write_part(self.encoder, self.recipe, part)
+
+
+class BatchEmbedder:
+    """For `Dataset.map_batches` of Ray Data: adds a column of embeddings, float32 (rows, C), to each batch.
+
+    With `compute=ray.data.ActorPoolStrategy(size=n)` each of n workers loads the encoder once. Rows stay as they are.
+    """
+
+    def __init__(
+        self,
+        source: str | Path,
+        column: str = "text",
+        output: str = "embedding",
+        prompt_name: str | None = None,
+        **options: Any,
+    ) -> None:
+        """source and options: of `SentenceEncoder.from_pretrained`. prompt_name: None as `encode_document`."""
+        self.encoder = SentenceEncoder.from_pretrained(source, **options)
+        self.column, self.output = column, output
+        self.prompt = {} if prompt_name is None else {"prompt_name": prompt_name}
+
+    def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        texts = [str(text) for text in batch[self.column]]
+        return {**batch, self.output: self.encoder.encode_document(texts, **self.prompt).cpu().numpy()}

@@ -1,0 +1,97 @@
+"""Corpora embedded on a local cluster of Ray: the files of one process, also when a worker is killed."""
+
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+from serving.served import TEXTS, save_models
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("pyarrow")
+pytestmark = pytest.mark.slow
+
+from fastbert import cli  # noqa: E402
+from fastbert.inference import SentenceEncoder, embed_corpus  # noqa: E402
+from fastbert.inference.ray import BatchEmbedder, RayEngine  # noqa: E402
+
+RNG = random.Random(0)
+WORDS = " ".join(TEXTS).split()
+CORPUS = [" ".join(RNG.choices(WORDS, k=RNG.randint(2, 6))) for _ in range(4000)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    import fastbert
+
+    paths = [os.path.dirname(os.path.dirname(fastbert.__file__)), os.environ.get("PYTHONPATH", "")]
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, paths))}}
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("models")) / "sentences"
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "corpus.txt").write_text("".join(f"{text}\n" for text in CORPUS))
+    return tmp_path / "corpus.txt"
+
+
+def files_of(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix in (".parquet", ".json")}
+
+
+def workers_alive():
+    """Process ids, by Ray's own list."""
+    return [int(line) for line in os.popen("pgrep -f 'ray::_Worker'").read().split()]
+
+
+def test_a_worker_that_is_killed_costs_nothing(directory, file, tmp_path):
+    encoder = SentenceEncoder.from_pretrained(directory)
+    whole = embed_corpus(encoder, file, tmp_path / "whole", shard_rows=50)
+    killed, seen = [], []
+
+    def kills(count):
+        seen.append(count)
+        if len(seen) in (10, 30) and (alive := workers_alive()):
+            os.kill(RNG.choice(alive), signal.SIGKILL)
+            killed.append(len(seen))
+
+    engine = RayEngine(directory, workers=3)
+    embed_corpus(encoder, file, tmp_path / "killed", shard_rows=50, engine=engine, progress=kills)
+    assert killed == [10, 30] and sum(seen) == len(CORPUS)
+    assert files_of(tmp_path / "killed") == files_of(whole.directory)
+
+
+def test_what_a_worker_finds_wrong_is_raised(directory, file, tmp_path):
+    encoder = SentenceEncoder.from_pretrained(directory, max_length=9)
+    with pytest.raises(Exception, match="another encoder than embed_corpus has"):
+        embed_corpus(encoder, file, tmp_path / "out", engine=RayEngine(directory))
+    with pytest.raises(ValueError, match="workers is 0"):
+        RayEngine(directory, workers=0)
+
+
+def test_ray_data(directory):
+    encoder = SentenceEncoder.from_pretrained(directory)
+    data = ray.data.from_items([{"id": i, "text": text} for i, text in enumerate(CORPUS[:300])])
+    found = data.map_batches(
+        BatchEmbedder, fn_constructor_args=[str(directory)], batch_size=64, compute=ray.data.ActorPoolStrategy(size=2)
+    )
+    rows = sorted(found.take_all(), key=lambda row: row["id"])
+    assert [row["text"] for row in rows] == CORPUS[:300]
+    vectors = np.stack([row["embedding"] for row in rows])
+    np.testing.assert_allclose(vectors, encoder.encode(CORPUS[:300]).numpy(), rtol=0, atol=2e-6)
+
+
+def test_the_command(directory, file, tmp_path, capsys):
+    words = ["embed", str(file), "--model", str(directory), "--output", str(tmp_path / "out"), "--shard-rows", "500"]
+    assert cli.main([*words, "--engine", "ray", "--workers", "2"]) == 0
+    assert f"({len(CORPUS)}, 48) float32 in 8 files" in capsys.readouterr().out
+    assert cli.main([*words, "--workers", "2"]) == 2
+    assert "expected --engine ray" in capsys.readouterr().err
