@@ -3,6 +3,7 @@
 import hmac
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
@@ -17,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import fastbert
+from fastbert.require import require
 from fastbert.serving import openai, page, rerank, tei, tensorflow
 from fastbert.serving.answers import json_response
 from fastbert.serving.errors import Problem
@@ -36,7 +38,7 @@ def create_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
         yield
         service.close()
 
-    app = FastAPI(title="fastbert", version=fastbert.__version__, lifespan=lifespan)
+    app = FastAPI(title="fastbert", version=fastbert.__version__, lifespan=lifespan, **_telemetry())
     for protocol in (tei, openai, rerank, tensorflow, page):
         app.include_router(protocol.routes(service))
     app.add_exception_handler(Problem, lambda request, problem: problem_response(request.url.path, problem))
@@ -47,6 +49,16 @@ def create_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
     app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))  # nobody reads it
     app.add_middleware(Guard, service=service, api_keys=tuple(api_keys))
     return app
+
+
+def _telemetry() -> dict[str, Any]:
+    """FastAPI's own OpenTelemetry, where the environment says where to send it: spans and metrics, no texts."""
+    if not any(name.startswith("OTEL_EXPORTER_OTLP") and name.endswith("ENDPOINT") for name in os.environ):
+        return {}
+    require("fastapi.telemetry", "'fastapi>=0.165'")
+    require("opentelemetry.sdk", "opentelemetry-sdk")
+    require("opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http")
+    return {"telemetry": {"auto_configure": True, "logs": False, "exclude": lambda scope: scope.get("path") in OPEN}}
 
 
 # ---- errors

@@ -1,5 +1,6 @@
 """`fastbert serve` as a process: what it prints, logs and refuses, and how it ends."""
 
+import gzip
 import json
 import re
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from serving.served import TEXTS, save_models
@@ -49,6 +51,36 @@ def test_it_serves_until_it_is_told_to_end(directory, tmp_path):
     requests = [json.loads(line)["request"] for line in log.splitlines()]
     assert [(one["path"], one["status"]) for one in requests] == [("/embed", s) for s in (200, 413, 401)]
     assert "-key" not in log
+
+
+@pytest.mark.slow
+def test_spans_go_where_the_environment_says(directory, monkeypatch):
+    pytest.importorskip("fastapi.telemetry")
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    found = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            data = self.rfile.read(int(self.headers["content-length"]))
+            found.append((self.path, gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *words):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_address[1]}")
+        process, _, address = started("--model", directory / "sentences")
+        assert httpx.post(f"{address}/embed", json={"inputs": "a secret"}, timeout=20).status_code == 200
+        assert httpx.get(f"{address}/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+        collector.shutdown()
+    assert process.returncode == 0, log
+    spans = b"".join(data for path, data in found if path == "/v1/traces")
+    assert b"/embed" in spans and b"/health" not in spans and b"secret" not in spans
 
 
 @pytest.mark.parametrize(

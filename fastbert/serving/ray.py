@@ -1,0 +1,38 @@
+"""The service on Ray Serve: replicas of the same application, each with its models and its queue in tokens."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastbert.require import require
+from fastbert.serving.app import create_app
+from fastbert.serving.models import load
+from fastbert.serving.service import Limits, Service
+
+
+def create_deployment(
+    models: Mapping[str, str | Path],
+    limits: Limits = Limits(),  # noqa: B008
+    api_keys: Iterable[str] = (),
+    *,
+    threads: int = 1,
+    deployment: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """For `ray.serve.run`. A replica batches by tokens itself, so none of Ray Serve's batching is needed.
+
+    models: directories by name, which all machines see; options: of `fastbert.serving.load`. threads: of a replica.
+    deployment: options of `ray.serve.deployment`, as {"num_replicas": 4, "ray_actor_options": {"num_cpus": 2}};
+    "max_ongoing_requests" is as many as may wait, unless it says otherwise. Raises ModuleNotFoundError without Ray.
+    """
+    serve = require("ray.serve", "ray[serve]")
+    sources, keys = {name: str(source) for name, source in models.items()}, tuple(api_keys)
+
+    def build() -> Any:
+        import torch
+
+        torch.set_num_threads(threads)
+        return create_app(Service([load(source, name, **options) for name, source in sources.items()], limits), keys)
+
+    settings = {"max_ongoing_requests": 1024} | dict(deployment or {})
+    return serve.deployment(serve.ingress(build)(), **settings).bind()
