@@ -98,8 +98,9 @@ def embed_corpus(
     if prompt is None:
         prompt = encoder.prompts.get("document", "") if prompt_name is None else encoder.prompt_of(prompt_name)[0]
     recipe = Recipe(fingerprint(encoder), prompt, precision, keep_texts, options)
+    width = options.get("truncate_dim") or encoder.width
     manifest = recipe._asdict() | {
-        "width": encoder.width,
+        "width": width,
         "similarity": encoder.similarity_name,
         "column": column,
         "shard_rows": shard_rows,
@@ -108,6 +109,8 @@ def embed_corpus(
     del manifest["options"]
     directory.mkdir(parents=True, exist_ok=True)
     with _alone_in(directory):
+        for left in directory.glob("part-*.part"):  # of a part that was being written
+            left.unlink()
         _agree(directory, manifest)
         texts, rows = chain.from_iterable(texts_of_file(file, column) for file in files), 0
 
@@ -116,7 +119,7 @@ def embed_corpus(
             while found := list(islice(texts, shard_rows)):
                 part = Part(directory / PART.format(rows // shard_rows), rows, found)
                 rows += len(found)
-                if not _is_there(part):
+                if not _is_there(part, width):
                     yield part
                 elif progress:
                     progress(len(found))
@@ -128,6 +131,10 @@ def embed_corpus(
                 progress(len(part.texts))
         if not rows:
             raise ValueError(f"embed_corpus: {', '.join(map(str, files)) or 'no file'} holds no text")
+        if manifest["files"] != [_identity(Path(file)) for file in files]:
+            raise ValueError(
+                f"embed_corpus: the files changed while they were read; delete {directory}, and begin again"
+            )
         write_text(directory / MANIFEST, json.dumps(manifest | {"rows": rows}, indent=1) + "\n")
     return EmbeddedCorpus(directory)
 
@@ -214,21 +221,27 @@ def _manifest(directory: Path) -> dict[str, Any]:
     return found
 
 
-def _is_there(part: Part) -> bool:
+def _is_there(part: Part, width: int) -> bool:
+    """Raises ValueError for a file with other rows, or that cannot be read."""
     if not part.path.exists():
         return False
-    found = _metadata(part.path).num_rows
-    if found != len(part.texts):
-        raise ValueError(f"{part.path} has {found} rows; expected {len(part.texts)}: delete it")
+    table = _read(part.path, ["row", "embedding"])
+    rows, kind = table["row"].to_numpy(), table.schema.field("embedding").type
+    if len(rows) != len(part.texts) or rows[0] != part.first or getattr(kind, "list_size", None) != width:
+        given = f"{len(rows)} rows from {rows[0] if len(rows) else 'none'} on, {kind}"
+        expected = f"{len(part.texts)} from {part.first} on, {width} numbers each"
+        raise ValueError(f"{part.path} has {given}; expected {expected}: delete it")
     return True
 
 
-def _metadata(path: Path) -> Any:
+def _read(path: Path, columns: list[str]) -> Any:
     arrow = require("pyarrow", "pyarrow")
     try:
-        return require("pyarrow.parquet", "pyarrow").read_metadata(path)
+        return require("pyarrow.parquet", "pyarrow").read_table(path, columns=columns, memory_map=True)
     except (arrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}; delete it") from None
+        raise ValueError(
+            f"{path} is missing or damaged: {error}; delete it, and run the same `fastbert embed` again"
+        ) from None
 
 
 # ---- what it has made
@@ -254,7 +267,7 @@ class EmbeddedCorpus:
 
     def vectors(self, part: Path) -> Tensor:
         """(rows, C) embeddings of a part, float32 or float16 as they are there. Raises ValueError for a damaged one."""
-        column = self._read(part, ["embedding"])["embedding"].combine_chunks()
+        column = _read(part, ["embedding"])["embedding"].combine_chunks()
         return torch.from_numpy(np.array(column.flatten()).reshape(-1, self.width))
 
     def texts(self, rows: Sequence[int]) -> list[str]:
@@ -265,17 +278,10 @@ class EmbeddedCorpus:
             raise IndexError(f"there is no row {wrong[0]}; expected 0 to {len(self) - 1}")
         found: dict[int, str] = {}
         for number in sorted({row // self._shard_rows for row in rows}):
-            column = self._read(self.directory / PART.format(number), ["text"])["text"]
+            column = _read(self.directory / PART.format(number), ["text"])["text"]
             first = number * self._shard_rows
             found |= {row: column[row - first].as_py() for row in rows if row // self._shard_rows == number}
         return [found[row] for row in rows]
-
-    def _read(self, part: Path, columns: list[str]) -> Any:
-        arrow = require("pyarrow", "pyarrow")
-        try:
-            return require("pyarrow.parquet", "pyarrow").read_table(part, columns=columns, memory_map=True)
-        except (arrow.ArrowException, OSError) as error:
-            raise ValueError(f"{part} is missing or damaged: {error}; run the same `fastbert embed` again") from None
 
     def search(
         self, encoder: SentenceEncoder, queries: Tensor, k: int, *, index: bool = False
@@ -338,6 +344,12 @@ class EmbeddedCorpus:
     def _in_index(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         found = self._index.search(queries.float().cpu().numpy(), min(k, len(self)))
         shape = len(queries), -1
+        counts = np.atleast_1d(getattr(found, "counts", len(found)))
+        if counts.min() < min(k, len(self)):
+            raise ValueError(
+                f"search: the index found {counts.min()} of {min(k, len(self))} rows; many equal vectors hide others "
+                "from it: search without it"
+            )
         distances = torch.from_numpy(np.asarray(found.distances, np.float32).reshape(shape))
         rows = torch.from_numpy(np.asarray(found.keys).astype(np.int64).reshape(shape))
         scores = -distances.sqrt() if self.manifest["similarity"] == "euclidean" else 1 - distances

@@ -1,5 +1,6 @@
 """What tells an encoder from every other one."""
 
+import json
 from hashlib import blake2b
 from typing import Any
 
@@ -7,10 +8,11 @@ import torch
 
 
 def fingerprint(model: Any) -> str:
-    """Of a SentenceEncoder or CrossEncoder: a hash of weights, tokenizer and settings, 16 hexadecimal digits."""
+    """Of a SentenceEncoder or CrossEncoder, 16 hexadecimal digits: a hash of weights, tokenizer and all settings."""
     simple = (str, int, float, tuple, dict, torch.nn.Module, type(None))
     settings = {name: repr(value) for name, value in vars(model).items() if isinstance(value, simple)}
-    found = blake2b(f"{sorted(settings.items())}{model.tokenizer.to_str()}".encode(), digest_size=8)
+    config = json.dumps(model.model.config.to_dict(), sort_keys=True, default=str)
+    found = blake2b(f"{sorted(settings.items())}{config}{model.tokenizer.to_str()}".encode(), digest_size=8)
     for part in (model.model, getattr(model, "dense", None)):
         for name, tensor in (part.state_dict() if part is not None else {}).items():
             found.update(name.encode())

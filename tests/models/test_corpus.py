@@ -18,6 +18,7 @@ from serving.served import TEXTS, save_models
 from fastbert import cli
 from fastbert.data.rows import texts_of_file
 from fastbert.inference import EmbeddedCorpus, SentenceEncoder, embed_corpus
+from fastbert.inference.fingerprint import fingerprint
 from fastbert.inference.vectors import nearest
 
 arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -139,8 +140,7 @@ def test_killed_at_twenty_moments(directory, tmp_path):
             process.send_signal(signal.SIGKILL)
             process.communicate()
             kills += 1
-    killed = {name: data for name, data in files_of(tmp_path / "killed").items() if not name.endswith(".part")}
-    assert killed == files_of(tmp_path / "whole")
+    assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,12 @@ def test_what_is_not_right_is_refused(encoder, file, tmp_path):
     part = out / "part-00001.parquet"
     whole = part.read_bytes()
     part.write_bytes(whole[:-50])
-    with pytest.raises(ValueError, match="part-00001.parquet is damaged: .*delete it"):
+    with pytest.raises(ValueError, match="part-00001.parquet is missing or damaged: .*delete it"):
         embed_corpus(encoder, file, out, shard_rows=20)
     part.write_bytes((out / "part-00002.parquet").read_bytes())
-    with pytest.raises(ValueError, match="part-00001.parquet has 12 rows; expected 20"):
+    with pytest.raises(
+        ValueError, match="part-00001.parquet has 12 rows from 40 on, .*; expected 20 from 20 on, 48 numbers"
+    ):
         embed_corpus(encoder, file, out, shard_rows=20)
     part.unlink()
     with pytest.raises(ValueError, match="part-00001.parquet is missing"):
@@ -207,6 +209,31 @@ def test_one_process_at_a_time(encoder, file, tmp_path):
 
     embed_corpus(encoder, file, tmp_path / "out", progress=again)
     assert seen
+
+
+def test_fewer_numbers(encoder, file, tmp_path):
+    corpus = embed_corpus(encoder, file, tmp_path / "out", shard_rows=20, truncate_dim=24)
+    assert corpus.width == 24
+    assert torch.equal(corpus.vectors(corpus.parts[0]), encoder.encode(CORPUS[:20], truncate_dim=24))
+    with pytest.raises(ValueError, match="another width: 24, now 12"):
+        embed_corpus(encoder, file, tmp_path / "out", shard_rows=20, truncate_dim=12)
+
+
+def test_files_that_change_meanwhile(encoder, tmp_path):
+    file = write(tmp_path / "corpus.txt", CORPUS)
+    with pytest.raises(ValueError, match="the files changed while they were read"):
+        embed_corpus(encoder, file, tmp_path / "out", progress=lambda count: write(file, [*CORPUS, "more"]))
+    with pytest.raises(ValueError, match="not complete"):
+        EmbeddedCorpus(tmp_path / "out")
+
+
+def test_a_configuration_that_the_weights_do_not_show_is_another_encoder(encoder):
+    config = encoder.model.config
+    changed = config.changed(num_attention_heads=config.num_attention_heads // 2)
+    model = type(encoder.model)(changed, add_pooling_layer=False)
+    model.load_state_dict(encoder.model.state_dict())
+    one, other = (fingerprint(SentenceEncoder(given, encoder.tokenizer)) for given in (encoder.model, model))
+    assert one != other
 
 
 # ---- files
