@@ -17,10 +17,12 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import httpx
 import numpy as np
@@ -40,6 +42,7 @@ class Running:
     process: subprocess.Popen
     address: str
     model: str
+    log: IO[bytes]
 
     def megabytes(self) -> float:
         """Resident, of the process and its children."""
@@ -76,9 +79,9 @@ def running(name: str, command: list[str], threads: int) -> Iterator[Running]:
         port = str(free.getsockname()[1])
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     words = [port if word == "PORT" else word for word in command]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
-    os.set_blocking(process.stderr.fileno(), False)
-    service = Running(process, f"http://127.0.0.1:{port}", "minilm")
+    log = tempfile.TemporaryFile()  # noqa: SIM115  (a pipe that nobody reads would stop the service)
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=log, env=environment)
+    service = Running(process, f"http://127.0.0.1:{port}", "minilm", log)
     try:
         _wait(name, service)
         yield service
@@ -97,7 +100,8 @@ def _wait(name: str, service: Running, seconds: float = 120) -> None:
             if httpx.get(f"{service.address}/health").status_code == 200:
                 return
         if service.process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"{name} does not serve: {(service.process.stderr.read() or b'').decode()[-2000:]}")
+            service.log.seek(0)
+            raise SystemExit(f"{name} does not serve: {service.log.read().decode()[-2000:]}")
         time.sleep(0.2)
 
 

@@ -107,6 +107,9 @@ def _embed(args: argparse.Namespace) -> None:
     if args.output and args.output.suffix != ".npy" and args.texts and all(map(os.path.isfile, args.texts)):
         _embed_files(args)
         return
+    if args.texts and args.output and args.output.suffix != ".npy":
+        missing = next(text for text in args.texts if not os.path.isfile(text))
+        raise ValueError(f"--output {args.output} is a directory, for files: {missing!r} is none; for texts: PATH.npy")
     texts = texts_of(args, blank=True)
     if args.output is None and args.text is None:
         raise ValueError("expected --output PATH.npy for texts of the command line")

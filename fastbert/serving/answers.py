@@ -1,5 +1,6 @@
 """What the routes of all protocols share: JSON out, and embeddings of a request."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ async def embeddings(
     if dimensions is not None and not 0 < dimensions <= width:
         raise invalid("dimensions", f"is {dimensions}; expected 1 to {width}")
     texts, skip = prompted(model, inputs, prompt_name)
+    skip = skip if isinstance(inputs[0], str) else 0  # token ids are embedded as they are
     lane = Lane(encoder, "embed", (("normalize", False), ("skip", skip)))
     found = await service.run(request, model, EMBED, texts, lane, truncate=truncate)
     vectors = torch.stack(found.results)[:, :dimensions]
@@ -72,6 +74,23 @@ def checked(values: torch.Tensor) -> np.ndarray:
         wrong = int((~values.isfinite()).flatten(1).any(1).nonzero()[0]) if values.dim() > 1 else 0
         raise Problem(424, "Backend", f"the model's result for input {wrong} is not finite")
     return np.ascontiguousarray(values.numpy())
+
+
+def check_text(field: str, texts: Sequence[str]) -> None:
+    """Raises Problem, 422, for half a surrogate pair."""
+    for index, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise invalid(f"{field}[{index}]", "has half a surrogate pair; expected text in Unicode") from None
+
+
+def finite(results: Sequence[Sequence[Any]]) -> None:
+    """Raises Problem for labels, entities or fills whose scores are not finite: JSON has none for them."""
+    for index, found in enumerate(results):
+        flat = (one for part in found for one in (part if isinstance(part, list) else [part]))
+        if not all(math.isfinite(one.score) for one in flat):
+            raise Problem(424, "Backend", f"the model's result for input {index} is not finite")
 
 
 def best_first(found: np.ndarray) -> list[int]:

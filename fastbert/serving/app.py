@@ -33,6 +33,9 @@ Receive, Send = Callable[[], Awaitable[MutableMapping]], Callable[[MutableMappin
 def create_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
     """The ASGI application of a service, which it closes when it ends. api_keys: without any, everybody is served."""
 
+    if isinstance(api_keys, str):
+        raise TypeError("create_app: api_keys is a string; expected several of them")
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
@@ -124,6 +127,9 @@ class Guard:
 
         try:
             refused = self._refused(scope, headers)
+            if scope["path"].startswith("/v1/models/") or b"content-type" not in headers:  # curl -d says it is a form
+                kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-type"]
+                scope = {**scope, "headers": [*kept, (b"content-type", b"application/json")]}
             if refused:
                 await problem_response(path, refused)(scope, receive, sending)
             else:
@@ -138,6 +144,8 @@ class Guard:
         if length.isdigit() and int(length) > self.service.limits.body:
             return self._too_large()
         kind = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
+        if scope["path"].startswith("/v1/models/"):
+            return None
         if scope["method"] == "POST" and kind != b"application/json" and not kind.endswith(b"+json"):
             given = kind.decode("latin-1")
             return Problem(415, "Validation", f"Content-Type is {given!r}; expected 'application/json'")

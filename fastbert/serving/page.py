@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 import fastbert
 from fastbert.inference import attention_of
-from fastbert.serving.answers import json_response
+from fastbert.serving.answers import check_text, json_response
 from fastbert.serving.errors import invalid
 from fastbert.serving.models import FILL, ServedModel
 from fastbert.serving.service import Service
@@ -66,6 +66,7 @@ def routes(service: Service) -> APIRouter:
         """tokens, and weights in base64, float32 of shape (layers, heads, T, T)."""
         service.check("inputs", [body.inputs])
         model = service.model(body.model)
+        check_text("inputs", [body.inputs])
         length = len(model.any.tokenizer.encode(body.inputs).ids)
         if length > MOST_TOKENS:
             raise invalid("inputs", f"has {length} tokens; expected at most {MOST_TOKENS}", 413)

@@ -51,10 +51,10 @@ async def answer(service: Service, request: Request, body: RerankBody) -> Respon
     service.check("query", [body.query])
     model = service.model(body.model, RERANK)
     found, tokens = await scores(service, request, model, body.query, texts, truncate=True)
-    found = sigmoid(found)
+    order, found = best_first(found)[: body.top_n], sigmoid(found)  # of logits: the sigmoid makes large ones equal
     results = [
         {"index": i, "relevance_score": found[i]} | ({"document": {"text": texts[i]}} if body.return_documents else {})
-        for i in best_first(found)[: body.top_n]
+        for i in order
     ]
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}, "tokens": {"input_tokens": tokens}}
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}

@@ -12,7 +12,16 @@ from starlette.responses import Response
 
 import fastbert
 from fastbert.serving import rerank as documents
-from fastbert.serving.answers import best_first, embeddings, json_response, prompted, scores, sigmoid
+from fastbert.serving.answers import (
+    best_first,
+    check_text,
+    embeddings,
+    finite,
+    json_response,
+    prompted,
+    scores,
+    sigmoid,
+)
 from fastbert.serving.errors import Problem, invalid
 from fastbert.serving.models import CLASSIFY, EMBED, FILL, RERANK, Lane, ServedModel
 from fastbert.serving.service import Service
@@ -100,6 +109,7 @@ def routes(service: Service) -> APIRouter:
         classifier = model.at(CLASSIFY)
         lane = Lane(classifier, options=(("raw", body.raw_scores),))
         found = await service.run(request, model, CLASSIFY, inputs, lane, truncate=bool(body.truncate))
+        finite(found.results)
         results = [[{"score": label.score, "label": label.label} for label in labels] for labels in found.results]
         return json_response(results[0] if single else results)
 
@@ -129,6 +139,7 @@ def routes(service: Service) -> APIRouter:
         service.check("inputs", inputs)
         model = service.model(body.model)
         texts = prompted(model, inputs, body.prompt_name)[0] if EMBED in model.predictors else inputs
+        check_text("inputs", texts)
         encodings = model.any.tokenizer.encode_batch(texts, add_special_tokens=body.add_special_tokens)
         return json_response([tokens_of(text, encoding) for text, encoding in zip(texts, encodings, strict=True)])
 
@@ -136,7 +147,11 @@ def routes(service: Service) -> APIRouter:
     def decode(body: DecodeBody) -> Response:
         ids = several(body.ids)
         service.check("ids", ids)
-        tokenizer = service.model(body.model).any.tokenizer
+        served = service.model(body.model).any
+        vocabulary = served.model.config.vocab_size
+        if wrong := [token for row in ids for token in row if not 0 <= token < vocabulary]:
+            raise invalid("ids", f"has {wrong[0]}; expected 0 to {vocabulary - 1}")
+        tokenizer = served.tokenizer
         return json_response(tokenizer.decode_batch(ids, skip_special_tokens=body.skip_special_tokens))
 
     @router.post("/")
@@ -177,9 +192,9 @@ async def ranked(service: Service, request: Request, body: RerankBody) -> Respon
     service.check("query", [body.query])
     model = service.model(body.model, RERANK)
     found, _ = await scores(service, request, model, body.query, body.texts, truncate=bool(body.truncate))
-    found = found if body.raw_scores else sigmoid(found)
+    order, found = best_first(found), found if body.raw_scores else sigmoid(found)
     text_of = lambda i: {"text": body.texts[i]} if body.return_text else {}  # noqa: E731
-    return json_response([{"index": i, "score": found[i], **text_of(i)} for i in best_first(found)])
+    return json_response([{"index": i, "score": found[i], **text_of(i)} for i in order])
 
 
 def several(inputs: str | list) -> list:
@@ -242,6 +257,9 @@ def kind_of(model: ServedModel, config: Any) -> dict[str, Any]:
 # ---- what text-embeddings-inference does not do: Hugging Face's fields for it
 
 
+MOST_FILLS, MOST_CHARACTERS = 100, 20_000  # of a mask; of a request
+
+
 class TaskParameters(BaseModel):
     top_k: Annotated[int, Field(ge=1)] | None = None
 
@@ -260,8 +278,13 @@ async def task(service: Service, request: Request, model: ServedModel, body: Tas
     inputs = several(body.inputs)
     service.check("inputs", inputs)
     count = (body.parameters and body.parameters.top_k) or 5
+    if model.task == FILL and count > min(MOST_FILLS, model.any.config.vocab_size):
+        raise invalid("parameters.top_k", f"is {count}; expected 1 to {min(MOST_FILLS, model.any.config.vocab_size)}")
+    if model.task == FILL and sum(map(len, inputs)) > MOST_CHARACTERS:  # each fill has the whole text
+        raise invalid("inputs", f"has {sum(map(len, inputs))} characters; expected at most {MOST_CHARACTERS}", 413)
     lane = Lane(model.any, options=(("top_k", count),) if model.task == FILL else ())
     found = await service.run(request, model, model.task, inputs, lane, truncate=bool(body.truncate))
+    finite(found.results)
     results = [filled(masks) for masks in found.results] if model.task == FILL else list(map(tagged, found.results))
     return json_response(results[0] if isinstance(body.inputs, str) else results)
 

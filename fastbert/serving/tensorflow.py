@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fastbert.serving.answers import checked, embeddings, json_response, sigmoid
+from fastbert.serving.answers import checked, embeddings, finite, json_response, sigmoid
 from fastbert.serving.errors import Problem, invalid
 from fastbert.serving.models import CLASSIFY, EMBED, FILL, RERANK, Lane, ServedModel
 from fastbert.serving.service import Service
@@ -109,6 +109,7 @@ async def predictions(service: Service, request: Request, model: ServedModel, in
     found = await service.run(request, model, model.task, inputs, Lane(model.any), truncate=False)
     if model.task == RERANK:
         return sigmoid(checked(torch.stack(found.results).squeeze(-1)))
+    finite(found.results)
     if model.task == CLASSIFY:
         return [{label.label: label.score for label in labels} for labels in found.results]
     return [filled(masks) for masks in found.results] if model.task == FILL else list(map(tagged, found.results))

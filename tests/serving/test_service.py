@@ -3,6 +3,7 @@
 import base64
 import json
 import logging
+import math
 import re
 import socket
 import threading
@@ -18,7 +19,16 @@ httpx = pytest.importorskip("httpx")
 for needed in ("fastapi", "uvicorn", "orjson", "prometheus_client"):
     pytest.importorskip(needed)
 
-from fastbert.inference import CrossEncoder, EntityTagger, MaskFiller, SentenceEncoder, TextClassifier  # noqa: E402
+from fastbert.inference import (  # noqa: E402
+    CrossEncoder,
+    Entity,
+    EntityTagger,
+    Fill,
+    Label,
+    MaskFiller,
+    SentenceEncoder,
+    TextClassifier,
+)
 from fastbert.serving import Limits, Service, create_app, load  # noqa: E402
 
 LIMITS = Limits(inputs=8, body=20_000, timeout=20.0)
@@ -82,12 +92,17 @@ def test_embed_token_ids(post, encoder):
 
 
 def test_a_prompt_that_the_pooling_leaves_out(directory, encoder):
-    without = SentenceEncoder(encoder.model, encoder.tokenizer, prompts=encoder.prompts, include_prompt=False)
+    without = SentenceEncoder(
+        encoder.model, encoder.tokenizer, prompts=encoder.prompts, default_prompt_name="query", include_prompt=False
+    )
     without.save_pretrained(directory / "without")
+    ids = without.tokenize(TEXTS)
     app = create_app(Service([load(directory / "without")], LIMITS))
     with listening(app) as address:
         found = httpx.post(f"{address}/embed", json={"inputs": TEXTS, "prompt_name": "query"}).json()
         plain = httpx.post(f"{address}/embed", json={"inputs": TEXTS}).json()
+        tokens = httpx.post(f"{address}/embed", json={"inputs": ids}).json()
+    same(tokens, without.embed(ids))
     same(found, without.encode(TEXTS, prompt_name="query"))
     same(plain, without.encode(TEXTS))
 
@@ -259,6 +274,16 @@ BAD = {  # path, status, body, and what the answer says
     "ids out of range": ("/embed", 422, {"inputs": [[5, 999]]}, r"texts\[0\] has a token outside the vocabulary"),
     "negative ids": ("/embed", 422, {"inputs": [[-1]]}, "outside the vocabulary"),
     "half a surrogate pair": ("/embed", 422, {"inputs": "\ud800"}, "."),
+    "half a pair to tokenize": ("/tokenize", 422, {"inputs": ["a", "\ud800"]}, r"inputs\[1\]: has half a surrogate"),
+    "half a pair to draw": ("/ui/attention", 422, {"inputs": "\ud800"}, "half a surrogate"),
+    "ids of no token": ("/decode", 422, {"ids": [[5, -1]]}, "ids: has -1; expected 0 to"),
+    "ids beyond all numbers": ("/decode", 422, {"ids": [10**30]}, "ids: "),
+    "too many fills": (
+        "/",
+        422,
+        {"inputs": "[MASK]", "model": "masks", "parameters": {"top_k": 101}},
+        "is 101; expected 1 to ",
+    ),
     "no such prompt": ("/embed", 422, {"inputs": "a", "prompt_name": "x"}, "no prompt 'x'"),
     "no dimension": ("/embed", 422, {"inputs": "a", "dimensions": 0}, "dimensions: is 0; expected 1 to 48"),
     "too many dimensions": ("/v1/embeddings", 422, {"input": "a", "dimensions": 49}, "is 49; expected 1 to 48"),
@@ -318,6 +343,13 @@ def test_bad_bodies(client, content, kind, status):
     if content:
         response = client.post("/embed", content=chunks(), headers={"content-type": kind})
         assert response.status_code == status and response.json()["error"]
+
+
+def test_a_form_is_json_where_tensorflow_s_own_examples_say_so(client, encoder):
+    for headers in ({"content-type": "application/x-www-form-urlencoded"}, {"content-type": "text/plain"}):
+        found = client.post("/v1/models/sentences:predict", content=json.dumps({"instances": TEXTS}), headers=headers)
+        same(found.json()["predictions"], encoder.encode(TEXTS))
+    assert client.post("/embed", content=b'{"inputs": "a"}', headers=headers).status_code == 415
 
 
 def test_a_body_that_is_cut_off_stops_nothing(client):
@@ -436,6 +468,27 @@ def test_what_waits_is_answered_before_the_end(directory, monkeypatch):
         thread.join(20)
     assert [response.status_code for response in results] == [200, 200]
     assert not service.queue._thread.is_alive()
+
+
+def test_scores_that_the_sigmoid_makes_equal_keep_their_order(post, service, monkeypatch):
+    found = torch.tensor([18.0, 19.0, 20.0, -1.0]).unsqueeze(1)
+    monkeypatch.setattr(service.models["reranker"].predictors["rerank"], "compute", lambda rows: found[: len(rows)])
+    assert [one["index"] for one in post("/rerank", query="a", texts=TEXTS)] == [2, 1, 0, 3]
+    assert [one["index"] for one in post("/v2/rerank", query="a", documents=TEXTS, top_n=2)["results"]] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "name, task, path, body, results",
+    [
+        ("classes", "classification", "/predict", {"inputs": [["a"]]}, [[Label("good", math.nan)]]),
+        ("classes", "classification", "/v1/models/classes:predict", {"instances": ["a"]}, [[Label("good", math.inf)]]),
+        ("tags", "token classification", "/", {"inputs": "a"}, [[Entity("X", math.nan, 0, 1, "a")]]),
+        ("masks", "fill-mask", "/", {"inputs": "[MASK]"}, [[[Fill("a", 5, math.nan, "a")]]]),
+    ],
+)
+def test_results_that_are_no_numbers_are_said(post, service, monkeypatch, name, task, path, body, results):
+    monkeypatch.setattr(service.models[name].predictors[task], "compute", lambda rows, *given, **options: results)
+    assert "input 0 is not finite" in post(path, 424, model=name, **body)["error"]
 
 
 def test_a_model_that_fails_is_said_and_survived(directory, monkeypatch):
