@@ -49,7 +49,7 @@ def files_of(directory):
 
 def workers_alive():
     """Process ids, by Ray's own list."""
-    return [int(line) for line in os.popen("pgrep -f 'ray::_Worker'").read().split()]
+    return [int(line) for line in os.popen("pgrep -f '[r]ay::_Worker'").read().split()]
 
 
 def test_a_worker_that_is_killed_costs_nothing(directory, file, tmp_path):

@@ -55,7 +55,7 @@ def test_it_answers_as_one_process_does(served, directory):
 
 
 def test_a_replica_that_is_killed_is_replaced(served):
-    replicas = [int(line) for line in os.popen("pgrep -f 'ray::ServeReplica'").read().split()]
+    replicas = [int(line) for line in os.popen("pgrep -f '[r]ay::ServeReplica'").read().split()]
     assert len(replicas) == 2
     found, ends = [], time.monotonic() + 15
 
