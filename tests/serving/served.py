@@ -1,7 +1,5 @@
-"""Small models of every task, and a service on a real socket."""
+"""Small models of every task."""
 
-import contextlib
-import socket
 import threading
 import time
 
@@ -23,7 +21,7 @@ LABELS = {0: "O", 1: "B-X", 2: "I-X"}
 
 
 def save_models(directory):
-    """Of each task one, under its name; max_length is 32."""
+    """Of each task one, under its name, in float64: only the last rounding depends on a batch. max_length is 32."""
     torch.manual_seed(0)
     tokenizer = train_tokenizer(TEXTS, "wordpiece", vocab_size=200)
 
@@ -31,9 +29,8 @@ def save_models(directory):
         values = {"vocab_size": tokenizer.get_vocab_size(), "initializer_range": 0.2, "id2label": None} | more
         return BertConfig.from_dict(TINY.to_dict() | values)
 
-    encoder = SentenceEncoder(
-        BertModel(config(), add_pooling_layer=False), tokenizer, normalize=False, prompts={"query": "it rains: "}
-    )
+    body = BertModel(config(), add_pooling_layer=False).double()
+    encoder = SentenceEncoder(body, tokenizer, normalize=False, prompts={"query": "it rains: "})
     encoder.save_pretrained(directory / "sentences")
     heads = {
         "reranker": BertForSequenceClassification(config(num_labels=1)),
@@ -42,25 +39,19 @@ def save_models(directory):
         "masks": BertForMaskedLM(config()),
     }
     for name, model in heads.items():
-        model.save_pretrained(directory / name)
+        model.double().save_pretrained(directory / name)
         save_tokenizer(tokenizer, directory / name, 32)
     return directory
 
 
-@contextlib.contextmanager
-def listening(app):
-    """Its address, while it is served."""
-    import uvicorn
-
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+def in_threads(work, count, seconds):
+    """Runs work(0), work(1), ... at the same time, each of which ends within so many seconds."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
         thread.start()
-        wait_for(lambda: server.started)
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
+    for thread in threads:
+        thread.join(seconds)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def wait_for(condition, seconds=20):

@@ -4,40 +4,27 @@ import json
 import shutil
 import subprocess
 
-import numpy as np
 import pytest
 import torch.nn.functional as F
-from serving.served import TEXTS, listening, save_models
+from serving.over_http import NAMES, listening, same
+from serving.served import TEXTS
 
-for needed in ("fastapi", "uvicorn", "orjson", "prometheus_client"):
-    pytest.importorskip(needed)
-
-from fastbert.inference import CrossEncoder, SentenceEncoder  # noqa: E402
-from fastbert.serving import Service, create_app, load  # noqa: E402
+from fastbert.inference import CrossEncoder, SentenceEncoder
+from fastbert.serving import Service, create_app, load
 
 KEY = "a key"
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return save_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
 def served(directory):
     """Its address."""
-    names = ["sentences", "reranker", "classes", "tags", "masks"]
-    with listening(create_app(Service([load(directory / name) for name in names]), [KEY])) as address:
+    with listening(create_app(Service([load(directory / name) for name in NAMES]), [KEY])) as address:
         yield address
 
 
 @pytest.fixture(scope="module")
 def vectors(directory):
     return SentenceEncoder.from_pretrained(directory / "sentences").encode(TEXTS)
-
-
-def same(found, expected):
-    np.testing.assert_allclose(np.asarray(found, np.float64), np.asarray(expected, np.float64), rtol=0, atol=2e-6)
 
 
 def test_openai(served, vectors):

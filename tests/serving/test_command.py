@@ -11,18 +11,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from serving.served import TEXTS, save_models
+from serving.over_http import httpx
+from serving.served import TEXTS
 
-httpx = pytest.importorskip("httpx")
-for needed in ("fastapi", "uvicorn", "orjson", "prometheus_client"):
-    pytest.importorskip(needed)
-
-from fastbert import cli  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return save_models(tmp_path_factory.mktemp("models"))
+from fastbert import cli
 
 
 def started(*arguments):

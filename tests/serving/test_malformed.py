@@ -5,20 +5,14 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving.served import TEXTS, listening, save_models
+from serving.over_http import NAMES, httpx, listening
+from serving.served import TEXTS
 
-httpx = pytest.importorskip("httpx")
-for needed in ("fastapi", "uvicorn", "orjson", "prometheus_client"):
-    pytest.importorskip(needed)
-
-from fastbert.serving import Limits, Service, create_app, load  # noqa: E402
-
-NAMES = "sentences", "reranker", "classes", "tags", "masks"
+from fastbert.serving import Limits, Service, create_app, load
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    directory = save_models(tmp_path_factory.mktemp("models"))
+def client(directory):
     service = Service([load(directory / name) for name in NAMES], Limits(inputs=8, body=20_000, timeout=20.0))
     with listening(create_app(service)) as address, httpx.Client(base_url=address, timeout=20) as client:
         yield client

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from serving.served import wait_for
+from serving.served import in_threads, wait_for
 
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
@@ -182,9 +182,5 @@ def test_many_threads_at_once(make):
             if queue.submit(lane, rows, [1 + i for i in range(len(rows))]).result(20).results != [-row for row in rows]:
                 wrong.append(rows)
 
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not wrong and not any(thread.is_alive() for thread in threads)
+    in_threads(client, 8, 30)
+    assert not wrong

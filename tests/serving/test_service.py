@@ -13,13 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from serving.served import TEXTS, listening, save_models, wait_for
+from serving.over_http import NAMES, ROUNDING, httpx, listening, same
+from serving.served import TEXTS, in_threads, wait_for
 
-httpx = pytest.importorskip("httpx")
-for needed in ("fastapi", "uvicorn", "orjson", "prometheus_client"):
-    pytest.importorskip(needed)
-
-from fastbert.inference import (  # noqa: E402
+from fastbert.inference import (
     CrossEncoder,
     Entity,
     EntityTagger,
@@ -29,15 +26,9 @@ from fastbert.inference import (  # noqa: E402
     SentenceEncoder,
     TextClassifier,
 )
-from fastbert.serving import Limits, Service, create_app, load  # noqa: E402
+from fastbert.serving import Limits, Service, create_app, load
 
 LIMITS = Limits(inputs=8, body=20_000, timeout=20.0)
-NAMES = "sentences", "reranker", "classes", "tags", "masks"
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return save_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +55,6 @@ def post(client):
 @pytest.fixture(scope="module")
 def encoder(directory):
     return SentenceEncoder.from_pretrained(directory / "sentences")
-
-
-def same(found, expected):
-    """Batches are put together by what waits, and so the products' order of summation may differ."""
-    np.testing.assert_allclose(np.asarray(found, np.float64), np.asarray(expected, np.float64), rtol=0, atol=2e-6)
 
 
 # ---- text-embeddings-inference
@@ -184,7 +170,7 @@ def test_reports(client, service):
     assert client.get("/health").status_code == client.get("/ping").status_code == 200
     info = client.get("/info").json()
     assert info["model_id"] == "sentences" and info["model_type"] == {"embedding": {"pooling": "mean"}}
-    assert (info["max_input_length"], info["max_client_batch_size"], info["model_dtype"]) == (32, 8, "float32")
+    assert (info["max_input_length"], info["max_client_batch_size"], info["model_dtype"]) == (32, 8, "float64")
     assert client.get("/info", params={"model": "classes"}).json()["model_type"] == {
         "classifier": {"id2label": {"0": "good", "1": "bad"}, "label2id": {"good": 0, "bad": 1}}
     }
@@ -519,15 +505,11 @@ def test_many_clients_at_once_get_their_own_answers(client, encoder):
             for turn in range(5):
                 chosen = [(number * 7 + turn * 3 + i) % len(texts) for i in range(1 + turn)]
                 body = {"inputs": [texts[i] for i in chosen], "normalize": False}
-                if np.abs(np.asarray(own.post("/embed", json=body).json()) - expected[chosen]).max() > 2e-6:
+                if np.abs(np.asarray(own.post("/embed", json=body).json()) - expected[chosen]).max() > 4 * ROUNDING:
                     wrong.append(chosen)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong and not any(thread.is_alive() for thread in threads)
+    in_threads(ask, 12, 60)
+    assert not wrong
 
 
 # ---- before it is served

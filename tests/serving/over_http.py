@@ -1,0 +1,36 @@
+"""A service on a real socket. What imports this is skipped where the packages of a service are missing."""
+
+import contextlib
+import socket
+import threading
+
+import numpy as np
+import pytest
+from serving.served import wait_for
+
+httpx, uvicorn = (pytest.importorskip(needed) for needed in ("httpx", "uvicorn"))
+for needed in ("fastapi", "orjson", "prometheus_client"):
+    pytest.importorskip(needed)
+
+NAMES = "sentences", "reranker", "classes", "tags", "masks"  # of save_models
+ROUNDING = 2 * np.finfo(np.float32).eps
+
+
+def same(found, expected):
+    """Models in float64 give the same numbers in any batch, but for the last rounding to float32."""
+    found, expected = (np.asarray(numbers, np.float64) for numbers in (found, expected))
+    np.testing.assert_allclose(found, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+@contextlib.contextmanager
+def listening(app):
+    """Its address, while it is served."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+        thread.start()
+        wait_for(lambda: server.started)
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
