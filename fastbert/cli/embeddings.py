@@ -104,12 +104,9 @@ def _embed(args: argparse.Namespace) -> None:
 
     from fastbert.files import replacing
 
-    if args.output and args.output.suffix != ".npy" and args.texts and all(map(os.path.isfile, args.texts)):
+    if args.texts and args.output and args.output.suffix != ".npy":
         _embed_files(args)
         return
-    if args.texts and args.output and args.output.suffix != ".npy":
-        missing = next(text for text in args.texts if not os.path.isfile(text))
-        raise ValueError(f"--output {args.output} is a directory, for files: {missing!r} is none; for texts: PATH.npy")
     texts = texts_of(args, blank=True)
     if args.output is None and args.text is None:
         raise ValueError("expected --output PATH.npy for texts of the command line")
@@ -126,6 +123,9 @@ def _embed_files(args: argparse.Namespace) -> None:
     from fastbert.inference import embed_corpus
     from fastbert.inference.corpus import count_texts
 
+    if missing := [text for text in args.texts if not os.path.isfile(text)]:
+        what = f"{missing[0]!r} is none; for texts: PATH.npy"
+        raise ValueError(f"--output {args.output} is a directory, for files: {what}")
     encoder, start = _encoder(args), time.perf_counter()
     with progress("encoding", count_texts(args.texts)) as advance:
         corpus = embed_corpus(
@@ -142,11 +142,9 @@ def _engine(args: argparse.Namespace):
         if args.workers != 1:
             raise ValueError(f"--workers is {args.workers}; expected --engine ray with it")
         return None
-    from fastbert.cli.demo import minilm
     from fastbert.inference.ray import RayEngine
 
-    source, options = args.model or minilm(), model_options(args)
-    return RayEngine(source, args.workers, num_cpus=args.threads or 1, **options)
+    return RayEngine(_source(args), args.workers, num_cpus=args.threads or 1, **model_options(args))
 
 
 def _index(args: argparse.Namespace) -> None:
@@ -173,10 +171,15 @@ def _similarity(args: argparse.Namespace) -> None:
 
 
 def _encoder(args: argparse.Namespace):
-    from fastbert.cli.demo import minilm
     from fastbert.inference import SentenceEncoder
 
-    return SentenceEncoder.from_pretrained(args.model or minilm(), **model_options(args))
+    return SentenceEncoder.from_pretrained(_source(args), **model_options(args))
+
+
+def _source(args: argparse.Namespace):
+    from fastbert.cli.demo import minilm
+
+    return args.model or minilm()
 
 
 def _encode(args: argparse.Namespace, encoder, texts: list[str]):

@@ -1,6 +1,6 @@
 """Pairs, triplets and larger tuples of texts for contrastive training: columns as anchor, positive, negative."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from fastbert.data.collator import PackingCollator, column_of, labels_of
 from fastbert.data.datasets import check_counts, check_truncation
 from fastbert.data.encode import TokenizedDataset, encode
-from fastbert.data.rows import csv_rows, json_rows, parquet_rows
+from fastbert.data.rows import json_rows, reader_of
 from fastbert.data.tokenizer import strings
 
 
@@ -28,8 +28,7 @@ def read_columns(files: str | Path | Iterable[str | Path]) -> dict[str, list[Any
     """
     columns: dict[str, list[Any]] = {}
     for path in [files] if isinstance(files, (str, Path)) else files:
-        rows = _rows_of(path)
-        for place, row in rows:
+        for place, row in (reader_of(path) or json_rows)(path):
             if not isinstance(row, dict) or not row or (columns and row.keys() != columns.keys()):
                 expected = ", ".join(columns) or "an object"
                 raise ValueError(f"read_columns: {place} of {path} has {_shown(row)}; expected {expected}")
@@ -38,12 +37,6 @@ def read_columns(files: str | Path | Iterable[str | Path]) -> dict[str, list[Any
                     raise ValueError(f"read_columns: {place} of {path} has null for {name}; expected a value")
                 columns.setdefault(name, []).append(value)
     return columns
-
-
-def _rows_of(path: str | Path) -> Iterator[tuple[str, Any]]:
-    name = str(path).removesuffix(".gz")
-    kinds = {".parquet": parquet_rows, ".csv": csv_rows, ".tsv": csv_rows}
-    return next((rows for ending, rows in kinds.items() if name.endswith(ending)), json_rows)(path)
 
 
 def _shown(row: Any) -> str:

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,11 @@ def texts_of_file(path: str | Path, column: str = "text") -> Iterator[str]:
     Raises FileNotFoundError; ValueError with file and place for what is damaged, no UTF-8, has no such column, or holds
     something else than text there.
     """
-    path = Path(path)
-    kind = Path(path.name.removesuffix(".gz")).suffix
-    readers = {".jsonl": json_rows, ".ndjson": json_rows, ".csv": csv_rows, ".tsv": csv_rows}
-    if path.suffix != ".parquet" and kind not in readers:
+    reader = reader_of(path)
+    if reader is None:
         yield from read_texts(path)
         return
-    rows = parquet_rows(path, [column]) if path.suffix == ".parquet" else readers[kind](path)
+    rows = parquet_rows(path, [column]) if reader is parquet_rows else reader(path)
     for place, row in rows:
         text = row.get(column) if isinstance(row, dict) else None
         if not isinstance(text, str):
@@ -74,3 +72,17 @@ def parquet_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iter
         if isinstance(error, FileNotFoundError):
             raise
         raise ValueError(f"{path} is no Parquet, or is damaged: {error}") from None
+
+
+READERS = {
+    ".jsonl": json_rows,
+    ".ndjson": json_rows,
+    ".csv": csv_rows,
+    ".tsv": csv_rows,
+    ".parquet": parquet_rows,
+}
+
+
+def reader_of(path: str | Path) -> Callable[[str | Path], Iterator[tuple[str, Any]]] | None:
+    """What reads the rows of a file, by its name, x.gz by the name before; None for all that is not in READERS."""
+    return READERS.get(Path(str(path).removesuffix(".gz")).suffix)

@@ -12,7 +12,7 @@ import fcntl
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import chain, islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from fastbert.data.rows import texts_of_file
 from fastbert.files import replacing, write_text
 from fastbert.inference.fingerprint import fingerprint
 from fastbert.inference.sentences import SentenceEncoder
-from fastbert.inference.vectors import nearest
+from fastbert.inference.vectors import best_of, nearest
 from fastbert.require import require
 
 SHARD_ROWS = 16384
@@ -59,7 +59,7 @@ class Recipe(NamedTuple):
 
 
 Progress = Callable[[int], None] | None
-Engine = Callable[[Recipe, Iterator[Part]], Iterator[Part]]
+Engine = Callable[[Recipe, Iterator[Part], Progress], None]
 
 
 def embed_corpus(
@@ -124,11 +124,7 @@ def embed_corpus(
                 elif progress:
                     progress(len(found))
 
-        for part in engine(recipe, missing()) if engine else missing():
-            if not engine:
-                write_part(encoder, recipe, part, progress)
-            elif progress:
-                progress(len(part.texts))
+        (engine or partial(_in_this_process, encoder))(recipe, missing(), progress)
         if not rows:
             raise ValueError(f"embed_corpus: {', '.join(map(str, files)) or 'no file'} holds no text")
         if manifest["files"] != [_identity(Path(file)) for file in files]:
@@ -137,6 +133,11 @@ def embed_corpus(
             )
         write_text(directory / MANIFEST, json.dumps(manifest | {"rows": rows}, indent=1) + "\n")
     return EmbeddedCorpus(directory)
+
+
+def _in_this_process(encoder: SentenceEncoder, recipe: Recipe, parts: Iterator[Part], progress: Progress) -> None:
+    for part in parts:
+        write_part(encoder, recipe, part, progress)
 
 
 def write_part(encoder: SentenceEncoder, recipe: Recipe, part: Part, progress: Progress = None) -> None:
@@ -199,14 +200,9 @@ def _agree(directory: Path, manifest: dict[str, Any]) -> None:
     for name, value in manifest.items():
         if there.get(name) != value:
             raise ValueError(
-                f"{directory} was begun with another {name}: {_shown(there.get(name))}, now {_shown(value)}; expected "
+                f"{directory} was begun with another {name}: {there.get(name)!r:.300}, now {value!r:.300}; expected "
                 "the same, or another directory"
             )
-
-
-def _shown(value: Any) -> str:
-    """Of files names and sizes are enough, unless these are equal."""
-    return f"{value!r:.300}"
 
 
 def _manifest(directory: Path) -> dict[str, Any]:
@@ -304,9 +300,8 @@ class EmbeddedCorpus:
         for number, part in enumerate(self.parts):
             vectors = self.vectors(part).to(queries)
             scores, found = nearest(queries, vectors, k, encoder.similarity)
-            best, rows = torch.cat([best, scores], 1), torch.cat([rows, found + number * self._shard_rows], 1)
-            order = best.sort(descending=True, stable=True)  # earlier rows come first, and are first of equal ones
-            best, rows = order.values[:, :k], rows.gather(1, order.indices[:, :k])
+            found = found + number * self._shard_rows
+            best, rows = best_of(torch.cat([best, scores], 1), torch.cat([rows, found], 1), k)
         return best, rows
 
     def build_index(self, precision: str = "float16", progress: Callable[[int], None] | None = None) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fastbert.inference.corpus import Part, Recipe, write_part
+from fastbert.inference.corpus import Part, Progress, Recipe, write_part
 from fastbert.inference.fingerprint import fingerprint
 from fastbert.inference.sentences import SentenceEncoder
 from fastbert.require import require
@@ -37,8 +37,8 @@ class RayEngine:
         self.source, self.workers, self.options = str(source), workers, options
         self.resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
 
-    def __call__(self, recipe: Recipe, parts: Iterator[Part]) -> Iterator[Part]:
-        """Parts as they are written, in any order. Raises what a worker raises."""
+    def __call__(self, recipe: Recipe, parts: Iterator[Part], progress: Progress = None) -> None:
+        """progress: is called for each part that is written, in any order. Raises what a worker raises."""
         ray = require("ray", "ray")
         if not ray.is_initialized():
             ray.init(log_to_driver=False)
@@ -46,25 +46,26 @@ class RayEngine:
         threads = max(1, int(self.resources["num_cpus"]))
         workers = [kind.remote(self.source, recipe, threads, self.options) for _ in range(self.workers)]
         free, running = deque(workers * AHEAD), {}
+
+        def finish_one() -> None:
+            (done,), _ = ray.wait(list(running), num_returns=1)
+            worker, texts = running.pop(done)
+            ray.get(done)
+            free.append(worker)
+            if progress:
+                progress(texts)
+
         try:
             for part in parts:
                 if not free:
-                    yield _first_done(ray, running, free)
+                    finish_one()
                 worker = free.popleft()
-                running[worker.write.remote(part)] = worker, part
+                running[worker.write.remote(part)] = worker, len(part.texts)
             while running:
-                yield _first_done(ray, running, free)
+                finish_one()
         finally:
             for worker in workers:
                 ray.kill(worker)
-
-
-def _first_done(ray: Any, running: dict[Any, tuple[Any, Part]], free: deque) -> Part:
-    (done,), _ = ray.wait(list(running), num_returns=1)
-    worker, part = running.pop(done)
-    ray.get(done)
-    free.append(worker)
-    return part
 
 
 class _Worker:

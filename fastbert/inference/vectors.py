@@ -57,11 +57,11 @@ def _nearest(rows: Tensor, others: Tensor, k: int, measure: Callable, columns: i
     for start in range(0, len(others), columns):
         scores = measure(rows, others[start : start + columns])
         here = torch.arange(start, start + scores.shape[1], device=rows.device).expand(len(rows), -1)
-        best, indices = _first(torch.cat([best, scores], 1), torch.cat([indices, here], 1), k)
+        best, indices = best_of(torch.cat([best, scores], 1), torch.cat([indices, here], 1), k)
     return best, indices
 
 
-def _first(scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def best_of(scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest scores of each row, equal ones in their order, and their indices. topk has no order for them."""
     last = scores.topk(min(k, scores.shape[1]))
     places = last.indices

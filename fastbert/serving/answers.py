@@ -2,18 +2,22 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import orjson
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fastbert.data.tokenizer import text_of
 from fastbert.serving.errors import Problem, invalid
 from fastbert.serving.models import EMBED, RERANK, Lane, ServedModel
 from fastbert.serving.service import Found, Service
+
+Tokens = Annotated[list[int], Field(min_length=1)]  # ids of a text
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -80,9 +84,14 @@ def check_text(field: str, texts: Sequence[str]) -> None:
     """Raises Problem, 422, for half a surrogate pair."""
     for index, text in enumerate(texts):
         try:
-            text.encode()
-        except UnicodeEncodeError:
+            text_of("", field, text)
+        except ValueError:
             raise invalid(f"{field}[{index}]", "has half a surrogate pair; expected text in Unicode") from None
+
+
+def several(inputs: str | list) -> list:
+    """One text, or the ids of one, is a list of one."""
+    return [inputs] if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int)) else inputs
 
 
 def finite(results: Sequence[Sequence[Any]]) -> None:

@@ -27,6 +27,12 @@ from fastbert.serving.service import Gone, Service
 LOG = logging.getLogger("fastbert.serving")
 TYPE = re.compile(r"str$|int$|(list|constrained|function-\w+)\b|[A-Z]\w*$")  # in pydantic's places
 OPEN = ("/health", "/ping", "/ui")  # without a key: load balancers, and the page, which asks people for it
+FORMS = {  # of errors, by the beginning of the path
+    "/v1/embeddings": openai.error,
+    "/v1/models": tensorflow.error,
+    "/v1/rerank": rerank.error,
+    "/v2/rerank": rerank.error,
+}
 Receive, Send = Callable[[], Awaitable[MutableMapping]], Callable[[MutableMapping], Awaitable[None]]
 
 
@@ -69,9 +75,7 @@ def _telemetry() -> dict[str, Any]:
 
 def problem_response(path: str, problem: Problem) -> Response:
     """In the form of the protocol that the path belongs to."""
-    forms = {"/v1/embeddings": openai.error, "/v1/models": tensorflow.error, "/v1/rerank": rerank.error}
-    forms |= {"/v2/rerank": rerank.error}
-    form = next((form for start, form in forms.items() if path.startswith(start)), tei.error)
+    form = next((form for start, form in FORMS.items() if path.startswith(start)), tei.error)
     return json_response(form(problem), problem.status, problem.headers)
 
 
@@ -107,6 +111,14 @@ def _unexpected(request: Request, error: Exception) -> Response:
 # ---- before and behind every route
 
 
+def _with_kind(scope: MutableMapping) -> MutableMapping:
+    """A body of no kind is JSON, and so is what `curl -d` sends to TensorFlow Serving's routes as a form."""
+    kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-type"]
+    if len(kept) < len(scope["headers"]) and not scope["path"].startswith("/v1/models/"):
+        return scope
+    return {**scope, "headers": [*kept, (b"content-type", b"application/json")]}
+
+
 class Guard:
     """Keys, the size and the kind of bodies, counts, and the log. In ASGI itself, so that disconnects come through."""
 
@@ -118,6 +130,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         start, status, path = time.monotonic(), 500, scope["path"]
+        scope = _with_kind(scope)
         headers = {name.lower(): value for name, value in scope["headers"]}
 
         async def sending(message: MutableMapping) -> None:
@@ -127,9 +140,6 @@ class Guard:
 
         try:
             refused = self._refused(scope, headers)
-            if scope["path"].startswith("/v1/models/") or b"content-type" not in headers:  # curl -d says it is a form
-                kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-type"]
-                scope = {**scope, "headers": [*kept, (b"content-type", b"application/json")]}
             if refused:
                 await problem_response(path, refused)(scope, receive, sending)
             else:
@@ -143,9 +153,7 @@ class Guard:
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self.service.limits.body:
             return self._too_large()
-        kind = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
-        if scope["path"].startswith("/v1/models/"):
-            return None
+        kind = headers[b"content-type"].partition(b";")[0].strip().lower()
         if scope["method"] == "POST" and kind != b"application/json" and not kind.endswith(b"+json"):
             given = kind.decode("latin-1")
             return Problem(415, "Validation", f"Content-Type is {given!r}; expected 'application/json'")

@@ -2,20 +2,19 @@
 
 import base64
 import time
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fastbert.serving.answers import embeddings, json_response
+from fastbert.serving.answers import Tokens, embeddings, json_response, several
 from fastbert.serving.errors import Problem
 from fastbert.serving.models import EMBED
 from fastbert.serving.service import Service
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
-Tokens = Annotated[list[int], Field(min_length=1)]
 
 
 class EmbeddingsBody(BaseModel):
@@ -40,8 +39,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/embeddings")
     async def embed(body: EmbeddingsBody, request: Request) -> Response:
-        single = isinstance(body.input, str) or (body.input and isinstance(body.input[0], int))
-        inputs = [body.input] if single else body.input
+        inputs = several(body.input)
         service.check("input", inputs)
         model = service.model(body.model, EMBED)
         vectors, tokens = await embeddings(service, request, model, inputs, truncate=False, dimensions=body.dimensions)

@@ -6,13 +6,14 @@ Its clients send one text or several, and get one result or several.
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 import fastbert
 from fastbert.serving import rerank as documents
 from fastbert.serving.answers import (
+    Tokens,
     best_first,
     check_text,
     embeddings,
@@ -20,14 +21,12 @@ from fastbert.serving.answers import (
     json_response,
     prompted,
     scores,
+    several,
     sigmoid,
 )
 from fastbert.serving.errors import Problem, invalid
 from fastbert.serving.models import CLASSIFY, EMBED, FILL, RERANK, Lane, ServedModel
 from fastbert.serving.service import Service
-
-Text = Annotated[str, StringConstraints()]
-Tokens = Annotated[list[int], Field(min_length=1)]
 
 
 class Body(BaseModel):
@@ -40,27 +39,27 @@ class Body(BaseModel):
 
 
 class EmbedBody(Body):
-    inputs: Text | list[Text] | Tokens | list[Tokens]
+    inputs: str | list[str] | Tokens | list[Tokens]
     normalize: bool = True
     prompt_name: str | None = None
     dimensions: int | None = None
 
 
 class PredictBody(Body):
-    inputs: Text | list[Text] | list[Annotated[list[Text], Field(min_length=1, max_length=2)]]
+    inputs: str | list[str] | list[Annotated[list[str], Field(min_length=1, max_length=2)]]
     raw_scores: bool = False
 
 
 class RerankBody(Body):
-    query: Text
-    texts: list[Text]
+    query: str
+    texts: list[str]
     raw_scores: bool = False
     return_text: bool = False
 
 
 class Similar(BaseModel):
-    source_sentence: Text
-    sentences: list[Text]
+    source_sentence: str
+    sentences: list[str]
 
 
 class SimilarOptions(BaseModel):
@@ -75,7 +74,7 @@ class SimilarityBody(BaseModel):
 
 
 class TokenizeBody(Body):
-    inputs: Text | list[Text]
+    inputs: str | list[str]
     add_special_tokens: bool = True
     prompt_name: str | None = None
 
@@ -197,11 +196,6 @@ async def ranked(service: Service, request: Request, body: RerankBody) -> Respon
     return json_response([{"index": i, "score": found[i], **text_of(i)} for i in order])
 
 
-def several(inputs: str | list) -> list:
-    """One text, or the ids of one, is a list of one."""
-    return [inputs] if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int)) else inputs
-
-
 def sequences(inputs: str | list) -> tuple[list[str | tuple[str, str]], bool]:
     """Texts and pairs, and whether it is one of them alone: "text", or ["text", "its pair"]."""
     if isinstance(inputs, str):
@@ -247,10 +241,8 @@ def kind_of(model: ServedModel, config: Any) -> dict[str, Any]:
     if model.task == EMBED:
         return {"embedding": {"pooling": model.any.pooling}}
     labels = {str(i): name for i, name in enumerate(fastbert.inference.label_names(config))}
-    if model.task == RERANK:
-        return {"reranker": {"id2label": labels, "label2id": {name: int(i) for i, name in labels.items()}}}
-    if model.task == CLASSIFY:
-        return {"classifier": {"id2label": labels, "label2id": {name: int(i) for i, name in labels.items()}}}
+    if kind := {RERANK: "reranker", CLASSIFY: "classifier"}.get(model.task):
+        return {kind: {"id2label": labels, "label2id": {name: int(i) for i, name in labels.items()}}}
     return {model.task: {}}
 
 
@@ -265,7 +257,7 @@ class TaskParameters(BaseModel):
 
 
 class TaskBody(Body):
-    inputs: Text | list[Text]
+    inputs: str | list[str]
     parameters: TaskParameters | None = None
     truncate: bool | None = True
 
