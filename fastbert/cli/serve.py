@@ -1,6 +1,7 @@
 """serve: models over HTTP."""
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -11,8 +12,6 @@ from typing import Any
 
 from fastbert.cli.common import add_runtime, lines, model_options
 from fastbert.require import require
-
-LINE = '{"time": "%(asctime)s", "level": "%(levelname)s", "request": %(message)s}'
 
 
 def add(commands) -> None:
@@ -43,12 +42,36 @@ def _serve(args: argparse.Namespace) -> None:
     listening = _listening(args.host, args.port)
     app = create_app(Service(models, limits), keys)
     warnings.filterwarnings("ignore", message=".*: cut there")  # because a client asked for it
-    logging.basicConfig(level=logging.INFO, format=LINE)
-    where = f"http://{args.host}:{listening.getsockname()[1]}"
-    print(f"{where} serves {', '.join(f'{model.name} ({model.task})' for model in models)}", flush=True)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(args.timeout) + 1)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # what uvicorn raises again, once it has answered what waits
-    uvicorn.Server(config).run(sockets=[listening])
+    _log_lines()
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=int(args.timeout) + 1
+        )
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):  # before uvicorn's own handlers are there, and after it has ended
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    what = ", ".join(f"{model.name} ({model.task})" for model in models)
+    print(f"http://{host}:{listening.getsockname()[1]} serves {what}", flush=True)
+    server.run(sockets=[listening])
+
+
+def _log_lines() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+class JsonLines(logging.Formatter):
+    """{"time", "level", "request": {...}} for the service's own records, {"time", "level", "message"} for others."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {"time": self.formatTime(record), "level": record.levelname}
+        request = getattr(record, "request", None)
+        line |= {"message": record.getMessage()} if request is None else {"request": request}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 def _model(args: argparse.Namespace, given: str) -> Any:

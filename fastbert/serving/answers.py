@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import orjson
@@ -17,7 +17,9 @@ from fastbert.serving.errors import Problem, invalid
 from fastbert.serving.models import EMBED, RERANK, Lane, ServedModel
 from fastbert.serving.service import Found, Service
 
-Tokens = Annotated[list[int], Field(min_length=1)]  # ids of a text
+T = TypeVar("T")
+List = Annotated[list[T], Field(fail_fast=True)]  # one wrong entry is said, not each of many thousands
+Tokens = Annotated[List[int], Field(min_length=1)]  # ids of a text
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

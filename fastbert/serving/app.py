@@ -104,7 +104,7 @@ def _http(request: Request, error: HTTPException) -> Response:
 
 def _unexpected(request: Request, error: Exception) -> Response:
     """A fault of this service; the log has it in full."""
-    LOG.error("%s", json.dumps({"path": request.url.path, "error": f"{type(error).__name__}: {error}"}), exc_info=error)
+    _log(logging.ERROR, {"path": request.url.path, "error": f"{type(error).__name__}: {error}"}, error)
     return problem_response(request.url.path, Problem(500, "Backend", "the service failed; its log says how"))
 
 
@@ -191,6 +191,10 @@ class Guard:
             metrics.successes.labels(kind).inc() if status < 400 else metrics.failures.labels(str(status)).inc()
         is_probe = status < 400 and path in (*OPEN, "/metrics")
         level = logging.DEBUG if is_probe else logging.WARNING if status >= 500 else logging.INFO
-        LOG.log(
-            level, "%s", json.dumps({"method": method, "path": path, "status": status, "ms": round(seconds * 1e3, 1)})
-        )
+        _log(level, {"method": method, "path": path, "status": status, "ms": round(seconds * 1e3, 1)})
+
+
+def _log(level: int, facts: dict[str, Any], error: Exception | None = None) -> None:
+    """As JSON, and for formatters of other forms as the record's `request`."""
+    if LOG.isEnabledFor(level):
+        LOG.log(level, json.dumps(facts), exc_info=error, extra={"request": facts})

@@ -9,11 +9,12 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fastbert.serving.answers import Tokens, embeddings, json_response, several
+from fastbert.serving.answers import List, Tokens, embeddings, json_response, several
 from fastbert.serving.errors import Problem
 from fastbert.serving.models import EMBED
 from fastbert.serving.service import Service
 
+BEGAN = int(time.time())
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
 
 
@@ -21,7 +22,7 @@ class EmbeddingsBody(BaseModel):
     """Token ids are the model's own, special ones included: they are embedded as they are."""
 
     model_config = ConfigDict(strict=True)
-    input: str | list[str] | Tokens | list[Tokens]
+    input: str | List[str] | Tokens | List[Tokens]
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
@@ -34,8 +35,12 @@ def error(problem: Problem) -> dict[str, Any]:
     return {"error": {"message": problem.message, "type": kind, "param": problem.field, "code": code}}
 
 
+def model_of(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": BEGAN, "owned_by": "fastbert"}
+
+
 def routes(service: Service) -> APIRouter:
-    router, began = APIRouter(tags=["OpenAI"]), int(time.time())
+    router = APIRouter(tags=["OpenAI"])
 
     @router.post("/v1/embeddings")
     async def embed(body: EmbeddingsBody, request: Request) -> Response:
@@ -51,7 +56,6 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     def models() -> Response:
-        data = [{"id": name, "object": "model", "created": began, "owned_by": "fastbert"} for name in service.models]
-        return json_response({"object": "list", "data": data})
+        return json_response({"object": "list", "data": list(map(model_of, service.models))})
 
     return router

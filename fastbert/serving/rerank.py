@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fastbert.serving.answers import best_first, json_response, scores, sigmoid
+from fastbert.serving.answers import List, best_first, json_response, scores, sigmoid
 from fastbert.serving.errors import Problem
 from fastbert.serving.models import RERANK
 from fastbert.serving.service import Service
@@ -24,7 +24,7 @@ class RerankBody(BaseModel):
     model_config = ConfigDict(strict=True)
     model: str | None = None
     query: str
-    documents: list[str | Document]
+    documents: List[str | Document]
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = False
 

@@ -1,11 +1,12 @@
 """Between the routes and the models: limits, encoding, the queue, and clients that go away."""
 
 import asyncio
+import functools
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
@@ -13,6 +14,9 @@ from fastbert.serving.errors import Problem, invalid
 from fastbert.serving.metrics import Metrics
 from fastbert.serving.models import ServedModel
 from fastbert.serving.queue import Lane, TokenQueue
+
+CHARACTERS_PER_TOKEN = 4  # of English text; texts that are not tokenized yet are counted by it
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Service:
         )
         self.metrics = Metrics(self.queue.waiting)
         self._encoding = ThreadPoolExecutor(2, "fastbert-encoding")
+        self._characters = 0  # that wait to be tokenized, or are being tokenized
 
     def model(self, name: str | None, task: str | None = None) -> ServedModel:
         """That of the name; without one, the first whose task it is, or that does it too, or the first of all.
@@ -97,12 +102,30 @@ class Service:
     ) -> Found:
         """The results of texts, pairs, or tokens, in their order.
 
-        Raises Problem as the model's `rows` and the queue do, for what takes longer than the limit (503), for what goes
-        wrong in the model (424); Gone if the client has left.
+        Raises Problem as `in_thread`, the model's `rows` and the queue do, for what goes wrong in the model (424);
+        Gone if the client has left.
         """
-        began, loop = time.monotonic(), asyncio.get_running_loop()
-        rows, lengths = await loop.run_in_executor(self._encoding, lambda: model.rows(task, inputs, truncate=truncate))
+        began = time.monotonic()
+        call = functools.partial(model.rows, task, inputs, truncate=truncate)
+        rows, lengths = await self.in_thread(request, _characters(inputs), call)
         return await self.compute(request, lane, rows, lengths, time.monotonic() - began)
+
+    async def in_thread(self, request: Request, characters: int, call: Callable[[], T]) -> T:
+        """What a call that tokenizes so many characters gives. Before it, as much may wait as in the queue.
+
+        Raises Problem if more would wait (429), for what takes longer than the limit (503), and what the call raises;
+        Gone if the client has left.
+        """
+        waiting = self._characters // CHARACTERS_PER_TOKEN
+        if waiting and waiting + characters // CHARACTERS_PER_TOKEN > self.limits.waiting_tokens:
+            message = f"texts of some {waiting} tokens wait to be tokenized; try again later"
+            raise Problem(429, "Overloaded", message, retry_after=self.queue.seconds_of(waiting))
+        future = self._encoding.submit(call)
+        self._characters += characters
+        try:
+            return await self._answer(request, future, self.limits.timeout)
+        finally:
+            self._characters -= characters
 
     async def compute(
         self, request: Request, lane: Lane, rows: Sequence[Any], lengths: Sequence[int], encoding: float = 0.0
@@ -113,7 +136,7 @@ class Service:
         self.metrics.done(lengths, encoding, done)
         return Found(done.results, sum(lengths))
 
-    async def _answer(self, request: Request, future: Any, timeout: float) -> Any:
+    async def _answer(self, request: Request, future: Future, timeout: float) -> Any:
         answer, gone = asyncio.wrap_future(future), asyncio.ensure_future(_disconnect(request))
         try:
             await asyncio.wait({answer, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -133,6 +156,12 @@ class Service:
     def close(self) -> None:
         self.queue.close(self.limits.timeout)
         self._encoding.shutdown(cancel_futures=True)
+
+
+def _characters(inputs: Sequence[Any]) -> int:
+    """Of texts and pairs; token ids cost nothing."""
+    texts = (text for one in inputs for text in (one if isinstance(one, tuple) else (one,)))
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 async def _disconnect(request: Request) -> None:

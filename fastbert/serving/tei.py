@@ -3,6 +3,7 @@
 Its clients send one text or several, and get one result or several.
 """
 
+import functools
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -13,6 +14,7 @@ from starlette.responses import Response
 import fastbert
 from fastbert.serving import rerank as documents
 from fastbert.serving.answers import (
+    List,
     Tokens,
     best_first,
     check_text,
@@ -26,7 +28,7 @@ from fastbert.serving.answers import (
 )
 from fastbert.serving.errors import Problem, invalid
 from fastbert.serving.models import CLASSIFY, EMBED, FILL, RERANK, Lane, ServedModel
-from fastbert.serving.service import Service
+from fastbert.serving.service import CHARACTERS_PER_TOKEN, Service
 
 
 class Body(BaseModel):
@@ -39,27 +41,27 @@ class Body(BaseModel):
 
 
 class EmbedBody(Body):
-    inputs: str | list[str] | Tokens | list[Tokens]
+    inputs: str | List[str] | Tokens | List[Tokens]
     normalize: bool = True
     prompt_name: str | None = None
     dimensions: int | None = None
 
 
 class PredictBody(Body):
-    inputs: str | list[str] | list[Annotated[list[str], Field(min_length=1, max_length=2)]]
+    inputs: str | List[str] | List[Annotated[List[str], Field(min_length=1, max_length=2)]]
     raw_scores: bool = False
 
 
 class RerankBody(Body):
     query: str
-    texts: list[str]
+    texts: List[str]
     raw_scores: bool = False
     return_text: bool = False
 
 
 class Similar(BaseModel):
     source_sentence: str
-    sentences: list[str]
+    sentences: List[str]
 
 
 class SimilarOptions(BaseModel):
@@ -74,13 +76,13 @@ class SimilarityBody(BaseModel):
 
 
 class TokenizeBody(Body):
-    inputs: str | list[str]
+    inputs: str | List[str]
     add_special_tokens: bool = True
     prompt_name: str | None = None
 
 
 class DecodeBody(Body):
-    ids: Tokens | list[Tokens]
+    ids: Tokens | List[Tokens]
     skip_special_tokens: bool = True
 
 
@@ -133,25 +135,26 @@ def routes(service: Service) -> APIRouter:
         return json_response(found[1:] @ found[0])
 
     @router.post("/tokenize")
-    def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         inputs = several(body.inputs)
         service.check("inputs", inputs)
         model = service.model(body.model)
         texts = prompted(model, inputs, body.prompt_name)[0] if EMBED in model.predictors else inputs
         check_text("inputs", texts)
-        encodings = model.any.tokenizer.encode_batch(texts, add_special_tokens=body.add_special_tokens)
+        encode = functools.partial(model.any.tokenizer.encode_batch, texts, add_special_tokens=body.add_special_tokens)
+        encodings = await service.in_thread(request, sum(map(len, texts)), encode)
         return json_response([tokens_of(text, encoding) for text, encoding in zip(texts, encodings, strict=True)])
 
     @router.post("/decode")
-    def decode(body: DecodeBody) -> Response:
+    async def decode(body: DecodeBody, request: Request) -> Response:
         ids = several(body.ids)
         service.check("ids", ids)
         served = service.model(body.model).any
         vocabulary = served.model.config.vocab_size
         if wrong := [token for row in ids for token in row if not 0 <= token < vocabulary]:
             raise invalid("ids", f"has {wrong[0]}; expected 0 to {vocabulary - 1}")
-        tokenizer = served.tokenizer
-        return json_response(tokenizer.decode_batch(ids, skip_special_tokens=body.skip_special_tokens))
+        decode = functools.partial(served.tokenizer.decode_batch, ids, skip_special_tokens=body.skip_special_tokens)
+        return json_response(await service.in_thread(request, CHARACTERS_PER_TOKEN * sum(map(len, ids)), decode))
 
     @router.post("/")
     async def root(body: dict[str, Any], request: Request) -> Response:
@@ -257,7 +260,7 @@ class TaskParameters(BaseModel):
 
 
 class TaskBody(Body):
-    inputs: str | list[str]
+    inputs: str | List[str]
     parameters: TaskParameters | None = None
     truncate: bool | None = True
 

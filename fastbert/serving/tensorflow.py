@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fastbert.serving import openai
 from fastbert.serving.answers import checked, embeddings, finite, json_response, sigmoid
 from fastbert.serving.errors import Problem, invalid
 from fastbert.serving.models import CLASSIFY, EMBED, FILL, RERANK, Lane, ServedModel
@@ -43,9 +44,10 @@ def routes(service: Service) -> APIRouter:
     @router.get("/v1/models/{name}")
     @router.get("/v1/models/{name}/versions/{version}")
     def status(name: str, version: str = "1") -> Response:
+        """And what OpenAI's clients ask for by the first of these paths: each ignores the other's fields."""
         versioned(service, name, version)
         state = {"version": "1", "state": "AVAILABLE", "status": {"error_code": "OK", "error_message": ""}}
-        return json_response({"model_version_status": [state]})
+        return json_response({"model_version_status": [state], **openai.model_of(name)})
 
     @router.get("/v1/models/{name}/metadata")
     @router.get("/v1/models/{name}/versions/{version}/metadata")

@@ -35,6 +35,8 @@ def test_openai(served, vectors):
         found = client.embeddings.create(model="sentences", input=TEXTS[0], encoding_format="float", dimensions=4)
         same(found.data[0].embedding, vectors[0, :4])
         assert [model.id for model in client.models.list()][0] == "sentences"
+        known = next(one for one in client.models.list() if one.id == "tags")
+        assert client.models.retrieve("tags").created == known.created > 0
         with pytest.raises(openai.NotFoundError, match="there is no model 'ada'"):
             client.embeddings.create(model="ada", input="a")
         with pytest.raises(openai.UnprocessableEntityError, match="input: is empty"):

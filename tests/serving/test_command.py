@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import re
 import signal
 import socket
@@ -15,6 +16,7 @@ from serving.over_http import httpx
 from serving.served import TEXTS
 
 from fastbert import cli
+from fastbert.cli.serve import JsonLines
 
 
 def started(*arguments):
@@ -41,8 +43,31 @@ def test_it_serves_until_it_is_told_to_end(directory, tmp_path):
         _, log = process.communicate(timeout=60)
     assert process.returncode == 0, log
     requests = [json.loads(line)["request"] for line in log.splitlines()]
+    assert all(list(json.loads(line)) == ["time", "level", "request"] for line in log.splitlines())
     assert [(one["path"], one["status"]) for one in requests] == [("/embed", s) for s in (200, 413, 401)]
     assert "-key" not in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_as_soon_as_it_has_begun(directory, number):
+    process, _, _ = started("--model", directory / "sentences")
+    process.send_signal(number)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0 and not log
+
+
+def test_lines_of_the_log_are_json():
+    def line(name, message, level=logging.WARNING, error=None, **extra):
+        logger = logging.getLogger(name)
+        exception = error and (type(error), error, None)
+        record = logger.makeRecord(name, level, "f", 1, message, (), exception, extra=extra)
+        return json.loads(JsonLines().format(record))
+
+    found = line("uvicorn.error", 'Invalid "HTTP" request received.')
+    assert found == {"time": found["time"], "level": "WARNING", "message": 'Invalid "HTTP" request received.'}
+    found = line("fastbert.serving", "{}", logging.ERROR, ValueError("two\nlines"), request={"path": "/"})
+    assert found["request"] == {"path": "/"} and found["exception"] == "ValueError: two\nlines"
 
 
 @pytest.mark.slow

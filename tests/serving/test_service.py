@@ -26,7 +26,8 @@ from fastbert.inference import (
     SentenceEncoder,
     TextClassifier,
 )
-from fastbert.serving import Limits, Service, create_app, load
+from fastbert.serving import Limits, Service, create_app, load, openai, tei
+from fastbert.serving.models import ServedModel
 
 LIMITS = Limits(inputs=8, body=20_000, timeout=20.0)
 
@@ -302,6 +303,16 @@ def test_bad_requests(client, case):
     assert re.search(says, message), message
 
 
+@pytest.mark.parametrize(
+    "body, field, wrong",
+    [(tei.EmbedBody, "inputs", [1.5]), (tei.PredictBody, "inputs", [[3]]), (openai.EmbeddingsBody, "input", ["a", 2])],
+)
+def test_of_many_wrong_entries_few_are_looked_at(body, field, wrong):
+    with pytest.raises(ValueError) as raised:
+        body.model_validate({field: wrong * 10_000})
+    assert raised.value.error_count() < 6
+
+
 def test_texts_are_cut_where_that_is_asked(post, encoder):
     with pytest.warns(UserWarning, match="cut there"):
         expected = encoder.encode([LONG])
@@ -426,6 +437,31 @@ def test_a_stall_a_deadline_and_too_much(slow):
     wait_for(lambda: httpx.get(f"{address}/health").status_code == 200)
     assert httpx.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
     assert held.calls == [1, 1]  # the one that waited was given up before it was computed
+
+
+def test_too_much_that_waits_to_be_tokenized(slow, monkeypatch):
+    service, held, address = slow
+    held.gate.set()
+    gate, begun, rows = threading.Event(), [], ServedModel.rows
+
+    def waiting(model, task, inputs, truncate):
+        begun.append(inputs)
+        assert gate.wait(20)
+        return rows(model, task, inputs, truncate=truncate)
+
+    monkeypatch.setattr(ServedModel, "rows", waiting)
+    results, text = [], "the cat sits outside " * 6  # 126 characters
+    threads = [in_background(address, results, inputs=text) for _ in range(3)]
+    wait_for(lambda: service._characters == 3 * len(text))
+    refused = httpx.post(f"{address}/embed", json={"inputs": text})
+    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+    assert "texts of some 94 tokens wait to be tokenized" in refused.json()["error"]
+    for thread in threads:
+        thread.join(20)
+    assert [response.status_code for response in results] == [503] * 3 and service._characters == 0
+    gate.set()
+    assert httpx.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
+    assert len(begun) == 3  # two threads; what waited for them was given up
 
 
 def test_a_client_that_goes_away_is_not_computed(slow):
