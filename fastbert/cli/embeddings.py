@@ -9,6 +9,15 @@ from pathlib import Path
 from fastbert.cli.common import add_json, add_model, add_texts, lines, model_options, no_files, texts_of, write_json
 from fastbert.cli.progress import progress
 
+OF_FILES = {
+    "column": "text",
+    "vectors": "float32",
+    "no_texts": False,
+    "engine": None,
+    "workers": 1,
+    "shard_rows": 16384,
+}
+
 
 def add(commands) -> None:
     search = commands.add_parser("search", help="find the passages that answer a question")
@@ -24,15 +33,15 @@ def add(commands) -> None:
     add_texts(embed, "one or several, in quotes; or files: text, .jsonl, .csv, .tsv, .parquet")
     output = "the (texts, C) array (default: FILE.npy); of files a directory, and a run that was ended goes on there"
     embed.add_argument("--output", type=Path, metavar="PATH.npy|DIR", help=output)
+    embed.add_argument("--prompt-name", metavar="NAME", help="before each text (default: the model's for documents)")
     option = embed.add_argument_group("files").add_argument
-    option("--column", default="text", help="with the texts (default: text)")
-    option("--prompt-name", metavar="NAME", help="what goes before each text (default: the model's for documents)")
-    option("--vectors", default="float32", choices=("float32", "float16"), help="numbers in the files")
+    option("--column", help="with the texts (default: text)")
+    option("--vectors", choices=("float32", "float16"), help="numbers in the files")
     option("--no-texts", action="store_true", help="leaves the texts out")
     option("--engine", choices=("ray",), help="computes on a cluster of Ray (default: in this process)")
-    option("--workers", type=int, default=1, metavar="N", help="of the engine, of --threads each (default: 1)")
-    option("--shard-rows", type=int, default=16384, metavar="N", help="of a file (default: 16384)")
-    embed.set_defaults(run=_embed)
+    option("--workers", type=int, metavar="N", help="of the engine, of --threads each (default: 1)")
+    option("--shard-rows", type=int, metavar="N", help="of a file (default: 16384)")
+    embed.set_defaults(run=_embed, **OF_FILES)
 
     index = commands.add_parser("index", help="an approximate index of a directory of embeddings, by usearch")
     index.add_argument("directory", type=Path, metavar="DIR")
@@ -57,31 +66,38 @@ def _search(args: argparse.Namespace) -> None:
     if args.corpus:
         _search_corpus(args)
         return
+    if args.index:
+        raise ValueError("--index is of a corpus; expected --corpus DIR with it")
     if args.text:
         passages = [(args.text.name, line) for line in lines(args.text) if line.strip()]
     else:
         passages = documentation_passages()
     encoder = _encoder(args)
     vectors = _encode(args, encoder, [passage for _, passage in passages])
-    show_results(encoder, vectors, passages, args.question, args.top)
+    show_results(encoder, vectors, passages, args.question, args.top, args.prompt_name)
 
 
 def _search_corpus(args: argparse.Namespace) -> None:
     from fastbert.inference import EmbeddedCorpus
 
+    if args.text:
+        raise ValueError("--text and --corpus are both given; expected one of them")
     corpus, encoder = EmbeddedCorpus(args.corpus), _encoder(args)
-    options = {} if args.prompt_name is None else {"prompt_name": args.prompt_name}
-    scores, rows = corpus.search(encoder, encoder.encode_query(args.question, **options), args.top, index=args.index)
+    questions = encoder.encode_query(args.question, prompt_name=args.prompt_name)
+    scores, rows = corpus.search(encoder, questions, args.top, index=args.index)
     for question, values, found in zip(args.question, scores.tolist(), rows.tolist(), strict=True):
         texts = corpus.texts(found) if corpus.manifest["keep_texts"] else [""] * len(found)
         _show(question, [(value, f"row {row}", text) for value, row, text in zip(values, found, texts, strict=True)])
 
 
-def show_results(encoder, vectors, passages: list[tuple[str, str]], questions: list[str], top: int) -> None:
+def show_results(
+    encoder, vectors, passages: list[tuple[str, str]], questions: list[str], top: int, prompt_name: str | None = None
+) -> None:
     """Prints the best passages for each question by cosine similarity. passages: (title, text). vectors: (N, C)."""
     from fastbert.inference import similarity
 
-    for question, row in zip(questions, similarity(encoder.encode(questions), vectors), strict=True):
+    asked = encoder.encode_query(questions, prompt_name=prompt_name)
+    for question, row in zip(questions, similarity(asked, vectors), strict=True):
         best = row.topk(min(top, len(passages)))
         found = zip(best.values.tolist(), best.indices.tolist(), strict=True)
         _show(question, [(score, *passages[index]) for score, index in found])
@@ -107,6 +123,8 @@ def _embed(args: argparse.Namespace) -> None:
     if args.texts and args.output and args.output.suffix != ".npy":
         _embed_files(args)
         return
+    if given := [name for name, default in OF_FILES.items() if getattr(args, name) != default]:
+        raise ValueError(f"--{given[0].replace('_', '-')} is for files; expected `fastbert embed FILE --output DIR`")
     texts = texts_of(args, blank=True)
     if args.output is None and args.text is None:
         raise ValueError("expected --output PATH.npy for texts of the command line")
@@ -115,7 +133,7 @@ def _embed(args: argparse.Namespace) -> None:
         raise ValueError(f"--output is {output}; expected a name that ends in .npy")
     encoder = _encoder(args)
     with replacing(output) as file:
-        numpy.save(file, _encode(args, encoder, texts).cpu().numpy())
+        numpy.save(file, _encode(args, encoder, texts, args.prompt_name).cpu().numpy())
     print(f"{output}: {(len(texts), encoder.model.config.hidden_size)} float32")
 
 
@@ -182,11 +200,13 @@ def _source(args: argparse.Namespace):
     return args.model or minilm()
 
 
-def _encode(args: argparse.Namespace, encoder, texts: list[str]):
+def _encode(args: argparse.Namespace, encoder, texts: list[str], prompt_name: str | None = None):
     """Embeddings, with progress and a line about the time it took."""
     start = time.perf_counter()
     with progress("encoding", len(texts)) as advance:
-        vectors = encoder.encode(texts, tokens_per_batch=args.batch_tokens, progress=advance)
+        vectors = encoder.encode_document(
+            texts, prompt_name=prompt_name, tokens_per_batch=args.batch_tokens, progress=advance
+        )
     seconds = time.perf_counter() - start
     print(f"{len(texts)} texts in {seconds:.1f} s on {encoder.device}", file=sys.stderr)
     return vectors

@@ -40,7 +40,7 @@ def read_texts(files: str | Path | Iterable[str | Path]) -> Iterator[str]:
     .gz. Bytes are counted after decompression.
     """
     for path in [files] if isinstance(files, (str, Path)) else files:
-        with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
+        with gzip.open(path) if str(path).lower().endswith(".gz") else open(path, "rb") as file:
             place = 0
             for line in _whole(path, file):
                 try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.data.corpus import read_texts
+from fastbert.data.tokenizer import text_of
 from fastbert.require import require
 
 
@@ -29,7 +30,7 @@ def texts_of_file(path: str | Path, column: str = "text") -> Iterator[str]:
             if not isinstance(row, dict) or column not in row:
                 given = f"no column {column!r}"
             raise ValueError(f"{place} of {path} has {given}; expected text in {column!r}")
-        yield text
+        yield text_of(f"{place} of {path}", column, text)
 
 
 def json_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
@@ -45,7 +46,7 @@ def json_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
 
 def csv_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """("row 1", by the names of the first line), ... Quoted fields may hold line ends. Tabs separate those of x.tsv."""
-    separator = "\t" if Path(path).name.removesuffix(".gz").endswith(".tsv") else ","
+    separator = "\t" if str(path).lower().removesuffix(".gz").endswith(".tsv") else ","
     csv.field_size_limit(2**31 - 1)  # texts are longer than 128 KiB at times
     lines = (line + "\n" for line in read_texts(path))
     try:
@@ -84,5 +85,7 @@ READERS = {
 
 
 def reader_of(path: str | Path) -> Callable[[str | Path], Iterator[tuple[str, Any]]] | None:
-    """What reads the rows of a file, by its name, x.gz by the name before; None for all that is not in READERS."""
-    return READERS.get(Path(str(path).removesuffix(".gz")).suffix)
+    """What reads the rows of a file, by its name, x.gz by the name before; None for all that is not in READERS.
+
+    Capital letters are as small ones."""
+    return READERS.get(Path(str(path).lower().removesuffix(".gz")).suffix)

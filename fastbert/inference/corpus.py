@@ -10,6 +10,7 @@ A directory holds
 
 import fcntl
 import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -159,9 +160,9 @@ def count_texts(files: Files) -> int | None:
     """About how many texts there are, for the time that is left: lines, or rows of Parquet. None for x.gz."""
     total = 0
     for path in [Path(files)] if isinstance(files, (str, Path)) else map(Path, files):
-        if path.suffix == ".gz":
+        if path.suffix.lower() == ".gz":
             return None
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             total += require("pyarrow.parquet", "pyarrow").read_metadata(path).num_rows
         else:
             with path.open("rb") as file:
@@ -191,12 +192,13 @@ def _alone_in(directory: Path) -> Iterator[None]:
 
 def _agree(directory: Path, manifest: dict[str, Any]) -> None:
     """Writes the manifest, or raises ValueError for what is not as in the one that is there."""
-    if not (directory / MANIFEST).exists():
-        if parts := sorted(directory.glob("part-*.parquet")):
-            raise ValueError(f"{directory} has {parts[0].name} and no {MANIFEST}: whose it is nobody knows")
+    parts = sorted(directory.glob("part-*.parquet"))
+    if parts and not (directory / MANIFEST).exists():
+        raise ValueError(f"{directory} has {parts[0].name} and no {MANIFEST}: whose it is nobody knows")
+    there = _manifest(directory) if (directory / MANIFEST).exists() else None
+    if not parts:  # a run that ended before its first one binds nobody
         write_text(directory / MANIFEST, json.dumps(manifest | {"rows": None}, indent=1) + "\n")
         return
-    there = _manifest(directory)
     for name, value in manifest.items():
         if there.get(name) != value:
             raise ValueError(
@@ -252,6 +254,7 @@ class EmbeddedCorpus:
         if self.manifest["rows"] is None:
             raise ValueError(f"{directory} is not complete: run the same `fastbert embed` again")
         self.width, self._shard_rows = self.manifest["width"], self.manifest["shard_rows"]
+        self._encoder: weakref.ref[SentenceEncoder] | None = None  # that was found to be the corpus's
 
     def __len__(self) -> int:
         return self.manifest["rows"]
@@ -284,11 +287,14 @@ class EmbeddedCorpus:
     ) -> tuple[Tensor, Tensor]:
         """(scores, rows), each (N, min(k, len)): what is most alike to each of the queries (N, C), the best first.
 
-        encoder: whose measure counts; queries are its vectors. index: asks the index of `build_index`, approximately,
+        encoder: whose measure counts; queries are its vectors; its weights are compared with those of the corpus the
+        first time it is given. index: asks the index of `build_index`, approximately,
         instead of all vectors. Raises ValueError for another encoder than the corpus's, other shapes and a k below 1.
         """
-        if fingerprint(encoder) != self.manifest["encoder"]:
-            raise ValueError(f"{self.directory} has embeddings of another encoder; expected the same one for queries")
+        if self._encoder is None or self._encoder() is not encoder:
+            if fingerprint(encoder) != self.manifest["encoder"]:
+                raise ValueError(f"{self.directory} has embeddings of another encoder; expected the queries' own")
+            self._encoder = weakref.ref(encoder)
         if queries.dim() != 2 or queries.shape[1] != self.width or k < 1:
             given = f"queries has shape {tuple(queries.shape)}, k is {k}"
             raise ValueError(f"search: {given}; expected (N, {self.width}) and at least 1")

@@ -198,6 +198,18 @@ def test_what_is_not_right_is_refused(encoder, file, tmp_path):
         embed_corpus(encoder, write(tmp_path / "empty.txt", []), tmp_path / "new")
 
 
+def test_a_run_without_a_part_binds_nobody(encoder, file, tmp_path):
+    bad, out = write(tmp_path / "bad.jsonl", [1]), tmp_path / "out"
+    with pytest.raises(ValueError, match="line 1 of"):
+        embed_corpus(encoder, bad, out)
+    assert len(embed_corpus(encoder, file, out)) == len(CORPUS)
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "manifest.json").write_text('{"of": "somebody else"}')
+    with pytest.raises(ValueError, match="manifest.json is not of embeddings"):
+        embed_corpus(encoder, file, tmp_path / "else")
+    assert (tmp_path / "else" / "manifest.json").read_text() == '{"of": "somebody else"}'
+
+
 def test_one_process_at_a_time(encoder, file, tmp_path):
     seen = []
 
@@ -251,6 +263,9 @@ def test_a_configuration_that_the_weights_do_not_show_is_another_encoder(encoder
         ("x.jsonl", '["text"]\n', "line 1 of .*x.jsonl has no column 'text'"),
         ("x.jsonl", '{"text"\n', "line 1 of .*x.jsonl is no JSON"),
         ("x.jsonl", "[" * 100_000, "line 1 of .*x.jsonl is no JSON"),
+        ("x.jsonl", '{"text": "a"}\n{"text": "\\ud800"}\n', "line 2 of .*x.jsonl: text is not text at character 0"),
+        ("x.CSV", "a,b\n1,2\n", "row 1 of .*x.CSV has no column 'text'"),
+        ("x.TSV.GZ", gzip.compress(b"a\ttext\n1\n", mtime=0), "row 1 of .*x.TSV.GZ has fewer fields"),
         ("x.txt", b"good\nb\xffd\n", "x.txt is not UTF-8 at byte 6"),
         ("x.parquet", "text", "x.parquet is no Parquet"),
         ("x.txt.gz", "text", "x.txt.gz is damaged"),
@@ -316,6 +331,7 @@ def test_searches_that_make_no_sense(directory, encoder, corpus):
     for wrong, k in ((queries[0], 1), (queries[:, 1:], 1), (queries, 0)):
         with pytest.raises(ValueError, match="search: queries has shape"):
             corpus.search(encoder, wrong, k)
+    corpus.search(encoder, queries, 1)
     with pytest.raises(ValueError, match="another encoder"):
         corpus.search(SentenceEncoder.from_pretrained(directory, max_length=9), queries, 1)
     with pytest.raises(IndexError, match="no row 52; expected 0 to 51"):
