@@ -1,10 +1,12 @@
 """`fastbert serve` beside infinity and a plain service, with the same model and threads, loaded in turn.
 
     python -m benchmarks.serving --infinity PATH/TO/infinity_emb [--seconds 10] [--rounds 3] [--output FILE]
+    python -m benchmarks.serving --endurance 300 --clients 64 [--output FILE]
 
 All services are up all the time; one is loaded at a time, in an order that changes from round to round. Texts are of
 Python's documentation, cut so that they have 8 to 256 tokens, uniformly in the logarithm; one request has one text.
-infinity wants an environment of its own, because it pins older libraries.
+infinity wants an environment of its own, because it pins older libraries; it runs with its defaults, which for BERT are
+BetterTransformer's nested tensors. --endurance loads fastbert alone with MOST clients, after those of --clients.
 """
 
 import argparse
@@ -12,12 +14,14 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +38,8 @@ from fastbert.data import get_tokenizer
 from fastbert.inference import SentenceEncoder
 
 SHORTEST, LONGEST, TEXTS = 8, 256, 512
-OURS = "fastbert"
+OURS, MOST, EVERY = "fastbert", 256, 15.0  # clients; seconds between looks at memory
+PACKAGES = ("infinity_emb", "torch", "transformers", "optimum", "fastapi", "uvicorn")
 
 
 @dataclass
@@ -62,13 +67,14 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     found = {
         OURS: [sys.executable, "-m", "fastbert.cli", "serve", "--model", f"minilm={directory}", "--port", "PORT",
                "--threads", threads],
-        "plain": [sys.executable, "-m", "benchmarks.serving.plain", directory, "PORT", threads],
     }  # fmt: skip
+    if options.endurance:
+        return found
+    found["plain"] = [sys.executable, "-m", "benchmarks.serving.plain", directory, "PORT", threads]
     if options.infinity:
         found["infinity"] = [
             options.infinity, "v2", "--model-id", directory, "--served-model-name", "minilm", "--url-prefix", "/v1",
-            "--engine", "torch", "--device", "cpu", "--dtype", "float32", "--no-bettertransformer", "--port", "PORT",
-            "--log-level", "warning",
+            "--engine", "torch", "--device", "cpu", "--dtype", "float32", "--port", "PORT", "--log-level", "warning",
         ]  # fmt: skip
     return found
 
@@ -144,6 +150,25 @@ def measure(services: dict[str, Running], bodies: list[bytes], clients: int, opt
     return [{"service": name, "clients": clients, **middle(found)} for name, found in rounds.items()]
 
 
+def endure(service: Running, bodies: list[bytes], seconds: float) -> dict[str, object]:
+    """What fastbert did, and its memory every so often: most of a service's growth is of its first requests."""
+    memory, ended = [], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(EVERY):
+            memory.append(round(service.megabytes(), 1))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        facts = load(service.address, bodies, MOST, seconds).facts()
+    finally:
+        ended.set()
+        watching.join()
+    print(f"{MOST:4d} clients  {OURS:10s} {seconds:g} s {json.dumps(facts)}, MB {memory}", flush=True)
+    return {"service": OURS, "clients": MOST, "seconds": seconds, **facts, "rss_mb": memory}
+
+
 def middle(rounds: list[dict]) -> dict[str, object]:
     """The median of each number, all rounds' requests a second beside it, and the statuses of all."""
     found = {name: statistics.median(one[name] for one in rounds) for name in rounds[0] if name != "statuses"}
@@ -154,16 +179,28 @@ def middle(rounds: list[dict]) -> dict[str, object]:
     return {**found, "rounds": [one["requests_per_s"] for one in rounds], "statuses": statuses}
 
 
+def _versions(program: str) -> dict[str, str]:
+    """Of the packages beside a program, in its environment."""
+    found = shutil.which(program)
+    if found is None:
+        raise SystemExit(f"there is no program {program}")
+    look = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {PACKAGES}}}))"
+    return json.loads(subprocess.check_output([Path(found).with_name("python"), "-c", look]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--infinity", metavar="PROGRAM", help="infinity_emb, in an environment of its own")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--seconds", type=float, default=10.0, help="of a round (default: 10)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--endurance", type=float, metavar="SECONDS", help="fastbert alone, so long")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each service (default: all)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines")
     options = parser.parse_args()
-    texts, rows = texts_of_all_lengths(0), []
+    head, texts, rows = provenance.head(), texts_of_all_lengths(0), []
+    if options.infinity:
+        head["infinity"] = _versions(options.infinity)
     mixed = [body_of(text, "minilm") for text in texts]
     with contextlib.ExitStack() as stack:
         services = {
@@ -175,7 +212,9 @@ def main() -> None:
             load(service.address, mixed, 8, 3.0)
         for clients in options.clients:
             rows += measure(services, mixed, clients, options)
-    head = provenance.head() | {"threads": options.threads, "seconds": options.seconds, "differences": differences}
+        if options.endurance:
+            rows.append(endure(services[OURS], mixed, options.endurance))
+    head |= {"threads": options.threads, "seconds": options.seconds, "differences": differences}
     if options.output:
         options.output.write_text("".join(json.dumps(line) + "\n" for line in (head, *rows)))
 

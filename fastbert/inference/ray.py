@@ -50,7 +50,8 @@ class RayEngine:
         def finish_one() -> None:
             (done,), _ = ray.wait(list(running), num_returns=1)
             worker, texts = running.pop(done)
-            ray.get(done)
+            for message in ray.get(done):
+                warnings.warn(message, stacklevel=4)
             free.append(worker)
             if progress:
                 progress(texts)
@@ -73,13 +74,16 @@ class _Worker:
         import torch
 
         torch.set_num_threads(threads)
-        warnings.filterwarnings("ignore", message=".*: cut there")  # the driver's to say
         self.encoder, self.recipe = SentenceEncoder.from_pretrained(source, **options), recipe
         if fingerprint(self.encoder) != recipe.encoder:
             raise ValueError(f"RayEngine: {source} is another encoder than embed_corpus has; expected the same")
 
-    def write(self, part: Part) -> None:
-        write_part(self.encoder, self.recipe, part)
+    def write(self, part: Part) -> list[str]:
+        """What was warned of, for the driver to say: that texts were cut."""
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", UserWarning)
+            write_part(self.encoder, self.recipe, part)
+        return [str(one.message) for one in found if issubclass(one.category, UserWarning)]
 
 
 class BatchEmbedder:
