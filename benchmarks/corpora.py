@@ -4,7 +4,8 @@
 
 Passages of Python's documentation, all-MiniLM-L6-v2 in float32: by one process with all threads, and by Ray's workers
 of one thread each, in turn. Beside it what only the process that gives out the work does: hashing the files, reading
-them, and handing the parts over. docs/tasks/corpora.md has the model of cost; the last table is its projection, not measured.
+them, and handing the parts over. docs/tasks/corpora.md has the model of cost; the last table is its projection, which
+nobody has measured.
 """
 
 import argparse
