@@ -256,6 +256,9 @@ class EmbeddedCorpus:
         self.width, self._shard_rows = self.manifest["width"], self.manifest["shard_rows"]
         self._encoder: weakref.ref[SentenceEncoder] | None = None  # that was found to be the corpus's
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EmbeddedCorpus, (self.directory,)  # an open index and the encoder stay where they are
+
     def __len__(self) -> int:
         return self.manifest["rows"]
 
@@ -287,9 +290,9 @@ class EmbeddedCorpus:
     ) -> tuple[Tensor, Tensor]:
         """(scores, rows), each (N, min(k, len)): what is most alike to each of the queries (N, C), the best first.
 
-        encoder: whose measure counts; queries are its vectors; its weights are compared with those of the corpus the
-        first time it is given. index: asks the index of `build_index`, approximately,
-        instead of all vectors. Raises ValueError for another encoder than the corpus's, other shapes and a k below 1.
+        encoder: whose measure counts; queries are its vectors. Its weights are compared with those of the corpus the
+        first time it is given. index: asks the index of `build_index`, approximately, instead of all vectors. Raises
+        ValueError for another encoder than the corpus's, other shapes and a k below 1.
         """
         if self._encoder is None or self._encoder() is not encoder:
             if fingerprint(encoder) != self.manifest["encoder"]:

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import pickle
 import random
 import re
 import signal
@@ -331,7 +332,9 @@ def test_searches_that_make_no_sense(directory, encoder, corpus):
     for wrong, k in ((queries[0], 1), (queries[:, 1:], 1), (queries, 0)):
         with pytest.raises(ValueError, match="search: queries has shape"):
             corpus.search(encoder, wrong, k)
-    corpus.search(encoder, queries, 1)
+    found = corpus.search(encoder, queries, 1)
+    again = pickle.loads(pickle.dumps(corpus)).search(encoder, queries, 1)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
     with pytest.raises(ValueError, match="another encoder"):
         corpus.search(SentenceEncoder.from_pretrained(directory, max_length=9), queries, 1)
     with pytest.raises(IndexError, match="no row 52; expected 0 to 51"):
