@@ -317,13 +317,13 @@ def test_comparison_of_retrieval_in_one_step(examples, monkeypatch, tmp_path, ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["distill", "pretrain_bert", "compare_training", "compare_retrieval"])
+@pytest.mark.parametrize("name", ["distill", "pretrain_bert", "compare_training"])
 def test_full_size(run, tmp_path, name):
-    """It proves what it claims: its exit status says so. Of retrieval's three seeds, two are tried."""
+    """It proves what it claims: its exit status says so. compare_retrieval takes three quarters of an hour on one core:
+    examples/results has what it found, and the test above one step of it."""
     if name.startswith("compare"):
         minilm()
-    fewer = ["--seeds", "2"] if name == "compare_retrieval" else []
-    status, output = run(name, "--output", tmp_path, *fewer)
+    status, output = run(name, "--output", tmp_path)
     assert status == 0, output
 
 
