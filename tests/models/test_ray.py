@@ -68,6 +68,13 @@ def test_what_a_worker_finds_wrong_is_raised(directory, file, tmp_path):
         RayEngine(directory, workers=0)
 
 
+def test_texts_that_a_worker_cuts_are_said(directory, tmp_path):
+    encoder = SentenceEncoder.from_pretrained(directory, max_length=9)
+    (tmp_path / "corpus.txt").write_text("a cat\n" + "a cat sits outside " * 9 + "\n")
+    with pytest.warns(UserWarning, match="1 of 2 texts are longer than 9 tokens: cut there"):
+        embed_corpus(encoder, tmp_path / "corpus.txt", tmp_path / "out", engine=RayEngine(directory, max_length=9))
+
+
 def test_ray_data(directory):
     encoder = SentenceEncoder.from_pretrained(directory)
     data = ray.data.from_items([{"id": i, "text": text} for i, text in enumerate(CORPUS[:300])])
