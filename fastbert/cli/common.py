@@ -23,13 +23,15 @@ def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
     add_runtime(command)
 
 
-def add_runtime(command: argparse.ArgumentParser, batch_tokens: int = 2048) -> None:
-    """How a model runs; batch_tokens: the default."""
+def add_runtime(
+    command: argparse.ArgumentParser, batch_tokens: int | None = 2048, batch_tokens_are: str = "2048"
+) -> None:
+    """How a model runs; batch_tokens: the default, and how it is told."""
     command.add_argument("--dtype", choices=DTYPES, help="of the computation (default: float32, or as prepared)")
     command.add_argument(
         "--precision", choices=list(PRECISIONS), help="weights packed for this processor (default: the model as it is)"
     )
-    help_text = f"at most in a batch (default: {batch_tokens})"
+    help_text = f"at most in a batch (default: {batch_tokens_are})"
     command.add_argument("--batch-tokens", type=int, default=batch_tokens, metavar="N", help=help_text)
     command.add_argument(
         "--max-length", type=int, metavar="N", help="cut texts to N tokens (default: the model's length)"

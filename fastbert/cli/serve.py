@@ -29,7 +29,7 @@ def add(commands) -> None:
     option(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="of a request, waiting included (default: 60)"
     )
-    add_runtime(serve, batch_tokens=16384)
+    add_runtime(serve, None, "4096, on a GPU 16384")
     serve.set_defaults(run=_serve)
 
 

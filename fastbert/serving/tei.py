@@ -232,7 +232,7 @@ def info_of(service: Service, model: ServedModel) -> dict[str, Any]:
         "max_concurrent_requests": None,
         "max_waiting_tokens": limits.waiting_tokens,
         "max_input_length": model.max_length,
-        "max_batch_tokens": limits.batch_tokens,
+        "max_batch_tokens": service.queue.batch_tokens,
         "max_batch_requests": None,
         "max_client_batch_size": limits.inputs,
         "auto_truncate": False,

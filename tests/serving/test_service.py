@@ -172,6 +172,7 @@ def test_reports(client, service):
     info = client.get("/info").json()
     assert info["model_id"] == "sentences" and info["model_type"] == {"embedding": {"pooling": "mean"}}
     assert (info["max_input_length"], info["max_client_batch_size"], info["model_dtype"]) == (32, 8, "float64")
+    assert info["max_batch_tokens"] == (16384 if service.models["sentences"].any.device.type == "cuda" else 4096)
     assert client.get("/info", params={"model": "classes"}).json()["model_type"] == {
         "classifier": {"id2label": {"0": "good", "1": "bad"}, "label2id": {"good": 0, "bad": 1}}
     }
