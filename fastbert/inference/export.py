@@ -57,7 +57,7 @@ def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
     "torch-export" for `torch.export.load(path).module()`. The file's inputs are int64 tensors by name: input_ids,
     attention_mask and, in families with several token types, token_type_ids, each (batch, length), or (batch, choices,
     length) for multiple choice; batch is at least 1, length at most the model's, which must be 2 or more. Its outputs
-    are those of the model: last_hidden_state, pooler_output, logits, ...; BertForSparseEmbedding's is sentence_embedding.
+    are those of the model: last_hidden_state, pooler_output, logits, ...; of BertForSparseEmbedding sentence_embedding.
 
     The file is read again, and computes the traced batch and four of other shapes, padded left, right and in between.
     The error of every output against float64 may be FACTOR times the model's plus one rounding of the largest value,
