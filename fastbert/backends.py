@@ -94,7 +94,10 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     },
     "linear": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, forced_only=True)},
     "cross_entropy": {"cuda": Kernel(_FLOATS), "triton": Kernel(_FLOATS)},
-    "linear_max": {"cpu": Kernel(_FLOATS64), "triton": Kernel(_FLOATS)},
+    "linear_max": {
+        "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/linear_max.jsonl"),
+        "triton": Kernel(_FLOATS),
+    },
     "encoder_layer": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/short.jsonl"),
         "cuda": Kernel(_FLOATS, largest=8192),
