@@ -4,7 +4,6 @@ import contextlib
 import socket
 import threading
 
-import numpy as np
 import pytest
 from serving.served import wait_for
 
@@ -13,13 +12,6 @@ for needed in ("fastapi", "orjson", "prometheus_client"):
     pytest.importorskip(needed)
 
 NAMES = "sentences", "reranker", "classes", "tags", "masks"  # of save_models
-ROUNDING = 2 * np.finfo(np.float32).eps
-
-
-def same(found, expected):
-    """Models in float64 give the same numbers in any batch, but for the last rounding to float32."""
-    found, expected = (np.asarray(numbers, np.float64) for numbers in (found, expected))
-    np.testing.assert_allclose(found, expected, rtol=ROUNDING, atol=ROUNDING)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""Small models of every task."""
+"""Small models of every task, and when results of theirs are the same."""
 
 import threading
 import time
 
+import numpy as np
 import torch
 from small_models import TINY
 
@@ -18,6 +19,13 @@ from fastbert.inference import SentenceEncoder
 
 TEXTS = ["The cat sits outside.", "It rains.", "größer als Zürich, 東京 🙂", "Dogs bark at the cat that sits there."]
 LABELS = {0: "O", 1: "B-X", 2: "I-X"}
+ROUNDING = 2 * np.finfo(np.float32).eps
+
+
+def same(found, expected):
+    """Models in float64 give the same numbers in any batch, but for the last rounding to float32."""
+    found, expected = (np.asarray(numbers, np.float64) for numbers in (found, expected))
+    np.testing.assert_allclose(found, expected, rtol=ROUNDING, atol=ROUNDING)
 
 
 def save_models(directory):

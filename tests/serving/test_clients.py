@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 import torch.nn.functional as F
-from serving.over_http import NAMES, listening, same
-from serving.served import TEXTS
+from serving.over_http import NAMES, listening
+from serving.served import TEXTS, same
 
 from fastbert.inference import CrossEncoder, SentenceEncoder
 from fastbert.serving import Service, create_app, load

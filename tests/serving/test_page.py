@@ -8,8 +8,8 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch.nn.functional as F
-from serving.over_http import NAMES, ROUNDING, httpx, listening, same
-from serving.served import TEXTS
+from serving.over_http import NAMES, httpx, listening
+from serving.served import ROUNDING, TEXTS, same
 
 from fastbert.inference import EntityTagger, MaskFiller, SentenceEncoder, attention_of
 from fastbert.serving import Service, create_app, load

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch.nn.functional as F
 from local_ray import cluster, processes
-from serving.over_http import httpx, same
-from serving.served import TEXTS, in_threads
+from serving.over_http import httpx
+from serving.served import TEXTS, in_threads, same
 
 pytest.importorskip("ray.serve")
 

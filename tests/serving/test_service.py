@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from serving.over_http import NAMES, ROUNDING, httpx, listening, same
-from serving.served import TEXTS, in_threads, wait_for
+from serving.over_http import NAMES, httpx, listening
+from serving.served import ROUNDING, TEXTS, in_threads, same, wait_for
 
 from fastbert.inference import (
     CrossEncoder,
@@ -542,7 +542,7 @@ def test_many_clients_at_once_get_their_own_answers(client, encoder):
             for turn in range(5):
                 chosen = [(number * 7 + turn * 3 + i) % len(texts) for i in range(1 + turn)]
                 body = {"inputs": [texts[i] for i in chosen], "normalize": False}
-                if np.abs(np.asarray(own.post("/embed", json=body).json()) - expected[chosen]).max() > 4 * ROUNDING:
+                if not np.allclose(own.post("/embed", json=body).json(), expected[chosen], ROUNDING, ROUNDING):
                     wrong.append(chosen)
 
     in_threads(ask, 12, 60)
