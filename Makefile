@@ -34,8 +34,8 @@ test-all: $(VENV)/cuda-on-cpu
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 # transformers' and sentence-transformers' own tests, into ~/.cache/fastbert: test-all then runs them through fastbert;
-# what tests of evaluation and of training compare with; clients of services and of embeddings in files; and GLiNER, whose encoder is a DeBERTa,
-# without what it asks for (an older transformers).
+# what tests of evaluation and of training compare with; clients of services; readers of embeddings in files; and
+# GLiNER, whose encoder is a DeBERTa, without what it asks for (an older transformers).
 suites: $(VENV)/installed
 	$(BIN)/pip install --quiet datasets httpx parameterized "mteb>=2.10" langchain-huggingface selenium "ray[data]>=2.40" \
 		llama-index-embeddings-text-embeddings-inference faiss-cpu pylance

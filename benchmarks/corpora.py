@@ -21,11 +21,11 @@ from pathlib import Path
 from benchmarks import provenance
 from fastbert.cli.demo import minilm, python_documentation
 from fastbert.inference import SentenceEncoder, embed_corpus
-from fastbert.inference.corpus import Engine, Part, Progress, Recipe
+from fastbert.inference.corpus import SHARD_ROWS, Engine, Part, Progress, Recipe, count_texts
 from fastbert.inference.ray import RayEngine
 from fastbert.require import require
 
-NODES, CORPUS_GB, PART_ROWS = (1, 10, 100), 100.0, 16384
+NODES, CORPUS_GB = (1, 10, 100), 100.0
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def computing(encoder: SentenceEncoder, file: Path, rounds: int) -> dict[str, fl
     """Seconds of the job in this process, and by as many workers as there are cores; and of workers with next to
     nothing to do: they start, and load the encoder."""
     few = write(file.with_name("few.txt"), 1)
-    workers, rows = os.cpu_count(), -(-len(file.read_text().splitlines()) // (8 * os.cpu_count()))
+    workers, rows = os.cpu_count(), -(-count_texts(file) // (8 * os.cpu_count()))
     jobs = {
         "seconds": lambda: embed(encoder, file, rows),
         "ray_seconds": lambda: embed(encoder, file, rows, RayEngine(minilm(), workers)),
@@ -78,7 +78,7 @@ def handing(encoder: SentenceEncoder, file: Path, rounds: int) -> dict[str, floa
         for part in parts:
             pickle.dumps(part, protocol=5)
 
-    jobs = {"handing_seconds": lambda: embed(encoder, large, PART_ROWS, hands_over)}
+    jobs = {"handing_seconds": lambda: embed(encoder, large, SHARD_ROWS, hands_over)}
     return in_turn(jobs, rounds) | {"handing_bytes": large.stat().st_size}
 
 
@@ -100,7 +100,7 @@ def in_turn(jobs: dict[str, Callable[[], None]], rounds: int) -> dict[str, float
 
 def projected(facts: dict[str, float], nodes: int) -> dict[str, float]:
     """A corpus of CORPUS_GB on machines like this one. No network, no disk and no failure is in it."""
-    part_bytes = PART_ROWS * facts["bytes"] / facts["texts"]
+    part_bytes = SHARD_ROWS * facts["bytes"] / facts["texts"]
     computing = facts["ray_seconds"] - facts["ray_start_seconds"]  # of all workers of a machine
     part = part_bytes / facts["bytes"] * computing * facts["workers"]  # of one worker
     parts = CORPUS_GB * 1e9 / part_bytes

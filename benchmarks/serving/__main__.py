@@ -198,6 +198,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each service (default: all)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines")
     options = parser.parse_args()
+    if options.endurance and options.infinity:
+        parser.error("--endurance is of fastbert alone; expected it without --infinity")
     head, texts, rows = provenance.head(), texts_of_all_lengths(0), []
     if options.infinity:
         head["infinity"] = _versions(options.infinity)

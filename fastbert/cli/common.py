@@ -23,15 +23,13 @@ def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
     add_runtime(command)
 
 
-def add_runtime(
-    command: argparse.ArgumentParser, batch_tokens: int | None = 2048, batch_tokens_are: str = "2048"
-) -> None:
-    """How a model runs; batch_tokens: the default, and how it is told."""
+def add_runtime(command: argparse.ArgumentParser, batch_tokens: int | None = 2048, otherwise: str = "") -> None:
+    """How a model runs; batch_tokens: the default; otherwise: what is said of it where it is not one number."""
     command.add_argument("--dtype", choices=DTYPES, help="of the computation (default: float32, or as prepared)")
     command.add_argument(
         "--precision", choices=list(PRECISIONS), help="weights packed for this processor (default: the model as it is)"
     )
-    help_text = f"at most in a batch (default: {batch_tokens_are})"
+    help_text = f"at most in a batch (default: {batch_tokens or otherwise})"
     command.add_argument("--batch-tokens", type=int, default=batch_tokens, metavar="N", help=help_text)
     command.add_argument(
         "--max-length", type=int, metavar="N", help="cut texts to N tokens (default: the model's length)"

@@ -126,12 +126,16 @@ class TokenQueue:
             tokens = self._waiting()
             if self._closing:
                 raise Problem(503, "Unhealthy", "the service is shutting down")
-            if tokens and tokens + sum(lengths) > self.waiting_tokens:
-                message = f"{tokens} tokens are waiting, and at most {self.waiting_tokens} may; try again later"
-                raise Problem(429, "Overloaded", message, retry_after=self.seconds_of(tokens))
+            self.check_room(tokens, sum(lengths), f"{tokens} tokens are waiting, and at most {self.waiting_tokens} may")
             self._line.append(request)
             self._changed.notify()
         return request.future
+
+    def check_room(self, waiting: int, more: int, what: str) -> None:
+        """Raises Problem, 429, if more tokens would wait than may; where none wait, any number may. what: waits, told
+        to the client."""
+        if waiting and waiting + more > self.waiting_tokens:
+            raise Problem(429, "Overloaded", f"{what}; try again later", retry_after=self.seconds_of(waiting))
 
     def waiting(self) -> tuple[int, int]:
         """Requests and tokens that are not computed yet."""

@@ -119,9 +119,8 @@ class Service:
         Gone if the client has left.
         """
         waiting = self._characters // CHARACTERS_PER_TOKEN
-        if waiting and waiting + characters // CHARACTERS_PER_TOKEN > self.limits.waiting_tokens:
-            message = f"texts of some {waiting} tokens wait to be tokenized; try again later"
-            raise Problem(429, "Overloaded", message, retry_after=self.queue.seconds_of(waiting))
+        what = f"texts of some {waiting} tokens wait to be tokenized"
+        self.queue.check_room(waiting, characters // CHARACTERS_PER_TOKEN, what)
         future = self._encoding.submit(call)
         self._characters += characters
         try:
