@@ -10,6 +10,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fastbert.cli.common import add_runtime, lines, model_options
 from fastbert.require import require
 
@@ -29,6 +31,8 @@ def add(commands) -> None:
     option(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="of a request, waiting included (default: 60)"
     )
+    batches = "batches computed at once, with --threads shared between them; on processors (default: 1)"
+    option("--workers", type=int, default=1, metavar="N", help=batches)
     add_runtime(serve, None, "4096, on a GPU 16384")
     serve.set_defaults(run=_serve)
 
@@ -38,7 +42,10 @@ def _serve(args: argparse.Namespace) -> None:
     from fastbert.serving import Limits, Service, create_app
 
     keys, models = _keys(args.api_key_file), [_model(args, given) for given in args.model]
-    limits = Limits(args.max_inputs, args.max_body, args.batch_tokens, args.waiting_tokens, args.timeout)
+    limits = Limits(
+        args.max_inputs, args.max_body, args.batch_tokens, args.waiting_tokens, args.timeout, workers=args.workers
+    )
+    torch.set_num_threads(max(1, torch.get_num_threads() // limits.workers))
     listening = _listening(args.host, args.port)
     app = create_app(Service(models, limits), keys)
     warnings.filterwarnings("ignore", message=".*: cut there")  # because a client asked for it
@@ -67,8 +74,8 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {"time": self.formatTime(record), "level": record.levelname}
-        request = getattr(record, "request", None)
-        line |= {"message": record.getMessage()} if request is None else {"request": request}
+        facts = isinstance(record.msg, dict)
+        line |= {"request": record.msg} if facts else {"message": record.getMessage()}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)

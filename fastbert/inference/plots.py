@@ -32,10 +32,14 @@ def attention_of(model: Saveable, tokenizer: Any, text: str) -> tuple[list[str],
         raise ValueError(
             f"attention_of: text has {len(encoding.ids)} tokens; expected some text, and at most {longest}"
         )
-    ids = torch.tensor([encoding.ids], device=next(model.parameters()).device)
+    return encoding.tokens, attention_weights(model, encoding.ids)
+
+
+def attention_weights(model: Saveable, ids: Sequence[int]) -> Tensor:
+    """(layers, heads, T, T), float32, of T token ids."""
+    batch = torch.tensor([ids], device=next(model.parameters()).device)
     with evaluating(model):
-        weights = model(ids, output_attentions=True).attentions
-    return encoding.tokens, torch.cat(weights).float().cpu()
+        return torch.cat(model(batch, output_attentions=True).attentions).float().cpu()
 
 
 def attention_figure(

@@ -50,7 +50,7 @@ def create_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
     app = FastAPI(title="fastbert", version=fastbert.__version__, lifespan=lifespan, **_telemetry())
     for protocol in (tei, openai, rerank, tensorflow, page):
         app.include_router(protocol.routes(service))
-    app.add_exception_handler(Problem, lambda request, problem: problem_response(request.url.path, problem))
+    app.add_exception_handler(Problem, lambda request, problem: problem_response(request, problem))
     for kind in (RequestValidationError, ValidationError):
         app.add_exception_handler(kind, _invalid)
     app.add_exception_handler(HTTPException, _http)
@@ -60,6 +60,11 @@ def create_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
     return app
 
 
+def path_of(scope: MutableMapping) -> str:
+    """Within this application, wherever it is mounted."""
+    return scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+
+
 def _telemetry() -> dict[str, Any]:
     """FastAPI's own OpenTelemetry, where the environment says where to send it: spans and metrics, no texts."""
     if not any(name.startswith("OTEL_EXPORTER_OTLP") and name.endswith("ENDPOINT") for name in os.environ):
@@ -67,14 +72,22 @@ def _telemetry() -> dict[str, Any]:
     require("fastapi.telemetry", "'fastapi>=0.165'")
     require("opentelemetry.sdk", "opentelemetry-sdk")
     require("opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http")
-    return {"telemetry": {"auto_configure": True, "logs": False, "exclude": lambda scope: scope.get("path") in OPEN}}
+    return {"telemetry": {"auto_configure": True, "logs": False, "exclude": lambda scope: path_of(scope) in OPEN}}
+
+
+class Facts(dict):
+    """Of a request, as the message of a record of the log: JSON, or for formatters of other forms the dictionary."""
+
+    def __str__(self) -> str:
+        return json.dumps(self)
 
 
 # ---- errors
 
 
-def problem_response(path: str, problem: Problem) -> Response:
+def problem_response(request: Request, problem: Problem) -> Response:
     """In the form of the protocol that the path belongs to."""
+    path = path_of(request.scope)
     form = next((form for start, form in FORMS.items() if path.startswith(start)), tei.error)
     return json_response(form(problem), problem.status, problem.headers)
 
@@ -87,7 +100,7 @@ def _invalid(request: Request, error: RequestValidationError | ValidationError) 
     else:
         where = _place(found["loc"][isinstance(error, RequestValidationError) :])
         problem = Problem(422, "Validation", f"{where or 'the body'}: {found['msg']}", field=where)
-    return problem_response(request.url.path, problem)
+    return problem_response(request, problem)
 
 
 def _place(loc: tuple[str | int, ...]) -> str:
@@ -99,13 +112,14 @@ def _place(loc: tuple[str | int, ...]) -> str:
 def _http(request: Request, error: HTTPException) -> Response:
     words = {404: "there is no such route", 400: "the body is no JSON in UTF-8"}
     message = error.detail if error.status_code not in words else words[error.status_code]
-    return problem_response(request.url.path, Problem(error.status_code, "Validation", str(message)))
+    return problem_response(request, Problem(error.status_code, "Validation", str(message)))
 
 
 def _unexpected(request: Request, error: Exception) -> Response:
     """A fault of this service; the log has it in full."""
-    _log(logging.ERROR, {"path": request.url.path, "error": f"{type(error).__name__}: {error}"}, error)
-    return problem_response(request.url.path, Problem(500, "Backend", "the service failed; its log says how"))
+    facts = Facts(path=path_of(request.scope), error=f"{type(error).__name__}: {error}")
+    LOG.error(facts, exc_info=error)
+    return problem_response(request, Problem(500, "Backend", "the service failed; its log says how"))
 
 
 # ---- before and behind every route
@@ -114,7 +128,7 @@ def _unexpected(request: Request, error: Exception) -> Response:
 def _with_kind(scope: MutableMapping) -> MutableMapping:
     """A body of no kind is JSON, and so is what `curl -d` sends to TensorFlow Serving's routes as a form."""
     kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-type"]
-    if len(kept) < len(scope["headers"]) and not scope["path"].startswith("/v1/models/"):
+    if len(kept) < len(scope["headers"]) and not path_of(scope).startswith("/v1/models/"):
         return scope
     return {**scope, "headers": [*kept, (b"content-type", b"application/json")]}
 
@@ -129,7 +143,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        start, status, path = time.monotonic(), 500, scope["path"]
+        start, status, path = time.monotonic(), 500, path_of(scope)
         scope = _with_kind(scope)
         headers = {name.lower(): value for name, value in scope["headers"]}
 
@@ -141,14 +155,14 @@ class Guard:
         try:
             refused = self._refused(scope, headers)
             if refused:
-                await problem_response(path, refused)(scope, receive, sending)
+                await problem_response(Request(scope), refused)(scope, receive, sending)
             else:
                 await self.app(scope, self._limited(receive), sending)
         finally:
             self._count(scope["method"], path, status, time.monotonic() - start)
 
     def _refused(self, scope: MutableMapping, headers: dict[bytes, bytes]) -> Problem | None:
-        if self.keys and scope["path"] not in OPEN and not self._knows(headers.get(b"authorization", b"")):
+        if self.keys and path_of(scope) not in OPEN and not self._knows(headers.get(b"authorization", b"")):
             return Problem(401, "Validation", "expected the header Authorization: Bearer KEY, with a valid key")
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self.service.limits.body:
@@ -191,10 +205,4 @@ class Guard:
             metrics.successes.labels(kind).inc() if status < 400 else metrics.failures.labels(str(status)).inc()
         is_probe = status < 400 and path in (*OPEN, "/metrics")
         level = logging.DEBUG if is_probe else logging.WARNING if status >= 500 else logging.INFO
-        _log(level, {"method": method, "path": path, "status": status, "ms": round(seconds * 1e3, 1)})
-
-
-def _log(level: int, facts: dict[str, Any], error: Exception | None = None) -> None:
-    """As JSON, and for formatters of other forms as the record's `request`."""
-    if LOG.isEnabledFor(level):
-        LOG.log(level, json.dumps(facts), exc_info=error, extra={"request": facts})
+        LOG.log(level, Facts(method=method, path=path, status=status, ms=round(seconds * 1e3, 1)))

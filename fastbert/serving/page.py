@@ -1,6 +1,7 @@
 """A page at /ui to try the models with, one file that needs no network, and what it asks for beside the protocols."""
 
 import base64
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,10 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
+from torch import Tensor
 
 import fastbert
-from fastbert.inference import attention_of
+from fastbert.inference.plots import attention_weights
 from fastbert.serving.answers import check_text, json_response
 from fastbert.serving.errors import invalid
 from fastbert.serving.models import FILL, ServedModel
@@ -33,12 +35,12 @@ class AttentionBody(BaseModel):
 
 @dataclass(frozen=True)
 class AttentionLane:
-    """What the queue computes of texts: their tokens and attention weights."""
+    """What the queue computes of a text's token ids: attention weights."""
 
     predictor: Any
 
-    def compute(self, rows: Sequence[str]) -> list[Any]:
-        return [attention_of(self.predictor.model, self.predictor.tokenizer, text) for text in rows]
+    def compute(self, rows: Sequence[list[int]]) -> list[Tensor]:
+        return [attention_weights(self.predictor.model, ids) for ids in rows]
 
 
 def routes(service: Service) -> APIRouter:
@@ -65,15 +67,19 @@ def routes(service: Service) -> APIRouter:
     async def attention(body: AttentionBody, request: Request) -> Response:
         """tokens, and weights in base64, float32 of shape (layers, heads, T, T)."""
         service.check("inputs", [body.inputs])
-        model = service.model(body.model)
+        predictor = service.model(body.model).any
         check_text("inputs", [body.inputs])
-        length = len(model.any.tokenizer.encode(body.inputs).ids)
-        if length > MOST_TOKENS:
-            raise invalid("inputs", f"has {length} tokens; expected at most {MOST_TOKENS}", 413)
-        found = await service.compute(request, AttentionLane(model.any), [body.inputs], [length])
-        tokens, weights = found.results[0]
+        encode = functools.partial(predictor.tokenizer.encode, body.inputs)
+        encoding = await service.in_thread(request, len(body.inputs), encode)
+        length, most = len(encoding.ids), min(MOST_TOKENS, predictor.max_length)
+        if length <= sum(encoding.special_tokens_mask):
+            raise invalid("inputs", "has no words; expected text")
+        if length > most:
+            raise invalid("inputs", f"has {length} tokens; expected at most {most}", 413)
+        found = await service.compute(request, AttentionLane(predictor), [encoding.ids], [length])
+        weights = found.results[0]
         data = base64.b64encode(weights.numpy().astype("<f4").tobytes()).decode()
-        return json_response({"tokens": tokens, "shape": list(weights.shape[:3]), "weights": data})
+        return json_response({"tokens": encoding.tokens, "shape": list(weights.shape[:3]), "weights": data})
 
     return router
 

@@ -21,8 +21,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """inputs: texts or pairs of a request. body: bytes. batch_tokens, waiting_tokens, stall: as of TokenQueue;
-    batch_tokens None is 16384 where a model is on a GPU, else 4096, which a processor's caches prefer.
+    """inputs: texts or pairs of a request. body: bytes. batch_tokens, waiting_tokens, stall, workers: as of TokenQueue;
+    batch_tokens None is 16384 where a model is on a GPU, else 4096, which a processor's caches prefer. Each worker
+    computes with `torch.get_num_threads()` threads; give them the cores to share.
 
     timeout: seconds of a request, from its arrival to its answer. Raises ValueError for numbers that are not above 0.
     """
@@ -33,6 +34,7 @@ class Limits:
     waiting_tokens: int = 1 << 20
     timeout: float = 60.0
     stall: float = 60.0
+    workers: int = 1
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -55,13 +57,16 @@ class Service:
     """Models by name, and the one queue in which all their requests wait."""
 
     def __init__(self, models: Sequence[ServedModel], limits: Limits = Limits()) -> None:  # noqa: B008
-        """Raises ValueError for no model, and for two of the same name."""
+        """Raises ValueError for no model, for two of the same name, and for several workers beside a GPU."""
         self.models, self.limits = {model.name: model for model in models}, limits
         if not models or len(self.models) < len(models):
             names = ", ".join(model.name for model in models) or "none"
             raise ValueError(f"models are {names}; expected at least one, each with a name of its own")
         on_gpu = any(model.any.device.type != "cpu" for model in models)
+        if on_gpu and limits.workers > 1:
+            raise ValueError(f"workers is {limits.workers}; expected 1: a GPU computes one batch after another")
         self.queue = TokenQueue(
+            workers=limits.workers,
             batch_tokens=limits.batch_tokens or (16384 if on_gpu else 4096),
             waiting_tokens=limits.waiting_tokens,
             stall_seconds=limits.stall,

@@ -7,8 +7,8 @@ import threading
 import pytest
 from serving.served import wait_for
 
-httpx, uvicorn = (pytest.importorskip(needed) for needed in ("httpx", "uvicorn"))
-for needed in ("fastapi", "orjson", "prometheus_client"):
+httpx, uvicorn, fastapi = (pytest.importorskip(needed) for needed in ("httpx", "uvicorn", "fastapi"))
+for needed in ("orjson", "prometheus_client"):
     pytest.importorskip(needed)
 
 NAMES = "sentences", "reranker", "classes", "tags", "masks"  # of save_models

@@ -17,6 +17,7 @@ from serving.served import TEXTS
 
 from fastbert import cli
 from fastbert.cli.serve import JsonLines
+from fastbert.serving.app import Facts
 
 
 def started(*arguments):
@@ -58,15 +59,15 @@ def test_it_ends_as_soon_as_it_has_begun(directory, number):
 
 
 def test_lines_of_the_log_are_json():
-    def line(name, message, level=logging.WARNING, error=None, **extra):
+    def line(name, message, level=logging.WARNING, error=None):
         logger = logging.getLogger(name)
         exception = error and (type(error), error, None)
-        record = logger.makeRecord(name, level, "f", 1, message, (), exception, extra=extra)
+        record = logger.makeRecord(name, level, "f", 1, message, (), exception)
         return json.loads(JsonLines().format(record))
 
     found = line("uvicorn.error", 'Invalid "HTTP" request received.')
     assert found == {"time": found["time"], "level": "WARNING", "message": 'Invalid "HTTP" request received.'}
-    found = line("fastbert.serving", "{}", logging.ERROR, ValueError("two\nlines"), request={"path": "/"})
+    found = line("fastbert.serving", Facts(path="/"), logging.ERROR, ValueError("two\nlines"))
     assert found["request"] == {"path": "/"} and found["exception"] == "ValueError: two\nlines"
 
 

@@ -8,33 +8,37 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch.nn.functional as F
-from serving.over_http import NAMES, httpx, listening
+from serving.over_http import NAMES, fastapi, httpx, listening
 from serving.served import ROUNDING, TEXTS, same
 
 from fastbert.inference import EntityTagger, MaskFiller, SentenceEncoder, attention_of
 from fastbert.serving import Service, create_app, load
 
-KEY = "a key"
+KEY = "Schlüssel 鍵"
 
 
 @pytest.fixture(scope="module")
 def address(directory):
-    with listening(create_app(Service([load(directory / name) for name in NAMES]), [KEY])) as address:
-        yield address
+    """Of the service in another application, below a path."""
+    service, outer = Service([load(directory / name) for name in NAMES]), fastapi.FastAPI()
+    outer.mount("/below", create_app(service, [KEY]))
+    with listening(outer) as address:
+        yield f"{address}/below"
+    service.close()
 
 
 @pytest.fixture
 def client(address):
-    with httpx.Client(base_url=address, headers={"authorization": f"Bearer {KEY}"}) as client:
+    with httpx.Client(base_url=address, headers={"authorization": f"Bearer {KEY}".encode()}) as client:
         yield client
 
 
-def test_it_is_one_file_that_asks_nobody_else(client):
-    page = httpx.get(f"{client.base_url}/ui")
+def test_it_is_one_file_that_asks_nobody_else(client, address):
+    page = httpx.get(f"{address}/ui")
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert not re.search(r"https?://|//\w|@import|url\(|innerHTML", re.sub(r"^\s*// .*$", "", page.text, flags=re.M))
-    assert httpx.get(f"{client.base_url}/ui/models").status_code == 401
+    assert httpx.get(f"{address}/ui/models").status_code == 401
     found = client.get("/ui/models").json()
     assert found["models"]["reranker"] == ["rerank", "classification"] and found["tokens"]["masks"] == {
         "mask": "[MASK]"
@@ -48,8 +52,8 @@ def test_attention(client, directory):
     assert found["tokens"] == tokens and found["shape"] == list(weights.shape[:3])
     given = np.frombuffer(base64.b64decode(found["weights"]), "<f4").reshape(weights.shape)
     same(given, weights)
-    for body, status in (({"inputs": "cat " * 80}, 413), ({"inputs": ""}, 422), ({"inputs": ["a"]}, 422)):
-        assert client.post("/ui/attention", json=body).status_code == status
+    for inputs, status in (("cat " * 35, 413), ("cat " * 25, 200), ("", 422), (" ", 422), (["a"], 422)):
+        assert client.post("/ui/attention", json={"inputs": inputs, "model": "tags"}).status_code == status
 
 
 # ---- in a browser

@@ -1,5 +1,6 @@
 """The line of requests: its order, its batches, and what becomes of requests that are given up."""
 
+import random
 import threading
 
 import pytest
@@ -149,11 +150,73 @@ def test_closing_computes_what_waits_and_admits_no_more(make):
     lane.go()
     assert waiting.result(20).results == [-1]
     closing.join(20)
-    assert not closing.is_alive() and not queue._thread.is_alive()
+    assert not closing.is_alive() and not any(thread.is_alive() for thread in queue._threads)
 
 
 def test_nothing_is_computed_for_nothing(make):
     assert make().submit(Slow(), [], []).result(1).results == []
+
+
+def test_several_threads_share_the_parts_of_a_request(make):
+    queue, lane, other = make(workers=2, batch_tokens=2), Slow(), Slow()
+    future = queue.submit(lane, [1, 2, 3, 4, 5], [1] * 5)
+    wait_for(lambda: len(lane.batches) == 2)  # both are computed, and the last row waits
+    assert queue.waiting() == (1, 1)
+    queue.submit(other, [6], [1])
+    lane.go(1)
+    wait_for(lambda: [5] in lane.batches)
+    lane.go(1)
+    wait_for(lambda: other.batches)  # the thread that computed a part has gone on
+    assert not future.done()
+    other.go()
+    lane.go()
+    done = future.result(20)
+    assert done.results == [-1, -2, -3, -4, -5] and queue.waiting() == (0, 0)
+
+
+def test_a_part_that_fails_is_the_end_of_the_others(make):
+    queue, lane = make(workers=2, batch_tokens=1), Slow()
+    future = queue.submit(lane, [1, "broken", 3, 4], [1] * 4)
+    wait_for(lambda: len(lane.batches) == 2)
+    lane.go()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        future.result(20)
+    wait_for(lambda: queue.waiting() == (0, 0))
+    assert queue.submit(lane, [7], [1]).result(20).results == [-7] and queue.stalled is None
+
+
+def test_a_stall_of_one_thread_of_several_is_seen(make):
+    queue, lane = make(workers=2, stall_seconds=0.05), Slow()
+    busy(queue, lane)
+    free = Slow()
+    free.go()
+    assert queue.submit(free, [1], [1]).result(20).results == [-1]
+    wait_for(lambda: queue.stalled)
+    lane.go()
+    wait_for(lambda: queue.stalled is None)
+
+
+def test_what_is_counted_is_what_waits(make):
+    """Whatever is cancelled, whenever."""
+    queue, lane, rng = make(workers=2, batch_tokens=5), Slow(), random.Random(0)
+    lane.go(10**6)
+    futures = [queue.submit(lane, [1] * n, [n] * n) for n in (rng.randrange(1, 5) for _ in range(500))]
+    for future in rng.sample(futures, 300):
+        future.cancel()
+    wait_for(lambda: all(future.done() for future in futures))
+    wait_for(lambda: queue.waiting() == (0, 0))
+
+
+def test_a_listener_that_fails_ends_nothing(make, caplog):
+    def fails(batch, seconds):
+        raise OSError("disk full")
+
+    queue, lane = make(on_batch=fails), Slow()
+    lane.go()
+    for row in (1, 2):
+        assert queue.submit(lane, [row], [1]).result(20).results == [-row]
+    wait_for(lambda: len(caplog.records) == 2)
+    assert "disk full" in caplog.text and queue.stalled is None
 
 
 def test_on_batch_is_told_of_each(make):
@@ -165,15 +228,16 @@ def test_on_batch_is_told_of_each(make):
     assert told == [([1, 2], 7, True)]
 
 
-@pytest.mark.parametrize("options", [{"batch_tokens": 0}, {"waiting_tokens": 0}])
+@pytest.mark.parametrize("options", [{"workers": 0}, {"batch_tokens": 0}, {"waiting_tokens": 0}])
 def test_bad_numbers_are_refused(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} is 0; expected at least 1"):
         TokenQueue(**options)
 
 
-def test_many_threads_at_once(make):
+@pytest.mark.parametrize("workers", [1, 3])
+def test_many_threads_at_once(make, workers):
     """Each gets its own results, whatever the batches were."""
-    queue, lane, wrong = make(batch_tokens=7), Slow(), []
+    queue, lane, wrong = make(workers=workers, batch_tokens=7), Slow(), []
     lane.go(10**6)
 
     def client(number):

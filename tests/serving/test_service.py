@@ -8,12 +8,13 @@ import re
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from serving.over_http import NAMES, httpx, listening
+from serving.over_http import NAMES, fastapi, httpx, listening
 from serving.served import ROUNDING, TEXTS, in_threads, same, wait_for
 
 from fastbert.inference import (
@@ -379,6 +380,21 @@ def test_keys(directory, caplog):
     assert not any("wrong" in line for line in caplog.messages)
 
 
+def test_below_a_path_of_another_application(service):
+    """What is open stays open, and errors have the form of their protocol."""
+    outer = fastapi.FastAPI()
+    outer.mount("/below", create_app(service, ["key"]))
+    key = {"authorization": "Bearer key"}
+    with listening(outer) as address, httpx.Client(base_url=f"{address}/below", timeout=20) as client:
+        assert client.get("/health").status_code == 200 and client.get("/info").status_code == 401
+        refused = client.post("/v1/embeddings", headers=key, json={"model": "sentences", "input": []})
+        assert refused.status_code == 422 and refused.json()["error"]["type"] == "invalid_request_error"
+        form = {"content-type": "application/x-www-form-urlencoded"} | key
+        body = b'{"instances": ["It rains."]}'
+        assert client.post("/v1/models/sentences:predict", headers=form, content=body).status_code == 200
+        assert client.post("/embed", headers=form, content=b'{"inputs": "a"}').status_code == 415
+
+
 # ---- time
 
 
@@ -471,7 +487,7 @@ def test_a_client_that_goes_away_is_not_computed(slow):
     wait_for(lambda: held.calls)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{address}/embed", json={"inputs": ["b", "c"]}, timeout=0.2)
-    wait_for(lambda: service.queue.waiting() == (0, 0) or service.queue._line[0].future.cancelled())
+    wait_for(lambda: service.queue.waiting() == (0, 0))
     held.gate.set()
     first.join(20)
     assert httpx.post(f"{address}/embed", json={"inputs": "d"}).status_code == 200
@@ -490,7 +506,7 @@ def test_what_waits_is_answered_before_the_end(directory, monkeypatch):
     for thread in threads:
         thread.join(20)
     assert [response.status_code for response in results] == [200, 200]
-    assert not service.queue._thread.is_alive()
+    assert not any(thread.is_alive() for thread in service.queue._threads)
 
 
 def test_scores_that_the_sigmoid_makes_equal_keep_their_order(post, service, monkeypatch):
@@ -533,19 +549,23 @@ def test_a_model_that_fails_is_said_and_survived(directory, monkeypatch):
     assert "input 0 is not finite" in answers[1].json()["error"]
 
 
-def test_many_clients_at_once_get_their_own_answers(client, encoder):
+@pytest.mark.parametrize("workers", [1, 3])
+def test_many_clients_at_once_get_their_own_answers(directory, encoder, workers):
+    """Batches are small, so that all workers are at it."""
+    app = create_app(Service([load(directory / "sentences")], Limits(workers=workers, batch_tokens=50)))
     texts = [f"{text} {number}" for number in range(10) for text in TEXTS]
     expected, wrong = encoder.encode(texts).numpy(), []
 
     def ask(number):
-        with httpx.Client(base_url=client.base_url, timeout=30) as own:
+        with httpx.Client(base_url=address, timeout=30) as own:
             for turn in range(5):
                 chosen = [(number * 7 + turn * 3 + i) % len(texts) for i in range(1 + turn)]
                 body = {"inputs": [texts[i] for i in chosen], "normalize": False}
                 if not np.allclose(own.post("/embed", json=body).json(), expected[chosen], ROUNDING, ROUNDING):
                     wrong.append(chosen)
 
-    in_threads(ask, 12, 60)
+    with listening(app) as address:
+        in_threads(ask, 12, 60)
     assert not wrong
 
 
@@ -556,6 +576,9 @@ def test_what_cannot_be_served(directory, tmp_path):
     with pytest.raises(ValueError, match="models are none; expected at least one"):
         Service([])
     twice = load(directory / "tags")
+    on_gpu = ServedModel("far", directory, {"embeddings": SimpleNamespace(device=torch.device("cuda"))})
+    with pytest.raises(ValueError, match="workers is 2; expected 1: a GPU computes one batch after another"):
+        Service([on_gpu], Limits(workers=2))
     with pytest.raises(ValueError, match="models are tags, tags; expected at least one, each with a name of its own"):
         Service([twice, twice])
     with pytest.raises(ValueError, match="timeout is 0; expected a number above 0"):
