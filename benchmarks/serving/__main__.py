@@ -70,6 +70,8 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     }  # fmt: skip
     if options.endurance:
         return found
+    if options.workers:
+        found[f"{OURS} --workers {options.workers}"] = [*found[OURS], "--workers", str(options.workers)]
     found["plain"] = [sys.executable, "-m", "benchmarks.serving.plain", directory, "PORT", threads]
     if options.infinity:
         found["infinity"] = [
@@ -191,6 +193,7 @@ def _versions(program: str) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--infinity", metavar="PROGRAM", help="infinity_emb, in an environment of its own")
+    parser.add_argument("--workers", type=int, metavar="N", help="of fastbert, which runs once more with them")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--seconds", type=float, default=10.0, help="of a round (default: 10)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
@@ -198,8 +201,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each service (default: all)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines")
     options = parser.parse_args()
-    if options.endurance and options.infinity:
-        parser.error("--endurance is of fastbert alone; expected it without --infinity")
+    if options.endurance and (options.infinity or options.workers):
+        parser.error("--endurance is of fastbert alone; expected it without --infinity and --workers")
     head, texts, rows = provenance.head(), texts_of_all_lengths(0), []
     if options.infinity:
         head["infinity"] = _versions(options.infinity)
