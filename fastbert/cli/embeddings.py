@@ -132,9 +132,10 @@ def _embed(args: argparse.Namespace) -> None:
     if output.suffix not in (".npy", ""):
         raise ValueError(f"--output is {output}; expected a name that ends in .npy")
     encoder = _encoder(args)
+    found = _encode(args, encoder, texts, args.prompt_name).cpu().numpy()
     with replacing(output) as file:
-        numpy.save(file, _encode(args, encoder, texts, args.prompt_name).cpu().numpy())
-    print(f"{output}: {(len(texts), encoder.model.config.hidden_size)} float32")
+        numpy.save(file, found)
+    print(f"{output}: {found.shape} {found.dtype}")
 
 
 def _embed_files(args: argparse.Namespace) -> None:

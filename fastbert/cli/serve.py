@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -14,6 +15,8 @@ import torch
 
 from fastbert.cli.common import add_runtime, lines, model_options
 from fastbert.require import require
+
+KEEP_ALIVE = 75  # seconds; longer than clients and load balancers keep idle connections, so that they are who closes
 
 
 def add(commands) -> None:
@@ -52,7 +55,12 @@ def _serve(args: argparse.Namespace) -> None:
     _log_lines()
     server = uvicorn.Server(
         uvicorn.Config(
-            app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=int(args.timeout) + 1
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=math.ceil(args.timeout) + 1,
+            timeout_keep_alive=KEEP_ALIVE,
         )
     )
     for number in (signal.SIGTERM, signal.SIGINT):  # before uvicorn's own handlers are there, and after it has ended

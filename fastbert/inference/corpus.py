@@ -197,6 +197,7 @@ def _agree(directory: Path, manifest: dict[str, Any]) -> None:
         raise ValueError(f"{directory} has {parts[0].name} and no {MANIFEST}: whose it is nobody knows")
     there = _manifest(directory) if (directory / MANIFEST).exists() else None
     if not parts:  # a run that ended before its first one binds nobody
+        (directory / INDEX).unlink(missing_ok=True)  # of embeddings that were there before
         write_text(directory / MANIFEST, json.dumps(manifest | {"rows": None}, indent=1) + "\n")
         return
     for name, value in manifest.items():

@@ -18,13 +18,15 @@ from fastbert.inference.sentences import SentenceEncoder
 from fastbert.require import require
 
 AHEAD = 2  # parts of a worker: one is computed, the next one waits
+RETRIES = 5  # of a part whose worker dies
 
 
 class RayEngine:
     """Workers of `embed_corpus` on a Ray cluster. Each loads the encoder and writes whole parts itself.
 
     A worker that dies is started again, and its parts are computed again: nothing is lost, and as a part is replaced
-    whole, nothing doubled. All machines have to see the encoder's directory and the corpus's under the same path.
+    whole, nothing doubled. A part with which a worker dies every time ends the job, with its name. All machines have to
+    see the encoder's directory and the corpus's under the same path.
     """
 
     def __init__(
@@ -42,26 +44,34 @@ class RayEngine:
         ray = require("ray", "ray")
         if not ray.is_initialized():
             ray.init(log_to_driver=False)
-        kind = ray.remote(max_restarts=-1, max_task_retries=-1, **self.resources)(_Worker)
+        kind = ray.remote(max_restarts=-1, max_task_retries=RETRIES, **self.resources)(_Worker)
         threads = max(1, int(self.resources["num_cpus"]))
         workers = [kind.remote(self.source, recipe, threads, self.options) for _ in range(self.workers)]
         free, running = deque(workers * AHEAD), {}
 
         def finish_one() -> None:
             (done,), _ = ray.wait(list(running), num_returns=1)
-            worker, texts = running.pop(done)
-            for message in ray.get(done):
+            worker, part = running.pop(done)
+            try:
+                messages = ray.get(done)
+            except ray.exceptions.RayActorError as error:
+                if getattr(error, "actor_init_failed", False):
+                    raise
+                its = [part, *(other for with_, other in running.values() if with_ is worker)]
+                names = " or ".join(sorted(one.path.name for one in its))
+                raise RuntimeError(f"RayEngine: a worker died {RETRIES + 1} times, of {names}: {error}") from error
+            for message in messages:
                 warnings.warn(message, stacklevel=4)
             free.append(worker)
             if progress:
-                progress(texts)
+                progress(len(part.texts))
 
         try:
             for part in parts:
                 if not free:
                     finish_one()
                 worker = free.popleft()
-                running[worker.write.remote(part)] = worker, len(part.texts)
+                running[worker.write.remote(part)] = worker, part
             while running:
                 finish_one()
         finally:
@@ -106,5 +116,7 @@ class BatchEmbedder:
         self.prompt = {} if prompt_name is None else {"prompt_name": prompt_name}
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        texts = [str(text) for text in batch[self.column]]
+        texts = list(batch[self.column])
+        if wrong := [text for text in texts if not isinstance(text, str)]:
+            raise TypeError(f"BatchEmbedder: {self.column} has {wrong[0]!r:.80}; expected texts")
         return {**batch, self.output: self.encoder.encode_document(texts, **self.prompt).cpu().numpy()}

@@ -47,8 +47,10 @@ async def embeddings(
     width, normalize = encoder.width, encoder.normalize if normalize is None else normalize
     if dimensions is not None and not 0 < dimensions <= width:
         raise invalid("dimensions", f"is {dimensions}; expected 1 to {width}")
+    if prompt_name is not None and not isinstance(inputs[0], str):
+        raise invalid("prompt_name", "is for texts; token ids are embedded as they are")
     texts, skip = prompted(model, inputs, prompt_name)
-    skip = skip if isinstance(inputs[0], str) else 0  # token ids are embedded as they are
+    skip = skip if isinstance(inputs[0], str) else 0
     lane = Lane(encoder, "embed", (("normalize", False), ("skip", skip)))
     found = await service.run(request, model, EMBED, texts, lane, truncate=truncate)
     vectors = torch.stack(found.results)[:, :dimensions]

@@ -1,5 +1,6 @@
 """The application: routes, keys, limits on bodies, errors in each protocol's form, one line of log a request."""
 
+import asyncio
 import hmac
 import json
 import logging
@@ -26,7 +27,7 @@ from fastbert.serving.service import Gone, Service
 
 LOG = logging.getLogger("fastbert.serving")
 TYPE = re.compile(r"str$|int$|(list|constrained|function-\w+)\b|[A-Z]\w*$")  # in pydantic's places
-OPEN = ("/health", "/ping", "/ui")  # without a key: load balancers, and the page, which asks people for it
+OPEN = ("/health", "/ping", "/ui")  # without a key, as GET / is: load balancers, and the page, which asks people
 FORMS = {  # of errors, by the beginning of the path
     "/v1/embeddings": openai.error,
     "/v1/models": tensorflow.error,
@@ -162,7 +163,8 @@ class Guard:
             self._count(scope["method"], path, status, time.monotonic() - start)
 
     def _refused(self, scope: MutableMapping, headers: dict[bytes, bytes]) -> Problem | None:
-        if self.keys and path_of(scope) not in OPEN and not self._knows(headers.get(b"authorization", b"")):
+        is_open = path_of(scope) in (OPEN if scope["method"] == "POST" else (*OPEN, "/"))
+        if self.keys and not is_open and not self._knows(headers.get(b"authorization", b"")):
             return Problem(401, "Validation", "expected the header Authorization: Bearer KEY, with a valid key")
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self.service.limits.body:
@@ -183,14 +185,18 @@ class Guard:
         return Problem(413, "Validation", f"the body is larger than {self.service.limits.body} bytes")
 
     def _limited(self, receive: Receive) -> Receive:
-        """Of bodies whose length was not said before."""
-        read = 0
+        """Of bodies whose length was not said before, or that do not come."""
+        limits = self.service.limits
+        read, until, there = 0, time.monotonic() + limits.timeout, False
 
         async def limited() -> MutableMapping:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > self.service.limits.body:
+            nonlocal read, there
+            try:  # what follows a body is that its client leaves, at any time
+                message = await asyncio.wait_for(receive(), None if there else until - time.monotonic())
+            except asyncio.TimeoutError:
+                raise HTTPException(408, f"the body did not arrive within {limits.timeout:g} s") from None
+            read, there = read + len(message.get("body", b"")), not message.get("more_body", False)
+            if read > limits.body:
                 problem = self._too_large()
                 raise HTTPException(problem.status, problem.message)
             return message

@@ -24,7 +24,7 @@ class EmbeddingsBody(BaseModel):
     model_config = ConfigDict(strict=True)
     input: str | List[str] | Tokens | List[Tokens]
     model: str | None = None
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = None
     user: str | None = None
 

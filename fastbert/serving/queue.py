@@ -133,6 +133,8 @@ class TokenQueue:
         with self._changed:
             if self._closing:
                 raise Problem(503, "Unhealthy", "the service is shutting down")
+            if not any(thread.is_alive() for thread in self._threads):
+                raise Problem(503, "Unhealthy", "the inference threads have ended")
             what = f"{self._tokens} tokens are waiting, and at most {self.waiting_tokens} may"
             self.check_room(self._tokens, request.waiting, what)
             self._line[request] = None

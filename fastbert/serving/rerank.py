@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fastbert.serving.answers import List, best_first, json_response, scores, sigmoid
-from fastbert.serving.errors import Problem
+from fastbert.serving.errors import Problem, invalid
 from fastbert.serving.models import RERANK
 from fastbert.serving.service import Service
 
@@ -19,7 +19,7 @@ class Document(BaseModel):
 
 
 class RerankBody(BaseModel):
-    """Longer documents are cut, as by the originals."""
+    """Longer documents are cut where the model ends; Cohere's max_tokens_per_doc may not ask for shorter ones."""
 
     model_config = ConfigDict(strict=True)
     model: str | None = None
@@ -27,6 +27,7 @@ class RerankBody(BaseModel):
     documents: List[str | Document]
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = False
+    max_tokens_per_doc: int | None = None
 
 
 def error(problem: Problem) -> dict[str, Any]:
@@ -50,6 +51,9 @@ async def answer(service: Service, request: Request, body: RerankBody) -> Respon
     service.check("documents", texts)
     service.check("query", [body.query])
     model = service.model(body.model, RERANK)
+    if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < model.max_length:
+        what = f"is {body.max_tokens_per_doc}; expected at least the model's length, {model.max_length}, or none"
+        raise invalid("max_tokens_per_doc", what)
     found, tokens = await scores(service, request, model, body.query, texts, truncate=True)
     order, found = best_first(found)[: body.top_n], sigmoid(found)  # of logits: the sigmoid makes large ones equal
     results = [

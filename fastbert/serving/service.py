@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from fastbert.serving.models import ServedModel
 from fastbert.serving.queue import Lane, TokenQueue
 
 CHARACTERS_PER_TOKEN = 4  # of English text; texts that are not tokenized yet are counted by it
+MOST = 10**9  # of any limit
 T = TypeVar("T")
 
 
@@ -25,7 +27,8 @@ class Limits:
     batch_tokens None is 16384 where a model is on a GPU, else 4096, which a processor's caches prefer. Each worker
     computes with `torch.get_num_threads()` threads; give them the cores to share.
 
-    timeout: seconds of a request, from its arrival to its answer. Raises ValueError for numbers that are not above 0.
+    timeout: seconds in which a body arrives, and then those until its answer. Raises ValueError for numbers that are
+    not above 0, and enormous ones.
     """
 
     inputs: int = 32
@@ -38,8 +41,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}; expected a number above 0")
+            if value is not None and not 0 < value < MOST:
+                raise ValueError(f"{name} is {value}; expected a number above 0, and below {MOST}")
 
 
 class Found(NamedTuple):
@@ -74,6 +77,7 @@ class Service:
         )
         self.metrics = Metrics(self.queue.waiting)
         self._encoding = ThreadPoolExecutor(2, "fastbert-encoding")
+        self._counting = threading.Lock()
         self._characters = 0  # that wait to be tokenized, or are being tokenized
 
     def model(self, name: str | None, task: str | None = None) -> ServedModel:
@@ -120,18 +124,25 @@ class Service:
     async def in_thread(self, request: Request, characters: int, call: Callable[[], T]) -> T:
         """What a call that tokenizes so many characters gives. Before it, as much may wait as in the queue.
 
-        Raises Problem if more would wait (429), for what takes longer than the limit (503), and what the call raises;
-        Gone if the client has left.
+        Raises Problem for more than a body may have (413: a query counts with each of its documents), if more would
+        wait (429), for what takes longer than the limit (503), and what the call raises; Gone if the client has left.
         """
+        if characters > self.limits.body:
+            message = (
+                f"{characters} characters to tokenize, a query with each text; expected at most {self.limits.body}"
+            )
+            raise Problem(413, "Validation", message)
         waiting = self._characters // CHARACTERS_PER_TOKEN
         what = f"texts of some {waiting} tokens wait to be tokenized"
         self.queue.check_room(waiting, characters // CHARACTERS_PER_TOKEN, what)
         future = self._encoding.submit(call)
-        self._characters += characters
-        try:
-            return await self._answer(request, future, self.limits.timeout)
-        finally:
-            self._characters -= characters
+        self._wait_to_tokenize(characters)
+        future.add_done_callback(lambda _: self._wait_to_tokenize(-characters))  # once it has ended, whoever has left
+        return await self._answer(request, future, self.limits.timeout)
+
+    def _wait_to_tokenize(self, characters: int) -> None:
+        with self._counting:
+            self._characters += characters
 
     async def compute(
         self, request: Request, lane: Lane, rows: Sequence[Any], lengths: Sequence[int], encoding: float = 0.0

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import fastbert
+from fastbert.prepared import CONFIG_ENTRY
 from fastbert.serving import rerank as documents
 from fastbert.serving.answers import (
     List,
@@ -29,6 +30,8 @@ from fastbert.serving.answers import (
 from fastbert.serving.errors import Problem, invalid
 from fastbert.serving.models import CLASSIFY, EMBED, FILL, RERANK, Lane, ServedModel
 from fastbert.serving.service import CHARACTERS_PER_TOKEN, Service
+
+MOST_TOKENS = 1 << 16  # in an answer of /tokenize, where each has a hundred bytes
 
 
 class Body(BaseModel):
@@ -141,9 +144,8 @@ def routes(service: Service) -> APIRouter:
         model = service.model(body.model)
         texts = prompted(model, inputs, body.prompt_name)[0] if EMBED in model.predictors else inputs
         check_text("inputs", texts)
-        encode = functools.partial(model.any.tokenizer.encode_batch, texts, add_special_tokens=body.add_special_tokens)
-        encodings = await service.in_thread(request, sum(map(len, texts)), encode)
-        return json_response([tokens_of(text, encoding) for text, encoding in zip(texts, encodings, strict=True)])
+        call = functools.partial(tokenized, model.any.tokenizer, texts, body.add_special_tokens)
+        return await service.in_thread(request, sum(map(len, texts)), call)
 
     @router.post("/decode")
     async def decode(body: DecodeBody, request: Request) -> Response:
@@ -174,7 +176,9 @@ def routes(service: Service) -> APIRouter:
 
 def reports(router: APIRouter, service: Service) -> None:
     @router.get("/health")
-    @router.get("/ping", include_in_schema=False)
+    @router.head("/health", include_in_schema=False)
+    @router.api_route("/ping", methods=["GET", "HEAD"], include_in_schema=False)
+    @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def health() -> Response:
         if why := service.queue.stalled:
             raise Problem(503, "Unhealthy", why)
@@ -210,6 +214,14 @@ def sequences(inputs: str | list) -> tuple[list[str | tuple[str, str]], bool]:
     return [one[0] if len(one) == 1 else tuple(one) for one in inputs], False
 
 
+def tokenized(tokenizer: Any, texts: list[str], special: bool) -> Response:
+    """Raises Problem, 413, for more tokens than an answer may have."""
+    encodings = tokenizer.encode_batch(texts, add_special_tokens=special)
+    if (count := sum(map(len, encodings))) > MOST_TOKENS:
+        raise Problem(413, "Validation", f"inputs have {count} tokens; expected at most {MOST_TOKENS}")
+    return json_response([tokens_of(text, encoding) for text, encoding in zip(texts, encodings, strict=True)])
+
+
 def tokens_of(text: str, encoding: Any) -> list[dict[str, Any]]:
     """start and stop: characters; none of special tokens."""
     columns = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
@@ -222,11 +234,11 @@ def tokens_of(text: str, encoding: Any) -> list[dict[str, Any]]:
 
 def info_of(service: Service, model: ServedModel) -> dict[str, Any]:
     config, limits = model.any.model.config, service.limits
-    parameter = next(model.any.model.parameters(), None)
+    parameter, precision = next(model.any.model.parameters()), config.extra.get(CONFIG_ENTRY, {}).get("precision")
     return {
         "model_id": model.name,
         "model_sha": None,
-        "model_dtype": "prepared" if parameter is None else str(parameter.dtype).removeprefix("torch."),
+        "model_dtype": precision or str(parameter.dtype).removeprefix("torch."),
         "model_type": kind_of(model, config),
         "models": {name: list(served.predictors) for name, served in service.models.items()},
         "max_concurrent_requests": None,
@@ -252,7 +264,10 @@ def kind_of(model: ServedModel, config: Any) -> dict[str, Any]:
 # ---- what text-embeddings-inference does not do: Hugging Face's fields for it
 
 
-MOST_FILLS, MOST_CHARACTERS = 100, 20_000  # of a mask; of a request
+MOST_FILLS, MOST_CHARACTERS = 100, 10_000_000  # of a mask; in an answer, where each fill has the whole text
+
+
+FILLS = 5  # of a mask, unless top_k says otherwise
 
 
 class TaskParameters(BaseModel):
@@ -272,16 +287,25 @@ async def task(service: Service, request: Request, model: ServedModel, body: Tas
     """
     inputs = several(body.inputs)
     service.check("inputs", inputs)
-    count = (body.parameters and body.parameters.top_k) or 5
-    if model.task == FILL and count > min(MOST_FILLS, model.any.config.vocab_size):
-        raise invalid("parameters.top_k", f"is {count}; expected 1 to {min(MOST_FILLS, model.any.config.vocab_size)}")
-    if model.task == FILL and sum(map(len, inputs)) > MOST_CHARACTERS:  # each fill has the whole text
-        raise invalid("inputs", f"has {sum(map(len, inputs))} characters; expected at most {MOST_CHARACTERS}", 413)
+    count = (body.parameters and body.parameters.top_k) or FILLS
+    if model.task == FILL:
+        if count > min(MOST_FILLS, model.any.config.vocab_size):
+            most = min(MOST_FILLS, model.any.config.vocab_size)
+            raise invalid("parameters.top_k", f"is {count}; expected 1 to {most}")
+        check_fills(model, "inputs", inputs, count)
     lane = Lane(model.any, options=(("top_k", count),) if model.task == FILL else ())
     found = await service.run(request, model, model.task, inputs, lane, truncate=bool(body.truncate))
     finite(found.results)
     results = [filled(masks) for masks in found.results] if model.task == FILL else list(map(tagged, found.results))
     return json_response(results[0] if isinstance(body.inputs, str) else results)
+
+
+def check_fills(model: ServedModel, field: str, texts: list[str], count: int = FILLS) -> None:
+    """Raises Problem, 413, where so many fills of each mask would make too large an answer."""
+    mask = model.any.tokenizer.id_to_token(model.any.mask_id)
+    if (found := sum(count * text.count(mask) * len(text) for text in texts)) > MOST_CHARACTERS:
+        what = f"has masks whose fills, each with the whole text, have {found} characters"
+        raise invalid(field, f"{what}; expected at most {MOST_CHARACTERS}", 413)
 
 
 def filled(masks: list[list[Any]]) -> list:

@@ -16,7 +16,7 @@ from fastbert.serving.answers import checked, embeddings, finite, json_response,
 from fastbert.serving.errors import Problem, invalid
 from fastbert.serving.models import CLASSIFY, EMBED, FILL, RERANK, Lane, ServedModel
 from fastbert.serving.service import Service
-from fastbert.serving.tei import filled, tagged
+from fastbert.serving.tei import check_fills, filled, tagged
 
 
 class PredictBody(BaseModel):
@@ -32,25 +32,18 @@ def error(problem: Problem) -> dict[str, str]:
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["TensorFlow Serving"])
 
-    @router.post("/v1/models/{name}:predict")
-    @router.post("/v1/models/{name}/versions/{version}:predict")
+    # The decorator beside a function is the first route: names may have slashes, and would take what follows them.
+    @router.post("/v1/models/{name:path}:predict")
+    @router.post("/v1/models/{name:path}/versions/{version}:predict")
     async def predict(name: str, body: PredictBody, request: Request, version: str = "1") -> Response:
         model = versioned(service, name, version)
         inputs, field = rows_of(body)
         service.check(field, inputs)
-        results = await predictions(service, request, model, inputs)
+        results = await predictions(service, request, model, inputs, field)
         return json_response({"predictions" if field == "instances" else "outputs": results})
 
-    @router.get("/v1/models/{name}")
-    @router.get("/v1/models/{name}/versions/{version}")
-    def status(name: str, version: str = "1") -> Response:
-        """And what OpenAI's clients ask for by the first of these paths: each ignores the other's fields."""
-        versioned(service, name, version)
-        state = {"version": "1", "state": "AVAILABLE", "status": {"error_code": "OK", "error_message": ""}}
-        return json_response({"model_version_status": [state], **openai.model_of(name)})
-
-    @router.get("/v1/models/{name}/metadata")
-    @router.get("/v1/models/{name}/versions/{version}/metadata")
+    @router.get("/v1/models/{name:path}/metadata")
+    @router.get("/v1/models/{name:path}/versions/{version}/metadata")
     def metadata(name: str, version: str = "1") -> Response:
         model = versioned(service, name, version)
         text = {"dtype": "DT_STRING", "tensor_shape": {"dim": [{"size": "-1"}], "unknown_rank": False}, "name": "text"}
@@ -58,6 +51,14 @@ def routes(service: Service) -> APIRouter:
         spec = {"name": model.name, "signature_name": "", "version": "1"}
         found = {"signature_def": {"signature_def": {"serving_default": signature}}}
         return json_response({"model_spec": spec, "metadata": found})
+
+    @router.get("/v1/models/{name:path}")
+    @router.get("/v1/models/{name:path}/versions/{version}")
+    def status(name: str, version: str = "1") -> Response:
+        """And what OpenAI's clients ask for by the first of these paths: each ignores the other's fields."""
+        versioned(service, name, version)
+        state = {"version": "1", "state": "AVAILABLE", "status": {"error_code": "OK", "error_message": ""}}
+        return json_response({"model_version_status": [state], **openai.model_of(name)})
 
     return router
 
@@ -74,7 +75,7 @@ def rows_of(body: PredictBody) -> tuple[list[str | tuple[str, str]], str]:
     """Texts and pairs, and the field that had them."""
     if (body.instances is None) == (body.inputs is None):
         raise invalid("instances", "or inputs is expected, one of the two")
-    if body.signature_name not in (None, "serving_default"):
+    if body.signature_name not in (None, "", "serving_default"):
         raise invalid("signature_name", f"is {body.signature_name!r}; expected 'serving_default'")
     field = "inputs" if body.instances is None else "instances"
     rows = body.instances if body.instances is not None else of_columns(body.inputs)
@@ -99,15 +100,17 @@ def text_of(row: Any, field: str) -> str | tuple[str, str]:
     return (row["text"], row["pair"]) if "pair" in row else row["text"]
 
 
-async def predictions(service: Service, request: Request, model: ServedModel, inputs: list) -> Any:
+async def predictions(service: Service, request: Request, model: ServedModel, inputs: list, field: str) -> Any:
     """For each row an embedding, the classes' probabilities by label, the pair's score, entities, or fills."""
     pairs = [isinstance(one, tuple) for one in inputs]
     if model.task == RERANK and not all(pairs):
-        raise invalid(f"instances[{pairs.index(False)}]", 'is one text; a reranker takes {"text": ..., "pair": ...}')
+        raise invalid(f"{field}[{pairs.index(False)}]", 'is one text; a reranker takes {"text": ..., "pair": ...}')
     if model.task not in (RERANK, CLASSIFY) and any(pairs):
-        raise invalid(f"instances[{pairs.index(True)}]", f"is a pair; {model.task} is of one text")
+        raise invalid(f"{field}[{pairs.index(True)}]", f"is a pair; {model.task} is of one text")
     if model.task == EMBED:
         return (await embeddings(service, request, model, inputs, truncate=False))[0]
+    if model.task == FILL:
+        check_fills(model, field, inputs)
     found = await service.run(request, model, model.task, inputs, Lane(model.any), truncate=False)
     if model.task == RERANK:
         return sigmoid(checked(torch.stack(found.results).squeeze(-1)))

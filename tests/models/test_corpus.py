@@ -319,6 +319,11 @@ def test_an_index_finds_what_search_finds(directory, tmp_path, measure):
     queries = encoder.encode([*TEXTS, "another text"])
     expected, found = (corpus.search(encoder, queries, 4, index=index) for index in (False, True))
     assert torch.equal(found[1], expected[1])
+    for part in (tmp_path / "out").glob("part-*"):
+        part.unlink()
+    other = embed_corpus(encoder, write(tmp_path / "y.txt", CORPUS[::-1]), tmp_path / "out", shard_rows=20)
+    with pytest.raises(FileNotFoundError, match="no index.usearch"):  # that of the embeddings before
+        other.search(encoder, queries, 4, index=True)
     rounding = encoder.width * torch.finfo(torch.float32).eps  # of as many products, added up in usearch's own order
     torch.testing.assert_close(found[0], expected[0], rtol=rounding, atol=rounding)
     assert corpus.search(encoder, queries[:1], 4, index=True)[1].shape == (1, 4)

@@ -13,6 +13,7 @@ from serving.served import TEXTS, same, save_models
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.slow
 
+import fastbert.inference.ray  # noqa: E402
 from fastbert import cli  # noqa: E402
 from fastbert.inference import SentenceEncoder, embed_corpus  # noqa: E402
 from fastbert.inference.ray import BatchEmbedder, RayEngine  # noqa: E402
@@ -68,6 +69,21 @@ def test_what_a_worker_finds_wrong_is_raised(directory, file, tmp_path):
         RayEngine(directory, workers=0)
 
 
+def test_a_part_that_kills_its_workers_ends_the_job(directory, file, tmp_path, monkeypatch):
+    """As one does that is too large for a machine's memory."""
+    encoder = SentenceEncoder.from_pretrained(directory)
+
+    class Dies(fastbert.inference.ray._Worker):
+        def write(self, part):
+            if part.first == 1000:
+                os._exit(137)
+            return super().write(part)
+
+    monkeypatch.setattr(fastbert.inference.ray, "_Worker", Dies)
+    with pytest.raises(RuntimeError, match="a worker died 6 times, of .*part-00002.parquet"):
+        embed_corpus(encoder, file, tmp_path / "out", shard_rows=500, engine=RayEngine(directory))
+
+
 def test_texts_that_a_worker_cuts_are_said(directory, tmp_path):
     encoder = SentenceEncoder.from_pretrained(directory, max_length=9)
     (tmp_path / "corpus.txt").write_text("a cat\n" + "a cat sits outside " * 9 + "\n")
@@ -85,6 +101,8 @@ def test_ray_data(directory):
     assert [row["text"] for row in rows] == CORPUS[:300]
     vectors = np.stack([row["embedding"] for row in rows])
     same(vectors, encoder.encode(CORPUS[:300]))
+    with pytest.raises(TypeError, match="text has None; expected texts"):
+        BatchEmbedder(directory)({"text": np.array(["a", None], object)})
 
 
 def test_the_command(directory, file, tmp_path, capsys):

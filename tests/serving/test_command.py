@@ -1,6 +1,7 @@
 """`fastbert serve` as a process: what it prints, logs and refuses, and how it ends."""
 
 import gzip
+import http.client
 import json
 import logging
 import re
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -72,6 +74,19 @@ def test_lines_of_the_log_are_json():
 
 
 @pytest.mark.slow
+def test_idle_connections_stay_open_longer_than_clients_keep_them(directory):
+    """httpx closes them after five seconds, as uvicorn would: whoever asks then would meet a closed one."""
+    process, _, address = started("--model", directory / "tags")
+    connection = http.client.HTTPConnection(address.removeprefix("http://"))
+    for pause in (6, 0):
+        connection.request("GET", "/health")
+        assert connection.getresponse().read() == b""
+        time.sleep(pause)
+    process.terminate()
+    assert process.wait(30) == 0
+
+
+@pytest.mark.slow
 def test_spans_go_where_the_environment_says(directory, monkeypatch):
     pytest.importorskip("fastapi.telemetry")
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -112,6 +127,8 @@ def test_spans_go_where_the_environment_says(directory, monkeypatch):
         (["--model", "{directory}/tags", "--port", "{taken}"], "cannot listen on 127.0.0.1, port {taken}: "),
         (["--model", "{directory}/tags", "--port", "99999"], "cannot listen on 127.0.0.1, port 99999: "),
         (["--model", "{directory}/tags", "--timeout", "0"], "timeout is 0.0; expected a number above 0"),
+        (["--model", "{directory}/tags", "--timeout", "inf"], "timeout is inf; expected a number above 0, and below"),
+        (["--model", "{directory}/tags", "--workers", "0"], "workers is 0; expected a number above 0"),
         (["--model", "{directory}/tags", "--max-inputs", "-1"], "inputs is -1; expected a number above 0"),
     ],
 )

@@ -157,4 +157,4 @@ def test_every_tab(page, directory):
 def test_what_goes_wrong_is_said(page):
     assert page.do("Compare", texts="").text == "There is no text."
     assert "has no [MASK]" in page.do("Fill masks", text="nothing").text
-    assert "expected at most 64" in page.do("Attention", text="cat " * 80).text
+    assert "expected at most 32" in page.do("Attention", text="cat " * 80).text

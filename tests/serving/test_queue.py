@@ -1,6 +1,7 @@
 """The line of requests: its order, its batches, and what becomes of requests that are given up."""
 
 import random
+import sys
 import threading
 
 import pytest
@@ -136,6 +137,15 @@ def test_a_stall_is_seen(make):
     assert "a batch has been computed for" in queue.stalled
     lane.go()
     wait_for(lambda: queue.stalled is None)
+
+
+def test_nothing_is_admitted_once_the_threads_have_ended(make):
+    queue, lane = make(), Slow()
+    lane.compute = lambda rows: sys.exit()
+    queue.submit(lane, [1], [1])
+    wait_for(lambda: queue.stalled == "an inference thread has ended")
+    with pytest.raises(Problem, match="the inference threads have ended"):
+        queue.submit(lane, [2], [1])
 
 
 def test_closing_computes_what_waits_and_admits_no_more(make):

@@ -273,6 +273,21 @@ BAD = {  # path, status, body, and what the answer says
         {"inputs": "[MASK]", "model": "masks", "parameters": {"top_k": 101}},
         "is 101; expected 1 to ",
     ),
+    "an answer of fills": (
+        "/",
+        413,
+        {"inputs": "x" * 5100 + "[MASK]" * 40, "model": "masks", "parameters": {"top_k": 50}},
+        "inputs: has masks whose fills, each with the whole text, have 10680000 characters; expected at most 10000000",
+    ),
+    "fills in rows": ("/v1/models/masks:predict", 413, {"instances": ["[MASK]" * 1000]}, "instances: has masks whose"),
+    "a query for each": ("/rerank", 413, {"query": "a" * 9000, "texts": ["b"] * 3}, "27003 characters to tokenize"),
+    "a prompt for ids": ("/embed", 422, {"inputs": [5], "prompt_name": "query"}, "prompt_name: is for texts"),
+    "cut documents": (
+        "/v2/rerank",
+        422,
+        {"query": "a", "documents": ["b"], "max_tokens_per_doc": 31},
+        "max_tokens_per_doc: is 31; expected at least the model's length, 32, or none",
+    ),
     "no such prompt": ("/embed", 422, {"inputs": "a", "prompt_name": "x"}, "no prompt 'x'"),
     "no dimension": ("/embed", 422, {"inputs": "a", "dimensions": 0}, "dimensions: is 0; expected 1 to 48"),
     "too many dimensions": ("/v1/embeddings", 422, {"input": "a", "dimensions": 49}, "is 49; expected 1 to 48"),
@@ -289,8 +304,9 @@ BAD = {  # path, status, body, and what the answer says
     "unequal columns": ("/v1/models/classes:predict", 422, {"inputs": {"text": ["a"], "pair": ["b", "c"]}}, "1, 2"),
     "one text for a pair": ("/v1/models/reranker:predict", 422, {"instances": ["a"]}, "a reranker takes"),
     "a pair for one text": ("/v1/models/tags:predict", 422, {"instances": [{"text": "a", "pair": "b"}]}, "is a pair"),
+    "a pair in a column": ("/v1/models/tags:predict", 422, {"inputs": {"text": ["a"], "pair": ["b"]}}, r"inputs\[0\]"),
     "a signature": ("/v1/models/tags:predict", 422, {"instances": ["a"], "signature_name": "x"}, "'serving_default'"),
-    "an unknown route": ("/embeddings", 404, {"inputs": "a"}, "no such route"),
+    "an unknown route": ("/embeds", 404, {"inputs": "a"}, "no such route"),
 }
 
 
@@ -378,6 +394,20 @@ def test_keys(directory, caplog):
         assert httpx.get(f"{address}/health").status_code == 200 and httpx.get(f"{address}/metrics").status_code == 401
         wait_for(lambda: sum('"status": 401' in line for line in caplog.messages) >= len(wrong) + 1)
     assert not any("wrong" in line for line in caplog.messages)
+
+
+def test_probes_need_no_key_and_names_may_have_slashes(directory):
+    app = create_app(Service([load(directory / "sentences", "org/name")], LIMITS), ["key"])
+    with listening(app) as address, httpx.Client(base_url=address) as client:
+        for path in ("/", "/health", "/ping"):
+            assert client.get(path).status_code == client.head(path).status_code == 200
+        assert client.post("/", json={"inputs": "a"}).status_code == 401
+        client.headers["authorization"] = "Bearer key"
+        assert client.get("/v1/models/org/name").json()["id"] == "org/name"
+        assert client.get("/v1/models/org/name/versions/1/metadata").json()["model_spec"]["name"] == "org/name"
+        for path in ("/v1/models/org/name:predict", "/v1/models/org%2Fname/versions/1:predict"):
+            assert len(client.post(path, json={"instances": ["a"]}).json()["predictions"]) == 1
+        assert client.get("/v1/models/org/name/versions/2").status_code == 404
 
 
 def test_below_a_path_of_another_application(service):
@@ -475,10 +505,27 @@ def test_too_much_that_waits_to_be_tokenized(slow, monkeypatch):
     assert "texts of some 94 tokens wait to be tokenized" in refused.json()["error"]
     for thread in threads:
         thread.join(20)
-    assert [response.status_code for response in results] == [503] * 3 and service._characters == 0
+    assert [response.status_code for response in results] == [503] * 3
+    assert service._characters == 2 * len(text)  # two threads are still at it, whoever has left
     gate.set()
+    wait_for(lambda: service._characters == 0)
     assert httpx.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
     assert len(begun) == 3  # two threads; what waited for them was given up
+
+
+def test_a_body_that_does_not_arrive(slow):
+    host, port = slow[2].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        answer = connection.recv(4096).decode()
+    assert answer.startswith("HTTP/1.1 408") and "the body did not arrive within 1 s" in answer
+
+
+def test_more_tokens_than_an_answer_may_have(post, monkeypatch):
+    count = sum(map(len, post("/tokenize", inputs=TEXTS)))
+    monkeypatch.setattr(tei, "MOST_TOKENS", count - 1)
+    assert f"inputs have {count} tokens; expected at most {count - 1}" in post("/tokenize", 413, inputs=TEXTS)["error"]
+    post("/tokenize", inputs=TEXTS[1:])
 
 
 def test_a_client_that_goes_away_is_not_computed(slow):
