@@ -209,6 +209,6 @@ class Guard:
             metrics.requests.labels(kind).inc()
             metrics.duration.observe(seconds)
             metrics.successes.labels(kind).inc() if status < 400 else metrics.failures.labels(str(status)).inc()
-        is_probe = status < 400 and path in (*OPEN, "/metrics")
+        is_probe = status < 400 and method != "POST" and path in (*OPEN, "/", "/metrics")
         level = logging.DEBUG if is_probe else logging.WARNING if status >= 500 else logging.INFO
         LOG.log(level, Facts(method=method, path=path, status=status, ms=round(seconds * 1e3, 1)))
