@@ -55,6 +55,18 @@ class PredictBody(Body):
     raw_scores: bool = False
 
 
+class ClassParameters(BaseModel):
+    """Of Hugging Face. function_to_apply: the model's own, or none."""
+
+    model_config = ConfigDict(extra="forbid")
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    function_to_apply: Literal["none"] | None = None
+
+
+class ClassesBody(PredictBody):
+    parameters: ClassParameters
+
+
 class RerankBody(Body):
     query: str
     texts: List[str]
@@ -107,14 +119,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/predict")
     async def predict(body: PredictBody, request: Request) -> Response:
-        inputs, single = sequences(body.inputs)
-        service.check("inputs", inputs)
-        model = service.model(body.model, CLASSIFY)
-        classifier = model.at(CLASSIFY)
-        lane = Lane(classifier, options=(("raw", body.raw_scores),))
-        found = await service.run(request, model, CLASSIFY, inputs, lane, truncate=bool(body.truncate))
-        finite(found.results)
-        results = [[{"score": label.score, "label": label.label} for label in labels] for labels in found.results]
+        results, single = await classes(service, request, body, body.raw_scores)
         return json_response(results[0] if single else results)
 
     @router.post("/rerank")
@@ -160,8 +165,15 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/")
     async def root(body: dict[str, Any], request: Request) -> Response:
-        """What the model does: as `/embed`, `/predict` or `/rerank`, else Hugging Face's tasks of the model."""
+        """What the model does: as `/embed`, `/similarity`, `/predict` or `/rerank`, else Hugging Face's task of the
+        model; its task too, with `parameters`, of classes."""
         model = service.model(Body.model_validate(body).model)
+        if model.task == EMBED and isinstance(body.get("inputs"), dict):
+            return await similarity(SimilarityBody.model_validate(body), request)
+        if model.task == CLASSIFY and body.get("parameters") is not None:
+            asked = ClassesBody.model_validate(body)
+            raw = asked.raw_scores or asked.parameters.function_to_apply == "none"
+            return json_response((await classes(service, request, asked, raw, asked.parameters.top_k))[0])
         if model.task == EMBED:
             return await embed(EmbedBody.model_validate(body), request)
         if model.task == CLASSIFY:
@@ -201,6 +213,19 @@ async def ranked(service: Service, request: Request, body: RerankBody) -> Respon
     order, found = best_first(found), found if body.raw_scores else sigmoid(found)
     text_of = lambda i: {"text": body.texts[i]} if body.return_text else {}  # noqa: E731
     return json_response([{"index": i, "score": found[i], **text_of(i)} for i in order])
+
+
+async def classes(
+    service: Service, request: Request, body: PredictBody, raw: bool, top_k: int | None = None
+) -> tuple[list[list[dict[str, Any]]], bool]:
+    """For each text or pair its classes, best first, and whether one was given alone."""
+    inputs, single = sequences(body.inputs)
+    service.check("inputs", inputs)
+    model = service.model(body.model, CLASSIFY)
+    lane = Lane(model.at(CLASSIFY), options=(("raw", raw), ("top_k", top_k)))
+    found = await service.run(request, model, CLASSIFY, inputs, lane, truncate=bool(body.truncate))
+    finite(found.results)
+    return [[{"score": one.score, "label": one.label} for one in labels] for labels in found.results], single
 
 
 def sequences(inputs: str | list) -> tuple[list[str | tuple[str, str]], bool]:

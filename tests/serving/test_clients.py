@@ -5,11 +5,12 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 import torch.nn.functional as F
 from serving.over_http import NAMES, listening
 from serving.served import TEXTS, same
 
-from fastbert.inference import CrossEncoder, SentenceEncoder
+from fastbert.inference import CrossEncoder, SentenceEncoder, TextClassifier
 from fastbert.serving import Service, create_app, load
 
 KEY = "a key"
@@ -59,7 +60,22 @@ def test_huggingface_hub(served, directory, hub_client, vectors):
     same(client.feature_extraction(TEXTS[0]), F.normalize(vectors[:1], dim=-1))
     same(client.feature_extraction(TEXTS[0], normalize=False), vectors[:1])
     cosines = F.normalize(vectors, dim=-1) @ F.normalize(vectors[0], dim=-1)
-    same(hub_client(f"{served}/similarity").sentence_similarity(TEXTS[0], other_sentences=TEXTS[1:]), cosines[1:])
+    for address in (served, f"{served}/similarity"):
+        same(hub_client(address).sentence_similarity(TEXTS[0], other_sentences=TEXTS[1:]), cosines[1:])
+
+
+def test_huggingface_hub_with_classes(directory, hub_client):
+    expected = TextClassifier.from_pretrained(directory / "classes")([TEXTS[0]])[0]
+    with listening(create_app(Service([load(directory / "classes")]))) as address:
+        client = hub_client(address)
+        found = client.text_classification(TEXTS[0])
+        assert [one.label for one in found] == [one.label for one in expected]
+        same([one.score for one in found], [one.score for one in expected])
+        assert [one.label for one in client.text_classification(TEXTS[0], top_k=1)] == [expected[0].label]
+        raw = client.text_classification(TEXTS[0], function_to_apply="none")
+        same(torch.tensor([one.score for one in raw]).softmax(0), [one.score for one in expected])
+        with pytest.raises(Exception, match="422"):
+            client.text_classification(TEXTS[0], function_to_apply="sigmoid")
 
 
 @pytest.mark.parametrize("version", ["Client", "ClientV2"])
