@@ -132,8 +132,8 @@ def _embed(args: argparse.Namespace) -> None:
     if output.suffix not in (".npy", ""):
         raise ValueError(f"--output is {output}; expected a name that ends in .npy")
     encoder = _encoder(args)
-    found = _encode(args, encoder, texts, args.prompt_name).cpu().numpy()
-    with replacing(output) as file:
+    with replacing(output) as file:  # before the work: a place that cannot be written is said at once
+        found = _encode(args, encoder, texts, args.prompt_name).cpu().numpy()
         numpy.save(file, found)
     print(f"{output}: {found.shape} {found.dtype}")
 
