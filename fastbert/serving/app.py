@@ -27,7 +27,7 @@ from fastbert.serving.service import Gone, Service
 
 LOG = logging.getLogger("fastbert.serving")
 TYPE = re.compile(r"str$|int$|(list|constrained|function-\w+)\b|[A-Z]\w*$")  # in pydantic's places
-OPEN = ("/health", "/ping", "/ui")  # without a key, as GET / is: load balancers, and the page, which asks people
+OPEN = ("/health", "/ping", "/ui")  # to all: load balancers, and the page, which asks people for a key
 FORMS = {  # of errors, by the beginning of the path
     "/v1/embeddings": openai.error,
     "/v1/models": tensorflow.error,
@@ -59,6 +59,10 @@ def create_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
     app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))  # nobody reads it
     app.add_middleware(Guard, service=service, api_keys=tuple(api_keys))
     return app
+
+
+def is_open(method: str, path: str) -> bool:
+    return path in OPEN or (path == "/" and method != "POST")
 
 
 def path_of(scope: MutableMapping) -> str:
@@ -163,8 +167,8 @@ class Guard:
             self._count(scope["method"], path, status, time.monotonic() - start)
 
     def _refused(self, scope: MutableMapping, headers: dict[bytes, bytes]) -> Problem | None:
-        is_open = path_of(scope) in (OPEN if scope["method"] == "POST" else (*OPEN, "/"))
-        if self.keys and not is_open and not self._knows(headers.get(b"authorization", b"")):
+        key = headers.get(b"authorization", b"")
+        if self.keys and not is_open(scope["method"], path_of(scope)) and not self._knows(key):
             return Problem(401, "Validation", "expected the header Authorization: Bearer KEY, with a valid key")
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self.service.limits.body:
@@ -209,6 +213,6 @@ class Guard:
             metrics.requests.labels(kind).inc()
             metrics.duration.observe(seconds)
             metrics.successes.labels(kind).inc() if status < 400 else metrics.failures.labels(str(status)).inc()
-        is_probe = status < 400 and method != "POST" and path in (*OPEN, "/", "/metrics")
+        is_probe = status < 400 and (is_open(method, path) or path == "/metrics")
         level = logging.DEBUG if is_probe else logging.WARNING if status >= 500 else logging.INFO
         LOG.log(level, Facts(method=method, path=path, status=status, ms=round(seconds * 1e3, 1)))

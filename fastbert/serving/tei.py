@@ -55,18 +55,6 @@ class PredictBody(Body):
     raw_scores: bool = False
 
 
-class ClassParameters(BaseModel):
-    """Of Hugging Face. function_to_apply: the model's own, or none."""
-
-    model_config = ConfigDict(extra="forbid")
-    top_k: Annotated[int, Field(ge=1)] | None = None
-    function_to_apply: Literal["none"] | None = None
-
-
-class ClassesBody(PredictBody):
-    parameters: ClassParameters
-
-
 class RerankBody(Body):
     query: str
     texts: List[str]
@@ -289,14 +277,23 @@ def kind_of(model: ServedModel, config: Any) -> dict[str, Any]:
 # ---- what text-embeddings-inference does not do: Hugging Face's fields for it
 
 
-MOST_FILLS, MOST_CHARACTERS = 100, 10_000_000  # of a mask; in an answer, where each fill has the whole text
-
-
-FILLS = 5  # of a mask, unless top_k says otherwise
+FILLS, MOST_FILLS = 5, 100  # of a mask, unless top_k says otherwise; at most
+MOST_CHARACTERS = 10_000_000  # in an answer, where each fill has the whole text
 
 
 class TaskParameters(BaseModel):
     top_k: Annotated[int, Field(ge=1)] | None = None
+
+
+class ClassParameters(TaskParameters):
+    """function_to_apply: the model's own, or none."""
+
+    model_config = ConfigDict(extra="forbid")
+    function_to_apply: Literal["none"] | None = None
+
+
+class ClassesBody(PredictBody):
+    parameters: ClassParameters
 
 
 class TaskBody(Body):
@@ -314,8 +311,7 @@ async def task(service: Service, request: Request, model: ServedModel, body: Tas
     service.check("inputs", inputs)
     count = (body.parameters and body.parameters.top_k) or FILLS
     if model.task == FILL:
-        if count > min(MOST_FILLS, model.any.config.vocab_size):
-            most = min(MOST_FILLS, model.any.config.vocab_size)
+        if count > (most := min(MOST_FILLS, model.any.config.vocab_size)):
             raise invalid("parameters.top_k", f"is {count}; expected 1 to {most}")
         check_fills(model, "inputs", inputs, count)
     lane = Lane(model.any, options=(("top_k", count),) if model.task == FILL else ())

@@ -306,7 +306,7 @@ BAD = {  # path, status, body, and what the answer says
     "a pair for one text": ("/v1/models/tags:predict", 422, {"instances": [{"text": "a", "pair": "b"}]}, "is a pair"),
     "a pair in a column": ("/v1/models/tags:predict", 422, {"inputs": {"text": ["a"], "pair": ["b"]}}, r"inputs\[0\]"),
     "a signature": ("/v1/models/tags:predict", 422, {"instances": ["a"], "signature_name": "x"}, "'serving_default'"),
-    "an unknown route": ("/embeds", 404, {"inputs": "a"}, "no such route"),
+    "an unknown route": ("/embeddings", 404, {"inputs": "a"}, "no such route"),
 }
 
 
