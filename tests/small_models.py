@@ -124,10 +124,10 @@ def reference_masks(model: BertModel, key: Tensor, lengths: list[int], seqlen: i
     return masks
 
 
-def assert_like(found: Tensor, truth: Tensor, contender: Tensor) -> None:
+def assert_like(found: Tensor, truth: Tensor, *contenders: Tensor) -> None:
     """The accuracy rule for what whole models give. truth: in float64, by another library, whose float32 contends."""
-    ours, exact, theirs = (testing.Result({"output": x}, {}) for x in (found, truth, contender))
-    testing.assert_rows(testing.compare(ours, exact, [theirs], factor=3.0))
+    ours, exact, *theirs = (testing.Result({"output": x}, {}) for x in (found, truth, *contenders))
+    testing.assert_rows(testing.compare(ours, exact, theirs, factor=3.0))
 
 
 @functools.cache

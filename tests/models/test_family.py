@@ -124,6 +124,7 @@ def test_the_heads_are_those_of_transformers():
 
 
 # With padding on the left transformers' poolers and heads read column 0, ours the first token: those that read none.
+FEW = ("ForMultipleChoice", "ForSequenceClassification", "ForNextSentencePrediction")  # numbers: one or two a text
 CASES = [(*model, "right") for model in MODELS] + [(family, "ForMaskedLM", "left") for family in CONFIGS]
 
 
@@ -134,7 +135,7 @@ def test_as_accurate_as_transformers(family, kind, side):
     eager = copy.deepcopy(theirs)
     eager.set_attn_implementation("eager")
     exact = copy.deepcopy(eager).double()
-    inputs, labels = example(theirs, kind, side=side)
+    inputs, labels = example(theirs, kind, LENGTHS * 4 if kind in FEW else LENGTHS, side)
     truth = run(exact, inputs, labels)
     if kind == "ForReplacedTokenDetection":  # transformers rounds it to float32
         target = labels["labels"][inputs["attention_mask"].bool()].double()

@@ -121,17 +121,19 @@ def small(encoder, **options):
 
 
 def theirs(directory):
-    """In float32 and in float64."""
+    """In float32, in float64, and in float32 with plain attention."""
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(directory), device="cpu")
-    return model, copy.deepcopy(model).double()
+    plain = copy.deepcopy(model)
+    plain[0].auto_model.set_attn_implementation("eager")
+    return model, copy.deepcopy(model).double(), plain
 
 
 def assert_encodes(vectors, models, texts, **options):
-    contender, truth = (model.encode(texts, convert_to_tensor=True, **options) for model in models)
+    contender, truth, plain = (model.encode(texts, convert_to_tensor=True, **options) for model in models)
     assert truth.dtype == torch.float64
-    assert_like(vectors, truth, contender)
+    assert_like(vectors, truth, contender, plain)
 
 
 @pytest.mark.parametrize("pooling", [*MODES, ("cls", "mean", "lasttoken")])
