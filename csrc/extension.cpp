@@ -27,11 +27,14 @@ PyObject* words(const char* text) {
   return tuple;
 }
 
-// Of packed weights on this processor: the channels of a panel and the numbers of a group; None without kernels.
+// Of packed weights on this processor: the channels of a panel, and the numbers of a group of float32, bfloat16 and
+// int8; None without kernels.
 PyObject* packed_layout() {
   if (!FB_BEST_ISA(packed_width)) Py_RETURN_NONE;
-  return Py_BuildValue("(LL)", static_cast<long long>(FB_BEST_ISA(packed_width)()),
-                       static_cast<long long>(FB_BEST_ISA(packed_group)()));
+  using fastbert::Weights;
+  const auto group = [](Weights weights) { return static_cast<long long>(FB_BEST_ISA(packed_group)(weights)); };
+  return Py_BuildValue("(L{s:L, s:L, s:L})", static_cast<long long>(FB_BEST_ISA(packed_width)()), "float32",
+                       group(Weights::f32), "bfloat16", group(Weights::bf16), "int8", group(Weights::s8));
 }
 
 PyObject* build_info(PyObject*, PyObject*) {

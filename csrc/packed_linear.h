@@ -1,9 +1,10 @@
 // The interface between the torch side of packed_linear and its loops: y = gelu(x W^T + bias), where W was packed once
 // (fastbert/ops/packed_linear.py) into panels of as many channels as two vectors have lanes.
 //
-// Float weights: panels (panels, K, width) of fp32 or bf16. int8 weights: (panels, groups, width, group), where a group
-// is what one instruction multiplies and adds up to an int32; rows of x are quantised to int8 too, by their largest
-// magnitude, and the int32 sums are exact, so every instruction set gives the same.
+// They are (panels, groups, width, group), where a group is what one instruction multiplies and adds up: one number of
+// fp32, two of bf16 where processors have an instruction for that, two or four of int8. Beside int8 weights rows of x are
+// quantised to int8 too, by their largest magnitude, and the int32 sums are exact, so every instruction set gives the
+// same.
 #pragma once
 
 #include <stdint.h>
@@ -38,7 +39,7 @@ constexpr int64_t kPackedRows = 144;  // of a block: a multiple of every tile's 
 
 FB_FOR_EACH_ISA(
     // The channels of a panel, and the numbers of a group.
-    int64_t packed_width(); int64_t packed_group();
+    int64_t packed_width(); int64_t packed_group(Weights weights);
 
     // Of a row of `left`; 0 where x is taken as it is.
     int64_t packed_left_bytes(int64_t inner, DType dtype, Weights weights);

@@ -79,15 +79,15 @@ inline void check_packed(const Tensor& x, const Packed& p) {
   FB_CHECK_VALUE(weights == Weights::s8 || type == p.weight.scalar_type(), "packed_linear: x is ", type,
                  " beside a weight of ", p.weight.scalar_type(), "; expected one type");
   FB_CHECK_VALUE(p.channels >= 0, "packed_linear: channels is ", p.channels, "; expected 0 or more");
-  const int64_t width = FB_BEST_ISA(packed_width)(), group = FB_BEST_ISA(packed_group)(), inner = x.size(-1);
+  const int64_t width = FB_BEST_ISA(packed_width)(), group = FB_BEST_ISA(packed_group)(weights), inner = x.size(-1);
   const int64_t panels = (p.channels + width - 1) / width;
+  FB_CHECK_VALUE(weights != Weights::s8 || inner <= 1 << 16, "packed_linear: K is ", inner,
+                 "; expected at most 2**16 beside int8 weights");
+  check_shape("packed_linear", "weight", p.weight, {panels, (inner + group - 1) / group, width, group});
   if (weights == Weights::s8) {
-    FB_CHECK_VALUE(inner <= 1 << 16, "packed_linear: K is ", inner, "; expected at most 2**16 beside int8 weights");
-    check_shape("packed_linear", "weight", p.weight, {panels, (inner + group - 1) / group, width, group});
     FB_CHECK_VALUE(p.scale.has_value(), "packed_linear: scale is None beside int8 weights");
     check_shape("packed_linear", "scale", *p.scale, {2, p.channels});
   } else {
-    check_shape("packed_linear", "weight", p.weight, {panels, inner, width});
     FB_CHECK_VALUE(!p.scale, "packed_linear: scale is given beside weights of ", p.weight.scalar_type());
   }
   const auto check_memory = [&](const char* name, const Tensor& tensor) {

@@ -1,8 +1,8 @@
 """packed_linear: a dense layer for inference, its weights packed once for this processor's products.
 
-Packed weights are panels of `width` channels, that a product reads from first to last: (panels, K, width) of float32 or
-bfloat16; (panels, groups, width, group) of int8, where a group is what one instruction adds up. Both numbers are the
-processor's, so packed weights are not for files: `unpack_weight` gives back what was packed, bit for bit.
+Packed weights are panels of `width` channels, that a product reads from first to last: (panels, groups, width, group),
+where a group is the numbers of a channel that one instruction adds up. Both are the processor's, so packed weights are not
+for files: `unpack_weight` gives back what was packed, bit for bit.
 """
 
 import torch
@@ -16,12 +16,13 @@ from fastbert.ops.op import Primitive, needs_grad
 
 WEIGHTS = (torch.float32, torch.bfloat16, torch.int8)
 _SMALLEST = 2.0**-100  # rows of x whose largest number is below this count as zeros beside int8 weights
-_LAYOUT = backends.build_info().get("packed_layout") or (16, 2)  # torch.compile could not trace that in a call
+# torch.compile could not trace build_info in a call
+_WIDTH, _GROUPS = backends.build_info().get("packed_layout") or (16, {"float32": 1, "bfloat16": 1, "int8": 2})
 
 
-def layout() -> tuple[int, int]:
-    """Of packed weights on this machine: the channels of a panel, and the numbers of a group."""
-    return _LAYOUT
+def layout(dtype: torch.dtype) -> tuple[int, int]:
+    """Of packed weights of a dtype on this machine: the channels of a panel, and the numbers of a group."""
+    return _WIDTH, _GROUPS[str(dtype).removeprefix("torch.")]
 
 
 def pack_weight(weight: Tensor) -> Tensor:
@@ -30,13 +31,11 @@ def pack_weight(weight: Tensor) -> Tensor:
     if weight.dtype not in WEIGHTS:
         raise TypeError(f"pack_weight: weight is {weight.dtype}; expected one of {', '.join(map(str, WEIGHTS))}")
     checks.shape("pack_weight", "weight", weight, (None, None), "(C, K)")
-    width, group = layout()
-    inner = _padding(weight.shape[1], group) if weight.dtype == torch.int8 else 0
-    whole = F.pad(weight.detach(), (0, inner, 0, _padding(weight.shape[0], width)))
-    panels = whole.view(len(whole) // width, width, whole.shape[1])
-    if weight.dtype != torch.int8:
-        return panels.transpose(1, 2).contiguous()
-    return panels.unflatten(2, (whole.shape[1] // group, group)).transpose(1, 2).contiguous()
+    width, group = layout(weight.dtype)
+    channels, inner = weight.shape
+    whole = F.pad(weight.detach(), (0, _padding(inner, group), 0, _padding(channels, width)))
+    panels = whole.view(len(whole) // width, width, whole.shape[1] // group, group)
+    return panels.transpose(1, 2).contiguous()
 
 
 def unpack_weight(packed: Tensor, channels: int, inner: int) -> Tensor:
@@ -167,9 +166,8 @@ def check_dense(op: str, x: Tensor, weight: Tensor, scale: Tensor | None, bias: 
         raise TypeError(f"{op}: x is {given} beside a weight of {weight.dtype}; expected {expected}")
     if x.dim() < 2:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; expected (..., K) with at least two dimensions")
-    quantized, (width, group) = weight.dtype == torch.int8, layout()
-    panels, inner = -(-channels // width), x.shape[-1]
-    shape = (panels, -(-inner // group), width, group) if quantized else (panels, inner, width)
+    quantized, (width, group) = weight.dtype == torch.int8, layout(weight.dtype)
+    shape = (-(-channels // width), -(-x.shape[-1] // group), width, group)
     checks.shape(op, "weight", weight, shape, "what pack_weight gives for (C, K)")
     if quantized != (scale is not None):
         raise ValueError(f"{op}: scale is {'None' if quantized else 'given'} beside a weight of {weight.dtype}")

@@ -19,6 +19,7 @@ from fastbert.ops.packed_linear import FWD, layout, quantize_weight, with_sums
 FLOATS = (torch.float32, torch.bfloat16)  # of weights
 OF_X = (*FLOATS, torch.float16)  # beside int8 weights
 GELUS = (None, "none", "tanh")
+PANEL = layout(torch.float32)[0]  # channels
 needs_kernels = pytest.mark.skipif(backends._cpu_problem() is not None, reason=str(backends._cpu_problem()))
 
 # Rows, K and C.
@@ -373,7 +374,7 @@ def test_unpacking_gives_back_every_bit(size, dtype):
     weight = torch.randint(information.min, information.max + 1, size).to(bits).view(dtype)
     for given in (weight, weight.T.contiguous().T):
         packed = ops.pack_weight(given)
-        assert packed.is_contiguous() and packed.shape[0] == -(-size[0] // layout()[0])
+        assert packed.is_contiguous() and packed.shape[0] == -(-size[0] // PANEL)
         unpacked = ops.unpack_weight(packed, *size)
         assert unpacked.dtype == dtype and torch.equal(unpacked.view(bits), weight.view(bits))
 
@@ -411,7 +412,7 @@ def test_a_weight_that_cannot_be_packed_is_refused():
 
 
 X, BIAS, SCALE = torch.zeros(5, 7), torch.zeros(11), torch.zeros(2, 11)
-OTHER = torch.zeros(1, 4, layout()[0] * 2, 4, dtype=torch.int8)  # of an instruction set that no processor has
+OTHER = torch.zeros(1, 4, PANEL * 2, 4, dtype=torch.int8)  # of an instruction set that no processor has
 GIVEN = {"x": X, "weight": torch.zeros(11, 7), "scale": None, "bias": BIAS, "channels": 11, "approximate": None}
 BYTES = {"weight": torch.zeros(11, 7, dtype=torch.int8), "scale": SCALE}
 
@@ -468,8 +469,8 @@ def _operator_call(kind):
         ("float32", {"channels": 17}, "scale|weight has shape|bias has shape"),
         ("float32", {"channels": -1}, "channels is -1"),
         ("float32", {"scale": SCALE}, "scale is given"),
-        ("float32", {"weight": torch.zeros(1, 7, layout()[0]).half()}, "weight is Half"),
-        ("float32", {"weight": torch.zeros(1, layout()[0], 7).mT}, "weight is not contiguous"),
+        ("float32", {"weight": torch.zeros(1, 7, PANEL, 1).half()}, "weight is Half"),
+        ("float32", {"weight": torch.zeros(1, PANEL, 7, 1).transpose(1, 2)}, "weight is not contiguous"),
         ("float32", {"bias": BIAS.bfloat16()}, "bias is BFloat16"),
         ("float32", {"bias": torch.zeros(22)[::2]}, "bias is not contiguous"),
         ("float32", {"bias": BIAS[1:]}, "bias has shape"),

@@ -382,8 +382,8 @@ struct PackedLayer {
   const DType dtype;
   const Weights weights;
   const int64_t width = loops::packed_width(), panels = (channels + width - 1) / width;
-  // Of int8: what an instruction adds up, and how many of those there are. Of floats one number is a group.
-  const int64_t group = weights == Weights::s8 ? loops::packed_group() : 1, groups = (inner + group - 1) / group;
+  // What an instruction adds up, and how many of those there are.
+  const int64_t group = loops::packed_group(weights), groups = (inner + group - 1) / group;
   std::vector<int> x, weight, bias;  // (rows, inner), (channels, inner), (channels,)
 
   // Of magnitude `most` at most.
@@ -509,9 +509,9 @@ void check_packed_linears(DType dtype, Weights weights, const char* kind) {
 // ---- all of them
 
 void check_all() {
+  check_packed_linears(DType::f32, Weights::f32, " by f32");
+  check_packed_linears(DType::bf16, Weights::bf16, " by bf16");
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
-    check_packed_linears(dtype, Weights::f32, " by f32");
-    check_packed_linears(dtype, Weights::bf16, " by bf16");
     check_packed_linears(dtype, Weights::s8, " by int8");
   }
   for (const DType dtype : kTypes) {

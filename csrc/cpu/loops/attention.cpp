@@ -4,19 +4,15 @@
 // scores stay in the cache (with an online softmax: Milakov & Gimelshein, "Online normalizer calculation for softmax",
 // 2018), the backward twice, because it adds up the weights of all before it uses them. Relative positions, where there
 // are any, add to the scores of a block and get their gradients.
-#include "../../attention.h"
-
+#include "attention_factors.h"
 #include "philox.h"
-#include "product.h"
-#include "relative_positions.h"
 
 namespace fastbert::cpu::FB_ISA {
 
 namespace {
 
 constexpr int64_t kQueries = kAttentionQueries;
-constexpr int64_t kKeys = 512;  // a multiple of 16 kGroups, for the dropout's counters
-static_assert(kKeys % (16 * kGroups) == 0);
+static_assert(kKeys % (16 * kGroups) == 0);  // for the dropout's counters
 
 float logarithm(float v) { return __builtin_logf(v); }
 double logarithm(double v) { return __builtin_log(v); }
@@ -54,17 +50,20 @@ void for_blocks(int64_t keys, const F& f) {
 
 // ---- forward
 
-template <class M>
+template <class N>
 struct ForwardRoom {
-  Panels<M> keys, values;
-  M *queries, *scores, *sums, *factors;
+  using M = typename N::M;
+  using E = typename N::E;
+  Panels<E> keys, values;
+  E* queries;
+  M *scores, *sums, *factors;
   uint8_t* bits;
 
   ForwardRoom(const AttentionHead& a, Room& room) {
-    const int64_t block = least(kKeys, a.keys), panels = whole_panels<M>(a.D);
-    keys = {room.take<M>(a.D * whole_panels<M>(a.keys)), a.D};
-    values = {room.take<M>(a.keys * panels), a.keys};
-    queries = room.take<M>(kQueries * a.D), sums = room.take<M>(kQueries * panels);
+    const int64_t block = least(kKeys, a.keys), panels = whole_panels<M>(a.D), across = N::steps(a.D);
+    keys = {room.take<E>(across * whole_panels<M>(a.keys)), across};
+    values = {room.take<E>(N::steps(a.keys) * panels), N::steps(a.keys)};
+    queries = room.take<E>(kQueries * across), sums = room.take<M>(kQueries * panels);
     scores = room.take<M>(kQueries * row_stride<M>(block));
     factors = room.take<M>(kQueries);
     bits = room.take<uint8_t>(a.drop.threshold ? key_bits_room(block) : 0);
@@ -79,55 +78,61 @@ struct SoFar {
 
 // Replaces a row's scores with a block of keys by exp(score - the largest so far), or 0 where dropped. Returns what the
 // sums of earlier blocks have to be multiplied by.
-template <bool kDrop, class M>
-M weigh(M* scores, int64_t keys, const uint8_t* bits, const Dropout& drop, SoFar<M>& so_far) {
+template <bool kDrop, class N, class M = typename N::M>
+M weigh(M* scores, int64_t keys, M scale, const uint8_t* bits, const Dropout& drop, SoFar<M>& so_far) {
   using V = vec<M>;
   const Dropout unscaled{drop.key, drop.threshold, 1};  // the end of a row multiplies by keep_scale
   V most[kSlots];
   for (V& part : most) part = splat<V>(-__builtin_inf());
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-    most[slot] = greater(most[slot], or_fill(load(scores + i, n), n, -__builtin_inf()));
+    most[slot] = greater(most[slot], or_fill(N::scaled(load(scores + i, n), scale), n, -__builtin_inf()));
   });
   M high = largest(greater(greater(most[0], most[1]), greater(most[2], most[3])));
   if (!(high > so_far.high) && high == high) high = so_far.high;
   const M base = high > -M(__builtin_inf()) || high != high ? high : M(0);  // where all are -inf
   V total[kSlots]{};
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-    V weight = exp_nonpositive(load(scores + i, n) - base);
+    V weight = exp_nonpositive(N::scaled(load(scores + i, n), scale) - base);
     total[slot] += or_fill(weight, n, 0);
     if constexpr (kDrop) weight = keep(weight, bits + i, unscaled);
-    store(weight, scores + i, n);
+    N::put_weights(weight, scores, i, n);
   });
+  N::end_weights(scores, keys);
   const M factor = exp_nonpositive(splat<V>(so_far.high - base))[0];
   so_far = {high, so_far.total * factor + sum(total)};
   return factor;
 }
 
-template <bool kDrop, class P, class T>
+template <bool kDrop, class N, class P>
 void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int64_t out_stride, void* lse,
              void* memory) {
-  using M = math_t<T>;
+  using T = typename N::T;
+  using M = typename N::M;
+  using E = typename N::E;
   Room all(memory);
-  const ForwardRoom<M> room(a, all);
+  const ForwardRoom<N> room(a, all);
   const P positions(a, all);
   const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(least(kKeys, a.keys));
-  pack_transposed(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.keys);
-  pack(row_of<T>(a.v, a.stride, 0), a.stride, D, M(1), room.values);
+  N::pack_across(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.keys);
+  N::pack_along(row_of<T>(a.v, a.stride, 0), a.stride, a.keys, D, 1, room.values.data);
   for (int64_t query = first; query < last; query += kQueries) {
     const int64_t rows = least(kQueries, last - query);
-    load_rows(row_of<T>(a.q, a.stride, query), a.stride, rows, D, M(a.scale), room.queries);
+    N::put_rows(row_of<T>(a.q, a.stride, query), a.stride, rows, D, N::query_factor(a), room.queries);
     SoFar<M> so_far[kQueries];
     for (int64_t row = 0; row < rows; ++row) so_far[row] = {-M(__builtin_inf()), 0};
     for_blocks(a.keys, [&](int64_t key, int64_t keys) {
-      const Panels<M> block{room.keys.at(key, 0), D};
-      product<Onto::nothing>(rows, keys, D, Left<false, M>{room.queries, D}, block, room.scores, stride);
+      const Panels<E> block{room.keys.at(key, 0), room.keys.inner};
+      const Left<false, E> queries{room.queries, block.inner};
+      product<Onto::nothing>(rows, keys, block.inner, queries, block, room.scores, stride);
       positions.add(Block<M>{query, rows, key, keys, room.scores, stride}, room.queries);
       for (int64_t row = 0; row < rows; ++row) {
         if (kDrop) make_bits(a, query + row, key, keys, room.bits);
-        room.factors[row] = weigh<kDrop>(room.scores + row * stride, keys, room.bits, a.drop, so_far[row]);
+        M* const scores = room.scores + row * stride;
+        room.factors[row] = weigh<kDrop, N>(scores, keys, M(a.scale), room.bits, a.drop, so_far[row]);
       }
-      const auto add = key ? product<Onto::scaled, false, M> : product<Onto::nothing, false, M>;
-      add(rows, D, keys, {room.scores, stride}, room.values.rows_from(key), room.sums, panels, room.factors, {});
+      const auto add = key ? product<Onto::scaled, false, E> : product<Onto::nothing, false, E>;
+      add(rows, D, N::steps(keys), N::weights(room.scores, stride), room.values.rows_from(N::steps(key)), room.sums,
+          panels, room.factors, {});
     });
     for (int64_t row = 0; row < rows; ++row)
       static_cast<M*>(lse)[query + row] = so_far[row].high + logarithm(so_far[row].total);
@@ -139,22 +144,27 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
 // ---- backward: with P = exp(S - lse), F the dropout factors and delta = rowsum(dO O): dV = (P F)^T dO,
 // dS = P (dO V^T F - delta), dQ = scale dS K, dK = scale dS^T Q
 
-template <class M>
+template <class N>
 struct BackwardRoom {
-  Panels<M> across_keys, across_values, keys, queries, grads;
-  M *left_queries, *left_grads, *scores, *dp, *dqueries, *dkeys, *dvalues;
-  uint8_t* bits;
+  using M = typename N::M;
+  using E = typename N::E;
+  Panels<E> across_keys, across_values, keys, queries, grads;
+  E *left_queries, *left_grads, *along;
+  M *scores, *dp, *dqueries, *dkeys, *dvalues;
+  uint8_t* bits;  // of two queries
 
   BackwardRoom(const AttentionHead& a, Room& room) {
-    const int64_t panels = whole_panels<M>(a.D), wide = a.D * whole_panels<M>(a.keys);
-    across_keys = {room.take<M>(wide), a.D}, across_values = {room.take<M>(wide), a.D};
-    keys = {room.take<M>(a.keys * panels), a.keys};
-    queries = {room.take<M>(kQueries * panels), kQueries}, grads = {room.take<M>(kQueries * panels), kQueries};
-    left_queries = room.take<M>(kQueries * a.D), left_grads = room.take<M>(kQueries * a.D);
+    const int64_t panels = whole_panels<M>(a.D), across = N::steps(a.D), wide = across * whole_panels<M>(a.keys);
+    across_keys = {room.take<E>(wide), across}, across_values = {room.take<E>(wide), across};
+    keys = {room.take<E>(N::steps(a.keys) * panels), N::steps(a.keys)};
+    const int64_t rows = N::steps(kQueries);
+    queries = {room.take<E>(rows * panels), rows}, grads = {room.take<E>(rows * panels), rows};
+    left_queries = room.take<E>(kQueries * across), left_grads = room.take<E>(kQueries * across);
+    along = room.take<E>(N::kAlongRoom);
     scores = room.take<M>(kQueries * row_stride<M>(a.keys)), dp = room.take<M>(kQueries * row_stride<M>(a.keys));
     dqueries = room.take<M>(kQueries * panels);
     dkeys = room.take<M>(a.keys * panels), dvalues = room.take<M>(a.keys * panels);
-    bits = room.take<uint8_t>(a.drop.threshold ? key_bits_room(least(kKeys, a.keys)) : 0);
+    bits = room.take<uint8_t>(a.drop.threshold ? 2 * key_bits_room(least(kKeys, a.keys)) : 0);
   }
 };
 
@@ -166,92 +176,97 @@ math_t<T> dot(const T* a, const T* b, int64_t columns) {
 }
 
 // Replaces scores by P; lse is rounded, so what they sum up to, which is returned, need not be 1.
-template <class M>
-M exponentiate(M* scores, int64_t keys, M lse) {
+template <class N, class M = typename N::M>
+M exponentiate(M* scores, int64_t keys, M scale, M lse) {
   using V = vec<M>;
   V total[kSlots]{};
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-    const V p = exp_nonpositive(load(scores + i, n) - lse);
+    const V p = exp_nonpositive(N::scaled(load(scores + i, n), scale) - lse);
     store(p, scores + i, n);
     total[slot] += or_fill(p, n, 0);
   });
   return sum(total);
 }
 
-// Replaces P by P F and dp by dS, after P is multiplied by `rescale`.
+// Replaces P, after it is multiplied by `rescale`, by P F, and dp by dS: of a vector.
 template <bool kDrop, class M>
-void differentiate(M* p, M* dp, int64_t keys, const uint8_t* bits, const Dropout& drop, M rescale, M delta) {
-  using V = vec<M>;
-  for_vectors<M>(keys, [&](int64_t i, auto n) {
-    const V weight = load(p + i, n) * rescale;
-    V factor = splat<V>(1);
-    if constexpr (kDrop) factor = keep(factor, bits + i, drop);
-    store(weight * factor, p + i, n);
-    store(weight * (load(dp + i, n) * factor - delta), dp + i, n);
-  });
+BothGradients<M> differentiate(vec<M> p, vec<M> dp, const uint8_t* bits, const Dropout& drop, M rescale, M delta) {
+  const vec<M> weight = p * rescale;
+  vec<M> factor = splat<vec<M>>(1);
+  if constexpr (kDrop) factor = keep(factor, bits, drop);
+  return {weight * factor, weight * (dp * factor - delta)};
 }
 
-template <bool kDrop, class P, class T>
+template <bool kDrop, class N, class P>
 void backward(const AttentionHead& a, const void* dout, const void* out, int64_t out_stride, const void* lse, void* dq,
               void* dk, void* dv, void* memory) {
-  using M = math_t<T>;
+  using T = typename N::T;
+  using M = typename N::M;
+  using E = typename N::E;
   Room all(memory);
-  const BackwardRoom<M> room(a, all);
+  const BackwardRoom<N> room(a, all);
   const P positions(a, all);
-  const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(a.keys);
-  pack_transposed(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.across_keys);
-  pack_transposed(row_of<T>(a.v, a.stride, 0), a.stride, a.keys, room.across_values);
-  pack(row_of<T>(a.k, a.stride, 0), a.stride, D, M(1), room.keys);
+  const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(a.keys), across = N::steps(D);
+  const int64_t bits_room = key_bits_room(least(kKeys, a.keys));
+  N::pack_across(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.across_keys);
+  N::pack_across(row_of<T>(a.v, a.stride, 0), a.stride, a.keys, room.across_values);
+  N::pack_along(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, D, 1, room.keys.data);
   for (int64_t query = 0; query < a.keys; query += kQueries) {
     const int64_t rows = least(kQueries, a.keys - query);
     const T *const q = row_of<T>(a.q, a.stride, query), *const grad = row_of<T>(dout, out_stride, query);
     const T* const result = row_of<T>(out, out_stride, query);
-    load_rows(q, a.stride, rows, D, M(a.scale), room.left_queries);
-    load_rows(grad, out_stride, rows, D, M(1), room.left_grads);
-    const Panels<M> queries{room.queries.data, rows}, grads{room.grads.data, rows};
-    pack(q, a.stride, D, M(a.scale), queries);
-    pack(grad, out_stride, D, M(1), grads);
+    N::put_rows(q, a.stride, rows, D, N::query_factor(a), room.left_queries);
+    N::put_rows(grad, out_stride, rows, D, 1, room.left_grads);
+    const Panels<E> queries{room.queries.data, N::steps(rows)}, grads{room.grads.data, N::steps(rows)};
+    N::pack_along(q, a.stride, rows, D, N::query_factor(a), queries.data);
+    N::pack_along(grad, out_stride, rows, D, 1, grads.data);
     M total[kQueries]{}, delta[kQueries];
     for (int64_t row = 0; row < rows; ++row) delta[row] = dot(grad + row * out_stride, result + row * out_stride, D);
     for_blocks(a.keys, [&](int64_t key, int64_t keys) {
-      const Left<false, M> left_queries{room.left_queries, D}, left_grads{room.left_grads, D};
+      const Left<false, E> left_queries{room.left_queries, across}, left_grads{room.left_grads, across};
       M *const scores = room.scores + key, *const dp = room.dp + key;
-      product<Onto::nothing>(rows, keys, D, left_queries, Panels<M>{room.across_keys.at(key, 0), D}, scores, stride);
+      const Panels<E> across_keys{room.across_keys.at(key, 0), across},
+          across_values{room.across_values.at(key, 0), across};
+      product<Onto::nothing>(rows, keys, across, left_queries, across_keys, scores, stride);
       positions.add(Block<M>{query, rows, key, keys, scores, stride}, room.left_queries);
-      product<Onto::nothing>(rows, keys, D, left_grads, Panels<M>{room.across_values.at(key, 0), D}, dp, stride);
-      for (int64_t row = 0; row < rows; ++row)
-        total[row] += exponentiate(scores + row * stride, keys, static_cast<const M*>(lse)[query + row]);
+      product<Onto::nothing>(rows, keys, across, left_grads, across_values, dp, stride);
+      for (int64_t row = 0; row < rows; ++row) {
+        const M sum = static_cast<const M*>(lse)[query + row];
+        total[row] += exponentiate<N>(scores + row * stride, keys, M(a.scale), sum);
+      }
     });
     for_blocks(a.keys, [&](int64_t key, int64_t keys) {
-      M *const p = room.scores + key, *const dp = room.dp + key;
-      for (int64_t row = 0; row < rows; ++row) {
-        if (kDrop) make_bits(a, query + row, key, keys, room.bits);
-        differentiate<kDrop>(p + row * stride, dp + row * stride, keys, room.bits, a.drop, M(1) / total[row],
-                             delta[row]);
-      }
-      const auto across = query ? product<Onto::sums, true, M> : product<Onto::nothing, true, M>;
-      across(keys, D, rows, {p, stride}, grads, room.dvalues + key * panels, panels, nullptr, {});
-      across(keys, D, rows, {dp, stride}, queries, room.dkeys + key * panels, panels, nullptr, {});
-      const auto along = key ? product<Onto::sums, false, M> : product<Onto::nothing, false, M>;
-      along(rows, D, keys, {dp, stride}, room.keys.rows_from(key), room.dqueries, panels, nullptr, {});
-      const Block<M> gradients{query, rows, key, keys, dp, stride};
+      const GradientBlock<M> block{room.scores + key, room.dp + key, stride, rows, keys};
+      const auto bits = [&](int64_t row) { return room.bits + row % 2 * bits_room; };
+      const auto start = [&](int64_t row) {
+        if (kDrop) make_bits(a, query + row, key, keys, bits(row));
+      };
+      const LeftGradients<E> left = N::put_gradients(block, room.along, start, [&](int64_t row, int64_t i, auto n) {
+        const M *const p = block.weights + row * stride + i, *const dp = block.scores + row * stride + i;
+        return differentiate<kDrop, M>(load(p, n), load(dp, n), bits(row) + i, a.drop, M(1) / total[row], delta[row]);
+      });
+      const auto across = query ? product<Onto::sums, true, E> : product<Onto::nothing, true, E>;
+      across(keys, D, queries.inner, left.weights, grads, room.dvalues + key * panels, panels, nullptr, {});
+      across(keys, D, queries.inner, left.scores, queries, room.dkeys + key * panels, panels, nullptr, {});
+      const auto along = key ? product<Onto::sums, false, E> : product<Onto::nothing, false, E>;
+      along(rows, D, N::steps(keys), left.along, room.keys.rows_from(N::steps(key)), room.dqueries, panels, nullptr,
+            {});
+      const Block<M> gradients{query, rows, key, keys, room.dp + key, stride};
       positions.differentiate(gradients, queries, room.keys, room.dqueries, room.dkeys);
     });
     store_rows(room.dqueries, rows, D, static_cast<T*>(dq) + query * a.stride, a.stride,
                [&](int64_t) { return M(a.scale); });
   }
-  const auto as_it_is = [](int64_t) { return M(1); };
-  store_rows(room.dkeys, a.keys, D, static_cast<T*>(dk), a.stride, as_it_is);
-  store_rows(room.dvalues, a.keys, D, static_cast<T*>(dv), a.stride, as_it_is);
+  store_rows(room.dkeys, a.keys, D, static_cast<T*>(dk), a.stride, [&](int64_t) { return N::key_factor(a); });
+  store_rows(room.dvalues, a.keys, D, static_cast<T*>(dv), a.stride, [](int64_t) { return M(1); });
 }
 
 template <template <class> class Parts>
 int64_t room_of(const AttentionHead& a) {
   Room room(nullptr);
-  for_dtype(a.dtype, [&](auto element) {
-    using T = decltype(element);
-    const Parts<math_t<T>> parts(a, room);
-    if (a.positions) Relative<T>(a, room);
+  for_factors(a, [&](auto factors, auto positions) {
+    const Parts<decltype(factors)> parts(a, room);
+    if (a.positions) typename decltype(positions)::type(a, room);
   });
   return room.used();
 }
@@ -264,27 +279,19 @@ int64_t attention_bwd_room(const AttentionHead& a) { return room_of<BackwardRoom
 
 void attention_fwd(const AttentionHead& a, int64_t first, int64_t last, void* out, int64_t out_stride, void* lse,
                    void* room) {
-  for_dtype(a.dtype, [&](auto element) {
-    using T = decltype(element);
-    using P = Relative<T>;
-    const bool drops = a.drop.threshold;
-    const auto run = a.positions ? drops ? forward<true, P, T> : forward<false, P, T>
-                     : drops     ? forward<true, NoPositions, T>
-                                 : forward<false, NoPositions, T>;
-    run(a, first, last, out, out_stride, lse, room);
+  for_factors(a, [&](auto factors, auto positions) {
+    using N = decltype(factors);
+    using P = typename decltype(positions)::type;
+    (a.drop.threshold ? forward<true, N, P> : forward<false, N, P>)(a, first, last, out, out_stride, lse, room);
   });
 }
 
 void attention_bwd(const AttentionHead& a, const void* dout, const void* out, int64_t out_stride, const void* lse,
                    void* dq, void* dk, void* dv, void* room) {
-  for_dtype(a.dtype, [&](auto element) {
-    using T = decltype(element);
-    using P = Relative<T>;
-    const bool drops = a.drop.threshold;
-    const auto run = a.positions ? drops ? backward<true, P, T> : backward<false, P, T>
-                     : drops     ? backward<true, NoPositions, T>
-                                 : backward<false, NoPositions, T>;
-    run(a, dout, out, out_stride, lse, dq, dk, dv, room);
+  for_factors(a, [&](auto factors, auto positions) {
+    using N = decltype(factors);
+    using P = typename decltype(positions)::type;
+    (a.drop.threshold ? backward<true, N, P> : backward<false, N, P>)(a, dout, out, out_stride, lse, dq, dk, dv, room);
   });
 }
 

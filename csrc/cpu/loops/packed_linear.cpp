@@ -9,7 +9,7 @@ namespace fastbert::cpu::FB_ISA {
 
 namespace {
 
-constexpr int64_t kInner = 256;                   // of x, that the sums of floats are chains of
+constexpr int64_t kInner = 256;                   // steps, that the sums of floats are chains of
 constexpr int64_t kColumns = 16 * kPanel<float>;  // of a block that is finished at once
 constexpr int64_t kStride = kColumns + 16;        // of its sums: a power of two would use few sets of the cache
 
@@ -19,6 +19,15 @@ void for_x_type(DType dtype, const F& f) {
   if (dtype == DType::f32) f(float{});
   if (dtype == DType::bf16) f(bf16{});
   if (dtype == DType::f16) f(f16{});
+}
+
+// How many numbers of a channel one step of a product takes.
+int64_t group_of(Weights weights) {
+  return weights == Weights::s8 ? kGroup : weights == Weights::bf16 && kPairs ? 2 : 1;
+}
+int64_t steps(const PackedLinear& op) {
+  const int64_t group = group_of(op.weights);
+  return (op.inner + group - 1) / group;
 }
 
 // ---- rows of x as the products take them
@@ -65,30 +74,46 @@ float quantise_row(const T* x, int64_t inner, Left8* to) {
 
 // ---- sums
 
-// A panel's rows from k on, as floats: where they are, or put into `room`.
-inline float* widened(const float* panel, int64_t, float*) { return const_cast<float*>(panel); }
-inline float* widened(const bf16* panel, int64_t inner, float* room) {
-  widen(panel, inner * kPanel<float>, room);
+// What weights W are multiplied as.
+template <class W>
+struct Multiplied {
+  using type = W;
+};
+template <>
+struct Multiplied<bf16> {
+  using type = float;
+};
+
+// Steps of a panel as they are multiplied: where they are, or put into `room` as floats.
+template <class E>
+E* multiplied(const E* panel, int64_t, float*) {
+  return const_cast<E*>(panel);
+}
+inline float* multiplied(const bf16* panel, int64_t steps, float* room) {
+  widen(panel, steps * kPanel<float>, room);
   return room;
 }
 
-// The sums of a block in float. W: of the weights, which are widened a part of a panel at a time, for all rows.
+// The sums of a block in float. W: of a step of a channel: a float, a pair, or a bf16, which is widened for all rows, a
+// part of a panel at a time.
 template <class W>
 void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
   constexpr int64_t kWidth = kPanel<float>;
   float* const room = sums + kPackedRows * kStride;
-  const float* const x = static_cast<const float*>(op.left ? op.left : op.x) + row * op.inner;
+  using E = typename Multiplied<W>::type;
+  const int64_t all = steps(op);
+  const E* const x = static_cast<const E*>(op.left ? op.left : op.x) + row * all;
   const auto panel_at = [&](int64_t column, int64_t k) {
-    return static_cast<const W*>(op.weight) + (channel + column) * op.inner + k * kWidth;
+    return static_cast<const W*>(op.weight) + (channel + column) * all + k * kWidth;
   };
   const int64_t step = kWidth * int64_t(sizeof(W)) / ((rows + kTile - 1) / kTile);
-  for (int64_t k = 0; k == 0 || k < op.inner; k += kInner) {
-    const int64_t inner = least(kInner, op.inner - k);
-    const auto add = k ? product<Onto::sums, false, float, Ahead> : product<Onto::nothing, false, float, Ahead>;
+  for (int64_t k = 0; k == 0 || k < all; k += kInner) {
+    const int64_t inner = least(kInner, all - k);
+    const auto add = k ? product<Onto::sums, false, E, Ahead> : product<Onto::nothing, false, E, Ahead>;
     for (int64_t column = 0; column < channels; column += kWidth) {
       const bool last = column + kWidth >= channels;
       const W* const next = last ? panel_at(0, k + inner) : panel_at(column + kWidth, k);
-      add(rows, kWidth, inner, {x + k, op.inner}, {widened(panel_at(column, k), inner, room), inner}, sums + column,
+      add(rows, kWidth, inner, {x + k, all}, {multiplied(panel_at(column, k), inner, room), inner}, sums + column,
           kStride, nullptr, {reinterpret_cast<const char*>(next), step});
     }
   }
@@ -145,12 +170,23 @@ void int8_block(const PackedLinear& op, int64_t row, int64_t rows, int64_t chann
 }  // namespace
 
 int64_t packed_width() { return kPanel<float>; }
-int64_t packed_group() { return kGroup; }
+int64_t packed_group(Weights weights) { return group_of(weights); }
 
 int64_t packed_left_bytes(int64_t inner, DType dtype, Weights weights) {
   if (weights == Weights::s8) return whole_groups(inner) * int64_t(sizeof(Left8));
+  if (weights == Weights::bf16 && kPairs) return inner % 2 ? (inner + 1) * int64_t(sizeof(bf16)) : 0;
   return dtype == DType::f32 ? 0 : inner * int64_t(sizeof(float));
 }
+
+namespace {
+
+// One of an odd number of bf16, and a zero.
+void put_pairs(const void* x, int64_t inner, pair* to) {
+  to[inner / 2] = {};
+  __builtin_memcpy(to, x, inner * sizeof(bf16));
+}
+
+}  // namespace
 
 void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
   for_x_type(op.dtype, [&](auto element) {
@@ -159,6 +195,8 @@ void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
       const T* const x = static_cast<const T*>(op.x) + row * op.inner;
       if (op.weights == Weights::s8) {
         op.left_scale[row] = quantise_row(x, op.inner, static_cast<Left8*>(op.left) + row * whole_groups(op.inner));
+      } else if (op.weights == Weights::bf16 && kPairs) {
+        put_pairs(x, op.inner, static_cast<pair*>(op.left) + row * steps(op));
       } else {
         widen(x, op.inner, static_cast<float*>(op.left) + row * op.inner);
       }
@@ -177,8 +215,10 @@ void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t
       if (op.weights == Weights::s8) int8_block<T>(op, row, rows, channel, channels, static_cast<int32_t*>(scratch));
       if (op.weights == Weights::f32)
         float_block<T, float>(op, row, rows, channel, channels, static_cast<float*>(scratch));
-      if (op.weights == Weights::bf16)
-        float_block<T, bf16>(op, row, rows, channel, channels, static_cast<float*>(scratch));
+      if (op.weights == Weights::bf16) {
+        constexpr auto block = kPairs ? float_block<T, pair> : float_block<T, bf16>;
+        block(op, row, rows, channel, channels, static_cast<float*>(scratch));
+      }
     }
   });
 }

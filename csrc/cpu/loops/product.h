@@ -2,6 +2,9 @@
 // of the inner dimension, so its bits depend on neither its neighbours nor the number of threads. What is there already
 // is added at the end: one chain through all blocks would lose digits.
 //
+// Elements are floats, doubles, or pairs of bf16, neighbours in the inner dimension, which one instruction multiplies
+// and adds to a float; then the inner dimension is counted in pairs.
+//
 // The right factor is packed into panels of a few columns, so that a row of one is a few whole vectors; a tile of the
 // result, a few rows of such a panel, is added up in registers.
 #pragma once
@@ -18,6 +21,34 @@ constexpr int kTile = 12;  // rows: 24 sums in 32 registers
 constexpr int kTile = 6;  // 12 in 16
 #endif
 
+// Whether pairs are multiplied faster than floats; in plain C++ they are not, but tests run them so.
+#if defined(__AVX512BF16__) || (FB_VECTOR_BYTES == 64 && !defined(__AVX512F__))
+constexpr bool kPairs = true;
+#else
+constexpr bool kPairs = false;
+#endif
+
+template <class E>
+struct SumOf {
+  using type = E;
+};
+template <>
+struct SumOf<pair> {
+  using type = float;
+};
+template <class E>
+using sum_t = typename SumOf<E>::type;
+
+// sums + the products of both numbers of a pair.
+inline vfloat fma(vint a, vint b, vfloat sums) {
+#ifdef __AVX512BF16__
+  return (vfloat)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+#else
+  const auto high = [](vint v) { return reinterpret<vfloat>(v & int32_t(0xffff0000)); };
+  return fma(high(a << 16), high(b << 16), fma(high(a), high(b), sums));
+#endif
+}
+
 template <class M>
 constexpr int64_t whole_panels(int64_t columns) {
   return (columns + kPanel<M> - 1) / kPanel<M> * kPanel<M>;
@@ -27,6 +58,7 @@ template <class M>
 inline vec<M> broadcast(const M* value) {
   return *value - vec<M>{};  // which no number changes, and compilers leave out
 }
+inline vint broadcast(const pair* value) { return vint{} + load_bits<int32_t>(value); }
 
 // A packed matrix of `inner` rows: row k of panel p is at (p inner + k) kPanel. What is beyond its columns is zero.
 template <class M>
@@ -53,6 +85,20 @@ void pack(const T* from, int64_t stride, int64_t columns, M factor, Panels<M> to
       column += kLanes<M>;
     }
     if (column < whole_panels<M>(columns)) store(vec<M>{}, to.at(column, row) + column % kPanel<M>);
+  }
+}
+
+// The matrix itself, its rows in pairs; an odd one's neighbour is zeros.
+inline void pack_pairs(const bf16* from, int64_t stride, int64_t rows, int64_t columns, Panels<pair> to) {
+  constexpr int L = kLanes<pair>;
+  for (int64_t row = 0; row < rows; row += 2) {
+    const bf16 *const first = from + row * stride, *const second = row + 1 < rows ? first + stride : nullptr;
+    const auto at = [&](int64_t column) { return to.at(column, row / 2) + column % kPanel<pair>; };
+    for_vectors<float>(columns, [&](int64_t column, auto n) {
+      store(paired(halves(first + column, n), second ? halves(second + column, n) : vhalves{}), at(column));
+    });
+    const int64_t next = (columns + L - 1) / L * L;
+    if (next < whole_panels<pair>(columns)) store(vint{}, at(next));
   }
 }
 
@@ -111,12 +157,12 @@ void pack_transposed(const T* from, int64_t stride, int64_t columns, Panels<M> t
 enum class Onto { nothing, sums, scaled };
 
 // The left factor: a row's elements are neighbours, or (`across`) a column's.
-template <bool across, class M>
+template <bool across, class E>
 struct Left {
-  const M* data;
+  const E* data;
   int64_t stride;
 
-  const M* at(int64_t row, int64_t k) const { return across ? data + k * stride + row : data + row * stride + k; }
+  const E* at(int64_t row, int64_t k) const { return across ? data + k * stride + row : data + row * stride + k; }
 };
 
 // What tiles ask memory for while they compute: what is read next, a little in each of their steps.
@@ -132,17 +178,17 @@ struct NothingAhead {
   NothingAhead after(int64_t) const { return {}; }
 };
 
-template <int rows, Onto what, bool across, class M, class A = NothingAhead>
-inline void tile(Left<across, M> a, const M* b, int64_t inner, M* c, int64_t stride, const M* factors, A ahead = {}) {
+template <int rows, Onto what, bool across, class E, class A = NothingAhead, class M = sum_t<E>>
+inline void tile(Left<across, E> a, const E* b, int64_t inner, M* c, int64_t stride, const M* factors, A ahead = {}) {
   using V = vec<M>;
-  constexpr int L = kLanes<M>;
+  constexpr int L = kLanes<E>;
   V sums[rows][2]{};
   for (int64_t k = 0; k < inner; ++k, b += 2 * L) {
-    const V first = load(b), second = load(b + L);
+    const vec<E> first = load(b), second = load(b + L);
     ahead.fetch(k);
 #pragma GCC unroll 12
     for (int row = 0; row < rows; ++row) {
-      const V left = broadcast(a.at(row, k));
+      const vec<E> left = broadcast(a.at(row, k));
       sums[row][0] = fma(left, first, sums[row][0]);
       sums[row][1] = fma(left, second, sums[row][1]);
     }
@@ -171,13 +217,13 @@ inline void for_tiles(int64_t rows, const F& f) {
 }
 
 // c (rows, whole panels) = a (rows, inner) b, from its first `inner` rows. ahead: of the tiles of one panel.
-template <Onto what, bool across, class M, class A = NothingAhead>
-void product(int64_t rows, int64_t columns, int64_t inner, Left<across, M> a, Panels<M> b, M* c, int64_t stride,
-             const M* factors = nullptr, A ahead = {}) {
-  for (int64_t column = 0; column < columns; column += kPanel<M>) {
+template <Onto what, bool across, class E, class A = NothingAhead>
+void product(int64_t rows, int64_t columns, int64_t inner, Left<across, E> a, Panels<E> b, sum_t<E>* c, int64_t stride,
+             const sum_t<E>* factors = nullptr, A ahead = {}) {
+  for (int64_t column = 0; column < columns; column += kPanel<E>) {
     A next = ahead;
     for_tiles(rows, [&](auto count, int64_t row) {
-      tile<count, what>(Left<across, M>{a.at(row, 0), a.stride}, b.at(column, 0), inner, c + row * stride + column,
+      tile<count, what>(Left<across, E>{a.at(row, 0), a.stride}, b.at(column, 0), inner, c + row * stride + column,
                         stride, factors + row, next);
       next = next.after(inner);
     });

@@ -32,6 +32,9 @@ struct bf16 {
 struct f16 {
   uint16_t bits;
 };
+struct pair {  // two neighbours, which matrix products take together
+  bf16 first, second;
+};
 
 // Arithmetic on T is done in math_t<T>, kLanes<T> elements at a time.
 template <class T>
@@ -77,6 +80,10 @@ template <>
 struct VecOf<double> {
   using type = vdouble;
 };
+template <>
+struct VecOf<pair> {
+  using type = vint;
+};
 template <class M>
 using vec = typename VecOf<M>::type;
 
@@ -99,20 +106,26 @@ inline vfloat load(const bf16* src) {
   return reinterpret<vfloat>(__builtin_convertvector(load_bits<vhalves>(src), vuint) << 16);
 }
 
+inline vint load(const pair* src) { return load_bits<vint>(src); }
+
+inline void store(vint v, pair* dst) { __builtin_memcpy(dst, &v, sizeof v); }
 inline void store(vfloat v, float* dst) { __builtin_memcpy(dst, &v, sizeof v); }
 inline void store(vdouble v, double* dst) { __builtin_memcpy(dst, &v, sizeof v); }
 #ifdef __AVX512BF16__
-inline void store(vfloat v, bf16* dst) {
-  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);  // results below 2^-126 become 0
-  __builtin_memcpy(dst, &rounded, sizeof rounded);
-}
+inline vhalves rounded(vfloat v) { return (vhalves)_mm512_cvtneps_pbh((__m512)v); }  // results below 2^-126 become 0
 #else
-inline void store(vfloat v, bf16* dst) {
+inline vhalves rounded(vfloat v) {
   const vuint bits = reinterpret<vuint>(v), nearest_even = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  const vhalves rounded = __builtin_convertvector(v == v ? nearest_even : vuint{} + 0x7fc0, vhalves);
-  __builtin_memcpy(dst, &rounded, sizeof rounded);
+  return __builtin_convertvector(v == v ? nearest_even : vuint{} + 0x7fc0, vhalves);
 }
 #endif
+inline void store(vhalves v, bf16* dst) { __builtin_memcpy(dst, &v, sizeof v); }
+inline void store(vfloat v, bf16* dst) { store(rounded(v), dst); }
+
+// Of each lane: bf16 in the low and the high half.
+inline vint paired(vhalves first, vhalves second) {
+  return (vint)(__builtin_convertvector(first, vuint) | __builtin_convertvector(second, vuint) << 16);
+}
 
 #if defined(__AVX512F__)
 inline vfloat load(const f16* src) { return (vfloat)_mm512_cvtph_ps(load_bits<__m256i>(src)); }
@@ -161,6 +174,12 @@ inline auto load(const T* src, int n) {
   T whole[kLanes<T>]{};
   __builtin_memcpy(whole, src, n * sizeof(T));
   return load(whole);
+}
+inline vhalves halves(const bf16* src, Whole) { return load_bits<vhalves>(src); }
+inline vhalves halves(const bf16* src, int n) {
+  vhalves v{};
+  __builtin_memcpy(&v, src, n * sizeof(bf16));
+  return v;
 }
 template <class V, class T>
 inline void store(V v, T* dst, Whole) {

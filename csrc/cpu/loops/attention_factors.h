@@ -1,0 +1,170 @@
+// What attention's products multiply: elements in the type of arithmetic M, or bf16 as it is, in pairs. Scores, their
+// gradients and all sums are M either way; where they become left factors they stay as they are, or are rounded to pairs
+// in the memory that they are in.
+#pragma once
+
+#include "../../attention.h"
+
+#include "product.h"
+#include "relative_positions.h"
+
+namespace fastbert::cpu::FB_ISA {
+
+constexpr int64_t kKeys = 512;  // of a block
+
+// P F and dS of a vector of scores.
+template <class M>
+struct BothGradients {
+  vec<M> weights, scores;
+};
+
+// P and dO V^T of a block, row by row, which make room for P F and dS.
+template <class M>
+struct GradientBlock {
+  M *weights, *scores;
+  int64_t stride, rows, keys;
+};
+
+// (P F)^T, dS^T and dS.
+template <class E>
+struct LeftGradients {
+  Left<true, E> weights, scores;
+  Left<false, E> along;
+};
+
+template <class T_>
+struct Widened {
+  using T = T_;
+  using M = math_t<T>;
+  using E = M;  // what is multiplied
+
+  static int64_t steps(int64_t inner) { return inner; }  // of a product
+  // Scores are made of queries times scale.
+  static M query_factor(const AttentionHead& a) { return M(a.scale); }
+  static M key_factor(const AttentionHead&) { return 1; }  // of dK, made of such queries too
+  static vec<M> scaled(vec<M> score, M) { return score; }
+
+  static void pack_across(const T* from, int64_t stride, int64_t rows, Panels<E> to) {
+    pack_transposed(from, stride, rows, to);
+  }
+  static void pack_along(const T* from, int64_t stride, int64_t rows, int64_t D, M factor, M* to) {
+    pack(from, stride, D, factor, Panels<M>{to, rows});
+  }
+  static void put_rows(const T* from, int64_t stride, int64_t rows, int64_t D, M factor, M* to) {
+    load_rows(from, stride, rows, D, factor, to);
+  }
+
+  template <class N>
+  static void put_weights(vec<M> weights, M* row, int64_t i, N n) {
+    store(weights, row + i, n);
+  }
+  static void end_weights(M*, int64_t) {}
+  static Left<false, E> weights(const M* rows, int64_t stride) { return {rows, stride}; }
+
+  static constexpr int64_t kAlongRoom = 0;
+
+  // start(row) comes before gradients(row, i, n), which gives those of a vector.
+  template <class S, class F>
+  static LeftGradients<E> put_gradients(const GradientBlock<M>& b, E*, const S& start, const F& gradients) {
+    for (int64_t row = 0; row < b.rows; ++row) {
+      start(row);
+      M *const weights = b.weights + row * b.stride, *const scores = b.scores + row * b.stride;
+      for_vectors<M>(b.keys, [&](int64_t i, auto n) {
+        const BothGradients<M> both = gradients(row, i, n);
+        store(both.weights, weights + i, n), store(both.scores, scores + i, n);
+      });
+    }
+    return {{b.weights, b.stride}, {b.scores, b.stride}, {b.scores, b.stride}};
+  }
+};
+
+// For rows that are an even number of elements apart, and of an even D.
+struct Paired {
+  using T = bf16;
+  using M = float;
+  using E = pair;
+
+  static int64_t steps(int64_t inner) { return (inner + 1) / 2; }
+  static float query_factor(const AttentionHead&) { return 1; }
+  static float key_factor(const AttentionHead& a) { return float(a.scale); }
+  static vfloat scaled(vfloat score, float scale) { return score * scale; }
+
+  static void pack_across(const bf16* from, int64_t stride, int64_t rows, Panels<pair> to) {
+    pack_transposed<pair, pair>(reinterpret_cast<const pair*>(from), stride / 2, rows, to);
+  }
+  static void pack_along(const bf16* from, int64_t stride, int64_t rows, int64_t D, float, pair* to) {
+    pack_pairs(from, stride, rows, D, {to, steps(rows)});
+  }
+  static void put_rows(const bf16* from, int64_t stride, int64_t rows, int64_t D, float, pair* to) {
+    for (int64_t row = 0; row < rows; ++row) __builtin_memcpy(to + row * D / 2, from + row * stride, D * sizeof(bf16));
+  }
+
+  template <class N>
+  static void put_weights(vfloat weights, float* row, int64_t i, N n) {
+    store(weights, reinterpret_cast<bf16*>(row) + i, n);
+  }
+  static void end_weights(float* row, int64_t keys) {
+    if (keys % 2) reinterpret_cast<bf16*>(row)[keys] = {};
+  }
+  static Left<false, pair> weights(const float* rows, int64_t stride) {
+    return {reinterpret_cast<const pair*>(rows), stride};
+  }
+
+  static constexpr int64_t kAlong = kKeys / 2 + 8;  // from row to row: no power of two
+  static constexpr int64_t kAlongRoom = kAttentionQueries * kAlong;
+
+  // Two rows become one of pairs of queries, and the gradients of scores two of pairs of keys besides.
+  template <class S, class F>
+  static LeftGradients<pair> put_gradients(const GradientBlock<float>& b, pair* along, const S& start,
+                                           const F& gradients) {
+    for (int64_t row = 0; row < b.rows; row += 2) {
+      const bool alone = row + 1 == b.rows;
+      start(row);
+      if (!alone) start(row + 1);
+      pair* const weights = reinterpret_cast<pair*>(b.weights + row * b.stride);
+      pair* const scores = reinterpret_cast<pair*>(b.scores + row * b.stride);
+      bf16 *const first_row = &along[row * kAlong].first, *const second_row = &along[(row + 1) * kAlong].first;
+      for_vectors<float>(b.keys, [&](int64_t i, auto n) {
+        const BothGradients<float> first = gradients(row, i, n),
+                                   second = alone ? BothGradients<float>{} : gradients(row + 1, i, n);
+        const vhalves of_first = rounded(first.scores), of_second = rounded(second.scores);
+        store(of_first, first_row + i, n), store(of_second, second_row + i, n);
+        store(paired(of_first, of_second), scores + i, n);
+        store(paired(rounded(first.weights), rounded(second.weights)), weights + i, n);
+      });
+      if (b.keys % 2) first_row[b.keys] = second_row[b.keys] = {};
+    }
+    const auto pairs = [](const float* data) { return reinterpret_cast<const pair*>(data); };
+    return {{pairs(b.weights), 2 * b.stride}, {pairs(b.scores), 2 * b.stride}, {along, kAlong}};
+  }
+};
+static_assert(kAttentionQueries % 2 == 0 && kKeys % 2 == 0);
+
+// How elements of T are multiplied where rows allow it.
+template <class T>
+struct Multiplied {
+  using type = Widened<T>;
+};
+template <>
+struct Multiplied<bf16> {
+  using type = Paired;
+};
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// Calls f(how elements are multiplied, Type of relative positions).
+template <class F>
+void for_factors(const AttentionHead& a, const F& f) {
+  for_dtype(a.dtype, [&](auto element) {
+    using T = decltype(element);
+    if (a.positions) return f(Widened<T>{}, Type<Relative<T>>{});
+    if constexpr (kPairs)
+      if ((a.D | a.stride) % 2 == 0) return f(typename Multiplied<T>::type{}, Type<NoPositions>{});
+    f(Widened<T>{}, Type<NoPositions>{});
+  });
+}
+
+}  // namespace fastbert::cpu::FB_ISA
