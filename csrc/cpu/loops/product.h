@@ -162,7 +162,35 @@ struct Left {
   const E* data;
   int64_t stride;
 
-  const E* at(int64_t row, int64_t k) const { return across ? data + k * stride + row : data + row * stride + k; }
+  const E* at(int64_t row) const { return across ? data + row : data + row * stride; }
+  int64_t apart() const { return (across ? 1 : stride) * int64_t(sizeof(E)); }  // bytes from row to row
+  int64_t step() const { return (across ? stride : 1) * int64_t(sizeof(E)); }   // and from k to k
+};
+
+// Where a tile's rows are at one k. One address for three rows: compilers, which would keep one for each, run out of
+// registers.
+template <int rows>
+class TileRows {
+ public:
+  TileRows(const void* first, int64_t apart) : apart_(apart) {
+    for (int i = 0; i < kCount; ++i) first_[i] = static_cast<const char*>(first) + 3 * i * apart;
+  }
+  template <class E>
+  const E* at(int row) const {
+    return reinterpret_cast<const E*>(first_[row / 3] + row % 3 * apart_);
+  }
+  void advance(int64_t bytes) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kCount; ++i) {
+      first_[i] += bytes;
+      asm("" : "+r"(first_[i]));  // so that they are not computed from each other
+    }
+  }
+
+ private:
+  static constexpr int kCount = (rows + 2) / 3;
+  const char* first_[kCount];
+  const int64_t apart_;
 };
 
 // What tiles ask memory for while they compute: what is read next, a little in each of their steps.
@@ -183,12 +211,13 @@ inline void tile(Left<across, E> a, const E* b, int64_t inner, M* c, int64_t str
   using V = vec<M>;
   constexpr int L = kLanes<E>;
   V sums[rows][2]{};
-  for (int64_t k = 0; k < inner; ++k, b += 2 * L) {
+  TileRows<rows> left_rows(a.data, a.apart());
+  for (int64_t k = 0; k < inner; ++k, b += 2 * L, left_rows.advance(a.step())) {
     const vec<E> first = load(b), second = load(b + L);
     ahead.fetch(k);
 #pragma GCC unroll 12
     for (int row = 0; row < rows; ++row) {
-      const vec<E> left = broadcast(a.at(row, k));
+      const vec<E> left = broadcast(left_rows.template at<E>(row));
       sums[row][0] = fma(left, first, sums[row][0]);
       sums[row][1] = fma(left, second, sums[row][1]);
     }
@@ -223,7 +252,7 @@ void product(int64_t rows, int64_t columns, int64_t inner, Left<across, E> a, Pa
   for (int64_t column = 0; column < columns; column += kPanel<E>) {
     A next = ahead;
     for_tiles(rows, [&](auto count, int64_t row) {
-      tile<count, what>(Left<across, E>{a.at(row, 0), a.stride}, b.at(column, 0), inner, c + row * stride + column,
+      tile<count, what>(Left<across, E>{a.at(row), a.stride}, b.at(column, 0), inner, c + row * stride + column,
                         stride, factors + row, next);
       next = next.after(inner);
     });
