@@ -183,10 +183,10 @@ inline void check_cross_entropy(const Tensor& hidden, const Tensor& weight, cons
   check_device("cross_entropy", "labels", labels, hidden.device());
 }
 
-// The further arguments of the backward.
+// The further arguments of the backward. math: the type of the loss.
 inline void check_cross_entropy_gradients(const Tensor& dloss, const Tensor& dlogits, const Tensor& hidden,
-                                          const Tensor& weight) {
-  check_statistic("cross_entropy", "dloss", dloss, {}, ScalarType::Float, hidden.device());
+                                          const Tensor& weight, ScalarType math) {
+  check_statistic("cross_entropy", "dloss", dloss, {}, math, hidden.device());
   check_statistic("cross_entropy", "dlogits", dlogits, {hidden.size(0), weight.size(0)}, hidden.scalar_type(),
                   hidden.device());
 }

@@ -1,12 +1,45 @@
-// The interface between the torch side of cross_entropy and its kernels. Of a dense matrix of logits without the bias
-// they make the losses of its rows and, in place, softmax - onehot.
+// The interface between the torch sides of cross_entropy and its loops and kernels.
 #pragma once
 
 #include <stdint.h>
 
+#include "cpu/isa.h"
 #include "dtype.h"
 
-namespace fastbert::cuda {
+namespace fastbert {
+
+namespace cpu {
+
+// x, bias, targets and parts are in the type of arithmetic: f64 where dtype is f64, else f32.
+struct CrossEntropy {
+  const void* x;          // (rows, inner); bf16 where cross_entropy_takes_pairs
+  const void* weight;     // (classes, inner) of dtype
+  const void* bias;       // (classes,)
+  const int64_t* labels;  // (rows,): a class, or below 0 for none
+  void* dlogits;          // (rows, classes) of dtype, rows `stride` apart; or null
+  double* losses;         // (rows,)
+  void* targets;          // (rows,): scratch
+  void* parts;            // (tasks, rows): scratch
+  int64_t rows, inner, classes, stride;
+  DType dtype;
+};
+
+struct CrossEntropyRoom {
+  int64_t classes;  // of a task
+  int64_t scratch;  // bytes, of a task
+  int64_t part;     // bytes
+};
+
+FB_FOR_EACH_ISA(bool cross_entropy_takes_pairs(DType dtype, int64_t inner);
+                CrossEntropyRoom cross_entropy_room(DType dtype, int64_t inner);
+                // First the logits of the classes of each task, then losses and gradients of rows.
+                void cross_entropy_logits(const CrossEntropy& op, int64_t task, void* scratch);
+                void cross_entropy_rows(const CrossEntropy& op, int64_t tasks, int64_t begin, int64_t end);)
+
+}  // namespace cpu
+
+// Of a dense matrix of logits without the bias kernels make the losses of its rows and, in place, softmax - onehot.
+namespace cuda {
 
 // One label a row: int64_t or int32_t. Rows whose label is `ignored` weigh nothing; others are clamped to a class.
 struct Labels {
@@ -28,4 +61,6 @@ const char* mean_over_labelled(const float* values, int64_t count, const Labels&
 const char* scaled(const void* x, DType x_type, const float* factor, void* y, DType y_type, int64_t count,
                    void* stream);
 
-}  // namespace fastbert::cuda
+}  // namespace cuda
+
+}  // namespace fastbert

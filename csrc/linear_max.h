@@ -11,7 +11,7 @@ namespace fastbert::cpu {
 
 // x and bias are in the type of arithmetic: f64 where dtype is f64, else f32.
 struct LinearMax {
-  const void* x;          // (tokens, inner)
+  const void* x;          // (tokens, inner); bf16 where linear_max_takes_pairs
   const void* weight;     // (classes, inner) of dtype
   const void* bias;       // (classes,), or null
   const int64_t* bounds;  // (sequences + 1,), which never fall, within the tokens
@@ -33,6 +33,7 @@ struct LinearMaxGradients {
 };
 
 FB_FOR_EACH_ISA(
+    bool linear_max_takes_pairs(DType dtype, int64_t inner);
     // Of a task of the forward: how many classes at most, and the bytes of its scratch.
     int64_t linear_max_width(DType dtype); int64_t linear_max_scratch(int64_t inner, DType dtype);
     void linear_max_fwd(const LinearMax& op, int64_t first, int64_t end, void* scratch);

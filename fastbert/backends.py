@@ -93,7 +93,11 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         "triton": Kernel(_FLOATS, leads_on=_WARPGROUPS),
     },
     "linear": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, forced_only=True)},
-    "cross_entropy": {"cuda": Kernel(_FLOATS), "triton": Kernel(_FLOATS)},
+    "cross_entropy": {
+        "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/cross_entropy.jsonl"),
+        "cuda": Kernel(_FLOATS),
+        "triton": Kernel(_FLOATS),
+    },
     "linear_max": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/linear_max.jsonl"),
         "triton": Kernel(_FLOATS),

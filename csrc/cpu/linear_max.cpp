@@ -34,7 +34,8 @@ std::tuple<Tensor, Tensor> linear_max_fwd_cpu(const Tensor& x, const Tensor& wei
   const Tensor rows = need_rows ? empty({sequences, classes}, x, ScalarType::Int) : empty({0}, x, ScalarType::Int);
   if (y.numel() == 0) return {y, rows};
   const std::vector<int64_t> bounds = bounds_of(cu_seqlens, tokens);
-  const Tensor in = as_math(x, x), w = contiguous(weight);
+  const bool pairs = FB_BEST_ISA(linear_max_takes_pairs)(dtype_of(x), inner);
+  const Tensor in = pairs ? contiguous(x) : as_math(x, x), w = contiguous(weight);
   const OptionalTensor b = as_math(bias, x);
   const cpu::LinearMax op{in.const_data_ptr(),
                           w.const_data_ptr(),

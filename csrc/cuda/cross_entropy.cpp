@@ -67,7 +67,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_bwd_cuda(const Tensor& dloss, c
                                                           const Tensor& dlogits, int64_t ignore_index,
                                                           bool need_dhidden, bool need_dparams) {
   check(hidden, weight, std::nullopt, labels);
-  check_cross_entropy_gradients(dloss, dlogits, hidden, weight);
+  check_cross_entropy_gradients(dloss, dlogits, hidden, weight, ScalarType::Float);
   const DeviceGuard guard(hidden);
   const NoGrad no_grad;
   const Tensor given = contiguous(labels), scalar = contiguous(dloss);

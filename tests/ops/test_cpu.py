@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import fastbert
 from fastbert import BertConfig, BertModel, backends, ops, random, testing
+from fastbert.ops.op import PRIMITIVES
 
 pytestmark = pytest.mark.skipif(backends._cpu_problem() is not None, reason=str(backends._cpu_problem()))
 
@@ -99,6 +100,14 @@ def test_attention_has_the_same_bits_for_any_number_of_threads(lengths, D):
     inputs = {"qkv": torch.randn(sum(lengths), 3, 3, D)}
     op = lambda qkv: ops.attention(qkv, ends, max(lengths), **_dropout(2))  # noqa: E731
     _assert_same_bits_for_any_number_of_threads(lambda: _everything(op, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_have_the_same_bits_for_any_number_of_threads(dtype):
+    """The loss and its gradient to them; the products with that gradient are the library's."""
+    hidden, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((ROWS, C), (900, C), (900,)))
+    arguments = hidden, weight, bias, torch.randint(900, (ROWS,)), -100, True
+    _assert_same_bits_for_any_number_of_threads(lambda: PRIMITIVES["cross_entropy_fwd"]("cpu", *arguments))
 
 
 @pytest.fixture

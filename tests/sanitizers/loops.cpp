@@ -20,6 +20,7 @@
 
 #include "attention.h"
 #include "bias_gelu.h"
+#include "cross_entropy.h"
 #include "embedding.h"
 #include "layer_norm.h"
 #include "packed_linear.h"
@@ -506,6 +507,43 @@ void check_packed_linears(DType dtype, Weights weights, const char* kind) {
   if (weights == Weights::s8 && dtype == DType::f32) check(2, 1 << 16, 3, true);  // the largest sums
 }
 
+// ---- cross_entropy
+
+// Losses and gradients of rows, of which every third has no label.
+void check_cross_entropy(int64_t rows, int64_t inner, int64_t classes, DType dtype) {
+  const bool pairs = loops::cross_entropy_takes_pairs(dtype, inner);
+  const Bytes x = values(rows * inner, pairs ? dtype : math_of(dtype)), weight = values(classes * inner, dtype),
+              bias = values(classes, math_of(dtype));
+  std::vector<int64_t> labels;
+  for (int64_t row = 0; row < rows; ++row) labels.push_back(row % 3 ? classes - 1 - row % classes : -1);
+  const cpu::CrossEntropyRoom room = loops::cross_entropy_room(dtype, inner);
+  const int64_t stride = classes + 3, tasks = (classes + room.classes - 1) / room.classes;
+  same(name("cross_entropy", inner, dtype, " to ") + std::to_string(classes), [&](int threads) {
+    Bytes dlogits = filled((rows - 1) * stride + classes, dtype, 0), losses = filled(rows, DType::f64, threads),
+          targets = filled(rows, math_of(dtype), threads), parts(tasks * rows * room.part, char(threads));
+    const cpu::CrossEntropy op{x.data(),
+                               weight.data(),
+                               bias.data(),
+                               labels.data(),
+                               dlogits.data(),
+                               reinterpret_cast<double*>(losses.data()),
+                               targets.data(),
+                               parts.data(),
+                               rows,
+                               inner,
+                               classes,
+                               stride,
+                               dtype};
+    in_threads(threads, tasks, [&](int64_t begin, int64_t end) {
+      Bytes scratch(room.scratch, char(threads));
+      for (int64_t task = begin; task < end; ++task) loops::cross_entropy_logits(op, task, scratch.data());
+    });
+    in_threads(threads, rows,
+               [&](int64_t begin, int64_t end) { loops::cross_entropy_rows(op, tasks, begin, end); });
+    return Results{dlogits, losses};
+  });
+}
+
 // ---- all of them
 
 void check_all() {
@@ -515,6 +553,8 @@ void check_all() {
     check_packed_linears(dtype, Weights::s8, " by int8");
   }
   for (const DType dtype : kTypes) {
+    for (const int64_t classes : kSizes) check_cross_entropy(kRows, 9, classes, dtype);
+    check_cross_entropy(146, 600, 33, dtype);  // two blocks of rows, and chains of sums
     for (const int64_t C : kSizes) {
       for (const bool flag : {false, true})
         for (const bool tanh : {false, true}) check_bias_gelu(C, dtype, flag, tanh);
@@ -525,6 +565,7 @@ void check_all() {
     for (const Dropout& drop : {Dropout{}, kDropScores}) {
       for (const int64_t D : {1, 7, 8, 9, 17, 65}) check_attention({1, 7, 8, 9, 17, 65, 129}, D, dtype, drop);
       check_attention({769, 767}, 9, dtype, drop);
+      check_attention({769, 130}, 66, dtype, drop);
       for (const int64_t D : {1, 9, 17}) check_relative_attention({1, 7, 8, 9, 17, 65, 129}, D, dtype, drop);
       check_relative_attention({769, 300}, 9, dtype, drop);
     }

@@ -36,7 +36,10 @@ OPTIONS = {
     "TSAN_OPTIONS": "ignore_interceptors_accesses=1",  # the scheduler of CUDA threads calls memcpy on their fibers
 }
 
-OPS = "bias_gelu layer_norm attention relative_attention embedding dense_gelu linear packed_linear padding".split()
+OPS = (
+    "bias_gelu layer_norm attention relative_attention embedding dense_gelu linear packed_linear padding "
+    "cross_entropy linear_max"
+).split()
 TESTS = [f"tests/ops/test_{op}.py" for op in OPS]
 SELECTION = "{} and not compile and not opcheck"
 

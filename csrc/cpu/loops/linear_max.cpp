@@ -1,26 +1,17 @@
-// The largest of x W^T + bias over the rows of each sequence, without the product in memory.
-//
-// A task has some classes and all rows. It packs the weights of its classes once, then takes a block of rows after the
-// other: their products stay in the cache, where one pass over them moves the maxima along. A logit's bits depend on
-// its row and class alone, so no number of threads changes one.
+// The largest of x W^T + bias over the rows of each sequence. A task has some classes and all rows; one pass over the
+// logits of a block of rows moves the maxima along.
 //
 // Bytes moved: the weights once, x from the cache once for each task, y and rows once. The backward reads a row of W
 // and one of x for each gradient that is not zero, which are grouped by token first.
 #include "../../linear_max.h"
 
-#include "product.h"
+#include "logits.h"
 
 namespace fastbert::cpu::FB_ISA {
 
 namespace {
 
-constexpr int64_t kRows = 144;   // of a block: a multiple of every tile's rows
-constexpr int64_t kInner = 256;  // of a logit that are one chain of sums
-constexpr int64_t kTerms = 64;   // of a gradient
-template <class M>
-constexpr int64_t kColumns = 8 * kPanel<M>;  // of a task
-template <class M>
-constexpr int64_t kStride = kColumns<M> + 16;  // of its sums: a power of two would use few sets of the cache
+constexpr int64_t kTerms = 64;  // of a gradient that are one chain of sums
 
 template <class M>
 using vplaces = decltype(vec<M>{} <= vec<M>{});  // as many integers of the same size
@@ -29,40 +20,28 @@ using Place = decltype(vplaces<M>{}[0] + 0);
 
 // ---- forward
 
-template <class M>
+template <class E>
 struct Scratch {
-  Panels<M> weights;
-  M *sums, *bias, *best;
+  using M = sum_t<E>;
+  Logits<E> logits;
+  M* best;
   Place<M>* places;
 
-  Scratch(void* memory, int64_t inner) : weights{static_cast<M*>(memory), inner} {
-    sums = weights.data + inner * kColumns<M>;
-    bias = sums + kRows * kStride<M>;
-    best = bias + kColumns<M>;
-    places = reinterpret_cast<Place<M>*>(best + kColumns<M>);
+  Scratch(void* memory, int64_t steps) : logits(memory, steps) {
+    best = logits.behind(), places = reinterpret_cast<Place<M>*>(best + Logits<E>::kClasses);
   }
-  static int64_t bytes(int64_t inner) {
-    return (inner * kColumns<M> + kRows * kStride<M> + 3 * kColumns<M>)*int64_t(sizeof(M));
+  static int64_t bytes(int64_t steps) {
+    return Logits<E>::bytes(steps) + 2 * Logits<E>::kClasses * int64_t(sizeof(M));
   }
 };
 
-// The sums of some rows of x.
-template <class M>
-void multiply(const M* x, int64_t rows, int64_t columns, const Scratch<M>& to) {
-  const int64_t inner = to.weights.inner;
-  for (int64_t k = 0; k == 0 || k < inner; k += kInner) {
-    const auto add = k ? product<Onto::sums, false, M> : product<Onto::nothing, false, M>;
-    add(rows, columns, least(kInner, inner - k), {x + k, inner}, to.weights.rows_from(k), to.sums, kStride<M>, nullptr,
-        {});
-  }
-}
-
-// What a row makes of the maxima. A NaN is larger than any number; of equal ones the first stays.
-template <bool first, class M>
-void compare(const M* sums, int64_t row, int64_t columns, const Scratch<M>& to) {
+// What row `at` of a block makes of the maxima. A NaN is larger than any number; of equal ones the first stays.
+template <bool first, class E>
+void compare(int64_t at, int64_t row, int64_t columns, const Scratch<E>& to) {
+  using M = sum_t<E>;
   using Places = vplaces<M>;
   for (int64_t i = 0; i < columns; i += kLanes<M>) {
-    const vec<M> v = load(sums + i) + load(to.bias + i), best = load(to.best + i);
+    const vec<M> v = to.logits.at(at, i), best = load(to.best + i);
     const Places here = Places{} + Place<M>(row), wins = first ? ~Places{} : ~(v <= best) & (best == best);
     store(wins ? v : best, to.best + i);
     const Places before = load_bits<Places>(to.places + i), after = wins ? here : before;
@@ -70,8 +49,9 @@ void compare(const M* sums, int64_t row, int64_t columns, const Scratch<M>& to) 
   }
 }
 
-template <class T, class M>
-void finish(const LinearMax& op, int64_t sequence, int64_t first, int64_t classes, const Scratch<M>& from) {
+template <class T, class E>
+void finish(const LinearMax& op, int64_t sequence, int64_t first, int64_t classes, const Scratch<E>& from) {
+  using M = sum_t<E>;
   const int64_t at = sequence * op.classes + first;
   const bool empty = op.bounds[sequence] == op.bounds[sequence + 1];
   T* const y = static_cast<T*>(op.y) + at;
@@ -81,22 +61,22 @@ void finish(const LinearMax& op, int64_t sequence, int64_t first, int64_t classe
   for (int64_t i = 0; op.rows && i < classes; ++i) op.rows[at + i] = empty ? -1 : int32_t(from.places[i]);
 }
 
-template <class T>
-void forward(const LinearMax& op, int64_t first, int64_t classes, void* memory) {
-  using M = math_t<T>;
-  const Scratch<M> scratch(memory, op.inner);
-  const int64_t columns = whole_panels<M>(classes), last = op.bounds[op.sequences];
-  const M *const x = static_cast<const M*>(op.x), *const bias = static_cast<const M*>(op.bias);
-  pack_transposed(static_cast<const T*>(op.weight) + first * op.inner, op.inner, classes, scratch.weights);
-  for (int64_t i = 0; i < columns; ++i) scratch.bias[i] = bias && i < classes ? bias[first + i] : 0;
+// T: of y. E and W: of x and the weights, in whose steps `inner` is.
+template <class T, class E, class W>
+void forward(const LinearMax& op, int64_t inner, int64_t first, int64_t classes, void* memory) {
+  Scratch<E> scratch(memory, inner);
+  const int64_t columns = whole_panels<E>(classes), last = op.bounds[op.sequences];
+  const E* const x = static_cast<const E*>(op.x);
+  scratch.logits.pack(static_cast<const W*>(op.weight) + first * inner, static_cast<const sum_t<E>*>(op.bias), first,
+                      classes);
   for (int64_t sequence = 0, begin = 0, end = 0; sequence < op.sequences; ++sequence) {  // of the rows that are there
     for (int64_t row = op.bounds[sequence]; row < op.bounds[sequence + 1]; ++row) {
       if (row >= end) {
-        begin = row, end = least(last, row + kRows);
-        multiply(x + begin * op.inner, end - begin, columns, scratch);
+        begin = row, end = least(last, row + Logits<E>::kRows);
+        scratch.logits.multiply(x + begin * inner, end - begin);
       }
-      const auto step = row == op.bounds[sequence] ? compare<true, M> : compare<false, M>;
-      step(scratch.sums + (row - begin) * kStride<M>, row, columns, scratch);
+      const auto step = row == op.bounds[sequence] ? compare<true, E> : compare<false, E>;
+      step(row - begin, row, columns, scratch);
     }
     finish<T>(op, sequence, first, classes, scratch);
   }
@@ -180,14 +160,20 @@ void gradient_of_weight(const LinearMaxGradients& op, int64_t index, void* scrat
 
 }  // namespace
 
-int64_t linear_max_width(DType dtype) { return dtype == DType::f64 ? kColumns<double> : kColumns<float>; }
+bool linear_max_takes_pairs(DType dtype, int64_t inner) { return takes_pairs(dtype, inner); }
+
+int64_t linear_max_width(DType dtype) {
+  return dtype == DType::f64 ? Logits<double>::kClasses : Logits<float>::kClasses;
+}
 
 int64_t linear_max_scratch(int64_t inner, DType dtype) {
   return dtype == DType::f64 ? Scratch<double>::bytes(inner) : Scratch<float>::bytes(inner);
 }
 
 void linear_max_fwd(const LinearMax& op, int64_t first, int64_t end, void* scratch) {
-  for_dtype(op.dtype, [&](auto element) { forward<decltype(element)>(op, first, end - first, scratch); });
+  for_factors(op.dtype, op.inner, [&](int64_t steps, auto element, auto x, auto weight) {
+    forward<decltype(element), decltype(x), decltype(weight)>(op, steps, first, end - first, scratch);
+  });
 }
 
 void linear_max_group(const LinearMaxGradients& op, int64_t* starts, int64_t* entries) {

@@ -1,0 +1,117 @@
+// The torch side of cross_entropy on the CPU: checks, allocation, threads, and the library's products of the backward.
+// The schema is defined in fastbert/ops/cross_entropy.py.
+#include "../cross_entropy.h"
+
+#include <numeric>
+#include <vector>
+
+#include "../checks.h"
+#include "../tensor.h"
+
+namespace fastbert {
+
+namespace {
+
+// Each row's class, within the classes, or -1.
+template <class I>
+std::vector<int64_t> classes_of(const Tensor& labels, int64_t ignored, int64_t classes) {
+  const Tensor given = contiguous(labels);
+  const I* const label = given.const_data_ptr<I>();
+  std::vector<int64_t> found(given.numel());
+  for (size_t i = 0; i < found.size(); ++i)
+    found[i] = label[i] == ignored || !classes ? -1 : std::clamp<int64_t>(label[i], 0, classes - 1);
+  return found;
+}
+
+std::vector<int64_t> labels_of(const Tensor& labels, int64_t ignored, int64_t classes) {
+  const bool is_long = labels.scalar_type() == ScalarType::Long;
+  return is_long ? classes_of<int64_t>(labels, ignored, classes) : classes_of<int32_t>(labels, ignored, classes);
+}
+
+int64_t labelled(const std::vector<int64_t>& labels) {
+  return std::max<int64_t>(1, std::count_if(labels.begin(), labels.end(), [](int64_t label) { return label >= 0; }));
+}
+
+// A number as a tensor, in the type of arithmetic.
+Tensor number(double value, const Tensor& x) {
+  const Tensor made = empty({}, x, math_type(x));
+  if (made.scalar_type() == ScalarType::Double) {
+    *made.mutable_data_ptr<double>() = value;
+  } else {
+    *made.mutable_data_ptr<float>() = float(value);
+  }
+  return made;
+}
+
+// Fills op's losses and gradients.
+void run(cpu::CrossEntropy op, const Tensor& like) {
+  const cpu::CrossEntropyRoom room = FB_BEST_ISA(cross_entropy_room)(op.dtype, op.inner);
+  const int64_t tasks = (op.classes + room.classes - 1) / room.classes;
+  const Tensor parts = empty({tasks, op.rows, room.part}, like, ScalarType::Byte);
+  const Tensor targets = empty({op.rows}, like, math_type(like));
+  op.parts = parts.mutable_data_ptr(), op.targets = targets.mutable_data_ptr();
+  parallel_for(tasks, 1, [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<char[]> scratch(new char[room.scratch]);
+    for (int64_t task = begin; task < end; ++task) FB_BEST_ISA(cross_entropy_logits)(op, task, scratch.get());
+  });
+  parallel_rows(op.rows, op.classes, 0, [&](int64_t begin, int64_t end, void*) {
+    FB_BEST_ISA(cross_entropy_rows)(op, tasks, begin, end);
+  });
+}
+
+std::tuple<Tensor, Tensor> cross_entropy_fwd_cpu(const Tensor& hidden, const Tensor& weight, const Tensor& bias,
+                                                 const Tensor& labels, int64_t ignore_index, bool need_dlogits) {
+  check_cross_entropy(hidden, weight, bias, labels);
+  FB_CHECK(FB_BEST_ISA(cross_entropy_logits), kNoIsa);
+  const NoGrad guard;
+  const int64_t rows = hidden.size(0), inner = hidden.size(1), classes = weight.size(0);
+  const int64_t line = 128 / hidden.element_size(), stride = (classes + line - 1) / line * line;
+  const Tensor dlogits =
+      need_dlogits ? empty_strided({rows, classes}, {stride, 1}, hidden, hidden.scalar_type()) : empty({0}, hidden);
+  const bool pairs = FB_BEST_ISA(cross_entropy_takes_pairs)(dtype_of(hidden), inner);
+  const Tensor x = pairs ? contiguous(hidden) : as_math(hidden, hidden);
+  const Tensor w = contiguous(weight, hidden.scalar_type()), b = as_math(bias, hidden);
+  const std::vector<int64_t> of_rows = labels_of(labels, ignore_index, classes);
+  std::vector<double> losses(rows);
+  run({x.const_data_ptr(), w.const_data_ptr(), b.const_data_ptr(), of_rows.data(),
+       need_dlogits ? dlogits.mutable_data_ptr() : nullptr, losses.data(), nullptr, nullptr, rows, inner, classes,
+       stride, dtype_of(hidden)},
+      hidden);
+  const double total = std::accumulate(losses.begin(), losses.end(), 0.0);
+  return {number(total / double(labelled(of_rows)), hidden), dlogits};
+}
+
+Tensor scaled(const Tensor& x, const Tensor& factor, ScalarType type) {
+  return contiguous(call("aten::mul", "Tensor", as_math(x, x), factor), type);
+}
+
+// dlogits is softmax - onehot. dloss / count joins after the first product and on the smaller side of the second, where
+// it neither underflows in fp16 nor costs a pass over the logits.
+std::tuple<Tensor, Tensor, Tensor> cross_entropy_bwd_cpu(const Tensor& dloss, const Tensor& hidden,
+                                                         const Tensor& weight, const Tensor& labels,
+                                                         const Tensor& dlogits, int64_t ignore_index, bool need_dhidden,
+                                                         bool need_dparams) {
+  check_cross_entropy(hidden, weight, std::nullopt, labels);
+  check_cross_entropy_gradients(dloss, dlogits, hidden, weight, math_type(hidden));
+  const NoGrad guard;
+  const ScalarType type = hidden.scalar_type();
+  const double upstream = type == ScalarType::Double ? *dloss.const_data_ptr<double>() : *dloss.const_data_ptr<float>();
+  const Tensor factor = number(upstream / double(labelled(labels_of(labels, ignore_index, weight.size(0)))), hidden);
+  const Tensor dhidden = need_dhidden
+                             ? scaled(call("aten::mm", "", dlogits, contiguous(weight, type)), factor, type)
+                             : empty({0}, hidden);
+  if (!need_dparams) return {dhidden, empty({0}, hidden), empty({0}, hidden)};
+  const Tensor sums = call("aten::sum", "dim_IntList", dlogits, std::optional(std::vector<int64_t>{0}), false,
+                           std::optional(math_type(hidden)));
+  return {dhidden, call("aten::mm", "", transposed(dlogits), scaled(hidden, factor, type)),
+          scaled(sums, factor, type)};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("cross_entropy_fwd", TORCH_BOX(&cross_entropy_fwd_cpu));
+  m.impl("cross_entropy_bwd", TORCH_BOX(&cross_entropy_bwd_cpu));
+}
+
+}  // namespace fastbert

@@ -1,0 +1,124 @@
+// Cross-entropy of x W^T + bias: the logits of some classes at a time, of which a row's largest and the sum of its
+// weights remain and, if they are wanted, the logits in T; then, row by row, the loss and, in their place, the gradient,
+// softmax - onehot (an online softmax: Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018).
+//
+// Bytes moved: the weights once, x from the cache once for each task. Logits are written once, read and written once
+// for their gradient; without it they are never in memory.
+#include "../../cross_entropy.h"
+
+#include "logits.h"
+
+namespace fastbert::cpu::FB_ISA {
+
+namespace {
+
+// As T holds them: the loss is that of the logits which the gradient is made from.
+template <class T, class V>
+V rounded_to(V v) {
+  T whole[kWidth<V>];
+  store(v, whole);
+  return load(whole);
+}
+
+// What a row's logits in some classes leave: the largest, and the sum of exp(logit - largest).
+template <class M>
+struct Part {
+  M high, total;
+
+  M base() const { return high > -M(__builtin_inf()) || high != high ? high : M(0); }  // where all are -inf
+};
+
+template <class T, class E>
+Part<sum_t<E>> part_of(const Logits<E>& logits, int64_t row, int64_t classes, T* kept) {
+  using M = sum_t<E>;
+  using V = vec<M>;
+  M* const sums = logits.row(row);
+  V most[kSlots], total[kSlots]{};
+  for (V& part : most) part = splat<V>(-__builtin_inf());
+  for_vectors_in_slots<M>(classes, [&](int64_t i, auto n, auto slot) {
+    const V v = rounded_to<T>(logits.at(row, i));
+    store(v, sums + i);
+    if (kept) store(v, kept + i, n);
+    most[slot] = greater(most[slot], or_fill(v, n, -__builtin_inf()));
+  });
+  Part<M> part{largest(greater(greater(most[0], most[1]), greater(most[2], most[3]))), 0};
+  for_vectors_in_slots<M>(classes, [&](int64_t i, auto n, auto slot) {
+    total[slot] += or_fill(exp_nonpositive(load(sums + i) - part.base()), n, 0);
+  });
+  part.total = sum(total);
+  return part;
+}
+
+// T: of the logits. E and W: of x and the weights, in whose steps `inner` is.
+template <class T, class E, class W>
+void logits_of(const CrossEntropy& op, int64_t inner, int64_t task, void* memory) {
+  using M = sum_t<E>;
+  const int64_t first = task * Logits<E>::kClasses, classes = least(Logits<E>::kClasses, op.classes - first);
+  Logits<E> logits(memory, inner);
+  logits.pack(static_cast<const W*>(op.weight) + first * inner, static_cast<const M*>(op.bias), first, classes);
+  for (int64_t begin = 0; begin < op.rows; begin += Logits<E>::kRows) {
+    const int64_t rows = least(Logits<E>::kRows, op.rows - begin);
+    logits.multiply(static_cast<const E*>(op.x) + begin * inner, rows);
+    for (int64_t at = 0; at < rows; ++at) {
+      const int64_t row = begin + at, label = op.labels[row] - first;
+      T* const kept = op.dlogits ? static_cast<T*>(op.dlogits) + row * op.stride + first : nullptr;
+      static_cast<Part<M>*>(op.parts)[task * op.rows + row] = part_of<T>(logits, at, classes, kept);
+      if (label >= 0 && label < classes) static_cast<M*>(op.targets)[row] = logits.row(at)[label];
+    }
+  }
+}
+
+template <class T, class M>
+void gradient_of(T* logits, int64_t classes, int64_t label, M base, M factor) {
+  const auto softmax = [&](vec<M> v) { return exp_nonpositive(v - base) * factor; };
+  const vec<M> target = load(logits + label, 1);
+  for_vectors<M>(classes, [&](int64_t i, auto n) { store(softmax(load(logits + i, n)), logits + i, n); });
+  store(softmax(target) - 1, logits + label, 1);
+}
+
+template <class T>
+void finish(const CrossEntropy& op, int64_t tasks, int64_t row) {
+  using M = math_t<T>;
+  T* const logits = op.dlogits ? static_cast<T*>(op.dlogits) + row * op.stride : nullptr;
+  if (op.labels[row] < 0) {
+    op.losses[row] = 0;
+    if (logits) __builtin_memset(logits, 0, op.classes * sizeof(T));
+    return;
+  }
+  const Part<M>* const part = static_cast<const Part<M>*>(op.parts) + row;
+  Part<M> all{-M(__builtin_inf()), 0};
+  for (int64_t task = 0; task < tasks; ++task) {
+    const M high = part[task * op.rows].high;
+    if (high > all.high || high != high) all.high = high;
+  }
+  const M base = all.base();
+  for (int64_t task = 0; task < tasks; ++task) {
+    const Part<M>& each = part[task * op.rows];
+    all.total += each.total * exp_nonpositive(splat<vec<M>>(each.base() - base))[0];
+  }
+  op.losses[row] = double(base) - double(static_cast<const M*>(op.targets)[row]) + __builtin_log(double(all.total));
+  if (logits) gradient_of(logits, op.classes, op.labels[row], base, 1 / all.total);
+}
+
+}  // namespace
+
+bool cross_entropy_takes_pairs(DType dtype, int64_t inner) { return takes_pairs(dtype, inner); }
+
+CrossEntropyRoom cross_entropy_room(DType dtype, int64_t inner) {
+  if (dtype == DType::f64) return {Logits<double>::kClasses, Logits<double>::bytes(inner), sizeof(Part<double>)};
+  return {Logits<float>::kClasses, Logits<float>::bytes(inner), sizeof(Part<float>)};
+}
+
+void cross_entropy_logits(const CrossEntropy& op, int64_t task, void* scratch) {
+  for_factors(op.dtype, op.inner, [&](int64_t steps, auto element, auto x, auto weight) {
+    logits_of<decltype(element), decltype(x), decltype(weight)>(op, steps, task, scratch);
+  });
+}
+
+void cross_entropy_rows(const CrossEntropy& op, int64_t tasks, int64_t begin, int64_t end) {
+  for_dtype(op.dtype, [&](auto element) {
+    for (int64_t row = begin; row < end; ++row) finish<decltype(element)>(op, tasks, row);
+  });
+}
+
+}  // namespace fastbert::cpu::FB_ISA

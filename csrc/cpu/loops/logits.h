@@ -1,0 +1,63 @@
+// x W^T + bias for all rows and some classes, without the product in memory: the weights of the classes are packed once,
+// then come blocks of rows, whose logits stay in the cache. A logit's bits depend on its row and class alone.
+#pragma once
+
+#include "product.h"
+
+namespace fastbert::cpu::FB_ISA {
+
+// x holds elements in the type of arithmetic, or bf16 as it is, in pairs.
+inline bool takes_pairs(DType dtype, int64_t inner) { return kPairs && dtype == DType::bf16 && inner % 2 == 0; }
+
+// Calls f(steps, values of the types: of elements, of x's steps and of W's).
+template <class F>
+void for_factors(DType dtype, int64_t inner, const F& f) {
+  if constexpr (kPairs)
+    if (takes_pairs(dtype, inner)) return f(inner / 2, bf16{}, pair{}, pair{});
+  for_dtype(dtype, [&](auto element) { f(inner, element, math_t<decltype(element)>{}, element); });
+}
+
+template <class E>
+class Logits {
+ public:
+  using M = sum_t<E>;
+  static constexpr int64_t kRows = 144;  // of a block: a multiple of every tile's rows
+  static constexpr int64_t kClasses = 8 * kPanel<E>;
+  static constexpr int64_t kStride = kClasses + 16;  // a power of two would use few sets of the cache
+
+  // steps: the inner dimension, in E. memory: bytes(steps), at a multiple of E's size.
+  Logits(void* memory, int64_t steps) : weights_{static_cast<E*>(memory), steps} {
+    sums_ = reinterpret_cast<M*>(weights_.data + steps * kClasses), bias_ = sums_ + kRows * kStride;
+  }
+  static int64_t bytes(int64_t steps) {
+    return steps * kClasses * int64_t(sizeof(E)) + (kRows * kStride + kClasses) * int64_t(sizeof(M));
+  }
+  M* behind() const { return bias_ + kClasses; }
+
+  // weight: the row of the first class. bias: that of all classes, or null.
+  template <class W>
+  void pack(const W* weight, const M* bias, int64_t first, int64_t classes) {
+    pack_transposed<W, E>(weight, weights_.inner, classes, weights_);
+    classes_ = classes;
+    for (int64_t i = 0; i < whole_panels<E>(classes); ++i) bias_[i] = bias && i < classes ? bias[first + i] : 0;
+  }
+
+  // The sums of at most kRows rows of x, which at(row, class) then gives, whole panels of them, with the bias.
+  void multiply(const E* x, int64_t rows) const {
+    constexpr int64_t kChain = 256;  // steps that are one chain of sums
+    const int64_t steps = weights_.inner;
+    for (int64_t k = 0; k == 0 || k < steps; k += kChain) {
+      const auto add = k ? product<Onto::sums, false, E> : product<Onto::nothing, false, E>;
+      add(rows, classes_, least(kChain, steps - k), {x + k, steps}, weights_.rows_from(k), sums_, kStride, nullptr, {});
+    }
+  }
+  vec<M> at(int64_t row, int64_t i) const { return load(sums_ + row * kStride + i) + load(bias_ + i); }
+  M* row(int64_t row) const { return sums_ + row * kStride; }
+
+ private:
+  Panels<E> weights_;
+  M *sums_, *bias_;
+  int64_t classes_ = 0;
+};
+
+}  // namespace fastbert::cpu::FB_ISA
