@@ -2,9 +2,9 @@
 // (fastbert/ops/packed_linear.py) into panels of as many channels as two vectors have lanes.
 //
 // They are (panels, groups, width, group), where a group is what one instruction multiplies and adds up: one number of
-// fp32, two of bf16 where processors have an instruction for that, two or four of int8. Beside int8 weights rows of x are
-// quantised to int8 too, by their largest magnitude, and the int32 sums are exact, so every instruction set gives the
-// same.
+// fp32, two of bf16 where processors have an instruction for that, two or four of int8. Beside int8 weights rows of x
+// are quantised to int8 too, by their largest magnitude, and the int32 sums are exact, so every instruction set gives
+// the same.
 #pragma once
 
 #include <stdint.h>

@@ -54,9 +54,8 @@ void run(cpu::CrossEntropy op, const Tensor& like) {
     const std::unique_ptr<char[]> scratch(new char[room.scratch]);
     for (int64_t task = begin; task < end; ++task) FB_BEST_ISA(cross_entropy_logits)(op, task, scratch.get());
   });
-  parallel_rows(op.rows, op.classes, 0, [&](int64_t begin, int64_t end, void*) {
-    FB_BEST_ISA(cross_entropy_rows)(op, tasks, begin, end);
-  });
+  parallel_rows(op.rows, op.classes, 0,
+                [&](int64_t begin, int64_t end, void*) { FB_BEST_ISA(cross_entropy_rows)(op, tasks, begin, end); });
 }
 
 std::tuple<Tensor, Tensor> cross_entropy_fwd_cpu(const Tensor& hidden, const Tensor& weight, const Tensor& bias,
@@ -97,14 +96,12 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_bwd_cpu(const Tensor& dloss, co
   const ScalarType type = hidden.scalar_type();
   const double upstream = type == ScalarType::Double ? *dloss.const_data_ptr<double>() : *dloss.const_data_ptr<float>();
   const Tensor factor = number(upstream / double(labelled(labels_of(labels, ignore_index, weight.size(0)))), hidden);
-  const Tensor dhidden = need_dhidden
-                             ? scaled(call("aten::mm", "", dlogits, contiguous(weight, type)), factor, type)
-                             : empty({0}, hidden);
+  const Tensor dhidden =
+      need_dhidden ? scaled(call("aten::mm", "", dlogits, contiguous(weight, type)), factor, type) : empty({0}, hidden);
   if (!need_dparams) return {dhidden, empty({0}, hidden), empty({0}, hidden)};
   const Tensor sums = call("aten::sum", "dim_IntList", dlogits, std::optional(std::vector<int64_t>{0}), false,
                            std::optional(math_type(hidden)));
-  return {dhidden, call("aten::mm", "", transposed(dlogits), scaled(hidden, factor, type)),
-          scaled(sums, factor, type)};
+  return {dhidden, call("aten::mm", "", transposed(dlogits), scaled(hidden, factor, type)), scaled(sums, factor, type)};
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 """packed_linear: a dense layer for inference, its weights packed once for this processor's products.
 
 Packed weights are panels of `width` channels, that a product reads from first to last: (panels, groups, width, group),
-where a group is the numbers of a channel that one instruction adds up. Both are the processor's, so packed weights are not
-for files: `unpack_weight` gives back what was packed, bit for bit.
+where a group is the numbers of a channel that one instruction adds up. Both are the processor's, so packed weights are
+not for files: `unpack_weight` gives back what was packed, bit for bit.
 """
 
 import torch

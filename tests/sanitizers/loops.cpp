@@ -521,25 +521,16 @@ void check_cross_entropy(int64_t rows, int64_t inner, int64_t classes, DType dty
   same(name("cross_entropy", inner, dtype, " to ") + std::to_string(classes), [&](int threads) {
     Bytes dlogits = filled((rows - 1) * stride + classes, dtype, 0), losses = filled(rows, DType::f64, threads),
           targets = filled(rows, math_of(dtype), threads), parts(tasks * rows * room.part, char(threads));
-    const cpu::CrossEntropy op{x.data(),
-                               weight.data(),
-                               bias.data(),
-                               labels.data(),
-                               dlogits.data(),
-                               reinterpret_cast<double*>(losses.data()),
-                               targets.data(),
-                               parts.data(),
-                               rows,
-                               inner,
-                               classes,
-                               stride,
+    const cpu::CrossEntropy op{x.data(),       weight.data(),  bias.data(),
+                               labels.data(),  dlogits.data(), reinterpret_cast<double*>(losses.data()),
+                               targets.data(), parts.data(),   rows,
+                               inner,          classes,        stride,
                                dtype};
     in_threads(threads, tasks, [&](int64_t begin, int64_t end) {
       Bytes scratch(room.scratch, char(threads));
       for (int64_t task = begin; task < end; ++task) loops::cross_entropy_logits(op, task, scratch.data());
     });
-    in_threads(threads, rows,
-               [&](int64_t begin, int64_t end) { loops::cross_entropy_rows(op, tasks, begin, end); });
+    in_threads(threads, rows, [&](int64_t begin, int64_t end) { loops::cross_entropy_rows(op, tasks, begin, end); });
     return Results{dlogits, losses};
   });
 }

@@ -1,10 +1,9 @@
 // What attention's products multiply: elements in the type of arithmetic M, or bf16 as it is, in pairs. Scores, their
-// gradients and all sums are M either way; where they become left factors they stay as they are, or are rounded to pairs
-// in the memory that they are in.
+// gradients and all sums are M either way; where they become left factors they stay as they are, or are rounded to
+// pairs in the memory that they are in.
 #pragma once
 
 #include "../../attention.h"
-
 #include "product.h"
 #include "relative_positions.h"
 

@@ -1,6 +1,7 @@
 // Cross-entropy of x W^T + bias: the logits of some classes at a time, of which a row's largest and the sum of its
-// weights remain and, if they are wanted, the logits in T; then, row by row, the loss and, in their place, the gradient,
-// softmax - onehot (an online softmax: Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018).
+// weights remain and, if they are wanted, the logits in T; then, row by row, the loss and, in their place, the
+// gradient, softmax - onehot (an online softmax: Milakov & Gimelshein, "Online normalizer calculation for softmax",
+// 2018).
 //
 // Bytes moved: the weights once, x from the cache once for each task. Logits are written once, read and written once
 // for their gradient; without it they are never in memory.

@@ -30,9 +30,7 @@ struct Scratch {
   Scratch(void* memory, int64_t steps) : logits(memory, steps) {
     best = logits.behind(), places = reinterpret_cast<Place<M>*>(best + Logits<E>::kClasses);
   }
-  static int64_t bytes(int64_t steps) {
-    return Logits<E>::bytes(steps) + 2 * Logits<E>::kClasses * int64_t(sizeof(M));
-  }
+  static int64_t bytes(int64_t steps) { return Logits<E>::bytes(steps) + 2 * Logits<E>::kClasses * int64_t(sizeof(M)); }
 };
 
 // What row `at` of a block makes of the maxima. A NaN is larger than any number; of equal ones the first stays.

@@ -1,5 +1,5 @@
-// x W^T + bias for all rows and some classes, without the product in memory: the weights of the classes are packed once,
-// then come blocks of rows, whose logits stay in the cache. A logit's bits depend on its row and class alone.
+// x W^T + bias for all rows and some classes, without the product in memory: the weights of the classes are packed
+// once, then come blocks of rows, whose logits stay in the cache. A logit's bits depend on its row and class alone.
 #pragma once
 
 #include "product.h"

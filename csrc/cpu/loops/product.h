@@ -252,8 +252,8 @@ void product(int64_t rows, int64_t columns, int64_t inner, Left<across, E> a, Pa
   for (int64_t column = 0; column < columns; column += kPanel<E>) {
     A next = ahead;
     for_tiles(rows, [&](auto count, int64_t row) {
-      tile<count, what>(Left<across, E>{a.at(row), a.stride}, b.at(column, 0), inner, c + row * stride + column,
-                        stride, factors + row, next);
+      tile<count, what>(Left<across, E>{a.at(row), a.stride}, b.at(column, 0), inner, c + row * stride + column, stride,
+                        factors + row, next);
       next = next.after(inner);
     });
   }
