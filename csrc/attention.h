@@ -24,7 +24,8 @@ struct Positions {
   void* dbias;                        // as bias
 };
 
-// One head of one sequence. q, k, v: its first token's D elements, of type dtype; the next are `stride` elements on.
+// One head of one sequence. q, k, v: its first token's D elements, of type dtype; the next are `stride` elements on, a
+// multiple of D.
 struct AttentionHead {
   const void *q, *k, *v;
   int64_t stride, keys, D;

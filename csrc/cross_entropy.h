@@ -10,16 +10,16 @@ namespace fastbert {
 
 namespace cpu {
 
-// x, bias, targets and parts are in the type of arithmetic: f64 where dtype is f64, else f32.
+// bias and targets are in the type of arithmetic: f64 where dtype is f64, else f32.
 struct CrossEntropy {
-  const void* x;          // (rows, inner); bf16 where cross_entropy_takes_pairs
+  const void* x;          // (rows, inner), bf16 where cross_entropy_takes_pairs, else in the type of arithmetic
   const void* weight;     // (classes, inner) of dtype
   const void* bias;       // (classes,)
   const int64_t* labels;  // (rows,): a class, or below 0 for none
   void* dlogits;          // (rows, classes) of dtype, rows `stride` apart; or null
   double* losses;         // (rows,)
   void* targets;          // (rows,): scratch
-  void* parts;            // (tasks, rows): scratch
+  void* parts;            // (tasks, rows) of CrossEntropyRoom::part bytes: scratch
   int64_t rows, inner, classes, stride;
   DType dtype;
 };
@@ -32,8 +32,9 @@ struct CrossEntropyRoom {
 
 FB_FOR_EACH_ISA(bool cross_entropy_takes_pairs(DType dtype, int64_t inner);
                 CrossEntropyRoom cross_entropy_room(DType dtype, int64_t inner);
-                // First the logits of the classes of each task, then losses and gradients of rows.
-                void cross_entropy_logits(const CrossEntropy& op, int64_t task, void* scratch);
+                // First the logits of all rows and of the classes of each task, then losses and gradients of rows.
+                void cross_entropy_logits(const CrossEntropy& op, int64_t task, int64_t begin, int64_t end,
+                                          void* scratch);
                 void cross_entropy_rows(const CrossEntropy& op, int64_t tasks, int64_t begin, int64_t end);)
 
 }  // namespace cpu

@@ -18,6 +18,8 @@ namespace fastbert {
 
 // Fewer elements than this are not worth another thread.
 constexpr int64_t kGrain = 32768;
+// And so are fewer multiplications of a product.
+constexpr int64_t kShareOfProducts = 1 << 17;
 
 inline DType dtype_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {

@@ -439,8 +439,16 @@ def explain() -> None:
     print("backends")
     for name in BACKENDS:
         missing = [op for op in OPS if name != "reference" and name not in KERNELS[op]]
-        state = _PROBLEMS[name]() or "usable"
+        state = _PROBLEMS[name]() or ("usable" if name != "cpu" else f"usable: {_instructions()}")
         print(f"  {name:10} {state}{'; no kernel for ' + ', '.join(missing) if missing else ''}")
+
+
+def _instructions() -> str:
+    """Which instructions products run on, by what packed weights are made for."""
+    info = build_info()
+    _, at_once = info["packed_layout"]
+    bfloat16 = "in pairs" if at_once["bfloat16"] > 1 else "as float32"
+    return f"{info['cpu_set']}; it multiplies bfloat16 {bfloat16}, float16 as float32, int8 by {at_once['int8']}"
 
 
 def _explain_one(op: str, name: str, device_type: str) -> str:

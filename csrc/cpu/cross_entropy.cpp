@@ -12,6 +12,8 @@ namespace fastbert {
 
 namespace {
 
+constexpr int64_t kFewestRows = 48;  // that are worth packing weights for
+
 // Each row's class, within the classes, or -1.
 template <class I>
 std::vector<int64_t> classes_of(const Tensor& labels, int64_t ignored, int64_t classes) {
@@ -50,9 +52,16 @@ void run(cpu::CrossEntropy op, const Tensor& like) {
   const Tensor parts = empty({tasks, op.rows, room.part}, like, ScalarType::Byte);
   const Tensor targets = empty({op.rows}, like, math_type(like));
   op.parts = parts.mutable_data_ptr(), op.targets = targets.mutable_data_ptr();
-  parallel_for(tasks, 1, [&](int64_t begin, int64_t end) {
+  // Where tasks are fewer than threads, each is for some of the rows, and packs its weights anew.
+  const int64_t shares = std::clamp<int64_t>((threads() + tasks - 1) / std::max<int64_t>(1, tasks), 1,
+                                             std::max<int64_t>(1, op.rows / kFewestRows));
+  const int64_t work = std::max<int64_t>(1, op.rows * op.inner * std::min(room.classes, op.classes) / shares);
+  parallel_for(tasks * shares, std::max<int64_t>(1, kShareOfProducts / work), [&](int64_t begin, int64_t end) {
     const std::unique_ptr<char[]> scratch(new char[room.scratch]);
-    for (int64_t task = begin; task < end; ++task) FB_BEST_ISA(cross_entropy_logits)(op, task, scratch.get());
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t share = unit % shares, first = op.rows * share / shares, last = op.rows * (share + 1) / shares;
+      FB_BEST_ISA(cross_entropy_logits)(op, unit / shares, first, last, scratch.get());
+    }
   });
   parallel_rows(op.rows, op.classes, 0,
                 [&](int64_t begin, int64_t end, void*) { FB_BEST_ISA(cross_entropy_rows)(op, tasks, begin, end); });
@@ -69,7 +78,7 @@ std::tuple<Tensor, Tensor> cross_entropy_fwd_cpu(const Tensor& hidden, const Ten
       need_dlogits ? empty_strided({rows, classes}, {stride, 1}, hidden, hidden.scalar_type()) : empty({0}, hidden);
   const bool pairs = FB_BEST_ISA(cross_entropy_takes_pairs)(dtype_of(hidden), inner);
   const Tensor x = pairs ? contiguous(hidden) : as_math(hidden, hidden);
-  const Tensor w = contiguous(weight, hidden.scalar_type()), b = as_math(bias, hidden);
+  const Tensor w = contiguous(weight), b = as_math(bias, hidden);
   const std::vector<int64_t> of_rows = labels_of(labels, ignore_index, classes);
   std::vector<double> losses(rows);
   run({x.const_data_ptr(), w.const_data_ptr(), b.const_data_ptr(), of_rows.data(),
@@ -97,7 +106,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_bwd_cpu(const Tensor& dloss, co
   const double upstream = type == ScalarType::Double ? *dloss.const_data_ptr<double>() : *dloss.const_data_ptr<float>();
   const Tensor factor = number(upstream / double(labelled(labels_of(labels, ignore_index, weight.size(0)))), hidden);
   const Tensor dhidden =
-      need_dhidden ? scaled(call("aten::mm", "", dlogits, contiguous(weight, type)), factor, type) : empty({0}, hidden);
+      need_dhidden ? scaled(call("aten::mm", "", dlogits, contiguous(weight)), factor, type) : empty({0}, hidden);
   if (!need_dparams) return {dhidden, empty({0}, hidden), empty({0}, hidden)};
   const Tensor sums = call("aten::sum", "dim_IntList", dlogits, std::optional(std::vector<int64_t>{0}), false,
                            std::optional(math_type(hidden)));

@@ -11,8 +11,6 @@ namespace fastbert {
 
 namespace {
 
-constexpr int64_t kShareOfProducts = 1 << 17;  // multiplications: fewer are not worth another thread
-
 // Where sequences begin and end: within the tokens, and never falling, whatever cu_seqlens holds.
 std::vector<int64_t> bounds_of(const Tensor& cu_seqlens, int64_t tokens) {
   const Tensor ends = contiguous(cu_seqlens);

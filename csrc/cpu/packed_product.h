@@ -12,8 +12,6 @@ namespace fastbert::packed {
 
 using cpu::PackedLinear;
 
-constexpr int64_t kShare = 1 << 17;  // multiplications: fewer are not worth another thread
-
 inline Weights weights_of(const Tensor& packed) {
   switch (packed.scalar_type()) {
     case ScalarType::Float: return Weights::f32;
@@ -113,7 +111,7 @@ inline void product_into(const Tensor& y, const Left& left, const Packed& p, Gel
   const int64_t width = FB_BEST_ISA(packed_width)(), panels = p.weight.size(0);
   const int64_t blocks = (op.rows + cpu::kPackedRows - 1) / cpu::kPackedRows, units = blocks * panels;
   if (units == 0) return;
-  const int64_t work = op.rows * op.channels * std::max<int64_t>(1, op.inner) / kShare;
+  const int64_t work = op.rows * op.channels * std::max<int64_t>(1, op.inner) / kShareOfProducts;
   const int64_t shares = std::clamp<int64_t>(work, 1, std::min(threads(), units));
   parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
     const std::unique_ptr<char[]> scratch(new char[FB_BEST_ISA(packed_scratch)()]);

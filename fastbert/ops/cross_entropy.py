@@ -61,7 +61,7 @@ def _fake_forward(hidden, weight, bias, labels, ignore_index, need_dlogits):
     if not need_dlogits:
         return loss, hidden.new_empty(0)
     classes, line = weight.shape[0], 128 // hidden.element_size()
-    stride = (classes + line - 1) // line * line  # rows at multiples of 128 bytes, for the products on a GPU
+    stride = (classes + line - 1) // line * line  # rows at multiples of 128 bytes, for products and vectors
     return loss, hidden.new_empty_strided((hidden.shape[0], classes), (stride, 1))
 
 

@@ -73,17 +73,18 @@ class AttentionSuite(OpSuite):
         kinds = [self.explicit] if self.dropout_arguments(torch.empty(0)) else [self.explicit, fused]
         return [functools.update_wrapper(functools.partial(self.by_sequence, kind), kind) for kind in kinds]
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
     @pytest.mark.parametrize(
         ("lengths", "head_dim"),
-        [((1100, 3), 72), ((4096,), 16)],
+        [((1100, 3, 513), 72), ((4096,), 16)],
         ids=["blocks of keys and of columns", "sums that lose digits in one chain"],
     )
-    def test_long_sequences(self, backend, lengths, head_dim):
+    def test_long_sequences(self, backend, lengths, head_dim, dtype):
         if backend.name != "cpu":
             backend.skip("for the kernel on CPUs, which takes keys in blocks")
         if len(lengths) == 1 and self.dropout_arguments(torch.empty(0)):
             backend.skip("its sums are those without dropout")
-        inputs = self.inputs((lengths, 1, head_dim), torch.float32, backend.device)
+        inputs = self.inputs((lengths, 1, head_dim), dtype, backend.device)
         testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
 
     def primitive_calls(self, inputs):
@@ -250,17 +251,19 @@ class TestAttention(AttentionSuite):
         out, _ = PRIMITIVES["attention_fwd"](backend.name, qkv, cu_seqlens, 5, 0.3, 0.0, None, 0)
         assert torch.equal(out, torch.zeros_like(out))
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
     @pytest.mark.parametrize("length", [85, 1109], ids=["one block of keys", "blocks of keys"])
-    def test_the_largest_score_anywhere(self, backend, length):
+    def test_the_largest_score_anywhere(self, backend, length, dtype):
         """Whatever block, vector, slot or thread has the key of the largest score, its weight is 1, others are 0.
 
         Behind 64 keys, or blocks of the kernel on CPUs, are a whole vector and a part of one, whatever their size.
         """
         if length > 85 and backend.name != "cpu":
             backend.skip("for the kernel on CPUs, which takes keys in blocks")
+        backend.require(dtype)
         few = backend.rounds_fma_twice or length > 85  # the interpreter is slow
         places = torch.arange(0, length, 21 if few else 1)  # one a head
-        qkv = torch.randn(length, 3, len(places), 8)
+        qkv = torch.randn(length, 3, len(places), 8).to(dtype)
         qkv[:, 0], qkv[:, 1] = 1, 0
         qkv[places, 1, torch.arange(len(places)), 0] = 400
         out = ops.attention(qkv.to(backend.device), ends((length,), backend.device), length, scale=1.0).cpu()
@@ -294,9 +297,10 @@ class TestAttention(AttentionSuite):
         torch.testing.assert_close(out, qkv[:, 2].mean(0).expand_as(out).detach(), **bounds)
         torch.testing.assert_close(dqkv[:, 2], dout.mean(0).expand_as(dout), **bounds)
 
-    def test_unaligned_memory(self, backend):
-        backend.require(torch.float16)
-        inputs = self.inputs(((5, 3), 2, 16), torch.float16, backend.device)
+    @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))
+    def test_unaligned_memory(self, backend, dtype):
+        backend.require(dtype)
+        inputs = self.inputs(((5, 3), 2, 16), dtype, backend.device)
         expected = testing.evaluate(self.ours, inputs)
         got = testing.evaluate(one_element_in(self.ours), inputs)
         for name, tensor in {**expected.outputs, **expected.gradients}.items():

@@ -308,7 +308,7 @@ def test_each_instruction_set_passes(capability):
     if not _run(capability, "-c", code).stdout.startswith(capability):
         pytest.skip(f"this processor has no {capability}")
     names = ("bias_gelu", "layer_norm", "attention", "relative_attention", "embedding", "dense_gelu", "linear")
-    names += ("packed_linear",)
+    names += ("packed_linear", "cross_entropy", "linear_max")
     files = [str(Path(__file__).parent / f"test_{name}.py") for name in names]
     result = _run(capability, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cpu", *files)
     assert result.returncode == 0, result.stdout[-4000:]

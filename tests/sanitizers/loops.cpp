@@ -23,6 +23,7 @@
 #include "cross_entropy.h"
 #include "embedding.h"
 #include "layer_norm.h"
+#include "linear_max.h"
 #include "packed_linear.h"
 
 using namespace fastbert;
@@ -517,9 +518,10 @@ void check_cross_entropy(int64_t rows, int64_t inner, int64_t classes, DType dty
   std::vector<int64_t> labels;
   for (int64_t row = 0; row < rows; ++row) labels.push_back(row % 3 ? classes - 1 - row % classes : -1);
   const cpu::CrossEntropyRoom room = loops::cross_entropy_room(dtype, inner);
-  const int64_t stride = classes + 3, tasks = (classes + room.classes - 1) / room.classes;
+  constexpr int64_t gap = 3;
+  const int64_t stride = classes + gap, tasks = (classes + room.classes - 1) / room.classes;
   same(name("cross_entropy", inner, dtype, " to ") + std::to_string(classes), [&](int threads) {
-    Bytes dlogits = filled((rows - 1) * stride + classes, dtype, 0), losses = filled(rows, DType::f64, threads),
+    Bytes dlogits = filled((rows - 1) * stride + classes, dtype, threads), losses = filled(rows, DType::f64, threads),
           targets = filled(rows, math_of(dtype), threads), parts(tasks * rows * room.part, char(threads));
     const cpu::CrossEntropy op{x.data(),       weight.data(),  bias.data(),
                                labels.data(),  dlogits.data(), reinterpret_cast<double*>(losses.data()),
@@ -528,10 +530,37 @@ void check_cross_entropy(int64_t rows, int64_t inner, int64_t classes, DType dty
                                dtype};
     in_threads(threads, tasks, [&](int64_t begin, int64_t end) {
       Bytes scratch(room.scratch, char(threads));
-      for (int64_t task = begin; task < end; ++task) loops::cross_entropy_logits(op, task, scratch.data());
+      for (int64_t task = begin; task < end; ++task) {
+        loops::cross_entropy_logits(op, task, 0, rows / 2, scratch.data());
+        loops::cross_entropy_logits(op, task, rows / 2, rows, scratch.data());
+      }
     });
     in_threads(threads, rows, [&](int64_t begin, int64_t end) { loops::cross_entropy_rows(op, tasks, begin, end); });
+    for (int64_t row = 1; row < rows; ++row)  // what lies between the rows stays as it was
+      memset(dlogits.data() + (row * stride - gap) * size_of(dtype), 0, gap * size_of(dtype));
     return Results{dlogits, losses};
+  });
+}
+
+// ---- linear_max, forward
+
+void check_linear_max(int64_t rows, int64_t inner, int64_t classes, DType dtype) {
+  const bool pairs = loops::linear_max_takes_pairs(dtype, inner);
+  const Bytes x = values(rows * inner, pairs ? dtype : math_of(dtype)), weight = values(classes * inner, dtype),
+              bias = values(classes, math_of(dtype));
+  const std::vector<int64_t> bounds{0, 1, 1, rows};  // an empty sequence among them
+  const int64_t sequences = int64_t(bounds.size()) - 1, width = loops::linear_max_width(dtype);
+  same(name("linear_max", inner, dtype, " to ") + std::to_string(classes), [&](int threads) {
+    Bytes y = filled(sequences * classes, dtype, threads), places = filled(sequences * classes, DType::f32, threads);
+    const cpu::LinearMax op{
+        x.data(), weight.data(), bias.data(), bounds.data(), y.data(), reinterpret_cast<int32_t*>(places.data()),
+        inner,    classes,       sequences,   dtype};
+    in_threads(threads, (classes + width - 1) / width, [&](int64_t begin, int64_t end) {
+      Bytes scratch(loops::linear_max_scratch(inner, dtype), char(threads));
+      for (int64_t task = begin; task < end; ++task)
+        loops::linear_max_fwd(op, task * width, std::min(classes, (task + 1) * width), scratch.data());
+    });
+    return Results{y, places};
   });
 }
 
@@ -544,8 +573,12 @@ void check_all() {
     check_packed_linears(dtype, Weights::s8, " by int8");
   }
   for (const DType dtype : kTypes) {
-    for (const int64_t classes : kSizes) check_cross_entropy(kRows, 9, classes, dtype);
-    check_cross_entropy(146, 600, 33, dtype);  // two blocks of rows, and chains of sums
+    for (const int64_t classes : kSizes)
+      for (const int64_t inner : {9, 10}) check_cross_entropy(kRows, inner, classes, dtype);
+    check_cross_entropy(293, 600, 33, dtype);  // two blocks of rows, and two chains of sums
+    check_cross_entropy(2, 0, 5, dtype);
+    for (const int64_t inner : {9, 10}) check_linear_max(kRows, inner, 300, dtype);
+    check_linear_max(146, 600, 33, dtype);
     for (const int64_t C : kSizes) {
       for (const bool flag : {false, true})
         for (const bool tanh : {false, true}) check_bias_gelu(C, dtype, flag, tanh);

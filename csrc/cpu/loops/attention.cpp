@@ -87,7 +87,7 @@ M weigh(M* scores, int64_t keys, M scale, const uint8_t* bits, const Dropout& dr
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
     most[slot] = greater(most[slot], or_fill(N::scaled(load(scores + i, n), scale), n, -__builtin_inf()));
   });
-  M high = largest(greater(greater(most[0], most[1]), greater(most[2], most[3])));
+  M high = largest(most);
   if (!(high > so_far.high) && high == high) high = so_far.high;
   const M base = high > -M(__builtin_inf()) || high != high ? high : M(0);  // where all are -inf
   V total[kSlots]{};
@@ -114,7 +114,7 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
   const P positions(a, all);
   const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(least(kKeys, a.keys));
   N::pack_across(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.keys);
-  N::pack_along(row_of<T>(a.v, a.stride, 0), a.stride, a.keys, D, 1, room.values.data);
+  N::pack_along(row_of<T>(a.v, a.stride, 0), a.stride, a.keys, D, 1, room.values);
   for (int64_t query = first; query < last; query += kQueries) {
     const int64_t rows = least(kQueries, last - query);
     N::put_rows(row_of<T>(a.q, a.stride, query), a.stride, rows, D, N::query_factor(a), room.queries);
@@ -210,7 +210,7 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
   const int64_t bits_room = key_bits_room(least(kKeys, a.keys));
   N::pack_across(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.across_keys);
   N::pack_across(row_of<T>(a.v, a.stride, 0), a.stride, a.keys, room.across_values);
-  N::pack_along(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, D, 1, room.keys.data);
+  N::pack_along(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, D, 1, room.keys);
   for (int64_t query = 0; query < a.keys; query += kQueries) {
     const int64_t rows = least(kQueries, a.keys - query);
     const T *const q = row_of<T>(a.q, a.stride, query), *const grad = row_of<T>(dout, out_stride, query);
@@ -218,8 +218,8 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
     N::put_rows(q, a.stride, rows, D, N::query_factor(a), room.left_queries);
     N::put_rows(grad, out_stride, rows, D, 1, room.left_grads);
     const Panels<E> queries{room.queries.data, N::steps(rows)}, grads{room.grads.data, N::steps(rows)};
-    N::pack_along(q, a.stride, rows, D, N::query_factor(a), queries.data);
-    N::pack_along(grad, out_stride, rows, D, 1, grads.data);
+    N::pack_along(q, a.stride, rows, D, N::query_factor(a), queries);
+    N::pack_along(grad, out_stride, rows, D, 1, grads);
     M total[kQueries]{}, delta[kQueries];
     for (int64_t row = 0; row < rows; ++row) delta[row] = dot(grad + row * out_stride, result + row * out_stride, D);
     for_blocks(a.keys, [&](int64_t key, int64_t keys) {
@@ -264,7 +264,7 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
 template <template <class> class Parts>
 int64_t room_of(const AttentionHead& a) {
   Room room(nullptr);
-  for_factors(a, [&](auto factors, auto positions) {
+  for_products(a, [&](auto factors, auto positions) {
     const Parts<decltype(factors)> parts(a, room);
     if (a.positions) typename decltype(positions)::type(a, room);
   });
@@ -279,7 +279,7 @@ int64_t attention_bwd_room(const AttentionHead& a) { return room_of<BackwardRoom
 
 void attention_fwd(const AttentionHead& a, int64_t first, int64_t last, void* out, int64_t out_stride, void* lse,
                    void* room) {
-  for_factors(a, [&](auto factors, auto positions) {
+  for_products(a, [&](auto factors, auto positions) {
     using N = decltype(factors);
     using P = typename decltype(positions)::type;
     (a.drop.threshold ? forward<true, N, P> : forward<false, N, P>)(a, first, last, out, out_stride, lse, room);
@@ -288,7 +288,7 @@ void attention_fwd(const AttentionHead& a, int64_t first, int64_t last, void* ou
 
 void attention_bwd(const AttentionHead& a, const void* dout, const void* out, int64_t out_stride, const void* lse,
                    void* dq, void* dk, void* dv, void* room) {
-  for_factors(a, [&](auto factors, auto positions) {
+  for_products(a, [&](auto factors, auto positions) {
     using N = decltype(factors);
     using P = typename decltype(positions)::type;
     (a.drop.threshold ? backward<true, N, P> : backward<false, N, P>)(a, dout, out, out_stride, lse, dq, dk, dv, room);

@@ -40,14 +40,14 @@ struct Widened {
   static int64_t steps(int64_t inner) { return inner; }  // of a product
   // Scores are made of queries times scale.
   static M query_factor(const AttentionHead& a) { return M(a.scale); }
-  static M key_factor(const AttentionHead&) { return 1; }  // of dK, made of such queries too
+  static M key_factor(const AttentionHead&) { return 1; }  // of dK: the queries in it have the scale already
   static vec<M> scaled(vec<M> score, M) { return score; }
 
   static void pack_across(const T* from, int64_t stride, int64_t rows, Panels<E> to) {
     pack_transposed(from, stride, rows, to);
   }
-  static void pack_along(const T* from, int64_t stride, int64_t rows, int64_t D, M factor, M* to) {
-    pack(from, stride, D, factor, Panels<M>{to, rows});
+  static void pack_along(const T* from, int64_t stride, int64_t /*rows*/, int64_t D, M factor, Panels<M> to) {
+    pack(from, stride, D, factor, to);
   }
   static void put_rows(const T* from, int64_t stride, int64_t rows, int64_t D, M factor, M* to) {
     load_rows(from, stride, rows, D, factor, to);
@@ -77,7 +77,7 @@ struct Widened {
   }
 };
 
-// For rows that are an even number of elements apart, and of an even D.
+// For an even D. Scores are scaled after the product, so it may overflow where a scaled one would not, as torch's do.
 struct Paired {
   using T = bf16;
   using M = float;
@@ -91,8 +91,8 @@ struct Paired {
   static void pack_across(const bf16* from, int64_t stride, int64_t rows, Panels<pair> to) {
     pack_transposed<pair, pair>(reinterpret_cast<const pair*>(from), stride / 2, rows, to);
   }
-  static void pack_along(const bf16* from, int64_t stride, int64_t rows, int64_t D, float, pair* to) {
-    pack_pairs(from, stride, rows, D, {to, steps(rows)});
+  static void pack_along(const bf16* from, int64_t stride, int64_t rows, int64_t D, float, Panels<pair> to) {
+    pack_pairs(from, stride, rows, D, to);
   }
   static void put_rows(const bf16* from, int64_t stride, int64_t rows, int64_t D, float, pair* to) {
     for (int64_t row = 0; row < rows; ++row) __builtin_memcpy(to + row * D / 2, from + row * stride, D * sizeof(bf16));
@@ -122,7 +122,8 @@ struct Paired {
       if (!alone) start(row + 1);
       pair* const weights = reinterpret_cast<pair*>(b.weights + row * b.stride);
       pair* const scores = reinterpret_cast<pair*>(b.scores + row * b.stride);
-      bf16 *const first_row = &along[row * kAlong].first, *const second_row = &along[(row + 1) * kAlong].first;
+      bf16* const first_row = reinterpret_cast<bf16*>(along + row * kAlong);
+      bf16* const second_row = reinterpret_cast<bf16*>(along + (row + 1) * kAlong);
       for_vectors<float>(b.keys, [&](int64_t i, auto n) {
         const BothGradients<float> first = gradients(row, i, n),
                                    second = alone ? BothGradients<float>{} : gradients(row + 1, i, n);
@@ -156,12 +157,12 @@ struct Type {
 
 // Calls f(how elements are multiplied, Type of relative positions).
 template <class F>
-void for_factors(const AttentionHead& a, const F& f) {
+void for_products(const AttentionHead& a, const F& f) {
   for_dtype(a.dtype, [&](auto element) {
     using T = decltype(element);
     if (a.positions) return f(Widened<T>{}, Type<Relative<T>>{});
     if constexpr (kPairs)
-      if ((a.D | a.stride) % 2 == 0) return f(typename Multiplied<T>::type{}, Type<NoPositions>{});
+      if (a.D % 2 == 0) return f(typename Multiplied<T>::type{}, Type<NoPositions>{});
     f(Widened<T>{}, Type<NoPositions>{});
   });
 }

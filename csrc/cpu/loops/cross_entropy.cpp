@@ -42,7 +42,7 @@ Part<sum_t<E>> part_of(const Logits<E>& logits, int64_t row, int64_t classes, T*
     if (kept) store(v, kept + i, n);
     most[slot] = greater(most[slot], or_fill(v, n, -__builtin_inf()));
   });
-  Part<M> part{largest(greater(greater(most[0], most[1]), greater(most[2], most[3]))), 0};
+  Part<M> part{largest(most), 0};
   for_vectors_in_slots<M>(classes, [&](int64_t i, auto n, auto slot) {
     total[slot] += or_fill(exp_nonpositive(load(sums + i) - part.base()), n, 0);
   });
@@ -50,16 +50,16 @@ Part<sum_t<E>> part_of(const Logits<E>& logits, int64_t row, int64_t classes, T*
   return part;
 }
 
-// T: of the logits. E and W: of x and the weights, in whose steps `inner` is.
+// T: of the logits. E and W: of steps of x and of the weights.
 template <class T, class E, class W>
-void logits_of(const CrossEntropy& op, int64_t inner, int64_t task, void* memory) {
+void logits_of(const CrossEntropy& op, int64_t steps, int64_t task, int64_t row_begin, int64_t row_end, void* memory) {
   using M = sum_t<E>;
   const int64_t first = task * Logits<E>::kClasses, classes = least(Logits<E>::kClasses, op.classes - first);
-  Logits<E> logits(memory, inner);
-  logits.pack(static_cast<const W*>(op.weight) + first * inner, static_cast<const M*>(op.bias), first, classes);
-  for (int64_t begin = 0; begin < op.rows; begin += Logits<E>::kRows) {
-    const int64_t rows = least(Logits<E>::kRows, op.rows - begin);
-    logits.multiply(static_cast<const E*>(op.x) + begin * inner, rows);
+  Logits<E> logits(memory, steps);
+  logits.pack(static_cast<const W*>(op.weight) + first * steps, static_cast<const M*>(op.bias), first, classes);
+  for (int64_t begin = row_begin; begin < row_end; begin += Logits<E>::kRows) {
+    const int64_t rows = least(Logits<E>::kRows, row_end - begin);
+    logits.multiply(static_cast<const E*>(op.x) + begin * steps, rows);
     for (int64_t at = 0; at < rows; ++at) {
       const int64_t row = begin + at, label = op.labels[row] - first;
       T* const kept = op.dlogits ? static_cast<T*>(op.dlogits) + row * op.stride + first : nullptr;
@@ -95,7 +95,7 @@ void finish(const CrossEntropy& op, int64_t tasks, int64_t row) {
   const M base = all.base();
   for (int64_t task = 0; task < tasks; ++task) {
     const Part<M>& each = part[task * op.rows];
-    all.total += each.total * exp_nonpositive(splat<vec<M>>(each.base() - base))[0];
+    all.total += each.total * exp_nonpositive(splat<vec<M>>(each.high - base))[0];
   }
   op.losses[row] = double(base) - double(static_cast<const M*>(op.targets)[row]) + __builtin_log(double(all.total));
   if (logits) gradient_of(logits, op.classes, op.labels[row], base, 1 / all.total);
@@ -106,13 +106,17 @@ void finish(const CrossEntropy& op, int64_t tasks, int64_t row) {
 bool cross_entropy_takes_pairs(DType dtype, int64_t inner) { return takes_pairs(dtype, inner); }
 
 CrossEntropyRoom cross_entropy_room(DType dtype, int64_t inner) {
-  if (dtype == DType::f64) return {Logits<double>::kClasses, Logits<double>::bytes(inner), sizeof(Part<double>)};
-  return {Logits<float>::kClasses, Logits<float>::bytes(inner), sizeof(Part<float>)};
+  CrossEntropyRoom room{};
+  for_factors(dtype, inner, [&](int64_t steps, auto, auto x, auto) {
+    using E = decltype(x);
+    room = {Logits<E>::kClasses, Logits<E>::bytes(steps), sizeof(Part<sum_t<E>>)};
+  });
+  return room;
 }
 
-void cross_entropy_logits(const CrossEntropy& op, int64_t task, void* scratch) {
+void cross_entropy_logits(const CrossEntropy& op, int64_t task, int64_t begin, int64_t end, void* scratch) {
   for_factors(op.dtype, op.inner, [&](int64_t steps, auto element, auto x, auto weight) {
-    logits_of<decltype(element), decltype(x), decltype(weight)>(op, steps, task, scratch);
+    logits_of<decltype(element), decltype(x), decltype(weight)>(op, steps, task, begin, end, scratch);
   });
 }
 

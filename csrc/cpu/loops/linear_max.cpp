@@ -59,19 +59,19 @@ void finish(const LinearMax& op, int64_t sequence, int64_t first, int64_t classe
   for (int64_t i = 0; op.rows && i < classes; ++i) op.rows[at + i] = empty ? -1 : int32_t(from.places[i]);
 }
 
-// T: of y. E and W: of x and the weights, in whose steps `inner` is.
+// T: of y. E and W: of steps of x and of the weights.
 template <class T, class E, class W>
-void forward(const LinearMax& op, int64_t inner, int64_t first, int64_t classes, void* memory) {
-  Scratch<E> scratch(memory, inner);
+void forward(const LinearMax& op, int64_t steps, int64_t first, int64_t classes, void* memory) {
+  Scratch<E> scratch(memory, steps);
   const int64_t columns = whole_panels<E>(classes), last = op.bounds[op.sequences];
   const E* const x = static_cast<const E*>(op.x);
-  scratch.logits.pack(static_cast<const W*>(op.weight) + first * inner, static_cast<const sum_t<E>*>(op.bias), first,
+  scratch.logits.pack(static_cast<const W*>(op.weight) + first * steps, static_cast<const sum_t<E>*>(op.bias), first,
                       classes);
   for (int64_t sequence = 0, begin = 0, end = 0; sequence < op.sequences; ++sequence) {  // of the rows that are there
     for (int64_t row = op.bounds[sequence]; row < op.bounds[sequence + 1]; ++row) {
       if (row >= end) {
         begin = row, end = least(last, row + Logits<E>::kRows);
-        scratch.logits.multiply(x + begin * inner, end - begin);
+        scratch.logits.multiply(x + begin * steps, end - begin);
       }
       const auto step = row == op.bounds[sequence] ? compare<true, E> : compare<false, E>;
       step(row - begin, row, columns, scratch);
@@ -165,7 +165,9 @@ int64_t linear_max_width(DType dtype) {
 }
 
 int64_t linear_max_scratch(int64_t inner, DType dtype) {
-  return dtype == DType::f64 ? Scratch<double>::bytes(inner) : Scratch<float>::bytes(inner);
+  int64_t bytes = 0;
+  for_factors(dtype, inner, [&](int64_t steps, auto, auto x, auto) { bytes = Scratch<decltype(x)>::bytes(steps); });
+  return bytes;
 }
 
 void linear_max_fwd(const LinearMax& op, int64_t first, int64_t end, void* scratch) {

@@ -21,10 +21,10 @@ void for_x_type(DType dtype, const F& f) {
   if (dtype == DType::f16) f(f16{});
 }
 
+bool in_pairs(Weights weights) { return kPairs && weights == Weights::bf16; }
+
 // How many numbers of a channel one step of a product takes.
-int64_t group_of(Weights weights) {
-  return weights == Weights::s8 ? kGroup : weights == Weights::bf16 && kPairs ? 2 : 1;
-}
+int64_t group_of(Weights weights) { return weights == Weights::s8 ? kGroup : in_pairs(weights) ? 2 : 1; }
 int64_t steps(const PackedLinear& op) {
   const int64_t group = group_of(op.weights);
   return (op.inner + group - 1) / group;
@@ -61,7 +61,7 @@ float quantise_row(const T* x, int64_t inner, Left8* to) {
     most[slot] = greater(most[slot], absolute(v));
     bad[slot] += v * 0.f;
   });
-  const float high = largest(greater(greater(most[0], most[1]), greater(most[2], most[3])));
+  const float high = largest(most);
   const bool finite = sum(bad) == 0, zero = !finite || high < 0x1p-100f;
   const float factor = zero ? 0 : 127 / high;
   for_vectors<float>(inner, [&](int64_t i, auto n) {
@@ -72,15 +72,29 @@ float quantise_row(const T* x, int64_t inner, Left8* to) {
   return !finite ? __builtin_nanf("") : zero ? 0 : high / 127;
 }
 
+// A row of an odd number of bf16, and a zero.
+void put_pairs(const void* x, int64_t inner, pair* to) {
+  to[inner / 2] = {};
+  __builtin_memcpy(to, x, inner * sizeof(bf16));
+}
+
 // ---- sums
 
-// What weights W are multiplied as.
+// What a step of weights is, and what it is multiplied as.
+template <bool kPairs>
+struct Bf16Step {
+  using type = bf16;
+};
+template <>
+struct Bf16Step<true> {
+  using type = pair;
+};
 template <class W>
-struct Multiplied {
+struct FactorOf {
   using type = W;
 };
 template <>
-struct Multiplied<bf16> {
+struct FactorOf<bf16> {
   using type = float;
 };
 
@@ -100,7 +114,7 @@ template <class W>
 void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
   constexpr int64_t kWidth = kPanel<float>;
   float* const room = sums + kPackedRows * kStride;
-  using E = typename Multiplied<W>::type;
+  using E = typename FactorOf<W>::type;
   const int64_t all = steps(op);
   const E* const x = static_cast<const E*>(op.left ? op.left : op.x) + row * all;
   const auto panel_at = [&](int64_t column, int64_t k) {
@@ -174,19 +188,9 @@ int64_t packed_group(Weights weights) { return group_of(weights); }
 
 int64_t packed_left_bytes(int64_t inner, DType dtype, Weights weights) {
   if (weights == Weights::s8) return whole_groups(inner) * int64_t(sizeof(Left8));
-  if (weights == Weights::bf16 && kPairs) return inner % 2 ? (inner + 1) * int64_t(sizeof(bf16)) : 0;
+  if (in_pairs(weights)) return inner % 2 ? (inner + 1) * int64_t(sizeof(bf16)) : 0;
   return dtype == DType::f32 ? 0 : inner * int64_t(sizeof(float));
 }
-
-namespace {
-
-// One of an odd number of bf16, and a zero.
-void put_pairs(const void* x, int64_t inner, pair* to) {
-  to[inner / 2] = {};
-  __builtin_memcpy(to, x, inner * sizeof(bf16));
-}
-
-}  // namespace
 
 void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
   for_x_type(op.dtype, [&](auto element) {
@@ -195,7 +199,7 @@ void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
       const T* const x = static_cast<const T*>(op.x) + row * op.inner;
       if (op.weights == Weights::s8) {
         op.left_scale[row] = quantise_row(x, op.inner, static_cast<Left8*>(op.left) + row * whole_groups(op.inner));
-      } else if (op.weights == Weights::bf16 && kPairs) {
+      } else if (in_pairs(op.weights)) {
         put_pairs(x, op.inner, static_cast<pair*>(op.left) + row * steps(op));
       } else {
         widen(x, op.inner, static_cast<float*>(op.left) + row * op.inner);
@@ -215,10 +219,8 @@ void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t
       if (op.weights == Weights::s8) int8_block<T>(op, row, rows, channel, channels, static_cast<int32_t*>(scratch));
       if (op.weights == Weights::f32)
         float_block<T, float>(op, row, rows, channel, channels, static_cast<float*>(scratch));
-      if (op.weights == Weights::bf16) {
-        constexpr auto block = kPairs ? float_block<T, pair> : float_block<T, bf16>;
-        block(op, row, rows, channel, channels, static_cast<float*>(scratch));
-      }
+      if (op.weights == Weights::bf16)
+        float_block<T, Bf16Step<kPairs>::type>(op, row, rows, channel, channels, static_cast<float*>(scratch));
     }
   });
 }

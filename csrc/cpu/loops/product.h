@@ -39,7 +39,8 @@ struct SumOf<pair> {
 template <class E>
 using sum_t = typename SumOf<E>::type;
 
-// sums + the products of both numbers of a pair.
+// sums + the products of both numbers of a pair, the second ones first. The instruction takes numbers below 2^-126 as
+// 0.
 inline vfloat fma(vint a, vint b, vfloat sums) {
 #ifdef __AVX512BF16__
   return (vfloat)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);

@@ -310,6 +310,11 @@ inline auto largest(V v) {
   return best;
 }
 
+template <class V>
+inline auto largest(const V (&slots)[kSlots]) {
+  return largest(greater(greater(slots[0], slots[1]), greater(slots[2], slots[3])));
+}
+
 // p · 2^n, where shifted = n + 1.5 · 2^23, so that n is in its low bits; 0 for n = -127.
 inline vfloat scale_exp2(vfloat p, vfloat shifted) {
   return p * reinterpret<vfloat>((reinterpret<vint>(shifted) + 127) << 23);
