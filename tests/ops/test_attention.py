@@ -275,6 +275,26 @@ class TestAttention(AttentionSuite):
         inputs = {"qkv": qkv, "cu_seqlens": ends((600,), backend.device)}
         testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, gradients=False)
 
+    def test_what_lies_behind_an_odd_number_of_keys(self, backend):
+        """Products of pairs read one number more: of the row's own scores in the forward, where one is -inf, and of what
+        another sequence left behind in the backward, where that is NaN."""
+        backend.require(torch.bfloat16, backward=True)
+        alone = normal(5, 3, 1, 8, dtype=torch.bfloat16, device=backend.device)
+        alone[:, 0], alone[:, 1], alone[2, 1] = 1e19, 0, -1e19
+        alone[:, 0, :, 1:] = alone[2, 1, :, 1:] = 0
+        alone[2, 1, :, 0] = -1e20
+        before = torch.full((6, 3, 1, 8), torch.nan, dtype=torch.bfloat16, device=backend.device)
+        results = []
+        for qkv, lengths in ((alone, (5,)), (torch.cat([before, alone]), (6, 5))):
+            qkv = qkv.clone().requires_grad_()
+            out = ops.attention(qkv, ends(lengths, backend.device), max(lengths), scale=1.0)
+            out.backward(torch.ones_like(out))
+            results.append((out[-5:].detach(), qkv.grad[-5:]))
+        for one, behind in zip(*results, strict=True):
+            assert torch.equal(one, behind) and one.isfinite().all()
+        expected = alone[[0, 1, 3, 4], 2].float().mean(0)
+        assert ((results[0][0].float() - expected).abs() <= 2**-7 * expected.abs()).all()
+
     @pytest.mark.parametrize("small", [0, 8], ids=["every-row", "the-lower-half-of-a-fragment"])
     @pytest.mark.parametrize("factor", [30.0, 8e3])
     @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))
