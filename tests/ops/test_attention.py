@@ -276,8 +276,8 @@ class TestAttention(AttentionSuite):
         testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, gradients=False)
 
     def test_what_lies_behind_an_odd_number_of_keys(self, backend):
-        """Products of pairs read one number more: of the row's own scores in the forward, where one is -inf, and of what
-        another sequence left behind in the backward, where that is NaN."""
+        """Products of pairs read one number more: of the row's own scores in the forward, where one is -inf, and of
+        what another sequence left behind in the backward, where that is NaN."""
         backend.require(torch.bfloat16, backward=True)
         alone = normal(5, 3, 1, 8, dtype=torch.bfloat16, device=backend.device)
         alone[:, 0], alone[:, 1], alone[2, 1] = 1e19, 0, -1e19
