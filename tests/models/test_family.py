@@ -123,8 +123,8 @@ def test_the_heads_are_those_of_transformers():
         assert theirs == {known.class_name(kind) for kind in known.heads}
 
 
-# With padding on the left transformers' poolers and heads read column 0, ours the first token: those that read none.
 FEW = ("ForMultipleChoice", "ForSequenceClassification", "ForNextSentencePrediction")  # numbers: one or two a text
+# With padding on the left transformers' poolers and heads read column 0, ours the first token: those that read none.
 CASES = [(*model, "right") for model in MODELS] + [(family, "ForMaskedLM", "left") for family in CONFIGS]
 
 

@@ -89,7 +89,7 @@ M weigh(M* scores, int64_t keys, M scale, const uint8_t* bits, const Dropout& dr
   });
   M high = largest(most);
   if (!(high > so_far.high) && high == high) high = so_far.high;
-  const M base = high > -M(__builtin_inf()) || high != high ? high : M(0);  // where all are -inf
+  const M base = base_of(high);
   V total[kSlots]{};
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
     V weight = exp_nonpositive(N::scaled(load(scores + i, n), scale) - base);

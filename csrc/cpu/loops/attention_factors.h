@@ -140,16 +140,6 @@ struct Paired {
 };
 static_assert(kAttentionQueries % 2 == 0 && kKeys % 2 == 0);
 
-// How elements of T are multiplied where rows allow it.
-template <class T>
-struct Multiplied {
-  using type = Widened<T>;
-};
-template <>
-struct Multiplied<bf16> {
-  using type = Paired;
-};
-
 template <class T>
 struct Type {
   using type = T;
@@ -161,8 +151,8 @@ void for_products(const AttentionHead& a, const F& f) {
   for_dtype(a.dtype, [&](auto element) {
     using T = decltype(element);
     if (a.positions) return f(Widened<T>{}, Type<Relative<T>>{});
-    if constexpr (kPairs)
-      if (a.D % 2 == 0) return f(typename Multiplied<T>::type{}, Type<NoPositions>{});
+    if constexpr (kPairs && kSame<T, bf16>)
+      if (a.D % 2 == 0) return f(Paired{}, Type<NoPositions>{});
     f(Widened<T>{}, Type<NoPositions>{});
   });
 }

@@ -25,8 +25,6 @@ V rounded_to(V v) {
 template <class M>
 struct Part {
   M high, total;
-
-  M base() const { return high > -M(__builtin_inf()) || high != high ? high : M(0); }  // where all are -inf
 };
 
 template <class T, class E>
@@ -42,12 +40,11 @@ Part<sum_t<E>> part_of(const Logits<E>& logits, int64_t row, int64_t classes, T*
     if (kept) store(v, kept + i, n);
     most[slot] = greater(most[slot], or_fill(v, n, -__builtin_inf()));
   });
-  Part<M> part{largest(most), 0};
+  const M high = largest(most), base = base_of(high);
   for_vectors_in_slots<M>(classes, [&](int64_t i, auto n, auto slot) {
-    total[slot] += or_fill(exp_nonpositive(load(sums + i) - part.base()), n, 0);
+    total[slot] += or_fill(exp_nonpositive(load(sums + i) - base), n, 0);
   });
-  part.total = sum(total);
-  return part;
+  return {high, sum(total)};
 }
 
 // T: of the logits. E and W: of steps of x and of the weights.
@@ -92,7 +89,7 @@ void finish(const CrossEntropy& op, int64_t tasks, int64_t row) {
     const M high = part[task * op.rows].high;
     if (high > all.high || high != high) all.high = high;
   }
-  const M base = all.base();
+  const M base = base_of(all.high);
   for (int64_t task = 0; task < tasks; ++task) {
     const Part<M>& each = part[task * op.rows];
     all.total += each.total * exp_nonpositive(splat<vec<M>>(each.high - base))[0];

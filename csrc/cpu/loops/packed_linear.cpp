@@ -80,24 +80,6 @@ void put_pairs(const void* x, int64_t inner, pair* to) {
 
 // ---- sums
 
-// What a step of weights is, and what it is multiplied as.
-template <bool kPairs>
-struct Bf16Step {
-  using type = bf16;
-};
-template <>
-struct Bf16Step<true> {
-  using type = pair;
-};
-template <class W>
-struct FactorOf {
-  using type = W;
-};
-template <>
-struct FactorOf<bf16> {
-  using type = float;
-};
-
 // Steps of a panel as they are multiplied: where they are, or put into `room` as floats.
 template <class E>
 E* multiplied(const E* panel, int64_t, float*) {
@@ -114,7 +96,7 @@ template <class W>
 void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
   constexpr int64_t kWidth = kPanel<float>;
   float* const room = sums + kPackedRows * kStride;
-  using E = typename FactorOf<W>::type;
+  using E = either<kSame<W, bf16>, float, W>;
   const int64_t all = steps(op);
   const E* const x = static_cast<const E*>(op.left ? op.left : op.x) + row * all;
   const auto panel_at = [&](int64_t column, int64_t k) {
@@ -220,7 +202,7 @@ void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t
       if (op.weights == Weights::f32)
         float_block<T, float>(op, row, rows, channel, channels, static_cast<float*>(scratch));
       if (op.weights == Weights::bf16)
-        float_block<T, Bf16Step<kPairs>::type>(op, row, rows, channel, channels, static_cast<float*>(scratch));
+        float_block<T, either<kPairs, pair, bf16>>(op, row, rows, channel, channels, static_cast<float*>(scratch));
     }
   });
 }

@@ -29,18 +29,9 @@ constexpr bool kPairs = false;
 #endif
 
 template <class E>
-struct SumOf {
-  using type = E;
-};
-template <>
-struct SumOf<pair> {
-  using type = float;
-};
-template <class E>
-using sum_t = typename SumOf<E>::type;
+using sum_t = either<kSame<E, pair>, float, E>;
 
-// sums + the products of both numbers of a pair, the second ones first. The instruction takes numbers below 2^-126 as
-// 0.
+// sums + the products of both numbers of a pair, the second first. To the instruction numbers below 2^-126 are 0.
 inline vfloat fma(vint a, vint b, vfloat sums) {
 #ifdef __AVX512BF16__
   return (vfloat)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);

@@ -24,6 +24,24 @@ namespace fastbert::cpu::FB_ISA {
 #endif
 #endif
 
+// ---- types
+
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+
+template <bool condition, class A, class B>
+struct Either {
+  using type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  using type = B;
+};
+template <bool condition, class A, class B>
+using either = typename Either<condition, A, B>::type;
+
 // ---- elements
 
 struct bf16 {
@@ -38,15 +56,7 @@ struct pair {  // two neighbours, which matrix products take together
 
 // Arithmetic on T is done in math_t<T>, kLanes<T> elements at a time.
 template <class T>
-struct Math {
-  using type = float;
-};
-template <>
-struct Math<double> {
-  using type = double;
-};
-template <class T>
-using math_t = typename Math<T>::type;
+using math_t = either<kSame<T, double>, double, float>;
 
 template <class T>
 constexpr int kLanes = FB_VECTOR_BYTES / sizeof(math_t<T>);
@@ -73,19 +83,7 @@ typedef FB_VECTOR(uint16_t, FB_VECTOR_BYTES / 2) vhalves;  // these two: as many
 typedef FB_VECTOR(uint8_t, FB_VECTOR_BYTES / 4) vbytes;
 
 template <class M>
-struct VecOf {
-  using type = vfloat;
-};
-template <>
-struct VecOf<double> {
-  using type = vdouble;
-};
-template <>
-struct VecOf<pair> {
-  using type = vint;
-};
-template <class M>
-using vec = typename VecOf<M>::type;
+using vec = either<kSame<M, double>, vdouble, either<kSame<M, pair>, vint, vfloat>>;
 
 template <class V, class P>
 inline V load_bits(const P* src) {
@@ -313,6 +311,12 @@ inline auto largest(V v) {
 template <class V>
 inline auto largest(const V (&slots)[kSlots]) {
   return largest(greater(greater(slots[0], slots[1]), greater(slots[2], slots[3])));
+}
+
+// What exponents of numbers are relative to whose largest is `high`: 0 where all are -inf.
+template <class M>
+inline M base_of(M high) {
+  return high > -M(__builtin_inf()) || high != high ? high : M(0);
 }
 
 // p · 2^n, where shifted = n + 1.5 · 2^23, so that n is in its low bits; 0 for n = -127.
