@@ -1,7 +1,7 @@
 // A whole post-norm layer, forward and backward: the C++ behind the operators of its parts, one after the other,
 // without the way through Python and torch's dispatcher between them. The schema is defined in
 // fastbert/ops/encoder_layer.py. With a context, which is what the heads of another backend's attention gave, it is the
-// layer from there on.
+// layer from there on. The forward takes several layers at once where nothing is kept of them.
 //
 // For the backward it keeps, of a token: qkv (3C), what attention gave (C) and a number a head, what both projections
 // into the residual stream gave (2C), the sum after attention (C), the MLP's product (that is intermediate_size) and
@@ -13,11 +13,10 @@
 #include <vector>
 
 #include "checks.h"
+#include "layer_ops.h"
 #include "tensor.h"
 
 namespace fastbert {
-
-using Tensors = std::vector<Tensor>;
 
 struct Dense {
   Tensor weight, bias;
@@ -190,13 +189,12 @@ enum LayerSaved {
 
 // y, and where they are to be saved what the backward gets.
 template <class Ops>
-std::tuple<Tensor, Tensors> encoder_layer_fwd(const Tensor& hidden, const OptionalTensor& context_,
-                                              const Tensors& parameters, const OptionalTensor& cu_seqlens,
-                                              const OptionalTensor& rng, int64_t max_seqlen, int64_t heads,
-                                              double scale, double attention_p, double out_p, double down_p,
-                                              int64_t site, std::string_view approximate, ScalarType dtype,
-                                              double out_eps, double down_eps, bool save) {
-  const NoGrad guard;
+std::tuple<Tensor, Tensors> one_layer_fwd(const Tensor& hidden, const OptionalTensor& context_,
+                                          const Tensors& parameters, const OptionalTensor& cu_seqlens,
+                                          const OptionalTensor& rng, int64_t max_seqlen, int64_t heads, double scale,
+                                          double attention_p, double out_p, double down_p, int64_t site,
+                                          std::string_view approximate, ScalarType dtype, double out_eps,
+                                          double down_eps, bool save) {
   const EncoderLayer<Ops> layer(hidden, context_, parameters, cu_seqlens, heads, approximate, dtype);
   const LayerParameters& p = layer.p;
   Tensors saved;
@@ -219,6 +217,28 @@ std::tuple<Tensor, Tensors> encoder_layer_fwd(const Tensor& hidden, const Option
   if (save)
     for (const Tensor& each : {projected, mean, rstd, middle, product, down, mean2, rstd2}) saved.push_back(each);
   return {y, saved};
+}
+
+// The same of several layers, one after the other, whose parameters follow each other. Of several nothing is kept. Each
+// has three sites of dropout.
+template <class Ops>
+std::tuple<Tensor, Tensors> encoder_layer_fwd(const Tensor& hidden, const OptionalTensor& context,
+                                              const Tensors& parameters, const OptionalTensor& cu_seqlens,
+                                              const OptionalTensor& rng, int64_t max_seqlen, int64_t heads,
+                                              double scale, double attention_p, double out_p, double down_p,
+                                              int64_t site, std::string_view approximate, ScalarType dtype,
+                                              double out_eps, double down_eps, bool save, int64_t layers) {
+  const NoGrad guard;
+  const auto run = [&](const Tensor& x, const Tensors& of_one, int64_t layer) {
+    return one_layer_fwd<Ops>(x, context, of_one, cu_seqlens, rng, max_seqlen, heads, scale, attention_p, out_p, down_p,
+                              site + 3 * layer, approximate, dtype, out_eps, down_eps, save);
+  };
+  if (layers == 1) return run(hidden, parameters, 0);
+  FB_CHECK_VALUE(layers > 1 && !context && !save, "encoder_layer: ", layers,
+                 " layers; expected one, or several without a context and a backward");
+  Tensor x = hidden;
+  for (int64_t i = 0; i < layers; ++i) x = std::get<0>(run(x, part_of(parameters, i, layers), i));
+  return {x, {}};
 }
 
 // dhidden, dcontext and the gradients of the parameters; those that nobody asked for are empty.

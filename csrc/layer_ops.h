@@ -1,12 +1,23 @@
-// The ops of a layer, for encoder_layer: what their operators do on a device, called from C++.
+// The ops of a layer, for encoder_layer and packed_layer: what their operators do on a device, called from C++.
 #pragma once
 
 #include <string_view>
 #include <tuple>
+#include <vector>
 
 #include "stable.h"
 
 namespace fastbert {
+
+using Tensors = std::vector<Tensor>;
+
+// The i-th of so many layers' equal parts.
+inline Tensors part_of(const Tensors& all, int64_t i, int64_t layers) {
+  FB_CHECK_VALUE(all.size() % layers == 0, "fastbert: ", all.size(), " tensors of ", layers,
+                 " layers; expected as many of each");
+  const std::ptrdiff_t count = all.size() / layers;
+  return {all.begin() + i * count, all.begin() + (i + 1) * count};
+}
 
 // attention_fwd gives out (T, H, D) and lse (H, T). add_layer_norm_fwd gives y, mean and rstd; add_layer_norm_bwd dx
 // (empty where it would be dresidual), dresidual, and dweight, dbias, dx_bias (empty where they are not needed).

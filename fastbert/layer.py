@@ -489,8 +489,8 @@ def _as_one(
 
     None where a part is not plain, or no backend has an op for the whole.
     """
-    parameters, dtype = _parameters(parts), autocast_dtype(hidden)
-    if parameters is None or not (is_plain_dropout(parts.out_dropout) and is_plain_dropout(parts.down_dropout)):
+    parameters, dtype = plain_parameters(parts), autocast_dtype(hidden)
+    if parameters is None:
         return None
     live, attention = needs_grad(hidden, context, *parameters), parts.attention
     device = hidden.device.type
@@ -505,6 +505,57 @@ def _as_one(
     if context is not None:
         return run_layer(backend, live, hidden, context, parameters[-10:], None, rng, settings)
     return run_layer(backend, live, hidden, None, parameters, packing.cu_seqlens, rng, settings)
+
+
+def encoder_layers(
+    layers: Sequence[LayerParts | None], hidden: Tensor, packing: Packing, rng: Tensor | None
+) -> Tensor | None:
+    """All layers of an encoder in one call, (T, C) -> (T, C), for a caller who knows that nobody looks between them.
+
+    layers: from the first on; None for one that has to be called. Returns None where `encoder_layer` has to run each:
+    gradients are wanted, a part is not plain, layers differ in more than their weights, or no backend has it all.
+    """
+    compiling = torch.compiler.is_compiling()
+    if compiling or packing.unseen is not None or None in layers or not layers:
+        return None
+    whole = _all_plain(layers, hidden, packing, rng)
+    return _all_prepared(layers, hidden, packing) if whole is None else whole
+
+
+def _all_plain(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor | None:
+    device, dtype, settings, parameters = hidden.device.type, autocast_dtype(hidden), [], []
+    for parts in layers:
+        own = plain_parameters(parts)
+        if own is None or needs_grad(hidden, *own):
+            return None
+        parts.attention.check_dropout()
+        settings.append((len(own), own[-10].shape[1], _settings(parts, hidden, packing, rng, 0, dtype)))
+        if settings[-1] != settings[0]:
+            return None
+        parameters += own
+    _, heads_width, same = settings[0]
+    backend = backends.find("encoder_layer", device, dtype, backward=False, size=hidden.shape[1])
+    if backend is None or attends_elsewhere(backend, device, dtype, False, heads_width // same.heads):
+        return None
+    return run_layer(backend, False, hidden, None, parameters, packing.cu_seqlens, rng, same, len(layers))
+
+
+def _all_prepared(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing) -> Tensor | None:
+    settings, parameters, scales = [], [], []
+    for parts in layers:
+        own = _prepared_parameters(parts)
+        if own is None:
+            return None
+        settings.append((len(own[0]), _prepared_settings(parts, packing)))
+        if settings[-1] != settings[0] or parts.drops():
+            return None
+        parameters += own[0]
+        scales += own[1]
+    backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
+    if backend is None or needs_grad(hidden, *parameters):
+        return None
+    given = hidden, None, parameters, scales, packing.cu_seqlens
+    return PACKED_LAYER(backend, *given, *settings[0][1], len(layers))
 
 
 def _settings(
@@ -524,7 +575,19 @@ def _settings(
 def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing, context: Tensor | None = None) -> Tensor | None:
     """The layer in one call where some of its dense layers are prepared and the others plain; else None. With what its
     attention gave, what follows."""
-    before = 0 if context is None else len(parts.attention.projections)
+    found = _prepared_parameters(parts, 0 if context is None else len(parts.attention.projections))
+    if found is None or parts.drops() or needs_grad(hidden, context, *found[0]):
+        return None
+    backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
+    if backend is None:
+        return None
+    given = hidden, context, *found, packing.cu_seqlens if context is None else None
+    return PACKED_LAYER(backend, *given, *_prepared_settings(parts, packing), 1)
+
+
+def _prepared_parameters(parts: LayerParts, before: int = 0) -> tuple[list[Tensor], list[Tensor]] | None:
+    """Of `ops.packed_layer`: parameters and scales, without those of the first `before` leaves; None where no dense
+    layer is prepared, or a part is neither that nor plain."""
     leaves, kinds = parts.leaves[before:], parts.kinds()[before:]
     if not any([type(module) is PreparedLinear for module in leaves]):
         return None
@@ -538,14 +601,12 @@ def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing, context: T
         found += weight, bias
         if kind is nn.Linear:
             scales.append(_NO_SCALE if (scale := module.__dict__.get("scale")) is None else scale)
-    backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
-    if backend is None or parts.drops() or needs_grad(hidden, context, *found):
-        return None
-    form, attention = gelu_form(parts.activation), parts.attention
-    sizes = packing.max_seqlen, attention.heads, attention.scaling
-    ends = packing.cu_seqlens if context is None else None
-    eps = parts.out_norm.eps, parts.down_norm.eps
-    return PACKED_LAYER(backend, hidden, context, found, scales, ends, *sizes, form, *eps)
+    return found, scales
+
+
+def _prepared_settings(parts: LayerParts, packing: Packing) -> tuple[int, int, float, str, float, float]:
+    attention, form = parts.attention, gelu_form(parts.activation)
+    return packing.max_seqlen, attention.heads, attention.scaling, form, parts.out_norm.eps, parts.down_norm.eps
 
 
 def attends_elsewhere(backend: str, device_type: str, dtype: torch.dtype, live: bool, head_size: int) -> bool:
@@ -555,8 +616,11 @@ def attends_elsewhere(backend: str, device_type: str, dtype: torch.dtype, live: 
     return backends.choose("attention", device_type, dtype, backward=live, size=head_size) != backend
 
 
-def _parameters(parts: LayerParts) -> list[Tensor] | None:
-    """Weights and biases in the order of `ops.encoder_layer`; None unless all of their modules are plain."""
+def plain_parameters(parts: LayerParts) -> list[Tensor] | None:
+    """Weights and biases in the order of `ops.encoder_layer`; None unless all of their modules are plain, and so are
+    those that drop what it adds to the residual stream."""
+    if not (is_plain_dropout(parts.out_dropout) and is_plain_dropout(parts.down_dropout)):
+        return None
     if parts.plain is None:
         parts.plain = all([is_plain(module, kind) for module, kind in zip(parts.leaves, parts.kinds(), strict=True)])
     found = []
@@ -566,7 +630,8 @@ def _parameters(parts: LayerParts) -> list[Tensor] | None:
         if weight is None or bias is None or not ordinary(weight):
             return None
         found += weight, bias
-    return found or None
+    normal = found and found[-8].dim() == found[-2].dim() == 1  # LayerNorm over rows
+    return found if normal else None
 
 
 def convolve(module: nn.Module, embedded: Tensor, hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor:

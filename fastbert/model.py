@@ -461,21 +461,48 @@ class BertEncoder(_Loadable):
             packing = self._packing(hidden_states, attention_mask, cu_seqlens, max_seqlen)
             hidden_states = packing.pack(hidden_states)
             rng = random.new_key(hidden_states.device) if rng is None and self.drops() else rng
-        states, attentions, embedded = [hidden_states], [], hidden_states
         given = layer.distances_of(self, packing)
-        for turn, index in enumerate(range(len(self.layer)) if self.order is None else self.order):
-            run = self._recomputed(self.layer[index], turn)
-            hidden_states, weights = run(hidden_states, packing, rng, turn, output_attentions, given)
-            if turn == 0 and self.conv is not None:
-                hidden_states = self.conv(embedded, hidden_states, packing, rng)
-            states = [*states, hidden_states] if output_hidden_states else [hidden_states]
-            attentions.append(weights)
+        watched = output_hidden_states or output_attentions or self.conv is not None or given is not None
+        whole = None if watched else self._at_once(hidden_states, packing, rng)
+        states, attentions = [whole], []
+        if whole is None:
+            options = (output_hidden_states, output_attentions, given)
+            states, attentions = self._one_by_one(hidden_states, packing, rng, *options)
         states = states if handed_down else [packing.unpack(state) for state in states]
         return BertEncoderOutput(
             states[-1],
             tuple(states) if output_hidden_states else None,
             tuple(attentions) if output_attentions else None,
         )
+
+    def _at_once(self, hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor | None:
+        """What the layers give in one call; None where each has to be called."""
+        if torch.nn.modules.module._has_any_global_hook():
+            return None
+        layers = list(self.layer)
+        turns = layers if self.order is None else [layers[index] for index in self.order]
+        parts = [each._parts() if layer.is_plain(each, BertLayer) else None for each in turns]
+        return layer.encoder_layers(parts, hidden, packing, rng)
+
+    def _one_by_one(
+        self,
+        hidden: Tensor,
+        packing: Packing,
+        rng: Tensor | None,
+        output_hidden_states: bool,
+        output_attentions: bool,
+        given: Distances | None,
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The hidden states, of all layers or of the last one, and attention weights or None of each layer."""
+        states, attentions, embedded = [hidden], [], hidden
+        for turn, index in enumerate(range(len(self.layer)) if self.order is None else self.order):
+            run = self._recomputed(self.layer[index], turn)
+            hidden, weights = run(hidden, packing, rng, turn, output_attentions, given)
+            if turn == 0 and self.conv is not None:
+                hidden = self.conv(embedded, hidden, packing, rng)
+            states = [*states, hidden] if output_hidden_states else [hidden]
+            attentions.append(weights)
+        return states, attentions
 
     def _recomputed(self, module: nn.Module, turn: int) -> Callable[..., tuple[Tensor, Tensor | None]]:
         """The layer, which forgets what is within it where gradient checkpointing says so."""

@@ -3,7 +3,6 @@
 
 #include <cstring>
 
-#include "../layer_ops.h"
 #include "gelu_rows.h"
 #include "linear.h"
 

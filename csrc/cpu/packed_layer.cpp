@@ -12,8 +12,6 @@ namespace fastbert::packed {
 
 namespace {
 
-using Tensors = std::vector<Tensor>;
-
 // The parameters of one of its products: packed, or a plain weight where it has two dimensions.
 struct Dense : Packed {
   bool is_packed() const { return weight.dim() > 2; }
@@ -100,12 +98,9 @@ Tensor context_of(const Tensor& x, const OptionalTensor& given, const Layer& lay
   return view(out, {x.size(0), out.size(1) * out.size(2)});
 }
 
-Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context, const Tensors& parameters,
-                            const Tensors& scales, const OptionalTensor& cu_seqlens, int64_t max_seqlen, int64_t heads,
-                            double scale, std::string_view approximate, double out_eps, double down_eps) {
-  const NoGrad guard;
-  FB_CHECK_VALUE(hidden.dim() == 2, "packed_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");
-  const Layer layer(parameters, scales, context.has_value());
+Tensor run(const Tensor& hidden, const OptionalTensor& context, const Layer& layer, const OptionalTensor& cu_seqlens,
+           int64_t max_seqlen, int64_t heads, double scale, std::string_view approximate, double out_eps,
+           double down_eps) {
   const Tensor x = contiguous(hidden);
   const Tensor attended = context_of(x, context, layer, cu_seqlens, max_seqlen, heads, scale);
   const auto normed = [](const Tensor& y, const Tensor& residual, const Dense& dense, const Tensor(&norm)[2],
@@ -115,6 +110,23 @@ Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context,
   const Tensor middle = normed(apply(attended, layer.out, "", false), x, layer.out, layer.out_norm, out_eps);
   const Tensor wide = apply(middle, layer.up, approximate, true);
   return normed(apply(wide, layer.down, "", false), middle, layer.down, layer.down_norm, down_eps);
+}
+
+// Of several layers parameters and scales follow each other.
+Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context, const Tensors& parameters,
+                            const Tensors& scales, const OptionalTensor& cu_seqlens, int64_t max_seqlen, int64_t heads,
+                            double scale, std::string_view approximate, double out_eps, double down_eps,
+                            int64_t layers) {
+  const NoGrad guard;
+  FB_CHECK_VALUE(hidden.dim() == 2, "packed_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");
+  FB_CHECK_VALUE(layers == 1 || (layers > 1 && !context), "packed_layer: ", layers,
+                 " layers; expected one, or several without a context");
+  Tensor x = hidden;
+  for (int64_t i = 0; i < layers; ++i) {
+    const Layer layer(part_of(parameters, i, layers), part_of(scales, i, layers), context.has_value());
+    x = run(x, context, layer, cu_seqlens, max_seqlen, heads, scale, approximate, out_eps, down_eps);
+  }
+  return x;
 }
 
 }  // namespace

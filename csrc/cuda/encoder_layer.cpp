@@ -1,8 +1,6 @@
 // encoder_layer on a GPU (csrc/encoder_layer.h): products by torch's library, the other parts by our kernels.
 #include "../encoder_layer.h"
 
-#include "../layer_ops.h"
-
 namespace fastbert {
 
 namespace {

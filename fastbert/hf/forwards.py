@@ -97,9 +97,13 @@ class Call:
         parts: dict[int, LayerParts],
         padded: bool,
         attentions: bool,
+        watched: bool,
     ) -> None:
-        """parts: by the id of the layer. padded: layers exchange (B, S, C), for whoever looks at what passes."""
+        """parts: by the id of the layer. padded: layers exchange (B, S, C), for whoever looks at what passes. watched:
+        somebody may look at what passes, or has to be called between layers."""
         self.packing, self.key, self.parts, self.padded, self.attentions = packing, key, parts, padded, attentions
+        self.layers, self.watched = layers, watched
+        self.ahead: Tensor | None = None  # (1, T, C), what the last layer gives, where the first one has computed all
         self.distances: layer.Distances | None = None
         self.weights: dict[int, Tensor] = {}  # by turn, where no hook of transformers records them
         self._turns: dict[int, list[int]] = {}
@@ -115,6 +119,12 @@ class Call:
         turns, run = self._turns[id(module)], self._runs[id(module)]
         self._runs[id(module)] += 1
         return turns[run % len(turns)]
+
+    def look_ahead(self, hidden: Tensor) -> None:
+        """All layers in one call, if that can be: then each hands on what they give."""
+        if not self.watched:
+            y = layer.encoder_layers([self.parts[id(x)] for x in self.layers], hidden[0], self.packing, self.key)
+            self.ahead = None if y is None else y[None]
 
     def pack(self, x: Tensor) -> Tensor:
         """(B, S, ...) -> (1, T, ...)."""
@@ -258,10 +268,13 @@ class ModelForward(Replacement):
         layers = self.family.layers_in_order(self.module)
         parts, drops = self._check_modules(layers)
         packing = self._plan(inputs.get("attention_mask"), shape, device)
-        padded = bool(self._wants("output_hidden_states", inputs))
-        padded = padded or any(layer.hooks(each, supported.FRAMEWORKS) for each in layers)
+        attentions, padded = (bool(self._wants(f"output_{kind}", inputs)) for kind in ("attentions", "hidden_states"))
+        hooked = any([layer.hooks(each) for each in (*layers, *self.family.containers(self.module))])
+        padded = padded or (hooked and any([layer.hooks(each, supported.FRAMEWORKS) for each in layers]))
+        watched = padded or hooked or attentions or self.family.relative is not None
+        watched = watched or not all([isinstance(vars(x).get("forward"), LayerForward) for x in layers])
         key = random.new_key(device) if drops else None
-        call = Call(packing, key, layers, parts, padded, bool(self._wants("output_attentions", inputs)))
+        call = Call(packing, key, layers, parts, padded, attentions, watched)
         tensors = {name: inputs.get(name) for name in TENSORS if name != "token_type_ids" or self.family.token_types}
         tensors["position_ids"] = self._positions(inputs, shape)
         packed = {name: None if x is None else call.pack(x) for name, x in tensors.items()}
@@ -524,8 +537,13 @@ class LayerForward(Replacement):
     def run(self, hidden_states: Tensor, *args: Any, fastbert: Call | None = None, **kwargs: Any) -> Any:
         if fastbert is None:
             return self.original(hidden_states, *args, **kwargs)
+        turn = fastbert.turn(self.module)
+        if turn == 0:
+            fastbert.look_ahead(hidden_states)
+        if fastbert.ahead is not None:
+            return fastbert.ahead
         hidden = fastbert.pack(hidden_states) if fastbert.padded else hidden_states
-        run = functools.partial(self._run, call=fastbert, turn=fastbert.turn(self.module))
+        run = functools.partial(self._run, call=fastbert, turn=turn)
         hidden = self.module._gradient_checkpointing_func(run, hidden) if self._checkpoints() else run(hidden)
         return fastbert.unpack(hidden) if fastbert.padded else hidden
 
@@ -556,8 +574,9 @@ class LayerForward(Replacement):
             supported.check_own(container)
         supported.check_own(parts.attention.module, but_of=("transformers.",))
         _checked(parts.attention.module)
-        leaves = zip(parts.leaves, parts.kinds(), strict=True)
-        parts.plain = all([supported.check_leaf(module, kind) for module, kind in leaves])
+        if layer.plain_parameters(parts) is None:
+            leaves = zip(parts.leaves, parts.kinds(), strict=True)
+            parts.plain = all([supported.check_leaf(module, kind) for module, kind in leaves])
         supported.check_activation(parts.activation)
         supported.check_dropout(parts.attention.dropout, random.ATTENTION_BITS)
         if self.family.layer.of_positions:

@@ -94,9 +94,13 @@ def _plain(
     return add_layer_norm_ref(x, hidden, *down_norm, s.down_eps, x_bias=down[1], **dropping)
 
 
-def _forward(hidden, context, parameters, cu_seqlens, rng, *settings):
-    *settings, _ = settings
-    return _plain(hidden, context, parameters, cu_seqlens, rng, Settings(*settings)), []
+def _forward(hidden, context, parameters, cu_seqlens, rng, *given):
+    *settings, _, layers = given
+    settings, count = Settings(*settings), len(parameters) // layers
+    for layer in range(layers):
+        own = parameters[layer * count : (layer + 1) * count]
+        hidden = _plain(hidden, context, own, cu_seqlens, rng, settings._replace(site=settings.site + 3 * layer))
+    return hidden, []
 
 
 def _backward(dy, hidden, context, parameters, saved, cu_seqlens, rng, *settings):
@@ -127,7 +131,7 @@ def _check_devices(hidden, *others):
 
 def _fake_forward(hidden, context, parameters, cu_seqlens, rng, max_seqlen, heads, *settings):
     _check_devices(hidden, context, *parameters, cu_seqlens, rng)
-    *_, dtype, _, _, save = settings
+    *_, dtype, _, _, save, _ = settings
     y = hidden.new_empty(hidden.shape, dtype=torch.promote_types(hidden.dtype, dtype))
     if not save:
         return y, []
@@ -153,14 +157,16 @@ def _fake_backward(dy, hidden, context, parameters, saved, cu_seqlens, rng, *set
     return dhidden, dcontext, grads
 
 
-# context: None, and cu_seqlens with it, where the layer begins before attention.
+# context: None, and cu_seqlens with it, where the layer begins before attention. layers: the parameters of several may
+# follow each other where nothing is saved; each has three sites of dropout.
 _SETTINGS = (
     "Tensor? cu_seqlens, Tensor? rng, SymInt max_seqlen, int heads, float scale, float attention_p, float out_p,"
     " float down_p, int site, str approximate, ScalarType dtype, float out_eps, float down_eps"
 )
 FWD = Primitive(
     "encoder_layer_fwd",
-    f"(Tensor hidden, Tensor? context, Tensor[] parameters, {_SETTINGS}, bool save) -> (Tensor y, Tensor[] saved)",
+    f"(Tensor hidden, Tensor? context, Tensor[] parameters, {_SETTINGS}, bool save, int layers)"
+    " -> (Tensor y, Tensor[] saved)",
     _fake_forward,
     _forward,
 )
@@ -179,7 +185,7 @@ BWD = Primitive(
 class _EncoderLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, backend, settings, cu_seqlens, rng, hidden, context, *parameters):
-        y, saved = FWD(backend, hidden, context, parameters, cu_seqlens, rng, *settings, True)
+        y, saved = FWD(backend, hidden, context, parameters, cu_seqlens, rng, *settings, True, 1)
         ctx.save_for_backward(cu_seqlens, rng, hidden, context, *parameters, *saved)
         ctx.backend, ctx.settings, ctx.count = backend, settings, len(parameters)
         return y
@@ -293,12 +299,13 @@ def run_layer(
     cu_seqlens: Tensor | None,
     rng: Tensor | None,
     settings: Settings,
+    layers: int = 1,
 ) -> Tensor:
     """`encoder_layer`, or with a context `after_attention`, on a backend that has been chosen, of arguments that have
-    been checked. live: with a backward."""
+    been checked. live: with a backward. layers: how many, one after the other, without context and backward."""
     if live:
         return _EncoderLayer.apply(backend, settings, cu_seqlens, rng, hidden, context, *parameters)
-    return FWD(backend, hidden, context, parameters, cu_seqlens, rng, *settings, False)[0]
+    return FWD(backend, hidden, context, parameters, cu_seqlens, rng, *settings, False, layers)[0]
 
 
 def _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps) -> Settings:

@@ -24,13 +24,25 @@ def packed_layer_ref(
     approximate: str,
     out_eps: float,
     down_eps: float,
+    layers: int,
 ) -> Tensor:
-    """A post-norm layer in plain PyTorch; a layer of prepared modules calls its operator (`fastbert.layer`).
+    """Post-norm layers in plain PyTorch; layers of prepared modules call its operator (`fastbert.layer`).
 
-    context: what its attention gave, where that came before; cu_seqlens is None then, and the projections are left out.
-    parameters: those of `encoder_layer`, where a weight may be packed. scales: that of each product as `packed_linear`
-    takes it, with no element where it has none.
+    context: what a layer's attention gave, where that came before; cu_seqlens is None then, and the projections are
+    left out. parameters: those of `encoder_layer`, where a weight may be packed. scales: that of each product as
+    `packed_linear` takes it, with no element where it has none. layers: how many; the parameters and scales of several
+    follow each other, and there is no context.
     """
+    for i in range(layers):
+        own, of = (given[i * len(given) // layers : (i + 1) * len(given) // layers] for given in (parameters, scales))
+        sizes = max_seqlen, heads, scale, approximate, out_eps, down_eps
+        hidden = _one_layer(hidden, context, own, of, cu_seqlens, *sizes)
+    return hidden
+
+
+def _one_layer(
+    hidden, context, parameters, scales, cu_seqlens, max_seqlen, heads, scale, approximate, out_eps, down_eps
+) -> Tensor:
     *projections, out, out_norm, up, down, down_norm = zip(parameters[::2], parameters[1::2], strict=True)
     if context is None:
         each = [_dense(hidden, *part, of) for part, of in zip(projections, scales[:-3], strict=True)]
@@ -57,7 +69,7 @@ def _fake(hidden, context, parameters, scales, cu_seqlens, *settings):
 FWD = Primitive(
     "packed_layer_fwd",
     "(Tensor hidden, Tensor? context, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, SymInt max_seqlen,"
-    " int heads, float scale, str approximate, float out_eps, float down_eps) -> Tensor",
+    " int heads, float scale, str approximate, float out_eps, float down_eps, int layers) -> Tensor",
     _fake,
     packed_layer_ref,
 )

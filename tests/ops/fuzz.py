@@ -141,7 +141,7 @@ def right_layer(direction: str, n: Sizes, x: Tensor, ends: Tensor, key: Tensor) 
     parameters = [normal(n.parameters, *size) for weight in sizes for size in (weight, weight[:1])]
     settings = [ends, key, n.T, n.H, 0.5, 0.25, 0.25, 0.25, 3, "none", n.dtype, 1e-12, 1e-12]
     if direction == "fwd":
-        return [x, context, parameters, *settings, True]
+        return [x, context, parameters, *settings, True, 1]
     rows, needed = normal(n.wide, n.T).abs(), [1, 1 - whole] + [1] * len(parameters)
     saved = [normal(n.dtype, n.T, 3, n.H, n.D), normal(n.dtype, n.T, n.H, n.D), normal(n.wide, n.H, n.T)] * whole
     saved += [x, rows, rows, x, normal(n.dtype, n.T, n.K), x, rows, rows]
@@ -176,9 +176,10 @@ def right_packed_layer(n: Sizes, x: Tensor, ends: Tensor) -> list:
             parameters += weight, normal(torch.float32, size[0])
             scales.append(torch.empty(0) if scale is None else scale)
     if n.K % 2:
-        return [x, None, parameters, scales, ends, n.T, n.H, 0.5, "tanh", 1e-12, 1e-5]
+        return [x, None, parameters, scales, ends, n.T, n.H, 0.5, "tanh", 1e-12, 1e-5, 1]
     context = normal(x.dtype, n.T, n.H * n.D)
-    return [x, context, parameters[2 * projections :], scales[projections:], None, n.T, n.H, 0.5, "tanh", 1e-12, 1e-5]
+    parameters, scales = parameters[2 * projections :], scales[projections:]
+    return [x, context, parameters, scales, None, n.T, n.H, 0.5, "tanh", 1e-12, 1e-5, 1]
 
 
 # ---- wrong arguments

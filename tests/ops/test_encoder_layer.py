@@ -87,10 +87,12 @@ class TestEncoderLayer(OpSuite):
 
 def layer_calls(hidden, context, parameters, given):
     """Calls of the primitives, with what the backend that is chosen saves."""
-    yield "encoder_layer_fwd", (hidden, context, parameters, *given, False)
+    yield "encoder_layer_fwd", (hidden, context, parameters, *given, False, 1)
+    if context is None:
+        yield "encoder_layer_fwd", (hidden, context, parameters * 2, *given, False, 2)
     if backend := backends.find("encoder_layer", hidden.device.type, hidden.dtype, backward=True):
-        yield "encoder_layer_fwd", (hidden, context, parameters, *given, True)
-        y, saved = PRIMITIVES["encoder_layer_fwd"](backend, hidden, context, parameters, *given, True)
+        yield "encoder_layer_fwd", (hidden, context, parameters, *given, True, 1)
+        y, saved = PRIMITIVES["encoder_layer_fwd"](backend, hidden, context, parameters, *given, True, 1)
         for needed in ([1, int(context is not None)] + [1] * len(parameters), [1, 0] + [0] * len(parameters)):
             yield "encoder_layer_bwd", (y, hidden, context, parameters, saved, *given, needed)
 
@@ -260,6 +262,35 @@ def test_bits_of_the_single_ops(case, monkeypatch):
     monkeypatch.setattr(backends, "find", lambda *args, **kwargs: None)
     assert same(whole, outcome(ours, ids, mask, autocast))
     assert backends.calls()["encoder_layer_fwd", "cpu"] == before + 2
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("suite", [TestThreeProjections(), TestDropout()], ids=["three projections", "dropout"])
+def test_several_layers_in_one_call(suite, backend):
+    """Each with parameters and three sites of dropout of its own."""
+    if reason := backends.why_not(backend, "encoder_layer", "cpu", torch.float32):
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    inputs = [suite.inputs(((5, 0, 3), 8, 2, 12), torch.float32, "cpu") for _ in range(3)]
+    parameters = [[each[name] for name in suite.parameters] for each in inputs]
+    hidden, ends, key = inputs[0]["hidden"], inputs[0]["cu_seqlens"], suite.rng(inputs[0]["hidden"])
+    settings = Settings(5, 2, 0.5, suite.p, suite.p, suite.p, 4, "none", torch.float32, 1e-5, 1e-5)
+    run, at_once = PRIMITIVES["encoder_layer_fwd"], sum(parameters, [])
+    whole, saved = run(backend, hidden, None, at_once, ends, key, *settings, False, 3)
+    for turn, each in enumerate(parameters):
+        one = settings._replace(site=4 + 3 * turn)
+        hidden, _ = run(backend, hidden, None, each, ends, key, *one, False, 1)
+    assert torch.equal(whole, hidden) and not saved
+    if backend == "reference":
+        return
+    for context, save, layers, words in (
+        (None, False, 0, "0 layers; expected one, or several"),
+        (None, True, 3, "3 layers; expected one, or several without a context and a backward"),
+        (hidden, False, 3, "3 layers; expected one, or several without a context and a backward"),
+        (None, False, 5, "tensors of 5 layers; expected as many of each"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(backend, hidden, context, at_once, ends, key, *settings, save, layers)
 
 
 def test_gradients_that_nobody_asked_for_are_not_computed():

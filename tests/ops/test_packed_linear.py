@@ -544,7 +544,7 @@ class Layer:
 
     def call(self, approximate="none"):
         tensors = self.hidden, None, self.parameters, self.scales, self.ends
-        return *tensors, self.longest, HEADS, (WIDTH // HEADS) ** -0.5, approximate, 1e-5, 1e-12
+        return *tensors, self.longest, HEADS, (WIDTH // HEADS) ** -0.5, approximate, 1e-5, 1e-12, 1
 
 
 def by_single_ops(layer, approximate="none"):
@@ -617,12 +617,34 @@ def test_a_layer_is_accurate(backend, projections):
         return call
 
     def ours(hidden, **_):
-        *call, _ = layer.call()
-        return packed_layer.FWD(backend, *call, 1e-5)
+        *call, _, layers = layer.call()
+        return packed_layer.FWD(backend, *call, 1e-5, layers)
 
     inputs = {"hidden": layer.hidden} | {str(i): tensor for i, tensor in enumerate(layer.plain)}
     contenders = [library(F.linear), library(testing.onednn_linear)]
     testing.assert_accurate(ours, library(F.linear), contenders, inputs, factor=3.0, gradients=False)
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_kernels)])
+def test_several_layers_in_one_call(backend):
+    first, second = (Layer(THREE, "int8", PLAIN["the last is plain"]) for _ in range(2))
+    hidden, _, parameters, scales, *rest, _ = first.call()
+    both = hidden, None, parameters + second.parameters, scales + second.scales, *rest
+    second.hidden = packed_layer.FWD(backend, *first.call())
+    assert torch.equal(packed_layer.FWD(backend, *both, 2), packed_layer.FWD(backend, *second.call()))
+
+
+@needs_kernels
+def test_several_layers_that_do_not_fit():
+    hidden, _, parameters, scales, *rest, _ = Layer(THREE, "int8").call()
+    for context, layers, words in (
+        (None, 0, "0 layers; expected one, or several"),
+        (None, 3, "16 tensors of 3 layers"),
+        (None, 2, "8 parameters; expected 12 or 16"),
+        (hidden, 2, "2 layers; expected one, or several without a context"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            packed_layer.FWD("cpu", hidden, context, parameters, scales, *rest, layers)
 
 
 @needs_kernels

@@ -1,0 +1,204 @@
+"""All layers of an encoder in one call, where no gradient is wanted: the bits of layer by layer, unless somebody looks
+between the layers, is called there, or has them differ."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from small_models import CONFIGS, DEVICE, batch
+from torch import nn
+
+import fastbert
+from fastbert import backends, layer
+
+LENGTHS, SEQLEN = [7, 1, 12], 12
+FAMILIES = [name for name in CONFIGS if name not in ("deberta-v2", "mpnet")]  # whose scores depend on distances
+
+pytestmark = pytest.mark.skipif(
+    backends.find("encoder_layer", DEVICE, torch.float32, backward=False) is None or DEVICE != "cpu",
+    reason="no kernel for a whole layer and its attention",
+)
+
+
+def their(family="bert", **changes):
+    torch.manual_seed(2)
+    config = transformers.AutoConfig.for_model(family, **CONFIGS[family] | changes)
+    return transformers.AutoModel.from_config(config).eval()
+
+
+def model_of(kind, family="bert", **changes):
+    """Own, accelerated, or prepared in a precision."""
+    theirs = their(family, **changes)
+    if kind == "accelerated":
+        fastbert.accelerate(theirs)
+        return theirs
+    model = fastbert.BertModel(fastbert.BertConfig.from_dict(theirs.config.to_dict())).eval()
+    return model if kind == "own" else fastbert.prepare(theirs if kind == "int8" else model, kind)
+
+
+def inputs_of(model):
+    torch.manual_seed(4)
+    given = batch(LENGTHS, SEQLEN)
+    return {name: given[name].cpu() for name in ("input_ids", "attention_mask")}
+
+
+def run(model, grad=False, **options):
+    """The last hidden state, and how many calls there were of whole layers."""
+    before = calls()
+    torch.manual_seed(3)
+    with torch.set_grad_enabled(grad):
+        hidden = model(**inputs_of(model), **options).last_hidden_state
+    return hidden, calls() - before
+
+
+def calls():
+    return sum(n for (name, _), n in backends.calls().items() if name in ("encoder_layer_fwd", "packed_layer_fwd"))
+
+
+def by_layers(model, monkeypatch, **options):
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "encoder_layers", lambda *_: None)
+        return run(model, **options)
+
+
+def count(model):
+    config = model.config
+    return config.num_hidden_layers * getattr(config, "inner_group_num", 1)
+
+
+@pytest.mark.parametrize("kind", ["own", "accelerated", "fp32", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bits_of_layer_by_layer(family, kind, monkeypatch):
+    model = model_of(kind, family)
+    (whole, once), (expected, singly) = run(model), by_layers(model, monkeypatch)
+    assert torch.equal(whole, expected) and (once, singly) == (1, count(model))
+
+
+@pytest.mark.parametrize("kind", ["own", "accelerated"])
+@pytest.mark.parametrize("mode", ["dropout", "autocast", "bfloat16", "inference", "frozen", "one sequence"])
+def test_modes(kind, mode, monkeypatch):
+    """With dropout each layer drops its own elements; of a frozen model autograd wants nothing either."""
+    grad, dropout = False, {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
+    model = model_of(kind, "albert", **dropout).train() if mode == "dropout" else model_of(kind)
+    if mode == "bfloat16":
+        model.to(torch.bfloat16)
+    if mode == "frozen":
+        grad = True
+        model.requires_grad_(False)
+    with torch.autocast("cpu", enabled=mode == "autocast"), torch.inference_mode(mode == "inference"):
+        (whole, once), (expected, singly) = run(model, grad), by_layers(model, monkeypatch, grad=grad)
+    assert torch.equal(whole, expected) and (once, singly) == (1, count(model))
+    assert mode != "dropout" or not torch.equal(whole, run(model.eval())[0])
+
+
+def layers_of(model):
+    return list(model.encoder.layer)
+
+
+def hook(model, seen):
+    layers_of(model)[1].register_forward_hook(lambda *_: seen.append(1))
+
+
+def hook_before(model, seen):
+    layers_of(model)[0].register_forward_pre_hook(lambda *_: seen.append(1))
+
+
+def hook_inside(model, seen):
+    layers_of(model)[1].output.dense.register_forward_hook(lambda *_: seen.append(1))
+
+
+def hook_everywhere(model, seen):
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
+    seen.append(handle)  # removed by the test
+
+
+def wrap(model, seen):
+    each = layers_of(model)[1]
+    forward = each.forward
+
+    def wrapped(*args, **kwargs):
+        seen.append(1)
+        return forward(*args, **kwargs)
+
+    each.forward = wrapped
+
+
+def replace_dense(model, seen):
+    class Counting(nn.Linear):
+        def forward(self, x):
+            seen.append(1)
+            return super().forward(x)
+
+    output = layers_of(model)[1].output
+    made = Counting(output.dense.in_features, output.dense.out_features)
+    made.load_state_dict(output.dense.state_dict())
+    output.dense = made
+
+
+@pytest.mark.parametrize("kind", ["own", "accelerated"])
+@pytest.mark.parametrize("somebody", [hook, hook_before, hook_inside, hook_everywhere, wrap, replace_dense])
+@pytest.mark.filterwarnings("ignore:fastbert. forwards run transformers:RuntimeWarning")  # as for every such hook
+def test_somebody_between_the_layers_is_called(somebody, kind):
+    model, seen = model_of(kind), []
+    expected, _ = run(model)
+    somebody(model, seen)
+    handles = [each for each in seen if not isinstance(each, int)]
+    try:
+        found, _ = run(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    visible = inputs_of(model)["attention_mask"].bool()  # transformers' own computation gives something at padding too
+    assert len(seen) > len(handles) and (found - expected)[visible].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["own", "accelerated", "fp32"])
+def test_hidden_states_and_attentions(kind, monkeypatch):
+    model = model_of(kind)
+    for asked in ({"output_hidden_states": True}, {"output_attentions": True}):
+        found, expected = run(model, **asked), by_layers(model, monkeypatch, **asked)
+        assert torch.equal(found[0], expected[0]) and found[1] == expected[1]
+    with torch.no_grad():
+        states = model(**inputs_of(model), output_hidden_states=True).hidden_states
+    assert len(states) == 1 + count(model) and not torch.equal(states[1], states[2])
+
+
+def other_eps(model):
+    layers_of(model)[1].output.LayerNorm.eps = 0.5
+
+
+def other_scaling(model):
+    attention = layers_of(model)[1].attention
+    (attention.self if hasattr(attention, "self") else attention).scaling = 1.5
+
+
+def a_trainable_bias(model):
+    model.requires_grad_(False)
+    layers_of(model)[1].output.dense.bias.requires_grad_(True)
+
+
+@pytest.mark.parametrize("kind", ["own", "accelerated"])
+@pytest.mark.parametrize("change", [other_eps, other_scaling, a_trainable_bias])
+def test_layers_that_differ(kind, change, monkeypatch):
+    model = model_of(kind)
+    change(model)
+    grad = change is a_trainable_bias
+    (found, times), (expected, singly) = run(model, grad), by_layers(model, monkeypatch, grad=grad)
+    assert torch.equal(found, expected) and times == singly == count(model)
+    assert found.requires_grad == grad
+
+
+def test_a_prepared_model_with_a_plain_layer(monkeypatch):
+    model = fastbert.prepare(model_of("own"), "int8", skip=("encoder.layer.1",))
+    (found, times), (expected, singly) = run(model), by_layers(model, monkeypatch)
+    assert torch.equal(found, expected) and times == singly == count(model)
+
+
+def test_copies_and_compiled_models(monkeypatch):
+    model = model_of("accelerated")
+    whole, once = run(copy.deepcopy(model))
+    assert torch.equal(whole, by_layers(model, monkeypatch)[0]) and once == 1
+    with torch.no_grad():
+        compiled = torch.compile(model_of("own"), backend="eager", fullgraph=True)(**inputs_of(model))
+    assert (compiled.last_hidden_state - run(model_of("own"))[0]).abs().max() < 1e-6
