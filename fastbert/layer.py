@@ -510,10 +510,11 @@ def _as_one(
 def encoder_layers(
     layers: Sequence[LayerParts | None], hidden: Tensor, packing: Packing, rng: Tensor | None
 ) -> Tensor | None:
-    """All layers of an encoder in one call, (T, C) -> (T, C), for a caller who knows that nobody looks between them.
+    """All layers of an encoder, (T, C) -> (T, C), for a caller who knows that nobody looks between them: in one call,
+    or where gradients are wanted one after the other without looking at each again.
 
-    layers: from the first on; None for one that has to be called. Returns None where `encoder_layer` has to run each:
-    gradients are wanted, a part is not plain, layers differ in more than their weights, or no backend has it all.
+    layers: from the first on; None for one that has to be called. Returns None where `encoder_layer` has to run each: a
+    part is not plain, layers differ in more than their weights, or no backend has it all.
     """
     compiling = torch.compiler.is_compiling()
     if compiling or packing.unseen is not None or None in layers or not layers:
@@ -526,18 +527,25 @@ def _all_plain(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing, r
     device, dtype, settings, parameters = hidden.device.type, autocast_dtype(hidden), [], []
     for parts in layers:
         own = plain_parameters(parts)
-        if own is None or needs_grad(hidden, *own):
+        if own is None:
             return None
         parts.attention.check_dropout()
         settings.append((len(own), own[-10].shape[1], _settings(parts, hidden, packing, rng, 0, dtype)))
         if settings[-1] != settings[0]:
             return None
         parameters += own
-    _, heads_width, same = settings[0]
-    backend = backends.find("encoder_layer", device, dtype, backward=False, size=hidden.shape[1])
-    if backend is None or attends_elsewhere(backend, device, dtype, False, heads_width // same.heads):
+    count, heads_width, same = settings[0]
+    live = needs_grad(hidden, *parameters)
+    backend = backends.find("encoder_layer", device, dtype, backward=live, size=hidden.shape[1])
+    if backend is None or attends_elsewhere(backend, device, dtype, live, heads_width // same.heads):
         return None
-    return run_layer(backend, False, hidden, None, parameters, packing.cu_seqlens, rng, same, len(layers))
+    given = packing.cu_seqlens, rng
+    if not live:
+        return run_layer(backend, False, hidden, None, parameters, *given, same, len(layers))
+    for turn in range(len(layers)):
+        own, its = parameters[turn * count :][:count], same._replace(site=random.layer_sites(turn)[0])
+        hidden = run_layer(backend, needs_grad(hidden, *own), hidden, None, own, *given, its)
+    return hidden
 
 
 def _all_prepared(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing) -> Tensor | None:

@@ -476,12 +476,14 @@ class BertEncoder(_Loadable):
         )
 
     def _at_once(self, hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor | None:
-        """What the layers give in one call; None where each has to be called."""
-        if torch.nn.modules.module._has_any_global_hook():
+        """What the layers give, computed at once; None where each has to be called."""
+        recomputes = self.recomputing is not None and self.training and torch.is_grad_enabled()
+        if recomputes or torch.nn.modules.module._has_any_global_hook():
             return None
         layers = list(self.layer)
         turns = layers if self.order is None else [layers[index] for index in self.order]
-        parts = [each._parts() if layer.is_plain(each, BertLayer) else None for each in turns]
+        called = [not layer.is_plain(each, BertLayer) or each._compiled_call_impl for each in turns]
+        parts = [None if needs_call else each._parts() for each, needs_call in zip(turns, called, strict=True)]
         return layer.encoder_layers(parts, hidden, packing, rng)
 
     def _one_by_one(

@@ -121,7 +121,7 @@ class Call:
         return turns[run % len(turns)]
 
     def look_ahead(self, hidden: Tensor) -> None:
-        """All layers in one call, if that can be: then each hands on what they give."""
+        """All layers at once, if that can be: then each hands on what they give."""
         if not self.watched:
             y = layer.encoder_layers([self.parts[id(x)] for x in self.layers], hidden[0], self.packing, self.key)
             self.ahead = None if y is None else y[None]
@@ -269,10 +269,8 @@ class ModelForward(Replacement):
         parts, drops = self._check_modules(layers)
         packing = self._plan(inputs.get("attention_mask"), shape, device)
         attentions, padded = (bool(self._wants(f"output_{kind}", inputs)) for kind in ("attentions", "hidden_states"))
-        hooked = any([layer.hooks(each) for each in (*layers, *self.family.containers(self.module))])
-        padded = padded or (hooked and any([layer.hooks(each, supported.FRAMEWORKS) for each in layers]))
-        watched = padded or hooked or attentions or self.family.relative is not None
-        watched = watched or not all([isinstance(vars(x).get("forward"), LayerForward) for x in layers])
+        padded = padded or any([layer.hooks(each, supported.FRAMEWORKS) for each in layers])
+        watched = padded or attentions or self._has_calls_between(layers)
         key = random.new_key(device) if drops else None
         call = Call(packing, key, layers, parts, padded, attentions, watched)
         tensors = {name: inputs.get(name) for name in TENSORS if name != "token_type_ids" or self.family.token_types}
@@ -283,6 +281,17 @@ class ModelForward(Replacement):
         # transformers hands a 4-D mask on as it is, unread; what the tokens may see is in the call.
         unread = packing.cu_seqlens[None, None, None]
         return call, inputs | packed | {"attention_mask": unread}
+
+    def _has_calls_between(self, layers: list[nn.Module]) -> bool:
+        """Whether something needs each layer to be called: hooks, whoever wrapped its forward or compiled it, gradient
+        checkpointing, an encoder that runs its layers itself."""
+        if self.family.relative is not None:
+            return True
+        if any([layer.hooks(each) for each in (*layers, *self.family.containers(self.module))]):
+            return True
+        return not all([isinstance(vars(each).get("forward"), LayerForward) for each in layers]) or any(
+            [each._compiled_call_impl or (each.training and _checkpoints(each)) for each in layers]
+        )
 
     def _check_use(self, inputs: dict[str, Any]) -> None:
         config = self.module.config
@@ -549,8 +558,7 @@ class LayerForward(Replacement):
 
     def _checkpoints(self) -> bool:
         """Whether to recompute in the backward: transformers 5.0 does that around the module's call, later inside."""
-        checkpoints = getattr(self.module, "gradient_checkpointing", False) and self.module.training
-        return checkpoints and not _checkpoints_outside()
+        return self.module.training and _checkpoints(self.module) and not _checkpoints_outside()
 
     def _run(self, hidden: Tensor, call: Call, turn: int) -> Tensor:
         """(1, T, C) to (1, T, C)."""
@@ -591,6 +599,10 @@ class AttentionForward(Replacement):
 
     def run(self, *args: Any, fastbert: Tensor | None = None, **kwargs: Any) -> Any:
         return self.original(*args, **kwargs) if fastbert is None else (args[0], fastbert)
+
+
+def _checkpoints(module: nn.Module) -> bool:
+    return getattr(module, "gradient_checkpointing", False)
 
 
 @functools.cache

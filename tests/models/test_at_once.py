@@ -1,5 +1,5 @@
-"""All layers of an encoder in one call, where no gradient is wanted: the bits of layer by layer, unless somebody looks
-between the layers, is called there, or has them differ."""
+"""All layers of an encoder at once, in one call where no gradient is wanted: the bits of layer by layer. Not where
+somebody looks between the layers or is called there, or where they differ."""
 
 import copy
 
@@ -92,6 +92,28 @@ def test_modes(kind, mode, monkeypatch):
     assert mode != "dropout" or not torch.equal(whole, run(model.eval())[0])
 
 
+@pytest.mark.parametrize("kind", ["own", "accelerated"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients(kind, frozen, monkeypatch):
+    """One node for each layer, without and with a first layer that wants none; the layers' modules are not called."""
+    dropout = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
+    model, called = model_of(kind, **dropout).train(), []
+    if frozen:
+        model.embeddings.requires_grad_(False)
+        layers_of(model)[0].requires_grad_(False)
+    single = layer.encoder_layer
+    monkeypatch.setattr(layer, "encoder_layer", lambda *args: called.append(1) or single(*args))
+    results = []
+    for step in (run, lambda *args, **options: by_layers(model, monkeypatch, **options)):
+        model.zero_grad(set_to_none=True)
+        hidden, times = step(model, grad=True)
+        hidden.sin().sum().backward()
+        assert times == count(model)
+        results.append([hidden, *[p.grad for p in model.parameters() if p.grad is not None]])
+        assert len(called) == (len(results) - 1) * count(model)
+    assert len(results[0]) > 12 and all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def layers_of(model):
     return list(model.encoder.layer)
 
@@ -124,6 +146,10 @@ def wrap(model, seen):
     each.forward = wrapped
 
 
+def compile_one(model, seen):
+    layers_of(model)[1].compile(backend=lambda graph, _: seen.append(1) or graph.forward)
+
+
 def replace_dense(model, seen):
     class Counting(nn.Linear):
         def forward(self, x):
@@ -137,7 +163,9 @@ def replace_dense(model, seen):
 
 
 @pytest.mark.parametrize("kind", ["own", "accelerated"])
-@pytest.mark.parametrize("somebody", [hook, hook_before, hook_inside, hook_everywhere, wrap, replace_dense])
+@pytest.mark.parametrize(
+    "somebody", [hook, hook_before, hook_inside, hook_everywhere, wrap, compile_one, replace_dense]
+)
 @pytest.mark.filterwarnings("ignore:fastbert. forwards run transformers:RuntimeWarning")  # as for every such hook
 def test_somebody_between_the_layers_is_called(somebody, kind):
     model, seen = model_of(kind), []
@@ -151,6 +179,17 @@ def test_somebody_between_the_layers_is_called(somebody, kind):
             handle.remove()
     visible = inputs_of(model)["attention_mask"].bool()  # transformers' own computation gives something at padding too
     assert len(seen) > len(handles) and (found - expected)[visible].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["own", "accelerated"])
+def test_layers_that_are_computed_again(kind, monkeypatch):
+    """Gradient checkpointing is of each layer."""
+    model = model_of(kind).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    hidden, times = run(model, grad=True)
+    before = calls()
+    hidden.sum().backward()
+    assert times == calls() - before == count(model)
 
 
 @pytest.mark.parametrize("kind", ["own", "accelerated", "fp32"])
