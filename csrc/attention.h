@@ -20,8 +20,11 @@ struct Positions {
   const void *keys, *queries;         // as pack_positions leaves them (`across`), by_key and by_query; may be nullptr
   const void *key_rows, *query_rows;  // `rows`, for the backward
   const void* bias;                   // of each distance, in the order of by_key; may be nullptr
-  void *dkeys, *dqueries;             // [columns, whole panels of D], as key_rows and query_rows; nullptr: not wanted
-  void* dbias;                        // as bias
+  // [columns, whole panels of D], as key_rows and query_rows; nullptr: not wanted
+  void *dkeys = nullptr, *dqueries = nullptr;
+  void* dbias = nullptr;  // as bias
+  // keys and queries as pack_position_pairs leaves them, bias divided by scale, rows without it
+  bool pairs = false;
 };
 
 // One head of one sequence. q, k, v: its first token's D elements, of type dtype; the next are `stride` elements on, a
@@ -60,10 +63,13 @@ FB_FOR_EACH_ISA(int64_t attention_fwd_room(const AttentionHead& a);  // bytes
                                    void* lse, void* room);
                 void attention_bwd(const AttentionHead& a, const void* dout, const void* out, int64_t out_stride,
                                    const void* lse, void* dq, void* dk, void* dv, void* room);
-                // A table of positions times a factor as Positions has it. rows may be nullptr. room: [columns, D] of
+                // A table of positions times a factor as Positions has it. Either may be nullptr. room: [columns, D] of
                 // the type of arithmetic.
                 PositionRoom position_room(int64_t columns, int64_t D, DType dtype);
                 void pack_positions(const PositionTable& table, double factor, void* across, void* rows, void* room);
+                // Whether scores can be made in pairs; and a table as `across` for that.
+                bool positions_in_pairs(DType dtype, int64_t D);
+                void pack_position_pairs(const PositionTable& table, void* across, void* room);
                 // The gradients that tasks have left, added up in their order, times a factor. room: [slots, whole
                 // panels of D].
                 void add_up_positions(const void* const* parts, int64_t count, double factor,

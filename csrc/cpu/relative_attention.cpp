@@ -56,12 +56,21 @@ cpu::PositionTable of_head(const Tensor& table, int64_t head, const std::vector<
 class PackedTables {
  public:
   PackedTables(Batch& batch, const Tensor& qkv, const Tensor& slots, const Tables& tables, bool backward)
-      : columns(batch.longest, slots, tables.width()), batch_(batch), like_(qkv), tables_(tables) {
+      : columns(batch.longest, slots, tables.width()),
+        batch_(batch),
+        like_(qkv),
+        tables_(tables),
+        pairs_(in_pairs(batch)) {
     size_ = FB_BEST_ISA(position_room)(columns.count, batch.D, batch.dtype);
     keys_ = pack(tables.keys, columns.slot_by_key, 1, backward);
     queries_ = pack(tables.queries, columns.slot_by_query, batch.scale, backward);
     if (tables.bias) bias_ = spread_bias();
     for (int64_t head = 0; head < batch.heads; ++head) batch.positions.push_back(of(head));
+  }
+
+  // Scores that are made in pairs are multiplied by scale at the end, so bias is divided by it before.
+  static bool in_pairs(const Batch& batch) {
+    return std::abs(batch.scale) >= 1e-6 && FB_BEST_ISA(positions_in_pairs)(batch.dtype, batch.D);
   }
 
   const Columns columns;
@@ -79,8 +88,11 @@ class PackedTables {
       const std::unique_ptr<char[]> scratch(new char[room]);
       for (int64_t head = first; head < last; ++head) {
         char* const across = to + head * bytes;
-        FB_BEST_ISA(pack_positions)
-        (of_head(*table, head, slot), factor, across, backward ? across + size_.across : nullptr, scratch.get());
+        const cpu::PositionTable of_one = of_head(*table, head, slot);
+        void* const rows = backward ? across + size_.across : nullptr;
+        if (pairs_) FB_BEST_ISA(pack_position_pairs)(of_one, across, scratch.get());
+        if (!pairs_ || rows)
+          FB_BEST_ISA(pack_positions)(of_one, pairs_ ? 1 : factor, pairs_ ? nullptr : across, rows, scratch.get());
       }
     });
     return packed;
@@ -96,9 +108,10 @@ class PackedTables {
   void spread_bias(const Tensor& spread) const {
     const M* const from = tables_.bias->const_data_ptr<M>();
     M* const to = spread.mutable_data_ptr<M>();
+    const M factor = M(pairs_ ? 1 / batch_.scale : 1);
     for (int64_t head = 0; head < batch_.heads; ++head)
       for (int64_t step = 0; step < steps(); ++step)
-        to[head * steps() + step] = from[head * tables_.width() + columns.slot_by_key[columns.by_key[step]]];
+        to[head * steps() + step] = from[head * tables_.width() + columns.slot_by_key[columns.by_key[step]]] * factor;
   }
 
   cpu::Positions of(int64_t head) const {
@@ -110,12 +123,14 @@ class PackedTables {
     of.key_rows = keys_ ? at(keys_) + size_.across : nullptr;
     of.query_rows = queries_ ? at(queries_) + size_.across : nullptr;
     if (bias_) of.bias = bytes_of(*bias_) + head * steps() * bias_->element_size();
+    of.pairs = pairs_;
     return of;
   }
 
   const Batch& batch_;
   const Tensor& like_;
   const Tables& tables_;
+  const bool pairs_;
   cpu::PositionRoom size_;
   OptionalTensor keys_, queries_, bias_;
 };
@@ -142,7 +157,10 @@ class TableGradients {
     });
   }
 
-  Tensor keys() const { return table(tables_.keys, packed_.columns.slot_by_key, 0, 1); }
+  Tensor keys() const {
+    const double factor = PackedTables::in_pairs(batch_) ? batch_.scale : 1;  // else the queries have it
+    return table(tables_.keys, packed_.columns.slot_by_key, 0, factor);
+  }
   Tensor queries() const { return table(tables_.queries, packed_.columns.slot_by_query, key_bytes_, batch_.scale); }
   Tensor bias() const {
     if (!tables_.bias) return empty({0}, like_);

@@ -1,3 +1,4 @@
+import contextlib
 import math
 
 import cuda_on_cpu
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from op_suite import normal, pytest_generate_tests, slow_interpreted  # noqa: F401
 from test_attention import AttentionSuite, ends
 
-from fastbert import ops, random, testing
+from fastbert import backends, ops, random, testing
 from fastbert.ops import RelativePositions
 from fastbert.ops.op import PRIMITIVES
 
@@ -125,13 +126,14 @@ class RelativeSuite(AttentionSuite):
             pytest.param((300, 500), 64, id="exact distances and wide buckets"),
         ],
     )
-    def test_long_sequences(self, backend, lengths, size):
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_long_sequences(self, backend, lengths, size, dtype):
         if backend.name != "cpu":
             backend.skip("for the kernel on CPUs, which takes keys in blocks")
-        inputs = self.inputs((lengths, 1, size, "log", KQB), torch.float32, backend.device)
+        inputs = self.inputs((lengths, 1, size, "log", KQB), dtype, backend.device)
         inputs["slots"] = log_buckets(512, 256).to(backend.device)
         width = {"keys": (512, 1, size), "queries": (512, 1, size), "bias": (1, 512)}
-        inputs |= {n: normal(*s, dtype=torch.float32, device=backend.device) for n, s in width.items()}
+        inputs |= {n: normal(*s, dtype=dtype, device=backend.device) for n, s in width.items()}
         testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
 
     def primitive_calls(self, inputs):
@@ -299,6 +301,27 @@ class TestRelativeAttention(RelativeSuite):
         inputs = self.inputs(((70, 9), 1, 128, "log", KQB), dtype, backend.device)
         with cuda_on_cpu.shared_memory(99):
             testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
+
+    @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-9, 2.0])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_scales(self, backend, dtype, scale):
+        """What scale does not multiply, the bias, has its part of the scores whatever scale is."""
+        backend.require(dtype, backward=True)
+        inputs = self.inputs(((5, 0, 21), 2, 8, "log", KQB), dtype, backend.device)
+        inputs["bias"] = inputs["bias"].float()
+        exact = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+        results = []
+        for given in (inputs, exact):
+            tensors = {n: x.clone().requires_grad_(x.is_floating_point()) for n, x in given.items()}
+            qkv, cu_seqlens, *tables = tensors.values()
+            with backends.backend("reference") if given is exact else contextlib.nullcontext():
+                out = ops.relative_attention(qkv, cu_seqlens, 21, RelativePositions(*tables), scale=scale)
+            torch.manual_seed(1)
+            out.backward(torch.randn(out.shape, dtype=torch.double).to(dtype).to(out))
+            results.append([out, *[x.grad for x in tensors.values() if x.grad is not None]])
+        bound = 1e-5 if dtype == torch.float32 else 0.04
+        for found, expected in zip(*results, strict=True):
+            assert (found - expected).abs().max() <= bound * max(1e-3, expected.abs().max())
 
     @pytest.mark.parametrize("logit", [1e3, 1e8, -1e8])
     def test_equal_logits_of_any_size(self, backend, logit):

@@ -295,6 +295,7 @@ struct RelativePositions {
   Bytes keys, queries, bias;
   cpu::PositionRoom room;
   std::vector<Bytes> packed;  // of each head: keys across and in rows, queries likewise
+  std::vector<Bytes> pairs;   // of each head: keys and queries across, where scores are made in pairs
 
   explicit RelativePositions(const Attention& attention_)
       : attention(attention_), longest(*std::max_element(attention.lengths.begin(), attention.lengths.end())) {
@@ -314,6 +315,9 @@ struct RelativePositions {
         Bytes scratch(columns() * D * size_of(attention.math));
         loops::pack_positions(of_head(*table, head, *slot), 0.3, packed.rbegin()[1].data(), packed.back().data(),
                               scratch.data());
+        if (!loops::positions_in_pairs(attention.dtype, D)) continue;
+        loops::pack_position_pairs(of_head(*table, head, *slot), pairs.emplace_back(room.across).data(),
+                                   scratch.data());
       }
   }
 
@@ -329,8 +333,12 @@ struct RelativePositions {
   }
   cpu::Positions of(int64_t task) const {
     const Bytes* const parts = &packed[4 * attention.head(task)];
-    return {longest,         columns(),       by_key.data(),   by_query.data(), parts[0].data(),
-            parts[2].data(), parts[1].data(), parts[3].data(), bias.data()};
+    cpu::Positions positions{longest,         columns(),       by_key.data(),   by_query.data(), parts[0].data(),
+                             parts[2].data(), parts[1].data(), parts[3].data(), bias.data()};
+    if (pairs.empty()) return positions;
+    const Bytes* const of_head = &pairs[2 * attention.head(task)];
+    positions.keys = of_head[0].data(), positions.queries = of_head[1].data(), positions.pairs = true;
+    return positions;
   }
 
   Results run(int threads) const {

@@ -50,7 +50,7 @@ void for_blocks(int64_t keys, const F& f) {
 
 // ---- forward
 
-template <class N>
+template <class N, class P>
 struct ForwardRoom {
   using M = typename N::M;
   using E = typename N::E;
@@ -110,7 +110,7 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
   using M = typename N::M;
   using E = typename N::E;
   Room all(memory);
-  const ForwardRoom<N> room(a, all);
+  const ForwardRoom<N, P> room(a, all);
   const P positions(a, all);
   const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(least(kKeys, a.keys));
   N::pack_across(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.keys);
@@ -144,7 +144,37 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
 // ---- backward: with P = exp(S - lse), F the dropout factors and delta = rowsum(dO O): dV = (P F)^T dO,
 // dS = P (dO V^T F - delta), dQ = scale dS K, dK = scale dS^T Q
 
-template <class N>
+// What relative positions multiply in the backward, which is in the type of arithmetic also where the rest is not.
+template <class N, class P>
+struct WideFactors {
+  using T = typename N::T;
+  using M = typename N::M;
+  static constexpr bool kNeeded = !kSame<P, NoPositions> && !kSame<typename N::E, M>;
+  Panels<M> keys{}, queries{};
+  M* scores = nullptr;  // their gradients, of a block
+  int64_t stride = 0;
+
+  WideFactors(const AttentionHead& a, Room& room) {
+    if constexpr (!kNeeded) return;
+    const int64_t panels = whole_panels<M>(a.D);
+    stride = row_stride<M>(least(kKeys, a.keys)), scores = room.take<M>(kQueries * stride);
+    keys = {room.take<M>(a.keys * panels), a.keys}, queries = {room.take<M>(kQueries * panels), kQueries};
+  }
+
+  void pack_keys(const AttentionHead& a) const {
+    if constexpr (kNeeded) pack(row_of<T>(a.k, a.stride, 0), a.stride, a.D, M(1), keys);
+  }
+  void pack_queries(const AttentionHead& a, int64_t query, int64_t rows) {
+    queries.inner = rows;
+    if constexpr (kNeeded) pack(row_of<T>(a.q, a.stride, query), a.stride, a.D, M(1), queries);
+  }
+  template <class V, class I>
+  void keep(V gradients, int64_t row, int64_t i, I n) const {
+    if constexpr (kNeeded) store(gradients, scores + row * stride + i, n);
+  }
+};
+
+template <class N, class P>
 struct BackwardRoom {
   using M = typename N::M;
   using E = typename N::E;
@@ -152,8 +182,9 @@ struct BackwardRoom {
   E *left_queries, *left_grads, *along;
   M *scores, *dp, *dqueries, *dkeys, *dvalues;
   uint8_t* bits;  // of two queries
+  WideFactors<N, P> wide;
 
-  BackwardRoom(const AttentionHead& a, Room& room) {
+  BackwardRoom(const AttentionHead& a, Room& room) : wide(a, room) {
     const int64_t panels = whole_panels<M>(a.D), across = N::steps(a.D), wide = across * whole_panels<M>(a.keys);
     across_keys = {room.take<E>(wide), across}, across_values = {room.take<E>(wide), across};
     keys = {room.take<E>(N::steps(a.keys) * panels), N::steps(a.keys)};
@@ -204,13 +235,14 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
   using M = typename N::M;
   using E = typename N::E;
   Room all(memory);
-  const BackwardRoom<N> room(a, all);
+  BackwardRoom<N, P> room(a, all);
   const P positions(a, all);
   const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(a.keys), across = N::steps(D);
   const int64_t bits_room = key_bits_room(least(kKeys, a.keys));
   N::pack_across(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.across_keys);
   N::pack_across(row_of<T>(a.v, a.stride, 0), a.stride, a.keys, room.across_values);
   N::pack_along(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, D, 1, room.keys);
+  room.wide.pack_keys(a);
   for (int64_t query = 0; query < a.keys; query += kQueries) {
     const int64_t rows = least(kQueries, a.keys - query);
     const T *const q = row_of<T>(a.q, a.stride, query), *const grad = row_of<T>(dout, out_stride, query);
@@ -220,6 +252,7 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
     const Panels<E> queries{room.queries.data, N::steps(rows)}, grads{room.grads.data, N::steps(rows)};
     N::pack_along(q, a.stride, rows, D, N::query_factor(a), queries);
     N::pack_along(grad, out_stride, rows, D, 1, grads);
+    room.wide.pack_queries(a, query, rows);
     M total[kQueries]{}, delta[kQueries];
     for (int64_t row = 0; row < rows; ++row) delta[row] = dot(grad + row * out_stride, result + row * out_stride, D);
     for_blocks(a.keys, [&](int64_t key, int64_t keys) {
@@ -243,7 +276,10 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
       };
       const LeftGradients<E> left = N::put_gradients(block, room.along, start, [&](int64_t row, int64_t i, auto n) {
         const M *const p = block.weights + row * stride + i, *const dp = block.scores + row * stride + i;
-        return differentiate<kDrop, M>(load(p, n), load(dp, n), bits(row) + i, a.drop, M(1) / total[row], delta[row]);
+        const auto both =
+            differentiate<kDrop, M>(load(p, n), load(dp, n), bits(row) + i, a.drop, M(1) / total[row], delta[row]);
+        room.wide.keep(both.scores, row, i, n);
+        return both;
       });
       const auto across = query ? product<Onto::sums, true, E> : product<Onto::nothing, true, E>;
       across(keys, D, queries.inner, left.weights, grads, room.dvalues + key * panels, panels, nullptr, {});
@@ -251,8 +287,13 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
       const auto along = key ? product<Onto::sums, false, E> : product<Onto::nothing, false, E>;
       along(rows, D, N::steps(keys), left.along, room.keys.rows_from(N::steps(key)), room.dqueries, panels, nullptr,
             {});
-      const Block<M> gradients{query, rows, key, keys, room.dp + key, stride};
-      positions.differentiate(gradients, queries, room.keys, room.dqueries, room.dkeys);
+      const WideFactors<N, P>& wide = room.wide;
+      if constexpr (WideFactors<N, P>::kNeeded)
+        positions.differentiate({query, rows, key, keys, wide.scores, wide.stride}, wide.queries, wide.keys,
+                                room.dqueries, room.dkeys);
+      else
+        positions.differentiate(Block<M>{query, rows, key, keys, room.dp + key, stride}, queries, room.keys,
+                                room.dqueries, room.dkeys);
     });
     store_rows(room.dqueries, rows, D, static_cast<T*>(dq) + query * a.stride, a.stride,
                [&](int64_t) { return M(a.scale); });
@@ -261,12 +302,13 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
   store_rows(room.dvalues, a.keys, D, static_cast<T*>(dv), a.stride, [](int64_t) { return M(1); });
 }
 
-template <template <class> class Parts>
+template <template <class...> class Parts>
 int64_t room_of(const AttentionHead& a) {
   Room room(nullptr);
   for_products(a, [&](auto factors, auto positions) {
-    const Parts<decltype(factors)> parts(a, room);
-    if (a.positions) typename decltype(positions)::type(a, room);
+    using P = typename decltype(positions)::type;
+    const Parts<decltype(factors), P> parts(a, room);
+    if (a.positions) P(a, room);
   });
   return room.used();
 }
@@ -314,9 +356,21 @@ void pack_positions(const PositionTable& table, double factor, void* across, voi
     for (int64_t column = 0; column < table.columns; ++column)
       load_rows(row_of<T>(table.data, table.stride, table.slot[column]), 0, 1, table.D, M(factor),
                 gathered + column * table.D);
-    pack_transposed(gathered, table.D, table.columns, Panels<M>{static_cast<M*>(across), table.D});
+    if (across) pack_transposed(gathered, table.D, table.columns, Panels<M>{static_cast<M*>(across), table.D});
     if (rows) pack(gathered, table.D, table.D, M(1), Panels<M>{static_cast<M*>(rows), table.columns});
   });
+}
+
+bool positions_in_pairs(DType dtype, int64_t D) { return takes_pairs(dtype, D); }
+
+void pack_position_pairs(const PositionTable& table, void* across, void* room) {
+  if constexpr (kPairs) {
+    bf16* const gathered = static_cast<bf16*>(room);
+    for (int64_t column = 0; column < table.columns; ++column)
+      __builtin_memcpy(gathered + column * table.D, row_of<bf16>(table.data, table.stride, table.slot[column]),
+                       table.D * sizeof(bf16));
+    Paired::pack_across(gathered, table.D, table.columns, Panels<pair>{static_cast<pair*>(across), table.D / 2});
+  }
 }
 
 void add_up_positions(const void* const* parts, int64_t count, double factor, const PositionTable& table, void* room) {

@@ -150,9 +150,11 @@ template <class F>
 void for_products(const AttentionHead& a, const F& f) {
   for_dtype(a.dtype, [&](auto element) {
     using T = decltype(element);
-    if (a.positions) return f(Widened<T>{}, Type<Relative<T>>{});
-    if constexpr (kPairs && kSame<T, bf16>)
-      if (a.D % 2 == 0) return f(Paired{}, Type<NoPositions>{});
+    if constexpr (kPairs && kSame<T, bf16>) {
+      if (!a.positions && takes_pairs(a.dtype, a.D)) return f(Paired{}, Type<NoPositions>{});
+      if (a.positions && a.positions->pairs) return f(Paired{}, Type<Relative<Paired>>{});
+    }
+    if (a.positions) return f(Widened<T>{}, Type<Relative<Widened<T>>>{});
     f(Widened<T>{}, Type<NoPositions>{});
   });
 }

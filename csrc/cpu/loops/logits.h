@@ -6,9 +6,6 @@
 
 namespace fastbert::cpu::FB_ISA {
 
-// Whether x is taken as bf16, in pairs; else it is in the type of arithmetic.
-inline bool takes_pairs(DType dtype, int64_t inner) { return kPairs && dtype == DType::bf16 && inner % 2 == 0; }
-
 // Calls f(steps of the inner dimension, values of the types: of elements, of x's steps and of W's).
 template <class F>
 void for_factors(DType dtype, int64_t inner, const F& f) {

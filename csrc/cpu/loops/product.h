@@ -28,6 +28,9 @@ constexpr bool kPairs = true;
 constexpr bool kPairs = false;
 #endif
 
+// Whether rows of so many elements are taken in pairs; else they are in the type of arithmetic.
+inline bool takes_pairs(DType dtype, int64_t inner) { return kPairs && dtype == DType::bf16 && inner % 2 == 0; }
+
 template <class E>
 using sum_t = either<kSame<E, pair>, float, E>;
 

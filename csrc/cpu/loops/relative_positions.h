@@ -90,32 +90,37 @@ inline void collect(vec<M> v, M* row, const int32_t* column, int n) {
 
 // ---- one task's positions
 
-template <class T>
+// N: how the elements of scores are multiplied (attention_factors.h).
+template <class N>
 class Relative {
-  using M = math_t<T>;
+  using T = typename N::T;
+  using M = typename N::M;
+  using E = typename N::E;
   using V = vec<M>;
   static constexpr int64_t L = kLanes<M>;
   static constexpr int64_t kBand = (4 * kTile % L ? 8 : 4) * kTile;  // queries of A, keys of B: whole tiles and vectors
   static constexpr int64_t kAcross = 256;  // keys of A, and at least the queries of B, that a band meets at once
   static constexpr int64_t kStride = whole_panels<M>(kAcross + kBand) + kPanel<M> + 16;  // 16: no power of two
-  static_assert(kBand % L == 0 && kAcross >= kAttentionQueries);
+  static_assert(kBand % L == 0 && kAcross >= kAttentionQueries && kPanel<E> == kPanel<M>);
 
  public:
   Relative(const AttentionHead& a, Room& room) : a_(a), r_(*a.positions) {
-    band_ = room.take<M>(kBand * kStride), keys_ = room.take<M>(kBand * a.D), steps_ = room.take<M>(kAcross + kBand);
+    band_ = room.take<M>(kBand * kStride), keys_ = room.take<E>(kBand * inner_);
+    steps_ = room.take<M>(kAcross + kBand);
   }
 
-  // Adds to the scores. queries: [queries, D], times scale.
-  void add(const Block<M>& block, const M* queries) const {
+  // Adds to the scores. queries: [queries, D], as N puts them.
+  void add(const Block<M>& block, const E* queries) const {
     if (r_.keys)
       for_bands_of_queries(block,
-                           [&](const Block<M>& part) { add_a(part, queries + (part.query - block.query) * a_.D); });
+                           [&](const Block<M>& part) { add_a(part, queries + (part.query - block.query) * inner_); });
     if (r_.queries) for_bands_of_keys(block, [&](const Block<M>& part) { add_b(part); });
     if (r_.bias) add_bias(block);
   }
 
-  // From the gradients of scores to those of queries (times 1 / scale), keys and tables, which they are added to.
-  // queries: of the block, times scale; keys: of the sequence. dqueries and dkeys: rows of whole panels.
+  // From the gradients of scores to those of queries (times 1 / scale), keys and tables, which they are added to; of
+  // keys and of tables of keys they are without scale where N multiplies that in later. queries: of the block, times
+  // N's factor; keys: of the sequence. dqueries and dkeys: rows of whole panels.
   void differentiate(const Block<M>& block, Panels<M> queries, Panels<M> keys, M* dqueries, M* dkeys) const {
     const int64_t panels = whole_panels<M>(a_.D);
     if (r_.keys) {
@@ -159,19 +164,19 @@ class Relative {
   const int32_t* by_key(const Block<M>& band) const { return r_.by_key + (r_.longest - 1 + band.key - band.query); }
   const int32_t* by_query(const Block<M>& band) const { return r_.by_query + (r_.longest - 1 + band.query - band.key); }
 
-  static Panels<M> from_column(const void* panels, int64_t first, int64_t inner) {
-    const Panels<M> all{static_cast<M*>(const_cast<void*>(panels)), inner};
-    return {all.at(first, 0), inner};
+  Panels<E> from_column(const void* panels, int64_t first) const {
+    const Panels<E> all{static_cast<E*>(const_cast<void*>(panels)), inner_};
+    return {all.at(first, 0), inner_};
   }
   static Panels<M> from_row(const void* panels, int64_t first, int64_t inner) {
     return Panels<M>{static_cast<M*>(const_cast<void*>(panels)), inner}.rows_from(first);
   }
 
-  void add_a(const Block<M>& band, const M* queries) const {
+  void add_a(const Block<M>& band, const E* queries) const {
     const int32_t* const column = by_key(band);
     const Columns columns = columns_of(column, band.queries, band.keys);
-    product<Onto::nothing>(band.queries, columns.count, a_.D, Left<false, M>{queries, a_.D},
-                           from_column(r_.keys, columns.first, a_.D), band_, kStride);
+    product<Onto::nothing>(band.queries, columns.count, inner_, Left<false, E>{queries, inner_},
+                           from_column(r_.keys, columns.first), band_, kStride);
     for (int64_t row = 0; row < band.queries; ++row) {
       const M* const from = band_ + row * kStride - columns.first;
       for_vectors<M>(band.keys, [&](int64_t i, auto n) {
@@ -184,9 +189,9 @@ class Relative {
   void add_b(const Block<M>& band) const {
     const int32_t* const column = by_query(band);
     const Columns columns = columns_of(column, band.keys, band.queries);
-    load_rows(static_cast<const T*>(a_.k) + band.key * a_.stride, a_.stride, band.keys, a_.D, M(1), keys_);
-    product<Onto::nothing>(band.keys, columns.count, a_.D, Left<false, M>{keys_, a_.D},
-                           from_column(r_.queries, columns.first, a_.D), band_, kStride);
+    N::put_rows(static_cast<const T*>(a_.k) + band.key * a_.stride, a_.stride, band.keys, a_.D, 1, keys_);
+    product<Onto::nothing>(band.keys, columns.count, inner_, Left<false, E>{keys_, inner_},
+                           from_column(r_.queries, columns.first), band_, kStride);
     for (int64_t i = 0; i < band.queries; i += L) {
       for (int64_t j = 0; j < band.keys; j += L) {
         const int queries = int(least(L, band.queries - i)), keys = int(least(L, band.keys - j));
@@ -273,7 +278,9 @@ class Relative {
 
   const AttentionHead& a_;
   const cpu::Positions& r_;
-  M *band_, *keys_, *steps_;
+  const int64_t inner_ = N::steps(a_.D);
+  M *band_, *steps_;
+  E* keys_;
 };
 
 }  // namespace fastbert::cpu::FB_ISA
