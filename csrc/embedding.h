@@ -36,7 +36,10 @@ namespace cpu {
 FB_FOR_EACH_ISA(int64_t embedding_scratch(int64_t channels);
                 void embedding_fwd(const Embedding& op, void* y, int64_t begin, int64_t end, void* scratch);
                 void embedding_bwd(const Embedding& op, const EmbeddingGradients& gradients, int64_t begin, int64_t end,
-                                   void* scratch);)
+                                   void* scratch);
+                // A row of a table's gradient, of dtype: the sum of dz's rows of these tokens, one at least, in order.
+                void embedding_row(const void* dz, const int64_t* tokens, int64_t count, int64_t channels, DType dtype,
+                                   void* row, void* scratch);)
 
 }  // namespace cpu
 

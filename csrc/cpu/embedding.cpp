@@ -1,7 +1,7 @@
 // The torch side of embedding on the CPU. The schema is defined in fastbert/ops/embedding.py.
 //
-// The tables' gradients are added up by PyTorch's own kernel: each thread owns rows of the table, so the order is
-// fixed.
+// The tables' gradients are made row by row, of the tokens in order, so that nothing depends on threads. A table of 16
+// bits is never there in 32.
 #include "../embedding.h"
 
 #include <vector>
@@ -97,6 +97,41 @@ std::tuple<Tensor, Tensor, Tensor> embedding_fwd_cpu(const Tensor& input_ids, co
   return {y, mean, rstd};
 }
 
+// Tokens in the order of their ids, and where each id begins, without those of padding_idx.
+struct TokensById {
+  std::vector<int64_t> tokens, first;
+
+  TokensById(const int64_t* ids, int64_t count, int64_t padding_idx) {
+    for (int64_t token = 0; token < count; ++token)
+      if (ids[token] != padding_idx) tokens.push_back(token);
+    std::stable_sort(tokens.begin(), tokens.end(), [&](int64_t a, int64_t b) { return ids[a] < ids[b]; });
+    for (size_t i = 0; i < tokens.size(); ++i)
+      if (i == 0 || ids[tokens[i]] != ids[tokens[i - 1]]) first.push_back(int64_t(i));
+    first.push_back(int64_t(tokens.size()));
+  }
+};
+
+// dz: (T, C). Of the table's type.
+Tensor table_gradient(const Tensor& dz, const Tensor& ids, const Tensor& table, int64_t padding_idx) {
+  const Tensor gradient = zeros(table.sizes(), table, table.scalar_type());
+  const int64_t* const id = ids.const_data_ptr<int64_t>();
+  const TokensById by_id(id, ids.numel(), padding_idx);
+  const int64_t C = table.size(1), rows = int64_t(by_id.first.size()) - 1, bytes = C * gradient.element_size();
+  char* const to = static_cast<char*>(gradient.mutable_data_ptr());
+  const void* const from = dz.const_data_ptr();
+  const int64_t grain = 1 + rows * kGrain / std::max<int64_t>(1, dz.numel());
+  parallel_for(rows, grain, [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<double[]> scratch(new double[C]);
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t* const tokens = &by_id.tokens[by_id.first[row]];
+      FB_BEST_ISA(embedding_row)
+      (from, tokens, by_id.first[row + 1] - by_id.first[row], C, dtype_of(table), to + id[*tokens] * bytes,
+       scratch.get());
+    }
+  });
+  return gradient;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> embedding_bwd_cpu(
     const Tensor& dy, const Tensor& input_ids, const Tensor& position_ids, const OptionalTensor& token_type_ids,
     const Tensor& word, const Tensor& position, const OptionalTensor& token_type, const Tensor& weight,
@@ -122,9 +157,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> embedding_bwd_cpu(
                                  loop(in.op, here, begin, end, room);
                                });
   const auto table = [&](int i, const Tensor& of, int64_t padding) {
-    if (!need[i]) return empty({0}, word, in.math());
-    return contiguous(call("aten::embedding_dense_backward", "", dz, in.ids[i], in.rows[i], padding, false),
-                      of.scalar_type());
+    return need[i] ? table_gradient(dz, in.ids[i], of, padding) : empty({0}, word, in.math());
   };
   const auto sum = [&](int64_t i) {
     return need[3] ? copy_of(row(sums, i), weight.scalar_type()) : empty({0}, weight);

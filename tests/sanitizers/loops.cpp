@@ -212,7 +212,18 @@ void check_embedding(int64_t C, DType dtype, bool token_types, Dropout drop) {
       const EmbeddingGradients gradients{dy.data(), dz.data(), dweight.data() + at, dbias.data() + at};
       loops::embedding_bwd(op, gradients, begin, end, scratch.data());
     });
-    return Results{y, mean, rstd, dz, dweight, dbias};
+    Bytes dtypes = filled(2 * C, dtype, threads);
+    in_threads(threads, 2, [&](int64_t begin, int64_t end) {
+      Bytes scratch(C * size_of(math), char(threads));
+      for (int64_t row = begin; row < end; ++row) {
+        std::vector<int64_t> tokens;
+        for (int64_t token = 0; token < kRows; ++token)
+          if (types[token] == row) tokens.push_back(token);
+        loops::embedding_row(dz.data(), tokens.data(), int64_t(tokens.size()), C, dtype,
+                             dtypes.data() + row * C * size_of(dtype), scratch.data());
+      }
+    });
+    return Results{y, mean, rstd, dz, dweight, dbias, dtypes};
   });
 }
 

@@ -121,4 +121,20 @@ void embedding_bwd(const Embedding& op, const EmbeddingGradients& gradients, int
   });
 }
 
+void embedding_row(const void* dz, const int64_t* tokens, int64_t count, int64_t channels, DType dtype, void* row,
+                   void* scratch) {
+  for_dtype(dtype, [&](auto element) {
+    using T = decltype(element);
+    using M = math_t<T>;
+    M* const total = static_cast<M*>(scratch);
+    const auto of = [&](int64_t i) { return static_cast<const M*>(dz) + tokens[i] * channels; };
+    for_vectors<M>(channels, [&](int64_t i, auto n) { store(load(of(0) + i, n), total + i, n); });
+    for (int64_t token = 1; token < count; ++token) {
+      const M* const next = of(token);
+      for_vectors<M>(channels, [&](int64_t i, auto n) { accumulate(total, i, n, load(next + i, n)); });
+    }
+    for_vectors<M>(channels, [&](int64_t i, auto n) { store(load(total + i, n), static_cast<T*>(row) + i, n); });
+  });
+}
+
 }  // namespace fastbert::cpu::FB_ISA
