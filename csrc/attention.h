@@ -13,7 +13,7 @@ namespace cpu {
 
 // What relative positions add to the scores of a head. Distances of fewer tokens than `longest` are columns, one for
 // each run of neighbours of the same slot; by_key is in the order of rising key - query, by_query of query - key.
-// [2 longest - 1] numbers each; tables and gradients are of the type of arithmetic.
+// [2 longest - 1] numbers each; tables and gradients are of the type of arithmetic, or keys and queries `pairs`.
 struct Positions {
   int64_t longest, columns;
   const int32_t *by_key, *by_query;   // the column of each distance, rising by 0 or 1

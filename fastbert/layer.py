@@ -5,14 +5,15 @@ Both come apart into the same parts; `fastbert/families.py` says where to find t
 is not (wrapped by LoRA, quantised, replaced, or with hooks) is called, on packed tokens.
 
 A layer whose parts are all plain is one op, where a backend has it: on small batches the way to a dozen ops takes
-longer than they do. Where scores depend on the distance of tokens (`Distances`), attention comes first by itself, and
-the rest of the layer is that one op. What else belongs here: another attention (rotary positions) in `attend`, another
-MLP (gated) in place of `up_gelu`, and a pre-norm layer beside `encoder_layer`.
+longer than they do. So are all layers together, where no gradient is wanted and nobody looks between them. Where scores
+depend on the distance of tokens (`Distances`), attention comes first by itself, and the rest of the layer is that one
+op. What else belongs here: another attention (rotary positions) in `attend`, another MLP (gated) in place of `up_gelu`,
+and a pre-norm layer beside `encoder_layer`.
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -508,7 +509,7 @@ def _as_one(
 
 
 def encoder_layers(
-    layers: Sequence[LayerParts | None], hidden: Tensor, packing: Packing, rng: Tensor | None
+    layers: Iterable[LayerParts | None], hidden: Tensor, packing: Packing, rng: Tensor | None
 ) -> Tensor | None:
     """All layers of an encoder, (T, C) -> (T, C), for a caller who knows that nobody looks between them: in one call,
     or where gradients are wanted one after the other without looking at each again.
@@ -516,11 +517,30 @@ def encoder_layers(
     layers: from the first on; None for one that has to be called. Returns None where `encoder_layer` has to run each: a
     part is not plain, layers differ in more than their weights, or no backend has it all.
     """
-    compiling = torch.compiler.is_compiling()
-    if compiling or packing.unseen is not None or None in layers or not layers:
+    found: list[LayerParts] = []
+    if torch.compiler.is_compiling() or packing.unseen is not None:
         return None
-    whole = _all_plain(layers, hidden, packing, rng)
-    return _all_prepared(layers, hidden, packing) if whole is None else whole
+    for parts in layers:
+        if parts is None or not (found or _has_kernel(parts, hidden)):
+            return None
+        found.append(parts)
+    if not found:
+        return None
+    whole = _all_plain(found, hidden, packing, rng)
+    return _all_prepared(found, hidden, packing) if whole is None else whole
+
+
+def _has_kernel(parts: LayerParts, hidden: Tensor) -> bool:
+    """Whether one backend may have all layers like this one, before anybody looks at the others."""
+    device, dtype = hidden.device.type, autocast_dtype(hidden)
+    backend = backends.find("encoder_layer", device, dtype, backward=False, size=hidden.shape[1])
+    if backend is None or device == "cpu":
+        return backend is not None
+    own = plain_parameters(parts)
+    heads_width = 0 if own is None else own[-10].shape[1]
+    return own is not None and not attends_elsewhere(
+        backend, device, dtype, False, heads_width // parts.attention.heads
+    )
 
 
 def _all_plain(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor | None:
@@ -543,7 +563,8 @@ def _all_plain(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing, r
     if not live:
         return run_layer(backend, False, hidden, None, parameters, *given, same, len(layers))
     for turn in range(len(layers)):
-        own, its = parameters[turn * count :][:count], same._replace(site=random.layer_sites(turn)[0])
+        own = parameters[turn * count : (turn + 1) * count]
+        its = same._replace(site=random.layer_sites(turn)[0])
         hidden = run_layer(backend, needs_grad(hidden, *own), hidden, None, own, *given, its)
     return hidden
 

@@ -482,9 +482,11 @@ class BertEncoder(_Loadable):
             return None
         layers = list(self.layer)
         turns = layers if self.order is None else [layers[index] for index in self.order]
-        called = [not layer.is_plain(each, BertLayer) or each._compiled_call_impl for each in turns]
-        parts = [None if needs_call else each._parts() for each, needs_call in zip(turns, called, strict=True)]
-        return layer.encoder_layers(parts, hidden, packing, rng)
+        # A subclass, or a layer that is compiled by itself, may do more than its forward when it is called.
+        called = [type(each) is not BertLayer or each._compiled_call_impl is not None for each in layers]
+        if any(called) or not all([layer.is_plain(each, BertLayer) for each in layers]):
+            return None
+        return layer.encoder_layers((each._parts() for each in turns), hidden, packing, rng)
 
     def _one_by_one(
         self,

@@ -2,6 +2,9 @@
 //
 // Tables are packed once a call and head. Their gradients are added up by tasks of a head of some sequences, which do
 // not depend on the number of threads, and then over these in order.
+#include <cmath>
+#include <limits>
+
 #include "attention_batch.h"
 
 namespace fastbert {
@@ -68,9 +71,10 @@ class PackedTables {
     for (int64_t head = 0; head < batch.heads; ++head) batch.positions.push_back(of(head));
   }
 
-  // Scores that are made in pairs are multiplied by scale at the end, so bias is divided by it before.
+  // Scores that are made in pairs are multiplied by scale at the end, so bias is divided by it before: by an ordinary
+  // number.
   static bool in_pairs(const Batch& batch) {
-    return std::abs(batch.scale) >= 1e-6 && FB_BEST_ISA(positions_in_pairs)(batch.dtype, batch.D);
+    return std::abs(batch.scale) >= 1e-30 && FB_BEST_ISA(positions_in_pairs)(batch.dtype, batch.D);
   }
 
   const Columns columns;
@@ -108,10 +112,12 @@ class PackedTables {
   void spread_bias(const Tensor& spread) const {
     const M* const from = tables_.bias->const_data_ptr<M>();
     M* const to = spread.mutable_data_ptr<M>();
-    const M factor = M(pairs_ ? 1 / batch_.scale : 1);
+    const M factor = M(pairs_ ? 1 / batch_.scale : 1), most = std::numeric_limits<M>::max();
     for (int64_t head = 0; head < batch_.heads; ++head)
-      for (int64_t step = 0; step < steps(); ++step)
-        to[head * steps() + step] = from[head * tables_.width() + columns.slot_by_key[columns.by_key[step]]] * factor;
+      for (int64_t step = 0; step < steps(); ++step) {
+        const M bias = from[head * tables_.width() + columns.slot_by_key[columns.by_key[step]]];
+        to[head * steps() + step] = std::isfinite(bias) ? std::clamp(bias * factor, -most, most) : bias * factor;
+      }
   }
 
   cpu::Positions of(int64_t head) const {

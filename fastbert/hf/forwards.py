@@ -123,7 +123,8 @@ class Call:
     def look_ahead(self, hidden: Tensor) -> None:
         """All layers at once, if that can be: then each hands on what they give."""
         if not self.watched:
-            y = layer.encoder_layers([self.parts[id(x)] for x in self.layers], hidden[0], self.packing, self.key)
+            parts = [self.parts[id(each)] for each in self.layers]
+            y = layer.encoder_layers(parts, hidden.squeeze(0), self.packing, self.key)
             self.ahead = None if y is None else y[None]
 
     def pack(self, x: Tensor) -> Tensor:
@@ -284,14 +285,18 @@ class ModelForward(Replacement):
 
     def _has_calls_between(self, layers: list[nn.Module]) -> bool:
         """Whether something needs each layer to be called: hooks, whoever wrapped its forward or compiled it, gradient
-        checkpointing, an encoder that runs its layers itself."""
+        checkpointing, an encoder that runs its layers itself. Of shared layers, the same of their groups."""
         if self.family.relative is not None:
             return True
-        if any([layer.hooks(each) for each in (*layers, *self.family.containers(self.module))]):
+        containers = self.family.containers(self.module)
+        groups = containers[2:]  # after the embeddings and the encoder, whose forwards are replaced
+        if any([layer.hooks(each, supported.CAPTURING) for each in (*layers, *containers)]):
             return True
-        return not all([isinstance(vars(each).get("forward"), LayerForward) for each in layers]) or any(
-            [each._compiled_call_impl or (each.training and _checkpoints(each)) for each in layers]
-        )
+        if not all([isinstance(vars(each).get("forward"), LayerForward) for each in layers]):
+            return True
+        if any(["forward" in vars(each) for each in groups]):
+            return True
+        return any([_does_more(each) for each in (*layers, *groups)])
 
     def _check_use(self, inputs: dict[str, Any]) -> None:
         config = self.module.config
@@ -599,6 +604,12 @@ class AttentionForward(Replacement):
 
     def run(self, *args: Any, fastbert: Tensor | None = None, **kwargs: Any) -> Any:
         return self.original(*args, **kwargs) if fastbert is None else (args[0], fastbert)
+
+
+def _does_more(module: nn.Module) -> bool:
+    """Whether a call of it may do more than its forward."""
+    own = type(module).__module__.startswith("transformers.models.")
+    return not own or module._compiled_call_impl is not None or (module.training and _checkpoints(module))
 
 
 def _checkpoints(module: nn.Module) -> bool:

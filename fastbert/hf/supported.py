@@ -13,6 +13,8 @@ from fastbert.random import ROW_BITS
 
 # What these libraries hook to a module works with packed tensors as well: FSDP2 gathers weights, transformers records.
 FRAMEWORKS = ("transformers.", "torch.distributed.")
+# Of these, transformers' recorders, which stay after the first forward that records, and do nothing in the others.
+CAPTURING = ("transformers.utils.output_capturing",)
 
 
 class Fallback(Exception):

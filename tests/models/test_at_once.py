@@ -181,6 +181,58 @@ def test_somebody_between_the_layers_is_called(somebody, kind):
     assert len(seen) > len(handles) and (found - expected)[visible].abs().max() < 1e-5
 
 
+def halve(model, groups=None):
+    """Between ALBERT's layers."""
+    for each in groups or model.encoder.albert_layer_groups:
+        forward = each.forward
+        each.forward = lambda *args, forward=forward, **kwargs: forward(*args, **kwargs) * 0.5
+
+
+def test_a_group_of_shared_layers_that_is_wrapped(monkeypatch):
+    model = model_of("accelerated", "albert")
+    halve(model)
+    (found, times), (expected, singly) = run(model), by_layers(model, monkeypatch)
+    assert torch.equal(found, expected) and times == singly == count(model) > 1
+
+
+def backward_hook(model):
+    layers_of(model)[1].register_full_backward_hook(lambda *_: None)
+
+
+def framework_hook(model):
+    hook = lambda *_: None  # noqa: E731
+    hook.__module__ = "torch.distributed.fsdp"
+    layers_of(model)[1].register_forward_pre_hook(hook)
+
+
+class Twice(fastbert.model.BertLayer):
+    def __call__(self, hidden, *args, **kwargs):
+        return super().__call__(2 * hidden, *args, **kwargs)
+
+
+def subclass(model):
+    layers_of(model)[1].__class__ = Twice
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [("own", subclass), *[(kind, hook) for kind in ("own", "accelerated") for hook in (backward_hook, framework_hook)]],
+)
+def test_layers_that_have_to_be_called(kind, change, monkeypatch):
+    model = model_of(kind)
+    change(model)
+    (found, times), (expected, singly) = run(model), by_layers(model, monkeypatch)
+    assert torch.equal(found, expected) and times == singly == count(model)
+
+
+def test_what_was_recorded_once_costs_nothing_later():
+    """transformers' recorders stay where they are."""
+    model = model_of("accelerated")
+    for asked in ({}, {"output_hidden_states": True}, {"output_attentions": True}, {}):
+        _, times = run(model, **asked)
+        assert times == (count(model) if "output_hidden_states" in asked else 1) or "output_attentions" in asked
+
+
 @pytest.mark.parametrize("kind", ["own", "accelerated"])
 def test_layers_that_are_computed_again(kind, monkeypatch):
     """Gradient checkpointing is of each layer."""
@@ -217,10 +269,12 @@ def a_trainable_bias(model):
     layers_of(model)[1].output.dense.bias.requires_grad_(True)
 
 
-@pytest.mark.parametrize("kind", ["own", "accelerated"])
+@pytest.mark.parametrize("kind", ["own", "accelerated", "fp32", "int8"])
 @pytest.mark.parametrize("change", [other_eps, other_scaling, a_trainable_bias])
 def test_layers_that_differ(kind, change, monkeypatch):
     model = model_of(kind)
+    if change is a_trainable_bias and kind in ("fp32", "int8"):
+        pytest.skip("prepared layers are not trained")
     change(model)
     grad = change is a_trainable_bias
     (found, times), (expected, singly) = run(model, grad), by_layers(model, monkeypatch, grad=grad)

@@ -301,12 +301,12 @@ class TestRelativeAttention(RelativeSuite):
         with cuda_on_cpu.shared_memory(99):
             testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
 
-    @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-9, 2.0])
+    @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-5, 1e-35, 2.0])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_scales(self, backend, dtype, scale):
         """What scale does not multiply, the bias, has its part of the scores whatever scale is."""
         backend.require(dtype, backward=True)
-        inputs = self.inputs(((5, 0, 21), 2, 8, "log", KQB), dtype, backend.device)
+        inputs = self.inputs(((5, 0, 21), 2, 24, "log", KQB), dtype, backend.device)
         inputs["bias"] = inputs["bias"].float()
         exact = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
         results = []
@@ -320,7 +320,18 @@ class TestRelativeAttention(RelativeSuite):
             results.append([out, *[x.grad for x in tensors.values() if x.grad is not None]])
         bound = 1e-5 if dtype == torch.float32 else 0.04
         for found, expected in zip(*results, strict=True):
-            assert (found - expected).abs().max() <= bound * max(1e-3, expected.abs().max())
+            assert (found - expected).abs().max() <= bound * expected.abs().max() + 1e-30
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_bias_at_the_end_of_the_range(self, backend, dtype):
+        """Everywhere the same, it changes nothing: the weights are those of equal scores."""
+        backend.require(dtype)
+        qkv = torch.randn(4, 3, 1, 64, device=backend.device, dtype=dtype)
+        qkv[:, 1] = 0
+        slots = torch.zeros(1, dtype=torch.int32, device=backend.device)
+        bias = torch.full((1, 1), -2e38, device=backend.device)  # Triton's scores are times log2(e)
+        out = ops.relative_attention(qkv, ends((4,), backend.device), 4, RelativePositions(slots, bias=bias), scale=0.1)
+        torch.testing.assert_close(out, qkv[:, 2].mean(0).expand_as(out), rtol=2**-7, atol=2**-7)
 
     @pytest.mark.parametrize("logit", [1e3, 1e8, -1e8])
     def test_equal_logits_of_any_size(self, backend, logit):

@@ -185,8 +185,8 @@ struct BackwardRoom {
   WideFactors<N, P> wide;
 
   BackwardRoom(const AttentionHead& a, Room& room) : wide(a, room) {
-    const int64_t panels = whole_panels<M>(a.D), across = N::steps(a.D), wide = across * whole_panels<M>(a.keys);
-    across_keys = {room.take<E>(wide), across}, across_values = {room.take<E>(wide), across};
+    const int64_t panels = whole_panels<M>(a.D), across = N::steps(a.D), all = across * whole_panels<M>(a.keys);
+    across_keys = {room.take<E>(all), across}, across_values = {room.take<E>(all), across};
     keys = {room.take<E>(N::steps(a.keys) * panels), N::steps(a.keys)};
     const int64_t rows = N::steps(kQueries);
     queries = {room.take<E>(rows * panels), rows}, grads = {room.take<E>(rows * panels), rows};

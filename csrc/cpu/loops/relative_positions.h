@@ -1,5 +1,6 @@
 // What the distance between query and key adds to their score, in blocks of attention that stay in the caches:
-// A[i, w] + B[j, w] + t[w], where A = scale Q Pk^T, B = scale K Pq^T and w is the slot of i - j.
+// A[i, w] + B[j, w] + t[w], where A = scale Q Pk^T, B = scale K Pq^T and w is the slot of i - j. In pairs of bf16 scale
+// comes last: all three are over it.
 //
 // Distances follow each other in columns, one for each run of neighbours of the same slot. What a band of queries needs
 // of A is then a product with a few columns more than there are keys, and the column of a row's next key is the next
