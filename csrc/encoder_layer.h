@@ -302,8 +302,8 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
   const Tensor dinto =
       context && !needed[1] ? nothing : Ops::matrix_product(dprojected, false, layer.cast(p.out.weight));
   if (context) {
-    return {needed[0] ? dhidden : nothing, needed[1] ? contiguous(dinto, context->scalar_type()) : no_context,
-            gradients.all()};
+    return {needed[0] ? contiguous(dhidden, hidden.scalar_type()) : nothing,
+            needed[1] ? contiguous(dinto, context->scalar_type()) : no_context, gradients.all()};
   }
   check_like("encoder_layer", "the saved context", into, dinto);
   const Tensor dqkv = by_token(Ops::attention_bwd(view(dinto, kept(kContext).sizes()), kept(kQkv), kept(kContext),
@@ -321,7 +321,7 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
     for (int64_t i = count - 1; i >= 0; --i)  // in autograd's order
       dhidden = add(dhidden, Ops::matrix_product(part(i), false, layer.cast(each[i].weight)));
   }
-  return {dhidden, no_context, gradients.all()};
+  return {contiguous(dhidden, hidden.scalar_type()), no_context, gradients.all()};
 }
 
 }  // namespace fastbert
