@@ -475,18 +475,24 @@ class BertEncoder(_Loadable):
             tuple(attentions) if output_attentions else None,
         )
 
+    def _turns(self) -> list[nn.Module]:
+        """The layers in the order in which a forward runs them."""
+        layers = list(self.layer)
+        return layers if self.order is None else [layers[index] for index in self.order]
+
+    def _recomputes(self) -> bool:
+        return self.recomputing is not None and self.training and torch.is_grad_enabled()
+
     def _at_once(self, hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor | None:
         """What the layers give, computed at once; None where each has to be called."""
-        recomputes = self.recomputing is not None and self.training and torch.is_grad_enabled()
-        if recomputes or torch.nn.modules.module._has_any_global_hook():
+        if self._recomputes() or torch.nn.modules.module._has_any_global_hook():
             return None
         layers = list(self.layer)
-        turns = layers if self.order is None else [layers[index] for index in self.order]
         # A subclass, or a layer that is compiled by itself, may do more than its forward when it is called.
         called = [type(each) is not BertLayer or each._compiled_call_impl is not None for each in layers]
         if any(called) or not all([layer.is_plain(each, BertLayer) for each in layers]):
             return None
-        return layer.encoder_layers((each._parts() for each in turns), hidden, packing, rng)
+        return layer.encoder_layers((each._parts() for each in self._turns()), hidden, packing, rng)
 
     def _one_by_one(
         self,
@@ -499,8 +505,8 @@ class BertEncoder(_Loadable):
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """The hidden states, of all layers or of the last one, and attention weights or None of each layer."""
         states, attentions, embedded = [hidden], [], hidden
-        for turn, index in enumerate(range(len(self.layer)) if self.order is None else self.order):
-            run = self._recomputed(self.layer[index], turn)
+        for turn, each in enumerate(self._turns()):
+            run = self._recomputed(each, turn)
             hidden, weights = run(hidden, packing, rng, turn, output_attentions, given)
             if turn == 0 and self.conv is not None:
                 hidden = self.conv(embedded, hidden, packing, rng)
@@ -510,7 +516,7 @@ class BertEncoder(_Loadable):
 
     def _recomputed(self, module: nn.Module, turn: int) -> Callable[..., tuple[Tensor, Tensor | None]]:
         """The layer, which forgets what is within it where gradient checkpointing says so."""
-        if self.recomputing is None or not (self.training and torch.is_grad_enabled()):
+        if not self._recomputes():
             return module
         every, arguments = self.recomputing
         return functools.partial(recompute, module, **arguments) if turn % every == 0 else module

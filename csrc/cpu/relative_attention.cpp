@@ -60,10 +60,10 @@ class PackedTables {
  public:
   PackedTables(Batch& batch, const Tensor& qkv, const Tensor& slots, const Tables& tables, bool backward)
       : columns(batch.longest, slots, tables.width()),
+        pairs(in_pairs(batch)),
         batch_(batch),
         like_(qkv),
-        tables_(tables),
-        pairs_(in_pairs(batch)) {
+        tables_(tables) {
     size_ = FB_BEST_ISA(position_room)(columns.count, batch.D, batch.dtype);
     keys_ = pack(tables.keys, columns.slot_by_key, 1, backward);
     queries_ = pack(tables.queries, columns.slot_by_query, batch.scale, backward);
@@ -71,17 +71,18 @@ class PackedTables {
     for (int64_t head = 0; head < batch.heads; ++head) batch.positions.push_back(of(head));
   }
 
+  const Columns columns;
+  const bool pairs;  // scores are made in pairs
+  int64_t table_bytes() const { return size_.rows; }
+  int64_t steps() const { return 2 * columns.longest - 1; }
+
+ private:
   // Scores that are made in pairs are multiplied by scale at the end, so bias is divided by it before: by an ordinary
   // number.
   static bool in_pairs(const Batch& batch) {
     return std::abs(batch.scale) >= 1e-30 && FB_BEST_ISA(positions_in_pairs)(batch.dtype, batch.D);
   }
 
-  const Columns columns;
-  int64_t table_bytes() const { return size_.rows; }
-  int64_t steps() const { return 2 * columns.longest - 1; }
-
- private:
   // [heads] of what a head's table becomes: `across`, then, for the backward, `rows`.
   OptionalTensor pack(const OptionalTensor& table, const std::vector<int32_t>& slot, double factor, bool backward) {
     if (!table) return std::nullopt;
@@ -94,9 +95,9 @@ class PackedTables {
         char* const across = to + head * bytes;
         const cpu::PositionTable of_one = of_head(*table, head, slot);
         void* const rows = backward ? across + size_.across : nullptr;
-        if (pairs_) FB_BEST_ISA(pack_position_pairs)(of_one, across, scratch.get());
-        if (!pairs_ || rows)
-          FB_BEST_ISA(pack_positions)(of_one, pairs_ ? 1 : factor, pairs_ ? nullptr : across, rows, scratch.get());
+        if (pairs) FB_BEST_ISA(pack_position_pairs)(of_one, across, scratch.get());
+        if (!pairs || rows)
+          FB_BEST_ISA(pack_positions)(of_one, pairs ? 1 : factor, pairs ? nullptr : across, rows, scratch.get());
       }
     });
     return packed;
@@ -112,7 +113,7 @@ class PackedTables {
   void spread_bias(const Tensor& spread) const {
     const M* const from = tables_.bias->const_data_ptr<M>();
     M* const to = spread.mutable_data_ptr<M>();
-    const M factor = M(pairs_ ? 1 / batch_.scale : 1), most = std::numeric_limits<M>::max();
+    const M factor = M(pairs ? 1 / batch_.scale : 1), most = std::numeric_limits<M>::max();
     for (int64_t head = 0; head < batch_.heads; ++head)
       for (int64_t step = 0; step < steps(); ++step) {
         const M bias = from[head * tables_.width() + columns.slot_by_key[columns.by_key[step]]];
@@ -129,14 +130,13 @@ class PackedTables {
     of.key_rows = keys_ ? at(keys_) + size_.across : nullptr;
     of.query_rows = queries_ ? at(queries_) + size_.across : nullptr;
     if (bias_) of.bias = bytes_of(*bias_) + head * steps() * bias_->element_size();
-    of.pairs = pairs_;
+    of.pairs = pairs;
     return of;
   }
 
   const Batch& batch_;
   const Tensor& like_;
   const Tables& tables_;
-  const bool pairs_;
   cpu::PositionRoom size_;
   OptionalTensor keys_, queries_, bias_;
 };
@@ -164,7 +164,7 @@ class TableGradients {
   }
 
   Tensor keys() const {
-    const double factor = PackedTables::in_pairs(batch_) ? batch_.scale : 1;  // else the queries have it
+    const double factor = packed_.pairs ? batch_.scale : 1;  // else the queries have it
     return table(tables_.keys, packed_.columns.slot_by_key, 0, factor);
   }
   Tensor queries() const { return table(tables_.queries, packed_.columns.slot_by_query, key_bytes_, batch_.scale); }

@@ -563,7 +563,7 @@ class LayerForward(Replacement):
 
     def _checkpoints(self) -> bool:
         """Whether to recompute in the backward: transformers 5.0 does that around the module's call, later inside."""
-        return self.module.training and _checkpoints(self.module) and not _checkpoints_outside()
+        return _checkpoints(self.module) and not _checkpoints_outside()
 
     def _run(self, hidden: Tensor, call: Call, turn: int) -> Tensor:
         """(1, T, C) to (1, T, C)."""
@@ -609,11 +609,11 @@ class AttentionForward(Replacement):
 def _does_more(module: nn.Module) -> bool:
     """Whether a call of it may do more than its forward."""
     own = type(module).__module__.startswith("transformers.models.")
-    return not own or module._compiled_call_impl is not None or (module.training and _checkpoints(module))
+    return not own or module._compiled_call_impl is not None or _checkpoints(module)
 
 
 def _checkpoints(module: nn.Module) -> bool:
-    return getattr(module, "gradient_checkpointing", False)
+    return module.training and getattr(module, "gradient_checkpointing", False)
 
 
 @functools.cache

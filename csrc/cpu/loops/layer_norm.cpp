@@ -14,11 +14,6 @@ namespace {
 
 enum class Sum { none, plain, dropout };  // z is x; x + x_bias + residual; dropout(x + x_bias) + residual
 
-template <class A, class B>
-constexpr bool kSame = false;
-template <class A>
-constexpr bool kSame<A, A> = true;
-
 // The rows of z. It copies the fields of LayerNorm: the compiler would reload them after each store, which could alias.
 template <Sum kSum, class T, class R>
 struct Rows {
