@@ -19,7 +19,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 11)  # TORCH_TARGET_VERSION in CMakeLists.txt
-DEFAULT_ARCHITECTURES = "8.0;9.0+PTX"
+DEFAULT_ARCHITECTURES = "7.5;8.0;9.0+PTX"
 
 PURE = """\
 TORCH_VERSION = None

@@ -37,13 +37,15 @@ _PREPARED = "benchmarks/results/cpu/prepare.jsonl"
 class Kernel:
     """What one backend's implementation of one op can do, and why it stands where it does in the table.
 
-    dtypes: of the activations. largest: row length (of attention: head size), None for any. forced_only: it runs where
-    its backend is forced, never by preference. leads_on: generations of GPUs (the major of the compute capability) on
-    which it comes before what stands above it.
+    dtypes: of the activations. largest: row length (of attention: head size), None for any. on_turing: the same where
+    a GPU of sm_75 is among those that PyTorch sees, whose blocks have 64 KiB of shared memory. forced_only: it runs
+    where its backend is forced, never by preference. leads_on: generations of GPUs (the major of the compute
+    capability) on which it comes before what stands above it.
     """
 
     dtypes: tuple[torch.dtype, ...]
     largest: int | None = None
+    on_turing: int | None = None
     backward: bool = True
     measured: str = "not yet measured"
     forced_only: bool = False
@@ -74,13 +76,13 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     },
     "attention": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/attention.jsonl"),
-        "cuda": Kernel(_FLOATS, largest=128),
+        "cuda": Kernel(_FLOATS, largest=128, on_turing=120),
         "triton": Kernel(_FLOATS, largest=128, leads_on=_WARPGROUPS),
     },
     "relative_attention": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/relative.jsonl"),
         "triton": Kernel(_FLOATS, largest=128),
-        "cuda": Kernel(_FLOATS, largest=128),  # on multiply-adds, without tensor cores
+        "cuda": Kernel(_FLOATS, largest=128, on_turing=80),  # on multiply-adds, without tensor cores
     },
     "embedding": {
         "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
@@ -121,8 +123,13 @@ def _listed(device_type: str, op: str) -> tuple[str, ...]:
     return *(name for name in preferred if device_type in SERVES[name]), "reference"
 
 
+_ON_TURING = " on sm_75"  # behind a backend's name: what it is limited to there
 _LISTED = {device_type: {op: _listed(device_type, op) for op in OPS} for device_type in ("cpu", "cuda")}
-_LIMITS = {op: [(name, k.largest) for name, k in kernels.items() if k.largest] for op, kernels in KERNELS.items()}
+_LIMITS = {
+    op: [(name, k.largest) for name, k in kernels.items() if k.largest]
+    + [(name + _ON_TURING, k.on_turing) for name, k in kernels.items() if k.on_turing]
+    for op, kernels in KERNELS.items()
+}
 
 
 # ---- what this machine can run
@@ -228,6 +235,14 @@ def _gpu_problem(served: Callable[[tuple[int, int]], bool], why: str) -> str | N
     return None
 
 
+@cache
+def _has_turing() -> bool:
+    """Starts CUDA: it is asked for tensors on GPUs alone, because a process that has started it cannot fork."""
+    if not torch.cuda.is_available():
+        return False
+    return any(torch.cuda.get_device_capability(index) < (8, 0) for index in range(torch.cuda.device_count()))
+
+
 def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -284,7 +299,8 @@ def why_not(
             "relative_attention": "head sizes",
             "encoder_layer": "what its attention takes, and rows",
         }.get(op, "rows")
-        return f"its {op} kernel takes {what} of at most {kernel.largest}"
+        largest = kernel.on_turing if kernel.on_turing and _has_turing() else kernel.largest
+        return f"its {op} kernel takes {what} of at most {largest}"
     if name == "triton" and dtype == torch.bfloat16 and _interpreting():
         return "Triton's interpreter is wrong for bfloat16"
     if backward and not kernel.backward:
@@ -360,7 +376,7 @@ def _choose(
     _announce_missing_extension()
     names = (forced,) if forced else order(device_type, op)
     for name in names:
-        reason = why_not(name, op, device_type, dtype, backward, name in too_large)
+        reason = why_not(name, op, device_type, dtype, backward, _is_over(name, too_large))
         if reason is None:
             return name
     raise RuntimeError(f"backend {forced!r} cannot run {op}: {reason}")
@@ -385,6 +401,10 @@ def _too_large(op: str, size: int, head_size: int) -> tuple[str, ...]:
     return *over, *[name for name, largest in _LIMITS["attention"] if head_size > largest]
 
 
+def _is_over(name: str, too_large: tuple[str, ...]) -> bool:
+    return name in too_large or (name + _ON_TURING in too_large and _has_turing())
+
+
 def find(
     op: str, device_type: str, dtype: torch.dtype, *, backward: bool, size: int = 0, head_size: int = 0
 ) -> str | None:
@@ -400,7 +420,7 @@ def _find(
     usable = (
         name
         for name in names
-        if name != "reference" and why_not(name, op, device_type, dtype, backward, name in too_large) is None
+        if name != "reference" and why_not(name, op, device_type, dtype, backward, _is_over(name, too_large)) is None
     )
     return next(usable, None)
 

@@ -1,6 +1,6 @@
-"""Compiles every CUDA kernel for four architectures, without a GPU.
+"""Compiles every CUDA kernel for five architectures, without a GPU.
 
-    python -m benchmarks.gpu.cuda_report [--arch 80 90 100 120] [--only TEXT ...] [--check]
+    python -m benchmarks.gpu.cuda_report [--arch 75 80 90 100 120] [--only TEXT ...] [--check]
 
 Needs nvcc (CUDA_HOME or PATH), c++filt, and a disassembler: the toolkit's cuobjdump, or the one in Triton's package.
 Writes build/cuda_report.md and, in short, docs/cuda_report.md; with some of the architectures or kernels prints their
@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.gpu import compiled
 from benchmarks.gpu.compiled import ROOT, Compiled
 
-GPUS = (80, 90, 100, 120)
+GPUS = (75, 80, 90, 100, 120)
 FLAGS = "-std=c++17 -O3 -DNDEBUG -Xcompiler=-fPIC,-fvisibility=hidden -Xptxas=-v".split()  # as of the build
 INSTRUCTIONS = {
     "LDG.128": r"\bLDG\.[\w.]*128", "STG.128": r"\bSTG\.[\w.]*128", "HMMA": r"\bHMMA\b", "LDGSTS": r"\bLDGSTS\b",

@@ -36,6 +36,7 @@ template <class T, int kWidth, int kRowTiles, bool kDropout>
 __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T* __restrict__ out,  // [T, H, D]
                                                                  float* __restrict__ lse,           // [H, T]
                                                                  int parts, int slots) {
+  if (is_unused<T, kWidth>()) return;
   constexpr bool kHeld = kWidth < 64 || (kWidth == 64 && kRowTiles == 1);
   if (fill_uncovered(a, out, int64_t(a.heads) * a.D, lse)) return;
   const Work work = work_of(a, parts);
@@ -151,6 +152,7 @@ __global__ void __launch_bounds__(kThreads)
                                  const float* __restrict__ lse,            // [H, T]
                                  T* __restrict__ dqkv,                     // [T, 3, H, D]: dQ of it
                                  Statistics statistics, int parts, int slots) {
+  if (is_unused<T, kWidth>()) return;
   constexpr int kPart = kTile * 32 / kWidth;  // keys at a time: as many as registers allow
   constexpr bool kHeld = kWidth < 64 || !kDropout;
   constexpr int kUnroll = kWidth > 64 ? 1 : kTile / kPart;
@@ -271,6 +273,7 @@ __global__ void __launch_bounds__(kThreads)
     attention_bwd_keys_kernel(Attention a, const T* __restrict__ dout,  // [T, H, D]
                               T* __restrict__ dqkv,                     // [T, 3, H, D]: dK and dV of it
                               Statistics statistics, int parts, int slots) {
+  if (is_unused<T, kWidth>()) return;
   constexpr int kPart = kWidth > 32 ? 16 : 64;  // queries at a time
   constexpr bool kHeld = kWidth < 64 || (kWidth == 64 && !kDropout);
   constexpr int kUnroll = kWidth > 64 ? 1 : kTile / kPart;
@@ -449,8 +452,11 @@ const char* for_variant(const Attention& a, const F& f) {
 
 }  // namespace
 
+// The dK and dV of 128 columns with two streamed tiles take 98.5 KiB of shared memory; sm_75 has 64.
 bool mma_takes(const Attention& a) {
-  return a.dtype != DType::f32 && a.D % 8 == 0 && a.D <= kAttentionLargest && a.scale > 0;
+  const bool is_half = a.dtype == DType::f16 || (a.dtype == DType::bf16 && major_architecture() > 7);
+  const int largest = major_architecture() > 7 ? kAttentionLargest : 64;
+  return is_half && a.D % 8 == 0 && a.D <= largest && a.scale > 0;
 }
 
 const char* mma_fwd(const Attention& a, void* out, float* lse, void* stream) {

@@ -130,8 +130,9 @@ const char* run(const Attention& a, int64_t other_blocks, int tiles, void* strea
   const int64_t blocks = other_blocks + int64_t(parts) * a.heads * a.sequences;
   if (blocks == 0) return nullptr;
   if (blocks > INT32_MAX) return "too many heads and sequences for one launch";
-  return launch(kernel, dim3(blocks), dim3(kThreads), tiles * kBlock * (a.D | 1) * sizeof(float), stream, a, args...,
-                parts);
+  const int bytes = tiles * kBlock * (a.D | 1) * int(sizeof(float));
+  if (bytes > shared_memory_limit()) return "this GPU has too little shared memory for heads of this size";
+  return launch(kernel, dim3(blocks), dim3(kThreads), bytes, stream, a, args..., parts);
 }
 
 }  // namespace fastbert::cuda::plain

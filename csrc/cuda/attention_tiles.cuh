@@ -45,15 +45,15 @@ struct Stream {
       copy<kTile, kWidth>(slot(tile) + kMatrix, v_or_do, tile * kTile, D);
       if (statistics[kLse]) copy_statistics(tile);
     }
-    ptx::cp_async_commit();
+    commit_copies();
   }
 
   // Call it after starting to copy the block's own rows. They arrive with the first tile; if all tiles have `arrived`,
   // for earlier rows of the block, this waits for them.
   __device__ void begin(bool arrived) {
     if (arrived) {
-      ptx::cp_async_commit();
-      ptx::cp_async_wait<0>();
+      commit_copies();
+      wait_for_copies<0>();
       __syncthreads();
     } else {
       for (int tile = 0; tile < ahead; ++tile) start(tile);
@@ -63,9 +63,9 @@ struct Stream {
   // Waits for a tile, then starts to copy the tile that is `ahead` of it, over one that no warp reads any more.
   __device__ void next(int tile) {
     if (ahead > 1) {
-      ptx::cp_async_wait<1>();
+      wait_for_copies<1>();
     } else {
-      ptx::cp_async_wait<0>();
+      wait_for_copies<0>();
     }
     __syncthreads();
     start(tile + ahead);
@@ -80,8 +80,15 @@ struct Stream {
       const float* const source = i * 4 < kTile       ? statistics[kLse]
                                   : i * 4 < 2 * kTile ? statistics[kDelta]
                                                       : statistics[kInverseSum];
-      const int bytes = within(rows_left * 4, 0, 16);
-      ptx::cp_async16(slot(tile) + 2 * kMatrix + i, bytes ? source + tile * kTile + row : source, bytes);
+      const int floats = within(rows_left, 0, 4);
+      Chunk* const to = slot(tile) + 2 * kMatrix + i;
+      if (is_turing()) {
+        Chunk chunk{};
+        for (int j = 0; j < floats; ++j) chunk.word[j] = __float_as_uint(source[tile * kTile + row + j]);
+        *to = chunk;
+      } else {
+        ptx::cp_async16(to, floats ? source + tile * kTile + row : source, 4 * floats);
+      }
     }
   }
 };
@@ -140,8 +147,8 @@ __device__ __forceinline__ void times_transposed(float (&c)[kRowTiles][kColumns]
       ptx::ldmatrix_x4(b, tile + swizzle<kWidth>(row + 8 * j + lane() / 16 * 8 + lane() % 8, 2 * k + lane() / 8 % 2));
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        ptx::mma_m16n8k16<T>(c[i][j], a[i], b[0], b[1]);
-        ptx::mma_m16n8k16<T>(c[i][j + 1], a[i], b[2], b[3]);
+        multiply_add<T>(c[i][j], a[i], b[0], b[1]);
+        multiply_add<T>(c[i][j + 1], a[i], b[2], b[3]);
       }
     }
   }
@@ -167,8 +174,8 @@ __device__ __forceinline__ void add_product(float (&sum)[kRowTiles][kWidth / 8][
       ptx::ldmatrix_x4_trans(b, tile + swizzle<kWidth>(row + 16 * k + lane() % 16, j + lane() / 16));
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        ptx::mma_m16n8k16<T>(sum[i][j], a[i], b[0], b[1]);
-        ptx::mma_m16n8k16<T>(sum[i][j + 1], a[i], b[2], b[3]);
+        multiply_add<T>(sum[i][j], a[i], b[0], b[1]);
+        multiply_add<T>(sum[i][j + 1], a[i], b[2], b[3]);
       }
     }
   }

@@ -61,9 +61,19 @@ struct Copies {
 
   // Zeros behind the last column.
   __device__ __forceinline__ void start(Chunk* tile, int column) const {
+    Chunk* const to = tile + place;
+    if (is_turing()) {
+      Chunk chunk[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      ptx::cp_async16(tile + place + i * kRowsApart * kChunks, from[i] + column, column < columns ? 16 : 0);
+      for (int i = 0; i < kCount; ++i)
+        chunk[i] = column < columns ? *reinterpret_cast<const Chunk*>(from[i] + column) : Chunk{};
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) to[i * kRowsApart * kChunks] = chunk[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        ptx::cp_async16(to + i * kRowsApart * kChunks, from[i] + column, column < columns ? 16 : 0);
+    }
   }
 };
 
@@ -75,6 +85,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                       const T* __restrict__ bias,               // [channels]
                       Vec<T, 8>* __restrict__ y,                // [rows, channels / 8]
                       Vec<T, 8>* __restrict__ preactivation) {  // the same, or nullptr
+  if (is_unused<T, kStep>()) return;
   constexpr int kWarpSide = kSide / 2, kRowTiles = kWarpSide / 16, kColumns = kWarpSide / 8;
   const Tile tile = tile_of(blockIdx.x, divide_up(x.count, kSide), divide_up(weight.count, kSide));
   const int first_row = tile.row * kSide, first_channel = tile.column * kSide, steps = divide_up(inner, kStep);
@@ -90,13 +101,13 @@ __global__ void __launch_bounds__(kThreads, 2)
       of_x.start(slot, step * kStep);
       of_weight.start(slot + kTileChunks<kSide>, step * kStep);
     }
-    ptx::cp_async_commit();
+    commit_copies();
   };
   for (int step = 0; step < kStages - 1; ++step) start(step);
 
   float sum[kRowTiles][kColumns][4] = {};
   for (int step = 0; step < steps; ++step) {
-    ptx::cp_async_wait<kStages - 2>();
+    wait_for_copies<kStages - 2>();
     __syncthreads();
     start(step + kStages - 1);  // over the slot that all warps have read before this barrier
     const Chunk* const rows = slots + step % kStages * 2 * kTileChunks<kSide>;
@@ -114,8 +125,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         ptx::ldmatrix_x4(b, channels + swizzle<kStep>(channel, 2 * k + lane() / 8 % 2));
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
-          ptx::mma_m16n8k16<T>(sum[i][j], a[i], b[0], b[1]);
-          ptx::mma_m16n8k16<T>(sum[i][j + 1], a[i], b[2], b[3]);
+          multiply_add<T>(sum[i][j], a[i], b[0], b[1]);
+          multiply_add<T>(sum[i][j + 1], a[i], b[2], b[3]);
         }
       }
     }
@@ -169,9 +180,9 @@ const char* forward(const DenseGelu& dense, void* y, void* preactivation, void* 
 bool dense_gelu_takes(const DenseGelu& dense) {
   const auto fits = [](int64_t size) { return size > 0 && size < INT32_MAX - 256; };
   const int architecture = major_architecture();
-  return (dense.dtype == DType::bf16 || dense.dtype == DType::f16) && fits(dense.rows) && fits(dense.inner) &&
-         fits(dense.channels) && dense.inner % 8 == 0 && dense.channels % 8 == 0 && is_aligned(dense.x, 16) &&
-         is_aligned(dense.weight, 16) && architecture != 10 && architecture != 11;
+  return (dense.dtype == DType::f16 || (dense.dtype == DType::bf16 && architecture > 7)) && fits(dense.rows) &&
+         fits(dense.inner) && fits(dense.channels) && dense.inner % 8 == 0 && dense.channels % 8 == 0 &&
+         is_aligned(dense.x, 16) && is_aligned(dense.weight, 16) && architecture != 10 && architecture != 11;
 }
 
 const char* dense_gelu_fwd(const DenseGelu& dense, void* y, void* preactivation, void* stream) {

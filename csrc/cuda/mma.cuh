@@ -1,12 +1,15 @@
 // All PTX that the kernels use: asynchronous copies, matrix fragments, products, the fast exponential. Where tests run
-// kernels on the CPU, tests/cuda_on_cpu has functions of the same names.
+// kernels on the CPU, tests/cuda_on_cpu has functions of the same names. And what sm_75 has instead.
 //
 // Fragments of mma.m16n8k16, for lane l with g = l / 4 and t = l % 4, two elements a register, the lower half first:
 //   A (16 x 16): a[0] row g, columns 2t, 2t + 1; a[1] row g + 8; a[2], a[3] the same rows, columns 8 + 2t, 9 + 2t
 //   B (16 x 8):  b[0] rows 2t, 2t + 1 of column g; b[1] rows 8 + 2t, 9 + 2t
 //   C (16 x 8):  c[0], c[1] row g, columns 2t, 2t + 1; c[2], c[3] row g + 8
-// (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".)
+// (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".) mma.m16n8k8 has the first half of the inner
+// dimension: a[0], a[1] and b[0].
 #pragma once
+
+#include <type_traits>
 
 #include "common.cuh"
 
@@ -73,6 +76,13 @@ __device__ __forceinline__ void mma_m16n8k16<__half>(float (&d)[4], const uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d += a b, of 16 x 8 and 8 x 8 fp16 elements
+__device__ __forceinline__ void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(b0));
+}
+
 // 2^x to 2 ulp; denormal results are 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
@@ -83,6 +93,42 @@ __device__ __forceinline__ float exp2_approx(float x) {
 }  // namespace ptx
 
 #endif
+
+// ---- sm_75 (T4, RTX 20): no asynchronous copies, and products of fp16 alone, half as deep
+
+#ifdef FB_CUDA_ON_CPU
+inline bool is_turing() { return major_architecture() < 8; }
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+__device__ constexpr bool is_turing() { return true; }
+#else
+__device__ constexpr bool is_turing() { return false; }
+#endif
+
+// Whether no launcher chooses such a kernel on the GPU that this is compiled for: it then does nothing.
+template <class T, int kWidth>
+__device__ __forceinline__ bool is_unused() {
+  return is_turing() && (kWidth > 64 || !std::is_same_v<T, __half>);
+}
+
+__device__ __forceinline__ void commit_copies() {
+  if (!is_turing()) ptx::cp_async_commit();
+}
+
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  if (!is_turing()) ptx::cp_async_wait<kPending>();
+}
+
+// d += a b, of 16 x 16 and 16 x 8 elements.
+template <class T>
+__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if (!is_turing()) {
+    ptx::mma_m16n8k16<T>(d, a, b0, b1);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    ptx::mma_m16n8k8(d, a[0], a[1], b0);
+    ptx::mma_m16n8k8(d, a[2], a[3], b1);
+  }
+}
 
 // Two floats as two rounded 16-bit elements, the first in the lower half.
 template <class T>

@@ -28,6 +28,23 @@ struct Rows {
   int count;
 };
 
+// What sm_75 does instead of starting copies: every `step`-th row from `row` on, up to kRows, arrives before it goes
+// on. Two are loaded before the first is stored, so that they are waited for together.
+template <int kRows, class T>
+__device__ __forceinline__ void copy_now(Chunk* to, int chunks, const T* source, int64_t stride, int row, int rows,
+                                         int step) {
+  constexpr int kTogether = 2;
+  for (; row < kRows; row += kTogether * step, to += kTogether * chunks, source += kTogether * stride) {
+    Chunk chunk[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      chunk[i] = row + i * step < rows ? *reinterpret_cast<const Chunk*>(source + i * stride) : Chunk{};
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      if (row + i * step < kRows) to[i * chunks] = chunk[i];
+  }
+}
+
 // Starts to copy kRows rows, from `row` on, to a tile; zeros behind the last row and beyond D. A thread copies the same
 // chunk of several rows; those are a multiple of 8 apart, so the swizzle puts it into the same place in all of them.
 template <int kRows, int kWidth, class T>
@@ -37,6 +54,7 @@ __device__ __forceinline__ void copy(Chunk* tile, const Rows<T>& from, int row, 
   const int rows = chunk * 8 < D ? min(from.count - row, kRows) : 0;
   Chunk* to = tile + swizzle<kWidth>(first, chunk);
   const T* source = from.first + (row + first) * from.stride + chunk * 8;
+  if (is_turing()) return copy_now<kRows>(to, step * kChunks, source, step * from.stride, first, rows, step);
   for (int r = first; r < kRows; r += step, to += step * kChunks, source += step * from.stride)
     ptx::cp_async16(to, r < rows ? source : from.first, r < rows ? 16 : 0);
 }

@@ -135,6 +135,17 @@ def shared_memory(kibibytes: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def turing() -> Iterator[None]:
+    """Within this `with`, the device is an sm_75: 64 KiB for a block, no cp.async, fp16 products half as deep."""
+    library().cuda_on_cpu_set_architecture(7)
+    try:
+        with shared_memory(64):
+            yield
+    finally:
+        library().cuda_on_cpu_set_architecture(9)
+
+
+@contextlib.contextmanager
 def multiprocessors(count: int) -> Iterator[None]:
     """Within this `with`, the device has so many, instead of 3."""
     library().cuda_on_cpu_set_multiprocessors(count)

@@ -253,6 +253,7 @@ void run_block() {
 
 int shared_limit = kSharedLimit;  // bytes that a block may have
 int processors = 3;
+int architecture = 9;
 
 std::string bad_configuration(dim3 grid, dim3 block, size_t shared_bytes) {
   const auto words = [](dim3 size) { return text({size.x, size.y, size.z}); };
@@ -286,11 +287,13 @@ const bool order_is_set = [] {
 extern "C" {
 [[gnu::visibility("default")]] void cuda_on_cpu_set_order(const char* words) { device.order = parse(words); }
 [[gnu::visibility("default")]] void cuda_on_cpu_set_multiprocessors(int count) { processors = count; }
+[[gnu::visibility("default")]] void cuda_on_cpu_set_architecture(int major) { architecture = major; }
 [[gnu::visibility("default")]] void cuda_on_cpu_set_shared_memory(int bytes) { shared_limit = bytes; }
 [[gnu::visibility("default")]] void cuda_on_cpu_allow_overlap(bool allowed) { checker::allow_overlap(allowed); }
 }
 
 int multiprocessors() { return processors; }
+int major_architecture() { return architecture; }
 int shared_memory_limit() { return shared_limit; }
 
 const char* run_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*kernel)(const void*), const void* parameters) {
@@ -541,11 +544,16 @@ void require_shared(const void* address, size_t bytes, const char* what, const v
   }
 }
 
+void require_ampere(const char* what, const void* where) {
+  if (architecture < 8) fail(me() + " runs " + what + ", which sm_75 does not have", where);
+}
+
 }  // namespace
 
 // The copy happens at the wait; until then the target is NaN.
 void cp_async16(void* shared, const void* global, int source_bytes) {
   const void* const where = __builtin_return_address(0);
+  require_ampere("cp.async", where);
   require_aligned(shared, 16, "cp.async", where);
   require_aligned(global, 16, "cp.async", where);
   require_shared(shared, 16, "cp.async", where);
@@ -623,26 +631,27 @@ float from_f16(uint16_t bits) {
 
 struct Fragments {
   float* d;           // [4]
-  const uint32_t* a;  // [4]
+  const uint32_t* a;  // [4], or [2] of a product half as deep
   uint32_t b[2];
 };
 
 // The layout of the fragments is in csrc/cuda/mma.cuh. Products are exact, sums are rounded in fp32.
-template <float (*kToFloat)(uint16_t)>
+template <float (*kToFloat)(uint16_t), int kDepth>
 void run_mma(unsigned, void* const* operands) {
-  float a[16][16], b[16][8];
+  float a[16][kDepth], b[kDepth][8];
   const auto fragments = [&](int lane) -> Fragments& { return *static_cast<Fragments*>(operands[lane]); };
   for (int lane = 0; lane < kWarp; ++lane) {
     for (int half = 0; half < 2; ++half) {
       const int group = lane / 4, column = lane % 4 * 2 + half, shift = half * 16;
       const Fragments& from = fragments(lane);
-      for (int r = 0; r < 4; ++r) a[group + r % 2 * 8][column + r / 2 * 8] = kToFloat(uint16_t(from.a[r] >> shift));
-      for (int r = 0; r < 2; ++r) b[column + r * 8][group] = kToFloat(uint16_t(from.b[r] >> shift));
+      for (int r = 0; r < kDepth / 4; ++r)
+        a[group + r % 2 * 8][column + r / 2 * 8] = kToFloat(uint16_t(from.a[r] >> shift));
+      for (int r = 0; r < kDepth / 8; ++r) b[column + r * 8][group] = kToFloat(uint16_t(from.b[r] >> shift));
     }
   }
   float product[16][8] = {};
   for (int row = 0; row < 16; ++row) {
-    for (int k = 0; k < 16; ++k) {
+    for (int k = 0; k < kDepth; ++k) {
       for (int column = 0; column < 8; ++column) product[row][column] += a[row][k] * b[k][column];
     }
   }
@@ -651,8 +660,9 @@ void run_mma(unsigned, void* const* operands) {
   }
 }
 
-const Collective kMmaBf16{.name = "mma", .run = run_mma<from_bf16>, .whole_warp = true};
-const Collective kMmaF16{.name = "mma", .run = run_mma<from_f16>, .whole_warp = true};
+const Collective kMmaBf16{.name = "mma", .run = run_mma<from_bf16, 16>, .whole_warp = true};
+const Collective kMmaF16{.name = "mma", .run = run_mma<from_f16, 16>, .whole_warp = true};
+const Collective kMmaOfEight{.name = "mma", .run = run_mma<from_f16, 8>, .whole_warp = true};
 
 }  // namespace
 
@@ -662,8 +672,15 @@ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
 }
 
 void mma(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, bool is_bf16) {
+  require_ampere("mma.m16n8k16", __builtin_return_address(0));
   Fragments mine{d, a, {b0, b1}};
   wait_for_lanes(is_bf16 ? kMmaBf16 : kMmaF16, ~0u, &mine);
+}
+
+void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+  const uint32_t a[2] = {a0, a1};
+  Fragments mine{d, a, {b0, 0}};
+  wait_for_lanes(kMmaOfEight, ~0u, &mine);
 }
 
 }  // namespace cuda_on_cpu

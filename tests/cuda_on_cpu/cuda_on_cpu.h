@@ -112,6 +112,8 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   mma(d, a, b0, b1, std::is_same_v<T, __nv_bfloat16>);
 }
 
+void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0);  // of __half
+
 inline float exp2_approx(float x) {
   const float y = exp2f(x);
   return y < 0x1p-126f ? 0 : y;
@@ -120,6 +122,7 @@ inline float exp2_approx(float x) {
 // ---- launches
 
 int multiprocessors();
+int major_architecture();
 int shared_memory_limit();
 const char* run_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*kernel)(const void*), const void* parameters);
 
@@ -141,7 +144,7 @@ const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shar
 }
 
 inline int multiprocessors() { return ::cuda_on_cpu::multiprocessors(); }
-inline int major_architecture() { return 9; }
+inline int major_architecture() { return ::cuda_on_cpu::major_architecture(); }
 inline int shared_memory_limit() { return ::cuda_on_cpu::shared_memory_limit(); }
 
 }  // namespace fastbert::cuda

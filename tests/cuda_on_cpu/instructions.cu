@@ -19,6 +19,15 @@ __global__ void mma(const uint32_t* a, const uint32_t* b, float* d) {
   for (int i = 0; i < 4; ++i) d[lane * 4 + i] = to[i];
 }
 
+// The first half of the inner dimension.
+__global__ void mma_of_eight(const uint32_t* a, const uint32_t* b, float* d) {
+  const int lane = threadIdx.x;
+  float to[4];
+  for (int i = 0; i < 4; ++i) to[i] = d[lane * 4 + i];
+  ptx::mma_m16n8k8(to, a[lane * 4], a[lane * 4 + 1], b[lane * 2]);
+  for (int i = 0; i < 4; ++i) d[lane * 4 + i] = to[i];
+}
+
 // rows: [32][8]
 __global__ void ldmatrix(const uint16_t* rows, uint32_t* fragment, bool transposed) {
   FB_SHARED(uint16_t, matrices, 32 * 8);
@@ -91,6 +100,9 @@ FB_EXPORT const char* run_order(const int32_t* cu_seqlens, int* to, int sequence
 }
 FB_EXPORT const char* run_mma(const uint32_t* a, const uint32_t* b, float* d, bool bf16) {
   return launch(bf16 ? mma<__nv_bfloat16> : mma<__half>, dim3(1), dim3(32), 0, nullptr, a, b, d);
+}
+FB_EXPORT const char* run_mma_of_eight(const uint32_t* a, const uint32_t* b, float* d) {
+  return launch(mma_of_eight, dim3(1), dim3(32), 0, nullptr, a, b, d);
 }
 FB_EXPORT const char* run_ldmatrix(const uint16_t* rows, uint32_t* fragment, bool transposed) {
   return launch(ldmatrix, dim3(1), dim3(32), 0, nullptr, rows, fragment, transposed);

@@ -112,6 +112,32 @@ class AttentionSuite(OpSuite):
         with cuda_on_cpu.shared_memory(kibibytes):
             testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
 
+    @pytest.mark.parametrize(
+        ("lengths", "head_dim", "dtype"),
+        [
+            pytest.param((90, 0, 21), 64, torch.float16, id="usual"),
+            pytest.param((201,), 64, torch.float16, id="tiles-rotate"),
+            pytest.param((65, 130), 24, torch.float16, id="narrow"),
+            pytest.param((40,), 120, torch.float16, id="too-wide-for-tensor-cores"),
+            pytest.param((33, 5), 64, torch.bfloat16, id="a-type-without-tensor-cores"),
+        ],
+    )
+    def test_on_sm_75(self, backend, lengths, head_dim, dtype):
+        """Where there is no cp.async, and tensor cores multiply fp16 alone: the emulator fails if others are used."""
+        if backend.name != "cuda" or backend.device != "cpu":
+            backend.skip("for CUDA kernels on the CPU")
+        inputs = self.inputs((lengths, 2, head_dim), dtype, backend.device)
+        with cuda_on_cpu.turing():
+            testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
+
+    def test_sm_75_refuses_heads_that_its_shared_memory_cannot_hold(self, backend):
+        if backend.name != "cuda" or backend.device != "cpu":
+            backend.skip("for CUDA kernels on the CPU")
+        inputs = self.inputs(((9,), 1, 128), torch.float16, backend.device)
+        inputs["qkv"].requires_grad_()
+        with cuda_on_cpu.turing(), pytest.raises(RuntimeError, match="too little shared memory for heads of this size"):
+            self.ours(**inputs).sum().backward()
+
 
 class TestAttention(AttentionSuite):
     @pytest.mark.parametrize("scale", [8**-0.5, 30.0], ids=["usual", "scores of hundreds"])

@@ -220,6 +220,27 @@ def test_which_gpus_triton_serves(monkeypatch, gpus, problem):
     assert backends._triton_problem.__wrapped__() == problem
 
 
+@pytest.mark.parametrize(
+    ("gpus", "size", "problem"),
+    [
+        ([(7, 5)], 120, None),
+        ([(7, 5)], 128, "its attention kernel takes head sizes of at most 120"),
+        ([(9, 0), (7, 5)], 128, "its attention kernel takes head sizes of at most 120"),
+        ([(8, 0)], 128, None),
+        ([(8, 0)], 136, "its attention kernel takes head sizes of at most 128"),
+    ],
+)
+def test_little_shared_memory_takes_smaller_heads(monkeypatch, gpus, size, problem):
+    machine_with(monkeypatch, gpus)
+    monkeypatch.setattr(backends, "_has_turing", backends._has_turing.__wrapped__)
+    too_large = backends._is_over("cuda", backends._too_large("attention", size, 0))
+    monkeypatch.setitem(backends._PROBLEMS, "cuda", lambda: None)
+    monkeypatch.setitem(backends.SERVES, "cuda", ("cuda",))
+    asked = ("cuda", "attention", "cuda", torch.float16, True, too_large)
+    assert backends.why_not.__wrapped__(*asked) == problem
+    assert ("cuda" in backends._too_large("encoder_layer", 768, size)) == (size > 128)
+
+
 def machine_with(monkeypatch, gpus):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
@@ -257,7 +278,7 @@ def test_the_table_says_what_its_order_rests_on():
 
 @pytest.mark.parametrize(
     ("capability", "first"),
-    [((8, 0), "cuda"), ((8, 9), "cuda"), ((9, 0), "triton"), ((10, 0), "triton"), ((12, 0), "cuda")],
+    [((7, 5), "cuda"), ((8, 0), "cuda"), ((8, 9), "cuda"), ((9, 0), "triton"), ((10, 0), "triton"), ((12, 0), "cuda")],
 )
 def test_attention_is_tritons_where_warpgroups_multiply(monkeypatch, capability, first):
     machine_with(monkeypatch, [capability])

@@ -99,6 +99,15 @@ def test_mma(machine, dtype):
     assert torch.equal(collect(d, fragments.C), c + a.float() @ b.float())
 
 
+def test_mma_half_as_deep(machine):
+    """Of m16n8k8 the figures are the first 8 columns of A, and the first 8 rows of B."""
+    a, b = integers(16, 16, dtype=torch.float16), integers(16, 8, dtype=torch.float16)
+    c = integers(16, 8, dtype=torch.float32)
+    d = distribute(c, fragments.C)
+    machine("run_mma_of_eight", distribute(a, fragments.A), distribute(b, fragments.B), d)
+    assert torch.equal(collect(d, fragments.C), c + a[:, :8].float() @ b[:8].float())
+
+
 def test_mma_with_two_registers_exchanged_is_wrong(machine):
     """The tests above notice mixed-up indices."""
     a, b = integers(16, 16, dtype=torch.float16), integers(16, 8, dtype=torch.float16)

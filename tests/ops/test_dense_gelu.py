@@ -112,6 +112,15 @@ class TestDenseGelu(OpSuite):
             with pytest.raises(RuntimeError, match="32768 bytes of shared memory"):
                 self.ours(**inputs)
 
+    @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=("float16", "bfloat16"))
+    def test_on_sm_75(self, backend, dtype):
+        """fp16 by products half as deep and copies that are not asynchronous; bf16 by the library."""
+        if backend.name != "cuda" or backend.device != "cpu":
+            backend.skip("for CUDA kernels on the CPU")
+        with cuda_on_cpu.turing():
+            for shape in ((70, 72, 136), (130, 40, 264)):  # by small tiles, and by large ones
+                testing.assert_accurate(self.ours, self.truth, self.contenders(), self.inputs(shape, dtype, "cpu"))
+
 
 class TestDenseGeluTanh(TestDenseGelu):
     approximate = "tanh"

@@ -147,7 +147,8 @@ class RelativeSuite(AttentionSuite):
             args = (qkv[:, 0], qkv, qkv[:, 1], lse, *tables, cu_seqlens, 5, *rest, rng, 3, wanted)
             yield "relative_attention_bwd", args
 
-    test_shared_memory_of_every_size = None
+    test_shared_memory_of_every_size = test_on_sm_75 = None
+    test_sm_75_refuses_heads_that_its_shared_memory_cannot_hold = None
 
 
 class TestRelativeAttention(RelativeSuite):
@@ -300,6 +301,17 @@ class TestRelativeAttention(RelativeSuite):
         inputs = self.inputs(((70, 9), 1, 128, "log", KQB), dtype, backend.device)
         with cuda_on_cpu.shared_memory(99):
             testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
+
+    def test_sm_75_takes_heads_of_80(self, backend):
+        if backend.name != "cuda" or backend.device != "cpu":
+            backend.skip("for CUDA kernels on the CPU")
+        inputs = self.inputs(((40, 9), 1, 80, "log", KQB), torch.float16, backend.device)
+        with cuda_on_cpu.turing():
+            testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
+            larger = self.inputs(((9,), 1, 88, "log", KQB), torch.float16, backend.device)
+            larger["qkv"].requires_grad_()
+            with pytest.raises(RuntimeError, match="too little shared memory for heads of this size"):
+                self.ours(**larger).sum().backward()
 
     @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-5, 1e-35, 2.0])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
