@@ -162,18 +162,30 @@ __device__ __forceinline__ Words attention_bits(Key key, int block, int pair, in
   return philox(4 * block + pair, query, head, sequence, key);
 }
 
-// Byte 2j + low of the call for pair c is key 8j + 2c + low of its block.
-__device__ __forceinline__ bool is_kept(const Words& bits, int j, int low, uint32_t threshold) {
-  return (bits.word[j / 2] >> (16 * (j % 2) + 8 * low) & 0xff) >= threshold;
+// Byte 2j + low of the call for pair c is key 8j + 2c + low of its block. What is kept, in the highest bit of each
+// byte: bytes of at least the threshold, 1 to 255. Four at once: the lower seven bits are subtracted below a bit that
+// stops the borrow, and decide where the highest bits are equal.
+__device__ __forceinline__ uint32_t at_least(uint32_t bytes, uint32_t threshold) {
+  constexpr uint32_t kHighest = 0x80808080u;
+  const uint32_t all = threshold * 0x01010101u, lower = (bytes | kHighest) - (all & ~kHighest);
+  return (bytes & ~all) | (~(bytes ^ all) & lower);
 }
 
-// All 16 at once: bit 2j + low.
-__device__ __forceinline__ unsigned kept_of(const Words& bits, uint32_t threshold) {
-  unsigned kept = 0;
+__device__ __forceinline__ Words kept_bytes(Words bits, uint32_t threshold) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) kept |= unsigned(is_kept(bits, i / 2, i % 2, threshold)) << i;
+  for (int w = 0; w < 4; ++w) bits.word[w] = at_least(bits.word[w], threshold);
+  return bits;
+}
+
+// All 16 in one word, of which the lower half of each byte is left free: bit kept_bit(j, low).
+__device__ __forceinline__ uint32_t kept_of(const Words& bits, uint32_t threshold) {
+  uint32_t kept = 0;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) kept |= (at_least(bits.word[w], threshold) & 0x80808080u) >> w;
   return kept;
 }
+
+__device__ __forceinline__ int kept_bit(int j, int low) { return 8 * (j % 2 * 2 + low) + 7 - j / 2; }
 
 // ---- the two sets of kernels: on tensor cores (attention_mma.cu), and for what those do not take (attention_plain.cu)
 

@@ -70,6 +70,7 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
         for (int i = 0; i < kRowTiles; ++i) q[i].load(queries, warp_row + 16 * i);
       }
       float s[kRowTiles][kTile / 8][4];
+      std::conditional_t<kDropout, KeepSome<kRowTiles>, KeepAll> keep;
       times_transposed<T>(s, q, stream.k_or_q_tile(step), 0);
       if ((step + 1) * kTile > length) hide(s, step * kTile, length);
 #pragma unroll
@@ -91,9 +92,11 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
           total[i][half] *= shrink;
 #pragma unroll
           for (int j = 0; j < kWidth / 8; ++j) sum[i][j][2 * half] *= shrink, sum[i][j][2 * half + 1] *= shrink;
-          Words bits{};
-          if (kDropout)
-            bits = attention_bits(key, step, t, first + warp_row + 16 * i + 8 * half + g, work.head, work.sequence);
+          if constexpr (kDropout) {
+            const int query = first + warp_row + 16 * i + 8 * half + g;
+            const Words bits = attention_bits(key, step, t, query, work.head, work.sequence);
+            keep.bytes[i][half] = kept_bytes(bits, a.drop.threshold);
+          }
 #pragma unroll
           for (int j = 0; j < kTile / 8; ++j)
 #pragma unroll
@@ -101,10 +104,10 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
               float& score = s[i][j][2 * half + low];
               const float weight = ptx::exp2_approx(fmaf(score, scale, -offset));
               total[i][half] += weight;
-              score = !kDropout || is_kept(bits, j, low, a.drop.threshold) ? weight : 0;
+              score = weight;
             }
         }
-      add_product<T, kWidth>(sum, s, stream.v_or_do_tile(step), 0);
+      add_product<T, kWidth>(sum, s, stream.v_or_do_tile(step), 0, keep);
     }
 
     if (first + warp_row >= length) continue;
@@ -225,7 +228,7 @@ __global__ void __launch_bounds__(kThreads)
             const float weight = ptx::exp2_approx(fmaf(s[0][j][e], log2_of_score, -row_lse[half] * log2_of_lse));
             total[half] += weight;
             float factor = 1;
-            if (kDropout) factor = kept[half] >> (part / 4 + 2 * j + e % 2) & 1 ? a.drop.keep_scale : 0;
+            if (kDropout) factor = kept[half] >> kept_bit(part / 8 + j, e % 2) & 1 ? a.drop.keep_scale : 0;
             s[0][j][e] = weight * (dp[0][j][e] * factor - delta[half]);
           }
         add_product<T, kWidth>(dq, s, stream.k_or_q_tile(step), part);
@@ -250,9 +253,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The bits of a tile of queries against the 64 keys of a block, 16 for a query and column pair: bit 2j + low is 1 where
-// the weight of key 8j + 2 pair + low is kept. Two queries share a word, mask[query / 2][pair], so that the lanes of a
-// warp read from different banks.
+// The bits of a tile of queries against the 64 keys of a block, 16 for a query and column pair, as kept_of leaves them.
+// Two queries share a word, mask[query / 2][pair], the second 4 bits lower, so that the lanes of a warp read from
+// different banks.
 constexpr int kMask = 2 * kTile;  // words
 
 __device__ __forceinline__ void make_mask(uint32_t* mask, const Attention& a, Key key, Work work, int query,
@@ -262,7 +265,7 @@ __device__ __forceinline__ void make_mask(uint32_t* mask, const Attention& a, Ke
 #pragma unroll
     for (int low = 0; low < 2; ++low) {
       const Words bits = attention_bits(key, block, i % 4, query + i / 4 * 2 + low, work.head, work.sequence);
-      word |= kept_of(bits, a.drop.threshold) << 16 * low;
+      word |= kept_of(bits, a.drop.threshold) >> 4 * low;
     }
     mask[i] = word;
   }
@@ -323,9 +326,9 @@ __global__ void __launch_bounds__(kThreads)
       const bool large =
           __any_sync(kAllLanes, fmaxf(fabsf(tile_lse[lane()]), fabsf(tile_lse[lane() + 32])) > kLargeScore);
       const float log2_of_score = large ? kLog2e : scale, log2_of_lse = large ? 0 : kLog2e;
-      // Keys g and g + 8 of this warp are in one block of 64: bits 2j + low and 2j + 2 + low of the column pair g / 2.
+      // Keys g and g + 8 of this warp are in one block of 64, 16 bits apart in the words of the column pair g / 2.
       const uint32_t* const pairs = mask + warp_row / kTile * kMask + g % 8 / 2;
-      const int bit = warp_row % kTile / 8 * 2 + g % 2;
+      const int bit = kept_bit(warp_row % kTile / 8, g % 2) - 4;
 #pragma unroll(kUnroll)
       for (int part = 0; part < kTile; part += kPart) {
         float s[1][kPart / 8][4], dp[1][kPart / 8][4];
@@ -334,12 +337,11 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int j = 0; j < kPart / 8; ++j) {
           const int query = part + 8 * j + 2 * t;
-          const uint32_t kept = kDropout ? pairs[query / 2 * 4] : 0;  // of both queries
+          const uint32_t kept = kDropout ? pairs[query / 2 * 4] >> bit : 0;  // of both queries
 #pragma unroll
           for (int low = 0; low < 2; ++low) {
             const float query_lse = tile_lse[query + low], delta = tile_delta[query + low];
             const float inverse = tile_inverse[query + low];
-            const unsigned bits = kDropout ? kept >> 16 * low >> bit : 0;
             const float offset = query_lse * log2_of_lse;
             if (large) {
 #pragma unroll
@@ -353,7 +355,7 @@ __global__ void __launch_bounds__(kThreads)
               float &score = s[0][j][2 * half + low], &gradient = dp[0][j][2 * half + low];
               const float weight = ptx::exp2_approx(fmaf(score, log2_of_score, -offset)) * inverse;
               float factor = 1;
-              if (kDropout) factor = bits >> 2 * half & 1 ? a.drop.keep_scale : 0;
+              if (kDropout) factor = kept >> (16 * half + 4 - 4 * low) & 1 ? a.drop.keep_scale : 0;
               score = weight * factor;
               gradient = weight * (gradient * factor - delta);
             }

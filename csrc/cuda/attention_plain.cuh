@@ -81,7 +81,7 @@ __device__ __forceinline__ float largest_of_warp(float x) {
 // Whether the weight of one query and key is kept.
 __device__ __forceinline__ bool keeps(const Attention& a, Key site, int query, int key, const Work& work) {
   const Words bits = attention_bits(site, key / 64, key % 8 / 2, query, work.head, work.sequence);
-  return kept_of(bits, a.drop.threshold) >> (key % 64 / 8 * 2 + key % 2) & 1;
+  return kept_of(bits, a.drop.threshold) >> kept_bit(key % 64 / 8, key % 2) & 1;
 }
 
 // The head that a block works on, and which of its rows.

@@ -154,10 +154,24 @@ __device__ __forceinline__ void times_transposed(float (&c)[kRowTiles][kColumns]
   }
 }
 
+// What is kept of p below, two columns of a row at a time: everything, or what dropout leaves of a lane's 16.
+struct KeepAll {
+  __device__ __forceinline__ uint32_t mask(int, int, int) const { return ~0u; }
+};
+
+template <int kRowTiles>
+struct KeepSome {
+  Words bytes[kRowTiles][2];  // kept_bytes() of each row
+  __device__ __forceinline__ uint32_t mask(int i, int lower, int column) const {
+    return ptx::spread_signs(bytes[i][lower].word[column / 2], column % 2);
+  }
+};
+
 // sum[i] += p[i], rounded to T, times as many rows of the tile, from `row` on, as p has columns.
-template <class T, int kWidth, int kRowTiles, int kColumns>
+template <class T, int kWidth, int kRowTiles, int kColumns, class Keep = KeepAll>
 __device__ __forceinline__ void add_product(float (&sum)[kRowTiles][kWidth / 8][4],
-                                            const float (&p)[kRowTiles][kColumns][4], const Chunk* tile, int row) {
+                                            const float (&p)[kRowTiles][kColumns][4], const Chunk* tile, int row,
+                                            const Keep& keep = {}) {
 #pragma unroll
   for (int k = 0; k < kColumns / 2; ++k) {
     uint32_t a[kRowTiles][4];
@@ -165,8 +179,8 @@ __device__ __forceinline__ void add_product(float (&sum)[kRowTiles][kWidth / 8][
     for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        a[i][2 * half] = pack<T>(p[i][2 * k + half][0], p[i][2 * k + half][1]);
-        a[i][2 * half + 1] = pack<T>(p[i][2 * k + half][2], p[i][2 * k + half][3]);
+        a[i][2 * half] = pack<T>(p[i][2 * k + half][0], p[i][2 * k + half][1]) & keep.mask(i, 0, 2 * k + half);
+        a[i][2 * half + 1] = pack<T>(p[i][2 * k + half][2], p[i][2 * k + half][3]) & keep.mask(i, 1, 2 * k + half);
       }
 #pragma unroll
     for (int j = 0; j < kWidth / 8; j += 2) {

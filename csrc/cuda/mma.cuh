@@ -83,6 +83,13 @@ __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t
       : "r"(a0), "r"(a1), "r"(b0));
 }
 
+// The lower half repeats the highest bit of byte 2 pair, the upper half that of the next byte.
+__device__ __forceinline__ uint32_t spread_signs(uint32_t bytes, int pair) {
+  uint32_t spread;
+  asm("prmt.b32 %0, %1, 0, %2;\n" : "=r"(spread) : "r"(bytes), "r"(pair ? 0xBBAA : 0x9988));
+  return spread;
+}
+
 // 2^x to 2 ulp; denormal results are 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

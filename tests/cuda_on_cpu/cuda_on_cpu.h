@@ -114,6 +114,11 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 
 void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0);  // of __half
 
+inline uint32_t spread_signs(uint32_t bytes, int pair) {
+  const auto sign = [&](int byte) { return uint32_t(int32_t(bytes << (24 - 8 * byte)) >> 31); };
+  return (sign(2 * pair) & 0xFFFF) | sign(2 * pair + 1) << 16;
+}
+
 inline float exp2_approx(float x) {
   const float y = exp2f(x);
   return y < 0x1p-126f ? 0 : y;
