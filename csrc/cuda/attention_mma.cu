@@ -4,8 +4,8 @@
 // A block of up to 8 warps owns a tile of rows; a warp owns 16 or 32 of them, from the first product to the last:
 // scores never leave its registers, for the accumulator of one product is, rounded, the A operand of the next. The
 // other side of the sequence arrives by cp.async in tiles of 64 rows, two ahead (one, where shared memory is small). If
-// all of it fits into shared memory (S <= 512 at D = 64), it stays there for all tiles of rows that the block works on;
-// else three tiles rotate.
+// two blocks that hold all of it fit on a multiprocessor (S <= 384 at D = 64 on sm_90), it stays there for all tiles of
+// rows that the block works on; else three tiles rotate.
 //
 // Dropout in the forward and for dQ costs one Philox call for the 16 scores of a row that a thread holds
 // (fastbert/random.py). For dK and dV rows are keys and the accumulator is transposed, so one call's bits belong to
@@ -31,6 +31,56 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLargeScore = 1024;
 
 // ---- forward
+
+// A step of softmax over blocks of keys, for row g (half 0) or g + 8 (half 1) of a warp's 16: the scores become weights
+// relative to the largest score so far, and what has been summed up before shrinks where that has grown.
+template <int kColumns, int kSums>
+__device__ __forceinline__ void weigh(float (&s)[kColumns][4], int half, float scale, float& largest, float& total,
+                                      float (&sum)[kSums][4]) {
+  float maximum = largest;
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) maximum = fmaxf(maximum, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
+  maximum = largest_of_row(maximum);
+  const float shrink = ptx::exp2_approx((largest - maximum) * scale);
+  float offset = maximum * scale;
+  if (fabsf(offset) > kLargeScore) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) s[j][2 * half] -= maximum, s[j][2 * half + 1] -= maximum;
+    offset = 0;
+  }
+  largest = maximum;
+  total *= shrink;
+#pragma unroll
+  for (int j = 0; j < kSums; ++j) sum[j][2 * half] *= shrink, sum[j][2 * half + 1] *= shrink;
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+    for (int low = 0; low < 2; ++low) {
+      float& score = s[j][2 * half + low];
+      score = ptx::exp2_approx(fmaf(score, scale, -offset));
+      total += score;
+    }
+}
+
+// Writes out and lse of a warp's 16 rows, from `row` of the sequence on.
+template <class T, int kWidth>
+__device__ __forceinline__ void finish(const Attention& a, const Head<T>& head, Work work, int row,
+                                       const float (&sum)[kWidth / 8][4], const float (&largest)[2],
+                                       const float (&total)[2], Chunk* tile, int tile_row, T* out, float* lse) {
+  const int g = lane() / 4, t = lane() % 4, length = head.bounds.length;
+  const int64_t stride = int64_t(a.heads) * a.D;
+  float factor[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float weights = sum_of_row(total[half]);
+    factor[half] = (a.drop.threshold ? a.drop.keep_scale : 1) / weights;
+    if (t == 0 && row + 8 * half + g < length)
+      lse[work.head * a.tokens + head.bounds.start + row + 8 * half + g] =
+          __fadd_rn(__fmul_rn(largest[half], a.scale), logf(weights));
+  }
+  T* const rows = out + head.bounds.start * stride + work.head * a.D;
+  store<T, kWidth>(sum, factor[0], factor[1], tile, tile_row, rows, stride, row, length, a.D);
+}
 
 template <class T, int kWidth, int kRowTiles, bool kDropout>
 __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T* __restrict__ out,  // [T, H, D]
@@ -77,56 +127,70 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
       for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float maximum = largest[i][half];
-#pragma unroll
-          for (int j = 0; j < kTile / 8; ++j) maximum = fmaxf(maximum, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
-          maximum = largest_of_row(maximum);
-          const float shrink = ptx::exp2_approx((largest[i][half] - maximum) * scale);
-          float offset = maximum * scale;
-          if (fabsf(offset) > kLargeScore) {
-#pragma unroll
-            for (int j = 0; j < kTile / 8; ++j) s[i][j][2 * half] -= maximum, s[i][j][2 * half + 1] -= maximum;
-            offset = 0;
-          }
-          largest[i][half] = maximum;
-          total[i][half] *= shrink;
-#pragma unroll
-          for (int j = 0; j < kWidth / 8; ++j) sum[i][j][2 * half] *= shrink, sum[i][j][2 * half + 1] *= shrink;
+          weigh(s[i], half, scale, largest[i][half], total[i][half], sum[i]);
           if constexpr (kDropout) {
             const int query = first + warp_row + 16 * i + 8 * half + g;
             const Words bits = attention_bits(key, step, t, query, work.head, work.sequence);
             keep.bytes[i][half] = kept_bytes(bits, a.drop.threshold);
           }
-#pragma unroll
-          for (int j = 0; j < kTile / 8; ++j)
-#pragma unroll
-            for (int low = 0; low < 2; ++low) {
-              float& score = s[i][j][2 * half + low];
-              const float weight = ptx::exp2_approx(fmaf(score, scale, -offset));
-              total[i][half] += weight;
-              score = weight;
-            }
         }
       add_product<T, kWidth>(sum, s, stream.v_or_do_tile(step), 0, keep);
     }
 
     if (first + warp_row >= length) continue;
-    const int64_t stride = int64_t(a.heads) * a.D;
-    T* const rows = out + head.bounds.start * stride + work.head * a.D;
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      const int row = first + warp_row + 16 * i;
-      float factor[2];
+    for (int i = 0; i < kRowTiles; ++i)
+      finish<T, kWidth>(a, head, work, first + warp_row + 16 * i, sum[i], largest[i], total[i], queries,
+                        warp_row + 16 * i, out, lse);
+  }
+}
+
+// Of sequences of up to 32 tokens a warp has a whole head, so that a tile has no empty rows or columns but for those of
+// 32 that the sequence does not have, and no warp waits for another.
+constexpr int kShort = 32, kShortWarps = 4;
+
+template <class T, int kWidth, bool kDropout>
+__global__ void __launch_bounds__(32 * kShortWarps)
+    attention_short_fwd_kernel(Attention a, T* __restrict__ out,  // [T, H, D]
+                               float* __restrict__ lse) {         // [H, T]
+  constexpr int kMatrix = kShort * kWidth / 8;
+  if (is_unused<T, kWidth>()) return;
+  if (fill_uncovered(a, out, int64_t(a.heads) * a.D, lse)) return;
+  const int warp = threadIdx.x / 32;
+  const int64_t index = int64_t(blockIdx.x) * kShortWarps + warp;
+  if (index >= int64_t(a.heads) * a.sequences) return;
+  const Work work = place_of(a, 1, int(index));
+  const Head<T> head(a, work);
+  const int length = head.bounds.length;
+  const Key key = kDropout ? site_key(a.drop) : Key{};
+  FB_DYNAMIC_SHARED(shared);
+  Chunk* const queries = reinterpret_cast<Chunk*>(shared) + 3 * kMatrix * warp;
+  Chunk *const keys = queries + kMatrix, *const values = keys + kMatrix;
+  copy_by_warp<kShort, kWidth>(queries, head.q, a.D);
+  copy_by_warp<kShort, kWidth>(keys, head.k, a.D);
+  copy_by_warp<kShort, kWidth>(values, head.v, a.D);
+  commit_copies();
+  wait_for_copies<0>();
+  __syncwarp();
+
+  for (int row = 0; row < length; row += 16) {
+    Operand<kWidth, true> q[1];
+    float s[1][kShort / 8][4], sum[1][kWidth / 8][4] = {}, largest[2] = {-FLT_MAX, -FLT_MAX}, total[2] = {};
+    std::conditional_t<kDropout, KeepSome<1>, KeepAll> keep;
+    q[0].load(queries, row);
+    times_transposed<T>(s, q, keys, 0);
+    if (length < kShort) hide(s, 0, length);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float weights = sum_of_row(total[i][half]);
-        factor[half] = (kDropout ? a.drop.keep_scale : 1) / weights;
-        if (t == 0 && row + 8 * half + g < length)
-          lse[work.head * a.tokens + head.bounds.start + row + 8 * half + g] =
-              __fadd_rn(__fmul_rn(largest[i][half], a.scale), logf(weights));
+    for (int half = 0; half < 2; ++half) {
+      weigh(s[0], half, a.scale * kLog2e, largest[half], total[half], sum[0]);
+      if constexpr (kDropout) {
+        const int query = row + 8 * half + lane() / 4;
+        const Words bits = attention_bits(key, 0, lane() % 4, query, work.head, work.sequence);
+        keep.bytes[0][half] = kept_bytes(bits, a.drop.threshold);
       }
-      store<T, kWidth>(sum[i], factor[0], factor[1], queries, warp_row + 16 * i, rows, stride, row, length, a.D);
     }
+    add_product<T, kWidth>(sum, s, values, 0, keep);
+    finish<T, kWidth>(a, head, work, row, sum[0], largest, total, queries, row, out, lse);
   }
 }
 
@@ -384,19 +448,25 @@ struct Plan {
 
 // row_chunks: chunks of shared memory for each row of the block; tile_chunks: for a streamed tile.
 Plan plan_of(const Attention& a, int rows_of_warp, int row_chunks, int tile_chunks) {
-  const int tiles = (a.longest + kTile - 1) / kTile, limit = shared_memory_limit();
+  constexpr int kReserved = 1 << 10;  // of a multiprocessor's shared memory, by the driver, for each block
+  const int tiles = (a.longest + kTile - 1) / kTile, limit = shared_memory_limit(), half = (limit - kReserved) / 2;
+  const auto of_rows = [&](int warps) { return warps * rows_of_warp * row_chunks * 16; };
+  // As many tiles as leave room for a second block, which computes while the first one waits: all, for then they are
+  // read once, or two or three that rotate. Where no second one fits, those of one block.
   const auto slots_of = [&](int warps) {
-    const int room = (limit - warps * rows_of_warp * row_chunks * 16) / (tile_chunks * 16);
-    return tiles <= room ? tiles : std::max(2, std::min(kRotating, room));
+    const auto slots_in = [&](int bytes) {
+      const int room = (bytes - of_rows(warps)) / (tile_chunks * 16);
+      return tiles <= room ? tiles : std::min(kRotating, room);
+    };
+    const int slots = slots_in(half), least = std::min(tiles, 2);
+    return slots >= least ? slots : std::max(slots_in(limit), least);
   };
-  const auto bytes_of = [&](int warps) {
-    return (warps * rows_of_warp * row_chunks + slots_of(warps) * tile_chunks) * 16;
-  };
+  const auto bytes_of = [&](int warps) { return of_rows(warps) + slots_of(warps) * tile_chunks * 16; };
   // At least 64 rows; more, up to 8 warps, where a sequence has them. But 4 warps where a multiprocessor has room for
   // two such blocks: they balance uneven work better than one block twice as large.
   int warps = 64 / rows_of_warp;
   while (warps < 8 && a.longest > warps * rows_of_warp && bytes_of(2 * warps) <= limit &&
-         (warps < 4 || 2 * bytes_of(warps) > limit))
+         (warps < 4 || bytes_of(warps) > half))
     warps *= 2;
   const int row_tiles = (a.longest + warps * rows_of_warp - 1) / (warps * rows_of_warp);
   const int64_t heads = std::max<int64_t>(1, int64_t(a.heads) * a.sequences);
@@ -416,7 +486,18 @@ const char* run(const Attention& a, const Plan& plan, int64_t other_blocks, void
 }
 
 template <class T, int kWidth, bool kDropout>
+const char* short_forward(const Attention& a, void* out, float* lse, void* stream) {
+  const int64_t blocks = fill_blocks(a) + divide_up(int64_t(a.heads) * a.sequences, kShortWarps);
+  if (blocks > INT32_MAX / kShortWarps) return "attention: too many heads and sequences for one launch";
+  constexpr size_t kBytes = 3 * kShortWarps * kShort * kWidth * sizeof(T);
+  return launch(attention_short_fwd_kernel<T, kWidth, kDropout>, dim3(blocks), dim3(32 * kShortWarps), kBytes, stream,
+                a, static_cast<T*>(out), lse);
+}
+
+template <class T, int kWidth, bool kDropout>
 const char* forward(const Attention& a, void* out, float* lse, void* stream) {
+  if constexpr (kWidth <= 64)
+    if (a.longest <= kShort) return short_forward<T, kWidth, kDropout>(a, out, lse, stream);
   constexpr int kRowTiles = kWidth > 64 || (kWidth == 64 && kDropout) ? 1 : 2;
   const Plan plan = plan_of(a, 16 * kRowTiles, kWidth / 8, Stream<kWidth, T>::chunks(false));
   return run(a, plan, fill_blocks(a), stream, attention_fwd_kernel<T, kWidth, kRowTiles, kDropout>,

@@ -59,4 +59,31 @@ __device__ __forceinline__ void copy(Chunk* tile, const Rows<T>& from, int row, 
     ptx::cp_async16(to, r < rows ? source : from.first, r < rows ? 16 : 0);
 }
 
+// Starts to copy the first kRows rows to a tile of a warp's own; zeros behind the last row and beyond D.
+template <int kRows, int kWidth, class T>
+__device__ __forceinline__ void copy_by_warp(Chunk* tile, const Rows<T>& from, int D) {
+  constexpr int kChunks = kWidth / 8, kCount = kRows * kChunks / 32, kTogether = kCount < 4 ? kCount : 4;
+#pragma unroll
+  for (int first = 0; first < kCount; first += kTogether) {
+    Chunk chunk[kTogether];  // of sm_75, as in copy_now
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int place = (first + i) * 32 + lane(), row = place / kChunks, column = place % kChunks * 8;
+      const bool inside = row < from.count && column < D;
+      const T* const source = inside ? from.first + row * from.stride + column : from.first;
+      if (is_turing()) {
+        chunk[i] = inside ? *reinterpret_cast<const Chunk*>(source) : Chunk{};
+      } else {
+        ptx::cp_async16(tile + swizzle<kWidth>(row, column / 8), source, inside ? 16 : 0);
+      }
+    }
+    if (!is_turing()) continue;
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int place = (first + i) * 32 + lane();
+      tile[swizzle<kWidth>(place / kChunks, place % kChunks)] = chunk[i];
+    }
+  }
+}
+
 }  // namespace fastbert::cuda

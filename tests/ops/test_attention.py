@@ -22,6 +22,7 @@ class AttentionSuite(OpSuite):
         pytest.param(((5, 0, 3), 2, 8), id="an-empty-sequence"),
         pytest.param(((1, 17, 64), 1, 5), id="one-token-a-whole-tile-and-odd-sizes"),
         pytest.param(((16, 15, 17), 2, 64), id="around-16"),
+        pytest.param(((32, 31, 1, 0, 9), 3, 40), id="several-in-a-block"),
         pytest.param(((64, 63, 65), 2, 32), id="around-64", marks=slow_interpreted),
         pytest.param(((129, 127), 1, 128), id="around-128", marks=slow_interpreted),
         pytest.param(((129, 3), 2, 64), id="a-program-with-two-key-tiles"),
@@ -99,7 +100,8 @@ class AttentionSuite(OpSuite):
         ("kibibytes", "lengths", "heads", "head_dim"),
         [
             pytest.param(227, (300, 20), 6, 32, id="a-block-walks-over-two-tiles-of-rows"),
-            pytest.param(99, (270,), 1, 64, id="three-tiles-rotate-forward"),
+            pytest.param(140, (270,), 1, 64, id="three-tiles-rotate-forward"),
+            pytest.param(99, (270,), 1, 64, id="two-tiles-rotate-in-two-blocks"),
             pytest.param(163, (330,), 1, 128, id="three-tiles-rotate-backward"),
             pytest.param(99, (200,), 1, 128, id="two-tiles-rotate"),
         ],
@@ -425,14 +427,22 @@ class TestAttentionDropout(AttentionSuite):
         bits = random.attention_bits(torch.tensor([self.key]), self.site, sequence + 1, q.shape[0], length, length)
         return ((bits[-1] >= 26).double() * (256 / 230)).to(q.device, q.dtype)  # round(0.1 * 2**8) = 26
 
-    def test_dropped_weights_are_the_contract_s(self, backend):
-        """Values that name their key show which keys were dropped."""
-        length = 70
-        qkv = torch.zeros(length, 3, 1, 128, device=backend.device)
+    @pytest.mark.parametrize("p", [1 / 256, 0.1, 0.5, 0.9, 255 / 256])
+    @pytest.mark.parametrize("length", [27, 70])
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
+    def test_dropped_weights_are_the_contract_s(self, backend, dtype, length, p):
+        """Values that name their key show which keys were dropped, and so do their gradients."""
+        backend.require(dtype, backward=True)
+        threshold, arguments = round(p * 256), self.dropout_arguments(torch.empty(0, device=backend.device))
+        qkv = torch.zeros(length, 3, 1, 128 if length > 64 else 32, device=backend.device, dtype=dtype)
         qkv[:, 2, 0, :length] = torch.eye(length, device=backend.device)
-        out = ops.attention(qkv, ends((length,), backend.device), length, **self.dropout_arguments(qkv))
-        kept = self.factors(qkv, 0, length)[0] > 0
+        qkv.requires_grad_()
+        out = ops.attention(qkv, ends((length,), backend.device), length, **arguments | {"dropout_p": p})
+        key = torch.tensor([self.key])
+        kept = random.attention_bits(key, self.site, 1, 1, length, length)[0, 0].to(backend.device) >= threshold
         assert torch.equal(out[:, 0, :length] > 0, kept)
+        (gradient,) = torch.autograd.grad(out[:, 0, :length].diagonal().sum(), qkv)  # query i asks about key i
+        assert torch.equal(gradient[:, 2, 0, :length].diagonal() > 0, kept.diagonal())
 
 
 class TestQkvAttention:
