@@ -41,7 +41,8 @@ def _tiles(M: int, N: int, num_warps: int, num_stages: int = 1, **more: bool) ->
     return Config({"M": M, "N": N, **more}, num_warps, num_stages)
 
 
-# Arguments: padded head size, bits of an element, few: whether tiles of 128 queries are too few to fill the chip.
+# Arguments: padded head size, bits of an element, few: whether tiles of 128 queries are too few to fill the chip, or
+# too large for the longest sequence.
 # Chosen by compiling (docs/triton_report.md), so that nothing spills. RELOAD: queries are read again for every tile of
 # keys, because float32, and mma.sync at D = 128, leave too few registers to hold them.
 def _forward_80(width: int, bits: int, few: bool) -> Config:
@@ -73,7 +74,7 @@ def _keys_80(width: int, bits: int, few: bool) -> Config:
 
 
 def _keys_90(width: int, bits: int, few: bool) -> Config:
-    return _keys_80(width, bits, few) if bits == 32 else _tiles(128, 64, 8)
+    return _keys_80(width, bits, few) if bits == 32 else _tiles(128, 64, 8, 1 if width > 64 else 2)
 
 
 def _keys_100(width: int, bits: int, few: bool) -> Config:

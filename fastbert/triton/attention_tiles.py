@@ -221,5 +221,5 @@ class Call:
         return max(1, triton.cdiv(self.longest, size))
 
     def pick(self, table):
-        few = self.tiles(128) * self.heads * self.batch < multiprocessors(self.qkv.device)
+        few = self.longest <= 64 or self.tiles(128) * self.heads * self.batch < multiprocessors(self.qkv.device)
         return pick(table, self.qkv.device, self.width, 8 * self.qkv.element_size(), few)
