@@ -4,6 +4,8 @@ All rows but some are zeros, which on a CPU take no memory before they are writt
 around 2**30 and 2**31 elements, and at the end; what an op makes of them is compared with the reference on these alone.
 """
 
+import fcntl
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,8 @@ def backend(request):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip(f"{name}: no GPU")
     torch.use_deterministic_algorithms(False)  # which fills what is allocated, and so writes inputs
-    with fastbert.backend(name):
+    with open(Path(tempfile.gettempdir(), "fastbert-large-tensors"), "w") as turn, fastbert.backend(name):
+        fcntl.flock(turn, fcntl.LOCK_EX)  # one at a time, however many processes run tests
         yield name, device
 
 
