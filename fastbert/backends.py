@@ -1,14 +1,16 @@
 """Which kernel runs: the only file that decides.
 
-A backend implements ops: `reference` (plain PyTorch, any device), `cpu` (C++), `triton`, `cuda` (C++/CUDA).
-`KERNELS` says what each can do, `order` which is preferred where, `why_not` gives the reason against one. The first
-backend of the order without a reason runs; `with backend("cpu"):` allows only that one and fails with its reason.
+A backend implements ops: `reference` (plain PyTorch, any device), `cpu` (C++), `triton`, `cuda` (C++/CUDA), and for
+attention alone `varlen` (PyTorch's varlen_attn). `KERNELS` says what each can do, `order` which is preferred where,
+`why_not` gives the reason against one. The first backend of the order without a reason runs; `with backend("cpu"):`
+allows only that one and fails with its reason, `with backend(attention="cuda"):` does so for one op.
 """
 
 import contextlib
 import ctypes
 import importlib
 import importlib.util
+import inspect
 import os
 import shutil
 import threading
@@ -23,11 +25,13 @@ from types import ModuleType
 import torch
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
+LIBRARIES = ("varlen",)  # other people's kernels, each for one op, which run where they are asked for by name
 REBUILD = "`pip install --no-cache-dir --force-reinstall --no-deps .` in fastbert's source"
 OLDEST_TORCH = (2, 11)  # that `_C` loads with, whichever torch it was built with (docs/build.md)
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATS64 = (*_FLOATS, torch.float64)
+_HALF = (torch.bfloat16, torch.float16)
 _ANY = (*_FLOATS64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _ON_CPU = "benchmarks/results/cpu/ops.jsonl"
 _PREPARED = "benchmarks/results/cpu/prepare.jsonl"
@@ -37,16 +41,20 @@ _PREPARED = "benchmarks/results/cpu/prepare.jsonl"
 class Kernel:
     """What one backend's implementation of one op can do, and why it stands where it does in the table.
 
-    dtypes: of the activations. largest: row length (of attention: head size), None for any. on_turing: the same where
-    a GPU of sm_75 is among those that PyTorch sees, whose blocks have 64 KiB of shared memory. forced_only: it runs
-    where its backend is forced, never by preference. leads_on: generations of GPUs (the major of the compute
-    capability) on which it comes before what stands above it.
+    dtypes: of the activations. largest: row length (of attention: head size), None for any; it has to be a multiple of
+    `multiple`. on_turing: its largest where a GPU of sm_75 is among those that PyTorch sees, whose blocks have 64 KiB
+    of shared memory. dropout: whether it drops what `fastbert.random` says. repeatable: whether its backward gives the
+    same bits each time. forced_only: it runs where its backend is forced, never by preference. leads_on: generations of
+    GPUs (the major of the compute capability) on which it comes before what stands above it.
     """
 
     dtypes: tuple[torch.dtype, ...]
     largest: int | None = None
     on_turing: int | None = None
+    multiple: int = 1
     backward: bool = True
+    dropout: bool = True
+    repeatable: bool = True
     measured: str = "not yet measured"
     forced_only: bool = False
     leads_on: tuple[int, ...] = ()
@@ -78,6 +86,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/attention.jsonl"),
         "cuda": Kernel(_FLOATS, largest=128, on_turing=120),
         "triton": Kernel(_FLOATS, largest=128, leads_on=_WARPGROUPS),
+        "varlen": Kernel(_HALF, largest=256, multiple=8, dropout=False, repeatable=False, forced_only=True),
     },
     "relative_attention": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/relative.jsonl"),
@@ -115,7 +124,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
 OPS = tuple(KERNELS)
 
 # The device types whose tensors a backend takes. Triton takes the CPU's too where its interpreter is on.
-SERVES: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "triton": ("cuda",), "cuda": ("cuda",)}
+SERVES: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "triton": ("cuda",), "cuda": ("cuda",), "varlen": ("cuda",)}
 
 
 def _listed(device_type: str, op: str) -> tuple[str, ...]:
@@ -125,9 +134,10 @@ def _listed(device_type: str, op: str) -> tuple[str, ...]:
 
 _ON_TURING = " on sm_75"  # behind a backend's name: what it is limited to there
 _LISTED = {device_type: {op: _listed(device_type, op) for op in OPS} for device_type in ("cpu", "cuda")}
+# op -> (backend, the largest size it takes, of which that is a multiple); that of sm_75 for itself
 _LIMITS = {
-    op: [(name, k.largest) for name, k in kernels.items() if k.largest]
-    + [(name + _ON_TURING, k.on_turing) for name, k in kernels.items() if k.on_turing]
+    op: [(name, k.largest, k.multiple) for name, k in kernels.items() if k.largest]
+    + [(name + _ON_TURING, k.on_turing, 1) for name, k in kernels.items() if k.on_turing]
     for op, kernels in KERNELS.items()
 }
 
@@ -273,14 +283,34 @@ def _interpreter_problem() -> str | None:
     return None
 
 
-_PROBLEMS = {"reference": lambda: None, "cpu": _cpu_problem, "triton": _triton_problem, "cuda": _cuda_problem}
+@cache
+def _varlen_problem() -> str | None:
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return "this PyTorch has no torch.nn.attention.varlen"
+    if not torch.cuda.is_available():
+        return "PyTorch sees no GPU"
+    if problem := _gpu_problem(lambda capability: capability >= (8, 0), "FlashAttention is for GPUs from sm_80 on"):
+        return problem
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "this PyTorch was built without FlashAttention"
+    call = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    return None if "scale" in inspect.signature(call).parameters else "this PyTorch's varlen_attn takes no scale"
+
+
+_PROBLEMS = {
+    "reference": lambda: None,
+    "cpu": _cpu_problem,
+    "triton": _triton_problem,
+    "cuda": _cuda_problem,
+    "varlen": _varlen_problem,
+}
 
 
 @cache
 def why_not(
-    name: str, op: str, device_type: str, dtype: torch.dtype, backward: bool = False, too_large: bool = False
+    name: str, op: str, device_type: str, dtype: torch.dtype, backward: bool = False, unfit: bool = False
 ) -> str | None:
-    """The reason why a backend cannot run an op on such an input, or None if it can."""
+    """The reason why a backend cannot run an op on such an input, or None if it can. unfit: as `_unfit` says."""
     if name == "reference":
         return None
     kernel = KERNELS[op].get(name)
@@ -293,19 +323,36 @@ def why_not(
         return problem
     if dtype not in kernel.dtypes:
         return f"its {op} kernel does not take {dtype}"
-    if too_large:
+    if unfit:
         what = {
             "attention": "head sizes",
             "relative_attention": "head sizes",
             "encoder_layer": "what its attention takes, and rows",
         }.get(op, "rows")
         largest = kernel.on_turing if kernel.on_turing and _has_turing() else kernel.largest
-        return f"its {op} kernel takes {what} of at most {largest}"
+        of = f", multiples of {kernel.multiple}" if kernel.multiple > 1 else ""
+        return f"its {op} kernel takes {what} of at most {largest}{of}"
     if name == "triton" and dtype == torch.bfloat16 and _interpreting():
         return "Triton's interpreter is wrong for bfloat16"
     if backward and not kernel.backward:
         return f"its {op} kernel has no backward"
     return None
+
+
+def _why_not_now(name: str, op: str, backward: bool, drops: bool) -> str | None:
+    """What stands against a backend in this call alone."""
+    kernel = KERNELS[op].get(name)
+    if kernel is None:
+        return None
+    if drops and not kernel.dropout:
+        return f"its {op} kernel has not our dropout, whose masks are the same everywhere; expected dropout_p = 0"
+    if backward and not kernel.repeatable and _deterministic():
+        return f"deterministic algorithms are asked for, and its {op} kernel's backward is not known to be repeatable"
+    return None
+
+
+def _deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 # ---- the choice
@@ -322,61 +369,102 @@ def order(device_type: str, op: str) -> tuple[str, ...]:
     return tuple(sorted(listed, key=lambda name: not leads(name)))
 
 
-def _checked(name: str | None) -> str | None:
-    if name is not None and name not in BACKENDS:
-        raise ValueError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}")
-    return name
+Forced = dict[str, str]  # op -> the only backend that may run it
 
 
-class _Forced(threading.local):
-    name: str | None = _checked(os.environ.get("FASTBERT_BACKEND") or None)
+def _forcing(before: Forced, name: str | None, ops: dict[str, str | None], everywhere: bool) -> Forced:
+    """What is forced within a block, given what was before. everywhere: `name` is for all ops, None included."""
+    if everywhere and name not in (None, *BACKENDS):
+        hint = f"; of one op it is: expected {_only_op(name)}={name!r}" if name in LIBRARIES else ""
+        raise ValueError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}{hint}")
+    for op, its in ops.items():
+        if op not in OPS:
+            raise ValueError(f"unknown op {op!r}; expected one of {', '.join(OPS)}")
+        if its not in (None, "reference", *KERNELS[op]):
+            raise ValueError(f"{op} has no backend {its!r}; expected one of reference, {', '.join(KERNELS[op])}")
+    forced = before if not everywhere else dict.fromkeys(OPS, name) if name else {}
+    return {op: its for op, its in (forced | ops).items() if its}
 
 
-_forced = _Forced()
-_blocks: list[list[str | None]] = []  # the backend(...) blocks that are open in any thread, latest last
-_latest = _forced.name  # the latest one's backend: torch.compile guards on a global, but not on a thread-local
+def _only_op(library: str) -> str:
+    return next(op for op, kernels in KERNELS.items() if library in kernels)
+
+
+def _from_environment(text: str) -> Forced:
+    """FASTBERT_BACKEND: a backend, op=backend, or both, with commas between them."""
+    entries = [entry.strip() for entry in text.split(",") if entry.strip()]
+    names = [entry for entry in entries if "=" not in entry]
+    ops = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    return _forcing({}, ",".join(names) or None, ops, everywhere=bool(names))
+
+
+class _Here(threading.local):
+    forced: Forced = _from_environment(os.environ.get("FASTBERT_BACKEND", ""))
+
+
+_here = _Here()
+_blocks: list[list[Forced]] = []  # the backend(...) blocks that are open in any thread, latest last
+_latest = _here.forced  # the latest one's: torch.compile guards on a global, but not on a thread-local
 _lock = threading.Lock()
 _calls: Counter[tuple[str, str]] = Counter()
 _announced = False
+_UNCHANGED = object()
 
 
 @contextlib.contextmanager
-def backend(name: str | None) -> Iterator[None]:
+def backend(name: str | None = _UNCHANGED, **ops: str | None) -> Iterator[None]:
     """Within this block, and in this thread, every op runs on one backend, backward passes included.
 
-    name: "reference", "cpu", "triton" or "cuda"; None returns to the order of preference. An op that the backend
-    cannot run raises RuntimeError with the reason. Code compiled by `torch.compile` follows the latest block
-    that is open in any thread (and is compiled again for it). `FASTBERT_BACKEND` sets the same for a whole process.
+    name: "reference", "cpu", "triton" or "cuda"; None returns to the order of preference. ops: the backend of single
+    ops, which the others leave as it is: `backend(attention="varlen")` is attention by PyTorch's varlen_attn, a kernel
+    that no other way leads to, in a model that else runs as before. An op that the backend cannot run raises
+    RuntimeError with the reason. Code compiled by `torch.compile` follows the latest block that is open in any thread
+    (and is compiled again for it). `FASTBERT_BACKEND` ("cuda", "attention=varlen") sets the same for a whole process.
+    Raises ValueError for an unknown name.
     """
-    before, block = _forced.name, [_checked(name)]
-    _forced.name = name
+    before = _here.forced
+    block = [_forcing(before, name, ops, everywhere=name is not _UNCHANGED)]
+    _here.forced = block[0]
     _set_block(block, is_open=True)
     try:
         yield
     finally:
-        _forced.name = before
+        _here.forced = before
         _set_block(block, is_open=False)
 
 
-def forced() -> str | None:
-    """The backend that `backend` forces in this thread."""
-    return _forced.name
+def forced() -> tuple[tuple[str, str], ...]:
+    """What `backend` forces in this thread, as pairs of an op and its backend: `backend(None, **dict(forced()))`."""
+    return tuple(_here.forced.items())
 
 
-def _set_block(block: list[str | None], is_open: bool) -> None:
+def forced_apart(op: str, whole: str) -> bool:
+    """Whether another backend is forced for an op than for the op that it is part of, which then cannot run it."""
+    forced = _latest if torch.compiler.is_compiling() else _here.forced
+    return forced.get(op) != forced.get(whole)
+
+
+def _set_block(block: list[Forced], is_open: bool) -> None:
     global _latest
     with _lock:
         _blocks[:] = [other for other in _blocks if other is not block] + [block] * is_open
-        _latest = _blocks[-1][0] if _blocks else _Forced.name
+        _latest = _blocks[-1][0] if _blocks else _Here.forced
 
 
 def _choose(
-    forced: str | None, op: str, device_type: str, dtype: torch.dtype, backward: bool, too_large: tuple[str, ...]
+    forced: str | None,
+    op: str,
+    device_type: str,
+    dtype: torch.dtype,
+    backward: bool,
+    unfit: tuple[str, ...],
+    drops: bool,
 ) -> str:
     _announce_missing_extension()
     names = (forced,) if forced else order(device_type, op)
     for name in names:
-        reason = why_not(name, op, device_type, dtype, backward, _is_over(name, too_large))
+        reason = why_not(name, op, device_type, dtype, backward, _is_unfit(name, unfit))
+        reason = _why_not_now(name, op, backward, drops) if reason is None else reason
         if reason is None:
             return name
     raise RuntimeError(f"backend {forced!r} cannot run {op}: {reason}")
@@ -386,41 +474,54 @@ def _choose(
 _choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def choose(op: str, device_type: str, dtype: torch.dtype, *, backward: bool, size: int = 0, head_size: int = 0) -> str:
+def choose(
+    op: str,
+    device_type: str,
+    dtype: torch.dtype,
+    *,
+    backward: bool,
+    size: int = 0,
+    head_size: int = 0,
+    drops: bool = False,
+) -> str:
     """The backend that runs this call. size: the row length, of attention the head size. head_size: of a layer's.
+    drops: whether it has dropout.
 
     Raises RuntimeError when a forced backend cannot.
     """
-    forced = _latest if torch.compiler.is_compiling() else _forced.name
-    return _choose(forced, op, device_type, dtype, backward, _too_large(op, size, head_size))
+    forced = (_latest if torch.compiler.is_compiling() else _here.forced).get(op)
+    return _choose(forced, op, device_type, dtype, backward, _unfit(op, size, head_size), drops)
 
 
-def _too_large(op: str, size: int, head_size: int) -> tuple[str, ...]:
-    """The backends for which it is. In traced code, so that torch.compile guards on the outcome and not on the size."""
-    over = [name for name, largest in _LIMITS.get(op, ()) if size > largest]
-    return *over, *[name for name, largest in _LIMITS["attention"] if head_size > largest]
+def _unfit(op: str, size: int, head_size: int) -> tuple[str, ...]:
+    """The backends that do not take these sizes. In traced code, so that torch.compile guards on the outcome and not on
+    the size."""
+    over = [name for name, largest, of in _LIMITS[op] if size > largest or (of > 1 and size % of != 0)]
+    if head_size:
+        over += [name for name, largest, _ in _LIMITS["attention"] if head_size > largest]
+    return tuple(over)
 
 
-def _is_over(name: str, too_large: tuple[str, ...]) -> bool:
-    return name in too_large or (name + _ON_TURING in too_large and _has_turing())
+def _is_unfit(name: str, unfit: tuple[str, ...]) -> bool:
+    return name in unfit or (name + _ON_TURING in unfit and _has_turing())
 
 
 def find(
     op: str, device_type: str, dtype: torch.dtype, *, backward: bool, size: int = 0, head_size: int = 0
 ) -> str | None:
     """As `choose`, of an op that others can stand in for: None where no backend but `reference` would run it."""
-    forced = _latest if torch.compiler.is_compiling() else _forced.name
-    return _find(forced, op, device_type, dtype, backward, _too_large(op, size, head_size))
+    forced = (_latest if torch.compiler.is_compiling() else _here.forced).get(op)
+    return _find(forced, op, device_type, dtype, backward, _unfit(op, size, head_size))
 
 
 def _find(
-    forced: str | None, op: str, device_type: str, dtype: torch.dtype, backward: bool, too_large: tuple[str, ...]
+    forced: str | None, op: str, device_type: str, dtype: torch.dtype, backward: bool, unfit: tuple[str, ...]
 ) -> str | None:
     names = (forced,) if forced else order(device_type, op)
     usable = (
         name
         for name in names
-        if name != "reference" and why_not(name, op, device_type, dtype, backward, _is_over(name, too_large)) is None
+        if name != "reference" and why_not(name, op, device_type, dtype, backward, _is_unfit(name, unfit)) is None
     )
     return next(usable, None)
 
@@ -453,7 +554,7 @@ def explain() -> None:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"fastbert on {device_type} tensors (* = preferred; runs forward + backward)")
     for op in OPS:
-        for name in BACKENDS:
+        for name in (*BACKENDS, *LIBRARIES):
             if name == "reference" or name in KERNELS[op]:
                 print(f"  {op:18}{_explain_one(op, name, device_type)}")
     print("backends")
@@ -461,6 +562,13 @@ def explain() -> None:
         missing = [op for op in OPS if name != "reference" and name not in KERNELS[op]]
         state = _PROBLEMS[name]() or ("usable" if name != "cpu" else f"usable: {_instructions()}")
         print(f"  {name:10} {state}{'; no kernel for ' + ', '.join(missing) if missing else ''}")
+    for name in LIBRARIES:
+        print(f"  {name:10} {_PROBLEMS[name]() or 'usable: ' + _flash_attention()}; {_only_op(name)} alone, by name")
+
+
+def _flash_attention() -> str:
+    """Which one PyTorch's varlen_attn calls: that of PyTorch, unless another is activated."""
+    return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)() or "FlashAttention 2"
 
 
 def _instructions() -> str:
@@ -476,8 +584,10 @@ def _explain_one(op: str, name: str, device_type: str) -> str:
     preferred = next(n for n in names if why_not(n, op, device_type, torch.float32) is None)
     parts = ("pack", "unpack") if op == "padding" else ("fwd", "bwd")
     runs = " + ".join(str(_calls[f"{op}_{part}", name]) for part in parts)
-    kernel, reason = KERNELS[op].get(name), why_not(name, op, device_type, torch.float32)
+    kernel = KERNELS[op].get(name)
+    reason = why_not(name, op, device_type, kernel.dtypes[0] if kernel else torch.float32)
     remarks = [f"unusable: {reason}"] if reason else []
+    remarks += ["by name only"] if kernel and kernel.forced_only else []
     remarks += ["forward only"] if kernel and not kernel.backward else []
     remarks += [f"order: {kernel.measured}"] if kernel and name == names[0] else []
     return f"{'*' if name == preferred else ' '}{name:10}{runs:>12}  {'; '.join(remarks)}".rstrip()

@@ -463,7 +463,8 @@ def encoder_layer(
     gathers them there).
     """
     context = weights = None
-    if with_weights or given is not None or packing.unseen is not None:
+    apart = given is not None or packing.unseen is not None or backends.forced_apart("attention", "encoder_layer")
+    if with_weights or apart:
         context, weights = attend(parts.attention, hidden, packing, rng, turn, with_weights, given)
     if not with_weights:
         whole = _as_one(parts, hidden, packing, rng, turn, context)
@@ -519,6 +520,8 @@ def encoder_layers(
     """
     found: list[LayerParts] = []
     if torch.compiler.is_compiling() or packing.unseen is not None:
+        return None
+    if backends.forced_apart("attention", "encoder_layer"):
         return None
     for parts in layers:
         if parts is None or not (found or _has_kernel(parts, hidden)):

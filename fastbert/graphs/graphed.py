@@ -136,7 +136,7 @@ class Graphed:
     @staticmethod
     def _on_host() -> AbstractContextManager[None]:
         """A block for work on a batch: a forced backend is for the model, and may not run on the host."""
-        return nullcontext() if backends.forced() is None else backends.backend(None)
+        return backends.backend(None) if backends.forced() else nullcontext()
 
     def _bucket_for(self, packing: Packing, *more: Any) -> tuple[Bucket | None, str]:
         """The smallest bucket that holds the batch, or why none does. more: as in `_why_not`."""

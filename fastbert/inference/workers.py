@@ -91,7 +91,7 @@ def _meet(barrier: Any) -> None:
     _barrier = barrier
 
 
-def _begin(device: str, encoder: Any, threads: int, backend: str | None) -> None:
+def _begin(device: str, encoder: Any, threads: int, forced: tuple[tuple[str, str], ...]) -> None:
     """Comes as work, not as what a process begins with: that is written to a pipe that has to be read, and a process
     that ends before would never do so. All wait for each other, so that each does this once."""
     global _encoder, _block
@@ -99,7 +99,7 @@ def _begin(device: str, encoder: Any, threads: int, backend: str | None) -> None
         torch.set_num_threads(threads)
         if torch.device(device).type != "cpu":
             encoder.model, encoder.dense = encoder.model.to(device), encoder.dense.to(device)
-        _encoder, _block = encoder, backends.backend(backend)
+        _encoder, _block = encoder, backends.backend(None, **dict(forced))
         _block.__enter__()  # for good
     finally:
         _barrier.wait()

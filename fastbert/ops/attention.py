@@ -22,7 +22,7 @@ def _grid(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[Tensor, Ten
     return (cu_seqlens[:-1, None] + position).clamp(max=tokens - 1), visible
 
 
-def _locate(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def locate(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """For each token its sequence, its position there, and whether the grid has that place at all."""
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
@@ -41,7 +41,7 @@ def _spread(x: Tensor, cells: Tensor, visible: Tensor) -> Tensor:
 
 def _gather(grid: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
     """(B, H, S, ...) -> (T, H, ...), zeros for tokens outside every sequence."""
-    sequence, position, inside = _locate(cu_seqlens, grid.shape[2], tokens)
+    sequence, position, inside = locate(cu_seqlens, grid.shape[2], tokens)
     rows = grid.transpose(1, 2)[sequence, position]
     return rows.masked_fill(~inside.view(-1, *[1] * (rows.dim() - 1)), 0)
 
@@ -242,6 +242,7 @@ FWD = Primitive(
     " -> (Tensor out, Tensor lse)",
     fake_forward,
     forward,
+    also=("varlen",),
 )
 BWD = Primitive(
     "attention_bwd",
@@ -249,6 +250,7 @@ BWD = Primitive(
     " float dropout_p, Tensor? rng, int site) -> Tensor dqkv",
     lambda dout, qkv, *rest: qkv.new_empty(qkv.shape),
     _backward,
+    also=("varlen",),
 )
 
 
@@ -318,7 +320,8 @@ def attention_unchecked(qkv, cu_seqlens, max_seqlen, scale=None, dropout_p=0.0, 
     qkv = qkv.to(autocast_dtype(qkv))
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
     live = needs_grad(qkv)
-    backend = backends.choose("attention", qkv.device.type, qkv.dtype, backward=live, size=qkv.shape[-1])
+    device_type, size, drops = qkv.device.type, qkv.shape[-1], dropout_p > 0
+    backend = backends.choose("attention", device_type, qkv.dtype, backward=live, size=size, drops=drops)
     args = (qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
     return _Attention.apply(backend, *args) if live else FWD(backend, *args)[0]
 

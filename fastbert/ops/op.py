@@ -10,9 +10,10 @@ from torch.autograd import forward_ad
 
 from fastbert import backends
 
-# `_C` implements the first namespace for CPU and CUDA, `fastbert.triton` the second. Both have the same schemas.
-_LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in ("fastbert", "fastbert_triton")}
-NAMESPACE = {"cpu": "fastbert", "cuda": "fastbert", "triton": "fastbert_triton"}  # of a backend's operators
+# `_C` implements `fastbert` for CPU and CUDA, the module `fastbert.triton` `fastbert_triton`, and so on. All have the
+# same schemas; `fastbert_varlen` has those of attention alone.
+NAMESPACE = {"cpu": "fastbert", "cuda": "fastbert", "triton": "fastbert_triton", "varlen": "fastbert_varlen"}
+_LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in dict.fromkeys(NAMESPACE.values())}
 PRIMITIVES: dict[str, "Primitive"] = {}
 
 
@@ -21,15 +22,22 @@ class Primitive:
 
     schema: in torch's syntax, without the name. fake: from fake inputs to empty outputs; by contract outputs are
     freshly allocated, and contiguous where the fake's are. reference: the implementation of the `reference` backend.
+    also: of `backends.LIBRARIES`, those that have it.
     """
 
-    def __init__(self, name: str, schema: str, fake: Callable, reference: Callable) -> None:
+    def __init__(self, name: str, schema: str, fake: Callable, reference: Callable, also: tuple[str, ...] = ()) -> None:
         self.name, self.schema, self.fake, self.reference = name, schema, fake, reference
         PRIMITIVES[name] = self
-        for namespace, library in _LIBRARIES.items():
-            self.define(namespace, library)
-        for device_type in ("CUDA", "CPU"):  # on a CPU tensor Triton needs its interpreter: `backends` sees to that
-            _LIBRARIES["fastbert_triton"].impl(name, functools.partial(_run_triton, name), device_type)
+        self.define("fastbert", _LIBRARIES["fastbert"])
+        for backend in ("triton", *also):
+            self._define_in_python(backend)
+
+    def _define_in_python(self, backend: str) -> None:
+        """For CPU tensors too: `backends` sees to it that these come only in tests, as to Triton's interpreter."""
+        library = _LIBRARIES[NAMESPACE[backend]]
+        self.define(NAMESPACE[backend], library)
+        for device_type in ("CUDA", "CPU"):
+            library.impl(self.name, functools.partial(_run, f"fastbert.{backend}", self.name), device_type)
 
     def define(self, namespace: str, library: torch.library.Library) -> None:
         library.define(self.name + self.schema)
@@ -60,9 +68,9 @@ def _contiguous(arg):
     return [_contiguous(each) for each in arg] if isinstance(arg, (list, tuple)) else arg
 
 
-def _run_triton(name: str, *args):
-    """Imports Triton when the first of its kernels runs, not before."""
-    return importlib.import_module("fastbert.triton").KERNELS[name](*args)
+def _run(module: str, name: str, *args):
+    """Imports Triton, say, when the first of its kernels runs, not before."""
+    return importlib.import_module(module).KERNELS[name](*args)
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

@@ -35,16 +35,43 @@ def run_python(code, **environment):
 
 
 def test_forcing_reference_is_for_this_thread_and_ends_with_the_block():
-    seen = []
+    seen, everything = [], dict.fromkeys(backends.OPS, "reference")
     with fastbert.backend("reference"):
-        thread = threading.Thread(target=lambda: seen.append(backends._forced.name))
+        thread = threading.Thread(target=lambda: seen.append(backends.forced()))
         thread.start()
         thread.join()
-        assert backends._forced.name == "reference" and seen == [None]
+        assert dict(backends.forced()) == everything and seen == [()]
         with fastbert.backend(None):
-            assert backends._forced.name is None
-        assert backends._forced.name == "reference"
-    assert backends._forced.name is None
+            assert backends.forced() == ()
+        assert dict(backends.forced()) == everything
+    assert backends.forced() == ()
+
+
+def test_one_op_can_be_forced_and_the_others_stay_as_they_are():
+    with fastbert.backend(attention="reference"):
+        assert backends.forced() == (("attention", "reference"),)
+        with fastbert.backend("cpu", attention="cuda"):
+            inside = backends.forced()
+            assert dict(inside) == dict.fromkeys(backends.OPS, "cpu") | {"attention": "cuda"}
+            with fastbert.backend(attention=None, padding="reference"):
+                assert "attention" not in dict(backends.forced())
+                assert dict(backends.forced())["padding"] == "reference"
+            assert backends.forced() == inside
+        with fastbert.backend(None):
+            assert backends.forced() == ()
+            with fastbert.backend(None, **dict(inside)):
+                assert backends.forced() == inside
+    assert backends.forced() == () and backends._latest == {}
+
+
+def test_only_that_op_runs_there():
+    before = backends.calls()
+    with fastbert.backend(bias_gelu="reference"):
+        ops.bias_gelu(X, BIAS)
+        ops.layer_norm(X, BIAS, BIAS)
+    ran = {key for key, n in backends.calls().items() if n > before.get(key, 0)}
+    usual = backends.choose("layer_norm", "cpu", torch.float32, backward=False)
+    assert ran == {("bias_gelu_fwd", "reference"), ("layer_norm_fwd", usual)}
 
 
 def test_the_forced_backend_runs_the_backward_too_wherever_that_is_called():
@@ -68,8 +95,18 @@ def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="unknown backend 'gpu'; expected one of reference, cpu, triton, cuda"):
         with fastbert.backend("gpu"):
             pass
+    with pytest.raises(ValueError, match="unknown backend 'cpu,cuda'"):
+        backends._from_environment("cpu, cuda")
     result = run_python("import fastbert", FASTBERT_BACKEND="gpu")
     assert result.returncode and "unknown backend 'gpu'" in result.stderr
+    for ops_, words in (
+        ({"attention": "gpu"}, "attention has no backend 'gpu'; expected one of reference, cpu, cuda, triton, varlen"),
+        ({"linear": "varlen"}, "linear has no backend 'varlen'"),
+        ({"atention": "cuda"}, "unknown op 'atention'; expected one of layer_norm, "),
+    ):
+        with pytest.raises(ValueError, match=words), fastbert.backend(**ops_):
+            pass
+    assert backends.forced() == ()
 
 
 def test_a_forced_backend_that_cannot_run_says_why(monkeypatch):
@@ -101,10 +138,22 @@ def test_the_environment_forces_a_backend():
         "import torch, fastbert; fastbert.ops.bias_gelu(torch.ones(2, 2), torch.ones(2));"
         "print(fastbert.backends.calls())\n"
         "with fastbert.backend('cpu'): pass\n"
-        "print(fastbert.backends._latest)"  # in compiled code
+        "print(set(fastbert.backends._latest.values()))"  # in compiled code
     )
     calls, latest = run_python(code, FASTBERT_BACKEND="reference").stdout.splitlines()
-    assert "'reference'): 1" in calls and latest == "reference"
+    assert "'reference'): 1" in calls and latest == "{'reference'}"
+
+
+@pytest.mark.parametrize(
+    ("text", "forced"),
+    [
+        ("", {}),
+        ("attention=varlen", {"attention": "varlen"}),
+        ("reference, attention=cpu", dict.fromkeys(backends.OPS, "reference") | {"attention": "cpu"}),
+    ],
+)
+def test_the_environment_forces_single_ops(text, forced):
+    assert backends._from_environment(text) == forced
 
 
 def test_importing_fastbert_imports_neither_transformers_nor_triton():
@@ -118,7 +167,9 @@ def test_compiled_code_follows_the_block():
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: ops.bias_gelu(x, BIAS), fullgraph=True, backend="eager")
     compiled(X)
-    with fastbert.backend("cuda"), pytest.raises(Exception, match="does not serve cpu tensors"):
+    for block in (fastbert.backend("cuda"), fastbert.backend(bias_gelu="cuda")):
+        with block, pytest.raises(Exception, match="does not serve cpu tensors"):
+            compiled(X)
         compiled(X)
     torch._dynamo.reset()
 
@@ -155,7 +206,7 @@ print(fastbert.backends.why_not("cpu", "bias_gelu", "cpu", torch.float32))
 def test_explain_names_every_op_and_backend(capsys):
     fastbert.explain()
     text = capsys.readouterr().out
-    for name in (*backends.OPS, *backends.BACKENDS):
+    for name in (*backends.OPS, *backends.BACKENDS, *backends.LIBRARIES):
         assert name in text
     assert "does not serve cpu tensors" in text or torch.cuda.is_available()
 
@@ -233,12 +284,12 @@ def test_which_gpus_triton_serves(monkeypatch, gpus, problem):
 def test_little_shared_memory_takes_smaller_heads(monkeypatch, gpus, size, problem):
     machine_with(monkeypatch, gpus)
     monkeypatch.setattr(backends, "_has_turing", backends._has_turing.__wrapped__)
-    too_large = backends._is_over("cuda", backends._too_large("attention", size, 0))
+    unfit = backends._is_unfit("cuda", backends._unfit("attention", size, 0))
     monkeypatch.setitem(backends._PROBLEMS, "cuda", lambda: None)
     monkeypatch.setitem(backends.SERVES, "cuda", ("cuda",))
-    asked = ("cuda", "attention", "cuda", torch.float16, True, too_large)
+    asked = ("cuda", "attention", "cuda", torch.float16, True, unfit)
     assert backends.why_not.__wrapped__(*asked) == problem
-    assert ("cuda" in backends._too_large("encoder_layer", 768, size)) == (size > 128)
+    assert ("cuda" in backends._unfit("encoder_layer", 768, size)) == (size > 128)
 
 
 def machine_with(monkeypatch, gpus):
@@ -263,14 +314,15 @@ def test_compiled_code_follows_blocks_that_are_open_in_other_threads(name):
     with fastbert.backend("cpu"):
         finish.set()
         thread.join()
-        assert backends._latest == "cpu"
-    assert backends._latest is None
+        assert set(backends._latest.values()) == {"cpu"}
+    assert backends._latest == {}
 
 
 def test_the_table_says_what_its_order_rests_on():
     root = Path(fastbert.__file__).parent.parent
     for op, kernels in backends.KERNELS.items():
-        assert kernels.keys() <= set(backends.BACKENDS) and hasattr(ops, op) or op == "padding"
+        names = {*backends.BACKENDS, *backends.LIBRARIES}
+        assert kernels.keys() <= names and hasattr(ops, op) or op == "padding"
         assert all(
             kernel.measured == "not yet measured" or (root / kernel.measured).exists() for kernel in kernels.values()
         )
