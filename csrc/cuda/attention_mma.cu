@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
 constexpr int kShort = 32, kShortWarps = 4;
 
 template <class T, int kWidth, bool kDropout>
-__global__ void __launch_bounds__(32 * kShortWarps)
+__global__ void __launch_bounds__(32 * kShortWarps, 4)
     attention_short_fwd_kernel(Attention a, T* __restrict__ out,  // [T, H, D]
                                float* __restrict__ lse) {         // [H, T]
   constexpr int kMatrix = kShort * kWidth / 8;
