@@ -235,9 +235,9 @@ def test_dense_gelu_is_gelu_of_what_its_backward_differentiates_at():
 # ---- compiling for GPUs that are not here
 
 
-def python(*words: str) -> subprocess.CompletedProcess:
-    """Runs in another process: this one may interpret kernels."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def python(*words: str, **more: str) -> subprocess.CompletedProcess:
+    """Runs in another process: this one may interpret kernels. more: of its environment."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | more
     return subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
@@ -273,6 +273,30 @@ def test_a_configuration_that_spills_fails_the_report():
     )
     result = python("-c", planted)
     assert result.returncode == 1 and "sm_80: spills" in result.stderr, result.stderr
+
+
+@pytest.mark.slow
+def test_what_the_report_compiles_is_what_a_launch_finds_in_the_cache(tmp_path):
+    """Without a GPU: another process with the same Triton compiles nothing again."""
+    script = (
+        "import sys; from benchmarks.gpu import triton_report; from benchmarks.gpu.triton_calls import BF16, new\n"
+        "from fastbert.triton import KERNELS, common; from triton.runtime import driver\n"
+        "calls = lambda: KERNELS['bias_gelu_fwd'](new(8191, 3072, dtype=BF16), new(3072, dtype=BF16), 'none')\n"
+        "if sys.argv[1] == 'report':\n"
+        "    (variant,) = triton_report.variants(90, calls)\n"
+        "    sys.exit(triton_report.compile(variant, 90).problem or 0)\n"
+        "launcher = lambda kernel, grid, args, config, constants: kernel.run(\n"
+        "    *args, grid=tuple(grid), warmup=True, **config.tiles, **constants, **config.options)\n"
+        "driver.set_active(triton_report.NoGpu(90))\n"
+        "with common.recorded(90, launcher):\n"
+        "    calls()\n"
+    )
+    found = []
+    for by in ("report", "launch"):
+        result = python("-c", script, by, TRITON_CACHE_DIR=str(tmp_path))
+        assert result.returncode == 0, result.stderr
+        found.append(sorted(path.name for path in tmp_path.iterdir()))
+    assert found[0] == found[1] and len(found[0]) == 1
 
 
 def test_the_check_sees_what_changed():
