@@ -127,8 +127,9 @@ def compile(variant: Variant, architecture: int) -> Compiled:
     shared = binary.metadata.shared
     used = {name: len(re.findall(pattern, binary.asm["ptx"])) for name, pattern in INSTRUCTIONS.items()}
     problem = f"spills {spilled} bytes" if spilled else ""
-    if shared > SHARED[architecture]:
-        problem = f"needs {shared} bytes of shared memory, of {SHARED[architecture]}"
+    most = SHARED[max(known for known in SHARED if known <= architecture)]
+    if shared > most:
+        problem = f"needs {shared} bytes of shared memory, of {most}"
     return Compiled(*start, registers, spilled, shared, used, problem)
 
 
