@@ -199,7 +199,7 @@ def measure(
 
 
 def _timed(row: Row, call: Call, timer: Timer) -> list[float]:
-    """Seconds of a sample, if the timer has any; none from the first failure on, which is all that the row says then."""
+    """Seconds of a sample, if there are any; none from the first failure on, which is all that the row says then."""
     if row.problem:
         return []
     try:

@@ -163,8 +163,9 @@ def _cells(case: Case, names: Sequence[str]) -> list[str]:
 
 def share(line: Line, bound: str) -> float | None:
     """Percent of the floor, or of the library's, that a line reaches: an op in the device's time, if there is one."""
-    time = line.get("device", line["median"]) if "op" in line["case"] else line["median"]
-    return 100 * line[bound] / time if bound in line else None
+    if bound not in line:
+        return None
+    return 100 * line[bound] / (line.get("device", line["median"]) if "op" in line["case"] else line["median"])
 
 
 def milliseconds(microseconds: float) -> str:

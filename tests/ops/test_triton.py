@@ -1,6 +1,7 @@
 """What the Triton kernels share, and what each compiles to."""
 
 import dataclasses
+import itertools
 import os
 import re
 import subprocess
@@ -230,6 +231,28 @@ def test_dense_gelu_is_gelu_of_what_its_backward_differentiates_at():
     x, weight, bias = (torch.randn(*shape, device=DEVICE).half() for shape in ((9, 32), (40, 32), (40,)))
     y, preactivation = KERNELS["dense_gelu_fwd"](x, weight, bias, "none", True)
     assert torch.equal(y, KERNELS["bias_gelu_fwd"](preactivation, bias * 0, "none"))
+
+
+# ---- the backward of attention in one pass adds up dQ in global memory, tile of keys after tile of keys
+
+
+def test_the_backward_in_one_pass_repeats_bit_for_bit(monkeypatch):
+    """With several tiles of keys, threads read sums that other threads wrote: a race would show in the bits of dQ."""
+    gpu, dtype = DEVICE == "cuda", torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    lengths, times = (range(65, 513), 100) if gpu else ((65, 129), 2)
+    heads = 12 if gpu else 1
+    batch = -(-common.multiprocessors(torch.device(DEVICE)) // heads)  # as many programs as fill it
+    passes, launch = [], common._launcher
+    monkeypatch.setattr(common, "_launcher", lambda *a: (passes.append(a[4].get("NEED_DQ")), launch(*a)))
+    for length, p in itertools.product(lengths, (0.0, 0.1)):
+        qkv = torch.randn(batch * length, 3, heads, 64, device=DEVICE, dtype=dtype)
+        ends = torch.arange(0, batch * length + 1, length, device=DEVICE, dtype=torch.int32)
+        rest = ends, length, 0.125, p, torch.tensor([5], device=DEVICE) if p else None, 0
+        out, lse = KERNELS["attention_fwd"](qkv, *rest)
+        dout = torch.randn_like(out)
+        first, *others = (KERNELS["attention_bwd"](dout, qkv, out, lse, *rest) for _ in range(times))
+        assert all(torch.equal(first, other) for other in others), (length, p)
+    assert passes.count(True) == len(lengths) * 2 * times and False not in passes
 
 
 # ---- compiling for GPUs that are not here
