@@ -108,7 +108,7 @@ FIRST = ("attention", "layer_norm", "bias_gelu", "dense_gelu", "embedding", "cro
 FIRST += ("model", "graph", "heads", "hf", "training")
 ELSEWHERE = ("benchmarks", "build", "check", "checkpoint", "config", "cpu", "cuda_on_cpu", "cuda_report", "data")
 ELSEWHERE += ("data_corpus", "data_tokenizers", "datasets", "examples", "export", "metrics", "requirements")
-ELSEWHERE += ("on_gpu", "sentences", "testing")
+ELSEWHERE += ("gpu_tools", "on_gpu", "sentences", "testing")
 COMPILED = ("--contenders", "fastbert", "fastbert.graph", "transformers, torch.compile", "PyTorch, torch.compile")
 SMALL = ("--dtypes", "float32", "--rounds", "2", "--contenders", "fastbert", "fastbert.accelerate")  # of a rehearsal
 OURS = ("--contenders", "fastbert", "fastbert, triton", "fastbert, cuda")
@@ -164,7 +164,7 @@ def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[P
         sanitizer("racecheck", ["--dtypes", "bfloat16", "--directions", "backward"], 30, 60),
         Part("parity", parity(FIRST if architecture else ("random",)), 30, 120),
         sanitizer("memcheck", ["--dtypes", "bfloat16", "float32"], 60, 90),
-        Part("models", [*models, "mlm", "hf"], 40, 90, **timed),
+        Part("models", [*models, "mlm", "hf"], 40, 90 if architecture else 150, **timed),
         Part("compiled", [*bench, "--name", "compiled", *COMPILED], 60, 120, **gpu, **timed),
         Part("growth", [*models, "growth"], 40, 90, **timed),
     ]
