@@ -127,9 +127,8 @@ sys.exit("\\n".join(f"{name} cannot run: {reason}" for name, reason in found.ite
 
 
 def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[Part]:
-    """In order of importance: the first seven fill one call, the next six another, on a machine as bare as the first.
-
-    architecture: None rehearses.
+    """In order of importance. If all take their whole time and the machine is bare each time, the first call ends with
+    the encoder, the second with racecheck, the third with models. architecture: None rehearses.
     """
     size, gpu = "full" if architecture else "tiny", {"gpu": True}
     ceilings, ops = out / "ceilings.json", out / f"ops{'' if architecture else '_tiny'}.jsonl"
@@ -163,7 +162,7 @@ def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[P
         Part("ncu", counters, 20, 45, **gpu, tool="ncu", unless=lambda: no_counters(ceilings, ops)),
         sanitizer("racecheck", ["--dtypes", "bfloat16", "--directions", "backward"], 30, 60),
         Part("parity", parity(FIRST if architecture else ("random",)), 30, 120),
-        sanitizer("memcheck", ["--dtypes", "bfloat16", "float32"], 60, 90),
+        sanitizer("memcheck", ["--dtypes", "bfloat16", "float32"], 60, 85),
         Part("models", [*models, "mlm", "hf"], 40, 90 if architecture else 150, **timed),
         Part("compiled", [*bench, "--name", "compiled", *COMPILED], 60, 120, **gpu, **timed),
         Part("growth", [*models, "growth"], 40, 90, **timed),

@@ -587,7 +587,13 @@ def test_device_time_is_without_the_host(monkeypatch):
     assert timer(slow, 1) == pytest.approx(2e-5) and len(device.slept) == 3  # 1, 2 and 4 ms
     assert timer(slow, 2) == pytest.approx(2e-5) and device.slept[3:] == [4 * harness.SHORTEST] * 2
     assert math.isnan(timer(device.call(host=1e-6, device=1e-3, waits=True), 1))
-    found = measure(Clock(), {"base": 1.0, "slow": slow}, device_timer=timer)
+    clock = Clock()
+
+    def call():
+        slow()
+        clock.now += 1.0
+
+    found = measure(clock, {"base": 1.0, "slow": call}, device_timer=timer)
     facts = line(found, "slow")
     assert facts["device"] == pytest.approx(20) and len(facts["device_samples"]) == 5
     assert "device ms" in shown(found) and "0.02000" in shown(found)
