@@ -193,8 +193,8 @@ def measure(
             break
         for row in order.sample(timed, len(timed)):
             time.sleep(pause)
-            row.seconds += _timed(row, calls[row.name], timer)
-            row.device += _timed(row, calls[row.name], device_timer) if device_timer else []
+            row.seconds.extend(_timed(row, calls[row.name], timer))
+            row.device.extend(_timed(row, calls[row.name], device_timer) if device_timer else [])
     return Report(dict(case), work, baseline, [*rows, *others])
 
 
@@ -206,7 +206,9 @@ def _timed(row: Row, call: Call, timer: Timer) -> list[float]:
         seconds = timer(call, row.repeats)
         return [] if math.isnan(seconds) else [seconds]
     except Exception as error:
-        row.problem, row.seconds, row.device = failure(error), [], []
+        row.problem = failure(error)
+        row.seconds.clear()
+        row.device.clear()
         return []
 
 
