@@ -24,13 +24,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_gaps_are_where_no_kernel_runs():
-    """Two streams overlap from 10 to 14; the device idles from 18 to 20 and from 21 to 26."""
-    spans = [Span("b", 10, 18), Span("a", 4, 14), Span("a", 20, 21), Span("c", 26, 27)]
+    """Streams overlap from 10 to 14, one kernel within another; the device idles from 18 to 20 and from 21 to 26."""
+    spans = [Span("b", 10, 18), Span("a", 4, 14), Span("d", 11, 13), Span("a", 20, 21), Span("c", 26, 27)]
     found = host_gaps.summary(spans)
-    assert (found["span"], found["idle"], found["launches"]) == (23, 7, 4)
-    assert found["kernels"] == [[11, 2, "a"], [8, 1, "b"], [1, 1, "c"]]
+    assert (found["span"], found["idle"], found["launches"]) == (23, 7, 5)
+    assert found["kernels"] == [[11, 2, "a"], [8, 1, "b"], [2, 1, "d"], [1, 1, "c"]]
     assert found["gaps"] == [[5, "c"], [2, "a"]]
-    assert "4 launches in 23 us, idle for 7 us (30 %)" in host_gaps.table("a step", found)
+    assert "5 launches in 23 us, idle for 7 us (30 %)" in host_gaps.table("a step", found)
     assert host_gaps.summary([])["idle"] == 0
 
 
