@@ -57,7 +57,7 @@ bench: $(VENV)/installed
 	$(BIN)/pip install --quiet openvino ctranslate2
 	$(BIN)/python -m benchmarks.run --minutes 14
 
-# On a machine with a GPU: the build, parity, benchmarks of models and ops, compute-sanitizer, the other benchmarks.
+# On a machine with a GPU, within 9 minutes: the build, benchmarks of ops and models, then tuning and checks (docs/benchmarks.md).
 bench-gpu: $(VENV)/installed
 	$(BIN)/python -m benchmarks.gpu.on_gpu --out build/on_gpu
 

@@ -1,4 +1,5 @@
-"""Each op of fastbert.ops, forward and forward + backward, against the PyTorch calls that it replaces, and others.
+"""Each op of fastbert.ops, forward, forward + backward and backward alone, against the PyTorch calls that it replaces,
+and others.
 
 Inputs are random and new in every run. The truth of a case is PyTorch's own calls in float64.
 `pytest benchmarks/bench_ops.py` runs one contender at a time; `python -m benchmarks.run --groups ops` interleaves them.
@@ -15,7 +16,7 @@ from benchmarks import cases, comparison, contenders, floor
 from benchmarks.batch import Batch, make_batch
 from benchmarks.cases import Spec
 from benchmarks.comparison import Setup
-from benchmarks.contenders.interface import OPS, Subject
+from benchmarks.contenders.interface import OPS, Runnable, Subject
 from benchmarks.harness import Work
 
 # op -> input -> its dimensions: T tokens, C channels, F in the middle of the feed-forward, Q of q, k and v together,
@@ -70,9 +71,11 @@ def setup(spec: Spec, device: str) -> Setup:
     inputs = inputs_of(op, batch, n, spec.kind)
     n.M = int((inputs["labels"] != -100).sum()) if op == "cross_entropy" else 0
     product = tuple(getattr(n, letter) for letter in PRODUCT.get(op, ""))
-    bounds = floor.products_alone([product], spec.kind, device, spec.backward) if product else {}
+    bounds = floor.products_alone([product], spec.kind, device, spec.backward, spec.forward) if product else {}
     subject = Subject(op, spec.size.config, batch, spec.kind, spec.backward, inputs)
-    return Setup(subject, comparison.in_double(subject), functools.partial(work, spec, batch, n, product), bounds)
+    start = Runnable.timed if spec.forward else Runnable.timed_backward
+    to_do = functools.partial(work, spec, batch, n, product)
+    return Setup(subject, comparison.in_double(subject), to_do, bounds, start=start)
 
 
 def dimensions(spec: Spec, batch: Batch) -> SimpleNamespace:
@@ -112,16 +115,17 @@ def integers(name: str, batch: Batch, n: SimpleNamespace) -> Tensor:
 
 
 def work(spec: Spec, batch: Batch, n: SimpleNamespace, product: tuple[int, ...]) -> Work:
-    ceilings, moved = floor.ceilings(batch.device, spec.kind), MOVED[spec.part](n)[spec.backward] * spec.kind.itemsize
+    ceilings, (forward, both) = floor.ceilings(batch.device, spec.kind), MOVED[spec.part](n)
+    moved = ((both if spec.backward else forward) - (0 if spec.forward else forward)) * spec.kind.itemsize
     scores = floor.attention_flops(n.C, batch.lengths) if "attention" in spec.part else 0
     flops = 2 * product[0] * product[1] * product[2] if product else 0
-    return floor.of_op(n.T, flops, scores, moved, spec.backward, ceilings)
+    return floor.of_op(n.T, flops, scores, moved, spec.forward, spec.backward, ceilings)
 
 
 # ---- pytest-benchmark
 
 
 @pytest.mark.parametrize(("op", "who"), [(op, c.name) for op in OPS for c in contenders.of(op, slow=True)])
-@pytest.mark.parametrize("direction", (cases.FORWARD, cases.BACKWARD))
+@pytest.mark.parametrize("direction", cases.DIRECTIONS["ops"])
 def test_op(alone, op, direction, who):
     alone(setup, op, cases.LENGTHS[op][0], direction, who)

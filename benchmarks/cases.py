@@ -12,7 +12,7 @@ from benchmarks.batch import SMALL, Size
 from benchmarks.contenders.interface import CLASSIFIER, ENCODER, MASKED_LM, MODEL, OPS
 from fastbert import backends
 
-FORWARD, BACKWARD = "forward", "forward+backward"
+FORWARD, BACKWARD, ALONE = "forward", "forward+backward", "backward alone"
 DROPOUT, STEP = "forward+backward, dropout 0.1", "step with AdamW, dropout 0.1"
 P = 0.1  # of dropout, where a direction has it
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,6 +33,10 @@ class Spec:
     @property
     def kind(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def forward(self) -> bool:
+        return self.direction != ALONE
 
     @property
     def backward(self) -> bool:
@@ -99,8 +103,16 @@ LENGTHS = {
 }
 
 
-def _ops(shape: str) -> tuple[Pick, ...]:
-    return tuple(Pick(op, (shape,), lengths, (FORWARD, BACKWARD)) for op, lengths in LENGTHS.items())
+def _ops(shape: str, directions: tuple[str, ...]) -> tuple[Pick, ...]:
+    return tuple(Pick(op, (shape,), lengths, directions) for op, lengths in LENGTHS.items())
+
+
+APART = (FORWARD, ALONE)
+GPU_OPS = (
+    Pick("attention", ("256x64", "128x128", "32x512", "16x1024", "8x2048"), ("full",), APART),
+    Pick("layer_norm", ("32x128",), ("full",), APART, models=("large",), dtypes=("float32",)),  # 4096 x 1024
+    *_ops("32x512", APART),
+)
 
 
 SHORT = ("1x8", "1x16", "1x32", "1x64", "4x16", "8x32")
@@ -148,7 +160,7 @@ TABLE: dict[str, dict[str, tuple[Pick, ...]]] = {
             Pick(MASKED_LM, ("8x128",), ("half",), (STEP,), layers=2),
             Pick(MASKED_LM, ("8x128",), ("half",), (DROPOUT,), layers=2, last=True),
         ),
-        "ops": _ops("8x128"),
+        "ops": _ops("8x128", (FORWARD, BACKWARD)),
         "hf": (
             Pick(ENCODE, ("64x256",), ("text",), (FORWARD,), dtypes=("float32",)),
             Pick(CLASSIFIER, ("8x128",), ("half",), (FORWARD, DROPOUT), layers=2),
@@ -181,7 +193,7 @@ TABLE: dict[str, dict[str, tuple[Pick, ...]]] = {
             Pick(MASKED_LM, ("32x512",), ("half",), (STEP,)),
             Pick(MASKED_LM, ("32x128",), ("half",), (STEP,), models=("large",)),
         ),
-        "ops": _ops("32x512"),
+        "ops": GPU_OPS,
         "hf": (
             Pick(CLASSIFIER, ("32x128",), ("half", "full"), (FORWARD, DROPOUT)),
             Pick(ENCODE, ("256x256",), ("text",), (FORWARD,), dtypes=("float32",)),
@@ -201,7 +213,7 @@ DEFAULT = GROUPS[:-1]  # growth takes longer than all of them
 DIRECTIONS = {  # that a group has
     "encoder": (FORWARD, BACKWARD, DROPOUT),
     "mlm": (DROPOUT, STEP),
-    "ops": (FORWARD, BACKWARD),
+    "ops": (FORWARD, BACKWARD, ALONE),
     "hf": (FORWARD, BACKWARD, DROPOUT),
     "retrieval": (FORWARD, DROPOUT),
     "relative": (FORWARD, DROPOUT),

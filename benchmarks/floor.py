@@ -7,8 +7,10 @@ A step, forward and backward: the products three times, attention 3.5 times, for
 """
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +32,8 @@ class Ceilings:
     origin: str
 
 
-H100 = Ceilings(
-    800e12, 333e12, 272e12, 3.0e12, "H100 SXM: measured product and copy; FlashAttention 3 at S = 512, D = 64, bf16"
-)
+FLASH_ATTENTION_3 = "FlashAttention 3 on an H100 SXM, S = 512, D = 64, as published (arXiv:2407.08608)"
+H100 = Ceilings(800e12, 333e12, 272e12, 3.0e12, f"H100 SXM: measured product and copy; {FLASH_ATTENTION_3}")
 
 # ---- what has to be done, and the sum over the ops of max(operations / rate, bytes / bandwidth)
 
@@ -91,19 +92,21 @@ def _rest_seconds(row: int, scores: int, step: bool, ceilings: Ceilings) -> floa
     return sum(max(seconds, elements * row / ceilings.bandwidth) for seconds, elements in passes)
 
 
-def of_op(tokens: int, product: int, scores: int, moved: float, step: bool, ceilings: Ceilings) -> Work:
+def of_op(
+    tokens: int, product: int, scores: int, moved: float, forward: bool, backward: bool, ceilings: Ceilings
+) -> Work:
     """product, scores: forward operations of a matrix product and of attention. moved: bytes in all."""
-    products = product * (3 if step else 1)
-    rest = scores / ceilings.attention_forward + step * 2.5 * scores / ceilings.attention_backward
+    products = product * (forward + 2 * backward)
+    rest = forward * scores / ceilings.attention_forward + backward * 2.5 * scores / ceilings.attention_backward
     seconds = max(products / ceilings.product + rest, moved / ceilings.bandwidth)
-    return Work(tokens, products + scores * (3.5 if step else 1), moved, seconds, rest if product else None)
+    return Work(tokens, products + scores * (forward + 2.5 * backward), moved, seconds, rest if product else None)
 
 
 # ---- what the library does with the products
 
 
 def products_alone(
-    shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: str, backward: bool
+    shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: str, backward: bool, forward: bool = True
 ) -> dict[str, harness.Call]:
     """Products of (rows, inner, columns) and, with a backward, of their gradients, as bounds for `harness.measure`.
 
@@ -114,7 +117,8 @@ def products_alone(
     def run(linear: Callable[..., Tensor]) -> None:
         for shape in shapes:
             x, weight, bias, dy = operands[shape]
-            linear(x, weight, bias)
+            if forward:
+                linear(x, weight, bias)
             if backward:
                 dy @ weight, dy.T @ x
 
@@ -135,38 +139,58 @@ def _libraries(dtype: torch.dtype, device: str) -> list[tuple[str, Callable[...,
 # ---- ceilings
 
 
+_kept: dict = {}  # what `use` has read
+
+
+def use(file: Path) -> None:
+    """From now on `ceilings` are those in a file of benchmarks.gpu.ceilings. Raises ValueError for another device's."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    here = device_name("cuda" if torch.cuda.is_available() else "cpu")
+    if found["device"] != here:
+        raise ValueError(f"{file.name} has the ceilings of {found['device']}, and this is {here}")
+    _kept.update(found)
+    ceilings.cache_clear()
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+
+
 @functools.cache
 def ceilings(device: str, dtype: torch.dtype) -> Ceilings:
-    """Of large products and a large copy, timed here and now.
+    """Of large products and a large copy, as kept in a file (see `use`), or else timed here and now.
 
-    Attention is held to the product's rate, on an H100 in half precision to the best published ones (see H100): nobody
-    has an attention that runs at the product's.
+    Attention is held to the product's rate. On a Hopper in half precision it is held to the best that is published for
+    one, as a share of the product's rate there: nobody has an attention that runs at the product's.
     """
-    product, bandwidth = _product_rate(device, dtype), _bandwidth(device)
+    kept = _kept.get("products", {}).get(str(dtype).removeprefix("torch."))
+    product, copy = (kept, _kept["bandwidth"]) if kept else (product_rate(device, dtype), bandwidth(device))
     origin = "large products and a copy, measured before the cases"
-    if device == "cuda" and dtype.itemsize == 2 and _is_sxm_h100(torch.cuda.get_device_name()):
-        rates = (H100.attention_forward, H100.attention_backward)
-        return Ceilings(product, *rates, bandwidth, f"{origin}; attention: FlashAttention 3, as published")
-    return Ceilings(product, product, product, bandwidth, origin)
+    if device == "cuda" and dtype.itemsize == 2 and torch.cuda.get_device_capability() == (9, 0):
+        rates = (rate / H100.product * product for rate in (H100.attention_forward, H100.attention_backward))
+        words = f"attention: {FLASH_ATTENTION_3}, by this product's rate over {H100.product / 1e12:.0f} TFLOP/s"
+        return Ceilings(product, *rates, copy, f"{origin}; {words}")
+    return Ceilings(product, product, product, copy, origin)
 
 
-def _is_sxm_h100(name: str) -> bool:
-    """A whole one; those on a PCIe card, and H100 NVL, are slower."""
-    return "H100" in name and not {"PCIe", "NVL", "MIG"} & set(name.split())
+Shapes = Sequence[tuple[int, int, int]]  # rows, inner, columns
+LARGE: dict[str, Shapes] = {
+    "cuda": [(8192, 8192, 8192)],
+    "cpu": [(1024, 768, 768), (1024, 768, 3072), (1024, 3072, 768)],
+}
 
 
-def _product_rate(device: str, dtype: torch.dtype) -> float:
-    """FLOP/s: of a large product; on a CPU the best of a layer's shapes and of PyTorch's libraries."""
-    shapes = [(8192, 8192, 8192)] if device == "cuda" else [(1024, 768, 768), (1024, 768, 3072), (1024, 3072, 768)]
+def product_rate(device: str, dtype: torch.dtype, shapes: Shapes | None = None) -> float:
+    """FLOP/s, the best of the shapes (default: large ones) and of PyTorch's libraries, on random data."""
     rates = []
-    for rows, inner, columns in shapes:
+    for rows, inner, columns in shapes or LARGE[device]:
         x, weight, bias, _ = _operands(rows, inner, columns, dtype, device)
         calls = [functools.partial(linear, x, weight, bias) for _, linear in _libraries(dtype, device)]
         rates.append(2 * rows * inner * columns / min(_seconds(call, device) for call in calls))
     return max(rates)
 
 
-def _bandwidth(device: str) -> float:
+def bandwidth(device: str) -> float:
     """Bytes/s, those read and those written."""
     source = torch.randn((1024 if device == "cuda" else 64) << 18, device=device)
     target = torch.empty_like(source)

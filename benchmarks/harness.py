@@ -5,7 +5,7 @@ Then, round after round, every contender runs once in a shuffled order, so that 
 of them alike. A contender's ratio is the median over the rounds of baseline's seconds / its seconds: above 1 is faster.
 
 On a CPU a sample is enough calls in a row to be far above the clock's resolution, with warm caches. On CUDA it is one
-call between two events, with the L2 cache overwritten before.
+call between two events, with the L2 cache overwritten before; and one more, of which only the device's time counts.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import random
 import re
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -55,7 +55,7 @@ class Row:
     """One contender. problem: why it was not timed. ran: the backends that ran. seconds: one number a round.
 
     absent: why it was not even tried: not installed, or not for such a case. bound: the time of something that cannot
-    be avoided, not a contender: it has no result to be right or wrong.
+    be avoided, not a contender: it has no result to be right or wrong. device: seconds without what the host needs.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Row:
     peak_bytes: int | None = None
     repeats: int = 1
     seconds: list[float] = field(default_factory=list)
+    device: list[float] = field(default_factory=list)
     bound: bool = False
 
 
@@ -120,6 +121,9 @@ class Report:
             facts |= {key: value for key, value in numbers.items() if value}
             facts |= {"repeats": row.repeats} if row.repeats > 1 else {}
             facts["samples"] = list(map(microseconds, row.seconds))
+        if row.device:
+            facts["device"] = microseconds(statistics.median(row.device))
+            facts["device_samples"] = list(map(microseconds, row.device))
         return facts
 
 
@@ -157,6 +161,7 @@ def measure(
     limit: float = math.inf,
     launches: bool = False,
     timer: Timer | None = None,
+    device_timer: Timer | None = None,
     sample: float | None = None,
     pause: float | None = None,
 ) -> Report:
@@ -172,6 +177,7 @@ def measure(
     if baseline not in contenders:
         raise ValueError(f"measure: the baseline {baseline!r} is none of {', '.join(contenders)}")
     timer = timer or (cuda_timer(device, launches=launches) if device == "cuda" else host_timer())
+    device_timer = device_timer or (busy_timer(device) if device == "cuda" else None)
     sample = (0.0 if device == "cuda" else 0.01) if sample is None else sample
     pause = (0.0 if device == "cuda" else 0.01) if pause is None else pause
     rows = [_examine(name, call, verify, device, bool(rounds)) for name, call in contenders.items()]
@@ -179,7 +185,7 @@ def measure(
     calls = {**contenders, **(bounds or {})}
     timed = [row for row in rows if not row.problem]
     for row in timed if rounds and sample else []:
-        if seconds := _timed(row, calls[row.name], timer):
+        for seconds in _timed(row, calls[row.name], timer):
             row.repeats = max(1, math.ceil(sample / max(seconds, 1e-9)))
     order, deadline = random.Random(0), time.monotonic() + limit
     for done in range(rounds):
@@ -187,20 +193,23 @@ def measure(
             break
         for row in order.sample(timed, len(timed)):
             time.sleep(pause)
-            seconds = _timed(row, calls[row.name], timer)
-            row.seconds += [] if seconds is None else [seconds]
+            row.seconds.extend(_timed(row, calls[row.name], timer))
+            row.device.extend(_timed(row, calls[row.name], device_timer) if device_timer else [])
     return Report(dict(case), work, baseline, [*rows, *others])
 
 
-def _timed(row: Row, call: Call, timer: Timer) -> float | None:
-    """Seconds of a sample; None from the first failure on, which is all that the row says then."""
+def _timed(row: Row, call: Call, timer: Timer) -> list[float]:
+    """Seconds of a sample, if there are any; none from the first failure on, which is all that the row says then."""
     if row.problem:
-        return None
+        return []
     try:
-        return timer(call, row.repeats)
+        seconds = timer(call, row.repeats)
+        return [] if math.isnan(seconds) else [seconds]
     except Exception as error:
-        row.problem, row.seconds = failure(error), []
-        return None
+        row.problem = failure(error)
+        row.seconds.clear()
+        row.device.clear()
+        return []
 
 
 def _examine(name: str, call: Call, verify: Verify, device: str, is_timed: bool) -> Row:
@@ -316,6 +325,10 @@ def host_timer(clock: Callable[[], float] = time.perf_counter) -> Timer:
     return seconds
 
 
+FLUSHED = 512 << 20  # bytes
+SHORTEST, LONGEST = 1 << 20, 1 << 27  # clock cycles that the device sleeps: half a millisecond, a fifteenth of a second
+
+
 def cuda_timer(device: str = "cuda", launches: bool = False) -> Timer:
     """Seconds a call by CUDA events, with cold caches.
 
@@ -323,7 +336,7 @@ def cuda_timer(device: str = "cuda", launches: bool = False) -> Timer:
     kernels of `call` when it ends, so that short calls are not measured by their launches. launches: the host waits for
     that end, and they are.
     """
-    flush = torch.empty(512 << 20, dtype=torch.uint8, device=device)
+    flush = torch.empty(FLUSHED, dtype=torch.uint8, device=device)
 
     def seconds(call: Call, repeats: int) -> float:
         total = 0.0
@@ -340,3 +353,29 @@ def cuda_timer(device: str = "cuda", launches: bool = False) -> Timer:
         return total / repeats
 
     return seconds
+
+
+def busy_timer(device: str = "cuda") -> Timer:
+    """Seconds a call by CUDA events, with cold caches, as long as the device alone takes for it.
+
+    The device sleeps while the host launches. Where it woke up before the host was done, the call is repeated behind a
+    sleep twice as long; nan for one that waits for the device, or launches more than its queue holds (a thousand).
+    """
+    flush, cycles = torch.empty(FLUSHED, dtype=torch.uint8, device=device), defaultdict(lambda: SHORTEST)
+
+    def once(call: Call) -> float:
+        while cycles[call] <= LONGEST:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            torch.cuda._sleep(cycles[call])
+            start.record()
+            call()
+            end.record()
+            was_asleep = not start.query()
+            end.synchronize()
+            if was_asleep:
+                return start.elapsed_time(end) * 1e-3
+            cycles[call] *= 2
+        return math.nan
+
+    return lambda call, repeats: sum(once(call) for _ in range(repeats)) / repeats

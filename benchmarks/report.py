@@ -13,6 +13,7 @@ import difflib
 import io
 import itertools
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -161,8 +162,10 @@ def _cells(case: Case, names: Sequence[str]) -> list[str]:
 
 
 def share(line: Line, bound: str) -> float | None:
-    """Percent of the floor, or of the library's, that a line reaches."""
-    return 100 * line[bound] / line["median"] if bound in line else None
+    """Percent of the floor, or of the library's, that a line reaches: an op in the device's time, if there is one."""
+    if bound not in line:
+        return None
+    return 100 * line[bound] / (line.get("device", line["median"]) if "op" in line["case"] else line["median"])
 
 
 def milliseconds(microseconds: float) -> str:
@@ -183,6 +186,7 @@ def _problem(line: Line) -> str:
 def in_full(case: Case) -> str:
     """One case, for a terminal."""
     parts, rows = ["  ".join(f"{name} {value}" for name, value in case.facts.items())], []
+    has_device = any("device" in line for line in case.lines.values())
     for name, line in case.lines.items():
         if "median" in line:
             per_second = lambda key, unit: line[key] / line["median"] / unit if key in line else None  # noqa: B023, E731
@@ -190,11 +194,13 @@ def in_full(case: Case) -> str:
             cells += [number(per_second("tokens", 1e-6), ".0f"), number(per_second("bytes", 1e3), ".1f")]
             cells += [number(per_second("flops", 1e6), ".3f"), number(share(line, "floor"), ".0f")]
             cells += [number(share(line, "library"), ".0f"), number(line.get("memory", 0) / 1e6, ".1f")]
+            cells += [number(line.get("device", math.nan) / 1e3, "#.4g")] * has_device
             rows.append([f"({name})" if "bound" in line else name, *cells, line.get("ran", "")])
         elif "absent" not in line:
             why = f"NOT TIMED: {line['problem']}" if "problem" in line else "right, not timed"
             parts.append(f"{name}: {why}  {line.get('ran', '')}".rstrip())
-    times = ("median ms", "p20", "p80", "ratio", "tokens/s", "GB/s", "TFLOP/s", "% floor", "% lib", "peak MB", "ran on")
+    times = ["median ms", "p20", "p80", "ratio", "tokens/s", "GB/s", "TFLOP/s", "% floor", "% lib", "peak MB"]
+    times += [*["device ms"] * has_device, "ran on"]
     parts += [aligned(("", *times), rows)] if rows else []
     absent = [f"{name} ({line['absent']})" for name, line in case.lines.items() if "absent" in line]
     return "\n".join([*parts, *[f"not run: {'; '.join(absent)}"] * bool(absent)])

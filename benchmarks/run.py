@@ -37,7 +37,8 @@ from benchmarks.contenders.interface import OPS
 from fastbert import files
 
 RESULTS = Path(__file__).resolve().parent / "results"
-DIRECTIONS = {"forward": cases.FORWARD, "backward": cases.BACKWARD, "dropout": cases.DROPOUT, "step": cases.STEP}
+DIRECTIONS = {"forward": cases.FORWARD, "backward": cases.BACKWARD, "alone": cases.ALONE}
+DIRECTIONS |= {"dropout": cases.DROPOUT, "step": cases.STEP}
 GROWTH = (
     "transformers sdpa",
     "PyTorch",
@@ -63,7 +64,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--quick", dest="size", action="store_const", const="quick", help="small shapes, few rounds")
     add("--contenders", nargs="+", choices=contenders.NAMES, metavar="NAME", help="only these, beside PyTorch's own")
     add("--compile", action="store_true", help="also contenders that take minutes to make: torch.compile")
-    add("--skip", type=_count, default=0, metavar="N", help="go on behind case N, in which the GPU was lost")
+    add("--skip", type=_count, default=0, metavar="N", help="go on behind case N")
+    add("--add", action="store_true", help="to what the results file has, if it is of the same commit")
+    add("--ceilings", type=Path, help="file of benchmarks.gpu.ceilings, in place of measuring them again")
     add("--minutes", type=float, default=math.inf, help="no case begins after that; what is left out is named")
     add("--rounds", type=_positive, help="at most; default: 5 for small sizes, 20")
     add("--verify-only", action="store_true", help="accuracy of every contender, no times, no files")
@@ -75,8 +78,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(words)
     options.directions = [DIRECTIONS[name] for name in options.directions or ()]
     try:
+        floor.use(options.ceilings) if options.ceilings else None
         options.specs = cases.specs(options)[options.skip :]
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     return options
 
@@ -98,18 +102,17 @@ class Results:
     """One results file: a head, and a line for each contender and case."""
 
     def __init__(self, name: str, options: argparse.Namespace, head: dict[str, object]) -> None:
-        """What is compiled or small has its own name. A file that says that the GPU was lost where this run begins is
-        continued."""
+        """What is compiled or small has its own name."""
         ending = [options.size] * (options.size != "full") + ["compile"] * (options.compile and not options.name)
         self.path = (options.out or RESULTS / options.device) / f"{'_'.join([name, *ending])}.jsonl"
         self.partial = self.path.with_suffix(".partial.jsonl")
         self.head, self.lines = head | {"ceilings": {}, "left_out": []}, []
         self.before = _keys(_read(self.path)[1])  # cases that the file has had
-        for path in (self.partial, self.path) if options.skip else ():
+        to_do = {str(spec) for _, spec in options.specs}
+        for path in (self.partial, self.path) if options.add else ():
             old, lines = _read(path)
-            kept = [left for left in old.get("left_out", ()) if not left["reason"].startswith(GPU_LOST)]
-            is_same = old.get("commit") == head["commit"] and f'"{GPU_LOST} {options.skip}:' in json.dumps(old)
-            if is_same and not self.lines:
+            kept = [left for left in old.get("left_out", ()) if left["case"] not in to_do]
+            if lines and old["commit"] == head["commit"] and not self.lines:
                 again = {name: head[name] for name in ("date", "command", "seed")}
                 self.head, self.lines = old | {"left_out": kept, "continued": [*old.get("continued", ()), again]}, lines
 
@@ -119,10 +122,11 @@ class Results:
         return self.path if self.before <= _keys(self.lines) else self.partial
 
     def add(self, done: harness.Report, device: str) -> None:
-        self.lines += done.lines()
+        found = done.lines()
+        self.lines = [line for line in self.lines if line["case"] != found[0]["case"]] + found
         dtype = done.case["dtype"]
-        found = dataclasses.asdict(floor.ceilings(device, cases.DTYPES[dtype]))
-        self.head["ceilings"][dtype] = {k: v if isinstance(v, str) else harness.rounded(v) for k, v in found.items()}
+        rates = dataclasses.asdict(floor.ceilings(device, cases.DTYPES[dtype]))
+        self.head["ceilings"][dtype] = {k: v if isinstance(v, str) else harness.rounded(v) for k, v in rates.items()}
 
     def write(self) -> None:
         """Not without a case: an older file is worth more than an empty one."""
@@ -184,14 +188,17 @@ class Run:
         self.done: list[harness.Report] = []
         self.bad: list[str] = []
         self.lost: str | None = None
+        self.cut: str | None = None
 
     def run(self) -> None:
         """All cases in turn. A case that fails is left out; on an interrupt, all that are left are."""
-        reason = None
-        for number, (group, spec) in enumerate(self.options.specs, self.options.skip + 1):
+        reason, behind = None, self.options.skip
+        for number, (group, spec) in enumerate(self.options.specs, behind + 1):
             results = self.files[self.options.name or group]
             reason = reason or ("no time was left" if time.monotonic() >= self.deadline else None)
             failed = reason
+            if not reason:
+                print(f"case {number} of {behind + len(self.options.specs)}", flush=True)
             try:
                 if not reason:
                     self.measure(spec, results)
@@ -200,6 +207,8 @@ class Run:
             except Exception as error:  # the other cases are worth having
                 failed = harness.failure(error)
                 self.bad.append(str(spec))
+            if reason and not self.lost and not self.cut:
+                self.cut = f"cut off before case {number}: {spec}"
             if failed:
                 print(f"{spec}\n  LEFT OUT: {failed}\n", flush=True)
                 results.head["left_out"].append({"case": str(spec), "reason": failed})
@@ -242,7 +251,7 @@ class Run:
         for results in self.files.values():
             if results.lines and results.target != results.path:
                 print(f"{results.path} has cases that this run did not come to, and stays: see {results.target.name}")
-        print(self.lost or "", end="\n" if self.lost else "")
+        print(self.lost or self.cut or "", end="\n" if self.lost or self.cut else "")
         return 3 if self.lost else 1 if self.bad else 0
 
 

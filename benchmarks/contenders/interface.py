@@ -105,11 +105,7 @@ class Runnable:
     def timed(self, inputs: dict[str, Tensor], backward: bool) -> harness.Call:
         """The call to time: `run` without a graph or, with a backward, with the gradients of its floating-point
         arguments and of the parameters."""
-        with torch.no_grad():
-            arguments = self.prepare(**inputs)
-        leaves = {name: _leaf(value) for name, value in arguments.items()} if backward else arguments
-        wanted = [value for value in leaves.values() if isinstance(value, Tensor) and value.requires_grad]
-        wanted += self.module.parameters() if self.module else ()
+        leaves, wanted = self._leaves(inputs, backward)
         cotangent = None
 
         def forward() -> Tensor:
@@ -123,6 +119,21 @@ class Runnable:
             return torch.autograd.grad(result, wanted, cotangent)
 
         return forward_backward if backward else forward
+
+    def timed_backward(self, inputs: dict[str, Tensor], backward: bool = True) -> harness.Call:
+        """The call to time: the gradients of one result, again and again."""
+        leaves, wanted = self._leaves(inputs, backward)
+        result = self.run(**leaves)
+        cotangent = torch.randn_like(result)
+        return lambda: torch.autograd.grad(result, wanted, cotangent, retain_graph=True)
+
+    def _leaves(self, inputs: dict[str, Tensor], backward: bool) -> tuple[dict[str, object], list[Tensor]]:
+        """Arguments of `run`, and those of which gradients are wanted."""
+        with torch.no_grad():
+            arguments = self.prepare(**inputs)
+        leaves = {name: _leaf(value) for name, value in arguments.items()} if backward else arguments
+        wanted = [value for value in leaves.values() if isinstance(value, Tensor) and value.requires_grad]
+        return leaves, [*wanted, *(self.module.parameters() if self.module else ())]
 
 
 def _leaf(value: object) -> object:

@@ -1,14 +1,16 @@
 """One command for a machine with a GPU and little time: build, check, measure, most important first.
 
-    python -m benchmarks.gpu.on_gpu --out DIR [--minutes 9] [--parts build parity ...] [--commit HASH] [--rehearse]
+    python -m benchmarks.gpu.on_gpu --out DIR [--after DIR] [--minutes 9] [--parts NAME ...] [--commit H] [--rehearse]
 
 Needs no network: torch, Triton, nvcc, cmake, ninja, pytest and transformers have to be there; contenders that
 are not are reported as absent. Every part runs in a process group of its own inside what is left of the time; one that
 overruns its limit is stopped and the next one starts. Benchmarks know their limit, begin no case after it, and name
 what they left out; one that loses the GPU in a case (an illegal access lasts as long as its process) is started again
 behind that case, and goes on in the same file. What the parts print goes to DIR/log.txt as they print it,
-DIR/summary.json is written anew after every part, and benchmarks write their results (one file for each group) anew
-after every case, so a run that is cut off keeps what it had.
+DIR/summary.json is written anew after every part, and benchmarks write their results anew after every case, so a run
+that is cut off keeps what it had. A later call goes on with --after DIR, which may be a copy on another machine: it
+leaves out the parts that are ok, but for those that the machine itself needs, and begins a benchmark behind the case
+where its time was up. DIR never has more than eight files.
 Without a GPU, or with --rehearse, the parts that need one are skipped and the others run on small shapes.
 This file runs before anything is built: standard library only.
 """
@@ -23,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -36,6 +38,8 @@ IMPORT = 90  # seconds for PyTorch to say what GPU there is; the first import re
 REHEARSED = "9.0"  # the compute capability that a rehearsal builds for, as the Makefile does
 CUDA = Path("/usr/local/cuda")  # where a toolkit is that is not on PATH
 LOST = re.compile(r"^(GPU lost in case (\d+): .*)$", re.MULTILINE)  # benchmarks.run's last words, with exit status 3
+CUT = re.compile(r"^(cut off before case (\d+): .*)$", re.MULTILINE)  # or these, when its time is up
+CASE = re.compile(r"^case (\d+) of \d+$", re.MULTILINE)  # its first words on each
 PYTHON = sys.executable
 
 
@@ -43,7 +47,8 @@ PYTHON = sys.executable
 class Part:
     """A command. Skipped with less than `least` seconds left; stopped after `most`. tool: a program that it needs.
 
-    told: it is benchmarks.run, and gets its limit, less `conclude` seconds, as --minutes.
+    told: it gets its limit, less `conclude` seconds, as --minutes. ceilings: a file that benchmarks.run is given, if it
+    is there. again: every call needs it, for what it makes is on the machine. unless: why it cannot run now, if so.
     """
 
     name: str
@@ -55,19 +60,26 @@ class Part:
     told: bool = False
     conclude: float = CONCLUDE
     environment: dict[str, str] = field(default_factory=dict)
+    ceilings: Path | None = None
+    again: bool = False
+    unless: Callable[[], str | None] = lambda: None
 
     def words(self, limit: float, skip: int = 0) -> list[str]:
         """The command line for `limit` seconds, without the first `skip` cases."""
         told = ["--minutes", f"{max(limit - self.conclude, 1) / 60:.2f}"] if self.told else []
+        told += ["--ceilings", str(self.ceilings)] if self.ceilings and self.ceilings.exists() else []
         return [*self.command, *told, *(["--skip", str(skip)] if skip else [])]
 
 
 @dataclass
 class Outcome:
+    """behind: the case of a benchmark behind which a later call goes on."""
+
     name: str
-    state: str  # ok, failed, timed out or skipped
+    state: str  # ok, failed, timed out, unfinished or skipped
     seconds: float
     reason: str = ""
+    behind: int = 0
 
 
 def capability() -> str | None:
@@ -96,9 +108,14 @@ FIRST = ("attention", "layer_norm", "bias_gelu", "dense_gelu", "embedding", "cro
 FIRST += ("model", "graph", "heads", "hf", "training")
 ELSEWHERE = ("benchmarks", "build", "check", "checkpoint", "config", "cpu", "cuda_on_cpu", "cuda_report", "data")
 ELSEWHERE += ("data_corpus", "data_tokenizers", "datasets", "examples", "export", "metrics", "requirements")
-ELSEWHERE += ("on_gpu", "sentences", "testing")
+ELSEWHERE += ("gpu_tools", "on_gpu", "sentences", "testing")
 COMPILED = ("--contenders", "fastbert", "fastbert.graph", "transformers, torch.compile", "PyTorch, torch.compile")
-MEMCHECKED = ("attention", "add_layer_norm", "layer_norm", "bias_gelu", "dense_gelu", "embedding", "cross_entropy")
+SMALL = ("--dtypes", "float32", "--rounds", "2", "--contenders", "fastbert", "fastbert.accelerate")  # of a rehearsal
+OURS = ("--contenders", "fastbert", "fastbert, triton", "fastbert, cuda")
+WATCHED = ("attention", "add_layer_norm", "layer_norm", "bias_gelu", "dense_gelu", "embedding", "cross_entropy")
+NCU = ["ncu", "--profile-from-start", "off", "--clock-control", "none"]  # the clocks are not ours to set
+for section in ("SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "LaunchStats", "Occupancy"):
+    NCU += ["--section", section]
 EXPLAIN = "import fastbert, torch; fastbert.explain(); print(torch.__config__.show())"
 # A build that left CUDA out succeeds, and everything after it would run on other kernels.
 EXPLAIN_ON_GPU = """
@@ -110,41 +127,87 @@ sys.exit("\\n".join(f"{name} cannot run: {reason}" for name, reason in found.ite
 
 
 def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[Part]:
-    """In order of importance. architecture: None rehearses."""
+    """In order of importance. If all take their whole time and the machine is bare each time, the first call ends with
+    the encoder, the second with racecheck, the third with models. architecture: None rehearses.
+    """
+    size, gpu = "full" if architecture else "tiny", {"gpu": True}
+    ceilings, ops = out / "ceilings.json", out / f"ops{'' if architecture else '_tiny'}.jsonl"
+    tool = lambda name, *words: [PYTHON, "-m", f"benchmarks.gpu.{name}", *words]  # noqa: E731
     run = [PYTHON, "-m", "benchmarks.run"]
-    bench = [*run, "--out", str(out), *([] if architecture else ["--quick"]), *(["--commit", commit] if commit else [])]
+    bench = [*run, "--size", size, *([] if architecture else SMALL), "--add", "--out", str(out)]
+    bench += ["--commit", commit] if commit else []
+    models, timed = [*bench, "--name", "models", "--groups"], {"told": True, "ceilings": ceilings}
     build = [PYTHON, "-m", "pip", "install", "--no-index", "--no-build-isolation", "--no-deps", "--editable", "."]
-    explain = [PYTHON, "-c", EXPLAIN + (EXPLAIN_ON_GPU if architecture else "")]
-    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # PyTorch's own allocator hides what is out of bounds
     built = {"FASTBERT_BUILD": "1"}
     built["TORCH_CUDA_ARCH_LIST"] = architecture or os.environ.get("TORCH_CUDA_ARCH_LIST", REHEARSED)
-    memcheck = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "20"]
-    memcheck += ["--report-api-errors", "no", "--launch-timeout", "120"]  # PyTorch asks what may fail; it starts slowly
-    memcheck += [*run, "--size", "tiny", "--groups", "ops", "--parts", *MEMCHECKED, "--verify-only"]
-    memcheck += ["--dtypes", "bfloat16", "float32"]
-    sanitizer = {"gpu": True, "tool": "compute-sanitizer"}
+    explain = [PYTHON, "-c", EXPLAIN + (EXPLAIN_ON_GPU if architecture else "")]
+    number = (architecture or REHEARSED).replace(".", "")
+    compile = tool("triton_report", "--arch", number, "--only", "bf16" if architecture else "padding._invert")
+    verify = [*run, "--size", "quick" if architecture else size, "--groups", "ops", "--verify-only", *OURS]
+    verify += ["--directions", "backward", "--dtypes", *(("bfloat16", "float16") if architecture else ()), "float32"]
+    repeat = [PYTHON, "-m", "pytest", "-q", "tests/ops/test_triton.py", "-k", "bit_for_bit"]
+    counters = [*NCU, *tool("worst", "--results", str(ops), "--size", size)]
+    interpreted = {} if architecture else {"TRITON_INTERPRET": "1"}
     return [
-        Part("build", build, 30, 180, environment=built),
-        Part("explain", explain, 5, 30),
-        Part("parity", parity(), 30, 120),
-        Part("encoder", [*bench, "--groups", "encoder"], 40, 120, told=True),
-        Part("ops", [*bench, "--groups", "ops"], 40, 75, told=True),
-        Part("memcheck", memcheck, 60, 120, told=True, conclude=40, environment=uncached, **sanitizer),
-        Part("mlm", [*bench, "--groups", "mlm"], 40, 70, told=True),
-        Part("compiled", [*bench, "--name", "compiled", *COMPILED], 60, 150, gpu=True, told=True),
-        Part("hf", [*bench, "--groups", "hf"], 40, 70, told=True),
-        Part("growth", [*bench, "--groups", "growth"], 40, 120, told=True),
+        Part("ceilings", tool("ceilings", "--out", str(ceilings)), 10, 45),
+        Part("build", build, 30, 150, environment=built, again=True, unless=lambda: is_built(architecture)),
+        Part("explain", explain, 5, 20, again=True),
+        Part("compile", compile, 10, 45, again=True, unless=lambda: no_triton() or unreported(number)),
+        Part("verify", verify, 20, 50, told=True),
+        Part("ops", [*bench, "--groups", "ops"], 40, 125, **timed),
+        Part("encoder", [*models, "encoder"], 40, 75, **timed),
+        Part("profile", tool("host_gaps", "--out", str(out / "profile.json"), "--size", size), 20, 40),
+        Part("sweep", tool("sweep", "--out", str(out)), 40, 100, told=True, conclude=40, environment=interpreted),
+        Part("repeat", repeat, 10, 45, unless=no_triton),
+        Part("ncu", counters, 20, 45, **gpu, tool="ncu", unless=lambda: no_counters(ceilings, ops)),
+        sanitizer("racecheck", ["--dtypes", "bfloat16", "--directions", "backward"], 30, 60),
+        Part("parity", parity(FIRST if architecture else ("random",)), 30, 120),
+        sanitizer("memcheck", ["--dtypes", "bfloat16", "float32"], 60, 85),
+        Part("models", [*models, "mlm", "hf"], 40, 90 if architecture else 150, **timed),
+        Part("compiled", [*bench, "--name", "compiled", *COMPILED], 60, 120, **gpu, **timed),
+        Part("growth", [*models, "growth"], 40, 90, **timed),
     ]
 
 
-def parity() -> list[str]:
+def sanitizer(tool: str, words: list[str], least: float, most: float) -> Part:
+    """fastbert's ops on tiny inputs under one of compute-sanitizer's tools."""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+    command += ["--report-api-errors", "no"] * (tool == "memcheck")  # PyTorch asks what may fail
+    command += ["--launch-timeout", "120"]  # it starts slowly
+    command += [PYTHON, "-m", "benchmarks.run", "--size", "tiny", "--groups", "ops", "--parts", *WATCHED]
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # PyTorch's own allocator hides what is out of bounds
+    how = {"gpu": True, "tool": "compute-sanitizer", "told": True, "conclude": 25, "environment": uncached}
+    return Part(tool, [*command, "--verify-only", *words, *OURS], least, most, **how)
+
+
+def is_built(architecture: str | None) -> str | None:
+    """A rehearsal takes the kernels that are there: it is no place to compile for minutes."""
+    return None if architecture or not list(ROOT.glob("fastbert/_C*.so")) else "a rehearsal, and there are kernels"
+
+
+def no_triton() -> str | None:
+    return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def unreported(number: str) -> str | None:
+    return None if number in ("80", "90", "100") else f"benchmarks.gpu.triton_report does not know sm_{number}"
+
+
+def no_counters(ceilings: Path, ops: Path) -> str | None:
+    """Why ncu has nothing to say: as it was tried with the ceilings, and where no op was measured."""
+    known = json.loads(ceilings.read_text(encoding="utf-8")) if ceilings.exists() else {}
+    return known.get("no ncu") or (None if ops.exists() else "no op was measured")
+
+
+def parity(first: Sequence[str] = FIRST) -> list[str]:
     """The test suite; in several processes, of which one that loses the GPU is replaced, where pytest-xdist is there.
 
-    -v: what has failed is in the log also when time is up before the end.
+    first: the files that it begins with, without others if they are not FIRST. -v: what has failed is in the log also
+    when time is up before the end.
     """
     files = {path.stem.removeprefix("test_"): path.relative_to(ROOT) for path in (ROOT / "tests").glob("*/test_*.py")}
-    names = [name for name in FIRST if name in files]
-    names += [name for name in sorted(files) if name not in FIRST + ELSEWHERE]
+    names = [name for name in first if name in files]
+    names += [name for name in sorted(files) if name not in FIRST + ELSEWHERE] if first == FIRST else []
     command = [PYTHON, "-m", "pytest", "-v", "-m", "not slow", "--tb=short", "-rfE", "--continue-on-collection-errors"]
     command += ["-n", str(PROCESSES)] * (importlib.util.find_spec("xdist") is not None)
     return [*command, *(str(files[name]) for name in names)]
@@ -153,23 +216,47 @@ def parity() -> list[str]:
 # ---- running
 
 
-def run(parts: Sequence[Part], out: Path, minutes: float, gpu: bool, started: float | None = None) -> list[Outcome]:
+def run(
+    parts: Sequence[Part],
+    out: Path,
+    minutes: float,
+    gpu: bool,
+    started: float | None = None,
+    earlier: Mapping[str, Outcome] | None = None,
+) -> list[Outcome]:
     """Runs the parts in order; the log and the summary in `out` are up to date after each.
 
-    All of it ends within `minutes` of `started`, a time of time.monotonic(); default: now.
+    All of it ends within `minutes` of `started`, a time of time.monotonic(); default: now. earlier: outcomes of calls
+    before this one, by part.
     """
     out.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic() if started is None else started
-    outcomes = []
-    (out / "log.txt").write_bytes(b"")
+    started, log = time.monotonic() if started is None else started, out / "log.txt"
+    outcomes, known = [], dict(earlier or {})
+    log.open("ab" if earlier else "wb").close()
     for part in parts:
+        before = known.get(part.name)
         left = 60 * minutes - GRACE - (time.monotonic() - started)
-        reason = why_skipped(part, left, gpu)
-        outcomes.append(Outcome(part.name, "skipped", 0.0, reason) if reason else execute(part, left, out / "log.txt"))
+        if before and before.state == "ok" and not part.again:
+            outcomes.append(before)
+        elif reason := why_skipped(part, left, gpu):
+            is_known = before and before.state not in ("ok", "skipped")
+            outcomes.append(before if is_known else Outcome(part.name, "skipped", 0.0, reason))
+        else:
+            outcomes.append(execute(part, left, log, before))
         print(line(outcomes[-1]), flush=True)
-        summary = {"gpu": gpu, "minutes": minutes, "parts": [asdict(outcome) for outcome in outcomes]}
+        known[part.name] = outcomes[-1]
+        summary = {"gpu": gpu, "minutes": minutes, "parts": list(map(asdict, known.values()))}
         (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return outcomes
+
+
+def taken_over(after: Path, out: Path) -> dict[str, Outcome]:
+    """The outcomes of earlier calls, by part; what they left is then in `out` too."""
+    parts = json.loads((after / "summary.json").read_text(encoding="utf-8"))["parts"]
+    out.mkdir(parents=True, exist_ok=True)
+    for file in after.iterdir() if after.resolve() != out.resolve() else ():
+        shutil.copyfile(file, out / file.name)
+    return {part["name"]: Outcome(**part) for part in parts}
 
 
 def why_skipped(part: Part, left: float, gpu: bool) -> str | None:
@@ -177,34 +264,51 @@ def why_skipped(part: Part, left: float, gpu: bool) -> str | None:
         return "no GPU"
     if part.tool and not shutil.which(part.tool):
         return f"{part.tool} is not installed"
-    return f"{max(left, 0):.0f} s left, it needs {part.least:.0f}" if left < part.least else None
+    if left < part.least:
+        return f"{max(left, 0):.0f} s left, it needs {part.least:.0f}"
+    return part.unless()
 
 
-def execute(part: Part, left: float, log: Path) -> Outcome:
+def execute(part: Part, left: float, log: Path, before: Outcome | None = None) -> Outcome:
     """Runs one part, its output at the end of the log; the last of it is printed too if the part does not succeed.
 
-    Of a benchmark that loses the GPU in a case, what is behind that case runs in the next process.
+    Of a benchmark that loses the GPU in a case, what is behind that case runs in the next process. before: how it ended
+    in an earlier call, whose failures stay failures.
     """
-    start, before, skip, losses = time.monotonic(), log.stat().st_size, 0, []
+    start, place, skip = time.monotonic(), log.stat().st_size, before.behind if before else 0
+    failures = [before.reason] if skip and before.state == "failed" else []
     deadline = start + min(part.most, left)
     while True:
-        limit, place = deadline - time.monotonic(), log.stat().st_size
+        limit, begin = deadline - time.monotonic(), log.stat().st_size
         with log.open("ab") as file:
             file.write(f"\n==== {part.name}{f' behind case {skip}' if skip else ''}\n".encode())
             file.flush()
             state, reason = _wait(part, part.words(limit, skip), limit, file)
-        found = LOST.findall(log.read_bytes()[place:].decode(errors="replace")) if part.told else []
+        printed = log.read_bytes()[begin:].decode(errors="replace") if part.told else ""
+        found = LOST.findall(printed)
         if state != "failed" or not found or int(found[-1][1]) <= skip:
             break
-        losses.append(found[-1][0])
+        failures.append(found[-1][0])
         skip = int(found[-1][1])
         if deadline - time.monotonic() < part.least:
             break
-    if losses:
-        state, reason = "failed", "; ".join([*losses, *[reason] * (state != "ok")])
-    if state != "ok":
-        print(log.read_bytes()[before:][-3000:].decode(errors="replace"))
-    return Outcome(part.name, state, round(time.monotonic() - start, 1), reason)
+    state, reason, behind = _unfinished(state, reason, printed, skip)
+    if failures:
+        state, reason = "failed", "; ".join([*failures, *[reason] * (state != "ok")])
+    if state not in ("ok", "unfinished"):
+        print(log.read_bytes()[place:][-3000:].decode(errors="replace"))
+    return Outcome(part.name, state, round(time.monotonic() - start, 1), reason, behind)
+
+
+def _unfinished(state: str, reason: str, printed: str, skip: int) -> tuple[str, str, int]:
+    """(state, reason, the case to go on behind): 0 where none is left; a case that did not end in time is given up."""
+    cases, cut = CASE.findall(printed), CUT.findall(printed)
+    if state == "timed out":
+        return state, reason, int(cases[-1]) if cases else skip
+    if cut:
+        words, number = cut[-1]
+        return ("unfinished", words, int(number) - 1) if state == "ok" else (state, reason, int(number) - 1)
+    return state, reason, skip if LOST.search(printed) else 0
 
 
 def _wait(part: Part, words: list[str], limit: float, log: BinaryIO) -> tuple[str, str]:
@@ -247,18 +351,23 @@ def line(outcome: Outcome) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.on_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "out")
+    parser.add_argument("--after", type=Path, metavar="DIR", help="go on where the call that left this folder ended")
     parser.add_argument("--minutes", type=float, default=9, help="for all parts together")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--commit", help="for the results, where the tree has no git history")
     parser.add_argument("--rehearse", action="store_true", help="as on a machine without a GPU")
     options, started = parser.parse_args(), time.monotonic()
-    os.environ.update(toolkit())
+    os.environ.update(toolkit() | ({"CUDA_VISIBLE_DEVICES": ""} if options.rehearse else {}))
     architecture, out = None if options.rehearse else capability(), options.out.resolve()
     parts = all_parts(architecture, out, options.commit)
     if unknown := set(options.parts or ()) - {part.name for part in parts}:
         parser.error(f"unknown parts {sorted(unknown)}; there are {[part.name for part in parts]}")
     wanted = [part for part in parts if not options.parts or part.name in options.parts]
-    outcomes = run(wanted, out, options.minutes, architecture is not None, started)
+    try:
+        earlier = taken_over(options.after, out) if options.after else {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"{options.after} is no folder of an earlier call: {error}")
+    outcomes = run(wanted, out, options.minutes, architecture is not None, started, earlier)
     print("\n" + "\n".join(map(line, outcomes)))
     return 1 if any(outcome.state in ("failed", "timed out") for outcome in outcomes) else 0
 

@@ -14,26 +14,20 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.runtime import JITFunction, driver
 
 from benchmarks.gpu import compiled, triton_calls
 from benchmarks.gpu.compiled import Compiled
 from fastbert.triton import common
 
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that one program may have
-TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
-    torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "u1",
-}  # fmt: skip
 INSTRUCTIONS = {
     "tcgen05": r"\btcgen05\.mma", "wgmma": r"\bwgmma\.mma_async", "mma.sync": r"\bmma\.sync",
     "TMA": r"\bcp\.async\.bulk\.tensor", "cp.async": r"\bcp\.async\.c[ag]\b",
@@ -46,13 +40,14 @@ INDEPENDENT = ("kernel", "GPU", "variants", "instructions")  # the columns that 
 
 @dataclass(frozen=True)
 class Variant:
-    """One specialisation of a kernel: what triton.compile takes, in a form that can be compared."""
+    """One specialisation of a kernel, as Triton's JIT compiler asks for it. key: its own name of it."""
 
-    kernel: object
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, object], ...]
-    aligned: tuple[int, ...]  # arguments that are multiples of 16
-    options: tuple[tuple[str, int], ...]
+    kernel: JITFunction
+    key: str
+    signature: Mapping[str, str] = field(compare=False)
+    constants: Mapping[tuple, object] = field(compare=False)  # by the place of the argument
+    hints: Mapping[tuple, list] = field(compare=False)  # arguments that are multiples of 16
+    options: Mapping[str, int] = field(compare=False)
 
     @property
     def name(self) -> str:
@@ -64,70 +59,67 @@ class Variant:
     @property
     def types(self) -> str:
         """Of the tensors, in the order of the arguments, and how many have each."""
-        found = Counter(re.findall(r"(?:\*|tensordesc<)(\w+)", " ".join(dict(self.signature).values())))
+        found = Counter(re.findall(r"(?:\*|tensordesc<)(\w+)", " ".join(self.signature.values())))
         return ", ".join(f"{count} {name}" for name, count in found.items())
 
     @property
     def constexprs(self) -> str:
         declared = {parameter.name for parameter in self.kernel.params if parameter.is_constexpr}
-        return ", ".join(f"{name}={value}" for name, value in self.constants if name in declared)
+        names = ((self.kernel.arg_names[place[0]], value) for place, value in self.constants.items())
+        return ", ".join(f"{name}={value}" for name, value in names if name in declared)
 
 
-def variants(architecture: int) -> list[Variant]:
-    """What the calls of triton_calls launch, each variant once, in order."""
+class NoGpu:
+    """Stands in for Triton's driver: all that the JIT compiler asks of one before it compiles."""
+
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+    def get_current_device(self) -> int:
+        return -self.architecture  # what the compiler keeps is by device: no real one's
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def variants(architecture: int, calls: Callable[[], object] = triton_calls.run) -> list[Variant]:
+    """What the calls launch, each variant once, in order. Their keys in Triton's cache are those of a launch."""
     found: dict[Variant, None] = {}
 
     def record(kernel, grid, args, config, constants):
-        found.setdefault(_specialised(kernel, args, config, constants))
+        def note(*, fn, compile, **rest):
+            hints = compile["configs"][0]
+            options = config.options
+            new = Variant(kernel, str(compile["key"]), compile["signature"], compile["constants"], hints, options)
+            found.setdefault(new)
+            return True  # it need not be compiled
 
-    with common.recorded(architecture, record):
-        triton_calls.run()
+        triton.knobs.runtime.jit_cache_hook = note
+        kernel.run(*args, grid=tuple(grid), warmup=True, **config.tiles, **constants, **config.options)
+
+    before = driver._active  # not reset_active(), which asks for a GPU
+    driver.set_active(NoGpu(architecture))
+    try:
+        with common.recorded(architecture, record):
+            calls()
+    finally:
+        driver.set_active(before)
+        triton.knobs.runtime.jit_cache_hook = None
     return list(found)
-
-
-def _specialised(kernel, args: tuple, config: common.Config, constants: dict) -> Variant:
-    values = dict(zip(kernel.arg_names, args, strict=False)) | dict(config.tiles) | constants
-    types, fixed, aligned = {}, {}, []
-    for index, parameter in enumerate(kernel.params):
-        value = values.get(parameter.name, parameter.default)
-        types[parameter.name] = "constexpr" if parameter.is_constexpr else _type(value, parameter.do_not_specialize)
-        if types[parameter.name] == "constexpr":
-            fixed[parameter.name] = value
-        elif not parameter.do_not_specialize and _is_aligned(value):
-            aligned.append(index)
-    return Variant(kernel, tuple(types.items()), tuple(fixed.items()), tuple(aligned), tuple(config.options.items()))
-
-
-def _type(value, do_not_specialize: bool) -> str:
-    if isinstance(value, Tensor):
-        return "*" + TYPES[value.dtype]
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
-    if value is None or (type(value) is int and value == 1 and not do_not_specialize):
-        return "constexpr"
-    if isinstance(value, bool):
-        return "u1"
-    if isinstance(value, float):
-        return "fp32"
-    return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-
-def _is_aligned(value) -> bool:
-    number = value.data_ptr() if isinstance(value, Tensor) else value
-    return type(number) is int and number % 16 == 0
 
 
 # ---- compiling
 
 
 def compile(variant: Variant, architecture: int) -> Compiled:
-    options = dict(variant.options)
+    options = variant.options
     launch = f"{options['num_warps']} warps, {options['num_stages']} stages"
     start = (variant.name, f"{variant.types} {variant.constexprs}", launch)
-    constants = {(variant.kernel.arg_names.index(name),): value for name, value in variant.constants}
-    hints = {(index,): [["tt.divisibility", 16]] for index in variant.aligned}
     try:
-        source = ASTSource(variant.kernel, dict(variant.signature), constants, hints)
+        source = ASTSource(variant.kernel, variant.signature, variant.constants, variant.hints)
         binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         registers, spilled = assembled(binary.asm["ptx"], architecture)
     except Exception as error:
@@ -135,8 +127,9 @@ def compile(variant: Variant, architecture: int) -> Compiled:
     shared = binary.metadata.shared
     used = {name: len(re.findall(pattern, binary.asm["ptx"])) for name, pattern in INSTRUCTIONS.items()}
     problem = f"spills {spilled} bytes" if spilled else ""
-    if shared > SHARED[architecture]:
-        problem = f"needs {shared} bytes of shared memory, of {SHARED[architecture]}"
+    most = SHARED[max(known for known in SHARED if known <= architecture)]
+    if shared > most:
+        problem = f"needs {shared} bytes of shared memory, of {most}"
     return Compiled(*start, registers, spilled, shared, used, problem)
 
 

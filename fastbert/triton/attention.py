@@ -42,9 +42,9 @@ def _tiles(M: int, N: int, num_warps: int, num_stages: int = 1, **more: bool) ->
 
 
 # Arguments: padded head size, bits of an element, few: whether tiles of 128 queries are too few to fill the chip, or
-# too large for the longest sequence.
-# Chosen by compiling (docs/triton_report.md), so that nothing spills. RELOAD: queries are read again for every tile of
-# keys, because float32, and mma.sync at D = 128, leave too few registers to hold them.
+# too large for the longest sequence. Chosen by compiling (docs/triton_report.md), so that nothing spills; what
+# attention_tuned.py has goes before. RELOAD: queries are read again for every tile of keys, because float32, and
+# mma.sync at D = 128, leave too few registers.
 def _forward_80(width: int, bits: int, few: bool) -> Config:
     if bits == 32:
         return _tiles(16, 64, 8, RELOAD=True)
@@ -169,7 +169,7 @@ def forward(
     call = Call(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
     out = qkv.new_empty((call.tokens, call.heads, call.D))
     lse = qkv.new_empty((call.heads, call.tokens), dtype=torch.float32)
-    config = call.pick(FORWARD)
+    config = call.pick(FORWARD, "forward")
     fill, tiles = triton.cdiv(call.tokens, FILL), call.tiles(config.tiles["M"])
     programs = fill + tiles * call.heads * call.batch
     launch(
@@ -337,10 +337,10 @@ def backward(
         lse.contiguous(), dout, dqkv, delta, shift, inverse, *call.sizes, tiles, fill, call.heads, scale,
         config=config, FILL=FILL, **constants,
     )  # fmt: skip
-    config, sequence_heads = call.pick(KEYS), call.heads * call.batch
+    config, sequence_heads = call.pick(KEYS, "keys"), call.heads * call.batch
     N = config.tiles["N"]
     enough = call.longest <= N or sequence_heads >= multiprocessors(qkv.device)
-    one_pass = enough and call.longest <= call.pick(ONE_PASS)
+    one_pass = enough and call.longest <= call.pick(ONE_PASS, "one_pass")
     inputs = call.qkv, call.cu_seqlens, rng, dout, delta, shift, inverse, dqkv
     sums = out.new_empty(out.shape if one_pass and call.longest > N else (0,), dtype=torch.float32)
     tiles = 1 if one_pass else call.tiles(N)
@@ -349,7 +349,7 @@ def backward(
         config=config, NEED_DQ=one_pass, DROPOUT=call.drops, **constants,
     )  # fmt: skip
     if not one_pass:
-        config = call.pick(QUERIES)
+        config = call.pick(QUERIES, "queries")
         tiles = call.tiles(config.tiles["M"])
         launch(
             _backward_queries, (tiles * sequence_heads,), *inputs, *call.sizes, tiles, call.heads, *call.scalars,

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from fastbert.triton.common import dropout, multiprocessors, philox, pick, precision, site_key
+from fastbert.triton.attention_tuned import TUNED
+from fastbert.triton.common import architecture, dropout, multiprocessors, philox, pick, precision, site_key
 
 FILL = 128  # tokens searched by a program that looks for uncovered ones
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -220,6 +221,9 @@ class Call:
     def tiles(self, size: int) -> int:
         return max(1, triton.cdiv(self.longest, size))
 
-    def pick(self, table):
+    def pick(self, table, kernel: str = ""):
+        """kernel: the name under which attention_tuned.py may have something better than the table."""
         few = self.longest <= 64 or self.tiles(128) * self.heads * self.batch < multiprocessors(self.qkv.device)
-        return pick(table, self.qkv.device, self.width, 8 * self.qkv.element_size(), few)
+        shape = self.width, 8 * self.qkv.element_size(), few
+        tuned = TUNED.get((kernel, architecture(self.qkv.device), *shape))
+        return pick(table, self.qkv.device, *shape) if tuned is None else tuned

@@ -1,6 +1,7 @@
 """What the Triton kernels share, and what each compiles to."""
 
 import dataclasses
+import itertools
 import os
 import re
 import subprocess
@@ -232,12 +233,34 @@ def test_dense_gelu_is_gelu_of_what_its_backward_differentiates_at():
     assert torch.equal(y, KERNELS["bias_gelu_fwd"](preactivation, bias * 0, "none"))
 
 
+# ---- the backward of attention in one pass adds up dQ in global memory, tile of keys after tile of keys
+
+
+def test_the_backward_in_one_pass_repeats_bit_for_bit(monkeypatch):
+    """With several tiles of keys, threads read sums that other threads wrote: a race would show in the bits of dQ."""
+    gpu, dtype = DEVICE == "cuda", torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    lengths, times = (range(65, 513), 100) if gpu else ((65, 129), 2)
+    heads = 12 if gpu else 1
+    batch = -(-common.multiprocessors(torch.device(DEVICE)) // heads)  # as many programs as fill it
+    passes, launch = [], common._launcher
+    monkeypatch.setattr(common, "_launcher", lambda *a: (passes.append(a[4].get("NEED_DQ")), launch(*a)))
+    for length, p in itertools.product(lengths, (0.0, 0.1)):
+        qkv = torch.randn(batch * length, 3, heads, 64, device=DEVICE, dtype=dtype)
+        ends = torch.arange(0, batch * length + 1, length, device=DEVICE, dtype=torch.int32)
+        rest = ends, length, 0.125, p, torch.tensor([5], device=DEVICE) if p else None, 0
+        out, lse = KERNELS["attention_fwd"](qkv, *rest)
+        dout = torch.randn_like(out)
+        first, *others = (KERNELS["attention_bwd"](dout, qkv, out, lse, *rest) for _ in range(times))
+        assert all(torch.equal(first, other) for other in others), (length, p)
+    assert passes.count(True) == len(lengths) * 2 * times and False not in passes
+
+
 # ---- compiling for GPUs that are not here
 
 
-def python(*words: str) -> subprocess.CompletedProcess:
-    """Runs in another process: this one may interpret kernels."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def python(*words: str, **more: str) -> subprocess.CompletedProcess:
+    """Runs in another process: this one may interpret kernels. more: of its environment."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | more
     return subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
@@ -273,6 +296,30 @@ def test_a_configuration_that_spills_fails_the_report():
     )
     result = python("-c", planted)
     assert result.returncode == 1 and "sm_80: spills" in result.stderr, result.stderr
+
+
+@pytest.mark.slow
+def test_what_the_report_compiles_is_what_a_launch_finds_in_the_cache(tmp_path):
+    """Without a GPU: another process with the same Triton compiles nothing again."""
+    script = (
+        "import sys; from benchmarks.gpu import triton_report; from benchmarks.gpu.triton_calls import BF16, new\n"
+        "from fastbert.triton import KERNELS, common; from triton.runtime import driver\n"
+        "calls = lambda: KERNELS['bias_gelu_fwd'](new(8191, 3072, dtype=BF16), new(3072, dtype=BF16), 'none')\n"
+        "if sys.argv[1] == 'report':\n"
+        "    (variant,) = triton_report.variants(90, calls)\n"
+        "    sys.exit(triton_report.compile(variant, 90).problem or 0)\n"
+        "launcher = lambda kernel, grid, args, config, constants: kernel.run(\n"
+        "    *args, grid=tuple(grid), warmup=True, **config.tiles, **constants, **config.options)\n"
+        "driver.set_active(triton_report.NoGpu(90))\n"
+        "with common.recorded(90, launcher):\n"
+        "    calls()\n"
+    )
+    found = []
+    for by in ("report", "launch"):
+        result = python("-c", script, by, TRITON_CACHE_DIR=str(tmp_path))
+        assert result.returncode == 0, result.stderr
+        found.append(sorted(path.name for path in tmp_path.iterdir()))
+    assert found[0] == found[1] and len(found[0]) == 1
 
 
 def test_the_check_sees_what_changed():
