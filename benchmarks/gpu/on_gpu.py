@@ -148,6 +148,7 @@ def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[P
     repeat = [PYTHON, "-m", "pytest", "-q", "tests/ops/test_triton.py", "-k", "bit_for_bit"]
     counters = [*NCU, *tool("worst", "--results", str(ops), "--size", size)]
     interpreted = {} if architecture else {"TRITON_INTERPRET": "1"}
+    in_triton = {"environment": interpreted, "unless": lambda: no_kernels(interpreted)}
     return [
         Part("ceilings", tool("ceilings", "--out", str(ceilings)), 10, 45),
         Part("build", build, 30, 150, environment=built, again=True, unless=lambda: is_built(architecture)),
@@ -157,8 +158,8 @@ def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[P
         Part("ops", [*bench, "--groups", "ops"], 40, 125, **timed),
         Part("encoder", [*models, "encoder"], 40, 75, **timed),
         Part("profile", tool("host_gaps", "--out", str(out / "profile.json"), "--size", size), 20, 40),
-        Part("sweep", tool("sweep", "--out", str(out)), 40, 100, told=True, conclude=40, environment=interpreted),
-        Part("repeat", repeat, 10, 45, unless=no_triton),
+        Part("sweep", tool("sweep", "--out", str(out)), 40, 100, told=True, conclude=40, **in_triton),
+        Part("repeat", repeat, 10, 45, **in_triton),
         Part("ncu", counters, 20, 45, **gpu, tool="ncu", unless=lambda: no_counters(ceilings, ops)),
         sanitizer("racecheck", ["--dtypes", "bfloat16", "--directions", "backward"], 30, 60),
         Part("parity", parity(FIRST if architecture else ("random",)), 30, 120),
@@ -187,6 +188,17 @@ def is_built(architecture: str | None) -> str | None:
 
 def no_triton() -> str | None:
     return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def no_kernels(environment: Mapping[str, str]) -> str | None:
+    """Why Triton's kernels do not run, on the GPU or in its interpreter, as fastbert says."""
+    query = "import torch; from fastbert import backends\n"
+    query += "device = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+    query += "print(backends.why_not('triton', 'attention', device, torch.float32) or '')"
+    answer = subprocess.run(
+        [PYTHON, "-c", query], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+    )
+    return answer.stdout.strip() or None
 
 
 def unreported(number: str) -> str | None:

@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads) attention_fwd_kernel(Attention a, T*
 }
 
 // Of sequences of up to 32 tokens a warp has a whole head, so that a tile has no empty rows or columns but for those of
-// 32 that the sequence does not have, and no warp waits for another.
+// 32 that the sequence does not have, and no warp waits for another. The backward has such a kernel too.
 constexpr int kShort = 32, kShortWarps = 4;
 
 template <class T, int kWidth, bool kDropout>
@@ -212,6 +212,80 @@ __device__ __forceinline__ float delta_of(const Chunk* dout, int tile_row, const
   return sum_of_row(delta);
 }
 
+// exp(score scale - lse) as exp2 of one multiply-add; where lse is large, of the difference, which is taken first.
+struct Exponent {
+  bool large;
+  float of_score, of_lse;
+
+  // lse: of the columns or rows that a lane looks at
+  __device__ __forceinline__ Exponent(float lse, float other_lse, float scale)
+      : large(__any_sync(kAllLanes, fmaxf(fabsf(lse), fabsf(other_lse)) > kLargeScore)),
+        of_score(large ? kLog2e : scale * kLog2e),
+        of_lse(large ? 0 : kLog2e) {}
+};
+
+// The scores of a warp's 16 queries, and dP, become dS but for the factor 1 / total, of which a part is added up here.
+// column: the first of the tile, of which `kept` has the bits.
+template <bool kDropout, int kColumns>
+__device__ __forceinline__ void differentiate_rows(float (&s)[kColumns][4], const float (&dp)[kColumns][4],
+                                                   const Attention& a, const Exponent& exponent, const float (&lse)[2],
+                                                   const float (&delta)[2], const unsigned (&kept)[2], int column,
+                                                   float (&total)[2]) {
+  if (exponent.large) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[j][e] = __fsub_rn(__fmul_rn(s[j][e], a.scale), lse[e / 2]);
+  }
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int half = e / 2;
+      const float weight = ptx::exp2_approx(fmaf(s[j][e], exponent.of_score, -lse[half] * exponent.of_lse));
+      total[half] += weight;
+      float factor = 1;
+      if (kDropout) factor = kept[half] >> kept_bit(column / 8 + j, e % 2) & 1 ? a.drop.keep_scale : 0;
+      s[j][e] = weight * (dp[j][e] * factor - delta[half]);
+    }
+}
+
+// The same where rows are keys: the scores become P F and dP becomes dS. statistics: of the tile's queries. pairs: the
+// words of make_mask for the lane's column pair, of which bits `bit` and `bit` + 16 are its keys, 4 higher those of
+// even queries.
+template <bool kDropout, int kColumns>
+__device__ __forceinline__ void differentiate_columns(float (&s)[kColumns][4], float (&dp)[kColumns][4],
+                                                      const Attention& a, const Exponent& exponent,
+                                                      const float* const (&statistics)[kQuantities], int column,
+                                                      const uint32_t* pairs, int bit) {
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) {
+    const int query = column + 8 * j + 2 * (lane() % 4);
+    const uint32_t kept = kDropout ? pairs[query / 2 * 4] >> bit : 0;  // of both queries
+#pragma unroll
+    for (int low = 0; low < 2; ++low) {
+      const float lse = statistics[kLse][query + low], delta = statistics[kDelta][query + low];
+      const float inverse = statistics[kInverseSum][query + low], offset = lse * exponent.of_lse;
+      if (exponent.large) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float& score = s[j][2 * half + low];
+          score = __fsub_rn(__fmul_rn(score, a.scale), lse);
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float &score = s[j][2 * half + low], &gradient = dp[j][2 * half + low];
+        const float weight = ptx::exp2_approx(fmaf(score, exponent.of_score, -offset)) * inverse;
+        float factor = 1;
+        if (kDropout) factor = kept >> (16 * half + 4 - 4 * low) & 1 ? a.drop.keep_scale : 0;
+        score = weight * factor;
+        gradient = weight * (gradient * factor - delta);
+      }
+    }
+  }
+}
+
 template <class T, int kWidth, bool kDropout>
 __global__ void __launch_bounds__(kThreads)
     attention_bwd_queries_kernel(Attention a, const T* __restrict__ dout,  // [T, H, D]
@@ -263,8 +337,7 @@ __global__ void __launch_bounds__(kThreads)
           if (inside) row_lse[half] = lse[work.head * a.tokens + head.bounds.start + row];
         }
       }
-      const bool large = __any_sync(kAllLanes, fmaxf(fabsf(row_lse[0]), fabsf(row_lse[1])) > kLargeScore);
-      const float log2_of_score = large ? kLog2e : scale, log2_of_lse = large ? 0 : kLog2e;
+      const Exponent exponent(row_lse[0], row_lse[1], a.scale);
       unsigned kept[2] = {};
       if (kDropout)
 #pragma unroll
@@ -278,23 +351,7 @@ __global__ void __launch_bounds__(kThreads)
         times_transposed<T>(s, q, stream.k_or_q_tile(step), part);
         times_transposed<T>(dp, grad, stream.v_or_do_tile(step), part);
         if ((step + 1) * kTile > length) hide(s, step * kTile + part, length);
-        if (large) {
-#pragma unroll
-          for (int j = 0; j < kPart / 8; ++j)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s[0][j][e] = __fsub_rn(__fmul_rn(s[0][j][e], a.scale), row_lse[e / 2]);
-        }
-#pragma unroll
-        for (int j = 0; j < kPart / 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int half = e / 2;
-            const float weight = ptx::exp2_approx(fmaf(s[0][j][e], log2_of_score, -row_lse[half] * log2_of_lse));
-            total[half] += weight;
-            float factor = 1;
-            if (kDropout) factor = kept[half] >> kept_bit(part / 8 + j, e % 2) & 1 ? a.drop.keep_scale : 0;
-            s[0][j][e] = weight * (dp[0][j][e] * factor - delta[half]);
-          }
+        differentiate_rows<kDropout>(s[0], dp[0], a, exponent, row_lse, delta, kept, part, total);
         add_product<T, kWidth>(dq, s, stream.k_or_q_tile(step), part);
       }
     }
@@ -386,10 +443,8 @@ __global__ void __launch_bounds__(kThreads)
       if (first + warp_row >= length) continue;
       if (step == 0) k[0].load(keys, warp_row), v[0].load(values, warp_row);
       const float* const tile_lse = stream.statistics_tile(step);
-      const float *const tile_delta = tile_lse + kTile, *const tile_inverse = tile_delta + kTile;
-      const bool large =
-          __any_sync(kAllLanes, fmaxf(fabsf(tile_lse[lane()]), fabsf(tile_lse[lane() + 32])) > kLargeScore);
-      const float log2_of_score = large ? kLog2e : scale, log2_of_lse = large ? 0 : kLog2e;
+      const float* const of_queries[kQuantities] = {tile_lse, tile_lse + kTile, tile_lse + 2 * kTile};
+      const Exponent exponent(tile_lse[lane()], tile_lse[lane() + 32], a.scale);
       // Keys g and g + 8 of this warp are in one block of 64, 16 bits apart in the words of the column pair g / 2.
       const uint32_t* const pairs = mask + warp_row / kTile * kMask + g % 8 / 2;
       const int bit = kept_bit(warp_row % kTile / 8, g % 2) - 4;
@@ -398,33 +453,7 @@ __global__ void __launch_bounds__(kThreads)
         float s[1][kPart / 8][4], dp[1][kPart / 8][4];
         times_transposed<T>(s, k, stream.k_or_q_tile(step), part);
         times_transposed<T>(dp, v, stream.v_or_do_tile(step), part);
-#pragma unroll
-        for (int j = 0; j < kPart / 8; ++j) {
-          const int query = part + 8 * j + 2 * t;
-          const uint32_t kept = kDropout ? pairs[query / 2 * 4] >> bit : 0;  // of both queries
-#pragma unroll
-          for (int low = 0; low < 2; ++low) {
-            const float query_lse = tile_lse[query + low], delta = tile_delta[query + low];
-            const float inverse = tile_inverse[query + low];
-            const float offset = query_lse * log2_of_lse;
-            if (large) {
-#pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                float& score = s[0][j][2 * half + low];
-                score = __fsub_rn(__fmul_rn(score, a.scale), query_lse);
-              }
-            }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              float &score = s[0][j][2 * half + low], &gradient = dp[0][j][2 * half + low];
-              const float weight = ptx::exp2_approx(fmaf(score, log2_of_score, -offset)) * inverse;
-              float factor = 1;
-              if (kDropout) factor = kept >> (16 * half + 4 - 4 * low) & 1 ? a.drop.keep_scale : 0;
-              score = weight * factor;
-              gradient = weight * (gradient * factor - delta);
-            }
-          }
-        }
+        differentiate_columns<kDropout>(s[0], dp[0], a, exponent, of_queries, part, pairs, bit);
         add_product<T, kWidth>(dv, s, stream.v_or_do_tile(step), part);
         add_product<T, kWidth>(dk, dp, stream.k_or_q_tile(step), part);
       }
@@ -434,6 +463,102 @@ __global__ void __launch_bounds__(kThreads)
     T* const rows = dqkv + 3 * columns * head.bounds.start + columns + work.head * a.D;
     store<T, kWidth>(dk[0], a.scale, a.scale, keys, warp_row, rows, 3 * columns, first + warp_row, length, a.D);
     store<T, kWidth>(dv[0], 1, 1, values, warp_row, rows + columns, 3 * columns, first + warp_row, length, a.D);
+  }
+}
+
+// Of up to 32 tokens: a warp, which is a block, has a whole head of a sequence, and computes all three gradients.
+template <class T, int kWidth>
+struct ShortBackward {
+  static constexpr int kMatrix = kShort * kWidth / 8;
+  Chunk queries[kMatrix], keys[kMatrix], values[kMatrix], douts[kMatrix], results[16 * kWidth / 8];
+  float statistics[kQuantities][kShort];
+  uint32_t mask[kShort / 2][4];
+};
+
+template <class T, int kWidth, bool kDropout>
+__global__ void __launch_bounds__(32) attention_short_bwd_kernel(Attention a, const T* __restrict__ dout,  // [T, H, D]
+                                                                 const T* __restrict__ out,                // [T, H, D]
+                                                                 const float* __restrict__ lse,            // [H, T]
+                                                                 T* __restrict__ dqkv) {  // [T, 3, H, D]
+  if (is_unused<T, kWidth>()) return;
+  const int64_t columns = int64_t(a.heads) * a.D;
+  if (fill_uncovered(a, dqkv, 3 * columns, nullptr)) return;
+  const Work work = place_of(a, 1, int(blockIdx.x));
+  const Head<T> head(a, work);
+  const int length = head.bounds.length, g = lane() / 4, t = lane() % 4;
+  const int64_t first_element = head.bounds.start * columns + work.head * a.D;
+  const Key key = kDropout ? site_key(a.drop) : Key{};
+  FB_DYNAMIC_SHARED(bytes);
+  ShortBackward<T, kWidth>& shared = *reinterpret_cast<ShortBackward<T, kWidth>*>(bytes);
+  copy_by_warp<kShort, kWidth>(shared.queries, head.q, a.D);
+  copy_by_warp<kShort, kWidth>(shared.keys, head.k, a.D);
+  copy_by_warp<kShort, kWidth>(shared.values, head.v, a.D);
+  copy_by_warp<kShort, kWidth>(shared.douts, Rows<T>{dout + first_element, columns, length}, a.D);
+  commit_copies();
+  // Behind the last row no weight counts.
+  for (int i = 0; i < kQuantities; ++i) shared.statistics[i][lane()] = 0;
+  for (int i = lane(); i < kShort * 2; i += 32) shared.mask[i / 4][i % 4] = 0;
+  wait_for_copies<0>();
+  __syncwarp();
+  T* const rows = dqkv + 3 * columns * head.bounds.start + work.head * a.D;
+  float s[1][kShort / 8][4], dp[1][kShort / 8][4];
+
+  for (int row = 0; row < length; row += 16) {  // of queries
+    Operand<kWidth, true> left[1];
+    float dq[1][kWidth / 8][4] = {}, row_lse[2] = {}, delta[2], total[2] = {};
+    unsigned kept[2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = row + 8 * half + g;
+      const bool inside = query < length;
+      delta[half] = delta_of<T, kWidth>(shared.douts, query, out + first_element + query * columns, inside, a.D);
+      if (inside) row_lse[half] = lse[work.head * a.tokens + head.bounds.start + query];
+      if (kDropout) {
+        kept[half] = kept_of(attention_bits(key, 0, t, query, work.head, work.sequence), a.drop.threshold);
+        const uint32_t both = kept[half] | __shfl_down_sync(kAllLanes, kept[half], 4) >> 4;  // as in make_mask
+        if (g % 2 == 0) shared.mask[query / 2][t] = both;
+      }
+    }
+    left[0].load(shared.queries, row);
+    times_transposed<T>(s, left, shared.keys, 0);
+    left[0].load(shared.douts, row);
+    times_transposed<T>(dp, left, shared.values, 0);
+    if (length < kShort) hide(s, 0, length);
+    differentiate_rows<kDropout>(s[0], dp[0], a, Exponent(row_lse[0], row_lse[1], a.scale), row_lse, delta, kept, 0,
+                                 total);
+    add_product<T, kWidth>(dq, s, shared.keys, 0);
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = row + 8 * half + g;
+      inverse[half] = 1 / sum_of_row(total[half]);
+      if (t == 0 && query < length) {
+        shared.statistics[kLse][query] = row_lse[half];
+        shared.statistics[kDelta][query] = delta[half];
+        shared.statistics[kInverseSum][query] = inverse[half];
+      }
+    }
+    store<T, kWidth>(dq[0], inverse[0] * a.scale, inverse[1] * a.scale, shared.results, 0, rows, 3 * columns, row,
+                     length, a.D);
+  }
+
+  __syncwarp();
+  const float* const of_queries[kQuantities] = {shared.statistics[kLse], shared.statistics[kDelta],
+                                                shared.statistics[kInverseSum]};
+  const Exponent exponent(of_queries[kLse][lane()], 0, a.scale);
+  for (int row = 0; row < length; row += 16) {  // of keys
+    Operand<kWidth, true> left[1];
+    float dk[1][kWidth / 8][4] = {}, dv[1][kWidth / 8][4] = {};
+    left[0].load(shared.keys, row);
+    times_transposed<T>(s, left, shared.queries, 0);
+    left[0].load(shared.values, row);
+    times_transposed<T>(dp, left, shared.douts, 0);
+    differentiate_columns<kDropout>(s[0], dp[0], a, exponent, of_queries, 0, shared.mask[0] + g / 2,
+                                    kept_bit(row / 8, g % 2) - 4);
+    add_product<T, kWidth>(dv, s, shared.douts, 0);
+    add_product<T, kWidth>(dk, dp, shared.queries, 0);
+    store<T, kWidth>(dk[0], a.scale, a.scale, shared.results, 0, rows + columns, 3 * columns, row, length, a.D);
+    store<T, kWidth>(dv[0], 1, 1, shared.results, 0, rows + 2 * columns, 3 * columns, row, length, a.D);
   }
 }
 
@@ -510,6 +635,13 @@ const char* backward(const Attention& a, const void* dout, const void* out, cons
   const Statistics statistics = statistics_in(room, a);
   const T* const douts = static_cast<const T*>(dout);
   T* const gradients = static_cast<T*>(dqkv);
+  if constexpr (kWidth <= 64)
+    if (a.longest <= kShort) {
+      const int64_t blocks = fill_blocks(a) + int64_t(a.heads) * a.sequences;
+      if (blocks > INT32_MAX) return "attention: too many heads and sequences for one launch";
+      return launch(attention_short_bwd_kernel<T, kWidth, kDropout>, dim3(blocks), dim3(32),
+                    sizeof(ShortBackward<T, kWidth>), stream, a, douts, static_cast<const T*>(out), lse, gradients);
+    }
   const Plan queries = plan_of(a, 16, 2 * kWidth / 8, Stream<kWidth, T>::chunks(false));
   const char* const error = run(a, queries, fill_blocks(a), stream, attention_bwd_queries_kernel<T, kWidth, kDropout>,
                                 douts, static_cast<const T*>(out), lse, gradients, statistics);
