@@ -84,14 +84,14 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     },
     "attention": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/attention.jsonl"),
-        "cuda": Kernel(_FLOATS, largest=128, on_turing=120),
+        "cuda": Kernel(_FLOATS, largest=128, on_turing=127),
         "triton": Kernel(_FLOATS, largest=128, leads_on=_WARPGROUPS),
         "varlen": Kernel(_HALF, largest=256, multiple=8, dropout=False, repeatable=False, forced_only=True),
     },
     "relative_attention": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/relative.jsonl"),
         "triton": Kernel(_FLOATS, largest=128),
-        "cuda": Kernel(_FLOATS, largest=128, on_turing=80),  # on multiply-adds, without tensor cores
+        "cuda": Kernel(_FLOATS, largest=128, on_turing=85),  # on multiply-adds, without tensor cores
     },
     "embedding": {
         "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
@@ -207,12 +207,15 @@ def cuda_name(version: int) -> str:
 
 
 def _serves(architecture: str, capability: tuple[int, int]) -> bool:
-    """Whether code built for `architecture` ("90", "80-real", "90-virtual", "90a-real") runs on such a GPU."""
+    """Whether code built for `architecture` ("90", "80-real", "90-virtual", "90a-real") runs on such a GPU.
+
+    PTX for sm_75 serves no newer generation: it leaves out kernels that launchers choose there (csrc/cuda/mma.cuh).
+    """
     number, _, kind = architecture.partition("-")
     major, minor = int(number.rstrip("af")[:-1]), int(number.rstrip("af")[-1])
     binary = kind != "virtual" and major == capability[0] and minor <= capability[1]
     ptx = kind != "real" and not number.endswith(("a", "f")) and (major, minor) <= capability
-    return binary or ptx
+    return binary or (ptx and (major > 7 or capability[0] == 7))
 
 
 @cache
@@ -375,7 +378,7 @@ Forced = dict[str, str]  # op -> the only backend that may run it
 def _forcing(before: Forced, name: str | None, ops: dict[str, str | None], everywhere: bool) -> Forced:
     """What is forced within a block, given what was before. everywhere: `name` is for all ops, None included."""
     if everywhere and name not in (None, *BACKENDS):
-        hint = f"; of one op it is: expected {_only_op(name)}={name!r}" if name in LIBRARIES else ""
+        hint = f", or {_only_op(name)}={name!r}" if name in LIBRARIES else ""
         raise ValueError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}{hint}")
     for op, its in ops.items():
         if op not in OPS:
@@ -438,10 +441,11 @@ def forced() -> tuple[tuple[str, str], ...]:
     return tuple(_here.forced.items())
 
 
-def forced_apart(op: str, whole: str) -> bool:
-    """Whether another backend is forced for an op than for the op that it is part of, which then cannot run it."""
+def forced_apart(whole: str, *ops: str) -> bool:
+    """Whether one of these ops is forced to another backend than the op that they are parts of, which then cannot stand
+    for it."""
     forced = _latest if torch.compiler.is_compiling() else _here.forced
-    return forced.get(op) != forced.get(whole)
+    return bool(forced) and any(forced.get(op) not in (None, forced.get(whole)) for op in ops)
 
 
 def _set_block(block: list[Forced], is_open: bool) -> None:

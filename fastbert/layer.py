@@ -463,10 +463,10 @@ def encoder_layer(
     gathers them there).
     """
     context = weights = None
-    apart = given is not None or packing.unseen is not None or backends.forced_apart("attention", "encoder_layer")
+    apart = given is not None or packing.unseen is not None or backends.forced_apart("encoder_layer", "attention")
     if with_weights or apart:
         context, weights = attend(parts.attention, hidden, packing, rng, turn, with_weights, given)
-    if not with_weights:
+    if not with_weights and not _is_taken_apart():
         whole = _as_one(parts, hidden, packing, rng, turn, context)
         whole = _as_prepared(parts, hidden, packing, context) if whole is None else whole
         if whole is not None:
@@ -477,6 +477,12 @@ def encoder_layer(
     hidden = project_add_norm(context, hidden, parts.out, parts.out_dropout, parts.out_norm, rng, sites[1])
     wide = up_gelu(hidden, parts.up, parts.activation)
     return project_add_norm(wide, hidden, parts.down, parts.down_dropout, parts.down_norm, rng, sites[2]), weights
+
+
+def _is_taken_apart() -> bool:
+    """Whether a backend is forced for a part of the layer, other than its attention, and not for the whole."""
+    of_layer = backends.forced_apart("encoder_layer", "linear", "dense_gelu", "add_layer_norm")
+    return of_layer or backends.forced_apart("packed_layer", "packed_linear", "add_layer_norm")
 
 
 def _as_one(
@@ -521,7 +527,7 @@ def encoder_layers(
     found: list[LayerParts] = []
     if torch.compiler.is_compiling() or packing.unseen is not None:
         return None
-    if backends.forced_apart("attention", "encoder_layer"):
+    if backends.forced_apart("encoder_layer", "attention") or _is_taken_apart():
         return None
     for parts in layers:
         if parts is None or not (found or _has_kernel(parts, hidden)):

@@ -3,7 +3,8 @@
 // A block computes a tile of y, 128 x 128 by four warps of 64 x 64, or 64 x 64 where the large ones do not fill the
 // device. Its rows of x and weight arrive by cp.async in steps of 32 columns, three steps ahead of the products, in
 // four slots of swizzled shared memory. Two blocks share a multiprocessor (64 KB each), so that one multiplies while
-// the other applies the GELU. Tiles follow each other in groups of 8 rows of tiles, whose x and weight stay in L2.
+// the other applies the GELU; not on sm_75, where one block has it all, and waits for its copies. Tiles follow each
+// other in groups of 8 rows of tiles, whose x and weight stay in L2.
 //
 // The epilogue adds the bias and rounds: that is the pre-activation, at which the backward differentiates. It passes
 // through shared memory, where each thread gets it back as 8 neighbouring channels, to write and to apply the GELU to:

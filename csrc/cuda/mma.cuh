@@ -111,10 +111,13 @@ __device__ constexpr bool is_turing() { return true; }
 __device__ constexpr bool is_turing() { return false; }
 #endif
 
-// Whether no launcher chooses such a kernel on the GPU that this is compiled for: it then does nothing.
+// Whether no launcher chooses such a kernel on the GPU that this is compiled for. It is left empty, and stops whoever
+// runs it all the same.
 template <class T, int kWidth>
 __device__ __forceinline__ bool is_unused() {
-  return is_turing() && (kWidth > 64 || !std::is_same_v<T, __half>);
+  const bool unused = is_turing() && (kWidth > 64 || !std::is_same_v<T, __half>);
+  if (unused) __trap();
+  return unused;
 }
 
 __device__ __forceinline__ void commit_copies() {

@@ -54,9 +54,12 @@ __device__ __forceinline__ void copy(Chunk* tile, const Rows<T>& from, int row, 
   const int rows = chunk * 8 < D ? min(from.count - row, kRows) : 0;
   Chunk* to = tile + swizzle<kWidth>(first, chunk);
   const T* source = from.first + (row + first) * from.stride + chunk * 8;
-  if (is_turing()) return copy_now<kRows>(to, step * kChunks, source, step * from.stride, first, rows, step);
-  for (int r = first; r < kRows; r += step, to += step * kChunks, source += step * from.stride)
-    ptx::cp_async16(to, r < rows ? source : from.first, r < rows ? 16 : 0);
+  if (is_turing()) {
+    copy_now<kRows>(to, step * kChunks, source, step * from.stride, first, rows, step);
+  } else {
+    for (int r = first; r < kRows; r += step, to += step * kChunks, source += step * from.stride)
+      ptx::cp_async16(to, r < rows ? source : from.first, r < rows ? 16 : 0);
+  }
 }
 
 // Starts to copy the first kRows rows to a tile of a warp's own; zeros behind the last row and beyond D.
@@ -77,11 +80,10 @@ __device__ __forceinline__ void copy_by_warp(Chunk* tile, const Rows<T>& from, i
         ptx::cp_async16(tile + swizzle<kWidth>(row, column / 8), source, inside ? 16 : 0);
       }
     }
-    if (!is_turing()) continue;
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const int place = (first + i) * 32 + lane();
-      tile[swizzle<kWidth>(place / kChunks, place % kChunks)] = chunk[i];
+      if (is_turing()) tile[swizzle<kWidth>(place / kChunks, place % kChunks)] = chunk[i];
     }
   }
 }

@@ -29,7 +29,7 @@ def locate(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[Tensor, Te
     inside = token < cu_seqlens[-1]
     sequence = torch.where(inside, sequence, 0)
     position = token - cu_seqlens[sequence]
-    inside = inside & (position < max_seqlen)
+    inside = inside & (position >= 0) & (position < max_seqlen)
     return sequence, torch.where(inside, position, 0), inside
 
 

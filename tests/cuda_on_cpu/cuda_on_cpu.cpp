@@ -525,6 +525,8 @@ void sync_warp(unsigned mask) {
 
 void thread_fence() { checker::thread_fence(); }
 
+void trap() { fail(me() + " runs a trap", __builtin_return_address(0)); }
+
 void atomic(void* address, size_t bytes) { checker::atomic(address, bytes, __builtin_return_address(0)); }
 
 // ---- PTX

@@ -57,6 +57,7 @@ using Array = T[kSize];
 void sync_threads(const char* file, int line);
 void sync_warp(unsigned mask = ~0u);
 void thread_fence();
+void trap();
 unsigned ballot(unsigned mask, bool predicate);
 
 enum class Shuffle { from, across, up, down };
@@ -74,6 +75,7 @@ T shuffle(Shuffle how, unsigned mask, T value, int lane, int width) {
 
 #define __syncthreads() ::cuda_on_cpu::sync_threads(__FILE__, __LINE__)
 #define __syncwarp ::cuda_on_cpu::sync_warp
+#define __trap ::cuda_on_cpu::trap
 #define __threadfence ::cuda_on_cpu::thread_fence
 #define __threadfence_block ::cuda_on_cpu::thread_fence
 

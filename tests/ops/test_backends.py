@@ -221,6 +221,10 @@ WITHOUT_IT = "without it in CUDA_VISIBLE_DEVICES it would do"
         ("80-real", (8, 9), True),  # binaries run on later minor versions
         ("80-real", (9, 0), False),
         ("86-real", (8, 0), False),
+        ("75-real", (7, 5), True),
+        ("75-virtual", (7, 5), True),
+        ("75-virtual", (8, 0), False),  # it leaves out what launchers choose there
+        ("75-virtual", (9, 0), False),
         ("90-virtual", (9, 0), True),
         ("90-virtual", (12, 0), True),  # PTX runs on everything later
         ("90-virtual", (8, 9), False),
@@ -274,9 +278,9 @@ def test_which_gpus_triton_serves(monkeypatch, gpus, problem):
 @pytest.mark.parametrize(
     ("gpus", "size", "problem"),
     [
-        ([(7, 5)], 120, None),
-        ([(7, 5)], 128, "its attention kernel takes head sizes of at most 120"),
-        ([(9, 0), (7, 5)], 128, "its attention kernel takes head sizes of at most 120"),
+        ([(7, 5)], 127, None),
+        ([(7, 5)], 128, "its attention kernel takes head sizes of at most 127"),
+        ([(9, 0), (7, 5)], 128, "its attention kernel takes head sizes of at most 127"),
         ([(8, 0)], 128, None),
         ([(8, 0)], 136, "its attention kernel takes head sizes of at most 128"),
     ],

@@ -83,11 +83,11 @@ def test_it_is_never_chosen_by_default(monkeypatch, capability):
 
 
 def test_it_is_for_attention_alone():
-    with pytest.raises(ValueError, match="unknown backend 'varlen'.*of one op it is: expected attention='varlen'"):
+    with pytest.raises(ValueError, match="unknown backend 'varlen'; expected one of .*, or attention='varlen'"):
         with fastbert.backend("varlen"):
             pass
     result = run_python("import fastbert", FASTBERT_BACKEND="varlen")
-    assert result.returncode and "expected attention='varlen'" in result.stderr
+    assert result.returncode and "or attention='varlen'" in result.stderr
     assert "varlen" not in backends.BACKENDS and [op for op in backends.OPS if "varlen" in backends.KERNELS[op]] == [
         "attention"
     ]
@@ -198,6 +198,21 @@ def test_a_models_attention_alone_runs_elsewhere(training, gradients):
     }
     assert not training or out.isfinite().all()
     torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("op", ["linear", "dense_gelu", "add_layer_norm"])
+@pytest.mark.parametrize("gradients", [False, True], ids=["no-gradients", "gradients"])
+def test_any_part_of_a_models_layers_runs_elsewhere(op, gradients):
+    _, ran = ran_for(model_of().eval().requires_grad_(gradients), **{op: "reference"})
+    assert ran[f"{op}_fwd", "reference"] >= TINY.num_hidden_layers
+    assert ran["attention_fwd", backends.choose("attention", "cpu", torch.float32, backward=gradients, size=8)]
+
+
+def test_the_layer_alone_is_forced_as_a_whole():
+    if backends.EXTENSION is None:
+        pytest.skip(backends.EXTENSION_PROBLEM)
+    _, ran = ran_for(model_of().eval(), encoder_layer="cpu")
+    assert ran["encoder_layer_fwd", "cpu"] == 1 and ("linear_fwd", "cpu") not in ran
 
 
 def test_the_layers_op_does_not_take_what_it_cannot_run():
