@@ -22,14 +22,23 @@ def normal(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> 
 
 
 def one_element_in(call: Callable, only: str | None = None) -> Callable:
-    """`call`, on tensors (or one of them) that start one element into their memory: no place for vectors."""
+    """`call`, on tensors (or one of them) that start one element into their memory: no place for vectors.
+
+    only="dy": the gradient of its result.
+    """
 
     def shift(name, value):
         if not isinstance(value, Tensor) or not value.is_floating_point() or only not in (None, name):
             return value
         return torch.cat([value.new_zeros(1), value.flatten()])[1:].view(value.shape)
 
-    return lambda **inputs: call(**{name: shift(name, value) for name, value in inputs.items()})
+    def shifted(**inputs):
+        result = call(**{name: shift(name, value) for name, value in inputs.items()})
+        if isinstance(result, Tensor) and result.requires_grad:
+            result.register_hook(lambda dy: shift("dy", dy))
+        return result
+
+    return shifted
 
 
 class OpSuite:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import OpSuite, normal, pytest_generate_tests, slow_interpreted  # noqa: F401
+from op_suite import OpSuite, normal, one_element_in, pytest_generate_tests, slow_interpreted  # noqa: F401
 
 from fastbert import ops, testing
 from fastbert.ops.op import PRIMITIVES
@@ -113,9 +113,22 @@ class TestCrossEntropy(OpSuite):
         truth = F.cross_entropy(inputs["hidden"] @ inputs["weight"].T + inputs["bias"], other["labels"], ignore_index=5)
         assert abs(loss - truth) < 1e-5
 
-    def test_rows_without_a_label_that_nobody_left_out(self, backend):
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=("float32", "float16"))
+    def test_unaligned_memory(self, backend, dtype):
+        """Of rows that all have a label: others would be left out, by a copy, which is aligned."""
+        backend.require(dtype)
+        inputs = self.inputs((9, 8, 16), dtype, backend.device)
+        inputs["labels"].clamp_(min=0)
+        both = backend.why_not(dtype, True) is None
+        for only in (None, "hidden", "weight", "bias", "dy"):
+            ours = one_element_in(self.ours, only)
+            testing.assert_accurate(ours, self.truth, self.contenders(), inputs, gradients=both)
+
+    @pytest.mark.parametrize("labels", (torch.int64, torch.int32), ids=("int64", "int32"))
+    def test_rows_without_a_label_that_nobody_left_out(self, backend, labels):
         """As in compiled graphs. Nothing changes when they hold NaN, or when no row has a label."""
         inputs = self.inputs((9, 7, 5000), torch.float32, backend.device)
+        inputs["labels"] = inputs["labels"].to(labels)
         labelled = inputs["labels"] != -100
         inputs["hidden"][~labelled] = float("nan")
         loss, dlogits = PRIMITIVES["cross_entropy_fwd"](backend.name, *inputs.values(), -100, True)

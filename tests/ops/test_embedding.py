@@ -19,6 +19,8 @@ class TestEmbedding(OpSuite):
         pytest.param(((2, 5), 11, 16), id="two-dimensions"),
         pytest.param(((300,), 4, 5), id="many-tokens-to-the-row", marks=slow_interpreted),
         pytest.param(((5,), 5, 2056), id="channels-of-several-warps", marks=slow_interpreted),
+        pytest.param(((3,), 5, 1024), id="the-most-channels-of-a-thread"),
+        pytest.param(((5,), 5, 12), id="vectors-of-four-but-not-of-eight"),
     ]
 
     def inputs(self, shape, dtype, device):
@@ -142,7 +144,7 @@ class TestEmbedding(OpSuite):
         backend.require(dtype)
         inputs = self.inputs(((9,), 11, 264), dtype, backend.device)
         both = backend.why_not(dtype, True) is None
-        for only in (None, "word", "position", "token_type", "weight", "bias"):
+        for only in (None, "word", "position", "token_type", "weight", "bias", "dy"):
             ours = one_element_in(self.ours, only)
             testing.assert_accurate(ours, self.truth, self.contenders(), inputs, gradients=both)
 
@@ -230,11 +232,13 @@ def on_device(request):
     return request.param, device
 
 
-def test_ids_are_clamped(on_device):
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=("int64", "int32"))
+def test_ids_are_clamped(on_device, dtype):
     backend, device = on_device
     inputs = TestEmbedding().inputs(((3,), 11, 7), torch.float32, device)
-    ids = {n: torch.tensor([-1, 99, 2**40], device=device) for n in inputs if n.endswith("_ids")}
-    ends = {n: torch.tensor([0, r, r], device=device) for n, r in zip(ids, (10, 5, 1), strict=True)}
+    last = dict(input_ids=10, position_ids=5, token_type_ids=1)
+    ids = {n: torch.tensor([-1, r + 1, torch.iinfo(dtype).max], dtype=dtype, device=device) for n, r in last.items()}
+    ends = {n: torch.tensor([0, r, r], device=device) for n, r in last.items()}
     wild, tame = (PRIMITIVES["embedding_fwd"](backend, *(inputs | i).values(), None, EPS, 0.0, 0) for i in (ids, ends))
     assert all(torch.equal(a, b) for a, b in zip(wild, tame, strict=True))
 

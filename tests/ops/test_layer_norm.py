@@ -26,6 +26,7 @@ SHAPES = [
     pytest.param((17, 768), id="bert-base"),
     pytest.param((3, 1024), id="bert-large"),
     pytest.param((2, 3, 40), id="three-dimensions"),
+    pytest.param((5, 12), id="vectors-of-four-but-not-of-eight"),
     pytest.param((33,), id="one-dimension"),
 ]
 
@@ -60,7 +61,7 @@ class Rows(OpSuite):
         backend.require(dtype)
         inputs = self.inputs((5, columns), dtype, backend.device)
         both = backend.why_not(dtype, True) is None
-        for call in (self.ours, *(one_element_in(self.ours, only) for only in (None, *inputs))):
+        for call in (self.ours, *(one_element_in(self.ours, only) for only in (None, *inputs, "dy"))):
             testing.assert_accurate(call, self.truth, self.contenders(), inputs, gradients=both)
 
 
@@ -285,6 +286,16 @@ class TestAddLayerNormDropout(TestAddLayerNorm):
         one, zero = torch.ones(200, device=backend.device), torch.zeros(200, device=backend.device)
         y = ops.add_layer_norm(x, x * 0, one, zero, EPS, **self.dropout_arguments(x))
         assert torch.equal(y > 0, self.factor_of(x) > 0)
+
+    @slow_interpreted
+    def test_rows_whose_number_takes_more_than_16_bits(self, backend):
+        """They lose other elements than the first rows. A row that loses none is constant, and 0."""
+        x = torch.ones(2**16 + 8, 8, device=backend.device)
+        one, zero = torch.ones(8, device=backend.device), torch.zeros(8, device=backend.device)
+        y = ops.add_layer_norm(x, x * 0, one, zero, EPS, **self.dropout_arguments(x))
+        kept = self.factor_of(x) > 0
+        assert torch.equal(y > 0, kept & ~kept.all(1, keepdim=True))
+        assert not torch.equal(kept[-8:], kept[:8])
 
 
 BAD = {

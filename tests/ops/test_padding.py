@@ -119,7 +119,7 @@ def test_what_a_gpu_reads_at_once_is_what_the_host_finds(name):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if reason := backends.why_not(name, "padding", device, torch.bool):
         pytest.skip(f"{name}: {reason}")
-    for shape, share in (((1, 1), 1.0), ((3, 7), 0.6), ((5, 64), 0.9), ((2, 9), 0.0), ((4, 1), 0.5), ((2100, 3), 0.7)):
+    for shape, share in (((1, 1), 1.0), ((3, 7), 0.6), ((5, 64), 0.9), ((2, 9), 0.0), ((4, 1), 0.5), ((2101, 3), 0.7)):
         visible = torch.rand(shape) < share
         texts = ["".join(" #"[token] for token in row).split() for row in visible.tolist()]
         for in_runs in (False, True):
@@ -129,6 +129,19 @@ def test_what_a_gpu_reads_at_once_is_what_the_host_finds(name):
                 assert torch.equal(one.cpu(), other) if isinstance(one, torch.Tensor) else one == other
             assert found[-1] == all(row[0] for row in visible.tolist())
             assert found[1] == (not in_runs or all(len(runs) <= 1 for runs in texts))
+
+
+@pytest.mark.parametrize("name", [name for name in backends.BACKENDS if name != "cpu"])
+def test_a_row_that_is_alone_among_many(name):
+    """Only one of 300 begins with a gap, only one has a gap within, only one is long: none is with a thread's first."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if reason := backends.why_not(name, "padding", device, torch.bool):
+        pytest.skip(f"{name}: {reason}")
+    for rows in ((40, 299, 290), (299, 40, 290), (290, 299, 40)):
+        for kind, facts in enumerate(([300, 1, 0, 1], [301, 2, 1, 0], [302, 3, 1, 1])):
+            mask = torch.tensor([[1, 0, 0]] * 300, dtype=torch.bool, device=device)
+            mask[rows[kind]] = torch.tensor(([0, 1, 0], [1, 0, 1], [1, 1, 1])[kind], dtype=torch.bool)
+            assert PLACES(name, mask)[2].tolist() == facts
 
 
 def test_places_of_all_tokens(backend):
@@ -164,7 +177,7 @@ def test_operators_and_their_fakes(backend):
             operators.padding_places.default, (visible,), test_utils=("test_schema", "test_faketensor")
         )  # a GPU's values are not looked at: places out of range are left out
         out = operators.padding_unpack(
-            torch.ones(3, 2, device=backend), torch.tensor([-1, 12, 1], device=backend), 1, 2
+            torch.ones(4, 2, device=backend), torch.tensor([-1, 12, 2, 1], device=backend), 1, 2
         )
         assert out.tolist() == [[[0, 0], [1, 1]]]
         out = operators.padding_pack(torch.ones(1, 2, 2, device=backend), torch.tensor([-1, 2, 1], device=backend))
@@ -218,6 +231,19 @@ def test_non_contiguous_tensors(backend):
         got = testing.evaluate(way, apart, strided_gradients=True)
         assert torch.equal(got.outputs["output"], expected.outputs["output"]), name
         assert torch.equal(got.gradients["dx"], expected.gradients["dx"]), name
+
+
+def test_nothing_to_unpack(backend):
+    indices = torch.zeros(0, dtype=torch.int64, device=backend)
+    assert torch.equal(ops.unpack(torch.ones(0, 4, device=backend), indices, 2, 3).cpu(), torch.zeros(2, 3, 4))
+
+
+def test_unaligned_memory(backend):
+    """Rows of 32 bytes that start one element into their memory."""
+    indices, rows = torch.tensor([0, 2, 3, 5, 11], device=backend), torch.randn(97, device=backend)[1:].view(12, 8)
+    packed = ops.pack(rows.view(3, 4, 8), indices)
+    assert torch.equal(packed, rows[indices])
+    assert torch.equal(ops.unpack(rows[1:6], indices, 3, 4).flatten(0, 1)[indices], rows[1:6])
 
 
 def test_packing_integers_and_second_derivatives(backend):
