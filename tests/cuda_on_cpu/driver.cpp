@@ -177,7 +177,7 @@ void check_embedding(int64_t C, DType dtype) {
   const cuda::EmbeddingRows op{
       {{lookup, lookup, lookup}}, weight, dtype, dtype, kTokens, C, {kKey, 7, 6554, 65536.0f / (65536 - 6554)}};
   same_in_all_orders(name("embedding", C, dtype), [&] {
-    const int64_t blocks = cuda::embedding_bwd_blocks(kTokens, C);
+    const int64_t blocks = cuda::layer_norm_bwd_blocks(kTokens, C);
     Buffer y(kTokens * C, dtype), mean(kTokens, DType::f32), rstd(kTokens, DType::f32), dz(kTokens * C, DType::f32);
     Buffer partials(blocks * 2 * C, DType::f32), types(blocks * kTableRows * C, DType::f32);
     Buffer ends(cuda::table_chunks(kTokens) * 2 * C, DType::f32), gradient(kTableRows * C, dtype);
