@@ -320,7 +320,8 @@ def attention_unchecked(qkv, cu_seqlens, max_seqlen, scale=None, dropout_p=0.0, 
     qkv = qkv.to(autocast_dtype(qkv))
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
     live = needs_grad(qkv)
-    device_type, size, drops = qkv.device.type, qkv.shape[-1], dropout_p > 0
+    device_type, size = qkv.device.type, qkv.shape[-1]
+    drops = True if dropout_p > 0 else False  # no symbol, where torch.compile has one for dropout_p
     backend = backends.choose("attention", device_type, qkv.dtype, backward=live, size=size, drops=drops)
     args = (qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
     return _Attention.apply(backend, *args) if live else FWD(backend, *args)[0]

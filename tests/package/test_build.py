@@ -144,7 +144,7 @@ def test_use_cuda_0_wants_no_architecture(setup_py, monkeypatch, value):
 @pytest.mark.parametrize("value", ["", "1", "ON"])
 def test_otherwise_the_architectures_are_those_of_the_list_or_the_default(setup_py, monkeypatch, value):
     monkeypatch.setenv("USE_CUDA", value)
-    assert setup_py.wanted_architectures() == "80-real;90-real;90-virtual"
+    assert setup_py.wanted_architectures() == "75-real;80-real;90-real;90-virtual"
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     assert setup_py.wanted_architectures() == "90-real"
 

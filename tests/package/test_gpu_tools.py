@@ -99,7 +99,7 @@ def tuned():
     TUNED.update(before)
 
 
-def target(candidates, kernel="forward", seqlen=17):
+def target(candidates, kernel="forward", seqlen=65):
     qkv = torch.randn(4 * seqlen, 3, 1, 64, device=DEVICE, dtype=torch.float16)
     ends = torch.arange(0, 4 * seqlen + 1, seqlen, device=DEVICE, dtype=torch.int32)
     return sweep.Target(kernel, qkv, ends, candidates, kernel != "forward", few=DEVICE == "cuda")
