@@ -336,17 +336,21 @@ class TestRelativeAttention(RelativeSuite):
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_a_bias_at_the_end_of_the_range(self, backend, dtype):
-        """Everywhere the same, it changes nothing: the weights are those of equal scores.
-
-        Ill-conditioned: beside such a bias float32 has no digits left for the scores, which are 0 here.
-        """
+        """Everywhere the same, it changes nothing: scores are 0 here, so the weights are those of equal ones."""
         backend.require(dtype)
         qkv = torch.randn(4, 3, 1, 64, device=backend.device, dtype=dtype)
         qkv[:, 1] = 0
         slots = torch.zeros(1, dtype=torch.int32, device=backend.device)
         bias = torch.full((1, 1), -2e38, device=backend.device)  # Triton's scores are times log2(e)
-        out = ops.relative_attention(qkv, ends((4,), backend.device), 4, RelativePositions(slots, bias=bias), scale=0.1)
-        torch.testing.assert_close(out, qkv[:, 2].mean(0).expand_as(out), rtol=2**-7, atol=2**-7)
+        positions = RelativePositions(slots, bias=bias)
+
+        def ours(qkv):
+            return ops.relative_attention(qkv, ends((4,), backend.device), 4, positions, scale=0.1)
+
+        def means(qkv):
+            return qkv[:, 2].mean(0).expand(4, -1, -1)
+
+        testing.assert_accurate(ours, means, [means], {"qkv": qkv}, gradients=False)
 
     @pytest.mark.parametrize("logit", [1e3, 1e8, -1e8])
     def test_equal_logits_of_any_size(self, backend, logit):
