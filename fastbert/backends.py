@@ -45,7 +45,8 @@ class Kernel:
     `multiple`. on_turing: its largest where a GPU of sm_75 is among those that PyTorch sees, whose blocks have 64 KiB
     of shared memory. dropout: whether it drops what `fastbert.random` says. repeatable: whether its backward gives the
     same bits each time. forced_only: it runs where its backend is forced, never by preference. leads_on: generations of
-    GPUs (the major of the compute capability) on which it comes before what stands above it.
+    GPUs (the major of the compute capability) on which it comes before what stands above it. since: the oldest compute
+    capability that it is for.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -58,6 +59,7 @@ class Kernel:
     measured: str = "not yet measured"
     forced_only: bool = False
     leads_on: tuple[int, ...] = ()
+    since: tuple[int, int] = (0, 0)
 
 
 # Their tensor cores work at full speed for a warpgroup only (wgmma, tcgen05), which our CUDA kernels do not use yet.
@@ -119,6 +121,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     },
     "packed_linear": {"cpu": Kernel(_FLOATS, backward=False, measured=_PREPARED)},
     "packed_layer": {"cpu": Kernel(_FLOATS, backward=False, measured=_PREPARED)},
+    "scaled_linear": {"cuda": Kernel((torch.bfloat16,), largest=8192, backward=False, since=(9, 0))},
     "padding": {"cpu": Kernel(_ANY, measured=_ON_CPU), "cuda": Kernel(_ANY), "triton": Kernel(_ANY)},
 }
 OPS = tuple(KERNELS)
@@ -324,6 +327,10 @@ def why_not(
         return f"it does not serve {device_type} tensors"
     if problem := _PROBLEMS[name]():
         return problem
+    if device_type == "cuda" and kernel.since > (0, 0):
+        wanted = "its {} kernel is for GPUs from sm_{}{} on".format(op, *kernel.since)
+        if problem := _gpu_problem(lambda capability: capability >= kernel.since, wanted):
+            return problem
     if dtype not in kernel.dtypes:
         return f"its {op} kernel does not take {dtype}"
     if unfit:

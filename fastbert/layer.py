@@ -30,8 +30,11 @@ from fastbert.ops.layer_norm import drop_rows
 from fastbert.ops.op import autocast_dtype, needs_grad
 from fastbert.ops.packed_layer import FWD as PACKED_LAYER
 from fastbert.ops.relative_attention import relative_attention_unchecked
+from fastbert.ops.scaled_layer import Norm, Parameters, scaled_layer
+from fastbert.ops.scaled_linear import Scaled
+from fastbert.ops.scaled_linear import choose as choose_scaled
 from fastbert.padding import Packing
-from fastbert.prepared import PreparedLinear
+from fastbert.prepared import PreparedLinear, ScaledLinear, joined_dense
 
 # transformers' activation modules that are a GELU, and which form of it.
 GELU_FORMS = {"GELUActivation": "none", "NewGELUActivation": "tanh", "GELUTanh": "tanh", "PytorchGELUTanh": "tanh"}
@@ -157,6 +160,11 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         return False
     hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
     return not hooked
+
+
+def is_prepared(module: nn.Module) -> bool:
+    """Whether it is a dense layer that `fastbert.prepare` made, without hooks."""
+    return isinstance(module, PreparedLinear) and is_plain(module, type(module))
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -346,7 +354,7 @@ def positions_of(
 def _kept_positions(parts: AttentionParts, given: Distances, kinds: list[str]) -> dict[str, Tensor] | None:
     """Where they are made by dense layers that `fastbert.prepare` froze: those of all slots are made once."""
     encoder, makers = given.encoder, _makers(parts, kinds).values()
-    if torch.compiler.is_compiling() or not all([is_plain(each, PreparedLinear) for each in makers]):
+    if torch.compiler.is_compiling() or not all(map(is_prepared, makers)):
         return None
     of_rows = [encoder.rel_embeddings, *([encoder.LayerNorm] if hasattr(encoder, "LayerNorm") else [])]
     if not is_plain_embedding(of_rows[0]) or not all(map(is_plain_norm, of_rows[1:])):
@@ -469,6 +477,7 @@ def encoder_layer(
     if not with_weights and not _is_taken_apart():
         whole = _as_one(parts, hidden, packing, rng, turn, context)
         whole = _as_prepared(parts, hidden, packing, context) if whole is None else whole
+        whole = _as_scaled(parts, hidden, packing, context) if whole is None else whole
         if whole is not None:
             return whole, None
     if context is None:
@@ -536,11 +545,14 @@ def encoder_layers(
     if not found:
         return None
     whole = _all_plain(found, hidden, packing, rng)
-    return _all_prepared(found, hidden, packing) if whole is None else whole
+    whole = _all_prepared(found, hidden, packing) if whole is None else whole
+    return _all_scaled(found, hidden, packing) if whole is None else whole
 
 
 def _has_kernel(parts: LayerParts, hidden: Tensor) -> bool:
     """Whether one backend may have all layers like this one, before anybody looks at the others."""
+    if type(parts.out) is ScaledLinear:
+        return True
     device, dtype = hidden.device.type, autocast_dtype(hidden)
     backend = backends.find("encoder_layer", device, dtype, backward=False, size=hidden.shape[1])
     if backend is None or device == "cpu":
@@ -645,6 +657,56 @@ def _prepared_parameters(parts: LayerParts, before: int = 0) -> tuple[list[Tenso
 def _prepared_settings(parts: LayerParts, packing: Packing) -> tuple[int, int, float, str, float, float]:
     attention, form = parts.attention, gelu_form(parts.activation)
     return packing.max_seqlen, attention.heads, attention.scaling, form, parts.out_norm.eps, parts.down_norm.eps
+
+
+# ---- products in fp8
+
+
+def _all_scaled(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing) -> Tensor | None:
+    """One after the other, each on the rows in e4m3 that the one before wrote."""
+    found, rows = [_scaled_parameters(parts, hidden) for parts in layers], None
+    if None in found or any([parts.drops() for parts in layers]):
+        return None
+    backend = choose_scaled(hidden)
+    for parts, own in zip(layers, found, strict=True):
+        hidden, rows = _run_scaled(backend, parts, hidden, rows, None, own, packing)
+    return hidden
+
+
+def _as_scaled(parts: LayerParts, hidden: Tensor, packing: Packing, context: Tensor | None) -> Tensor | None:
+    found = _scaled_parameters(parts, hidden, context)
+    if found is None or parts.drops():
+        return None
+    return _run_scaled(choose_scaled(hidden), parts, hidden, None, context, found, packing)[0]
+
+
+def _run_scaled(
+    backend: str,
+    parts: LayerParts,
+    hidden: Tensor,
+    rows: Scaled | None,
+    context: Tensor | None,
+    parameters: Parameters,
+    packing: Packing,
+) -> tuple[Tensor, Scaled]:
+    attention, form = parts.attention, gelu_form(parts.activation)
+    sizes = packing.cu_seqlens, packing.max_seqlen, attention.heads, attention.scaling
+    return scaled_layer(backend, hidden, rows, context, parameters, *sizes, form)
+
+
+def _scaled_parameters(parts: LayerParts, hidden: Tensor, context: Tensor | None = None) -> Parameters | None:
+    """None where a dense layer is not prepared for fp8, or a LayerNorm not plain."""
+    projections = parts.attention.projections if context is None else ()
+    dense, norms = (*projections, parts.out, parts.up, parts.down), (parts.out_norm, parts.down_norm)
+    scaled = all([type(each) is ScaledLinear and is_prepared(each) for each in dense])
+    if not scaled or not all(map(is_plain_norm, norms)):
+        return None
+    tensors = [hidden, *(tensor for each in norms for tensor in (each.weight, each.bias))]
+    if needs_grad(*tensors, context) or any([tensor.dtype != torch.bfloat16 for tensor in tensors]):
+        return None
+    out_norm, down_norm = (Norm(each.weight, each.bias, each.eps) for each in norms)
+    qkv = joined_dense(projections) if projections else None
+    return Parameters(qkv, parts.out.dense(), out_norm, parts.up.dense(), parts.down.dense(), down_norm)
 
 
 def attends_elsewhere(backend: str, device_type: str, dtype: torch.dtype, live: bool, head_size: int) -> bool:

@@ -1,12 +1,14 @@
-"""`fastbert.prepare`: a model for inference on this machine's processor, its weights packed once."""
+"""`fastbert.prepare`: a model for inference, its weights packed once for this processor or quantised for a GPU."""
 
 import copy
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
-from fastbert import hf, layer
+from fastbert import backends, hf, layer
 from fastbert.families import follow, key_of
+from fastbert.ops.scaled_linear import E4M3, MULTIPLE, Scaled, product
 from fastbert.prepared import (
     PRECISIONS,
     PreparedLinear,
@@ -19,21 +21,22 @@ from fastbert.prepared import (
 
 
 def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn.Module:
-    """A frozen copy of a model for inference on this machine's processor; the model stays as it is.
+    """A frozen copy of a model for inference on this machine's processor, or on a GPU; the model stays as it is.
 
     model: one of fastbert's or transformers' (accelerated, or it is now), or a module that contains some, as
-    sentence-transformers' do; on the CPU and in evaluation mode. precision: "fp32", as exact as before; "bf16", which
-    the whole copy is converted to; "int8", whose dense layers have int8 weights with a factor for each output channel,
-    and inputs quantised to int8 for each token, while all else is float32. skip: names of submodules that stay as they
+    sentence-transformers' do; in evaluation mode, and on the CPU or, for "fp8", on a GPU. precision: "fp32", as exact
+    as before; "bf16", which the whole copy is converted to; "int8", whose dense layers have int8 weights with a factor
+    for each output channel, and inputs quantised to int8 for each token, while all else is float32; "fp8", the same in
+    float8_e4m3fn, for GPUs of sm_90 and newer, while all else is bfloat16. skip: names of submodules that stay as they
     are (in that dtype), such as "encoder.layer.11" or "encoder.layer.0.output.dense".
 
     The dense layers of encoders are packed, and projections of embeddings; heads and poolers, which read few tokens,
-    are not. Packed weights are what their precision takes: 4, 2 or 1 bytes a number. Dropout is off for good: training,
+    are not. Their weights are what their precision takes: 4, 2 or 1 bytes a number. Dropout is off for good: training,
     a change of dtype or device and load_state_dict raise RuntimeError. `save_pretrained` of fastbert's models writes
     plain tensors, which any machine packs when it loads them.
     Raises TypeError for what holds no such model, ValueError for an unknown precision or name, for a model in training
-    mode, on a GPU or prepared already, for weights that are not finite, and, by its name, for a dense layer that is no
-    plain nn.Linear.
+    mode, prepared already or on a device that the precision is not for, for weights that are not finite, and, by its
+    name, for a dense layer that is no plain nn.Linear, or beside "fp8" of sizes that its products do not take.
     """
     skip = check_names(model, precision, skip)
     prepared = copy.deepcopy(model).to(PRECISIONS[precision])
@@ -54,11 +57,7 @@ def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[
         raise ValueError(f"fastbert.prepare: precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
     if any(module.training for module in model.modules()):
         raise ValueError("fastbert.prepare: the model is in training mode; call model.eval() first")
-    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())} - {"cpu"}
-    if devices:
-        raise ValueError(
-            f"fastbert.prepare: the model is on {min(devices)}; it prepares for CPUs, call model.cpu() first"
-        )
+    _check_device(model, precision)
     if any(isinstance(module, PreparedLinear) for module in model.modules()):
         raise ValueError("fastbert.prepare: the model is prepared already; expected the original")
     names, skip = list(linears(model)), (skip,) if isinstance(skip, str) else tuple(skip)
@@ -74,7 +73,37 @@ def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[
         part = _find(model, name)
         if part is None or not layer.is_plain(part, nn.Linear):
             raise ValueError(f"fastbert.prepare: {name} is a {type(part).__name__}, or has hooks; expected nn.Linear")
+        if precision == "fp8" and (part.in_features % MULTIPLE or part.out_features % MULTIPLE):
+            sizes = f"{part.in_features} to {part.out_features} features"
+            raise ValueError(f"fastbert.prepare: {name} has {sizes}; products in fp8 take multiples of {MULTIPLE}")
     return skip
+
+
+def _check_device(model: nn.Module, precision: str) -> None:
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if precision == "fp8":
+        if len(devices) > 1:
+            places = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"fastbert.prepare: the model is on {places}; expected one GPU")
+        for device in devices:
+            if problem := fp8_problem(device):
+                raise ValueError(f"fastbert.prepare: fp8 on {device}: {problem}")
+    elif others := {str(device) for device in devices} - {"cpu"}:
+        raise ValueError(
+            f"fastbert.prepare: the model is on {min(others)}; {precision} is for CPUs, call model.cpu() first"
+        )
+
+
+def fp8_problem(device: torch.device) -> str | None:
+    """Why products in fp8 cannot run there; a small one is tried."""
+    if reason := backends.why_not("cuda", "scaled_linear", device.type, torch.bfloat16):
+        return f"{reason} (it takes the CUDA kernels, and a GPU of sm_90 or newer)"
+    ones, factors = torch.ones(MULTIPLE, MULTIPLE, dtype=E4M3, device=device), torch.ones(MULTIPLE, 1, device=device)
+    try:
+        product("cuda", Scaled(ones, factors), ones, factors[:, 0], None)
+    except RuntimeError as error:
+        return f"torch._scaled_mm: {error}"
+    return None
 
 
 def _find(model: nn.Module, name: str) -> nn.Module | None:

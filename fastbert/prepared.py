@@ -1,5 +1,5 @@
-"""Modules that `fastbert.prepare` makes: dense layers whose weights were packed once for this processor, and models
-that hold them."""
+"""Modules that `fastbert.prepare` makes: dense layers whose weights were packed once for this processor, or quantised
+for a GPU, and models that hold them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,17 +10,20 @@ from torch import Tensor, nn
 from fastbert import ops
 from fastbert.families import FAMILIES, follow, key_of
 from fastbert.ops.packed_linear import quantize_weight, with_sums
+from fastbert.ops.scaled_layer import Dense, joined
 
 if TYPE_CHECKING:
     from fastbert.config import BertConfig
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}  # -> of everything else
+# -> the dtype of everything but dense layers
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32, "fp8": torch.bfloat16}
+QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # -> that of weights with a factor for each channel
 SCALE = "weight_scale"  # in state dicts
 CONFIG_ENTRY = "fastbert_prepare"  # in config.json
 
 
 class PreparedLinear(nn.Module):
-    """nn.Linear for inference. precision: "fp32", "bf16" or "int8".
+    """nn.Linear for inference on a CPU. precision: "fp32", "bf16" or "int8".
 
     Its state dict has the plain weight and bias, and for int8 weight_scale (out_features,): packed weights are this
     machine's. It is frozen once it is filled: training, another dtype or device and load_state_dict raise RuntimeError.
@@ -36,11 +39,17 @@ class PreparedLinear(nn.Module):
         self.kept: tuple[list[tuple[Tensor, int]], dict[str, Tensor]] | None = None
         self.training = False
 
+    @staticmethod
+    def empty(linear: nn.Linear, precision: str) -> "PreparedLinear":
+        """In its place, without weights."""
+        kind = ScaledLinear if precision == "fp8" else PreparedLinear
+        return kind(linear.in_features, linear.out_features, precision)
+
     @classmethod
     def of(cls, linear: nn.Linear, precision: str) -> "PreparedLinear":
-        made = cls(linear.in_features, linear.out_features, precision)
-        if precision == "int8":
-            weight, factor = quantize_weight(linear.weight)
+        made = cls.empty(linear, precision)
+        if precision in QUANTIZED:
+            weight, factor = quantize_weight(linear.weight, QUANTIZED[precision])
         else:
             weight, factor = linear.weight.detach().to(PRECISIONS[precision]), None
         made.fill(weight, factor, linear.bias)
@@ -55,7 +64,7 @@ class PreparedLinear(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of the plain weight."""
-        return torch.int8 if self.precision == "int8" else PRECISIONS[self.precision]
+        return QUANTIZED.get(self.precision, PRECISIONS[self.precision])
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features), float32 or bfloat16 as the precision says; beside int8 weights in
@@ -90,10 +99,15 @@ class PreparedLinear(nn.Module):
             weight = torch.empty(size, self.in_features, dtype=self.dtype, device="meta")
             bias = factor = torch.empty(size, device="meta")
         else:
-            weight, bias = ops.unpack_weight(self.weight, size, self.in_features), self.bias
-            factor = None if self.scale is None else self.scale[0].clone()
+            weight, factor = self._unpacked()
+            bias = self.bias
         plain = {"weight": weight, "bias": bias.to(PRECISIONS[self.precision])}
-        return plain | ({SCALE: factor} if self.precision == "int8" else {})
+        return plain | ({SCALE: factor} if self.precision in QUANTIZED else {})
+
+    def _unpacked(self) -> tuple[Tensor, Tensor | None]:
+        """The plain weight, and its channels' factors."""
+        weight = ops.unpack_weight(self.weight, self.out_features, self.in_features)
+        return weight, None if self.scale is None else self.scale[0].clone()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         destination.update({prefix + name: tensor for name, tensor in self._plain().items()})
@@ -133,12 +147,61 @@ class PreparedLinear(nn.Module):
         return self
 
 
-def check_conversion(convert: Any, dtype: torch.dtype) -> None:
-    """Raises RuntimeError if what nn.Module.to and its like are to do with tensors changes their dtype or device."""
-    probe = torch.empty(1, dtype=dtype)
+class ScaledLinear(PreparedLinear):
+    """nn.Linear for inference with its product in fp8 (`ops.scaled_linear`), on a GPU; precision: "fp8".
+
+    Its state dict has the weight in float8_e4m3fn, the bias in bfloat16 and weight_scale. It may move to another GPU.
+    """
+
+    joint: Dense | None = None  # with others, of which this is the first
+
+    def fill(self, weight: Tensor, factor: Tensor | None, bias: Tensor | None) -> None:
+        bias = weight.new_zeros(self.out_features, dtype=torch.bfloat16) if bias is None else bias
+        self.weight, self.scale, self.bias = weight.contiguous(), factor.float(), bias.detach().bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features) bfloat16."""
+        return ops.scaled_linear(x.bfloat16(), self.weight, self.scale, self.bias)
+
+    def dense(self) -> Dense:
+        return Dense(self.weight, self.scale, self.bias)
+
+    def _unpacked(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight, self.scale
+
+    def _apply(self, convert: Any, recurse: bool = True) -> "ScaledLinear":
+        device = check_conversion(convert, PRECISIONS[self.precision], self.weight.device, moves=True)
+        self.weight, self.scale, self.bias = (x.to(device) for x in self.dense())
+        self.kept = self.joint = None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"joint": None}
+
+
+def joined_dense(parts: Sequence[ScaledLinear]) -> Dense:
+    """Several of one input as one. It is made once, and their weights are its parts from then on."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first.dense()
+    if first.joint is None:
+        with torch.inference_mode(False), torch.no_grad():  # as in `keep`
+            first.joint = joined([part.dense() for part in parts])
+        for part, rows in zip(parts, first.joint.weight.split([part.out_features for part in parts]), strict=True):
+            part.weight = rows
+    return first.joint
+
+
+def check_conversion(
+    convert: Any, dtype: torch.dtype, device: torch.device | str = "cpu", *, moves: bool = False
+) -> torch.device:
+    """Where what nn.Module.to and its like are to do with tensors takes them. Raises RuntimeError if it changes their
+    dtype, or, but where they may move, the type of their device."""
+    probe = torch.empty(1, dtype=dtype, device=device)
     after = convert(probe)
-    if after.dtype != dtype or after.device != probe.device:
+    if after.dtype != dtype or not (moves or after.device.type == probe.device.type):
         raise _frozen(f"{after.dtype} on {after.device}")
+    return after.device
 
 
 def _frozen(what: str) -> RuntimeError:
@@ -154,7 +217,7 @@ class Frozen:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.method == "_apply":
-            check_conversion(args[0], self.dtype)
+            check_conversion(args[0], self.dtype, next(self.module.parameters()).device)
         elif self.method != "train" or (args or tuple(kwargs.values()) or (True,))[0]:
             raise _frozen("training mode" if self.method == "train" else self.method)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
@@ -210,10 +273,11 @@ def replace(model: nn.Module, skip: tuple[str, ...], make: Callable[[nn.Linear],
 
 
 def config_entries(precision: str, skip: tuple[str, ...]) -> dict[str, Any]:
-    """For config.json: what `outline` reads and, beside int8 weights, what makes transformers refuse the directory: it
-    would take them for floats. (An unknown quant_method is ignored with a warning, none at all is an error.)"""
+    """For config.json: what `outline` reads and, beside quantised weights, what makes transformers refuse the
+    directory: it would take them for floats. (An unknown quant_method is ignored with a warning, none at all is an
+    error.)"""
     entries = {CONFIG_ENTRY: {"precision": precision, "skip": [name.removeprefix("bert.") for name in skip]}}
-    return entries | ({"quantization_config": {"library": "fastbert"}} if precision == "int8" else {})
+    return entries | ({"quantization_config": {"library": "fastbert"}} if precision in QUANTIZED else {})
 
 
 def outline(model: nn.Module, config: "BertConfig") -> str | None:
@@ -226,5 +290,5 @@ def outline(model: nn.Module, config: "BertConfig") -> str | None:
     if precision not in PRECISIONS or not isinstance(skip, list) or not all(isinstance(name, str) for name in skip):
         expected = f"a precision of {', '.join(PRECISIONS)} and a list `skip` of names"
         raise ValueError(f"config.json: {CONFIG_ENTRY} is {entry!r}; expected {expected}")
-    replace(model, tuple(skip), lambda part: PreparedLinear(part.in_features, part.out_features, precision))
+    replace(model, tuple(skip), lambda part: PreparedLinear.empty(part, precision))
     return precision

@@ -86,41 +86,53 @@ __device__ __forceinline__ Vec<T, kVec> load(const T* tensor, int64_t row, const
 }
 
 template <class T, int kVec, bool kVectors>
+__device__ __forceinline__ void store(const Vec<T, kVec>& v, T* tensor, int64_t row, const Place<kVec, kVectors>& place,
+                                      int i) {
+  if constexpr (kVectors) {
+    reinterpret_cast<Vec<T, kVec>*>(tensor)[row * place.columns + place.column(i)] = v;
+  } else {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j)
+      if (place.inside(i, j)) tensor[row * place.channels + place.column(i) * kVec + j] = v.at[j];
+  }
+}
+
+template <class T, int kVec, bool kVectors>
 __device__ __forceinline__ void store(const float (&v)[kVec], T* tensor, int64_t row,
                                       const Place<kVec, kVectors>& place, int i) {
   Vec<T, kVec> rounded;
 #pragma unroll
   for (int j = 0; j < kVec; ++j) rounded.at[j] = from_float<T>(v[j]);
-  if constexpr (kVectors) {
-    reinterpret_cast<Vec<T, kVec>*>(tensor)[row * place.columns + place.column(i)] = rounded;
-  } else {
-#pragma unroll
-    for (int j = 0; j < kVec; ++j)
-      if (place.inside(i, j)) tensor[row * place.channels + place.column(i) * kVec + j] = rounded.at[j];
-  }
+  store(rounded, tensor, row, place, i);
 }
 
-// Replaces v in all threads of a row by its sums over them. Several warps exchange theirs through shared memory.
-template <int N>
-__device__ __forceinline__ void add_over_row(float (&v)[N]) {
+// Replaces v in all threads of a row by what `combine` makes of it over them. Several warps exchange theirs through
+// shared memory.
+template <int N, class Combine>
+__device__ __forceinline__ void over_row(float (&v)[N], const Combine& combine) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2)
 #pragma unroll
-    for (int n = 0; n < N; ++n) v[n] += __shfl_xor_sync(~0u, v[n], lanes);
+    for (int n = 0; n < N; ++n) v[n] = combine(v[n], __shfl_xor_sync(~0u, v[n], lanes));
   if (blockDim.x == 32) return;
-  FB_SHARED(float, warp_sums, N* kMaxWarps);
+  FB_SHARED(float, of_warps, N* kMaxWarps);
   const int warps = blockDim.x / 32, first = threadIdx.y * warps;
-  __syncthreads();  // the sums of an earlier call have been read
+  __syncthreads();  // those of an earlier call have been read
   if (threadIdx.x % 32 == 0)
 #pragma unroll
-    for (int n = 0; n < N; ++n) warp_sums[n * kMaxWarps + first + threadIdx.x / 32] = v[n];
+    for (int n = 0; n < N; ++n) of_warps[n * kMaxWarps + first + threadIdx.x / 32] = v[n];
   __syncthreads();
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    v[n] = warp_sums[n * kMaxWarps + first];
+    v[n] = of_warps[n * kMaxWarps + first];
 #pragma unroll 1
-    for (int w = 1; w < warps; ++w) v[n] += warp_sums[n * kMaxWarps + first + w];
+    for (int w = 1; w < warps; ++w) v[n] = combine(v[n], of_warps[n * kMaxWarps + first + w]);
   }
+}
+
+template <int N>
+__device__ __forceinline__ void add_over_row(float (&v)[N]) {
+  over_row(v, [](float a, float b) { return a + b; });
 }
 
 // v of the first thread of the row. To be called once a kernel; a row of several warps has a block to itself.

@@ -7,8 +7,7 @@ tokens. They run at every forward, because people hook, wrap and replace modules
 from torch import nn
 
 from fastbert.distances import MPNET_BUCKETS
-from fastbert.layer import ACTIVATIONS, GELU_FORMS, hooks, is_plain, ordinary, unchanged
-from fastbert.prepared import PreparedLinear
+from fastbert.layer import ACTIVATIONS, GELU_FORMS, hooks, is_plain, is_prepared, ordinary, unchanged
 from fastbert.random import ROW_BITS
 
 # What these libraries hook to a module works with packed tensors as well: FSDP2 gathers weights, transformers records.
@@ -53,7 +52,7 @@ def check_leaf(module: nn.Module, kind: type[nn.Module]) -> bool:
 def check_linear(module: nn.Module) -> bool:
     """Whether it is plain, and not LoRA around one, nor prepared."""
     plain = is_plain(module, nn.Linear)
-    if not (plain or is_lora(module) or is_plain(module, PreparedLinear)):
+    if not (plain or is_lora(module) or is_prepared(module)):
         raise Fallback(_instead_of(module, nn.Linear))
     weight = module._parameters.get("weight")  # None where there is none of the kind
     if not ordinary(weight):

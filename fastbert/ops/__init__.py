@@ -12,6 +12,7 @@ from fastbert.ops.linear_max import linear_max, linear_max_ref
 from fastbert.ops.packed_linear import pack_weight, packed_linear, packed_linear_ref, unpack_weight
 from fastbert.ops.padding import pack, pack_ref, unpack, unpack_ref
 from fastbert.ops.relative_attention import relative_attention, relative_attention_ref
+from fastbert.ops.scaled_linear import scaled_linear, scaled_linear_ref
 
 __all__ = [
     "RelativePositions",
@@ -45,6 +46,8 @@ __all__ = [
     "qkv_attention",
     "relative_attention",
     "relative_attention_ref",
+    "scaled_linear",
+    "scaled_linear_ref",
     "unpack",
     "unpack_ref",
     "unpack_weight",

@@ -15,7 +15,8 @@ from fastbert.ops.bias_gelu import check_approximate
 from fastbert.ops.op import Primitive, needs_grad
 
 WEIGHTS = (torch.float32, torch.bfloat16, torch.int8)
-_SMALLEST = 2.0**-100  # rows of x whose largest number is below this count as zeros beside int8 weights
+_SMALLEST = 2.0**-100  # rows of x whose largest number is below this count as zeros beside quantised weights
+_LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}  # what the largest magnitude of a row becomes
 # torch.compile could not trace build_info in a call
 _WIDTH, _GROUPS = backends.build_info().get("packed_layout") or (16, {"float32": 1, "bfloat16": 1, "int8": 2})
 
@@ -44,9 +45,9 @@ def unpack_weight(packed: Tensor, channels: int, inner: int) -> Tensor:
     return rows.flatten(1)[:channels, :inner].contiguous()
 
 
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight (C, K) as int8 (C, K) and a float32 factor for each channel (C,): symmetric, the largest magnitude is
-    127. Raises ValueError for numbers that are not finite.
+def quantize_weight(weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """A weight (C, K) as int8 or float8_e4m3fn (C, K) and a float32 factor for each channel (C,): symmetric, the
+    largest magnitude is 127, or 448. Raises ValueError for numbers that are not finite.
 
     Equivalent to::
 
@@ -56,8 +57,12 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     weight = weight.detach().float()
     if not weight.isfinite().all():
         raise ValueError("quantize_weight: the weight has numbers that are not finite")
-    factor = weight.abs().amax(1) / 127 if weight.shape[1] else weight.new_zeros(weight.shape[0])
-    return (weight / factor.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8), factor
+    factor = weight.abs().amax(1) / _LARGEST[dtype] if weight.shape[1] else weight.new_zeros(weight.shape[0])
+    return _rounded(weight / factor.clamp(min=torch.finfo(torch.float32).tiny)[:, None], dtype), factor
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.round() if dtype == torch.int8 else x).to(dtype)
 
 
 def with_sums(factor: Tensor, weight: Tensor) -> Tensor:
@@ -88,18 +93,18 @@ def packed_linear_ref(
     return (y if approximate is None else F.gelu(y, approximate=approximate)).to(x.dtype)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (..., K) as int8 beside int8 weights, and a float32 factor for each row (..., 1).
+def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """x (..., K) as int8 or float8_e4m3fn beside weights of that, and a float32 factor for each row (..., 1).
 
-    The largest magnitude of a row is 127. A row with a NaN or an infinity is zeros with the factor NaN.
+    The largest magnitude of a row is 127, or 448. A row with a NaN or an infinity is zeros with the factor NaN.
     """
     x = x.float()
     high = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
     finite = high.isfinite()
     usable = finite & (high >= _SMALLEST)
-    factor = torch.full_like(high, 127) / high  # rounded once: 127 / high is 127 times the reciprocal in torch
-    rows = torch.where(usable, x * factor, 0).round().to(torch.int8)
-    return rows, torch.where(finite, torch.where(usable, high / 127, 0), torch.nan)
+    largest = torch.full_like(high, _LARGEST[dtype])  # a tensor: torch multiplies by the reciprocal of a number
+    rows = _rounded(torch.where(usable, x * (largest / high), 0), dtype)
+    return rows, torch.where(finite, torch.where(usable, high / largest, 0), torch.nan)
 
 
 # ---- schema

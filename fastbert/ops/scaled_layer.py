@@ -1,0 +1,78 @@
+"""scaled_layer: `encoder_layer` for inference, with its products in fp8."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastbert.ops.attention import attention_unchecked
+from fastbert.ops.scaled_linear import LAYER_NORM, ROWS, Scaled, product
+
+
+class Dense(NamedTuple):
+    """weight (C, K) float8_e4m3fn, scale (C,) float32, bias (C,) bfloat16."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor
+
+
+class Norm(NamedTuple):
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+class Parameters(NamedTuple):
+    """Of a layer; qkv: None where its attention came before."""
+
+    qkv: Dense | None
+    out: Dense
+    out_norm: Norm
+    up: Dense
+    down: Dense
+    down_norm: Norm
+
+
+def scaled_layer(
+    backend: str,
+    hidden: Tensor,
+    rows: Scaled | None,
+    context: Tensor | None,
+    parameters: Parameters,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    heads: int,
+    scale: float,
+    approximate: str,
+) -> tuple[Tensor, Scaled]:
+    """A post-norm layer of `scaled_linear`s: six launches, four products and attention.
+
+    hidden: (T, C) bfloat16. rows: hidden in e4m3, as the layer before gave it; made here where None. context: what the
+    layer's attention gave, (T, C), where that came before. Returns the layer's output, and that in e4m3.
+    """
+    p = parameters
+    if context is None:
+        rows = quantized(backend, hidden) if rows is None else rows
+        qkv = product(backend, rows, *p.qkv).unflatten(-1, (3, heads, -1))
+        context = attention_unchecked(qkv, cu_seqlens, max_seqlen, scale=scale).flatten(1)
+    hidden, rows = _project_add_norm(backend, quantized(backend, context), hidden, p.out, p.out_norm)
+    wide = product(backend, rows, p.up.weight, p.up.scale, None)
+    rows = Scaled(*ROWS(backend, wide, p.up.bias, approximate))
+    return _project_add_norm(backend, rows, hidden, p.down, p.down_norm)
+
+
+def quantized(backend: str, x: Tensor) -> Scaled:
+    return Scaled(*ROWS(backend, x, None, ""))
+
+
+def _project_add_norm(backend: str, x: Scaled, residual: Tensor, dense: Dense, norm: Norm) -> tuple[Tensor, Scaled]:
+    y = product(backend, x, dense.weight, dense.scale, None)
+    y, *rows = LAYER_NORM(backend, y, residual, norm.weight, norm.bias, dense.bias, norm.eps)
+    return y, Scaled(*rows)
+
+
+def joined(parts: Sequence[Dense]) -> Dense:
+    """Of several dense layers of one input one that gives their outputs side by side."""
+    return Dense(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))

@@ -1,0 +1,127 @@
+"""scaled_linear: a dense layer for inference whose product is in fp8 (e4m3), with a factor for each row of both sides.
+
+The products are PyTorch's, `torch._scaled_mm`. The kernels here are what comes before them: they write the rows of e4m3
+in the pass that has a row's numbers at hand, after GELU or LayerNorm.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastbert import backends
+from fastbert.ops import checks
+from fastbert.ops.layer_norm import add_layer_norm_ref
+from fastbert.ops.op import Primitive
+from fastbert.ops.packed_linear import quantize_rows, refuse_gradients
+
+E4M3 = torch.float8_e4m3fn
+MULTIPLE = 16  # of which K and C are multiples
+_OP = "scaled_linear"
+
+
+class Scaled(NamedTuple):
+    """Rows of e4m3 (..., K), and a float32 factor for each, (..., 1), that they are to be multiplied by."""
+
+    rows: Tensor
+    factors: Tensor
+
+
+# ---- plain PyTorch
+
+
+def scaled_linear_ref(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """`scaled_linear` in plain PyTorch."""
+    return _product_ref(Scaled(*quantize_rows(x, E4M3)), weight, scale, bias)
+
+
+def _product_ref(x: Scaled, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    y = F.linear(x.rows.float(), weight.float()) * (x.factors * scale)
+    return (y if bias is None else y + bias).bfloat16()
+
+
+def _rows(x, bias, approximate):
+    x = x.float() if bias is None else x.float() + bias.float()
+    x = F.gelu(x, approximate=approximate) if approximate else x
+    return quantize_rows(x.bfloat16(), E4M3)
+
+
+def _layer_norm(x, residual, weight, bias, x_bias, eps):
+    y = add_layer_norm_ref(x, residual, weight, bias, eps, x_bias=x_bias)
+    return y, *quantize_rows(y, E4M3)
+
+
+# ---- schemas
+
+
+def _empty_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+ROWS = Primitive(
+    "scaled_rows_fwd",  # approximate: "" for no GELU
+    "(Tensor x, Tensor? bias, str approximate) -> (Tensor rows, Tensor factors)",
+    lambda x, bias, approximate: _empty_rows(x),
+    _rows,
+)
+LAYER_NORM = Primitive(
+    "scaled_layer_norm_fwd",
+    "(Tensor x, Tensor residual, Tensor weight, Tensor bias, Tensor? x_bias, float eps)"
+    " -> (Tensor y, Tensor rows, Tensor factors)",
+    lambda x, *_: (x.new_empty(x.shape), *_empty_rows(x)),
+    _layer_norm,
+)
+
+
+# ---- the op
+
+
+def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """A dense layer with its product in fp8. It has no backward.
+
+    x: (..., K) bfloat16 with at least two dimensions, K at most 8192; each row is rounded to e4m3 with a factor of its
+    own, its largest magnitude over 448. weight: (C, K) float8_e4m3fn with scale (C,) float32, the channels' factors, by
+    `quantize_weight`. bias: (C,) bfloat16 or None. K and C are multiples of 16. Returns (..., C) bfloat16. Sums are
+    float32, on a GPU as its fast accumulation gives them (use_fast_accum of `torch._scaled_mm`): to some 14 bits, of
+    which e4m3 has 4. A row with a NaN or an infinity gives NaN.
+    Raises ValueError (shapes, devices), TypeError (dtypes), RuntimeError where a gradient is live.
+
+    Equivalent to, but for the rounding of x::
+
+        F.linear(x, weight.float() * scale[:, None], bias)
+    """
+    _check(x, weight, scale, bias)
+    refuse_gradients(_OP, x, scale, bias)
+    backend = choose(x)
+    rows = Scaled(*ROWS(backend, x.reshape(-1, x.shape[-1]), None, ""))
+    return product(backend, rows, weight, scale, bias).view(*x.shape[:-1], len(weight))
+
+
+def choose(x: Tensor) -> str:
+    return backends.choose(_OP, x.device.type, x.dtype, backward=False, size=x.shape[-1])
+
+
+def product(backend: str, x: Scaled, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """(T, K) -> (T, C) bfloat16: by the library where `backend` is not plain PyTorch."""
+    if backend == "reference":
+        return _product_ref(x, weight, scale, bias)
+    given = x.rows, weight.T, x.factors, scale[None]
+    return torch._scaled_mm(*given, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    for name, tensor, dtype in (("x", x, torch.bfloat16), ("weight", weight, E4M3), ("scale", scale, torch.float32)):
+        if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+            raise TypeError(f"{_OP}: {name} is {getattr(tensor, 'dtype', type(tensor).__name__)}; expected {dtype}")
+    if x.dim() < 2 or x.shape[-1] == 0:
+        raise ValueError(f"{_OP}: x has shape {tuple(x.shape)}; expected (..., K) with at least two dimensions, K > 0")
+    checks.shape(_OP, "weight", weight, (None, x.shape[-1]), "(C, K)")
+    if any(size % MULTIPLE for size in weight.shape):
+        raise ValueError(f"{_OP}: weight has shape {tuple(weight.shape)}; expected multiples of {MULTIPLE}")
+    checks.shape(_OP, "scale", scale, weight.shape[:1], "(C,)")
+    if bias is not None:
+        checks.shape(_OP, "bias", bias, weight.shape[:1], "(C,)")
+        if bias.dtype != torch.bfloat16:
+            raise TypeError(f"{_OP}: bias is {bias.dtype}; expected torch.bfloat16")
+    checks.same_device(_OP, {"x": x, "weight": weight, "scale": scale, "bias": bias})
