@@ -239,12 +239,13 @@ class Checkpoint:
             with torch.device("meta"):
                 model = build(config)
             precision = prepared.outline(model, config)
+            device = prepared.home(precision) if precision else None
             state = model.select(model.to_ours(self.tensors), self.directory)
             _check_dtypes(state, dtype, precision)
             model.load_state_dict(state, assign=True)
         except RuntimeError as error:
             raise RuntimeError(f"{self.directory}: {error}") from None
-        model = model.to(dtype).eval()
+        model = model.to(device, dtype).eval()
         return prepared.freeze(model, precision) if precision else model
 
 
@@ -267,12 +268,13 @@ def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def _check_dtypes(state: Mapping[str, Tensor], dtype: torch.dtype | None, precision: str | None) -> None:
-    """precision: of a prepared model, which has its dtype and, beside that, int8 weights that it checks itself."""
+    """precision: of a prepared model, which has its dtype and, beside that, quantised weights that it checks itself."""
     if precision:
         only = prepared.PRECISIONS[precision]
         if dtype not in (None, only):
             raise ValueError(f"dtype is {dtype}; the model was prepared as {precision}, expected None or {only}")
-        state, dtype = {name: tensor for name, tensor in state.items() if tensor.dtype != torch.int8}, only
+        quantized = prepared.QUANTIZED.values()
+        state, dtype = {name: tensor for name, tensor in state.items() if tensor.dtype not in quantized}, only
     found = {tensor.dtype: name for name, tensor in state.items()}
     for kind, name in found.items():
         if kind not in FLOATS:

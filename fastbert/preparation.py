@@ -3,12 +3,11 @@
 import copy
 from collections.abc import Iterable
 
-import torch
 from torch import nn
 
-from fastbert import backends, hf, layer
+from fastbert import hf, layer
 from fastbert.families import follow, key_of
-from fastbert.ops.scaled_linear import E4M3, MULTIPLE, Scaled, product
+from fastbert.ops.scaled_linear import MULTIPLE, problem_on
 from fastbert.prepared import (
     PRECISIONS,
     PreparedLinear,
@@ -86,24 +85,12 @@ def _check_device(model: nn.Module, precision: str) -> None:
             places = ", ".join(sorted(map(str, devices)))
             raise ValueError(f"fastbert.prepare: the model is on {places}; expected one GPU")
         for device in devices:
-            if problem := fp8_problem(device):
-                raise ValueError(f"fastbert.prepare: fp8 on {device}: {problem}")
+            if reason := problem_on(device):
+                raise ValueError(f"fastbert.prepare: fp8 on {device}: {reason}")
     elif others := {str(device) for device in devices} - {"cpu"}:
         raise ValueError(
             f"fastbert.prepare: the model is on {min(others)}; {precision} is for CPUs, call model.cpu() first"
         )
-
-
-def fp8_problem(device: torch.device) -> str | None:
-    """Why products in fp8 cannot run there; a small one is tried."""
-    if reason := backends.why_not("cuda", "scaled_linear", device.type, torch.bfloat16):
-        return f"{reason} (it takes the CUDA kernels, and a GPU of sm_90 or newer)"
-    ones, factors = torch.ones(MULTIPLE, MULTIPLE, dtype=E4M3, device=device), torch.ones(MULTIPLE, 1, device=device)
-    try:
-        product("cuda", Scaled(ones, factors), ones, factors[:, 0], None)
-    except RuntimeError as error:
-        return f"torch._scaled_mm: {error}"
-    return None
 
 
 def _find(model: nn.Module, name: str) -> nn.Module | None:

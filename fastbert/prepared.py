@@ -11,6 +11,7 @@ from fastbert import ops
 from fastbert.families import FAMILIES, follow, key_of
 from fastbert.ops.packed_linear import quantize_weight, with_sums
 from fastbert.ops.scaled_layer import Dense, joined
+from fastbert.ops.scaled_linear import problem_on
 
 if TYPE_CHECKING:
     from fastbert.config import BertConfig
@@ -176,7 +177,16 @@ class ScaledLinear(PreparedLinear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"joint": None}
+        """With the weight's bytes: pickle cannot read float8 tensors."""
+        state = super().__getstate__() | {"joint": None}
+        if "plain" in state:
+            state["plain"]["weight"] = state["plain"]["weight"].view(torch.uint8)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "plain" in state:
+            state["plain"]["weight"] = state["plain"]["weight"].view(QUANTIZED["fp8"])
+        super().__setstate__(state)
 
 
 def joined_dense(parts: Sequence[ScaledLinear]) -> Dense:
@@ -235,6 +245,14 @@ def freeze(model: nn.Module, precision: str) -> nn.Module:
                 if hasattr(module, method):
                     setattr(module, method, Frozen(module, method, PRECISIONS[precision]))
     return model
+
+
+def home(precision: str) -> torch.device:
+    """The device that models of that precision run on. Raises ValueError where that cannot be here."""
+    device = torch.device("cuda" if precision == "fp8" and torch.cuda.is_available() else "cpu")
+    if precision == "fp8" and (reason := problem_on(device)):
+        raise ValueError(f"fp8 on {device}: {reason}")
+    return device
 
 
 # ---- which parts of a model

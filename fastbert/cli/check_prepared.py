@@ -22,7 +22,7 @@ from fastbert.cli.check import Line, Run, Sample, Subject, Yardstick, make_sampl
 from fastbert.cli.check import write_report as write_values
 from fastbert.heads import IGNORED
 from fastbert.preparation import prepare
-from fastbert.prepared import PRECISIONS, PreparedLinear
+from fastbert.prepared import PRECISIONS, QUANTIZED, PreparedLinear, home
 
 ROUNDS = 5  # of measured time
 WORST = 8  # layers in the table; the file has all
@@ -106,7 +106,7 @@ def run(
     precision and skip: of `fastbert.prepare`, for fastbert's model. max_length and tell: of `fastbert.cli.check.run`.
     Raises as those two do.
     """
-    subject, skip = Subject.read(directory, "cpu"), list(skip)
+    subject, skip = Subject.read(directory, str(home(precision))), list(skip)
     sample = make_sample(subject, texts, max_length)
     models = Models.of(subject, precision, skip)
     batch = f"{len(sample.visible)} texts, {int(sample.visible.sum())} tokens"
@@ -119,7 +119,7 @@ def run(
     report.layers, (report.dense, report.whole) = models.layers(sample), models.megabytes()
     tell(f"{precision}: milliseconds")
     report.milliseconds = models.milliseconds(sample)
-    if precision != "int8":
+    if precision not in QUANTIZED:
         tell(f"{precision}: transformers")
         yardstick = Yardstick.measure(subject, PRECISIONS[precision], sample, predict)
         report.lines = [*yardstick.reference, *rule(after, yardstick)]
@@ -213,6 +213,8 @@ class Models(NamedTuple):
             for model, spent in zip(self, seconds, strict=True):
                 start = time.perf_counter()
                 model(**sample.inputs)
+                if sample.visible.is_cuda:
+                    torch.cuda.synchronize()
                 spent.append(time.perf_counter() - start)
         return Pair(*(1000 * statistics.median(spent[1:]) for spent in seconds))
 

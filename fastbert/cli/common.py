@@ -26,9 +26,8 @@ def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
 def add_runtime(command: argparse.ArgumentParser, batch_tokens: int | None = 2048, otherwise: str = "") -> None:
     """How a model runs; batch_tokens: the default; otherwise: what is said of it where it is not one number."""
     command.add_argument("--dtype", choices=DTYPES, help="of the computation (default: float32, or as prepared)")
-    command.add_argument(
-        "--precision", choices=list(PRECISIONS), help="weights packed for this processor (default: the model as it is)"
-    )
+    packed = "weights packed for this processor, or in fp8 for a GPU (default: the model as it is)"
+    command.add_argument("--precision", choices=list(PRECISIONS), help=packed)
     help_text = f"at most in a batch (default: {batch_tokens or otherwise})"
     command.add_argument("--batch-tokens", type=int, default=batch_tokens, metavar="N", help=help_text)
     command.add_argument(
@@ -64,8 +63,8 @@ def add_device(command: argparse.ArgumentParser) -> None:
 
 
 def device_of(args: argparse.Namespace, precision: str | None) -> str:
-    """As --device says; by default a GPU, but for a model that is prepared, which runs on the processor."""
-    return args.device or ("cuda" if torch.cuda.is_available() and precision is None else "cpu")
+    """As --device says; by default a GPU, but for a model that is prepared for the processor."""
+    return args.device or ("cuda" if torch.cuda.is_available() and precision in (None, "fp8") else "cpu")
 
 
 def add_json(command: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ import fastbert
 from fastbert import backends
 from fastbert.cli.common import DTYPES, add_device, add_json, device_of, lines, write_json
 from fastbert.config import BertConfig
-from fastbert.prepared import PRECISIONS
+from fastbert.prepared import PRECISIONS, home
 
 
 def add(commands) -> None:
@@ -92,8 +92,8 @@ def _only_one_check(args: argparse.Namespace) -> None:
     for name in ("dtypes", "backends") if args.prepare else ():
         if getattr(args, name):
             raise ValueError(f"--{name} is given beside --prepare; expected one of them")
-    if args.prepare and args.device and torch.device(args.device).type != "cpu":
-        raise ValueError(f"--device is {args.device} beside --prepare; expected cpu")
+    if args.prepare and args.device and torch.device(args.device).type != (place := home(args.prepare).type):
+        raise ValueError(f"--device is {args.device} beside --prepare {args.prepare}; expected {place}")
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from fastbert import prepared
 from fastbert.model import Saveable
 from fastbert.preparation import prepare
 
@@ -16,12 +17,14 @@ def load(
 ) -> Saveable:
     """read(dtype) on the device or, with a precision, what `fastbert.prepare` makes of read(float32).
 
-    Raises ValueError as `prepare` does, and for a precision beside another dtype than float32 or a GPU.
+    Raises ValueError as `prepare` does, and for a precision beside another dtype than float32 or a device that it is
+    not for.
     """
     if precision is None:
         return read(dtype).to(device)
     if dtype not in (None, "auto", "float32", torch.float32):
         raise ValueError(f"dtype is {dtype} beside precision {precision!r}; expected float32, which it is made from")
-    if device is not None and torch.device(device).type != "cpu":
-        raise ValueError(f"device is {device} beside precision {precision!r}; expected cpu, which it is made for")
-    return prepare(read(torch.float32), precision)
+    home = prepared.home(precision)
+    if device is not None and torch.device(device).type != home.type:
+        raise ValueError(f"device is {device} beside precision {precision!r}; expected {home}, which it is made for")
+    return prepare(read(torch.float32).to(home if device is None else device), precision)

@@ -113,7 +113,7 @@ class MultiVectorEncoder:
     ) -> "MultiVectorEncoder":
         """From a directory of sentence-transformers, PyLate or ColBERT's own code, or by a model's name on the hub.
 
-        precision: "fp32", "bf16" or "int8" for a model that `fastbert.prepare` has prepared, on the CPU. Raises
+        precision: "fp32", "bf16", "int8" or "fp8" for a model that `fastbert.prepare` has prepared. Raises
         FileNotFoundError, ValueError and RuntimeError as `BertModel.from_pretrained`, and ValueError for a directory of
         another kind of model, and for modules and settings that are not supported.
         """

@@ -169,11 +169,11 @@ class Predictor:
     ) -> "Self":
         """From a directory, or by a name on the hub, with a trained model and its tokenizer.
 
-        precision: "fp32", "bf16" or "int8" for a model that `fastbert.prepare` has prepared, on the CPU. arguments: for
-        the constructor.
+        precision: "fp32", "bf16", "int8" or "fp8" for a model that `fastbert.prepare` has prepared. arguments:
+        for the constructor.
         Raises ValueError for a checkpoint of another head or with parameters missing, and for a precision that is
-        unknown or beside another dtype than float32 or a GPU; FileNotFoundError and RuntimeError as the model's
-        from_pretrained.
+        unknown or beside another dtype than float32 or the other device; FileNotFoundError and RuntimeError as the
+        model's from_pretrained.
         """
         directory = hub.directory_of(source)
         model = load(lambda dtype: trained_model(directory, cls.classes, dtype=dtype), dtype, device, precision)

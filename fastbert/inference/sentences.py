@@ -83,10 +83,10 @@ class SentenceEncoder(TextEncoder):
         """From a directory with a model and its tokenizer, following sentence-transformers' files if it has them.
 
         source: may also be a model's name on the hub. Without modules.json: mean pooling, normalised. precision:
-        "fp32", "bf16" or "int8" for a model that `fastbert.prepare` has prepared, on the CPU. max_length: in tokens;
+        "fp32", "bf16", "int8" or "fp8" for a model that `fastbert.prepare` has prepared. max_length: in tokens;
         None follows those files. Raises FileNotFoundError, ValueError and RuntimeError as `BertModel.from_pretrained`,
         and ValueError for modules, a pooling or an activation that are not supported, a max_length above the model's,
-        and a precision that is unknown or beside another dtype than float32 or a GPU.
+        and a precision that is unknown or beside another dtype than float32 or the other device.
         """
         recipe = sentence_files.read(hub.directory_of(source))
 

@@ -72,11 +72,11 @@ class SparseEncoder(TextEncoder):
         them.
 
         source: may also be a model's name on the hub. Without modules.json: the first SPLADE models, activation "relu".
-        precision: "fp32", "bf16" or "int8" for a model that `fastbert.prepare` has prepared, on the CPU. max_length: in
-        tokens; None follows those files. Raises FileNotFoundError, ValueError and RuntimeError as
+        precision: "fp32", "bf16", "int8" or "fp8" for a model that `fastbert.prepare` has prepared. max_length:
+        in tokens; None follows those files. Raises FileNotFoundError, ValueError and RuntimeError as
         `BertModel.from_pretrained`, and ValueError for another head or no head, for modules, a pooling strategy or an
         activation that are not supported, a max_length above the model's, and a precision that is unknown or beside
-        another dtype than float32 or a GPU.
+        another dtype than float32 or the other device.
         """
         options = sentence_files.read_sparse(hub.directory_of(source))._asdict()
         folder, activation = options.pop("folder"), options.pop("activation")

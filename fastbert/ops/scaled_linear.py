@@ -102,6 +102,18 @@ def choose(x: Tensor) -> str:
     return backends.choose(_OP, x.device.type, x.dtype, backward=False, size=x.shape[-1])
 
 
+def problem_on(device: torch.device) -> str | None:
+    """Why products in fp8 cannot run there; a small one is tried."""
+    if reason := backends.why_not("cuda", _OP, device.type, torch.bfloat16):
+        return f"{reason} (it takes the CUDA kernels, and a GPU of sm_90 or newer)"
+    ones, factors = torch.ones(MULTIPLE, MULTIPLE, device=device), torch.ones(MULTIPLE, 1, device=device)
+    try:
+        product("cuda", Scaled(ones.to(E4M3), factors), ones.to(E4M3), factors[:, 0], None)
+    except RuntimeError as error:
+        return f"torch._scaled_mm: {error}"
+    return None
+
+
 def product(backend: str, x: Scaled, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """(T, K) -> (T, C) bfloat16: by the library where `backend` is not plain PyTorch."""
     if backend == "reference":

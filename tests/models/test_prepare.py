@@ -15,11 +15,13 @@ from torch import nn
 import fastbert
 from fastbert import backends, testing
 from fastbert.ops.packed_linear import layout
-from fastbert.prepared import PRECISIONS, PreparedLinear
+from fastbert.ops.scaled_linear import problem_on
+from fastbert.prepared import PRECISIONS, QUANTIZED, PreparedLinear
 from fastbert.testing import Result
 
 LENGTHS, SEQLEN = [7, 1, 12], 12
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
+quantized = pytest.mark.parametrize("precision", QUANTIZED)
 
 
 @pytest.fixture
@@ -37,17 +39,29 @@ def inputs():
     return {name: tensor.cpu() for name, tensor in batch(LENGTHS, SEQLEN).items()}
 
 
+def prepare(model, precision, **options):
+    """In fp8 on a GPU, or where there is none on the CPU, whose tests run the CUDA kernels."""
+    device = torch.device("cuda" if precision == "fp8" and torch.cuda.is_available() else "cpu")
+    if precision == "fp8" and (reason := problem_on(device)):
+        pytest.skip(reason)
+    return fastbert.prepare(copy.deepcopy(model).to(device), precision, **options)
+
+
+def on_device_of(model, inputs):
+    return {name: tensor.to(next(model.parameters()).device) for name, tensor in inputs.items()}
+
+
 @torch.no_grad()
 def states(model, inputs):
     """At visible tokens."""
     visible = inputs["attention_mask"].bool()
-    found = model(**inputs, output_hidden_states=True).hidden_states
-    return Result({f"state {i}": state[visible] for i, state in enumerate(found)}, {})
+    found = model(**on_device_of(model, inputs), output_hidden_states=True).hidden_states
+    return Result({f"state {i}": state.cpu()[visible] for i, state in enumerate(found)}, {})
 
 
 def hidden(model, inputs):
     with torch.no_grad():
-        return model(**inputs).last_hidden_state
+        return model(**on_device_of(model, inputs)).last_hidden_state.cpu()
 
 
 def runs(primitive):
@@ -65,14 +79,15 @@ def test_floats_are_as_accurate_as_pytorch(theirs, model, inputs, precision):
     testing.assert_rows(rows)
 
 
-def test_int8_is_near(theirs, model, inputs):
+@quantized
+def test_quantized_models_are_near(theirs, model, inputs, precision):
     truth = states(copy.deepcopy(theirs).double(), inputs)
-    found = states(fastbert.prepare(model, "int8"), inputs)
+    found = states(prepare(model, precision), inputs)
     for name, expected in truth.outputs.items():
         assert F.cosine_similarity(found.outputs[name].double(), expected, dim=-1).mean() > 0.995, name
 
 
-@every_precision
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 def test_the_layers_are_one_call(model, inputs, precision):
     prepared, before = fastbert.prepare(model, precision), (runs("packed_layer_fwd"), runs("packed_linear_fwd"))
     hidden(prepared, inputs)
@@ -85,10 +100,10 @@ def test_the_layers_are_one_call(model, inputs, precision):
 @every_precision
 def test_single_dense_layers_give_the_same(model, inputs, precision):
     """Attention weights have every dense layer called by itself."""
-    prepared = fastbert.prepare(model, precision)
+    prepared = prepare(model, precision)
     with torch.no_grad():
-        singly = prepared(**inputs, output_attentions=True).last_hidden_state
-    near = {"fp32": 1e-5, "bf16": 0.1, "int8": 0.3}[precision]  # other roundings between the layer's parts
+        singly = prepared(**on_device_of(prepared, inputs), output_attentions=True).last_hidden_state.cpu()
+    near = {"fp32": 1e-5, "bf16": 0.1, "int8": 0.3, "fp8": 0.3}[precision]  # other roundings between the layer's parts
     assert (singly - hidden(prepared, inputs)).abs().max() <= near
 
 
@@ -125,7 +140,7 @@ def test_accelerated_models_fall_back_to_their_own_computation(theirs, inputs):
 
 @every_precision
 def test_copies_and_pickles_compute_the_same(model, inputs, precision):
-    prepared = fastbert.prepare(model, precision)
+    prepared = prepare(model, precision)
     expected = hidden(prepared, inputs)
     for other in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
         assert torch.equal(hidden(other, inputs), expected)
@@ -136,7 +151,7 @@ def test_copies_and_pickles_compute_the_same(model, inputs, precision):
 @every_precision
 @pytest.mark.parametrize("skip", [(), ("encoder.layer.0", "encoder.layer.2.output")])
 def test_saved_and_loaded_it_is_the_same(model, inputs, tmp_path, precision, skip):
-    prepared = fastbert.prepare(model, precision, skip=skip)
+    prepared = prepare(model, precision, skip=skip)
     prepared.save_pretrained(tmp_path)
     loaded = fastbert.BertModel.from_pretrained(tmp_path)
     assert torch.equal(hidden(loaded, inputs), hidden(prepared, inputs))
@@ -147,9 +162,8 @@ def test_saved_and_loaded_it_is_the_same(model, inputs, tmp_path, precision, ski
     tensors = load_file(tmp_path / "model.safetensors")
     name = "encoder.layer.1.attention.self.key"
     assert tensors[f"{name}.weight"].shape == (48, 48)
-    assert (
-        (tensors[f"{name}.weight"].dtype == torch.int8) == (f"{name}.weight_scale" in tensors) == (precision == "int8")
-    )
+    assert tensors[f"{name}.weight"].dtype == QUANTIZED.get(precision, PRECISIONS[precision])
+    assert (f"{name}.weight_scale" in tensors) == (precision in QUANTIZED)
 
 
 def test_another_class_loads_its_part(inputs, tmp_path):
@@ -160,12 +174,13 @@ def test_another_class_loads_its_part(inputs, tmp_path):
     assert torch.equal(hidden(fastbert.BertModel.from_pretrained(tmp_path), inputs), hidden(prepared.bert, inputs))
 
 
-def test_transformers_reads_prepared_floats_and_refuses_int8(model, inputs, tmp_path):
+@quantized
+def test_transformers_reads_prepared_floats_and_refuses_the_rest(model, inputs, tmp_path, precision):
     fastbert.prepare(model, "fp32").save_pretrained(tmp_path)
     theirs = transformers.BertModel.from_pretrained(tmp_path)
     visible = inputs["attention_mask"].bool()
     assert (hidden(theirs, inputs) - hidden(model, inputs))[visible].abs().max() < 1e-4
-    fastbert.prepare(model, "int8").save_pretrained(tmp_path)
+    prepare(model, precision).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="quantization config"):
         transformers.BertModel.from_pretrained(tmp_path)
 
@@ -195,24 +210,26 @@ def test_weights_take_the_room_of_their_precision(model):
         lambda model: model.half(),
         lambda model: model.to(torch.float64),
         lambda model: model.to("meta"),
-        lambda model: model.encoder.layer[0].bfloat16(),
+        lambda model: model.encoder.layer[0].half(),
         lambda model: model.load_state_dict(model.state_dict()),
         lambda model: model.encoder.load_state_dict(model.encoder.state_dict()),
     ],
 )
-def test_nothing_changes_it(model, inputs, change):
-    prepared = fastbert.prepare(model, "int8")
+@quantized
+def test_nothing_changes_it(model, inputs, change, precision):
+    prepared = prepare(model, precision)
     expected = hidden(prepared, inputs)
     with pytest.raises(RuntimeError, match="frozen; use the original"):
         change(prepared)
-    assert torch.equal(hidden(prepared.eval().cpu().to(torch.device("cpu")), inputs), expected)
+    assert torch.equal(hidden(prepared.eval().to(next(prepared.parameters()).device), inputs), expected)
 
 
-def test_gradients_are_refused(model):
-    prepared = fastbert.prepare(model, "fp32")
-    embeds = torch.randn(1, 3, 48, requires_grad=True)
+@every_precision
+def test_gradients_are_refused(model, precision):
+    prepared = prepare(model, precision)
+    embeds = {"inputs_embeds": torch.randn(1, 3, 48, dtype=PRECISIONS[precision], requires_grad=True)}
     with pytest.raises(RuntimeError, match="prepared weights are for inference"):
-        prepared(inputs_embeds=embeds)
+        prepared(**on_device_of(prepared, embeds))
 
 
 def test_transformers_models_are_not_saved(theirs, tmp_path):
@@ -235,9 +252,9 @@ def with_a_hook(model):
     [
         (lambda m: "bert", {}, TypeError, "given a str; expected a model"),
         (lambda m: nn.Linear(2, 2).eval(), {}, TypeError, "a Linear holds no encoder"),
-        (lambda m: m, {"precision": "int4"}, ValueError, "precision is 'int4'; expected one of fp32, bf16, int8"),
+        (lambda m: m, {"precision": "int4"}, ValueError, "precision is 'int4'; expected one of fp32, bf16, int8, fp8"),
         (lambda m: m.train(), {}, ValueError, "in training mode"),
-        (lambda m: m.to("meta"), {}, ValueError, "on meta; it prepares for CPUs"),
+        (lambda m: m.to("meta"), {}, ValueError, "on meta; int8 is for CPUs"),
         (lambda m: fastbert.prepare(m, "fp32"), {}, ValueError, "prepared already"),
         (lambda m: m, {"skip": "encoder.layer.7"}, ValueError, "skip has 'encoder.layer.7', which holds none of"),
         (lambda m: m, {"skip": ["encoder"]}, ValueError, "something is left"),
@@ -281,15 +298,16 @@ def test_a_file_without_a_scale_is_refused(model, tmp_path):
         fastbert.BertModel.from_pretrained(tmp_path, dtype="bfloat16")
 
 
-def test_minilm_s_embeddings_stay_near():
+@pytest.mark.parametrize(("precision", "cosine"), [("int8", 0.995), ("fp8", 0.995)])
+def test_minilm_s_embeddings_stay_near(precision, cosine):
     from fastbert.cli.demo import documentation_passages
     from fastbert.inference import SentenceEncoder
 
     encoder = SentenceEncoder.from_pretrained(minilm(), device="cpu")
     texts = [passage for _, passage in documentation_passages()[::40]]
     expected = encoder.encode(texts)
-    encoder.model = fastbert.prepare(encoder.model, "int8")
-    assert F.cosine_similarity(encoder.encode(texts), expected).mean() >= 0.995
+    encoder.model = prepare(encoder.model, precision)
+    assert F.cosine_similarity(encoder.encode(texts).float().cpu(), expected).mean() >= cosine
 
 
 def test_sentence_transformers_models_are_prepared():
