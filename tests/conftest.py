@@ -109,11 +109,14 @@ class Run:
 
 @pytest.fixture(params=backends.BACKENDS)
 def backend(request):
-    """Forces each backend in turn for the op of the test class, and asserts that it, and nothing else, ran."""
+    """Forces each backend in turn for the op of the test class, and asserts that it, and nothing else, ran.
+
+    The class has a `dtype` where the op takes no float32.
+    """
     op = request.cls.op
     device = "cuda" if torch.cuda.is_available() and request.param != "cpu" else "cpu"
     run = Run(request.param, op, device)
-    run.require(torch.float32)
+    run.require(getattr(request.cls, "dtype", torch.float32))
     before = backends.calls()
     with fastbert.backend(request.param):
         yield run
