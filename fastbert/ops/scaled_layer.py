@@ -47,7 +47,7 @@ def scaled_layer(
     scale: float,
     approximate: str,
 ) -> tuple[Tensor, Scaled]:
-    """A post-norm layer of `scaled_linear`s: six launches, four products and attention.
+    """A post-norm layer of `scaled_linear`s: four passes, four products and attention.
 
     hidden: (T, C) bfloat16. rows: hidden in e4m3, as the layer before gave it; made here where None. context: what the
     layer's attention gave, (T, C), where that came before. Returns the layer's output, and that in e4m3.
