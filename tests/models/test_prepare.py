@@ -97,6 +97,20 @@ def test_the_layers_are_one_call(model, inputs, precision):
     assert calls == 0 or runs("packed_linear_fwd") == before[1]
 
 
+def test_layers_in_fp8_hand_on_their_rows(theirs, inputs):
+    """Of a model with three projections; these become parts of one weight, which no copy keeps a second time."""
+    prepared, names = prepare(theirs, "fp8"), ("scaled_rows_fwd", "scaled_layer_norm_fwd")
+    before, layers = [runs(name) for name in names], len(prepared.encoder.layer)
+    hidden(prepared, inputs)
+    assert [runs(name) - n for name, n in zip(names, before, strict=True)] == [1 + 2 * layers, 2 * layers]
+    own = prepared.encoder.layer[0].attention.self
+    for i, part in enumerate((own.query, own.key, own.value)):
+        assert part.weight.data_ptr() == own.query.joint.weight[48 * i].data_ptr()
+    assert copy.deepcopy(own.query).joint is None
+    expected = hidden(prepared, inputs)
+    assert own.to(own.query.weight.device).query.joint is None and torch.equal(hidden(prepared, inputs), expected)
+
+
 @every_precision
 def test_single_dense_layers_give_the_same(model, inputs, precision):
     """Attention weights have every dense layer called by itself."""
