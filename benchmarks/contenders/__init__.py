@@ -56,23 +56,11 @@ ALL: tuple[Contender, ...] = (
     Contender("torch.nn.TransformerEncoder", (MODEL, ENCODER), engines.torch_encoder, inference=True),
     Contender("ONNX Runtime", (MODEL,), engines.onnxruntime, **_ONNX, **_CPU, inference=True),
     Contender(
-        "OpenVINO",
-        (MODEL,),
-        engines.openvino,
-        needs=("openvino",),
-        devices=("cpu",),
-        dtypes=_PREPARED,
-        inference=True,
+        "OpenVINO", (MODEL,), engines.openvino, needs=("openvino",), devices=("cpu",), dtypes=_PREPARED, inference=True
     ),
     Contender("CTranslate2", (MODEL,), engines.ctranslate2, needs=("ctranslate2",), **_CPU, inference=True),
     Contender(
-        "CTranslate2, int8",
-        (MODEL,),
-        _CTRANSLATE2_INT8,
-        needs=("ctranslate2",),
-        **_CPU,
-        inference=True,
-        quantized=True,
+        "CTranslate2, int8", (MODEL,), _CTRANSLATE2_INT8, needs=("ctranslate2",), **_CPU, inference=True, quantized=True
     ),
 )
 NAMES = tuple(contender.name for contender in ALL)

@@ -55,10 +55,7 @@ def graphed(subject: Subject) -> Runnable:
     """`fastbert.graph`: our model as a CUDA graph, of a bucket with room for exactly this batch."""
     batch = subject.batch
     replay = graph(
-        subject.ours.eval(),
-        max_tokens=(batch.tokens,),
-        max_sequences=len(batch.lengths),
-        max_seqlen=batch.max_seqlen,
+        subject.ours.eval(), max_tokens=(batch.tokens,), max_sequences=len(batch.lengths), max_seqlen=batch.max_seqlen
     )
     mask = None if batch.is_full else batch.mask
     return Runnable(lambda **arguments: subject.output(replay(**arguments)), subject.padded(mask), subject.packed)

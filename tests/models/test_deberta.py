@@ -19,13 +19,7 @@ import fastbert
 from fastbert import BertConfig, BertModel, backends, config, distances, layer, random
 
 LENGTHS = (20, *range(127, 131), *range(255, 258), *range(511, 514))
-SMALL = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
-    "intermediate_size": 48,
-}
+SMALL = {"vocab_size": 50, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 48}
 V3 = SMALL | {
     "type_vocab_size": 0,
     "relative_attention": True,

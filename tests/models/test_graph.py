@@ -548,10 +548,7 @@ def test_what_a_replay_would_not_do(monkeypatch):
     model.dropout.train()  # one part is enough
     refused("training mode", when_called="changed its mode")
     model.eval()
-    handles = (
-        model.bert.encoder.layer[0].register_forward_hook(print),
-        model.register_forward_pre_hook(print),
-    )
+    handles = (model.bert.encoder.layer[0].register_forward_hook(print), model.register_forward_pre_hook(print))
     for handle in handles:
         refused("forward hooks", when_called="forward hooks")
         handle.remove()

@@ -176,10 +176,7 @@ def test_mined_columns_train(encoder, tokenizer):
 
 def test_prompts_are_put_before_texts(encoder):
     plain = mine_hard_negatives(encoder, PAIRS, query_prompt="", corpus_prompt="a b c ")
-    with_prompts = {
-        "question": PAIRS["question"],
-        "answer": ["a b c " + text for text in PAIRS["answer"]],
-    }
+    with_prompts = {"question": PAIRS["question"], "answer": ["a b c " + text for text in PAIRS["answer"]]}
     again = mine_hard_negatives(encoder, with_prompts, query_prompt="")
     assert [["a b c " + text for text in plain.columns["negative_1"]]] == [again.columns["negative_1"]]
     assert plain.columns != mine_hard_negatives(encoder, PAIRS).columns

@@ -346,8 +346,5 @@ def test_the_place_of_an_id_is_said_in_the_shape_of_the_ids(backend):
         pytest.skip(problem)
     inputs = {name: x.view(3, 3) if name.endswith("_ids") else x for name, x in good().items()}
     inputs["input_ids"][1, 2] = 11
-    with (
-        backends.backend(backend),
-        pytest.raises(IndexError, match=r"input_ids\[1, 2\] is 11; expected 0 <="),
-    ):
+    with backends.backend(backend), pytest.raises(IndexError, match=r"input_ids\[1, 2\] is 11; expected 0 <="):
         ops.embedding(**inputs)

@@ -114,10 +114,7 @@ class TestAfterAttention(TestEncoderLayer):
     """The rest of the layer; its context is a random one, of other width than the layer."""
 
     projections = ""
-    shapes = [
-        pytest.param((9, 10, 6, 7), id="odd"),
-        pytest.param((130, 64, 96, 256), id="products-by-onednn"),
-    ]
+    shapes = [pytest.param((9, 10, 6, 7), id="odd"), pytest.param((130, 64, 96, 256), id="products-by-onednn")]
 
     def inputs(self, shape, dtype, device):
         tokens, width, inner, wide = shape

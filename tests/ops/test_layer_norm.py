@@ -298,12 +298,7 @@ class TestAddLayerNormDropout(TestAddLayerNorm):
         assert not torch.equal(kept[-8:], kept[:8])
 
 
-BAD = {
-    "x": torch.zeros(2, 4),
-    "residual": torch.zeros(2, 4),
-    "weight": torch.zeros(4),
-    "bias": torch.zeros(4),
-}
+BAD = {"x": torch.zeros(2, 4), "residual": torch.zeros(2, 4), "weight": torch.zeros(4), "bias": torch.zeros(4)}
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,7 @@ from fastbert.cli.common import device_of
 from fastbert.cli.progress import progress
 from fastbert.config import PRESETS
 from fastbert.data import get_tokenizer, save_tokenizer
-from fastbert.inference import (
-    CrossEncoder,
-    EntityTagger,
-    MaskFiller,
-    QuestionAnswerer,
-    SentenceEncoder,
-    TextClassifier,
-)
+from fastbert.inference import CrossEncoder, EntityTagger, MaskFiller, QuestionAnswerer, SentenceEncoder, TextClassifier
 
 HEADS = ["BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification", "BertForQuestionAnswering"]
 SMALL = TINY.changed(vocab_size=30522, max_position_embeddings=64, num_hidden_layers=2)

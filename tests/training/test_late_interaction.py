@@ -70,12 +70,7 @@ TWINS = {  # ours, sentence-transformers', columns, scores of an example (None f
     ),
     "margins": (MaxSimMargins(), ("MarginMSELoss", {"similarity_fct": pairwise}), 3, ()),
     "several margins": (MaxSimMargins(), ("MarginMSELoss", {"similarity_fct": pairwise}), 4, (2,)),
-    "teacher's scores": (
-        MaxSimMargins(mean=True),
-        ("MarginMSELoss", {"similarity_fct": mean_of(pairwise)}),
-        4,
-        (3,),
-    ),
+    "teacher's scores": (MaxSimMargins(mean=True), ("MarginMSELoss", {"similarity_fct": mean_of(pairwise)}), 4, (3,)),
     "distributions": (MaxSimDistillation(), ("DistillKLDivLoss", {"similarity_fct": of_columns}), 3, (2,)),
     "temperatures": (
         MaxSimDistillation(0.5, 2.0, mean=True),

@@ -19,14 +19,7 @@ from torch.utils.data import DataLoader
 
 from fastbert import BertForMaskedLM
 from fastbert.data import create_mlm_dataloader, train_tokenizer
-from fastbert.training import (
-    Best,
-    constant_schedule,
-    cosine_schedule,
-    linear_schedule,
-    polynomial_schedule,
-    set_seed,
-)
+from fastbert.training import Best, constant_schedule, cosine_schedule, linear_schedule, polynomial_schedule, set_seed
 
 # ---- schedules
 
