@@ -1,9 +1,13 @@
 """Small models for the tests, and the real one; batches for them; the dropout masks that they ought to use."""
 
+import copy
 import functools
 import importlib.util
+import io
+import pickle
 import string
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -128,6 +132,30 @@ def assert_like(found: Tensor, truth: Tensor, *contenders: Tensor) -> None:
     """The accuracy rule for what whole models give. truth: in float64, by another library, whose float32 contends."""
     ours, exact, *theirs = (testing.Result({"output": x}, {}) for x in (found, truth, *contenders))
     testing.assert_rows(testing.compare(ours, exact, theirs, factor=3.0))
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Of those parameters that have one."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_gradients(found: torch.nn.Module | dict[str, Tensor], truth: torch.nn.Module | dict[str, Tensor]) -> None:
+    """The same parameters have one, and all are equal by the rule for float64, where the largest of all counts."""
+    found, truth = (gradients(x) if isinstance(x, torch.nn.Module) else x for x in (found, truth))
+    largest = max(float(grad.abs().max()) for grad in truth.values())
+    assert found.keys() == truth.keys() and largest > 0
+    for name, grad in truth.items():
+        assert (found[name] - grad).abs().max() <= 1e-12 * largest, name
+
+
+def copies(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Of every kind: made in memory, by pickle and by torch.save."""
+    yield copy.deepcopy(model)
+    yield pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    yield torch.load(file, weights_only=False)
 
 
 @functools.cache

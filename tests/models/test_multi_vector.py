@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_models import CONFIGS, TINY, assert_like, reference_masks, small_tokenizer
+from small_models import CONFIGS, TINY, assert_gradients, assert_like, gradients, reference_masks, small_tokenizer
 from small_models import multi_vector_encoder as small
 from transformers import AutoConfig, AutoModel
 
@@ -148,12 +148,7 @@ def test_training_with_expansion_drops_by_the_contract(monkeypatch):
     weights = torch.randn_like(truth)
     (found * weights).sum().backward()
     (truth * weights).sum().backward()
-    grads = model.to_hugging_face({n: p.grad for n, p in model.named_parameters()})
-    expected = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
-    largest = max(float(g.abs().max()) for g in expected.values())
-    assert grads.keys() == expected.keys()
-    for name, grad in expected.items():
-        assert (grads[name] - grad).abs().max() <= 1e-12 * largest, name
+    assert_gradients(model.to_hugging_face(gradients(model)), twin)
 
 
 def test_a_sequence_that_sees_nothing_is_zeros():
