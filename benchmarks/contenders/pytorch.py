@@ -123,13 +123,7 @@ def unpack(subject: Subject) -> Runnable:
     return Runnable(run)
 
 
-SEQUENCES = {
-    "attention": attention,
-    "qkv_attention": qkv_attention,
-    "linear_max": linear_max,
-    "pack": pack,
-    "unpack": unpack,
-}
+SEQUENCES = {f.__name__: f for f in (attention, qkv_attention, linear_max, pack, unpack)}
 
 # ---- attention on packed tokens
 

@@ -120,20 +120,12 @@ def test_other_labels_pass_and_other_entries_do_not():
     ("arguments", "rows", "words"),
     [
         ({}, [], "expected at least one example"),
-        (
-            {"max_tokens": 10},
-            examples([3, 11]),
-            "example 1 of the batch has 11 tokens; expected at most max_tokens, 10",
-        ),
+        ({"max_tokens": 10}, examples([3, 11]), "example 1 .* has 11 tokens; expected at most max_tokens, 10"),
         ({"max_tokens": 10}, examples([6, 5]), "the batch has 11 tokens; expected at most max_tokens, 10"),
         ({"max_length": 5}, examples([3, 6]), "example 1 of the batch has 6 tokens; expected at most max_length, 5"),
         ({}, examples([3, 2], labels=[{"labels": 1}, {}]), "example 1 of the batch has no labels; others have"),
         ({}, examples([3], labels=[{"labels": [1, 2]}]), r"labels of example 0 of the batch has shape \(2,\)"),
-        (
-            {},
-            [{"input_ids": [1, 2], "token_type_ids": [0]}],
-            r"token_type_ids of example 0 of the batch has shape \(1,\)",
-        ),
+        ({}, [{"input_ids": [1, 2], "token_type_ids": [0]}], r"token_type_ids of example 0 .* has shape \(1,\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, rows, words):
@@ -415,10 +407,8 @@ def test_ranks_share_examples_without_overlap_or_loss(sampler, world_size):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_start_is_counted_in_batches_of_the_rank(rank):
     """As a resume on two ranks has it: the first two batches of each rank are left out, once."""
-    for sampler in (
-        TokenBudgetSampler(LENGTHS, 128, rank=rank, world_size=2),
-        BatchSizeSampler(500, 8, rank=rank, world_size=2),
-    ):
+    ranks = {"rank": rank, "world_size": 2}
+    for sampler in (TokenBudgetSampler(LENGTHS, 128, **ranks), BatchSizeSampler(500, 8, **ranks)):
         whole = list(sampler)
         sampler.start = 2
         assert list(sampler) == whole[2:] and len(whole) > 9

@@ -177,7 +177,7 @@ def test_what_is_not_right_is_refused(encoder, file, tmp_path):
         embed_corpus(encoder, file, out, shard_rows=20)
     part.write_bytes((out / "part-00002.parquet").read_bytes())
     with pytest.raises(
-        ValueError, match="part-00001.parquet has 12 rows from 40 on, .*; expected 20 from 20 on, 48 numbers"
+        ValueError, match="00001.parquet has 12 rows from 40 on, .*; expected 20 from 20 on, 48 numbers"
     ):
         embed_corpus(encoder, file, out, shard_rows=20)
     part.unlink()

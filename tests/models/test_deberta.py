@@ -207,10 +207,8 @@ def masked(x, keep, bits, p):
 
 def formula(model, ids, key, p):
     """DeBERTa's training forward for sequences of one length, in plain PyTorch, with the masks of docs/random.md."""
-    settings, state = (
-        model.config,
-        {name: x.detach().clone().requires_grad_() for name, x in model.state_dict().items()},
-    )
+    settings = model.config
+    state = {name: x.detach().clone().requires_grad_() for name, x in model.state_dict().items()}
     (batch_size, length), width, heads = ids.shape, settings.hidden_size, settings.num_attention_heads
     tokens = batch_size * length
 

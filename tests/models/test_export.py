@@ -17,10 +17,7 @@ from fastbert import BertConfig, BertModel, backends, testing
 from fastbert.inference import export
 from fastbert.testing import Result
 
-HEADS = [
-    "BertModel",
-    *(name for name in fastbert.__all__ if name.startswith("BertFor") and not name.endswith("Output")),
-]
+HEADS = ["BertModel", *(n for n in fastbert.__all__ if n.startswith("BertFor") and not n.endswith("Output"))]
 FAMILIES = {  # each with what only it has
     "bert": {},
     "roberta": {"type_vocab_size": 1, "pad_token_id": 1},  # positions that count

@@ -122,10 +122,8 @@ def test_masks_as_transformers_fills_them(checkpoint, head, family):
     directory = checkpoint(head, family)
     mask = "[MASK]" if family == "bert" else "<mask>"
     texts = [f"The {mask} statement is executed.", f"a {mask} and {mask}, of which {mask}", f"{mask}"]
-    found, theirs = (
-        MaskFiller.from_pretrained(directory)(texts, top_k=7),
-        pipeline("fill-mask", directory)(texts, top_k=7),
-    )
+    found = MaskFiller.from_pretrained(directory)(texts, top_k=7)
+    theirs = pipeline("fill-mask", directory)(texts, top_k=7)
     theirs[0], theirs[2] = [theirs[0]], [theirs[2]]
     assert [len(masks) for masks in found] == [1, 3, 1]
     for mine, other in zip(itertools.chain(*found), itertools.chain(*theirs), strict=True):
@@ -468,10 +466,8 @@ def test_sentences_of_another_family(checkpoint):
     assert encoder.max_length == 128
     with pytest.warns(UserWarning, match="1 of 2 texts are longer than 128 tokens"):
         found = encoder.encode(["a text", "word " * 200])
-    tokenizer, theirs = (
-        transformers.AutoTokenizer.from_pretrained(directory),
-        transformers.RobertaModel.from_pretrained(directory),
-    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    theirs = transformers.RobertaModel.from_pretrained(directory)
     for text, vector in zip(["a text", "word " * 200], found, strict=True):
         with torch.no_grad():
             hidden = theirs.eval()(**tokenizer(text, truncation=True, max_length=128, return_tensors="pt"))[0][0]
@@ -510,10 +506,7 @@ def test_pictures(tmp_path):
     for other in (weights.bfloat16(), weights.double().requires_grad_()):  # numpy takes neither
         shown = attention_figure(other, tokens, layer=1, head=2).axes[0].images[0].get_array()
         assert np.array_equal(shown, other[1, 2].detach().float().numpy())
-    for changes, words in [
-        ({"layer": 2}, "layer is 2; expected 0 to 1"),
-        ({"head": -1}, "head is -1; expected 0 to 3"),
-    ]:
+    for changes, words in (({"layer": 2}, "layer is 2; expected 0 to 1"), ({"head": -1}, "is -1; expected 0 to 3")):
         with pytest.raises(ValueError, match=words):
             attention_figure(weights, tokens, **changes)
     with pytest.raises(ValueError, match=r"weights has shape \(2, 4, 3, 3\); expected .* T = 2"):
@@ -526,11 +519,7 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path, checkpoint):
     path = plot_attention(model, tokenizer, "the cat", tmp_path / "picture")
     assert path.read_bytes().startswith(b"\x89PNG")
     before = sorted(tmp_path.iterdir())
-    for text, layer, words in (
-        ("", None, "has 2 tokens"),
-        ("word " * 200, None, "at most 130"),
-        ("a", 9, "layer is 9"),
-    ):
+    for text, layer, words in (("", None, "2 tokens"), ("word " * 200, None, "at most 130"), ("a", 9, "layer is 9")):
         with pytest.raises(ValueError, match=words):
             plot_attention(model, tokenizer, text, tmp_path / "other.png", layer=layer)
     assert sorted(tmp_path.iterdir()) == before

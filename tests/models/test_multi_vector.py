@@ -181,10 +181,8 @@ def theirs(directory):
 def assert_same(directory, models=None):
     """That what we make of a directory is what sentence-transformers makes of it; the vectors in float64."""
     models = models or theirs(directory)
-    exact, plain = (
-        MultiVectorEncoder.from_pretrained(directory, dtype=torch.float64),
-        MultiVectorEncoder.from_pretrained(directory),
-    )
+    exact = MultiVectorEncoder.from_pretrained(directory, dtype=torch.float64)
+    plain = MultiVectorEncoder.from_pretrained(directory)
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # texts are cut

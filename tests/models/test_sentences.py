@@ -81,16 +81,8 @@ WEIGHTS = {"idx": 2, "name": "2", "path": "2_WordWeights", "type": "sentence_tra
             (("cls", "mean"), False),
         ),
         ([TRANSFORMER, POOLING], {"pooling_mode": "median"}, "pooling is 'median'; expected 'mean'"),
-        (
-            [TRANSFORMER, POOLING, WEIGHTS],
-            {"pooling_mode": "mean"},
-            "has the modules Transformer, Pooling, WordWeights;",
-        ),
-        (
-            [POOLING, TRANSFORMER],
-            {"pooling_mode": "mean"},
-            "has the modules Pooling, Transformer; expected Transformer",
-        ),
+        ([TRANSFORMER, POOLING, WEIGHTS], {"pooling_mode": "mean"}, "the modules Transformer, Pooling, WordWeights;"),
+        ([POOLING, TRANSFORMER], {"pooling_mode": "mean"}, "the modules Pooling, Transformer; expected Transformer"),
         ([], {"pooling_mode": "mean"}, "has a pooling and no modules.json: saving was interrupted"),
     ],
 )
@@ -399,10 +391,7 @@ def test_info_says_what_a_bug_report_needs(capsys):
         (["embed", "--text", "TEXT", "--output", "nowhere/out"], "No such file"),
         (["embed", "--text", "TEXT", "--output", "a.xyz"], "--output is a.xyz; expected a name that ends in .npy"),
         (["embed", "a text"], "expected --output PATH.npy for texts of the command line"),
-        (
-            ["embed", "a text", "--output", "a.npy", "--max-length", "513"],
-            "max_length is 513; expected at most the model",
-        ),
+        (["embed", "a text", "--output", "a.npy", "--max-length", "513"], "is 513; expected at most the model"),
         (["embed", "TEXT"], "TEXT is a file; expected a text, or --text /"),
         (["similarity", "a text", "TEXT"], "TEXT is a file; expected a text, or --text /"),
         (["search", "TEXT"], "TEXT is a file; expected a text, or --text /"),

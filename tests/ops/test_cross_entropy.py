@@ -226,12 +226,8 @@ class TestCrossEntropy(OpSuite):
     ],
 )
 def test_bad_input_is_refused(change, error, words):
-    good = {
-        "hidden": torch.zeros(2, 4),
-        "weight": torch.zeros(5, 4),
-        "bias": torch.zeros(5),
-        "labels": torch.tensor([0, 1]),
-    }
+    good = {"hidden": torch.zeros(2, 4), "weight": torch.zeros(5, 4), "bias": torch.zeros(5)}
+    good["labels"] = torch.tensor([0, 1])
     with pytest.raises(error, match=words):
         ops.cross_entropy(**good | change)
 

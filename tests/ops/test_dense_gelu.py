@@ -134,11 +134,7 @@ class TestDenseGeluTanh(TestDenseGelu):
     ("change", "error", "words"),
     [
         ({"x": torch.zeros(4)}, ValueError, "at least two dimensions"),
-        (
-            {"weight": torch.zeros(3, 5)},
-            ValueError,
-            r"weight has shape \(3, 5\); expected \(C, K\) = \(\*, 4\), K the last",
-        ),
+        ({"weight": torch.zeros(3, 5)}, ValueError, r"has shape \(3, 5\); expected \(C, K\) = \(\*, 4\), K the last"),
         ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \(4,\); expected \(C,\) = \(3,\)"),
         ({"weight": torch.zeros(3, 4).half()}, TypeError, "weight is torch.float16"),
         ({"approximate": "fast"}, ValueError, "approximate is 'fast'"),

@@ -275,10 +275,8 @@ def test_table_gradients_in_cuda_are_added_up_in_float32():
     if reason := backends.why_not("cuda", "embedding", device, torch.float16, backward=True):
         pytest.skip(reason)
     half = dict(dtype=torch.float16, device=device)
-    tables, ids = (
-        [torch.zeros(n, 8, **half) for n in (1100, 9, 2)],
-        torch.ones(3, 301, dtype=torch.int32, device=device),
-    )
+    tables = [torch.zeros(n, 8, **half) for n in (1100, 9, 2)]
+    ids = torch.ones(3, 301, dtype=torch.int32, device=device)
     dy = torch.ones(301, 8, **half)
     dy[0] = 2048
     dy[:, 4:] *= -1
@@ -306,22 +304,12 @@ def good():
 @pytest.mark.parametrize(
     ("name", "value", "error", "words"),
     [
-        (
-            "input_ids",
-            torch.tensor([0, 11] + [0] * 7),
-            IndexError,
-            r"input_ids\[1\] is 11; expected 0 <= input_ids < 11",
-        ),
+        ("input_ids", torch.tensor([0, 11] + [0] * 7), IndexError, r"\[1\] is 11; expected 0 <= input_ids < 11"),
         ("input_ids", torch.tensor([0, 1, -1] + [0] * 6), IndexError, r"input_ids\[2\] is -1"),
         ("position_ids", torch.full((9,), 6), IndexError, r"position_ids\[0\] is 6"),
         ("token_type_ids", torch.full((9,), 2), IndexError, r"token_type_ids\[0\] is 2"),
         ("input_ids", torch.zeros(9), TypeError, "input_ids is torch.float32; expected torch.int64 or torch.int32"),
-        (
-            "position_ids",
-            torch.zeros(8).long(),
-            ValueError,
-            r"position_ids has shape \(8,\); expected input_ids' = \(9,\)",
-        ),
+        ("position_ids", torch.zeros(8).long(), ValueError, r"has shape \(8,\); expected input_ids' = \(9,\)"),
         ("position", torch.zeros(6, 8), ValueError, r"position has shape \(6, 8\)"),
         ("weight", torch.zeros(8), ValueError, r"weight has shape \(8,\)"),
         ("token_type", None, ValueError, "go together"),

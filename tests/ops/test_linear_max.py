@@ -208,12 +208,8 @@ def test_the_reference_twin_is_differentiable_twice():
     assert ops.linear_max_ref(x[:0], weight, None, ends[:1]).shape == (0, 5)
 
 
-GOOD = {
-    "x": torch.zeros(2, 4),
-    "weight": torch.zeros(5, 4),
-    "bias": torch.zeros(5),
-    "cu_seqlens": torch.tensor([0, 2], dtype=torch.int32),
-}
+GOOD = {"x": torch.zeros(2, 4), "weight": torch.zeros(5, 4), "bias": torch.zeros(5)}
+GOOD["cu_seqlens"] = torch.tensor([0, 2], dtype=torch.int32)
 
 
 @pytest.mark.parametrize(

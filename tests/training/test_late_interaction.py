@@ -54,20 +54,11 @@ def mean_of(scorer):
     return lambda *texts, **masks: scorer(*texts, **masks, mean=True)
 
 
+RANKING = "MultipleNegativesRankingLoss"
 TWINS = {  # ours, sentence-transformers', columns, scores of an example (None for no scores)
-    "pairs": (MaxSimNegatives(), ("MultipleNegativesRankingLoss", {"similarity_fct": of_all}), 2, None),
-    "hard negatives": (
-        MaxSimNegatives(3.0),
-        ("MultipleNegativesRankingLoss", {"similarity_fct": of_all, "scale": 3.0}),
-        4,
-        None,
-    ),
-    "means": (
-        MaxSimNegatives(20.0, mean=True),
-        ("MultipleNegativesRankingLoss", {"similarity_fct": mean_of(of_all), "scale": 20.0}),
-        3,
-        None,
-    ),
+    "pairs": (MaxSimNegatives(), (RANKING, {"similarity_fct": of_all}), 2, None),
+    "hard negatives": (MaxSimNegatives(3.0), (RANKING, {"similarity_fct": of_all, "scale": 3.0}), 4, None),
+    "means": (MaxSimNegatives(20.0, mean=True), (RANKING, {"similarity_fct": mean_of(of_all), "scale": 20.0}), 3, None),
     "margins": (MaxSimMargins(), ("MarginMSELoss", {"similarity_fct": pairwise}), 3, ()),
     "several margins": (MaxSimMargins(), ("MarginMSELoss", {"similarity_fct": pairwise}), 4, (2,)),
     "teacher's scores": (MaxSimMargins(mean=True), ("MarginMSELoss", {"similarity_fct": mean_of(pairwise)}), 4, (3,)),
@@ -103,10 +94,7 @@ def test_losses_are_those_of_sentence_transformers(name):
     leaf = torch.randn(columns, count, 6, 8, dtype=torch.float64, requires_grad=True)
     masks = torch.arange(6) < lengths[..., None]
     scores = None if scores is None else torch.randint(0, 5, (count, *scores)).double() / 4
-    texts = (
-        Texts(leaf[0][masks[0]], cu_seqlens_of(lengths[0])),
-        Texts(leaf[1:][masks[1:]], cu_seqlens_of(lengths[1:].flatten())),
-    )
+    texts = [Texts(leaf[part][masks[part]], cu_seqlens_of(lengths[part].flatten())) for part in (0, slice(1, None))]
     twin = getattr(losses, f"MultiVector{kind}")(Given(), **options)
     features = [{"vectors": x, "attention_mask": m, "input_ids": m.long()} for x, m in zip(leaf, masks, strict=True)]
     loss, expected = ours(*texts, scores), twin(features, scores)
@@ -213,10 +201,8 @@ def test_training_learns(tmp_path):
 
 
 def test_what_is_refused():
-    one, several = (
-        Texts(torch.randn(3, 4), cu_seqlens_of(torch.tensor([3]))),
-        Texts(torch.randn(5, 4), cu_seqlens_of(torch.tensor([2, 3]))),
-    )
+    one = Texts(torch.randn(3, 4), cu_seqlens_of(torch.tensor([3])))
+    several = Texts(torch.randn(5, 4), cu_seqlens_of(torch.tensor([2, 3])))
     scores = torch.rand(1, 2)
     for loss, arguments, words in (
         (MaxSimNegatives(), (one, several, scores), "the batch has scores, which this loss does not read"),

@@ -198,10 +198,8 @@ def test_mlm_losses_are_those_of_transformers():
 
 
 def test_a_classification_loss_is_that_of_its_logits():
-    model, batch = (
-        BertForSequenceClassification(EXACT.changed(num_labels=3)).double(),
-        collate(examples(), "of_sequence"),
-    )
+    model = BertForSequenceClassification(EXACT.changed(num_labels=3)).double()
+    batch = collate(examples(), "of_sequence")
     expected = F.cross_entropy(model(**batch).logits, batch["labels"])
     assert compute_classification_loss(model, batch).item() == pytest.approx(expected.item(), rel=1e-12)
 
@@ -265,10 +263,8 @@ def test_albert_of_transformers_calls_its_pairs_otherwise():
 
 def test_a_model_without_a_loss_is_refused(tmp_path):
     """transformers' BertForPreTraining has none with one of its labels alone."""
-    model, batch = (
-        transformers.BertForPreTraining(transformers.BertConfig(**EXACT.to_dict())),
-        padded(examples(), "tag"),
-    )
+    model = transformers.BertForPreTraining(transformers.BertConfig(**EXACT.to_dict()))
+    batch = padded(examples(), "tag")
     message = "the batch has attention_mask, input_ids, labels, and the model gave no loss"
     for call in (compute_mlm_loss, compute_classification_loss):
         with pytest.raises(ValueError, match=message):
@@ -304,14 +300,15 @@ def test_rates_fall_layer_by_layer():
     names = {parameter: name for name, parameter in model.named_parameters()}
     rates = {names[p]: group["lr"] for group in parameter_groups(model, 1.0, layer_decay=0.5) for p in group["params"]}
     assert len(rates) == len(names)
-    for part, rate in {
+    expected = {
         "embeddings": 0.0625,
         "layer.0.": 0.125,
         "layer.1.": 0.25,
         "layer.2.": 0.5,
         "pooler": 1.0,
         "classifier": 1.0,
-    }.items():
+    }
+    for part, rate in expected.items():
         assert {rates[name] for name in rates if part in name} == {rate}, part
 
 
@@ -870,19 +867,12 @@ def test_a_killed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path)
     assert launch(tmp_path / "two", 6, "--die", "step").returncode == -signal.SIGKILL
     assert launch(tmp_path / "two", 6, "--die", "save").returncode == -signal.SIGKILL
     left = sorted(re.sub(r"[0-9a-f]{8}\.part", "<random>.part", path.name) for path in (tmp_path / "two").iterdir())
-    assert left == [
-        "checkpoint-00000002.pt",
-        "checkpoint-00000003.pt",
-        "checkpoint-00000004.pt.<random>.part",
-        "train.csv",
-    ]
+    checkpoints = ["checkpoint-00000002.pt", "checkpoint-00000003.pt", "checkpoint-00000004.pt.<random>.part"]
+    assert left == [*checkpoints, "train.csv"]
     resumed = launch(tmp_path / "two", 6)
     assert resumed.stdout.strip() == uninterrupted, resumed.stderr
-    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [
-        "checkpoint-00000005.pt",
-        "checkpoint-00000006.pt",
-        "train.csv",
-    ]
+    left = sorted(path.name for path in (tmp_path / "two").iterdir())
+    assert left == ["checkpoint-00000005.pt", "checkpoint-00000006.pt", "train.csv"]
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
@@ -1015,9 +1005,7 @@ def test_a_loader_or_a_period_that_makes_no_sense_is_refused(tmp_path):
     trainer = sgd(BertForMaskedLM(CONFIG), tmp_path)
     with pytest.raises(ValueError, match="the loader has no batch"):
         trainer.train([], max_steps=1)
-    with pytest.raises(
-        ValueError, match="batches in epoch 0 and none in epoch 1; expected one that can be iterated again"
-    ):
+    with pytest.raises(ValueError, match="batches in epoch 0 and none in epoch 1; expected one that can be iterated"):
         sgd(BertForMaskedLM(CONFIG), tmp_path / "once").train(iter([collate(examples(), "of_tokens")]), max_steps=2)
     with pytest.raises(ValueError, match="expected labels"):
         trainer.train([PackingCollator()(process.examples(2))], max_steps=1)

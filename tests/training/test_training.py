@@ -111,11 +111,8 @@ def test_exports_packed_with_dynamic_shapes():
     def packed(*ends):
         ids = torch.randint(1, 99, (ends[-1],), device=DEVICE)
         longest = max(b - a for a, b in zip(ends, ends[1:], strict=False))
-        return {
-            "input_ids": ids,
-            "cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=DEVICE),
-            "max_seqlen": longest,
-        }
+        ends = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        return {"input_ids": ids, "cu_seqlens": ends, "max_seqlen": longest}
 
     inputs, others = packed(0, 7, 8, 20), packed(0, 17, 30)
     program = torch.export.export(model, (), inputs, dynamic_shapes=shapes).module()
