@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from contrastive_process import batch_of, tuples
-from small_models import DEVICE, TINY, assert_like
+from small_models import DEVICE, TINY, assert_gradients, assert_like, gradients
 from small_models import multi_vector_encoder as small
 from torch import nn
 
@@ -161,14 +161,9 @@ def test_a_step_is_that_of_sentence_transformers(tmp_path, kind, max_tokens):
     assert abs(loss - expected) <= 1e-12 * abs(expected)
     loss.backward()
     expected.backward()
-    truth = {n: p.grad for n, p in twin[0].model.named_parameters() if p.grad is not None}
-    truth["dense"] = twin[1].linear.weight.grad
-    found = made.model.to_hugging_face({n: p.grad for n, p in made.model.named_parameters()})
-    found["dense"] = made.vectors.dense[0].linear.weight.grad
-    largest = max(float(grad.abs().max()) for grad in truth.values())
-    assert truth.keys() == found.keys() and largest > 0
-    for name, grad in truth.items():
-        assert (found[name] - grad).abs().max() <= 1e-12 * largest, name
+    truth = gradients(twin[0].model) | {"dense": twin[1].linear.weight.grad}
+    found = made.model.to_hugging_face(gradients(made.model)) | {"dense": made.vectors.dense[0].linear.weight.grad}
+    assert_gradients(found, truth)
 
 
 def model_of(loss, **options):
@@ -238,12 +233,8 @@ def test_cached_vectors_are_those_computed_at_once():
     inputs = to_device(batch_of(*tuples(2, 5, 3, 2)), DEVICE)
     plain = model_of(MaxSimDistillation()).double().eval()
     cached = MultiVectorModel(copy.deepcopy(plain.vectors), MaxSimDistillation(), max_tokens=15)
-    found = []
-    for model in (plain, cached):
-        loss = model(**inputs).loss
+    losses = [model(**inputs).loss for model in (plain, cached)]
+    for loss in losses:
         loss.backward()
-        found.append((loss.detach(), [p.grad for p in model.parameters()]))
-    (loss, grads), (again, of_cache) = found
-    largest = max(float(g.abs().max()) for g in grads)
-    assert abs(loss - again) <= 1e-12 * abs(loss)
-    assert all((a - b).abs().max() <= 1e-12 * largest for a, b in zip(grads, of_cache, strict=True))
+    assert abs(losses[0] - losses[1]) <= 1e-12 * abs(losses[0])
+    assert_gradients(cached, plain)
