@@ -6,6 +6,7 @@ The order is that of tables; docs/benchmarks.md says how to add one.
 import functools
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from benchmarks.contenders import engines, hugging_face, ours, pytorch
 from benchmarks.contenders.interface import CLASSIFIER, ENCODER, HALF, MASKED_LM, MODEL, MODULES, OPS, Contender
@@ -26,6 +27,8 @@ _PREPARED = (torch.float32, torch.bfloat16)
 _INT8 = functools.partial(ours.prepared, precision="int8")
 _CTRANSLATE2_INT8 = functools.partial(engines.ctranslate2, compute_type="int8")
 _SKIPPING = functools.partial(ours.accelerated, skip_logits=True)
+_CUDNN = functools.partial(pytorch.sdpa_by, SDPBackend.CUDNN_ATTENTION)
+_SDPA_FLASH = functools.partial(pytorch.sdpa_by, SDPBackend.FLASH_ATTENTION)
 
 ALL: tuple[Contender, ...] = (
     # the baselines, PyTorch's own
@@ -49,6 +52,8 @@ ALL: tuple[Contender, ...] = (
     ),
     Contender("transformers, torch.compile", MODULES, hugging_face.compiled, **_HF, slow_to_make=True),
     Contender("PyTorch, torch.compile", OPS, pytorch.compiled, slow_to_make=True),
+    Contender("PyTorch SDPA, cuDNN", ("attention",), _CUDNN, **_GPU_HALF),
+    Contender("PyTorch SDPA, FlashAttention", ("attention",), _SDPA_FLASH, **_GPU_HALF),
     Contender("PyTorch SDPA, jagged", ("attention",), pytorch.jagged),
     Contender("PyTorch varlen_attn", ("attention",), pytorch.varlen, **_GPU_HALF),
     Contender("flash-attention", ("attention",), pytorch.flash_attention, **_FLASH, **_GPU_HALF),
