@@ -23,15 +23,6 @@ from fastbert.inference import Dense, MultiVectorEncoder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where models are tested
 
-TINY = BertConfig(
-    vocab_size=99,
-    hidden_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    intermediate_size=96,
-    max_position_embeddings=32,
-)
-
 SIZES = {
     "vocab_size": 99,
     "hidden_size": 48,
@@ -54,6 +45,8 @@ CONFIGS = {  # of the families, as transformers names their fields
     | {"position_buckets": 8, "share_att_key": True, "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3},
     "mpnet": SIZES | {"max_position_embeddings": 34},
 }
+
+TINY = BertConfig(**SIZES | {"num_hidden_layers": 3, "intermediate_size": 96})
 
 # The fields of heads' outputs that are scores.
 LOGITS = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
@@ -173,12 +166,8 @@ def multi_vector_encoder(**options) -> MultiVectorEncoder:
     """A model of random weights in which every part counts."""
     torch.manual_seed(0)
     tokenizer = small_tokenizer()
-    config = TINY.changed(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_dropout_prob=0.0,
-        initializer_range=0.3,
-        max_position_embeddings=64,
-    )
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 64}
+    config = TINY.changed(**sizes, hidden_dropout_prob=0.0, initializer_range=0.3)
     dense = options.pop("dense", [Dense(TINY.hidden_size, 16, bias=False, activation="Identity")])
     return MultiVectorEncoder(BertModel(config, add_pooling_layer=False), tokenizer, dense=dense, **options)
 

@@ -22,7 +22,8 @@ _LIGER = {"needs": ("liger_kernel",), "install": "pip install liger-kernel"}
 
 HF_SDPA = Contender("transformers sdpa", MODULES, hugging_face.sdpa, **_HF, yardstick=True)
 PYTORCH = Contender("PyTorch", OPS, pytorch.plain, yardstick=True)
-ACCELERATED = Contender("fastbert.accelerate", (MODEL, CLASSIFIER, MASKED_LM), ours.accelerated, **_HF)
+_UNPADDED = (MODEL, CLASSIFIER, MASKED_LM)
+ACCELERATED = Contender("fastbert.accelerate", _UNPADDED, ours.accelerated, **_HF)
 _PREPARED = (torch.float32, torch.bfloat16)
 _INT8 = functools.partial(ours.prepared, precision="int8")
 _CTRANSLATE2_INT8 = functools.partial(engines.ctranslate2, compute_type="int8")
@@ -47,9 +48,7 @@ ALL: tuple[Contender, ...] = (
     *(Contender(f"fastbert, {name}", OPS, functools.partial(ours.forced, name)) for name in backends.BACKENDS),
     # others
     Contender("transformers eager", MODULES, hugging_face.eager, **_HF, yardstick=True),
-    Contender(
-        "transformers flash_attention_2", (MODEL, CLASSIFIER, MASKED_LM), hugging_face.flash, **_FLASH, **_GPU_HALF
-    ),
+    Contender("transformers flash_attention_2", _UNPADDED, hugging_face.flash, **_FLASH, **_GPU_HALF),
     Contender("transformers, torch.compile", MODULES, hugging_face.compiled, **_HF, slow_to_make=True),
     Contender("PyTorch, torch.compile", OPS, pytorch.compiled, slow_to_make=True),
     Contender("PyTorch SDPA, cuDNN", ("attention",), _CUDNN, **_GPU_HALF),
@@ -61,11 +60,11 @@ ALL: tuple[Contender, ...] = (
     Contender("torch.nn.TransformerEncoder", (MODEL, ENCODER), engines.torch_encoder, inference=True),
     Contender("ONNX Runtime", (MODEL,), engines.onnxruntime, **_ONNX, **_CPU, inference=True),
     Contender(
-        "OpenVINO", (MODEL,), engines.openvino, needs=("openvino",), devices=("cpu",), dtypes=_PREPARED, inference=True
+        "OpenVINO", (MODEL,), engines.openvino, ("openvino",), devices=("cpu",), dtypes=_PREPARED, inference=True
     ),
     Contender("CTranslate2", (MODEL,), engines.ctranslate2, needs=("ctranslate2",), **_CPU, inference=True),
     Contender(
-        "CTranslate2, int8", (MODEL,), _CTRANSLATE2_INT8, needs=("ctranslate2",), **_CPU, inference=True, quantized=True
+        "CTranslate2, int8", (MODEL,), _CTRANSLATE2_INT8, ("ctranslate2",), **_CPU, inference=True, quantized=True
     ),
 )
 NAMES = tuple(contender.name for contender in ALL)

@@ -86,9 +86,8 @@ def test_padding_in_examples_is_left_out():
     two = [{key: value + [0] * (9 - len(value)) for key, value in example.items()} for example in one]
     batches = [PackingCollator()(rows) for rows in (one, two)]
     assert batches[0].keys() == batches[1].keys()
-    assert all(
-        torch.equal(torch.as_tensor(batches[1][key]), torch.as_tensor(value)) for key, value in batches[0].items()
-    )
+    one, other = ({key: torch.as_tensor(value) for key, value in batch.items()} for batch in batches[:2])
+    assert all(torch.equal(other[key], value) for key, value in one.items())
     with pytest.raises(ValueError, match="example 1 of the batch has padding before tokens; expected it after"):
         PackingCollator()([one[0], {key: [0, *value] for key, value in one[1].items()}])
 
@@ -330,9 +329,8 @@ def test_words_are_those_of_transformers_collator():
     first = collator._first_of_word(row, special[0].bool(), None, torch.tensor([len(row)]))
     for _ in range(20):
         chosen = (torch.rand(1, len(row)) < 0.5) & ~torch.from_numpy(not_first)
-        assert torch.equal(
-            torch.from_numpy(theirs._whole_word_mask(words, chosen))[0], chosen[0][first] & (special[0] == 0)
-        )
+        expected = torch.from_numpy(theirs._whole_word_mask(words, chosen))[0]
+        assert torch.equal(expected, chosen[0][first] & (special[0] == 0))
 
 
 def test_whole_words_follow_seed_and_epoch():

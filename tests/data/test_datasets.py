@@ -172,16 +172,13 @@ def test_a_seed_decides_the_pairs():
     assert ids(one) == ids(same) != ids(other)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [(40, 4), (4, 40), (40, 41), (41, 40), (40, 40), (9, 9), (10, 9), (9, 10)]
-)
+@pytest.mark.parametrize("first, second", [(40, 4), (4, 40), (40, 41), (41, 40), (40, 40), (9, 9), (10, 9), (9, 10)])
 @pytest.mark.parametrize("max_length", [20, 21])
 def test_the_longer_text_of_a_pair_is_cut(first, second, max_length):
     """As tokenizers does it. Lengths on both sides of half of the room; rooms even and odd."""
     documents = [["cat " * first, "dog " * second], ["a fish"]]
-    dataset = next(
-        d for d in (_cut_pairs(documents, max_length, seed) for seed in itertools.count()) if not d[0]["labels"]
-    )
+    made = (_cut_pairs(documents, max_length, seed) for seed in itertools.count())
+    dataset = next(pairs for pairs in made if not pairs[0]["labels"])
     WORDPIECE.enable_truncation(max_length)
     try:
         expected = WORDPIECE.encode(*documents[0])

@@ -278,9 +278,8 @@ except OSError as error:
 
 def test_missing_packages_are_named(earlier, monkeypatch):
     found = importlib.util.find_spec
-    monkeypatch.setattr(
-        export.importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else found(name)
-    )
+    without_onnx = lambda name: None if name.startswith("onnx") else found(name)  # noqa: E731
+    monkeypatch.setattr(export.importlib.util, "find_spec", without_onnx)
     with pytest.raises(ModuleNotFoundError, match="pip install onnx onnxscript onnxruntime"):
         export.export(BertModel(TINY), earlier.with_suffix(".onnx"))
 

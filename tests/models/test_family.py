@@ -327,9 +327,8 @@ def test_padding_tokens_in_visible_places_count_as_padding(family):
     arguments = packed(inputs, {})
     result = model(**arguments)
     assert torch.equal(result.last_hidden_state, model(**inputs).last_hidden_state[inputs["attention_mask"].bool()])
-    interior = inputs | {
-        "attention_mask": torch.ones_like(inputs["attention_mask"]).index_fill_(1, integers(3, 4, 1), 0)
-    }
+    hole = torch.ones_like(inputs["attention_mask"]).index_fill_(1, integers(3, 4, 1), 0)
+    interior = inputs | {"attention_mask": hole}
     assert_accurate(run(model, interior, {}), run(theirs, interior, {}))
 
 

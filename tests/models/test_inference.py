@@ -305,14 +305,8 @@ def test_words_of_a_byte_level_tokenizer(checkpoint):
 
 def all_spans(model, tokenizer, question, context, max_length, stride, longest):
     """Spans by their characters, best first, no answer, the number of windows: transformers' windows, and loops."""
-    windows = tokenizer(
-        question,
-        context,
-        truncation="only_second",
-        max_length=max_length,
-        stride=stride,
-        return_overflowing_tokens=True,
-    )
+    cut = {"truncation": "only_second", "max_length": max_length, "stride": stride}
+    windows = tokenizer(question, context, **cut, return_overflowing_tokens=True)
     names = [name for name in ("input_ids", "token_type_ids") if name in windows]
     whole = tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)
     scores, nothing, place = {}, float("inf"), -1
@@ -336,11 +330,10 @@ def all_spans(model, tokenizer, question, context, max_length, stride, longest):
     return spans, np.exp(nothing) / total, len(windows["input_ids"])
 
 
-@pytest.mark.parametrize(
-    ("head", "family"), [("BertForQuestionAnswering", "bert"), ("RobertaForQuestionAnswering", "roberta")]
-)
+@pytest.mark.parametrize("family", ["bert", "roberta"])
 @pytest.mark.parametrize("size", [60, 700], ids=["one window", "many"])
-def test_answers_are_the_best_of_all_spans(checkpoint, head, family, size):
+def test_answers_are_the_best_of_all_spans(checkpoint, family, size):
+    head = f"{family.title()}ForQuestionAnswering"
     directory = checkpoint(head, family)
     question, context = "Which statement is it?", " ".join(TEXTS[:6])[:size]
     model = getattr(transformers, head).from_pretrained(directory).eval()
@@ -482,10 +475,9 @@ def test_attention_is_transformers_own(checkpoint):
     theirs = transformers.BertModel.from_pretrained(directory, attn_implementation="eager").eval()
     tokenizer, model = get_tokenizer(directory), AutoModel.from_pretrained(directory).train()
     tokens, weights = attention_of(model, tokenizer, "the cat sat on the mat")
+    ids = torch.tensor([tokenizer.encode("the cat sat on the mat").ids])
     with torch.no_grad():
-        expected = torch.cat(
-            theirs(torch.tensor([tokenizer.encode("the cat sat on the mat").ids]), output_attentions=True).attentions
-        )
+        expected = torch.cat(theirs(ids, output_attentions=True).attentions)
     assert (weights - expected).abs().max() < CLOSE and model.training  # as it was, but drawn without dropout
     assert tokens[0] == "[CLS]" and weights.shape == (2, 4, len(tokens), len(tokens))
 

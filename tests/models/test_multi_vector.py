@@ -48,15 +48,13 @@ def test_maxsim_by_its_formula(block):
 @pytest.mark.parametrize("block", [1, 30, 1 << 24])
 def test_gradients_of_maxsim(block):
     """By differences; of equal products the first token alone gets it; no block holds more products than it may."""
-    arguments = ends(2, 0, 3), ends(4, 0, 5)
+    one, two = ends(2, 0, 3), ends(4, 0, 5)
     queries, documents = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (5, 9))
     for measure in (maxsim.maxsim, maxsim_pairs):
-        torch.autograd.gradcheck(
-            lambda q, d, f=measure: f(q, arguments[0], d, arguments[1], block=block), (queries, documents)
-        )
+        torch.autograd.gradcheck(lambda q, d, f=measure: f(q, one, d, two, block=block), (queries, documents))
     ones = torch.ones(9, 3, dtype=torch.float64, requires_grad=True)
     for measure in (maxsim.maxsim, maxsim_pairs):
-        (grad,) = torch.autograd.grad(measure(queries, arguments[0], ones, arguments[1], block=block).sum(), ones)
+        (grad,) = torch.autograd.grad(measure(queries, one, ones, two, block=block).sum(), ones)
         assert grad.abs().sum(-1).nonzero().flatten().tolist() == [0, 4]
 
 
@@ -198,9 +196,8 @@ def assert_same(directory, models=None):
     if plain.similarity_name == "meanmaxsim":
         truth = truth / torch.tensor([[len(x)] for x in q])
     assert_like(plain.similarity(q, d), truth, models[0].similarity(q, d))
-    assert_like(
-        plain.similarity_pairwise(q[:2], d[:2]), truth.diagonal()[:2], models[0].similarity_pairwise(q[:2], d[:2])
-    )
+    pairs = (model.similarity_pairwise(q[:2], d[:2]) for model in (plain, models[0]))
+    assert_like(next(pairs), truth.diagonal()[:2], next(pairs))
     return exact
 
 
@@ -337,9 +334,8 @@ def test_what_is_saved_for_colbert(tmp_path, attend):
     made = MultiVectorEncoder.from_pretrained(tmp_path / "first")
     made.save_pretrained(tmp_path / "second", format="colbert")
     written = json.loads((tmp_path / "second" / "artifact.metadata").read_text())
-    assert {
-        n: v for n, v in (METADATA | {"attend_to_mask_tokens": attend}).items() if n != "interaction"
-    }.items() <= written.items()
+    expected = METADATA | {"attend_to_mask_tokens": attend}
+    assert {name: value for name, value in expected.items() if name != "interaction"}.items() <= written.items()
     assert_same(tmp_path / "second")
     again = MultiVectorEncoder.from_pretrained(tmp_path / "second")
     for one, other in zip(again.encode_query(["a query"]), made.encode_query(["a query"]), strict=True):
