@@ -52,15 +52,20 @@ TINY = BertConfig(**SIZES | {"num_hidden_layers": 3, "intermediate_size": 96})
 LOGITS = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
 
 
+def randomised(model: torch.nn.Module) -> torch.nn.Module:
+    """With random weights, biases and LayerNorms that are not trivial; in evaluation, where models are tested."""
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() > 1 else 0.3)
+        if "norm" in name.lower() and name.endswith("weight"):
+            parameter.data += 1
+    return model.eval().to(DEVICE)
+
+
 def hugging_face(config: BertConfig = TINY, attention: str = "eager", **changes) -> transformers.BertModel:
     """transformers' BertModel, random weights with biases and LayerNorms that are not trivial."""
     values = {**config.to_dict(), **changes}
     model = transformers.BertModel(transformers.BertConfig(**values, attn_implementation=attention))
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, std=0.1 if "weight" in name and parameter.dim() > 1 else 0.3)
-        if name.endswith("LayerNorm.weight"):
-            parameter.data += 1
-    return model.eval().to(DEVICE)
+    return randomised(model)
 
 
 def ours(theirs: transformers.BertModel, **changes) -> BertModel:

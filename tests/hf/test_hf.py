@@ -13,7 +13,7 @@ import pytest
 import small_models
 import torch
 import transformers
-from small_models import DEVICE, assert_gradients, assert_like, copies, minilm, reference_masks
+from small_models import DEVICE, assert_gradients, assert_like, copies, minilm, randomised, reference_masks
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import prune
@@ -60,12 +60,7 @@ def build(family="bert", head="base", dtype=torch.float64, attention="sdpa", dro
         if hasattr(config, name):
             setattr(config, name, dropout)
     config._attn_implementation = "eager" if family in RELATIVE else attention
-    model = HEADS[head].from_config(config)
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() > 1 else 0.3)
-        if "norm" in name.lower() and name.endswith("weight"):
-            parameter.data += 1
-    return model.eval().to(DEVICE, dtype)
+    return randomised(HEADS[head].from_config(config)).to(dtype)
 
 
 def batch(model, lengths=LENGTHS, side="right", seqlen=SEQLEN):

@@ -1,15 +1,24 @@
 """The heads against transformers: logits, losses, gradients, checkpoints; padded and packed."""
 
 import copy
-import json
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
-from small_models import DEVICE, LOGITS, TINY, assert_gradients, batch, gradients, hugging_face, integers, packed
+from small_models import (
+    DEVICE,
+    LOGITS,
+    TINY,
+    assert_gradients,
+    batch,
+    gradients,
+    hugging_face,
+    integers,
+    packed,
+    randomised,
+)
 
 import fastbert
 from fastbert import heads, testing
@@ -35,12 +44,7 @@ def their(name, attention="sdpa", **changes):
     """transformers' model, with biases and LayerNorms that are not trivial."""
     values = {"num_labels": 2 if name == "BertForQuestionAnswering" else CLASSES, **changes}
     config = transformers.BertConfig(**CONFIG.changed(**values).to_dict(), attn_implementation=attention)
-    model = getattr(transformers, name)(config)
-    for parameter_name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, std=0.1 if "weight" in parameter_name and parameter.dim() > 1 else 0.3)
-        if parameter_name.endswith("LayerNorm.weight"):
-            parameter.data += 1
-    return model.eval().to(DEVICE)
+    return randomised(getattr(transformers, name)(config))
 
 
 def our(model):
@@ -431,27 +435,6 @@ def test_a_packing_that_is_handed_down():
 # ---- checkpoints
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_checkpoints_are_transformers_bit_for_bit(name, tmp_path):
-    theirs = their(name).to("cpu")
-    theirs.save_pretrained(tmp_path / "theirs")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = getattr(fastbert, name).from_pretrained(tmp_path / "theirs")
-    assert not model.training and model.config.num_labels == theirs.config.num_labels
-    model.save_pretrained(tmp_path / "ours")
-    one, two = (load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
-    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-    back = getattr(transformers, name).from_pretrained(tmp_path / "ours")
-    state = fastbert.hf.state_dict(model)
-    assert back.state_dict().keys() == theirs.state_dict().keys() == state.keys()
-    for key, tensor in theirs.state_dict().items():
-        assert torch.equal(back.state_dict()[key], tensor) and torch.equal(state[key], tensor), key
-    config = json.loads((tmp_path / "ours" / "config.json").read_text())
-    assert config["architectures"] == [name] and back.config.num_labels == theirs.config.num_labels
-    theirs.load_state_dict(state)
-
-
 @pytest.mark.parametrize("source", ["BertModel", "BertForMaskedLM"])
 @pytest.mark.parametrize("name", HEADS)
 def test_what_a_checkpoint_lacks_is_new_and_named(name, source, tmp_path):
@@ -509,19 +492,6 @@ def test_names_of_labels_survive(tmp_path):
     assert config.changed(problem_type="regression").to_dict()["id2label"] == {"0": "a", "1": "b", "2": "c"}
     with pytest.raises(ValueError, match="problem_type is 'ranking'; expected one of"):
         config.changed(problem_type="ranking")
-
-
-def test_old_names(tmp_path):
-    """gamma and beta in a head, its decoder, position_ids."""
-    theirs = their("BertForMaskedLM").to("cpu")
-    theirs.save_pretrained(tmp_path)
-    state = {k.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): v.clone()
-             for k, v in theirs.state_dict().items()}  # fmt: skip
-    del state["cls.predictions.bias"]
-    save_file(state | {"bert.embeddings.position_ids": torch.arange(32)[None]}, tmp_path / "model.safetensors")
-    model = fastbert.BertForMaskedLM.from_pretrained(tmp_path)
-    for key, tensor in theirs.state_dict().items():
-        assert torch.equal(fastbert.hf.state_dict(model)[key], tensor), key
 
 
 def test_an_untied_decoder_is_refused(tmp_path):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import OpSuite, normal, one_element_in, pytest_generate_tests, slow_interpreted  # noqa: F401
+from op_suite import OpSuite, normal, pytest_generate_tests, slow_interpreted  # noqa: F401
 
 from fastbert import backends, ops, random, testing
 
@@ -51,18 +51,14 @@ class Rows(OpSuite):
         kernel = backends.KERNELS[self.op].get(backend.name)
         if kernel and kernel.largest and size[-1] > kernel.largest:
             backend.skip("too long a row")
-        inputs = self.inputs(size, torch.float32, backend.device)
-        both = backend.why_not(torch.float32, True) is None
-        testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, gradients=both)
+        self.assert_accurate(backend, self.inputs(size, torch.float32, backend.device), torch.float32)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=("float32", "float16"))
     @pytest.mark.parametrize("columns", [264, pytest.param(1288, marks=slow_interpreted)])
     def test_unaligned_memory(self, backend, dtype, columns):
         backend.require(dtype)
         inputs = self.inputs((5, columns), dtype, backend.device)
-        both = backend.why_not(dtype, True) is None
-        for call in (self.ours, *(one_element_in(self.ours, only) for only in (None, *inputs, "dy"))):
-            testing.assert_accurate(call, self.truth, self.contenders(), inputs, gradients=both)
+        self.assert_accurate_unaligned(backend, inputs, dtype, *inputs, "dy")
 
 
 class TestLayerNorm(Rows):
@@ -228,8 +224,7 @@ class TestAddLayerNorm(Rows):
         inputs = self.inputs((17, 768), torch.float32, backend.device)
         inputs["x"] = inputs["x"].bfloat16()
         assert self.ours(**inputs).dtype == torch.float32
-        both = backend.why_not(torch.bfloat16, True) is None
-        testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, gradients=both)
+        self.assert_accurate(backend, inputs, torch.bfloat16)
 
     @pytest.mark.parametrize(
         "others",

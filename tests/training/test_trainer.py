@@ -291,7 +291,7 @@ def test_clipping_is_of_the_whole_step(tmp_path):
     assert_stepped(before, model, norm / 10 / (norm + 1e-6))  # that 1e-6 is PyTorch's
 
 
-# ---- parameters and schedule
+# ---- parameters
 
 
 def test_rates_fall_layer_by_layer():
@@ -351,26 +351,6 @@ def test_freeze_takes_indices_and_refuses_layers_that_do_not_exist():
             freeze(BertForMaskedLM(EXACT), layers=layers)
     with pytest.raises(ValueError, match="layers is -1"):
         freeze(BertForMaskedLM(EXACT), layers=-1)
-
-
-@pytest.mark.parametrize("warmup, steps", [(0, 7), (3, 10), (9, 10)])
-def test_the_schedule_is_that_of_transformers(warmup, steps):
-    def rates(make):
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-        schedule, found = make(optimizer, warmup, steps), []
-        for _ in range(steps + 3):
-            found.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            schedule.step()
-        return found
-
-    assert rates(linear_schedule) == rates(transformers.get_linear_schedule_with_warmup)
-
-
-def test_a_schedule_that_makes_no_sense_is_refused():
-    for warmup in (-1, 5):
-        with pytest.raises(ValueError, match=f"warmup_steps is {warmup}; expected 0 to max_steps - 1, 4"):
-            linear_schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), warmup, 5)
 
 
 # ---- precision
@@ -969,12 +949,6 @@ def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch, pack
     with pytest.raises(ModuleNotFoundError, match=f"pip install {package}"):
         trainer.train([collate(examples(), "tag")], max_steps=1)
     assert trainer.step == 0
-
-
-def test_the_losses_of_a_run_are_drawn(tmp_path):
-    loader = [collate(examples(), "of_tokens")]
-    sgd(BertForMaskedLM(CONFIG), tmp_path).train(loader, max_steps=2, eval_loader=loader)
-    assert metrics.plot_losses(tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
 # ---- what makes no sense
