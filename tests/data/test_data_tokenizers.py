@@ -214,10 +214,8 @@ def test_a_trained_tokenizer(trained):
     expected = text if kind == "byte-level-bpe" else text.lower()
     assert tokenizer.decode(tokenizer.encode(text).ids) == expected
     both = tokenizer.encode("a", "b")
-    template = {
-        "wordpiece": ("[CLS] a [SEP] b [SEP]", [0, 0, 0, 1, 1]),
-        "byte-level-bpe": ("<s> a </s> </s> b </s>", [0] * 6),
-    }
+    template = {"wordpiece": ("[CLS] a [SEP] b [SEP]", [0, 0, 0, 1, 1])}
+    template["byte-level-bpe"] = ("<s> a </s> </s> b </s>", [0] * 6)
     assert (" ".join(both.tokens), both.type_ids) == template[kind]
 
 

@@ -62,11 +62,8 @@ def tokenizers(tmp_path_factory):
     tokens += [merge.replace(" ", "") for merge in MERGES]
     (bpe / "vocab.json").write_text(json.dumps({token: index for index, token in enumerate(tokens)}))
     (bpe / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES]), encoding="utf-8")
-    return {
-        "wordpiece": get_tokenizer(wordpiece),
-        "byte-level-bpe": get_tokenizer(bpe),
-        "sentencepiece": sentencepiece(characters, common),
-    }
+    found = {"wordpiece": get_tokenizer(wordpiece), "byte-level-bpe": get_tokenizer(bpe)}
+    return found | {"sentencepiece": sentencepiece(characters, common)}
 
 
 def sentencepiece(characters, words):
@@ -184,11 +181,7 @@ def test_the_head_runs_on_masks_alone(checkpoint):
     ("head", "family", "changes"),
     [
         ("BertForSequenceClassification", "bert", {"num_labels": 3}),
-        (
-            "BertForSequenceClassification",
-            "bert",
-            {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}},
-        ),
+        ("BertForSequenceClassification", "bert", {"id2label": {0: "bad", 1: "ok"}, "label2id": {"bad": 0, "ok": 1}}),
         ("BertForSequenceClassification", "bert", {"num_labels": 3, "problem_type": "multi_label_classification"}),
         ("BertForSequenceClassification", "bert", {"num_labels": 1}),
         ("BertForSequenceClassification", "bert", {"num_labels": 2, "problem_type": "regression"}),

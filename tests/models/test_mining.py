@@ -150,9 +150,8 @@ def test_negatives_of_sentence_transformers(tmp_path, encoder, reranker, name, r
     for triplets in (False, True):
         random.seed(7)
         form = {"output_format": "triplet" if triplets else "n-tuple", "output_scores": True, "verbose": False}
-        expected = theirs(
-            datasets.Dataset.from_dict(PAIRS), model, corpus=CORPUS, cross_encoder=cross, **renamed, **form
-        )
+        rows = datasets.Dataset.from_dict(PAIRS)
+        expected = theirs(rows, model, corpus=CORPUS, cross_encoder=cross, **renamed, **form)
         expected = expected.to_dict()
         found = mine_hard_negatives(encoder, PAIRS, CORPUS, **options, **own, triplets=triplets)
         scores = expected.pop("scores")

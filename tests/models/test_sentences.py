@@ -65,6 +65,7 @@ def test_what_sentence_transformers_computes(encoder):
 
 
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+CLS_AND_MEAN = ("mean_tokens", "cls_token")
 POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
 WEIGHTS = {"idx": 2, "name": "2", "path": "2_WordWeights", "type": "sentence_transformers.models.WordWeights"}
 
@@ -75,11 +76,7 @@ WEIGHTS = {"idx": 2, "name": "2", "path": "2_WordWeights", "type": "sentence_tra
         ([TRANSFORMER, POOLING], {"pooling_mode": "cls"}, ("cls", False)),  # as sentence-transformers 6 writes it
         ([TRANSFORMER, POOLING], {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, ("mean", False)),
         ([TRANSFORMER, POOLING], {"pooling_mode_max_tokens": True}, ("max", False)),
-        (
-            [TRANSFORMER, POOLING],
-            {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
-            (("cls", "mean"), False),
-        ),
+        ([TRANSFORMER, POOLING], {f"pooling_mode_{name}": True for name in CLS_AND_MEAN}, (("cls", "mean"), False)),
         ([TRANSFORMER, POOLING], {"pooling_mode": "median"}, "pooling is 'median'; expected 'mean'"),
         ([TRANSFORMER, POOLING, WEIGHTS], {"pooling_mode": "mean"}, "the modules Transformer, Pooling, WordWeights;"),
         ([POOLING, TRANSFORMER], {"pooling_mode": "mean"}, "the modules Pooling, Transformer; expected Transformer"),

@@ -29,9 +29,8 @@ def ran():
 def run_python(code, **environment):
     import os
 
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, check=False
-    )
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
 
 
 def test_forcing_reference_is_for_this_thread_and_ends_with_the_block():

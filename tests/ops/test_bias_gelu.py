@@ -23,10 +23,8 @@ class TestBiasGelu(OpSuite):
 
     def inputs(self, shape, dtype, device):
         # three standard deviations wide: reaches both tails, where 1 + erf cancels
-        return {
-            "x": normal(*shape, dtype=dtype, device=device, scale=3),
-            "bias": normal(shape[-1], dtype=dtype, device=device),
-        }
+        x = normal(*shape, dtype=dtype, device=device, scale=3)
+        return {"x": x, "bias": normal(shape[-1], dtype=dtype, device=device)}
 
     def empty(self, dtype, device):
         return self.inputs((0, 8), dtype, device)

@@ -73,9 +73,8 @@ class TestCrossEntropy(OpSuite):
     def test_uniform_logits_cost_the_logarithm_of_the_classes(self, backend):
         hidden = torch.zeros(4, 3, device=backend.device)
         labels = torch.tensor([0, 1, -100, 7], device=backend.device)
-        loss = ops.cross_entropy(
-            hidden, torch.ones(8, 3, device=backend.device), torch.zeros(8, device=backend.device), labels
-        )
+        weight, bias = torch.ones(8, 3, device=backend.device), torch.zeros(8, device=backend.device)
+        loss = ops.cross_entropy(hidden, weight, bias, labels)
         assert abs(loss.item() - 2.0794415416798357) < 1e-6  # ln 8
 
     def test_confident_logits_do_not_overflow(self, backend):
@@ -179,12 +178,8 @@ class TestCrossEntropy(OpSuite):
             backend.skip("it runs on what was checked before")
         inputs, labels = self.inputs((3, 7, 11), torch.float32, backend.device), ([-1, 11, 2**40], [0, 10, 10])
         forward = PRIMITIVES["cross_entropy_fwd"]
-        wild, tame = (
-            forward(
-                backend.name, *(inputs | {"labels": torch.tensor(some, device=backend.device)}).values(), -100, True
-            )
-            for some in labels
-        )
+        changes = ({"labels": torch.tensor(some, device=backend.device)} for some in labels)
+        wild, tame = (forward(backend.name, *(inputs | change).values(), -100, True) for change in changes)
         assert all(torch.equal(a, b) for a, b in zip(wild, tame, strict=True))
 
     @pytest.mark.parametrize(

@@ -288,9 +288,8 @@ def test_a_table_without_rows_serves_no_ids(on_device):
     backend, device = on_device
     if backend != "cuda":
         pytest.skip("Triton's kernels take it for zeros")
-    inputs = TestEmbedding().inputs(((3,), 11, 7), torch.float32, device) | {
-        "position": torch.zeros(0, 7, device=device)
-    }
+    inputs = TestEmbedding().inputs(((3,), 11, 7), torch.float32, device)
+    inputs["position"] = torch.zeros(0, 7, device=device)
     with pytest.raises(IndexError, match=r"position_ids has shape \[0, 7\] beside 3 ids"):
         PRIMITIVES["embedding_fwd"](backend, *inputs.values(), None, EPS, 0.0, 0)
 

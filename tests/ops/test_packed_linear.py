@@ -155,9 +155,8 @@ class TestFloats:
 
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(
-            lambda x: ops.packed_linear(x, packed, None, bias, 11, "tanh"), fullgraph=True, backend=counter
-        )
+        ours = lambda x: ops.packed_linear(x, packed, None, bias, 11, "tanh")  # noqa: E731
+        compiled = torch.compile(ours, fullgraph=True, backend=counter)
         for rows in (9, 8, 5, 2):
             testing.assert_accurate(compiled, plain, [plain], {"x": x[:rows]}, gradients=False)
         assert counter.frame_count <= 2
@@ -243,9 +242,8 @@ class TestInt8:
         def gelu(v):
             return F.gelu(v, approximate=approximate)
 
-        testing.assert_accurate(
-            lambda v: product8(**inputs, approximate=approximate), gelu, [gelu], {"v": before}, gradients=False
-        )
+        ours = lambda v: product8(**inputs, approximate=approximate)  # noqa: E731
+        testing.assert_accurate(ours, gelu, [gelu], {"v": before}, gradients=False)
 
     @pytest.mark.parametrize("approximate", GELUS)
     @pytest.mark.parametrize("dtype", OF_X[1:], ids=str)

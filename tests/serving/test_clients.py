@@ -83,9 +83,8 @@ def test_cohere(served, directory, version):
     cohere = pytest.importorskip("cohere")
     client = getattr(cohere, version)(api_key=KEY, base_url=served)
     found = client.rerank(model="reranker", query="rain?", documents=TEXTS, top_n=3)
-    scores = CrossEncoder.from_pretrained(directory / "reranker", activation="Sigmoid").predict(
-        [("rain?", text) for text in TEXTS]
-    )
+    reranker = CrossEncoder.from_pretrained(directory / "reranker", activation="Sigmoid")
+    scores = reranker.predict([("rain?", text) for text in TEXTS])
     assert [one.index for one in found.results] == scores.argsort(descending=True)[:3].tolist()
     same([one.relevance_score for one in found.results], scores.sort(descending=True).values[:3])
 

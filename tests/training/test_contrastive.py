@@ -81,19 +81,18 @@ def both_ways(losses, model):
     return in_batch(losses, model, directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction")
 
 
-def dot(a, b):
-    return a @ b.T
+def dot_products(losses, model):
+    return in_batch(losses, model, scale=1.0, similarity_fct=lambda a, b: a @ b.T)
+
+
+def dims_of_margins(losses, model):
+    return losses.MatryoshkaLoss(model, losses.MarginMSELoss(model), [12, 4])
 
 
 TWINS = {  # ours, sentence-transformers', columns, scores of an example (None for no scores)
     "pairs": (InBatchNegatives(), in_batch, 2, None),
     "hard negatives": (InBatchNegatives(scale=5.0), lambda x, m: in_batch(x, m, scale=5.0), 4, None),
-    "dot products": (
-        InBatchNegatives(1.0, similarity="dot"),
-        lambda x, m: in_batch(x, m, scale=1.0, similarity_fct=dot),
-        3,
-        None,
-    ),
+    "dot products": (InBatchNegatives(1.0, similarity="dot"), dot_products, 3, None),
     "symmetric": (InBatchNegatives(symmetric=True), both_ways, 2, None),
     "symmetric, hard": (InBatchNegatives(symmetric=True), both_ways, 3, None),
     "triplets": (Triplet(), lambda x, m: x.TripletLoss(m), 3, None),
@@ -115,12 +114,7 @@ TWINS = {  # ours, sentence-transformers', columns, scores of an example (None f
         None,
     ),
     "dims of order": (Matryoshka(CoSENT(), [12, 4]), lambda x, m: x.MatryoshkaLoss(m, x.CoSENTLoss(m), [12, 4]), 2, ()),
-    "dims of margins": (
-        Matryoshka(MarginMSE(), [12, 4]),
-        lambda x, m: x.MatryoshkaLoss(m, x.MarginMSELoss(m), [12, 4]),
-        3,
-        (),
-    ),
+    "dims of margins": (Matryoshka(MarginMSE(), [12, 4]), dims_of_margins, 3, ()),
 }
 
 
@@ -564,9 +558,7 @@ def test_damaged_gzip_is_refused(tmp_path, data):
 
 PAIR, SCORES = torch.ones(2, 3, 4), torch.ones(3)
 REFUSED = {
-    "keys are none; expected \\(2, 3\\), as ContrastiveCollator makes them": lambda: InBatchNegatives(skip_equal=True)(
-        PAIR
-    ),
+    "none; expected \\(2, 3\\), as ContrastiveCollator makes them": lambda: InBatchNegatives(skip_equal=True)(PAIR),
     "keys are of shape \\(3,\\); expected \\(2, 3\\)": lambda: InBatchNegatives(skip_equal=True)(PAIR, keys=SCORES),
     "keys are of shape \\(3,\\); expected none without skip_equal": lambda: InBatchNegatives()(PAIR, keys=SCORES),
     "there is 1 candidate; expected at least 2": lambda: InBatchNegatives()(PAIR[:, :1]),

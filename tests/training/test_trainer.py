@@ -109,9 +109,8 @@ def examples():
 def collate(part, labels, *others):
     """Packed, with that entry as labels."""
     kept = [{"input_ids": e["input_ids"]} | {name: e[name] for name in others} for e in part]
-    return PackingCollator()(
-        [{**row, "labels": e[labels]} if labels else row for row, e in zip(kept, part, strict=True)]
-    )
+    pairs = zip(kept, part, strict=True)
+    return PackingCollator()([{**row, "labels": e[labels]} if labels else row for row, e in pairs])
 
 
 def padded(part, labels, *others):

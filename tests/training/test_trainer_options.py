@@ -131,9 +131,8 @@ trainers = []
 
 def train(trainer, values, steps, **options):
     trainers.append(trainer)
-    return trainer.train(
-        shuffled(), max_steps=steps, eval_loader=[], metric=scripted(values), eval_steps=1, save_steps=1, **options
-    )
+    every = {"eval_steps": 1, "save_steps": 1}
+    return trainer.train(shuffled(), max_steps=steps, eval_loader=[], metric=scripted(values), **every, **options)
 
 
 def kept(trainer):
