@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastbert import BertConfig, BertModel, random, testing
 from fastbert.data import get_tokenizer
-from fastbert.inference import Dense, MultiVectorEncoder
+from fastbert.inference import Dense, MultiVectorEncoder, SentenceEncoder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where models are tested
 
@@ -175,6 +175,13 @@ def multi_vector_encoder(**options) -> MultiVectorEncoder:
     config = TINY.changed(**sizes, hidden_dropout_prob=0.0, initializer_range=0.3)
     dense = options.pop("dense", [Dense(TINY.hidden_size, 16, bias=False, activation="Identity")])
     return MultiVectorEncoder(BertModel(config, add_pooling_layer=False), tokenizer, dense=dense, **options)
+
+
+def sentence_encoder(**options) -> SentenceEncoder:
+    """A small one of random weights, with all-MiniLM-L6-v2's tokenizer."""
+    torch.manual_seed(0)
+    config = TINY.changed(vocab_size=30522, initializer_range=0.3)
+    return SentenceEncoder(BertModel(config, add_pooling_layer=False), get_tokenizer(minilm()), **options)
 
 
 def minilm() -> Path:

@@ -86,8 +86,8 @@ def test_padding_in_examples_is_left_out():
     two = [{key: value + [0] * (9 - len(value)) for key, value in example.items()} for example in one]
     batches = [PackingCollator()(rows) for rows in (one, two)]
     assert batches[0].keys() == batches[1].keys()
-    one, other = ({key: torch.as_tensor(value) for key, value in batch.items()} for batch in batches[:2])
-    assert all(torch.equal(other[key], value) for key, value in one.items())
+    first, second = ({key: torch.as_tensor(value) for key, value in batch.items()} for batch in batches)
+    assert all(torch.equal(second[key], value) for key, value in first.items())
     with pytest.raises(ValueError, match="example 1 of the batch has padding before tokens; expected it after"):
         PackingCollator()([one[0], {key: [0, *value] for key, value in one[1].items()}])
 

@@ -32,6 +32,7 @@ needs_onnx = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")), reason="no ONNX"
 )
 FORMATS = ["torch-export", pytest.param("onnx", marks=needs_onnx)]
+WIDTHS = [("torch-export", torch.bfloat16), ("torch-export", torch.float64)]
 ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
 
 
@@ -133,15 +134,7 @@ def check(tmp_path, name, family, format, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("format", "dtype"),
-    [
-        ("torch-export", torch.bfloat16),
-        ("torch-export", torch.float64),
-        pytest.param("onnx", torch.float16, marks=needs_onnx),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("format, dtype", [*WIDTHS, pytest.param("onnx", torch.float16, marks=needs_onnx)], ids=str)
 def test_other_dtypes(tmp_path, format, dtype):
     model = model_of("BertModel").to(dtype)
     assert export.export(model, tmp_path / f"model{ENDINGS[format]}", format).outputs[0] == "last_hidden_state"

@@ -629,16 +629,13 @@ def test_nothing_replaced_or_kept_gives_zero_and_zero_gradients():
 # ---- the rest of PyTorch
 
 
+SLOW = [*(("bert", f"For{head}", 1) for head in ("MultipleChoice", "TokenClassification", "QuestionAnswering"))]
+SLOW += [("roberta", "ForSequenceClassification", 1), ("albert", "ForMaskedLM", 2)]
+
+
 @pytest.mark.parametrize(
     ("family", "kind", "layers"),
-    [
-        ("bert", "ForPreTraining", 1),
-        pytest.param("bert", "ForMultipleChoice", 1, marks=pytest.mark.slow),
-        pytest.param("bert", "ForTokenClassification", 1, marks=pytest.mark.slow),
-        pytest.param("bert", "ForQuestionAnswering", 1, marks=pytest.mark.slow),
-        pytest.param("roberta", "ForSequenceClassification", 1, marks=pytest.mark.slow),
-        pytest.param("albert", "ForMaskedLM", 2, marks=pytest.mark.slow),
-    ],
+    [("bert", "ForPreTraining", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_compiles_to_one_graph(family, kind, layers):
     """Padded and packed, forward and backward; the same numbers, though a padded graph sums over padding rows."""

@@ -6,11 +6,11 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from small_models import TINY, minilm
+from small_models import TINY, minilm, sentence_encoder
 
-from fastbert import BertForSequenceClassification, BertModel
+from fastbert import BertForSequenceClassification
 from fastbert.data import ContrastiveCollator, ContrastiveDataset, get_tokenizer
-from fastbert.inference import CrossEncoder, SentenceEncoder, mine_hard_negatives, similarity
+from fastbert.inference import CrossEncoder, mine_hard_negatives, similarity
 
 WORDS = "red blue green sun moon star tree leaf root sand sea sky stone cloud river".split()
 
@@ -47,16 +47,9 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def encoder(tokenizer):
-    torch.manual_seed(0)
-    config = TINY.changed(vocab_size=30522, initializer_range=0.3)
-    return SentenceEncoder(
-        BertModel(config, add_pooling_layer=False),
-        tokenizer,
-        prompts={"query": "find: "},
-        normalize=False,
-        similarity="dot",  # of vectors of length 1 all the same
-    )
+def encoder():
+    """similarity: of vectors of length 1 all the same."""
+    return sentence_encoder(prompts={"query": "find: "}, normalize=False, similarity="dot")
 
 
 @pytest.fixture(scope="module")

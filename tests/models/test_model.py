@@ -210,14 +210,11 @@ def test_encoder_alone_equals_transformers():
         assert result.last_hidden_state is result[0]
 
 
+SLOW = [("packed", False), ("packed", True), ("padded", False)]
+
+
 @pytest.mark.parametrize(
-    ("kind", "training"),
-    [
-        pytest.param("packed", False, marks=pytest.mark.slow),
-        ("padded", True),
-        pytest.param("packed", True, marks=pytest.mark.slow),
-        pytest.param("padded", False, marks=pytest.mark.slow),
-    ],
+    "kind, training", [("padded", True), *(pytest.param(*c, marks=pytest.mark.slow) for c in SLOW)]
 )
 def test_compiles_to_one_graph(kind, training):
     """Forward and backward as in eager code, and compiled a few times at most as lengths change."""

@@ -113,9 +113,7 @@ class TestLayerNorm(Rows):
         y, truth = self.ours(**inputs), self.truth(**{n: t.double() for n, t in inputs.items()})
         assert (y - truth).abs().max() <= 1e-5 * truth.abs().max()
 
-    @pytest.mark.parametrize(
-        "columns", [64, 768, pytest.param(1500, marks=slow_interpreted), pytest.param(4100, marks=slow_interpreted)]
-    )
+    @pytest.mark.parametrize("columns", [64, 768, *(pytest.param(n, marks=slow_interpreted) for n in (1500, 4100))])
     def test_a_mean_that_float32_does_not_hold(self, backend, columns):
         """Eighths above 2**20, the finest that float32 has there: the rounded mean is off by a fifth of the deviation.
 
@@ -134,16 +132,7 @@ class TestLayerNorm(Rows):
             for gradient, exact in zip(found, right, strict=True):
                 assert (gradient - exact).abs().max() <= 1e-6 * exact.abs().max()
 
-    @pytest.mark.parametrize(
-        "size",
-        [
-            pytest.param(10, marks=slow_interpreted),
-            pytest.param(1e2, marks=slow_interpreted),
-            1e4,
-            pytest.param(1e6, marks=slow_interpreted),
-            1e8,
-        ],
-    )
+    @pytest.mark.parametrize("size", [1e4, 1e8, *(pytest.param(n, marks=slow_interpreted) for n in (10, 1e2, 1e6))])
     @pytest.mark.parametrize("place", [0, -1])
     def test_one_outlier_in_a_row(self, backend, size, place):
         """BERT's hidden states have such channels. One number holds all of dweight's error, so PyTorch's is the worst

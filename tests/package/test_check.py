@@ -84,9 +84,7 @@ def test_every_head_obeys(model_type, name, checkpoint):
     assert sum("gradients obey" in line["note"] for line in found.values()) == 1
 
 
-@pytest.mark.parametrize(
-    ("labels", "problem"), [(1, None), (3, "multi_label_classification"), (3, "regression")], ids=str
-)
+@pytest.mark.parametrize("labels, problem", [(1, None), (3, "multi_label_classification"), (3, "regression")], ids=str)
 def test_other_losses_of_a_classifier(checkpoint, labels, problem):
     directory = checkpoint("BertForSequenceClassification", num_labels=labels, problem_type=problem)
     assert command(directory, "--dtypes", "float32", "--backends", DEFAULT)[0] == 0

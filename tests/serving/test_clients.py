@@ -99,9 +99,8 @@ def test_langchain(served, hub_client, vectors):
 
 def test_llama_index(served, vectors):
     module = pytest.importorskip("llama_index.embeddings.text_embeddings_inference")
-    embeddings = module.TextEmbeddingsInference(
-        model_name="sentences", base_url=served, auth_token=KEY, embed_batch_size=3
-    )
+    where = {"base_url": served, "auth_token": KEY}
+    embeddings = module.TextEmbeddingsInference(model_name="sentences", embed_batch_size=3, **where)
     same(embeddings.get_text_embedding_batch(TEXTS), F.normalize(vectors, dim=-1))
 
 
