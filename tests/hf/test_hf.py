@@ -180,8 +180,8 @@ def test_skipped_logits(family, head, side):
     more = {} if head == "mlm" else {"bert": "next_sentence_label", "albert": "sentence_order_label"}
     more = {more[family]: torch.tensor([1, 0, 1], device=DEVICE)} if more else {}
     rows = []
-    head = model.get_output_embeddings()
-    head.register_forward_hook(lambda module, args, output: rows.append(output.shape[:-1].numel()))
+    logits_of = model.get_output_embeddings()
+    logits_of.register_forward_hook(lambda module, args, output: rows.append(output.shape[:-1].numel()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         one = model(**inputs, labels=targets, **more)
