@@ -22,8 +22,8 @@ _LIGER = {"needs": ("liger_kernel",), "install": "pip install liger-kernel"}
 
 HF_SDPA = Contender("transformers sdpa", MODULES, hugging_face.sdpa, **_HF, yardstick=True)
 PYTORCH = Contender("PyTorch", OPS, pytorch.plain, yardstick=True)
-_UNPADDED = (MODEL, CLASSIFIER, MASKED_LM)
-ACCELERATED = Contender("fastbert.accelerate", _UNPADDED, ours.accelerated, **_HF)
+_WHOLE_MODELS = (MODEL, CLASSIFIER, MASKED_LM)
+ACCELERATED = Contender("fastbert.accelerate", _WHOLE_MODELS, ours.accelerated, **_HF)
 _PREPARED = (torch.float32, torch.bfloat16)
 _INT8 = functools.partial(ours.prepared, precision="int8")
 _CTRANSLATE2_INT8 = functools.partial(engines.ctranslate2, compute_type="int8")
@@ -48,7 +48,7 @@ ALL: tuple[Contender, ...] = (
     *(Contender(f"fastbert, {name}", OPS, functools.partial(ours.forced, name)) for name in backends.BACKENDS),
     # others
     Contender("transformers eager", MODULES, hugging_face.eager, **_HF, yardstick=True),
-    Contender("transformers flash_attention_2", _UNPADDED, hugging_face.flash, **_FLASH, **_GPU_HALF),
+    Contender("transformers flash_attention_2", _WHOLE_MODELS, hugging_face.flash, **_FLASH, **_GPU_HALF),
     Contender("transformers, torch.compile", MODULES, hugging_face.compiled, **_HF, slow_to_make=True),
     Contender("PyTorch, torch.compile", OPS, pytorch.compiled, slow_to_make=True),
     Contender("PyTorch SDPA, cuDNN", ("attention",), _CUDNN, **_GPU_HALF),
