@@ -421,7 +421,7 @@ BYTES = {"weight": torch.zeros(11, 7, dtype=torch.int8), "scale": SCALE}
         ({"x": [1.0]}, TypeError, "x is list beside a weight of torch.float32; expected torch.float32"),
         ({"x": X.half()}, TypeError, "x is torch.float16 beside a weight of torch.float32; expected torch.float32"),
         ({"x": X.bfloat16()}, TypeError, "x is torch.bfloat16 beside a weight of torch.float32"),
-        (BYTES | {"x": X.double()}, TypeError, "x is torch.float64 .* float32 or torch.bfloat16 or torch.float16"),
+        (BYTES | {"x": X.double()}, TypeError, "x is torch.float64 .*float32 or torch.bfloat16 or torch.float16"),
         ({"weight": torch.zeros(1, 7, 16).double()}, TypeError, "weight is torch.float64; expected one of"),
         ({"x": X[0]}, ValueError, r"x has shape \(7,\); expected \(..., K\) with at least two dimensions"),
         ({"x": X[:, 1:]}, ValueError, r"weight has shape .*; expected what pack_weight gives for \(C, K\) = "),
