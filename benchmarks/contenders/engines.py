@@ -121,9 +121,8 @@ def onnx_fused(model: nn.Module, folder: Path) -> Path:
     config, plain = model.config, str(folder / "plain.onnx")
     onnx_export(model, plain)
     logging.getLogger("onnxruntime.transformers").setLevel(logging.ERROR)
-    graph = optimizer.optimize_model(
-        plain, "bert", num_heads=config.num_attention_heads, hidden_size=config.hidden_size, opt_level=0
-    )
+    sizes = {"num_heads": config.num_attention_heads, "hidden_size": config.hidden_size}
+    graph = optimizer.optimize_model(plain, "bert", **sizes, opt_level=0)
     layers, counts = config.num_hidden_layers, graph.get_fused_operator_statistics()
     expected = {"EmbedLayerNormalization": 1, "Attention": layers, "BiasGelu": layers}
     expected |= {"SkipLayerNormalization": 2 * layers}

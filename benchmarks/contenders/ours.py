@@ -46,20 +46,15 @@ def prepared(subject: Subject, precision: str | None = None) -> Runnable:
     """`fastbert.prepare`: weights packed before, on padded batches."""
     name = precision or ("bf16" if subject.dtype == torch.bfloat16 else "fp32")
     module = fastbert.prepare(subject.ours.eval(), name)
-    return Runnable(
-        lambda **arguments: subject.output(module(**arguments)), subject.padded(subject.mask()), subject.packed
-    )
+    run = lambda **arguments: subject.output(module(**arguments))  # noqa: E731
+    return Runnable(run, subject.padded(subject.mask()), subject.packed)
 
 
 def graphed(subject: Subject) -> Runnable:
     """`fastbert.graph`: our model as a CUDA graph, of a bucket with room for exactly this batch."""
     batch = subject.batch
-    replay = graph(
-        subject.ours.eval(),
-        max_tokens=(batch.tokens,),
-        max_sequences=len(batch.lengths),
-        max_seqlen=batch.max_seqlen,
-    )
+    sizes = {"max_tokens": (batch.tokens,), "max_sequences": len(batch.lengths), "max_seqlen": batch.max_seqlen}
+    replay = graph(subject.ours.eval(), **sizes)
     mask = None if batch.is_full else batch.mask
     return Runnable(lambda **arguments: subject.output(replay(**arguments)), subject.padded(mask), subject.packed)
 

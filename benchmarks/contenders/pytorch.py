@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.batch import Batch
 from benchmarks.contenders.interface import EPS, Runnable, Subject
@@ -123,13 +124,29 @@ def unpack(subject: Subject) -> Runnable:
     return Runnable(run)
 
 
-SEQUENCES = {
-    "attention": attention,
-    "qkv_attention": qkv_attention,
-    "linear_max": linear_max,
-    "pack": pack,
-    "unpack": unpack,
-}
+SEQUENCES = {f.__name__: f for f in (attention, qkv_attention, linear_max, pack, unpack)}
+
+
+def sdpa_by(backend: SDPBackend, subject: Subject) -> Runnable | str:
+    """SDPA by one kernel alone, which by itself it may pass over. cuDNN's takes a mask in some versions and shapes: one
+    call tells. It chooses in the forward, and with that for the backward."""
+    if backend == SDPBackend.FLASH_ATTENTION and not subject.batch.is_full:
+        return "takes no mask: full batches only"
+    found = attention(subject)
+
+    def run(qkv: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return found.run(qkv)
+
+    made = dataclasses.replace(found, run=run)
+    try:
+        made.timed(subject.inputs, subject.backward)()
+    except RuntimeError as error:
+        if not str(error).startswith(("No available kernel", "No viable backend")):
+            raise
+        return f"torch {torch.__version__} has no {backend.name} for this batch"
+    return made
+
 
 # ---- attention on packed tokens
 

@@ -83,12 +83,8 @@ async def exchange(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes
 ) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of the answer to one POST."""
-    lines = (
-        f"POST {PATH} HTTP/1.1",
-        "Host: localhost",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
-    )
+    kind = "Content-Type: application/json"
+    lines = (f"POST {PATH} HTTP/1.1", "Host: localhost", kind, f"Content-Length: {len(body)}")
     writer.write("\r\n".join((*lines, "", "")).encode() + body)
     status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -86,9 +86,8 @@ def test_padding_in_examples_is_left_out():
     two = [{key: value + [0] * (9 - len(value)) for key, value in example.items()} for example in one]
     batches = [PackingCollator()(rows) for rows in (one, two)]
     assert batches[0].keys() == batches[1].keys()
-    assert all(
-        torch.equal(torch.as_tensor(batches[1][key]), torch.as_tensor(value)) for key, value in batches[0].items()
-    )
+    first, second = ({key: torch.as_tensor(value) for key, value in batch.items()} for batch in batches)
+    assert all(torch.equal(second[key], value) for key, value in first.items())
     with pytest.raises(ValueError, match="example 1 of the batch has padding before tokens; expected it after"):
         PackingCollator()([one[0], {key: [0, *value] for key, value in one[1].items()}])
 
@@ -120,20 +119,12 @@ def test_other_labels_pass_and_other_entries_do_not():
     ("arguments", "rows", "words"),
     [
         ({}, [], "expected at least one example"),
-        (
-            {"max_tokens": 10},
-            examples([3, 11]),
-            "example 1 of the batch has 11 tokens; expected at most max_tokens, 10",
-        ),
+        ({"max_tokens": 10}, examples([3, 11]), "example 1 .* has 11 tokens; expected at most max_tokens, 10"),
         ({"max_tokens": 10}, examples([6, 5]), "the batch has 11 tokens; expected at most max_tokens, 10"),
         ({"max_length": 5}, examples([3, 6]), "example 1 of the batch has 6 tokens; expected at most max_length, 5"),
         ({}, examples([3, 2], labels=[{"labels": 1}, {}]), "example 1 of the batch has no labels; others have"),
         ({}, examples([3], labels=[{"labels": [1, 2]}]), r"labels of example 0 of the batch has shape \(2,\)"),
-        (
-            {},
-            [{"input_ids": [1, 2], "token_type_ids": [0]}],
-            r"token_type_ids of example 0 of the batch has shape \(1,\)",
-        ),
+        ({}, [{"input_ids": [1, 2], "token_type_ids": [0]}], r"token_type_ids of example 0 .* has shape \(1,\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, rows, words):
@@ -338,9 +329,8 @@ def test_words_are_those_of_transformers_collator():
     first = collator._first_of_word(row, special[0].bool(), None, torch.tensor([len(row)]))
     for _ in range(20):
         chosen = (torch.rand(1, len(row)) < 0.5) & ~torch.from_numpy(not_first)
-        assert torch.equal(
-            torch.from_numpy(theirs._whole_word_mask(words, chosen))[0], chosen[0][first] & (special[0] == 0)
-        )
+        expected = torch.from_numpy(theirs._whole_word_mask(words, chosen))[0]
+        assert torch.equal(expected, chosen[0][first] & (special[0] == 0))
 
 
 def test_whole_words_follow_seed_and_epoch():
@@ -415,10 +405,8 @@ def test_ranks_share_examples_without_overlap_or_loss(sampler, world_size):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_start_is_counted_in_batches_of_the_rank(rank):
     """As a resume on two ranks has it: the first two batches of each rank are left out, once."""
-    for sampler in (
-        TokenBudgetSampler(LENGTHS, 128, rank=rank, world_size=2),
-        BatchSizeSampler(500, 8, rank=rank, world_size=2),
-    ):
+    ranks = {"rank": rank, "world_size": 2}
+    for sampler in (TokenBudgetSampler(LENGTHS, 128, **ranks), BatchSizeSampler(500, 8, **ranks)):
         whole = list(sampler)
         sampler.start = 2
         assert list(sampler) == whole[2:] and len(whole) > 9
@@ -457,9 +445,8 @@ def loaded(workers, seed=None, epochs=1, persistent=False):
     rows, collator = examples(LENGTHS[:60]), masking(seed=seed, max_tokens=128)
     sampler = TokenBudgetSampler(LENGTHS[:60], 128, shuffle=False)
     torch.manual_seed(11)
-    loader = DataLoader(
-        rows, batch_sampler=sampler, collate_fn=collator, num_workers=workers, persistent_workers=persistent
-    )
+    of_workers = {"num_workers": workers, "persistent_workers": persistent}
+    loader = DataLoader(rows, batch_sampler=sampler, collate_fn=collator, **of_workers)
     labels = []
     for epoch in range(epochs):
         collator.set_epoch(epoch)
@@ -484,21 +471,6 @@ def test_a_seed_gives_the_same_masks_with_any_number_of_workers():
     for epoch in (0, 1):
         assert same(none[epoch], two[epoch]) and same(none[epoch], alive[epoch])
     assert not same(none[0], none[1])
-
-
-def test_trains_in_a_plain_loop():
-    model = fastbert.BertForMaskedLM(CONFIG).to(DEVICE).train()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    batch = masking(seed=0)(examples(LENGTHS[:20]))
-    batch = {key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
-    losses = []
-    for _ in range(15):
-        loss = model(**batch).loss
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < 0.7 * losses[0]
 
 
 def arguments(directory, **more):

@@ -11,13 +11,14 @@ import sys
 
 import numpy as np
 import pytest
+import test_datasets
 import tokenizers
 import torch
 import transformers
-from small_models import TINY, minilm
+from small_models import TINY
+from test_datasets import BPE, WORDPIECE, both
 
 import fastbert
-from fastbert.cli.demo import python_documentation
 from fastbert.data import (
     BatchLoader,
     BatchSizeSampler,
@@ -27,16 +28,11 @@ from fastbert.data import (
     create_classification_dataloader,
     create_dataloader,
     create_mlm_dataloader,
-    get_tokenizer,
     read_texts,
-    train_tokenizer,
     write_tokens,
 )
 
-PASSAGES = [text for _, text in python_documentation(600)][:100]
-WORDPIECE = get_tokenizer(minilm())
-BPE = train_tokenizer(PASSAGES, "byte-level-bpe", vocab_size=1000)
-both = pytest.mark.parametrize("tokenizer", [WORDPIECE, BPE], ids=["wordpiece", "bpe"])
+PASSAGES = test_datasets.PASSAGES[:100]
 
 
 def same(one, two):
@@ -312,15 +308,12 @@ def test_spawned_workers_that_live_on_see_the_epoch(corpus):
 def test_states_of_other_loaders_are_refused(corpus):
     one = loader(corpus)
     next(iter(one))
-    state = one.state_dict()
+    state, wider = one.state_dict(), create_dataloader(corpus, one.collate_fn, max_tokens=512, seed=3)
     for other, words in (
         (loader(corpus, batch_size=5), "sampler TokenBudgetSampler .here BatchSizeSampler."),
         (loader(corpus, shuffle=False), r"shuffle True \(here False\)"),
         (loader(corpus, rank=0, world_size=2), r"world_size 1 \(here 2\)"),
-        (
-            create_dataloader(corpus, one.collate_fn, max_tokens=512, seed=3),
-            r"examples \d+ \(here \d+\), max_tokens 200 \(here 512\)",
-        ),
+        (wider, r"examples \d+ \(here \d+\), max_tokens 200 \(here 512\)"),
         (create_dataloader(one.dataset, PackingCollator(), max_tokens=200, seed=3), r"mask_seed 5 \(here None\)"),
     ):
         before = other.state_dict()

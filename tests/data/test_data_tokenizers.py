@@ -177,20 +177,12 @@ def test_added_tokens_keep_their_ids(tmp_path):
 @pytest.mark.parametrize(
     ("files", "error", "words"),
     [
-        (
-            {},
-            FileNotFoundError,
-            "has no tokenizer.json, vocab.txt or spm.model, and not both vocab.json and merges.txt",
-        ),
+        ({}, FileNotFoundError, "no tokenizer.json, vocab.txt or spm.model, and not both vocab.json and merges.txt"),
         ({"spm.model": b"no protobuf"}, ValueError, "spm.model is not what its name says"),
         ({"spm.model": b""}, ValueError, "spm.model holds no unigram model"),
         ({"vocab.json": b"{}"}, FileNotFoundError, "not both vocab.json and merges.txt"),
         ({"tokenizer.json": b"{"}, ValueError, "tokenizer.json is not what its name says"),
-        (
-            {"vocab.txt": b"[PAD]\n[UNK]\n[CLS]\nthe\n"},
-            ValueError,
-            r"vocab.txt has no '\[SEP\]'; expected the sep_token",
-        ),
+        ({"vocab.txt": b"[PAD]\n[UNK]\n[CLS]\nthe\n"}, ValueError, r"has no '\[SEP\]'; expected the sep_token"),
         ({"vocab.txt": b"[PAD]\n\xff\n"}, ValueError, "vocab.txt is not what its name says: .*utf-8"),
         ({"vocab.json": b"{}", "merges.txt": b"#version: 0.2\n"}, ValueError, "vocab.json has no '<s>'"),
         ({"vocab.json": b"{}", "merges.txt": b"a b\n"}, ValueError, "vocab.json is not what .* `a` out of voc"),
@@ -222,10 +214,8 @@ def test_a_trained_tokenizer(trained):
     expected = text if kind == "byte-level-bpe" else text.lower()
     assert tokenizer.decode(tokenizer.encode(text).ids) == expected
     both = tokenizer.encode("a", "b")
-    template = {
-        "wordpiece": ("[CLS] a [SEP] b [SEP]", [0, 0, 0, 1, 1]),
-        "byte-level-bpe": ("<s> a </s> </s> b </s>", [0] * 6),
-    }
+    template = {"wordpiece": ("[CLS] a [SEP] b [SEP]", [0, 0, 0, 1, 1])}
+    template["byte-level-bpe"] = ("<s> a </s> </s> b </s>", [0] * 6)
     assert (" ".join(both.tokens), both.type_ids) == template[kind]
 
 
@@ -320,12 +310,7 @@ def test_transformers_knows_where_to_cut(tmp_path):
         ([], {}, ValueError, "texts is empty"),
         (["a"], {"vocab_size": 0}, ValueError, "vocab_size is 0, min_frequency is 2; expected numbers above 0"),
         (["abc def"], {"vocab_size": 6}, ValueError, r"vocab_size is 6; expected at least \d+"),
-        (
-            ["abc"],
-            {"kind": "byte-level-bpe", "vocab_size": 200},
-            ValueError,
-            "vocab_size is 200; expected at least 261",
-        ),
+        (["abc"], {"kind": "byte-level-bpe", "vocab_size": 200}, ValueError, "size is 200; expected at least 261"),
         ("abc", {}, TypeError, "texts is a str; expected several strings"),
         (["a", b"b"], {}, TypeError, r"texts\[1\] is a bytes; expected a string"),
     ],

@@ -172,16 +172,13 @@ def test_a_seed_decides_the_pairs():
     assert ids(one) == ids(same) != ids(other)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [(40, 4), (4, 40), (40, 41), (41, 40), (40, 40), (9, 9), (10, 9), (9, 10)]
-)
+@pytest.mark.parametrize("first, second", [(40, 4), (4, 40), (40, 41), (41, 40), (40, 40), (9, 9), (10, 9), (9, 10)])
 @pytest.mark.parametrize("max_length", [20, 21])
 def test_the_longer_text_of_a_pair_is_cut(first, second, max_length):
     """As tokenizers does it. Lengths on both sides of half of the room; rooms even and odd."""
     documents = [["cat " * first, "dog " * second], ["a fish"]]
-    dataset = next(
-        d for d in (_cut_pairs(documents, max_length, seed) for seed in itertools.count()) if not d[0]["labels"]
-    )
+    made = (_cut_pairs(documents, max_length, seed) for seed in itertools.count())
+    dataset = next(pairs for pairs in made if not pairs[0]["labels"])
     WORDPIECE.enable_truncation(max_length)
     try:
         expected = WORDPIECE.encode(*documents[0])
@@ -202,9 +199,8 @@ def _cut_pairs(documents, max_length, seed):
 def test_very_long_pairs_take_no_more_than_their_length():
     """The parts that tokenizers' own truncation makes of such a pair would be 500 x 500."""
     with pytest.warns(UserWarning, match="1 of 1 pairs have more than max_length, 128"):
-        dataset = ClassificationDataset(
-            ["a b c d e " * 10000], [0], WORDPIECE, pairs=["1 2 3 4 5 " * 10000], max_length=128
-        )
+        texts, others = ["a b c d e " * 10000], ["1 2 3 4 5 " * 10000]
+        dataset = ClassificationDataset(texts, [0], WORDPIECE, pairs=others, max_length=128)
     assert dataset.lengths.tolist() == [128]
 
 
@@ -230,18 +226,8 @@ def test_label_names_suit_both_models():
         ([["a", "b"], ["c", 4]], {}, TypeError, r"documents\[1\]\[1\] is a int; expected a string"),
         ([["a", "b"], ["c"]], {"label_name": "label"}, ValueError, "label_name is 'label'; expected"),
         ([["a", "b"], ["c"]], {"truncation": "split"}, ValueError, "truncation is 'split'; expected True or False"),
-        (
-            [["a " * 9, "b"], ["c"]],
-            {"truncation": False, "max_length": 9},
-            ValueError,
-            r"documents\[0\]\[0\] has \d+ tok",
-        ),
-        (
-            [["a", "b"], ["c"]],
-            {"max_length": 4},
-            ValueError,
-            "max_length is 4; expected at least 5, with the 3 special",
-        ),
+        ([["a " * 9, "b"], ["c"]], {"truncation": False, "max_length": 9}, ValueError, r"\[0\]\[0\] has \d+ tok"),
+        ([["a", "b"], ["c"]], {"max_length": 4}, ValueError, "is 4; expected at least 5, with the 3 special"),
     ],
 )
 def test_documents_that_make_no_sense_are_refused(documents, more, error, words):

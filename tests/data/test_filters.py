@@ -29,10 +29,8 @@ def test_what_each_filter_leaves_out_is_counted():
 
     kept = Filtered(TEXTS, by_length(3, 20), by_letters(0.6), no_capitals, no_duplicates())
     assert list(kept) == ["a text", "ab1"]
-    assert (kept.read, dict(kept.left_out)) == (
-        8,
-        {"by_length": 2, "by_letters": 1, "no_capitals": 1, "no_duplicates": 2},
-    )
+    counts = {"by_length": 2, "by_letters": 1, "no_capitals": 1, "no_duplicates": 2}
+    assert (kept.read, dict(kept.left_out)) == (8, counts)
     assert str(kept) == ("2 of 8 texts kept; left out: 2 by_length, 1 by_letters, 1 no_capitals, 2 no_duplicates")
     with pytest.raises(ValueError, match="its texts were read before; expected new filters"):
         list(kept)

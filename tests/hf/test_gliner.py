@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_models import CONFIGS
 
 import fastbert
 from fastbert import testing
@@ -15,21 +16,7 @@ encoder = pytest.importorskip("gliner.modeling.encoder", reason="GLiNER is not i
 def model():
     from transformers import DebertaV2Config
 
-    config = DebertaV2Config(
-        vocab_size=100,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        relative_attention=True,
-        position_buckets=8,
-        max_position_embeddings=32,
-        pos_att_type=["p2c", "c2p"],
-        share_att_key=True,
-        norm_rel_ebd="layer_norm",
-        position_biased_input=False,
-        type_vocab_size=0,
-    )
+    config = DebertaV2Config(**CONFIGS["deberta-v2"] | {"vocab_size": 100, "conv_kernel_size": 0})
     settings = {"labels_encoder_config": None, "vocab_size": -1, "_attn_implementation": None, "fuse_layers": False}
     return encoder.Transformer("", SimpleNamespace(encoder_config=config, **settings)).eval()
 

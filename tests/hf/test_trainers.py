@@ -53,16 +53,10 @@ def trained(library, kind, model, loss_of, columns, path):
     datasets = pytest.importorskip("datasets")
     trainer_of, arguments_of = (getattr(library, f"{kind}{name}") for name in ("Trainer", "TrainingArguments"))
     options = {"max_steps": STEPS, "per_device_train_batch_size": 8, "learning_rate": 0.02, "report_to": "none"}
-    options |= {
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": DEVICE == "cpu",
-        "seed": 3,
-        "lr_scheduler_type": "constant",
-    }
+    options |= {"save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant"}
     loss, found, before = loss_of(model), [], flat(model)
     loss.register_forward_hook(lambda module, inputs, value: found.append(value.detach()))
-    arguments = arguments_of(output_dir=str(path), optim="sgd", **options)
+    arguments = arguments_of(output_dir=str(path), optim="sgd", seed=3, use_cpu=DEVICE == "cpu", **options)
     trainer_of(model=model, args=arguments, train_dataset=datasets.Dataset.from_dict(columns), loss=loss).train()
     assert len(found) == STEPS
     return torch.stack(found), flat(model) - before

@@ -31,18 +31,12 @@ def rewrite(directory, change):
     save_file(change(tensors), directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_round_trip_through_transformers_is_bit_for_bit(tmp_path):
-    theirs = hugging_face()
-    model = ours(theirs)
+def test_what_is_saved_is_no_view_and_two_files(tmp_path):
+    """Round trips through transformers, bit for bit, are in test_family.py."""
+    model = ours(hugging_face())
     model.save_pretrained(tmp_path)
-    back = transformers.BertModel.from_pretrained(tmp_path).to(DEVICE)
-    expected = theirs.state_dict()
-    assert back.state_dict().keys() == expected.keys() == fastbert.hf.state_dict(model).keys()
-    for name, tensor in back.state_dict().items():
-        assert torch.equal(tensor, expected[name]) and torch.equal(fastbert.hf.state_dict(model)[name], tensor), name
     state = fastbert.hf.state_dict(model)
-    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(state)  # none is a view
-    assert back.config.num_attention_heads == TINY.num_attention_heads
+    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(state)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
 
 

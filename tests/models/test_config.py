@@ -82,10 +82,7 @@ def test_unknown_presets_list_the_known_ones(name):
         ({"extra": {"model_type": "roberta"}}, "model_type is 'roberta'; expected 'bert'"),
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; expected one of bert, roberta, .*albert"),
         ({"model_type": None}, "model_type is None; expected one of bert"),
-        (
-            {"embedding_size": 128},
-            r"embedding_size is 128; expected None or hidden_size \(768\): BERT does not project",
-        ),
+        ({"embedding_size": 128}, r"embedding_size is 128; expected None or hidden_size \(768\): BERT does not"),
         ({"model_type": "albert", "embedding_size": 0}, "embedding_size is 0; expected None or a positive integer"),
         ({"model_type": "albert", "inner_group_num": 2}, "inner_group_num is 2; expected 1"),
         ({"model_type": "albert", "num_hidden_groups": 13}, r"num_hidden_groups is 13; .* num_hidden_layers \(12\)"),

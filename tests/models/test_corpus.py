@@ -71,9 +71,8 @@ def files_of(directory):
 @pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.jsonl.gz", "x.csv", "x.tsv", "x.parquet", "x"])
 def test_every_text_once_and_in_order(encoder, tmp_path, name):
     seen = []
-    corpus = embed_corpus(
-        encoder, write(tmp_path / name, CORPUS), tmp_path / "out", shard_rows=20, progress=seen.append
-    )
+    texts = write(tmp_path / name, CORPUS)
+    corpus = embed_corpus(encoder, texts, tmp_path / "out", shard_rows=20, progress=seen.append)
     assert len(corpus) == len(CORPUS) == sum(seen) and len(corpus.parts) == 3
     assert corpus.texts(range(len(CORPUS))) == CORPUS
     table = arrow.concat_tables(parquet.read_table(part) for part in corpus.parts)
@@ -176,9 +175,7 @@ def test_what_is_not_right_is_refused(encoder, file, tmp_path):
     with pytest.raises(ValueError, match="part-00001.parquet is missing or damaged: .*delete it"):
         embed_corpus(encoder, file, out, shard_rows=20)
     part.write_bytes((out / "part-00002.parquet").read_bytes())
-    with pytest.raises(
-        ValueError, match="part-00001.parquet has 12 rows from 40 on, .*; expected 20 from 20 on, 48 numbers"
-    ):
+    with pytest.raises(ValueError, match="1.parquet has 12 rows from 40 on, .*; expected 20 from 20 on, 48 numbers"):
         embed_corpus(encoder, file, out, shard_rows=20)
     part.unlink()
     with pytest.raises(ValueError, match="part-00001.parquet is missing"):

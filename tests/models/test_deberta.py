@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from small_models import CONFIGS, DEVICE, integers
+from small_models import CONFIGS, DEVICE, assert_gradients, integers, randomised
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
@@ -19,22 +19,8 @@ import fastbert
 from fastbert import BertConfig, BertModel, backends, config, distances, layer, random
 
 LENGTHS = (20, *range(127, 131), *range(255, 258), *range(511, 514))
-SMALL = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
-    "intermediate_size": 48,
-}
-V3 = SMALL | {
-    "type_vocab_size": 0,
-    "relative_attention": True,
-    "position_buckets": 256,
-    "pos_att_type": ["p2c", "c2p"],
-    "share_att_key": True,
-    "norm_rel_ebd": "layer_norm",
-    "position_biased_input": False,
-}
+SMALL = {"vocab_size": 50, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 48}
+V3 = CONFIGS["deberta-v2"] | SMALL | {"position_buckets": 256, "conv_kernel_size": 0, "max_position_embeddings": 512}
 VARIANTS = {
     "v3": {},
     "own-projections": {"share_att_key": False},
@@ -58,12 +44,7 @@ def their(family="deberta-v2", kind="Model", **changes):
     """transformers' model in float64, random weights with biases and LayerNorms that are not trivial."""
     given = V3 if family == "deberta-v2" else SMALL | {"max_position_embeddings": 600}
     made = transformers.AutoConfig.for_model(family, **given | changes)
-    model = getattr(transformers, type(made).__name__.removesuffix("Config") + kind)(made)
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() > 1 else 0.3)
-        if "norm" in name.lower() and name.endswith("weight"):
-            parameter.data += 1
-    return model.double().eval().to(DEVICE)
+    return randomised(getattr(transformers, type(made).__name__.removesuffix("Config") + kind)(made)).double()
 
 
 def our(theirs, kind="Model"):
@@ -213,10 +194,8 @@ def masked(x, keep, bits, p):
 
 def formula(model, ids, key, p):
     """DeBERTa's training forward for sequences of one length, in plain PyTorch, with the masks of docs/random.md."""
-    settings, state = (
-        model.config,
-        {name: x.detach().clone().requires_grad_() for name, x in model.state_dict().items()},
-    )
+    settings = model.config
+    state = {name: x.detach().clone().requires_grad_() for name, x in model.state_dict().items()}
     (batch_size, length), width, heads = ids.shape, settings.hidden_size, settings.num_attention_heads
     tokens = batch_size * length
 
@@ -274,9 +253,7 @@ def test_training_with_dropout_is_exact(accelerated, monkeypatch):
     last = model(ids).last_hidden_state
     assert_equal(last, expected)
     last.sin().sum().backward()
-    largest = max(grad.abs().max() for grad in truth.values())
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad - truth[name]).abs().max() <= 1e-12 * largest, name
+    assert_gradients(model, {name: grad for name, grad in truth.items() if grad is not None})
 
 
 def test_gradient_checkpointing_drops_the_same_elements():

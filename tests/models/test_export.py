@@ -17,10 +17,7 @@ from fastbert import BertConfig, BertModel, backends, testing
 from fastbert.inference import export
 from fastbert.testing import Result
 
-HEADS = [
-    "BertModel",
-    *(name for name in fastbert.__all__ if name.startswith("BertFor") and not name.endswith("Output")),
-]
+HEADS = ["BertModel", *(n for n in fastbert.__all__ if n.startswith("BertFor") and not n.endswith("Output"))]
 FAMILIES = {  # each with what only it has
     "bert": {},
     "roberta": {"type_vocab_size": 1, "pad_token_id": 1},  # positions that count
@@ -35,6 +32,7 @@ needs_onnx = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")), reason="no ONNX"
 )
 FORMATS = ["torch-export", pytest.param("onnx", marks=needs_onnx)]
+WIDTHS = [("torch-export", torch.bfloat16), ("torch-export", torch.float64)]
 ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
 
 
@@ -136,15 +134,7 @@ def check(tmp_path, name, family, format, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("format", "dtype"),
-    [
-        ("torch-export", torch.bfloat16),
-        ("torch-export", torch.float64),
-        pytest.param("onnx", torch.float16, marks=needs_onnx),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("format, dtype", [*WIDTHS, pytest.param("onnx", torch.float16, marks=needs_onnx)], ids=str)
 def test_other_dtypes(tmp_path, format, dtype):
     model = model_of("BertModel").to(dtype)
     assert export.export(model, tmp_path / f"model{ENDINGS[format]}", format).outputs[0] == "last_hidden_state"
@@ -281,9 +271,8 @@ except OSError as error:
 
 def test_missing_packages_are_named(earlier, monkeypatch):
     found = importlib.util.find_spec
-    monkeypatch.setattr(
-        export.importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else found(name)
-    )
+    without_onnx = lambda name: None if name.startswith("onnx") else found(name)  # noqa: E731
+    monkeypatch.setattr(export.importlib.util, "find_spec", without_onnx)
     with pytest.raises(ModuleNotFoundError, match="pip install onnx onnxscript onnxruntime"):
         export.export(BertModel(TINY), earlier.with_suffix(".onnx"))
 

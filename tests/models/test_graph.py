@@ -6,10 +6,11 @@ that all but the capture itself is tested.
 
 import copy
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
+import small_models
 import torch
 from replays import RECORDER, AgainWithoutWaiting
 from small_models import DEVICE, TINY, batch, hugging_face, ours, packed
@@ -30,15 +31,7 @@ SIZES = {"max_tokens": (8, 24, 48), "max_sequences": 4, "max_seqlen": 16}
 LENGTHS = ([7, 1, 12], [3], [16, 16, 16], [5, 0, 2, 1], [8], [16, 8], [1, 1, 1, 1], [12, 12], [7, 1, 12])
 CONFIG = TINY.changed(num_labels=3, num_hidden_layers=2)
 HEADS = [kind.__name__ for kind in GraphedModel.MODELS if kind is BertModel or kind.kind in CONFIG.family.heads]
-FAMILY = {
-    "vocab_size": 99,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-    "max_position_embeddings": 32,
-    "num_labels": 3,
-}
+FAMILY = small_models.SIZES | {"num_labels": 3}
 
 
 def graphed(model, recorder=RECORDER, **sizes):
@@ -353,17 +346,10 @@ def test_sizes():
     model = our()
     assert graphed(model, max_tokens=[48, 8, 8]).buckets == (Bucket(8, 4, 8), Bucket(48, 4, 16))
     assert graphed(model, max_seqlen=None).buckets[-1] == Bucket(48, 4, 32)  # the model's positions
-    for sizes in (
-        {"max_tokens": ()},
-        {"max_tokens": 8},
-        {"max_tokens": (8, 0)},
-        {"max_tokens": (8.0,)},
-        {"max_sequences": 0},
-        {"max_seqlen": -1},
-        {"max_seqlen": 0},
-    ):
-        with pytest.raises(ValueError, match=next(iter(sizes))):
-            graphed(model, **sizes)
+    wrong = {"max_tokens": [(), 8, (8, 0), (8.0,)], "max_sequences": [0], "max_seqlen": [-1, 0]}
+    for name, value in ((name, value) for name, values in wrong.items() for value in values):
+        with pytest.raises(ValueError, match=name):
+            graphed(model, **{name: value})
 
 
 def test_checks_run_the_model(monkeypatch):
@@ -501,11 +487,8 @@ def test_threads_take_turns():
                 out = bits(replayed(**work[index]))
                 wrong.extend(index for a, b in zip(out, expected[index], strict=True) if not torch.equal(a, b))
 
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(4)))
     assert not wrong and replayed.report.replays.total() == len(work) * 21
 
 
@@ -548,10 +531,7 @@ def test_what_a_replay_would_not_do(monkeypatch):
     model.dropout.train()  # one part is enough
     refused("training mode", when_called="changed its mode")
     model.eval()
-    handles = (
-        model.bert.encoder.layer[0].register_forward_hook(print),
-        model.register_forward_pre_hook(print),
-    )
+    handles = (model.bert.encoder.layer[0].register_forward_hook(print), model.register_forward_pre_hook(print))
     for handle in handles:
         refused("forward hooks", when_called="forward hooks")
         handle.remove()

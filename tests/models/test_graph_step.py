@@ -5,7 +5,7 @@ On a GPU these are CUDA graphs, elsewhere a stand-in (tests/replays.py).
 
 import copy
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from fastbert import BertConfig
 from fastbert.data import PackingCollator
 from fastbert.graphs import GraphedStep, graph
 from fastbert.ops import checks
+from fastbert.training import to_device
 
 SIZES = {"max_tokens": (16, 40), "max_sequences": 5, "max_seqlen": 12}
 CONFIG = TINY.changed(num_labels=3, num_hidden_layers=2)  # dropout 0.1 everywhere
@@ -98,6 +99,13 @@ def assert_close(mine, truth, what=""):
         assert (mine - truth).abs().max() <= 1e-11 * max(truth.abs().max(), 1e-3), what
 
 
+def assert_gradients(found, expected):
+    """Of a model, or by name."""
+    found = gradients(found) if isinstance(found, torch.nn.Module) else found
+    for name, truth in expected.items():
+        assert_close(found[name], truth, name)
+
+
 def eager(model, inputs, gradient=1.0):
     model.zero_grad()
     loss = model(**inputs).loss
@@ -116,9 +124,7 @@ def assert_same_step(model, step, inputs, seed=0, gradient=1.0):
     assert torch.equal(torch.rand(3, device=DEVICE), after)
     assert_close(mine, loss, "loss")
     assert not mine.requires_grad
-    found = gradients(model)
-    for name, truth in expected.items():
-        assert_close(found[name], truth, name)
+    assert_gradients(model, expected)
 
 
 # ---- what the model gives
@@ -180,14 +186,13 @@ def test_the_collators_batches():
         texts = [torch.randint(5, 99, (length,)).tolist() for length in (11, 9, 5, 12)]
         inputs = collate([{"input_ids": ids, "token_type_ids": [0] * len(ids)} for ids in texts])
         assert "labelled_rows" in inputs
-        on_device = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        on_device = to_device(inputs, DEVICE)
         torch.manual_seed(seed)
         loss, expected = eager(model, on_device)
         model.zero_grad()
         torch.manual_seed(seed)
         assert_close(step(**inputs), loss)
-        for name, gradient in gradients(model).items():
-            assert_close(gradient, expected[name], name)
+        assert_gradients(model, expected)
     assert step.report.replays == {40: 6}
 
 
@@ -228,8 +233,7 @@ def test_nothing_leaks_from_spare_memory():
     model.zero_grad()
     torch.manual_seed(1)
     step(**inputs)
-    for name, gradient in gradients(model).items():
-        assert_close(gradient, expected[name], name)
+    assert_gradients(model, expected)
 
 
 # ---- gradients
@@ -249,8 +253,7 @@ def test_gradients_add_up():
         with pytest.warns(RuntimeWarning, match="more than 40 tokens") if set_to_none else pytest.MonkeyPatch.context():
             for inputs in batches:
                 step(**inputs)
-        for name, gradient in gradients(model).items():
-            assert_close(gradient, expected[name], name)
+        assert_gradients(model, expected)
     assert step.report.replays == {16: 6, 40: 2} and step.report.direct.total() == 2
 
 
@@ -372,7 +375,7 @@ def test_autocast():
 def test_what_is_captured_asks_for_no_value(name, form, backend, monkeypatch):
     """In the forward and the backward; checks apart, which look at values on CPUs only."""
     model = model_of(name, form).cpu()
-    inputs = {key: x.cpu() if isinstance(x, torch.Tensor) else x for key, x in example(form, [5, 3], "packed").items()}
+    inputs = to_device(example(form, [5, 3], "packed"), "cpu")
     monkeypatch.setattr(checks, "values_visible", lambda tensor: False)
     step = stepped(model, AgainWithoutWaiting)
     with fastbert.backend(backend):
@@ -511,13 +514,9 @@ def test_threads_take_turns():
         model(**inputs).loss.backward()
     expected = gradients(model)
     model.zero_grad()
-    threads = [threading.Thread(target=step, kwargs=inputs) for inputs in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name, gradient in gradients(model).items():
-        assert_close(gradient, expected[name], name)
+    with ThreadPoolExecutor(len(work)) as pool:
+        list(pool.map(lambda inputs: step(**inputs), work))
+    assert_gradients(model, expected)
 
 
 # ---- what is refused
@@ -602,10 +601,10 @@ def test_bad_batches():
             {name: x for name, x in good.items() if name != "input_ids"},
         ],
         IndexError: [
-            {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in (good | {"labels": row}).items()}
-            for row in (good["labels"] + 99, torch.full_like(good["labels"], -7))
-        ]
-        + [{name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in good.items()} | {"labelled_rows": IDS}],
+            to_device(good, "cpu") | {"labels": good["labels"].cpu() + 99},
+            to_device(good, "cpu") | {"labels": torch.full(good["labels"].shape, -7)},
+            to_device(good, "cpu") | {"labelled_rows": IDS},
+        ],
     }
     for error, batches in bad.items():
         for inputs in batches:
@@ -613,11 +612,7 @@ def test_bad_batches():
                 step(**inputs)
     others = {
         "BertForTokenClassification": ({"labels": IDS, "labelled_rows": IDS}, TypeError, "labelled_rows goes with a"),
-        "BertForNextSentencePrediction": (
-            {"labels": torch.tensor([0, 2])},
-            IndexError,
-            r"fastbert.graph: labels\[1\] is 2",
-        ),
+        "BertForNextSentencePrediction": ({"labels": torch.tensor([0, 2])}, IndexError, r"graph: labels\[1\] is 2"),
         "BertForQuestionAnswering": ({"start_positions": torch.tensor([0, 2])}, ValueError, "expected its labels"),
         "BertForPreTraining": ({"next_sentence_label": IDS // 90, "labelled_rows": IDS}, ValueError, "packed labels"),
     }
@@ -638,7 +633,7 @@ def test_input_on_the_host():
     model = model_of("BertForMaskedLM", dtype=torch.float16)
     step = graph(model, **SIZES, training=True)
     inputs, results = example("rows", [7, 9], "packed"), []
-    host = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    host = to_device(inputs, "cpu")
     for given in (inputs, host):
         model.zero_grad()
         torch.manual_seed(3)

@@ -1,16 +1,24 @@
 """The heads against transformers: logits, losses, gradients, checkpoints; padded and packed."""
 
 import copy
-import io
-import json
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
-from small_models import DEVICE, LOGITS, TINY, batch, hugging_face, integers, packed
+from small_models import (
+    DEVICE,
+    LOGITS,
+    TINY,
+    assert_gradients,
+    batch,
+    gradients,
+    hugging_face,
+    integers,
+    packed,
+    randomised,
+)
 
 import fastbert
 from fastbert import heads, testing
@@ -36,12 +44,7 @@ def their(name, attention="sdpa", **changes):
     """transformers' model, with biases and LayerNorms that are not trivial."""
     values = {"num_labels": 2 if name == "BertForQuestionAnswering" else CLASSES, **changes}
     config = transformers.BertConfig(**CONFIG.changed(**values).to_dict(), attn_implementation=attention)
-    model = getattr(transformers, name)(config)
-    for parameter_name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, std=0.1 if "weight" in parameter_name and parameter.dim() > 1 else 0.3)
-        if parameter_name.endswith("LayerNorm.weight"):
-            parameter.data += 1
-    return model.eval().to(DEVICE)
+    return randomised(getattr(transformers, name)(config))
 
 
 def our(model):
@@ -57,9 +60,8 @@ def example(name, lengths=LENGTHS, side="right"):
     size = len(lengths)
     inputs = batch([SEQLEN] * size if name == "BertForQuestionAnswering" else lengths, SEQLEN, side=side)
     visible = inputs["attention_mask"].bool()
-    tokens = integers(0, CLASSES, size, SEQLEN).masked_fill(
-        ~visible | (torch.rand(visible.shape) < 0.6).to(DEVICE), -100
-    )
+    ignored = ~visible | (torch.rand(visible.shape) < 0.6).to(DEVICE)
+    tokens = integers(0, CLASSES, size, SEQLEN).masked_fill(ignored, -100)
     match name:
         case "BertForPreTraining":
             labels = {"labels": tokens, "next_sentence_label": integers(0, 2, size)}
@@ -106,34 +108,6 @@ def test_as_accurate_as_transformers(name, dtype):
     testing.assert_rows(testing.compare(mine, truth, contenders))
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", HEADS)
-def test_packed_equals_padded(name, training):
-    """In training too: dropout is drawn for packed tokens, so padding does not change it."""
-    model = our(their(name)).train(training)
-    inputs, labels = example(name)
-    visible = inputs["attention_mask"].flatten(0, -2).bool()
-    results = []
-    for arguments in (inputs | labels, packed(inputs, labels)):
-        torch.manual_seed(5)
-        out = model(**arguments)
-        results.append(result(out, model, visible).outputs)
-    assert results[0].keys() == results[1].keys()
-    for key, value in results[0].items():
-        assert torch.equal(value.flatten(), results[1][key].flatten()), key
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_seed_decides_dropout(name):
-    model = our(their(name)).train()
-    inputs, labels = example(name)
-    losses = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        losses.append(model(**inputs, **labels).loss)
-    assert losses[0] == losses[1] != losses[2]
-
-
 def test_classifier_dropout_and_its_default():
     for p, expected in ((None, 0.1), (0.0, 0.0), (0.3, 0.3)):
         assert fastbert.BertForTokenClassification(CONFIG.changed(classifier_dropout=p)).dropout.p == expected
@@ -160,10 +134,8 @@ def test_records_are_those_of_the_body(name):
         records = {"output_hidden_states": True, "output_attentions": True}
         expected = model.bert(**{key: value for key, value in body.items() if key != "num_choices"}, **records)
         out = model(**arguments, **records)
-        for one, two in zip(
-            out.hidden_states + out.attentions, expected.hidden_states + expected.attentions, strict=True
-        ):
-            assert torch.equal(one, two)
+        for field in ("hidden_states", "attentions"):
+            assert all(map(torch.equal, getattr(out, field), getattr(expected, field)))
 
 
 def test_outputs_are_tuples_whose_slices_hold_what_was_computed():
@@ -191,17 +163,14 @@ def test_labelled_tokens_alone_give_the_whole_loss(name, form):
     out.loss.backward()
     assert out[1] is None
     assert seen == [(int((arguments["labels"] != -100).sum()), 48)]
-    gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    skipping = gradients(model)
     model.zero_grad()
     full = model(**arguments, skip_logits=False)
     logits = full.logits if name == "BertForMaskedLM" else full.prediction_logits
     expected = F.cross_entropy(logits.flatten(0, -2), arguments["labels"].flatten())
     expected.backward()
     assert (out.loss - expected).abs() <= 1e-12 * expected.abs() and torch.equal(full.loss, out.loss)
-    largest = max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
-    for key, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            assert (gradients[key] - parameter.grad).abs().max() <= 1e-12 * largest, key
+    assert_gradients(skipping, model)
 
 
 def test_when_logits_are_made():
@@ -343,11 +312,8 @@ def test_answers_are_scored_within_their_sequence():
         for i in range(len(LENGTHS)):
             alone = {key: value[i : i + 1, visible[i]] for key, value in inputs.items()}
             columns = torch.arange(SEQLEN, device=DEVICE)[visible[i]][None]
-            losses.append(
-                theirs(
-                    **alone, position_ids=columns, start_positions=starts[i : i + 1], end_positions=ends[i : i + 1]
-                ).loss
-            )
+            answer = {"start_positions": starts[i : i + 1], "end_positions": ends[i : i + 1]}
+            losses.append(theirs(**alone, position_ids=columns, **answer).loss)
         out = model(**inputs, start_positions=starts + first, end_positions=ends + first)
         assert (out.loss - torch.stack(losses).mean()).abs() <= 1e-12 * out.loss
         lowest = torch.finfo(torch.float64).min
@@ -404,9 +370,7 @@ def test_an_empty_batch(name):
 # ---- bad input
 
 IDS = torch.ones(2, 5, dtype=torch.int64)
-TOKENS = torch.full((2, 5), 2)
-
-
+TOKENS, ONE, HALF = torch.full((2, 5), 2), torch.ones(2, dtype=torch.int64), torch.full((2,), 0.5)
 ONE_TOO_LARGE = TOKENS.index_put((torch.tensor(1), torch.tensor(3)), torch.tensor(99))
 
 
@@ -418,11 +382,7 @@ def case(name, words, error=ValueError, **arguments):
     ("name", "arguments", "error", "words"),
     [
         case("MaskedLM", r"labels\[1, 3\] is 99; expected 0 <= labels < 99", IndexError, labels=ONE_TOO_LARGE),
-        case(
-            "MaskedLM",
-            r"BertForMaskedLM: labels has shape \(2, 4\); expected \(B, S\) = \(2, 5\)",
-            labels=TOKENS[:, :4],
-        ),
+        case("MaskedLM", r"BertForMaskedLM: labels has shape \(2, 4\); expected \(B, S\) = ", labels=TOKENS[:, :4]),
         case("MaskedLM", "labels is torch.float32", TypeError, labels=TOKENS.float()),
         case("MaskedLM", "labels on meta", labels=TOKENS.to("meta")),
         case("MaskedLM", r"attention_mask has shape \(2, 6\)", attention_mask=torch.ones(2, 6)),
@@ -433,13 +393,7 @@ def case(name, words, error=ValueError, **arguments):
         case("SequenceClassification", r"expected \(B, num_labels\) = \(2, 3\), for multi", labels=torch.ones(2)),
         case("TokenClassification", r"labels\[0, 0\] is 3", IndexError, labels=TOKENS + 1),
         case("TokenClassification", r"labels has shape \(5,\); expected \(B, S\)", labels=TOKENS[0]),
-        case(
-            "QuestionAnswering",
-            "start_positions is torch.float32",
-            TypeError,
-            start_positions=torch.ones(2),
-            end_positions=IDS[:, 0],
-        ),
+        case("QuestionAnswering", "start_positions is torch.fl", TypeError, start_positions=HALF, end_positions=ONE),
         case("QuestionAnswering", r"end_positions has shape \(5,\)", start_positions=IDS[:, 0], end_positions=IDS[0]),
         case("MultipleChoice", r"the input has shape \(2, 5\); expected \(B, N, S\)"),
         case("MultipleChoice", r"labels\[0\] is 2", IndexError, input_ids=IDS[None], labels=torch.tensor([2])),
@@ -453,9 +407,7 @@ def test_bad_input_is_refused(name, arguments, error, words):
 def test_packed_choices_need_their_number():
     model, ends = fastbert.BertForMultipleChoice(CONFIG), torch.tensor([0, 4, 10], dtype=torch.int32)
     for choices in (None, 3):
-        with pytest.raises(
-            ValueError, match=f"num_choices is {choices}; expected, for packed input, a number that divides"
-        ):
+        with pytest.raises(ValueError, match=f"num_choices is {choices}; expected, for packed input, a number that"):
             model(IDS.flatten(), cu_seqlens=ends, num_choices=choices)
 
 
@@ -481,27 +433,6 @@ def test_a_packing_that_is_handed_down():
 
 
 # ---- checkpoints
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_checkpoints_are_transformers_bit_for_bit(name, tmp_path):
-    theirs = their(name).to("cpu")
-    theirs.save_pretrained(tmp_path / "theirs")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = getattr(fastbert, name).from_pretrained(tmp_path / "theirs")
-    assert not model.training and model.config.num_labels == theirs.config.num_labels
-    model.save_pretrained(tmp_path / "ours")
-    one, two = (load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
-    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-    back = getattr(transformers, name).from_pretrained(tmp_path / "ours")
-    state = fastbert.hf.state_dict(model)
-    assert back.state_dict().keys() == theirs.state_dict().keys() == state.keys()
-    for key, tensor in theirs.state_dict().items():
-        assert torch.equal(back.state_dict()[key], tensor) and torch.equal(state[key], tensor), key
-    config = json.loads((tmp_path / "ours" / "config.json").read_text())
-    assert config["architectures"] == [name] and back.config.num_labels == theirs.config.num_labels
-    theirs.load_state_dict(state)
 
 
 @pytest.mark.parametrize("source", ["BertModel", "BertForMaskedLM"])
@@ -563,19 +494,6 @@ def test_names_of_labels_survive(tmp_path):
         config.changed(problem_type="ranking")
 
 
-def test_old_names(tmp_path):
-    """gamma and beta in a head, its decoder, position_ids."""
-    theirs = their("BertForMaskedLM").to("cpu")
-    theirs.save_pretrained(tmp_path)
-    state = {k.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): v.clone()
-             for k, v in theirs.state_dict().items()}  # fmt: skip
-    del state["cls.predictions.bias"]
-    save_file(state | {"bert.embeddings.position_ids": torch.arange(32)[None]}, tmp_path / "model.safetensors")
-    model = fastbert.BertForMaskedLM.from_pretrained(tmp_path)
-    for key, tensor in theirs.state_dict().items():
-        assert torch.equal(fastbert.hf.state_dict(model)[key], tensor), key
-
-
 def test_an_untied_decoder_is_refused(tmp_path):
     theirs = their("BertForMaskedLM", tie_word_embeddings=False)
     theirs.save_pretrained(tmp_path)
@@ -598,47 +516,6 @@ def test_a_state_that_does_not_fit_changes_nothing():
 
 
 # ---- the rest of PyTorch
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_survives_copy_save_and_half(name):
-    model, (inputs, labels) = our(their(name)), example(name)
-    expected = model(**inputs, **labels)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        out = other(**inputs, **labels)
-        assert torch.equal(out.loss, expected.loss) and all(
-            torch.equal(a, b) for a, b in zip(out[1:], expected[1:], strict=True)
-        )
-    half = copy.deepcopy(model).bfloat16()(**inputs, **labels)
-    assert half[1].dtype == torch.bfloat16 and half.loss.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "BertForPreTraining",
-        pytest.param("BertForMultipleChoice", marks=pytest.mark.slow),
-        pytest.param("BertForTokenClassification", marks=pytest.mark.slow),
-        pytest.param("BertForQuestionAnswering", marks=pytest.mark.slow),
-    ],
-)
-def test_compiles_to_one_graph(name):
-    """A padded graph keeps its padding rows: they change neither loss nor gradients."""
-    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    model, (inputs, labels) = our(their(name, num_hidden_layers=1, **dropout)).train(), example(name)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for arguments in (inputs | labels, packed(inputs, labels)):
-        results = []
-        for call in (model, compiled):
-            model.zero_grad()
-            loss = call(**arguments).loss
-            loss.backward()
-            results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-        largest = max(float(t.abs().max()) for t in results[0])
-        assert all((a - b).abs().max() <= 1e-6 * largest for a, b in zip(*results, strict=True))
 
 
 def test_hooks_on_the_body_are_called():

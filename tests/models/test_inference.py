@@ -62,11 +62,8 @@ def tokenizers(tmp_path_factory):
     tokens += [merge.replace(" ", "") for merge in MERGES]
     (bpe / "vocab.json").write_text(json.dumps({token: index for index, token in enumerate(tokens)}))
     (bpe / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES]), encoding="utf-8")
-    return {
-        "wordpiece": get_tokenizer(wordpiece),
-        "byte-level-bpe": get_tokenizer(bpe),
-        "sentencepiece": sentencepiece(characters, common),
-    }
+    found = {"wordpiece": get_tokenizer(wordpiece), "byte-level-bpe": get_tokenizer(bpe)}
+    return found | {"sentencepiece": sentencepiece(characters, common)}
 
 
 def sentencepiece(characters, words):
@@ -122,10 +119,8 @@ def test_masks_as_transformers_fills_them(checkpoint, head, family):
     directory = checkpoint(head, family)
     mask = "[MASK]" if family == "bert" else "<mask>"
     texts = [f"The {mask} statement is executed.", f"a {mask} and {mask}, of which {mask}", f"{mask}"]
-    found, theirs = (
-        MaskFiller.from_pretrained(directory)(texts, top_k=7),
-        pipeline("fill-mask", directory)(texts, top_k=7),
-    )
+    found = MaskFiller.from_pretrained(directory)(texts, top_k=7)
+    theirs = pipeline("fill-mask", directory)(texts, top_k=7)
     theirs[0], theirs[2] = [theirs[0]], [theirs[2]]
     assert [len(masks) for masks in found] == [1, 3, 1]
     for mine, other in zip(itertools.chain(*found), itertools.chain(*theirs), strict=True):
@@ -186,11 +181,7 @@ def test_the_head_runs_on_masks_alone(checkpoint):
     ("head", "family", "changes"),
     [
         ("BertForSequenceClassification", "bert", {"num_labels": 3}),
-        (
-            "BertForSequenceClassification",
-            "bert",
-            {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}},
-        ),
+        ("BertForSequenceClassification", "bert", {"id2label": {0: "bad", 1: "ok"}, "label2id": {"bad": 0, "ok": 1}}),
         ("BertForSequenceClassification", "bert", {"num_labels": 3, "problem_type": "multi_label_classification"}),
         ("BertForSequenceClassification", "bert", {"num_labels": 1}),
         ("BertForSequenceClassification", "bert", {"num_labels": 2, "problem_type": "regression"}),
@@ -307,14 +298,8 @@ def test_words_of_a_byte_level_tokenizer(checkpoint):
 
 def all_spans(model, tokenizer, question, context, max_length, stride, longest):
     """Spans by their characters, best first, no answer, the number of windows: transformers' windows, and loops."""
-    windows = tokenizer(
-        question,
-        context,
-        truncation="only_second",
-        max_length=max_length,
-        stride=stride,
-        return_overflowing_tokens=True,
-    )
+    cut = {"truncation": "only_second", "max_length": max_length, "stride": stride}
+    windows = tokenizer(question, context, **cut, return_overflowing_tokens=True)
     names = [name for name in ("input_ids", "token_type_ids") if name in windows]
     whole = tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)
     scores, nothing, place = {}, float("inf"), -1
@@ -338,11 +323,10 @@ def all_spans(model, tokenizer, question, context, max_length, stride, longest):
     return spans, np.exp(nothing) / total, len(windows["input_ids"])
 
 
-@pytest.mark.parametrize(
-    ("head", "family"), [("BertForQuestionAnswering", "bert"), ("RobertaForQuestionAnswering", "roberta")]
-)
+@pytest.mark.parametrize("family", ["bert", "roberta"])
 @pytest.mark.parametrize("size", [60, 700], ids=["one window", "many"])
-def test_answers_are_the_best_of_all_spans(checkpoint, head, family, size):
+def test_answers_are_the_best_of_all_spans(checkpoint, family, size):
+    head = f"{family.title()}ForQuestionAnswering"
     directory = checkpoint(head, family)
     question, context = "Which statement is it?", " ".join(TEXTS[:6])[:size]
     model = getattr(transformers, head).from_pretrained(directory).eval()
@@ -468,10 +452,8 @@ def test_sentences_of_another_family(checkpoint):
     assert encoder.max_length == 128
     with pytest.warns(UserWarning, match="1 of 2 texts are longer than 128 tokens"):
         found = encoder.encode(["a text", "word " * 200])
-    tokenizer, theirs = (
-        transformers.AutoTokenizer.from_pretrained(directory),
-        transformers.RobertaModel.from_pretrained(directory),
-    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    theirs = transformers.RobertaModel.from_pretrained(directory)
     for text, vector in zip(["a text", "word " * 200], found, strict=True):
         with torch.no_grad():
             hidden = theirs.eval()(**tokenizer(text, truncation=True, max_length=128, return_tensors="pt"))[0][0]
@@ -486,10 +468,9 @@ def test_attention_is_transformers_own(checkpoint):
     theirs = transformers.BertModel.from_pretrained(directory, attn_implementation="eager").eval()
     tokenizer, model = get_tokenizer(directory), AutoModel.from_pretrained(directory).train()
     tokens, weights = attention_of(model, tokenizer, "the cat sat on the mat")
+    ids = torch.tensor([tokenizer.encode("the cat sat on the mat").ids])
     with torch.no_grad():
-        expected = torch.cat(
-            theirs(torch.tensor([tokenizer.encode("the cat sat on the mat").ids]), output_attentions=True).attentions
-        )
+        expected = torch.cat(theirs(ids, output_attentions=True).attentions)
     assert (weights - expected).abs().max() < CLOSE and model.training  # as it was, but drawn without dropout
     assert tokens[0] == "[CLS]" and weights.shape == (2, 4, len(tokens), len(tokens))
 
@@ -510,10 +491,7 @@ def test_pictures(tmp_path):
     for other in (weights.bfloat16(), weights.double().requires_grad_()):  # numpy takes neither
         shown = attention_figure(other, tokens, layer=1, head=2).axes[0].images[0].get_array()
         assert np.array_equal(shown, other[1, 2].detach().float().numpy())
-    for changes, words in [
-        ({"layer": 2}, "layer is 2; expected 0 to 1"),
-        ({"head": -1}, "head is -1; expected 0 to 3"),
-    ]:
+    for changes, words in (({"layer": 2}, "layer is 2; expected 0 to 1"), ({"head": -1}, "is -1; expected 0 to 3")):
         with pytest.raises(ValueError, match=words):
             attention_figure(weights, tokens, **changes)
     with pytest.raises(ValueError, match=r"weights has shape \(2, 4, 3, 3\); expected .* T = 2"):
@@ -526,11 +504,7 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path, checkpoint):
     path = plot_attention(model, tokenizer, "the cat", tmp_path / "picture")
     assert path.read_bytes().startswith(b"\x89PNG")
     before = sorted(tmp_path.iterdir())
-    for text, layer, words in (
-        ("", None, "has 2 tokens"),
-        ("word " * 200, None, "at most 130"),
-        ("a", 9, "layer is 9"),
-    ):
+    for text, layer, words in (("", None, "2 tokens"), ("word " * 200, None, "at most 130"), ("a", 9, "layer is 9")):
         with pytest.raises(ValueError, match=words):
             plot_attention(model, tokenizer, text, tmp_path / "other.png", layer=layer)
     assert sorted(tmp_path.iterdir()) == before

@@ -6,11 +6,11 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from small_models import TINY, minilm
+from small_models import TINY, minilm, sentence_encoder
 
-from fastbert import BertForSequenceClassification, BertModel
+from fastbert import BertForSequenceClassification
 from fastbert.data import ContrastiveCollator, ContrastiveDataset, get_tokenizer
-from fastbert.inference import CrossEncoder, SentenceEncoder, mine_hard_negatives, similarity
+from fastbert.inference import CrossEncoder, mine_hard_negatives, similarity
 
 WORDS = "red blue green sun moon star tree leaf root sand sea sky stone cloud river".split()
 
@@ -47,16 +47,9 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def encoder(tokenizer):
-    torch.manual_seed(0)
-    config = TINY.changed(vocab_size=30522, initializer_range=0.3)
-    return SentenceEncoder(
-        BertModel(config, add_pooling_layer=False),
-        tokenizer,
-        prompts={"query": "find: "},
-        normalize=False,
-        similarity="dot",  # of vectors of length 1 all the same
-    )
+def encoder():
+    """similarity: of vectors of length 1 all the same."""
+    return sentence_encoder(prompts={"query": "find: "}, normalize=False, similarity="dot")
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +143,8 @@ def test_negatives_of_sentence_transformers(tmp_path, encoder, reranker, name, r
     for triplets in (False, True):
         random.seed(7)
         form = {"output_format": "triplet" if triplets else "n-tuple", "output_scores": True, "verbose": False}
-        expected = theirs(
-            datasets.Dataset.from_dict(PAIRS), model, corpus=CORPUS, cross_encoder=cross, **renamed, **form
-        )
+        rows = datasets.Dataset.from_dict(PAIRS)
+        expected = theirs(rows, model, corpus=CORPUS, cross_encoder=cross, **renamed, **form)
         expected = expected.to_dict()
         found = mine_hard_negatives(encoder, PAIRS, CORPUS, **options, **own, triplets=triplets)
         scores = expected.pop("scores")
@@ -176,10 +168,7 @@ def test_mined_columns_train(encoder, tokenizer):
 
 def test_prompts_are_put_before_texts(encoder):
     plain = mine_hard_negatives(encoder, PAIRS, query_prompt="", corpus_prompt="a b c ")
-    with_prompts = {
-        "question": PAIRS["question"],
-        "answer": ["a b c " + text for text in PAIRS["answer"]],
-    }
+    with_prompts = {"question": PAIRS["question"], "answer": ["a b c " + text for text in PAIRS["answer"]]}
     again = mine_hard_negatives(encoder, with_prompts, query_prompt="")
     assert [["a b c " + text for text in plain.columns["negative_1"]]] == [again.columns["negative_1"]]
     assert plain.columns != mine_hard_negatives(encoder, PAIRS).columns

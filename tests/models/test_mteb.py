@@ -5,9 +5,9 @@ import copy
 import numpy as np
 import pytest
 import torch
-from small_models import TINY, minilm
+from small_models import TINY, minilm, sentence_encoder
 
-from fastbert import BertForSequenceClassification, BertModel
+from fastbert import BertForSequenceClassification
 from fastbert.data import get_tokenizer
 from fastbert.inference import CrossEncoder, Dense, SentenceEncoder, quantize
 from fastbert.inference.mteb import MTEBCrossEncoder, MTEBEncoder
@@ -126,10 +126,8 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def small(tokenizer):
-    torch.manual_seed(0)
-    config = TINY.changed(vocab_size=30522, initializer_range=0.3)
-    return SentenceEncoder(BertModel(config, add_pooling_layer=False), tokenizer)
+def small():
+    return sentence_encoder()
 
 
 def with_options(encoder, **options):

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_models import CONFIGS, TINY, assert_like, reference_masks, small_tokenizer
+from small_models import CONFIGS, TINY, assert_gradients, assert_like, gradients, reference_masks, small_tokenizer
 from small_models import multi_vector_encoder as small
 from transformers import AutoConfig, AutoModel
 
@@ -48,15 +48,13 @@ def test_maxsim_by_its_formula(block):
 @pytest.mark.parametrize("block", [1, 30, 1 << 24])
 def test_gradients_of_maxsim(block):
     """By differences; of equal products the first token alone gets it; no block holds more products than it may."""
-    arguments = ends(2, 0, 3), ends(4, 0, 5)
+    one, two = ends(2, 0, 3), ends(4, 0, 5)
     queries, documents = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (5, 9))
     for measure in (maxsim.maxsim, maxsim_pairs):
-        torch.autograd.gradcheck(
-            lambda q, d, f=measure: f(q, arguments[0], d, arguments[1], block=block), (queries, documents)
-        )
+        torch.autograd.gradcheck(lambda q, d, f=measure: f(q, one, d, two, block=block), (queries, documents))
     ones = torch.ones(9, 3, dtype=torch.float64, requires_grad=True)
     for measure in (maxsim.maxsim, maxsim_pairs):
-        (grad,) = torch.autograd.grad(measure(queries, arguments[0], ones, arguments[1], block=block).sum(), ones)
+        (grad,) = torch.autograd.grad(measure(queries, one, ones, two, block=block).sum(), ones)
         assert grad.abs().sum(-1).nonzero().flatten().tolist() == [0, 4]
 
 
@@ -148,12 +146,7 @@ def test_training_with_expansion_drops_by_the_contract(monkeypatch):
     weights = torch.randn_like(truth)
     (found * weights).sum().backward()
     (truth * weights).sum().backward()
-    grads = model.to_hugging_face({n: p.grad for n, p in model.named_parameters()})
-    expected = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
-    largest = max(float(g.abs().max()) for g in expected.values())
-    assert grads.keys() == expected.keys()
-    for name, grad in expected.items():
-        assert (grads[name] - grad).abs().max() <= 1e-12 * largest, name
+    assert_gradients(model.to_hugging_face(gradients(model)), twin)
 
 
 def test_a_sequence_that_sees_nothing_is_zeros():
@@ -186,10 +179,8 @@ def theirs(directory):
 def assert_same(directory, models=None):
     """That what we make of a directory is what sentence-transformers makes of it; the vectors in float64."""
     models = models or theirs(directory)
-    exact, plain = (
-        MultiVectorEncoder.from_pretrained(directory, dtype=torch.float64),
-        MultiVectorEncoder.from_pretrained(directory),
-    )
+    exact = MultiVectorEncoder.from_pretrained(directory, dtype=torch.float64)
+    plain = MultiVectorEncoder.from_pretrained(directory)
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # texts are cut
@@ -205,9 +196,8 @@ def assert_same(directory, models=None):
     if plain.similarity_name == "meanmaxsim":
         truth = truth / torch.tensor([[len(x)] for x in q])
     assert_like(plain.similarity(q, d), truth, models[0].similarity(q, d))
-    assert_like(
-        plain.similarity_pairwise(q[:2], d[:2]), truth.diagonal()[:2], models[0].similarity_pairwise(q[:2], d[:2])
-    )
+    pairs = (model.similarity_pairwise(q[:2], d[:2]) for model in (plain, models[0]))
+    assert_like(next(pairs), truth.diagonal()[:2], next(pairs))
     return exact
 
 
@@ -344,9 +334,8 @@ def test_what_is_saved_for_colbert(tmp_path, attend):
     made = MultiVectorEncoder.from_pretrained(tmp_path / "first")
     made.save_pretrained(tmp_path / "second", format="colbert")
     written = json.loads((tmp_path / "second" / "artifact.metadata").read_text())
-    assert {
-        n: v for n, v in (METADATA | {"attend_to_mask_tokens": attend}).items() if n != "interaction"
-    }.items() <= written.items()
+    expected = METADATA | {"attend_to_mask_tokens": attend}
+    assert {name: value for name, value in expected.items() if name != "interaction"}.items() <= written.items()
     assert_same(tmp_path / "second")
     again = MultiVectorEncoder.from_pretrained(tmp_path / "second")
     for one, other in zip(again.encode_query(["a query"]), made.encode_query(["a query"]), strict=True):

@@ -73,9 +73,8 @@ def test_floats_are_as_accurate_as_pytorch(theirs, model, inputs, precision):
     """Hidden states 3 e; truth are the weights of that precision in float64."""
     rounded = copy.deepcopy(theirs).to(PRECISIONS[precision])
     truth = states(copy.deepcopy(rounded).double(), inputs)
-    rows = testing.compare(
-        states(fastbert.prepare(model, precision), inputs), truth, [states(rounded, inputs)], factor=3.0
-    )
+    found = states(fastbert.prepare(model, precision), inputs)
+    rows = testing.compare(found, truth, [states(rounded, inputs)], factor=3.0)
     testing.assert_rows(rows)
 
 

@@ -94,9 +94,8 @@ def test_texts_that_a_worker_cuts_are_said(directory, tmp_path):
 def test_ray_data(directory):
     encoder = SentenceEncoder.from_pretrained(directory)
     data = ray.data.from_items([{"id": i, "text": text} for i, text in enumerate(CORPUS[:300])])
-    found = data.map_batches(
-        BatchEmbedder, fn_constructor_args=[str(directory)], batch_size=64, compute=ray.data.ActorPoolStrategy(size=2)
-    )
+    options = {"batch_size": 64, "compute": ray.data.ActorPoolStrategy(size=2)}
+    found = data.map_batches(BatchEmbedder, fn_constructor_args=[str(directory)], **options)
     rows = sorted(found.take_all(), key=lambda row: row["id"])
     assert [row["text"] for row in rows] == CORPUS[:300]
     vectors = np.stack([row["embedding"] for row in rows])

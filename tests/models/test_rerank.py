@@ -159,9 +159,8 @@ def test_rank(tmp_path, small):
 def test_one_batch_or_many(small):
     seen, done = [], []
     one, many = small(tokens_per_batch=10**6), small(tokens_per_batch=1)
-    many.model.register_forward_pre_hook(
-        lambda model, inputs, options: seen.append(len(options["input_ids"])), with_kwargs=True
-    )
+    noted = lambda model, inputs, options: seen.append(len(options["input_ids"]))  # noqa: E731
+    many.model.register_forward_pre_hook(noted, with_kwargs=True)
     with pytest.warns(UserWarning, match="3 of 8 texts are longer than 32 tokens: cut there"):
         found = many.predict(PAIRS, progress=done.append)
     double = small()

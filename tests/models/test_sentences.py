@@ -65,6 +65,7 @@ def test_what_sentence_transformers_computes(encoder):
 
 
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+CLS_AND_MEAN = ("mean_tokens", "cls_token")
 POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
 WEIGHTS = {"idx": 2, "name": "2", "path": "2_WordWeights", "type": "sentence_transformers.models.WordWeights"}
 
@@ -75,22 +76,10 @@ WEIGHTS = {"idx": 2, "name": "2", "path": "2_WordWeights", "type": "sentence_tra
         ([TRANSFORMER, POOLING], {"pooling_mode": "cls"}, ("cls", False)),  # as sentence-transformers 6 writes it
         ([TRANSFORMER, POOLING], {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, ("mean", False)),
         ([TRANSFORMER, POOLING], {"pooling_mode_max_tokens": True}, ("max", False)),
-        (
-            [TRANSFORMER, POOLING],
-            {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
-            (("cls", "mean"), False),
-        ),
+        ([TRANSFORMER, POOLING], {f"pooling_mode_{name}": True for name in CLS_AND_MEAN}, (("cls", "mean"), False)),
         ([TRANSFORMER, POOLING], {"pooling_mode": "median"}, "pooling is 'median'; expected 'mean'"),
-        (
-            [TRANSFORMER, POOLING, WEIGHTS],
-            {"pooling_mode": "mean"},
-            "has the modules Transformer, Pooling, WordWeights;",
-        ),
-        (
-            [POOLING, TRANSFORMER],
-            {"pooling_mode": "mean"},
-            "has the modules Pooling, Transformer; expected Transformer",
-        ),
+        ([TRANSFORMER, POOLING, WEIGHTS], {"pooling_mode": "mean"}, "the modules Transformer, Pooling, WordWeights;"),
+        ([POOLING, TRANSFORMER], {"pooling_mode": "mean"}, "the modules Pooling, Transformer; expected Transformer"),
         ([], {"pooling_mode": "mean"}, "has a pooling and no modules.json: saving was interrupted"),
     ],
 )
@@ -399,10 +388,7 @@ def test_info_says_what_a_bug_report_needs(capsys):
         (["embed", "--text", "TEXT", "--output", "nowhere/out"], "No such file"),
         (["embed", "--text", "TEXT", "--output", "a.xyz"], "--output is a.xyz; expected a name that ends in .npy"),
         (["embed", "a text"], "expected --output PATH.npy for texts of the command line"),
-        (
-            ["embed", "a text", "--output", "a.npy", "--max-length", "513"],
-            "max_length is 513; expected at most the model",
-        ),
+        (["embed", "a text", "--output", "a.npy", "--max-length", "513"], "is 513; expected at most the model"),
         (["embed", "TEXT"], "TEXT is a file; expected a text, or --text /"),
         (["similarity", "a text", "TEXT"], "TEXT is a file; expected a text, or --text /"),
         (["search", "TEXT"], "TEXT is a file; expected a text, or --text /"),

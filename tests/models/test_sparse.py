@@ -306,9 +306,7 @@ def test_a_model_without_a_masked_lm_head_is_refused(tmp_path, encoder):
 
 REFUSED = {
     "activation is 'gelu'; expected 'relu' or 'log1p_relu'": lambda e: BertForSparseEmbedding(TINY, "gelu"),
-    "model is a BertModel; expected a BertForSparseEmbedding": lambda e: SparseEncoder(
-        fastbert.BertModel(TINY), e.tokenizer
-    ),
+    "is a BertModel; expected a BertForSparseEmbedding": lambda e: SparseEncoder(fastbert.BertModel(TINY), e.tokenizer),
     "max_active_dims is 0; expected a positive int": lambda e: SparseEncoder(e.model, e.tokenizer, max_active_dims=0),
     "max_active_dims is 2.5; expected a positive int": lambda e: e.encode(["a"], max_active_dims=2.5),
     "there is no prompt 'q'; this encoder has none": lambda e: e.encode(["a"], prompt_name="q"),
@@ -320,9 +318,7 @@ REFUSED = {
         torch.zeros(2, 99), torch.zeros(99)
     ),
     "texts is a str; expected several strings": lambda e: e.encode("one text"),
-    "tokens, the model embeds 9": lambda e: SparseEncoder(
-        BertForSparseEmbedding(TINY.changed(vocab_size=9)), e.tokenizer
-    ),
+    "the model embeds 9": lambda e: SparseEncoder(BertForSparseEmbedding(TINY.changed(vocab_size=9)), e.tokenizer),
 }
 
 

@@ -8,25 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import TINY, minilm
+from small_models import sentence_encoder
 
 import fastbert
-from fastbert import BertModel, backends
-from fastbert.data import get_tokenizer
-from fastbert.inference import Dense, SentenceEncoder
+from fastbert import backends
+from fastbert.inference import Dense
 
 TEXTS = [f"{'word ' * (i % 7)}number {i}" for i in range(40)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return get_tokenizer(minilm())
-
-
-def small(tokenizer, **options):
-    torch.manual_seed(0)
-    config = TINY.changed(vocab_size=30522, initializer_range=0.3)
-    return SentenceEncoder(BertModel(config, add_pooling_layer=False), tokenizer, **options)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +27,8 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def encoder(tokenizer):
-    return small(tokenizer, dense=[Dense(48, 20)], prompts={"query": "find: "}, include_prompt=False)
+def encoder():
+    return sentence_encoder(dense=[Dense(48, 20)], prompts={"query": "find: "}, include_prompt=False)
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +72,13 @@ def test_a_failure_is_raised_and_the_workers_go_on(encoder, workers):
     with pytest.raises(IndexError, match="30522"):  # in a worker, between batches that are right
         list(workers.embed([[[101, 102]], [[101, 30522, 102]], *[[[101, 102]]] * 50]))
     with pytest.raises(ValueError, match="workers are those of another encoder"):
-        small(encoder.tokenizer).encode(TEXTS, workers=workers)
+        sentence_encoder().encode(TEXTS, workers=workers)
     assert torch.equal(encoder.encode(TEXTS, workers=workers), encoder.encode(TEXTS))
 
 
-def test_a_worker_that_is_killed_is_an_error(tokenizer):
+def test_a_worker_that_is_killed_is_an_error():
     """In a pool of its own, in the middle of its work, and before it; nobody waits for what will not come."""
-    encoder = small(tokenizer)
+    encoder = sentence_encoder()
     with fastbert.backend("reference"):  # is the workers' too
         workers = encoder.workers(1)
     assert set(dict(workers._submit(backends.forced).result()).values()) == {"reference"}
@@ -128,8 +116,8 @@ def test_a_process_that_cannot_begin_says_why(encoder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
-def test_prepared_models_work_too(tokenizer, one_thread, precision):
-    encoder = small(tokenizer)
+def test_prepared_models_work_too(one_thread, precision):
+    encoder = sentence_encoder()
     encoder.model = fastbert.prepare(encoder.model, precision)
     with encoder.workers(["cpu", "cpu"]) as workers:
         assert torch.equal(encoder.encode(TEXTS, workers=workers), encoder.encode(TEXTS))
@@ -153,9 +141,9 @@ def main():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("guarded", [True, False])
-def test_from_a_script(tmp_path, tokenizer, guarded):
+def test_from_a_script(tmp_path, guarded):
     """Without a guard its processes would start processes: an error, not a hang."""
-    small(tokenizer).save_pretrained(tmp_path / "encoder")
+    sentence_encoder().save_pretrained(tmp_path / "encoder")
     call = 'if __name__ == "__main__":\n    main()' if guarded else "main()"
     (tmp_path / "script.py").write_text(SCRIPT.replace("{call}", call))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(fastbert.__file__).parents[1])}

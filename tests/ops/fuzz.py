@@ -332,17 +332,11 @@ def check(call: Call) -> bool:
 
 
 def main(examples: int, file: Path) -> None:
-    returned = []
+    returned, quiet = [], {"suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
     resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))  # 2**31 rows of a result raise, and fill no machine
     with open(file, "r+b", buffering=0) as place:
 
-        @settings(
-            max_examples=examples,
-            derandomize=True,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
-        )
+        @settings(max_examples=examples, derandomize=True, deadline=None, **quiet)
         @given(calls())
         def run(call):
             place.seek(0)

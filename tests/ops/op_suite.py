@@ -74,6 +74,17 @@ class OpSuite:
         """Inputs with no token."""
         raise AssertionError("a suite has an empty input")
 
+    def assert_accurate(self, backend, inputs: dict, dtype: torch.dtype, *calls: Callable) -> None:
+        """Each call, of none the op, by the accuracy rule; gradients too where the backend has them."""
+        both = backend.why_not(dtype, True) is None
+        for call in calls or (self.ours,):
+            assert testing.assert_accurate(call, self.truth, self.contenders(), inputs, gradients=both)
+
+    def assert_accurate_unaligned(self, backend, inputs: dict, dtype: torch.dtype, *names: str) -> None:
+        """Where memory begins off a vector's place: of all tensors, and of each of these."""
+        calls = (one_element_in(self.ours, only) for only in (None, *names))
+        self.assert_accurate(backend, inputs, dtype, self.ours, *calls)
+
     # ---- numbers
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
@@ -88,9 +99,7 @@ class OpSuite:
         backend.require(dtype)
         inputs = self.inputs(self.shapes[0].values[0], dtype, backend.device)
         inputs |= {name: inputs[name].float() for name in self.parameters if inputs[name] is not None}
-        both = backend.why_not(dtype, True) is None
-        rows = testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, gradients=both)
-        assert rows
+        self.assert_accurate(backend, inputs, dtype)
 
     def test_gradcheck(self, backend):
         backend.require(torch.float64, backward=True)
@@ -182,6 +191,24 @@ class OpSuite:
         compiled = torch.compile(self.ours, fullgraph=True, backend="aot_eager")
         self.ours(**inputs)  # eager calls are counted, compiled ones are not
         testing.assert_accurate(compiled, self.truth, self.contenders(), inputs, factor=self.factor, gradients=both)
+
+
+class ProductSuite(OpSuite):
+    """Of an op that begins with a matrix product. shapes: (tokens, inner, outer). gain: the spread of its results."""
+
+    parameters = ("weight", "bias")
+    gain = 1
+
+    def inputs(self, shape, dtype, device):
+        tokens, inner, outer = shape
+        return {
+            "x": normal(tokens, inner, dtype=dtype, device=device),
+            "weight": normal(outer, inner, dtype=dtype, device=device, scale=self.gain * inner**-0.5),
+            "bias": normal(outer, dtype=dtype, device=device),
+        }
+
+    def empty(self, dtype, device):
+        return self.inputs((0, 8, 4), dtype, device)
 
 
 def pytest_generate_tests(metafunc):  # imported by the test files: one test a shape

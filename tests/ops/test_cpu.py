@@ -33,6 +33,9 @@ def _cases():
     ends = torch.tensor((0, *LENGTHS)).cumsum(0).to(torch.int32)
     slots = (torch.arange(-60, 61).clamp(-20, 19) + 20).int()
     ids, tables = torch.randint(50, (3, ROWS)), [torch.randn(50, C) for _ in range(3)]
+    projected = {"qkv": torch.randn(ROWS, 3, 3, 32)}
+    shapes = {"keys": (40, 3, 32), "queries": (40, 3, 32), "bias": (3, 40)}
+    tables_of_positions = {name: torch.randn(shape) for name, shape in shapes.items()}
     return {
         "layer_norm": (ops.layer_norm, {"x": x, "weight": w, "bias": b}),
         "add_layer_norm": (
@@ -40,16 +43,12 @@ def _cases():
             {"x": x, "residual": y, "weight": w, "bias": b, "x_bias": b.flip(0)},
         ),
         "bias_gelu": (ops.bias_gelu, {"x": x, "bias": b}),
-        "attention": (
-            lambda qkv: ops.attention(qkv, ends, max(LENGTHS), **_dropout(2)),
-            {"qkv": torch.randn(ROWS, 3, 3, 32)},
-        ),
+        "attention": (lambda qkv: ops.attention(qkv, ends, max(LENGTHS), **_dropout(2)), projected),
         "relative_attention": (
             lambda qkv, **tables: ops.relative_attention(
                 qkv, ends, max(LENGTHS), ops.RelativePositions(slots, **tables), **_dropout(2)
             ),
-            {"qkv": torch.randn(ROWS, 3, 3, 32), "keys": torch.randn(40, 3, 32), "queries": torch.randn(40, 3, 32)}
-            | {"bias": torch.randn(3, 40)},
+            projected | tables_of_positions,
         ),
         "embedding": (
             lambda word, position, token_type, weight, bias: ops.embedding(

@@ -73,9 +73,8 @@ class TestEncoderLayer(OpSuite):
     def primitive_calls(self, inputs):
         parameters = [inputs[name] for name in self.parameters]
         hidden, cu_seqlens, heads = inputs["hidden"], inputs["cu_seqlens"], self.heads
-        settings = Settings(
-            inputs["longest"], heads, 0.5, self.p, self.p, self.p, 4, self.approximate, hidden.dtype, 1e-5, 1e-5
-        )
+        dropout = (self.p,) * 3
+        settings = Settings(inputs["longest"], heads, 0.5, *dropout, 4, self.approximate, hidden.dtype, 1e-5, 1e-5)
         given = (cu_seqlens, self.rng(hidden), *settings)
         yield from layer_calls(hidden, None, parameters, given)
 
@@ -114,10 +113,7 @@ class TestAfterAttention(TestEncoderLayer):
     """The rest of the layer; its context is a random one, of other width than the layer."""
 
     projections = ""
-    shapes = [
-        pytest.param((9, 10, 6, 7), id="odd"),
-        pytest.param((130, 64, 96, 256), id="products-by-onednn"),
-    ]
+    shapes = [pytest.param((9, 10, 6, 7), id="odd"), pytest.param((130, 64, 96, 256), id="products-by-onednn")]
 
     def inputs(self, shape, dtype, device):
         tokens, width, inner, wide = shape
@@ -212,9 +208,8 @@ def plain_rest(context, hidden, parameters, *, eps, approximate, dropout_p, rng,
 
 
 def model(dtype=torch.float32, **changes):
-    config = fastbert.BertConfig(
-        vocab_size=50, hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=96, **changes
-    )
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
+    config = fastbert.BertConfig(vocab_size=50, **sizes, **changes)
     return fastbert.BertModel(config).to(dtype)
 
 

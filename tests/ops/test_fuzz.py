@@ -18,9 +18,8 @@ def test_wrong_calls_raise_or_keep_their_promise(examples, tmp_path):
     call = tmp_path / "call"
     call.touch()
     words = [sys.executable, "-X", "faulthandler", str(Path(__file__).with_name("fuzz.py")), str(examples), str(call)]
-    result = subprocess.run(
-        words, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "2"}
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    result = subprocess.run(words, capture_output=True, text=True, timeout=900, env=env)
     code = result.returncode
     assert code >= 0, f"{signal.Signals(-code).name} in {call.read_text()}\n{result.stderr[-3000:]}"
     assert code == 0, result.stdout[-2000:] + result.stderr[-6000:]

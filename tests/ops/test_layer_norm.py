@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import OpSuite, normal, one_element_in, pytest_generate_tests, slow_interpreted  # noqa: F401
+from op_suite import OpSuite, normal, pytest_generate_tests, slow_interpreted  # noqa: F401
 
 from fastbert import backends, ops, random, testing
 
@@ -51,18 +51,14 @@ class Rows(OpSuite):
         kernel = backends.KERNELS[self.op].get(backend.name)
         if kernel and kernel.largest and size[-1] > kernel.largest:
             backend.skip("too long a row")
-        inputs = self.inputs(size, torch.float32, backend.device)
-        both = backend.why_not(torch.float32, True) is None
-        testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, gradients=both)
+        self.assert_accurate(backend, self.inputs(size, torch.float32, backend.device), torch.float32)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=("float32", "float16"))
     @pytest.mark.parametrize("columns", [264, pytest.param(1288, marks=slow_interpreted)])
     def test_unaligned_memory(self, backend, dtype, columns):
         backend.require(dtype)
         inputs = self.inputs((5, columns), dtype, backend.device)
-        both = backend.why_not(dtype, True) is None
-        for call in (self.ours, *(one_element_in(self.ours, only) for only in (None, *inputs, "dy"))):
-            testing.assert_accurate(call, self.truth, self.contenders(), inputs, gradients=both)
+        self.assert_accurate_unaligned(backend, inputs, dtype, *inputs, "dy")
 
 
 class TestLayerNorm(Rows):
@@ -117,9 +113,7 @@ class TestLayerNorm(Rows):
         y, truth = self.ours(**inputs), self.truth(**{n: t.double() for n, t in inputs.items()})
         assert (y - truth).abs().max() <= 1e-5 * truth.abs().max()
 
-    @pytest.mark.parametrize(
-        "columns", [64, 768, pytest.param(1500, marks=slow_interpreted), pytest.param(4100, marks=slow_interpreted)]
-    )
+    @pytest.mark.parametrize("columns", [64, 768, *(pytest.param(n, marks=slow_interpreted) for n in (1500, 4100))])
     def test_a_mean_that_float32_does_not_hold(self, backend, columns):
         """Eighths above 2**20, the finest that float32 has there: the rounded mean is off by a fifth of the deviation.
 
@@ -138,16 +132,7 @@ class TestLayerNorm(Rows):
             for gradient, exact in zip(found, right, strict=True):
                 assert (gradient - exact).abs().max() <= 1e-6 * exact.abs().max()
 
-    @pytest.mark.parametrize(
-        "size",
-        [
-            pytest.param(10, marks=slow_interpreted),
-            pytest.param(1e2, marks=slow_interpreted),
-            1e4,
-            pytest.param(1e6, marks=slow_interpreted),
-            1e8,
-        ],
-    )
+    @pytest.mark.parametrize("size", [1e4, 1e8, *(pytest.param(n, marks=slow_interpreted) for n in (10, 1e2, 1e6))])
     @pytest.mark.parametrize("place", [0, -1])
     def test_one_outlier_in_a_row(self, backend, size, place):
         """BERT's hidden states have such channels. One number holds all of dweight's error, so PyTorch's is the worst
@@ -228,8 +213,7 @@ class TestAddLayerNorm(Rows):
         inputs = self.inputs((17, 768), torch.float32, backend.device)
         inputs["x"] = inputs["x"].bfloat16()
         assert self.ours(**inputs).dtype == torch.float32
-        both = backend.why_not(torch.bfloat16, True) is None
-        testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, gradients=both)
+        self.assert_accurate(backend, inputs, torch.bfloat16)
 
     @pytest.mark.parametrize(
         "others",
@@ -298,12 +282,7 @@ class TestAddLayerNormDropout(TestAddLayerNorm):
         assert not torch.equal(kept[-8:], kept[:8])
 
 
-BAD = {
-    "x": torch.zeros(2, 4),
-    "residual": torch.zeros(2, 4),
-    "weight": torch.zeros(4),
-    "bias": torch.zeros(4),
-}
+BAD = {"x": torch.zeros(2, 4), "residual": torch.zeros(2, 4), "weight": torch.zeros(4), "bias": torch.zeros(4)}
 
 
 @pytest.mark.parametrize(

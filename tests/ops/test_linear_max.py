@@ -127,9 +127,8 @@ class TestLinearMax(OpSuite):
         zero = torch.zeros(70, device=backend.device)
         expected = testing.evaluate(self.truth, {**inputs, "bias": zero}, dtype=torch.float64)
         assert torch.equal(y.double(), expected.outputs["output"])
-        grads = torch.autograd.grad(
-            self.ours(**inputs | {"bias": zero.requires_grad_()}).sum(), [*leaves.values(), zero]
-        )
+        loss = self.ours(**inputs | {"bias": zero.requires_grad_()}).sum()
+        grads = torch.autograd.grad(loss, [*leaves.values(), zero])
         assert all(torch.equal(leaf.grad, grad) for leaf, grad in zip(leaves.values(), grads, strict=False))
         assert torch.equal(grads[2], torch.full_like(zero, 2))
 
@@ -208,12 +207,8 @@ def test_the_reference_twin_is_differentiable_twice():
     assert ops.linear_max_ref(x[:0], weight, None, ends[:1]).shape == (0, 5)
 
 
-GOOD = {
-    "x": torch.zeros(2, 4),
-    "weight": torch.zeros(5, 4),
-    "bias": torch.zeros(5),
-    "cu_seqlens": torch.tensor([0, 2], dtype=torch.int32),
-}
+GOOD = {"x": torch.zeros(2, 4), "weight": torch.zeros(5, 4), "bias": torch.zeros(5)}
+GOOD["cu_seqlens"] = torch.tensor([0, 2], dtype=torch.int32)
 
 
 @pytest.mark.parametrize(

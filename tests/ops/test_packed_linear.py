@@ -155,9 +155,8 @@ class TestFloats:
 
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(
-            lambda x: ops.packed_linear(x, packed, None, bias, 11, "tanh"), fullgraph=True, backend=counter
-        )
+        ours = lambda x: ops.packed_linear(x, packed, None, bias, 11, "tanh")  # noqa: E731
+        compiled = torch.compile(ours, fullgraph=True, backend=counter)
         for rows in (9, 8, 5, 2):
             testing.assert_accurate(compiled, plain, [plain], {"x": x[:rows]}, gradients=False)
         assert counter.frame_count <= 2
@@ -243,9 +242,8 @@ class TestInt8:
         def gelu(v):
             return F.gelu(v, approximate=approximate)
 
-        testing.assert_accurate(
-            lambda v: product8(**inputs, approximate=approximate), gelu, [gelu], {"v": before}, gradients=False
-        )
+        ours = lambda v: product8(**inputs, approximate=approximate)  # noqa: E731
+        testing.assert_accurate(ours, gelu, [gelu], {"v": before}, gradients=False)
 
     @pytest.mark.parametrize("approximate", GELUS)
     @pytest.mark.parametrize("dtype", OF_X[1:], ids=str)
@@ -423,11 +421,7 @@ BYTES = {"weight": torch.zeros(11, 7, dtype=torch.int8), "scale": SCALE}
         ({"x": [1.0]}, TypeError, "x is list beside a weight of torch.float32; expected torch.float32"),
         ({"x": X.half()}, TypeError, "x is torch.float16 beside a weight of torch.float32; expected torch.float32"),
         ({"x": X.bfloat16()}, TypeError, "x is torch.bfloat16 beside a weight of torch.float32"),
-        (
-            BYTES | {"x": X.double()},
-            TypeError,
-            "x is torch.float64 .* torch.float32 or torch.bfloat16 or torch.float16",
-        ),
+        (BYTES | {"x": X.double()}, TypeError, "x is torch.float64 .*float32 or torch.bfloat16 or torch.float16"),
         ({"weight": torch.zeros(1, 7, 16).double()}, TypeError, "weight is torch.float64; expected one of"),
         ({"x": X[0]}, ValueError, r"x has shape \(7,\); expected \(..., K\) with at least two dimensions"),
         ({"x": X[:, 1:]}, ValueError, r"weight has shape .*; expected what pack_weight gives for \(C, K\) = "),
@@ -678,10 +672,7 @@ def test_a_layer_is_what_its_schema_and_its_fake_say(kind):
         (lambda layer: layer.parameters.pop(), "15 parameters; expected 12 or 16"),
         (lambda layer: layer.scales.pop(), "5 scales; expected 6"),
         (lambda layer: layer.parameters.__setitem__(1, torch.zeros(1, WIDTH)), "a bias has shape"),
-        (
-            lambda layer: layer.parameters.__setitem__(1, torch.zeros(WIDTH - 3)),
-            "projections give 24 and 21|bias has shape",
-        ),
+        (lambda layer: layer.parameters.__setitem__(1, torch.zeros(21)), "projections give 24 and 21|bias has shape"),
         (lambda layer: layer.scales.__setitem__(5, torch.empty(0)), "scale is None beside int8"),
         (lambda layer: layer.parameters.__setitem__(10, torch.zeros(WIDE, WIDTH).double()), "weight is Double"),
         (lambda layer: setattr(layer, "hidden", layer.hidden[0]), "hidden has shape"),

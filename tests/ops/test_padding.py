@@ -176,9 +176,8 @@ def test_operators_and_their_fakes(backend):
         torch.library.opcheck(
             operators.padding_places.default, (visible,), test_utils=("test_schema", "test_faketensor")
         )  # a GPU's values are not looked at: places out of range are left out
-        out = operators.padding_unpack(
-            torch.ones(4, 2, device=backend), torch.tensor([-1, 12, 2, 1], device=backend), 1, 2
-        )
+        places = torch.tensor([-1, 12, 2, 1], device=backend)
+        out = operators.padding_unpack(torch.ones(4, 2, device=backend), places, 1, 2)
         assert out.tolist() == [[[0, 0], [1, 1]]]
         out = operators.padding_pack(torch.ones(1, 2, 2, device=backend), torch.tensor([-1, 2, 1], device=backend))
         assert out.tolist() == [[0, 0], [0, 0], [1, 1]]

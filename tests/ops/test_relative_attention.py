@@ -34,6 +34,7 @@ SLOTS = {
     "any": torch.tensor([3, 0, 0, 5, 2, 2, 4, 1, 1, 5, 0]).int(),
     "all alike": torch.zeros(1).int(),
 }
+SHORT = (3, 1, 2, 0, 1, 4, 2, 1, 3, 2, 1)
 KQB, KQ, K, Q, B = ({*letters} for letters in ("kqb", "kq", "k", "q", "b"))
 
 
@@ -44,18 +45,12 @@ class RelativeSuite(AttentionSuite):
         pytest.param(((5, 0, 3), 2, 8, "log", KQB), id="an-empty-sequence-and-all-tables"),
         pytest.param(((1, 17, 64), 1, 5, "log", KQ), id="one-token-a-whole-tile-and-odd-sizes", marks=slow_interpreted),
         pytest.param(((16, 15, 17), 2, 64, "one each", KQ), id="around-16-a-slot-each", marks=slow_interpreted),
-        pytest.param(
-            ((30, 63), 2, 16, "two-sided", B), id="a-bias-of-slots-that-are-not-monotone", marks=slow_interpreted
-        ),
+        pytest.param(((30, 63), 2, 16, "two-sided", B), id="a-bias-of-slots-not-monotone", marks=slow_interpreted),
         pytest.param(((19, 26), 2, 8, "any", KQB), id="slots-in-no-order", marks=slow_interpreted),
         pytest.param(((21, 4), 3, 12, "log", K), id="keys-alone"),
         pytest.param(((21, 4), 3, 12, "log", Q), id="queries-alone", marks=slow_interpreted),
         pytest.param(((33,), 1, 8, "all alike", Q), id="one-slot"),
-        pytest.param(
-            ((3, 1, 2, 0, 1, 4, 2, 1, 3, 2, 1), 2, 8, "any", KQB),
-            id="sequences-that-share-a-program",
-            marks=slow_interpreted,
-        ),
+        pytest.param((SHORT, 2, 8, "any", KQB), id="sequences-that-share-a-program", marks=slow_interpreted),
         pytest.param(((129, 3), 1, 64, "log", KQ), id="several-tiles", marks=slow_interpreted),
     ]
 

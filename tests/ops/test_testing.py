@@ -39,9 +39,8 @@ def test_bounds(output, gradient, ok):
 
 
 def test_the_worst_contender_counts():
-    rows = testing.compare(
-        result([1.005, 2.0], [4.0, 0.0]), TRUTH, [result([1.0, 2.0], [4.0, 0.0]), result([1.003, 2.0], [4.0, 0.0])]
-    )
+    contenders = [result([1.0, 2.0], [4.0, 0.0]), result([1.003, 2.0], [4.0, 0.0])]
+    rows = testing.compare(result([1.005, 2.0], [4.0, 0.0]), TRUTH, contenders)
     assert rows[0].ok and rows[0].baseline == pytest.approx(3e-3, rel=1e-3)
 
 

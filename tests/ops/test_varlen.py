@@ -27,6 +27,7 @@ LENGTHS = [
     pytest.param((40,), id="one-sequence"),
     pytest.param((0, 0, 7, 0), id="empty-ones-around"),
 ]
+FWD, BWD = PRIMITIVES["attention_fwd"], PRIMITIVES["attention_bwd"]
 NEAR = 2**-20  # of the largest value, for float32 sums of at most 130 terms
 
 
@@ -88,9 +89,8 @@ def test_it_is_for_attention_alone():
             pass
     result = run_python("import fastbert", FASTBERT_BACKEND="varlen")
     assert result.returncode and "or attention='varlen'" in result.stderr
-    assert "varlen" not in backends.BACKENDS and [op for op in backends.OPS if "varlen" in backends.KERNELS[op]] == [
-        "attention"
-    ]
+    assert "varlen" not in backends.BACKENDS
+    assert [op for op in backends.OPS if "varlen" in backends.KERNELS[op]] == ["attention"]
 
 
 def choose(dtype=torch.bfloat16, backward=False, device="cuda", **options):
@@ -126,9 +126,7 @@ def test_gradients_where_all_has_to_be_repeatable_are_refused(monkeypatch, repea
     torch.use_deterministic_algorithms(True, warn_only=True)  # then PyTorch warns by itself
     assert choose(backward=True) == "varlen"
     torch.use_deterministic_algorithms(True)
-    with pytest.raises(
-        RuntimeError, match="deterministic algorithms are asked for, and its attention kernel's backward"
-    ):
+    with pytest.raises(RuntimeError, match="algorithms are asked for, and its attention kernel's backward"):
         choose(backward=True)
     assert choose() == "varlen"
     monkeypatch.undo()
@@ -273,9 +271,8 @@ def test_a_scale_that_turns_the_order_round_is_refused(on_cpu, scale):
 def test_rows_outside_every_sequence_are_zeros(on_cpu, max_seqlen):
     """The stand-in leaves NaN there, and beyond max_seqlen in whole tiles; lse is (H, T), as our kernels save it."""
     qkv, cu_seqlens, rest = torch.randn(90, 3, 2, 8), ends((70, 5)), (max_seqlen, 0.3, 0.0, None, 0)
-    fwd, bwd = PRIMITIVES["attention_fwd"], PRIMITIVES["attention_bwd"]
-    out, lse = fwd("varlen", qkv, cu_seqlens, *rest)
-    dqkv = bwd("varlen", torch.ones_like(out), qkv, out, lse, cu_seqlens, *rest)
+    out, lse = FWD("varlen", qkv, cu_seqlens, *rest)
+    dqkv = BWD("varlen", torch.ones_like(out), qkv, out, lse, cu_seqlens, *rest)
     inside = torch.arange(90) < 75
     if max_seqlen == 1:
         inside = (torch.arange(90) == 0) | (torch.arange(90) == 70)
@@ -286,28 +283,26 @@ def test_rows_outside_every_sequence_are_zeros(on_cpu, max_seqlen):
 
 
 def test_no_token_no_sequence_and_ends_outside_the_tensor(on_cpu):
-    fwd, bwd = PRIMITIVES["attention_fwd"], PRIMITIVES["attention_bwd"]
     rest = (5, 0.3, 0.0, None, 0)
     for tokens, cu_seqlens in ((0, ends((0, 0))), (4, torch.zeros(1, dtype=torch.int32))):
         qkv = torch.randn(tokens, 3, 2, 8)
-        out, lse = fwd("varlen", qkv, cu_seqlens, *rest)
-        dqkv = bwd("varlen", out, qkv, out, lse, cu_seqlens, *rest)
+        out, lse = FWD("varlen", qkv, cu_seqlens, *rest)
+        dqkv = BWD("varlen", out, qkv, out, lse, cu_seqlens, *rest)
         assert out.shape == (tokens, 2, 8) and lse.shape == (2, tokens) and dqkv.shape == qkv.shape
         assert not out.any() and not lse.any() and not dqkv.any()
     qkv = torch.randn(4, 3, 2, 8)
-    out, lse = fwd("varlen", qkv, torch.tensor([-3, 4, 90], dtype=torch.int32), *rest)
-    assert torch.equal(out, fwd("varlen", qkv, ends((4, 0)), *rest)[0])
+    out, lse = FWD("varlen", qkv, torch.tensor([-3, 4, 90], dtype=torch.int32), *rest)
+    assert torch.equal(out, FWD("varlen", qkv, ends((4, 0)), *rest)[0])
 
 
 def test_forward_and_backward_of_different_backends_fit(on_cpu):
     """The saved lse means the same: one backend's forward may meet another's backward."""
     qkv, cu_seqlens, rest = torch.randn(12, 3, 2, 8), ends((7, 5)), (7, 0.3, 0.0, None, 0)
-    fwd, bwd = PRIMITIVES["attention_fwd"], PRIMITIVES["attention_bwd"]
     grads, dout = {}, torch.randn(12, 2, 8)
     for first in ("varlen", "reference"):
-        saved = fwd(first, qkv, cu_seqlens, *rest)
+        saved = FWD(first, qkv, cu_seqlens, *rest)
         for second in ("varlen", "reference"):
-            grads[first, second] = bwd(second, dout, qkv, *saved, cu_seqlens, *rest)
+            grads[first, second] = BWD(second, dout, qkv, *saved, cu_seqlens, *rest)
     for grad in grads.values():
         assert (grad - grads["reference", "reference"]).abs().max() <= NEAR * grad.abs().max()
 
@@ -352,9 +347,8 @@ def test_its_operators_and_their_fakes(on_cpu):
 def test_compiles_to_one_graph_and_follows_the_block(on_cpu):
     inputs = {"qkv": torch.randn(8, 3, 2, 8), "cu_seqlens": ends((5, 3))}
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda qkv, cu_seqlens: ops.attention(qkv, cu_seqlens, 5), fullgraph=True, backend="aot_eager"
-    )
+    plain = lambda qkv, cu_seqlens: ops.attention(qkv, cu_seqlens, 5)  # noqa: E731
+    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
 
     def forced(**given):
         with fastbert.backend(attention="varlen"):
@@ -362,18 +356,14 @@ def test_compiles_to_one_graph_and_follows_the_block(on_cpu):
 
     testing.assert_accurate(forced, by_sequence(explicit), [by_sequence(explicit)], inputs)
     graphs = []
-    spy = torch.compile(
-        lambda qkv, cu_seqlens: ops.attention(qkv, cu_seqlens, 5),
-        fullgraph=True,
-        backend=lambda graph, _: (graphs.append(graph.code), graph.forward)[1],
-    )
+    noted = lambda graph, _: (graphs.append(graph.code), graph.forward)[1]  # noqa: E731
+    spy = torch.compile(plain, fullgraph=True, backend=noted)
     for block in (fastbert.backend(attention="varlen"), contextlib.nullcontext()):
         with block:
             spy(**inputs)
     assert ["fastbert_varlen" in code for code in graphs] == [True, False]
-    drops = torch.compile(
-        lambda qkv, ends, rng: ops.attention(qkv, ends, 5, dropout_p=0.1, rng=rng), fullgraph=True, backend="eager"
-    )
+    dropping = lambda qkv, ends, rng: ops.attention(qkv, ends, 5, dropout_p=0.1, rng=rng)  # noqa: E731
+    drops = torch.compile(dropping, fullgraph=True, backend="eager")
     with fastbert.backend(attention="varlen"), pytest.raises(Exception, match="has not our dropout"):
         drops(*inputs.values(), random.new_key(torch.device("cpu")))
     torch._dynamo.reset()
@@ -395,8 +385,8 @@ def test_on_a_gpu(repeatable_or_not, implementation, dtype, head_dim):
     with activated(implementation):
         testing.assert_accurate(attend, by_sequence(explicit), [by_sequence(explicit), by_sequence(fused)], inputs)
         covers_less = ends((512, 300), "cuda")
-        out, lse = PRIMITIVES["attention_fwd"]("varlen", inputs["qkv"], covers_less, 512, 0.125, 0.0, None, 0)
-        theirs = PRIMITIVES["attention_fwd"]("reference", inputs["qkv"], covers_less, 512, 0.125, 0.0, None, 0)[1]
+        out, lse = FWD("varlen", inputs["qkv"], covers_less, 512, 0.125, 0.0, None, 0)
+        theirs = FWD("reference", inputs["qkv"], covers_less, 512, 0.125, 0.0, None, 0)[1]
         assert not out[812:].any() and not lse[:, 812:].any() and (lse - theirs).abs().max() < 1e-2
     assert counted("attention_fwd") == before[0] + 2 and counted("attention_bwd") == before[1] + 1
 

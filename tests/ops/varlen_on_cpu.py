@@ -49,25 +49,8 @@ def forward(q, k, v, ends, ends_k, longest, longest_k, dropout_p, is_causal, ret
     return out, lse, nothing, torch.zeros((), dtype=torch.uint64), torch.empty(0, dtype=q.dtype)
 
 
-def backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    ends,
-    ends_k,
-    longest,
-    longest_k,
-    dropout_p,
-    is_causal,
-    rng_state,
-    unused,
-    *,
-    scale,
-    **window,
-):
+def backward(dout, q, k, v, out, lse, ends, ends_k, longest, longest_k, dropout_p, is_causal, *rng, scale, **window):
+    rng_state, _ = rng
     assert dropout_p == 0 and not is_causal and longest == longest_k and rng_state.shape == (2,)
     assert lse.dtype == torch.float32 and lse.shape == (q.shape[1], q.shape[0]) and lse.is_contiguous()
     assert window == {"window_size_left": -1, "window_size_right": -1}

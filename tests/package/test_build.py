@@ -166,11 +166,8 @@ def configured(folder: Path, architectures: str) -> dict:
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
     if not (cmake := shutil.which("cmake", path=path)) or not shutil.which("ninja", path=path):
         pytest.skip("needs cmake and ninja")
-    values = {
-        "Python_EXECUTABLE": sys.executable,
-        "TORCH_DIR": os.path.dirname(torch.__file__),
-        "FASTBERT_CUDA_ARCHITECTURES": architectures,
-    }
+    values = {"Python_EXECUTABLE": sys.executable, "TORCH_DIR": os.path.dirname(torch.__file__)}
+    values["FASTBERT_CUDA_ARCHITECTURES"] = architectures
     command = [cmake, "-S", ROOT, "-B", folder, "-GNinja", *(f"-D{name}={value}" for name, value in values.items())]
     subprocess.run(command, env=CLEAN_ENV | {"PATH": path}, check=True, capture_output=True)
     facts = {}

@@ -17,14 +17,7 @@ from fastbert.cli.common import device_of
 from fastbert.cli.progress import progress
 from fastbert.config import PRESETS
 from fastbert.data import get_tokenizer, save_tokenizer
-from fastbert.inference import (
-    CrossEncoder,
-    EntityTagger,
-    MaskFiller,
-    QuestionAnswerer,
-    SentenceEncoder,
-    TextClassifier,
-)
+from fastbert.inference import CrossEncoder, EntityTagger, MaskFiller, QuestionAnswerer, SentenceEncoder, TextClassifier
 
 HEADS = ["BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification", "BertForQuestionAnswering"]
 SMALL = TINY.changed(vocab_size=30522, max_position_embeddings=64, num_hidden_layers=2)
@@ -300,10 +293,7 @@ def test_the_module_runs():
         (["fill-mask", "a [MASK]", "--model", "nowhere"], "there is no directory nowhere"),
         (["fill-mask", "no mask", "--model", "BertForMaskedLM"], "texts[0] has no [MASK]; expected one to fill"),
         (["fill-mask", "[MASK]", "--model", "BertForMaskedLM", "--top", "0"], "top_k is 0"),
-        (
-            ["tag", "a", "--model", "BertForTokenClassification", "--threads", "0"],
-            "--threads is 0; expected at least 1",
-        ),
+        (["tag", "a", "--model", "BertForTokenClassification", "--threads", "0"], "threads is 0; expected at least 1"),
         (["tag", "a", "--model", "BertForTokenClassification", "--batch-tokens", "0"], "--batch-tokens is 0"),
         (["tag", "a", "--model", "BertForTokenClassification", "--max-length", "65"], "and at most 64"),
         (["classify", "TEXT", "--model", "BertForSequenceClassification"], "expected a text, or --text TEXT"),
@@ -338,10 +328,7 @@ def test_the_module_runs():
         (["export", "--model", "BertModel", "--output", "model.bin"], "expected a name that ends in .onnx"),
         (["export", "--model", "bert-base-uncased", "--output", "model.onnx"], "`hf download bert-base-uncased`"),
         (["classify", "a", "--model", "BertForSequenceClassification", "--device", "nonsense"], "nonsense"),
-        (
-            ["classify", "a", "--model", HEADS[1], "--precision", "bf16", "--device", "cuda:1"],
-            "device is cuda:1 beside",
-        ),
+        (["classify", "a", "--model", HEADS[1], "--precision", "bf16", "--device", "cuda:1"], "is cuda:1 beside"),
         (["similarity", "a", "b", "--precision", "int8", "--dtype", "bfloat16"], "dtype is bfloat16 beside precision"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",

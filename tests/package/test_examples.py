@@ -239,9 +239,8 @@ def test_answers_are_read_from_scores(examples, packed):
             starts, ends = (torch.zeros(shape).scatter_(1, at[:, None], 1) for at in (start_positions, end_positions))
             ends[:, 1] = 1.5
             real = torch.arange(shape[1]) < windows.lengths[:, None]
-            return SimpleNamespace(
-                start_logits=starts[real] if packed else starts, end_logits=ends[real] if packed else ends
-            )
+            starts, ends = (x[real] if packed else x for x in (starts, ends))
+            return SimpleNamespace(start_logits=starts, end_logits=ends)
 
     batch = PackingCollator(tokenizer, packed=packed)([windows[0], windows[1]])
     right = [answer["text"] for answer in answers]

@@ -115,9 +115,8 @@ def test_a_later_call_goes_on_where_an_earlier_one_ended(tmp_path):
         "print('cut off before case 3: an op' if skip < 2 else 'whole')",
     )
     hung = python("import time", "print('case 1 of 9\\ncase 2 of 9', flush=True)", "time.sleep(60)")
-    lost = python(
-        "import sys", "print('GPU lost in case 1: an op')", "raise SystemExit(0 if '--skip' in sys.argv else 3)"
-    )
+    end = "raise SystemExit(0 if '--skip' in sys.argv else 3)"
+    lost = python("import sys", "print('GPU lost in case 1: an op')", end)
     parts = [
         Part("ok", python(f"open({str(begun)!r}, 'a').write('ok\\n')"), 0, 20),
         Part("build", python(f"open({str(begun)!r}, 'a').write('build\\n')"), 0, 20, again=True),
@@ -317,10 +316,8 @@ def test_what_matters_most_has_time_even_if_everything_before_takes_all_of_its_o
         if not calls or calls[-1][0] < part.most:
             calls.append((left - again, []))
         calls[-1] = calls[-1][0] - part.most, [*calls[-1][1], part.name]
-    assert [names for _, names in calls[:2]] == [
-        ["ceilings", "verify", "ops", "encoder"],
-        ["profile", "sweep", "repeat", "ncu", "racecheck"],
-    ]
+    measured = ["ceilings", "verify", "ops", "encoder"]
+    assert [names for _, names in calls[:2]] == [measured, ["profile", "sweep", "repeat", "ncu", "racecheck"]]
     assert calls[2][1] == ["parity", "memcheck", "models"] and len(calls) == 4
 
 

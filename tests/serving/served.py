@@ -7,13 +7,7 @@ import numpy as np
 import torch
 from small_models import TINY
 
-from fastbert import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    BertModel,
-)
+from fastbert import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertForTokenClassification, BertModel
 from fastbert.data import save_tokenizer, train_tokenizer
 from fastbert.inference import SentenceEncoder
 

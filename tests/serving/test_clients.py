@@ -83,9 +83,8 @@ def test_cohere(served, directory, version):
     cohere = pytest.importorskip("cohere")
     client = getattr(cohere, version)(api_key=KEY, base_url=served)
     found = client.rerank(model="reranker", query="rain?", documents=TEXTS, top_n=3)
-    scores = CrossEncoder.from_pretrained(directory / "reranker", activation="Sigmoid").predict(
-        [("rain?", text) for text in TEXTS]
-    )
+    reranker = CrossEncoder.from_pretrained(directory / "reranker", activation="Sigmoid")
+    scores = reranker.predict([("rain?", text) for text in TEXTS])
     assert [one.index for one in found.results] == scores.argsort(descending=True)[:3].tolist()
     same([one.relevance_score for one in found.results], scores.sort(descending=True).values[:3])
 
@@ -100,9 +99,8 @@ def test_langchain(served, hub_client, vectors):
 
 def test_llama_index(served, vectors):
     module = pytest.importorskip("llama_index.embeddings.text_embeddings_inference")
-    embeddings = module.TextEmbeddingsInference(
-        model_name="sentences", base_url=served, auth_token=KEY, embed_batch_size=3
-    )
+    where = {"base_url": served, "auth_token": KEY}
+    embeddings = module.TextEmbeddingsInference(model_name="sentences", embed_batch_size=3, **where)
     same(embeddings.get_text_embedding_batch(TEXTS), F.normalize(vectors, dim=-1))
 
 

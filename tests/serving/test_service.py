@@ -80,9 +80,8 @@ def test_embed_token_ids(post, encoder):
 
 
 def test_a_prompt_that_the_pooling_leaves_out(directory, encoder):
-    without = SentenceEncoder(
-        encoder.model, encoder.tokenizer, prompts=encoder.prompts, default_prompt_name="query", include_prompt=False
-    )
+    options = {"prompts": encoder.prompts, "default_prompt_name": "query", "include_prompt": False}
+    without = SentenceEncoder(encoder.model, encoder.tokenizer, **options)
     without.save_pretrained(directory / "without")
     ids = without.tokenize(TEXTS)
     app = create_app(Service([load(directory / "without")], LIMITS))
@@ -232,9 +231,8 @@ def test_tensorflow(post, client, encoder, directory):
     same(post(path.replace(":", "/versions/1:"), inputs={"text": TEXTS[:2]})["outputs"], raw)
     same(post(path, inputs=TEXTS[:2])["outputs"], raw)
     pairs = [{"text": "rain?", "pair": text} for text in TEXTS]
-    scores = CrossEncoder.from_pretrained(directory / "reranker", activation="Sigmoid").predict(
-        [tuple(pair.values()) for pair in pairs]
-    )
+    reranker = CrossEncoder.from_pretrained(directory / "reranker", activation="Sigmoid")
+    scores = reranker.predict([tuple(pair.values()) for pair in pairs])
     same(post("/v1/models/reranker:predict", instances=pairs)["predictions"], scores)
     same(post("/v1/models/reranker:predict", inputs={"text": ["rain?"] * 4, "pair": TEXTS})["outputs"], scores)
     labels = post("/v1/models/classes:predict", instances=TEXTS)["predictions"]
@@ -252,6 +250,11 @@ def test_tensorflow(post, client, encoder, directory):
 
 LONG = "the cat sits outside " * 20
 
+
+def fills_of(count):
+    return {"model": "masks", "parameters": {"top_k": count}}
+
+
 BAD = {  # path, status, body, and what the answer says
     "no text": ("/embed", 422, {"inputs": []}, "inputs: is empty"),
     "an empty text": ("/embed", 422, {"inputs": ["a", ""]}, r"inputs\[1\]: is empty"),
@@ -267,16 +270,11 @@ BAD = {  # path, status, body, and what the answer says
     "half a pair to draw": ("/ui/attention", 422, {"inputs": "\ud800"}, "half a surrogate"),
     "ids of no token": ("/decode", 422, {"ids": [[5, -1]]}, "ids: has -1; expected 0 to"),
     "ids beyond all numbers": ("/decode", 422, {"ids": [10**30]}, "ids: "),
-    "too many fills": (
-        "/",
-        422,
-        {"inputs": "[MASK]", "model": "masks", "parameters": {"top_k": 101}},
-        "is 101; expected 1 to ",
-    ),
+    "too many fills": ("/", 422, {"inputs": "[MASK]", **fills_of(101)}, "is 101; expected 1 to "),
     "an answer of fills": (
         "/",
         413,
-        {"inputs": "x" * 5100 + "[MASK]" * 40, "model": "masks", "parameters": {"top_k": 50}},
+        {"inputs": "x" * 5100 + "[MASK]" * 40, **fills_of(50)},
         "inputs: has masks whose fills, each with the whole text, have 10680000 characters; expected at most 10000000",
     ),
     "fills in rows": ("/v1/models/masks:predict", 413, {"instances": ["[MASK]" * 1000]}, "instances: has masks whose"),
@@ -386,9 +384,8 @@ def test_keys(directory, caplog):
             headers = {"content-type": "application/json"} | ({} if header is None else {"authorization": header})
             return httpx.post(f"{address}{path}", content=b'{"inputs": "a"}', headers=headers).status_code
 
-        assert [status(header) for header in ("Bearer first", "bearer first", "Bearer s\u00e9cond".encode())] == [
-            200
-        ] * 3
+        accepted = ("Bearer first", "bearer first", "Bearer s\u00e9cond".encode())
+        assert [status(header) for header in accepted] == [200] * 3
         wrong = [None, "", "first", "Bearer", "Bearer firs", "Bearer first1", "Basic first", "Bearer wrong"]
         assert [status(header) for header in wrong] == [401] * len(wrong)
         assert httpx.get(f"{address}/health").status_code == 200 and httpx.get(f"{address}/metrics").status_code == 401

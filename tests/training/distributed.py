@@ -14,16 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastbert import BertConfig, BertModel
 
-CONFIG = BertConfig(
-    vocab_size=99,
-    hidden_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    intermediate_size=96,
-    max_position_embeddings=32,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-)
+SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+CONFIG = BertConfig(vocab_size=99, max_position_embeddings=32, **SIZES, **NO_DROPOUT)
 LENGTHS = [7, 1, 12, 5]  # of two sequences for each process
 
 

@@ -8,13 +8,14 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from contrastive_process import batch_of, tuples
-from small_models import DEVICE, TINY, assert_like, hugging_face, minilm, ours
+from small_models import DEVICE, TINY, assert_gradients, assert_like, gradients, hugging_face, minilm, ours
 from torch import nn
 
 from fastbert import BertModel, checkpoint
@@ -59,17 +60,6 @@ def batch(seed=0, count=6, columns=2, scores=0):
     return to_device(batch_of(*tuples(seed, count, columns, scores)), DEVICE)
 
 
-def gradients(model):
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-def assert_equal(found, expected):
-    largest = max(float(grad.abs().max()) for grad in expected.values())
-    assert found.keys() == expected.keys() and largest > 0
-    for name, grad in expected.items():
-        assert (found[name] - grad).abs().max() <= 1e-12 * largest, name
-
-
 # ---- losses, against sentence-transformers
 
 
@@ -91,19 +81,18 @@ def both_ways(losses, model):
     return in_batch(losses, model, directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction")
 
 
-def dot(a, b):
-    return a @ b.T
+def dot_products(losses, model):
+    return in_batch(losses, model, scale=1.0, similarity_fct=lambda a, b: a @ b.T)
+
+
+def dims_of_margins(losses, model):
+    return losses.MatryoshkaLoss(model, losses.MarginMSELoss(model), [12, 4])
 
 
 TWINS = {  # ours, sentence-transformers', columns, scores of an example (None for no scores)
     "pairs": (InBatchNegatives(), in_batch, 2, None),
     "hard negatives": (InBatchNegatives(scale=5.0), lambda x, m: in_batch(x, m, scale=5.0), 4, None),
-    "dot products": (
-        InBatchNegatives(1.0, similarity="dot"),
-        lambda x, m: in_batch(x, m, scale=1.0, similarity_fct=dot),
-        3,
-        None,
-    ),
+    "dot products": (InBatchNegatives(1.0, similarity="dot"), dot_products, 3, None),
     "symmetric": (InBatchNegatives(symmetric=True), both_ways, 2, None),
     "symmetric, hard": (InBatchNegatives(symmetric=True), both_ways, 3, None),
     "triplets": (Triplet(), lambda x, m: x.TripletLoss(m), 3, None),
@@ -125,13 +114,20 @@ TWINS = {  # ours, sentence-transformers', columns, scores of an example (None f
         None,
     ),
     "dims of order": (Matryoshka(CoSENT(), [12, 4]), lambda x, m: x.MatryoshkaLoss(m, x.CoSENTLoss(m), [12, 4]), 2, ()),
-    "dims of margins": (
-        Matryoshka(MarginMSE(), [12, 4]),
-        lambda x, m: x.MatryoshkaLoss(m, x.MarginMSELoss(m), [12, 4]),
-        3,
-        (),
-    ),
+    "dims of margins": (Matryoshka(MarginMSE(), [12, 4]), dims_of_margins, 3, ()),
 }
+
+
+def assert_twins(ours, theirs, embeddings, scores):
+    """Equal losses, and equal gradients to the embeddings."""
+    found = []
+    for loss_of in (ours, theirs):
+        leaf = embeddings.clone().requires_grad_()
+        loss = loss_of(leaf, scores)
+        found.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+    (loss, grad), (expected, expected_grad) = found
+    assert expected > 0 and abs(loss - expected) <= 1e-12 * expected
+    assert (grad - expected_grad).abs().max() <= 1e-12 * expected_grad.abs().max()
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -143,14 +139,8 @@ def test_losses_are_those_of_sentence_transformers(name):
     embeddings = torch.randn(columns, 7, 12, dtype=torch.float64)
     embeddings[1] += embeddings[0]  # so that positives are the nearest, more or less
     scores = None if scores is None else torch.randint(0, 5, (7, *scores)).double() / 4  # some equal, exact in float32
-    twin, found = theirs(losses, Given()), []
-    for loss_of in (ours, lambda columns, scores: twin([{"embeddings": column} for column in columns], scores)):
-        leaf = embeddings.clone().requires_grad_()
-        loss = loss_of(leaf, scores)
-        found.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
-    (loss, grad), (expected, expected_grad) = found
-    assert expected > 0 and abs(loss - expected) <= 1e-12 * expected
-    assert (grad - expected_grad).abs().max() <= 1e-12 * expected_grad.abs().max()
+    twin = theirs(losses, Given())
+    assert_twins(ours, lambda columns, scores: twin([{"embeddings": x} for x in columns], scores), embeddings, scores)
 
 
 def test_contrastive_loss_by_its_formula():
@@ -227,9 +217,7 @@ def test_the_model_is_transformers_and_plain_pytorch(pooling):
 
     out.loss.backward()
     expected.backward()
-    truth = {n: g for n, g in gradients(theirs).items() if g is not None}
-    found = checkpoint.to_hugging_face(gradients(mine))
-    assert_equal({name: found[name] for name in truth}, truth)
+    assert_gradients(checkpoint.to_hugging_face(gradients(mine)), theirs)
 
 
 def test_a_trained_encoder_gives_its_embeddings():
@@ -294,7 +282,7 @@ def test_cached_gradients_are_those_of_all_activations(max_tokens):
     assert torch.equal(loss, expected) and torch.equal(drawn, drawn_after)
     assert cached[: len(chunks)] == chunks and len(cached) == len(chunks) * (2 if len(chunks) > 1 else 1)
     assert (len(chunks) > 1) == (max_tokens < 10_000)
-    assert_equal(grads, truth)
+    assert_gradients(grads, truth)
 
 
 def test_the_cache_keeps_no_activations():
@@ -345,7 +333,7 @@ def test_accumulated_unequal_batches_are_one_big_batch(tmp_path):
     assert compute_loader_loss(model, parts, DEVICE) == pytest.approx(loss.item(), rel=1e-12)
     sgd(model, tmp_path, parts)
     new = dict(model.named_parameters())
-    assert_equal({n: (p - new[n]).detach() for n, p in whole.named_parameters()}, gradients(whole))
+    assert_gradients({n: (p - new[n]).detach() for n, p in whole.named_parameters()}, gradients(whole))
 
 
 def test_training_learns_to_pair(tmp_path):
@@ -403,6 +391,30 @@ class Ranks:
         x.copy_(sum(self.exchange(x)))
 
 
+def assert_ranks_add_up(monkeypatch, whole, texts, of_texts, completed=lambda batch: batch):
+    """Three unequal shares of seven texts: the sums of losses and of gradients are those of the whole. Returns the
+    models and the losses of the ranks. completed: a batch with what else the loss reads."""
+    expected = whole(**completed(batch_of(texts, of_texts))).loss
+    expected.backward()
+    ranks, shares = Ranks(3), [slice(0, 1), slice(1, 5), slice(5, 7)]
+    models = [copy.deepcopy(whole) for _ in shares]
+    monkeypatch.setattr(contrastive, "dist", ranks)
+
+    def loss_of(rank):
+        ranks.here.rank, share, model = rank, shares[rank], models[rank]
+        inputs = completed(batch_of(texts[share], of_texts if of_texts is None else of_texts[share]))
+        model.zero_grad()
+        loss = model(**inputs).loss
+        (loss * model.label_counts(inputs).item() / 7).backward()
+        return loss
+
+    with ThreadPoolExecutor(3) as pool:
+        losses = list(pool.map(loss_of, range(3)))
+    assert (losses[0] + 4 * losses[1] + 2 * losses[2]).item() / 7 == pytest.approx(expected.item(), rel=1e-12)
+    assert_gradients({name: sum(gradients(model)[name] for model in models) for name in gradients(whole)}, whole)
+    return models, losses
+
+
 def with_keys(batch):
     """As ContrastiveCollator has them, by the tokens of the texts."""
     texts = batch["input_ids"].split(batch["cu_seqlens"].diff().tolist())
@@ -419,34 +431,12 @@ def with_keys(batch):
     ],
 )
 def test_negatives_of_all_ranks(monkeypatch, loss, columns, scores):
-    """Three unequal shares of a batch: the sums of losses and of gradients are those of the whole."""
     texts, of_texts = tuples(0, 7, columns, scores)
     texts[6][1] = texts[0][1]  # an answer of two ranks
     whole = ContrastiveModel(without_dropout().cpu(), loss).train()
-    expected = whole(**with_keys(batch_of(texts, of_texts))).loss
-    expected.backward()
-    ranks, shares = Ranks(3), [slice(0, 1), slice(1, 5), slice(5, 7)]
-    models, losses = [copy.deepcopy(whole) for _ in shares], [None] * 3
-    monkeypatch.setattr(contrastive, "dist", ranks)
-
-    def work(rank):
-        ranks.here.rank, share = rank, shares[rank]
-        own, model = batch_of(texts[share], of_texts if of_texts is None else of_texts[share]), models[rank]
-        inputs = with_keys(own)
-        model.zero_grad()
-        losses[rank] = model(**inputs).loss
-        (losses[rank] * model.label_counts(inputs).item() / 7).backward()
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (losses[0] + 4 * losses[1] + 2 * losses[2]).item() / 7 == pytest.approx(expected.item(), rel=1e-12)
+    models, losses = assert_ranks_add_up(monkeypatch, whole, texts, of_texts, with_keys)
     of_own_anchors = not isinstance(getattr(loss, "loss", loss), CoSENT)
     assert (len({round(loss.item(), 9) for loss in losses}) == 3) == of_own_anchors
-    total = {name: sum(gradients(model)[name] for model in models) for name in gradients(whole)}
-    assert_equal(total, gradients(whole))
     models[0].eval()  # an evaluation waits for nobody
     with torch.no_grad():
         assert models[0](**with_keys(batch_of(texts[:3], of_texts if of_texts is None else of_texts[:3]))).loss > 0
@@ -568,9 +558,7 @@ def test_damaged_gzip_is_refused(tmp_path, data):
 
 PAIR, SCORES = torch.ones(2, 3, 4), torch.ones(3)
 REFUSED = {
-    "keys are none; expected \\(2, 3\\), as ContrastiveCollator makes them": lambda: InBatchNegatives(skip_equal=True)(
-        PAIR
-    ),
+    "none; expected \\(2, 3\\), as ContrastiveCollator makes them": lambda: InBatchNegatives(skip_equal=True)(PAIR),
     "keys are of shape \\(3,\\); expected \\(2, 3\\)": lambda: InBatchNegatives(skip_equal=True)(PAIR, keys=SCORES),
     "keys are of shape \\(3,\\); expected none without skip_equal": lambda: InBatchNegatives()(PAIR, keys=SCORES),
     "there is 1 candidate; expected at least 2": lambda: InBatchNegatives()(PAIR[:, :1]),

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from contrastive_process import batch_of, tuples
-from small_models import DEVICE, TINY, assert_like
+from small_models import DEVICE, TINY, assert_gradients, assert_like, gradients
 from small_models import multi_vector_encoder as small
 from torch import nn
 
@@ -54,28 +54,14 @@ def mean_of(scorer):
     return lambda *texts, **masks: scorer(*texts, **masks, mean=True)
 
 
+RANKING = "MultipleNegativesRankingLoss"
 TWINS = {  # ours, sentence-transformers', columns, scores of an example (None for no scores)
-    "pairs": (MaxSimNegatives(), ("MultipleNegativesRankingLoss", {"similarity_fct": of_all}), 2, None),
-    "hard negatives": (
-        MaxSimNegatives(3.0),
-        ("MultipleNegativesRankingLoss", {"similarity_fct": of_all, "scale": 3.0}),
-        4,
-        None,
-    ),
-    "means": (
-        MaxSimNegatives(20.0, mean=True),
-        ("MultipleNegativesRankingLoss", {"similarity_fct": mean_of(of_all), "scale": 20.0}),
-        3,
-        None,
-    ),
+    "pairs": (MaxSimNegatives(), (RANKING, {"similarity_fct": of_all}), 2, None),
+    "hard negatives": (MaxSimNegatives(3.0), (RANKING, {"similarity_fct": of_all, "scale": 3.0}), 4, None),
+    "means": (MaxSimNegatives(20.0, mean=True), (RANKING, {"similarity_fct": mean_of(of_all), "scale": 20.0}), 3, None),
     "margins": (MaxSimMargins(), ("MarginMSELoss", {"similarity_fct": pairwise}), 3, ()),
     "several margins": (MaxSimMargins(), ("MarginMSELoss", {"similarity_fct": pairwise}), 4, (2,)),
-    "teacher's scores": (
-        MaxSimMargins(mean=True),
-        ("MarginMSELoss", {"similarity_fct": mean_of(pairwise)}),
-        4,
-        (3,),
-    ),
+    "teacher's scores": (MaxSimMargins(mean=True), ("MarginMSELoss", {"similarity_fct": mean_of(pairwise)}), 4, (3,)),
     "distributions": (MaxSimDistillation(), ("DistillKLDivLoss", {"similarity_fct": of_columns}), 3, (2,)),
     "temperatures": (
         MaxSimDistillation(0.5, 2.0, mean=True),
@@ -108,10 +94,7 @@ def test_losses_are_those_of_sentence_transformers(name):
     leaf = torch.randn(columns, count, 6, 8, dtype=torch.float64, requires_grad=True)
     masks = torch.arange(6) < lengths[..., None]
     scores = None if scores is None else torch.randint(0, 5, (count, *scores)).double() / 4
-    texts = (
-        Texts(leaf[0][masks[0]], cu_seqlens_of(lengths[0])),
-        Texts(leaf[1:][masks[1:]], cu_seqlens_of(lengths[1:].flatten())),
-    )
+    texts = [Texts(leaf[part][masks[part]], cu_seqlens_of(lengths[part].flatten())) for part in (0, slice(1, None))]
     twin = getattr(losses, f"MultiVector{kind}")(Given(), **options)
     features = [{"vectors": x, "attention_mask": m, "input_ids": m.long()} for x, m in zip(leaf, masks, strict=True)]
     loss, expected = ours(*texts, scores), twin(features, scores)
@@ -178,14 +161,9 @@ def test_a_step_is_that_of_sentence_transformers(tmp_path, kind, max_tokens):
     assert abs(loss - expected) <= 1e-12 * abs(expected)
     loss.backward()
     expected.backward()
-    truth = {n: p.grad for n, p in twin[0].model.named_parameters() if p.grad is not None}
-    truth["dense"] = twin[1].linear.weight.grad
-    found = made.model.to_hugging_face({n: p.grad for n, p in made.model.named_parameters()})
-    found["dense"] = made.vectors.dense[0].linear.weight.grad
-    largest = max(float(grad.abs().max()) for grad in truth.values())
-    assert truth.keys() == found.keys() and largest > 0
-    for name, grad in truth.items():
-        assert (found[name] - grad).abs().max() <= 1e-12 * largest, name
+    truth = gradients(twin[0].model) | {"dense": twin[1].linear.weight.grad}
+    found = made.model.to_hugging_face(gradients(made.model)) | {"dense": made.vectors.dense[0].linear.weight.grad}
+    assert_gradients(found, truth)
 
 
 def model_of(loss, **options):
@@ -218,10 +196,8 @@ def test_training_learns(tmp_path):
 
 
 def test_what_is_refused():
-    one, several = (
-        Texts(torch.randn(3, 4), cu_seqlens_of(torch.tensor([3]))),
-        Texts(torch.randn(5, 4), cu_seqlens_of(torch.tensor([2, 3]))),
-    )
+    one = Texts(torch.randn(3, 4), cu_seqlens_of(torch.tensor([3])))
+    several = Texts(torch.randn(5, 4), cu_seqlens_of(torch.tensor([2, 3])))
     scores = torch.rand(1, 2)
     for loss, arguments, words in (
         (MaxSimNegatives(), (one, several, scores), "the batch has scores, which this loss does not read"),
@@ -257,12 +233,8 @@ def test_cached_vectors_are_those_computed_at_once():
     inputs = to_device(batch_of(*tuples(2, 5, 3, 2)), DEVICE)
     plain = model_of(MaxSimDistillation()).double().eval()
     cached = MultiVectorModel(copy.deepcopy(plain.vectors), MaxSimDistillation(), max_tokens=15)
-    found = []
-    for model in (plain, cached):
-        loss = model(**inputs).loss
+    losses = [model(**inputs).loss for model in (plain, cached)]
+    for loss in losses:
         loss.backward()
-        found.append((loss.detach(), [p.grad for p in model.parameters()]))
-    (loss, grads), (again, of_cache) = found
-    largest = max(float(g.abs().max()) for g in grads)
-    assert abs(loss - again) <= 1e-12 * abs(loss)
-    assert all((a - b).abs().max() <= 1e-12 * largest for a, b in zip(grads, of_cache, strict=True))
+    assert abs(losses[0] - losses[1]) <= 1e-12 * abs(losses[0])
+    assert_gradients(cached, plain)

@@ -2,13 +2,12 @@
 
 import copy
 import math
-import threading
 
 import pytest
 import torch
 from contrastive_process import batch_of, tuples
-from small_models import DEVICE, TINY
-from test_contrastive import Given, Ranks, assert_equal, gradients
+from small_models import DEVICE, TINY, assert_gradients
+from test_contrastive import Given, assert_ranks_add_up, assert_twins
 
 from fastbert import BertForSparseEmbedding
 from fastbert.data import ContrastiveCollator, ContrastiveDataset, create_dataloader
@@ -22,8 +21,8 @@ from fastbert.training import (
     MarginMSE,
     Splade,
     SpladeWarmup,
-    contrastive,
     linear_schedule,
+    to_device,
 )
 
 RANKING = InBatchNegatives(1.0, similarity="dot")
@@ -71,16 +70,10 @@ def test_losses_are_those_of_sentence_transformers(name):
     ours, inner, options, columns, scores = TWINS[name]
     embeddings = torch.randn(columns, 7, 12, dtype=torch.float64).relu()
     scores = None if scores is None else torch.randint(0, 5, (7, *scores)).double() / 4  # exact in float32
-    model, found = Given(), []
+    model = Given()
     twin = losses.SpladeLoss(model, inner(losses, model), document_regularizer_weight=0.3, **options)
     theirs = lambda given, scores: sum(twin([{"embeddings": column} for column in given], scores).values())  # noqa: E731
-    for loss_of in (ours, theirs):
-        leaf = embeddings.clone().requires_grad_()
-        loss = loss_of(leaf, scores)
-        found.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
-    (loss, grad), (expected, expected_grad) = found
-    assert expected > 0 and abs(loss - expected) <= 1e-12 * expected
-    assert (grad - expected_grad).abs().max() <= 1e-12 * expected_grad.abs().max()
+    assert_twins(ours, theirs, embeddings, scores)
 
 
 def test_flops_by_its_formula():
@@ -97,8 +90,7 @@ def test_flops_by_its_formula():
 @pytest.mark.parametrize("activation", ("relu", "log1p_relu"))
 def test_the_model_is_the_encoder_and_the_loss(activation):
     loss = Splade(RANKING, 0.3, 0.7)
-    model, batch = model_of(loss, activation=activation), batch_of(*tuples(0, 6, 3, 0))
-    batch = {name: x.to(DEVICE) if torch.is_tensor(x) else x for name, x in batch.items()}
+    model, batch = model_of(loss, activation=activation), to_device(batch_of(*tuples(0, 6, 3, 0)), DEVICE)
     twin = copy.deepcopy(model)
     output = model(**batch)
     vectors = twin.encoder(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], max_seqlen=batch["max_seqlen"])
@@ -106,48 +98,25 @@ def test_the_model_is_the_encoder_and_the_loss(activation):
     expected = loss(vectors.unflatten(0, (3, 6)))
     assert torch.equal(output.loss, expected)
     output.loss.backward(), expected.backward()
-    assert_equal(gradients(model), gradients(twin))
+    assert_gradients(model, twin)
 
 
 @pytest.mark.parametrize("max_tokens", (1, 25, 10**6))
 def test_cached_gradients_are_those_of_all_activations(max_tokens):
-    batch = {n: x.to(DEVICE) if torch.is_tensor(x) else x for n, x in batch_of(*tuples(0, 6, 3, 0)).items()}
+    batch = to_device(batch_of(*tuples(0, 6, 3, 0)), DEVICE)
     whole, cached = model_of(Splade(RANKING, 0.3, 0.7)), model_of(Splade(RANKING, 0.3, 0.7), max_tokens=max_tokens)
     for model in (whole, cached):
         model(**batch).loss.backward()
-    assert_equal(gradients(cached), gradients(whole))
+    assert_gradients(cached, whole)
 
 
 @pytest.mark.parametrize(("loss", "columns", "scores"), [(RANKING, 3, 0), (MarginMSE(), 3, 1)])
 def test_regularisers_see_all_ranks(monkeypatch, loss, columns, scores):
-    """Three unequal shares of a batch: the sums of losses and of gradients are those of the whole."""
-    texts, of_texts = tuples(0, 7, columns, scores)
-    whole = model_of(Splade(loss, 0.3, 0.7)).cpu().train()
-    expected = whole(**batch_of(texts, of_texts)).loss
-    expected.backward()
-    ranks, shares = Ranks(3), [slice(0, 1), slice(1, 5), slice(5, 7)]
-    models, losses = [copy.deepcopy(whole) for _ in shares], [None] * 3
-    monkeypatch.setattr(contrastive, "dist", ranks)
-
-    def work(rank):
-        ranks.here.rank, share = rank, shares[rank]
-        inputs, model = batch_of(texts[share], of_texts if of_texts is None else of_texts[share]), models[rank]
-        model.zero_grad()
-        losses[rank] = model(**inputs).loss
-        (losses[rank] * model.label_counts(inputs).item() / 7).backward()
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (losses[0] + 4 * losses[1] + 2 * losses[2]).item() / 7 == pytest.approx(expected.item(), rel=1e-12)
-    assert_equal({n: sum(gradients(model)[n] for model in models) for n in gradients(whole)}, gradients(whole))
+    assert_ranks_add_up(monkeypatch, model_of(Splade(loss, 0.3, 0.7)).cpu().train(), *tuples(0, 7, columns, scores))
 
 
 def test_under_autocast_vectors_and_loss_are_float32():
-    model, batch = model_of(Splade(RANKING, 0.3)).float(), batch_of(*tuples(0, 6, 2, 0))
-    batch = {n: x.to(DEVICE) if torch.is_tensor(x) else x for n, x in batch.items()}
+    model, batch = model_of(Splade(RANKING, 0.3)).float(), to_device(batch_of(*tuples(0, 6, 2, 0)), DEVICE)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         output = model(**batch)
     assert output.loss.dtype == output.embeddings.dtype == torch.float32

@@ -109,9 +109,8 @@ def examples():
 def collate(part, labels, *others):
     """Packed, with that entry as labels."""
     kept = [{"input_ids": e["input_ids"]} | {name: e[name] for name in others} for e in part]
-    return PackingCollator()(
-        [{**row, "labels": e[labels]} if labels else row for row, e in zip(kept, part, strict=True)]
-    )
+    pairs = zip(kept, part, strict=True)
+    return PackingCollator()([{**row, "labels": e[labels]} if labels else row for row, e in pairs])
 
 
 def padded(part, labels, *others):
@@ -198,10 +197,8 @@ def test_mlm_losses_are_those_of_transformers():
 
 
 def test_a_classification_loss_is_that_of_its_logits():
-    model, batch = (
-        BertForSequenceClassification(EXACT.changed(num_labels=3)).double(),
-        collate(examples(), "of_sequence"),
-    )
+    model = BertForSequenceClassification(EXACT.changed(num_labels=3)).double()
+    batch = collate(examples(), "of_sequence")
     expected = F.cross_entropy(model(**batch).logits, batch["labels"])
     assert compute_classification_loss(model, batch).item() == pytest.approx(expected.item(), rel=1e-12)
 
@@ -265,10 +262,8 @@ def test_albert_of_transformers_calls_its_pairs_otherwise():
 
 def test_a_model_without_a_loss_is_refused(tmp_path):
     """transformers' BertForPreTraining has none with one of its labels alone."""
-    model, batch = (
-        transformers.BertForPreTraining(transformers.BertConfig(**EXACT.to_dict())),
-        padded(examples(), "tag"),
-    )
+    model = transformers.BertForPreTraining(transformers.BertConfig(**EXACT.to_dict()))
+    batch = padded(examples(), "tag")
     message = "the batch has attention_mask, input_ids, labels, and the model gave no loss"
     for call in (compute_mlm_loss, compute_classification_loss):
         with pytest.raises(ValueError, match=message):
@@ -295,7 +290,7 @@ def test_clipping_is_of_the_whole_step(tmp_path):
     assert_stepped(before, model, norm / 10 / (norm + 1e-6))  # that 1e-6 is PyTorch's
 
 
-# ---- parameters and schedule
+# ---- parameters
 
 
 def test_rates_fall_layer_by_layer():
@@ -304,14 +299,9 @@ def test_rates_fall_layer_by_layer():
     names = {parameter: name for name, parameter in model.named_parameters()}
     rates = {names[p]: group["lr"] for group in parameter_groups(model, 1.0, layer_decay=0.5) for p in group["params"]}
     assert len(rates) == len(names)
-    for part, rate in {
-        "embeddings": 0.0625,
-        "layer.0.": 0.125,
-        "layer.1.": 0.25,
-        "layer.2.": 0.5,
-        "pooler": 1.0,
-        "classifier": 1.0,
-    }.items():
+    expected = {"embeddings": 0.0625, "layer.0.": 0.125, "layer.1.": 0.25, "layer.2.": 0.5}
+    expected |= {"pooler": 1.0, "classifier": 1.0}
+    for part, rate in expected.items():
         assert {rates[name] for name in rates if part in name} == {rate}, part
 
 
@@ -327,10 +317,13 @@ def test_decay_spares_what_the_trainer_of_transformers_spares(kind, tmp_path):
     assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
 
 
+def electra_of():
+    discriminator = BertForReplacedTokenDetection(EXACT.changed(model_type="electra"))
+    return ElectraPretraining(BertForMaskedLM(EXACT), discriminator)
+
+
 def test_a_decay_over_several_stacks_is_refused():
-    model = ElectraPretraining(
-        BertForMaskedLM(EXACT), BertForReplacedTokenDetection(EXACT.changed(model_type="electra"))
-    )
+    model = electra_of()
     with pytest.raises(ValueError, match="layer_decay needs one stack of layers; the model has 2"):
         parameter_groups(model, 1.0, layer_decay=0.9)
     assert sum(len(group["params"]) for group in parameter_groups(model, 1.0)) == len(list(model.parameters()))
@@ -359,26 +352,6 @@ def test_freeze_takes_indices_and_refuses_layers_that_do_not_exist():
         freeze(BertForMaskedLM(EXACT), layers=-1)
 
 
-@pytest.mark.parametrize("warmup, steps", [(0, 7), (3, 10), (9, 10)])
-def test_the_schedule_is_that_of_transformers(warmup, steps):
-    def rates(make):
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-        schedule, found = make(optimizer, warmup, steps), []
-        for _ in range(steps + 3):
-            found.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            schedule.step()
-        return found
-
-    assert rates(linear_schedule) == rates(transformers.get_linear_schedule_with_warmup)
-
-
-def test_a_schedule_that_makes_no_sense_is_refused():
-    for warmup in (-1, 5):
-        with pytest.raises(ValueError, match=f"warmup_steps is {warmup}; expected 0 to max_steps - 1, 4"):
-            linear_schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), warmup, 5)
-
-
 # ---- precision
 
 
@@ -388,9 +361,8 @@ def test_every_precision_learns(tmp_path, precision):
     model = BertForTokenClassification(CONFIG.changed(num_labels=3))
     optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-2), fused=True)
     schedule = linear_schedule(optimizer, 2, 40)
-    trainer = AMPTrainer(
-        model, optimizer, schedule, output_dir=tmp_path, mixed_precision=precision, gradient_accumulation_steps=2
-    )
+    options = {"mixed_precision": precision, "gradient_accumulation_steps": 2}
+    trainer = AMPTrainer(model, optimizer, schedule, output_dir=tmp_path, **options)
     all_six = examples()
     loader = [collate(all_six[:2], "tag"), collate(all_six[2:], "tag")]
     found = trainer.train(loader, max_steps=40, eval_loader=loader, eval_steps=20)
@@ -568,9 +540,7 @@ def test_samples_have_the_distribution_of_the_logits():
 def test_an_accumulated_step_of_electra_is_that_of_one_big_batch(tmp_path, monkeypatch):
     """With the likeliest token in place of a random one, which would depend on the order of draws."""
     monkeypatch.setattr(electra, "sample", lambda logits: logits.argmax(-1))
-    model = ElectraPretraining(
-        BertForMaskedLM(EXACT), BertForReplacedTokenDetection(EXACT.changed(model_type="electra"))
-    ).double()
+    model = electra_of().double()
     before, all_six = copy.deepcopy(model), examples()
     loss = before(**collate(all_six, "of_tokens")).loss
     loss.backward()
@@ -677,9 +647,8 @@ def test_an_interrupted_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp
     def run(name, stop=None):
         process.seed()
         model = BertForMaskedLM(CONFIG)
-        trainer = process.trainer_of(
-            model, tmp_path / name, 12, gradient_accumulation_steps=3, mixed_precision="fp16", save_total_limit=9
-        )
+        options = {"gradient_accumulation_steps": 3, "mixed_precision": "fp16", "save_total_limit": 9}
+        trainer = process.trainer_of(model, tmp_path / name, 12, **options)
 
         def interrupt(*_):
             if trainer.step == stop:
@@ -870,19 +839,12 @@ def test_a_killed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path)
     assert launch(tmp_path / "two", 6, "--die", "step").returncode == -signal.SIGKILL
     assert launch(tmp_path / "two", 6, "--die", "save").returncode == -signal.SIGKILL
     left = sorted(re.sub(r"[0-9a-f]{8}\.part", "<random>.part", path.name) for path in (tmp_path / "two").iterdir())
-    assert left == [
-        "checkpoint-00000002.pt",
-        "checkpoint-00000003.pt",
-        "checkpoint-00000004.pt.<random>.part",
-        "train.csv",
-    ]
+    checkpoints = ["checkpoint-00000002.pt", "checkpoint-00000003.pt", "checkpoint-00000004.pt.<random>.part"]
+    assert left == [*checkpoints, "train.csv"]
     resumed = launch(tmp_path / "two", 6)
     assert resumed.stdout.strip() == uninterrupted, resumed.stderr
-    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [
-        "checkpoint-00000005.pt",
-        "checkpoint-00000006.pt",
-        "train.csv",
-    ]
+    left = sorted(path.name for path in (tmp_path / "two").iterdir())
+    assert left == ["checkpoint-00000005.pt", "checkpoint-00000006.pt", "train.csv"]
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
@@ -988,12 +950,6 @@ def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch, pack
     assert trainer.step == 0
 
 
-def test_the_losses_of_a_run_are_drawn(tmp_path):
-    loader = [collate(examples(), "of_tokens")]
-    sgd(BertForMaskedLM(CONFIG), tmp_path).train(loader, max_steps=2, eval_loader=loader)
-    assert metrics.plot_losses(tmp_path).read_bytes().startswith(b"\x89PNG")
-
-
 # ---- what makes no sense
 
 
@@ -1015,9 +971,7 @@ def test_a_loader_or_a_period_that_makes_no_sense_is_refused(tmp_path):
     trainer = sgd(BertForMaskedLM(CONFIG), tmp_path)
     with pytest.raises(ValueError, match="the loader has no batch"):
         trainer.train([], max_steps=1)
-    with pytest.raises(
-        ValueError, match="batches in epoch 0 and none in epoch 1; expected one that can be iterated again"
-    ):
+    with pytest.raises(ValueError, match="batches in epoch 0 and none in epoch 1; expected one that can be iterated"):
         sgd(BertForMaskedLM(CONFIG), tmp_path / "once").train(iter([collate(examples(), "of_tokens")]), max_steps=2)
     with pytest.raises(ValueError, match="expected labels"):
         trainer.train([PackingCollator()(process.examples(2))], max_steps=1)

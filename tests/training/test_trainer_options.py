@@ -19,14 +19,7 @@ from torch.utils.data import DataLoader
 
 from fastbert import BertForMaskedLM
 from fastbert.data import create_mlm_dataloader, train_tokenizer
-from fastbert.training import (
-    Best,
-    constant_schedule,
-    cosine_schedule,
-    linear_schedule,
-    polynomial_schedule,
-    set_seed,
-)
+from fastbert.training import Best, constant_schedule, cosine_schedule, linear_schedule, polynomial_schedule, set_seed
 
 # ---- schedules
 
@@ -77,6 +70,7 @@ def test_a_polynomial_ends_at_its_share_of_each_rate():
 @pytest.mark.parametrize(
     "make, message",
     [
+        (lambda o: linear_schedule(o, -1, 5), "linear_schedule: warmup_steps is -1; expected 0 to max_steps - 1, 4"),
         (lambda o: cosine_schedule(o, 5, 5), "cosine_schedule: warmup_steps is 5; expected 0 to max_steps - 1, 4"),
         (lambda o: polynomial_schedule(o, -1, 5), "polynomial_schedule: warmup_steps is -1; expected 0 to"),
         (lambda o: polynomial_schedule(o, 0, 5, power=0.0), "power is 0.0; expected a positive number"),
@@ -137,9 +131,8 @@ trainers = []
 
 def train(trainer, values, steps, **options):
     trainers.append(trainer)
-    return trainer.train(
-        shuffled(), max_steps=steps, eval_loader=[], metric=scripted(values), eval_steps=1, save_steps=1, **options
-    )
+    every = {"eval_steps": 1, "save_steps": 1}
+    return trainer.train(shuffled(), max_steps=steps, eval_loader=[], metric=scripted(values), **every, **options)
 
 
 def kept(trainer):

@@ -1,8 +1,7 @@
-"""Training as people do it: mixed precision, accumulation, frozen layers, export, several processes, resuming."""
+"""Training as people do it: mixed precision, frozen layers, export, several processes. test_trainer.py has the rest."""
 
 import copy
 import os
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -51,58 +50,7 @@ def test_autocast_gradients_are_as_accurate_as_pytorch(dtype):
     testing.assert_rows(rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_autocast_training_learns(dtype):
-    """Parameters and gradients float32, scaled loss, clipping, fused AdamW, dropout on."""
-    torch.manual_seed(0)
-    model, inputs = ours(hugging_face()).train(), batch(LENGTHS, SEQLEN)
-    scaler = torch.amp.GradScaler(DEVICE, enabled=dtype == torch.float16, init_scale=2.0**12)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        with torch.autocast(DEVICE, dtype):
-            loss = (model(**inputs).pooler_output.float() - 0.5).square().mean()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 4, losses
-
-
-def test_a_step_with_an_overflow_is_skipped():
-    model, inputs = ours(hugging_face()).train(), batch(LENGTHS, SEQLEN)
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**40)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    before = copy.deepcopy(model.state_dict())
-    with torch.autocast(DEVICE, torch.float16):
-        loss = model(**inputs).last_hidden_state.square().mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() < 2.0**40
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
 # ---- gradients
-
-
-def test_accumulated_gradients_are_those_of_the_whole_batch():
-    model = ours(hugging_face().double(), **NO_DROPOUT).train()
-    inputs = batch([7, 1, 12, 5], SEQLEN)
-
-    def run(parts):
-        model.zero_grad()
-        for part in parts:
-            some = {name: tensor[part] for name, tensor in inputs.items()}
-            model(**some).pooler_output.sin().sum().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    whole, parts = run([slice(0, 4)]), run([slice(0, 1), slice(1, 3), slice(3, 4)])
-    for name, gradient in whole.items():
-        assert (parts[name] - gradient).abs().max() <= 1e-12 * gradient.abs().max().clamp(min=1), name
 
 
 def test_nothing_is_computed_for_frozen_layers(monkeypatch):
@@ -163,11 +111,8 @@ def test_exports_packed_with_dynamic_shapes():
     def packed(*ends):
         ids = torch.randint(1, 99, (ends[-1],), device=DEVICE)
         longest = max(b - a for a, b in zip(ends, ends[1:], strict=False))
-        return {
-            "input_ids": ids,
-            "cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=DEVICE),
-            "max_seqlen": longest,
-        }
+        ends = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        return {"input_ids": ids, "cu_seqlens": ends, "max_seqlen": longest}
 
     inputs, others = packed(0, 7, 8, 20), packed(0, 17, 30)
     program = torch.export.export(model, (), inputs, dynamic_shapes=shapes).module()
@@ -186,17 +131,3 @@ def test_two_processes_give_the_gradients_of_one(kind):
         timeout=300,
     )
     assert answer.returncode == 0 and answer.stdout.count("equal") == 2, answer.stderr[-3000:]
-
-
-@pytest.mark.slow  # test_trainer.py kills a Trainer's run in the fast suite
-def test_a_killed_run_resumes_bit_for_bit(tmp_path):
-    def run(*arguments):
-        command = [sys.executable, str(HERE / "resume.py"), *map(str, arguments)]
-        return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-
-    uninterrupted = run(tmp_path / "one.pt", 6)
-    killed = run(tmp_path / "two.pt", 6, 4)
-    assert killed.returncode == -signal.SIGKILL and torch.load(tmp_path / "two.pt", weights_only=True)["step"] == 3
-    resumed = run(tmp_path / "two.pt", 6)
-    assert len(uninterrupted.stdout.strip()) == 64, uninterrupted.stderr
-    assert resumed.stdout == uninterrupted.stdout

@@ -25,14 +25,7 @@ from torch.utils.data import DataLoader
 
 from fastbert import BertConfig, BertForMaskedLM, BertForPreTraining
 from fastbert.data import PackingCollator
-from fastbert.training import (
-    AMPTrainer,
-    Best,
-    compute_mlm_loader_loss,
-    distribute,
-    linear_schedule,
-    parameter_groups,
-)
+from fastbert.training import AMPTrainer, Best, compute_mlm_loader_loss, distribute, linear_schedule, parameter_groups
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 CONFIG = BertConfig(vocab_size=99, max_position_embeddings=32, **SIZES)
