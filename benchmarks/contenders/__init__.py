@@ -16,6 +16,7 @@ _HF = {"needs": ("transformers",)}
 _FLASH = {"needs": ("flash_attn",), "install": "pip install flash-attn --no-build-isolation"}
 _GPU = {"devices": ("cuda",)}
 _GPU_HALF = {"devices": ("cuda",), "dtypes": HALF}
+_GPU_BF16 = {"devices": ("cuda",), "dtypes": (torch.bfloat16,)}
 _CPU = {"devices": ("cpu",), "dtypes": (torch.float32,)}
 _ONNX = {"needs": ("onnxruntime", "onnx", "onnxscript"), "install": "pip install 'onnxruntime>=1.31' onnx onnxscript"}
 _LIGER = {"needs": ("liger_kernel",), "install": "pip install liger-kernel"}
@@ -26,6 +27,7 @@ _WHOLE_MODELS = (MODEL, CLASSIFIER, MASKED_LM)
 ACCELERATED = Contender("fastbert.accelerate", _WHOLE_MODELS, ours.accelerated, **_HF)
 _PREPARED = (torch.float32, torch.bfloat16)
 _INT8 = functools.partial(ours.prepared, precision="int8")
+_FP8 = functools.partial(ours.prepared, precision="fp8")
 _CTRANSLATE2_INT8 = functools.partial(engines.ctranslate2, compute_type="int8")
 _SKIPPING = functools.partial(ours.accelerated, skip_logits=True)
 _CUDNN = functools.partial(pytorch.sdpa_by, SDPBackend.CUDNN_ATTENTION)
@@ -44,6 +46,7 @@ ALL: tuple[Contender, ...] = (
     Contender("fastbert.accelerate, skip_logits", (MASKED_LM,), _SKIPPING, **_HF),
     Contender("fastbert.prepare", (MODEL,), ours.prepared, devices=("cpu",), dtypes=_PREPARED, inference=True),
     Contender("fastbert.prepare, int8", (MODEL,), _INT8, **_CPU, inference=True, quantized=True),
+    Contender("fastbert.prepare, fp8", (MODEL,), _FP8, **_GPU_BF16, inference=True, quantized=True),
     Contender("fastbert.graph", (MODEL,), ours.graphed, **_GPU, inference=True),
     *(Contender(f"fastbert, {name}", OPS, functools.partial(ours.forced, name)) for name in backends.BACKENDS),
     # others

@@ -12,6 +12,7 @@ from benchmarks.contenders import hugging_face
 from benchmarks.contenders.interface import CLASSIFIER, EPS, OPS, Runnable, Subject
 from fastbert import backends, ops
 from fastbert.graphs import graph
+from fastbert.ops.scaled_linear import problem_on
 
 
 def plain(subject: Subject) -> Runnable:
@@ -42,9 +43,11 @@ def accelerated(subject: Subject, **options: bool) -> Runnable:
     return hugging_face.runnable(module, subject, None)
 
 
-def prepared(subject: Subject, precision: str | None = None) -> Runnable:
+def prepared(subject: Subject, precision: str | None = None) -> Runnable | str:
     """`fastbert.prepare`: weights packed before, on padded batches."""
     name = precision or ("bf16" if subject.dtype == torch.bfloat16 else "fp32")
+    if name == "fp8" and (reason := problem_on(next(subject.ours.parameters()).device)):
+        return reason
     module = fastbert.prepare(subject.ours.eval(), name)
     run = lambda **arguments: subject.output(module(**arguments))  # noqa: E731
     return Runnable(run, subject.padded(subject.mask()), subject.packed)
