@@ -97,6 +97,9 @@ def merge_qkv(state: dict[str, Tensor], prefix: str) -> None:
         if len({part.shape for part in parts}) > 1:
             shapes = ", ".join(f"{name}: {tuple(part.shape)}" for name, part in zip(names, parts, strict=True))
             raise RuntimeError(f"expected one shape for queries, keys and values; {shapes}")
+        if len(kinds := {part.dtype for part in parts}) > 1 and not kinds.isdisjoint(prepared.QUANTIZED.values()):
+            found = ", ".join(f"{name}: {part.dtype}" for name, part in zip(names, parts, strict=True))
+            raise RuntimeError(f"expected one dtype for queries, keys and values; {found}")
         state[f"{prefix}qkv.{kind}"] = torch.cat(parts)
 
 
@@ -239,7 +242,7 @@ class Checkpoint:
             with torch.device("meta"):
                 model = build(config)
             precision = prepared.outline(model, config)
-            device = prepared.home(precision) if precision else None
+            device = self._home(precision) if precision else None
             state = model.select(model.to_ours(self.tensors), self.directory)
             _check_dtypes(state, dtype, precision)
             model.load_state_dict(state, assign=True)
@@ -247,6 +250,12 @@ class Checkpoint:
             raise RuntimeError(f"{self.directory}: {error}") from None
         model = model.to(device, dtype).eval()
         return prepared.freeze(model, precision) if precision else model
+
+    def _home(self, precision: str) -> torch.device:
+        try:
+            return prepared.home(precision)
+        except ValueError as error:
+            raise ValueError(f"{self.directory}: {error}") from None
 
 
 def load(source: str | Path | Checkpoint) -> Checkpoint:

@@ -228,12 +228,18 @@ def project_qkv(hidden: Tensor, projections: tuple[nn.Module, ...], heads: int) 
     few = not torch.compiler.is_compiling() and hidden.shape[0] <= hidden.shape[1]
     if len(projections) == 1:
         qkv = dense(hidden, projections[0])
+    elif all(map(_is_scaled, projections)):
+        qkv = ops.scaled_linear(hidden.bfloat16(), *joined_dense(projections))
     elif not few and all(map(is_plain_linear, projections)):
         weight, bias = (torch.cat([getattr(linear, name) for linear in projections]) for name in ("weight", "bias"))
         qkv = ops.linear(hidden, weight, bias)
     else:
         qkv = torch.cat([dense(hidden, linear) for linear in projections], -1)
     return qkv.reshape(hidden.shape[0], 3, heads, qkv.shape[-1] // (3 * heads))
+
+
+def _is_scaled(module: nn.Module) -> bool:
+    return type(module) is ScaledLinear and is_prepared(module)
 
 
 def up_gelu(hidden: Tensor, up: nn.Module, activation: nn.Module | str) -> Tensor:
@@ -698,8 +704,7 @@ def _scaled_parameters(parts: LayerParts, hidden: Tensor, context: Tensor | None
     """None where a dense layer is not prepared for fp8, or a LayerNorm not plain."""
     projections = parts.attention.projections if context is None else ()
     dense, norms = (*projections, parts.out, parts.up, parts.down), (parts.out_norm, parts.down_norm)
-    scaled = all([type(each) is ScaledLinear and is_prepared(each) for each in dense])
-    if not scaled or not all(map(is_plain_norm, norms)):
+    if not all(map(_is_scaled, dense)) or not all(map(is_plain_norm, norms)):
         return None
     tensors = [hidden, *(tensor for each in norms for tensor in (each.weight, each.bias))]
     if needs_grad(*tensors, context) or any([tensor.dtype != torch.bfloat16 for tensor in tensors]):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from fastbert import hf, layer
+from fastbert import backends, hf, layer
 from fastbert.families import follow, key_of
 from fastbert.ops.scaled_linear import MULTIPLE, problem_on
 from fastbert.prepared import (
@@ -72,10 +72,16 @@ def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[
         part = _find(model, name)
         if part is None or not layer.is_plain(part, nn.Linear):
             raise ValueError(f"fastbert.prepare: {name} is a {type(part).__name__}, or has hooks; expected nn.Linear")
-        if precision == "fp8" and (part.in_features % MULTIPLE or part.out_features % MULTIPLE):
-            sizes = f"{part.in_features} to {part.out_features} features"
-            raise ValueError(f"fastbert.prepare: {name} has {sizes}; products in fp8 take multiples of {MULTIPLE}")
+        if precision == "fp8":
+            _check_sizes(name, part.in_features, part.out_features)
     return skip
+
+
+def _check_sizes(name: str, inner: int, channels: int) -> None:
+    most = backends.KERNELS["scaled_linear"]["cuda"].largest
+    if inner % MULTIPLE or channels % MULTIPLE or inner > most:
+        expected = f"fp8 takes multiples of {MULTIPLE}, and at most {most} in"
+        raise ValueError(f"fastbert.prepare: {name} has {inner} features in and {channels} out; {expected}")
 
 
 def _check_device(model: nn.Module, precision: str) -> None:
@@ -86,7 +92,7 @@ def _check_device(model: nn.Module, precision: str) -> None:
             raise ValueError(f"fastbert.prepare: the model is on {places}; expected one GPU")
         for device in devices:
             if reason := problem_on(device):
-                raise ValueError(f"fastbert.prepare: fp8 on {device}: {reason}")
+                raise ValueError(f"fastbert.prepare: fp8 on {device}, where the model is: {reason}")
     elif others := {str(device) for device in devices} - {"cpu"}:
         raise ValueError(
             f"fastbert.prepare: the model is on {min(others)}; {precision} is for CPUs, call model.cpu() first"

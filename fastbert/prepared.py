@@ -144,7 +144,7 @@ class PreparedLinear(nn.Module):
         return super().train(False)
 
     def _apply(self, convert: Any, recurse: bool = True) -> "PreparedLinear":
-        check_conversion(convert, PRECISIONS[self.precision])
+        check_conversion(convert, PRECISIONS[self.precision], "cpu", "cpu")
         return self
 
 
@@ -153,8 +153,6 @@ class ScaledLinear(PreparedLinear):
 
     Its state dict has the weight in float8_e4m3fn, the bias in bfloat16 and weight_scale. It may move to another GPU.
     """
-
-    joint: Dense | None = None  # with others, of which this is the first
 
     def fill(self, weight: Tensor, factor: Tensor | None, bias: Tensor | None) -> None:
         bias = weight.new_zeros(self.out_features, dtype=torch.bfloat16) if bias is None else bias
@@ -171,14 +169,16 @@ class ScaledLinear(PreparedLinear):
         return self.weight, self.scale
 
     def _apply(self, convert: Any, recurse: bool = True) -> "ScaledLinear":
-        device = check_conversion(convert, PRECISIONS[self.precision], self.weight.device, moves=True)
-        self.weight, self.scale, self.bias = (x.to(device) for x in self.dense())
-        self.kept = self.joint = None
+        here = torch.device("cpu") if self.weight is None else self.weight.device
+        device = check_conversion(convert, PRECISIONS[self.precision], here)
+        if device != here:
+            self.weight, self.scale, self.bias = (x.to(device) for x in self.dense())
+            self.kept = None
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         """With the weight's bytes: pickle cannot read float8 tensors."""
-        state = super().__getstate__() | {"joint": None}
+        state = super().__getstate__()
         if "plain" in state:
             state["plain"]["weight"] = state["plain"]["weight"].view(torch.uint8)
         return state
@@ -189,27 +189,50 @@ class ScaledLinear(PreparedLinear):
         super().__setstate__(state)
 
 
+def join(model: nn.Module) -> None:
+    """Where transformers has three projections, their tensors become parts of one, so that they are one product."""
+    for module in model.modules():
+        if (key := key_of(module)) is None:
+            continue
+        family = FAMILIES[key]
+        for each in dict.fromkeys(family.layers_in_order(module)):
+            parts = [each.get_submodule(path) for path in family.layer.projections]
+            if all(type(part) is ScaledLinear for part in parts):
+                sizes = [part.out_features for part in parts]
+                for part, *own in zip(parts, *(x.split(sizes) for x in joined_dense(parts)), strict=True):
+                    part.weight, part.scale, part.bias = own
+
+
 def joined_dense(parts: Sequence[ScaledLinear]) -> Dense:
-    """Several of one input as one. It is made once, and their weights are its parts from then on."""
-    first = parts[0]
+    """Dense layers of one input as one. It is a copy where their tensors are not parts of one: in pickled models."""
     if len(parts) == 1:
-        return first.dense()
-    if first.joint is None:
-        with torch.inference_mode(False), torch.no_grad():  # as in `keep`
-            first.joint = joined([part.dense() for part in parts])
-        for part, rows in zip(parts, first.joint.weight.split([part.out_features for part in parts]), strict=True):
-            part.weight = rows
-    return first.joint
+        return parts[0].dense()
+    each = [part.dense() for part in parts]
+    if torch.compiler.is_compiling():
+        return joined(each)
+    found = [_following(tensors) for tensors in zip(*each, strict=True)]
+    return joined(each) if None in found else Dense(*found)
+
+
+def _following(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The rows of all, if each begins where the one before ends."""
+    first, end, rows = tensors[0], tensors[0].storage_offset(), 0
+    storage = first.untyped_storage()._cdata
+    for tensor in tensors:
+        if tensor.storage_offset() != end or tensor.untyped_storage()._cdata != storage:
+            return None
+        end, rows = end + tensor.numel(), rows + tensor.shape[0]
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def check_conversion(
-    convert: Any, dtype: torch.dtype, device: torch.device | str = "cpu", *, moves: bool = False
+    convert: Any, dtype: torch.dtype, device: torch.device | str, others: str = "cuda"
 ) -> torch.device:
     """Where what nn.Module.to and its like are to do with tensors takes them. Raises RuntimeError if it changes their
-    dtype, or, but where they may move, the type of their device."""
+    dtype, or the type of their device to another than `others`."""
     probe = torch.empty(1, dtype=dtype, device=device)
     after = convert(probe)
-    if after.dtype != dtype or not (moves or after.device.type == probe.device.type):
+    if after.dtype != dtype or after.device.type not in (probe.device.type, others):
         raise _frozen(f"{after.dtype} on {after.device}")
     return after.device
 
@@ -227,16 +250,21 @@ class Frozen:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.method == "_apply":
-            check_conversion(args[0], self.dtype, next(self.module.parameters()).device)
+            device = next(self.module.parameters()).device
+            check_conversion(args[0], self.dtype, device, device.type)
         elif self.method != "train" or (args or tuple(kwargs.values()) or (True,))[0]:
             raise _frozen("training mode" if self.method == "train" else self.method)
-        return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+        done = getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+        if self.method == "_apply":
+            join(self.module)
+        return done
 
 
 def freeze(model: nn.Module, precision: str) -> nn.Module:
     """The model, without gradients, and with methods that refuse what would change weights, or write files that
     transformers cannot read."""
     model.requires_grad_(False)
+    join(model)
     for method in ("train", "_apply", "load_state_dict"):
         setattr(model, method, Frozen(model, method, PRECISIONS[precision]))
     for module in model.modules():

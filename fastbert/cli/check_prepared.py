@@ -64,6 +64,7 @@ class Report:
     precision: str
     skip: list[str]
     threads: int
+    device: str
     cosines: list[float] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     layers: list[Layer] = field(default_factory=list)
@@ -98,19 +99,21 @@ def run(
     precision: str,
     *,
     skip: Iterable[str] = (),
+    device: str | None = None,
     max_length: int = 128,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Report:
     """Compares a model, in a directory or of a name on the hub, with itself as prepared, on one batch of texts.
 
-    precision and skip: of `fastbert.prepare`, for fastbert's model. max_length and tell: of `fastbert.cli.check.run`.
+    precision and skip: of `fastbert.prepare`, for fastbert's model. device: None for one that the precision is for.
+    max_length and tell: of `fastbert.cli.check.run`.
     Raises as those two do.
     """
-    subject, skip = Subject.read(directory, str(home(precision))), list(skip)
+    subject, skip = Subject.read(directory, device or str(home(precision))), list(skip)
     sample = make_sample(subject, texts, max_length)
     models = Models.of(subject, precision, skip)
     batch = f"{len(sample.visible)} texts, {int(sample.visible.sum())} tokens"
-    report = Report(str(directory), subject.name, batch, precision, skip, torch.get_num_threads())
+    report = Report(str(directory), subject.name, batch, precision, skip, torch.get_num_threads(), subject.device)
     tell(f"{precision}: results")
     before, after = (predict(model, sample) for model in models)
     report.cosines = cosines(before, after, sample)
@@ -284,8 +287,8 @@ def _costs(report: Report):
         table.add_row(f"{change.name}: largest difference", "", f"{change.difference:.2e}")
     for name, pair in (("dense layers, MB", report.dense), ("whole model, MB", report.whole)):
         table.add_row(name, *(f"{number:.1f}" for number in pair))
-    threads = f"{report.threads} thread{'s' if report.threads > 1 else ''}"
-    table.add_row(f"the batch, ms ({threads})", *(f"{number:.1f}" for number in report.milliseconds))
+    place = f"{report.threads} thread{'s' if report.threads > 1 else ''}" if report.device == "cpu" else report.device
+    table.add_row(f"the batch, ms ({place})", *(f"{number:.1f}" for number in report.milliseconds))
     return table
 
 

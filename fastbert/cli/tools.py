@@ -73,7 +73,7 @@ def _check(args: argparse.Namespace) -> int:
     with Console(stderr=True).status("reading") as status:
         common = {"max_length": args.max_length, "tell": status.update}
         if args.prepare:
-            report = check_prepared.run(model, texts, args.prepare, skip=args.skip or (), **common)
+            report = check_prepared.run(model, texts, args.prepare, skip=args.skip or (), device=args.device, **common)
         else:
             only = {"dtypes": args.dtypes or list(check.DTYPES), "names": args.backends or check.BACKENDS}
             report = check.run(model, texts, device=device_of(args, None), **only, **common)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastbert import layer
 from fastbert.graphs.buckets import NAME
+from fastbert.prepared import PreparedLinear
 
 
 class Recorder(Protocol):
@@ -83,6 +84,11 @@ def _replays(module: nn.Module) -> bool:
     return own or any(layer.unchanged(module, kind) for kind in leaves)
 
 
+def prepared(module: nn.Module) -> tuple[Tensor | None, ...]:
+    """What `fastbert.prepare` put there: no parameters, no buffers."""
+    return (module.weight, module.scale, module.bias) if isinstance(module, PreparedLinear) else ()
+
+
 class ModelSnapshot:
     """What a capture depends on: a model's modules and their modes, and its tensors, whose memory it keeps alive."""
 
@@ -95,7 +101,7 @@ class ModelSnapshot:
 
     def _entries(self) -> list[Tensor | None]:
         modules = self.model.modules()
-        return list(chain.from_iterable((*m._parameters.values(), *m._buffers.values()) for m in modules))
+        return list(chain.from_iterable((*m._parameters.values(), *m._buffers.values(), *prepared(m)) for m in modules))
 
     def _state(self) -> tuple[list[Any], list[Any]]:
         tensors = [None if t is None else (id(t), t.data_ptr(), t.dtype, t.requires_grad) for t in self._entries()]

@@ -57,7 +57,8 @@ def scaled_layer(
         rows = quantized(backend, hidden) if rows is None else rows
         qkv = product(backend, rows, *p.qkv).unflatten(-1, (3, heads, -1))
         context = attention_unchecked(qkv, cu_seqlens, max_seqlen, scale=scale).flatten(1)
-    hidden, rows = _project_add_norm(backend, quantized(backend, context), hidden, p.out, p.out_norm)
+    rows = quantized(backend, context.bfloat16())  # autocast may have had attention in float16
+    hidden, rows = _project_add_norm(backend, rows, hidden, p.out, p.out_norm)
     wide = product(backend, rows, p.up.weight, p.up.scale, None)
     rows = Scaled(*ROWS(backend, wide, p.up.bias, approximate))
     return _project_add_norm(backend, rows, hidden, p.down, p.down_norm)
@@ -75,4 +76,6 @@ def _project_add_norm(backend: str, x: Scaled, residual: Tensor, dense: Dense, n
 
 def joined(parts: Sequence[Dense]) -> Dense:
     """Of several dense layers of one input one that gives their outputs side by side."""
-    return Dense(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    weights, scales, biases = zip(*parts, strict=True)
+    weight = torch.cat([each.view(torch.uint8) for each in weights]).view(weights[0].dtype)
+    return Dense(weight, torch.cat(scales), torch.cat(biases))

@@ -37,7 +37,8 @@ def scaled_linear_ref(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | N
 
 
 def _product_ref(x: Scaled, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    y = F.linear(x.rows.float(), weight.float()) * (x.factors * scale)
+    with torch.autocast(weight.device.type, enabled=False):
+        y = F.linear(x.rows.float(), weight.float()) * (x.factors * scale)
     return (y if bias is None else y + bias).bfloat16()
 
 
@@ -80,11 +81,12 @@ LAYER_NORM = Primitive(
 def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """A dense layer with its product in fp8. It has no backward.
 
-    x: (..., K) bfloat16 with at least two dimensions, K at most 8192; each row is rounded to e4m3 with a factor of its
+    x: (..., K) bfloat16 with at least two dimensions; each row is rounded to e4m3 with a factor of its
     own, its largest magnitude over 448. weight: (C, K) float8_e4m3fn with scale (C,) float32, the channels' factors, by
     `quantize_weight`. bias: (C,) bfloat16 or None. K and C are multiples of 16. Returns (..., C) bfloat16. Sums are
     float32, on a GPU as its fast accumulation gives them (use_fast_accum of `torch._scaled_mm`): to some 14 bits, of
-    which e4m3 has 4. A row with a NaN or an infinity gives NaN.
+    which e4m3 has 4. A row with a NaN or an infinity gives NaN. Rows of more
+    than 8192 run in plain PyTorch.
     Raises ValueError (shapes, devices), TypeError (dtypes), RuntimeError where a gradient is live.
 
     Equivalent to, but for the rounding of x::
@@ -95,7 +97,7 @@ def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None)
     refuse_gradients(_OP, x, scale, bias)
     backend = choose(x)
     rows = Scaled(*ROWS(backend, x.reshape(-1, x.shape[-1]), None, ""))
-    return product(backend, rows, weight, scale, bias).view(*x.shape[:-1], len(weight))
+    return product(backend, rows, weight.contiguous(), scale.contiguous(), bias).view(*x.shape[:-1], len(weight))
 
 
 def choose(x: Tensor) -> str:
@@ -104,12 +106,14 @@ def choose(x: Tensor) -> str:
 
 def problem_on(device: torch.device) -> str | None:
     """Why products in fp8 cannot run there; a small one is tried."""
+    if device.type not in backends.SERVES["cuda"]:
+        return "it runs on GPUs only, from sm_90 on"
     if reason := backends.why_not("cuda", _OP, device.type, torch.bfloat16):
-        return f"{reason} (it takes the CUDA kernels, and a GPU of sm_90 or newer)"
+        return reason
     ones, factors = torch.ones(MULTIPLE, MULTIPLE, device=device), torch.ones(MULTIPLE, 1, device=device)
     try:
         product("cuda", Scaled(ones.to(E4M3), factors), ones.to(E4M3), factors[:, 0], None)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return f"torch._scaled_mm: {error}"
     return None
 
@@ -123,7 +127,9 @@ def product(backend: str, x: Scaled, weight: Tensor, scale: Tensor, bias: Tensor
 
 
 def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-    for name, tensor, dtype in (("x", x, torch.bfloat16), ("weight", weight, E4M3), ("scale", scale, torch.float32)):
+    given = {"x": (x, torch.bfloat16), "weight": (weight, E4M3), "scale": (scale, torch.float32)}
+    given |= {} if bias is None else {"bias": (bias, torch.bfloat16)}
+    for name, (tensor, dtype) in given.items():
         if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
             raise TypeError(f"{_OP}: {name} is {getattr(tensor, 'dtype', type(tensor).__name__)}; expected {dtype}")
     if x.dim() < 2 or x.shape[-1] == 0:
@@ -134,6 +140,4 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Non
     checks.shape(_OP, "scale", scale, weight.shape[:1], "(C,)")
     if bias is not None:
         checks.shape(_OP, "bias", bias, weight.shape[:1], "(C,)")
-        if bias.dtype != torch.bfloat16:
-            raise TypeError(f"{_OP}: bias is {bias.dtype}; expected torch.bfloat16")
     checks.same_device(_OP, {"x": x, "weight": weight, "scale": scale, "bias": bias})

@@ -14,9 +14,10 @@ from torch import nn
 
 import fastbert
 from fastbert import backends, testing
+from fastbert.graphs.capture import ModelSnapshot
 from fastbert.ops.packed_linear import layout
 from fastbert.ops.scaled_linear import problem_on
-from fastbert.prepared import PRECISIONS, QUANTIZED, PreparedLinear
+from fastbert.prepared import PRECISIONS, QUANTIZED, PreparedLinear, joined_dense
 from fastbert.testing import Result
 
 LENGTHS, SEQLEN = [7, 1, 12], 12
@@ -97,17 +98,39 @@ def test_the_layers_are_one_call(model, inputs, precision):
 
 
 def test_layers_in_fp8_hand_on_their_rows(theirs, inputs):
-    """Of a model with three projections; these become parts of one weight, which no copy keeps a second time."""
+    """Of a model with three projections, whose tensors are parts of one, in copies too."""
     prepared, names = prepare(theirs, "fp8"), ("scaled_rows_fwd", "scaled_layer_norm_fwd")
     before, layers = [runs(name) for name in names], len(prepared.encoder.layer)
     hidden(prepared, inputs)
     assert [runs(name) - n for name, n in zip(names, before, strict=True)] == [1 + 2 * layers, 2 * layers]
-    own = prepared.encoder.layer[0].attention.self
-    for i, part in enumerate((own.query, own.key, own.value)):
-        assert part.weight.data_ptr() == own.query.joint.weight[48 * i].data_ptr()
-    assert copy.deepcopy(own.query).joint is None
-    expected = hidden(prepared, inputs)
-    assert own.to(own.query.weight.device).query.joint is None and torch.equal(hidden(prepared, inputs), expected)
+    for each in (prepared, copy.deepcopy(prepared)):
+        own = each.encoder.layer[0].attention.self
+        whole, _, bias = joined_dense([own.query, own.key, own.value])
+        assert whole.data_ptr() == own.query.weight.data_ptr() and torch.equal(bias[48:96], own.key.bias)
+        assert (
+            whole[48:].data_ptr() == own.key.weight.data_ptr() and whole[96:].data_ptr() == own.value.weight.data_ptr()
+        )
+    own.key = copy.deepcopy(own.query)
+    assert torch.equal(hidden(each, inputs), hidden(pickle.loads(pickle.dumps(each)), inputs))
+    assert not torch.equal(hidden(each, inputs), hidden(prepared, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_fp8_as_it_is(theirs, inputs, dtype):
+    prepared = prepare(theirs, "fp8")
+    with torch.autocast(next(prepared.parameters()).device.type, dtype):
+        found = hidden(prepared, inputs)
+    visible = inputs["attention_mask"].bool()
+    assert F.cosine_similarity(found.float(), hidden(theirs, inputs), dim=-1)[visible].min() > 0.99
+
+
+def test_a_graph_refuses_other_weights_in_fp8(model):
+    prepared = prepare(model, "fp8")
+    snapshot, part = ModelSnapshot(prepared), prepared.encoder.layer[0].output.dense
+    snapshot.refuse_a_change()
+    part.weight = part.weight.clone()
+    with pytest.raises(RuntimeError, match="was replaced"):
+        snapshot.refuse_a_change()
 
 
 @every_precision
@@ -223,6 +246,8 @@ def test_weights_take_the_room_of_their_precision(model):
         lambda model: model.half(),
         lambda model: model.to(torch.float64),
         lambda model: model.to("meta"),
+        lambda model: model.encoder.to("meta"),
+        lambda model: model.encoder.layer[0].to_empty(device="meta"),
         lambda model: model.encoder.layer[0].half(),
         lambda model: model.load_state_dict(model.state_dict()),
         lambda model: model.encoder.load_state_dict(model.encoder.state_dict()),
