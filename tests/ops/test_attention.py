@@ -17,10 +17,10 @@ def ends(lengths, device="cpu"):
 
 @pytest.fixture(params=[True, False], ids=["by-length", "any-length"])
 def tiles(request, backend, monkeypatch):
-    """Short sequences in Triton's kernels for any length, too: they have kernels of their own."""
+    """Short sequences also in Triton's kernels for any length: they have kernels of their own."""
     if not request.param:
         if backend.name != "triton":
-            backend.skip("for Triton, which then does without its kernels for short sequences")
+            backend.skip("only Triton's are chosen in Python")
         monkeypatch.setattr("fastbert.triton.attention_tiles.SHORT", -1)
 
 

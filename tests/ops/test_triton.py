@@ -257,9 +257,10 @@ def test_the_backward_in_one_pass_repeats_bit_for_bit(monkeypatch):
 
 # ---- attention of several short sequences in one program
 
+SHORT = pytest.mark.parametrize("lengths", [(0, 1, 15, 16, 17, 31, 32), (16, 0, 1, 15, 16, 9)], ids=["32", "16"])
+
 
 def short(lengths, heads, size, p=0.0):
-    """Inputs and results of a batch, forward and backward, and the kernels that ran."""
     ends = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int().to(DEVICE)
     qkv = torch.randn(int(ends[-1]), 3, heads, size, device=DEVICE, dtype=torch.float16)
     return qkv, (ends, max(lengths), size**-0.5, p, torch.tensor([-5], device=DEVICE) if p else None, 3)
@@ -272,45 +273,39 @@ def both(qkv, dout, *rest):
 
 @pytest.mark.parametrize(("longest", "slot"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, None)])
 def test_the_longest_sequence_chooses_the_kernels_of_attention(monkeypatch, longest, slot):
-    ran, launch = [], common._launcher
-    monkeypatch.setattr(common, "_launcher", lambda *a: (ran.append((a[0].fn.__module__, a[4].get("SLOT"))), launch(*a)))
+    ran, launch = set(), common._launcher
+    monkeypatch.setattr(common, "_launcher", lambda *a: (ran.add((a[0].fn.__module__, a[4].get("SLOT"))), launch(*a)))
     qkv, rest = short((1, longest), 1, 16)
     both(qkv, qkv[:, 0], *rest)
-    name = "attention_short" if slot else "attention"
-    assert set(ran) == {(f"fastbert.triton.{name}", slot)} and len(ran) == (2 if slot else 3)
+    assert ran == {("fastbert.triton.attention" + "_short" * bool(slot), slot)}
 
 
-@pytest.mark.parametrize("lengths", [(0, 1, 15, 16, 17, 31, 32), (16, 0, 1, 15, 16, 9)], ids=["32", "16"])
+@SHORT
 def test_a_short_sequence_has_the_same_bits_in_any_company(lengths):
-    """In the first and the last place of a tile, alone, and beside NaN. The lengths after the first tile are odd."""
+    """In whatever place of a tile, alone, and beside NaN."""
     qkv, rest = short(lengths, 2, 40)
-    dout = torch.randn_like(qkv[:, 0])
+    dout = qkv[:, 0].flip(0)
     expected = both(qkv, dout, *rest)
     for start, end in itertools.pairwise(rest[0].tolist()):
-        inside = torch.zeros(len(qkv), dtype=torch.bool, device=DEVICE)
-        inside[start:end] = True
-        spoilt = [x.masked_fill(~inside.view(-1, *[1] * (x.dim() - 1)), torch.nan) for x in (qkv, dout)]
+        own = qkv[start:end], dout[start:end]
+        spoilt = [F.pad(x, (0, 0) * (x.dim() - 1) + (start, len(qkv) - end), value=torch.nan) for x in own]
         alone = torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE)
-        for found, wanted, single in zip(
-            both(*spoilt, *rest), expected, both(qkv[inside], dout[inside], alone, *rest[1:]), strict=True
-        ):
-            assert torch.equal(found[inside], wanted[inside]) and torch.equal(single, wanted[inside])
+        for found, wanted, single in zip(both(*spoilt, *rest), expected, both(*own, alone, *rest[1:]), strict=True):
+            assert torch.equal(found[start:end], wanted[start:end]) and torch.equal(single, wanted[start:end])
 
 
-@pytest.mark.parametrize("lengths", [(0, 1, 15, 16, 17, 31, 32), (16, 0, 1, 15, 16, 9)], ids=["32", "16"])
+@SHORT
 def test_short_sequences_drop_what_the_contract_says(lengths):
     """Values that name their key, and gradients that name their query, show the mask, forward and backward."""
     qkv, rest = short(lengths, 2, max(lengths), 0.4)
-    place = torch.cat([torch.arange(length) for length in lengths]).to(DEVICE)
-    names = F.one_hot(place, max(lengths)).half()[:, None].expand(-1, 2, -1)
+    names = torch.cat([torch.eye(max(lengths))[:n] for n in lengths]).to(DEVICE).half()[:, None].expand(-1, 2, -1)
     qkv[:, 0], qkv[:, 2] = 0, names
     out, _, dqkv = both(qkv, names, *rest)
-    keep = random.attention_keep(rest[4], 3, len(lengths), 2, max(lengths), 0.4)
+    keep = random.attention_keep(rest[4], 3, len(lengths), 2, max(lengths), 0.4) * (256 / 154)  # round(0.4 * 256) = 102
     for sequence, (start, end) in enumerate(itertools.pairwise(rest[0].tolist())):
-        length = end - start
-        weights = keep[sequence, :, :length, :length].double() * (256 / 154) / length  # round(0.4 * 256) = 102
+        weights = keep[sequence, :, : end - start, : end - start] / (end - start)
         for found, wanted in ((out, weights), (dqkv[:, 2], weights.mT)):
-            found = found[start:end, :, :length].transpose(0, 1).double()
+            found = found[start:end, :, : end - start].transpose(0, 1).float()
             assert torch.equal(found > 0, wanted > 0) and torch.allclose(found, wanted, 2**-9)
 
 
