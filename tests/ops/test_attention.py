@@ -378,6 +378,7 @@ class TestAttention(AttentionSuite):
         The CPU's kernel takes the lengths from cu_seqlens and loses none.
         """
         inputs = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)
+        inputs["qkv"][3:5] *= 1 if backend.name == "cpu" else torch.nan  # nobody sees what is lost
         out, whole = (
             PRIMITIVES["attention_fwd"](backend.name, *inputs.values(), n, 0.3, 0.0, None, 0)[0] for n in (3, 5)
         )

@@ -282,7 +282,6 @@ def test_the_longest_sequence_chooses_the_kernels_of_attention(monkeypatch, long
 
 @SHORT
 def test_a_short_sequence_has_the_same_bits_in_any_company(lengths):
-    """In whatever place of a tile, alone, and beside NaN."""
     qkv, rest = short(lengths, 2, 40)
     dout = qkv[:, 0].flip(0)
     expected = both(qkv, dout, *rest)
