@@ -31,12 +31,18 @@ from fastbert.triton.attention_tiles import (
 from fastbert.triton.common import Config, launch, pick
 
 
-# By padded head size and bits of an element. Chosen by compiling (docs/triton_report.md), so that nothing spills.
-def _tiles_80(width: int, bits: int) -> Config:
-    return Config({"ROWS": 32 if bits == 32 else 64, "CHUNK": min(width, 32)}, 8 if bits == 32 else 4)
+# By padded head size, bits of an element, and whether a head's rows have 16 bytes at a time, without which each element
+# has an address in registers. Chosen by compiling (docs/triton_report.md), so that nothing spills.
+def _tiles_80(width: int, bits: int, whole: bool) -> Config:
+    rows, num_warps = (32, 8) if bits == 32 else (64, 4 if whole else 8)
+    return Config({"ROWS": rows, "CHUNK": min(width, 32)}, num_warps)
 
 
-TILES = {80: _tiles_80}
+def _tiles_100(width: int, bits: int, whole: bool) -> Config:
+    return Config({"ROWS": 32, "CHUNK": 16}, 8) if bits == 32 else _tiles_80(width, bits, whole)
+
+
+TILES = {80: _tiles_80, 100: _tiles_100}
 
 
 @triton.jit
@@ -172,7 +178,7 @@ def backward(call: Call, rng: Tensor | None, dout: Tensor) -> Tensor:
 
 def _launch(kernel, call: Call, *tensors: Tensor | None) -> None:
     slot = 16 if call.longest <= 16 else 32
-    config = pick(TILES, call.qkv.device, call.width, 8 * call.qkv.element_size())
+    config = pick(TILES, call.qkv.device, call.width, 8 * call.qkv.element_size(), call.D % 8 == 0)
     fill, tiles = triton.cdiv(call.tokens, FILL), triton.cdiv(call.batch * slot, config.tiles["ROWS"])
     launch(
         kernel, (fill + tiles * call.heads if call.tokens else 0,), *tensors, *call.sizes, fill, call.heads,
