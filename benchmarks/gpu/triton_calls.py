@@ -153,12 +153,14 @@ def linear_max() -> Iterator[Call]:
 
 
 def attention() -> Iterator[Call]:
-    for size, longest in product((32, 64, 128), (64, 128, 512, 2048)):
+    for size, longest in product((32, 64, 128), (16, 32, 64, 128, 512, 2048)):
         for p in (0.0, 0.1) if size == 64 else (0.1,):
             yield from _attention(BF16, size, p, longest)
-    for (dtype, precision), longest in product(PRECISIONS, (128, 2048)):
+    for size, longest in product((63, 127), (16, 32)):  # rows of short sequences without 16 bytes at a time
+        yield from _attention(BF16, size, 0.1, longest)
+    for (dtype, precision), (size, longest) in product(PRECISIONS, ((128, 16), (128, 32), (64, 128), (64, 2048))):
         with products(precision):
-            yield from _attention(dtype, 64, 0.1, longest)
+            yield from _attention(dtype, size, 0.1, longest)
 
 
 def _attention(dtype: torch.dtype, size: int, p: float, longest: int) -> Iterator[Call]:

@@ -9,6 +9,8 @@ The backward needs qkv, the output and one number a row. There are no atomics. W
 a program for each head and sequence fills the chip, one kernel computes all three gradients, with 5 products for each
 pair of tiles, and adds up dQ in float32. Elsewhere one kernel computes dK and dV and another dQ, with 7 products.
 
+Sequences of at most 32 tokens leave most of a tile empty: attention_short.py puts several into one.
+
 The dropout mask is one byte a score, 16 keys a Philox call, in the order of the mma accumulator. In that layout the
 permutations of keep_mask cost nothing, which is why scores are always queries by keys, never transposed.
 """
@@ -18,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastbert.triton import attention_short
 from fastbert.triton.attention_tiles import (
     FILL,
     LARGE,
@@ -167,6 +170,8 @@ def forward(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, dropout_p: float, rng: Tensor | None, site: int
 ) -> tuple[Tensor, Tensor]:
     call = Call(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
+    if call.short:
+        return attention_short.forward(call, rng)
     out = qkv.new_empty((call.tokens, call.heads, call.D))
     lse = qkv.new_empty((call.heads, call.tokens), dtype=torch.float32)
     config = call.pick(FORWARD, "forward")
@@ -324,6 +329,8 @@ def backward(
     scale: float, dropout_p: float, rng: Tensor | None, site: int,
 ) -> Tensor:  # fmt: skip
     call = Call(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
+    if call.short:
+        return attention_short.backward(call, rng, dout)
     dqkv, dout = call.qkv.new_empty(call.qkv.shape), dout.contiguous()
     if call.tokens == 0:
         return dqkv

@@ -11,6 +11,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # below all scores but -inf, of which exp2(s - LOWEST) is 0 and no NaN
 LARGE = tl.constexpr(32.0)  # lse beyond this is rounded so much that weights computed from it are wrong
 ORDERED = tl.constexpr(128)  # sequences, at most, that are put in order; more are even enough
+SHORT = 32  # attention_short.py has batches whose longest sequence has at most so many tokens
 ONE_TILE = tl.constexpr(64)  # sequences of up to so many tokens have a tile each, long or short
 
 # They vary from call to call: Triton must not compile a kernel for each divisibility of theirs.
@@ -139,28 +140,38 @@ def keep_mask(k0, k1, query, first_key, head, sequence, threshold, M: tl.constex
     64 keys are decided together: fewer are a part of them.
     """
     if N >= 64:
-        return _keep_blocks(k0, k1, query, first_key, head, sequence, threshold, M, N)
-    keep = _keep_blocks(k0, k1, query, first_key // 64 * 64, head, sequence, threshold, M, 64)
+        return keep_blocks(k0, k1, query, first_key, head, sequence, threshold, M, N)
+    keep = keep_blocks(k0, k1, query, first_key // 64 * 64, head, sequence, threshold, M, 64)
     parts = tl.reshape(keep.to(tl.int32), (M, 64 // N, N))
     here = tl.arange(0, 64 // N)[None, :, None] == first_key % 64 // N
     return tl.sum(tl.where(here, parts, 0), 1) > 0
 
 
 @triton.jit
-def _keep_blocks(k0, k1, query, first_key, head, sequence, threshold, M: tl.constexpr, N: tl.constexpr):
-    """keep_mask of whole blocks of 64 keys."""
-    BLOCKS: tl.constexpr = N // 64
+def keep_blocks(k0, k1, query, first_key, head, sequence, threshold, M: tl.constexpr, N: tl.constexpr):
+    """keep_mask of whole blocks of 64 keys, or of the first 16 or 32 of a block.
+
+    Where sequence is [M, 1], queries are of several.
+    """
+    BLOCKS: tl.constexpr = (N + 63) // 64
+    WORDS: tl.constexpr = N // 16 // BLOCKS  # of a block: each has the bytes of 16 keys
     zero = tl.zeros((M, 4 * BLOCKS), tl.uint32)
     group = (first_key // 64 * 4 + tl.arange(0, 4 * BLOCKS)).to(tl.uint32)
     w0, w1, w2, w3 = philox(
         k0, k1, zero + group[None, :], zero + query.to(tl.uint32)[:, None], zero + head.to(tl.uint32),
         zero + sequence.to(tl.uint32),
     )  # fmt: skip
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [M, 4 BLOCKS, x, y], word 2x + y
-    words = tl.reshape(words, (M, BLOCKS, 4, 2, 2)).trans(0, 1, 3, 4, 2)  # [M, BLOCKS, x, y, c]
+    if WORDS == 1:
+        words = w0
+    elif WORDS == 2:
+        words = tl.join(w0, w1)
+    else:
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [M, 4 BLOCKS, x, y], word 2x + y
+    words = tl.reshape(words, (M, BLOCKS, 4, WORDS)).trans(0, 1, 3, 2)  # [M, BLOCKS, word, c]
     shift = tl.reshape((tl.arange(0, 4) * 8).to(tl.uint32), (1, 1, 1, 1, 4))
-    byte = (tl.reshape(words, (M, BLOCKS, 4, 4, 1)) >> shift) & 0xFF  # [M, BLOCKS, word, c, byte of the word]
-    byte = tl.reshape(byte, (M, BLOCKS, 4, 4, 2, 2)).trans(0, 1, 2, 4, 3, 5)  # key = 16 word + 8 high + 2 c + low
+    byte = (tl.reshape(words, (M, BLOCKS, WORDS, 4, 1)) >> shift) & 0xFF  # [M, BLOCKS, word, c, byte of the word]
+    # key = 16 word + 8 high + 2 c + low
+    byte = tl.reshape(byte, (M, BLOCKS, WORDS, 4, 2, 2)).trans(0, 1, 2, 4, 3, 5)
     return tl.reshape(byte, (M, N)) >= threshold
 
 
@@ -211,6 +222,7 @@ class Call:
         self.qkv, self.cu_seqlens = qkv.contiguous(), cu_seqlens.contiguous()
         self.tokens, _, self.heads, self.D = qkv.shape
         self.batch, self.longest = cu_seqlens.shape[0] - 1, min(max_seqlen, self.tokens)
+        self.short = self.longest <= SHORT
         self.sizes = self.tokens, self.batch, self.longest
         threshold, keep_scale = dropout(dropout_p, 8)
         self.scalars = scale, threshold, keep_scale, site

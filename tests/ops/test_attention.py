@@ -15,6 +15,15 @@ def ends(lengths, device="cpu"):
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
 
 
+@pytest.fixture(params=[True, False], ids=["by-length", "any-length"])
+def tiles(request, backend, monkeypatch):
+    """Short sequences also in Triton's kernels for any length: they have kernels of their own."""
+    if not request.param:
+        if backend.name != "triton":
+            backend.skip("only Triton's are chosen in Python")
+        monkeypatch.setattr("fastbert.triton.attention_tiles.SHORT", -1)
+
+
 class AttentionSuite(OpSuite):
     op = "attention"
     test_float32_parameters_beside_half_activations = None  # it has no parameters
@@ -23,6 +32,7 @@ class AttentionSuite(OpSuite):
         pytest.param(((1, 17, 64), 1, 5), id="one-token-a-whole-tile-and-odd-sizes"),
         pytest.param(((16, 15, 17), 2, 64), id="around-16"),
         pytest.param(((32, 31, 1, 0, 9), 3, 40), id="several-in-a-block"),
+        pytest.param(((15, 0, 16, 1, 16, 7), 2, 24), id="more-than-a-tile-of-16-a-sequence-holds"),
         pytest.param(((64, 63, 65), 2, 32), id="around-64", marks=slow_interpreted),
         pytest.param(((129, 127), 1, 128), id="around-128", marks=slow_interpreted),
         pytest.param(((129, 3), 2, 64), id="a-program-with-two-key-tiles"),
@@ -198,6 +208,7 @@ class TestAttention(AttentionSuite):
             for name, tensor in got.items():
                 assert (tensor - want[name]).abs().max() <= bound * want[name].abs().max(), name
 
+    @pytest.mark.usefixtures("tiles")
     @pytest.mark.parametrize("scale", [0.125, 0.3])  # a power of two, and one that rounds
     @pytest.mark.parametrize("logit", [1e3, 1e6, 2.0**24, 1e8, 1e30, -1e8])
     def test_equal_logits_of_any_size(self, backend, logit, scale):
@@ -228,6 +239,7 @@ class TestAttention(AttentionSuite):
             for name, tensor in got.items():
                 assert (tensor - want[name]).abs().max() <= 2**-22 * logit * want[name].abs().max(), name
 
+    @pytest.mark.usefixtures("tiles")
     @pytest.mark.parametrize(
         ("size", "rows", "heads"),
         [
@@ -256,6 +268,7 @@ class TestAttention(AttentionSuite):
         one, two = (ops.attention(*inputs.values(), m) for m in (5, 100))
         assert (one - two).abs().max() <= 2**-22 * one.abs().max()
 
+    @pytest.mark.usefixtures("tiles")
     @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
     def test_token_outside_every_sequence_gets_zeros(self, backend, dtype):
         """On a GPU, a cu_seqlens that ends early gives defined output, never what memory held."""
@@ -358,18 +371,21 @@ class TestAttention(AttentionSuite):
         for name, tensor in {**expected.outputs, **expected.gradients}.items():
             assert torch.equal({**got.outputs, **got.gradients}[name], tensor), name
 
+    @pytest.mark.usefixtures("tiles")
     def test_every_row_is_written_whatever_max_seqlen_says(self, backend):
         """A GPU does not check the values: a max_seqlen that is too small loses tokens, but reads no memory of others.
 
         The CPU's kernel takes the lengths from cu_seqlens and loses none.
         """
         inputs = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)
+        inputs["qkv"][3:5] *= 1 if backend.name == "cpu" else torch.nan  # nobody sees what is lost
         out, whole = (
             PRIMITIVES["attention_fwd"](backend.name, *inputs.values(), n, 0.3, 0.0, None, 0)[0] for n in (3, 5)
         )
         lost = whole[3:5] if backend.name == "cpu" else torch.zeros_like(out[3:5])
         assert not out.isnan().any() and torch.equal(out[3:5], lost)
 
+    @pytest.mark.usefixtures("tiles")
     def test_foreign_cu_seqlens_are_clamped(self, backend):
         """Compiled code does not check the values: every row is written, and no memory of others is read."""
         if backend.name == "reference":
@@ -431,6 +447,7 @@ class TestAttentionDropout(AttentionSuite):
         bits = random.attention_bits(torch.tensor([self.key]), self.site, sequence + 1, q.shape[0], length, length)
         return ((bits[-1] >= 26).double() * (256 / 230)).to(q.device, q.dtype)  # round(0.1 * 2**8) = 26
 
+    @pytest.mark.usefixtures("tiles")
     @pytest.mark.parametrize("p", [1 / 256, 0.1, 0.5, 0.9, 255 / 256])
     @pytest.mark.parametrize("length", [27, 70])
     @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))

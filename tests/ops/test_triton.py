@@ -255,6 +255,59 @@ def test_the_backward_in_one_pass_repeats_bit_for_bit(monkeypatch):
     assert passes.count(True) == len(lengths) * 2 * times and False not in passes
 
 
+# ---- attention of several short sequences in one program
+
+SHORT = pytest.mark.parametrize("lengths", [(0, 1, 15, 16, 17, 31, 32), (16, 0, 1, 15, 16, 9)], ids=["32", "16"])
+
+
+def short(lengths, heads, size, p=0.0):
+    ends = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int().to(DEVICE)
+    qkv = torch.randn(int(ends[-1]), 3, heads, size, device=DEVICE, dtype=torch.float16)
+    return qkv, (ends, max(lengths), size**-0.5, p, torch.tensor([-5], device=DEVICE) if p else None, 3)
+
+
+def both(qkv, dout, *rest):
+    out, lse = KERNELS["attention_fwd"](qkv, *rest)
+    return out, lse.T, KERNELS["attention_bwd"](dout, qkv, out, lse, *rest)
+
+
+@pytest.mark.parametrize(("longest", "slot"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, None)])
+def test_the_longest_sequence_chooses_the_kernels_of_attention(monkeypatch, longest, slot):
+    ran, launch = set(), common._launcher
+    monkeypatch.setattr(common, "_launcher", lambda *a: (ran.add((a[0].fn.__module__, a[4].get("SLOT"))), launch(*a)))
+    qkv, rest = short((1, longest), 1, 16)
+    both(qkv, qkv[:, 0], *rest)
+    assert ran == {("fastbert.triton.attention" + "_short" * bool(slot), slot)}
+
+
+@SHORT
+def test_a_short_sequence_has_the_same_bits_in_any_company(lengths):
+    qkv, rest = short(lengths, 2, 40)
+    dout = qkv[:, 0].flip(0)
+    expected = both(qkv, dout, *rest)
+    for start, end in itertools.pairwise(rest[0].tolist()):
+        own = qkv[start:end], dout[start:end]
+        spoilt = [F.pad(x, (0, 0) * (x.dim() - 1) + (start, len(qkv) - end), value=torch.nan) for x in own]
+        alone = torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE)
+        for found, wanted, single in zip(both(*spoilt, *rest), expected, both(*own, alone, *rest[1:]), strict=True):
+            assert torch.equal(found[start:end], wanted[start:end]) and torch.equal(single, wanted[start:end])
+
+
+@SHORT
+def test_short_sequences_drop_what_the_contract_says(lengths):
+    """Values that name their key, and gradients that name their query, show the mask, forward and backward."""
+    qkv, rest = short(lengths, 2, max(lengths), 0.4)
+    names = torch.cat([torch.eye(max(lengths))[:n] for n in lengths]).to(DEVICE).half()[:, None].expand(-1, 2, -1)
+    qkv[:, 0], qkv[:, 2] = 0, names
+    out, _, dqkv = both(qkv, names, *rest)
+    keep = random.attention_keep(rest[4], 3, len(lengths), 2, max(lengths), 0.4) * (256 / 154)  # round(0.4 * 256) = 102
+    for sequence, (start, end) in enumerate(itertools.pairwise(rest[0].tolist())):
+        weights = keep[sequence, :, : end - start, : end - start] / (end - start)
+        for found, wanted in ((out, weights), (dqkv[:, 2], weights.mT)):
+            found = found[start:end, :, : end - start].transpose(0, 1).float()
+            assert torch.equal(found > 0, wanted > 0) and torch.allclose(found, wanted, 2**-9)
+
+
 # ---- compiling for GPUs that are not here
 
 
