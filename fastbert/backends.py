@@ -390,7 +390,7 @@ def _forcing(before: Forced, name: str | None, ops: dict[str, str | None], every
     for op, its in ops.items():
         if op not in OPS:
             raise ValueError(f"unknown op {op!r}; expected one of {', '.join(OPS)}")
-        if its not in (None, "reference", *KERNELS[op]):
+        if its not in (None, *BACKENDS, *KERNELS[op]):  # one without a kernel says so when it runs
             raise ValueError(f"{op} has no backend {its!r}; expected one of reference, {', '.join(KERNELS[op])}")
     forced = before if not everywhere else dict.fromkeys(OPS, name) if name else {}
     return {op: its for op, its in (forced | ops).items() if its}

@@ -273,7 +273,7 @@ def test_what_counts_as_the_same_label(labels, problem, same):
     ("spoil", "arguments", "words"),
     [
         (None, ["--prepare", "int8", "--dtypes", "float32"], "--dtypes is given beside --prepare"),
-        (None, ["--prepare", "int8", "--device", "cuda"], "--device is cuda beside --prepare; expected cpu"),
+        (None, ["--prepare", "int8", "--device", "cuda"], "--device is cuda beside --prepare int8; expected cpu"),
         (None, ["--prepare", "int8", "--skip", "encoder.layer.7"], "skip has 'encoder.layer.7'"),
         (None, ["--skip", "encoder.layer.1"], "--skip is given without --prepare"),
         (None, ["--model", "nowhere"], "there is no directory nowhere"),
