@@ -13,7 +13,7 @@ from small_models import CONFIGS, batch, hugging_face, minilm, ours
 from torch import nn
 
 import fastbert
-from fastbert import backends, testing
+from fastbert import BertConfig, backends, testing
 from fastbert.graphs.capture import ModelSnapshot
 from fastbert.ops.packed_linear import layout
 from fastbert.ops.scaled_linear import problem_on
@@ -303,6 +303,13 @@ def with_a_hook(model):
 def test_what_is_refused(model, given, arguments, error, message):
     with pytest.raises(error, match=message):
         fastbert.prepare(given(model), **{"precision": "int8"} | arguments)
+
+
+@pytest.mark.parametrize("width", [8208, 40])
+def test_sizes_that_fp8_does_not_take_are_refused(width):
+    model = fastbert.BertModel(BertConfig(hidden_size=48, num_attention_heads=4, intermediate_size=width)).eval()
+    with pytest.raises(ValueError, match=f"{width} .*fp8 takes multiples of 16, and at most 8192 in"):
+        prepare(model, "fp8")
 
 
 @pytest.mark.parametrize(
