@@ -211,7 +211,7 @@ def joined_dense(parts: Sequence[ScaledLinear]) -> Dense:
     if torch.compiler.is_compiling():
         return joined(each)
     found = [_following(tensors) for tensors in zip(*each, strict=True)]
-    return joined(each) if None in found else Dense(*found)
+    return joined(each) if any([whole is None for whole in found]) else Dense(*found)  # `in` would compare tensors
 
 
 def _following(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastbert.ops.attention import attention_unchecked
-from fastbert.ops.scaled_linear import LAYER_NORM, ROWS, Scaled, product
+from fastbert.ops.scaled_linear import LAYER_NORM, Scaled, product, quantized
 
 
 class Dense(NamedTuple):
@@ -60,12 +60,8 @@ def scaled_layer(
     rows = quantized(backend, context.bfloat16())  # autocast may have had attention in float16
     hidden, rows = _project_add_norm(backend, rows, hidden, p.out, p.out_norm)
     wide = product(backend, rows, p.up.weight, p.up.scale, None)
-    rows = Scaled(*ROWS(backend, wide, p.up.bias, approximate))
+    rows = quantized(backend, wide, p.up.bias, approximate)
     return _project_add_norm(backend, rows, hidden, p.down, p.down_norm)
-
-
-def quantized(backend: str, x: Tensor) -> Scaled:
-    return Scaled(*ROWS(backend, x, None, ""))
 
 
 def _project_add_norm(backend: str, x: Scaled, residual: Tensor, dense: Dense, norm: Norm) -> tuple[Tensor, Scaled]:

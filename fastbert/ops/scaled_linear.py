@@ -81,12 +81,11 @@ LAYER_NORM = Primitive(
 def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """A dense layer with its product in fp8. It has no backward.
 
-    x: (..., K) bfloat16 with at least two dimensions; each row is rounded to e4m3 with a factor of its
-    own, its largest magnitude over 448. weight: (C, K) float8_e4m3fn with scale (C,) float32, the channels' factors, by
+    x: (..., K) bfloat16 with at least two dimensions; each row is rounded to e4m3 with a factor of its own, its largest
+    magnitude over 448. weight: (C, K) float8_e4m3fn with scale (C,) float32, the channels' factors, by
     `quantize_weight`. bias: (C,) bfloat16 or None. K and C are multiples of 16. Returns (..., C) bfloat16. Sums are
     float32, on a GPU as its fast accumulation gives them (use_fast_accum of `torch._scaled_mm`): to some 14 bits, of
-    which e4m3 has 4. A row with a NaN or an infinity gives NaN. Rows of more
-    than 8192 run in plain PyTorch.
+    which e4m3 has 4. A row with a NaN or an infinity gives NaN. Rows of more than 8192 run in plain PyTorch.
     Raises ValueError (shapes, devices), TypeError (dtypes), RuntimeError where a gradient is live.
 
     Equivalent to, but for the rounding of x::
@@ -96,12 +95,17 @@ def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None)
     _check(x, weight, scale, bias)
     refuse_gradients(_OP, x, scale, bias)
     backend = choose(x)
-    rows = Scaled(*ROWS(backend, x.reshape(-1, x.shape[-1]), None, ""))
+    rows = quantized(backend, x.reshape(-1, x.shape[-1]))
     return product(backend, rows, weight.contiguous(), scale.contiguous(), bias).view(*x.shape[:-1], len(weight))
 
 
 def choose(x: Tensor) -> str:
     return backends.choose(_OP, x.device.type, x.dtype, backward=False, size=x.shape[-1])
+
+
+def quantized(backend: str, x: Tensor, bias: Tensor | None = None, approximate: str = "") -> Scaled:
+    """x + bias, or with `approximate` its GELU, as the rows of a product."""
+    return Scaled(*ROWS(backend, x, bias, approximate))
 
 
 def problem_on(device: torch.device) -> str | None:

@@ -54,7 +54,10 @@ class TestScaledLinear:
     @pytest.mark.parametrize("approximate", GELUS)
     @pytest.mark.parametrize("size", SIZES)
     def test_gelu_first(self, backend, size, approximate, with_bias):
-        """The rows of a GELU that bfloat16 holds: a unit of its last place apart where two roundings differ."""
+        """The rows of a GELU that bfloat16 holds: a unit of its last place apart where two roundings differ.
+
+        A factor is that of one number of bfloat16, so it has that number's rounding, half a unit: 2**-8.
+        """
         x, bias = some(backend.device, *size), some(backend.device, size[-1]) if with_bias else None
         truth = x.double() if bias is None else x.double() + bias.double()
         truth = F.gelu(truth, approximate=approximate) if approximate else truth
