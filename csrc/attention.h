@@ -56,24 +56,26 @@ constexpr int64_t kAttentionQueries = 96;  // are computed at a time: whole tile
 
 // out, dout: [keys, D] of dtype, rows `out_stride` apart. lse: [keys], float, or double for f64. dq, dk, dv: as q, k,
 // v. room: of the size that is asked for, at a multiple of 64 bytes.
-FB_FOR_EACH_ISA(int64_t attention_fwd_room(const AttentionHead& a);  // bytes
-                int64_t attention_bwd_room(const AttentionHead& a);
-                // Of queries first to last; rows do not depend on which others are computed with them.
-                void attention_fwd(const AttentionHead& a, int64_t first, int64_t last, void* out, int64_t out_stride,
-                                   void* lse, void* room);
-                void attention_bwd(const AttentionHead& a, const void* dout, const void* out, int64_t out_stride,
-                                   const void* lse, void* dq, void* dk, void* dv, void* room);
-                // A table of positions times a factor as Positions has it. Either may be nullptr. room: [columns, D] of
-                // the type of arithmetic.
-                PositionRoom position_room(int64_t columns, int64_t D, DType dtype);
-                void pack_positions(const PositionTable& table, double factor, void* across, void* rows, void* room);
-                // Whether scores can be made in pairs; and a table as `across` for that.
-                bool positions_in_pairs(DType dtype, int64_t D);
-                void pack_position_pairs(const PositionTable& table, void* across, void* room);
-                // The gradients that tasks have left, added up in their order, times a factor. room: [slots, whole
-                // panels of D].
-                void add_up_positions(const void* const* parts, int64_t count, double factor,
-                                      const PositionTable& gradient, void* room);)
+FB_FOR_EACH_ISA_AND_TILES(int64_t attention_fwd_room(const AttentionHead& a);  // bytes
+                          int64_t attention_bwd_room(const AttentionHead& a);
+                          // Of queries first to last; rows do not depend on which others are computed with them.
+                          void attention_fwd(const AttentionHead& a, int64_t first, int64_t last, void* out,
+                                             int64_t out_stride, void* lse, void* room);
+                          void attention_bwd(const AttentionHead& a, const void* dout, const void* out,
+                                             int64_t out_stride, const void* lse, void* dq, void* dk, void* dv,
+                                             void* room);
+                          // A table of positions times a factor as Positions has it. Either may be nullptr. room:
+                          // [columns, D] of the type of arithmetic.
+                          PositionRoom position_room(int64_t columns, int64_t D, DType dtype);
+                          void pack_positions(const PositionTable& table, double factor, void* across, void* rows,
+                                              void* room);
+                          // Whether scores can be made in pairs; and a table as `across` for that.
+                          bool positions_in_pairs(DType dtype, int64_t D);
+                          void pack_position_pairs(const PositionTable& table, void* across, void* room);
+                          // The gradients that tasks have left, added up in their order, times a factor. room: [slots,
+                          // whole panels of D].
+                          void add_up_positions(const void* const* parts, int64_t count, double factor,
+                                                const PositionTable& gradient, void* room);)
 
 }  // namespace cpu
 

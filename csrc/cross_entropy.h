@@ -30,12 +30,12 @@ struct CrossEntropyRoom {
   int64_t part;     // bytes
 };
 
-FB_FOR_EACH_ISA(bool cross_entropy_takes_pairs(DType dtype, int64_t inner);
-                CrossEntropyRoom cross_entropy_room(DType dtype, int64_t inner);
-                // First the logits of all rows and of the classes of each task, then losses and gradients of rows.
-                void cross_entropy_logits(const CrossEntropy& op, int64_t task, int64_t begin, int64_t end,
-                                          void* scratch);
-                void cross_entropy_rows(const CrossEntropy& op, int64_t tasks, int64_t begin, int64_t end);)
+FB_FOR_EACH_ISA_AND_TILES(
+    bool cross_entropy_takes_pairs(DType dtype, int64_t inner);
+    CrossEntropyRoom cross_entropy_room(DType dtype, int64_t inner);
+    // First the logits of all rows and of the classes of each task, then losses and gradients of rows.
+    void cross_entropy_logits(const CrossEntropy& op, int64_t task, int64_t begin, int64_t end, void* scratch);
+    void cross_entropy_rows(const CrossEntropy& op, int64_t tasks, int64_t begin, int64_t end);)
 
 }  // namespace cpu
 

@@ -14,6 +14,7 @@ const char* name_of(fastbert::cpu::Isa isa) {
     case fastbert::cpu::Isa::avx2: return "avx2";
     case fastbert::cpu::Isa::avx512: return "avx512";
     case fastbert::cpu::Isa::avx512_bf16: return "avx512_bf16";
+    case fastbert::cpu::Isa::amx: return "amx";
     case fastbert::cpu::Isa::none: break;
   }
   return nullptr;

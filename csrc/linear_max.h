@@ -32,16 +32,17 @@ struct LinearMaxGradients {
   DType dtype;
 };
 
-FB_FOR_EACH_ISA(bool linear_max_takes_pairs(DType dtype, int64_t inner);
-                // Of a task of the forward: how many classes at most, and the bytes of its scratch.
-                int64_t linear_max_width(DType dtype); int64_t linear_max_scratch(int64_t inner, DType dtype);
-                void linear_max_fwd(const LinearMax& op, int64_t first, int64_t end, void* scratch);
-                // Which gradients that are not zero each token gets: entries[starts[t]] to entries[starts[t + 1]] are
-                // places in dy, in order. starts: (tokens + 1,), zeros before; entries: (sequences classes,).
-                void linear_max_group(const LinearMaxGradients& op, int64_t* starts, int64_t* entries);
-                // Some tokens of dx, and some classes of dweight. scratch: two rows in the type of arithmetic.
-                void linear_max_dx(const LinearMaxGradients& op, const int64_t* starts, const int64_t* entries,
-                                   int64_t first, int64_t end, void* scratch);
-                void linear_max_dweight(const LinearMaxGradients& op, int64_t first, int64_t end, void* scratch);)
+FB_FOR_EACH_ISA_AND_TILES(
+    bool linear_max_takes_pairs(DType dtype, int64_t inner);
+    // Of a task of the forward: how many classes at most, and the bytes of its scratch.
+    int64_t linear_max_width(DType dtype); int64_t linear_max_scratch(int64_t inner, DType dtype);
+    void linear_max_fwd(const LinearMax& op, int64_t first, int64_t end, void* scratch);
+    // Which gradients that are not zero each token gets: entries[starts[t]] to entries[starts[t + 1]] are
+    // places in dy, in order. starts: (tokens + 1,), zeros before; entries: (sequences classes,).
+    void linear_max_group(const LinearMaxGradients& op, int64_t* starts, int64_t* entries);
+    // Some tokens of dx, and some classes of dweight. scratch: two rows in the type of arithmetic.
+    void linear_max_dx(const LinearMaxGradients& op, const int64_t* starts, const int64_t* entries, int64_t first,
+                       int64_t end, void* scratch);
+    void linear_max_dweight(const LinearMaxGradients& op, int64_t first, int64_t end, void* scratch);)
 
 }  // namespace fastbert::cpu

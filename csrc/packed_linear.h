@@ -37,7 +37,7 @@ struct PackedLinear {
 
 constexpr int64_t kPackedRows = 144;  // of a block: a multiple of every tile's rows
 
-FB_FOR_EACH_ISA(
+FB_FOR_EACH_ISA_AND_TILES(
     // The channels of a panel, and the numbers of a group.
     int64_t packed_width(); int64_t packed_group(Weights weights);
 

@@ -587,7 +587,8 @@ def _instructions() -> str:
     info = build_info()
     _, at_once = info["packed_layout"]
     bfloat16 = "in pairs" if at_once["bfloat16"] > 1 else "as float32"
-    return f"{info['cpu_set']}; it multiplies bfloat16 {bfloat16}, float16 as float32, int8 by {at_once['int8']}"
+    tiles = ", these two in tiles" if info["cpu_set"] == "amx" else ""
+    return f"{info['cpu_set']}; it multiplies float16 as float32, bfloat16 {bfloat16}, int8 by {at_once['int8']}{tiles}"
 
 
 def _explain_one(op: str, name: str, device_type: str) -> str:

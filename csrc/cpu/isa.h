@@ -5,10 +5,14 @@
 
 #include <stdlib.h>
 #include <string.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace fastbert::cpu {
 
-enum class Isa { none, generic, avx2, avx512, avx512_bf16 };
+enum class Isa { none, generic, avx2, avx512, avx512_bf16, amx };
 
 #ifdef __x86_64__
 
@@ -23,14 +27,37 @@ enum class Isa { none, generic, avx2, avx512, avx512_bf16 };
   __VA_ARGS__                \
   }
 
-// f of the best instruction set, or nullptr on a processor without AVX2.
-#define FB_BEST_ISA(f)                                                                           \
-  (fastbert::cpu::best_isa() == fastbert::cpu::Isa::avx512_bf16 ? &fastbert::cpu::avx512_bf16::f \
-   : fastbert::cpu::best_isa() == fastbert::cpu::Isa::avx512    ? &fastbert::cpu::avx512::f      \
-   : fastbert::cpu::best_isa() == fastbert::cpu::Isa::avx2      ? &fastbert::cpu::avx2::f        \
-                                                                : nullptr)
+// Of loops with products that tiles (AMX) can take: a copy more. With tiles, what has none of its own is avx512_bf16's.
+#define FB_FOR_EACH_ISA_AND_TILES(...) \
+  FB_FOR_EACH_ISA(__VA_ARGS__)         \
+  namespace amx {                      \
+  __VA_ARGS__                          \
+  }
+namespace avx512_bf16 {}
+namespace amx {
+using namespace avx512_bf16;
+}
 
-// No better than ATEN_CPU_CAPABILITY allows: torch's own kernels obey it too.
+// f of the best instruction set, or nullptr on a processor without AVX2.
+#define FB_BEST_ISA(f)                                                                             \
+  (fastbert::cpu::best_isa() == fastbert::cpu::Isa::amx           ? &fastbert::cpu::amx::f         \
+   : fastbert::cpu::best_isa() == fastbert::cpu::Isa::avx512_bf16 ? &fastbert::cpu::avx512_bf16::f \
+   : fastbert::cpu::best_isa() == fastbert::cpu::Isa::avx512      ? &fastbert::cpu::avx512::f      \
+   : fastbert::cpu::best_isa() == fastbert::cpu::Isa::avx2        ? &fastbert::cpu::avx2::f        \
+                                                                  : nullptr)
+
+// Whether the kernel lets this process use tiles, which it has to be asked for; it has none to give on a processor
+// without them. Every processor with tiles multiplies bf16 and int8 in them.
+inline bool has_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+// No better than ATEN_CPU_CAPABILITY allows: torch's own kernels obey it too. "avx512" is without tiles.
 inline Isa best_isa() {
   static const Isa isa = [] {
     const char* const wish = getenv("ATEN_CPU_CAPABILITY");
@@ -41,7 +68,8 @@ inline Isa best_isa() {
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (!avx512 || (wish && !strcmp(wish, "avx2"))) return Isa::avx2;
     const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    return bf16 ? Isa::avx512_bf16 : Isa::avx512;
+    if (!bf16) return Isa::avx512;
+    return !(wish && !strcmp(wish, "avx512")) && has_tiles() ? Isa::amx : Isa::avx512_bf16;
   }();
   return isa;
 }
@@ -52,6 +80,7 @@ inline Isa best_isa() {
   namespace generic {        \
   __VA_ARGS__                \
   }
+#define FB_FOR_EACH_ISA_AND_TILES FB_FOR_EACH_ISA
 #define FB_BEST_ISA(f) (&fastbert::cpu::generic::f)
 
 inline Isa best_isa() { return Isa::generic; }

@@ -78,7 +78,7 @@ class TestBiasGelu(OpSuite):
         v, info = x.detach().cpu().double(), torch.finfo(dtype)
         tail = 0.5 * torch.special.erfc(v.abs() * 0.5**0.5)
         below = tail - v.abs() * (-v.square() / 2).exp() / (2 * torch.pi) ** 0.5  # the derivative for v < 0
-        least, avx512 = info.smallest_normal, backends.build_info().get("cpu_set") == "avx512_bf16"
+        least, avx512 = info.smallest_normal, backends.build_info().get("cpu_set") in ("avx512_bf16", "amx")
         flushes = dtype == torch.bfloat16 and backend.name == "cpu" and avx512
 
         def rounding(truth):

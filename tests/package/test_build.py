@@ -1,5 +1,6 @@
 """The build: what setup.py decides, what it leaves behind, and that the facts beside `_C` are true."""
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -260,7 +261,9 @@ def test_best_instruction_set_of_this_processor_is_active(built):
     best = None
     if {"avx2", "fma", "f16c"} <= flags:
         best = "avx512" if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags else "avx2"
-        best += "_bf16" * (best == "avx512" and "avx512_bf16" in flags)
+        best += "_bf16" * (best == "avx512" and {"avx512_bf16", "avx512_vnni"} <= flags)
+        if best == "avx512_bf16" and "amx_tile" in flags and ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0:
+            best = "amx"  # the kernel lets this process use it
     assert built[1]["cpu_set"] == best
 
 

@@ -111,6 +111,7 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
   using E = typename N::E;
   Room all(memory);
   const ForwardRoom<N, P> room(a, all);
+  const Tiles tiles(kSame<E, pair>);
   const P positions(a, all);
   const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(least(kKeys, a.keys));
   N::pack_across(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.keys);
@@ -236,6 +237,7 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
   using E = typename N::E;
   Room all(memory);
   BackwardRoom<N, P> room(a, all);
+  const Tiles tiles(kSame<E, pair>);
   const P positions(a, all);
   const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(a.keys), across = N::steps(D);
   const int64_t bits_room = key_bits_room(least(kKeys, a.keys));

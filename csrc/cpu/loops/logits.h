@@ -52,6 +52,7 @@ class Logits {
   M* row(int64_t row) const { return sums_ + row * kStride; }
 
  private:
+  const Tiles tiles_{kSame<E, pair>};
   Panels<E> weights_;
   M *sums_, *bias_;
   int64_t classes_ = 0;

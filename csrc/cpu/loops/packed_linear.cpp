@@ -102,7 +102,7 @@ void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel
   const auto panel_at = [&](int64_t column, int64_t k) {
     return static_cast<const W*>(op.weight) + (channel + column) * all + k * kWidth;
   };
-  const int64_t step = kWidth * int64_t(sizeof(W)) / ((rows + kTile - 1) / kTile);
+  const int64_t step = kWidth * int64_t(sizeof(W)) / ((rows + kRowsAtOnce<E> - 1) / kRowsAtOnce<E>);
   for (int64_t k = 0; k == 0 || k < all; k += kInner) {
     const int64_t inner = least(kInner, all - k);
     const auto add = k ? product<Onto::sums, false, E, Ahead> : product<Onto::nothing, false, E, Ahead>;
@@ -194,6 +194,7 @@ int64_t packed_scratch() { return (kPackedRows * kStride + kInner * kPanel<float
 
 void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
                    void* scratch) {
+  const Tiles tiles(in_pairs(op.weights) || op.weights == Weights::s8);
   for_x_type(op.dtype, [&](auto element) {
     using T = decltype(element);
     for (; channel < channel_end; channel += kColumns) {

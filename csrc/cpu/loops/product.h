@@ -9,7 +9,7 @@
 // result, a few rows of such a panel, is added up in registers.
 #pragma once
 
-#include "simd.h"
+#include "tiles.h"
 
 namespace fastbert::cpu::FB_ISA {
 
@@ -194,12 +194,23 @@ struct Ahead {
   int64_t step;
 
   void fetch(int64_t k) const { __builtin_prefetch(from + k * step, 0, 2); }
+  void fetch(int64_t k, int64_t steps) const {
+    for (int64_t at = k * step; at < (k + steps) * step; at += 64) __builtin_prefetch(from + at, 0, 2);
+  }
   Ahead after(int64_t steps) const { return {from + steps * step, step}; }
 };
 struct NothingAhead {
   void fetch(int64_t) const {}
+  void fetch(int64_t, int64_t) const {}
   NothingAhead after(int64_t) const { return {}; }
 };
+
+template <Onto what, class M>
+inline void put(vec<M> result, M* to, const M* factor) {
+  if constexpr (what == Onto::sums) result += load(to);
+  if constexpr (what == Onto::scaled) result = fma(load(to), broadcast(factor), result);
+  store(result, to);
+}
 
 template <int rows, Onto what, bool across, class E, class A = NothingAhead, class M = sum_t<E>>
 inline void tile(Left<across, E> a, const E* b, int64_t inner, M* c, int64_t stride, const M* factors, A ahead = {}) {
@@ -218,16 +229,9 @@ inline void tile(Left<across, E> a, const E* b, int64_t inner, M* c, int64_t str
     }
   }
 #pragma GCC unroll 12
-  for (int row = 0; row < rows; ++row) {
+  for (int row = 0; row < rows; ++row)
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      M* const to = c + row * stride + half * L;
-      V result = sums[row][half];
-      if constexpr (what == Onto::sums) result += load(to);
-      if constexpr (what == Onto::scaled) result = fma(load(to), broadcast(factors + row), result);
-      store(result, to);
-    }
-  }
+    for (int half = 0; half < 2; ++half) put<what>(sums[row][half], c + row * stride + half * L, factors + row);
 }
 
 // Calls f(count, row) for tiles of rows; count is known when compiling.
@@ -240,11 +244,97 @@ inline void for_tiles(int64_t rows, const F& f) {
   run(Slot<kTile>{}), run(Slot<4>{}), run(Slot<2>{}), run(Slot<1>{});
 }
 
+// The rows that are multiplied with a panel at once.
+template <class E>
+constexpr int64_t kRowsAtOnce = kTiles && (kSame<E, pair> || kSame<E, int32_t>) ? 2 * kTileRows : kTile;
+
+// The same of at most two tiles of rows, on the matrix unit. E: pairs, or an int32_t for four int8, whose sums are
+// integers in the place of floats.
+template <Onto what, bool both, class E, class A>
+void tile_block(int64_t rows, const E* a, int64_t stride, const E* b, int64_t inner, float* c, int64_t c_stride,
+                const float* factors, A ahead) {
+  constexpr int64_t R = kTileRows, L = kTileColumns, kSteps = kTileSteps;
+  vint room[R];
+  tile_zero<0>(), tile_zero<1>();
+  if constexpr (both) tile_zero<2>(), tile_zero<3>();
+  for (int64_t k = 0; k < inner; k += kSteps) {
+    const int64_t steps = least(kSteps, inner - k);
+    ahead.fetch(k, steps);
+    load_tile<6>(b + k * 2 * L, 2 * L, steps, L, room), load_tile<7>(b + k * 2 * L + L, 2 * L, steps, L, room);
+    load_tile<4>(a + k, stride, least(R, rows), steps, room);
+    tile_dot<0, 4, 6>(E{}), tile_dot<1, 4, 7>(E{});
+    if constexpr (both) {
+      load_tile<5>(a + R * stride + k, stride, rows - R, steps, room);
+      tile_dot<2, 5, 6>(E{}), tile_dot<3, 5, 7>(E{});
+    }
+  }
+  const auto store_all = [](float* to, int64_t to_stride) {
+    const int64_t apart = to_stride * int64_t(sizeof(float));
+    tile_store<0>(to, apart), tile_store<1>(to + L, apart);
+    if constexpr (both) tile_store<2>(to + R * to_stride, apart), tile_store<3>(to + R * to_stride + L, apart);
+  };
+  if (what == Onto::nothing && rows % R == 0) return store_all(c, c_stride);
+  alignas(64) float sums[2 * R * 2 * L];
+  store_all(sums, 2 * L);
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t i = 0; i < 2 * L; i += L)
+      put<what>(load(sums + row * 2 * L + i), c + row * c_stride + i, factors + row);
+}
+
+// With one panel of b.
+template <Onto what, class E, class A>
+void tile_product(int64_t rows, int64_t inner, const E* a, int64_t stride, const E* b, float* c, int64_t c_stride,
+                  const float* factors, A ahead) {
+  for (int64_t row = 0; row < rows; row += kRowsAtOnce<E>, ahead = ahead.after(inner)) {
+    const int64_t here = least(kRowsAtOnce<E>, rows - row);
+    const auto block = here > kTileRows ? tile_block<what, true, E, A> : tile_block<what, false, E, A>;
+    block(here, a + row * stride, stride, b, inner, c + row * c_stride, c_stride, factors + row, ahead);
+  }
+}
+
+// At most kTurned rows and columns of a matrix, a column's elements being neighbours, as rows of kTurned, in whole
+// vectors.
+constexpr int64_t kTurned = 4 * kTileRows;
+inline void turn(const pair* from, int64_t stride, int64_t rows, int64_t columns, pair* to) {
+  constexpr int64_t L = kLanes<pair>;
+  for (int64_t row = 0; row < rows; row += L) {
+    for (int64_t column = 0; column < columns; column += L) {
+      vint block[L];
+      for (int64_t i = 0; i < L; ++i)
+        block[i] = column + i < columns ? some(from + (column + i) * stride + row, least(L, rows - row)) : vint{};
+      transpose(block);
+      for (int64_t i = 0; i < L; ++i) store(block[i], to + (row + i) * kTurned + column);
+    }
+  }
+}
+
+// Turned parts of the left factor, each with all columns.
+template <Onto what>
+void tile_product_across(int64_t rows, int64_t columns, int64_t inner, const pair* a, int64_t stride, Panels<pair> b,
+                         float* c, int64_t c_stride, const float* factors) {
+  alignas(64) pair turned[kTurned * kTurned];
+  for (int64_t row = 0; row < rows; row += kTurned) {
+    for (int64_t k = 0; k == 0 || k < inner; k += kTurned) {
+      const int64_t here = least(kTurned, rows - row), steps = least(kTurned, inner - k);
+      turn(a + k * stride + row, stride, here, steps, turned);
+      const auto add = k ? tile_product<Onto::sums, pair, NothingAhead> : tile_product<what, pair, NothingAhead>;
+      for (int64_t column = 0; column < columns; column += kPanel<pair>)
+        add(here, steps, turned, kTurned, b.at(column, k), c + row * c_stride + column, c_stride, factors + row, {});
+    }
+  }
+}
+
 // c (rows, whole panels) = a (rows, inner) b, from its first `inner` rows. ahead: of the tiles of one panel.
 template <Onto what, bool across, class E, class A = NothingAhead>
 void product(int64_t rows, int64_t columns, int64_t inner, Left<across, E> a, Panels<E> b, sum_t<E>* c, int64_t stride,
              const sum_t<E>* factors = nullptr, A ahead = {}) {
+  if constexpr (kTiles && kSame<E, pair> && across)
+    return tile_product_across<what>(rows, columns, inner, a.data, a.stride, b, c, stride, factors);
   for (int64_t column = 0; column < columns; column += kPanel<E>) {
+    if constexpr (kTiles && kSame<E, pair> && !across) {
+      tile_product<what>(rows, inner, a.data, a.stride, b.at(column, 0), c + column, stride, factors, ahead);
+      continue;
+    }
     A next = ahead;
     for_tiles(rows, [&](auto count, int64_t row) {
       tile<count, what>(Left<across, E>{a.at(row), a.stride}, b.at(column, 0), inner, c + row * stride + column, stride,

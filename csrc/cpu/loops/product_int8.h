@@ -74,12 +74,19 @@ inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner
 
 // c (rows, a panel) = a (rows, inner) and a panel of b, of whole groups. The next panel is fetched meanwhile.
 inline void product8(int64_t rows, int64_t inner, const Left8* a, const int8_t* b, int32_t* c, int64_t c_stride) {
-  const int64_t tiles = (rows + kTile - 1) / kTile;
-  Ahead ahead{reinterpret_cast<const char*>(b) + inner * kPanel<float>, kPanel<float> / tiles};
-  for_tiles(rows, [&](auto count, int64_t row) {
-    tile8<count>(a + row * inner, inner, b, inner, c + row * c_stride, c_stride, ahead);
-    ahead = ahead.after(inner);
-  });
+  const int64_t tiles = (rows + kRowsAtOnce<int32_t> - 1) / kRowsAtOnce<int32_t>;
+  const char* const next = reinterpret_cast<const char*>(b) + inner * kPanel<float>;
+  if constexpr (kTiles) {  // which take four int8 as one element
+    const auto fours = [](const void* data) { return static_cast<const int32_t*>(data); };
+    tile_product<Onto::nothing>(rows, inner / 4, fours(a), inner / 4, fours(b), reinterpret_cast<float*>(c), c_stride,
+                                nullptr, Ahead{next, 4 * kPanel<float> / tiles});
+  } else {
+    Ahead ahead{next, kPanel<float> / tiles};
+    for_tiles(rows, [&](auto count, int64_t row) {
+      tile8<count>(a + row * inner, inner, b, inner, c + row * c_stride, c_stride, ahead);
+      ahead = ahead.after(inner);
+    });
+  }
 }
 
 }  // namespace fastbert::cpu::FB_ISA

@@ -1,0 +1,143 @@
+"""Products on the matrix unit (AMX). A processor without one runs all of this again where one is emulated."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import amx_on_cpu
+import pytest
+import torch
+
+from fastbert import backends, ops
+from fastbert.ops.packed_linear import quantize_weight, with_sums
+
+EMULATED = "LD_PRELOAD" in os.environ and hasattr(ctypes.CDLL(None), "amx_dots")
+HERE = Path(__file__).parent
+needs_tiles = pytest.mark.skipif(
+    backends.build_info().get("cpu_set") != "amx",
+    reason="this process has no matrix unit; a test below starts one that has",
+)
+counts_instructions = pytest.mark.skipif(not EMULATED, reason="instructions are counted where they are emulated")
+
+
+def counted(name: str) -> int:
+    return ctypes.c_long.in_dll(ctypes.CDLL(None), f"amx_{name}").value
+
+
+def signs(*shape: int) -> torch.Tensor:
+    return torch.randint(-1, 2, shape).bfloat16()
+
+
+def pack(weight):
+    return ops.pack_weight(weight), None, None, len(weight)
+
+
+@needs_tiles
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 31, 33, 47, 64, 143, 145, 177, 300])
+def test_small_integers_are_exact(rows):
+    """Around the sizes of tiles, of blocks of them and of chains of sums; NaN and infinity stay in their rows."""
+    for inner in (1, 2, 31, 32, 33, 64, 80, 511, 513, 546, 1100):
+        x, bad = signs(rows, inner), rows // 2
+        x[bad] = torch.tensor([torch.inf, torch.nan])[torch.randint(2, (inner,))]
+        finite = torch.arange(rows) != bad
+        for channels in (1, 16, 33, 70):
+            weight = signs(channels, inner)
+            y = ops.packed_linear(x, *pack(weight))
+            assert torch.equal(y[finite], (x.float() @ weight.float().T).bfloat16()[finite])
+            assert not y[bad].isfinite().any()
+
+
+@needs_tiles
+def test_rows_are_the_same_among_any_others():
+    x, weight = torch.randn(150, 300).bfloat16(), torch.randn(40, 300).bfloat16()
+    y = ops.packed_linear(x, *pack(weight))
+    for first, last in ((0, 1), (7, 40), (31, 47), (100, 150)):
+        assert torch.equal(ops.packed_linear(x[first:last], *pack(weight)), y[first:last])
+
+
+def calls() -> dict:
+    """name -> a function that multiplies bf16 or int8"""
+    x, weight, labels = torch.randn(70, 64).bfloat16(), torch.randn(90, 64).bfloat16(), torch.randint(90, (70,))
+    bias = torch.zeros(90).bfloat16()
+    ends = torch.tensor([0, 33, 70], dtype=torch.int32)
+    quantized, factor = quantize_weight(weight)
+    scale = with_sums(factor, quantized)
+
+    def attention():
+        qkv = torch.randn(70, 3, 2, 32).bfloat16().requires_grad_()
+        ops.attention(qkv, ends, 37).sum().backward()
+
+    return {
+        "packed_linear, bf16": lambda: ops.packed_linear(x, *pack(weight)),
+        "packed_linear, int8": lambda: ops.packed_linear(x, ops.pack_weight(quantized), scale, None, 90),
+        "attention": attention,
+        "cross_entropy": lambda: ops.cross_entropy(x, weight, bias, labels),
+        "linear_max": lambda: ops.linear_max(x, weight, bias, ends),
+    }
+
+
+@needs_tiles
+@counts_instructions
+@pytest.mark.parametrize("name", calls())
+def test_tiles_are_used_and_released(name):
+    before = counted("dots")
+    calls()[name]()
+    assert counted("dots") > before
+    assert counted("awake") == 0
+
+
+@needs_tiles
+@counts_instructions
+@pytest.mark.parametrize("rows, loads", [(144, 1), (16, 1.5)], ids=["whole blocks", "one tile of rows"])
+def test_no_product_is_computed_twice(rows, loads):
+    """As many multiplications as there are tiles, and no more loads than the unit has time for."""
+    before = counted("dots"), counted("loads")
+    ops.packed_linear(signs(rows, 768), *pack(signs(3072, 768)))
+    dots = counted("dots") - before[0]
+    assert dots == rows // 16 * 3072 // 16 * 768 // 32
+    assert counted("loads") - before[1] <= dots * loads * 1.06  # 144 rows are four blocks and half a one
+
+
+# ---- where there is no matrix unit
+
+
+def run(*words: str, **environment: str) -> str:
+    """Of Python, with a matrix unit; its output, where it succeeds."""
+    if problem := amx_on_cpu.problem():
+        pytest.skip(problem)
+    environment = {**os.environ, **amx_on_cpu.environment(), **environment}
+    answer = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=1800)
+    assert answer.returncode == 0, answer.stdout[-4000:] + answer.stderr[-2000:]
+    return answer.stdout
+
+
+def run_tests(*names: str, select: str) -> None:
+    files = [str(HERE.parent / f"{name}.py") for name in names]
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", select, *files)
+
+
+OPS = [f"ops/test_{op}" for op in ("packed_linear", "attention", "relative_attention", "cross_entropy", "linear_max")]
+
+
+def test_this_file_with_a_matrix_unit():
+    if EMULATED:
+        pytest.skip("this is that")
+    run_tests("ops/test_tiles", select="not matrix_unit")
+
+
+def test_half_precision_with_a_matrix_unit():
+    run_tests(*OPS, select="cpu and (bfloat16 or int8) and not long_sequences and not largest_score")
+
+
+@pytest.mark.slow
+def test_everything_with_a_matrix_unit():
+    """Models in bf16 and int8 too; the ops without the tests above."""
+    run_tests(*OPS, "models/test_prepare", select="(cpu or prepare) and not half_precision")
+
+
+def test_a_matrix_unit_can_be_turned_off():
+    code = "from fastbert import backends; print(backends.build_info()['cpu_set'])"
+    assert run("-c", code).strip() == "amx"
+    assert run("-c", code, ATEN_CPU_CAPABILITY="avx512").strip() == "avx512_bf16"
