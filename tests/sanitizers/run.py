@@ -1,7 +1,7 @@
 """make test-sanitizers: the C++ and CUDA under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer.
 
 1. loops.cpp runs csrc/cpu/loops without torch: for races, and on buffers of exactly the required size; also with
-   vectors of 64 bytes, so that AVX-512's width is tested on every processor.
+   vectors of 64 bytes, so that AVX-512's width is tested on every processor, and with tiles as AMX's, in plain C++.
 2. The CUDA kernels on the CPU (tests/cuda_on_cpu) without torch: for races between the threads of a block.
 3. The whole `_C`, and the CUDA kernels on the CPU, in Python, on the tests of their ops.
 
@@ -73,7 +73,9 @@ CUDA_MEMORY = {  # shared memory
 }
 DRIVERS = [Driver("loops-threads", "thread", RACES), Driver("loops-memory", "address,undefined", MEMORY)]
 if X86:  # compiled with AVX2's flags; avx512 is only the name of the namespace
-    DRIVERS += [Driver("loops-memory-wide", "address,undefined", MEMORY, "avx512", ("-DFB_VECTOR_BYTES=64",))]
+    WIDE = "-DFB_VECTOR_BYTES=64"
+    DRIVERS += [Driver("loops-memory-wide", "address,undefined", MEMORY, "avx512", (WIDE,))]
+    DRIVERS += [Driver("loops-memory-tiles", "address,undefined", MEMORY, "avx512", (WIDE, "-DFB_TILES"))]
 
 
 def run(command: list[str], **environment: str) -> None:

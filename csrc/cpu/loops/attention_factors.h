@@ -138,7 +138,7 @@ struct Paired {
     return {{pairs(b.weights), 2 * b.stride}, {pairs(b.scores), 2 * b.stride}, {along, kAlong}};
   }
 };
-static_assert(kAttentionQueries % 2 == 0 && kKeys % 2 == 0);
+static_assert(kAttentionQueries % 2 == 0 && kKeys % 2 == 0 && kAttentionQueries / 2 <= kTurned);
 
 template <class T>
 struct Type {

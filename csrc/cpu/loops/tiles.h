@@ -1,11 +1,8 @@
-// Products on a processor's matrix unit (Intel's AMX): tiles of 16 rows of 64 bytes. One instruction multiplies a tile
-// of the left factor, whose rows are 16 steps of four bytes (two bf16, or four int8), with one of the right factor, 16
-// steps of 16 columns, as packed panels have them, and adds to 16 x 16 sums.
+// A processor's matrix unit (Intel's AMX): tiles of 16 rows of 64 bytes. One instruction multiplies a tile of the left
+// factor, whose rows are 16 steps of four bytes (two bf16, or four int8), with one of the right factor, 16 steps of 16
+// columns, as packed panels have them, and adds to 16 x 16 sums.
 //
-// A block of the result is two by two tiles: four tiles of factors are loaded for four multiplications, as many as the
-// unit needs to be busy. What is smaller than a tile is copied between zeros first.
-//
-// FB_TILES has the same products in plain C++, for the sanitizers, on vectors of 64 bytes.
+// FB_TILES has the same in plain C++, for the sanitizers, on vectors of 64 bytes.
 #pragma once
 
 #include "simd.h"
@@ -27,6 +24,18 @@ constexpr int64_t kTileRows = 16, kTileSteps = 16, kTileColumns = 16;
 // ---- instructions, on tiles that are counted when compiling
 
 #ifdef FB_AMX
+
+inline void tiles_begin() {  // all of them whole
+  struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  } whole{};
+  whole.palette = 1;
+  for (int tile = 0; tile < 8; ++tile) whole.row_bytes[tile] = 64, whole.rows[tile] = kTileRows;
+  asm volatile("ldtilecfg %0" ::"m"(whole));
+}
+inline void tiles_end() { asm volatile("tilerelease"); }
 
 template <int tile>
 inline void tile_zero() {
@@ -53,6 +62,9 @@ inline void tile_dot(int32_t) {
 #elif defined(FB_TILES)
 
 inline thread_local int32_t plain_tiles[8][kTileRows][16];
+
+inline void tiles_begin() {}
+inline void tiles_end() { __builtin_memset(plain_tiles, 255, sizeof plain_tiles); }
 
 template <int tile>
 inline void tile_zero() {
@@ -90,6 +102,8 @@ inline void tile_dot(E) {
 
 #else  // never called
 
+inline void tiles_begin() {}
+inline void tiles_end() {}
 template <int>
 void tile_zero();
 template <int>
@@ -101,33 +115,20 @@ void tile_dot(E);
 
 #endif
 
-// Whoever multiplies has one meanwhile: all tiles are whole, and the unit sleeps afterwards.
+// Whoever multiplies in tiles has one meanwhile: without it they are not there, and after it the unit sleeps.
 class Tiles {
  public:
-  explicit Tiles([[maybe_unused]] bool wanted) {
-#ifdef FB_AMX
-    if (!(wanted_ = wanted)) return;
-    alignas(64) Configuration whole{};
-    whole.palette = 1;
-    for (int tile = 0; tile < 8; ++tile) whole.row_bytes[tile] = 64, whole.rows[tile] = kTileRows;
-    asm volatile("ldtilecfg %0" ::"m"(whole));
+  explicit Tiles(bool wanted) : wanted_(kTiles && wanted) {
+    if (wanted_) tiles_begin();
   }
   ~Tiles() {
-    if (wanted_) asm volatile("tilerelease");
-#endif
+    if (wanted_) tiles_end();
   }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
 
-#ifdef FB_AMX
  private:
-  struct Configuration {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  };
-  bool wanted_ = false;
-#endif
+  const bool wanted_;
 };
 
 // ---- tiles of matrices in memory, whose elements E have four bytes
@@ -144,7 +145,7 @@ inline vint some(const E* from, int64_t n) {
 #endif
 }
 
-// A tile of `rows` rows of n elements; memory of a whole one.
+// A tile of `rows` rows of n elements; what is smaller than a tile goes between zeros in `room` first.
 template <int tile, class E>
 inline void load_tile(const E* from, int64_t stride, int64_t rows, int64_t n, vint (&room)[kTileRows]) {
   if (rows == kTileRows && n == 16) return tile_load<tile>(from, stride * int64_t(sizeof(E)));

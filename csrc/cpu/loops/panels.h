@@ -1,0 +1,173 @@
+// Packed matrices, the right factors of products: panels of a few columns, so that a row of one is a few whole vectors.
+//
+// Elements are floats, doubles, or pairs of bf16, neighbours in the inner dimension, which one instruction multiplies
+// and adds to a float; then the inner dimension is counted in pairs.
+#pragma once
+
+#include "simd.h"
+
+namespace fastbert::cpu::FB_ISA {
+
+template <class M>
+constexpr int64_t kPanel = 2 * kLanes<M>;  // columns
+#ifdef __AVX512F__
+constexpr int kTile = 12;  // rows: 24 sums in 32 registers
+#else
+constexpr int kTile = 6;  // 12 in 16
+#endif
+
+// Whether pairs are multiplied faster than floats; in plain C++ they are not, but tests run them so.
+#if defined(__AVX512BF16__) || (FB_VECTOR_BYTES == 64 && !defined(__AVX512F__))
+constexpr bool kPairs = true;
+#else
+constexpr bool kPairs = false;
+#endif
+
+// Whether rows of so many elements are taken in pairs; else they are in the type of arithmetic.
+inline bool takes_pairs(DType dtype, int64_t inner) { return kPairs && dtype == DType::bf16 && inner % 2 == 0; }
+
+template <class E>
+using sum_t = either<kSame<E, pair>, float, E>;
+
+// sums + the products of both numbers of a pair, the second first. To the instruction numbers below 2^-126 are 0.
+inline vfloat fma(vint a, vint b, vfloat sums) {
+#ifdef __AVX512BF16__
+  return (vfloat)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+#else
+  const auto high = [](vint v) { return reinterpret<vfloat>(v & int32_t(0xffff0000)); };
+  return fma(high(a << 16), high(b << 16), fma(high(a), high(b), sums));
+#endif
+}
+
+template <class M>
+constexpr int64_t whole_panels(int64_t columns) {
+  return (columns + kPanel<M> - 1) / kPanel<M> * kPanel<M>;
+}
+
+template <class M>
+inline vec<M> broadcast(const M* value) {
+  return *value - vec<M>{};  // which no number changes, and compilers leave out
+}
+inline vint broadcast(const pair* value) { return vint{} + load_bits<int32_t>(value); }
+
+// A packed matrix of `inner` rows: row k of panel p is at (p inner + k) kPanel. What is beyond its columns is zero.
+template <class M>
+struct Panels {
+  M* data;
+  int64_t inner;
+
+  M* at(int64_t column, int64_t row) const { return data + (column / kPanel<M> * inner + row) * kPanel<M>; }
+  Panels rows_from(int64_t row) const { return {at(0, row), inner}; }
+};
+
+// ---- packing
+
+// The matrix itself: `inner` rows of `columns` elements, times `factor`.
+template <class T, class M = math_t<T>>
+void pack(const T* from, int64_t stride, int64_t columns, M factor, Panels<M> to) {
+  for (int64_t row = 0; row < to.inner; ++row) {
+    const T* const source = from + row * stride;
+    int64_t column = 0;
+    for (; column + kLanes<M> <= columns; column += kLanes<M>)
+      store(load(source + column) * factor, to.at(column, row) + column % kPanel<M>);
+    if (column < columns) {
+      store(load(source + column, int(columns - column)) * factor, to.at(column, row) + column % kPanel<M>);
+      column += kLanes<M>;
+    }
+    if (column < whole_panels<M>(columns)) store(vec<M>{}, to.at(column, row) + column % kPanel<M>);
+  }
+}
+
+// The matrix itself, its rows in pairs; an odd one's neighbour is zeros.
+inline void pack_pairs(const bf16* from, int64_t stride, int64_t rows, int64_t columns, Panels<pair> to) {
+  constexpr int L = kLanes<pair>;
+  for (int64_t row = 0; row < rows; row += 2) {
+    const bf16 *const first = from + row * stride, *const second = row + 1 < rows ? first + stride : nullptr;
+    const auto at = [&](int64_t column) { return to.at(column, row / 2) + column % kPanel<pair>; };
+    for_vectors<float>(columns, [&](int64_t column, auto n) {
+      store(paired(halves(first + column, n), second ? halves(second + column, n) : vhalves{}), at(column));
+    });
+    const int64_t next = (columns + L - 1) / L * L;
+    if (next < whole_panels<pair>(columns)) store(vint{}, at(next));
+  }
+}
+
+template <class V>
+constexpr int kWidth = sizeof(V) / sizeof(V{}[0]);
+
+// The lanes of a and b from `first` on, in turn.
+template <class V>
+inline V alternate(V a, V b, int first) {
+  V result;
+#if defined(__GNUC__) && !defined(__clang__)
+  decltype(a < b) lanes;
+  for (int i = 0; i < kWidth<V>; ++i) lanes[i] = first + i / 2 + i % 2 * kWidth<V>;
+  result = __builtin_shuffle(a, b, lanes);
+#else
+  for (int i = 0; i < kWidth<V>; ++i) result[i] = (i % 2 ? b : a)[first + i / 2];
+#endif
+  return result;
+}
+
+// Each round takes vectors that are half of all apart; after log2 of them, rows are columns.
+template <class V>
+inline void transpose(V (&rows)[kWidth<V>]) {
+  constexpr int L = kWidth<V>;
+  for (int round = 1; round < L; round *= 2) {
+    V next[L];
+    for (int i = 0; i < L / 2; ++i) {
+      next[2 * i] = alternate(rows[i], rows[i + L / 2], 0);
+      next[2 * i + 1] = alternate(rows[i], rows[i + L / 2], L / 2);
+    }
+    for (int i = 0; i < L; ++i) rows[i] = next[i];
+  }
+}
+
+// The transpose of a matrix of `columns` rows of `inner` elements.
+template <class T, class M = math_t<T>>
+void pack_transposed(const T* from, int64_t stride, int64_t columns, Panels<M> to) {
+  constexpr int L = kLanes<M>;
+  for (int64_t column = 0; column < whole_panels<M>(columns); column += L) {
+    for (int64_t row = 0; row < to.inner; row += L) {
+      const int elements = int(to.inner - row < L ? to.inner - row : L);
+      vec<M> block[L];
+      for (int i = 0; i < L; ++i) {
+        const T* const source = from + (column + i) * stride + row;
+        block[i] = column + i >= columns ? vec<M>{} : elements == L ? load(source) : load(source, elements);
+      }
+      transpose(block);
+      for (int i = 0; i < elements; ++i) store(block[i], to.at(column, row + i) + column % kPanel<M>);
+    }
+  }
+}
+
+// ---- what products share
+
+// What becomes of what is there: a product overwrites it, is added to it, or to that times a factor of its row.
+enum class Onto { nothing, sums, scaled };
+
+template <Onto what, class M>
+inline void put(vec<M> result, M* to, const M* factor) {
+  if constexpr (what == Onto::sums) result += load(to);
+  if constexpr (what == Onto::scaled) result = fma(load(to), broadcast(factor), result);
+  store(result, to);
+}
+
+// What tiles ask memory for while they compute: what is read next, a little in each of their steps.
+struct Ahead {
+  const char* from;
+  int64_t step;
+
+  void fetch(int64_t k) const { __builtin_prefetch(from + k * step, 0, 2); }
+  void fetch(int64_t k, int64_t steps) const {
+    for (int64_t at = k * step; at < (k + steps) * step; at += 64) __builtin_prefetch(from + at, 0, 2);
+  }
+  Ahead after(int64_t steps) const { return {from + steps * step, step}; }
+};
+struct NothingAhead {
+  void fetch(int64_t) const {}
+  void fetch(int64_t, int64_t) const {}
+  NothingAhead after(int64_t) const { return {}; }
+};
+
+}  // namespace fastbert::cpu::FB_ISA
