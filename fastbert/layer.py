@@ -27,7 +27,7 @@ from fastbert.ops import checks
 from fastbert.ops.attention import RelativePositions, attention_to_seen, attention_unchecked
 from fastbert.ops.encoder_layer import Settings, run_layer
 from fastbert.ops.layer_norm import drop_rows
-from fastbert.ops.op import autocast_dtype, needs_grad
+from fastbert.ops.op import autocast_dtype, autocast_on, needs_grad
 from fastbert.ops.packed_layer import FWD as PACKED_LAYER
 from fastbert.ops.relative_attention import relative_attention_unchecked
 from fastbert.ops.scaled_layer import Norm, Parameters, scaled_layer
@@ -424,6 +424,9 @@ def attend(
     given: Distances | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(T, C) -> what the heads give, (T, C), and the attention weights in the caller's form where they are wanted."""
+    if autocast_on(hidden.device.type) and any(map(is_prepared, parts.projections)):
+        with torch.autocast(hidden.device.type, enabled=False):  # it has no say where `prepare` had
+            return attend(parts, hidden, packing, rng, turn, with_weights, given)
     parts.check_dropout()
     if packing.unseen is not None and with_weights:
         raise ValueError("output_attentions of a batch with unseen tokens; expected none of them, or no weights")
@@ -637,7 +640,9 @@ def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing, context: T
     backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
     if backend is None:
         return None
-    given = hidden, context, *found, packing.cu_seqlens if context is None else None
+    given = hidden, None, *found, packing.cu_seqlens
+    if context is not None:  # which autocast may have had where attention is not prepared
+        given = hidden, context.to(hidden.dtype), *found, None
     return PACKED_LAYER(backend, *given, *_prepared_settings(parts, packing), 1)
 
 

@@ -165,6 +165,32 @@ def test_every_family_as_transformers_has_it(family, inputs):
         assert F.cosine_similarity(found[visible], expected[visible], dim=-1).mean() >= cosine
 
 
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_autocast_has_no_say(family, inputs, autocast):
+    """It has in what is not prepared: attention that was skipped, and DeBERTa's convolution."""
+    config = transformers.AutoConfig.for_model(family, **CONFIGS[family])
+    theirs = transformers.AutoModel.from_config(config).eval()
+    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    attention = {
+        name.rpartition(".")[0]
+        for name, _ in theirs.named_modules()
+        if name.endswith((".q_lin", ".query_proj", ".q", ".query"))
+    }
+    visible = inputs["attention_mask"].bool()
+    convolves = bool(getattr(config, "conv_kernel_size", 0))
+    for precision in ("fp32", "bf16", "int8"):
+        if convolves and (precision, autocast) == ("bf16", torch.float16):
+            continue  # PyTorch mixes no bfloat16 and float16
+        prepared, partly = fastbert.prepare(theirs, precision), fastbert.prepare(theirs, precision, skip=attention)
+        expected = [hidden(model, inputs)[visible] for model in (prepared, partly)]
+        with torch.autocast("cpu", autocast):
+            found = [hidden(model, inputs)[visible] for model in (prepared, partly)]
+        assert torch.equal(found[0], expected[0]) or convolves
+        assert [x.dtype for x in found] == [x.dtype for x in expected]
+        assert max((a - b).abs().max() for a, b in zip(found, expected, strict=True)) < 0.2
+
+
 def test_accelerated_models_fall_back_to_their_own_computation(theirs, inputs):
     """Left padding, with a pooler: transformers' code calls the prepared layers."""
     left = inputs | {"attention_mask": inputs["attention_mask"].flip(1)}

@@ -57,6 +57,21 @@ def test_rows_are_the_same_among_any_others():
         assert torch.equal(ops.packed_linear(x[first:last], *pack(weight)), y[first:last])
 
 
+@needs_tiles
+def test_attention_through_blocks_of_keys():
+    """Sums that rows have to multiply differently, because their largest scores come in different blocks."""
+    keys, D = 1100, 32
+    qkv = torch.randn(keys, 3, 1, D).bfloat16()
+    qkv[:, 1] *= torch.linspace(0.5, 3, keys)[:, None, None]
+    ends = torch.tensor([0, keys], dtype=torch.int32)
+    both = [qkv.clone().requires_grad_(), qkv.double().requires_grad_()]
+    found, expected = (ops.attention(x, ends, keys) for x in both)
+    gradient = torch.randn(keys, 1, D).bfloat16()
+    found.backward(gradient), expected.backward(gradient.double())
+    for ours, truth in ((found, expected), (both[0].grad, both[1].grad)):
+        assert (ours.double() - truth).abs().max() < 2**-6 * truth.abs().max()
+
+
 def calls() -> dict:
     """name -> a function that multiplies bf16 or int8"""
     x, weight, labels = torch.randn(70, 64).bfloat16(), torch.randn(90, 64).bfloat16(), torch.randint(90, (70,))
