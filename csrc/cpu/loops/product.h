@@ -82,19 +82,22 @@ inline void for_tiles(int64_t rows, const F& f) {
 template <Onto what, bool across, class E, class A = NothingAhead>
 void product(int64_t rows, int64_t columns, int64_t inner, Left<across, E> a, Panels<E> b, sum_t<E>* c, int64_t stride,
              const sum_t<E>* factors = nullptr, A ahead = {}) {
-  if constexpr (kTiles && kSame<E, pair> && across)
-    return tile_product_across<what>(rows, columns, inner, a.data, a.stride, b, c, stride, factors);
+  if constexpr (kTiles && kSame<E, pair> && across) {
+    static_assert(what != Onto::scaled);
+    return tile_product_across<what>(rows, columns, inner, a.data, a.stride, b, c, stride);
+  }
   for (int64_t column = 0; column < columns; column += kPanel<E>) {
-    if constexpr (kTiles && kSame<E, pair> && !across) {
-      tile_product<what>(rows, inner, a.data, a.stride, b.at(column, 0), c + column, stride, factors, ahead);
-      continue;
+    const E* const panel = b.at(column, 0);
+    if constexpr (kTiles && kSame<E, pair>) {
+      tile_product<what>(rows, inner, a.data, a.stride, panel, c + column, stride, factors, ahead);
+    } else {
+      A next = ahead;
+      for_tiles(rows, [&](auto count, int64_t row) {
+        const Left<across, E> left{a.at(row), a.stride};
+        tile<count, what>(left, panel, inner, c + row * stride + column, stride, factors + row, next);
+        next = next.after(inner);
+      });
     }
-    A next = ahead;
-    for_tiles(rows, [&](auto count, int64_t row) {
-      tile<count, what>(Left<across, E>{a.at(row), a.stride}, b.at(column, 0), inner, c + row * stride + column, stride,
-                        factors + row, next);
-      next = next.after(inner);
-    });
   }
 }
 

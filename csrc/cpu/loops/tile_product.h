@@ -82,14 +82,14 @@ inline void turn(const pair* from, int64_t stride, int64_t rows, int64_t columns
 // With a left factor that lies across, of which some rows are turned for all columns. inner: at most kTurned.
 template <Onto what>
 void tile_product_across(int64_t rows, int64_t columns, int64_t inner, const pair* a, int64_t stride, Panels<pair> b,
-                         float* c, int64_t c_stride, const float* factors) {
+                         float* c, int64_t c_stride) {
   alignas(64) pair turned[kTurned * kTurned];
   for (int64_t row = 0; row < rows; row += kTurned) {
     const int64_t here = least(kTurned, rows - row);
     turn(a + row, stride, here, inner, turned);
     for (int64_t column = 0; column < columns; column += kPanel<pair>)
-      tile_product<what>(here, inner, turned, kTurned, b.at(column, 0), c + row * c_stride + column, c_stride,
-                         factors + row, NothingAhead{});
+      tile_product<what>(here, inner, turned, kTurned, b.at(column, 0), c + row * c_stride + column, c_stride, nullptr,
+                         NothingAhead{});
   }
 }
 
