@@ -588,6 +588,8 @@ def _instructions() -> str:
     _, at_once = info["packed_layout"]
     bfloat16 = "in pairs" if at_once["bfloat16"] > 1 else "as float32"
     tiles = ", these two in tiles" if info["cpu_set"] == "amx" else ""
+    if info["cpu_set"] == "avx512_bf16" and "amx_tile" in cpuinfo("flags").split():
+        tiles = "; the processor has AMX, but the system or ATEN_CPU_CAPABILITY forbids it"
     return f"{info['cpu_set']}; it multiplies float16 as float32, bfloat16 {bfloat16}, int8 by {at_once['int8']}{tiles}"
 
 

@@ -10,6 +10,7 @@ import amx_on_cpu
 import pytest
 import torch
 
+import fastbert
 from fastbert import backends, ops
 from fastbert.ops.packed_linear import quantize_weight, with_sums
 
@@ -153,6 +154,16 @@ def test_everything_with_a_matrix_unit():
 
 
 def test_a_matrix_unit_can_be_turned_off():
-    code = "from fastbert import backends; print(backends.build_info()['cpu_set'])"
-    assert run("-c", code).strip() == "amx"
-    assert run("-c", code, ATEN_CPU_CAPABILITY="avx512").strip() == "avx512_bf16"
+    code = "import fastbert; fastbert.explain()"
+    assert "usable: amx; it multiplies float16 as float32, bfloat16 in pairs, int8 by 4, these two in tiles" in run(
+        "-c", code
+    )
+    assert "usable: avx512_bf16; " in run("-c", code, ATEN_CPU_CAPABILITY="avx512")
+
+
+def test_explain_says_that_a_matrix_unit_is_not_used(monkeypatch, capsys):
+    if backends.build_info().get("cpu_set") != "avx512_bf16":
+        pytest.skip("needs AVX-512 BF16 without a matrix unit")
+    monkeypatch.setattr(backends, "cpuinfo", lambda *names: "avx512_bf16 amx_bf16 amx_tile")
+    fastbert.explain()
+    assert "the processor has AMX, but the system" in capsys.readouterr().out

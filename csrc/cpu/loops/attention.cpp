@@ -92,7 +92,7 @@ M weigh(M* scores, int64_t keys, M scale, const uint8_t* bits, const Dropout& dr
   const M base = base_of(high);
   V total[kSlots]{};
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-    V weight = exp_nonpositive(N::scaled(load(scores + i, n), scale) - base);
+    V weight = N::weight(N::scaled(load(scores + i, n), scale) - base);
     total[slot] += or_fill(weight, n, 0);
     if constexpr (kDrop) weight = keep(weight, bits + i, unscaled);
     N::put_weights(weight, scores, i, n);
@@ -213,7 +213,7 @@ M exponentiate(M* scores, int64_t keys, M scale, M lse) {
   using V = vec<M>;
   V total[kSlots]{};
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-    const V p = exp_nonpositive(N::scaled(load(scores + i, n), scale) - lse);
+    const V p = N::weight(N::scaled(load(scores + i, n), scale) - lse);
     store(p, scores + i, n);
     total[slot] += or_fill(p, n, 0);
   });

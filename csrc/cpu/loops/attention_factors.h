@@ -42,6 +42,7 @@ struct Widened {
   static M query_factor(const AttentionHead& a) { return M(a.scale); }
   static M key_factor(const AttentionHead&) { return 1; }  // of dK: the queries in it have the scale already
   static vec<M> scaled(vec<M> score, M) { return score; }
+  static vec<M> weight(vec<M> difference) { return exp_nonpositive(difference); }
 
   static void pack_across(const T* from, int64_t stride, int64_t rows, Panels<E> to) {
     pack_transposed(from, stride, rows, to);
@@ -87,6 +88,7 @@ struct Paired {
   static float query_factor(const AttentionHead&) { return 1; }
   static float key_factor(const AttentionHead& a) { return float(a.scale); }
   static vfloat scaled(vfloat score, float scale) { return score * scale; }
+  static vfloat weight(vfloat difference) { return exp_roughly(difference); }
 
   static void pack_across(const bf16* from, int64_t stride, int64_t rows, Panels<pair> to) {
     pack_transposed<pair, pair>(reinterpret_cast<const pair*>(from), stride / 2, rows, to);

@@ -20,7 +20,7 @@ inline void put_sums(const float* from, float* to, const float* factor) {
   __builtin_memcpy(to, &sums, sizeof sums);
 }
 
-// The same of at most two tiles of rows, on the matrix unit. E: pairs, or an int32_t for four int8.
+// c (rows, a panel) = a (rows, inner) b, of at most two tiles of rows. E: pairs, or an int32_t for four int8.
 template <Onto what, bool both, class E, class A>
 void tile_block(int64_t rows, const E* a, int64_t stride, const E* b, int64_t inner, float* c, int64_t c_stride,
                 const float* factors, A ahead) {
@@ -52,7 +52,7 @@ void tile_block(int64_t rows, const E* a, int64_t stride, const E* b, int64_t in
       put_sums<what, E>(sums + row * 2 * L + i, c + row * c_stride + i, factors + row);
 }
 
-// With one panel of b.
+// The same of any number of rows.
 template <Onto what, class E, class A>
 void tile_product(int64_t rows, int64_t inner, const E* a, int64_t stride, const E* b, float* c, int64_t c_stride,
                   const float* factors, A ahead) {
@@ -79,7 +79,8 @@ inline void turn(const pair* from, int64_t stride, int64_t rows, int64_t columns
   }
 }
 
-// With a left factor that lies across, of which some rows are turned for all columns. inner: at most kTurned.
+// c (rows, whole panels) = a (rows, inner) b, where a lies across: some of its rows are turned for all columns. inner:
+// at most kTurned.
 template <Onto what>
 void tile_product_across(int64_t rows, int64_t columns, int64_t inner, const pair* a, int64_t stride, Panels<pair> b,
                          float* c, int64_t c_stride) {
