@@ -34,7 +34,7 @@ from fastbert.ops.scaled_layer import Norm, Parameters, scaled_layer
 from fastbert.ops.scaled_linear import Scaled
 from fastbert.ops.scaled_linear import choose as choose_scaled
 from fastbert.padding import Packing
-from fastbert.prepared import PreparedLinear, ScaledLinear, joined_dense
+from fastbert.prepared import PRECISIONS, PreparedLinear, ScaledLinear, joined_dense
 
 # transformers' activation modules that are a GELU, and which form of it.
 GELU_FORMS = {"GELUActivation": "none", "NewGELUActivation": "tanh", "GELUTanh": "tanh", "PytorchGELUTanh": "tanh"}
@@ -424,8 +424,8 @@ def attend(
     given: Distances | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(T, C) -> what the heads give, (T, C), and the attention weights in the caller's form where they are wanted."""
-    if autocast_on(hidden.device.type) and any(map(is_prepared, parts.projections)):
-        with torch.autocast(hidden.device.type, enabled=False):  # it has no say where `prepare` had
+    if autocast_on(hidden.device.type) and any([isinstance(each, PreparedLinear) for each in parts.projections]):
+        with torch.autocast(hidden.device.type, enabled=False):  # once more without: it has no say where `prepare` had
             return attend(parts, hidden, packing, rng, turn, with_weights, given)
     parts.check_dropout()
     if packing.unseen is not None and with_weights:
@@ -610,6 +610,7 @@ def _all_prepared(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing
             return None
         parameters += own[0]
         scales += own[1]
+    hidden = hidden.to(_dtype_beside_prepared(layers[0]))
     backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
     if backend is None or needs_grad(hidden, *parameters):
         return None
@@ -637,13 +638,19 @@ def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing, context: T
     found = _prepared_parameters(parts, 0 if context is None else len(parts.attention.projections))
     if found is None or parts.drops() or needs_grad(hidden, context, *found[0]):
         return None
+    hidden = hidden.to(_dtype_beside_prepared(parts))
     backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
     if backend is None:
         return None
     given = hidden, None, *found, packing.cu_seqlens
-    if context is not None:  # which autocast may have had where attention is not prepared
+    if context is not None:
         given = hidden, context.to(hidden.dtype), *found, None
     return PACKED_LAYER(backend, *given, *_prepared_settings(parts, packing), 1)
+
+
+def _dtype_beside_prepared(parts: LayerParts) -> torch.dtype:
+    """Of hidden states. Where a part before them is not prepared, autocast may have given them another one."""
+    return next(PRECISIONS[module.precision] for module in parts.leaves if type(module) is PreparedLinear)
 
 
 def _prepared_parameters(parts: LayerParts, before: int = 0) -> tuple[list[Tensor], list[Tensor]] | None:

@@ -46,11 +46,11 @@ using namespace avx512_bf16;
    : fastbert::cpu::best_isa() == fastbert::cpu::Isa::avx2        ? &fastbert::cpu::avx2::f        \
                                                                   : nullptr)
 
-// Whether the kernel lets this process use tiles, which it has to be asked for; it has none to give on a processor
-// without them. Every processor with tiles multiplies bf16 and int8 in them.
+// Whether the kernel lets this process, and those it forks, use tiles, which it has to be asked for; it has none to
+// give on a processor without them. Every processor with tiles so far multiplies bf16 and int8 in them.
 inline bool has_tiles() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;

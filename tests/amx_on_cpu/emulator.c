@@ -107,9 +107,11 @@ static void configure(const uint8_t* from, const uint8_t* at) {
   Configuration next;
   memcpy(&next, from, sizeof next);
   if (next.palette > 1 || next.start_row) fail("a configuration that there is not", at);
+  for (int i = 0; i < 14; ++i)
+    if (next.reserved[i]) fail("reserved bytes", at);
   for (int i = 0; i < 16; ++i)
-    if (next.rows[i] > kRows || next.row_bytes[i] > kBytes || (i >= kTiles && (next.rows[i] || next.row_bytes[i])))
-      fail("a tile larger than there are", at);
+    if (next.rows[i] > kRows || next.row_bytes[i] > kBytes || next.row_bytes[i] % 4 || (i >= kTiles && (next.rows[i] || next.row_bytes[i])))
+      fail("a tile that there cannot be", at);
   set_awake(next.palette != 0);
   now = next;
   memset(tiles, 0, sizeof tiles);
@@ -186,6 +188,7 @@ static void carry_out(const Instruction* i, const uint8_t* at) {
   if (i->opcode == 0x49 && i->in_memory && i->prefix == 1) return (void)memcpy(i->address, &now, sizeof now);
   if (i->opcode == 0x49 && !i->in_memory && i->prefix == 0) return release();
   if (!now.palette) fail("tiles are not configured", at);
+  if (i->opcode < 0x5c && (i->third || !now.rows[i->reg])) fail("no such tile, or bits that must not be", at);
   if (i->opcode == 0x49 && !i->in_memory && i->prefix == 3) return (void)memset(tiles[i->reg], 0, sizeof tiles[0]);
   if (i->opcode == 0x4b) return move(i, at);
   if (i->opcode != 0x49 && !i->in_memory) return dot(i, at);

@@ -168,27 +168,41 @@ def test_every_family_as_transformers_has_it(family, inputs):
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_autocast_has_no_say(family, inputs, autocast):
-    """It has in what is not prepared: attention that was skipped, and DeBERTa's convolution."""
+    """It has in what is not prepared: what was skipped, and DeBERTa's convolution."""
     config = transformers.AutoConfig.for_model(family, **CONFIGS[family])
     theirs = transformers.AutoModel.from_config(config).eval()
     inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    attention = {
-        name.rpartition(".")[0]
-        for name, _ in theirs.named_modules()
-        if name.endswith((".q_lin", ".query_proj", ".q", ".query"))
-    }
-    visible = inputs["attention_mask"].bool()
-    convolves = bool(getattr(config, "conv_kernel_size", 0))
+    visible, convolves = inputs["attention_mask"].bool(), bool(getattr(config, "conv_kernel_size", 0))
     for precision in ("fp32", "bf16", "int8"):
         if convolves and (precision, autocast) == ("bf16", torch.float16):
             continue  # PyTorch mixes no bfloat16 and float16
-        prepared, partly = fastbert.prepare(theirs, precision), fastbert.prepare(theirs, precision, skip=attention)
-        expected = [hidden(model, inputs)[visible] for model in (prepared, partly)]
-        with torch.autocast("cpu", autocast):
-            found = [hidden(model, inputs)[visible] for model in (prepared, partly)]
-        assert torch.equal(found[0], expected[0]) or convolves
-        assert [x.dtype for x in found] == [x.dtype for x in expected]
-        assert max((a - b).abs().max() for a, b in zip(found, expected, strict=True)) < 0.2
+        prepared = fastbert.prepare(theirs, precision)
+        for skip in [(), *parts_to_skip(prepared)]:
+            model = fastbert.prepare(theirs, precision, skip=skip)
+            expected = hidden(model, inputs)[visible]
+            with torch.autocast("cpu", autocast):
+                found = hidden(model, inputs)[visible]
+            assert found.dtype == expected.dtype and (found - expected).abs().max() < 0.2
+            assert skip or convolves or torch.equal(found, expected)
+
+
+def parts_to_skip(prepared):
+    """All attention; what comes before the layers or, where that is nothing, the first of them."""
+    names = [name for name, module in prepared.named_modules() if isinstance(module, PreparedLinear)]
+    layers = [name[: name.index(".0.") + 2] for name in names if ".0." in name]
+    attention = {name.rpartition(".")[0] for name in names if name.endswith(("q_lin", "query_proj", ".q", "query"))}
+    return attention, [name for name in names if not name.startswith(layers[0][:-2])] or layers[:1]
+
+
+def test_autocast_has_no_say_where_a_part_has_a_hook(model, inputs):
+    """Values beyond float16."""
+    with torch.no_grad():
+        model.encoder.layer[0].attention.qkv.weight[-48:] *= 1e6
+    prepared = fastbert.prepare(model, "fp32")
+    prepared.encoder.layer[0].attention.qkv.register_forward_hook(lambda *_: None)
+    expected = hidden(prepared, inputs)
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(hidden(prepared, inputs), expected) and expected.isfinite().all()
 
 
 def test_accelerated_models_fall_back_to_their_own_computation(theirs, inputs):

@@ -130,8 +130,10 @@ def run(*words: str, **environment: str) -> str:
 
 
 def run_tests(*names: str, select: str) -> None:
+    code = "import sys, pytest; from fastbert import backends; assert backends.build_info()['cpu_set'] == 'amx'; "
+    code += "sys.exit(pytest.main())"
     files = [str(HERE.parent / f"{name}.py") for name in names]
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", select, *files)
+    run("-c", code, "-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", select, *files)
 
 
 OPS = [f"ops/test_{op}" for op in ("packed_linear", "attention", "relative_attention", "cross_entropy", "linear_max")]

@@ -11,7 +11,7 @@ namespace fastbert::cpu::FB_ISA {
 template <class M>
 constexpr int64_t kPanel = 2 * kLanes<M>;  // columns
 #ifdef __AVX512F__
-constexpr int kTile = 12;  // rows: 24 sums in 32 registers
+constexpr int kTile = 12;  // rows of a tile in vector registers: 24 sums in 32
 #else
 constexpr int kTile = 6;  // 12 in 16
 #endif

@@ -11,7 +11,7 @@ namespace fastbert::cpu::FB_ISA {
 template <class E>
 constexpr int64_t kRowsAtOnce = kTiles && (kSame<E, pair> || kSame<E, int32_t>) ? 2 * kTileRows : kTile;
 
-// Sums of tiles: integers in the place of floats, where four int8 are an element.
+// Sums of tiles, which pass through here as floats; where four int8 are an element, their bits are an int32_t's.
 template <Onto what, class E>
 inline void put_sums(const float* from, float* to, const float* factor) {
   if constexpr (kSame<E, pair>) return put<what>(load(from), to, factor);

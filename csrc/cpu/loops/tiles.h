@@ -115,7 +115,8 @@ void tile_dot(E);
 
 #endif
 
-// Whoever multiplies in tiles has one meanwhile: without it they are not there, and after it the unit sleeps.
+// Whoever multiplies in tiles has one meanwhile, and one only: it configures the thread's tiles, and its end releases
+// them.
 class Tiles {
  public:
   explicit Tiles(bool wanted) : wanted_(kTiles && wanted) {
