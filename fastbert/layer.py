@@ -642,9 +642,9 @@ def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing, context: T
     backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
     if backend is None:
         return None
-    given = hidden, None, *found, packing.cu_seqlens
     if context is not None:
-        given = hidden, context.to(hidden.dtype), *found, None
+        context = context.to(hidden.dtype)
+    given = hidden, context, *found, packing.cu_seqlens if context is None else None
     return PACKED_LAYER(backend, *given, *_prepared_settings(parts, packing), 1)
 
 

@@ -14,7 +14,7 @@ import fastbert
 from fastbert import backends, ops
 from fastbert.ops.packed_linear import quantize_weight, with_sums
 
-EMULATED = "LD_PRELOAD" in os.environ and hasattr(ctypes.CDLL(None), "amx_dots")
+EMULATED = hasattr(ctypes.CDLL(None), "amx_dots")
 HERE = Path(__file__).parent
 needs_tiles = pytest.mark.skipif(
     backends.build_info().get("cpu_set") != "amx",
@@ -157,9 +157,8 @@ def test_everything_with_a_matrix_unit():
 
 def test_a_matrix_unit_can_be_turned_off():
     code = "import fastbert; fastbert.explain()"
-    assert "usable: amx; it multiplies float16 as float32, bfloat16 in pairs, int8 by 4, these two in tiles" in run(
-        "-c", code
-    )
+    products = "it multiplies float16 as float32, bfloat16 in pairs, int8 by 4, these two in tiles"
+    assert f"usable: amx; {products}" in run("-c", code)
     assert "usable: avx512_bf16; " in run("-c", code, ATEN_CPU_CAPABILITY="avx512")
 
 
