@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastbert import backends
-from fastbert.ops import checks
+from fastbert.ops import checks, huge_pages
 from fastbert.ops.bias_gelu import check_approximate
 from fastbert.ops.op import Primitive, needs_grad
 
@@ -36,7 +36,8 @@ def pack_weight(weight: Tensor) -> Tensor:
     channels, inner = weight.shape
     whole = F.pad(weight.detach(), (0, _padding(inner, group), 0, _padding(channels, width)))
     panels = whole.view(len(whole) // width, width, whole.shape[1] // group, group)
-    return panels.transpose(1, 2).contiguous()
+    panels = panels.transpose(1, 2)
+    return huge_pages.empty(panels.shape, panels.dtype).copy_(panels)
 
 
 def unpack_weight(packed: Tensor, channels: int, inner: int) -> Tensor:

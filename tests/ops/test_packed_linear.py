@@ -29,6 +29,7 @@ SIZES = [
     pytest.param((145, 300, 33), id="more rows than a block, and K than a chain"),
     pytest.param((3, 515, 529), id="more channels than are finished at once, and two chains of K"),
     pytest.param((13, 64, 64), id="whole panels, a row more than a tile"),
+    pytest.param((21, 1024, 35), id="rows that begin in one set of the cache"),
 ]
 
 
@@ -94,6 +95,15 @@ class TestFloats:
         x, weight, bias = integers(8, rows, inner), integers(8, channels, inner), integers(99, channels)
         expected = x @ weight.T + bias
         assert torch.equal(product(x.to(dtype), weight.to(dtype), bias.float()), expected.to(dtype))
+
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    @needs_kernels
+    def test_rows_are_the_same_however_many_there_are(self, dtype):
+        x, weight, bias = self.inputs((30, 1024, 19), dtype).values()
+        with fastbert.backend("cpu"):
+            all_rows = product(x, weight, bias)
+            for rows in range(1, 30):
+                assert torch.equal(product(x[-rows:], weight, bias), all_rows[-rows:])
 
     @pytest.mark.parametrize("approximate", GELUS)
     def test_bfloat16_is_float32_rounded_once(self, backend, approximate):

@@ -12,6 +12,7 @@ namespace {
 constexpr int64_t kInner = 256;                   // steps, that the sums of floats are chains of
 constexpr int64_t kColumns = 16 * kPanel<float>;  // of a block that is finished at once
 constexpr int64_t kStride = kColumns + 16;        // of its sums: a power of two would use few sets of the cache
+constexpr int64_t kNear = kInner + 16;            // of rows of x that would, and are copied
 
 // Calls f with a value of x's and y's type.
 template <class F>
@@ -90,27 +91,39 @@ inline float* multiplied(const bf16* panel, int64_t steps, float* room) {
   return room;
 }
 
+// Some steps of rows of x: where they are, or in `room` if a tile's rows would share one set of the first-level cache,
+// of eight ways.
+template <class E>
+Left<false, E> nearby(const E* x, int64_t stride, int64_t rows, int64_t steps, void* room) {
+  if (kTile <= 8 || rows <= 8 || stride * int64_t(sizeof(E)) % 4096) return {x, stride};
+  E* const to = static_cast<E*>(room);
+  for (int64_t row = 0; row < rows; ++row) __builtin_memcpy(to + row * kNear, x + row * stride, steps * sizeof(E));
+  return {to, kNear};
+}
+
 // The sums of a block in float. W: of a step of a channel: a float, a pair, or a bf16, which is widened for all rows, a
 // part of a panel at a time.
 template <class W>
 void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
   constexpr int64_t kWidth = kPanel<float>;
-  float* const room = sums + kPackedRows * kStride;
+  float *const near = sums + kPackedRows * kStride, *const room = near + kPackedRows * kNear;
   using E = either<kSame<W, bf16>, float, W>;
   const int64_t all = steps(op);
   const E* const x = static_cast<const E*>(op.left ? op.left : op.x) + row * all;
   const auto panel_at = [&](int64_t column, int64_t k) {
     return static_cast<const W*>(op.weight) + (channel + column) * all + k * kWidth;
   };
-  const int64_t step = kWidth * int64_t(sizeof(W)) / ((rows + kRowsAtOnce<E> - 1) / kRowsAtOnce<E>);
   for (int64_t k = 0; k == 0 || k < all; k += kInner) {
     const int64_t inner = least(kInner, all - k);
+    const Left<false, E> left = nearby(x + k, all, rows, inner, near);
     const auto add = k ? product<Onto::sums, false, E, Ahead> : product<Onto::nothing, false, E, Ahead>;
     for (int64_t column = 0; column < channels; column += kWidth) {
       const bool last = column + kWidth >= channels;
-      const W* const next = last ? panel_at(0, k + inner) : panel_at(column + kWidth, k);
-      add(rows, kWidth, inner, {x + k, all}, {multiplied(panel_at(column, k), inner, room), inner}, sums + column,
-          kStride, nullptr, {reinterpret_cast<const char*>(next), step});
+      const W* const next = !last             ? panel_at(column + kWidth, k)
+                            : k + inner < all ? panel_at(0, k + inner)
+                                              : panel_at(channels, 0);  // of the next block, or of the next layer
+      add(rows, kWidth, inner, left, {multiplied(panel_at(column, k), inner, room), inner}, sums + column, kStride,
+          nullptr, Ahead::of_bytes(next, kWidth * int64_t(sizeof(W))));
     }
   }
 }
@@ -190,7 +203,7 @@ void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
   });
 }
 
-int64_t packed_scratch() { return (kPackedRows * kStride + kInner * kPanel<float>)*int64_t(sizeof(float)); }
+int64_t packed_scratch() { return (kPackedRows * (kStride + kNear) + kInner * kPanel<float>)*int64_t(sizeof(float)); }
 
 void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
                    void* scratch) {

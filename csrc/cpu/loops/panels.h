@@ -153,21 +153,28 @@ inline void put(vec<M> result, M* to, const M* factor) {
   store(result, to);
 }
 
-// What tiles ask memory for while they compute: what is read next, a little in each of their steps.
+// What tiles ask memory for while they compute: the lines of the cache that are read next, each once, spread evenly
+// over their steps.
 struct Ahead {
+  static constexpr int64_t kLine = 64, kPart = 1 << 12;  // bytes; parts of a line that a step is counted in
   const char* from;
   int64_t step;
+  int64_t due = 0;
 
-  void fetch(int64_t k) const { __builtin_prefetch(from + k * step, 0, 2); }
-  void fetch(int64_t k, int64_t steps) const {
-    for (int64_t at = k * step; at < (k + steps) * step; at += 64) __builtin_prefetch(from + at, 0, 2);
+  static Ahead of_bytes(const void* from, int64_t bytes_a_step) {
+    return {static_cast<const char*>(from), bytes_a_step * (kPart / kLine)};
   }
-  Ahead after(int64_t steps) const { return {from + steps * step, step}; }
+  void fetch(int64_t steps = 1) {
+    for (due += steps * step; due >= kPart; due -= kPart, from += kLine) __builtin_prefetch(from, 0, 2);
+  }
+  // What a tile of `count` rows from `row` on asks for: its share, as of the work.
+  Ahead share(int64_t row, int64_t count, int64_t rows, int64_t steps) const {
+    return {from + steps * step / kPart * row / rows * kLine, step * count / rows};
+  }
 };
 struct NothingAhead {
-  void fetch(int64_t) const {}
-  void fetch(int64_t, int64_t) const {}
-  NothingAhead after(int64_t) const { return {}; }
+  void fetch(int64_t = 1) {}
+  NothingAhead share(int64_t, int64_t, int64_t, int64_t) const { return {}; }
 };
 
 }  // namespace fastbert::cpu::FB_ISA

@@ -58,7 +58,7 @@ inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner
   TileRows<rows> left_rows(a, stride * int64_t(sizeof(Left8)));
   for (int64_t k = 0; k < inner; k += kGroup, b += 2 * L * kGroup, left_rows.advance(4)) {
     const vint first = load_group(b), second = load_group(b + L * kGroup);
-    ahead.fetch(k);
+    ahead.fetch(kGroup);
 #pragma GCC unroll 12
     for (int row = 0; row < rows; ++row) {
       const vint left = vint{} + load_bits<int32_t>(left_rows.template at<Left8>(row));
@@ -76,12 +76,10 @@ inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner
 // cache.
 inline void tile_product8(int64_t rows, int64_t steps, const int32_t* a, const int32_t* b, float* c, int64_t c_stride) {
   constexpr int64_t kChain = 256, kWidth = kPanel<float>;
-  const int64_t tiles = (rows + kRowsAtOnce<int32_t> - 1) / kRowsAtOnce<int32_t>;
   for (int64_t k = 0; k == 0 || k < steps; k += kChain, b += kChain * kWidth) {
     const int64_t here = least(kChain, steps - k);
     const auto add = k ? tile_product<Onto::sums, int32_t, Ahead> : tile_product<Onto::nothing, int32_t, Ahead>;
-    add(rows, here, a + k, steps, b, c, c_stride, nullptr,
-        {reinterpret_cast<const char*>(b + here * kWidth), 4 * kWidth / tiles});
+    add(rows, here, a + k, steps, b, c, c_stride, nullptr, Ahead::of_bytes(b + here * kWidth, 4 * kWidth));
   }
 }
 
@@ -91,11 +89,9 @@ inline void product8(int64_t rows, int64_t inner, const Left8* a, const int8_t* 
     const auto fours = [](const void* data) { return static_cast<const int32_t*>(data); };
     return tile_product8(rows, inner / 4, fours(a), fours(b), reinterpret_cast<float*>(c), c_stride);
   }
-  const int64_t tiles = (rows + kTile - 1) / kTile;
-  Ahead ahead{reinterpret_cast<const char*>(b) + inner * kPanel<float>, kPanel<float> / tiles};
+  const Ahead ahead = Ahead::of_bytes(b + inner * kPanel<float>, kPanel<float>);
   for_tiles(rows, [&](auto count, int64_t row) {
-    tile8<count>(a + row * inner, inner, b, inner, c + row * c_stride, c_stride, ahead);
-    ahead = ahead.after(inner);
+    tile8<count>(a + row * inner, inner, b, inner, c + row * c_stride, c_stride, ahead.share(row, count, rows, inner));
   });
 }
 

@@ -105,6 +105,7 @@ inline vfloat load(const bf16* src) {
 }
 
 inline vint load(const pair* src) { return load_bits<vint>(src); }
+inline vint load(const int32_t* src) { return load_bits<vint>(src); }
 
 inline void store(vint v, pair* dst) { __builtin_memcpy(dst, &v, sizeof v); }
 inline void store(vfloat v, float* dst) { __builtin_memcpy(dst, &v, sizeof v); }
@@ -169,6 +170,10 @@ inline auto load(const T* src, Whole) {
 }
 template <class T>
 inline auto load(const T* src, int n) {
+#ifdef __AVX512F__
+  if constexpr (sizeof(T) == 4)
+    return reinterpret<decltype(load(src))>(_mm512_maskz_loadu_epi32(__mmask16((1u << n) - 1), src));
+#endif
   T whole[kLanes<T>]{};
   __builtin_memcpy(whole, src, n * sizeof(T));
   return load(whole);
@@ -344,6 +349,10 @@ inline vfloat exp_nonpositive(vfloat x) {
   const vfloat f = fma(x, splat<vfloat>(kLog2e), kShift - shifted);
   return scale_exp2(fma(exp2_slope(f), f, splat<vfloat>(1)), shifted);
 }
+inline vdouble exp_nonpositive(vdouble x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = __builtin_exp(x[i]);
+  return x;
+}
 
 // The same for what becomes bf16 anyway: a relative error of 2^-18; 0 below -87.3.
 inline vfloat exp_roughly(vfloat x) {
@@ -360,10 +369,6 @@ inline vfloat exp_roughly(vfloat x) {
 #else
   return exp_nonpositive(x);
 #endif
-}
-inline vdouble exp_nonpositive(vdouble x) {
-  for (int i = 0; i < kLanes<double>; ++i) x[i] = __builtin_exp(x[i]);
-  return x;
 }
 
 // exp(-a²/2) for 0 <= a <= 13.25; 0 from 13.24 on. The rounding error of the square is corrected.

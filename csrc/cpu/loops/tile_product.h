@@ -7,10 +7,6 @@
 
 namespace fastbert::cpu::FB_ISA {
 
-// The rows that are multiplied with a panel at once.
-template <class E>
-constexpr int64_t kRowsAtOnce = kTiles && (kSame<E, pair> || kSame<E, int32_t>) ? 2 * kTileRows : kTile;
-
 // Sums of tiles, which pass through here as floats; where four int8 are an element, their bits are an int32_t's.
 template <Onto what, class E>
 inline void put_sums(const float* from, float* to, const float* factor) {
@@ -30,7 +26,7 @@ void tile_block(int64_t rows, const E* a, int64_t stride, const E* b, int64_t in
   if constexpr (both) tile_zero<2>(), tile_zero<3>();
   for (int64_t k = 0; k < inner; k += kSteps) {
     const int64_t steps = least(kSteps, inner - k);
-    ahead.fetch(k, steps);
+    ahead.fetch(steps);
     load_tile<6>(b + k * 2 * L, 2 * L, steps, L, room), load_tile<7>(b + k * 2 * L + L, 2 * L, steps, L, room);
     load_tile<4>(a + k, stride, least(R, rows), steps, room);
     tile_dot<0, 4, 6>(E{}), tile_dot<1, 4, 7>(E{});
@@ -53,13 +49,15 @@ void tile_block(int64_t rows, const E* a, int64_t stride, const E* b, int64_t in
 }
 
 // The same of any number of rows.
+constexpr int64_t kRowsAtOnce = 2 * kTileRows;
 template <Onto what, class E, class A>
 void tile_product(int64_t rows, int64_t inner, const E* a, int64_t stride, const E* b, float* c, int64_t c_stride,
                   const float* factors, A ahead) {
-  for (int64_t row = 0; row < rows; row += kRowsAtOnce<E>, ahead = ahead.after(inner)) {
-    const int64_t here = least(kRowsAtOnce<E>, rows - row);
+  for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
+    const int64_t here = least(kRowsAtOnce, rows - row);
     const auto block = here > kTileRows ? tile_block<what, true, E, A> : tile_block<what, false, E, A>;
-    block(here, a + row * stride, stride, b, inner, c + row * c_stride, c_stride, factors + row, ahead);
+    block(here, a + row * stride, stride, b, inner, c + row * c_stride, c_stride, factors + row,
+          ahead.share(row, here, rows, inner));
   }
 }
 
@@ -72,7 +70,7 @@ inline void turn(const pair* from, int64_t stride, int64_t rows, int64_t columns
     for (int64_t column = 0; column < columns; column += L) {
       vint block[L];
       for (int64_t i = 0; i < L; ++i)
-        block[i] = column + i < columns ? some(from + (column + i) * stride + row, least(L, rows - row)) : vint{};
+        block[i] = column + i < columns ? load(from + (column + i) * stride + row, int(least(L, rows - row))) : vint{};
       transpose(block);
       for (int64_t i = 0; i < L; ++i) store(block[i], to + (row + i) * kTurned + column);
     }

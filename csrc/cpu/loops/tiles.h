@@ -134,23 +134,11 @@ class Tiles {
 
 // ---- tiles of matrices in memory, whose elements E have four bytes
 
-// The first n of 16 elements, zeros behind them.
-template <class E>
-inline vint some(const E* from, int64_t n) {
-#ifdef __AVX512F__
-  return (vint)_mm512_maskz_loadu_epi32(__mmask16((1u << n) - 1), from);
-#else
-  vint v{};
-  __builtin_memcpy(&v, from, n * sizeof(E));
-  return v;
-#endif
-}
-
 // A tile of `rows` rows of n elements; what is smaller than a tile goes between zeros in `room` first.
 template <int tile, class E>
 inline void load_tile(const E* from, int64_t stride, int64_t rows, int64_t n, vint (&room)[kTileRows]) {
-  if (rows == kTileRows && n == 16) return tile_load<tile>(from, stride * int64_t(sizeof(E)));
-  for (int64_t row = 0; row < kTileRows; ++row) room[row] = row < rows ? some(from + row * stride, n) : vint{};
+  if (rows == kTileRows && n == kTileSteps) return tile_load<tile>(from, stride * int64_t(sizeof(E)));
+  for (int64_t row = 0; row < kTileRows; ++row) room[row] = row < rows ? load(from + row * stride, int(n)) : vint{};
   tile_load<tile>(room, sizeof(vint));
 }
 

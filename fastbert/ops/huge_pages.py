@@ -1,0 +1,53 @@
+"""Memory for packed weights, which every call reads from first to last.
+
+A model has more pages of 4 KiB than a processor keeps the addresses of, so reading its weights means looking them up
+again and again. So packed weights lie one behind the other in large regions, for which Linux is asked for pages of
+2 MiB. A region is given back with the last of its tensors.
+"""
+
+import contextlib
+import math
+import mmap
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+REGION = 32 << 20  # bytes; what no tensor fills takes no memory
+_LINE = 64  # tensors begin where a line of the caches does
+
+_lock = threading.Lock()
+_last: weakref.ref[mmap.mmap] | None = None
+_taken = 0  # bytes of the last region
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """torch.empty on the CPU, in huge pages where the system has them."""
+    count = math.prod(shape)
+    size = count * dtype.itemsize
+    if not size or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    region, offset = _take(size)
+    return torch.frombuffer(region, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def _take(size: int) -> tuple[mmap.mmap, int]:
+    """A region, and where so many of its bytes begin."""
+    global _last, _taken
+    with _lock:
+        region = _last and _last()
+        if region is None or _taken + size > len(region):
+            region = _region(max(size, REGION))
+            _last, _taken = weakref.ref(region), 0
+        offset = _taken
+        _taken += -(-size // _LINE) * _LINE
+    return region, offset
+
+
+def _region(size: int) -> mmap.mmap:
+    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return region
