@@ -102,7 +102,9 @@ class LayerParts:
     down_norm: nn.Module
     leaves: tuple[nn.Module, ...]  # what has parameters, in the order of `ops.encoder_layer`
     containers: tuple[nn.Module, ...]  # between the layer and its parts, the attention module apart
-    plain: bool | None = None  # whether all that has parameters is; None where nobody has looked at it in this forward
+    # What was found in this forward; None where nobody has looked yet.
+    plain: bool | None = None  # whether all leaves are
+    prepared: tuple[list[Tensor], list[Tensor]] | None = None  # of `prepared_parameters`
 
     @classmethod
     def of(cls, layer: nn.Module, facts: LayerFacts) -> "LayerParts":
@@ -602,7 +604,7 @@ def _all_plain(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing, r
 def _all_prepared(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing) -> Tensor | None:
     settings, parameters, scales = [], [], []
     for parts in layers:
-        own = _prepared_parameters(parts)
+        own = prepared_parameters(parts)
         if own is None:
             return None
         settings.append((len(own[0]), _prepared_settings(parts, packing)))
@@ -635,7 +637,7 @@ def _settings(
 def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing, context: Tensor | None = None) -> Tensor | None:
     """The layer in one call where some of its dense layers are prepared and the others plain; else None. With what its
     attention gave, what follows."""
-    found = _prepared_parameters(parts, 0 if context is None else len(parts.attention.projections))
+    found = prepared_parameters(parts, 0 if context is None else len(parts.attention.projections))
     if found is None or parts.drops() or needs_grad(hidden, context, *found[0]):
         return None
     hidden = hidden.to(_dtype_beside_prepared(parts))
@@ -653,10 +655,19 @@ def _dtype_beside_prepared(parts: LayerParts) -> torch.dtype:
     return next(PRECISIONS[module.precision] for module in parts.leaves if type(module) is PreparedLinear)
 
 
-def _prepared_parameters(parts: LayerParts, before: int = 0) -> tuple[list[Tensor], list[Tensor]] | None:
+def prepared_parameters(parts: LayerParts, before: int = 0) -> tuple[list[Tensor], list[Tensor]] | None:
     """Of `ops.packed_layer`: parameters and scales, without those of the first `before` leaves; None where no dense
     layer is prepared, or a part is neither that nor plain."""
-    leaves, kinds = parts.leaves[before:], parts.kinds()[before:]
+    if before:
+        return _read_prepared(parts.leaves[before:], parts.kinds()[before:])
+    if parts.prepared is None:
+        parts.prepared = _read_prepared(parts.leaves, parts.kinds())
+    return parts.prepared
+
+
+def _read_prepared(
+    leaves: Sequence[nn.Module], kinds: Sequence[type[nn.Module]]
+) -> tuple[list[Tensor], list[Tensor]] | None:
     if not any([type(module) is PreparedLinear for module in leaves]):
         return None
     found, scales = [], []
@@ -669,7 +680,7 @@ def _prepared_parameters(parts: LayerParts, before: int = 0) -> tuple[list[Tenso
         found += weight, bias
         if kind is nn.Linear:
             scales.append(_NO_SCALE if (scale := module.__dict__.get("scale")) is None else scale)
-    return found, scales
+    return (found, scales) if _over_rows(found) else None
 
 
 def _prepared_settings(parts: LayerParts, packing: Packing) -> tuple[int, int, float, str, float, float]:
@@ -739,7 +750,7 @@ def plain_parameters(parts: LayerParts) -> list[Tensor] | None:
     if not (is_plain_dropout(parts.out_dropout) and is_plain_dropout(parts.down_dropout)):
         return None
     if parts.plain is None:
-        parts.plain = all([is_plain(module, kind) for module, kind in zip(parts.leaves, parts.kinds(), strict=True)])
+        parts.plain = _are_plain(parts)
     found = []
     for module in parts.leaves if parts.plain else ():
         own = module._parameters
@@ -747,8 +758,19 @@ def plain_parameters(parts: LayerParts) -> list[Tensor] | None:
         if weight is None or bias is None or not ordinary(weight):
             return None
         found += weight, bias
-    normal = found and found[-8].dim() == found[-2].dim() == 1  # LayerNorm over rows
-    return found if normal else None
+    return found if found and _over_rows(found) else None
+
+
+def _are_plain(parts: LayerParts) -> bool:
+    for module, kind in zip(parts.leaves, parts.kinds(), strict=True):
+        if not is_plain(module, kind):
+            return False
+    return True
+
+
+def _over_rows(parameters: Sequence[Tensor]) -> bool:
+    """Whether both LayerNorms of a layer are, whose parameters these are, in the order of `ops.encoder_layer`."""
+    return parameters[-8].dim() == parameters[-2].dim() == 1
 
 
 def convolve(module: nn.Module, embedded: Tensor, hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor:

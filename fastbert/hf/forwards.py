@@ -587,7 +587,7 @@ class LayerForward(Replacement):
             supported.check_own(container)
         supported.check_own(parts.attention.module, but_of=("transformers.",))
         _checked(parts.attention.module)
-        if layer.plain_parameters(parts) is None:
+        if layer.plain_parameters(parts) is None and layer.prepared_parameters(parts) is None:
             leaves = zip(parts.leaves, parts.kinds(), strict=True)
             parts.plain = all([supported.check_leaf(module, kind) for module, kind in leaves])
         supported.check_activation(parts.activation)
