@@ -30,6 +30,7 @@ Timer = Callable[[Call, int], float]  # (call, repeats) -> seconds a call
 Verify = Callable[[str], list[testing.Row]]  # a contender's name -> its tensors under the accuracy rule
 
 LEAST = 5  # rounds, whatever they take
+RESTS = 100  # pauses at most, for threads that never come to rest
 LEAST_COSINE = 0.995  # to the truth, of hidden states of quantized models
 PRODUCTS = "matrix products alone"  # how the names of bounds begin that are part of what a library can reach
 
@@ -170,9 +171,9 @@ def measure(
     verify: `by_the_rule` makes one. bounds: timed beside the contenders, nothing to verify. others: rows of those who
     have nothing to run. rounds: 0 verifies only; after `limit` seconds no new one begins, the first LEAST apart.
     launches: on CUDA, whether what the host does before the device can begin is counted, as in a whole model. sample:
-    seconds that one sample lasts at least; 0 is a single call, the default on CUDA. pause: seconds before each sample;
-    on a CPU the threads of whoever ran before go on spinning for a millisecond or so. Who fails is not timed any
-    further. Raises ValueError for a baseline that is no contender.
+    seconds that one sample lasts at least; 0 is a single call, the default on CUDA. pause: seconds before each sample,
+    again and again until the threads of whoever ran before have come to rest. Who fails is not timed any further.
+    Raises ValueError for a baseline that is no contender.
     """
     if baseline not in contenders:
         raise ValueError(f"measure: the baseline {baseline!r} is none of {', '.join(contenders)}")
@@ -192,10 +193,20 @@ def measure(
         if done >= LEAST and time.monotonic() > deadline:
             break
         for row in order.sample(timed, len(timed)):
-            time.sleep(pause)
+            _rest(pause)
             row.seconds.extend(_timed(row, calls[row.name], timer))
             row.device.extend(_timed(row, calls[row.name], device_timer) if device_timer else [])
     return Report(dict(case), work, baseline, [*rows, *others])
+
+
+def _rest(pause: float) -> None:
+    """Sleeps until the process does: after their last work OpenMP's threads go on spinning for a millisecond or so, ONNX
+    Runtime's for thirty, and whoever came next would share the processor with them."""
+    for _ in range(RESTS if pause else 0):
+        busy = time.process_time()
+        time.sleep(pause)
+        if time.process_time() - busy < pause / 10:
+            return
 
 
 def _timed(row: Row, call: Call, timer: Timer) -> list[float]:

@@ -9,6 +9,8 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,6 +133,25 @@ def test_a_contender_that_fails_leaves_the_others_their_times():
     assert shown(found).count("NOT TIMED: failed: StopIteration") == 2
     assert len(line(found, "base")["samples"]) == 9 and found.ratio("base") == 1.0
     assert not any("samples" in line(found, name) for name in ("broken", "tires", "bound"))
+
+
+def test_nobody_is_timed_beside_threads_of_another_that_still_spin():
+    spinning, shared = [], []
+
+    def spin(until):
+        while time.monotonic() < until:
+            pass
+
+    def leaves_a_thread_behind():
+        spinning.append(threading.Thread(target=spin, args=(time.monotonic() + 0.06,)))
+        spinning[-1].start()
+
+    def looks():
+        shared.append(any(thread.is_alive() for thread in spinning))
+
+    people = {"base": leaves_a_thread_behind, "ours": looks}
+    measure(Clock(), people, verify=lambda name: [RIGHT], pause=0.005)
+    assert len(shared) > 5 and not any(shared[-5:])  # those before are not timed
 
 
 def test_a_wrong_baseline_gives_no_ratios():
