@@ -2,6 +2,7 @@
 tables that say what the files say, and a run on a GPU machine rehearsed."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -152,6 +153,22 @@ def test_nobody_is_timed_beside_threads_of_another_that_still_spin():
     people = {"base": leaves_a_thread_behind, "ours": looks}
     measure(Clock(), people, verify=lambda name: [RIGHT], pause=0.005)
     assert len(shared) > 5 and not any(shared[-5:])  # those before are not timed
+
+
+@pytest.mark.parametrize(("seconds", "is_warm"), [(0.05, True), (0.3, False)])
+def test_a_brief_contender_is_warm_when_it_is_timed(seconds, is_warm):
+    """The first call after another contender's takes twice as long."""
+    clock, last = Clock(), []
+
+    def call(name):
+        clock.now += seconds * (1 if last == [name] else 2)
+        last[:] = [name]
+
+    people = {name: functools.partial(call, name) for name in ("base", "ours")}
+    found = measure(clock, people, sample=0.01, rounds=9)
+    samples = [sample for name in people for sample in line(found, name)["samples"]]
+    assert len(samples) == 18
+    assert all(math.isclose(sample, seconds * 1e6) for sample in samples) == is_warm
 
 
 def test_a_wrong_baseline_gives_no_ratios():
