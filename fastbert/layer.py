@@ -637,7 +637,8 @@ def _settings(
 def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing, context: Tensor | None = None) -> Tensor | None:
     """The layer in one call where some of its dense layers are prepared and the others plain; else None. With what its
     attention gave, what follows."""
-    found = prepared_parameters(parts, 0 if context is None else len(parts.attention.projections))
+    # Read anew: a hook of the layer may have changed them since the forward began.
+    found = _read_prepared(parts, 0 if context is None else len(parts.attention.projections))
     if found is None or parts.drops() or needs_grad(hidden, context, *found[0]):
         return None
     hidden = hidden.to(_dtype_beside_prepared(parts))
@@ -655,19 +656,17 @@ def _dtype_beside_prepared(parts: LayerParts) -> torch.dtype:
     return next(PRECISIONS[module.precision] for module in parts.leaves if type(module) is PreparedLinear)
 
 
-def prepared_parameters(parts: LayerParts, before: int = 0) -> tuple[list[Tensor], list[Tensor]] | None:
-    """Of `ops.packed_layer`: parameters and scales, without those of the first `before` leaves; None where no dense
-    layer is prepared, or a part is neither that nor plain."""
-    if before:
-        return _read_prepared(parts.leaves[before:], parts.kinds()[before:])
+def prepared_parameters(parts: LayerParts) -> tuple[list[Tensor], list[Tensor]] | None:
+    """Of `ops.packed_layer`: parameters and scales, read once in a forward; None where no dense layer is prepared, or a
+    part is neither that nor plain."""
     if parts.prepared is None:
-        parts.prepared = _read_prepared(parts.leaves, parts.kinds())
+        parts.prepared = _read_prepared(parts)
     return parts.prepared
 
 
-def _read_prepared(
-    leaves: Sequence[nn.Module], kinds: Sequence[type[nn.Module]]
-) -> tuple[list[Tensor], list[Tensor]] | None:
+def _read_prepared(parts: LayerParts, before: int = 0) -> tuple[list[Tensor], list[Tensor]] | None:
+    """`prepared_parameters`, without those of the first `before` leaves."""
+    leaves, kinds = parts.leaves[before:], parts.kinds()[before:]
     if not any([type(module) is PreparedLinear for module in leaves]):
         return None
     found, scales = [], []
