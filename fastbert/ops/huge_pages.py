@@ -28,7 +28,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     count = math.prod(shape)
     size = count * dtype.itemsize
     if not size or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     region, offset = _take(size)
     return torch.frombuffer(region, dtype=dtype, count=count, offset=offset).view(shape)
 
