@@ -749,7 +749,7 @@ def plain_parameters(parts: LayerParts) -> list[Tensor] | None:
     if not (is_plain_dropout(parts.out_dropout) and is_plain_dropout(parts.down_dropout)):
         return None
     if parts.plain is None:
-        parts.plain = _are_plain(parts)
+        parts.plain = all(map(is_plain, parts.leaves, parts.kinds()))
     found = []
     for module in parts.leaves if parts.plain else ():
         own = module._parameters
@@ -758,13 +758,6 @@ def plain_parameters(parts: LayerParts) -> list[Tensor] | None:
             return None
         found += weight, bias
     return found if found and _over_rows(found) else None
-
-
-def _are_plain(parts: LayerParts) -> bool:
-    for module, kind in zip(parts.leaves, parts.kinds(), strict=True):
-        if not is_plain(module, kind):
-            return False
-    return True
 
 
 def _over_rows(parameters: Sequence[Tensor]) -> bool:
