@@ -31,7 +31,7 @@ Verify = Callable[[str], list[testing.Row]]  # a contender's name -> its tensors
 
 LEAST = 5  # rounds, whatever they take
 RESTS = 100  # pauses at most, for threads that never come to rest
-WARMED = 0.2  # seconds of a call, up to which each sample follows another one that does not count
+WARMED = 0.2  # seconds of a case's shortest call, up to which all its samples follow others that do not count
 LEAST_COSINE = 0.995  # to the truth, of hidden states of quantized models
 PRODUCTS = "matrix products alone"  # how the names of bounds begin that are part of what a library can reach
 
@@ -58,7 +58,6 @@ class Row:
 
     absent: why it was not even tried: not installed, or not for such a case. bound: the time of something that cannot
     be avoided, not a contender: it has no result to be right or wrong. device: seconds without what the host needs.
-    warmed: whether a sample that does not count goes before each.
     """
 
     name: str
@@ -68,7 +67,6 @@ class Row:
     ran: dict[str, str] = field(default_factory=dict)
     peak_bytes: int | None = None
     repeats: int = 1
-    warmed: bool = False
     seconds: list[float] = field(default_factory=list)
     device: list[float] = field(default_factory=list)
     bound: bool = False
@@ -175,9 +173,9 @@ def measure(
     have nothing to run. rounds: 0 verifies only; after `limit` seconds no new one begins, the first LEAST apart.
     launches: on CUDA, whether what the host does before the device can begin is counted, as in a whole model. sample:
     seconds that one sample lasts at least; 0 is a single call, the default on CUDA. Another one goes before it, unless
-    calls are long: the system may wake a thread on the processor of the one that waits for it, which takes a while to
-    mend. pause: seconds before a contender's turn, again and again until the threads of whoever ran before have come to
-    rest. Who fails is not timed any further. Raises ValueError for a baseline that is no contender.
+    every call is long: the system may wake a thread on the processor of the one that waits for it, which takes a while
+    to mend. pause: seconds before a contender's turn, again and again until the threads of whoever ran before have come
+    to rest. Who fails is not timed any further. Raises ValueError for a baseline that is no contender.
     """
     if baseline not in contenders:
         raise ValueError(f"measure: the baseline {baseline!r} is none of {', '.join(contenders)}")
@@ -189,16 +187,17 @@ def measure(
     rows += [Row(name, bound=True) for name in (bounds or {}) if rounds]
     calls = {**contenders, **(bounds or {})}
     timed = [row for row in rows if not row.problem]
+    shortest = math.inf
     for row in timed if rounds and sample else []:
         for seconds in _timed(row, calls[row.name], timer):
-            row.repeats, row.warmed = max(1, math.ceil(sample / max(seconds, 1e-9))), seconds < WARMED
+            row.repeats, shortest = max(1, math.ceil(sample / max(seconds, 1e-9))), min(shortest, seconds)
     order, deadline = random.Random(0), time.monotonic() + limit
     for done in range(rounds):
         if done >= LEAST and time.monotonic() > deadline:
             break
         for row in order.sample(timed, len(timed)):
             _rest(pause)
-            if row.warmed:
+            if shortest < WARMED:
                 _timed(row, calls[row.name], timer)
             row.seconds.extend(_timed(row, calls[row.name], timer))
             row.device.extend(_timed(row, calls[row.name], device_timer) if device_timer else [])

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fastbert import ops
+from fastbert import huge_pages, ops
 from fastbert.families import FAMILIES, follow, key_of
-from fastbert.ops.packed_linear import quantize_weight, with_sums
+from fastbert.ops.packed_linear import panels_of, quantize_weight, with_sums
 from fastbert.ops.scaled_layer import Dense, joined
 from fastbert.ops.scaled_linear import problem_on
 
@@ -58,7 +58,8 @@ class PreparedLinear(nn.Module):
 
     def fill(self, weight: Tensor, factor: Tensor | None, bias: Tensor | None) -> None:
         """weight: (out_features, in_features), of int8 with a factor (out_features,). bias: zeros when None."""
-        self.weight = ops.pack_weight(weight)
+        panels = panels_of(weight)
+        self.weight = huge_pages.empty(panels.shape, panels.dtype).copy_(panels)
         self.scale = None if factor is None else with_sums(factor.float(), weight)
         self.bias = weight.new_zeros(self.out_features, dtype=torch.float32) if bias is None else bias.detach().float()
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastbert import backends
-from fastbert.ops import checks, huge_pages
+from fastbert.ops import checks
 from fastbert.ops.bias_gelu import check_approximate
 from fastbert.ops.op import Primitive, needs_grad
 
@@ -29,15 +29,18 @@ def layout(dtype: torch.dtype) -> tuple[int, int]:
 def pack_weight(weight: Tensor) -> Tensor:
     """A weight (C, K) of float32, bfloat16 or int8 as `packed_linear` takes it, padded with zeros. Raises TypeError for
     another dtype, ValueError for another shape."""
+    return panels_of(weight).contiguous()
+
+
+def panels_of(weight: Tensor) -> Tensor:
+    """What pack_weight gives, not contiguous yet: for whoever has a place for it."""
     if weight.dtype not in WEIGHTS:
         raise TypeError(f"pack_weight: weight is {weight.dtype}; expected one of {', '.join(map(str, WEIGHTS))}")
     checks.shape("pack_weight", "weight", weight, (None, None), "(C, K)")
     width, group = layout(weight.dtype)
     channels, inner = weight.shape
     whole = F.pad(weight.detach(), (0, _padding(inner, group), 0, _padding(channels, width)))
-    panels = whole.view(len(whole) // width, width, whole.shape[1] // group, group)
-    panels = panels.transpose(1, 2)
-    return huge_pages.empty(panels.shape, panels.dtype).copy_(panels)
+    return whole.view(len(whole) // width, width, whole.shape[1] // group, group).transpose(1, 2)
 
 
 def unpack_weight(packed: Tensor, channels: int, inner: int) -> Tensor:

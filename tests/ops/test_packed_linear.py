@@ -116,8 +116,8 @@ class TestFloats:
         for rows, inner, channels in ((0, 7, 11), (5, 7, 0), (0, 0, 0)):
             y = product(**self.inputs((rows, inner, channels), dtype))
             assert y.shape == (rows, channels) and y.dtype == dtype
-        inputs = self.inputs((5, 0, 19), dtype)
-        assert torch.equal(product(**inputs), inputs["bias"].to(dtype).expand(5, 19))
+        inputs = self.inputs((13, 0, 19), dtype)
+        assert torch.equal(product(**inputs), inputs["bias"].to(dtype).expand(13, 19))
 
     def test_leading_dimensions(self, backend):
         x, weight, bias = self.inputs((12, 7, 11), torch.float32).values()
@@ -390,6 +390,14 @@ def test_unpacking_gives_back_every_bit(size, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_what_packing_adds_is_zeros(dtype):
     assert ops.pack_weight(torch.ones(33, 257, dtype=dtype)).sum(dtype=torch.float64) == 33 * 257
+
+
+def test_packing_leaves_a_weight_where_it_is():
+    for device in ("cpu", "meta"):
+        weight = torch.ones(PANEL, 1, device=device)
+        packed = ops.pack_weight(weight)
+        assert packed.device == weight.device and packed.shape == (1, 1, PANEL, 1)
+        assert device == "meta" or packed.data_ptr() != weight.data_ptr()
 
 
 def test_quantised_weights_are_the_nearest():

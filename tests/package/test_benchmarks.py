@@ -239,8 +239,10 @@ def test_samples_and_rounds():
     found = measure(clock, {"base": 0.001, "long": 5.0}, sample=0.0095)
     assert (found.row("base").repeats, found.row("long").repeats) == (10, 1)
     assert line(found, "base")["median"] == 1000
-    # Before them verified, warmed up and looked at; a short one's samples follow others that do not count.
-    assert (clock.order.count("base"), clock.order.count("long")) == (3 + 2 * 5 * 10, 3 + 5)
+    # Before them verified, warmed up and looked at; with a short one in the case all samples follow others.
+    assert (clock.order.count("base"), clock.order.count("long")) == (3 + 2 * 5 * 10, 3 + 2 * 5)
+    measure(clock := Clock(), {"base": 0.3, "long": 5.0}, sample=0.0095)
+    assert (clock.order.count("base"), clock.order.count("long")) == (3 + 5, 3 + 5)
     assert len(measure(Clock(), {"base": 1.0}, rounds=9, limit=0).row("base").seconds) == 5
     assert harness.spread([1.0]) == (1.0, 1.0, 1.0)
     assert "base: right, not timed" in shown(measure(Clock(), {"base": 1.0}, rounds=0))

@@ -95,7 +95,7 @@ inline float* multiplied(const bf16* panel, int64_t steps, float* room) {
 // of eight ways.
 template <class E>
 Left<false, E> nearby(const E* x, int64_t stride, int64_t rows, int64_t steps, void* room) {
-  if (kTile <= 8 || rows <= 8 || stride * int64_t(sizeof(E)) % 4096) return {x, stride};
+  if (kTile <= 8 || rows <= 8 || !steps || stride * int64_t(sizeof(E)) % 4096) return {x, stride};
   E* const to = static_cast<E*>(room);
   for (int64_t row = 0; row < rows; ++row) __builtin_memcpy(to + row * kNear, x + row * stride, steps * sizeof(E));
   return {to, kNear};

@@ -8,6 +8,7 @@ again and again. So packed weights lie one behind the other in large regions, fo
 import contextlib
 import math
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -51,3 +52,13 @@ def _region(size: int) -> mmap.mmap:
     with contextlib.suppress(OSError):  # a kernel without them
         region.madvise(mmap.MADV_HUGEPAGE)
     return region
+
+
+def _begin_anew() -> None:
+    """In a forked process: a thread of its parent's may have held the lock."""
+    global _lock, _last
+    _lock, _last = threading.Lock(), None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)

@@ -2,15 +2,19 @@
 
 import gc
 import mmap
+import os
 import re
+import signal
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from fastbert.ops import huge_pages
+from fastbert import huge_pages
+from fastbert.prepared import PreparedLinear
 
 needs_linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="huge pages are asked for on Linux alone")
 SMAPS = Path("/proc/self/smaps")
@@ -86,11 +90,21 @@ def test_a_region_goes_with_the_last_of_its_tensors():
     assert huge_pages.empty((5,), torch.int8).fill_(1).sum() == 5
 
 
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="no forks")
+def test_a_forked_process_does_not_wait_for_a_thread_of_its_parents():
+    with huge_pages._lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(10)
+            os._exit(int(huge_pages.empty((5,), torch.int8).fill_(1).sum()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+
+
 @needs_linux
 @pytest.mark.skipif(not SMAPS.exists(), reason="no /proc/self/smaps")
 def test_linux_is_asked_for_huge_pages():
-    made = huge_pages.empty((1 << 20,), torch.float32)
-    if "hg" not in flags_of(made.data_ptr()):
+    made = PreparedLinear.of(nn.Linear(1024, 1024), "fp32")
+    if "hg" not in flags_of(made.weight.data_ptr()):
         with mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE) as plain, pytest.raises(OSError):
             plain.madvise(mmap.MADV_HUGEPAGE)
         pytest.skip("this kernel has no huge pages")
