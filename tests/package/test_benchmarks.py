@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from benchmarks import (
     report,
     run,
 )
+from benchmarks.avx2 import __main__ as avx2
 from benchmarks.cases import ALONE, BACKWARD, DROPOUT, FORWARD, STEP, Spec
 from benchmarks.comparison import How
 from benchmarks.contenders import engines, hugging_face, pytorch
@@ -265,6 +267,35 @@ def test_peak_memory_of_a_call_is_counted():
         return torch.ones(8 << 20), torch.ones(4 << 20) + 1  # 32 MiB, and 16 MiB twice
 
     assert 60e6 < harness.peak_bytes(call, "cpu") < 90e6
+
+
+# ---- as on a processor with nothing newer than AVX2
+
+ASKS = """
+#include <cpuid.h>
+#include <stdio.h>
+int main() {
+  unsigned eax, ebx, ecx, edx;
+  __cpuid_count(7, 0, eax, ebx, ecx, edx);
+  printf("%u %u\\n", ebx >> 5 & 1, ebx >> 16 & 1);
+  return eax == 0x0b0fu;
+}
+"""
+
+
+@pytest.mark.skipif("avx512f" not in backends.cpuinfo("flags"), reason="needs a processor with AVX-512")
+@pytest.mark.skipif(not all(map(shutil.which, ("cc", "objdump", "readelf"))), reason="needs cc, objdump and readelf")
+def test_other_peoples_code_sees_a_processor_without_avx512(tmp_path, monkeypatch):
+    program, source = tmp_path / "asks", tmp_path / "asks.c"
+    source.write_text(ASKS)
+    subprocess.run(["cc", "-o", program, source], check=True)
+    ask = functools.partial(subprocess.check_output, [program], text=True)
+    assert ask() == "1 1\n"
+    monkeypatch.setattr(avx2, "BUILD", tmp_path)
+    monkeypatch.setattr(avx2, "LIBRARY", tmp_path / "cpuid.so")
+    monkeypatch.setattr(avx2, "ENGINES", ())
+    assert avx2.mask(program) > 0 and avx2.mask(program) == 0
+    assert ask(env=avx2.environment()) == "1 0\n"  # AVX2 and AVX-512's foundation
 
 
 # ---- batches: real tokens are counted
