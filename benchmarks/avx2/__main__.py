@@ -26,7 +26,7 @@ CPUID, UD2 = b"\x0f\xa2", b"\x0f\x0b"
 
 
 def environment() -> dict[str, str]:
-    """Copies and compiles what there is not yet. What a process needs in addition to this one's environment."""
+    """Copies and compiles anew. What a process needs in addition to this one's environment."""
     BUILD.mkdir(parents=True, exist_ok=True)
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", LIBRARY, HERE / "cpuid.c"], check=True)
     for name in ENGINES:
@@ -53,7 +53,8 @@ def copy_engine(name: str) -> None:
 
 def mask(library: Path) -> int:
     """Replaces the instructions. Returns how many there were."""
-    places = [offset(address, segments(library)) for address in addresses(library)]
+    loaded = segments(library)
+    places = [offset(address, loaded) for address in addresses(library)]
     data = bytearray(library.read_bytes())
     for place in places:
         assert data[place : place + 2] == CPUID, f"{library}: no cpuid at {place}"
@@ -75,8 +76,8 @@ def segments(library: Path) -> list[tuple[int, int, int]]:
     return [(int(at, 16), int(address, 16), int(size, 16)) for at, address, size in found]
 
 
-def offset(address: int, segments: list[tuple[int, int, int]]) -> int:
-    return next(at + address - begin for at, begin, size in segments if begin <= address < begin + size)
+def offset(address: int, loaded: list[tuple[int, int, int]]) -> int:
+    return next(at + address - begin for at, begin, size in loaded if begin <= address < begin + size)
 
 
 if __name__ == "__main__":
