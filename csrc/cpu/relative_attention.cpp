@@ -80,7 +80,7 @@ class PackedTables {
   // Scores that are made in pairs are multiplied by scale at the end, so bias is divided by it before: by an ordinary
   // number.
   static bool in_pairs(const Batch& batch) {
-    return std::abs(batch.scale) >= 1e-30 && FB_BEST_ISA(positions_in_pairs)(batch.dtype, batch.D);
+    return batch.scale >= 1e-30 && FB_BEST_ISA(positions_in_pairs)(batch.dtype, batch.D);
   }
 
   // [heads] of what a head's table becomes: `across`, then, for the backward, `rows`.

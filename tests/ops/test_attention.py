@@ -185,8 +185,8 @@ class TestAttention(AttentionSuite):
         ours = lambda qkv, cu_seqlens: ops.attention(qkv, cu_seqlens, 9, scale=scale)  # noqa: E731
         return ours, lambda qkv, cu_seqlens: self.by_sequence(attend, qkv, cu_seqlens)
 
-    @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
-    @pytest.mark.parametrize("scale", [0.0, 1.0])
+    @pytest.mark.parametrize("dtype", (torch.float32, *HALF), ids=("float32", "bfloat16", "float16"))
+    @pytest.mark.parametrize("scale", [0.0, 1.0, -30.0])
     def test_scale(self, backend, scale, dtype):
         backend.require(dtype)
         inputs = self.inputs(((9, 4), 2, 16), dtype, backend.device)

@@ -70,7 +70,8 @@ struct ForwardRoom {
   }
 };
 
-// What earlier blocks of keys left behind of a row: the largest score, and the sum of weights relative to it.
+// What earlier blocks of keys left behind of a row: the largest score, without the late scale, and the sum of weights
+// relative to it.
 template <class M>
 struct SoFar {
   M high, total;
@@ -85,22 +86,22 @@ M weigh(M* scores, int64_t keys, M scale, const uint8_t* bits, const Dropout& dr
   V most[kSlots];
   for (V& part : most) part = splat<V>(-__builtin_inf());
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-    most[slot] = greater(most[slot], or_fill(N::scaled(load(scores + i, n), scale), n, -__builtin_inf()));
+    most[slot] = greater(most[slot], or_fill(load(scores + i, n), n, -__builtin_inf()));
   });
   M high = largest(most);
   if (!(high > so_far.high) && high == high) high = so_far.high;
   const M base = base_of(high);
   V total[kSlots]{};
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-    V weight = N::weight(N::scaled(load(scores + i, n), scale) - base);
+    V weight = N::weight(load(scores + i, n) - base, scale);
     total[slot] += or_fill(weight, n, 0);
     if constexpr (kDrop) weight = keep(weight, bits + i, unscaled);
     N::put_weights(weight, scores, i, n);
   });
   N::end_weights(scores, keys);
-  const M factor = exp_nonpositive(splat<V>(so_far.high - base))[0];
-  so_far = {high, so_far.total * factor + sum(total)};
-  return factor;
+  const M rescale = so_far.total > 0 ? N::weight(splat<V>(so_far.high - base), scale)[0] : 0;
+  so_far = {high, so_far.total * rescale + sum(total)};
+  return rescale;
 }
 
 template <bool kDrop, class N, class P>
@@ -114,6 +115,7 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
   const Tiles tiles(kSame<E, pair>);
   const P positions(a, all);
   const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(least(kKeys, a.keys));
+  const M scale = N::late_scale(a);
   N::pack_across(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.keys);
   N::pack_along(row_of<T>(a.v, a.stride, 0), a.stride, a.keys, D, 1, room.values);
   for (int64_t query = first; query < last; query += kQueries) {
@@ -129,14 +131,14 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
       for (int64_t row = 0; row < rows; ++row) {
         if (kDrop) make_bits(a, query + row, key, keys, room.bits);
         M* const scores = room.scores + row * stride;
-        room.factors[row] = weigh<kDrop, N>(scores, keys, M(a.scale), room.bits, a.drop, so_far[row]);
+        room.factors[row] = weigh<kDrop, N>(scores, keys, scale, room.bits, a.drop, so_far[row]);
       }
       const auto add = key ? product<Onto::scaled, false, E> : product<Onto::nothing, false, E>;
       add(rows, D, N::steps(keys), N::weights(room.scores, stride), room.values.rows_from(N::steps(key)), room.sums,
           panels, room.factors, {});
     });
     for (int64_t row = 0; row < rows; ++row)
-      static_cast<M*>(lse)[query + row] = so_far[row].high + logarithm(so_far[row].total);
+      static_cast<M*>(lse)[query + row] = so_far[row].high * scale + logarithm(so_far[row].total);
     store_rows(room.sums, rows, D, static_cast<T*>(out) + query * out_stride, out_stride,
                [&](int64_t row) { return M(a.drop.keep_scale) / so_far[row].total; });
   }
@@ -213,7 +215,7 @@ M exponentiate(M* scores, int64_t keys, M scale, M lse) {
   using V = vec<M>;
   V total[kSlots]{};
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-    const V p = N::weight(N::scaled(load(scores + i, n), scale) - lse);
+    const V p = N::weight(N::scaled(load(scores + i, n), scale) - lse, 1);
     store(p, scores + i, n);
     total[slot] += or_fill(p, n, 0);
   });
@@ -267,7 +269,7 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
       product<Onto::nothing>(rows, keys, across, left_grads, across_values, dp, stride);
       for (int64_t row = 0; row < rows; ++row) {
         const M sum = static_cast<const M*>(lse)[query + row];
-        total[row] += exponentiate<N>(scores + row * stride, keys, M(a.scale), sum);
+        total[row] += exponentiate<N>(scores + row * stride, keys, N::late_scale(a), sum);
       }
     });
     for_blocks(a.keys, [&](int64_t key, int64_t keys) {
@@ -300,7 +302,7 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
     store_rows(room.dqueries, rows, D, static_cast<T*>(dq) + query * a.stride, a.stride,
                [&](int64_t) { return M(a.scale); });
   }
-  store_rows(room.dkeys, a.keys, D, static_cast<T*>(dk), a.stride, [&](int64_t) { return N::key_factor(a); });
+  store_rows(room.dkeys, a.keys, D, static_cast<T*>(dk), a.stride, [&](int64_t) { return N::late_scale(a); });
   store_rows(room.dvalues, a.keys, D, static_cast<T*>(dv), a.stride, [](int64_t) { return M(1); });
 }
 

@@ -40,9 +40,9 @@ struct Widened {
   static int64_t steps(int64_t inner) { return inner; }  // of a product
   // Scores are made of queries times scale.
   static M query_factor(const AttentionHead& a) { return M(a.scale); }
-  static M key_factor(const AttentionHead&) { return 1; }  // of dK: the queries in it have the scale already
+  static M late_scale(const AttentionHead&) { return 1; }  // of scores after the product
   static vec<M> scaled(vec<M> score, M) { return score; }
-  static vec<M> weight(vec<M> difference) { return exp_nonpositive(difference); }
+  static vec<M> weight(vec<M> difference, M) { return exp_nonpositive(difference); }  // e^(difference x late scale)
 
   static void pack_across(const T* from, int64_t stride, int64_t rows, Panels<E> to) {
     pack_transposed(from, stride, rows, to);
@@ -78,7 +78,8 @@ struct Widened {
   }
 };
 
-// For an even D. Scores are scaled after the product, so it may overflow where a scaled one would not, as torch's do.
+// For an even D and no scale below 0. Scores are scaled after the product, so it may overflow where a scaled one would
+// not, as torch's do.
 struct Paired {
   using T = bf16;
   using M = float;
@@ -86,9 +87,9 @@ struct Paired {
 
   static int64_t steps(int64_t inner) { return (inner + 1) / 2; }
   static float query_factor(const AttentionHead&) { return 1; }
-  static float key_factor(const AttentionHead& a) { return float(a.scale); }
+  static float late_scale(const AttentionHead& a) { return float(a.scale); }
   static vfloat scaled(vfloat score, float scale) { return score * scale; }
-  static vfloat weight(vfloat difference) { return exp_roughly(difference); }
+  static vfloat weight(vfloat difference, float scale) { return exp2_roughly(difference * (scale * kLog2e)); }
 
   static void pack_across(const bf16* from, int64_t stride, int64_t rows, Panels<pair> to) {
     pack_transposed<pair, pair>(reinterpret_cast<const pair*>(from), stride / 2, rows, to);
@@ -153,7 +154,7 @@ void for_products(const AttentionHead& a, const F& f) {
   for_dtype(a.dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (kPairs && kSame<T, bf16>) {
-      if (!a.positions && takes_pairs(a.dtype, a.D)) return f(Paired{}, Type<NoPositions>{});
+      if (!a.positions && a.scale >= 0 && takes_pairs(a.dtype, a.D)) return f(Paired{}, Type<NoPositions>{});
       if (a.positions && a.positions->pairs) return f(Paired{}, Type<Relative<Paired>>{});
     }
     if (a.positions) return f(Widened<T>{}, Type<Relative<Widened<T>>>{});

@@ -295,12 +295,26 @@ inline V greater(V a, V b) {
 inline vfloat absolute(vfloat v) { return reinterpret<vfloat>(reinterpret<vint>(v) & 0x7fffffff); }
 inline vdouble absolute(vdouble v) { return v < 0 ? -v : v; }
 
-// Sum and largest of the lanes, in one fixed order.
+// The lanes as one: the halves by f, until one is left.
+template <class V, class F>
+inline auto folded(V v, F f) {
+  using M = decltype(v[0] + 0);
+  if constexpr (sizeof(V) > 16) {
+    typedef FB_VECTOR(M, sizeof(V) / 2) Half;
+    Half halves[2];
+    __builtin_memcpy(halves, &v, sizeof v);
+    return folded(f(halves[0], halves[1]), f);
+  } else if constexpr (sizeof(M) == 8) {
+    return f(M(v[0]), M(v[1]));
+  } else {
+    return f(f(M(v[0]), M(v[2])), f(M(v[1]), M(v[3])));
+  }
+}
+
+// Sum and largest of the lanes, in one fixed order. A NaN makes a sum NaN, but not always the largest.
 template <class V>
 inline auto sum(V v) {
-  for (int half = sizeof(V) / sizeof v[0] / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) v[i] += v[i + half];
-  return v[0] + 0;
+  return folded(v, [](auto a, auto b) { return a + b; });
 }
 template <class V>
 inline auto sum(const V (&slots)[kSlots]) {
@@ -308,11 +322,8 @@ inline auto sum(const V (&slots)[kSlots]) {
 }
 template <class V>
 inline auto largest(V v) {
-  auto best = v[0] + 0;
-  for (int i = 1; i < int(sizeof(V) / sizeof v[0]); ++i) best = v[i] > best || v[i] != v[i] ? v[i] : best;
-  return best;
+  return folded(v, [](auto a, auto b) { return a > b ? a : b; });
 }
-
 template <class V>
 inline auto largest(const V (&slots)[kSlots]) {
   return largest(greater(greater(slots[0], slots[1]), greater(slots[2], slots[3])));
@@ -354,20 +365,25 @@ inline vdouble exp_nonpositive(vdouble x) {
   return x;
 }
 
-// The same for what becomes bf16 anyway: a relative error of 2^-18; 0 below -87.3.
-inline vfloat exp_roughly(vfloat x) {
+// 2^x for x <= 0, or what rounding left above it, where the result becomes bf16 anyway: a relative error of 2^-18; 0
+// below -126; NaN stays NaN. The polynomial is a minimax fit between whole numbers.
+inline vfloat exp2_roughly(vfloat x) {
 #ifdef __AVX512F__
-  const __m512 whole = _mm512_roundscale_ps((__m512)(x * splat<vfloat>(kLog2e)), _MM_FROUND_TO_NEAREST_INT);
-  const vfloat f = fma(x, splat<vfloat>(kLog2e), -(vfloat)whole);
-  vfloat p = splat<vfloat>(9.5701013e-3);
-  p = fma(p, f, splat<vfloat>(5.59178628e-2));
-  p = fma(p, f, splat<vfloat>(2.40247443e-1));
-  p = fma(p, f, splat<vfloat>(6.93121791e-1));
-  p = fma(p, f, splat<vfloat>(9.99999285e-1));
-  const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ);  // a NaN does
-  return (vfloat)_mm512_maskz_scalef_ps(counts, (__m512)p, whole);
+  const vfloat f = (vfloat)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x)
 #else
-  return exp_nonpositive(x);
+  x = greater(splat<vfloat>(-126.5), x);
+  const vfloat shifted = x - 0.5f + kShift, f = x - (shifted - kShift);
+#endif
+  vfloat p = splat<vfloat>(1.3534168e-2);
+  p = fma(p, f, splat<vfloat>(5.201146e-2));
+  p = fma(p, f, splat<vfloat>(2.4144275e-1));
+  p = fma(p, f, splat<vfloat>(6.9300383e-1));
+  p = fma(p, f, splat<vfloat>(1.0000026));
+#ifdef __AVX512F__
+  const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.f), _CMP_NLT_UQ);  // a NaN does
+  return (vfloat)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)x);                          // by 2^floor(x)
+#else
+  return scale_exp2(p, shifted);
 #endif
 }
 
