@@ -35,7 +35,8 @@ struct PackedLinear {
   float* left_scale;
 };
 
-constexpr int64_t kPackedRows = 144;  // of a block: a multiple of every tile's rows
+constexpr int64_t kPackedRows = 144;   // of a block: a multiple of every tile's rows
+constexpr int64_t kRowsTogether = 16;  // blocks begin at multiples of these: none has a part of a matrix unit's tile
 
 FB_FOR_EACH_ISA_AND_TILES(
     // The channels of a panel, and the numbers of a group.

@@ -111,6 +111,8 @@ inline void product_into(const Tensor& y, const Left& left, const Packed& p, Gel
   const int64_t width = FB_BEST_ISA(packed_width)(), panels = p.weight.size(0);
   const int64_t blocks = (op.rows + cpu::kPackedRows - 1) / cpu::kPackedRows, units = blocks * panels;
   if (units == 0) return;
+  const int64_t together = (op.rows + cpu::kRowsTogether - 1) / cpu::kRowsTogether;
+  const auto first_row = [&](int64_t block) { return together * block / blocks * cpu::kRowsTogether; };
   const int64_t work = op.rows * op.channels * std::max<int64_t>(1, op.inner) / kShareOfProducts;
   const int64_t shares = std::clamp<int64_t>(work, 1, std::min(threads(), units));
   parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
@@ -118,7 +120,7 @@ inline void product_into(const Tensor& y, const Left& left, const Packed& p, Gel
     const int64_t last = units * end / shares;
     for (int64_t unit = units * begin / shares; unit < last;) {
       const int64_t block = unit / panels, panel = unit % panels, count = std::min(panels - panel, last - unit);
-      const int64_t row = op.rows * block / blocks, row_end = op.rows * (block + 1) / blocks;
+      const int64_t row = first_row(block), row_end = std::min(op.rows, first_row(block + 1));
       FB_BEST_ISA(packed_linear)
       (op, row, row_end, panel * width, std::min(op.channels, (panel + count) * width), scratch.get());
       unit += count;

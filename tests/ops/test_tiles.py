@@ -113,7 +113,8 @@ def test_no_product_is_computed_twice(rows, loads):
     ops.packed_linear(signs(rows, 768), *pack(signs(3072, 768)))
     dots = counted("dots") - before[0]
     assert dots == rows // 16 * 3072 // 16 * 768 // 32
-    assert counted("loads") - before[1] <= dots * loads * 1.06  # 144 rows are four blocks and half a one
+    # 144 rows are four blocks and half a one; sums are loaded again twice, after 8 steps of a tile.
+    assert counted("loads") - before[1] <= dots * (loads * 1.06 + 2 / 24)
 
 
 # ---- where there is no matrix unit

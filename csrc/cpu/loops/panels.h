@@ -167,6 +167,8 @@ struct Ahead {
   void fetch(int64_t steps = 1) {
     for (due += steps * step; due >= kPart; due -= kPart, from += kLine) __builtin_prefetch(from, 0, 2);
   }
+  // What is left after some steps.
+  Ahead after(int64_t steps) const { return {from + steps * step / kPart * kLine, step}; }
   // What a tile of `count` rows from `row` on asks for: its share, as of the work.
   Ahead share(int64_t row, int64_t count, int64_t rows, int64_t steps) const {
     return {from + steps * step / kPart * row / rows * kLine, step * count / rows};
@@ -174,6 +176,7 @@ struct Ahead {
 };
 struct NothingAhead {
   void fetch(int64_t = 1) {}
+  NothingAhead after(int64_t) const { return {}; }
   NothingAhead share(int64_t, int64_t, int64_t, int64_t) const { return {}; }
 };
 

@@ -72,24 +72,15 @@ inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner
       __builtin_memcpy(c + row * c_stride + half * L, &sums[row][half], sizeof(vint));
 }
 
-// The same on the matrix unit, which takes four int8 as one element; as many at a time as stay in the first-level
-// cache.
-inline void tile_product8(int64_t rows, int64_t steps, const int32_t* a, const int32_t* b, float* c, int64_t c_stride) {
-  constexpr int64_t kChain = 256, kWidth = kPanel<float>;
-  for (int64_t k = 0; k == 0 || k < steps; k += kChain, b += kChain * kWidth) {
-    const int64_t here = least(kChain, steps - k);
-    const auto add = k ? tile_product<Onto::sums, int32_t, Ahead> : tile_product<Onto::nothing, int32_t, Ahead>;
-    add(rows, here, a + k, steps, b, c, c_stride, nullptr, Ahead::of_bytes(b + here * kWidth, 4 * kWidth));
-  }
-}
-
 // c (rows, a panel) = a (rows, inner) and a panel of b, of whole groups. What follows it is fetched meanwhile.
 inline void product8(int64_t rows, int64_t inner, const Left8* a, const int8_t* b, int32_t* c, int64_t c_stride) {
-  if constexpr (kTiles) {
+  const int8_t* const next = b + inner * kPanel<float>;
+  if constexpr (kTiles) {  // which take four int8 as one element
     const auto fours = [](const void* data) { return static_cast<const int32_t*>(data); };
-    return tile_product8(rows, inner / 4, fours(a), fours(b), reinterpret_cast<float*>(c), c_stride);
+    return tile_product<Onto::nothing>(rows, inner / 4, fours(a), inner / 4, fours(b), reinterpret_cast<float*>(c),
+                                       c_stride, nullptr, Ahead::of_bytes(next, 4 * kPanel<float>));
   }
-  const Ahead ahead = Ahead::of_bytes(b + inner * kPanel<float>, kPanel<float>);
+  const Ahead ahead = Ahead::of_bytes(next, kPanel<float>);
   for_tiles(rows, [&](auto count, int64_t row) {
     tile8<count>(a + row * inner, inner, b, inner, c + row * c_stride, c_stride, ahead.share(row, count, rows, inner));
   });

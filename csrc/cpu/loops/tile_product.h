@@ -7,23 +7,44 @@
 
 namespace fastbert::cpu::FB_ISA {
 
-// Sums of tiles, which pass through here as floats; where four int8 are an element, their bits are an int32_t's.
-template <Onto what, class E>
-inline void put_sums(const float* from, float* to, const float* factor) {
-  if constexpr (kSame<E, pair>) return put<what>(load(from), to, factor);
-  vint sums = load_bits<vint>(from);
-  if constexpr (what == Onto::sums) sums += load_bits<vint>(to);
-  __builtin_memcpy(to, &sums, sizeof sums);
+constexpr int64_t kBlockRows = 2 * kTileRows, kBlockColumns = 2 * kTileColumns;
+
+// The four tiles of sums, or the upper two, to or from memory.
+template <bool both>
+inline void load_sums(const float* from, int64_t stride) {
+  const int64_t apart = stride * int64_t(sizeof(float));
+  tile_load<0>(from, apart), tile_load<1>(from + kTileColumns, apart);
+  if constexpr (!both) return;
+  tile_load<2>(from + kTileRows * stride, apart), tile_load<3>(from + kTileRows * stride + kTileColumns, apart);
+}
+template <bool both>
+inline void store_sums(float* to, int64_t stride) {
+  const int64_t apart = stride * int64_t(sizeof(float));
+  tile_store<0>(to, apart), tile_store<1>(to + kTileColumns, apart);
+  if constexpr (!both) return;
+  tile_store<2>(to + kTileRows * stride, apart), tile_store<3>(to + kTileRows * stride + kTileColumns, apart);
 }
 
-// c (rows, a panel) = a (rows, inner) b, of at most two tiles of rows. E: pairs, or an int32_t for four int8.
+// c (rows, a panel) = a (rows, inner) b, of at most two tiles of rows. E: pairs, or an int32_t for four int8, whose
+// sums pass through here as floats. What is there already (Onto::sums) goes on in the tiles.
 template <Onto what, bool both, class E, class A>
 void tile_block(int64_t rows, const E* a, int64_t stride, const E* b, int64_t inner, float* c, int64_t c_stride,
                 const float* factors, A ahead) {
   constexpr int64_t R = kTileRows, L = kTileColumns, kSteps = kTileSteps;
+  const bool whole = what != Onto::scaled && rows % R == 0;
+  alignas(64) float near[kBlockRows * kBlockColumns];
   vint room[R];
-  tile_zero<0>(), tile_zero<1>();
-  if constexpr (both) tile_zero<2>(), tile_zero<3>();
+  if constexpr (what == Onto::sums) {
+    if (!whole) {
+      __builtin_memset(near, 0, sizeof near);
+      for (int64_t row = 0; row < rows; ++row)
+        __builtin_memcpy(near + row * kBlockColumns, c + row * c_stride, kBlockColumns * sizeof(float));
+    }
+    load_sums<both>(whole ? c : near, whole ? c_stride : kBlockColumns);
+  } else {
+    tile_zero<0>(), tile_zero<1>();
+    if constexpr (both) tile_zero<2>(), tile_zero<3>();
+  }
   for (int64_t k = 0; k < inner; k += kSteps) {
     const int64_t steps = least(kSteps, inner - k);
     ahead.fetch(steps);
@@ -35,29 +56,35 @@ void tile_block(int64_t rows, const E* a, int64_t stride, const E* b, int64_t in
       tile_dot<2, 5, 6>(E{}), tile_dot<3, 5, 7>(E{});
     }
   }
-  const auto store_all = [](float* to, int64_t to_stride) {
-    const int64_t apart = to_stride * int64_t(sizeof(float));
-    tile_store<0>(to, apart), tile_store<1>(to + L, apart);
-    if constexpr (both) tile_store<2>(to + R * to_stride, apart), tile_store<3>(to + R * to_stride + L, apart);
-  };
-  if (what == Onto::nothing && rows % R == 0) return store_all(c, c_stride);
-  alignas(64) float sums[2 * R * 2 * L];
-  store_all(sums, 2 * L);
+  if (whole) return store_sums<both>(c, c_stride);
+  store_sums<both>(near, kBlockColumns);
+  constexpr Onto how = what == Onto::scaled ? what : Onto::nothing;
   for (int64_t row = 0; row < rows; ++row)
-    for (int64_t i = 0; i < 2 * L; i += L)
-      put_sums<what, E>(sums + row * 2 * L + i, c + row * c_stride + i, factors + row);
+    for (int64_t i = 0; i < kBlockColumns; i += L)
+      put<how>(load(near + row * kBlockColumns + i), c + row * c_stride + i, factors + row);
 }
 
 // The same of any number of rows.
-constexpr int64_t kRowsAtOnce = 2 * kTileRows;
 template <Onto what, class E, class A>
-void tile_product(int64_t rows, int64_t inner, const E* a, int64_t stride, const E* b, float* c, int64_t c_stride,
-                  const float* factors, A ahead) {
-  for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
-    const int64_t here = least(kRowsAtOnce, rows - row);
+void tile_blocks(int64_t rows, const E* a, int64_t stride, const E* b, int64_t inner, float* c, int64_t c_stride,
+                 const float* factors, A ahead) {
+  for (int64_t row = 0; row < rows; row += kBlockRows) {
+    const int64_t here = least(kBlockRows, rows - row);
     const auto block = here > kTileRows ? tile_block<what, true, E, A> : tile_block<what, false, E, A>;
     block(here, a + row * stride, stride, b, inner, c + row * c_stride, c_stride, factors + row,
           ahead.share(row, here, rows, inner));
+  }
+}
+
+// The same, a part of the inner dimension at a time, so that what two tiles of rows and the panel have of it stays in
+// the first-level cache.
+template <Onto what, class E, class A>
+void tile_product(int64_t rows, int64_t inner, const E* a, int64_t stride, const E* b, float* c, int64_t c_stride,
+                  const float* factors, A ahead) {
+  constexpr int64_t kPart = 128;
+  for (int64_t k = 0; k == 0 || k < inner; k += kPart, a += kPart, b += kPart * kBlockColumns) {
+    const auto add = k ? tile_blocks<Onto::sums, E, A> : tile_blocks<what, E, A>;
+    add(rows, a, stride, b, least(kPart, inner - k), c, c_stride, factors, ahead.after(k));
   }
 }
 
