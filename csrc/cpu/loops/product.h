@@ -1,6 +1,7 @@
 // Matrix products between blocks that stay in the caches. Every element is a chain of fused multiply-adds in the order
 // of the inner dimension (on the matrix unit one of sums of some), so its bits depend on neither its neighbours nor the
-// number of threads. What is there already is added at the end: one chain through all blocks would lose digits.
+// number of threads. What is there already is added at the end: one chain through all blocks would lose digits. (On the
+// matrix unit sums go on in the tiles: what is lost is small beside bf16's rounding, and int8's are exact.)
 //
 // A tile of the result, a few rows of a panel of the right factor, is added up in registers.
 #pragma once
