@@ -7,19 +7,6 @@
 
 namespace {
 
-// The name of an instruction set, or null, which Python gets as None.
-const char* name_of(fastbert::cpu::Isa isa) {
-  switch (isa) {
-    case fastbert::cpu::Isa::generic: return "generic";
-    case fastbert::cpu::Isa::avx2: return "avx2";
-    case fastbert::cpu::Isa::avx512: return "avx512";
-    case fastbert::cpu::Isa::avx512_bf16: return "avx512_bf16";
-    case fastbert::cpu::Isa::amx: return "amx";
-    case fastbert::cpu::Isa::none: break;
-  }
-  return nullptr;
-}
-
 PyObject* words(const char* text) {
   PyObject* const string = PyUnicode_FromString(text);
   PyObject* const list = string ? PyUnicode_Split(string, nullptr, -1) : nullptr;
@@ -40,8 +27,8 @@ PyObject* packed_layout() {
 
 PyObject* build_info(PyObject*, PyObject*) {
   return Py_BuildValue("{s:s, s:s, s:N, s:s, s:N, s:s, s:N}", "torch_version", TORCH_VERSION, "compiler", FB_COMPILER,
-                       "cpu_sets", words(FB_CPU_ISAS), "cpu_set", name_of(fastbert::cpu::best_isa()), "packed_layout",
-                       packed_layout(), "cuda_version", *FB_CUDA_VERSION ? FB_CUDA_VERSION : nullptr,
+                       "cpu_sets", words(FB_CPU_ISAS), "cpu_set", fastbert::cpu::name_of(fastbert::cpu::best_isa()),
+                       "packed_layout", packed_layout(), "cuda_version", *FB_CUDA_VERSION ? FB_CUDA_VERSION : nullptr,
                        "cuda_architectures", words(FB_CUDA_ARCHITECTURES));
 }
 

@@ -38,7 +38,7 @@ struct PackedLinear {
 constexpr int64_t kPackedRows = 144;   // of a block: a multiple of every tile's rows
 constexpr int64_t kRowsTogether = 16;  // blocks begin at multiples of these: none has a part of a matrix unit's tile
 
-FB_FOR_EACH_ISA_AND_TILES(
+FB_FOR_EACH_ISA_TILES_AND_VNNI(
     // The channels of a panel, and the numbers of a group.
     int64_t packed_width(); int64_t packed_group(Weights weights);
 

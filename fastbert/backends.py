@@ -169,9 +169,21 @@ def _load_extension() -> tuple[ModuleType | None, str | None]:
 EXTENSION, EXTENSION_PROBLEM = _load_extension()
 
 
+def _check_cpu_set(named: str | None) -> None:
+    """Of FASTBERT_CPU_SET, which `_C` obeys: whether it could."""
+    if not named or build_info().get("cpu_set") == named:
+        return
+    sets = ", ".join(build_info().get("cpu_sets", ()))
+    why = f"it is not one of {sets} that this processor has and ATEN_CPU_CAPABILITY allows"
+    raise ValueError(f"FASTBERT_CPU_SET={named}: {EXTENSION_PROBLEM or why}")
+
+
 def build_info() -> dict[str, object]:
     """How `_C` was built (compiler, instruction sets, CUDA architectures); empty when it is not loaded."""
     return EXTENSION.build_info() if EXTENSION else {}
+
+
+_check_cpu_set(os.environ.get("FASTBERT_CPU_SET"))
 
 
 @cache
@@ -589,7 +601,7 @@ def _instructions() -> str:
     bfloat16 = "in pairs" if at_once["bfloat16"] > 1 else "as float32"
     tiles = ", these two in tiles" if info["cpu_set"] == "amx" else ""
     if info["cpu_set"] == "avx512_bf16" and "amx_tile" in cpuinfo("flags").split():
-        tiles = "; the processor has AMX, but the system or ATEN_CPU_CAPABILITY forbids it"
+        tiles = "; the processor has AMX, but the system, ATEN_CPU_CAPABILITY or FASTBERT_CPU_SET forbids it"
     return f"{info['cpu_set']}; it multiplies float16 as float32, bfloat16 {bfloat16}, int8 by {at_once['int8']}{tiles}"
 
 

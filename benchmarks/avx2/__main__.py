@@ -21,7 +21,12 @@ HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "avx2"
 LIBRARY = BUILD / "cpuid.so"
 ENGINES = ("openvino", "onnxruntime", "ctranslate2")
-TOLD = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+TOLD = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "FASTBERT_CPU_SET": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
 CPUID, UD2 = b"\x0f\xa2", b"\x0f\x0b"
 
 

@@ -5,6 +5,8 @@
 
 #include <stdlib.h>
 #include <string.h>
+
+#include <initializer_list>
 #ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -12,37 +14,47 @@
 
 namespace fastbert::cpu {
 
-enum class Isa { none, generic, avx2, avx512, avx512_bf16, amx };
+// From worse to better.
+enum class Isa { none, generic, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16, amx };
+
+constexpr const char* kIsaNames[] = {nullptr,  "generic",     "avx2",        "avx2_vnni",
+                                     "avx512", "avx512_vnni", "avx512_bf16", "amx"};
+constexpr const char* name_of(Isa isa) { return kIsaNames[int(isa)]; }
 
 #ifdef __x86_64__
 
-#define FB_FOR_EACH_ISA(...) \
-  namespace avx2 {           \
-  __VA_ARGS__                \
-  }                          \
-  namespace avx512 {         \
-  __VA_ARGS__                \
-  }                          \
-  namespace avx512_bf16 {    \
-  __VA_ARGS__                \
+#define FB_IN_ISA(isa, ...) \
+  namespace isa {           \
+  __VA_ARGS__               \
   }
 
-// Of loops with products that tiles (AMX) can take: a copy more. With tiles, what has none of its own is avx512_bf16's.
+#define FB_FOR_EACH_ISA(...)     \
+  FB_IN_ISA(avx2, __VA_ARGS__)   \
+  FB_IN_ISA(avx512, __VA_ARGS__) \
+  FB_IN_ISA(avx512_bf16, __VA_ARGS__)
+
+// Of loops with products that tiles (AMX) can take: a copy more; and of those of int8, for which there is VNNI, two.
 #define FB_FOR_EACH_ISA_AND_TILES(...) \
   FB_FOR_EACH_ISA(__VA_ARGS__)         \
-  namespace amx {                      \
-  __VA_ARGS__                          \
-  }
-namespace avx512_bf16 {}
-namespace amx {
-using namespace avx512_bf16;
-}
+  FB_IN_ISA(amx, __VA_ARGS__)
+#define FB_FOR_EACH_ISA_TILES_AND_VNNI(...) \
+  FB_FOR_EACH_ISA_AND_TILES(__VA_ARGS__)    \
+  FB_IN_ISA(avx2_vnni, __VA_ARGS__)         \
+  FB_IN_ISA(avx512_vnni, __VA_ARGS__)
+
+// What has no copy of its own for a set is that of the set which it extends.
+FB_FOR_EACH_ISA()
+FB_IN_ISA(avx2_vnni, using namespace avx2;)
+FB_IN_ISA(avx512_vnni, using namespace avx512;)
+FB_IN_ISA(amx, using namespace avx512_bf16;)
 
 // f of the best instruction set, or nullptr on a processor without AVX2.
 #define FB_BEST_ISA(f)                                                                             \
   (fastbert::cpu::best_isa() == fastbert::cpu::Isa::amx           ? &fastbert::cpu::amx::f         \
    : fastbert::cpu::best_isa() == fastbert::cpu::Isa::avx512_bf16 ? &fastbert::cpu::avx512_bf16::f \
+   : fastbert::cpu::best_isa() == fastbert::cpu::Isa::avx512_vnni ? &fastbert::cpu::avx512_vnni::f \
    : fastbert::cpu::best_isa() == fastbert::cpu::Isa::avx512      ? &fastbert::cpu::avx512::f      \
+   : fastbert::cpu::best_isa() == fastbert::cpu::Isa::avx2_vnni   ? &fastbert::cpu::avx2_vnni::f   \
    : fastbert::cpu::best_isa() == fastbert::cpu::Isa::avx2        ? &fastbert::cpu::avx2::f        \
                                                                   : nullptr)
 
@@ -57,19 +69,36 @@ inline bool has_tiles() {
 #endif
 }
 
-// No better than ATEN_CPU_CAPABILITY allows: torch's own kernels obey it too. "avx512" is without tiles.
+inline bool processor_has(Isa isa) {
+  switch (isa) {
+    // F16C is older than AVX2: every processor with AVX2 has it, and not every compiler can ask for it.
+    case Isa::avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    case Isa::avx2_vnni: return processor_has(Isa::avx2) && __builtin_cpu_supports("avxvnni");
+    case Isa::avx512:
+      return processor_has(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    case Isa::avx512_vnni: return processor_has(Isa::avx512) && __builtin_cpu_supports("avx512vnni");
+    case Isa::avx512_bf16: return processor_has(Isa::avx512_vnni) && __builtin_cpu_supports("avx512bf16");
+    case Isa::amx: return processor_has(Isa::avx512_bf16) && has_tiles();
+    default: return false;
+  }
+}
+
+// The best that ATEN_CPU_CAPABILITY allows, which torch's own kernels obey too: "avx512" means no tiles, "avx2" vectors
+// of 32 bytes, "default" none. Or the one of these that FASTBERT_CPU_SET names.
 inline Isa best_isa() {
   static const Isa isa = [] {
-    const char* const wish = getenv("ATEN_CPU_CAPABILITY");
-    if (wish && !strcmp(wish, "default")) return Isa::none;
-    // F16C is older than AVX2: every processor with AVX2 has it, and not every compiler can ask for it.
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Isa::none;
-    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (!avx512 || (wish && !strcmp(wish, "avx2"))) return Isa::avx2;
-    const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    if (!bf16) return Isa::avx512;
-    return !(wish && !strcmp(wish, "avx512")) && has_tiles() ? Isa::amx : Isa::avx512_bf16;
+    const auto is = [](const char* value, const char* word) { return value && !strcmp(value, word); };
+    const char *const limit = getenv("ATEN_CPU_CAPABILITY"), *const named = getenv("FASTBERT_CPU_SET");
+    const Isa last = is(limit, "default")  ? Isa::none
+                     : is(limit, "avx2")   ? Isa::avx2_vnni
+                     : is(limit, "avx512") ? Isa::avx512_bf16
+                                           : Isa::amx;
+    const bool any = !named || !*named;
+    Isa best = Isa::none;
+    for (const Isa isa : {Isa::avx2, Isa::avx2_vnni, Isa::avx512, Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx})
+      if (isa <= last && (any || is(named, name_of(isa))) && processor_has(isa)) best = isa;
+    return best;
   }();
   return isa;
 }
@@ -81,6 +110,7 @@ inline Isa best_isa() {
   __VA_ARGS__                \
   }
 #define FB_FOR_EACH_ISA_AND_TILES FB_FOR_EACH_ISA
+#define FB_FOR_EACH_ISA_TILES_AND_VNNI FB_FOR_EACH_ISA
 #define FB_BEST_ISA(f) (&fastbert::cpu::generic::f)
 
 inline Isa best_isa() { return Isa::generic; }

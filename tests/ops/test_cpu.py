@@ -251,8 +251,8 @@ def test_a_first_gradient_can_be_modified_in_place():
     assert torch.equal(dx.mul_(2).detach(), expected)
 
 
-def _run(capability, *words):
-    env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+def _run(*words, **environment):
+    env = os.environ | environment
     return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=900)
 
 
@@ -285,9 +285,10 @@ def test_half_precision_is_float32_rounded_once(name, dtype):
 
 def test_rounding_without_instructions_for_it():
     """AVX2's, on a processor that would take AVX-512's."""
-    if backends.build_info()["cpu_set"] == "avx2":
+    if backends.build_info()["cpu_set"] in ("avx2", "avx2_vnni"):
         pytest.skip("that is what the tests above run on")
-    result = _run("avx2", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "rounded_once", __file__)
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "rounded_once", __file__)
+    result = _run(*words, FASTBERT_CPU_SET="avx2")
     assert result.returncode == 0, result.stdout[-4000:]
 
 
@@ -296,20 +297,37 @@ def test_older_processors_are_served_by_the_reference():
         "import torch, fastbert; fastbert.ops.layer_norm(torch.ones(2, 8), torch.ones(8), torch.ones(8));"
         "print(fastbert.backends.build_info()['cpu_set'], fastbert.backends.calls())"
     )
-    assert _run("default", "-c", code).stdout.strip() == "None {('layer_norm_fwd', 'reference'): 1}"
+    result = _run("-c", code, ATEN_CPU_CAPABILITY="default", FASTBERT_CPU_SET="")
+    assert result.stdout.strip() == "None {('layer_norm_fwd', 'reference'): 1}"
+
+
+@pytest.mark.parametrize("limit", [{}, {"ATEN_CPU_CAPABILITY": "avx2"}], ids=str)
+def test_an_instruction_set_can_be_named(limit):
+    code = "from fastbert import backends; print(backends.build_info()['cpu_set'])"
+    assert _run("-c", code, **limit, FASTBERT_CPU_SET="avx2").stdout.strip() == "avx2"
+    if limit:
+        assert _run("-c", code, **limit, FASTBERT_CPU_SET="").stdout.startswith("avx2")
+
+
+@pytest.mark.parametrize("named", ["sse2", "AVX2", "avx512"])
+def test_an_instruction_set_that_there_is_not_is_refused(named):
+    result = _run("-c", "import fastbert", ATEN_CPU_CAPABILITY="avx2", FASTBERT_CPU_SET=named)
+    assert f"ValueError: FASTBERT_CPU_SET={named}: it is not one of avx2, " in result.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["avx2", "avx512"])
-def test_each_instruction_set_passes(capability):
-    """The ops' suites on one instruction set; avx512 includes AVX-512 BF16 where the processor has it."""
-    code = "from fastbert import backends; print(backends.build_info()['cpu_set'])"
-    if not _run(capability, "-c", code).stdout.startswith(capability):
-        pytest.skip(f"this processor has no {capability}")
+@pytest.mark.parametrize("cpu_set", ["avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16"])
+def test_each_instruction_set_passes(cpu_set):
+    """The suites of the ops that it has a copy of."""
+    if cpu_set == backends.build_info()["cpu_set"]:
+        pytest.skip("that is what all tests run on")
+    if _run("-c", "import fastbert", FASTBERT_CPU_SET=cpu_set).returncode:
+        pytest.skip(f"this processor has no {cpu_set}")
     names = ("bias_gelu", "layer_norm", "attention", "relative_attention", "embedding", "dense_gelu", "linear")
-    names += ("packed_linear", "cross_entropy", "linear_max")
+    names += ("cross_entropy", "linear_max")
+    names = (*(names if "vnni" not in cpu_set else ()), "packed_linear")
     files = [str(Path(__file__).parent / f"test_{name}.py") for name in names]
-    result = _run(capability, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cpu", *files)
+    result = _run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cpu", *files, FASTBERT_CPU_SET=cpu_set)
     assert result.returncode == 0, result.stdout[-4000:]
 
 

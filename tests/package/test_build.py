@@ -260,8 +260,11 @@ def test_best_instruction_set_of_this_processor_is_active(built):
         pytest.skip("not an x86 processor")
     best = None
     if {"avx2", "fma", "f16c"} <= flags:
-        best = "avx512" if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags else "avx2"
-        best += "_bf16" * (best == "avx512" and {"avx512_bf16", "avx512_vnni"} <= flags)
+        best = "avx2_vnni" if "avx_vnni" in flags else "avx2"
+        if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
+            best = "avx512_vnni" if "avx512_vnni" in flags else "avx512"
+        if best == "avx512_vnni" and "avx512_bf16" in flags:
+            best = "avx512_bf16"
         if best == "avx512_bf16" and "amx_tile" in flags and ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0:
             best = "amx"  # the kernel lets this process use it
     assert built[1]["cpu_set"] == best

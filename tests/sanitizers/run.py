@@ -1,7 +1,8 @@
 """make test-sanitizers: the C++ and CUDA under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer.
 
 1. loops.cpp runs csrc/cpu/loops without torch: for races, and on buffers of exactly the required size; also with
-   vectors of 64 bytes, so that AVX-512's width is tested on every processor, and with tiles as AMX's, in plain C++.
+   vectors of 64 bytes, so that AVX-512's width is tested on every processor, with tiles as AMX's, in plain C++, and
+   with AVX2's VNNI.
 2. The CUDA kernels on the CPU (tests/cuda_on_cpu) without torch: for races between the threads of a block.
 3. The whole `_C`, and the CUDA kernels on the CPU, in Python, on the tests of their ops.
 
@@ -27,6 +28,7 @@ HERE, OUT = Path(__file__).resolve().parent, ROOT / "build" / "sanitize"
 CXX = os.environ.get("CXX", "g++")
 JOBS = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
 X86 = platform.machine() == "x86_64"
+PROCESSOR = set(Path("/proc/cpuinfo").read_text().split())
 
 # -g1 has the line numbers of a report; -g takes twice as long to compile.
 FLAGS = "-std=c++20 -Wall -Wextra -O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all".split()
@@ -52,7 +54,7 @@ class Driver:
     sanitizer: str
     faults: dict[str, str]
     isa: str = "avx2" if X86 else "generic"
-    defines: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
     @property
     def program(self) -> str:
@@ -71,11 +73,14 @@ CUDA_MEMORY = {  # shared memory
     "beyond_dynamic": "AddressSanitizer: use-after-poison",
     "misaligned_shared": "runtime error: store to misaligned address",
 }
+VNNI, EVEX = "-mavxvnni", OUT / "evex"
 DRIVERS = [Driver("loops-threads", "thread", RACES), Driver("loops-memory", "address,undefined", MEMORY)]
-if X86:  # compiled with AVX2's flags; avx512 is only the name of the namespace
+if X86:  # compiled with AVX2's flags, and named by namespaces that have all loops
     WIDE = "-DFB_VECTOR_BYTES=64"
     DRIVERS += [Driver("loops-memory-wide", "address,undefined", MEMORY, "avx512", (WIDE,))]
     DRIVERS += [Driver("loops-memory-tiles", "address,undefined", MEMORY, "avx512", (WIDE, "-DFB_TILES"))]
+    if {"avx_vnni", "avx512_vnni"} & PROCESSOR:
+        DRIVERS += [Driver("loops-memory-vnni", "address,undefined", MEMORY, options=(VNNI, f"-B{EVEX}/"))]
 
 
 def run(command: list[str], **environment: str) -> None:
@@ -110,13 +115,21 @@ def cmake_list(name: str) -> list[str]:
 def build(driver: Driver) -> None:
     target = cmake_list("FLAGS_avx2") if X86 else []  # for wide vectors too
     sources = [str(path.relative_to(ROOT)) for path in (HERE / "loops.cpp", *sorted(ROOT.glob("csrc/cpu/loops/*.cpp")))]
-    options = [f"-DFB_ISA={driver.isa}", *driver.defines, f"-fsanitize={driver.sanitizer}", "-Wno-psabi", "-Icsrc"]
+    options = [f"-DFB_ISA={driver.isa}", *driver.options, f"-fsanitize={driver.sanitizer}", "-Wno-psabi", "-Icsrc"]
     # The last -O counts.
     run([CXX, *cmake_list("LOOP_FLAGS"), *target, *FLAGS, *options, *sources, "-pthread", "-o", driver.program])
 
 
+def write_assembler() -> None:
+    """Of `-B`: `as`, which leaves AVX-VNNI's instruction in AVX-512's encoding where processors have that alone."""
+    EVEX.mkdir(parents=True, exist_ok=True)
+    without = "" if "avx_vnni" in PROCESSOR else 'for file; do :; done; sed -i "s/{vex} vpdp/vpdp/" "$file"\n'
+    (EVEX / "as").write_text(f'#!/bin/sh\n{without}exec as "$@"\n')
+    (EVEX / "as").chmod(0o755)
+
+
 def build_drivers() -> None:
-    OUT.mkdir(parents=True, exist_ok=True)
+    write_assembler()
     with ThreadPoolExecutor(JOBS) as pool:
         list(pool.map(build, reversed(DRIVERS)))  # the longest first
 

@@ -1,7 +1,7 @@
 // Matrix products of int8 numbers with int32 sums, which are exact: in any order, on any instruction set.
 //
 // A row of the left factor comes in groups of 32 bits, which one instruction multiplies with as many numbers of each
-// channel, and adds up: two int16 (AVX2, AVX-512), or four uint8 (VNNI, and plain C++), which are the int8 + kOffset.
+// channel, and adds up: two int16, or four uint8 (VNNI, and plain C++), which are the int8 + kOffset.
 // A tile of the result, a few rows of a panel of channels, is added up in registers.
 #pragma once
 
@@ -9,7 +9,8 @@
 
 namespace fastbert::cpu::FB_ISA {
 
-#if defined(__AVX512VNNI__) || !defined(__AVX2__) || (FB_VECTOR_BYTES == 64 && !defined(__AVX512F__))
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__AVX2__) || \
+    (FB_VECTOR_BYTES == 64 && !defined(__AVX512F__))
 
 using Left8 = uint8_t;
 constexpr int kOffset = 128;
@@ -21,6 +22,8 @@ inline vint load_group(const int8_t* weights) { return load_bits<vint>(weights);
 inline vint dot(vint left, vint weights, vint sums) {
 #ifdef __AVX512VNNI__
   return (vint)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)left, (__m512i)weights);
+#elif defined(__AVXVNNI__)
+  return (vint)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)left, (__m256i)weights);
 #else
   for (int i = 0; i < 4; ++i) sums += (left >> (8 * i) & 255) * (weights << (24 - 8 * i) >> 24);
   return sums;
