@@ -16,10 +16,11 @@ namespace cpu {
 // [2 longest - 1] numbers each; tables and gradients are of the type of arithmetic, or keys and queries `pairs`.
 struct Positions {
   int64_t longest, columns;
-  const int32_t *by_key, *by_query;   // the column of each distance, rising by 0 or 1
-  const void *keys, *queries;         // as pack_positions leaves them (`across`), by_key and by_query; may be nullptr
-  const void *key_rows, *query_rows;  // `rows`, for the backward
-  const void* bias;                   // of each distance, in the order of by_key; may be nullptr
+  const int32_t *by_key, *by_query;  // the column of each distance, rising by 0 or 1
+  // As pack_positions leaves them (`across`), by_key and by_query; may be nullptr. And `rows`, for the backward.
+  const void *keys = nullptr, *queries = nullptr;
+  const void *key_rows = nullptr, *query_rows = nullptr;
+  const void* bias = nullptr;  // of each distance, in the order of by_key
   // [columns, whole panels of D], as key_rows and query_rows; nullptr: not wanted
   void *dkeys = nullptr, *dqueries = nullptr;
   void* dbias = nullptr;  // as bias
@@ -38,6 +39,11 @@ struct AttentionHead {
   DType dtype;
   const Positions* positions = nullptr;  // plain attention
 };
+
+// Whether scores of bf16 may be made in pairs, of queries that are not scaled: they are multiplied by scale after their
+// largest was taken off, so the largest has to stay the largest, and differences beyond float's range have to be so far
+// below it that they weigh nothing; and positions' bias is divided by scale.
+constexpr bool can_scale_late(double scale) { return scale >= 1e-30 && scale <= 1e30; }
 
 // The rows of a table of positions, or of its gradient, that are one head's.
 struct PositionTable {

@@ -36,7 +36,7 @@ struct PackedLinear {
 };
 
 constexpr int64_t kPackedRows = 144;   // of a block: a multiple of every tile's rows
-constexpr int64_t kRowsTogether = 16;  // blocks begin at multiples of these: none has a part of a matrix unit's tile
+constexpr int64_t kRowsTogether = 16;  // blocks begin at multiples of these: whole tiles of a matrix unit, but the last
 
 FB_FOR_EACH_ISA_TILES_AND_VNNI(
     // The channels of a panel, and the numbers of a group.

@@ -77,10 +77,8 @@ class PackedTables {
   int64_t steps() const { return 2 * columns.longest - 1; }
 
  private:
-  // Scores that are made in pairs are multiplied by scale at the end, so bias is divided by it before: by an ordinary
-  // number.
   static bool in_pairs(const Batch& batch) {
-    return batch.scale >= 1e-30 && FB_BEST_ISA(positions_in_pairs)(batch.dtype, batch.D);
+    return cpu::can_scale_late(batch.scale) && FB_BEST_ISA(positions_in_pairs)(batch.dtype, batch.D);
   }
 
   // [heads] of what a head's table becomes: `across`, then, for the backward, `rows`.

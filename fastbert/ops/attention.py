@@ -64,7 +64,7 @@ class RelativePositions(NamedTuple):
         return self.slots[distance.clamp(-farthest, farthest) + farthest].long()
 
     def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        """(B, H, S, D) each -> (B, H, S, S), what is added to the scores."""
+        """(B, H, S, D) each -> (B, H, S, S), or for a bias alone (H, S, S): what is added to the scores."""
         place = torch.arange(q.shape[-2], device=q.device)
         slots = self.of(place[:, None] - place)  # [i, j]
         shape = *q.shape[:2], *slots.shape
@@ -168,7 +168,7 @@ def attention_ref(
         q, k, v = wide(qkv[start:end]).permute(1, 2, 0, 3)  # [H, S, D] each
         scores = q @ k.mT * scale
         if positions is not None:
-            scores = scores + positions.scores(q[None], k[None], scale)[0]
+            scores = (scores[None] + positions.scores(q[None], k[None], scale))[0]
         weights = scores.softmax(-1)
         if random.threshold(dropout_p, random.ATTENTION_BITS):
             keep = random.attention_keep(rng, site, sequence + 1, q.shape[0], end - start, dropout_p)[-1]

@@ -308,20 +308,22 @@ class TestRelativeAttention(RelativeSuite):
             with pytest.raises(RuntimeError, match="too little shared memory for heads of this size"):
                 self.ours(**larger).sum().backward()
 
+    @pytest.mark.parametrize("tables", [KQB, B], ids=["all tables", "bias"])
     @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-5, 1e-35, 2.0])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_scales(self, backend, dtype, scale):
+    def test_scales(self, backend, dtype, scale, tables):
         """What scale does not multiply, the bias, has its part of the scores whatever scale is."""
         backend.require(dtype, backward=True)
-        inputs = self.inputs(((5, 0, 21), 2, 24, "log", KQB), dtype, backend.device)
-        inputs["bias"] = inputs["bias"].float()
+        inputs = self.inputs(((5, 0, 21), 2, 24, "log", tables), dtype, backend.device)
+        inputs = {n: x.float() if n == "bias" else x for n, x in inputs.items() if x is not None}
         exact = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
         results = []
         for given in (inputs, exact):
             tensors = {n: x.clone().requires_grad_(x.is_floating_point()) for n, x in given.items()}
-            qkv, cu_seqlens, *tables = tensors.values()
+            qkv, cu_seqlens, slots, *_ = tensors.values()
+            positions = RelativePositions(slots, **{n: tensors[n] for n in self.parameters if n in tensors})
             attend = ops.relative_attention_ref if given is exact else ops.relative_attention
-            out = attend(qkv, cu_seqlens, 21, RelativePositions(*tables), scale=scale)
+            out = attend(qkv, cu_seqlens, 21, positions, scale=scale)
             torch.manual_seed(1)
             out.backward(torch.randn(out.shape, dtype=torch.double).to(dtype).to(out))
             results.append([out, *[x.grad for x in tensors.values() if x.grad is not None]])

@@ -77,10 +77,10 @@ struct SoFar {
   M high, total;
 };
 
-// Replaces a row's scores with a block of keys by exp(score - the largest so far), or 0 where dropped. Returns what the
-// sums of earlier blocks have to be multiplied by.
+// Replaces a row's scores with a block of keys by e^((score - the largest so far) x late scale), or 0 where dropped.
+// Returns what the sums of earlier blocks have to be multiplied by. A NaN reaches all of a row by its sum of weights.
 template <bool kDrop, class N, class M = typename N::M>
-M weigh(M* scores, int64_t keys, M scale, const uint8_t* bits, const Dropout& drop, SoFar<M>& so_far) {
+M weigh(M* scores, int64_t keys, M late_scale, const uint8_t* bits, const Dropout& drop, SoFar<M>& so_far) {
   using V = vec<M>;
   const Dropout unscaled{drop.key, drop.threshold, 1};  // the end of a row multiplies by keep_scale
   V most[kSlots];
@@ -88,18 +88,16 @@ M weigh(M* scores, int64_t keys, M scale, const uint8_t* bits, const Dropout& dr
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
     most[slot] = greater(most[slot], or_fill(load(scores + i, n), n, -__builtin_inf()));
   });
-  M high = largest(most);
-  if (!(high > so_far.high) && high == high) high = so_far.high;
-  const M base = base_of(high);
+  const M here = largest(most), high = here > so_far.high ? here : so_far.high, base = base_of(high);
   V total[kSlots]{};
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-    V weight = N::weight(load(scores + i, n) - base, scale);
+    V weight = N::weight(load(scores + i, n) - base, late_scale);
     total[slot] += or_fill(weight, n, 0);
     if constexpr (kDrop) weight = keep(weight, bits + i, unscaled);
     N::put_weights(weight, scores, i, n);
   });
   N::end_weights(scores, keys);
-  const M rescale = so_far.total > 0 ? N::weight(splat<V>(so_far.high - base), scale)[0] : 0;
+  const M rescale = so_far.total > 0 ? N::weight(splat<V>(so_far.high - base), late_scale)[0] : 0;
   so_far = {high, so_far.total * rescale + sum(total)};
   return rescale;
 }

@@ -78,8 +78,7 @@ struct Widened {
   }
 };
 
-// For an even D and no scale below 0. Scores are scaled after the product, so it may overflow where a scaled one would
-// not, as torch's do.
+// For an even D, where scores can be scaled late. So they may overflow where scaled ones would not, as torch's do.
 struct Paired {
   using T = bf16;
   using M = float;
@@ -154,7 +153,7 @@ void for_products(const AttentionHead& a, const F& f) {
   for_dtype(a.dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (kPairs && kSame<T, bf16>) {
-      if (!a.positions && a.scale >= 0 && takes_pairs(a.dtype, a.D)) return f(Paired{}, Type<NoPositions>{});
+      if (!a.positions && can_scale_late(a.scale) && takes_pairs(a.dtype, a.D)) return f(Paired{}, Type<NoPositions>{});
       if (a.positions && a.positions->pairs) return f(Paired{}, Type<Relative<Paired>>{});
     }
     if (a.positions) return f(Widened<T>{}, Type<Relative<Widened<T>>>{});

@@ -85,10 +85,8 @@ void finish(const CrossEntropy& op, int64_t tasks, int64_t row) {
   }
   const Part<M>* const part = static_cast<const Part<M>*>(op.parts) + row;
   Part<M> all{-M(__builtin_inf()), 0};
-  for (int64_t task = 0; task < tasks; ++task) {
-    const M high = part[task * op.rows].high;
-    if (high > all.high || high != high) all.high = high;
-  }
+  for (int64_t task = 0; task < tasks; ++task)  // a NaN is in the total
+    if (part[task * op.rows].high > all.high) all.high = part[task * op.rows].high;
   const M base = base_of(all.high);
   for (int64_t task = 0; task < tasks; ++task) {
     const Part<M>& each = part[task * op.rows];

@@ -329,10 +329,10 @@ inline auto largest(const V (&slots)[kSlots]) {
   return largest(greater(greater(slots[0], slots[1]), greater(slots[2], slots[3])));
 }
 
-// What exponents of numbers are relative to whose largest is `high`: 0 where all are -inf.
+// What exponents of numbers are relative to whose largest is `high`: 0 where all are -inf, or NaN.
 template <class M>
 inline M base_of(M high) {
-  return high > -M(__builtin_inf()) || high != high ? high : M(0);
+  return high > -M(__builtin_inf()) ? high : M(0);
 }
 
 // p · 2^n, where shifted = n + 1.5 · 2^23, so that n is in its low bits; 0 for n = -127.
@@ -365,8 +365,8 @@ inline vdouble exp_nonpositive(vdouble x) {
   return x;
 }
 
-// 2^x for x <= 0, or what rounding left above it, where the result becomes bf16 anyway: a relative error of 2^-18; 0
-// below -126; NaN stays NaN. The polynomial is a minimax fit between whole numbers.
+// 2^x for x <= 0, or what rounding left above it, where the result becomes bf16 anyway: a relative error of 2^-18, and
+// none for 0; 0 below -126; NaN stays NaN. A minimax polynomial, of those that are 1 at whole numbers.
 inline vfloat exp2_roughly(vfloat x) {
 #ifdef __AVX512F__
   const vfloat f = (vfloat)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x)
@@ -374,11 +374,11 @@ inline vfloat exp2_roughly(vfloat x) {
   x = greater(splat<vfloat>(-126.5), x);
   const vfloat shifted = x - 0.5f + kShift, f = x - (shifted - kShift);
 #endif
-  vfloat p = splat<vfloat>(1.3534168e-2);
-  p = fma(p, f, splat<vfloat>(5.201146e-2));
-  p = fma(p, f, splat<vfloat>(2.4144275e-1));
-  p = fma(p, f, splat<vfloat>(6.9300383e-1));
-  p = fma(p, f, splat<vfloat>(1.0000026));
+  vfloat p = splat<vfloat>(1.3425154e-2);
+  p = fma(p, f, splat<vfloat>(5.2245374e-2));
+  p = fma(p, f, splat<vfloat>(2.4127856e-1));
+  p = fma(p, f, splat<vfloat>(6.9304516e-1));
+  p = fma(p, f, splat<vfloat>(1));
 #ifdef __AVX512F__
   const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.f), _CMP_NLT_UQ);  // a NaN does
   return (vfloat)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)x);                          // by 2^floor(x)
