@@ -305,7 +305,6 @@ __global__ void __launch_bounds__(kThreads)
   const int g = lane() / 4, t = lane() % 4, warp_row = int(threadIdx.x) / 32 * 16;
   const int64_t first_element = head.bounds.start * columns + work.head * a.D;
   const Rows<T> grads{dout + first_element, columns, length};
-  const float scale = a.scale * kLog2e;
   const Key key = kDropout ? site_key(a.drop) : Key{};
   FB_DYNAMIC_SHARED(shared);
   Chunk *const queries = reinterpret_cast<Chunk*>(shared), *const douts = queries + rows_of_block * kWidth / 8;
@@ -407,7 +406,6 @@ __global__ void __launch_bounds__(kThreads)
   const int length = head.bounds.length, rows_of_block = blockDim.x / 32 * 16;
   const int g = lane() / 4, t = lane() % 4, warp_row = int(threadIdx.x) / 32 * 16;
   const Rows<T> grads{dout + head.bounds.start * columns + work.head * a.D, columns, length};
-  const float scale = a.scale * kLog2e;
   const Key key = kDropout ? site_key(a.drop) : Key{};
   FB_DYNAMIC_SHARED(shared);
   Chunk *const keys = reinterpret_cast<Chunk*>(shared), *const values = keys + rows_of_block * kWidth / 8;
