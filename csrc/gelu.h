@@ -106,7 +106,7 @@ constexpr double kTailsEnd = 14.5;
 template <class V>
 constexpr double kTailsEnd = 13.25;
 template <>
-constexpr double kTailsEnd<vdouble> = 40;
+inline constexpr double kTailsEnd<vdouble> = 40;
 #endif
 
 // |v|, clamped so that the polynomials do not overflow. NaN stays NaN.

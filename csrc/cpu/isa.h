@@ -7,6 +7,9 @@
 #include <string.h>
 
 #include <initializer_list>
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
 #ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -69,11 +72,16 @@ inline bool has_tiles() {
 #endif
 }
 
+// Not every compiler can ask for it by name. (F16C is not asked for: every processor with AVX2 has it.)
+inline bool has_avx_vnni() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax >> 4 & 1;
+}
+
 inline bool processor_has(Isa isa) {
   switch (isa) {
-    // F16C is older than AVX2: every processor with AVX2 has it, and not every compiler can ask for it.
     case Isa::avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    case Isa::avx2_vnni: return processor_has(Isa::avx2) && __builtin_cpu_supports("avxvnni");
+    case Isa::avx2_vnni: return processor_has(Isa::avx2) && has_avx_vnni();
     case Isa::avx512:
       return processor_has(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

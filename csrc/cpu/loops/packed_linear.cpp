@@ -86,7 +86,7 @@ template <class E>
 E* multiplied(const E* panel, int64_t, float*) {
   return const_cast<E*>(panel);
 }
-inline float* multiplied(const bf16* panel, int64_t steps, float* room) {
+[[maybe_unused]] inline float* multiplied(const bf16* panel, int64_t steps, float* room) {
   widen(panel, steps * kPanel<float>, room);
   return room;
 }
