@@ -153,7 +153,7 @@ def test_nobody_is_timed_beside_threads_of_another_that_still_spin():
         shared.append(any(thread.is_alive() for thread in spinning))
 
     people = {"base": leaves_a_thread_behind, "ours": looks}
-    measure(Clock(), people, verify=lambda name: [RIGHT], pause=0.005)
+    measure(Clock(), people, verify=lambda name: [RIGHT], pause=0.02)
     assert len(shared) > 5 and not any(shared[-5:])  # those before are not timed
 
 
