@@ -5,8 +5,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-
-#include <initializer_list>
 #ifdef __x86_64__
 #include <cpuid.h>
 #endif
@@ -104,8 +102,8 @@ inline Isa best_isa() {
                                            : Isa::amx;
     const bool any = !named || !*named;
     Isa best = Isa::none;
-    for (const Isa isa : {Isa::avx2, Isa::avx2_vnni, Isa::avx512, Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx})
-      if (isa <= last && (any || is(named, name_of(isa))) && processor_has(isa)) best = isa;
+    for (int set = int(Isa::avx2); set <= int(last); ++set)
+      if ((any || is(named, kIsaNames[set])) && processor_has(Isa(set))) best = Isa(set);
     return best;
   }();
   return isa;

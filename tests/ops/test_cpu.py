@@ -321,11 +321,12 @@ def test_each_instruction_set_passes(cpu_set):
     """The suites of the ops that it has a copy of."""
     if cpu_set == backends.build_info()["cpu_set"]:
         pytest.skip("that is what all tests run on")
-    if _run("-c", "import fastbert", FASTBERT_CPU_SET=cpu_set).returncode:
+    if f"FASTBERT_CPU_SET={cpu_set}: it is not" in _run("-c", "import fastbert", FASTBERT_CPU_SET=cpu_set).stderr:
         pytest.skip(f"this processor has no {cpu_set}")
-    names = ("bias_gelu", "layer_norm", "attention", "relative_attention", "embedding", "dense_gelu", "linear")
-    names += ("cross_entropy", "linear_max")
-    names = (*(names if "vnni" not in cpu_set else ()), "packed_linear")
+    names = ("packed_linear",)
+    if "vnni" not in cpu_set:
+        names += ("bias_gelu", "layer_norm", "attention", "relative_attention", "embedding", "dense_gelu", "linear")
+        names += ("cross_entropy", "linear_max")
     files = [str(Path(__file__).parent / f"test_{name}.py") for name in names]
     result = _run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cpu", *files, FASTBERT_CPU_SET=cpu_set)
     assert result.returncode == 0, result.stdout[-4000:]

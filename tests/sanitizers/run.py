@@ -73,14 +73,14 @@ CUDA_MEMORY = {  # shared memory
     "beyond_dynamic": "AddressSanitizer: use-after-poison",
     "misaligned_shared": "runtime error: store to misaligned address",
 }
-VNNI, EVEX = "-mavxvnni", OUT / "evex"
+EVEX = OUT / "evex"
 DRIVERS = [Driver("loops-threads", "thread", RACES), Driver("loops-memory", "address,undefined", MEMORY)]
 if X86:  # compiled with AVX2's flags, and named by namespaces that have all loops
     WIDE = "-DFB_VECTOR_BYTES=64"
     DRIVERS += [Driver("loops-memory-wide", "address,undefined", MEMORY, "avx512", (WIDE,))]
     DRIVERS += [Driver("loops-memory-tiles", "address,undefined", MEMORY, "avx512", (WIDE, "-DFB_TILES"))]
     if {"avx_vnni", "avx512_vnni"} & PROCESSOR:
-        DRIVERS += [Driver("loops-memory-vnni", "address,undefined", MEMORY, options=(VNNI, f"-B{EVEX}/"))]
+        DRIVERS += [Driver("loops-memory-vnni", "address,undefined", MEMORY, options=("-mavxvnni", f"-B{EVEX}/"))]
 
 
 def run(command: list[str], **environment: str) -> None:
