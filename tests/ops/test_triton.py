@@ -282,7 +282,7 @@ def test_the_longest_sequence_chooses_the_kernels_of_attention(monkeypatch, long
 
 @SHORT
 def test_a_short_sequence_has_the_same_bits_in_any_company(lengths):
-    """Among tokens that are NaN; and before one sequence of NaN, so long that the kernels stay the same: a product of 16
+    """Among tokens that are NaN; and before one sequence of NaN, so long that the kernels are the same: a product of 16
     rows is not always, to the bit, a part of one of 32 (numpy's, in the interpreter, is not with AVX2).
     """
     qkv, rest = short(lengths, 2, 40)
