@@ -10,6 +10,7 @@
 #include "dropout.h"
 #include "dtype.h"
 #include "stable.h"
+#include "team.h"
 
 // Not every build of torch has it.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**) __attribute__((weak));
@@ -128,6 +129,7 @@ inline Tensor empty_rows(Sizes sizes, const Tensor& x) { return empty_rows(sizes
 
 // How many threads parallel_for uses.
 inline int64_t threads() {
+  if (const Team* const team = Team::current()) return team->members();
   uint32_t count = 1;
   check_call(torch_get_num_threads(&count), "get_num_threads");
   return count;
@@ -136,14 +138,36 @@ inline int64_t threads() {
 // Calls f(begin, end) on ranges of 0 to n, of at least `grain`, in all threads.
 template <class F>
 void parallel_for(int64_t n, int64_t grain, const F& f) {
+  if (Team* const team = Team::current()) return team->share(n, grain, f);
   const auto range = [](int64_t begin, int64_t end, void* f) { (*static_cast<const F*>(f))(begin, end); };
   check_call(torch_parallel_for(0, n, grain, range, const_cast<F*>(&f)), "parallel_for");
+}
+
+// How many elements are worth another thread: fewer where it stands by.
+inline int64_t grain() { return Team::current() ? kGrain / 8 : kGrain; }
+
+// Calls f() once, in this thread, while the others stand by for its calls of parallel_for. Whatever else would use
+// threads, such as torch's products, has this one alone.
+template <class F>
+void together(const F& f) {
+  const int64_t members = threads();
+  Team team(members);
+  std::exception_ptr error;
+  parallel_for(members, 1, [&](int64_t begin, int64_t) {
+    if (begin) return team.stand_by(begin);
+    try {
+      team.run(f);
+    } catch (...) {
+      error = std::current_exception();  // as it is: torch would change its type
+    }
+  });
+  if (error) std::rethrow_exception(error);
 }
 
 // Calls f(begin, end, scratch) on ranges of rows in all threads; each call has scratch_bytes for itself.
 template <class F>
 void parallel_rows(int64_t rows, int64_t channels, int64_t scratch_bytes, const F& f) {
-  parallel_for(rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, channels)), [&](int64_t begin, int64_t end) {
+  parallel_for(rows, std::max<int64_t>(1, grain() / std::max<int64_t>(1, channels)), [&](int64_t begin, int64_t end) {
     const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
     f(begin, end, static_cast<void*>(scratch.get()));
   });

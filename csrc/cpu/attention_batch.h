@@ -80,7 +80,7 @@ struct Batch {
     if (covered == 0 || D == 0) return;
     std::vector<double> before{0};  // the work of sequences, in all their heads
     for (const int64_t keys : length) before.push_back(before.back() + double(keys) * (keys + kPacking) * heads);
-    const double work = before.back() * D / (kGrain * 16);
+    const double work = before.back() * D / double(grain() * 16);
     const int64_t shares = std::max<int64_t>(1, std::min<int64_t>(threads(), int64_t(work)));
     const auto first = [&](int64_t share) {  // of all tasks' parts
       if (share == shares) return tasks() * parts;

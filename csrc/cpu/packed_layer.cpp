@@ -122,10 +122,14 @@ Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context,
   FB_CHECK_VALUE(layers == 1 || (layers > 1 && !context), "packed_layer: ", layers,
                  " layers; expected one, or several without a context");
   Tensor x = hidden;
-  for (int64_t i = 0; i < layers; ++i) {
-    const Layer layer(part_of(parameters, i, layers), part_of(scales, i, layers), context.has_value());
-    x = run(x, context, layer, cu_seqlens, max_seqlen, heads, scale, approximate, out_eps, down_eps);
-  }
+  const auto all = [&] {
+    for (int64_t i = 0; i < layers; ++i) {
+      const Layer layer(part_of(parameters, i, layers), part_of(scales, i, layers), context.has_value());
+      x = run(x, context, layer, cu_seqlens, max_seqlen, heads, scale, approximate, out_eps, down_eps);
+    }
+  };
+  const bool torch = std::any_of(parameters.begin(), parameters.end(), [](const Tensor& p) { return p.dim() == 2; });
+  torch ? all() : together(all);  // torch's products need threads of their own
   return x;
 }
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -122,11 +123,33 @@ def _encode(model):
         return model(ids, mask).last_hidden_state
 
 
-def test_eight_threads_get_the_same_answers(model):
+@pytest.mark.parametrize("precision", [None, "int8"])
+def test_eight_threads_get_the_same_answers(model, precision):
+    model = model if precision is None else fastbert.prepare(model, precision)
     expected = _encode(model)
     with ThreadPoolExecutor(8) as pool:
         for got in pool.map(lambda _: _encode(model), range(40)):
             assert torch.equal(got, expected)
+
+
+@pytest.mark.skipif(torch.get_num_threads() < 2, reason="one thread has nobody to wake")
+def test_prepared_layers_do_not_wake_threads_for_each_loop():
+    """Where another thread has computed in parallel, OpenMP's threads go to sleep as soon as a loop has ended."""
+    resource = pytest.importorskip("resource")
+    shape = BertConfig(vocab_size=200, hidden_size=256, num_attention_heads=4, intermediate_size=1024)
+    model, calls = fastbert.prepare(BertModel(shape).eval(), "int8"), 20
+    sleeps = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw  # noqa: E731
+    computed, end = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: (torch.ones(2**20).exp(), computed.set(), end.wait(60)))
+        computed.wait()
+        _encode(model)
+        before = sleeps()
+        for _ in range(calls):
+            _encode(model)
+        found = (sleeps() - before) / calls
+        end.set()
+    assert found < shape.num_hidden_layers  # each has several loops
 
 
 def _child(model, queue):

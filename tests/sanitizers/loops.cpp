@@ -8,6 +8,7 @@
 //
 // run.py builds it with each sanitizer. OpenMP's barriers are invisible to ThreadSanitizer, hence std::thread.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -25,6 +26,7 @@
 #include "layer_norm.h"
 #include "linear_max.h"
 #include "packed_linear.h"
+#include "team.h"
 
 using namespace fastbert;
 namespace loops = fastbert::cpu::FB_ISA;
@@ -583,9 +585,65 @@ void check_linear_max(int64_t rows, int64_t inner, int64_t classes, DType dtype)
   });
 }
 
+// ---- teams
+
+// A program of short loops, each of which reads what other members wrote in the one before. The last `late` members
+// come when it is half done, or have nothing left to do.
+void check_team(int64_t numbers, int late) {
+  same("a team with " + std::to_string(late) + " late members", [&](int threads) {
+    std::vector<uint64_t> x(numbers, 1), y(numbers);
+    Team team(threads);
+    std::atomic<bool> half_done{false};
+    in_threads(threads, threads, [&](int64_t member, int64_t) {
+      while (member && member >= threads - late && !half_done) std::this_thread::yield();
+      if (member) return team.stand_by(member);
+      team.run([&] {
+        for (int loop = 0; loop < 300; ++loop) {
+          half_done = loop >= 150;
+          Team::current()->share(numbers, loop % 5, [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; ++i) y[i] = 31 * x[(7 * i + 3) % numbers] + uint64_t(i);
+          });
+          x.swap(y);
+        }
+      });
+    });
+    Bytes bytes(numbers * 8);
+    if (numbers) memcpy(bytes.data(), x.data(), bytes.size());
+    return Results{bytes};
+  });
+}
+
+// What a member throws reaches the program when all are done, and the loops after it are shared as before.
+void check_team_throws(int64_t thrower) {
+  std::vector<int> done(kThreads);
+  int caught = 0;
+  Team team(kThreads);
+  in_threads(kThreads, kThreads, [&](int64_t member, int64_t) {
+    if (member) return team.stand_by(member);
+    team.run([&] {
+      for (int loop = 0; loop < 50; ++loop) {
+        try {
+          Team::current()->share(kThreads, 1, [&](int64_t part, int64_t) {
+            if (++done[part]; part == thrower && loop % 2) throw loop;
+          });
+        } catch (int thrown) {
+          caught += thrown == loop;
+        }
+      }
+    });
+  });
+  ++checks;
+  if (done == std::vector<int>(kThreads, 50) && caught == 25) return;
+  ++differences;
+  fprintf(stderr, "a team whose member %d throws: %d of 25 were caught\n", int(thrower), caught);
+}
+
 // ---- all of them
 
 void check_all() {
+  for (const int64_t numbers : {0, 1, 3, 64})
+    for (const int late : {0, 1, 3}) check_team(numbers, late);
+  for (const int64_t thrower : {0, 2}) check_team_throws(thrower);
   check_packed_linears(DType::f32, Weights::f32, " by f32");
   check_packed_linears(DType::bf16, Weights::bf16, " by bf16");
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
