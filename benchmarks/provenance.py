@@ -53,6 +53,8 @@ def command(argv: list[str]) -> str:
 
 def machine() -> str:
     processor = backends.cpuinfo("model name") or platform.processor() or platform.machine()
+    if family := backends.cpuinfo("cpu family"):  # clouds leave generations out of names
+        processor = f"{processor} (family {family}, model {backends.cpuinfo('model')})"
     words = [processor, f"{torch.get_num_threads()} threads", torch.backends.cpu.get_cpu_capability()]
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
