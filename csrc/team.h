@@ -54,11 +54,8 @@ class Team {
   // yet is open to him until this thread takes it. An exception is thrown on, when all are done.
   template <class F>
   void share(int64_t n, int64_t grain, const F& f) {
-    const int64_t parts = std::min(members_, (n + grain - 1) / std::max<int64_t>(1, grain));
-    if (parts <= 1) {
-      const Current none(nullptr);
-      return n > 0 ? f(int64_t(0), n) : void();
-    }
+    const int64_t least = std::max<int64_t>(1, grain);
+    const int64_t parts = std::clamp<int64_t>((n + least - 1) / least, 1, members_);
     loop_ = {n, (n + parts - 1) / parts, &f,
              [](const void* f, int64_t begin, int64_t end) { (*static_cast<const F*>(f))(begin, end); }};
     for (int64_t i = 1; i < parts; ++i) seats_[i].state.store(kOpen, std::memory_order_release);
@@ -66,7 +63,7 @@ class Team {
     take(0);
     for (int64_t i = 1; i < parts; ++i) finish(i);
     for (int64_t i = 0; i < parts; ++i)
-      if (const std::exception_ptr error = std::exchange(seats_[i].error, nullptr)) std::rethrow_exception(error);
+      if (seats_[i].error) std::rethrow_exception(seats_[i].error);
   }
 
  private:
@@ -74,7 +71,7 @@ class Team {
 
   struct alignas(128) Seat {  // two lines of the cache, which processors fetch together
     std::atomic<int> state{kIdle};
-    std::exception_ptr error;
+    std::exception_ptr error;  // of its part of the last loop that it had one of
   };
   struct Loop {
     int64_t n, part;
@@ -112,6 +109,7 @@ class Team {
   void take(int64_t part) {
     Seat& seat = seats_[part];
     const int64_t begin = part * loop_.part, end = std::min(loop_.n, begin + loop_.part);
+    seat.error = nullptr;
     try {
       if (begin < end) loop_.call(loop_.f, begin, end);
     } catch (...) {

@@ -128,8 +128,8 @@ Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context,
       x = run(x, context, layer, cu_seqlens, max_seqlen, heads, scale, approximate, out_eps, down_eps);
     }
   };
-  const bool torch = std::any_of(parameters.begin(), parameters.end(), [](const Tensor& p) { return p.dim() == 2; });
-  torch ? all() : together(all);  // torch's products need threads of their own
+  const bool plain = std::any_of(parameters.begin(), parameters.end(), [](const Tensor& p) { return p.dim() == 2; });
+  plain ? all() : together(all);  // the products of plain weights are torch's, and need threads of their own
   return x;
 }
 

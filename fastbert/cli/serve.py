@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +42,9 @@ def add(commands) -> None:
 
 def _serve(args: argparse.Namespace) -> None:
     uvicorn = require("uvicorn", "'uvicorn[standard]'")
-    from fastbert.serving import Limits, Service, create_app, load
+    from fastbert.serving import Limits, Service, create_app
 
-    keys, wanted = _keys(args.api_key_file), [_wanted(args, given) for given in args.model]
-    # In a thread that ends, and its OpenMP threads with it: beside them the inference's would sleep after each loop.
-    with ThreadPoolExecutor(1) as loader:
-        models = [loader.submit(load, source, name, **options).result() for source, name, options in wanted]
+    keys, models = _keys(args.api_key_file), [_model(args, given) for given in args.model]
     limits = Limits(
         args.max_inputs, args.max_body, args.batch_tokens, args.waiting_tokens, args.timeout, workers=args.workers
     )
@@ -93,12 +89,15 @@ class JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
-def _wanted(args: argparse.Namespace, given: str) -> tuple[str, str | None, dict[str, Any]]:
-    """What `load` takes, of NAME=DIR, or of a directory or a name on the hub alone."""
+def _model(args: argparse.Namespace, given: str) -> Any:
+    """Of NAME=DIR, or of a directory or a name on the hub alone."""
+    from fastbert.serving import load
+
     name, equals, source = given.partition("=")
     if not equals or os.path.exists(given):
         name, source = "", given
-    return source, name or None, model_options(argparse.Namespace(**vars(args) | {"model": source}))
+    options = model_options(argparse.Namespace(**vars(args) | {"model": source}))
+    return load(source, name or None, **options)
 
 
 def _keys(path: Path | None) -> list[str]:

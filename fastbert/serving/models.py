@@ -1,6 +1,7 @@
 """What is served: the models of directories, each at the tasks that its head is for."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,9 @@ def load(source: str | Path, name: str | None = None, **options: Any) -> ServedM
     }
     if found not in known:
         raise ValueError(f"{source} is a {found.__name__}; expected a model for {', '.join(TASKS)}")
-    return ServedModel(name or directory.name, directory, known[found]())
+    # In a thread that ends, and its OpenMP threads with it: beside them the inference's would sleep after each loop.
+    with ThreadPoolExecutor(1) as loader:
+        return ServedModel(name or directory.name, directory, loader.submit(known[found]).result())
 
 
 def _classifiers(directory: Path, options: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import pytest
 from serving.over_http import httpx
 from serving.served import TEXTS
 
-from fastbert import cli, serving
+from fastbert import cli
 from fastbert.cli.serve import JsonLines
 from fastbert.serving.app import Facts
 
@@ -49,18 +49,6 @@ def test_it_serves_until_it_is_told_to_end(directory, tmp_path):
     assert all(list(json.loads(line)) == ["time", "level", "request"] for line in log.splitlines())
     assert [(one["path"], one["status"]) for one in requests] == [("/embed", s) for s in (200, 413, 401)]
     assert "-key" not in log
-
-
-def test_no_thread_that_loaded_a_model_stays(directory, monkeypatch):
-    """Its OpenMP threads would stay too, and have those of the inference sleep after each loop."""
-    loaders, load = [], serving.load
-    monkeypatch.setattr(
-        serving, "load", lambda *args, **options: loaders.append(threading.current_thread()) or load(*args)
-    )
-    monkeypatch.setattr(serving, "create_app", lambda service, keys: service.close() or sys.exit("created"))
-    with pytest.raises(SystemExit, match="created"):
-        cli.main(["serve", "--port", "0", "--model", str(directory / "sentences"), "--model", str(directory / "tags")])
-    assert loaders and not any(thread.is_alive() for thread in loaders)
 
 
 @pytest.mark.slow

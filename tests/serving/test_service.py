@@ -62,6 +62,19 @@ def encoder(directory):
 # ---- text-embeddings-inference
 
 
+def test_no_thread_that_loaded_a_model_stays(directory, monkeypatch):
+    """Its OpenMP threads would stay too, and have those of the inference sleep after each loop."""
+    loaders, read = [], SentenceEncoder.from_pretrained
+
+    def noted(*args, **options):
+        loaders.append(threading.current_thread())
+        return read(*args, **options)
+
+    monkeypatch.setattr(SentenceEncoder, "from_pretrained", noted)
+    load(directory / "sentences")
+    assert loaders and not any(thread.is_alive() for thread in loaders)
+
+
 def test_embed(post, encoder):
     raw = encoder.encode(TEXTS)
     same(post("/embed", inputs=TEXTS), F.normalize(raw, dim=-1))
