@@ -181,11 +181,19 @@ class TestAttention(AttentionSuite):
             assert torch.equal(out, expected.to(dtype))
 
     def with_scale(self, scale):
-        def attend(q, k, v, _):
+        """Ours, and PyTorch's with the scale after the product and before it."""
+
+        def after(q, k, v, _):
             return (q @ k.transpose(-1, -2) * scale).softmax(-1) @ v
 
+        def before(q, k, v, _):
+            return (q * scale @ k.transpose(-1, -2)).softmax(-1) @ v
+
+        def plain(attend):
+            return lambda qkv, cu_seqlens: self.by_sequence(attend, qkv, cu_seqlens)
+
         ours = lambda qkv, cu_seqlens: ops.attention(qkv, cu_seqlens, 9, scale=scale)  # noqa: E731
-        return ours, lambda qkv, cu_seqlens: self.by_sequence(attend, qkv, cu_seqlens)
+        return ours, [plain(after), plain(before)]
 
     @pytest.mark.parametrize("dtype", (torch.float32, *HALF), ids=("float32", "bfloat16", "float16"))
     @pytest.mark.parametrize("scale", [0.0, 1.0, -30.0])
@@ -194,7 +202,7 @@ class TestAttention(AttentionSuite):
         inputs = self.inputs(((9, 4), 2, 16), dtype, backend.device)
         ours, plain = self.with_scale(scale)
         both = backend.why_not(dtype, True) is None
-        testing.assert_accurate(ours, plain, [plain], inputs, gradients=both)
+        testing.assert_accurate(ours, plain[0], plain, inputs, gradients=both)
 
     @pytest.mark.parametrize(("size", "scale"), [(1.5e19, 0.0), (1.5e19, 5e-39), (1e-19, 3e38)])
     @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("float32", "bfloat16"))
@@ -207,7 +215,7 @@ class TestAttention(AttentionSuite):
         qkv[:, :2] = 0
         qkv[:, 0, :, 0] = size
         qkv[:, 1, 0, 0] = size * torch.tensor([1, -1, 0, 0.7])
-        ours, plain = self.with_scale(scale)
+        ours, (plain, _) = self.with_scale(scale)
         inputs = {"qkv": qkv, "cu_seqlens": ends((4,), backend.device)}
         testing.assert_accurate(ours, plain, [plain], inputs, gradients=False)
 
@@ -215,7 +223,7 @@ class TestAttention(AttentionSuite):
         """Logits of hundreds, where exp overflows without the maximum taken off. The backward has exp(score - lse) of
         two float32 numbers of that size, so its weights, and gradients, are right to 2**-23 of the largest logit."""
         inputs = self.inputs(((9, 4), 2, 16), torch.float32, backend.device)
-        ours, plain = self.with_scale(30.0)
+        ours, (plain, _) = self.with_scale(30.0)
         logit = 30 * (inputs["qkv"][:, 0, None] * inputs["qkv"][None, :, 1]).sum(-1).abs().max()
         both = backend.why_not(torch.float32, True) is None
         result = testing.evaluate(ours, inputs, gradients=both)
@@ -248,7 +256,7 @@ class TestAttention(AttentionSuite):
         inputs["qkv"][:64, 0] *= 0.01
         inputs["qkv"][64:, 0] *= 100
         logit = (inputs["qkv"][:, 0, 0] @ inputs["qkv"][:, 1, 0].mT).abs().max()
-        _, plain = self.with_scale(1.0)
+        _, (plain, _) = self.with_scale(1.0)
         ours = lambda qkv, cu_seqlens: ops.attention(qkv, cu_seqlens, 112, scale=1.0)  # noqa: E731
         result, truth = testing.evaluate(ours, inputs), testing.evaluate(plain, inputs, dtype=torch.float64)
         pairs = [(result.outputs, truth.outputs), (result.gradients, truth.gradients)]
