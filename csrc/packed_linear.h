@@ -20,13 +20,13 @@ enum class Gelu { none, erf, tanh };
 namespace cpu {
 
 struct PackedLinear {
-  const void* x;       // (rows, inner) of dtype, contiguous
+  const void* x;       // (rows, inner) of x_dtype, contiguous
   const void* weight;  // packed
   const float* scale;  // of int8 weights: (2, channels), the factor of each channel, and the sum of its weights
   const float* bias;   // (channels,), or null
-  void* y;             // (rows, channels) of dtype, rows y_stride elements apart
+  void* y;             // (rows, channels) of y_dtype, rows y_stride elements apart
   int64_t rows, inner, channels, y_stride;
-  DType dtype;  // f32, bf16 or f16
+  DType x_dtype, y_dtype;  // f32, bf16 or f16
   Weights weights;
   Gelu gelu;
   // Rows of x as the products take them, each of packed_left_bytes(), and for int8 the factor of each; null where x is
@@ -43,7 +43,7 @@ FB_FOR_EACH_ISA_TILES_AND_VNNI(
     int64_t packed_width(); int64_t packed_group(Weights weights);
 
     // Of a row of `left`; 0 where x is taken as it is.
-    int64_t packed_left_bytes(int64_t inner, DType dtype, Weights weights);
+    int64_t packed_left_bytes(int64_t inner, DType x_dtype, Weights weights);
     void packed_left(const PackedLinear& op, int64_t begin, int64_t end);
 
     // Of a task's scratch.

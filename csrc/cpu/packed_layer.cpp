@@ -43,26 +43,35 @@ struct Layer {
   }
 };
 
+// The type of what passes from products to another: bf16 between int8 ones, beside which its rounding is small, so that
+// half as much is written and read, and attention multiplies bf16; else hidden's.
+ScalarType between(const std::vector<Dense>& from, const Dense& to, ScalarType hidden) {
+  const auto is_int8 = [](const Dense& dense) { return dense.weight.scalar_type() == ScalarType::Char; };
+  const bool int8 = is_int8(to) && std::all_of(from.begin(), from.end(), is_int8);
+  return int8 && hidden == ScalarType::Float ? ScalarType::BFloat16 : hidden;
+}
+
 void check_dense_of(const Tensor& x, const Dense& dense) {
   dense.is_packed() ? check_packed(x, dense) : check_dense("packed_layer", x, dense.weight, dense.bias);
 }
 
-// x: (T, K), contiguous. bias: whether it is added here.
-Tensor apply(const Tensor& x, const Dense& dense, std::string_view approximate, bool with_bias) {
+// x: (T, K), contiguous. bias: whether it is added here. type: of what is returned, x's but between int8 products.
+Tensor apply(const Tensor& x, const Dense& dense, std::string_view approximate, bool with_bias, ScalarType type) {
   check_dense_of(x, dense);
   const OptionalTensor bias = with_bias ? dense.bias : std::nullopt;
-  if (dense.is_packed()) return product(x, {dense.weight, dense.scale, bias, dense.channels}, gelu_of(approximate));
+  if (dense.is_packed())
+    return product(x, {dense.weight, dense.scale, bias, dense.channels}, gelu_of(approximate), type);
   const Tensor y = contiguous(linear(x, dense.weight, bias));
   if (!approximate.empty()) gelu_cpu(y, std::nullopt, approximate, y);
   return y;
 }
 
 // (T, C) -> (T, 3, H, D). What the products take is made once for all three, where they take the same.
-Tensor project(const Tensor& x, const std::vector<Dense>& projections, int64_t heads) {
+Tensor project(const Tensor& x, const std::vector<Dense>& projections, int64_t heads, ScalarType type) {
   const int64_t tokens = x.size(0), width = projections[0].channels * int64_t(projections.size());
   FB_CHECK_VALUE(width % 3 == 0 && width / 3 % heads == 0, "packed_layer: the projections give ", width,
                  " numbers a token; expected a multiple of 3 times ", heads, " heads");
-  const Tensor qkv = empty({tokens, width}, x);
+  const Tensor qkv = empty({tokens, width}, x, type);
   std::optional<Left> left;
   for (size_t i = 0; i < projections.size(); ++i) {
     const Dense& each = projections[i];
@@ -93,8 +102,9 @@ Tensor context_of(const Tensor& x, const OptionalTensor& given, const Layer& lay
   }
   FB_CHECK_VALUE(cu_seqlens.has_value(), "packed_layer: neither context nor cu_seqlens; expected one");
   FB_CHECK_VALUE(heads > 0, "packed_layer: heads is ", heads, "; expected a positive number");
-  const auto [out, lse] =
-      attention_fwd_cpu(project(x, layer.projections, heads), *cu_seqlens, max_seqlen, scale, 0, std::nullopt, 0);
+  const ScalarType type = between(layer.projections, layer.out, x.scalar_type());
+  const Tensor qkv = project(x, layer.projections, heads, type);
+  const auto [out, lse] = attention_fwd_cpu(qkv, *cu_seqlens, max_seqlen, scale, 0, std::nullopt, 0);
   return view(out, {x.size(0), out.size(1) * out.size(2)});
 }
 
@@ -107,9 +117,10 @@ Tensor run(const Tensor& hidden, const OptionalTensor& context, const Layer& lay
                          double eps) {
     return std::get<0>(add_layer_norm_fwd_cpu(y, residual, norm[0], norm[1], dense.bias, std::nullopt, eps, 0, 0));
   };
-  const Tensor middle = normed(apply(attended, layer.out, "", false), x, layer.out, layer.out_norm, out_eps);
-  const Tensor wide = apply(middle, layer.up, approximate, true);
-  return normed(apply(wide, layer.down, "", false), middle, layer.down, layer.down_norm, down_eps);
+  const ScalarType type = x.scalar_type();
+  const Tensor middle = normed(apply(attended, layer.out, "", false, type), x, layer.out, layer.out_norm, out_eps);
+  const Tensor wide = apply(middle, layer.up, approximate, true, between({layer.up}, layer.down, type));
+  return normed(apply(wide, layer.down, "", false, type), middle, layer.down, layer.down_norm, down_eps);
 }
 
 // Of several layers parameters and scales follow each other.

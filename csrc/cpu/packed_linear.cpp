@@ -12,7 +12,7 @@ Tensor packed_linear_fwd_cpu(const Tensor& x, const Tensor& weight, const Option
   check_packed(x, p);
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = channels;
-  return view(product(matrix(contiguous(x)), p, gelu_of(approximate)), shape);
+  return view(product(matrix(contiguous(x)), p, gelu_of(approximate), x.scalar_type()), shape);
 }
 
 }  // namespace

@@ -49,7 +49,7 @@ class Left {
   // With what is known of the left factor alone.
   PackedLinear call() const {
     PackedLinear op{};
-    op.x = x_.const_data_ptr(), op.rows = x_.size(0), op.inner = x_.size(1), op.dtype = dtype_of(x_);
+    op.x = x_.const_data_ptr(), op.rows = x_.size(0), op.inner = x_.size(1), op.x_dtype = dtype_of(x_);
     op.weights = weights_;
     op.left = left_ ? left_->mutable_data_ptr() : nullptr;
     op.left_scale = scale_ ? scale_->mutable_data_ptr<float>() : nullptr;
@@ -100,13 +100,14 @@ inline void check_packed(const Tensor& x, const Packed& p) {
   if (p.bias) check_dtype("packed_linear", "bias", *p.bias, ScalarType::Float);
 }
 
-// Of checked arguments: y (rows, channels), whose rows may lie apart.
+// Of checked arguments: y (rows, channels), whose rows may lie apart, of x's type or float beside int8 weights.
 inline void product_into(const Tensor& y, const Left& left, const Packed& p, Gelu gelu) {
   PackedLinear op = left.call();
   op.weight = p.weight.const_data_ptr();
   op.scale = p.scale ? p.scale->const_data_ptr<float>() : nullptr;
   op.bias = p.bias ? p.bias->const_data_ptr<float>() : nullptr;
-  op.y = y.mutable_data_ptr(), op.y_stride = y.stride(0), op.channels = p.channels, op.gelu = gelu;
+  op.y = y.mutable_data_ptr(), op.y_stride = y.stride(0), op.y_dtype = dtype_of(y);
+  op.channels = p.channels, op.gelu = gelu;
   // Blocks of rows, each with all panels: threads get equal shares of the panels of all blocks.
   const int64_t width = FB_BEST_ISA(packed_width)(), panels = p.weight.size(0);
   const int64_t blocks = (op.rows + cpu::kPackedRows - 1) / cpu::kPackedRows, units = blocks * panels;
@@ -128,8 +129,8 @@ inline void product_into(const Tensor& y, const Left& left, const Packed& p, Gel
   });
 }
 
-inline Tensor product(const Tensor& x, const Packed& p, Gelu gelu) {
-  const Tensor y = empty_rows({x.size(0), p.channels}, x);
+inline Tensor product(const Tensor& x, const Packed& p, Gelu gelu, ScalarType type) {
+  const Tensor y = empty_rows({x.size(0), p.channels}, x, type);
   product_into(y, Left(x, weights_of(p.weight)), p, gelu);
   return y;
 }

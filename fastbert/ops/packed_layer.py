@@ -46,13 +46,19 @@ def _one_layer(
     *projections, out, out_norm, up, down, down_norm = zip(parameters[::2], parameters[1::2], strict=True)
     if context is None:
         each = [_dense(hidden, *part, of) for part, of in zip(projections, scales[:-3], strict=True)]
-        qkv = torch.cat(each, -1).unflatten(-1, (3, heads, -1))
+        qkv = _between(torch.cat(each, -1), out, *projections).unflatten(-1, (3, heads, -1))
         context = attention_ref(qkv, cu_seqlens, max_seqlen, scale=scale).flatten(1)
-    x = _dense(context, out[0], torch.zeros_like(out[1]), scales[-3])
+    x = _dense(context.to(hidden.dtype), out[0], torch.zeros_like(out[1]), scales[-3])
     hidden = add_layer_norm_ref(x, hidden, *out_norm, out_eps, x_bias=out[1])
-    x = _dense(hidden, *up, scales[-2], approximate)
-    x = _dense(x, down[0], torch.zeros_like(down[1]), scales[-1])
+    x = _between(_dense(hidden, *up, scales[-2], approximate), up, down)
+    x = _dense(x.to(hidden.dtype), down[0], torch.zeros_like(down[1]), scales[-1])
     return add_layer_norm_ref(x, hidden, *down_norm, down_eps, x_bias=down[1])
+
+
+def _between(x: Tensor, *products: Sequence[Tensor]) -> Tensor:
+    """What passes from products to another: bfloat16 between int8 ones of a float32 model."""
+    quantized = all(weight.dtype == torch.int8 for weight, _ in products)
+    return x.bfloat16() if quantized and x.dtype == torch.float32 else x
 
 
 def _dense(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, approximate: str | None = None) -> Tensor:

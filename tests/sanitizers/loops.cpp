@@ -491,6 +491,7 @@ struct PackedLayer {
                                channels,
                                channels + gap,
                                dtype,
+                               dtype,
                                weights,
                                gelu,
                                left_bytes ? left.data() : nullptr,

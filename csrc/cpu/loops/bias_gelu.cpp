@@ -21,7 +21,7 @@ template <bool kTanh, bool kBias, class T>
 void forward(const T* x, const math_t<T>* bias, T* y, int64_t rows, int64_t channels) {
   for (int64_t row = 0; row < rows; ++row, x += channels, y += channels)
     for_vectors<math_t<T>>(channels, [&](int64_t i, auto n) {
-      store(gelu<kTanh>(add_bias<kBias>(load(x + i, n), bias, i, n)), y + i, n);
+      store(gelu_for<T, kTanh>(add_bias<kBias>(load(x + i, n), bias, i, n)), y + i, n);
     });
 }
 

@@ -14,9 +14,9 @@ constexpr int64_t kColumns = 16 * kPanel<float>;  // of a block that is finished
 constexpr int64_t kStride = kColumns + 16;        // of its sums: a power of two would use few sets of the cache
 constexpr int64_t kNear = kInner + 16;            // of rows of x that would, and are copied
 
-// Calls f with a value of x's and y's type.
+// Calls f with a value of x's or y's type.
 template <class F>
-void for_x_type(DType dtype, const F& f) {
+void for_type(DType dtype, const F& f) {
   if (dtype == DType::f32) f(float{});
   if (dtype == DType::bf16) f(bf16{});
   if (dtype == DType::f16) f(f16{});
@@ -145,7 +145,7 @@ void finish(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, 
     for_vectors<float>(channels, [&](int64_t i, auto n) {
       vfloat v = sum_at(r, i, n);
       if (op.bias) v += load(op.bias + channel + i, n);
-      if constexpr (kGelu != Gelu::none) v = gelu<kGelu == Gelu::tanh>(v);
+      if constexpr (kGelu != Gelu::none) v = gelu_for<T, kGelu == Gelu::tanh>(v);
       store(v, y + i, n);
     });
   }
@@ -181,14 +181,14 @@ void int8_block(const PackedLinear& op, int64_t row, int64_t rows, int64_t chann
 int64_t packed_width() { return kPanel<float>; }
 int64_t packed_group(Weights weights) { return group_of(weights); }
 
-int64_t packed_left_bytes(int64_t inner, DType dtype, Weights weights) {
+int64_t packed_left_bytes(int64_t inner, DType x_dtype, Weights weights) {
   if (weights == Weights::s8) return whole_groups(inner) * int64_t(sizeof(Left8));
   if (in_pairs(weights)) return inner % 2 ? (inner + 1) * int64_t(sizeof(bf16)) : 0;
-  return dtype == DType::f32 ? 0 : inner * int64_t(sizeof(float));
+  return x_dtype == DType::f32 ? 0 : inner * int64_t(sizeof(float));
 }
 
 void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
-  for_x_type(op.dtype, [&](auto element) {
+  for_type(op.x_dtype, [&](auto element) {
     using T = decltype(element);
     for (int64_t row = begin; row < end; ++row) {
       const T* const x = static_cast<const T*>(op.x) + row * op.inner;
@@ -208,7 +208,7 @@ int64_t packed_scratch() { return (kPackedRows * (kStride + kNear) + kInner * kP
 void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
                    void* scratch) {
   const Tiles tiles(in_pairs(op.weights) || op.weights == Weights::s8);
-  for_x_type(op.dtype, [&](auto element) {
+  for_type(op.y_dtype, [&](auto element) {
     using T = decltype(element);
     for (; channel < channel_end; channel += kColumns) {
       const int64_t rows = row_end - row, channels = least(kColumns, channel_end - channel);
