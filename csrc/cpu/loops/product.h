@@ -17,50 +17,28 @@ struct Left {
   int64_t stride;
 
   const E* at(int64_t row) const { return across ? data + row : data + row * stride; }
-  int64_t apart() const { return (across ? 1 : stride) * int64_t(sizeof(E)); }  // bytes from row to row
-  int64_t step() const { return (across ? stride : 1) * int64_t(sizeof(E)); }   // and from k to k
+  void advance() { data += across ? stride : 1; }  // to the next k
 };
 
-// Where a tile's rows are at one k. One address for three rows: compilers, which would keep one for each, run out of
-// registers.
-template <int rows>
-class TileRows {
- public:
-  TileRows(const void* first, int64_t apart) : apart_(apart) {
-    for (int i = 0; i < kCount; ++i) first_[i] = static_cast<const char*>(first) + 3 * i * apart;
-  }
-  template <class E>
-  const E* at(int row) const {
-    return reinterpret_cast<const E*>(first_[row / 3] + row % 3 * apart_);
-  }
-  void advance(int64_t bytes) {
-#pragma GCC unroll 4
-    for (int i = 0; i < kCount; ++i) {
-      first_[i] += bytes;
-      asm("" : "+r"(first_[i]));  // so that they are not computed from each other
-    }
-  }
-
- private:
-  static constexpr int kCount = (rows + 2) / 3;
-  const char* first_[kCount];
-  const int64_t apart_;
-};
+// Steps between which nothing is fetched ahead: counting that would take registers that the rows' addresses need.
+constexpr int64_t kUndisturbed = 64;
 
 template <int rows, Onto what, bool across, class E, class A = NothingAhead, class M = sum_t<E>>
 inline void tile(Left<across, E> a, const E* b, int64_t inner, M* c, int64_t stride, const M* factors, A ahead = {}) {
   using V = vec<M>;
   constexpr int L = kLanes<E>;
   V sums[rows][2]{};
-  TileRows<rows> left_rows(a.data, a.apart());
-  for (int64_t k = 0; k < inner; ++k, b += 2 * L, left_rows.advance(a.step())) {
-    const vec<E> first = load(b), second = load(b + L);
-    ahead.fetch();
+  for (int64_t k = 0; k < inner;) {
+    const int64_t end = least(k + kUndisturbed, inner);
+    ahead.fetch(end - k);
+    for (; k < end; ++k, b += 2 * L, a.advance()) {
+      const vec<E> first = load(b), second = load(b + L);
 #pragma GCC unroll 12
-    for (int row = 0; row < rows; ++row) {
-      const vec<E> left = broadcast(left_rows.template at<E>(row));
-      sums[row][0] = fma(left, first, sums[row][0]);
-      sums[row][1] = fma(left, second, sums[row][1]);
+      for (int row = 0; row < rows; ++row) {
+        const vec<E> left = broadcast(a.at(row));
+        sums[row][0] = fma(left, first, sums[row][0]);
+        sums[row][1] = fma(left, second, sums[row][1]);
+      }
     }
   }
 #pragma GCC unroll 12

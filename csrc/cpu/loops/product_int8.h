@@ -58,15 +58,17 @@ inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner
                   Ahead ahead) {
   constexpr int L = kLanes<float>;
   vint sums[rows][2]{};
-  TileRows<rows> left_rows(a, stride * int64_t(sizeof(Left8)));
-  for (int64_t k = 0; k < inner; k += kGroup, b += 2 * L * kGroup, left_rows.advance(4)) {
-    const vint first = load_group(b), second = load_group(b + L * kGroup);
-    ahead.fetch(kGroup);
+  for (int64_t k = 0; k < inner;) {
+    const int64_t end = least(k + kUndisturbed * kGroup, inner);
+    ahead.fetch(end - k);
+    for (; k < end; k += kGroup, b += 2 * L * kGroup, a += kGroup) {
+      const vint first = load_group(b), second = load_group(b + L * kGroup);
 #pragma GCC unroll 12
-    for (int row = 0; row < rows; ++row) {
-      const vint left = vint{} + load_bits<int32_t>(left_rows.template at<Left8>(row));
-      sums[row][0] = dot(left, first, sums[row][0]);
-      sums[row][1] = dot(left, second, sums[row][1]);
+      for (int row = 0; row < rows; ++row) {
+        const vint left = vint{} + load_bits<int32_t>(a + row * stride);
+        sums[row][0] = dot(left, first, sums[row][0]);
+        sums[row][1] = dot(left, second, sums[row][1]);
+      }
     }
   }
 #pragma GCC unroll 12
