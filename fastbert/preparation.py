@@ -25,9 +25,10 @@ def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn
     model: one of fastbert's or transformers' (accelerated, or it is now), or a module that contains some, as
     sentence-transformers' do; in evaluation mode, and on the CPU or, for "fp8", on a GPU. precision: "fp32", as exact
     as before; "bf16", which the whole copy is converted to; "int8", whose dense layers have int8 weights with a factor
-    for each output channel, and inputs quantised to int8 for each token, while all else is float32; "fp8", the same in
-    float8_e4m3fn, for GPUs of sm_90 and newer, while all else is bfloat16. skip: names of submodules that stay as they
-    are (in that dtype), such as "encoder.layer.11" or "encoder.layer.0.output.dense".
+    for each output channel, and inputs quantised to int8 for each token, while all else is float32, but bfloat16 what
+    passes between the products of a layer; "fp8", the same in float8_e4m3fn, for GPUs of sm_90 and newer, while all
+    else is bfloat16. skip: names of submodules that stay as they are (in that dtype), such as "encoder.layer.11" or
+    "encoder.layer.0.output.dense".
 
     The dense layers of encoders are packed, and projections of embeddings; heads and poolers, which read few tokens,
     are not. Their weights are what their precision takes: 4, 2 or 1 bytes a number. Dropout is off for good: training,

@@ -167,6 +167,8 @@ struct Ahead {
   void fetch(int64_t steps = 1) {
     for (due += steps * step; due >= kPart; due -= kPart, from += kLine) __builtin_prefetch(from, 0, 2);
   }
+  // Steps between which nothing is fetched: counting that takes registers, and too many lines at once do not fit.
+  int64_t undisturbed() const { return step <= kPart / 8 ? 64 : 8; }
   // What is left after some steps.
   Ahead after(int64_t steps) const { return {from + steps * step / kPart * kLine, step}; }
   // What a tile of `count` rows from `row` on asks for: its share, as of the work.
@@ -175,6 +177,7 @@ struct Ahead {
   }
 };
 struct NothingAhead {
+  static int64_t undisturbed() { return 1 << 10; }
   void fetch(int64_t = 1) {}
   NothingAhead after(int64_t) const { return {}; }
   NothingAhead share(int64_t, int64_t, int64_t, int64_t) const { return {}; }

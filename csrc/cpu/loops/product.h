@@ -20,16 +20,13 @@ struct Left {
   void advance() { data += across ? stride : 1; }  // to the next k
 };
 
-// Steps between which nothing is fetched ahead: counting that would take registers that the rows' addresses need.
-constexpr int64_t kUndisturbed = 64;
-
 template <int rows, Onto what, bool across, class E, class A = NothingAhead, class M = sum_t<E>>
 inline void tile(Left<across, E> a, const E* b, int64_t inner, M* c, int64_t stride, const M* factors, A ahead = {}) {
   using V = vec<M>;
   constexpr int L = kLanes<E>;
   V sums[rows][2]{};
   for (int64_t k = 0; k < inner;) {
-    const int64_t end = least(k + kUndisturbed, inner);
+    const int64_t end = least(k + ahead.undisturbed(), inner);
     ahead.fetch(end - k);
     for (; k < end; ++k, b += 2 * L, a.advance()) {
       const vec<E> first = load(b), second = load(b + L);

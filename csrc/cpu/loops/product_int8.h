@@ -59,7 +59,7 @@ inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner
   constexpr int L = kLanes<float>;
   vint sums[rows][2]{};
   for (int64_t k = 0; k < inner;) {
-    const int64_t end = least(k + kUndisturbed * kGroup, inner);
+    const int64_t end = least(k + ahead.undisturbed() * kGroup, inner);
     ahead.fetch(end - k);
     for (; k < end; k += kGroup, b += 2 * L * kGroup, a += kGroup) {
       const vint first = load_group(b), second = load_group(b + L * kGroup);
