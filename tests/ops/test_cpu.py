@@ -294,8 +294,8 @@ def _half_calls():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", _half_calls())
 def test_half_precision_is_float32_rounded_once(name, dtype):
-    """To the nearest, ties to even, results and gradients alike: bit for bit what PyTorch makes of float32's. (GELU with
-    erf is computed in another way for 16 bits: test_every_number_of_16_bits.)"""
+    """To the nearest, ties to even, results and gradients alike: bit for bit what PyTorch makes of float32's. (GELU
+    with erf is computed in another way for 16 bits: test_every_number_of_16_bits.)"""
     op, activations, parameters = _half_calls()[name]
     half = [t.to(dtype).requires_grad_() for t in activations]
     wide = [t.detach().float().requires_grad_() for t in half]
