@@ -164,7 +164,7 @@ struct Ahead {
   static Ahead of_bytes(const void* from, int64_t bytes_a_step) {
     return {static_cast<const char*>(from), bytes_a_step * (kPart / kLine)};
   }
-  void fetch(int64_t steps = 1) {
+  void fetch(int64_t steps) {
     for (due += steps * step; due >= kPart; due -= kPart, from += kLine) __builtin_prefetch(from, 0, 2);
   }
   // Steps between which nothing is fetched: counting that takes registers, and too many lines at once do not fit.
@@ -178,7 +178,7 @@ struct Ahead {
 };
 struct NothingAhead {
   static int64_t undisturbed() { return 1 << 10; }
-  void fetch(int64_t = 1) {}
+  void fetch(int64_t) {}
   NothingAhead after(int64_t) const { return {}; }
   NothingAhead share(int64_t, int64_t, int64_t, int64_t) const { return {}; }
 };
