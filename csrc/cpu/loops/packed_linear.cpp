@@ -38,38 +38,65 @@ void widen(const T* x, int64_t elements, float* to) {
   for_vectors<float>(elements, [&](int64_t i, auto n) { store(load(x + i, n), to + i, n); });
 }
 
-// The int8 nearest to x times a factor, plus kOffset; ties to even.
-inline vint quantise(vfloat x, float factor) {
-  return reinterpret<vint>(x * factor + kShift) - reinterpret<vint>(splat<vfloat>(kShift)) + kOffset;
+// The largest magnitude of a row, or what is not finite: magnitudes are ordered as their bits are, and those of an
+// infinity and of a NaN come last.
+template <class T>
+float largest_magnitude(const T* x, int64_t elements) {
+  using Bits = either<sizeof(T) == 2, uint16_t, int32_t>;
+  typedef FB_VECTOR(Bits, FB_VECTOR_BYTES) V;
+  constexpr int64_t L = sizeof(V) / sizeof(T);
+  V most[kSlots]{};
+  const auto take = [&](V bits, int slot) {
+    bits &= Bits(sizeof(T) == 2 ? 0x7fff : 0x7fffffff);
+    most[slot] = most[slot] > bits ? most[slot] : bits;
+  };
+  int64_t i = 0;
+  for (; i + kSlots * L <= elements; i += kSlots * L)
+    for (int slot = 0; slot < kSlots; ++slot) take(load_bits<V>(x + i + slot * L), slot);
+  for (; i + L <= elements; i += L) take(load_bits<V>(x + i), 0);
+  if (i < elements) {
+    V rest{};
+    __builtin_memcpy(&rest, x + i, (elements - i) * sizeof(T));
+    take(rest, 1);
+  }
+  for (int slot = 1; slot < kSlots; ++slot) take(most[slot], 0);
+  vint lanes = reinterpret<vint>(most[0]);
+  if constexpr (sizeof(T) == 2) {
+    const vint low = lanes & 0xffff, high = lanes >> 16;
+    lanes = low > high ? low : high;
+  }
+  const Bits bits = Bits(largest(lanes));
+  T value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return load(&value, 1)[0];
 }
 
+// Stores the lowest bits of each lane.
 inline void store_left(vint v, Left8* to, Whole) {
-  typedef FB_VECTOR(Left8, sizeof(vint) / 4 * sizeof(Left8)) Narrow;
-  const Narrow narrow = __builtin_convertvector(v, Narrow);
-  __builtin_memcpy(to, &narrow, sizeof narrow);
+  if constexpr (sizeof(Left8) == 1) {
+    const vbytes bytes = low_bytes(reinterpret<vuint>(v));
+    __builtin_memcpy(to, &bytes, sizeof bytes);
+  } else {
+    const vhalves halves = low_halves(reinterpret<vuint>(v));
+    __builtin_memcpy(to, &halves, sizeof halves);
+  }
 }
 inline void store_left(vint v, Left8* to, int n) {
   for (int i = 0; i < n; ++i) to[i] = Left8(v[i]);
 }
 
-// Returns what the int8 numbers are to be multiplied by. A row with a NaN or an infinity gives NaN: none would be
-// near; one of numbers below 2^-100 gives zeros.
+// The int8 nearest to x times a factor, ties to even, plus kOffset, which are the lowest bits of the sum here. Returns
+// what the int8 numbers are to be multiplied by. A row with a NaN or an infinity gives NaN: none would be near; one of
+// numbers below 2^-100 gives zeros.
 template <class T>
 float quantise_row(const T* x, int64_t inner, Left8* to) {
-  vfloat most[kSlots]{}, bad[kSlots]{};
-  for_vectors_in_slots<float>(inner, [&](int64_t i, auto n, auto slot) {
-    const vfloat v = load(x + i, n);
-    most[slot] = greater(most[slot], absolute(v));
-    bad[slot] += v * 0.f;
+  const float high = largest_magnitude(x, inner);
+  const bool finite = high * 0 == 0, zero = !finite || high < 0x1p-100f;
+  const float factor = 127 / high;
+  for_vectors<float>(zero ? 0 : inner, [&](int64_t i, auto n) {
+    store_left(reinterpret<vint>(load(x + i, n) * factor + (kShift + kOffset)), to + i, n);
   });
-  const float high = largest(most);
-  const bool finite = sum(bad) == 0, zero = !finite || high < 0x1p-100f;
-  const float factor = zero ? 0 : 127 / high;
-  for_vectors<float>(inner, [&](int64_t i, auto n) {
-    const vfloat v = load(x + i, n);
-    store_left(quantise(zero ? vfloat{} : v, factor), to + i, n);
-  });
-  for (int64_t i = inner; i < whole_groups(inner); ++i) to[i] = kOffset;
+  for (int64_t i = zero ? 0 : inner; i < whole_groups(inner); ++i) to[i] = kOffset;
   return !finite ? __builtin_nanf("") : zero ? 0 : high / 127;
 }
 
@@ -140,11 +167,12 @@ void multiply8(const PackedLinear& op, int64_t row, int64_t rows, int64_t channe
 
 template <Gelu kGelu, class T, class F>
 void finish(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, const F& sum_at) {
+  const float* const bias = op.bias ? op.bias + channel : nullptr;
   for (int64_t r = 0; r < rows; ++r) {
     T* const y = static_cast<T*>(op.y) + (row + r) * op.y_stride + channel;
     for_vectors<float>(channels, [&](int64_t i, auto n) {
       vfloat v = sum_at(r, i, n);
-      if (op.bias) v += load(op.bias + channel + i, n);
+      if (bias) v += load(bias + i, n);
       if constexpr (kGelu != Gelu::none) v = gelu_for<T, kGelu == Gelu::tanh>(v);
       store(v, y + i, n);
     });
@@ -168,10 +196,15 @@ void float_block(const PackedLinear& op, int64_t row, int64_t rows, int64_t chan
 template <class T>
 void int8_block(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, int32_t* sums) {
   multiply8(op, row, rows, channel, channels, sums);
-  const float *const scale = op.scale + channel, *const offsets = scale + op.channels;
+  const float* const scale = op.scale + channel;
+  int32_t offsets[kColumns];  // what kOffset adds to the sums of each channel
+  for_vectors<float>(kOffset ? channels : 0, [&](int64_t i, auto n) {
+    const vint sum = __builtin_convertvector(load(scale + op.channels + i, n), vint) * kOffset;
+    __builtin_memcpy(offsets + i, &sum, sizeof sum);
+  });
   finish<T>(op, row, rows, channel, channels, [&](int64_t r, int64_t i, auto n) {
-    vint exact = load_bits<vint>(sums + r * kStride + i);
-    if constexpr (kOffset) exact -= kOffset * __builtin_convertvector(load(offsets + i, n), vint);
+    vint exact = load(sums + r * kStride + i);
+    if constexpr (kOffset) exact -= load(offsets + i);
     return __builtin_convertvector(exact, vfloat) * (load(scale + i, n) * op.left_scale[row + r]);
   });
 }

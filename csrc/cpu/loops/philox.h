@@ -78,8 +78,8 @@ inline void attention_bits(uint8_t* bits, int64_t first_key, int64_t keys, uint3
   }
 }
 
-inline vuint widen(const uint16_t* bits) { return __builtin_convertvector(load_bits<vhalves>(bits), vuint); }
-inline vuint widen(const uint8_t* bits) { return __builtin_convertvector(load_bits<vbytes>(bits), vuint); }
+inline vuint widen(const uint16_t* bits) { return widen(load_bits<vhalves>(bits)); }
+inline vuint widen(const uint8_t* bits) { return widen(load_bits<vbytes>(bits)); }
 
 // v · keep_scale where an element's bits are at least the threshold, else 0.
 template <class Bits>

@@ -98,11 +98,27 @@ inline V reinterpret(W w) {
   return (V)w;
 }
 
+// Lanes of other widths. Compilers make 5 to 40 instructions of some of these conversions, unless they are told.
+#if defined(__AVX512F__)
+inline vuint widen(vhalves v) { return (vuint)_mm512_cvtepu16_epi32((__m256i)v); }
+inline vuint widen(vbytes v) { return (vuint)_mm512_cvtepu8_epi32((__m128i)v); }
+inline vhalves low_halves(vuint v) { return (vhalves)_mm512_cvtepi32_epi16((__m512i)v); }
+inline vbytes low_bytes(vuint v) { return (vbytes)_mm512_cvtepi32_epi8((__m512i)v); }
+#else
+#if defined(__AVX2__) && FB_VECTOR_BYTES == 32
+inline vuint widen(vhalves v) { return (vuint)_mm256_cvtepu16_epi32((__m128i)v); }
+inline vuint widen(vbytes v) { return (vuint)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(__builtin_bit_cast(int64_t, v))); }
+#else
+inline vuint widen(vhalves v) { return __builtin_convertvector(v, vuint); }
+inline vuint widen(vbytes v) { return __builtin_convertvector(v, vuint); }
+#endif
+inline vhalves low_halves(vuint v) { return __builtin_convertvector(v, vhalves); }
+inline vbytes low_bytes(vuint v) { return __builtin_convertvector(low_halves(v), vbytes); }
+#endif
+
 inline vfloat load(const float* src) { return load_bits<vfloat>(src); }
 inline vdouble load(const double* src) { return load_bits<vdouble>(src); }
-inline vfloat load(const bf16* src) {
-  return reinterpret<vfloat>(__builtin_convertvector(load_bits<vhalves>(src), vuint) << 16);
-}
+inline vfloat load(const bf16* src) { return reinterpret<vfloat>(widen(load_bits<vhalves>(src)) << 16); }
 
 inline vint load(const pair* src) { return load_bits<vint>(src); }
 inline vint load(const int32_t* src) { return load_bits<vint>(src); }
@@ -115,16 +131,14 @@ inline vhalves rounded(vfloat v) { return (vhalves)_mm512_cvtneps_pbh((__m512)v)
 #else
 inline vhalves rounded(vfloat v) {
   const vuint bits = reinterpret<vuint>(v), nearest_even = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  return __builtin_convertvector(v == v ? nearest_even : vuint{} + 0x7fc0, vhalves);
+  return low_halves(v == v ? nearest_even : vuint{} + 0x7fc0);
 }
 #endif
 inline void store(vhalves v, bf16* dst) { __builtin_memcpy(dst, &v, sizeof v); }
 inline void store(vfloat v, bf16* dst) { store(rounded(v), dst); }
 
 // Of each lane: bf16 in the low and the high half.
-inline vint paired(vhalves first, vhalves second) {
-  return (vint)(__builtin_convertvector(first, vuint) | __builtin_convertvector(second, vuint) << 16);
-}
+inline vint paired(vhalves first, vhalves second) { return (vint)(widen(first) | widen(second) << 16); }
 
 #if defined(__AVX512F__)
 inline vfloat load(const f16* src) { return (vfloat)_mm512_cvtph_ps(load_bits<__m256i>(src)); }
