@@ -35,12 +35,11 @@ struct PackedLinear {
   float* left_scale;
 };
 
-constexpr int64_t kPackedRows = 144;   // of a block: a multiple of every tile's rows
 constexpr int64_t kRowsTogether = 16;  // blocks begin at multiples of these: whole tiles of a matrix unit, but the last
 
 FB_FOR_EACH_ISA_TILES_AND_VNNI(
-    // The channels of a panel, and the numbers of a group.
-    int64_t packed_width(); int64_t packed_group(Weights weights);
+    // The channels of a panel, the numbers of a group, and the most rows of a block.
+    int64_t packed_width(); int64_t packed_group(Weights weights); int64_t packed_rows(Weights weights);
 
     // Of a row of `left`; 0 where x is taken as it is.
     int64_t packed_left_bytes(int64_t inner, DType x_dtype, Weights weights);
@@ -48,7 +47,7 @@ FB_FOR_EACH_ISA_TILES_AND_VNNI(
 
     // Of a task's scratch.
     int64_t packed_scratch();
-    // The block of y that begins at a row and, a multiple of the width, at a channel: at most kPackedRows rows.
+    // The block of y that begins at a row and, a multiple of the width, at a channel: at most packed_rows().
     void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
                        void* scratch);)
 

@@ -9,6 +9,11 @@ namespace fastbert::cpu::FB_ISA {
 
 namespace {
 
+// Rows of a block, a multiple of every tile's. Tiles of bf16 are the faster the less often panels come anew; int8's
+// sums are to stay near, because more is done with them.
+constexpr int64_t kRows = 144;
+constexpr int64_t most_rows(Weights weights) { return kTiles && weights == Weights::bf16 ? 2 * kRows : kRows; }
+
 constexpr int64_t kInner = 256;                   // steps, that the sums of floats are chains of
 constexpr int64_t kColumns = 16 * kPanel<float>;  // of a block that is finished at once
 constexpr int64_t kStride = kColumns + 16;        // of its sums: a power of two would use few sets of the cache
@@ -133,7 +138,7 @@ Left<false, E> nearby(const E* x, int64_t stride, int64_t rows, int64_t steps, v
 template <class W>
 void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
   constexpr int64_t kWidth = kPanel<float>;
-  float *const near = sums + kPackedRows * kStride, *const room = near + kPackedRows * kNear;
+  float *const near = sums + most_rows(op.weights) * kStride, *const room = near + most_rows(op.weights) * kNear;
   using E = either<kSame<W, bf16>, float, W>;
   const int64_t all = steps(op);
   const E* const x = static_cast<const E*>(op.left ? op.left : op.x) + row * all;
@@ -213,6 +218,7 @@ void int8_block(const PackedLinear& op, int64_t row, int64_t rows, int64_t chann
 
 int64_t packed_width() { return kPanel<float>; }
 int64_t packed_group(Weights weights) { return group_of(weights); }
+int64_t packed_rows(Weights weights) { return most_rows(weights); }
 
 int64_t packed_left_bytes(int64_t inner, DType x_dtype, Weights weights) {
   if (weights == Weights::s8) return whole_groups(inner) * int64_t(sizeof(Left8));
@@ -236,7 +242,9 @@ void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
   });
 }
 
-int64_t packed_scratch() { return (kPackedRows * (kStride + kNear) + kInner * kPanel<float>)*int64_t(sizeof(float)); }
+int64_t packed_scratch() {
+  return (most_rows(Weights::bf16) * (kStride + kNear) + kInner * kPanel<float>)*int64_t(sizeof(float));
+}
 
 void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
                    void* scratch) {
