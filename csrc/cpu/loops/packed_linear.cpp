@@ -11,8 +11,7 @@ namespace {
 
 // Rows of a block, a multiple of every tile's. Tiles of bf16 are the faster the less often panels come anew; int8's
 // sums are to stay near, because more is done with them.
-constexpr int64_t kRows = 144;
-constexpr int64_t most_rows(Weights weights) { return kTiles && weights == Weights::bf16 ? 2 * kRows : kRows; }
+constexpr int64_t most_rows(Weights weights) { return kTiles && weights == Weights::bf16 ? 288 : 144; }
 
 constexpr int64_t kInner = 256;                   // steps, that the sums of floats are chains of
 constexpr int64_t kColumns = 16 * kPanel<float>;  // of a block that is finished at once
@@ -49,20 +48,19 @@ template <class T>
 float largest_magnitude(const T* x, int64_t elements) {
   using Bits = either<sizeof(T) == 2, uint16_t, int32_t>;
   typedef FB_VECTOR(Bits, FB_VECTOR_BYTES) V;
-  constexpr int64_t L = sizeof(V) / sizeof(T);
+  constexpr int64_t kInLane = 4 / sizeof(T);
   V most[kSlots]{};
   const auto take = [&](V bits, int slot) {
     bits &= Bits(sizeof(T) == 2 ? 0x7fff : 0x7fffffff);
     most[slot] = most[slot] > bits ? most[slot] : bits;
   };
-  int64_t i = 0;
-  for (; i + kSlots * L <= elements; i += kSlots * L)
-    for (int slot = 0; slot < kSlots; ++slot) take(load_bits<V>(x + i + slot * L), slot);
-  for (; i + L <= elements; i += L) take(load_bits<V>(x + i), 0);
-  if (i < elements) {
-    V rest{};
-    __builtin_memcpy(&rest, x + i, (elements - i) * sizeof(T));
-    take(rest, 1);
+  const pair* const lanes_of_x = reinterpret_cast<const pair*>(x);  // of four bytes, aligned as two
+  for_vectors_in_slots<float>(
+      elements / kInLane, [&](int64_t i, auto n, auto slot) { take(reinterpret<V>(load(lanes_of_x + i, n)), slot); });
+  if (elements % kInLane) {
+    V last{};
+    __builtin_memcpy(&last, x + elements - 1, sizeof(T));
+    take(last, 0);
   }
   for (int slot = 1; slot < kSlots; ++slot) take(most[slot], 0);
   vint lanes = reinterpret<vint>(most[0]);
@@ -138,7 +136,8 @@ Left<false, E> nearby(const E* x, int64_t stride, int64_t rows, int64_t steps, v
 template <class W>
 void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
   constexpr int64_t kWidth = kPanel<float>;
-  float *const near = sums + most_rows(op.weights) * kStride, *const room = near + most_rows(op.weights) * kNear;
+  const int64_t most = most_rows(op.weights);
+  float *const near = sums + most * kStride, *const room = near + most * kNear;
   using E = either<kSame<W, bf16>, float, W>;
   const int64_t all = steps(op);
   const E* const x = static_cast<const E*>(op.left ? op.left : op.x) + row * all;
