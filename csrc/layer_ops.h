@@ -40,6 +40,11 @@ FB_LAYER_OPS(cpu)
 FB_LAYER_OPS(cuda)
 #undef FB_LAYER_OPS
 
+// add_layer_norm without dropout into y, which is contiguous, of x's and the residual's shape and dtype, and may be
+// either of them.
+void add_layer_norm_into_cpu(const Tensor& y, const Tensor& x, const Tensor& residual, const Tensor& weight,
+                             const Tensor& bias, const Tensor& x_bias, double eps);
+
 // As csrc/cpu/gelu_rows.h for CPUs: bias_gelu on what the caller has checked, where the bias may be absent.
 Tensor gelu_cuda(const Tensor& x, const OptionalTensor& bias, std::string_view approximate);
 

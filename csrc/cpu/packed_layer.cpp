@@ -43,6 +43,18 @@ struct Layer {
   }
 };
 
+// Calls f on each product of some layers, until it is true.
+template <class F>
+bool any_product(const std::vector<Layer>& layers, const F& f) {
+  return std::any_of(layers.begin(), layers.end(), [&](const Layer& layer) {
+    return f(layer.out) || f(layer.up) || f(layer.down) ||
+           std::any_of(layer.projections.begin(), layer.projections.end(), f);
+  });
+}
+bool has_plain(const std::vector<Layer>& layers) {
+  return any_product(layers, [](const Dense& dense) { return !dense.is_packed(); });
+}
+
 // The type of what passes from products to another: bf16 between int8 ones, beside which its rounding is small, so that
 // half as much is written and read, and attention multiplies bf16; else hidden's.
 ScalarType between(const std::vector<Dense>& from, const Dense& to, ScalarType hidden) {
@@ -55,28 +67,29 @@ void check_dense_of(const Tensor& x, const Dense& dense) {
   dense.is_packed() ? check_packed(x, dense) : check_dense("packed_layer", x, dense.weight, dense.bias);
 }
 
-// x: (T, K), contiguous. bias: whether it is added here. type: of what is returned, x's but between int8 products.
-Tensor apply(const Tensor& x, const Dense& dense, std::string_view approximate, bool with_bias, ScalarType type) {
+// x: (T, K), contiguous. with_bias: whether it is added here. type: of what is returned, x's but between int8 products.
+// It is in the workspace's memory for that use where the weight is packed.
+Tensor apply(const Tensor& x, const Dense& dense, std::string_view approximate, bool with_bias, ScalarType type,
+             Workspace& workspace, Workspace::Use use) {
   check_dense_of(x, dense);
   const OptionalTensor bias = with_bias ? dense.bias : std::nullopt;
-  if (dense.is_packed())
-    return product(x, {dense.weight, dense.scale, bias, dense.channels}, gelu_of(approximate), type);
+  if (dense.is_packed()) {
+    const Tensor y = workspace.matrix(use, x.size(0), dense.channels, x, type);
+    product_into(y, Left(x, weights_of(dense.weight), workspace), {dense.weight, dense.scale, bias, dense.channels},
+                 gelu_of(approximate));
+    return y;
+  }
   const Tensor y = contiguous(linear(x, dense.weight, bias));
   if (!approximate.empty()) gelu_cpu(y, std::nullopt, approximate, y);
   return y;
 }
 
-// (T, C) -> (T, 3, H, D). What the products take is made once for all three, where they take the same.
-Tensor project(const Tensor& x, const std::vector<Dense>& projections, int64_t heads, ScalarType type) {
-  const int64_t tokens = x.size(0), width = projections[0].channels * int64_t(projections.size());
-  FB_CHECK_VALUE(width % 3 == 0 && width / 3 % heads == 0, "packed_layer: the projections give ", width,
-                 " numbers a token; expected a multiple of 3 times ", heads, " heads");
-  const Tensor qkv = empty({tokens, width}, x, type);
+// Rows of x into those of qkv, (T, 3 H D). What the products take is made once for all three, where they take the same.
+void project(const Tensor& x, const std::vector<Dense>& projections, const Tensor& qkv, Workspace& workspace) {
+  const int64_t tokens = x.size(0), width = qkv.size(1);
   std::optional<Left> left;
   for (size_t i = 0; i < projections.size(); ++i) {
     const Dense& each = projections[i];
-    FB_CHECK_VALUE(each.channels == projections[0].channels, "packed_layer: projections give ", each.channels, " and ",
-                   projections[0].channels, " numbers a token; expected one number");
     check_dense_of(x, each);
     const Tensor part = strided(qkv, {tokens, each.channels}, {width, 1}, int64_t(i) * each.channels);
     if (!each.is_packed()) {
@@ -84,64 +97,147 @@ Tensor project(const Tensor& x, const std::vector<Dense>& projections, int64_t h
       continue;
     }
     const Weights weights = weights_of(each.weight);
-    if (!left || left->weights() != weights) left.emplace(x, weights);
+    if (!left || left->weights() != weights) left.emplace(x, weights, workspace);
     product_into(part, *left, each, Gelu::none);
   }
-  return view(qkv, {tokens, 3, heads, width / (3 * heads)});
 }
 
-// What the heads give, (T, H D): that given, or by attention.
-Tensor context_of(const Tensor& x, const OptionalTensor& given, const Layer& layer, const OptionalTensor& cu_seqlens,
-                  int64_t max_seqlen, int64_t heads, double scale) {
-  if (given) {
-    FB_CHECK_VALUE(given->dim() == 2, "packed_layer: context has shape ", given->sizes(), "; expected (T, D)");
-    check_shape("packed_layer", "context", *given, {x.size(0), given->size(1)});
-    check_dtype("packed_layer", "context", *given, x.scalar_type());
-    check_device("packed_layer", "context", *given, x.device());
-    return contiguous(*given);
-  }
-  FB_CHECK_VALUE(cu_seqlens.has_value(), "packed_layer: neither context nor cu_seqlens; expected one");
-  FB_CHECK_VALUE(heads > 0, "packed_layer: heads is ", heads, "; expected a positive number");
-  const ScalarType type = between(layer.projections, layer.out, x.scalar_type());
-  const Tensor qkv = project(x, layer.projections, heads, type);
-  const auto [out, lse] = attention_fwd_cpu(qkv, *cu_seqlens, max_seqlen, scale, 0, std::nullopt, 0);
-  return view(out, {x.size(0), out.size(1) * out.size(2)});
-}
+struct Settings {
+  std::string_view approximate;
+  double out_eps, down_eps;
+};
 
-Tensor run(const Tensor& hidden, const OptionalTensor& context, const Layer& layer, const OptionalTensor& cu_seqlens,
-           int64_t max_seqlen, int64_t heads, double scale, std::string_view approximate, double out_eps,
-           double down_eps) {
-  const Tensor x = contiguous(hidden);
-  const Tensor attended = context_of(x, context, layer, cu_seqlens, max_seqlen, heads, scale);
-  const auto normed = [](const Tensor& y, const Tensor& residual, const Dense& dense, const Tensor(&norm)[2],
-                         double eps) {
-    return std::get<0>(add_layer_norm_fwd_cpu(y, residual, norm[0], norm[1], dense.bias, std::nullopt, eps, 0, 0));
-  };
+// What follows attention, into y, which may be x.
+void finish(const Tensor& attended, const Tensor& x, const Layer& layer, const Settings& settings, const Tensor& y,
+            Workspace& workspace) {
   const ScalarType type = x.scalar_type();
-  const Tensor middle = normed(apply(attended, layer.out, "", false, type), x, layer.out, layer.out_norm, out_eps);
-  const Tensor wide = apply(middle, layer.up, approximate, true, between({layer.up}, layer.down, type));
-  return normed(apply(wide, layer.down, "", false, type), middle, layer.down, layer.down_norm, down_eps);
+  const auto normed = [&](const Tensor& product, const Tensor& residual, const Dense& dense, const Tensor(&norm)[2],
+                          double eps, const Tensor& to) {
+    add_layer_norm_into_cpu(to, product, residual, norm[0], norm[1], *dense.bias, eps);
+  };
+  const Tensor middle = workspace.matrix(Workspace::kMiddle, x.size(0), x.size(1), x, type);
+  normed(apply(attended, layer.out, "", false, type, workspace, Workspace::kProduct), x, layer.out, layer.out_norm,
+         settings.out_eps, middle);
+  const Tensor wide = apply(middle, layer.up, settings.approximate, true, between({layer.up}, layer.down, type),
+                            workspace, Workspace::kWide);
+  normed(apply(wide, layer.down, "", false, type, workspace, Workspace::kProduct), middle, layer.down, layer.down_norm,
+         settings.down_eps, y);
+}
+
+// How the rows of a call go from one attention to the next: in blocks, which a thread takes through all ops between
+// them, one after the other, so that what an op gives the next one is in its cache, and no thread waits; or all at
+// once, so that threads share each op. The latter where there are few, as threads then read all weights for few rows;
+// beside plain weights, whose products are torch's; and beside bfloat16 weights, where it is faster (docs/prepare.md).
+class Blocks {
+ public:
+  Blocks(int64_t rows, const std::vector<Layer>& layers) : rows_(rows) {
+    const bool all_at_once = any_product(layers, [](const Dense& dense) {
+      return !dense.is_packed() || dense.weight.scalar_type() == ScalarType::BFloat16;
+    });
+    if (!all_at_once && rows >= threads() * kFewest)
+      shares_ = threads(), blocks_ = (rows + shares_ * kMost - 1) / (shares_ * kMost);
+    workspaces_.resize(shares_);
+  }
+
+  // Calls f(first row, number of rows, workspace) on each.
+  template <class F>
+  void run(const F& f) {
+    if (shares_ * blocks_ == 1) return f(int64_t(0), rows_, workspaces_[0]);
+    parallel_for(shares_, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t share = begin; share < end; ++share)
+        for (int64_t block = share * blocks_; block < (share + 1) * blocks_; ++block)
+          f(first(block), first(block + 1) - first(block), workspaces_[share]);
+    });
+  }
+
+ private:
+  static constexpr int64_t kFewest = 64, kMost = 144;  // rows: for each thread; of a block
+
+  int64_t first(int64_t block) const {
+    const int64_t together = (rows_ + cpu::kRowsTogether - 1) / cpu::kRowsTogether;
+    return std::min(rows_, together * block / (shares_ * blocks_) * cpu::kRowsTogether);
+  }
+
+  int64_t rows_, shares_ = 1, blocks_ = 1;  // blocks of a share
+  std::vector<Workspace> workspaces_;
+};
+
+Tensor rows_of(const Tensor& x, int64_t first, int64_t count) {
+  return count == x.size(0) ? x : view(x, {count, x.size(1)}, first * x.size(1));
+}
+
+// Memory for queries, keys and values, (T, 3 H D).
+Tensor qkv_of(const Tensor& x, const Layer& layer, int64_t heads) {
+  const std::vector<Dense>& projections = layer.projections;
+  const int64_t channels = projections[0].channels, width = channels * int64_t(projections.size());
+  for (const Dense& each : projections)
+    FB_CHECK_VALUE(each.channels == channels, "packed_layer: projections give ", channels, " and ", each.channels,
+                   " numbers a token; expected one number");
+  FB_CHECK_VALUE(heads > 0, "packed_layer: heads is ", heads, "; expected a positive number");
+  FB_CHECK_VALUE(width % 3 == 0 && width / 3 % heads == 0, "packed_layer: the projections give ", width,
+                 " numbers a token; expected a multiple of 3 times ", heads, " heads");
+  return empty({x.size(0), width}, x, between(projections, layer.out, x.scalar_type()));
+}
+
+// Queries, keys and values of each layer are made as soon as the rows that they are made from.
+Tensor run(const Tensor& hidden, const std::vector<Layer>& layers, const OptionalTensor& cu_seqlens, int64_t max_seqlen,
+           int64_t heads, double scale, const Settings& settings) {
+  FB_CHECK_VALUE(cu_seqlens.has_value(), "packed_layer: neither context nor cu_seqlens; expected one");
+  const Tensor x = contiguous(hidden), y = empty_rows(x.sizes(), x);
+  Blocks blocks(x.size(0), layers);
+  Tensor qkv = qkv_of(x, layers[0], heads);
+  blocks.run([&](int64_t first, int64_t count, Workspace& workspace) {
+    project(rows_of(x, first, count), layers[0].projections, rows_of(qkv, first, count), workspace);
+  });
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const Tensor by_head = view(qkv, {x.size(0), 3, heads, qkv.size(1) / (3 * heads)});
+    const Tensor attended = std::get<0>(attention_fwd_cpu(by_head, *cu_seqlens, max_seqlen, scale, 0, std::nullopt, 0));
+    const Tensor context = view(attended, {x.size(0), qkv.size(1) / 3});
+    const Layer* const next = i + 1 < layers.size() ? &layers[i + 1] : nullptr;
+    if (next) qkv = qkv_of(x, *next, heads);
+    blocks.run([&](int64_t first, int64_t count, Workspace& workspace) {
+      const Tensor here = rows_of(y, first, count);
+      finish(rows_of(context, first, count), i ? here : rows_of(x, first, count), layers[i], settings, here, workspace);
+      if (next) project(here, next->projections, rows_of(qkv, first, count), workspace);
+    });
+  }
+  return y;
+}
+
+// The same from the context on, which is what the heads gave: (T, H D).
+Tensor run_after(const Tensor& hidden, const Tensor& context, const Layer& layer, const Settings& settings) {
+  FB_CHECK_VALUE(context.dim() == 2, "packed_layer: context has shape ", context.sizes(), "; expected (T, D)");
+  check_shape("packed_layer", "context", context, {hidden.size(0), context.size(1)});
+  check_dtype("packed_layer", "context", context, hidden.scalar_type());
+  check_device("packed_layer", "context", context, hidden.device());
+  const Tensor x = contiguous(hidden), attended = contiguous(context), y = empty_rows(x.sizes(), x);
+  Blocks(x.size(0), {layer}).run([&](int64_t first, int64_t count, Workspace& workspace) {
+    finish(rows_of(attended, first, count), rows_of(x, first, count), layer, settings, rows_of(y, first, count),
+           workspace);
+  });
+  return y;
 }
 
 // Of several layers parameters and scales follow each other.
 Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context, const Tensors& parameters,
                             const Tensors& scales, const OptionalTensor& cu_seqlens, int64_t max_seqlen, int64_t heads,
                             double scale, std::string_view approximate, double out_eps, double down_eps,
-                            int64_t layers) {
+                            int64_t count) {
   const NoGrad guard;
   FB_CHECK_VALUE(hidden.dim() == 2, "packed_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");
-  FB_CHECK_VALUE(layers == 1 || (layers > 1 && !context), "packed_layer: ", layers,
+  FB_CHECK_VALUE(count == 1 || (count > 1 && !context), "packed_layer: ", count,
                  " layers; expected one, or several without a context");
-  Tensor x = hidden;
+  std::vector<Layer> layers;
+  for (int64_t i = 0; i < count; ++i)
+    layers.emplace_back(part_of(parameters, i, count), part_of(scales, i, count), context.has_value());
+  const Settings settings{approximate, out_eps, down_eps};
+  Tensor y;
   const auto all = [&] {
-    for (int64_t i = 0; i < layers; ++i) {
-      const Layer layer(part_of(parameters, i, layers), part_of(scales, i, layers), context.has_value());
-      x = run(x, context, layer, cu_seqlens, max_seqlen, heads, scale, approximate, out_eps, down_eps);
-    }
+    y = context ? run_after(hidden, *context, layers[0], settings)
+                : run(hidden, layers, cu_seqlens, max_seqlen, heads, scale, settings);
   };
-  const bool plain = std::any_of(parameters.begin(), parameters.end(), [](const Tensor& p) { return p.dim() == 2; });
-  plain ? all() : together(all);  // the products of plain weights are torch's, and need threads of their own
-  return x;
+  has_plain(layers) ? all() : together(all);  // plain weights' products are torch's, and need threads of their own
+  return y;
 }
 
 }  // namespace

@@ -12,7 +12,10 @@ Tensor packed_linear_fwd_cpu(const Tensor& x, const Tensor& weight, const Option
   check_packed(x, p);
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = channels;
-  return view(product(matrix(contiguous(x)), p, gelu_of(approximate), x.scalar_type()), shape);
+  const Tensor rows = matrix(contiguous(x)), y = empty_rows({rows.size(0), channels}, x);
+  Workspace workspace;
+  product_into(y, Left(rows, weights_of(weight), workspace), p, gelu_of(approximate));
+  return view(y, shape);
 }
 
 }  // namespace

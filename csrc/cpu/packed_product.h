@@ -30,36 +30,54 @@ inline Gelu gelu_of(std::string_view approximate) {
   return approximate == "tanh" ? Gelu::tanh : Gelu::erf;
 }
 
-// Rows of x beside weights of one kind, as the products take them. They serve several products.
-class Left {
+// Memory for what one op gives the next, of one thread: each use takes it anew, and it stays from block to block and
+// from layer to layer.
+class Workspace {
  public:
-  // x: (rows, K), contiguous.
-  Left(const Tensor& x, Weights weights) : x_(x), weights_(weights) {
-    const int64_t rows = x.size(0), inner = x.size(1);
-    const int64_t bytes = FB_BEST_ISA(packed_left_bytes)(inner, dtype_of(x), weights);
-    if (rows == 0 || (bytes == 0 && weights != Weights::s8)) return;
-    left_ = empty({rows, bytes}, x, ScalarType::Byte);
-    if (weights == Weights::s8) scale_ = empty({rows}, x, ScalarType::Float);
-    const PackedLinear op = call();
-    parallel_rows(rows, inner, 0, [&](int64_t begin, int64_t end, void*) { FB_BEST_ISA(packed_left)(op, begin, end); });
+  enum Use { kLeft, kLeftScale, kProduct, kMiddle, kWide, kUses };
+
+  char* bytes(Use use, int64_t count, const Tensor& like) {
+    if (!memory_[use] || memory_[use]->numel() < count) memory_[use] = empty({count}, like, ScalarType::Byte);
+    return static_cast<char*>(memory_[use]->mutable_data_ptr());
   }
-
-  Weights weights() const { return weights_; }
-
-  // With what is known of the left factor alone.
-  PackedLinear call() const {
-    PackedLinear op{};
-    op.x = x_.const_data_ptr(), op.rows = x_.size(0), op.inner = x_.size(1), op.x_dtype = dtype_of(x_);
-    op.weights = weights_;
-    op.left = left_ ? left_->mutable_data_ptr() : nullptr;
-    op.left_scale = scale_ ? scale_->mutable_data_ptr<float>() : nullptr;
-    return op;
+  // As empty_rows.
+  Tensor matrix(Use use, int64_t rows, int64_t channels, const Tensor& like, ScalarType type) {
+    OptionalTensor& memory = memory_[use];
+    const bool fits = memory && memory->size(0) >= rows && memory->size(1) == channels && memory->scalar_type() == type;
+    if (!fits) memory = empty_rows({rows, channels}, like, type);
+    return memory->size(0) == rows ? *memory : view(*memory, {rows, channels});
   }
 
  private:
+  OptionalTensor memory_[kUses];
+};
+
+// Rows of x beside weights of one kind, as the products take them. They serve several products.
+class Left {
+ public:
+  // x: (rows, K), contiguous. workspace: has to live as long, and holds one at a time.
+  Left(const Tensor& x, Weights weights, Workspace& workspace) : x_(x) {
+    const int64_t rows = x.size(0), inner = x.size(1);
+    const int64_t bytes = FB_BEST_ISA(packed_left_bytes)(inner, dtype_of(x), weights);
+    call_.x = x.const_data_ptr(), call_.rows = rows, call_.inner = inner, call_.x_dtype = dtype_of(x);
+    call_.weights = weights;
+    if (rows == 0 || (bytes == 0 && weights != Weights::s8)) return;
+    call_.left = workspace.bytes(Workspace::kLeft, rows * bytes, x);
+    if (weights == Weights::s8)
+      call_.left_scale =
+          reinterpret_cast<float*>(workspace.bytes(Workspace::kLeftScale, rows * int64_t(sizeof(float)), x));
+    parallel_rows(rows, inner, 0,
+                  [&](int64_t begin, int64_t end, void*) { FB_BEST_ISA(packed_left)(call_, begin, end); });
+  }
+
+  Weights weights() const { return call_.weights; }
+
+  // With what is known of the left factor alone.
+  const PackedLinear& call() const { return call_; }
+
+ private:
   Tensor x_;
-  Weights weights_;
-  OptionalTensor left_, scale_;
+  PackedLinear call_{};
 };
 
 struct Packed {
@@ -128,12 +146,6 @@ inline void product_into(const Tensor& y, const Left& left, const Packed& p, Gel
       unit += count;
     }
   });
-}
-
-inline Tensor product(const Tensor& x, const Packed& p, Gelu gelu, ScalarType type) {
-  const Tensor y = empty_rows({x.size(0), p.channels}, x, type);
-  product_into(y, Left(x, weights_of(p.weight)), p, gelu);
-  return y;
 }
 
 }  // namespace fastbert::packed

@@ -669,6 +669,28 @@ def test_several_layers_in_one_call(backend):
 
 
 @needs_kernels
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_in_blocks_give_the_bits_of_the_single_ops(kind, threads):
+    """With enough rows for a thread to take blocks of them through a layer: from 64 for each on."""
+    first, second = (Layer(THREE, kind, lengths=(300, 0, 1, 151)) for _ in range(2))
+    hidden, _, parameters, scales, *rest, _ = first.call("tanh")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        both = packed_layer.FWD("cpu", hidden, None, parameters + second.parameters, scales + second.scales, *rest, 2)
+        second.hidden = on_cpu(by_single_ops, first, "tanh")
+        assert torch.equal(both, on_cpu(by_single_ops, second, "tanh"))
+        context = normal(452, WIDTH, dtype=hidden.dtype, device="cpu")
+        given = hidden, context, parameters[6:], scales[3:], None, *rest[1:], 1
+        after = packed_layer.FWD("cpu", *given)
+    finally:
+        torch.set_num_threads(before)
+    cut = slice(7, 80)  # the same without blocks
+    assert torch.equal(after[cut], packed_layer.FWD("cpu", hidden[cut], context[cut], *given[2:]))
+
+
+@needs_kernels
 def test_several_layers_that_do_not_fit():
     hidden, _, parameters, scales, *rest, _ = Layer(THREE, "int8").call()
     for context, layers, words in (
@@ -712,7 +734,7 @@ def test_a_layer_is_what_its_schema_and_its_fake_say(kind):
         (lambda layer: layer.parameters.pop(), "15 parameters; expected 12 or 16"),
         (lambda layer: layer.scales.pop(), "5 scales; expected 6"),
         (lambda layer: layer.parameters.__setitem__(1, torch.zeros(1, WIDTH)), "a bias has shape"),
-        (lambda layer: layer.parameters.__setitem__(1, torch.zeros(21)), "projections give 24 and 21|bias has shape"),
+        (lambda layer: layer.parameters.__setitem__(1, torch.zeros(21)), "projections give 21 and 24"),
         (lambda layer: layer.scales.__setitem__(5, torch.empty(0)), "scale is None beside int8"),
         (lambda layer: layer.parameters.__setitem__(10, torch.zeros(WIDE, WIDTH).double()), "weight is Double"),
         (lambda layer: setattr(layer, "hidden", layer.hidden[0]), "hidden has shape"),
