@@ -29,8 +29,8 @@ struct PackedLinear {
   DType x_dtype, y_dtype;  // f32, bf16 or f16
   Weights weights;
   Gelu gelu;
-  // Rows of x as the products take them, each of packed_left_bytes(), and for int8 the factor of each; null where x is
-  // taken as it is.
+  // Rows of x as the products take them, each of packed_left_bytes(), up to a multiple of kRowsTogether, and for int8
+  // the factor of each; null where x is taken as it is.
   void* left;
   float* left_scale;
 };

@@ -62,7 +62,8 @@ class Left {
     call_.x = x.const_data_ptr(), call_.rows = rows, call_.inner = inner, call_.x_dtype = dtype_of(x);
     call_.weights = weights;
     if (rows == 0 || (bytes == 0 && weights != Weights::s8)) return;
-    call_.left = workspace.bytes(Workspace::kLeft, rows * bytes, x);
+    const int64_t together = cpu::kRowsTogether, whole = (rows + together - 1) / together * together;
+    call_.left = workspace.bytes(Workspace::kLeft, whole * bytes, x);
     if (weights == Weights::s8)
       call_.left_scale =
           reinterpret_cast<float*>(workspace.bytes(Workspace::kLeftScale, rows * int64_t(sizeof(float)), x));

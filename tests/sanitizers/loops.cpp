@@ -479,7 +479,9 @@ struct PackedLayer {
     const Bytes elements = as(x, dtype), panels_ = packed(), biases = as(bias, DType::f32);
     const std::vector<float> factors = scale();
     const int64_t left_bytes = loops::packed_left_bytes(inner, dtype, weights);
-    Bytes left(rows * left_bytes, char(threads)), y = filled(rows * (channels + gap), dtype, threads);
+    const int64_t tiles = (rows + cpu::kRowsTogether - 1) / cpu::kRowsTogether;
+    Bytes left(tiles * cpu::kRowsTogether * left_bytes, char(threads)),
+        y = filled(rows * (channels + gap), dtype, threads);
     std::vector<float> left_scale(weights == Weights::s8 ? rows : 0);
     const cpu::PackedLinear op{elements.data(),
                                panels_.data(),
@@ -498,12 +500,13 @@ struct PackedLayer {
                                weights == Weights::s8 ? left_scale.data() : nullptr};
     if (left_bytes) in_threads(threads, rows, [&](int64_t begin, int64_t end) { loops::packed_left(op, begin, end); });
     const int64_t most = loops::packed_rows(weights), blocks = (rows + most - 1) / most;
+    const auto first_row = [&](int64_t block) { return std::min(rows, tiles * block / blocks * cpu::kRowsTogether); };
     in_threads(threads, blocks * panels, [&](int64_t begin, int64_t end) {
       Bytes scratch(loops::packed_scratch(), char(threads));
       for (int64_t unit = begin, count; unit < end; unit += count) {
         const int64_t block = unit / panels, panel = unit % panels;
         count = std::min(panels - panel, end - unit);
-        loops::packed_linear(op, rows * block / blocks, rows * (block + 1) / blocks, panel * width,
+        loops::packed_linear(op, first_row(block), first_row(block + 1), panel * width,
                              std::min(channels, (panel + count) * width), scratch.data());
       }
     });

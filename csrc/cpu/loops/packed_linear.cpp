@@ -97,9 +97,9 @@ float quantise_row(const T* x, int64_t inner, Left8* to) {
   const bool finite = high * 0 == 0, zero = !finite || high < 0x1p-100f;
   const float factor = 127 / high;
   for_vectors<float>(zero ? 0 : inner, [&](int64_t i, auto n) {
-    store_left(reinterpret<vint>(load(x + i, n) * factor + (kShift + kOffset)), to + i, n);
+    store_left(reinterpret<vint>(load(x + i, n) * factor + (kShift + kOffset)), to + left8_at(i), n);
   });
-  for (int64_t i = zero ? 0 : inner; i < whole_groups(inner); ++i) to[i] = kOffset;
+  for (int64_t i = zero ? 0 : inner; i < whole_groups(inner); ++i) to[left8_at(i)] = kOffset;
   return !finite ? __builtin_nanf("") : zero ? 0 : high / 127;
 }
 
@@ -160,11 +160,11 @@ void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel
 }
 
 void multiply8(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, int32_t* sums) {
-  const int64_t inner = whole_groups(op.inner);
-  const Left8* const left = static_cast<const Left8*>(op.left) + row * inner;
+  const int64_t inner = whole_groups(op.inner), stride = left8_stride(op.inner);
+  const Left8* const left = static_cast<const Left8*>(op.left) + row * stride;
   const int8_t* const weight = static_cast<const int8_t*>(op.weight);
   for (int64_t column = 0; column < channels; column += kPanel<float>)
-    product8(rows, inner, left, weight + (channel + column) * inner, sums + column, kStride);
+    product8(rows, inner, left, stride, weight + (channel + column) * inner, sums + column, kStride);
 }
 
 // ---- from sums to y
@@ -220,7 +220,7 @@ int64_t packed_group(Weights weights) { return group_of(weights); }
 int64_t packed_rows(Weights weights) { return most_rows(weights); }
 
 int64_t packed_left_bytes(int64_t inner, DType x_dtype, Weights weights) {
-  if (weights == Weights::s8) return whole_groups(inner) * int64_t(sizeof(Left8));
+  if (weights == Weights::s8) return left8_stride(inner) * int64_t(sizeof(Left8));
   if (in_pairs(weights)) return inner % 2 ? (inner + 1) * int64_t(sizeof(bf16)) : 0;
   return x_dtype == DType::f32 ? 0 : inner * int64_t(sizeof(float));
 }
@@ -231,7 +231,8 @@ void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const T* const x = static_cast<const T*>(op.x) + row * op.inner;
       if (op.weights == Weights::s8) {
-        op.left_scale[row] = quantise_row(x, op.inner, static_cast<Left8*>(op.left) + row * whole_groups(op.inner));
+        Left8* const to = static_cast<Left8*>(op.left) + left8_row(row, left8_stride(op.inner));
+        op.left_scale[row] = quantise_row(x, op.inner, to);
       } else if (in_pairs(op.weights)) {
         put_pairs(x, op.inner, static_cast<pair*>(op.left) + row * steps(op));
       } else {

@@ -66,7 +66,8 @@ void product(int64_t rows, int64_t columns, int64_t inner, Left<across, E> a, Pa
   for (int64_t column = 0; column < columns; column += kPanel<E>) {
     const E* const panel = b.at(column, 0);
     if constexpr (kTiles && kSame<E, pair>) {
-      tile_product<what>(rows, inner, a.data, a.stride, panel, c + column, stride, factors, ahead);
+      tile_product<what>(rows, inner, TileRows<false, pair>{a.data, a.stride}, panel, c + column, stride, factors,
+                         ahead);
     } else {
       for_tiles(rows, [&](auto count, int64_t row) {
         const Left<across, E> left{a.at(row), a.stride};

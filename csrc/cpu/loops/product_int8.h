@@ -53,6 +53,17 @@ constexpr int kGroup = 4 / sizeof(Left8);
 
 constexpr int64_t whole_groups(int64_t inner) { return (inner + kGroup - 1) / kGroup * kGroup; }
 
+// Rows of the left factor: how many numbers each takes, and where the i-th of a row is. For a matrix unit they are in
+// tiles (TileRows).
+constexpr int64_t kTileBytes = kTileSteps * 4;
+constexpr int64_t left8_stride(int64_t inner) {
+  return kTiles ? (inner + kTileBytes - 1) / kTileBytes * kTileBytes : whole_groups(inner);
+}
+constexpr int64_t left8_row(int64_t row, int64_t stride) {
+  return kTiles ? row / kTileRows * kTileRows * stride + row % kTileRows * kTileBytes : row * stride;
+}
+constexpr int64_t left8_at(int64_t i) { return kTiles ? i / kTileBytes * kTileBytes * kTileRows + i % kTileBytes : i; }
+
 template <int rows>
 inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner, int32_t* c, int64_t c_stride,
                   Ahead ahead) {
@@ -77,17 +88,21 @@ inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner
       __builtin_memcpy(c + row * c_stride + half * L, &sums[row][half], sizeof(vint));
 }
 
-// c (rows, a panel) = a (rows, inner) and a panel of b, of whole groups. What follows it is fetched meanwhile.
-inline void product8(int64_t rows, int64_t inner, const Left8* a, const int8_t* b, int32_t* c, int64_t c_stride) {
+// c (rows, a panel) = a (rows, inner) and a panel of b, of whole groups. What follows it is fetched meanwhile. a: from
+// the first of a tile's rows on; c: with room for whole tiles.
+inline void product8(int64_t rows, int64_t inner, const Left8* a, int64_t stride, const int8_t* b, int32_t* c,
+                     int64_t c_stride) {
   const int8_t* const next = b + inner * kPanel<float>;
   if constexpr (kTiles) {  // which take four int8 as one element
     const auto fours = [](const void* data) { return static_cast<const int32_t*>(data); };
-    return tile_product<Onto::nothing>(rows, inner / 4, fours(a), inner / 4, fours(b), reinterpret_cast<float*>(c),
-                                       c_stride, nullptr, Ahead::of_bytes(next, 4 * kPanel<float>));
+    return tile_product<Onto::nothing>(rows, inner / 4, TileRows<true, int32_t>{fours(a), stride / 4}, fours(b),
+                                       reinterpret_cast<float*>(c), c_stride, nullptr,
+                                       Ahead::of_bytes(next, 4 * kPanel<float>));
   }
   const Ahead ahead = Ahead::of_bytes(next, kPanel<float>);
   for_tiles(rows, [&](auto count, int64_t row) {
-    tile8<count>(a + row * inner, inner, b, inner, c + row * c_stride, c_stride, ahead.share(row, count, rows, inner));
+    tile8<count>(a + row * stride, stride, b, inner, c + row * c_stride, c_stride,
+                 ahead.share(row, count, rows, inner));
   });
 }
 

@@ -9,6 +9,25 @@ namespace fastbert::cpu::FB_ISA {
 
 constexpr int64_t kBlockRows = 2 * kTileRows, kBlockColumns = 2 * kTileColumns;
 
+// Rows of a left factor, of elements E: those of a row are neighbours, and rows `stride` apart; or (in_tiles) those of
+// a tile are, row by row, and tiles follow each other along rows of `stride` elements, a multiple of a tile's. Such
+// tiles load faster, and the last rows' are whole, whatever is in them.
+template <bool in_tiles, class E>
+struct TileRows {
+  const E* data;
+  int64_t stride;
+
+  // From the first of a tile's rows and steps on.
+  TileRows from(int64_t row, int64_t step) const {
+    return {data + row * stride + step * (in_tiles ? kTileRows : 1), stride};
+  }
+  template <int tile>
+  void load(int64_t rows, int64_t steps, vint (&room)[kTileRows]) const {
+    if constexpr (in_tiles) return tile_load<tile>(data, kTileSteps * int64_t(sizeof(E)));
+    load_tile<tile>(data, stride, rows, steps, room);
+  }
+};
+
 // The four tiles of sums, or the upper two, to or from memory.
 template <bool both>
 inline void load_sums(const float* from, int64_t stride) {
@@ -25,13 +44,28 @@ inline void store_sums(float* to, int64_t stride) {
   tile_store<2>(to + kTileRows * stride, apart), tile_store<3>(to + kTileRows * stride + kTileColumns, apart);
 }
 
+// Four multiplications, or the upper two, of some steps of a and b.
+template <bool both, bool in_tiles, class E>
+[[gnu::always_inline]] inline void multiply_tiles(TileRows<in_tiles, E> a, int64_t rows, const E* b, int64_t steps,
+                                                  vint (&room)[kTileRows]) {
+  constexpr int64_t R = kTileRows, L = kTileColumns;
+  load_tile<6>(b, 2 * L, steps, L, room), load_tile<7>(b + L, 2 * L, steps, L, room);
+  a.template load<4>(both ? R : rows, steps, room);
+  tile_dot<0, 4, 6>(E{}), tile_dot<1, 4, 7>(E{});
+  if constexpr (!both) return;
+  a.from(R, 0).template load<5>(rows - R, steps, room);
+  tile_dot<2, 5, 6>(E{}), tile_dot<3, 5, 7>(E{});
+}
+
 // c (rows, a panel) = a (rows, inner) b, of at most two tiles of rows. E: pairs, or an int32_t for four int8, whose
-// sums pass through here as floats. What is there already (Onto::sums) goes on in the tiles.
-template <Onto what, bool both, class E, class A>
-void tile_block(int64_t rows, const E* a, int64_t stride, const E* b, int64_t inner, float* c, int64_t c_stride,
-                const float* factors, A ahead) {
+// sums pass through here as floats. What is there already (Onto::sums) goes on in the tiles. Beside a in tiles c has
+// room for whole ones. Nothing may be stored in its loop, not even a counter
+// on the stack: loads of tiles wait for stores, and it would take 1.15 times the time.
+template <Onto what, bool both, bool in_tiles, class E, class A>
+[[gnu::always_inline]] inline void tile_block(int64_t rows, TileRows<in_tiles, E> a, const E* b, int64_t inner,
+                                              float* c, int64_t c_stride, const float* factors, A ahead) {
   constexpr int64_t R = kTileRows, L = kTileColumns, kSteps = kTileSteps;
-  const bool whole = what != Onto::scaled && rows % R == 0;
+  const bool whole = in_tiles || (what != Onto::scaled && rows % R == 0);
   alignas(64) float near[kBlockRows * kBlockColumns];
   vint room[R];
   if constexpr (what == Onto::sums) {
@@ -45,17 +79,11 @@ void tile_block(int64_t rows, const E* a, int64_t stride, const E* b, int64_t in
     tile_zero<0>(), tile_zero<1>();
     if constexpr (both) tile_zero<2>(), tile_zero<3>();
   }
-  for (int64_t k = 0; k < inner; k += kSteps) {
-    const int64_t steps = least(kSteps, inner - k);
-    ahead.fetch(steps);
-    load_tile<6>(b + k * 2 * L, 2 * L, steps, L, room), load_tile<7>(b + k * 2 * L + L, 2 * L, steps, L, room);
-    load_tile<4>(a + k, stride, least(R, rows), steps, room);
-    tile_dot<0, 4, 6>(E{}), tile_dot<1, 4, 7>(E{});
-    if constexpr (both) {
-      load_tile<5>(a + R * stride + k, stride, rows - R, steps, room);
-      tile_dot<2, 5, 6>(E{}), tile_dot<3, 5, 7>(E{});
-    }
+  for (; inner >= kSteps; inner -= kSteps, a = a.from(0, kSteps), b += kSteps * 2 * L) {
+    ahead.fetch(kSteps);
+    multiply_tiles<both>(a, rows, b, kSteps, room);
   }
+  if (inner) ahead.fetch(inner), multiply_tiles<both>(a, rows, b, inner, room);
   if (whole) return store_sums<both>(c, c_stride);
   store_sums<both>(near, kBlockColumns);
   constexpr Onto how = what == Onto::scaled ? what : Onto::nothing;
@@ -65,26 +93,29 @@ void tile_block(int64_t rows, const E* a, int64_t stride, const E* b, int64_t in
 }
 
 // The same of any number of rows.
-template <Onto what, class E, class A>
-void tile_blocks(int64_t rows, const E* a, int64_t stride, const E* b, int64_t inner, float* c, int64_t c_stride,
+template <Onto what, bool in_tiles, class E, class A>
+void tile_blocks(int64_t rows, TileRows<in_tiles, E> a, const E* b, int64_t inner, float* c, int64_t c_stride,
                  const float* factors, A ahead) {
   for (int64_t row = 0; row < rows; row += kBlockRows) {
     const int64_t here = least(kBlockRows, rows - row);
-    const auto block = here > kTileRows ? tile_block<what, true, E, A> : tile_block<what, false, E, A>;
-    block(here, a + row * stride, stride, b, inner, c + row * c_stride, c_stride, factors + row,
-          ahead.share(row, here, rows, inner));
+    const auto part = a.from(row, 0);
+    const A share = ahead.share(row, here, rows, inner);
+    if (here > kTileRows)
+      tile_block<what, true>(here, part, b, inner, c + row * c_stride, c_stride, factors + row, share);
+    else
+      tile_block<what, false>(here, part, b, inner, c + row * c_stride, c_stride, factors + row, share);
   }
 }
 
 // The same, a part of the inner dimension at a time, so that what two tiles of rows and the panel have of it stays in
 // the first-level cache.
-template <Onto what, class E, class A>
-void tile_product(int64_t rows, int64_t inner, const E* a, int64_t stride, const E* b, float* c, int64_t c_stride,
+template <Onto what, bool in_tiles, class E, class A>
+void tile_product(int64_t rows, int64_t inner, TileRows<in_tiles, E> a, const E* b, float* c, int64_t c_stride,
                   const float* factors, A ahead) {
   constexpr int64_t kPart = 128;
-  for (int64_t k = 0; k == 0 || k < inner; k += kPart, a += kPart, b += kPart * kBlockColumns) {
-    const auto add = k ? tile_blocks<Onto::sums, E, A> : tile_blocks<what, E, A>;
-    add(rows, a, stride, b, least(kPart, inner - k), c, c_stride, factors, ahead.after(k));
+  for (int64_t k = 0; k == 0 || k < inner; k += kPart, b += kPart * kBlockColumns) {
+    const auto add = k ? tile_blocks<Onto::sums, in_tiles, E, A> : tile_blocks<what, in_tiles, E, A>;
+    add(rows, a.from(0, k), b, least(kPart, inner - k), c, c_stride, factors, ahead.after(k));
   }
 }
 
@@ -114,8 +145,8 @@ void tile_product_across(int64_t rows, int64_t columns, int64_t inner, const pai
     const int64_t here = least(kTurned, rows - row);
     turn(a + row, stride, here, inner, turned);
     for (int64_t column = 0; column < columns; column += kPanel<pair>)
-      tile_product<what>(here, inner, turned, kTurned, b.at(column, 0), c + row * c_stride + column, c_stride, nullptr,
-                         NothingAhead{});
+      tile_product<what>(here, inner, TileRows<false, pair>{turned, kTurned}, b.at(column, 0),
+                         c + row * c_stride + column, c_stride, nullptr, NothingAhead{});
   }
 }
 
