@@ -479,9 +479,8 @@ struct PackedLayer {
     const Bytes elements = as(x, dtype), panels_ = packed(), biases = as(bias, DType::f32);
     const std::vector<float> factors = scale();
     const int64_t left_bytes = loops::packed_left_bytes(inner, dtype, weights);
-    const int64_t tiles = (rows + cpu::kRowsTogether - 1) / cpu::kRowsTogether;
-    Bytes left(tiles * cpu::kRowsTogether * left_bytes, char(threads)),
-        y = filled(rows * (channels + gap), dtype, threads);
+    const int64_t tiles = (rows + cpu::kRowsTogether - 1) / cpu::kRowsTogether;  // whose last is not all written
+    Bytes left(tiles * cpu::kRowsTogether * left_bytes, 0), y = filled(rows * (channels + gap), dtype, threads);
     std::vector<float> left_scale(weights == Weights::s8 ? rows : 0);
     const cpu::PackedLinear op{elements.data(),
                                panels_.data(),
