@@ -37,6 +37,14 @@ struct PackedLinear {
 
 constexpr int64_t kRowsTogether = 16;  // blocks begin at multiples of these: whole tiles of a matrix unit, but the last
 
+// Up to a multiple of kRowsTogether.
+constexpr int64_t whole_tiles(int64_t rows) { return (rows + kRowsTogether - 1) / kRowsTogether * kRowsTogether; }
+// Where one of so many blocks of rows begins; at the number of rows for the one behind the last.
+constexpr int64_t first_row(int64_t block, int64_t blocks, int64_t rows) {
+  const int64_t row = whole_tiles(rows) / kRowsTogether * block / blocks * kRowsTogether;
+  return row < rows ? row : rows;
+}
+
 FB_FOR_EACH_ISA_TILES_AND_VNNI(
     // The channels of a panel, the numbers of a group, and the most rows of a block.
     int64_t packed_width(); int64_t packed_group(Weights weights); int64_t packed_rows(Weights weights);

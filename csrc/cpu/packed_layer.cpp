@@ -145,18 +145,15 @@ class Blocks {
     if (shares_ * blocks_ == 1) return f(int64_t(0), rows_, workspaces_[0]);
     parallel_for(shares_, 1, [&](int64_t begin, int64_t end) {
       for (int64_t share = begin; share < end; ++share)
-        for (int64_t block = share * blocks_; block < (share + 1) * blocks_; ++block)
-          f(first(block), first(block + 1) - first(block), workspaces_[share]);
+        for (int64_t block = share * blocks_; block < (share + 1) * blocks_; ++block) {
+          const int64_t all = shares_ * blocks_, first = cpu::first_row(block, all, rows_);
+          f(first, cpu::first_row(block + 1, all, rows_) - first, workspaces_[share]);
+        }
     });
   }
 
  private:
   static constexpr int64_t kFewest = 64, kMost = 144;  // rows: for each thread; of a block
-
-  int64_t first(int64_t block) const {
-    const int64_t together = (rows_ + cpu::kRowsTogether - 1) / cpu::kRowsTogether;
-    return std::min(rows_, together * block / (shares_ * blocks_) * cpu::kRowsTogether);
-  }
 
   int64_t rows_, shares_ = 1, blocks_ = 1;  // blocks of a share
   std::vector<Workspace> workspaces_;

@@ -62,8 +62,7 @@ class Left {
     call_.x = x.const_data_ptr(), call_.rows = rows, call_.inner = inner, call_.x_dtype = dtype_of(x);
     call_.weights = weights;
     if (rows == 0 || (bytes == 0 && weights != Weights::s8)) return;
-    const int64_t together = cpu::kRowsTogether, whole = (rows + together - 1) / together * together;
-    call_.left = workspace.bytes(Workspace::kLeft, whole * bytes, x);
+    call_.left = workspace.bytes(Workspace::kLeft, cpu::whole_tiles(rows) * bytes, x);
     if (weights == Weights::s8)
       call_.left_scale =
           reinterpret_cast<float*>(workspace.bytes(Workspace::kLeftScale, rows * int64_t(sizeof(float)), x));
@@ -132,8 +131,6 @@ inline void product_into(const Tensor& y, const Left& left, const Packed& p, Gel
   const int64_t most = FB_BEST_ISA(packed_rows)(op.weights), blocks = (op.rows + most - 1) / most;
   const int64_t units = blocks * panels;
   if (units == 0) return;
-  const int64_t together = (op.rows + cpu::kRowsTogether - 1) / cpu::kRowsTogether;
-  const auto first_row = [&](int64_t block) { return together * block / blocks * cpu::kRowsTogether; };
   const int64_t work = op.rows * op.channels * std::max<int64_t>(1, op.inner) / kShareOfProducts;
   const int64_t shares = std::clamp<int64_t>(work, 1, std::min(threads(), units));
   parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
@@ -141,7 +138,7 @@ inline void product_into(const Tensor& y, const Left& left, const Packed& p, Gel
     const int64_t last = units * end / shares;
     for (int64_t unit = units * begin / shares; unit < last;) {
       const int64_t block = unit / panels, panel = unit % panels, count = std::min(panels - panel, last - unit);
-      const int64_t row = first_row(block), row_end = std::min(op.rows, first_row(block + 1));
+      const int64_t row = cpu::first_row(block, blocks, op.rows), row_end = cpu::first_row(block + 1, blocks, op.rows);
       FB_BEST_ISA(packed_linear)
       (op, row, row_end, panel * width, std::min(op.channels, (panel + count) * width), scratch.get());
       unit += count;

@@ -479,8 +479,8 @@ struct PackedLayer {
     const Bytes elements = as(x, dtype), panels_ = packed(), biases = as(bias, DType::f32);
     const std::vector<float> factors = scale();
     const int64_t left_bytes = loops::packed_left_bytes(inner, dtype, weights);
-    const int64_t tiles = (rows + cpu::kRowsTogether - 1) / cpu::kRowsTogether;  // whose last is not all written
-    Bytes left(tiles * cpu::kRowsTogether * left_bytes, 0), y = filled(rows * (channels + gap), dtype, threads);
+    // The last tile is not all written.
+    Bytes left(cpu::whole_tiles(rows) * left_bytes, 0), y = filled(rows * (channels + gap), dtype, threads);
     std::vector<float> left_scale(weights == Weights::s8 ? rows : 0);
     const cpu::PackedLinear op{elements.data(),
                                panels_.data(),
@@ -499,14 +499,13 @@ struct PackedLayer {
                                weights == Weights::s8 ? left_scale.data() : nullptr};
     if (left_bytes) in_threads(threads, rows, [&](int64_t begin, int64_t end) { loops::packed_left(op, begin, end); });
     const int64_t most = loops::packed_rows(weights), blocks = (rows + most - 1) / most;
-    const auto first_row = [&](int64_t block) { return std::min(rows, tiles * block / blocks * cpu::kRowsTogether); };
     in_threads(threads, blocks * panels, [&](int64_t begin, int64_t end) {
       Bytes scratch(loops::packed_scratch(), char(threads));
       for (int64_t unit = begin, count; unit < end; unit += count) {
         const int64_t block = unit / panels, panel = unit % panels;
         count = std::min(panels - panel, end - unit);
-        loops::packed_linear(op, first_row(block), first_row(block + 1), panel * width,
-                             std::min(channels, (panel + count) * width), scratch.data());
+        loops::packed_linear(op, cpu::first_row(block, blocks, rows), cpu::first_row(block + 1, blocks, rows),
+                             panel * width, std::min(channels, (panel + count) * width), scratch.data());
       }
     });
     if (gelu == Gelu::none && y != in_integers(threads)) {

@@ -161,7 +161,7 @@ void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel
 
 void multiply8(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, int32_t* sums) {
   const int64_t inner = whole_groups(op.inner), stride = left8_stride(op.inner);
-  const Left8* const left = static_cast<const Left8*>(op.left) + row * stride;
+  const Left8* const left = static_cast<const Left8*>(op.left) + left8_row(row, stride);
   const int8_t* const weight = static_cast<const int8_t*>(op.weight);
   for (int64_t column = 0; column < channels; column += kPanel<float>)
     product8(rows, inner, left, stride, weight + (channel + column) * inner, sums + column, kStride);
