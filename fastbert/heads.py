@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
-from fastbert import checkpoint, layer, ops, padding
+from fastbert import checkpoint, layer, ops
 from fastbert.config import BertConfig
 from fastbert.families import Head
 from fastbert.model import BertModel, ModelInputs, ModelOptions, Saveable, initialize, output_item
@@ -481,7 +481,7 @@ class _Classifier(_BertWithHead):
         """(B, classes), from the pooler's output or, where the head has a dense layer of its own, the first token."""
         facts, x = self._facts, body.pooled
         if facts.dense:
-            x = padding.first_tokens(body.hidden, body.packing.cu_seqlens)
+            x = body.packing.first(body.hidden)
             before = self.first_dropout if facts.first_dropout else self.dropout
             x = self.pre_classifier(before(x) if facts.drops_first else x)
             x = layer.ACTIVATIONS[self.config.extra.get(facts.dense, facts.dense)](x)

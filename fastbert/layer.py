@@ -13,9 +13,10 @@ and a pre-norm layer beside `encoder_layer`.
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,8 @@ from fastbert.ops.scaled_linear import choose as choose_scaled
 from fastbert.padding import Packing
 from fastbert.prepared import PRECISIONS, PreparedLinear, ScaledLinear, joined_dense
 
+T = TypeVar("T")
+
 # transformers' activation modules that are a GELU, and which form of it.
 GELU_FORMS = {"GELUActivation": "none", "NewGELUActivation": "tanh", "GELUTanh": "tanh", "PytorchGELUTanh": "tanh"}
 
@@ -45,7 +48,7 @@ ACTIVATIONS = {"tanh": torch.tanh, "relu": F.relu} | {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class AttentionParts:
     """module: with its `scaling`; its mode, or where own_mode says so that of the nn.Dropout, decides whether attention
     drops."""
@@ -87,7 +90,7 @@ _AFTER_ATTENTION = (nn.Linear, nn.LayerNorm, nn.Linear, nn.Linear, nn.LayerNorm)
 LEAVES = {len(kinds): kinds for kinds in ((*[nn.Linear] * n, *_AFTER_ATTENTION) for n in (1, 3))}  # by how many
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class LayerParts:
     """The parts of one layer. `fastbert.families.LayerFacts` says which is which; None where the family has none."""
 
@@ -102,9 +105,11 @@ class LayerParts:
     down_norm: nn.Module
     leaves: tuple[nn.Module, ...]  # what has parameters, in the order of `ops.encoder_layer`
     containers: tuple[nn.Module, ...]  # between the layer and its parts, the attention module apart
-    # What was found in this forward; None where nobody has looked yet.
+    # What was found so far; None where nobody has looked yet. It is true as long as the parts are (`Reading`).
     plain: bool | None = None  # whether all leaves are
     prepared: tuple[list[Tensor], list[Tensor]] | None = None  # of `prepared_parameters`
+    dropping: bool | None = None  # of `drops`
+    joined: "_Joined | None" = None  # with the layers after it
 
     @classmethod
     def of(cls, layer: nn.Module, facts: LayerFacts) -> "LayerParts":
@@ -121,11 +126,70 @@ class LayerParts:
         return LEAVES[len(self.leaves)]
 
     def drops(self) -> bool:
-        before = self.attention.p > 0 or position_dropout(self.attention.module) > 0
-        return before or probability(self.out_dropout) > 0 or probability(self.down_dropout) > 0
+        if self.dropping is None:
+            before = self.attention.p > 0 or position_dropout(self.attention.module) > 0
+            self.dropping = before or probability(self.out_dropout) > 0 or probability(self.down_dropout) > 0
+        return self.dropping
 
 
 # ---- what may be read instead of called
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_UNREAD = (frozenset(vars(nn.Module())) - {"training"}) | frozenset(
+    "in_features out_features num_embeddings embedding_dim normalized_shape elementwise_affine inplace kept".split()
+)
+
+
+class Reading:
+    """The parts of a module, which are true for as long as all below it stays as it was: there is no hook, and nobody
+    has replaced a module or a tensor or set an attribute. Values of tensors may change.
+
+    Every forward asks that of every layer: it takes 4 µs, to read a layer 25. What was read is kept alive until
+    somebody asks again. In copies and pickles of whoever holds it there is None: it is about the original.
+    """
+
+    def __init__(self, module: nn.Module, parts: Any) -> None:
+        self.module, self.parts = module, parts
+        self._modules = list(module.modules())[1:]
+        own = [vars(each) for each in self._modules]
+        tables = [module._modules, *(table[name] for table in own for name in ("_modules", "_parameters"))]
+        self._empty = [table[name] for table in own for name in _HOOKS] + [table for table in tables if not table]
+        self._tables = own + [table for table in tables if table]
+        entries = [(table, name) for table in own for name in table if name not in _UNREAD]
+        entries += [(table, name) for table in tables for name in table]
+        self._owners, self._names = zip(*entries, strict=True)
+        self._classes = list(dict.fromkeys(map(type, self._modules)))
+        self._then = list(map(dict.get, self._owners, self._names))
+        self._sizes, self._types = list(map(len, self._tables)), list(map(type, self._modules))
+        self._forwards = [cls.forward for cls in self._classes]
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether the parts are still those of this module."""
+        if module is not self.module or any(self._empty) or list(map(len, self._tables)) != self._sizes:
+            return False
+        if list(map(type, self._modules)) != self._types or [cls.forward for cls in self._classes] != self._forwards:
+            return False
+        return all(map(is_, map(dict.get, self._owners, self._names), self._then))
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return _no_reading, ()
+
+
+def _no_reading() -> None:
+    return None
+
+
+def read_once(holder: dict[str, Any], module: nn.Module, read: Callable[[], T]) -> T:
+    """read(), the parts of a module, or what it gave last time where that still holds, in the holder's "_reading"."""
+    if torch.compiler.is_compiling():
+        return read()
+    known = holder.get("_reading")
+    if known is not None and known.holds(module):
+        return known.parts
+    parts = read()
+    lasts = parts is not None and not any([hooks(each) for each in module.modules() if each is not module])
+    holder["_reading"] = Reading(module, parts) if lasts else None
+    return parts
 
 
 def hooks(module: nn.Module, but_of: tuple[str, ...] = ()) -> bool:
@@ -555,9 +619,12 @@ def encoder_layers(
         found.append(parts)
     if not found:
         return None
-    whole = _all_plain(found, hidden, packing, rng)
-    whole = _all_prepared(found, hidden, packing) if whole is None else whole
-    return _all_scaled(found, hidden, packing) if whole is None else whole
+    joined = _joined(found)
+    if joined is None:
+        return _all_scaled(found, hidden, packing)
+    if joined.scales is None:
+        return _all_plain(joined, hidden, packing, rng)
+    return _all_prepared(joined, hidden, packing)
 
 
 def _has_kernel(parts: LayerParts, hidden: Tensor) -> bool:
@@ -575,21 +642,65 @@ def _has_kernel(parts: LayerParts, hidden: Tensor) -> bool:
     )
 
 
-def _all_plain(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor | None:
-    device, dtype, settings, parameters = hidden.device.type, autocast_dtype(hidden), [], []
+class _Joined(NamedTuple):
+    """Layers that differ in nothing but their weights."""
+
+    layers: list[LayerParts]
+    parameters: list[Tensor]
+    scales: list[Tensor] | None  # as in `ops.packed_layer`; None where all are plain
+
+
+def _joined(layers: list[LayerParts]) -> _Joined | None:
+    """None where they are neither all plain nor all prepared, or not alike. The first layer keeps it for the next
+    forward: parts that are the same have stayed as they were."""
+    first = layers[0]
+    if first.joined is None or first.joined.layers != layers:
+        first.joined = _join_plain(layers) if plain_parameters(first) else _join_prepared(layers)
+    return first.joined
+
+
+def _join_plain(layers: list[LayerParts]) -> _Joined | None:
+    found = [plain_parameters(parts) for parts in layers]
+    if not all(found):
+        return None
     for parts in layers:
-        own = plain_parameters(parts)
-        if own is None:
-            return None
         parts.attention.check_dropout()
-        settings.append((len(own), own[-10].shape[1], _settings(parts, hidden, packing, rng, 0, dtype)))
-        if settings[-1] != settings[0]:
-            return None
-        parameters += own
-    count, heads_width, same = settings[0]
-    live = needs_grad(hidden, *parameters)
+    facts = [(_facts(parts), _rates(parts), own[-10].shape[1]) for parts, own in zip(layers, found, strict=True)]
+    return _join(layers, facts, found, None)
+
+
+def _join_prepared(layers: list[LayerParts]) -> _Joined | None:
+    found = [prepared_parameters(parts) for parts in layers]
+    if not all(found) or any([parts.drops() for parts in layers]):
+        return None
+    parameters, scales = zip(*found, strict=True)
+    return _join(layers, list(map(_facts, layers)), parameters, scales)
+
+
+def _join(
+    layers: list[LayerParts],
+    facts: Sequence[Any],
+    parameters: Sequence[list[Tensor]],
+    scales: Sequence[list[Tensor]] | None,
+) -> _Joined | None:
+    """Unless layers differ in a fact, or in how many parameters they have."""
+    alike = [(len(own), *each) for own, each in zip(parameters, facts, strict=True)]
+    if any([each != alike[0] for each in alike]):
+        return None
+    return _Joined(layers, _flat(parameters), None if scales is None else _flat(scales))
+
+
+def _flat(tensors: Sequence[list[Tensor]]) -> list[Tensor]:
+    return [tensor for own in tensors for tensor in own]
+
+
+def _all_plain(joined: _Joined, hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor | None:
+    (layers, parameters, _), device, dtype = joined, hidden.device.type, autocast_dtype(hidden)
+    count = len(parameters) // len(layers)
+    same, live = _settings(layers[0], hidden, packing, rng, 0, dtype), needs_grad(hidden, *parameters)
     backend = backends.find("encoder_layer", device, dtype, backward=live, size=hidden.shape[1])
-    if backend is None or attends_elsewhere(backend, device, dtype, live, heads_width // same.heads):
+    head_size = parameters[count - 10].shape[1] // same.heads
+    if backend is None or attends_elsewhere(backend, device, dtype, live, head_size):
         return None
     given = packing.cu_seqlens, rng
     if not live:
@@ -601,37 +712,37 @@ def _all_plain(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing, r
     return hidden
 
 
-def _all_prepared(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing) -> Tensor | None:
-    settings, parameters, scales = [], [], []
-    for parts in layers:
-        own = prepared_parameters(parts)
-        if own is None:
-            return None
-        settings.append((len(own[0]), _prepared_settings(parts, packing)))
-        if settings[-1] != settings[0] or parts.drops():
-            return None
-        parameters += own[0]
-        scales += own[1]
+def _all_prepared(joined: _Joined, hidden: Tensor, packing: Packing) -> Tensor | None:
+    layers, parameters, scales = joined
     hidden = hidden.to(_dtype_beside_prepared(layers[0]))
     backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
     if backend is None or needs_grad(hidden, *parameters):
         return None
     given = hidden, None, parameters, scales, packing.cu_seqlens
-    return PACKED_LAYER(backend, *given, *settings[0][1], len(layers))
+    return PACKED_LAYER(backend, *given, packing.max_seqlen, *_facts(layers[0]), len(layers))
+
+
+def _rates(parts: LayerParts) -> tuple[float, float, float]:
+    """With what probability it drops, where it does."""
+    return parts.attention.p, probability(parts.out_dropout), probability(parts.down_dropout)
+
+
+def _facts(parts: LayerParts) -> tuple[int, float, str, float, float]:
+    """Heads, scaling, the form of GELU, and what both LayerNorms add to the variance."""
+    attention = parts.attention
+    return attention.heads, attention.scaling, gelu_form(parts.activation), parts.out_norm.eps, parts.down_norm.eps
 
 
 def _settings(
     parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | None, turn: int, dtype: torch.dtype
 ) -> Settings:
     """Of `run_layer`; its probabilities of dropout are checked."""
-    attention = parts.attention
-    rates = attention.p, probability(parts.out_dropout), probability(parts.down_dropout)
+    rates = _rates(parts)
     for p, bits in zip(rates, (random.ATTENTION_BITS, random.ROW_BITS, random.ROW_BITS), strict=True):
         if p:
             checks.dropout("encoder_layer", p, rng, hidden.device, bits)
-    sizes = packing.max_seqlen, attention.heads, attention.scaling
-    form, eps = gelu_form(parts.activation), (parts.out_norm.eps, parts.down_norm.eps)
-    return Settings(*sizes, *rates, random.layer_sites(turn)[0], form, dtype, *eps)
+    heads, scaling, form, *eps = _facts(parts)
+    return Settings(packing.max_seqlen, heads, scaling, *rates, random.layer_sites(turn)[0], form, dtype, *eps)
 
 
 def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing, context: Tensor | None = None) -> Tensor | None:
@@ -648,7 +759,7 @@ def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing, context: T
     if context is not None:
         context = context.to(hidden.dtype)
     given = hidden, context, *found, packing.cu_seqlens if context is None else None
-    return PACKED_LAYER(backend, *given, *_prepared_settings(parts, packing), 1)
+    return PACKED_LAYER(backend, *given, packing.max_seqlen, *_facts(parts), 1)
 
 
 def _dtype_beside_prepared(parts: LayerParts) -> torch.dtype:
@@ -657,7 +768,7 @@ def _dtype_beside_prepared(parts: LayerParts) -> torch.dtype:
 
 
 def prepared_parameters(parts: LayerParts) -> tuple[list[Tensor], list[Tensor]] | None:
-    """Of `ops.packed_layer`: parameters and scales, read once in a forward; None where no dense layer is prepared, or a
+    """Of `ops.packed_layer`: parameters and scales, read once; None where no dense layer is prepared, or a
     part is neither that nor plain."""
     if parts.prepared is None:
         parts.prepared = _read_prepared(parts)
@@ -680,11 +791,6 @@ def _read_prepared(parts: LayerParts, before: int = 0) -> tuple[list[Tensor], li
         if kind is nn.Linear:
             scales.append(_NO_SCALE if (scale := module.__dict__.get("scale")) is None else scale)
     return (found, scales) if _over_rows(found) else None
-
-
-def _prepared_settings(parts: LayerParts, packing: Packing) -> tuple[int, int, float, str, float, float]:
-    attention, form = parts.attention, gelu_form(parts.activation)
-    return packing.max_seqlen, attention.heads, attention.scaling, form, parts.out_norm.eps, parts.down_norm.eps
 
 
 # ---- products in fp8
@@ -781,8 +887,32 @@ def convolve(module: nn.Module, embedded: Tensor, hidden: Tensor, packing: Packi
     return module.LayerNorm(out + hidden)
 
 
+@dataclass(slots=True, eq=False)
+class EmbeddingParts:
+    """Of a module that holds word_embeddings, position_embeddings and token_type_embeddings (None where there are none,
+    or missing), LayerNorm and dropout, ours or transformers'. plain_words, plain: whether the words, and whether all
+    else, may be read."""
+
+    words: nn.Module
+    positions: nn.Module | None
+    types: nn.Module | None
+    norm: nn.Module
+    dropout: nn.Module
+    plain_words: bool
+    plain: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "EmbeddingParts":
+        words, positions = module.word_embeddings, module.position_embeddings
+        types = getattr(module, "token_type_embeddings", None)
+        others = module.LayerNorm, module.dropout
+        plain = is_plain_embedding(positions) and is_plain_embedding(types) and is_plain_norm(others[0])
+        plain = plain and is_plain_dropout(others[1]) and (types is None or types.padding_idx is None)
+        return cls(words, positions, types, *others, is_plain_embedding(words), plain)
+
+
 def embed(
-    module: nn.Module,
+    parts: EmbeddingParts,
     input_ids: Tensor | None,
     token_type_ids: Tensor | None,
     position_ids: Tensor,
@@ -792,22 +922,18 @@ def embed(
 ) -> Tensor:
     """Ids (T,), or inputs_embeds (T, width) in place of input_ids, to (T, width): rows summed, LayerNorm, dropout.
 
-    module: holds word_embeddings, position_embeddings and token_type_embeddings (None where there are none, or
-    missing), LayerNorm and dropout, ours or transformers'. projection: of the sum, to the width of LayerNorm.
+    projection: of the sum, to the width of LayerNorm.
     """
-    words, positions = module.word_embeddings, module.position_embeddings
-    types = getattr(module, "token_type_embeddings", None)
+    words, positions, types, layer_norm = parts.words, parts.positions, parts.types, parts.norm
     if types is not None and token_type_ids is None:
         token_type_ids = torch.zeros_like(position_ids)
-    tables = (words if inputs_embeds is None else None, positions, types)
-    fused = all(map(is_plain_embedding, tables)) and is_plain_norm(module.LayerNorm)
-    fused = fused and (types is None or types.padding_idx is None)
-    if projection is not None or not (fused and is_plain_dropout(module.dropout)):
+    fused = parts.plain and (parts.plain_words or inputs_embeds is not None) and projection is None
+    if not fused:
         x = words(input_ids) if inputs_embeds is None else inputs_embeds
         x = x if positions is None else x + positions(position_ids)
         x = x if types is None else x + types(token_type_ids)
         x = x if projection is None else dense(x, projection)
-        return drop(norm(x, module.LayerNorm), module.dropout, rng, random.EMBEDDING_SITE)
+        return drop(norm(x, layer_norm), parts.dropout, rng, random.EMBEDDING_SITE)
     word, padding_idx = words.weight, words.padding_idx
     if inputs_embeds is not None:  # rows of a table, each used once
         word, padding_idx = inputs_embeds, None
@@ -827,12 +953,12 @@ def embed(
         word,
         position,
         None if types is None else types.weight,
-        module.LayerNorm.weight,
-        module.LayerNorm.bias,
-        module.LayerNorm.eps,
+        layer_norm.weight,
+        layer_norm.bias,
+        layer_norm.eps,
         padding_idx=padding_idx,
         position_padding_idx=position_padding_idx,
-        dropout_p=probability(module.dropout),
+        dropout_p=probability(parts.dropout),
         rng=rng,
         site=random.EMBEDDING_SITE,
     )

@@ -7,9 +7,9 @@ Face's BERT for every family, except q, k and v, which are one `qkv`. Where a fa
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,10 @@ from fastbert import checkpoint, layer, padding, random
 from fastbert.config import BertConfig
 from fastbert.distances import MPNET_BUCKETS
 from fastbert.families import OURS, groups_of
-from fastbert.layer import AttentionParts, Distances, LayerParts
+from fastbert.layer import AttentionParts, Distances, EmbeddingParts, LayerParts
 from fastbert.padding import Packing
+
+T = TypeVar("T")
 
 
 def output_item(fields: tuple, at: int | slice | str) -> Any:
@@ -117,7 +119,8 @@ class BertEmbeddings(nn.Module):
     ) -> Tensor:
         """Ids (T,), or inputs_embeds (T, width) in place of input_ids, to (T, C)."""
         inside, after = (self.project, None) if self.projects_sum else (None, self.project)
-        x = layer.embed(self, input_ids, token_type_ids, position_ids, inputs_embeds, rng, inside)
+        parts = layer.read_once(vars(self), self, functools.partial(EmbeddingParts.of, self))
+        x = layer.embed(parts, input_ids, token_type_ids, position_ids, inputs_embeds, rng, inside)
         return x if after is None else layer.dense(x, after).to(x.dtype)  # autocast: a float32 stream
 
 
@@ -227,6 +230,9 @@ class BertLayer(nn.Module):
 
     def _parts(self) -> LayerParts | None:
         """Where its modules, leaves apart, are those that it was made with, without hooks: then they need no calls."""
+        return layer.read_once(vars(self), self, self._read)
+
+    def _read(self) -> LayerParts | None:
         try:
             parts = LayerParts.of(self, OURS)
         except AttributeError:
@@ -393,6 +399,11 @@ def initialize(module: nn.Module, std: float) -> None:
             part.weight[part.padding_idx].zero_()
 
 
+def _is_readable(module: nn.Module) -> bool:
+    """Not where a subclass, a compiled layer or hooks may do more than its forward when it is called."""
+    return type(module) is BertLayer and module._compiled_call_impl is None and layer.is_plain(module, BertLayer)
+
+
 class BertEncoder(_Loadable):
     """The stack of layers, for training code that has embeddings of its own.
 
@@ -429,7 +440,17 @@ class BertEncoder(_Loadable):
 
     def drops(self) -> bool:
         """Whether a forward now would drop anything."""
-        return any([layer.drops(each) for each in (*self.layer, *([] if self.conv is None else [self.conv]))])
+        return self._drops(self._readable())
+
+    def _drops(self, readable: list[LayerParts | None]) -> bool:
+        if self.conv is not None and layer.drops(self.conv):
+            return True
+        layers = zip(self.layer, readable, strict=True)
+        return any([layer.drops(each) if parts is None else parts.drops() for each, parts in layers])
+
+    def _readable(self) -> list[LayerParts | None]:
+        """The parts of each of `layer`, None for one that has to be called."""
+        return [each._parts() if _is_readable(each) else None for each in self.layer]
 
     def dense_layers(self) -> list[str]:
         """What `fastbert.prepare` packs in it."""
@@ -460,10 +481,11 @@ class BertEncoder(_Loadable):
         else:
             packing = self._packing(hidden_states, attention_mask, cu_seqlens, max_seqlen)
             hidden_states = packing.pack(hidden_states)
-            rng = random.new_key(hidden_states.device) if rng is None and self.drops() else rng
+        readable = self._readable()
+        rng = random.new_key(hidden_states.device) if rng is None and self._drops(readable) else rng
         given = layer.distances_of(self, packing)
         watched = output_hidden_states or output_attentions or self.conv is not None or given is not None
-        whole = None if watched else self._at_once(hidden_states, packing, rng)
+        whole = None if watched else self._at_once(readable, hidden_states, packing, rng)
         states, attentions = [whole], []
         if whole is None:
             options = (output_hidden_states, output_attentions, given)
@@ -475,24 +497,20 @@ class BertEncoder(_Loadable):
             tuple(attentions) if output_attentions else None,
         )
 
-    def _turns(self) -> list[nn.Module]:
-        """The layers in the order in which a forward runs them."""
-        layers = list(self.layer)
-        return layers if self.order is None else [layers[index] for index in self.order]
+    def _in_turn(self, of_layers: Sequence[T]) -> list[T]:
+        """In the order in which a forward runs the layers."""
+        return list(of_layers) if self.order is None else [of_layers[index] for index in self.order]
 
     def _recomputes(self) -> bool:
         return self.recomputing is not None and self.training and torch.is_grad_enabled()
 
-    def _at_once(self, hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor | None:
+    def _at_once(
+        self, readable: list[LayerParts | None], hidden: Tensor, packing: Packing, rng: Tensor | None
+    ) -> Tensor | None:
         """What the layers give, computed at once; None where each has to be called."""
         if self._recomputes() or torch.nn.modules.module._has_any_global_hook():
             return None
-        layers = list(self.layer)
-        # A subclass, or a layer that is compiled by itself, may do more than its forward when it is called.
-        called = [type(each) is not BertLayer or each._compiled_call_impl is not None for each in layers]
-        if any(called) or not all([layer.is_plain(each, BertLayer) for each in layers]):
-            return None
-        return layer.encoder_layers((each._parts() for each in self._turns()), hidden, packing, rng)
+        return layer.encoder_layers(self._in_turn(readable), hidden, packing, rng)
 
     def _one_by_one(
         self,
@@ -505,7 +523,7 @@ class BertEncoder(_Loadable):
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """The hidden states, of all layers or of the last one, and attention weights or None of each layer."""
         states, attentions, embedded = [hidden], [], hidden
-        for turn, each in enumerate(self._turns()):
+        for turn, each in enumerate(self._in_turn(self.layer)):
             run = self._recomputed(each, turn)
             hidden, weights = run(hidden, packing, rng, turn, output_attentions, given)
             if turn == 0 and self.conv is not None:
@@ -599,8 +617,9 @@ class BertModel(Saveable):
         else:
             given = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
             inputs, packing = self.pack(*given)
-        drops = layer.drops(self.embeddings) or layer.drops(self.encoder)
-        rng = random.new_key(packing.cu_seqlens.device) if drops else None
+        # An encoder of ours draws its key itself, when it has looked at its layers.
+        asked = [self.embeddings, *([] if type(self.encoder).forward is BertEncoder.forward else [self.encoder])]
+        rng = random.new_key(packing.cu_seqlens.device) if any(map(layer.drops, asked)) else None
         hidden, states, attentions = self.encoder(
             self.embeddings(*inputs, rng),
             output_hidden_states=output_hidden_states,
@@ -608,7 +627,7 @@ class BertModel(Saveable):
             packing=packing,
             rng=rng,
         )
-        pooled = self.pooler(padding.first_tokens(hidden, packing.cu_seqlens)) if self.pooler else None
+        pooled = self.pooler(packing.first(hidden)) if self.pooler else None
         if not handed_down:
             hidden, states = packing.unpack(hidden), states and tuple(packing.unpack(state) for state in states)
         return BertModelOutput(hidden, pooled, states, attentions)

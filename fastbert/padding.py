@@ -85,6 +85,11 @@ class Packing(NamedTuple):
         cells = rows.gather(3, place[:, None, None, :].expand(-1, weights.shape[1], self.seqlen, -1))
         return cells.masked_fill(~(visible[:, None, :, None] & visible[:, None, None, :]), 0)
 
+    def first(self, x: Tensor) -> Tensor:
+        """(T, C) -> (batch, C): the first token of each sequence, zeros for an empty one."""
+        all_there = self.seqlen and self.indices is None  # and no sequence is empty
+        return x[:: self.seqlen] if all_there else first_tokens(x, self.cu_seqlens)
+
     def visible(self) -> Tensor:
         """In the caller's form, bool: where there is a token."""
         return self.unpack(torch.ones(self.tokens, dtype=torch.int64, device=self.cu_seqlens.device)) != 0

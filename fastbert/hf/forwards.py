@@ -7,7 +7,7 @@ state, once. A forward that cannot be packed raises `Fallback` before anything i
 
 A replacement is an object in its module's `__dict__`, holding the module, so it is copied and pickled with it. (A
 closure would go on computing the original's weights in a copy; a bound method is not restored by torch.load.) It holds
-no tensor.
+no tensor, but in a `Reading`, which copies do not get.
 """
 
 import functools
@@ -27,7 +27,7 @@ from fastbert import layer, padding, random
 from fastbert.families import FAMILIES, Family
 from fastbert.hf import supported
 from fastbert.hf.supported import Fallback
-from fastbert.layer import LayerParts
+from fastbert.layer import EmbeddingParts, LayerParts
 
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "fastbert")
 TENSORS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
@@ -470,7 +470,8 @@ class EmbeddingsForward(Replacement):
             given["inputs_embeds"] = given.pop("input_embeds")
         tensors = [None if (x := given.get(name)) is None else x[0] for name in TENSORS]
         inside = self.module.embed_proj if self.family.projects_sum else None
-        return layer.embed(self.module, *tensors, call.key, inside)[None]
+        parts = layer.read_once(vars(self), self.module, functools.partial(EmbeddingParts.of, self.module))
+        return layer.embed(parts, *tensors, call.key, inside)[None]
 
     def check(self) -> bool:
         """Whether it drops. Raises Fallback where packed ids would not get what padded ones do."""
@@ -579,6 +580,9 @@ class LayerForward(Replacement):
     def check(self) -> LayerParts:
         """The parts, each of them what fastbert computes or may call. Raises Fallback."""
         supported.check_own(self.module, but_of=("",))  # its hooks see padded tensors
+        return layer.read_once(vars(self), self.module, self._read)
+
+    def _read(self) -> LayerParts:
         try:
             parts = LayerParts.of(self.module, self.family.layer)
         except AttributeError:

@@ -23,6 +23,8 @@ def shape(op: str, name: str, tensor: Tensor, expected: tuple[int | None, ...], 
     not only on failure, would tie compiled code to it.
     """
     have = tensor.shape
+    if have == expected:
+        return
     if len(have) != len(expected) or any([want is not None and have[i] != want for i, want in enumerate(expected)]):
         sizes = ", ".join("*" if size is None else str(size) for size in expected) + ("," if len(expected) == 1 else "")
         because = f", {why}" if why else ""
@@ -75,9 +77,8 @@ def integers(op: str, **tensors: Tensor) -> None:
 
 def same_device(op: str, tensors: dict[str, Tensor | None]) -> None:
     """Raises ValueError unless all tensors are on one device."""
-    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    if len(set(devices.values())) > 1:
-        given = ", ".join(f"{name} on {device}" for name, device in devices.items())
+    if len({tensor.device for tensor in tensors.values() if tensor is not None}) > 1:
+        given = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items() if tensor is not None)
         raise ValueError(f"{op}: expected all tensors on one device; given {given}")
 
 

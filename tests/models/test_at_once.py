@@ -2,6 +2,9 @@
 somebody looks between the layers or is called there, or where they differ."""
 
 import copy
+import gc
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -280,6 +283,101 @@ def test_layers_that_differ(kind, change, monkeypatch):
     (found, times), (expected, singly) = run(model, grad), by_layers(model, monkeypatch, grad=grad)
     assert torch.equal(found, expected) and times == singly == count(model)
     assert found.requires_grad == grad
+
+
+def norm_of(model):
+    return layers_of(model)[1].output.LayerNorm
+
+
+def other_values(model):
+    norm_of(model).weight.data.mul_(2)
+
+
+def other_parameter(model):
+    norm_of(model).bias = nn.Parameter(norm_of(model).bias + 1)
+
+
+def other_norm(model):
+    layers_of(model)[1].output.LayerNorm = nn.LayerNorm(norm_of(model).normalized_shape, eps=0.1)
+
+
+def other_embeddings(model):
+    model.embeddings.LayerNorm.eps = 0.1
+
+
+def other_positions(model):
+    model.embeddings.position_embeddings = nn.Embedding(*model.embeddings.position_embeddings.weight.shape)
+
+
+def a_dropout_that_trains(model):
+    dropout = layers_of(model)[1].output.dropout
+    dropout.p = 0.25
+    dropout.train()
+
+
+def a_forward_of_its_own(model):
+    dense = layers_of(model)[1].output.dense
+    dense.forward = lambda x: 2 * type(dense).forward(dense, x)
+
+
+class Own(nn.LayerNorm):
+    forward = nn.LayerNorm.forward
+
+
+def a_forward_for_a_class(model):
+    norm_of(model).__class__ = Own
+    run(model)
+    Own.forward = lambda self, x: 2 * nn.LayerNorm.forward(self, x)
+
+
+BETWEEN_FORWARDS = [
+    other_values, other_parameter, other_norm, other_eps, other_scaling, other_embeddings, other_positions,
+    a_dropout_that_trains, a_forward_of_its_own, a_forward_for_a_class,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["own", "accelerated", "fp32", "int8"])
+@pytest.mark.parametrize("change", BETWEEN_FORWARDS)
+@pytest.mark.filterwarnings("ignore:fastbert. forwards run transformers:RuntimeWarning")
+def test_what_changes_between_forwards(kind, change, monkeypatch):
+    """A model that has run remembers what it has read of its modules; a copy remembers nothing."""
+    model = model_of(kind)
+    before, again = run(model)[0], run(model)[0]
+    monkeypatch.setattr(Own, "forward", Own.forward)  # so that it is put back
+    change(model)
+    found, expected = run(model)[0], run(copy.deepcopy(model))[0]
+    assert torch.equal(before, again) and torch.equal(found, expected) and not torch.equal(found, before)
+
+
+@pytest.mark.parametrize("kind", ["own", "accelerated", "fp32"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_compute_with_their_own_weights(kind, copied):
+    model = model_of(kind)
+    before = run(model)[0]
+    made = copied(model)
+    other_values(made)
+    assert torch.equal(run(model)[0], before) and not torch.equal(run(made)[0], before)
+
+
+def test_a_shallow_copy_of_a_layer_with_another_part():
+    """As torch's DataParallel makes them."""
+    model = model_of("own")
+    before = run(model)[0]
+    replica = copy.copy(model.encoder.layer[1])
+    replica._modules = dict(replica._modules)
+    replica.output = copy.deepcopy(replica.output)
+    model.encoder.layer[1] = replica
+    other_values(model)
+    assert not torch.equal(run(model)[0], before)
+
+
+def test_what_was_read_goes_with_the_model():
+    model = model_of("own")
+    run(model)
+    weight = weakref.ref(model.encoder.layer[0].output.dense.weight)
+    del model
+    gc.collect()
+    assert weight() is None
 
 
 def test_a_prepared_model_with_a_plain_layer(monkeypatch):
