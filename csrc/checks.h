@@ -22,12 +22,11 @@ inline void check_device(const char* op, const char* name, const Tensor& tensor,
 }
 
 inline void check_dtype(const char* op, const char* name, const Tensor& tensor, ScalarType expected) {
-  FB_CHECK_VALUE(tensor.scalar_type() == expected, op, ": ", name, " is ", tensor.scalar_type(), "; expected ",
-                 expected);
+  FB_CHECK_VALUE(type_of(tensor) == expected, op, ": ", name, " is ", type_of(tensor), "; expected ", expected);
 }
 
 inline void check_floating(const char* op, const char* name, const Tensor& tensor) {
-  const ScalarType type = tensor.scalar_type();
+  const ScalarType type = type_of(tensor);
   FB_CHECK_VALUE(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half ||
                      type == ScalarType::Double,
                  op, ": ", name, " is ", type, "; expected Float, BFloat16, Half or Double");
@@ -36,13 +35,13 @@ inline void check_floating(const char* op, const char* name, const Tensor& tenso
 // The loops convert between fp32 and the half types, but not from or to fp64.
 inline void check_floating_beside(const char* op, const char* name, const Tensor& tensor, ScalarType other) {
   check_floating(op, name, tensor);
-  FB_CHECK_VALUE((tensor.scalar_type() == ScalarType::Double) == (other == ScalarType::Double), op, ": ", name, " is ",
-                 tensor.scalar_type(), " beside ", other, "; Double does not mix with others");
+  FB_CHECK_VALUE((type_of(tensor) == ScalarType::Double) == (other == ScalarType::Double), op, ": ", name, " is ",
+                 type_of(tensor), " beside ", other, "; Double does not mix with others");
 }
 
 inline void check_indices(const char* op, const char* name, const Tensor& tensor) {
-  FB_CHECK_VALUE(tensor.scalar_type() == ScalarType::Long || tensor.scalar_type() == ScalarType::Int, op, ": ", name,
-                 " is ", tensor.scalar_type(), "; expected Long or Int");
+  FB_CHECK_VALUE(type_of(tensor) == ScalarType::Long || type_of(tensor) == ScalarType::Int, op, ": ", name, " is ",
+                 type_of(tensor), "; expected Long or Int");
 }
 
 // ---- a tensor beside x
@@ -62,14 +61,14 @@ inline void check_like(const char* op, const char* name, const Tensor& tensor, c
 // A gradient: as the tensor that it is the gradient of.
 inline void check_gradient(const char* op, const char* name, const Tensor& gradient, const Tensor& of) {
   check_like(op, name, gradient, of);
-  check_dtype(op, name, gradient, of.scalar_type());
+  check_dtype(op, name, gradient, type_of(of));
 }
 
 // One floating-point element a channel, on x's device.
 inline void check_parameter(const char* op, const char* name, const Tensor& parameter, const Tensor& x) {
   check_shape(op, name, parameter, {x.size(-1)});
   check_device(op, name, parameter, x.device());
-  check_floating_beside(op, name, parameter, x.scalar_type());
+  check_floating_beside(op, name, parameter, type_of(x));
 }
 
 // One number of the given type for each row.
@@ -96,7 +95,7 @@ inline void check_layer_norm(const Tensor& x, const OptionalTensor& residual, co
   check_rows("layer_norm", "x", x);
   FB_CHECK_VALUE(x.size(-1) > 0, "layer_norm: x has shape ", x.sizes(), "; expected (..., C) with C > 0");
   if (residual) check_like("layer_norm", "residual", *residual, x);
-  if (residual) check_floating_beside("layer_norm", "residual", *residual, x.scalar_type());
+  if (residual) check_floating_beside("layer_norm", "residual", *residual, type_of(x));
   check_parameter("layer_norm", "weight", weight, x);
   if (bias) check_parameter("layer_norm", "bias", *bias, x);
   if (x_bias) check_parameter("layer_norm", "x_bias", *x_bias, x);
@@ -136,8 +135,8 @@ inline void check_dense(const char* op, const Tensor& x, const Tensor& weight, c
   FB_CHECK_VALUE(weight.dim() == 2, op, ": weight has shape ", weight.sizes(), "; expected (C, K)");
   check_shape(op, "weight", weight, {weight.size(0), x.size(-1)});
   if (bias) check_shape(op, "bias", *bias, {weight.size(0)});
-  check_dtype(op, "weight", weight, x.scalar_type());
-  if (bias) check_dtype(op, "bias", *bias, x.scalar_type());
+  check_dtype(op, "weight", weight, type_of(x));
+  if (bias) check_dtype(op, "bias", *bias, type_of(x));
   check_device(op, "weight", weight, x.device());
   if (bias) check_device(op, "bias", *bias, x.device());
 }
@@ -148,7 +147,7 @@ inline void check_dense_gelu_gradients(const Tensor& dy, const Tensor& x, const 
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = weight.size(0);
   check_shape("dense_gelu", "preactivation", preactivation, shape);
-  check_dtype("dense_gelu", "preactivation", preactivation, x.scalar_type());
+  check_dtype("dense_gelu", "preactivation", preactivation, type_of(x));
   check_device("dense_gelu", "preactivation", preactivation, x.device());
   check_gradient("dense_gelu", "dy", dy, preactivation);
 }
@@ -165,7 +164,7 @@ inline void check_linear_max(const Tensor& x, const Tensor& weight, const Option
 inline void check_linear_max_gradients(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& rows) {
   FB_CHECK_VALUE(dy.dim() == 2, "linear_max: dy has shape ", dy.sizes(), "; expected (B, V)");
   check_shape("linear_max", "dy", dy, {dy.size(0), weight.size(0)});
-  check_dtype("linear_max", "dy", dy, x.scalar_type());
+  check_dtype("linear_max", "dy", dy, type_of(x));
   check_device("linear_max", "dy", dy, x.device());
   check_like("linear_max", "rows", rows, dy);
   check_dtype("linear_max", "rows", rows, ScalarType::Int);
@@ -187,7 +186,7 @@ inline void check_cross_entropy(const Tensor& hidden, const Tensor& weight, cons
 inline void check_cross_entropy_gradients(const Tensor& dloss, const Tensor& dlogits, const Tensor& hidden,
                                           const Tensor& weight, ScalarType math) {
   check_statistic("cross_entropy", "dloss", dloss, {}, math, hidden.device());
-  check_statistic("cross_entropy", "dlogits", dlogits, {hidden.size(0), weight.size(0)}, hidden.scalar_type(),
+  check_statistic("cross_entropy", "dlogits", dlogits, {hidden.size(0), weight.size(0)}, type_of(hidden),
                   hidden.device());
 }
 
@@ -202,7 +201,7 @@ inline void check_table(const char* name, const Tensor& ids, const Tensor& table
                  " has shape ", table.sizes(), "; expected (rows, C) with C > 0");
   check_shape("embedding", "table", table, {table.size(0), word.size(1)});
   check_device("embedding", "table", table, input_ids.device());
-  check_floating_beside("embedding", "table", table, word.scalar_type());
+  check_floating_beside("embedding", "table", table, type_of(word));
 }
 
 // The further arguments of the backward. type: of the output; statistics: of mean and rstd.
@@ -232,7 +231,7 @@ inline void check_attention(const Tensor& qkv, const Tensor& cu_seqlens) {
 inline void check_attention_gradients(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
                                       ScalarType type) {
   check_shape("attention", "out", out, {qkv.size(0), qkv.size(2), qkv.size(3)});
-  check_dtype("attention", "out", out, qkv.scalar_type());
+  check_dtype("attention", "out", out, type_of(qkv));
   check_device("attention", "out", out, qkv.device());
   check_gradient("attention", "dout", dout, out);
   check_statistic("attention", "lse", lse, {qkv.size(2), qkv.size(0)}, type, qkv.device());
@@ -262,7 +261,7 @@ inline void check_relative_attention(const Tensor& qkv, const Tensor& slots, con
   const int64_t width = first.size(keys || queries ? 0 : 1), heads = qkv.size(2), D = qkv.size(3);
   FB_CHECK_VALUE(width > 0 && width <= INT32_MAX, op, ": a table has shape ", first.sizes(),
                  "; expected 0 < W < 2**31");
-  const ScalarType type = qkv.scalar_type(), wide = type == ScalarType::Double ? type : ScalarType::Float;
+  const ScalarType type = type_of(qkv), wide = type == ScalarType::Double ? type : ScalarType::Float;
   if (keys) check_positions("keys", *keys, {width, heads, D}, type, qkv);
   if (queries) check_positions("queries", *queries, {width, heads, D}, type, qkv);
   if (bias) check_positions("bias", *bias, {heads, width}, wide, qkv);
@@ -272,8 +271,8 @@ inline void check_relative_attention(const Tensor& qkv, const Tensor& slots, con
 
 // x has at least `dims` dimensions, of which the first are tokens or (batch, sequence).
 inline void check_mask(const char* op, const Tensor& mask) {
-  FB_CHECK_VALUE(mask.dim() == 2 && mask.scalar_type() == ScalarType::Bool, op, ": expected (B, S) bool, got ",
-                 mask.sizes(), " ", mask.scalar_type());
+  FB_CHECK_VALUE(mask.dim() == 2 && type_of(mask) == ScalarType::Bool, op, ": expected (B, S) bool, got ", mask.sizes(),
+                 " ", type_of(mask));
 }
 
 inline void check_packing(const char* op, const Tensor& x, const Tensor& indices, int64_t dims) {

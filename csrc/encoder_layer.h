@@ -78,7 +78,7 @@ struct LayerGradients {
     return false;
   }
   void set(size_t i, const Tensor& gradient) {
-    if (wants(i)) found[i] = contiguous(gradient, parameters[i].scalar_type());
+    if (wants(i)) found[i] = contiguous(gradient, type_of(parameters[i]));
   }
   // dweight and dbias of a dense layer, parameters i and i + 1. dbias may be known already.
   void set_dense(size_t i, const Tensor& dy, const Tensor& x, const OptionalTensor& dbias) {
@@ -302,8 +302,8 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
   const Tensor dinto =
       context && !needed[1] ? nothing : Ops::matrix_product(dprojected, false, layer.cast(p.out.weight));
   if (context) {
-    return {needed[0] ? contiguous(dhidden, hidden.scalar_type()) : nothing,
-            needed[1] ? contiguous(dinto, context->scalar_type()) : no_context, gradients.all()};
+    return {needed[0] ? contiguous(dhidden, type_of(hidden)) : nothing,
+            needed[1] ? contiguous(dinto, type_of(*context)) : no_context, gradients.all()};
   }
   check_like("encoder_layer", "the saved context", into, dinto);
   const Tensor dqkv = by_token(Ops::attention_bwd(view(dinto, kept(kContext).sizes()), kept(kQkv), kept(kContext),
@@ -321,7 +321,7 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
     for (int64_t i = count - 1; i >= 0; --i)  // in autograd's order
       dhidden = add(dhidden, Ops::matrix_product(part(i), false, layer.cast(each[i].weight)));
   }
-  return {contiguous(dhidden, hidden.scalar_type()), no_context, gradients.all()};
+  return {contiguous(dhidden, type_of(hidden)), no_context, gradients.all()};
 }
 
 }  // namespace fastbert

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <functional>
 #include <numeric>
 #include <optional>
@@ -64,6 +65,18 @@ inline void check_call(AOTITorchError error, const char* what) {
 
 // ---- tensors
 
+// x.scalar_type(), which asks torch for one code after the other until it is x's; here once for each code.
+inline ScalarType type_of(const Tensor& x) {
+  static std::array<std::atomic<int>, 64> known;  // 1 + the type, by torch's code
+  int32_t code = 0;
+  check_call(aoti_torch_get_dtype(x.get(), &code), "dtype");
+  if (code < 0 || code >= int32_t(known.size())) return x.scalar_type();
+  const int type = known[code].load(std::memory_order_relaxed);
+  if (type) return ScalarType(type - 1);
+  known[code].store(1 + int(x.scalar_type()), std::memory_order_relaxed);
+  return x.scalar_type();
+}
+
 // While one of these lives, torch's operators record nothing for autograd in this thread.
 class NoGrad {
  public:
@@ -105,7 +118,7 @@ inline Tensor empty_strided(Sizes sizes, Sizes strides, const Tensor& x, ScalarT
 inline Tensor empty(Sizes sizes, const Tensor& x, ScalarType type) {
   return empty_strided(sizes, strides_of(sizes), x, type);
 }
-inline Tensor empty(Sizes sizes, const Tensor& x) { return empty(sizes, x, x.scalar_type()); }
+inline Tensor empty(Sizes sizes, const Tensor& x) { return empty(sizes, x, type_of(x)); }
 
 inline void zero_(const Tensor& x) { check_call(aoti_torch_zero_(x.get()), "zero_"); }
 
@@ -128,9 +141,9 @@ inline Tensor copy_of(const Tensor& x, ScalarType type) {
 }
 
 // x, or a copy if need be.
-inline Tensor contiguous(const Tensor& x) { return x.is_contiguous() ? x : copy_of(x, x.scalar_type()); }
+inline Tensor contiguous(const Tensor& x) { return x.is_contiguous() ? x : copy_of(x, type_of(x)); }
 inline Tensor contiguous(const Tensor& x, ScalarType type) {
-  return x.scalar_type() == type ? contiguous(x) : copy_of(x, type);
+  return type_of(x) == type ? contiguous(x) : copy_of(x, type);
 }
 
 // x's memory from its element `offset` on. Autograd does not know that it is a view.

@@ -23,12 +23,12 @@ constexpr int64_t kGrain = 32768;
 constexpr int64_t kShareOfProducts = 1 << 17;
 
 inline DType dtype_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
+  switch (type_of(tensor)) {
     case ScalarType::Float: return DType::f32;
     case ScalarType::BFloat16: return DType::bf16;
     case ScalarType::Half: return DType::f16;
     case ScalarType::Double: return DType::f64;
-    default: fail<std::invalid_argument>("fastbert: no kernel for elements of type ", tensor.scalar_type());
+    default: fail<std::invalid_argument>("fastbert: no kernel for elements of type ", type_of(tensor));
   }
 }
 
@@ -70,8 +70,8 @@ inline uint32_t dropout_threshold(double p, const OptionalTensor& rng, int bits,
                  "; expected 0 <= dropout_p < 1, and that it is not rounded to 0 or 1 in ", bits, " bits");
   FB_CHECK_VALUE(p == 0 || rng, "dropout_p is ", p, " but rng is None; expected a key");
   if (rng) {
-    FB_CHECK_VALUE(rng->scalar_type() == ScalarType::Long && rng->numel() == 1, "rng is ", rng->scalar_type(),
-                   " of shape ", rng->sizes(), "; expected one Long key");
+    FB_CHECK_VALUE(type_of(*rng) == ScalarType::Long && rng->numel() == 1, "rng is ", type_of(*rng), " of shape ",
+                   rng->sizes(), "; expected one Long key");
     FB_CHECK_VALUE(rng->device() == device, "rng is on ", rng->device(), "; expected ", device);
   }
   return uint32_t(threshold);
@@ -100,7 +100,7 @@ constexpr char kNoIsa[] = "fastbert's CPU kernels need a processor with AVX2 and
 
 // The type in which the loops compute and take parameters.
 inline ScalarType math_type(const Tensor& x) {
-  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  return type_of(x) == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 inline Tensor as_math(const Tensor& parameter, const Tensor& x) { return contiguous(parameter, math_type(x)); }
 inline OptionalTensor as_math(const OptionalTensor& parameter, const Tensor& x) {
@@ -125,7 +125,7 @@ inline Tensor empty_rows(Sizes sizes, const Tensor& x, ScalarType type) {
   if (blocks.size(0) != rows) zero_(view(blocks, {blocks.size(0) - rows, channels}, rows * channels));
   return view(blocks, sizes);
 }
-inline Tensor empty_rows(Sizes sizes, const Tensor& x) { return empty_rows(sizes, x, x.scalar_type()); }
+inline Tensor empty_rows(Sizes sizes, const Tensor& x) { return empty_rows(sizes, x, type_of(x)); }
 
 // How many threads parallel_for uses.
 inline int64_t threads() {
@@ -201,7 +201,7 @@ Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t scra
       for (int64_t row = i * chunk + kBlock; row < end; row += kBlock) {
         std::memset(block.get(), 0, bytes);
         f(row, std::min(end, row + kBlock), block.get(), static_cast<void*>(scratch.get()));
-        if (sums.scalar_type() == ScalarType::Double) {
+        if (type_of(sums) == ScalarType::Double) {
           add_to(reinterpret_cast<double*>(sum), reinterpret_cast<const double*>(block.get()), columns);
         } else {
           add_to(reinterpret_cast<float*>(sum), reinterpret_cast<const float*>(block.get()), columns);
@@ -221,7 +221,7 @@ inline std::vector<int64_t> shape_of_rows(const Tensor& x, int64_t from, std::ve
 // Contiguous, and aligned to the 16 bytes in which kernels read it.
 inline Tensor aligned(const Tensor& x) {
   const Tensor ordered = contiguous(x);
-  return reinterpret_cast<uintptr_t>(ordered.const_data_ptr()) % 16 ? copy_of(ordered, ordered.scalar_type()) : ordered;
+  return reinterpret_cast<uintptr_t>(ordered.const_data_ptr()) % 16 ? copy_of(ordered, type_of(ordered)) : ordered;
 }
 
 }  // namespace fastbert

@@ -108,10 +108,9 @@ struct Batch {
   static constexpr double kPacking = 64;  // what a key costs besides its scores, in scores
 };
 
-inline std::tuple<Tensor, Tensor> attention_forward(const Batch& batch, const Tensor& qkv) {
+// out: (tokens, heads, D), contiguous, of qkv's type; lse: (heads, tokens), contiguous, of its math_type.
+inline void attention_forward_into(const Tensor& out, const Tensor& lse, const Batch& batch, const Tensor& qkv) {
   const Tensor in = contiguous(qkv);
-  const Tensor out = view(empty_rows({batch.tokens, batch.heads * batch.D}, qkv), {batch.tokens, batch.heads, batch.D});
-  const Tensor lse = empty({batch.heads, batch.tokens}, qkv, math_type(qkv));
   if (batch.covered != batch.tokens) zero_(out), zero_(lse);
   char *const dst = static_cast<char*>(out.mutable_data_ptr()), *const sums =
                                                                     static_cast<char*>(lse.mutable_data_ptr());
@@ -127,6 +126,17 @@ inline std::tuple<Tensor, Tensor> attention_forward(const Batch& batch, const Te
                     (head, first, last, dst + batch.out_at(task) * batch.element, batch.out_stride(),
                      sums + batch.lse_at(task) * number, room);
                   });
+}
+
+// Memory for both.
+inline std::tuple<Tensor, Tensor> attention_outputs(const Batch& batch, const Tensor& qkv) {
+  const Tensor out = empty_rows({batch.tokens, batch.heads * batch.D}, qkv);
+  return {view(out, {batch.tokens, batch.heads, batch.D}), empty({batch.heads, batch.tokens}, qkv, math_type(qkv))};
+}
+
+inline std::tuple<Tensor, Tensor> attention_forward(const Batch& batch, const Tensor& qkv) {
+  const auto [out, lse] = attention_outputs(batch, qkv);
+  attention_forward_into(out, lse, batch, qkv);
   return {out, lse};
 }
 

@@ -58,8 +58,7 @@ std::tuple<Tensor, Tensor> bias_gelu_bwd_cpu(const Tensor& dy, const Tensor& x, 
                                              std::string_view approximate, bool need_dbias) {
   check_bias_gelu(x, bias, approximate);
   check_gradient("bias_gelu", "dy", dy, x);
-  auto [dx, dbias] =
-      gelu_bwd_cpu(dy, x, bias, approximate, need_dbias ? std::optional(bias.scalar_type()) : std::nullopt);
+  auto [dx, dbias] = gelu_bwd_cpu(dy, x, bias, approximate, need_dbias ? std::optional(type_of(bias)) : std::nullopt);
   return {dx, need_dbias ? dbias : empty({0}, bias)};
 }
 

@@ -26,7 +26,7 @@ std::vector<int64_t> classes_of(const Tensor& labels, int64_t ignored, int64_t c
 }
 
 std::vector<int64_t> labels_of(const Tensor& labels, int64_t ignored, int64_t classes) {
-  const bool is_long = labels.scalar_type() == ScalarType::Long;
+  const bool is_long = type_of(labels) == ScalarType::Long;
   return is_long ? classes_of<int64_t>(labels, ignored, classes) : classes_of<int32_t>(labels, ignored, classes);
 }
 
@@ -37,7 +37,7 @@ int64_t labelled(const std::vector<int64_t>& labels) {
 // A number as a tensor, in the type of arithmetic.
 Tensor number(double value, const Tensor& x) {
   const Tensor made = empty({}, x, math_type(x));
-  if (made.scalar_type() == ScalarType::Double) {
+  if (type_of(made) == ScalarType::Double) {
     *made.mutable_data_ptr<double>() = value;
   } else {
     *made.mutable_data_ptr<float>() = float(value);
@@ -75,7 +75,7 @@ std::tuple<Tensor, Tensor> cross_entropy_fwd_cpu(const Tensor& hidden, const Ten
   const int64_t rows = hidden.size(0), inner = hidden.size(1), classes = weight.size(0);
   const int64_t line = 128 / hidden.element_size(), stride = (classes + line - 1) / line * line;
   const Tensor dlogits =
-      need_dlogits ? empty_strided({rows, classes}, {stride, 1}, hidden, hidden.scalar_type()) : empty({0}, hidden);
+      need_dlogits ? empty_strided({rows, classes}, {stride, 1}, hidden, type_of(hidden)) : empty({0}, hidden);
   const bool pairs = FB_BEST_ISA(cross_entropy_takes_pairs)(dtype_of(hidden), inner);
   const Tensor x = pairs ? contiguous(hidden) : as_math(hidden, hidden);
   const Tensor w = contiguous(weight), b = as_math(bias, hidden);
@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_bwd_cpu(const Tensor& dloss, co
   check_cross_entropy(hidden, weight, std::nullopt, labels);
   check_cross_entropy_gradients(dloss, dlogits, hidden, weight, math_type(hidden));
   const NoGrad guard;
-  const ScalarType type = hidden.scalar_type();
+  const ScalarType type = type_of(hidden);
   const double upstream = type == ScalarType::Double ? *dloss.const_data_ptr<double>() : *dloss.const_data_ptr<float>();
   const Tensor factor = number(upstream / double(labelled(labels_of(labels, ignore_index, weight.size(0)))), hidden);
   const Tensor dhidden =

@@ -31,7 +31,7 @@ std::tuple<Tensor, Tensor, Tensor> dense_gelu_bwd_cpu(const Tensor& dy, const Te
   check_approximate("dense_gelu", approximate);
   const NoGrad guard;
   auto [dpre, dbias] = gelu_bwd_cpu(dy, preactivation, std::nullopt, approximate,
-                                    need_dparams ? std::optional(weight.scalar_type()) : std::nullopt);
+                                    need_dparams ? std::optional(type_of(weight)) : std::nullopt);
   const Tensor rows = matrix(dpre), transposed = call("aten::t", "", rows);
   const Tensor dx = need_dx ? call("aten::mm", "", rows, weight) : empty({0}, x);
   return {need_dx ? view(dx, x.sizes()) : dx,

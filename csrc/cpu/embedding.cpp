@@ -31,9 +31,9 @@ struct EmbeddingInputs {
     if (token_type) check_table("token_type_ids", *token_type_ids, *token_type, input_ids, word);
     check_parameter("embedding", "weight", weight_, word);
     if (bias_) check_parameter("embedding", "bias", *bias_, word);
-    const auto is = [&](const Tensor& table) { return table.scalar_type() == word.scalar_type(); };
+    const auto is = [&](const Tensor& table) { return type_of(table) == type_of(word); };
     const bool same = is(position) && (!token_type || is(*token_type));
-    const ScalarType dtype = same ? word.scalar_type() : ScalarType::Float;  // Double does not mix with others
+    const ScalarType dtype = same ? type_of(word) : ScalarType::Float;  // Double does not mix with others
     tokens = input_ids.numel(), op.channels = word.size(-1), shape = input_ids.sizes().vec();
     lookup(0, input_ids, word, dtype);
     lookup(1, position_ids, position, dtype);
@@ -48,7 +48,7 @@ struct EmbeddingInputs {
     check_range(i);
     Tensor places = ids[i];
     tables[i] = table;
-    if (table.scalar_type() != dtype || !table.is_contiguous()) {  // the rows that are needed, not the whole table
+    if (type_of(table) != dtype || !table.is_contiguous()) {  // the rows that are needed, not the whole table
       tables[i] = contiguous(call("aten::index_select", "", table, int64_t(0), ids[i]), dtype);
       ids_of_copies[i] = places = empty({tokens}, ids[i]);
       std::iota(places.mutable_data_ptr<int64_t>(), places.mutable_data_ptr<int64_t>() + tokens, 0);
@@ -72,7 +72,7 @@ struct EmbeddingInputs {
     return shape.empty() ? "" : text;
   }
 
-  ScalarType math() const { return weight.scalar_type(); }
+  ScalarType math() const { return type_of(weight); }
 };
 
 std::tuple<Tensor, Tensor, Tensor> embedding_fwd_cpu(const Tensor& input_ids, const Tensor& position_ids,
@@ -113,7 +113,7 @@ struct TokensById {
 
 // dz: (T, C). Of the table's type.
 Tensor table_gradient(const Tensor& dz, const Tensor& ids, const Tensor& table, int64_t padding_idx) {
-  const Tensor gradient = zeros(table.sizes(), table, table.scalar_type());
+  const Tensor gradient = zeros(table.sizes(), table, type_of(table));
   const int64_t* const id = ids.const_data_ptr<int64_t>();
   const TokensById by_id(id, ids.numel(), padding_idx);
   const int64_t C = table.size(1), rows = int64_t(by_id.first.size()) - 1, bytes = C * gradient.element_size();
@@ -143,7 +143,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> embedding_bwd_cpu(
   EmbeddingInputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, {}, 0,
                      dropout_of(dropout_p, rng, site, kRowBits));
   const int64_t C = in.op.channels;
-  check_embedding_gradients(dy, input_ids, word, mean, rstd, in.tables[0].scalar_type(), in.weight.scalar_type());
+  check_embedding_gradients(dy, input_ids, word, mean, rstd, type_of(in.tables[0]), type_of(in.weight));
   FB_CHECK_VALUE(need.size() == 4 && (token_type || !need[2]), "embedding: need has ", need.size(),
                  " entries; expected 4, and no gradient of a token_type that is None");
   const Tensor grad = contiguous(dy), means = contiguous(mean), rstds = contiguous(rstd);
@@ -159,9 +159,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> embedding_bwd_cpu(
   const auto table = [&](int i, const Tensor& of, int64_t padding) {
     return need[i] ? table_gradient(dz, in.ids[i], of, padding) : empty({0}, word, in.math());
   };
-  const auto sum = [&](int64_t i) {
-    return need[3] ? copy_of(row(sums, i), weight.scalar_type()) : empty({0}, weight);
-  };
+  const auto sum = [&](int64_t i) { return need[3] ? copy_of(row(sums, i), type_of(weight)) : empty({0}, weight); };
   return {table(0, word, padding_idx), table(1, position, -1), table(2, token_type.value_or(word), -1), sum(0), sum(1)};
 }
 

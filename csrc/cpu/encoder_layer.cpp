@@ -43,7 +43,7 @@ struct CpuOps {
 
   static std::tuple<Tensor, Tensor> gelu_bwd(const Tensor& dy, const Tensor& x, const OptionalTensor& bias,
                                              std::string_view approximate, bool need_dbias) {
-    return gelu_bwd_cpu(dy, x, bias, approximate, need_dbias ? std::optional(x.scalar_type()) : std::nullopt);
+    return gelu_bwd_cpu(dy, x, bias, approximate, need_dbias ? std::optional(type_of(x)) : std::nullopt);
   }
 };
 

@@ -37,7 +37,7 @@ struct Inputs {
   }
 
   ScalarType math() const { return math_type(x); }
-  ScalarType output() const { return op.y_type == op.x_type ? x.scalar_type() : math(); }
+  ScalarType output() const { return op.y_type == op.x_type ? type_of(x) : math(); }
 };
 
 // y, mean, rstd: of its rows.
@@ -82,7 +82,7 @@ Tensors5 backward(Inputs in, const Tensor& dy, const Tensor& mean, const Tensor&
   // Copies, because the three outputs of an operator must not share memory; empty where they are not needed.
   const auto sum = [&](int64_t i, ScalarType type) {
     if (!need_dparams) return empty({0}, in.x, type);
-    if (type != sums.scalar_type()) return copy_of(row(sums, i), type);
+    if (type != type_of(sums)) return copy_of(row(sums, i), type);
     const Tensor copy = empty({C}, sums);
     const int64_t bytes = C * sums.element_size();
     std::memcpy(copy.mutable_data_ptr(), static_cast<const char*>(sums.const_data_ptr()) + i * bytes, bytes);
@@ -98,7 +98,7 @@ Tensors3 layer_norm_fwd_cpu(const Tensor& x, const Tensor& weight, const Tensor&
 Tensors3 layer_norm_bwd_cpu(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& mean,
                             const Tensor& rstd, bool need_dparams) {
   auto [dx, none, dweight, dbias, no_bias] =
-      backward({x, {}, weight, {}, {}, 0, {}}, dy, mean, rstd, need_dparams, weight.scalar_type(), {});
+      backward({x, {}, weight, {}, {}, 0, {}}, dy, mean, rstd, need_dparams, type_of(weight), {});
   return {dx, dweight, dbias};
 }
 
@@ -114,7 +114,7 @@ void add_layer_norm_into_cpu(const Tensor& y, const Tensor& x, const Tensor& res
                              const Tensor& bias, const Tensor& x_bias, double eps) {
   Inputs in(x, residual, weight, bias, x_bias, eps, {});
   check_gradient("layer_norm", "y", y, in.x);
-  check_dtype("layer_norm", "residual", residual, in.x.scalar_type());
+  check_dtype("layer_norm", "residual", residual, type_of(in.x));
   std::vector<double> statistics(2 * in.rows);  // which nobody wants; of at most this size
   forward_into(in, y, statistics.data(), statistics.data() + in.rows);
 }
@@ -123,7 +123,7 @@ Tensors5 add_layer_norm_bwd_cpu(const Tensor& dy, const Tensor& x, const Tensor&
                                 const Tensor& mean, const Tensor& rstd, const OptionalTensor& x_bias,
                                 const OptionalTensor& rng, double dropout_p, int64_t site, bool need_dparams) {
   return backward({x, residual, weight, {}, x_bias, 0, dropout_of(dropout_p, rng, site, kRowBits)}, dy, mean, rstd,
-                  need_dparams, weight.scalar_type(), x_bias ? std::optional(x_bias->scalar_type()) : std::nullopt);
+                  need_dparams, type_of(weight), x_bias ? std::optional(type_of(*x_bias)) : std::nullopt);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {

@@ -29,7 +29,7 @@ bool user_wants_onednn() {
 }
 
 bool use_onednn(const Tensor& x, const Tensor& weight) {
-  return x.scalar_type() == ScalarType::Float && weight.scalar_type() == ScalarType::Float && x.numel() > 0 &&
+  return type_of(x) == ScalarType::Float && type_of(weight) == ScalarType::Float && x.numel() > 0 &&
          aoti_torch_cpu__linear_pointwise && user_wants_onednn();
 }
 
@@ -91,10 +91,9 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
 
 Tensor matrix_product(const Tensor& a, bool transposed, const Tensor& b) {
   const int64_t rows = a.size(transposed), inner = a.size(!transposed), columns = b.size(1);
-  const bool direct = a.scalar_type() == ScalarType::Float && b.scalar_type() == ScalarType::Float && has_blas() &&
-                      rows > 0 && inner > 0 && columns > 0 && rows * inner * columns <= kSmallProduct &&
-                      a.stride(1) == 1 && b.stride(1) == 1 && a.stride(0) >= a.size(1) && b.stride(0) >= columns &&
-                      b.size(0) == inner;
+  const bool direct = type_of(a) == ScalarType::Float && type_of(b) == ScalarType::Float && has_blas() && rows > 0 &&
+                      inner > 0 && columns > 0 && rows * inner * columns <= kSmallProduct && a.stride(1) == 1 &&
+                      b.stride(1) == 1 && a.stride(0) >= a.size(1) && b.stride(0) >= columns && b.size(0) == inner;
   if (!direct) return call("aten::mm", "", transposed ? call("aten::t", "", a) : a, b);
   const Tensor y = empty({rows, columns}, a);
   product(transposed ? Op::transposed : Op::as_is, Op::as_is, rows, columns, inner,

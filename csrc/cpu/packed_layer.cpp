@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../layer_ops.h"
+#include "attention_batch.h"
 #include "gelu_rows.h"
 #include "linear.h"
 #include "packed_product.h"
@@ -58,7 +59,7 @@ bool has_plain(const std::vector<Layer>& layers) {
 // The type of what passes from products to another: bf16 between int8 ones, beside which its rounding is small, so that
 // half as much is written and read, and attention multiplies bf16; else hidden's.
 ScalarType between(const std::vector<Dense>& from, const Dense& to, ScalarType hidden) {
-  const auto is_int8 = [](const Dense& dense) { return dense.weight.scalar_type() == ScalarType::Char; };
+  const auto is_int8 = [](const Dense& dense) { return type_of(dense.weight) == ScalarType::Char; };
   const bool int8 = is_int8(to) && std::all_of(from.begin(), from.end(), is_int8);
   return int8 && hidden == ScalarType::Float ? ScalarType::BFloat16 : hidden;
 }
@@ -110,7 +111,7 @@ struct Settings {
 // What follows attention, into y, which may be x.
 void finish(const Tensor& attended, const Tensor& x, const Layer& layer, const Settings& settings, const Tensor& y,
             Workspace& workspace) {
-  const ScalarType type = x.scalar_type();
+  const ScalarType type = type_of(x);
   const auto normed = [&](const Tensor& product, const Tensor& residual, const Dense& dense, const Tensor(&norm)[2],
                           double eps, const Tensor& to) {
     add_layer_norm_into_cpu(to, product, residual, norm[0], norm[1], *dense.bias, eps);
@@ -131,9 +132,8 @@ void finish(const Tensor& attended, const Tensor& x, const Layer& layer, const S
 class Blocks {
  public:
   Blocks(int64_t rows, const std::vector<Layer>& layers) : rows_(rows) {
-    const bool all_at_once = any_product(layers, [](const Dense& dense) {
-      return !dense.is_packed() || dense.weight.scalar_type() == ScalarType::BFloat16;
-    });
+    const bool all_at_once = any_product(
+        layers, [](const Dense& dense) { return !dense.is_packed() || type_of(dense.weight) == ScalarType::BFloat16; });
     if (!all_at_once && rows >= threads() * kFewest)
       shares_ = threads(), blocks_ = (rows + shares_ * kMost - 1) / (shares_ * kMost);
     workspaces_.resize(shares_);
@@ -163,8 +163,27 @@ Tensor rows_of(const Tensor& x, int64_t first, int64_t count) {
   return count == x.size(0) ? x : view(x, {count, x.size(1)}, first * x.size(1));
 }
 
-// Memory for queries, keys and values, (T, 3 H D).
-Tensor qkv_of(const Tensor& x, const Layer& layer, int64_t heads) {
+// What attention reads and writes, in the same memory in all layers: memory that comes anew from the system is slow to
+// touch first.
+struct Attention {
+  Tensor qkv;      // (T, 3 H D)
+  Tensor by_head;  // the same, (T, 3, H, D)
+  Batch batch;
+  Tensor out, lse, rows;  // rows: of out, (T, H D)
+
+  Attention(const Tensor& qkv_, const Tensor& cu_seqlens, int64_t heads, double scale)
+      : qkv(qkv_),
+        by_head(view(qkv, {qkv.size(0), 3, heads, qkv.size(1) / (3 * heads)})),
+        batch(by_head, cu_seqlens, scale, {}) {
+    std::tie(out, lse) = attention_outputs(batch, by_head);
+    rows = view(out, {qkv.size(0), qkv.size(1) / 3});
+  }
+
+  void run() const { attention_forward_into(out, lse, batch, by_head); }
+};
+
+// The numbers of a token that a layer's projections give, checked.
+int64_t projected(const Layer& layer, int64_t heads) {
   const std::vector<Dense>& projections = layer.projections;
   const int64_t channels = projections[0].channels, width = channels * int64_t(projections.size());
   for (const Dense& each : projections)
@@ -173,29 +192,38 @@ Tensor qkv_of(const Tensor& x, const Layer& layer, int64_t heads) {
   FB_CHECK_VALUE(heads > 0, "packed_layer: heads is ", heads, "; expected a positive number");
   FB_CHECK_VALUE(width % 3 == 0 && width / 3 % heads == 0, "packed_layer: the projections give ", width,
                  " numbers a token; expected a multiple of 3 times ", heads, " heads");
-  return empty({x.size(0), width}, x, between(projections, layer.out, x.scalar_type()));
+  return width;
 }
 
-// Queries, keys and values of each layer are made as soon as the rows that they are made from.
-Tensor run(const Tensor& hidden, const std::vector<Layer>& layers, const OptionalTensor& cu_seqlens, int64_t max_seqlen,
-           int64_t heads, double scale, const Settings& settings) {
+// Queries, keys and values of each layer are made as soon as the rows that they are made from, where those of the layer
+// before were.
+Tensor run(const Tensor& hidden, const std::vector<Layer>& layers, const OptionalTensor& cu_seqlens, int64_t heads,
+           double scale, const Settings& settings) {
   FB_CHECK_VALUE(cu_seqlens.has_value(), "packed_layer: neither context nor cu_seqlens; expected one");
   const Tensor x = contiguous(hidden), y = empty_rows(x.sizes(), x);
   Blocks blocks(x.size(0), layers);
-  Tensor qkv = qkv_of(x, layers[0], heads);
+  const auto attention_of = [&](const Layer& layer) {
+    const ScalarType type = between(layer.projections, layer.out, type_of(x));
+    return Attention(empty({x.size(0), projected(layer, heads)}, x, type), *cu_seqlens, heads, scale);
+  };
+  const auto serves = [&](const Attention& attention, const Layer& layer) {
+    return projected(layer, heads) == attention.qkv.size(1) &&
+           between(layer.projections, layer.out, type_of(x)) == type_of(attention.qkv);
+  };
+  auto attention = std::make_shared<Attention>(attention_of(layers[0]));
   blocks.run([&](int64_t first, int64_t count, Workspace& workspace) {
-    project(rows_of(x, first, count), layers[0].projections, rows_of(qkv, first, count), workspace);
+    project(rows_of(x, first, count), layers[0].projections, rows_of(attention->qkv, first, count), workspace);
   });
   for (size_t i = 0; i < layers.size(); ++i) {
-    const Tensor by_head = view(qkv, {x.size(0), 3, heads, qkv.size(1) / (3 * heads)});
-    const Tensor attended = std::get<0>(attention_fwd_cpu(by_head, *cu_seqlens, max_seqlen, scale, 0, std::nullopt, 0));
-    const Tensor context = view(attended, {x.size(0), qkv.size(1) / 3});
+    attention->run();
     const Layer* const next = i + 1 < layers.size() ? &layers[i + 1] : nullptr;
-    if (next) qkv = qkv_of(x, *next, heads);
+    const auto before = attention;
+    if (next && !serves(*attention, *next)) attention = std::make_shared<Attention>(attention_of(*next));
     blocks.run([&](int64_t first, int64_t count, Workspace& workspace) {
       const Tensor here = rows_of(y, first, count);
-      finish(rows_of(context, first, count), i ? here : rows_of(x, first, count), layers[i], settings, here, workspace);
-      if (next) project(here, next->projections, rows_of(qkv, first, count), workspace);
+      finish(rows_of(before->rows, first, count), i ? here : rows_of(x, first, count), layers[i], settings, here,
+             workspace);
+      if (next) project(here, next->projections, rows_of(attention->qkv, first, count), workspace);
     });
   }
   return y;
@@ -205,7 +233,7 @@ Tensor run(const Tensor& hidden, const std::vector<Layer>& layers, const Optiona
 Tensor run_after(const Tensor& hidden, const Tensor& context, const Layer& layer, const Settings& settings) {
   FB_CHECK_VALUE(context.dim() == 2, "packed_layer: context has shape ", context.sizes(), "; expected (T, D)");
   check_shape("packed_layer", "context", context, {hidden.size(0), context.size(1)});
-  check_dtype("packed_layer", "context", context, hidden.scalar_type());
+  check_dtype("packed_layer", "context", context, type_of(hidden));
   check_device("packed_layer", "context", context, hidden.device());
   const Tensor x = contiguous(hidden), attended = contiguous(context), y = empty_rows(x.sizes(), x);
   Blocks(x.size(0), {layer}).run([&](int64_t first, int64_t count, Workspace& workspace) {
@@ -217,8 +245,8 @@ Tensor run_after(const Tensor& hidden, const Tensor& context, const Layer& layer
 
 // Of several layers parameters and scales follow each other.
 Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context, const Tensors& parameters,
-                            const Tensors& scales, const OptionalTensor& cu_seqlens, int64_t max_seqlen, int64_t heads,
-                            double scale, std::string_view approximate, double out_eps, double down_eps,
+                            const Tensors& scales, const OptionalTensor& cu_seqlens, int64_t /*max_seqlen*/,
+                            int64_t heads, double scale, std::string_view approximate, double out_eps, double down_eps,
                             int64_t count) {
   const NoGrad guard;
   FB_CHECK_VALUE(hidden.dim() == 2, "packed_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");
@@ -231,7 +259,7 @@ Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context,
   Tensor y;
   const auto all = [&] {
     y = context ? run_after(hidden, *context, layers[0], settings)
-                : run(hidden, layers, cu_seqlens, max_seqlen, heads, scale, settings);
+                : run(hidden, layers, cu_seqlens, heads, scale, settings);
   };
   has_plain(layers) ? all() : together(all);  // plain weights' products are torch's, and need threads of their own
   return y;

@@ -13,13 +13,12 @@ namespace fastbert::packed {
 using cpu::PackedLinear;
 
 inline Weights weights_of(const Tensor& packed) {
-  switch (packed.scalar_type()) {
+  switch (type_of(packed)) {
     case ScalarType::Float: return Weights::f32;
     case ScalarType::BFloat16: return Weights::bf16;
     case ScalarType::Char: return Weights::s8;
     default:
-      fail<std::invalid_argument>("packed_linear: weight is ", packed.scalar_type(),
-                                  "; expected Float, BFloat16 or Char");
+      fail<std::invalid_argument>("packed_linear: weight is ", type_of(packed), "; expected Float, BFloat16 or Char");
   }
 }
 
@@ -43,7 +42,7 @@ class Workspace {
   // As empty_rows.
   Tensor matrix(Use use, int64_t rows, int64_t channels, const Tensor& like, ScalarType type) {
     OptionalTensor& memory = memory_[use];
-    const bool fits = memory && memory->size(0) >= rows && memory->size(1) == channels && memory->scalar_type() == type;
+    const bool fits = memory && memory->size(0) >= rows && memory->size(1) == channels && type_of(*memory) == type;
     if (!fits) memory = empty_rows({rows, channels}, like, type);
     return memory->size(0) == rows ? *memory : view(*memory, {rows, channels});
   }
@@ -88,12 +87,12 @@ struct Packed {
 
 inline void check_packed(const Tensor& x, const Packed& p) {
   FB_CHECK(FB_BEST_ISA(packed_linear), kNoIsa);
-  const ScalarType type = x.scalar_type();
+  const ScalarType type = type_of(x);
   const Weights weights = weights_of(p.weight);
   check_floating_beside("packed_linear", "x", x, ScalarType::Float);
   FB_CHECK_VALUE(x.dim() >= 2, "packed_linear: x has shape ", x.sizes(), "; expected (..., K)");
-  FB_CHECK_VALUE(weights == Weights::s8 || type == p.weight.scalar_type(), "packed_linear: x is ", type,
-                 " beside a weight of ", p.weight.scalar_type(), "; expected one type");
+  FB_CHECK_VALUE(weights == Weights::s8 || type == type_of(p.weight), "packed_linear: x is ", type,
+                 " beside a weight of ", type_of(p.weight), "; expected one type");
   FB_CHECK_VALUE(p.channels >= 0, "packed_linear: channels is ", p.channels, "; expected 0 or more");
   const int64_t width = FB_BEST_ISA(packed_width)(), group = FB_BEST_ISA(packed_group)(weights), inner = x.size(-1);
   const int64_t panels = (p.channels + width - 1) / width;
@@ -104,7 +103,7 @@ inline void check_packed(const Tensor& x, const Packed& p) {
     FB_CHECK_VALUE(p.scale.has_value(), "packed_linear: scale is None beside int8 weights");
     check_shape("packed_linear", "scale", *p.scale, {2, p.channels});
   } else {
-    FB_CHECK_VALUE(!p.scale, "packed_linear: scale is given beside weights of ", p.weight.scalar_type());
+    FB_CHECK_VALUE(!p.scale, "packed_linear: scale is given beside weights of ", type_of(p.weight));
   }
   const auto check_memory = [&](const char* name, const Tensor& tensor) {
     check_device("packed_linear", name, tensor, x.device());

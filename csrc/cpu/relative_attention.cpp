@@ -104,7 +104,7 @@ class PackedTables {
   // (H, steps): of each distance, in the order of rising key - query.
   Tensor spread_bias() const {
     const Tensor spread = empty({batch_.heads, steps()}, *tables_.bias);
-    tables_.bias->scalar_type() == ScalarType::Double ? spread_bias<double>(spread) : spread_bias<float>(spread);
+    type_of(*tables_.bias) == ScalarType::Double ? spread_bias<double>(spread) : spread_bias<float>(spread);
     return spread;
   }
   template <class M>
@@ -168,8 +168,8 @@ class TableGradients {
   Tensor queries() const { return table(tables_.queries, packed_.columns.slot_by_query, key_bytes_, batch_.scale); }
   Tensor bias() const {
     if (!tables_.bias) return empty({0}, like_);
-    const Tensor sums = zeros(tables_.bias->sizes(), *tables_.bias, tables_.bias->scalar_type());
-    sums.scalar_type() == ScalarType::Double ? add_up_bias<double>(sums) : add_up_bias<float>(sums);
+    const Tensor sums = zeros(tables_.bias->sizes(), *tables_.bias, type_of(*tables_.bias));
+    type_of(sums) == ScalarType::Double ? add_up_bias<double>(sums) : add_up_bias<float>(sums);
     return sums;
   }
 

@@ -15,7 +15,7 @@ struct AttentionCall {
                 const OptionalTensor& rng, int64_t site)
       : qkv(aligned(qkv_)), cu_seqlens(contiguous(cu_seqlens_)) {
     const int64_t tokens = qkv.size(0), heads = qkv.size(2), D = qkv.size(3), sequences = cu_seqlens.numel() - 1;
-    FB_CHECK(qkv.scalar_type() != ScalarType::Double, "attention: the CUDA kernels have no fp64");
+    FB_CHECK(type_of(qkv) != ScalarType::Double, "attention: the CUDA kernels have no fp64");
     FB_CHECK(D <= cuda::kAttentionLargest, "attention: the CUDA kernels take head sizes up to ",
              cuda::kAttentionLargest, ", not ", D);
     a.qkv = qkv.const_data_ptr(), a.cu_seqlens = cu_seqlens.const_data_ptr<int32_t>();

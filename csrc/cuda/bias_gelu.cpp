@@ -20,7 +20,7 @@ void check(const Tensor& x, const Tensor& bias, std::string_view approximate) {
 // The kernels take a bias of x's type or float.
 OptionalTensor parameter(const OptionalTensor& bias, const Tensor& x) {
   if (!bias) return {};
-  return contiguous(*bias, bias->scalar_type() == x.scalar_type() ? x.scalar_type() : ScalarType::Float);
+  return contiguous(*bias, type_of(*bias) == type_of(x) ? type_of(x) : ScalarType::Float);
 }
 
 DType type_of(const OptionalTensor& bias, const Tensor& x) { return dtype_of(bias ? *bias : x); }
@@ -47,7 +47,7 @@ std::tuple<Tensor, Tensor> gelu_bwd_cuda(const Tensor& dy, const Tensor& x, cons
   const Tensor dx = empty(x.sizes(), x);
   const int64_t channels = x.size(-1);
   const std::vector<int64_t> sums_of{need_dbias ? channels : 0};
-  const ScalarType type = (bias ? *bias : x).scalar_type();
+  const ScalarType type = type_of(bias ? *bias : x);
   if (x.numel() == 0) return {dx, zeros(sums_of, x, type)};
   const Tensor dbias = empty(sums_of, x, type), grad = contiguous(dy), in = contiguous(x);
   const OptionalTensor b = parameter(bias, x);

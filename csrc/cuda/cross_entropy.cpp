@@ -13,7 +13,7 @@ namespace fastbert {
 namespace {
 
 cuda::Labels labels_of(const Tensor& labels, int64_t ignored) {
-  return {labels.const_data_ptr(), labels.scalar_type() == ScalarType::Long, labels.size(0), ignored};
+  return {labels.const_data_ptr(), type_of(labels) == ScalarType::Long, labels.size(0), ignored};
 }
 
 // The mean of values [count] over the labelled rows, a float on the device.
@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor> cross_entropy_fwd_cuda(const Tensor& hidden, const Te
   const NoGrad no_grad;
   const int64_t rows = hidden.size(0), classes = weight.size(0);
   const int64_t line = 128 / hidden.element_size(), stride = (classes + line - 1) / line * line;
-  const Tensor logits = empty_strided({rows, classes}, {stride, 1}, hidden, hidden.scalar_type());
+  const Tensor logits = empty_strided({rows, classes}, {stride, 1}, hidden, type_of(hidden));
   const Tensor losses = empty({rows}, hidden, ScalarType::Float), given = contiguous(labels);
   const Tensor b = aligned(bias);
   call("aten::mm", "out", contiguous(hidden), transposed(contiguous(weight)), logits);

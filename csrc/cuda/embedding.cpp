@@ -36,9 +36,9 @@ struct Inputs {
     check_parameter("embedding", "weight", weight_, word);
     if (bias_) check_parameter("embedding", "bias", *bias_, word);
 
-    const auto is = [&](const Tensor& tensor) { return tensor.scalar_type() == word.scalar_type(); };
-    y_type = is(position) && (!token_type || is(*token_type)) ? word.scalar_type() : ScalarType::Float;
-    const bool narrow = y_type == word.scalar_type() && is(weight_) && (!bias_ || is(*bias_));
+    const auto is = [&](const Tensor& tensor) { return type_of(tensor) == type_of(word); };
+    y_type = is(position) && (!token_type || is(*token_type)) ? type_of(word) : ScalarType::Float;
+    const bool narrow = y_type == type_of(word) && is(weight_) && (!bias_ || is(*bias_));
     const ScalarType parameters = narrow ? y_type : ScalarType::Float;
     weight = contiguous(weight_, parameters);
     if (bias_) bias = contiguous(*bias_, parameters);
@@ -49,11 +49,11 @@ struct Inputs {
   void lookup(int i, const char* name, const Tensor& ids_, const Tensor& table, const Tensor& input_ids,
               const Tensor& word) {
     check_table(name, ids_, table, input_ids, word);
-    FB_CHECK(table.scalar_type() != ScalarType::Double, "embedding: the CUDA kernels have no fp64");
+    FB_CHECK(type_of(table) != ScalarType::Double, "embedding: the CUDA kernels have no fp64");
     FB_CHECK_INDEX(op.tokens == 0 || table.size(0) > 0, "embedding: the table of ", name, " has shape ", table.sizes(),
                    " beside ", op.tokens, " ids; expected at least one row");
     ids[i] = contiguous(ids_), tables[i] = contiguous(table);
-    op.lookups.of[i] = {{ids[i].const_data_ptr(), ids[i].scalar_type() == ScalarType::Int, table.size(0)},
+    op.lookups.of[i] = {{ids[i].const_data_ptr(), type_of(ids[i]) == ScalarType::Int, table.size(0)},
                         tables[i].const_data_ptr(),
                         dtype_of(table)};
   }
@@ -92,7 +92,7 @@ Tensor order_of(const Inputs& in, int i) {
 }
 
 Tensor table_gradient(const Inputs& in, int i, const Tensor& dz, int64_t padding_idx) {
-  const Tensor gradient = zeros(in.tables[i].sizes(), dz, in.tables[i].scalar_type());
+  const Tensor gradient = zeros(in.tables[i].sizes(), dz, type_of(in.tables[i]));
   if (in.op.tokens == 0) return gradient;
   const Tensor order = order_of(in, i);
   const Tensor partials = empty({cuda::table_chunks(in.op.tokens), 2, in.op.channels}, dz);
@@ -130,7 +130,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> embedding_bwd_cuda(
                type_partials = room(in_passing, {blocks, types, channels});
   const auto parameter = [&] {
     const int64_t size = need[3] ? channels : 0;
-    return tokens ? empty({size}, weight) : zeros({size}, weight, weight.scalar_type());
+    return tokens ? empty({size}, weight) : zeros({size}, weight, type_of(weight));
   };
   const Tensor dweight = parameter(), dbias = parameter();
   const Tensor type_sums = in_passing ? empty({types, channels}, *token_type) : room(false, {});

@@ -36,10 +36,10 @@ struct Inputs {
     FB_CHECK(x_.size(-1) <= cuda::kMostChannels, "layer_norm: the CUDA kernels take rows of at most ",
              cuda::kMostChannels, " channels, x has shape ", x_.sizes());
 
-    const ScalarType type = x_.scalar_type();
-    y_type = !residual_ || residual_->scalar_type() == type ? type : ScalarType::Float;
-    parameters = y_type == type && weight_.scalar_type() == type && (!bias_ || bias_->scalar_type() == type) &&
-                         (!x_bias_ || x_bias_->scalar_type() == type)
+    const ScalarType type = type_of(x_);
+    y_type = !residual_ || type_of(*residual_) == type ? type : ScalarType::Float;
+    parameters = y_type == type && type_of(weight_) == type && (!bias_ || type_of(*bias_) == type) &&
+                         (!x_bias_ || type_of(*x_bias_) == type)
                      ? type
                      : ScalarType::Float;
     x = contiguous(x_);
@@ -74,7 +74,7 @@ Tensors3 forward(Inputs in) {
 Tensors5 backward(Inputs in, const Tensor& dy, const Tensor& mean, const Tensor& rstd, bool need_dparams,
                   const Tensor& weight, const OptionalTensor& residual, const OptionalTensor& x_bias) {
   check_layer_norm_gradients(dy, in.x, mean, rstd, in.y_type, ScalarType::Float);
-  const bool shared = residual && residual->scalar_type() == in.x.scalar_type() && in.drop.threshold == 0;
+  const bool shared = residual && type_of(*residual) == type_of(in.x) && in.drop.threshold == 0;
   const Tensor dx = shared ? empty({0}, in.x) : empty(in.x.sizes(), in.x);
   const Tensor dresidual = residual ? empty(in.x.sizes(), in.x, in.y_type) : Tensor();
   const int64_t channels = in.op.channels, quantities = need_dparams ? (x_bias ? 3 : 2) : 0;
@@ -82,10 +82,10 @@ Tensors5 backward(Inputs in, const Tensor& dy, const Tensor& mean, const Tensor&
     const int64_t size = quantity < quantities ? channels : 0;
     return in.rows == 0 ? zeros({size}, in.x, type) : empty({size}, in.x, type);
   };
-  const Tensor dweight = sum(0, weight.scalar_type()), dbias = sum(1, weight.scalar_type()),
-               dx_bias = sum(2, (x_bias ? *x_bias : in.x).scalar_type());
+  const Tensor dweight = sum(0, type_of(weight)), dbias = sum(1, type_of(weight)),
+               dx_bias = sum(2, type_of(x_bias ? *x_bias : in.x));
   const auto result = [&]() -> Tensors5 {
-    return {dx, residual ? contiguous(dresidual, residual->scalar_type()) : dresidual, dweight, dbias, dx_bias};
+    return {dx, residual ? contiguous(dresidual, type_of(*residual)) : dresidual, dweight, dbias, dx_bias};
   };
   if (in.rows == 0) return result();
 
