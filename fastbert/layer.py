@@ -13,9 +13,11 @@ and a pre-norm layer beside `encoder_layer`.
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import is_
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -105,11 +107,11 @@ class LayerParts:
     down_norm: nn.Module
     leaves: tuple[nn.Module, ...]  # what has parameters, in the order of `ops.encoder_layer`
     containers: tuple[nn.Module, ...]  # between the layer and its parts, the attention module apart
-    # What was found so far; None where nobody has looked yet. It is true as long as the parts are (`Reading`).
+    # What was found so far, and is true for as long as the parts are; None where nobody has looked yet.
     plain: bool | None = None  # whether all leaves are
     prepared: tuple[list[Tensor], list[Tensor]] | None = None  # of `prepared_parameters`
     dropping: bool | None = None  # of `drops`
-    joined: "_Joined | None" = None  # with the layers after it
+    lasts: bool = False  # whether the next forward may have the same parts
 
     @classmethod
     def of(cls, layer: nn.Module, facts: LayerFacts) -> "LayerParts":
@@ -127,14 +129,19 @@ class LayerParts:
 
     def drops(self) -> bool:
         if self.dropping is None:
-            before = self.attention.p > 0 or position_dropout(self.attention.module) > 0
-            self.dropping = before or probability(self.out_dropout) > 0 or probability(self.down_dropout) > 0
+            self.dropping = self.drops_now()
         return self.dropping
+
+    def drops_now(self) -> bool:
+        before = self.attention.p > 0 or position_dropout(self.attention.module) > 0
+        return before or probability(self.out_dropout) > 0 or probability(self.down_dropout) > 0
 
 
 # ---- what may be read instead of called
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks_of = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TABLES = ("_parameters", "_modules")
+# Attributes of modules that no forward of ours reads, nor `is_plain` and the like.
 _UNREAD = (frozenset(vars(nn.Module())) - {"training"}) | frozenset(
     "in_features out_features num_embeddings embedding_dim normalized_shape elementwise_affine inplace kept".split()
 )
@@ -142,59 +149,87 @@ _UNREAD = (frozenset(vars(nn.Module())) - {"training"}) | frozenset(
 
 class Reading:
     """The parts of a module, which are true for as long as all below it stays as it was: there is no hook, and nobody
-    has replaced a module or a tensor or set an attribute. Values of tensors may change.
+    has replaced a module or a parameter or set an attribute. Values of tensors may change.
 
-    Every forward asks that of every layer: it takes 4 µs, to read a layer 25. What was read is kept alive until
-    somebody asks again. In copies and pickles of whoever holds it there is None: it is about the original.
+    Every forward asks that of every layer: it takes 6 µs, to read a layer 25.
     """
 
     def __init__(self, module: nn.Module, parts: Any) -> None:
-        self.module, self.parts = module, parts
-        self._modules = list(module.modules())[1:]
-        own = [vars(each) for each in self._modules]
-        tables = [module._modules, *(table[name] for table in own for name in ("_modules", "_parameters"))]
-        self._empty = [table[name] for table in own for name in _HOOKS] + [table for table in tables if not table]
-        self._tables = own + [table for table in tables if table]
+        self.parts = parts
+        self._module = weakref.ref(module)  # which may hold this
+        modules = list(module.modules())[1:]
+        own = [vars(each) for each in modules]
+        tables = [module._modules, *(table[name] for table in own for name in _TABLES)]
         entries = [(table, name) for table in own for name in table if name not in _UNREAD]
         entries += [(table, name) for table in tables for name in table]
         self._owners, self._names = zip(*entries, strict=True)
-        self._classes = list(dict.fromkeys(map(type, self._modules)))
-        self._then = list(map(dict.get, self._owners, self._names))
-        self._sizes, self._types = list(map(len, self._tables)), list(map(type, self._modules))
+        self._values = list(map(dict.get, self._owners, self._names))
+        self._own, self._tables = own, own + tables  # where nothing is to come or go
+        self._sizes = list(map(len, self._tables))
+        self._typed = [*modules, *(value for value in self._values if isinstance(value, Tensor))]
+        self._types = list(map(type, self._typed))
+        self._classes = list(dict.fromkeys(map(type, modules)))  # whose forward may be replaced
         self._forwards = [cls.forward for cls in self._classes]
+
+    @staticmethod
+    def lasts(module: nn.Module) -> bool:
+        """Whether that can be seen: not of a scripted module. And whether it is worth it: not of tensors that are no
+        parameters, which torch.func and others put there for one call, and keeping them would keep their memory."""
+        for each in module.modules():
+            tables = [vars(each).get(name) for name in _TABLES]
+            if not all([isinstance(table, dict) for table in tables]) or (each is not module and hooks(each)):
+                return False
+            tensors = [*tables[0].values(), *(() if isinstance(each, PreparedLinear) else vars(each).values())]
+            if any([isinstance(value, Tensor) and not isinstance(value, nn.Parameter) for value in tensors]):
+                return False
+        return True
 
     def holds(self, module: nn.Module) -> bool:
         """Whether the parts are still those of this module."""
-        if module is not self.module or any(self._empty) or list(map(len, self._tables)) != self._sizes:
+        if module is not self._module() or any(chain.from_iterable(map(_hooks_of, self._own))):
             return False
-        if list(map(type, self._modules)) != self._types or [cls.forward for cls in self._classes] != self._forwards:
+        if list(map(len, self._tables)) != self._sizes:
             return False
-        return all(map(is_, map(dict.get, self._owners, self._names), self._then))
+        if list(map(type, self._typed)) != self._types or [cls.forward for cls in self._classes] != self._forwards:
+            return False
+        return all(map(is_, map(dict.get, self._owners, self._names), self._values))
+
+
+class Kept:
+    """What the forwards of somebody found out about his modules. In a copy or a pickle of him it is empty: it would be
+    about the original. Parameters that were replaced stay in memory until the next forward."""
+
+    def __init__(self) -> None:
+        self._readings: list[Reading | None] = []
+        self.joined: _Joined | None = None  # of `encoder_layers`
+
+    def read(self, modules: Sequence[nn.Module], read: Callable[[nn.Module], T]) -> list[T]:
+        """read(module), the parts of each, or what it gave last time where that still holds."""
+        if torch.compiler.is_compiling():
+            return [read(module) for module in modules]
+        known, self._readings = self._readings, []
+        found, readings = [], []
+        for i, module in enumerate(modules):
+            reading = known[i] if i < len(known) else None
+            if reading is not None and reading.holds(module):
+                parts = reading.parts
+            else:
+                parts = read(module)
+                reading = Reading(module, parts) if parts is not None and Reading.lasts(module) else None
+                if reading is not None:
+                    parts.lasts = True
+            found.append(parts)
+            readings.append(reading)
+        self._readings = readings
+        return found
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        return _no_reading, ()
-
-
-def _no_reading() -> None:
-    return None
-
-
-def read_once(holder: dict[str, Any], module: nn.Module, read: Callable[[], T]) -> T:
-    """read(), the parts of a module, or what it gave last time where that still holds, in the holder's "_reading"."""
-    if torch.compiler.is_compiling():
-        return read()
-    known = holder.get("_reading")
-    if known is not None and known.holds(module):
-        return known.parts
-    parts = read()
-    lasts = parts is not None and not any([hooks(each) for each in module.modules() if each is not module])
-    holder["_reading"] = Reading(module, parts) if lasts else None
-    return parts
+        return Kept, ()
 
 
 def hooks(module: nn.Module, but_of: tuple[str, ...] = ()) -> bool:
     """Whether the module has hooks, apart from those of the named libraries."""
-    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    kinds = _hooks_of(vars(module))
     if not any(kinds):
         return False
     owners = ((getattr(hook, "__module__", None) or "") for kind in kinds for hook in kind.values())
@@ -600,13 +635,14 @@ def _as_one(
 
 
 def encoder_layers(
-    layers: Iterable[LayerParts | None], hidden: Tensor, packing: Packing, rng: Tensor | None
+    layers: Iterable[LayerParts | None], hidden: Tensor, packing: Packing, rng: Tensor | None, kept: Kept
 ) -> Tensor | None:
     """All layers of an encoder, (T, C) -> (T, C), for a caller who knows that nobody looks between them: in one call,
     or where gradients are wanted one after the other without looking at each again.
 
-    layers: from the first on; None for one that has to be called. Returns None where `encoder_layer` has to run each: a
-    part is not plain, layers differ in more than their weights, or no backend has it all.
+    layers: from the first on; None for one that has to be called. kept: for the next forward. Returns None where
+    `encoder_layer` has to run each: a part is not plain, layers differ in more than their weights, or no backend has it
+    all.
     """
     found: list[LayerParts] = []
     if torch.compiler.is_compiling() or packing.unseen is not None:
@@ -619,7 +655,7 @@ def encoder_layers(
         found.append(parts)
     if not found:
         return None
-    joined = _joined(found)
+    joined = _joined(found, kept)
     if joined is None:
         return _all_scaled(found, hidden, packing)
     if joined.scales is None:
@@ -650,13 +686,14 @@ class _Joined(NamedTuple):
     scales: list[Tensor] | None  # as in `ops.packed_layer`; None where all are plain
 
 
-def _joined(layers: list[LayerParts]) -> _Joined | None:
-    """None where they are neither all plain nor all prepared, or not alike. The first layer keeps it for the next
-    forward: parts that are the same have stayed as they were."""
-    first = layers[0]
-    if first.joined is None or first.joined.layers != layers:
-        first.joined = _join_plain(layers) if plain_parameters(first) else _join_prepared(layers)
-    return first.joined
+def _joined(layers: list[LayerParts], kept: Kept) -> _Joined | None:
+    """None where they are neither all plain nor all prepared, or not alike. Parts that are the same as in the last
+    forward have stayed as they were."""
+    known = kept.joined
+    if known is None or known.layers != layers:
+        known = _join_plain(layers) if plain_parameters(layers[0]) else _join_prepared(layers)
+        kept.joined = known if all([parts.lasts for parts in layers]) else None
+    return known
 
 
 def _join_plain(layers: list[LayerParts]) -> _Joined | None:
@@ -750,7 +787,7 @@ def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing, context: T
     attention gave, what follows."""
     # Read anew: a hook of the layer may have changed them since the forward began.
     found = _read_prepared(parts, 0 if context is None else len(parts.attention.projections))
-    if found is None or parts.drops() or needs_grad(hidden, context, *found[0]):
+    if found is None or parts.drops_now() or needs_grad(hidden, context, *found[0]):
         return None
     hidden = hidden.to(_dtype_beside_prepared(parts))
     backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
@@ -809,7 +846,7 @@ def _all_scaled(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing) 
 
 def _as_scaled(parts: LayerParts, hidden: Tensor, packing: Packing, context: Tensor | None) -> Tensor | None:
     found = _scaled_parameters(parts, hidden, context)
-    if found is None or parts.drops():
+    if found is None or parts.drops_now():
         return None
     return _run_scaled(choose_scaled(hidden), parts, hidden, None, context, found, packing)[0]
 
@@ -900,6 +937,7 @@ class EmbeddingParts:
     dropout: nn.Module
     plain_words: bool
     plain: bool
+    lasts: bool = False  # as LayerParts'
 
     @classmethod
     def of(cls, module: nn.Module) -> "EmbeddingParts":

@@ -19,7 +19,7 @@ from fastbert import checkpoint, layer, padding, random
 from fastbert.config import BertConfig
 from fastbert.distances import MPNET_BUCKETS
 from fastbert.families import OURS, groups_of
-from fastbert.layer import AttentionParts, Distances, EmbeddingParts, LayerParts
+from fastbert.layer import AttentionParts, Distances, EmbeddingParts, Kept, LayerParts
 from fastbert.padding import Packing
 
 T = TypeVar("T")
@@ -101,6 +101,7 @@ class BertEmbeddings(nn.Module):
         projects = family.projection and (family.always_projects or width != config.hidden_size)
         self.project = nn.Linear(width, config.hidden_size, bias=not family.projects_sum) if projects else None
         self.projects_sum = family.projects_sum
+        self._kept = Kept()
 
     def drops(self) -> bool:
         return layer.probability(self.dropout) > 0
@@ -119,7 +120,7 @@ class BertEmbeddings(nn.Module):
     ) -> Tensor:
         """Ids (T,), or inputs_embeds (T, width) in place of input_ids, to (T, C)."""
         inside, after = (self.project, None) if self.projects_sum else (None, self.project)
-        parts = layer.read_once(vars(self), self, functools.partial(EmbeddingParts.of, self))
+        (parts,) = self._kept.read([self], EmbeddingParts.of)
         x = layer.embed(parts, input_ids, token_type_ids, position_ids, inputs_embeds, rng, inside)
         return x if after is None else layer.dense(x, after).to(x.dtype)  # autocast: a float32 stream
 
@@ -230,9 +231,6 @@ class BertLayer(nn.Module):
 
     def _parts(self) -> LayerParts | None:
         """Where its modules, leaves apart, are those that it was made with, without hooks: then they need no calls."""
-        return layer.read_once(vars(self), self, self._read)
-
-    def _read(self) -> LayerParts | None:
         try:
             parts = LayerParts.of(self, OURS)
         except AttributeError:
@@ -417,6 +415,7 @@ class BertEncoder(_Loadable):
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(groups or layers))
         self.order = groups_of(layers, groups) if groups else None
         self.recomputing: tuple[int, dict[str, Any]] | None = None  # every how many layers; for torch's checkpoint
+        self._kept = Kept()
         self.conv = BertConvolution(config) if config.extra.get("conv_kernel_size") else None
         if config.family.relative == "bias":
             self.relative_attention_bias = nn.Embedding(MPNET_BUCKETS, config.num_attention_heads)
@@ -450,7 +449,9 @@ class BertEncoder(_Loadable):
 
     def _readable(self) -> list[LayerParts | None]:
         """The parts of each of `layer`, None for one that has to be called."""
-        return [each._parts() if _is_readable(each) else None for each in self.layer]
+        if not all(map(_is_readable, self.layer)):
+            return [None] * len(self.layer)
+        return self._kept.read(list(self.layer), BertLayer._parts)
 
     def dense_layers(self) -> list[str]:
         """What `fastbert.prepare` packs in it."""
@@ -510,7 +511,7 @@ class BertEncoder(_Loadable):
         """What the layers give, computed at once; None where each has to be called."""
         if self._recomputes() or torch.nn.modules.module._has_any_global_hook():
             return None
-        return layer.encoder_layers(self._in_turn(readable), hidden, packing, rng)
+        return layer.encoder_layers(self._in_turn(readable), hidden, packing, rng, self._kept)
 
     def _one_by_one(
         self,
@@ -618,8 +619,9 @@ class BertModel(Saveable):
             given = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
             inputs, packing = self.pack(*given)
         # An encoder of ours draws its key itself, when it has looked at its layers.
-        asked = [self.embeddings, *([] if type(self.encoder).forward is BertEncoder.forward else [self.encoder])]
-        rng = random.new_key(packing.cu_seqlens.device) if any(map(layer.drops, asked)) else None
+        draws = type(self.encoder) is BertEncoder and layer.unchanged(self.encoder, BertEncoder)
+        drops = layer.drops(self.embeddings) or (not draws and layer.drops(self.encoder))
+        rng = random.new_key(packing.cu_seqlens.device) if drops else None
         hidden, states, attentions = self.encoder(
             self.embeddings(*inputs, rng),
             output_hidden_states=output_hidden_states,

@@ -87,8 +87,9 @@ class Packing(NamedTuple):
 
     def first(self, x: Tensor) -> Tensor:
         """(T, C) -> (batch, C): the first token of each sequence, zeros for an empty one."""
-        all_there = self.seqlen and self.indices is None  # and no sequence is empty
-        return x[:: self.seqlen] if all_there else first_tokens(x, self.cu_seqlens)
+        if self.indices is None and self.seqlen:  # then no sequence is empty
+            return self.unpack(x)[:, 0]
+        return first_tokens(x, self.cu_seqlens)
 
     def visible(self) -> Tensor:
         """In the caller's form, bool: where there is a token."""

@@ -1,6 +1,8 @@
 // A whole post-norm layer whose products have packed weights, or what follows its attention; forward only. The schema
 // is defined in fastbert/ops/packed_layer.py.
+#include <memory>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "../layer_ops.h"
@@ -195,8 +197,8 @@ int64_t projected(const Layer& layer, int64_t heads) {
   return width;
 }
 
-// Queries, keys and values of each layer are made as soon as the rows that they are made from, where those of the layer
-// before were.
+// Queries, keys and values of each layer are made as soon as the rows that they are made from, in place of those of the
+// layer before, which has attended to them by then.
 Tensor run(const Tensor& hidden, const std::vector<Layer>& layers, const OptionalTensor& cu_seqlens, int64_t heads,
            double scale, const Settings& settings) {
   FB_CHECK_VALUE(cu_seqlens.has_value(), "packed_layer: neither context nor cu_seqlens; expected one");
@@ -217,7 +219,7 @@ Tensor run(const Tensor& hidden, const std::vector<Layer>& layers, const Optiona
   for (size_t i = 0; i < layers.size(); ++i) {
     attention->run();
     const Layer* const next = i + 1 < layers.size() ? &layers[i + 1] : nullptr;
-    const auto before = attention;
+    const auto before = attention;  // what is read here, where another one takes its place
     if (next && !serves(*attention, *next)) attention = std::make_shared<Attention>(attention_of(*next));
     blocks.run([&](int64_t first, int64_t count, Workspace& workspace) {
       const Tensor here = rows_of(y, first, count);

@@ -23,7 +23,7 @@ OptionalTensor parameter(const OptionalTensor& bias, const Tensor& x) {
   return contiguous(*bias, type_of(*bias) == type_of(x) ? type_of(x) : ScalarType::Float);
 }
 
-DType type_of(const OptionalTensor& bias, const Tensor& x) { return dtype_of(bias ? *bias : x); }
+DType bias_type(const OptionalTensor& bias, const Tensor& x) { return dtype_of(bias ? *bias : x); }
 
 }  // namespace
 
@@ -36,7 +36,7 @@ Tensor gelu_cuda(const Tensor& x, const OptionalTensor& bias, std::string_view a
   const int64_t channels = x.size(-1);
   const char* const error =
       cuda::bias_gelu_fwd(in.const_data_ptr(), data(b), y.mutable_data_ptr(), x.numel() / channels, channels,
-                          dtype_of(x), type_of(b, x), approximate == "tanh", current_stream(x));
+                          dtype_of(x), bias_type(b, x), approximate == "tanh", current_stream(x));
   FB_CHECK(!error, "bias_gelu: ", error);
   return y;
 }
@@ -56,7 +56,7 @@ std::tuple<Tensor, Tensor> gelu_bwd_cuda(const Tensor& dy, const Tensor& x, cons
   float* const sums = need_dbias ? partials.mutable_data_ptr<float>() : nullptr;
   const char* error =
       cuda::bias_gelu_bwd(grad.const_data_ptr(), in.const_data_ptr(), data(b), dx.mutable_data_ptr(), sums, rows,
-                          channels, shares, dtype_of(x), type_of(b, x), approximate == "tanh", current_stream(x));
+                          channels, shares, dtype_of(x), bias_type(b, x), approximate == "tanh", current_stream(x));
   if (!error && need_dbias)
     error = cuda::column_sums(sums, shares, channels, {{{dbias.mutable_data_ptr(), dtype_of(dbias)}}, 1},
                               current_stream(x));

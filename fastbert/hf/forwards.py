@@ -6,8 +6,8 @@ embeddings' and the layers' compute on packed tokens, (1, T, C) between modules;
 state, once. A forward that cannot be packed raises `Fallback` before anything is computed, and the original runs.
 
 A replacement is an object in its module's `__dict__`, holding the module, so it is copied and pickled with it. (A
-closure would go on computing the original's weights in a copy; a bound method is not restored by torch.load.) It holds
-no tensor, but in a `Reading`, which copies do not get.
+closure would go on computing the original's weights in a copy; a bound method is not restored by torch.load.) The only
+tensors in it are `Kept`, which is empty in a copy.
 """
 
 import functools
@@ -27,7 +27,7 @@ from fastbert import layer, padding, random
 from fastbert.families import FAMILIES, Family
 from fastbert.hf import supported
 from fastbert.hf.supported import Fallback
-from fastbert.layer import EmbeddingParts, LayerParts
+from fastbert.layer import EmbeddingParts, Kept, LayerParts
 
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "fastbert")
 TENSORS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
@@ -98,11 +98,12 @@ class Call:
         padded: bool,
         attentions: bool,
         watched: bool,
+        kept: Kept,
     ) -> None:
-        """parts: by the id of the layer. padded: layers exchange (B, S, C), for whoever looks at what passes. watched:
-        somebody may look at what passes, or has to be called between layers."""
+        """parts: by the id of the layer. kept: of the base model. padded: layers exchange (B, S, C), for whoever looks
+        at what passes. watched: somebody may look at what passes, or has to be called between layers."""
         self.packing, self.key, self.parts, self.padded, self.attentions = packing, key, parts, padded, attentions
-        self.layers, self.watched = layers, watched
+        self.layers, self.watched, self.kept = layers, watched, kept
         self.ahead: Tensor | None = None  # (1, T, C), what the last layer gives, where the first one has computed all
         self.distances: layer.Distances | None = None
         self.weights: dict[int, Tensor] = {}  # by turn, where no hook of transformers records them
@@ -124,7 +125,7 @@ class Call:
         """All layers at once, if that can be: then each hands on what they give."""
         if not self.watched:
             parts = [self.parts[id(each)] for each in self.layers]
-            y = layer.encoder_layers(parts, hidden.squeeze(0), self.packing, self.key)
+            y = layer.encoder_layers(parts, hidden.squeeze(0), self.packing, self.key, self.kept)
             self.ahead = None if y is None else y[None]
 
     def pack(self, x: Tensor) -> Tensor:
@@ -175,6 +176,7 @@ class Replacement:
         # transformers 5.0 leaves the class's own forward, bound, in modules whose outputs it has recorded
         self.before = None if getattr(own, "__func__", None) is type(module).forward else own
         self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        self.kept = Kept()
         self.__doc__, self.__module__ = self.__wrapped__.__doc__, self.__wrapped__.__module__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +275,7 @@ class ModelForward(Replacement):
         padded = padded or any([layer.hooks(each, supported.FRAMEWORKS) for each in layers])
         watched = padded or attentions or self._has_calls_between(layers)
         key = random.new_key(device) if drops else None
-        call = Call(packing, key, layers, parts, padded, attentions, watched)
+        call = Call(packing, key, layers, parts, padded, attentions, watched, self.kept)
         tensors = {name: inputs.get(name) for name in TENSORS if name != "token_type_ids" or self.family.token_types}
         tensors["position_ids"] = self._positions(inputs, shape)
         packed = {name: None if x is None else call.pack(x) for name, x in tensors.items()}
@@ -470,7 +472,7 @@ class EmbeddingsForward(Replacement):
             given["inputs_embeds"] = given.pop("input_embeds")
         tensors = [None if (x := given.get(name)) is None else x[0] for name in TENSORS]
         inside = self.module.embed_proj if self.family.projects_sum else None
-        parts = layer.read_once(vars(self), self.module, functools.partial(EmbeddingParts.of, self.module))
+        (parts,) = self.kept.read([self.module], EmbeddingParts.of)
         return layer.embed(parts, *tensors, call.key, inside)[None]
 
     def check(self) -> bool:
@@ -580,13 +582,14 @@ class LayerForward(Replacement):
     def check(self) -> LayerParts:
         """The parts, each of them what fastbert computes or may call. Raises Fallback."""
         supported.check_own(self.module, but_of=("",))  # its hooks see padded tensors
-        return layer.read_once(vars(self), self.module, self._read)
+        (parts,) = self.kept.read([self.module], self._read)
+        return parts
 
-    def _read(self) -> LayerParts:
+    def _read(self, module: nn.Module) -> LayerParts:
         try:
-            parts = LayerParts.of(self.module, self.family.layer)
+            parts = LayerParts.of(module, self.family.layer)
         except AttributeError:
-            raise Fallback(f"a {type(self.module).__name__} has other parts than usual") from None
+            raise Fallback(f"a {type(module).__name__} has other parts than usual") from None
         for container in parts.containers:
             supported.check_own(container)
         supported.check_own(parts.attention.module, but_of=("transformers.",))

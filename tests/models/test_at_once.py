@@ -5,6 +5,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -330,9 +331,15 @@ def a_forward_for_a_class(model):
     Own.forward = lambda self, x: 2 * nn.LayerNorm.forward(self, x)
 
 
+def other_hooks(model):
+    dense = layers_of(model)[1].output.dense
+    dense._forward_hooks = OrderedDict()  # as some remove all hooks
+    dense.register_forward_hook(lambda *args: 2 * args[-1])
+
+
 BETWEEN_FORWARDS = [
     other_values, other_parameter, other_norm, other_eps, other_scaling, other_embeddings, other_positions,
-    a_dropout_that_trains, a_forward_of_its_own, a_forward_for_a_class,
+    a_dropout_that_trains, a_forward_of_its_own, a_forward_for_a_class, other_hooks,
 ]  # fmt: skip
 
 
@@ -375,9 +382,40 @@ def test_what_was_read_goes_with_the_model():
     model = model_of("own")
     run(model)
     weight = weakref.ref(model.encoder.layer[0].output.dense.weight)
-    del model
     gc.collect()
-    assert weight() is None
+    gc.disable()
+    try:
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+def test_parts_that_nobody_reads_may_be_scripted():
+    class Scripted(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.inner = torch.jit.script(linear)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    model = model_of("own")
+    expected, output = run(model)[0], layers_of(model)[1].output
+    output.dense = Scripted(output.dense)
+    assert (run(model)[0] - expected).abs().max() < 1e-5
+
+
+def test_tensors_of_one_call_are_not_kept():
+    model = model_of("own")
+    run(model)
+    other = {name: tensor.detach() * 1.5 for name, tensor in model.named_parameters()}
+    kept = [weakref.ref(tensor) for tensor in other.values()]
+    with torch.no_grad():
+        found = torch.func.functional_call(model, other, kwargs=inputs_of(model)).last_hidden_state
+    other.clear()
+    assert not any(tensor() is not None for tensor in kept)
+    assert not torch.equal(found, run(model)[0])
 
 
 def test_a_prepared_model_with_a_plain_layer(monkeypatch):
