@@ -229,7 +229,7 @@ class Kept:
 
 def hooks(module: nn.Module, but_of: tuple[str, ...] = ()) -> bool:
     """Whether the module has hooks, apart from those of the named libraries."""
-    kinds = _hooks_of(vars(module))
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     if not any(kinds):
         return False
     owners = ((getattr(hook, "__module__", None) or "") for kind in kinds for hook in kind.values())
