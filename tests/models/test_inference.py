@@ -255,12 +255,16 @@ def test_one_batch_or_many(checkpoint):
 
 
 def test_entities_as_transformers_finds_them(checkpoint):
-    torch.manual_seed(2)  # one whose model says several labels
-    directory = checkpoint("BertForTokenClassification", id2label=NER, label2id={n: i for i, n in NER.items()})
     texts = [text[:120] for text in TEXTS[:12]]
+    for seed in range(20):  # until there is a model that says several labels
+        torch.manual_seed(seed)
+        directory = checkpoint("BertForTokenClassification", id2label=NER, label2id={n: i for i, n in NER.items()})
+        found = EntityTagger.from_pretrained(directory)(texts)
+        if sum(map(len, found)) > 30 and len({entity.label for entities in found for entity in entities}) == 3:
+            break
+    else:
+        pytest.fail("no seed gives a model that says several labels")
     theirs = pipeline("token-classification", directory, aggregation_strategy="first")(texts)
-    found = EntityTagger.from_pretrained(directory)(texts)
-    assert sum(map(len, found)) > 30 and len({entity.label for entities in found for entity in entities}) == 3
     for text, mine, other in zip(texts, found, theirs, strict=True):
         keys = ("entity_group", "start", "end")
         assert [(e.label, e.start, e.end) for e in mine] == [tuple(e[key] for key in keys) for e in other]
