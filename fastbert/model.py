@@ -450,6 +450,7 @@ class BertEncoder(_Loadable):
     def _readable(self) -> list[LayerParts | None]:
         """The parts of each of `layer`, None for one that has to be called."""
         if not all(map(_is_readable, self.layer)):
+            self._kept.clear()
             return [None] * len(self.layer)
         return self._kept.read(list(self.layer), BertLayer._parts)
 
@@ -489,6 +490,7 @@ class BertEncoder(_Loadable):
         whole = None if watched else self._at_once(readable, hidden_states, packing, rng)
         states, attentions = [whole], []
         if whole is None:
+            self._kept.part()
             options = (output_hidden_states, output_attentions, given)
             states, attentions = self._one_by_one(hidden_states, packing, rng, *options)
         states = states if handed_down else [packing.unpack(state) for state in states]

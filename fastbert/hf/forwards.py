@@ -123,7 +123,9 @@ class Call:
 
     def look_ahead(self, hidden: Tensor) -> None:
         """All layers at once, if that can be: then each hands on what they give."""
-        if not self.watched:
+        if self.watched:
+            self.kept.part()
+        else:
             parts = [self.parts[id(each)] for each in self.layers]
             y = layer.encoder_layers(parts, hidden.squeeze(0), self.packing, self.key, self.kept)
             self.ahead = None if y is None else y[None]
@@ -256,6 +258,7 @@ class ModelForward(Replacement):
         try:
             call, packed = self._prepare(inputs)
         except Fallback as reason:
+            self._forget()
             self.report.fell_back(reason.args[0])  # torch.compile of torch 2.11 has no str() of an exception
             with _calling(None):
                 return _selected(self.original(*args, **kwargs))
@@ -263,6 +266,12 @@ class ModelForward(Replacement):
             output = self.original(**packed, fastbert=call)
         self.report.ran_packed()
         return _selected(output)
+
+    def _forget(self) -> None:
+        """What packed forwards have read, whose memory nobody needs where the originals run."""
+        if not torch.compiler.is_compiling():
+            for each in filter(None, map(of, self.module.modules())):
+                each.kept.clear()
 
     def _prepare(self, inputs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
         """The call, and what to hand to the original. Raises Fallback."""
@@ -294,7 +303,7 @@ class ModelForward(Replacement):
         groups = containers[2:]  # after the embeddings and the encoder, whose forwards are replaced
         if any([layer.hooks(each, supported.CAPTURING) for each in (*layers, *containers)]):
             return True
-        if not all([isinstance(vars(each).get("forward"), LayerForward) for each in layers]):
+        if not all([isinstance(vars(each).get("forward"), Replacement) for each in (*layers, *containers[:2])]):
             return True
         if any(["forward" in vars(each) for each in groups]):
             return True

@@ -2,6 +2,7 @@
 somebody looks between the layers or is called there, or where they differ."""
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -337,9 +338,15 @@ def other_hooks(model):
     dense.register_forward_hook(lambda *args: 2 * args[-1])
 
 
+def other_table(model):
+    dense = layers_of(model)[1].output
+    dense._modules = dict(dense._modules)
+    dense.LayerNorm = nn.LayerNorm(dense.LayerNorm.normalized_shape, eps=0.1)
+
+
 BETWEEN_FORWARDS = [
     other_values, other_parameter, other_norm, other_eps, other_scaling, other_embeddings, other_positions,
-    a_dropout_that_trains, a_forward_of_its_own, a_forward_for_a_class, other_hooks,
+    a_dropout_that_trains, a_forward_of_its_own, a_forward_for_a_class, other_hooks, other_table,
 ]  # fmt: skip
 
 
@@ -380,7 +387,7 @@ def test_a_shallow_copy_of_a_layer_with_another_part():
 
 def test_what_was_read_goes_with_the_model():
     model = model_of("own")
-    run(model)
+    run(model), run(model)
     weight = weakref.ref(model.encoder.layer[0].output.dense.weight)
     gc.collect()
     gc.disable()
@@ -406,16 +413,61 @@ def test_parts_that_nobody_reads_may_be_scripted():
     assert (run(model)[0] - expected).abs().max() < 1e-5
 
 
-def test_tensors_of_one_call_are_not_kept():
+@pytest.mark.parametrize("kind", [torch.Tensor.detach, nn.Parameter])
+def test_tensors_of_one_call_are_not_kept(kind):
     model = model_of("own")
-    run(model)
-    other = {name: tensor.detach() * 1.5 for name, tensor in model.named_parameters()}
+    run(model), run(model)
+    other = {name: kind(tensor.detach() * 1.5) for name, tensor in model.named_parameters()}
     kept = [weakref.ref(tensor) for tensor in other.values()]
     with torch.no_grad():
         found = torch.func.functional_call(model, other, kwargs=inputs_of(model)).last_hidden_state
     other.clear()
     assert not any(tensor() is not None for tensor in kept)
     assert not torch.equal(found, run(model)[0])
+
+
+@pytest.mark.parametrize("kind", ["own", "accelerated"])
+@pytest.mark.filterwarnings("ignore:fastbert. forwards run transformers:RuntimeWarning")
+def test_replaced_weights_are_let_go_where_layers_are_called(kind):
+    model = model_of(kind)
+    run(model), run(model)
+    weight = weakref.ref(layers_of(model)[0].output.dense.weight)
+    layers_of(model)[0].register_forward_hook(lambda *_: None)
+    for each in layers_of(model):
+        each.output.dense = nn.Linear(*reversed(each.output.dense.weight.shape))
+    run(model)
+    gc.collect()
+    assert weight() is None
+
+
+def test_a_wrapped_encoder_that_swaps_weights_for_its_call():
+    model = model_of("accelerated")
+    before, dense = run(model), layers_of(model)[1].output.dense
+    run(model)
+    forward, weight = model.encoder.forward, dense.weight
+
+    @functools.wraps(forward)
+    def swapped(*args, **kwargs):
+        dense.weight = nn.Parameter(2 * weight)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            dense.weight = weight
+
+    model.encoder.forward = swapped
+    assert not torch.equal(run(model)[0], before[0])
+    model.encoder.forward = forward
+    assert torch.equal(run(model)[0], before[0])
+
+
+@pytest.mark.parametrize("kind", ["own", "accelerated"])
+def test_what_was_read_is_not_read_again(kind, monkeypatch):
+    """Nor beside transformers' recorders, which stay after the first forward that records."""
+    model, reads, of = model_of(kind), [], layer.LayerParts.of
+    run(model, output_attentions=True), run(model), run(model)
+    monkeypatch.setattr(layer.LayerParts, "of", lambda *args: reads.append(1) or of(*args))
+    run(model)
+    assert not reads
 
 
 def test_a_prepared_model_with_a_plain_layer(monkeypatch):
