@@ -139,17 +139,14 @@ class LayerParts:
 
 # ---- what may be read instead of called
 
-_hooks_of = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks_of = itemgetter(*_HOOKS)  # of a module's __dict__
 _TABLES = ("_parameters", "_modules")
 # Attributes of modules that no forward of ours reads, nor `is_plain` and the like.
 _UNREAD = (frozenset(vars(nn.Module())) - {"training", *_TABLES}) | frozenset(
     "in_features out_features num_embeddings embedding_dim normalized_shape elementwise_affine inplace kept".split()
 )
-_KNOWN = (
-    "torch.nn.",
-    "transformers.",
-    "fastbert.",
-)  # in whose classes nothing is computed that looks like an attribute
+_KNOWN = ("torch.nn.", "transformers.", "fastbert.")  # where no class computes what looks like an attribute
 
 
 class Reading:
@@ -179,10 +176,10 @@ class Reading:
 
     @staticmethod
     def lasts(module: nn.Module) -> bool:
-        """Whether all that can be seen: not of scripted modules, nor in classes of others."""
+        """Whether all that can be seen: not of scripted modules, nor of classes that may compute attributes."""
         modules = list(module.modules())
-        known = [f"{type(each).__module__}.".startswith(_KNOWN) for each in modules]
-        return all(known) and all([isinstance(vars(each).get(name), dict) for each in modules for name in _TABLES])
+        tables = [vars(each).get(name) for each in modules for name in _TABLES]
+        return all([isinstance(table, dict) for table in tables]) and not any(map(_may_compute, map(type, modules)))
 
     def _hooks_now(self) -> list[Callable]:
         return list(chain.from_iterable(map(dict.values, chain.from_iterable(map(_hooks_of, self._own)))))
@@ -205,14 +202,13 @@ class Kept:
     torch.func puts them there, are not. Ones that were replaced are, until the next forward."""
 
     def __init__(self) -> None:
-        self._readings: list[Reading | None] = []
-        self._seen: list[list[weakref.ref] | None] = []  # parameters of the last forward, where there is no reading
+        self._known: list[Reading | list[weakref.ref]] = []  # of each module; or its parameters in the last forward
         self.joined: _Joined | None = None  # of `encoder_layers`
 
     def clear(self) -> None:
         """For a forward that has no use for it."""
         if not torch.compiler.is_compiling():
-            self._readings, self._seen, self.joined = [], [], None
+            self._known, self.joined = [], None
 
     def part(self) -> None:
         """For a forward that takes the layers one by one."""
@@ -223,37 +219,40 @@ class Kept:
         """read(module), the parts of each, or what it gave last time where that still holds."""
         if torch.compiler.is_compiling():
             return [read(module) for module in modules]
-        known, seen, found = self._readings, self._seen, []
-        self._readings, self._seen = [], []
-        readings, parameters = [], []
-        for i, module in enumerate(modules):
-            reading, now = known[i] if i < len(known) else None, None
-            if reading is not None and reading.holds(module):
-                parts = reading.parts
-            else:
-                parts, reading, now = read(module), None, list(map(weakref.ref, module.parameters()))
-                again = i < len(seen) and _same(seen[i], now)
-                if parts is not None and again and Reading.lasts(module):
-                    reading, parts.lasts = Reading(module, parts), True
-            found.append(parts)
-            readings.append(reading)
-            parameters.append(now)
-        self._readings, self._seen = readings, parameters
-        return found
+        known, self._known = [*self._known, *[[]] * len(modules)], []
+        found = [_look(module, read, before) for module, before in zip(modules, known, strict=False)]
+        self._known = [after for _, after in found]
+        return [parts for parts, _ in found]
 
     def __reduce__(self) -> tuple[Callable, tuple]:
         return Kept, ()
 
 
-def _same(before: list[weakref.ref] | None, now: list[weakref.ref]) -> bool:
-    if before is None or len(before) != len(now):
-        return False
-    return all([a() is b() for a, b in zip(before, now, strict=True)])  # == would compare numbers
+def _look(
+    module: nn.Module, read: Callable[[nn.Module], T], before: Reading | list[weakref.ref]
+) -> tuple[T, Reading | list[weakref.ref]]:
+    """The parts, and what to know in the next forward."""
+    if isinstance(before, Reading):
+        if before.holds(module):
+            return before.parts, before
+        before = []
+    parts, now = read(module), list(map(weakref.ref, module.parameters()))
+    same = len(before) == len(now) and all([a() is b() for a, b in zip(before, now, strict=True)])  # == asks numbers
+    if parts is None or not (same and Reading.lasts(module)):
+        return parts, now
+    parts.lasts = True
+    return parts, Reading(module, parts)
+
+
+def _may_compute(cls: type[nn.Module]) -> bool:
+    """Whether a class of others is in place of one that is read, and may compute what there is an attribute."""
+    kinds = [kind for kind in cls.__mro__ if kind is not nn.Module and kind.__module__.startswith(_KNOWN)]
+    return bool(kinds) and kinds[0] is not cls
 
 
 def hooks(module: nn.Module, but_of: tuple[str, ...] = ()) -> bool:
     """Whether the module has hooks, apart from those of the named libraries."""
-    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    kinds = [getattr(module, name) for name in _HOOKS]
     if not any(kinds):
         return False
     owners = ((getattr(hook, "__module__", None) or "") for kind in kinds for hook in kind.values())

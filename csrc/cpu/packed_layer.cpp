@@ -204,29 +204,27 @@ Tensor run(const Tensor& hidden, const std::vector<Layer>& layers, const Optiona
   FB_CHECK_VALUE(cu_seqlens.has_value(), "packed_layer: neither context nor cu_seqlens; expected one");
   const Tensor x = contiguous(hidden), y = empty_rows(x.sizes(), x);
   Blocks blocks(x.size(0), layers);
-  const auto attention_of = [&](const Layer& layer) {
+  using Shared = std::shared_ptr<const Attention>;
+  const auto attention_of = [&](const Layer& layer, const Shared& before) {
+    const int64_t width = projected(layer, heads);
     const ScalarType type = between(layer.projections, layer.out, type_of(x));
-    return Attention(empty({x.size(0), projected(layer, heads)}, x, type), *cu_seqlens, heads, scale);
+    if (before && before->qkv.size(1) == width && type_of(before->qkv) == type) return before;
+    return Shared(new Attention(empty({x.size(0), width}, x, type), *cu_seqlens, heads, scale));
   };
-  const auto serves = [&](const Attention& attention, const Layer& layer) {
-    return projected(layer, heads) == attention.qkv.size(1) &&
-           between(layer.projections, layer.out, type_of(x)) == type_of(attention.qkv);
-  };
-  auto attention = std::make_shared<Attention>(attention_of(layers[0]));
+  Shared attention = attention_of(layers[0], nullptr);
   blocks.run([&](int64_t first, int64_t count, Workspace& workspace) {
     project(rows_of(x, first, count), layers[0].projections, rows_of(attention->qkv, first, count), workspace);
   });
   for (size_t i = 0; i < layers.size(); ++i) {
     attention->run();
     const Layer* const next = i + 1 < layers.size() ? &layers[i + 1] : nullptr;
-    const auto before = attention;  // what is read here, where another one takes its place
-    if (next && !serves(*attention, *next)) attention = std::make_shared<Attention>(attention_of(*next));
+    const Shared following = next ? attention_of(*next, attention) : nullptr;
     blocks.run([&](int64_t first, int64_t count, Workspace& workspace) {
-      const Tensor here = rows_of(y, first, count);
-      finish(rows_of(before->rows, first, count), i ? here : rows_of(x, first, count), layers[i], settings, here,
-             workspace);
-      if (next) project(here, next->projections, rows_of(attention->qkv, first, count), workspace);
+      const Tensor here = rows_of(y, first, count), context = rows_of(attention->rows, first, count);
+      finish(context, i ? here : rows_of(x, first, count), layers[i], settings, here, workspace);
+      if (next) project(here, next->projections, rows_of(following->qkv, first, count), workspace);
     });
+    attention = following;
   }
   return y;
 }

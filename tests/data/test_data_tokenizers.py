@@ -148,8 +148,9 @@ def test_spm_model_is_sentencepiece_s(spm):
     for text in [*PASSAGES, *TEXTS[-6:-4], *TEXTS[-2:], *odd]:
         if "[" not in text:  # where ours sees special tokens
             mine, other = ours.encode(text, add_special_tokens=False).ids, theirs.encode(text)
-            scores = [sum(map(theirs.get_score, ids)) for ids in (mine, other)]
-            assert mine == other or abs(scores[0] - scores[1]) < 1e-4, text  # other pieces, which are as likely
+            # The same pieces in another order are as likely: then either order is right.
+            tie = sorted(mine) == sorted(other) and theirs.decode(mine) == theirs.decode(other)
+            assert mine == other or tie, text
     assert ours.token_to_id("[MASK]") == len(theirs)
     pair = ours.encode("one", "two")
     assert [pair.ids[0], pair.ids[-1]] == [theirs.bos_id(), theirs.eos_id()] and pair.type_ids[-1] == 1
