@@ -60,7 +60,8 @@ template <bool both, bool in_tiles, class E>
 // c (rows, a panel) = a (rows, inner) b, of at most two tiles of rows. E: pairs, or an int32_t for four int8, whose
 // sums pass through here as floats. What is there already (Onto::sums) goes on in the tiles. Beside a in tiles c has
 // room for whole ones. Nothing may be stored in its loop, not even a counter on the stack: loads of tiles wait for
-// stores, and it would take 1.15 times the time.
+// stores, and it would take 1.15 times the time. What is fetched ahead is asked for after a step's loads: a core waits
+// for 16 lines at a time, and loads that found them all taken would wait for memory too.
 template <Onto what, bool both, bool in_tiles, class E, class A>
 [[gnu::always_inline]] inline void tile_block(int64_t rows, TileRows<in_tiles, E> a, const E* b, int64_t inner,
                                               float* c, int64_t c_stride, const float* factors, A ahead) {
@@ -80,10 +81,10 @@ template <Onto what, bool both, bool in_tiles, class E, class A>
     if constexpr (both) tile_zero<2>(), tile_zero<3>();
   }
   for (; inner >= kSteps; inner -= kSteps, a = a.from(0, kSteps), b += kSteps * 2 * L) {
-    ahead.fetch(kSteps);
     multiply_tiles<both>(a, rows, b, kSteps, room);
+    ahead.fetch(kSteps);
   }
-  if (inner) ahead.fetch(inner), multiply_tiles<both>(a, rows, b, inner, room);
+  if (inner) multiply_tiles<both>(a, rows, b, inner, room), ahead.fetch(inner);
   if (whole) return store_sums<both>(c, c_stride);
   store_sums<both>(near, kBlockColumns);
   constexpr Onto how = what == Onto::scaled ? what : Onto::nothing;
@@ -108,14 +109,15 @@ void tile_blocks(int64_t rows, TileRows<in_tiles, E> a, const E* b, int64_t inne
 }
 
 // The same, a part of the inner dimension at a time, so that what two tiles of rows and the panel have of it stays in
-// the first-level cache.
+// the first-level cache; but all at once where a panel is read only once. (Rows in tiles are faster in parts then,
+// too.)
 template <Onto what, bool in_tiles, class E, class A>
 void tile_product(int64_t rows, int64_t inner, TileRows<in_tiles, E> a, const E* b, float* c, int64_t c_stride,
                   const float* factors, A ahead) {
-  constexpr int64_t kPart = 128;
-  for (int64_t k = 0; k == 0 || k < inner; k += kPart, b += kPart * kBlockColumns) {
+  const int64_t part = in_tiles || rows > kBlockRows ? 128 : inner + 1;
+  for (int64_t k = 0; k == 0 || k < inner; k += part, b += part * kBlockColumns) {
     const auto add = k ? tile_blocks<Onto::sums, in_tiles, E, A> : tile_blocks<what, in_tiles, E, A>;
-    add(rows, a.from(0, k), b, least(kPart, inner - k), c, c_stride, factors, ahead.after(k));
+    add(rows, a.from(0, k), b, least(part, inner - k), c, c_stride, factors, ahead.after(k));
   }
 }
 
