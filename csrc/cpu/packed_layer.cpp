@@ -136,8 +136,10 @@ class Blocks {
   Blocks(int64_t rows, const std::vector<Layer>& layers) : rows_(rows) {
     const bool all_at_once = any_product(
         layers, [](const Dense& dense) { return !dense.is_packed() || type_of(dense.weight) == ScalarType::BFloat16; });
-    if (!all_at_once && rows >= threads() * kFewest)
-      shares_ = threads(), blocks_ = (rows + shares_ * kMost - 1) / (shares_ * kMost);
+    if (!all_at_once && rows >= threads() * kFewest) {
+      const int64_t most = FB_BEST_ISA(packed_rows)(weights_of(layers[0].out.weight));
+      shares_ = threads(), blocks_ = (rows + shares_ * most - 1) / (shares_ * most);
+    }
     workspaces_.resize(shares_);
   }
 
@@ -155,7 +157,7 @@ class Blocks {
   }
 
  private:
-  static constexpr int64_t kFewest = 64, kMost = 144;  // rows: for each thread; of a block
+  static constexpr int64_t kFewest = 64;  // rows for each thread
 
   int64_t rows_, shares_ = 1, blocks_ = 1;  // blocks of a share
   std::vector<Workspace> workspaces_;

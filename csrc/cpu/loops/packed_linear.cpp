@@ -9,14 +9,13 @@ namespace fastbert::cpu::FB_ISA {
 
 namespace {
 
-// Rows of a block, a multiple of every tile's. Tiles of bf16 are the faster the less often panels come anew; int8's
-// sums are to stay near, because more is done with them.
-constexpr int64_t most_rows(Weights weights) { return kTiles && weights == Weights::bf16 ? 288 : 144; }
+// Rows of a block, a multiple of every tile's. A matrix unit is the faster the less often panels come anew.
+constexpr int64_t most_rows(Weights weights) { return kTiles && weights != Weights::f32 ? 288 : 144; }
 
-constexpr int64_t kInner = 256;                   // steps, that the sums of floats are chains of
-constexpr int64_t kColumns = 16 * kPanel<float>;  // of a block that is finished at once
-constexpr int64_t kStride = kColumns + 16;        // of its sums: a power of two would use few sets of the cache
-constexpr int64_t kNear = kInner + 16;            // of rows of x that would, and are copied
+constexpr int64_t kInner = 256;                                  // steps, that the sums of floats are chains of
+constexpr int64_t kColumns = (kTiles ? 8 : 16) * kPanel<float>;  // of a block that is finished at once
+constexpr int64_t kStride = kColumns + 16;  // of its sums: a power of two would use few sets of the cache
+constexpr int64_t kNear = kInner + 16;      // of rows of x that would, and are copied
 
 // Calls f with a value of x's or y's type.
 template <class F>
