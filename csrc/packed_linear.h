@@ -48,6 +48,9 @@ constexpr int64_t first_row(int64_t block, int64_t blocks, int64_t rows) {
 FB_FOR_EACH_ISA_TILES_AND_VNNI(
     // The channels of a panel, the numbers of a group, and the most rows of a block.
     int64_t packed_width(); int64_t packed_group(Weights weights); int64_t packed_rows(Weights weights);
+    // From how many rows on a thread is to take them alone through several products, of so many bytes of weights, which
+    // it reads for them; else threads share the products.
+    int64_t packed_fewest_rows(Weights weights, int64_t bytes);
 
     // Of a row of `left`; 0 where x is taken as it is.
     int64_t packed_left_bytes(int64_t inner, DType x_dtype, Weights weights);

@@ -44,6 +44,13 @@ struct Layer {
     while (next < count - 10) projections.push_back(take());
     out = take(), take_norm(out_norm), up = take(), down = take(), take_norm(down_norm);
   }
+
+  // Of its weights.
+  int64_t numbers() const {
+    int64_t all = out.weight.numel() + up.weight.numel() + down.weight.numel();
+    for (const Dense& each : projections) all += each.weight.numel();
+    return all;
+  }
 };
 
 // Calls f on each product of some layers, until it is true.
@@ -129,16 +136,18 @@ void finish(const Tensor& attended, const Tensor& x, const Layer& layer, const S
 
 // How the rows of a call go from one attention to the next: in blocks, which a thread takes through all ops between
 // them, one after the other, so that what an op gives the next one is in its cache, and no thread waits; or all at
-// once, so that threads share each op. The latter where there are few, as threads then read all weights for few rows;
-// beside plain weights, whose products are torch's; and beside bfloat16 weights, where it is faster (docs/prepare.md).
+// once, so that threads share each op. The latter where there are few, as threads then read all weights for few rows,
+// and beside plain weights, whose products are torch's.
 class Blocks {
  public:
   Blocks(int64_t rows, const std::vector<Layer>& layers) : rows_(rows) {
-    const bool all_at_once = any_product(
-        layers, [](const Dense& dense) { return !dense.is_packed() || type_of(dense.weight) == ScalarType::BFloat16; });
-    if (!all_at_once && rows >= threads() * kFewest) {
-      const int64_t most = FB_BEST_ISA(packed_rows)(weights_of(layers[0].out.weight));
-      shares_ = threads(), blocks_ = (rows + shares_ * most - 1) / (shares_ * most);
+    if (!has_plain(layers)) {
+      const Tensor& weight = layers[0].out.weight;
+      const Weights weights = weights_of(weight);
+      if (rows / threads() >= FB_BEST_ISA(packed_fewest_rows)(weights, layers[0].numbers() * weight.element_size())) {
+        const int64_t most = FB_BEST_ISA(packed_rows)(weights);
+        shares_ = threads(), blocks_ = (rows + shares_ * most - 1) / (shares_ * most);
+      }
     }
     workspaces_.resize(shares_);
   }
@@ -157,8 +166,6 @@ class Blocks {
   }
 
  private:
-  static constexpr int64_t kFewest = 64;  // rows for each thread
-
   int64_t rows_, shares_ = 1, blocks_ = 1;  // blocks of a share
   std::vector<Workspace> workspaces_;
 };

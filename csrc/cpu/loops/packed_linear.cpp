@@ -217,6 +217,12 @@ void int8_block(const PackedLinear& op, int64_t row, int64_t rows, int64_t chann
 int64_t packed_width() { return kPanel<float>; }
 int64_t packed_group(Weights weights) { return group_of(weights); }
 int64_t packed_rows(Weights weights) { return most_rows(weights); }
+int64_t packed_fewest_rows(Weights weights, int64_t bytes) {
+  constexpr int64_t kFewest = 64, kMeanwhile = 1 << 16;  // bytes that memory gives while a matrix unit takes a row
+  if (weights == Weights::bf16 && !kTiles) return int64_t(1) << 62;  // slower so, docs/prepare.md
+  const int64_t rows = kTiles && weights != Weights::f32 ? bytes / kMeanwhile : 0;
+  return rows > kFewest ? rows : kFewest;
+}
 
 int64_t packed_left_bytes(int64_t inner, DType x_dtype, Weights weights) {
   if (weights == Weights::s8) return left8_stride(inner) * int64_t(sizeof(Left8));
