@@ -168,13 +168,15 @@ void multiply8(const PackedLinear& op, int64_t row, int64_t rows, int64_t channe
 
 // ---- from sums to y
 
+// sums_of(r): of a row, as a function of the channel; so that what is the row's own is in registers.
 template <Gelu kGelu, class T, class F>
-void finish(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, const F& sum_at) {
+void finish(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, const F& sums_of) {
   const float* const bias = op.bias ? op.bias + channel : nullptr;
   for (int64_t r = 0; r < rows; ++r) {
     T* const y = static_cast<T*>(op.y) + (row + r) * op.y_stride + channel;
+    const auto sum_at = sums_of(r);
     for_vectors<float>(channels, [&](int64_t i, auto n) {
-      vfloat v = sum_at(r, i, n);
+      vfloat v = sum_at(i, n);
       if (bias) v += load(bias + i, n);
       if constexpr (kGelu != Gelu::none) v = gelu_for<T, kGelu == Gelu::tanh>(v);
       store(v, y + i, n);
@@ -183,17 +185,17 @@ void finish(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, 
 }
 
 template <class T, class F>
-void finish(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, const F& sum_at) {
-  if (op.gelu == Gelu::none) return finish<Gelu::none, T>(op, row, rows, channel, channels, sum_at);
-  if (op.gelu == Gelu::erf) return finish<Gelu::erf, T>(op, row, rows, channel, channels, sum_at);
-  finish<Gelu::tanh, T>(op, row, rows, channel, channels, sum_at);
+void finish(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, const F& sums_of) {
+  if (op.gelu == Gelu::none) return finish<Gelu::none, T>(op, row, rows, channel, channels, sums_of);
+  if (op.gelu == Gelu::erf) return finish<Gelu::erf, T>(op, row, rows, channel, channels, sums_of);
+  finish<Gelu::tanh, T>(op, row, rows, channel, channels, sums_of);
 }
 
 template <class T, class W>
 void float_block(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
   multiply<W>(op, row, rows, channel, channels, sums);
   finish<T>(op, row, rows, channel, channels,
-            [&](int64_t r, int64_t i, auto n) { return load(sums + r * kStride + i, n); });
+            [&](int64_t r) { return [sums = sums + r * kStride](int64_t i, auto n) { return load(sums + i, n); }; });
 }
 
 template <class T>
@@ -205,10 +207,13 @@ void int8_block(const PackedLinear& op, int64_t row, int64_t rows, int64_t chann
     const vint sum = __builtin_convertvector(load(scale + op.channels + i, n), vint) * kOffset;
     __builtin_memcpy(offsets + i, &sum, sizeof sum);
   });
-  finish<T>(op, row, rows, channel, channels, [&](int64_t r, int64_t i, auto n) {
-    vint exact = load(sums + r * kStride + i);
-    if constexpr (kOffset) exact -= load(offsets + i);
-    return __builtin_convertvector(exact, vfloat) * (load(scale + i, n) * op.left_scale[row + r]);
+  finish<T>(op, row, rows, channel, channels, [&](int64_t r) {
+    return
+        [sums = sums + r * kStride, scale, offsets = &offsets[0], of_row = op.left_scale[row + r]](int64_t i, auto n) {
+          vint exact = load(sums + i);
+          if constexpr (kOffset) exact -= load(offsets + i);
+          return __builtin_convertvector(exact, vfloat) * (load(scale + i, n) * of_row);
+        };
   });
 }
 
