@@ -47,7 +47,7 @@ constexpr int64_t first_row(int64_t block, int64_t blocks, int64_t rows) {
 
 FB_FOR_EACH_ISA_TILES_AND_VNNI(
     // The channels of a panel, the numbers of a group, and the most rows of a block.
-    int64_t packed_width(); int64_t packed_group(Weights weights); int64_t packed_rows(Weights weights);
+    int64_t packed_width(); int64_t packed_group(Weights weights); int64_t packed_rows();
     // From how many rows on a thread is to take them alone through several products, of so many bytes of weights, which
     // it reads for them; else threads share the products.
     int64_t packed_fewest_rows(Weights weights, int64_t bytes);

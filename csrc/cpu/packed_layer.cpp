@@ -145,7 +145,7 @@ class Blocks {
       const Tensor& weight = layers[0].out.weight;
       const Weights weights = weights_of(weight);
       if (rows / threads() >= FB_BEST_ISA(packed_fewest_rows)(weights, layers[0].numbers() * weight.element_size())) {
-        const int64_t most = FB_BEST_ISA(packed_rows)(weights);
+        const int64_t most = FB_BEST_ISA(packed_rows)();
         shares_ = threads(), blocks_ = (rows + shares_ * most - 1) / (shares_ * most);
       }
     }

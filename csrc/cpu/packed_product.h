@@ -127,7 +127,7 @@ inline void product_into(const Tensor& y, const Left& left, const Packed& p, Gel
   op.channels = p.channels, op.gelu = gelu;
   // Blocks of rows, each with all panels: threads get equal shares of the panels of all blocks.
   const int64_t width = FB_BEST_ISA(packed_width)(), panels = p.weight.size(0);
-  const int64_t most = FB_BEST_ISA(packed_rows)(op.weights), blocks = (op.rows + most - 1) / most;
+  const int64_t most = FB_BEST_ISA(packed_rows)(), blocks = (op.rows + most - 1) / most;
   const int64_t units = blocks * panels;
   if (units == 0) return;
   const int64_t work = op.rows * op.channels * std::max<int64_t>(1, op.inner) / kShareOfProducts;

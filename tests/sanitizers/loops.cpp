@@ -498,7 +498,7 @@ struct PackedLayer {
                                left_bytes ? left.data() : nullptr,
                                weights == Weights::s8 ? left_scale.data() : nullptr};
     if (left_bytes) in_threads(threads, rows, [&](int64_t begin, int64_t end) { loops::packed_left(op, begin, end); });
-    const int64_t most = loops::packed_rows(weights), blocks = (rows + most - 1) / most;
+    const int64_t most = loops::packed_rows(), blocks = (rows + most - 1) / most;
     in_threads(threads, blocks * panels, [&](int64_t begin, int64_t end) {
       Bytes scratch(loops::packed_scratch(), char(threads));
       for (int64_t unit = begin, count; unit < end; unit += count) {
@@ -526,7 +526,7 @@ void check_packed_linears(DType dtype, Weights weights, const char* kind) {
            [&](int threads) { return layer.run(threads, gelu); });
   };
   for (const int64_t size : kSizes) check(kRows, size, 19), check(kRows, 11, size);
-  check(loops::packed_rows(weights) + 1, 300, 33);  // two blocks of rows, and of what a chain adds up
+  check(loops::packed_rows() + 1, 300, 33);  // two blocks of rows, and of what a chain adds up
   check(2, 5, 0), check(2, 0, 5);
   if (weights == Weights::s8 && dtype == DType::f32) check(2, 1 << 16, 3, true);  // the largest sums
 }

@@ -9,9 +9,9 @@ namespace fastbert::cpu::FB_ISA {
 
 namespace {
 
-// Rows of a block, a multiple of every tile's. A matrix unit is the faster the less often panels come anew.
-constexpr int64_t most_rows(Weights weights) { return kTiles && weights != Weights::f32 ? 288 : 144; }
-
+// Of a block, a multiple of every tile's. Panels come the less often the more there are; with tiles this matters most,
+// and the second-level cache has room for them.
+constexpr int64_t kRows = kTiles ? 288 : 144;
 constexpr int64_t kInner = 256;                                  // steps, that the sums of floats are chains of
 constexpr int64_t kColumns = (kTiles ? 8 : 16) * kPanel<float>;  // of a block that is finished at once
 constexpr int64_t kStride = kColumns + 16;  // of its sums: a power of two would use few sets of the cache
@@ -135,8 +135,7 @@ Left<false, E> nearby(const E* x, int64_t stride, int64_t rows, int64_t steps, v
 template <class W>
 void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
   constexpr int64_t kWidth = kPanel<float>;
-  const int64_t most = most_rows(op.weights);
-  float *const near = sums + most * kStride, *const room = near + most * kNear;
+  float *const near = sums + kRows * kStride, *const room = near + kRows * kNear;
   using E = either<kSame<W, bf16>, float, W>;
   const int64_t all = steps(op);
   const E* const x = static_cast<const E*>(op.left ? op.left : op.x) + row * all;
@@ -221,7 +220,7 @@ void int8_block(const PackedLinear& op, int64_t row, int64_t rows, int64_t chann
 
 int64_t packed_width() { return kPanel<float>; }
 int64_t packed_group(Weights weights) { return group_of(weights); }
-int64_t packed_rows(Weights weights) { return most_rows(weights); }
+int64_t packed_rows() { return kRows; }
 int64_t packed_fewest_rows(Weights weights, int64_t bytes) {
   constexpr int64_t kFewest = 64, kMeanwhile = 1 << 16;  // bytes that memory gives while a matrix unit takes a row
   if (weights == Weights::bf16 && !kTiles) return int64_t(1) << 62;  // slower so, docs/prepare.md
@@ -252,9 +251,7 @@ void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
   });
 }
 
-int64_t packed_scratch() {
-  return (most_rows(Weights::bf16) * (kStride + kNear) + kInner * kPanel<float>)*int64_t(sizeof(float));
-}
+int64_t packed_scratch() { return (kRows * (kStride + kNear) + kInner * kPanel<float>)*int64_t(sizeof(float)); }
 
 void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
                    void* scratch) {

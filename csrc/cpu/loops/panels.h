@@ -154,7 +154,8 @@ inline void put(vec<M> result, M* to, const M* factor) {
 }
 
 // What tiles ask memory for while they compute: the lines of the cache that are read next, each once, spread evenly
-// over their steps.
+// over their steps. They ask after the loads of these steps: a core waits for some 16 lines at a time, and loads that
+// found them all taken would wait for memory too.
 struct Ahead {
   static constexpr int64_t kLine = 64, kPart = 1 << 12;  // bytes; parts of a line that a step is counted in
   const char* from;

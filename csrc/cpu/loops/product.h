@@ -25,10 +25,9 @@ inline void tile(Left<across, E> a, const E* b, int64_t inner, M* c, int64_t str
   using V = vec<M>;
   constexpr int L = kLanes<E>;
   V sums[rows][2]{};
-  for (int64_t k = 0; k < inner;) {
-    const int64_t end = least(k + ahead.undisturbed(), inner);
-    ahead.fetch(end - k);
-    for (; k < end; ++k, b += 2 * L, a.advance()) {
+  for (int64_t k = 0, end; k < inner; k = end) {
+    end = least(k + ahead.undisturbed(), inner);
+    for (int64_t step = k; step < end; ++step, b += 2 * L, a.advance()) {
       const vec<E> first = load(b), second = load(b + L);
 #pragma GCC unroll 12
       for (int row = 0; row < rows; ++row) {
@@ -37,6 +36,7 @@ inline void tile(Left<across, E> a, const E* b, int64_t inner, M* c, int64_t str
         sums[row][1] = fma(left, second, sums[row][1]);
       }
     }
+    ahead.fetch(end - k);
   }
 #pragma GCC unroll 12
   for (int row = 0; row < rows; ++row)

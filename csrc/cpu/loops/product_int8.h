@@ -69,10 +69,9 @@ inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner
                   Ahead ahead) {
   constexpr int L = kLanes<float>;
   vint sums[rows][2]{};
-  for (int64_t k = 0; k < inner;) {
-    const int64_t end = least(k + ahead.undisturbed() * kGroup, inner);
-    ahead.fetch(end - k);
-    for (; k < end; k += kGroup, b += 2 * L * kGroup, a += kGroup) {
+  for (int64_t k = 0, end; k < inner; k = end) {
+    end = least(k + ahead.undisturbed() * kGroup, inner);
+    for (int64_t step = k; step < end; step += kGroup, b += 2 * L * kGroup, a += kGroup) {
       const vint first = load_group(b), second = load_group(b + L * kGroup);
 #pragma GCC unroll 12
       for (int row = 0; row < rows; ++row) {
@@ -81,6 +80,7 @@ inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner
         sums[row][1] = dot(left, second, sums[row][1]);
       }
     }
+    ahead.fetch(end - k);
   }
 #pragma GCC unroll 12
   for (int row = 0; row < rows; ++row)

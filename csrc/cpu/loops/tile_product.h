@@ -60,8 +60,7 @@ template <bool both, bool in_tiles, class E>
 // c (rows, a panel) = a (rows, inner) b, of at most two tiles of rows. E: pairs, or an int32_t for four int8, whose
 // sums pass through here as floats. What is there already (Onto::sums) goes on in the tiles. Beside a in tiles c has
 // room for whole ones. Nothing may be stored in its loop, not even a counter on the stack: loads of tiles wait for
-// stores, and it would take 1.15 times the time. What is fetched ahead is asked for after a step's loads: a core waits
-// for 16 lines at a time, and loads that found them all taken would wait for memory too.
+// stores, and it would take 1.15 times the time.
 template <Onto what, bool both, bool in_tiles, class E, class A>
 [[gnu::always_inline]] inline void tile_block(int64_t rows, TileRows<in_tiles, E> a, const E* b, int64_t inner,
                                               float* c, int64_t c_stride, const float* factors, A ahead) {
