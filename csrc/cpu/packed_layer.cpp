@@ -142,6 +142,7 @@ class Blocks {
  public:
   Blocks(int64_t rows, const std::vector<Layer>& layers) : rows_(rows) {
     if (!has_plain(layers)) {
+      FB_CHECK(FB_BEST_ISA(packed_linear), kNoIsa);
       const Tensor& weight = layers[0].out.weight;
       const Weights weights = weights_of(weight);
       if (rows / threads() >= FB_BEST_ISA(packed_fewest_rows)(weights, layers[0].numbers() * weight.element_size())) {
