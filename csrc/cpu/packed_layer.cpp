@@ -45,24 +45,23 @@ struct Layer {
     out = take(), take_norm(out_norm), up = take(), down = take(), take_norm(down_norm);
   }
 
-  // Of its weights.
+  template <class F>
+  void for_products(const F& f) const {
+    for (const Dense& each : projections) f(each);
+    f(out), f(up), f(down);
+  }
+  // Of all weights.
   int64_t numbers() const {
-    int64_t all = out.weight.numel() + up.weight.numel() + down.weight.numel();
-    for (const Dense& each : projections) all += each.weight.numel();
+    int64_t all = 0;
+    for_products([&](const Dense& dense) { all += dense.weight.numel(); });
     return all;
   }
 };
 
-// Calls f on each product of some layers, until it is true.
-template <class F>
-bool any_product(const std::vector<Layer>& layers, const F& f) {
-  return std::any_of(layers.begin(), layers.end(), [&](const Layer& layer) {
-    return f(layer.out) || f(layer.up) || f(layer.down) ||
-           std::any_of(layer.projections.begin(), layer.projections.end(), f);
-  });
-}
 bool has_plain(const std::vector<Layer>& layers) {
-  return any_product(layers, [](const Dense& dense) { return !dense.is_packed(); });
+  bool any = false;
+  for (const Layer& layer : layers) layer.for_products([&](const Dense& dense) { any |= !dense.is_packed(); });
+  return any;
 }
 
 // The type of what passes from products to another: bf16 between int8 ones, beside which its rounding is small, so that
