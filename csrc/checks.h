@@ -141,14 +141,20 @@ inline void check_dense(const char* op, const Tensor& x, const Tensor& weight, c
   if (bias) check_device(op, "bias", *bias, x.device());
 }
 
+// What a dense layer gives for checked x and weight, or the gradient of that.
+inline void check_dense_result(const char* op, const char* name, const Tensor& result, const Tensor& x,
+                               const Tensor& weight) {
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = weight.size(0);
+  check_shape(op, name, result, shape);
+  check_dtype(op, name, result, type_of(x));
+  check_device(op, name, result, x.device());
+}
+
 // The further arguments of dense_gelu's backward.
 inline void check_dense_gelu_gradients(const Tensor& dy, const Tensor& x, const Tensor& weight,
                                        const Tensor& preactivation) {
-  std::vector<int64_t> shape = x.sizes().vec();
-  shape.back() = weight.size(0);
-  check_shape("dense_gelu", "preactivation", preactivation, shape);
-  check_dtype("dense_gelu", "preactivation", preactivation, type_of(x));
-  check_device("dense_gelu", "preactivation", preactivation, x.device());
+  check_dense_result("dense_gelu", "preactivation", preactivation, x, weight);
   check_gradient("dense_gelu", "dy", dy, preactivation);
 }
 

@@ -32,10 +32,9 @@ std::tuple<Tensor, Tensor, Tensor> dense_gelu_bwd_cpu(const Tensor& dy, const Te
   const NoGrad guard;
   auto [dpre, dbias] = gelu_bwd_cpu(dy, preactivation, std::nullopt, approximate,
                                     need_dparams ? std::optional(type_of(weight)) : std::nullopt);
-  const Tensor rows = matrix(dpre), transposed = call("aten::t", "", rows);
-  const Tensor dx = need_dx ? call("aten::mm", "", rows, weight) : empty({0}, x);
-  return {need_dx ? view(dx, x.sizes()) : dx,
-          need_dparams ? call("aten::mm", "", transposed, matrix(contiguous(x))) : empty({0}, x), dbias};
+  const Tensor rows = matrix(dpre), nothing = empty({0}, x);
+  return {need_dx ? view(matrix_product(rows, false, contiguous(weight)), x.sizes()) : nothing,
+          need_dparams ? matrix_product(rows, true, matrix(contiguous(x))) : nothing, dbias};
 }
 
 }  // namespace

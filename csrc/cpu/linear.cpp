@@ -20,9 +20,6 @@ namespace fastbert {
 
 namespace {
 
-// Multiplications in a product up to which MKL is called directly (docs/linear.md has the measurement).
-constexpr int64_t kSmallProduct = 1 << 20;
-
 // Whether torch.backends.mkldnn leaves oneDNN enabled.
 bool user_wants_onednn() {
   return !torch_context || !torch_user_enabled_mkldnn || torch_user_enabled_mkldnn(torch_context());
@@ -89,19 +86,6 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
   return view(onednn_product(in_whole_blocks(rows), w, bias ? &b : nullptr), shape);
 }
 
-Tensor matrix_product(const Tensor& a, bool transposed, const Tensor& b) {
-  const int64_t rows = a.size(transposed), inner = a.size(!transposed), columns = b.size(1);
-  const bool direct = type_of(a) == ScalarType::Float && type_of(b) == ScalarType::Float && has_blas() && rows > 0 &&
-                      inner > 0 && columns > 0 && rows * inner * columns <= kSmallProduct && a.stride(1) == 1 &&
-                      b.stride(1) == 1 && a.stride(0) >= a.size(1) && b.stride(0) >= columns && b.size(0) == inner;
-  if (!direct) return call("aten::mm", "", transposed ? call("aten::t", "", a) : a, b);
-  const Tensor y = empty({rows, columns}, a);
-  product(transposed ? Op::transposed : Op::as_is, Op::as_is, rows, columns, inner,
-          {a.const_data_ptr<float>(), a.stride(0)}, {b.const_data_ptr<float>(), b.stride(0)}, 0,
-          {y.mutable_data_ptr<float>(), columns});
-  return y;
-}
-
 namespace {
 
 Tensor linear_fwd_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
@@ -109,8 +93,22 @@ Tensor linear_fwd_cpu(const Tensor& x, const Tensor& weight, const OptionalTenso
   return fastbert::linear(x, weight, bias);
 }
 
+// Those that nobody asked for are empty.
+std::tuple<Tensor, Tensor> linear_bwd_cpu(const Tensor& dy, const Tensor& x, const Tensor& weight, bool need_dx,
+                                          bool need_dweight) {
+  check_dense("linear", x, weight, std::nullopt);
+  check_dense_result("linear", "dy", dy, x, weight);
+  const NoGrad guard;
+  const Tensor rows = matrix(contiguous(dy)), nothing = empty({0}, x);
+  return {need_dx ? view(matrix_product(rows, false, contiguous(weight)), x.sizes()) : nothing,
+          need_dweight ? matrix_product(rows, true, matrix(contiguous(x))) : nothing};
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) { m.impl("linear_fwd", TORCH_BOX(&linear_fwd_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("linear_fwd", TORCH_BOX(&linear_fwd_cpu));
+  m.impl("linear_bwd", TORCH_BOX(&linear_bwd_cpu));
+}
 
 }  // namespace fastbert

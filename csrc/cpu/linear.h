@@ -9,8 +9,11 @@ namespace fastbert {
 // else as F.linear, by MKL. The measurement is in docs/linear.md.
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
 
-// a b, or with transposed a^T b, of matrices: for gradients. As at::mm, without the way to it where it is the longer
-// one.
+// Multiplications in a product up to which MKL is called directly (docs/linear.md has the measurement).
+constexpr int64_t kSmallProduct = 1 << 20;
+
+// a b, or with transposed a^T b, of matrices: for gradients. As at::mm, but in float32 without the way to it where it
+// is the longer one, and by csrc/cpu/loops/matrix_product.cpp where that is faster than MKL.
 Tensor matrix_product(const Tensor& a, bool transposed, const Tensor& b);
 
 }  // namespace fastbert

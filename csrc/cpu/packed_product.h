@@ -1,12 +1,12 @@
 // Products with packed weights, for packed_linear and packed_layer: checks, memory and threads.
 #pragma once
 
-#include <memory>
 #include <string_view>
 
 #include "../checks.h"
 #include "../packed_linear.h"
 #include "../tensor.h"
+#include "product_blocks.h"
 
 namespace fastbert::packed {
 
@@ -125,24 +125,8 @@ inline void product_into(const Tensor& y, const Left& left, const Packed& p, Gel
   op.bias = p.bias ? p.bias->const_data_ptr<float>() : nullptr;
   op.y = y.mutable_data_ptr(), op.y_stride = y.stride(0), op.y_dtype = dtype_of(y);
   op.channels = p.channels, op.gelu = gelu;
-  // Blocks of rows, each with all panels: threads get equal shares of the panels of all blocks.
-  const int64_t width = FB_BEST_ISA(packed_width)(), panels = p.weight.size(0);
-  const int64_t most = FB_BEST_ISA(packed_rows)(), blocks = (op.rows + most - 1) / most;
-  const int64_t units = blocks * panels;
-  if (units == 0) return;
-  const int64_t work = op.rows * op.channels * std::max<int64_t>(1, op.inner) / kShareOfProducts;
-  const int64_t shares = std::clamp<int64_t>(work, 1, std::min(threads(), units));
-  parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
-    const std::unique_ptr<char[]> scratch(new char[FB_BEST_ISA(packed_scratch)()]);
-    const int64_t last = units * end / shares;
-    for (int64_t unit = units * begin / shares; unit < last;) {
-      const int64_t block = unit / panels, panel = unit % panels, count = std::min(panels - panel, last - unit);
-      const int64_t row = cpu::first_row(block, blocks, op.rows), row_end = cpu::first_row(block + 1, blocks, op.rows);
-      FB_BEST_ISA(packed_linear)
-      (op, row, row_end, panel * width, std::min(op.channels, (panel + count) * width), scratch.get());
-      unit += count;
-    }
-  });
+  const ProductBlocks blocks{op.rows, op.inner, op.channels, FB_BEST_ISA(packed_rows)(), FB_BEST_ISA(packed_width)()};
+  blocks.run(FB_BEST_ISA(packed_scratch)(), [&](const auto&... block) { FB_BEST_ISA(packed_linear)(op, block...); });
 }
 
 }  // namespace fastbert::packed

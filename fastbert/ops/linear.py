@@ -1,5 +1,7 @@
 """linear: a dense layer, by the fastest library that torch carries."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,25 +18,39 @@ FWD = Primitive(
 )
 
 
+
+
+def gradients(dy, x, weight, need_dx, need_dweight):
+    dx = dy @ weight if need_dx else x.new_empty(0)
+    return dx, dy.flatten(0, -2).T @ x.flatten(0, -2) if need_dweight else x.new_empty(0)
+
+
+BWD = Primitive(
+    "linear_bwd",
+    "(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)",
+    lambda dy, x, weight, need_dx, need_dweight: (
+        x.new_empty(x.shape if need_dx else (0,)),
+        x.new_empty(weight.shape if need_dweight else (0,)),
+    ),
+    gradients,
+)
+
+
 class _Linear(torch.autograd.Function):
-    """Gradients are plain PyTorch, so any number of derivatives."""
+    """Where derivatives of gradients are wanted these are plain PyTorch, so any number of derivatives."""
 
     @staticmethod
     def forward(ctx, backend, x, weight, bias):
         ctx.save_for_backward(x, weight)
+        ctx.backend = backend
         return FWD(backend, x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        _, need_dx, need_dweight, need_dbias = ctx.needs_input_grad
-        rows = dy.flatten(0, -2)
-        return (
-            None,
-            dy @ weight if need_dx else None,
-            rows.T @ x.flatten(0, -2) if need_dweight else None,
-            rows.sum(0) if need_dbias else None,
-        )
+        _, *needed, need_dbias = ctx.needs_input_grad
+        run = gradients if torch.is_grad_enabled() else functools.partial(BWD, ctx.backend)
+        dx, dweight = run(dy, *ctx.saved_tensors, *needed)
+        return None, dx, dweight, dy.flatten(0, -2).sum(0) if need_dbias else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import torch.nn.functional as F
 
+from fastbert.ops.linear import gradients
 from fastbert.ops.padding import places_in_torch, plan_in_torch
 from fastbert.triton import (
     attention,
@@ -35,6 +36,7 @@ KERNELS = {
     "dense_gelu_fwd": dense_gelu.forward,
     "dense_gelu_bwd": dense_gelu.backward,
     "linear_fwd": _linear,
+    "linear_bwd": gradients,
     "linear_max_fwd": linear_max.forward,
     "linear_max_bwd": linear_max.backward,
     "embedding_fwd": embedding.forward,

@@ -1,0 +1,35 @@
+// How the threads share a product.
+#pragma once
+
+#include <memory>
+
+#include "../packed_linear.h"
+#include "../tensor.h"
+
+namespace fastbert {
+
+// Blocks of at most `most` rows, each with all panels of `width` columns.
+struct ProductBlocks {
+  int64_t rows, inner, columns, most, width;
+
+  // Calls f(row, row end, column, column end, scratch); threads get equal shares of the panels of all blocks.
+  template <class F>
+  void run(int64_t scratch_bytes, const F& f) const {
+    const int64_t blocks = (rows + most - 1) / most, panels = (columns + width - 1) / width, units = blocks * panels;
+    if (units == 0) return;
+    const int64_t work = rows * columns * std::max<int64_t>(1, inner) / kShareOfProducts;
+    const int64_t shares = std::clamp<int64_t>(work, 1, std::min(threads(), units));
+    parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
+      const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
+      const int64_t last = units * end / shares;
+      for (int64_t unit = units * begin / shares; unit < last;) {
+        const int64_t block = unit / panels, panel = unit % panels, count = std::min(panels - panel, last - unit);
+        f(cpu::first_row(block, blocks, rows), cpu::first_row(block + 1, blocks, rows), panel * width,
+          std::min(columns, (panel + count) * width), static_cast<void*>(scratch.get()));
+        unit += count;
+      }
+    });
+  }
+};
+
+}  // namespace fastbert

@@ -1,0 +1,24 @@
+// The interface between the torch side of float32 products of plain matrices and their loops: c = a b or a^T b.
+#pragma once
+
+#include <stdint.h>
+
+#include "cpu/isa.h"
+
+namespace fastbert::cpu {
+
+struct MatrixProduct {
+  const float *a, *b;                                // (rows, inner), or transposed (inner, rows); and (inner, columns)
+  float* c;                                          // (rows, columns), contiguous
+  int64_t rows, inner, columns, a_stride, b_stride;  // strides: elements from one row in memory to the next
+  bool transposed;
+};
+
+FB_FOR_EACH_ISA(
+    // The most rows of a block, the columns of a panel, and the bytes of a task's scratch.
+    int64_t product_rows(); int64_t product_width(); int64_t product_scratch();
+    // The block of c that begins at a row and, a multiple of the width, at a column: at most product_rows().
+    void matrix_product(const MatrixProduct& op, int64_t row, int64_t row_end, int64_t column, int64_t column_end,
+                        void* scratch);)
+
+}  // namespace fastbert::cpu
