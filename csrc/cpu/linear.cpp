@@ -57,6 +57,13 @@ bool is_small(const Tensor& rows, const Tensor& weight) {
   return has_blas() && weight.numel() > 0 && rows.size(0) * weight.numel() <= kSmallProduct;
 }
 
+// Up to how many rows, from two on, our own loops take less time than oneDNN, which arranges all weights in memory
+// first.
+int64_t few_rows() {
+  const cpu::Isa isa = cpu::best_isa();
+  return isa < cpu::Isa::avx2 ? 0 : isa < cpu::Isa::avx512 ? 128 : 64;
+}
+
 // By MKL's own entry: bias rows, then one call that adds the product to them.
 Tensor small_product(const Tensor& rows, const Tensor& weight, const Tensor* bias) {
   const int64_t tokens = rows.size(0), K = rows.size(1), channels = weight.size(0);
@@ -83,6 +90,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = w.size(0);
   if (is_small(rows, w)) return view(small_product(rows, w, bias ? &b : nullptr), shape);
+  if (rows.size(0) > 1 && rows.size(0) <= few_rows())
+    return view(own_product(rows, false, w, true, bias ? &b : nullptr), shape);
   return view(onednn_product(in_whole_blocks(rows), w, bias ? &b : nullptr), shape);
 }
 

@@ -18,8 +18,6 @@ FWD = Primitive(
 )
 
 
-
-
 def gradients(dy, x, weight, need_dx, need_dweight):
     dx = dy @ weight if need_dx else x.new_empty(0)
     return dx, dy.flatten(0, -2).T @ x.flatten(0, -2) if need_dweight else x.new_empty(0)

@@ -6,9 +6,10 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import ProductSuite, pytest_generate_tests  # noqa: F401
+from op_suite import ProductSuite, normal, pytest_generate_tests  # noqa: F401
 
 from fastbert import backends, ops, testing
+from fastbert.ops.op import PRIMITIVES
 
 
 class TestLinear(ProductSuite):
@@ -18,6 +19,8 @@ class TestLinear(ProductSuite):
         pytest.param((288, 768, 768), id="many-rows-of-a-good-number"),
         pytest.param((287, 768, 768), id="many-rows-of-a-bad-number"),
         pytest.param((1, 64, 16), id="one-token"),
+        pytest.param((45, 259, 131), id="few-rows"),
+        pytest.param((2, 1200, 1000), id="fewer-rows-than-any-tile"),
     ]
 
     def ours(self, x, weight, bias):
@@ -36,6 +39,9 @@ class TestLinear(ProductSuite):
         x, weight, bias = inputs.values()
         yield "linear_fwd", (x, weight, bias)
         yield "linear_fwd", (x, weight, None)
+        dy = normal(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
+        for need in ((True, True), (True, False), (False, True)):
+            yield "linear_bwd", (dy, x, weight, *need)
 
     test_second_derivative_is_refused = None  # its backward is plain PyTorch
 
@@ -100,20 +106,51 @@ class TestLinear(ProductSuite):
 
 @pytest.mark.skipif(backends.EXTENSION is None, reason="without kernels, F.linear's own library computes")
 def test_onednn_meets_few_different_numbers_of_rows():
-    """It keeps code for each, for good."""
+    """It keeps code for each, for good. Products of few rows are our own."""
     code = """
 import torch
 from fastbert import ops
-weight, bias = torch.randn(8, 8), torch.randn(8)
-for rows in range(1, 2001):
-    out = ops.linear(torch.randn(rows, 8), weight, bias)
-    assert out.shape == (rows, 8)
+weight, bias = torch.randn(128, 160), torch.randn(128)
+for rows in range(100, 2001):
+    out = ops.linear(torch.randn(rows, 160), weight, bias)
+    assert out.shape == (rows, 128)
 """
     env = os.environ | {"ONEDNN_VERBOSE": "1"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
-    met = set(map(int, re.findall(r",inner_product,.*,mb(\d+)ic8oc8", run.stdout)))
+    met = set(map(int, re.findall(r",inner_product,.*,mb(\d+)ic160oc128", run.stdout)))
     if not met:
         pytest.skip("oneDNN computes no float32 product here, or is silent")
-    assert met >= set(range(1, 65)) and len(met) < 220
-    for rows in range(1, 2001):
+    assert min(met) > 64 and len(met) < 160
+    for rows in range(129, 2001):
         assert min(number for number in met if number >= rows) <= max(1.062 * rows, rows + 1)
+
+
+@pytest.mark.skipif(backends.EXTENSION is None, reason="of the C++ kernels")
+@pytest.mark.parametrize("shape", [(3, 2000, 700), (33, 300, 519), (64, 768, 768)], ids=str)
+def test_few_rows_have_the_same_bits_in_any_company_and_with_any_number_of_threads(shape):
+    rows, inner, channels = shape
+    x, weight, bias = torch.randn(rows, inner), torch.randn(channels, inner), torch.randn(channels)
+    expected, threads = ops.linear(x, weight, bias), torch.get_num_threads()
+    try:
+        for number in (1, 2, 3, 5):
+            torch.set_num_threads(number)
+            assert torch.equal(ops.linear(x, weight, bias), expected)
+    finally:
+        torch.set_num_threads(threads)
+    few = rows // 3 + 1
+    assert few * inner * channels > 1 << 20  # else MKL takes it
+    assert torch.equal(ops.linear(x[:few], weight, bias), expected[:few])
+
+
+@pytest.mark.skipif(backends.EXTENSION is None, reason="of the C++ kernels")
+@pytest.mark.parametrize("shape", [(290, 300, 530), (1, 2000, 700), (517, 33, 65)], ids=str)
+def test_products_of_gradients_stay_in_their_rows(shape):
+    """A number that is not finite reaches what depends on it, and nothing else."""
+    rows, inner, channels = shape
+    dy, x, weight = torch.randn(rows, channels), torch.randn(rows, inner), torch.randn(channels, inner)
+    plain = PRIMITIVES["linear_bwd"]("cpu", dy, x, weight, True, True)
+    dy[-1, 2] = float("nan")
+    dx, dweight = PRIMITIVES["linear_bwd"]("cpu", dy, x, weight, True, True)
+    assert dx[-1].isnan().all() and torch.equal(dx[:-1], plain[0][:-1])
+    others = torch.arange(channels) != 2
+    assert dweight[2].isnan().all() and torch.equal(dweight[others], plain[1][others])

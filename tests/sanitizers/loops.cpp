@@ -25,6 +25,7 @@
 #include "embedding.h"
 #include "layer_norm.h"
 #include "linear_max.h"
+#include "matrix_product.h"
 #include "packed_linear.h"
 #include "team.h"
 
@@ -531,6 +532,71 @@ void check_packed_linears(DType dtype, Weights weights, const char* kind) {
   if (weights == Weights::s8 && dtype == DType::f32) check(2, 1 << 16, 3, true);  // the largest sums
 }
 
+// ---- matrix_product
+
+// A matrix of small integers, whose rows lie `gap` elements apart, and end with the last one's.
+struct Integers {
+  static constexpr int64_t gap = 5;
+  const int64_t rows, columns, stride = columns + gap;
+  std::vector<float> numbers;
+
+  Integers(int64_t rows_, int64_t columns_) : rows(rows_), columns(columns_) {
+    const int64_t count = rows && columns ? (rows - 1) * stride + columns : 0;
+    for (int64_t i = 0; i < count; ++i) numbers.push_back(float(PackedLayer::number(4)));
+  }
+  float at(int64_t row, int64_t column, bool transposed) const {
+    return transposed ? numbers[column * stride + row] : numbers[row * stride + column];
+  }
+};
+
+// c = a b, or of their transposes, with a bias for every other kind; and what integer arithmetic gives.
+void check_matrix_product(int64_t rows, int64_t inner, int64_t columns) {
+  for (int kind = 0; kind < 4; ++kind) {
+    const bool across = kind & 1, down = kind & 2;
+    const Integers a(across ? inner : rows, across ? rows : inner), b(down ? columns : inner, down ? inner : columns),
+        bias(1, columns);
+    std::vector<float> expected;
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < columns; ++c) {
+        float sum = kind % 3 ? 0 : bias.numbers[c];
+        for (int64_t k = 0; k < inner; ++k) sum += a.at(r, k, across) * b.at(k, c, down);
+        expected.push_back(sum);
+      }
+    same(name("matrix_product", inner, DType::f32, " of kind ") + std::to_string(kind), [&](int threads) {
+      std::vector<float> c(rows * columns, float(threads));
+      const cpu::MatrixProduct op{a.numbers.data(),
+                                  b.numbers.data(),
+                                  kind % 3 ? nullptr : bias.numbers.data(),
+                                  c.data(),
+                                  rows,
+                                  inner,
+                                  columns,
+                                  a.stride,
+                                  b.stride,
+                                  across,
+                                  down};
+      const int64_t most = loops::product_rows(), blocks = (rows + most - 1) / most, width = loops::product_width();
+      const int64_t panels = (columns + width - 1) / width;
+      in_threads(threads, blocks * panels, [&](int64_t begin, int64_t end) {
+        Bytes scratch(loops::product_scratch(), char(threads));
+        for (int64_t unit = begin, count; unit < end; unit += count) {
+          const int64_t block = unit / panels, panel = unit % panels;
+          count = std::min(panels - panel, end - unit);
+          loops::matrix_product(op, cpu::first_row(block, blocks, rows), cpu::first_row(block + 1, blocks, rows),
+                                panel * width, std::min(columns, (panel + count) * width), scratch.data());
+        }
+      });
+      if (c != expected) {
+        ++differences;
+        fprintf(stderr, "%d by %d by %d, kind %d: not what integers give\n", int(rows), int(inner), int(columns), kind);
+      }
+      Bytes bytes(c.size() * sizeof(float));
+      if (!c.empty()) memcpy(bytes.data(), c.data(), bytes.size());
+      return Results{bytes};
+    });
+  }
+}
+
 // ---- cross_entropy
 
 // Losses and gradients of rows, of which every third has no label.
@@ -651,6 +717,10 @@ void check_all() {
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     check_packed_linears(dtype, Weights::s8, " by int8");
   }
+  for (const int64_t size : kSizes) check_matrix_product(kRows, size, 19), check_matrix_product(size, 11, size);
+  check_matrix_product(loops::product_rows() + 1, 300, 33);  // two blocks of rows, and of what a chain adds up
+  check_matrix_product(3, 7, 600);                           // and of columns
+  check_matrix_product(2, 5, 0), check_matrix_product(0, 5, 2);
   for (const DType dtype : kTypes) {
     for (const int64_t classes : kSizes)
       for (const int64_t inner : {9, 10}) check_cross_entropy(kRows, inner, classes, dtype);

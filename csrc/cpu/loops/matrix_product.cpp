@@ -1,5 +1,5 @@
-// A block of c = a b or a^T b, a part of the inner dimension at a time: its rows of a are put side by side, and then of
-// b one panel after the other.
+// A block of c = a b, or of transposes of these, a part of the inner dimension at a time: its rows of a are put side by
+// side, and then of b one panel after the other.
 #include "../../matrix_product.h"
 
 #include "product.h"
@@ -13,19 +13,27 @@ constexpr int64_t kInner = 256, kColumns = 16 * kPanel<float>;
 // Rows of sums, of a and of its transpose: powers of two would use few sets of the cache.
 constexpr int64_t kStride = kColumns + 16, kNear = kInner + 16, kAcross = kRows + 16;
 
-// As Ahead, of what lies apart: of each row as much as a panel has.
+// As Ahead, of rows that lie apart, so many elements of each.
 struct RowsAhead {
+  static constexpr int64_t kNumbers = Ahead::kLine / int64_t(sizeof(float));
   const float* from;
-  int64_t stride, step = Ahead::kPart, due = 0;  // step: parts of a row for each step of a tile
+  int64_t stride, width, step;  // step: lines for each step of a tile, in parts
+  int64_t at = 0, due = 0;
 
-  void fetch(int64_t steps) {
-    for (due += steps * step; due >= Ahead::kPart; due -= Ahead::kPart, from += stride)
-      for (int64_t i = 0; i < kPanel<float>; i += Ahead::kLine / int64_t(sizeof(float)))
-        __builtin_prefetch(from + i, 0, 2);
+  static RowsAhead of(const float* from, int64_t stride, int64_t rows, int64_t width, int64_t steps) {
+    return {from, stride, width, Ahead::kPart * rows * (width / kNumbers) / steps};
   }
-  static int64_t undisturbed() { return 64; }
+  void fetch(int64_t steps) {
+    for (due += steps * step; due >= Ahead::kPart; due -= Ahead::kPart) {
+      __builtin_prefetch(from + at, 0, 2);
+      at += kNumbers;
+      if (at >= width) at = 0, from += stride;
+    }
+  }
+  int64_t undisturbed() const { return step <= Ahead::kPart / 8 ? 64 : 8; }
   RowsAhead share(int64_t row, int64_t count, int64_t rows, int64_t steps) const {
-    return {from + steps * row / rows * stride, stride, Ahead::kPart * count / rows};
+    const int64_t before = steps * step / Ahead::kPart * row / rows, of_row = width / kNumbers;
+    return {from + before / of_row * stride, stride, width, step * count / rows, before % of_row * kNumbers};
   }
 };
 
@@ -41,21 +49,46 @@ Left<transposed, float> copy_left(const MatrixProduct& op, int64_t row, int64_t 
   return {to, kApart};
 }
 
+// A panel of b, some steps of it.
+void pack_right(const MatrixProduct& op, int64_t k, int64_t column, int64_t columns, Panels<float> to) {
+  if (op.b_transposed) return pack_transposed(op.b + column * op.b_stride + k, op.b_stride, columns, to);
+  pack(op.b + k * op.b_stride + column, op.b_stride, columns, 1.0f, to);
+}
+RowsAhead right_ahead(const MatrixProduct& op, int64_t k, int64_t column, int64_t steps) {
+  constexpr int64_t kWidth = kPanel<float>, kStep = RowsAhead::kNumbers;
+  if (!op.b_transposed) return RowsAhead::of(op.b + k * op.b_stride + column, op.b_stride, steps, kWidth, steps);
+  return RowsAhead::of(op.b + column * op.b_stride + k, op.b_stride, kWidth, (steps + kStep - 1) / kStep * kStep,
+                       steps);
+}
+
 template <bool transposed>
 void sum_up(const MatrixProduct& op, int64_t row, int64_t rows, int64_t column, int64_t columns, float* sums) {
+  constexpr int64_t kWidth = kPanel<float>;
   float *const near = sums + kRows * kStride, *const room = near + kRows * kNear;
-  for (int64_t k = 0; k == 0 || k < op.inner; k += kInner) {
+  for (int64_t k = 0; k < op.inner; k += kInner) {
     const int64_t steps = least(kInner, op.inner - k);
     const Left<transposed, float> left = copy_left<transposed>(op, row, rows, k, steps, near);
     const auto add =
         k ? product<Onto::sums, transposed, float, RowsAhead> : product<Onto::nothing, transposed, float, RowsAhead>;
-    for (int64_t i = 0; i < columns; i += kPanel<float>) {
-      const int64_t count = least(kPanel<float>, columns - i);
-      const Panels<float> panels{room, steps};
-      pack(op.b + k * op.b_stride + column + i, op.b_stride, count, 1.0f, panels);
-      const bool last = i + kPanel<float> >= columns;
-      const float* const next = op.b + (last ? k + kInner : k) * op.b_stride + column + (last ? 0 : i + kPanel<float>);
-      add(rows, count, steps, left, panels, sums + i, kStride, nullptr, {next, op.b_stride});
+    for (int64_t i = 0; i < columns; i += kWidth) {
+      const Panels<float> panel{room, steps};
+      pack_right(op, k, column + i, least(kWidth, columns - i), panel);
+      const bool last = i + kWidth >= columns;
+      const RowsAhead ahead = right_ahead(op, last ? k + kInner : k, column + (last ? 0 : i + kWidth), steps);
+      add(rows, kWidth, steps, left, panel, sums + i, kStride, nullptr, ahead);
+    }
+  }
+}
+
+// c = sums, and the bias if there is one.
+void finish(const MatrixProduct& op, int64_t row, int64_t rows, int64_t column, int64_t columns, const float* sums) {
+  for (int64_t r = 0; r < rows; ++r, sums += kStride) {
+    float* const c = op.c + (row + r) * op.columns + column;
+    if (!op.bias) {
+      __builtin_memcpy(c, sums, columns * sizeof(float));
+    } else {
+      for_vectors<float>(columns,
+                         [&](int64_t i, auto n) { store(load(sums + i) + load(op.bias + column + i, n), c + i, n); });
     }
   }
 }
@@ -74,10 +107,9 @@ void matrix_product(const MatrixProduct& op, int64_t row, int64_t row_end, int64
   float* const sums = static_cast<float*>(scratch);
   for (; column < column_end; column += kColumns) {
     const int64_t rows = row_end - row, columns = least(kColumns, column_end - column);
-    op.transposed ? sum_up<true>(op, row, rows, column, columns, sums)
-                  : sum_up<false>(op, row, rows, column, columns, sums);
-    for (int64_t r = 0; r < rows; ++r)
-      __builtin_memcpy(op.c + (row + r) * op.columns + column, sums + r * kStride, columns * sizeof(float));
+    op.a_transposed ? sum_up<true>(op, row, rows, column, columns, sums)
+                    : sum_up<false>(op, row, rows, column, columns, sums);
+    finish(op, row, rows, column, columns, sums);
   }
 }
 
