@@ -89,7 +89,7 @@ def right_call(name: str, n: Sizes) -> list:
     if op in ("linear", "dense_gelu"):
         weight, bias, y = normal(n.dtype, n.K, n.C), normal(n.dtype, n.K), normal(n.dtype, n.T, n.K)
         if direction == "bwd":
-            return [y, x, weight, y, "none", True, True]
+            return [y, x, weight] + [y, "none"] * (op == "dense_gelu") + [True, True]
         return [x, weight, bias] + ["none", True] * (op == "dense_gelu")
     if op == "linear_max":
         weight, ends = normal(n.dtype, n.K, n.C), torch.tensor([0, n.T // 3, n.T // 3, n.T], dtype=torch.int32)
