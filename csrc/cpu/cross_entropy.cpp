@@ -1,4 +1,4 @@
-// The torch side of cross_entropy on the CPU: checks, allocation, threads, and the library's products of the backward.
+// The torch side of cross_entropy on the CPU: checks, allocation, threads, and the products of the backward.
 // The schema is defined in fastbert/ops/cross_entropy.py.
 #include "../cross_entropy.h"
 
@@ -7,6 +7,7 @@
 
 #include "../checks.h"
 #include "../tensor.h"
+#include "linear.h"
 
 namespace fastbert {
 
@@ -106,11 +107,11 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_bwd_cpu(const Tensor& dloss, co
   const double upstream = type == ScalarType::Double ? *dloss.const_data_ptr<double>() : *dloss.const_data_ptr<float>();
   const Tensor factor = number(upstream / double(labelled(labels_of(labels, ignore_index, weight.size(0)))), hidden);
   const Tensor dhidden =
-      need_dhidden ? scaled(call("aten::mm", "", dlogits, contiguous(weight)), factor, type) : empty({0}, hidden);
+      need_dhidden ? scaled(matrix_product(dlogits, false, contiguous(weight)), factor, type) : empty({0}, hidden);
   if (!need_dparams) return {dhidden, empty({0}, hidden), empty({0}, hidden)};
   const Tensor sums = call("aten::sum", "dim_IntList", dlogits, std::optional(std::vector<int64_t>{0}), false,
                            std::optional(math_type(hidden)));
-  return {dhidden, call("aten::mm", "", transposed(dlogits), scaled(hidden, factor, type)), scaled(sums, factor, type)};
+  return {dhidden, matrix_product(dlogits, true, scaled(hidden, factor, type)), scaled(sums, factor, type)};
 }
 
 }  // namespace
