@@ -7,7 +7,7 @@
 
 #include "../checks.h"
 #include "../tensor.h"
-#include "linear.h"
+#include "matrix_product.h"
 
 namespace fastbert {
 

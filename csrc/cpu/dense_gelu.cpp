@@ -8,6 +8,7 @@
 #include "../tensor.h"
 #include "gelu_rows.h"
 #include "linear.h"
+#include "matrix_product.h"
 
 namespace fastbert {
 
@@ -32,9 +33,9 @@ std::tuple<Tensor, Tensor, Tensor> dense_gelu_bwd_cpu(const Tensor& dy, const Te
   const NoGrad guard;
   auto [dpre, dbias] = gelu_bwd_cpu(dy, preactivation, std::nullopt, approximate,
                                     need_dparams ? std::optional(type_of(weight)) : std::nullopt);
-  const Tensor rows = matrix(dpre), nothing = empty({0}, x);
-  return {need_dx ? view(matrix_product(rows, false, contiguous(weight)), x.sizes()) : nothing,
-          need_dparams ? matrix_product(rows, true, matrix(contiguous(x))) : nothing, dbias};
+  const Tensor rows = matrix(dpre);
+  return {need_dx ? view(matrix_product(rows, false, contiguous(weight)), x.sizes()) : empty({0}, x),
+          need_dparams ? matrix_product(rows, true, matrix(contiguous(x))) : empty({0}, x), dbias};
 }
 
 }  // namespace

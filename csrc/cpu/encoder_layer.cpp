@@ -5,6 +5,7 @@
 
 #include "gelu_rows.h"
 #include "linear.h"
+#include "matrix_product.h"
 
 namespace fastbert {
 

@@ -7,6 +7,7 @@
 #include "../checks.h"
 #include "../tensor.h"
 #include "blas.h"
+#include "matrix_product.h"
 
 // Of torch, where it has them. oneDNN's inner product:
 extern "C" AOTITorchError aoti_torch_cpu__linear_pointwise(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*,
@@ -57,11 +58,12 @@ bool is_small(const Tensor& rows, const Tensor& weight) {
   return has_blas() && weight.numel() > 0 && rows.size(0) * weight.numel() <= kSmallProduct;
 }
 
-// Up to how many rows, from two on, our own loops take less time than oneDNN, which arranges all weights in memory
-// first.
-int64_t few_rows() {
+// Whether our own loops take less time than oneDNN, which arranges all weights in memory first.
+bool has_few_rows(const Tensor& rows, const Tensor& weight) {
+  constexpr int64_t kFewest = 4;
   const cpu::Isa isa = cpu::best_isa();
-  return isa < cpu::Isa::avx2 ? 0 : isa < cpu::Isa::avx512 ? 128 : 64;
+  const int64_t most = isa < cpu::Isa::avx2 ? 0 : isa < cpu::Isa::avx512 ? 128 : 64;
+  return rows.size(0) >= kFewest && rows.size(0) <= most && std::min(weight.size(0), weight.size(1)) >= kThin;
 }
 
 // By MKL's own entry: bias rows, then one call that adds the product to them.
@@ -90,8 +92,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = w.size(0);
   if (is_small(rows, w)) return view(small_product(rows, w, bias ? &b : nullptr), shape);
-  if (rows.size(0) > 1 && rows.size(0) <= few_rows())
-    return view(own_product(rows, false, w, true, bias ? &b : nullptr), shape);
+  if (has_few_rows(rows, w)) return view(own_product(rows, false, w, true, bias ? &b : nullptr), shape);
   return view(onednn_product(in_whole_blocks(rows), w, bias ? &b : nullptr), shape);
 }
 
@@ -102,15 +103,15 @@ Tensor linear_fwd_cpu(const Tensor& x, const Tensor& weight, const OptionalTenso
   return fastbert::linear(x, weight, bias);
 }
 
-// Those that nobody asked for are empty.
+// A gradient that is not needed is empty.
 std::tuple<Tensor, Tensor> linear_bwd_cpu(const Tensor& dy, const Tensor& x, const Tensor& weight, bool need_dx,
                                           bool need_dweight) {
   check_dense("linear", x, weight, std::nullopt);
   check_dense_result("linear", "dy", dy, x, weight);
   const NoGrad guard;
-  const Tensor rows = matrix(contiguous(dy)), nothing = empty({0}, x);
-  return {need_dx ? view(matrix_product(rows, false, contiguous(weight)), x.sizes()) : nothing,
-          need_dweight ? matrix_product(rows, true, matrix(contiguous(x))) : nothing};
+  const Tensor rows = matrix(contiguous(dy));
+  return {need_dx ? view(matrix_product(rows, false, contiguous(weight)), x.sizes()) : empty({0}, x),
+          need_dweight ? matrix_product(rows, true, matrix(contiguous(x))) : empty({0}, x)};
 }
 
 }  // namespace

@@ -1,24 +1,44 @@
-// Products of plain matrices: ours of float32, and which one is for gradients.
-#include "../matrix_product.h"
+#include "matrix_product.h"
+
+#include <climits>
 
 #include "../checks.h"
+#include "../matrix_product.h"
 #include "../tensor.h"
 #include "blas.h"
-#include "linear.h"
 #include "product_blocks.h"
 
 namespace fastbert {
 
 namespace {
 
-// Than MKL, which keeps to AVX2 on processors that are not Intel's (docs/linear.md).
-bool ours_is_faster() {
+// MKL keeps to AVX2 on processors that are not Intel's (docs/linear.md), so there our loops are faster.
+bool mkl_is_slow() {
 #ifdef __x86_64__
   static const bool amd = __builtin_cpu_is("amd");
   return amd && cpu::best_isa() >= cpu::Isa::avx2;
 #else
   return false;
 #endif
+}
+
+// Elements from one row to the next. A single row may have any stride, so there it is the row's length.
+int64_t row_stride(const Tensor& x) { return x.size(0) == 1 ? x.size(1) : x.stride(0); }
+
+// Whether it is float32 in rows of neighbours, one behind the other.
+bool is_in_rows(const Tensor& x) {
+  return type_of(x) == ScalarType::Float && x.numel() > 0 && (x.size(1) == 1 || x.stride(1) == 1) &&
+         row_stride(x) >= x.size(1);
+}
+
+// By MKL's own entry.
+Tensor small_product(const Tensor& a, bool transposed, const Tensor& b) {
+  const int64_t rows = a.size(transposed), inner = b.size(0), columns = b.size(1);
+  const Tensor c = empty({rows, columns}, a);
+  product(transposed ? Op::transposed : Op::as_is, Op::as_is, rows, columns, inner,
+          {a.const_data_ptr<float>(), row_stride(a)}, {b.const_data_ptr<float>(), row_stride(b)}, 0,
+          {c.mutable_data_ptr<float>(), columns});
+  return c;
 }
 
 }  // namespace
@@ -28,8 +48,8 @@ Tensor own_product(const Tensor& a, bool a_transposed, const Tensor& b, bool b_t
   const int64_t rows = a.size(a_transposed), inner = a.size(!a_transposed), columns = b.size(!b_transposed);
   const Tensor c = empty({rows, columns}, a);
   cpu::MatrixProduct op{};
-  op.a = a.const_data_ptr<float>(), op.a_stride = a.stride(0), op.a_transposed = a_transposed;
-  op.b = b.const_data_ptr<float>(), op.b_stride = b.stride(0), op.b_transposed = b_transposed;
+  op.a = a.const_data_ptr<float>(), op.a_stride = row_stride(a), op.a_transposed = a_transposed;
+  op.b = b.const_data_ptr<float>(), op.b_stride = row_stride(b), op.b_transposed = b_transposed;
   op.bias = bias ? bias->const_data_ptr<float>() : nullptr, op.c = c.mutable_data_ptr<float>();
   op.rows = rows, op.inner = inner, op.columns = columns;
   const ProductBlocks blocks{rows, inner, columns, FB_BEST_ISA(product_rows)(), FB_BEST_ISA(product_width)()};
@@ -39,17 +59,13 @@ Tensor own_product(const Tensor& a, bool a_transposed, const Tensor& b, bool b_t
 
 Tensor matrix_product(const Tensor& a, bool transposed, const Tensor& b) {
   const int64_t rows = a.size(transposed), inner = a.size(!transposed), columns = b.size(1);
-  const bool direct = type_of(a) == ScalarType::Float && type_of(b) == ScalarType::Float && rows > 0 && inner > 0 &&
-                      columns > 0 && a.stride(1) == 1 && b.stride(1) == 1 && a.stride(0) >= a.size(1) &&
-                      b.stride(0) >= columns && b.size(0) == inner;
-  const bool small = has_blas() && rows * inner * columns <= kSmallProduct;
-  if (!direct || !(small || ours_is_faster())) return call("aten::mm", "", transposed ? call("aten::t", "", a) : a, b);
-  if (!small) return own_product(a, transposed, b, false, nullptr);
-  const Tensor c = empty({rows, columns}, a);
-  product(transposed ? Op::transposed : Op::as_is, Op::as_is, rows, columns, inner,
-          {a.const_data_ptr<float>(), a.stride(0)}, {b.const_data_ptr<float>(), b.stride(0)}, 0,
-          {c.mutable_data_ptr<float>(), columns});
-  return c;
+  if (is_in_rows(a) && is_in_rows(b) && b.size(0) == inner) {
+    if (has_blas() && rows * inner * columns <= kSmallProduct && std::max(row_stride(a), row_stride(b)) <= INT_MAX)
+      return small_product(a, transposed, b);
+    if (mkl_is_slow() && std::min({rows, inner, columns}) >= kThin)
+      return own_product(a, transposed, b, false, nullptr);
+  }
+  return call("aten::mm", "", transposed ? call("aten::t", "", a) : a, b);
 }
 
 }  // namespace fastbert

@@ -8,14 +8,15 @@
 
 namespace fastbert {
 
-// Blocks of at most `most` rows, each with all panels of `width` columns.
+// Blocks of at most `max_rows` rows, each with all panels of `width` columns.
 struct ProductBlocks {
-  int64_t rows, inner, columns, most, width;
+  int64_t rows, inner, columns, max_rows, width;
 
   // Calls f(row, row end, column, column end, scratch); threads get equal shares of the panels of all blocks.
   template <class F>
   void run(int64_t scratch_bytes, const F& f) const {
-    const int64_t blocks = (rows + most - 1) / most, panels = (columns + width - 1) / width, units = blocks * panels;
+    const int64_t blocks = (rows + max_rows - 1) / max_rows, panels = (columns + width - 1) / width,
+                  units = blocks * panels;
     if (units == 0) return;
     const int64_t work = rows * columns * std::max<int64_t>(1, inner) / kShareOfProducts;
     const int64_t shares = std::clamp<int64_t>(work, 1, std::min(threads(), units));

@@ -35,7 +35,7 @@ BWD = Primitive(
 
 
 class _Linear(torch.autograd.Function):
-    """Where derivatives of gradients are wanted these are plain PyTorch, so any number of derivatives."""
+    """With create_graph its gradients are plain PyTorch, and so have any number of derivatives."""
 
     @staticmethod
     def forward(ctx, backend, x, weight, bias):
@@ -47,7 +47,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         _, *needed, need_dbias = ctx.needs_input_grad
         run = gradients if torch.is_grad_enabled() else functools.partial(BWD, ctx.backend)
-        dx, dweight = run(dy, *ctx.saved_tensors, *needed)
+        dx, dweight = run(dy, *ctx.saved_tensors, *needed) if any(needed) else (None, None)
         return None, dx, dweight, dy.flatten(0, -2).sum(0) if need_dbias else None
 
 

@@ -1,3 +1,5 @@
+import itertools
+
 import cuda_on_cpu
 import pytest
 import torch
@@ -44,7 +46,7 @@ class TestDenseGelu(ProductSuite):
         pre = x @ weight.T
         yield "dense_gelu_fwd", (x, weight, bias, self.approximate, True)
         yield "dense_gelu_fwd", (x, weight, bias, self.approximate, False)
-        for need in ((True, True), (True, False), (False, True)):
+        for need in itertools.product((True, False), repeat=2):
             yield "dense_gelu_bwd", (pre, x, weight, pre, self.approximate, *need)
 
     def test_three_dimensions(self, backend):

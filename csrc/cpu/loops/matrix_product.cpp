@@ -1,5 +1,5 @@
-// A block of c = a b, or of transposes of these, a part of the inner dimension at a time: its rows of a are put side by
-// side, and then of b one panel after the other.
+// A block of c = a b, or with transposes of a or b. For one part of the inner dimension after the other it copies the
+// block's part of a, then packs and multiplies b, one panel at a time.
 #include "../../matrix_product.h"
 
 #include "product.h"
@@ -10,68 +10,70 @@ namespace {
 
 constexpr int64_t kRows = 288;  // a multiple of every tile's: a panel is put in place once for all of them
 constexpr int64_t kInner = 256, kColumns = 16 * kPanel<float>;
-// Rows of sums, of a and of its transpose: powers of two would use few sets of the cache.
-constexpr int64_t kStride = kColumns + 16, kNear = kInner + 16, kAcross = kRows + 16;
+// Between rows of sums, and of the copy of a or of its transpose: powers of two would use few sets of the cache.
+constexpr int64_t kStride = kColumns + 16, kCopyStride = kInner + 16, kTransposedStride = kRows + 16;
 
-// As Ahead, of rows that lie apart, so many elements of each.
+// Like Ahead, but fetches `width` floats of each row; rows are `stride` apart.
 struct RowsAhead {
-  static constexpr int64_t kNumbers = Ahead::kLine / int64_t(sizeof(float));
+  static constexpr int64_t kFloatsPerLine = Ahead::kLine / int64_t(sizeof(float));
   const float* from;
-  int64_t stride, width, step;  // step: lines for each step of a tile, in parts
+  int64_t stride, width, step;  // step: lines that a step of a tile fetches, times kPart
   int64_t at = 0, due = 0;
 
+  static int64_t lines(int64_t width) { return (width + kFloatsPerLine - 1) / kFloatsPerLine; }
+  // steps: in which all rows are to be fetched.
   static RowsAhead of(const float* from, int64_t stride, int64_t rows, int64_t width, int64_t steps) {
-    return {from, stride, width, Ahead::kPart * rows * (width / kNumbers) / steps};
+    return {from, stride, width, Ahead::kPart * rows * lines(width) / steps};
   }
   void fetch(int64_t steps) {
     for (due += steps * step; due >= Ahead::kPart; due -= Ahead::kPart) {
       __builtin_prefetch(from + at, 0, 2);
-      at += kNumbers;
+      at += kFloatsPerLine;
       if (at >= width) at = 0, from += stride;
     }
   }
   int64_t undisturbed() const { return step <= Ahead::kPart / 8 ? 64 : 8; }
   RowsAhead share(int64_t row, int64_t count, int64_t rows, int64_t steps) const {
-    const int64_t before = steps * step / Ahead::kPart * row / rows, of_row = width / kNumbers;
-    return {from + before / of_row * stride, stride, width, step * count / rows, before % of_row * kNumbers};
+    const int64_t before = steps * step / Ahead::kPart * row / rows;
+    return {from + before / lines(width) * stride, stride, width, step * count / rows,
+            before % lines(width) * kFloatsPerLine};
   }
 };
 
-// Rows of a, or of its transpose, some steps of them.
+// Copies some steps of rows of a.
 template <bool transposed>
 Left<transposed, float> copy_left(const MatrixProduct& op, int64_t row, int64_t rows, int64_t k, int64_t steps,
                                   float* to) {
   const int64_t count = transposed ? steps : rows, elements = transposed ? rows : steps;
   const float* const from = op.a + (transposed ? k * op.a_stride + row : row * op.a_stride + k);
-  constexpr int64_t kApart = transposed ? kAcross : kNear;
+  constexpr int64_t kApart = transposed ? kTransposedStride : kCopyStride;
   for (int64_t i = 0; i < count; ++i)
     __builtin_memcpy(to + i * kApart, from + i * op.a_stride, elements * sizeof(float));
   return {to, kApart};
 }
 
-// A panel of b, some steps of it.
+// Packs some steps of a panel of b.
 void pack_right(const MatrixProduct& op, int64_t k, int64_t column, int64_t columns, Panels<float> to) {
   if (op.b_transposed) return pack_transposed(op.b + column * op.b_stride + k, op.b_stride, columns, to);
   pack(op.b + k * op.b_stride + column, op.b_stride, columns, 1.0f, to);
 }
 RowsAhead right_ahead(const MatrixProduct& op, int64_t k, int64_t column, int64_t steps) {
-  constexpr int64_t kWidth = kPanel<float>, kStep = RowsAhead::kNumbers;
-  if (!op.b_transposed) return RowsAhead::of(op.b + k * op.b_stride + column, op.b_stride, steps, kWidth, steps);
-  return RowsAhead::of(op.b + column * op.b_stride + k, op.b_stride, kWidth, (steps + kStep - 1) / kStep * kStep,
-                       steps);
+  constexpr int64_t kWidth = kPanel<float>;
+  if (op.b_transposed) return RowsAhead::of(op.b + column * op.b_stride + k, op.b_stride, kWidth, steps, steps);
+  return RowsAhead::of(op.b + k * op.b_stride + column, op.b_stride, steps, kWidth, steps);
 }
 
 template <bool transposed>
 void sum_up(const MatrixProduct& op, int64_t row, int64_t rows, int64_t column, int64_t columns, float* sums) {
   constexpr int64_t kWidth = kPanel<float>;
-  float *const near = sums + kRows * kStride, *const room = near + kRows * kNear;
+  float *const copy = sums + kRows * kStride, *const packed = copy + kRows * kCopyStride;
   for (int64_t k = 0; k < op.inner; k += kInner) {
     const int64_t steps = least(kInner, op.inner - k);
-    const Left<transposed, float> left = copy_left<transposed>(op, row, rows, k, steps, near);
+    const Left<transposed, float> left = copy_left<transposed>(op, row, rows, k, steps, copy);
     const auto add =
         k ? product<Onto::sums, transposed, float, RowsAhead> : product<Onto::nothing, transposed, float, RowsAhead>;
     for (int64_t i = 0; i < columns; i += kWidth) {
-      const Panels<float> panel{room, steps};
+      const Panels<float> panel{packed, steps};
       pack_right(op, k, column + i, least(kWidth, columns - i), panel);
       const bool last = i + kWidth >= columns;
       const RowsAhead ahead = right_ahead(op, last ? k + kInner : k, column + (last ? 0 : i + kWidth), steps);
@@ -98,8 +100,8 @@ void finish(const MatrixProduct& op, int64_t row, int64_t rows, int64_t column, 
 int64_t product_rows() { return kRows; }
 int64_t product_width() { return kPanel<float>; }
 int64_t product_scratch() {
-  static_assert(kInner * kAcross <= kRows * kNear);
-  return (kRows * (kStride + kNear) + kInner * kPanel<float>)*int64_t(sizeof(float));
+  static_assert(kInner * kTransposedStride <= kRows * kCopyStride);
+  return (kRows * (kStride + kCopyStride) + kInner * kPanel<float>)*int64_t(sizeof(float));
 }
 
 void matrix_product(const MatrixProduct& op, int64_t row, int64_t row_end, int64_t column, int64_t column_end,

@@ -1,0 +1,22 @@
+// Products of matrices on the CPU, for linear and for the gradients of ops that have products.
+#pragma once
+
+#include "../stable.h"
+
+namespace fastbert {
+
+// Multiplications in a product up to which MKL is called directly (docs/linear.md has the measurement).
+constexpr int64_t kSmallProduct = 1 << 20;
+
+// a b, or with transposed a^T b. As at::mm, but in float32 MKL is called directly where a product is small, and
+// csrc/cpu/loops/matrix_product.cpp where that is faster than MKL.
+Tensor matrix_product(const Tensor& a, bool transposed, const Tensor& b);
+
+// a b + bias, or with transposes of a or b, by these loops. float32; elements of a row are neighbours in memory, rows
+// may lie apart. The inner dimension is at least 1.
+Tensor own_product(const Tensor& a, bool a_transposed, const Tensor& b, bool b_transposed, const Tensor* bias);
+
+// Products with fewer rows, columns or steps than this leave most of a panel or tile of these loops empty.
+constexpr int64_t kThin = 16;
+
+}  // namespace fastbert
