@@ -110,7 +110,9 @@ def padding() -> Iterator[Call]:
 
 
 def dense_gelu() -> Iterator[Call]:
-    yield "linear_fwd", new(TOKENS, 768), new(3072, 768), new(3072)  # a library's: no kernel of ours
+    x, weight = new(TOKENS, 768), new(3072, 768)
+    yield "linear_fwd", x, weight, new(3072)  # a library's, as its gradients: no kernels of ours
+    yield "linear_bwd", new(TOKENS, 3072), x, weight, True, True
     for tokens, hidden in product((127, 255, 511, 1023, 4095), BERT):
         for channels in (4 * hidden, hidden):  # of a layer, of a masked-LM head
             yield from _dense_gelu(BF16, tokens, hidden, channels)

@@ -147,7 +147,7 @@ def backward(
     dy: Tensor, x: Tensor, weight: Tensor, preactivation: Tensor, approximate: str, need_dx: bool, need_dparams: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dpre, dbias = bias_gelu.backward(dy, preactivation, None, approximate, need_dparams)
-    rows, x, weight, empty = dpre.flatten(0, -2), x.contiguous(), weight.contiguous(), x.new_empty(0)
-    dx = torch.mm(rows, weight).view(x.shape) if need_dx else empty
-    dweight = torch.mm(rows.t(), x.flatten(0, -2)) if need_dparams else empty
+    rows, x, weight = dpre.flatten(0, -2), x.contiguous(), weight.contiguous()
+    dx = torch.mm(rows, weight).view(x.shape) if need_dx else x.new_empty(0)
+    dweight = torch.mm(rows.t(), x.flatten(0, -2)) if need_dparams else x.new_empty(0)
     return dx, dweight, dbias
