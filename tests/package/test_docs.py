@@ -196,31 +196,38 @@ def test_readme_runs_as_pasted(tmp_path):
     assert "forwards packed: 1, fallen back: 0" in done.stdout and "backends" in done.stdout
 
 
-# What README's first table calls them, in docs/performance.md: the case, and against whom.
+# The rows of README's first table, in docs/performance.md: the cases, and against whom.
 MEASURED = (
-    ("classifier base, 12 layers, forward, 8 × 128, half", "HF SDPA"),
-    ("classifier base, 12 layers, forward+backward, dropout 0.1, 8 × 128, half", "HF SDPA"),
-    ("masked LM base, 12 layers, step with AdamW, dropout 0.1, 8 × 128, half", "HF SDPA"),
-    ("classifier base, 12 layers, forward, 8 × 128, full", "HF SDPA"),
-    ("model base, 12 layers, forward, 1 × 128, full", "ONNX Runtime"),
+    (("classifier base, 12 layers, forward, 8 × 128, half",), "HF SDPA"),
+    (("classifier base, 12 layers, forward+backward, dropout 0.1, 8 × 128, half",), "HF SDPA"),
+    (("masked LM base, 12 layers, step with AdamW, dropout 0.1, 8 × 128, half",), "HF SDPA"),
+    (
+        (
+            "classifier base, 12 layers, forward, 8 × 128, full",
+            "classifier base, 12 layers, forward+backward, dropout 0.1, 8 × 128, full",
+        ),
+        "HF SDPA",
+    ),
+    (("model base, 12 layers, forward, 1 × 128, full",), "OpenVINO"),
 )
 
 
 def test_readmes_speeds_are_the_measured_ones():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = readme.partition("| times as fast |")[2].partition("\n\n")[0]
-    told = re.findall(r"\[(\d+\.\d+)(: slower)?\]\(benchmarks/results/", table)
-    assert len(told) == len(MEASURED)
-    for (number, _), where in zip(told, MEASURED, strict=True):
-        assert number in measured(*where), where
-    assert [float(number) < 1 for number, _ in told] == [bool(slower) for _, slower in told]
+    told = readme.partition("| float32 | bfloat16 |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    for row, (cases, contender) in zip(told, MEASURED, strict=True):
+        for cell, dtype in zip(row.strip("| ").split("|")[2:], ("float32", "bfloat16"), strict=True):
+            numbers = re.findall(r"\d+\.\d+", re.sub(r"\(.*\)", "", cell))
+            for number, case in zip(numbers, cases, strict=True):
+                assert number in measured(case, dtype, contender), (case, dtype)
+                assert (float(number) < 1) == (": slower" in cell)
 
 
-def measured(case: str, contender: str) -> list[str]:
+def measured(case: str, dtype: str, contender: str) -> list[str]:
     """A number of the tables of docs/performance.md, as it stands there, from every run that measured it."""
     lines = (ROOT / "docs/performance.md").read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")]
-    found = [i for i, row in enumerate(rows) if row[0] == case]
+    found = [i for i, row in enumerate(rows) if row[:2] == [case, dtype]]
     heads = [next(row for row in reversed(rows[:at]) if row[0] == "case") for at in found]
     return [rows[at][head.index(contender)] for at, head in zip(found, heads, strict=True) if contender in head]
 
