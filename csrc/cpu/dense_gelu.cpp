@@ -33,9 +33,8 @@ std::tuple<Tensor, Tensor, Tensor> dense_gelu_bwd_cpu(const Tensor& dy, const Te
   const NoGrad guard;
   auto [dpre, dbias] = gelu_bwd_cpu(dy, preactivation, std::nullopt, approximate,
                                     need_dparams ? std::optional(type_of(weight)) : std::nullopt);
-  const Tensor rows = matrix(dpre);
-  return {need_dx ? view(matrix_product(rows, false, contiguous(weight)), x.sizes()) : empty({0}, x),
-          need_dparams ? matrix_product(rows, true, matrix(contiguous(x))) : empty({0}, x), dbias};
+  const auto [dx, dweight] = dense_gradients(dpre, x, weight, need_dx, need_dparams);
+  return {dx, dweight, dbias};
 }
 
 }  // namespace

@@ -103,15 +103,12 @@ Tensor linear_fwd_cpu(const Tensor& x, const Tensor& weight, const OptionalTenso
   return fastbert::linear(x, weight, bias);
 }
 
-// A gradient that is not needed is empty.
 std::tuple<Tensor, Tensor> linear_bwd_cpu(const Tensor& dy, const Tensor& x, const Tensor& weight, bool need_dx,
                                           bool need_dweight) {
   check_dense("linear", x, weight, std::nullopt);
   check_dense_result("linear", "dy", dy, x, weight);
   const NoGrad guard;
-  const Tensor rows = matrix(contiguous(dy));
-  return {need_dx ? view(matrix_product(rows, false, contiguous(weight)), x.sizes()) : empty({0}, x),
-          need_dweight ? matrix_product(rows, true, matrix(contiguous(x))) : empty({0}, x)};
+  return dense_gradients(dy, x, weight, need_dx, need_dweight);
 }
 
 }  // namespace

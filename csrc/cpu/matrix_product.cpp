@@ -57,15 +57,22 @@ Tensor own_product(const Tensor& a, bool a_transposed, const Tensor& b, bool b_t
   return c;
 }
 
-Tensor matrix_product(const Tensor& a, bool transposed, const Tensor& b) {
-  const int64_t rows = a.size(transposed), inner = a.size(!transposed), columns = b.size(1);
+Tensor matrix_product(const Tensor& a, bool a_transposed, const Tensor& b) {
+  const int64_t rows = a.size(a_transposed), inner = a.size(!a_transposed), columns = b.size(1);
   if (is_in_rows(a) && is_in_rows(b) && b.size(0) == inner) {
     if (has_blas() && rows * inner * columns <= kSmallProduct && std::max(row_stride(a), row_stride(b)) <= INT_MAX)
-      return small_product(a, transposed, b);
+      return small_product(a, a_transposed, b);
     if (mkl_is_slow() && std::min({rows, inner, columns}) >= kThin)
-      return own_product(a, transposed, b, false, nullptr);
+      return own_product(a, a_transposed, b, false, nullptr);
   }
-  return call("aten::mm", "", transposed ? call("aten::t", "", a) : a, b);
+  return call("aten::mm", "", a_transposed ? transposed(a) : a, b);
+}
+
+std::tuple<Tensor, Tensor> dense_gradients(const Tensor& dy, const Tensor& x, const Tensor& weight, bool need_dx,
+                                           bool need_dweight) {
+  const Tensor rows = matrix(contiguous(dy));
+  return {need_dx ? view(matrix_product(rows, false, contiguous(weight)), x.sizes()) : empty({0}, x),
+          need_dweight ? matrix_product(rows, true, matrix(contiguous(x))) : empty({0}, x)};
 }
 
 }  // namespace fastbert

@@ -1,5 +1,6 @@
 import itertools
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -121,7 +122,7 @@ def test_onednn_meets_few_different_numbers_of_rows():
 import torch
 from fastbert import ops
 weight, bias = torch.randn(128, 160), torch.randn(128)
-for rows in range(100, 2001):
+for rows in range(52, 2001):  # before that MKL takes it
     out = ops.linear(torch.randn(rows, 160), weight, bias)
     assert out.shape == (rows, 128)
 """
@@ -130,7 +131,8 @@ for rows in range(100, 2001):
     met = set(map(int, re.findall(r",inner_product,.*,mb(\d+)ic160oc128", run.stdout)))
     if not met:
         pytest.skip("oneDNN computes no float32 product here, or is silent")
-    assert min(met) > 64 and len(met) < 160
+    assert platform.machine() != "x86_64" or min(met) > 64
+    assert len(met) < 160
     for rows in range(129, 2001):
         assert min(number for number in met if number >= rows) <= max(1.062 * rows, rows + 1)
 

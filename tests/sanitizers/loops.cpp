@@ -396,6 +396,23 @@ void check_attention(std::vector<int64_t> lengths, int64_t D, DType dtype, Dropo
        [&](int threads) { return attention.run(threads); });
 }
 
+// Calls f(row, row end, column, column end, scratch) on blocks of at most `most` rows, whose panels threads share, as
+// csrc/cpu/product_blocks.h does.
+template <class F>
+void in_blocks(int threads, int64_t rows, int64_t most, int64_t columns, int64_t width, int64_t scratch_bytes,
+               const F& f) {
+  const int64_t blocks = (rows + most - 1) / most, panels = (columns + width - 1) / width;
+  in_threads(threads, blocks * panels, [&](int64_t begin, int64_t end) {
+    Bytes scratch(scratch_bytes, char(threads));
+    for (int64_t unit = begin, count; unit < end; unit += count) {
+      const int64_t block = unit / panels, panel = unit % panels;
+      count = std::min(panels - panel, end - unit);
+      f(cpu::first_row(block, blocks, rows), cpu::first_row(block + 1, blocks, rows), panel * width,
+        std::min(columns, (panel + count) * width), scratch.data());
+    }
+  });
+}
+
 // ---- packed_linear
 
 // A dense layer of small integers, whose results plain integer arithmetic gives too. Each row of x has a 127, so that
@@ -499,16 +516,8 @@ struct PackedLayer {
                                left_bytes ? left.data() : nullptr,
                                weights == Weights::s8 ? left_scale.data() : nullptr};
     if (left_bytes) in_threads(threads, rows, [&](int64_t begin, int64_t end) { loops::packed_left(op, begin, end); });
-    const int64_t most = loops::packed_rows(), blocks = (rows + most - 1) / most;
-    in_threads(threads, blocks * panels, [&](int64_t begin, int64_t end) {
-      Bytes scratch(loops::packed_scratch(), char(threads));
-      for (int64_t unit = begin, count; unit < end; unit += count) {
-        const int64_t block = unit / panels, panel = unit % panels;
-        count = std::min(panels - panel, end - unit);
-        loops::packed_linear(op, cpu::first_row(block, blocks, rows), cpu::first_row(block + 1, blocks, rows),
-                             panel * width, std::min(channels, (panel + count) * width), scratch.data());
-      }
-    });
+    in_blocks(threads, rows, loops::packed_rows(), channels, width, loops::packed_scratch(),
+              [&](auto... block) { loops::packed_linear(op, block...); });
     if (gelu == Gelu::none && y != in_integers(threads)) {
       ++differences;
       fprintf(stderr, "%d rows, %d to %d: not what integers give\n", int(rows), int(inner), int(channels));
@@ -575,17 +584,8 @@ void check_matrix_product(int64_t rows, int64_t inner, int64_t columns) {
                                   b.stride,
                                   across,
                                   down};
-      const int64_t most = loops::product_rows(), blocks = (rows + most - 1) / most, width = loops::product_width();
-      const int64_t panels = (columns + width - 1) / width;
-      in_threads(threads, blocks * panels, [&](int64_t begin, int64_t end) {
-        Bytes scratch(loops::product_scratch(), char(threads));
-        for (int64_t unit = begin, count; unit < end; unit += count) {
-          const int64_t block = unit / panels, panel = unit % panels;
-          count = std::min(panels - panel, end - unit);
-          loops::matrix_product(op, cpu::first_row(block, blocks, rows), cpu::first_row(block + 1, blocks, rows),
-                                panel * width, std::min(columns, (panel + count) * width), scratch.data());
-        }
-      });
+      in_blocks(threads, rows, loops::product_rows(), columns, loops::product_width(), loops::product_scratch(),
+                [&](auto... block) { loops::matrix_product(op, block...); });
       if (c != expected) {
         ++differences;
         fprintf(stderr, "%d by %d by %d, kind %d: not what integers give\n", int(rows), int(inner), int(columns), kind);
