@@ -32,7 +32,7 @@ from typing import BinaryIO
 
 ROOT = Path(__file__).resolve().parents[2]
 CONCLUDE = 20  # seconds that a benchmark gets to start, and after its last case has begun
-PROCESSES = max(2, min(8, len(os.sched_getaffinity(0)) // 2))  # of the tests: Triton compiles on the CPU
+PROCESSES = max(2, min(14, len(os.sched_getaffinity(0)) - 2))  # of the tests: Triton compiles on the CPU
 GRACE = 12  # seconds between asking a part to stop (pytest then prints what it has) and killing it
 IMPORT = 90  # seconds for PyTorch to say what GPU there is; the first import reads gigabytes
 REHEARSED = "9.0"  # the compute capability that a rehearsal builds for, as the Makefile does
@@ -105,10 +105,13 @@ def toolkit() -> dict[str, str]:
 # The test files that say most about kernels, in this order; then the others, but for those that use no GPU or are about
 # machines without one, and have been run there.
 FIRST = ("attention", "layer_norm", "bias_gelu", "dense_gelu", "embedding", "cross_entropy", "linear", "padding")
-FIRST += ("model", "graph", "heads", "hf", "training")
-ELSEWHERE = ("benchmarks", "build", "check", "checkpoint", "config", "cpu", "cuda_on_cpu", "cuda_report", "data")
-ELSEWHERE += ("data_corpus", "data_tokenizers", "datasets", "examples", "export", "metrics", "requirements")
-ELSEWHERE += ("gpu_tools", "on_gpu", "sentences", "testing")
+FIRST += ("encoder_layer", "relative_attention", "linear_max", "scaled_linear", "triton", "varlen", "random")
+FIRST += ("model", "graph", "graph_step", "heads", "family", "deberta", "hf", "training")
+ELSEWHERE = ("at_once", "benchmarks", "build", "check", "checkpoint", "cli", "clients", "command", "config", "corpus")
+ELSEWHERE += ("cpu", "cuda_on_cpu", "cuda_report", "data", "data_corpus", "data_tokenizers", "datasets", "docs")
+ELSEWHERE += ("examples", "export", "filters", "gpu_tools", "huge_pages", "malformed", "metrics", "on_gpu")
+ELSEWHERE += ("packed_linear", "page", "queue", "ray", "ray_serve", "requirements", "sentences", "service", "suites")
+ELSEWHERE += ("testing", "tiles", "workers")
 COMPILED = ("--contenders", "fastbert", "fastbert.graph", "transformers, torch.compile", "PyTorch, torch.compile")
 SMALL = ("--dtypes", "float32", "--rounds", "2", "--contenders", "fastbert", "fastbert.accelerate")  # of a rehearsal
 OURS = ("--contenders", "fastbert", "fastbert, triton", "fastbert, cuda")
