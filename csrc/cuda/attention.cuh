@@ -187,8 +187,13 @@ __device__ __forceinline__ uint32_t kept_of(const Words& bits, uint32_t threshol
 
 __device__ __forceinline__ int kept_bit(int j, int low) { return 8 * (j % 2 * 2 + low) + 7 - j / 2; }
 
-// ---- the two sets of kernels: on tensor cores (attention_mma.cu), and for what those do not take (attention_plain.cu)
+// ---- the sets of kernels: on tensor cores, by warpgroups (attention_wgmma.cu) or by warps (attention_mma.cu), and for
+// what those do not take (attention_plain.cu)
 
+bool wgmma_takes(const Attention& a);
+const char* wgmma_fwd(const Attention& a, void* out, float* lse, void* stream);
+const char* wgmma_bwd(const Attention& a, const void* dout, const void* out, const float* lse, void* dqkv, float* room,
+                      void* stream);
 bool mma_takes(const Attention& a);
 const char* mma_fwd(const Attention& a, void* out, float* lse, void* stream);
 const char* mma_bwd(const Attention& a, const void* dout, const void* out, const float* lse, void* dqkv, float* room,

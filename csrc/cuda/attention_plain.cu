@@ -205,12 +205,13 @@ const char* plain_bwd(const Attention& a, const void* dout, const void* out, con
 // ---- the choice between the two sets
 
 const char* attention_fwd(const Attention& a, void* out, float* lse, void* stream) {
-  return (mma_takes(a) ? mma_fwd : plain_fwd)(a, out, lse, stream);
+  return (wgmma_takes(a) ? wgmma_fwd : mma_takes(a) ? mma_fwd : plain_fwd)(a, out, lse, stream);
 }
 
 const char* attention_bwd(const Attention& a, const void* dout, const void* out, const float* lse, void* dqkv,
                           float* statistics, void* stream) {
-  return (mma_takes(a) ? mma_bwd : plain_bwd)(a, dout, out, lse, dqkv, statistics, stream);
+  const auto run = wgmma_takes(a) ? wgmma_bwd : mma_takes(a) ? mma_bwd : plain_bwd;
+  return run(a, dout, out, lse, dqkv, statistics, stream);
 }
 
 }  // namespace fastbert::cuda

@@ -3,11 +3,22 @@
 
 #include "attention.cuh"
 #include "tiles.cuh"
+#include "wgmma.cuh"
 
 namespace fastbert::cuda {
 
 constexpr int kTile = 64;     // rows of the streamed side a step; a block of dropout bits
 constexpr int kRotating = 3;  // tiles in shared memory where not all fit; 2 where not even 3 do
+
+// Who multiplies: each warp by itself, or on Hopper four together, which have to take the same turns.
+struct ByWarp {
+  static constexpr bool kIsGroup = false;
+  static constexpr int kWarps = 1;
+};
+struct ByWarpgroup {
+  static constexpr bool kIsGroup = true;
+  static constexpr int kWarps = 4;
+};
 
 // ---- the streamed side, in tiles of kTile rows: K and V, or, for dK and dV, Q and dO with the rows' statistics
 
@@ -35,7 +46,7 @@ struct Stream {
   __device__ const Chunk* v_or_do_tile(int tile) const { return slot(tile) + kMatrix; }
   // [kQuantities][kTile]
   __device__ const float* statistics_tile(int tile) const {
-    return reinterpret_cast<const float*>(slot(tile) + 2 * kMatrix);
+    return reinterpret_cast<const float*>(statistics_slot(tile));
   }
 
   // Starts to copy a tile. Behind the last tile it commits an empty group, because next() waits by counting groups.
@@ -72,7 +83,11 @@ struct Stream {
   }
 
  private:
-  __device__ Chunk* slot(int tile) const { return shared + tile % slots * chunks(statistics[kLse]); }
+  // Without a division by a variable.
+  __device__ int place(int tile) const { return stays() ? tile : slots == kRotating ? tile % kRotating : tile % 2; }
+  __device__ Chunk* slot(int tile) const { return shared + place(tile) * 2 * kMatrix; }
+  // Behind all slots, whose tiles begin at multiples of their size.
+  __device__ Chunk* statistics_slot(int tile) const { return shared + slots * 2 * kMatrix + place(tile) * kStatistics; }
 
   __device__ void copy_statistics(int tile) {
     for (int i = threadIdx.x; i < kStatistics; i += blockDim.x) {
@@ -81,7 +96,7 @@ struct Stream {
                                   : i * 4 < 2 * kTile ? statistics[kDelta]
                                                       : statistics[kInverseSum];
       const int floats = within(rows_left, 0, 4);
-      Chunk* const to = slot(tile) + 2 * kMatrix + i;
+      Chunk* const to = statistics_slot(tile) + i;
       if (is_turing()) {
         Chunk chunk{};
         for (int j = 0; j < floats; ++j) chunk.word[j] = __float_as_uint(source[tile * kTile + row + j]);
@@ -127,7 +142,7 @@ struct Operand {
 
 // c[i][j] = rows[i] times the transpose of rows 8j to 8j + 7 of the tile, counted from `row`.
 template <class T, int kWidth, bool kHeld, int kRowTiles, int kColumns>
-__device__ __forceinline__ void times_transposed(float (&c)[kRowTiles][kColumns][4],
+__device__ __forceinline__ void times_transposed(ByWarp, float (&c)[kRowTiles][kColumns][4],
                                                  const Operand<kWidth, kHeld> (&rows)[kRowTiles], const Chunk* tile,
                                                  int row) {
 #pragma unroll
@@ -154,6 +169,41 @@ __device__ __forceinline__ void times_transposed(float (&c)[kRowTiles][kColumns]
   }
 }
 
+// Starts the same of 64 rows of a tile, by a warpgroup; the caller waits for it.
+template <class T, int kWidth>
+__device__ __forceinline__ void start_times_transposed(float (&c)[8][4], const Operand<kWidth, false>& rows,
+                                                       const Chunk* tile) {
+  static_assert(kWidth == 64, "rows of 128 bytes");
+  const uint64_t a = ptx::matrix_descriptor(rows.tile + rows.row / 64 * 64 * kWidth / 8),
+                 b = ptx::matrix_descriptor(tile);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kWidth / 16; ++k)
+    ptx::wgmma_m64n64k16<T>(c, ptx::advance(a, 32 * k), ptx::advance(b, 32 * k), k > 0);
+  ptx::wgmma_commit();
+}
+
+// Two such products, of one part of two tiles.
+template <class T, int kWidth, bool kHeld, int kColumns>
+__device__ __forceinline__ void times_transposed_twice(ByWarp by, float (&c)[1][kColumns][4],
+                                                       const Operand<kWidth, kHeld> (&rows)[1], const Chunk* tile,
+                                                       float (&c2)[1][kColumns][4],
+                                                       const Operand<kWidth, kHeld> (&rows2)[1], const Chunk* tile2,
+                                                       int row) {
+  times_transposed<T>(by, c, rows, tile, row);
+  times_transposed<T>(by, c2, rows2, tile2, row);
+}
+template <class T, int kWidth>
+__device__ __forceinline__ void times_transposed_twice(ByWarpgroup, float (&c)[1][8][4],
+                                                       const Operand<kWidth, false> (&rows)[1], const Chunk* tile,
+                                                       float (&c2)[1][8][4], const Operand<kWidth, false> (&rows2)[1],
+                                                       const Chunk* tile2, int) {
+  start_times_transposed<T>(c[0], rows[0], tile);
+  start_times_transposed<T>(c2[0], rows2[0], tile2);
+  ptx::wgmma_wait<0>();
+  ptx::hold(c[0]), ptx::hold(c2[0]);
+}
+
 // What is kept of p below, two columns of a row at a time: everything, or what dropout leaves of a lane's 16.
 struct KeepAll {
   __device__ __forceinline__ uint32_t mask(int, int, int) const { return ~0u; }
@@ -167,21 +217,27 @@ struct KeepSome {
   }
 };
 
+// p[i], rounded to T, as A operands: columns 16 k to 16 k + 15.
+template <class T, int kColumns, int kRowTiles, class Keep>
+__device__ __forceinline__ void pack_columns(uint32_t (&a)[4], const float (&p)[kRowTiles][kColumns][4], int i, int k,
+                                             const Keep& keep) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    a[2 * half] = pack<T>(p[i][2 * k + half][0], p[i][2 * k + half][1]) & keep.mask(i, 0, 2 * k + half);
+    a[2 * half + 1] = pack<T>(p[i][2 * k + half][2], p[i][2 * k + half][3]) & keep.mask(i, 1, 2 * k + half);
+  }
+}
+
 // sum[i] += p[i], rounded to T, times as many rows of the tile, from `row` on, as p has columns.
 template <class T, int kWidth, int kRowTiles, int kColumns, class Keep = KeepAll>
-__device__ __forceinline__ void add_product(float (&sum)[kRowTiles][kWidth / 8][4],
+__device__ __forceinline__ void add_product(ByWarp, float (&sum)[kRowTiles][kWidth / 8][4],
                                             const float (&p)[kRowTiles][kColumns][4], const Chunk* tile, int row,
                                             const Keep& keep = {}) {
 #pragma unroll
   for (int k = 0; k < kColumns / 2; ++k) {
     uint32_t a[kRowTiles][4];
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        a[i][2 * half] = pack<T>(p[i][2 * k + half][0], p[i][2 * k + half][1]) & keep.mask(i, 0, 2 * k + half);
-        a[i][2 * half + 1] = pack<T>(p[i][2 * k + half][2], p[i][2 * k + half][3]) & keep.mask(i, 1, 2 * k + half);
-      }
+    for (int i = 0; i < kRowTiles; ++i) pack_columns<T>(a[i], p, i, k, keep);
 #pragma unroll
     for (int j = 0; j < kWidth / 8; j += 2) {
       uint32_t b[4];
@@ -195,16 +251,66 @@ __device__ __forceinline__ void add_product(float (&sum)[kRowTiles][kWidth / 8][
   }
 }
 
+// p[i], rounded, as all of an operand.
+struct Packed {
+  uint32_t columns[4][4];
+};
+template <class T, int kRowTiles, class Keep = KeepAll>
+__device__ __forceinline__ Packed packed(const float (&p)[kRowTiles][8][4], int i, const Keep& keep = {}) {
+  Packed a;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) pack_columns<T>(a.columns[k], p, i, k, keep);
+  return a;
+}
+
+// Starts the same of 64 rows of a tile, by a warpgroup; the caller waits for it.
+template <class T, int kWidth>
+__device__ __forceinline__ void start_add_product(float (&sum)[8][4], const Packed& p, const Chunk* tile) {
+  static_assert(kWidth == 64, "rows of 128 bytes");
+  const uint64_t b = ptx::matrix_descriptor(tile);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    ptx::wgmma_m64n64k16<T, true>(sum, p.columns[k], ptx::advance(b, 16 * k * kWidth * 2), true);
+  ptx::wgmma_commit();
+}
+template <class T, int kWidth>
+__device__ __forceinline__ void add_product(ByWarpgroup, float (&sum)[1][8][4], const float (&p)[1][8][4],
+                                            const Chunk* tile, int) {
+  const Packed a = packed<T>(p, 0);
+  start_add_product<T, kWidth>(sum[0], a, tile);
+  ptx::wgmma_wait<0>();
+  ptx::hold(sum[0]);
+}
+
+// Two such products, with one part of two tiles.
+template <class T, int kWidth, int kColumns>
+__device__ __forceinline__ void add_products(ByWarp by, float (&sum)[1][kWidth / 8][4],
+                                             const float (&p)[1][kColumns][4], const Chunk* tile,
+                                             float (&sum2)[1][kWidth / 8][4], const float (&p2)[1][kColumns][4],
+                                             const Chunk* tile2, int row) {
+  add_product<T, kWidth>(by, sum, p, tile, row);
+  add_product<T, kWidth>(by, sum2, p2, tile2, row);
+}
+template <class T, int kWidth>
+__device__ __forceinline__ void add_products(ByWarpgroup, float (&sum)[1][8][4], const float (&p)[1][8][4],
+                                             const Chunk* tile, float (&sum2)[1][8][4], const float (&p2)[1][8][4],
+                                             const Chunk* tile2, int) {
+  const Packed a = packed<T>(p, 0), a2 = packed<T>(p2, 0);
+  start_add_product<T, kWidth>(sum[0], a, tile);
+  start_add_product<T, kWidth>(sum2[0], a2, tile2);
+  ptx::wgmma_wait<0>();
+  ptx::hold(sum[0]), ptx::hold(sum2[0]);
+}
+
 // Writes -inf to the columns from `columns` on of an accumulator whose first column is `first`.
-template <int kRowTiles, int kColumns>
-__device__ __forceinline__ void hide(float (&c)[kRowTiles][kColumns][4], int first, int columns) {
+template <int kColumns>
+__device__ __forceinline__ void hide(float (&c)[kColumns][4], int first, int columns) {
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i)
+  for (int j = 0; j < kColumns; ++j)
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (first + 8 * j + 2 * (lane() % 4) + e % 2 >= columns) c[i][j][e] = -INFINITY;
+    for (int e = 0; e < 4; ++e)
+      if (first + 8 * j + 2 * (lane() % 4) + e % 2 >= columns) c[j][e] = -INFINITY;
 }
 
 // Over the four lanes that share a row.

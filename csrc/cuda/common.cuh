@@ -8,7 +8,7 @@
 
 // Shared memory: N elements of T, and what the launch asked for, as bytes.
 #define FB_SHARED(T, name, N) __shared__ alignas(16) T name[N]
-#define FB_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#define FB_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 #endif
 
 #include <cuda_bf16.h>

@@ -146,6 +146,17 @@ def turing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def ampere() -> Iterator[None]:
+    """Within this `with`, the device is an sm_80: 163 KiB for a block, and no products of warpgroups."""
+    library().cuda_on_cpu_set_architecture(8)
+    try:
+        with shared_memory(163):
+            yield
+    finally:
+        library().cuda_on_cpu_set_architecture(9)
+
+
+@contextlib.contextmanager
 def multiprocessors(count: int) -> Iterator[None]:
     """Within this `with`, the device has so many, instead of 3."""
     library().cuda_on_cpu_set_multiprocessors(count)

@@ -18,7 +18,7 @@
 
 namespace cuda_on_cpu {
 
-alignas(128) char arena[kArena];
+alignas(1024) char arena[kArena];
 constinit thread_local int running = kNobody;
 
 namespace {
@@ -45,8 +45,10 @@ struct Thread {
   uint3 index;
   const char* waits_at = nullptr;  // for messages; nullptr: it does not wait
   bool exited = false;
-  std::vector<Copy> copies;  // issued and not yet waited for
-  unsigned groups = 0;       // of copies, committed
+  std::vector<Copy> copies;                                 // issued and not yet waited for
+  unsigned groups = 0;                                      // of copies, committed
+  std::vector<std::pair<GroupProduct, unsigned>> products;  // issued and not yet waited for, each with its group
+  unsigned product_groups = 0;
 };
 
 // A collective that some lanes have reached. A warp can have several, with disjoint masks.
@@ -212,6 +214,7 @@ void thread_main() {
   leave(&launched);
   device.kernel(device.parameters);
   if (!self().copies.empty()) fail(me() + " exits with a cp.async under way");
+  if (!self().products.empty()) fail(me() + " exits with a wgmma under way");
   arrive(&ended);
   self().exited = true;
   ++device.exited;
@@ -238,7 +241,8 @@ void run_block() {
     thread.waits_at = nullptr;
     thread.exited = false;
     thread.copies.clear();
-    thread.groups = 0;
+    thread.groups = thread.product_groups = 0;
+    thread.products.clear();
     thread.fiber.start(device.stacks + i * kStackBytes, i, thread_main);
   }
   make_all_ready();
@@ -683,6 +687,78 @@ void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
   const uint32_t a[2] = {a0, a1};
   Fragments mine{d, a, {b0, 0}};
   wait_for_lanes(kMmaOfEight, ~0u, &mine);
+}
+
+// ---- products of warpgroups
+
+namespace {
+
+// Where the tensor cores find what would be at `at` if nothing were swizzled.
+const char* swizzled(const char* at) {
+  const char* const base = static_cast<const char*>(dynamic_shared());
+  const size_t offset = at - base;
+  return base + (offset ^ (offset >> 7 & 7) << 4);
+}
+
+uint16_t element(uint64_t descriptor, int row, int column, const void* where) {
+  const char* const at = swizzled(reinterpret_cast<const char*>(descriptor) + 128 * row + 2 * column);
+  require_shared(at, 2, "wgmma", where);
+  checker::read(at, 2, where);
+  uint16_t bits;
+  memcpy(&bits, at, 2);
+  return bits;
+}
+
+// Rows 2t and the next of column g of a fragment, 8 rows further on for the second register.
+uint32_t pair_of(uint64_t descriptor, int row, int column, bool along_rows, const void* where) {
+  const uint32_t low = element(descriptor, row, column, where);
+  return low | uint32_t(element(descriptor, row + along_rows, column + !along_rows, where)) << 16;
+}
+
+void multiply(const GroupProduct& p, const void* where) {
+  const int group = lane() / 4, pair = lane() % 4 * 2, first = running / kWarp % 4 * 16;
+  uint32_t a[4];
+  for (int r = 0; r < 4; ++r)
+    a[r] = p.a ? p.a[r] : pair_of(p.shared_a, first + group + r % 2 * 8, pair + r / 2 * 8, false, where);
+  for (int j = 0; j < 8; ++j) {
+    uint32_t b[2];
+    for (int r = 0; r < 2; ++r) {
+      const int inner = pair + 8 * r, column = 8 * j + group;
+      b[r] = p.by_row ? pair_of(p.b, inner, column, true, where) : pair_of(p.b, column, inner, false, where);
+    }
+    if (!p.adds) memset(p.d[j], 0, sizeof p.d[j]);
+    mma(p.d[j], a, b[0], b[1], p.is_bf16);
+  }
+}
+
+void require_matrix(uint64_t descriptor, const void* where) {
+  const size_t offset = reinterpret_cast<const char*>(descriptor) - static_cast<const char*>(dynamic_shared());
+  if (offset / 128 % 8 || offset % 16) fail(me() + " gives wgmma a matrix that is not aligned to 1024 bytes", where);
+}
+
+}  // namespace
+
+void wgmma(const GroupProduct& product) {
+  const void* const where = __builtin_return_address(0);
+  if (architecture != 9) fail(me() + " runs wgmma, which only sm_90 has", where);
+  if (!product.a) require_matrix(product.shared_a, where);
+  require_matrix(product.b, where);
+  self().products.emplace_back(product, self().product_groups);
+}
+
+void wgmma_commit() { ++self().product_groups; }
+
+void wgmma_wait_for(int pending) {
+  const void* const where = __builtin_return_address(0);
+  std::vector<std::pair<GroupProduct, unsigned>> issued;
+  issued.swap(self().products);
+  for (const auto& [product, group] : issued) {
+    if (int(self().product_groups - group) > pending) {
+      multiply(product, where);
+    } else {
+      self().products.emplace_back(product, group);
+    }
+  }
 }
 
 }  // namespace cuda_on_cpu

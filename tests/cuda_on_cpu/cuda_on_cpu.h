@@ -116,6 +116,35 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 
 void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0);  // of __half
 
+// As csrc/cuda/wgmma.cuh declares it. A descriptor is the address. Products are computed at the wait.
+inline void sync_group(int) { sync_warp(); }  // a warp computes with its own rows alone
+inline void hold(float (&)[8][4]) {}
+inline void wgmma_fence() {}
+void wgmma_commit();
+void wgmma_wait_for(int pending);
+template <int kPending>
+void wgmma_wait() {
+  wgmma_wait_for(kPending);
+}
+inline uint64_t matrix_descriptor(const void* at) { return reinterpret_cast<uint64_t>(at); }
+inline uint64_t advance(uint64_t descriptor, int bytes) { return descriptor + bytes; }
+
+struct GroupProduct {
+  float (*d)[4];      // [8]
+  const uint32_t* a;  // [4]; nullptr: in shared memory
+  uint64_t shared_a, b;
+  bool by_row, adds, is_bf16;
+};
+void wgmma(const GroupProduct& product);
+template <class T, bool kByRow>
+void wgmma_m64n64k16(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool adds) {
+  wgmma({d, a, 0, b, kByRow, adds, std::is_same_v<T, __nv_bfloat16>});
+}
+template <class T>
+void wgmma_m64n64k16(float (&d)[8][4], uint64_t a, uint64_t b, bool adds) {
+  wgmma({d, nullptr, a, b, false, adds, std::is_same_v<T, __nv_bfloat16>});
+}
+
 inline uint32_t spread_signs(uint32_t bytes, int pair) {
   const auto sign = [&](int byte) { return uint32_t(int32_t(bytes << (24 - 8 * byte)) >> 31); };
   return (sign(2 * pair) & 0xFFFF) | sign(2 * pair + 1) << 16;

@@ -1,6 +1,6 @@
 // Kernels with one fault each, which tests/test_cuda_on_cpu.py expects to be reported. Most give right results in some
 // order of the threads. `memory` is 4096 bytes of zeros on the device.
-#include "../../csrc/cuda/mma.cuh"
+#include "../../csrc/cuda/wgmma.cuh"
 
 namespace fastbert::cuda {
 
@@ -152,6 +152,21 @@ __global__ void misaligned_ldmatrix(float*) {
   ptx::ldmatrix_x4(r, rows + 4 * threadIdx.x + 1);
 }
 
+// Zeros, multiplied as they are not meant to be.
+template <int kOffset, bool kWaits>
+__global__ void matrix(float* memory) {
+  FB_DYNAMIC_SHARED(shared);
+  for (int i = threadIdx.x; i < 4096; i += blockDim.x) reinterpret_cast<uint32_t*>(shared)[i] = 0;
+  __syncthreads();
+  float sum[8][4];
+  ptx::wgmma_fence();
+  const uint64_t at = ptx::matrix_descriptor(shared + kOffset);
+  ptx::wgmma_m64n64k16<__half>(sum, at, at, false);
+  ptx::wgmma_commit();
+  if (kWaits) ptx::wgmma_wait<0>();
+  memory[threadIdx.x] = sum[0][0];
+}
+
 __global__ void blocks_collide(float* memory) { memory[threadIdx.x] = 1; }
 
 __global__ void block_reads_another(float* memory) {
@@ -227,6 +242,9 @@ const Case kCases[] = {
     {"misaligned_shared", misaligned_shared},
     {"misaligned_copy", misaligned_copy},
     {"misaligned_ldmatrix", misaligned_ldmatrix},
+    {"misaligned_matrix", matrix<128, true>, dim3(1), dim3(128), 4 * 4096},
+    {"unfinished_product", matrix<0, false>, dim3(1), dim3(128), 4 * 4096},
+    {"right: matrix", matrix<0, true>, dim3(1), dim3(128), 4 * 4096},
     {"blocks_collide", blocks_collide, dim3(2)},
     {"block_reads_another", block_reads_another, dim3(2)},
     {"large_array", large_array},

@@ -1,7 +1,8 @@
 // A kernel for each instruction, for tests/ops/test_cuda_on_cpu.py: on the CPU, and on a GPU where there is one. Each
-// runs in one warp; memory is [lane][register]. And one for attention's order of sequences.
+// runs in one warp, wgmma in four; memory is [lane][register]. And one for attention's order of sequences.
 #include "../../csrc/cuda/attention.cuh"
-#include "../../csrc/cuda/mma.cuh"
+#include "../../csrc/cuda/tiles.cuh"
+#include "../../csrc/cuda/wgmma.cuh"
 
 #define FB_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -42,6 +43,46 @@ __global__ void ldmatrix(const uint16_t* rows, uint32_t* fragment, bool transpos
   }
   for (int i = 0; i < 4; ++i) fragment[lane * 4 + i] = r[i];
 }
+
+#ifdef FB_HOPPER
+// a: [64][64], in shared memory or as fragments; b: [64][64], its rows or its columns; d: [4][8][32][4], by warp
+template <class T>
+__global__ void wgmma(const T* a, const T* b, float* d, bool a_is_shared, bool by_row) {
+  FB_DYNAMIC_SHARED(shared);
+  Chunk *const left = reinterpret_cast<Chunk*>(shared), *const right = left + 64 * 8;
+  for (int i = threadIdx.x; i < 64 * 8; i += blockDim.x) {
+    left[swizzle<64>(i / 8, i % 8)] = reinterpret_cast<const Chunk*>(a)[i];
+    right[swizzle<64>(i / 8, i % 8)] = reinterpret_cast<const Chunk*>(b)[i];
+  }
+#ifndef FB_CUDA_ON_CPU
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");  // for stores; attention's tiles are copied
+#endif
+  __syncthreads();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float sum[8][4];
+  uint32_t words[4][4];
+  for (int j = 0; j < 8; ++j)
+    for (int e = 0; e < 4; ++e) sum[j][e] = d[((warp * 8 + j) * 32 + lane) * 4 + e];
+  for (int k = 0; k < 4; ++k) ptx::ldmatrix_x4(words[k], left + swizzle<64>(16 * warp + lane % 16, 2 * k + lane / 16));
+  const uint64_t from = ptx::matrix_descriptor(left), with = ptx::matrix_descriptor(right);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    if (a_is_shared) {
+      ptx::wgmma_m64n64k16<T>(sum, ptx::advance(from, 32 * k), ptx::advance(with, 32 * k), true);
+    } else if (by_row) {
+      ptx::wgmma_m64n64k16<T, true>(sum, words[k], ptx::advance(with, 2048 * k), true);
+    } else {
+      ptx::wgmma_m64n64k16<T, false>(sum, words[k], ptx::advance(with, 32 * k), k > 0);
+    }
+  }
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::hold(sum);
+  for (int j = 0; j < 8; ++j)
+    for (int e = 0; e < 4; ++e) d[((warp * 8 + j) * 32 + lane) * 4 + e] = sum[j][e];
+}
+#endif
 
 // Lane l copies l bytes, at most 16, into the first of three groups and 16 into the others; waits for two groups, then
 // for the last one. from, to: [3][32][16]
@@ -104,6 +145,16 @@ FB_EXPORT const char* run_mma(const uint32_t* a, const uint32_t* b, float* d, bo
 FB_EXPORT const char* run_mma_of_eight(const uint32_t* a, const uint32_t* b, float* d) {
   return launch(mma_of_eight, dim3(1), dim3(32), 0, nullptr, a, b, d);
 }
+#ifdef FB_HOPPER
+FB_EXPORT const char* run_wgmma(const void* a, const void* b, float* d, bool a_is_shared, bool by_row, bool bf16) {
+  const auto run = [&](auto element) {
+    using T = decltype(element);
+    return launch(wgmma<T>, dim3(1), dim3(128), 2 * 64 * 64 * sizeof(T), nullptr, static_cast<const T*>(a),
+                  static_cast<const T*>(b), d, a_is_shared, by_row);
+  };
+  return bf16 ? run(__nv_bfloat16{}) : run(__half{});
+}
+#endif
 FB_EXPORT const char* run_ldmatrix(const uint16_t* rows, uint32_t* fragment, bool transposed) {
   return launch(ldmatrix, dim3(1), dim3(32), 0, nullptr, rows, fragment, transposed);
 }

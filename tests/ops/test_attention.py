@@ -142,6 +142,23 @@ class AttentionSuite(OpSuite):
         with cuda_on_cpu.turing():
             testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
 
+    @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))
+    @pytest.mark.parametrize(
+        ("lengths", "head_dim"),
+        [
+            pytest.param((90, 0, 21), 64, id="usual"),
+            pytest.param((577, 65), 64, id="tiles-rotate"),
+            pytest.param((130, 33), 40, id="filled-up"),
+        ],
+    )
+    def test_on_sm_80(self, backend, lengths, head_dim, dtype):
+        """Where warps multiply by themselves what warpgroups do on sm_90."""
+        if backend.name != "cuda" or backend.device != "cpu":
+            backend.skip("for CUDA kernels on the CPU")
+        inputs = self.inputs((lengths, 2, head_dim), dtype, backend.device)
+        with cuda_on_cpu.ampere():
+            testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
+
     def test_sm_75_refuses_heads_that_its_shared_memory_cannot_hold(self, backend):
         if backend.name != "cuda" or backend.device != "cpu":
             backend.skip("for CUDA kernels on the CPU")

@@ -43,7 +43,9 @@ def compiled() -> ctypes.CDLL:
         pytest.skip("this takes a GPU and nvcc")
     library = cuda_on_cpu.ROOT / "build" / "instructions.so"
     source = Path(cuda_on_cpu.__file__).with_name("instructions.cu")
-    options = ["-std=c++17", "-arch=native", "-shared", "-Xcompiler=-fPIC"]
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    which = ["-gencode=arch=compute_90a,code=sm_90a", "-DFB_HOPPER"] if is_hopper else ["-arch=native"]
+    options = ["-std=c++17", *which, "-shared", "-Xcompiler=-fPIC"]
     subprocess.run(["nvcc", *options, str(source), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
@@ -126,6 +128,23 @@ def test_mma_of_one_value(machine, dtype, value):
     machine("run_mma", distribute(a, fragments.A), distribute(b, fragments.B), d, dtype == torch.bfloat16)
     expected = a.float() @ b.float()
     torch.testing.assert_close(collect(d, fragments.C), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("left", ("shared", "registers", "registers, by row"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_wgmma(machine, request, dtype, left):
+    """A product of 64 x 64 by four warps; where it does not add, what was in the accumulator is gone."""
+    if "compiled" in request.node.name and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is for sm_90")
+    a, b = integers(64, 64, dtype=dtype), integers(64, 64, dtype=dtype)
+    c, by_row = integers(64, 64, dtype=torch.float32), left.endswith("by row")
+    tiles = c.unflatten(0, (4, 16)).unflatten(2, (8, 8)).transpose(1, 2)  # [warp, columns / 8, 16, 8]
+    d = torch.stack([torch.stack([distribute(tile, fragments.C) for tile in row]) for row in tiles])
+    machine("run_wgmma", a, b, d, left == "shared", by_row, dtype == torch.bfloat16)
+    found = torch.stack([torch.stack([collect(tile, fragments.C) for tile in row]) for row in d])
+    product = a.float() @ (b.float() if by_row else b.float().mT)
+    expected = product if left == "registers" else c + product
+    assert torch.equal(found.transpose(1, 2).flatten(2).flatten(0, 1), expected)
 
 
 @pytest.mark.parametrize("transposed", (False, True))
@@ -213,6 +232,8 @@ FAULTS = {  # name: the expected message; which threads it names may depend on t
     "misaligned_shared": MISALIGNED.format(8),
     "misaligned_copy": UNALIGNED.format("cp.async"),
     "misaligned_ldmatrix": UNALIGNED.format("ldmatrix"),
+    "misaligned_matrix": r"thread \d+ of block 0 gives wgmma a matrix that is not aligned to 1024 bytes",
+    "unfinished_product": r"thread \d+ of block 0 exits with a wgmma under way",
     "blocks_collide": GLOBAL.format("writes"),
     "block_reads_another": GLOBAL.format("reads"),
     "large_array": "too much shared memory: 53248 bytes of arrays with values",
@@ -231,7 +252,7 @@ def test_fault_is_reported(emulated, name, order):
 
 
 @pytest.mark.parametrize("order", cuda_on_cpu.ORDERS)
-@pytest.mark.parametrize("name", ("right: short_wait<0>", "right: with_barriers", "right: counts"))
+@pytest.mark.parametrize("name", ("right: short_wait<0>", "right: with_barriers", "right: counts", "right: matrix"))
 def test_what_is_right_is_not_reported(emulated, name, order):
     with cuda_on_cpu.thread_order(order):
         run(emulated, "run_fault", name.encode(), torch.zeros(1024))
