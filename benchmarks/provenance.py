@@ -20,15 +20,15 @@ PACKAGES = ("torch", "triton", "transformers", "onnxruntime", "openvino", "ctran
 def head(commit: str | None = None, seed: int | None = None) -> dict[str, object]:
     """The first line of a results file.
 
-    commit: for a copy of the tree that has no git history; nothing then says whether the copy has changes. load: of the
-    last minute; near the number of threads, others were busy. kernels: how fastbert's own were built, empty where they
-    do not load.
+    commit: of a copy of the tree whose git history is missing or is not the copy's; git is not asked then, and nothing
+    says whether the copy has changes. load: of the last minute; near the number of threads, others were busy. kernels:
+    how fastbert's own were built, empty where they do not load.
     """
-    known, dirty = git_state()
+    known, dirty = (commit, None) if commit else git_state()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command(sys.orig_argv),
-        "commit": known or commit,
+        "commit": known,
         "dirty": dirty,
         "seed": seed,
         "machine": machine(),

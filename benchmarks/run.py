@@ -68,7 +68,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, help="folder of the results; default benchmarks/results/<device>")
     add("--name", help="of one file for all groups; default: one for each group")
     add("--seed", type=int, help="of weights and inputs; default: a new one")
-    add("--commit", help="for the results, where the tree has no git history")
+    add("--commit", help="for the results, where git does not know the tree's")
     options = parser.parse_args(words)
     options.directions = [DIRECTIONS[name] for name in options.directions or ()]
     try:

@@ -35,6 +35,7 @@ _HALF = (torch.bfloat16, torch.float16)
 _ANY = (*_FLOATS64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _ON_CPU = "benchmarks/results/cpu/ops.jsonl"
 _PREPARED = "benchmarks/results/cpu/prepare.jsonl"
+_ON_GPU = "benchmarks/results/h200/ops.jsonl"
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,10 @@ class Kernel:
     since: tuple[int, int] = (0, 0)
 
 
-# Their tensor cores work at full speed for a warpgroup only (wgmma, tcgen05), which our CUDA kernels do not use yet.
+# Their tensor cores work at full speed for a warpgroup only (wgmma, tcgen05). Of our CUDA kernels attention's use
+# Hopper's.
 _WARPGROUPS = (9, 10)
+_BLACKWELL = (10,)
 
 # op -> backend -> kernel, the best first: of those that serve the tensor's device, the first that can runs. Plain
 # PyTorch (`reference`) comes last everywhere. A new op, or another order, is a change here and nowhere else. On GPUs,
@@ -71,23 +74,23 @@ _WARPGROUPS = (9, 10)
 KERNELS: dict[str, dict[str, Kernel]] = {
     "layer_norm": {
         "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
-        "cuda": Kernel(_FLOATS, largest=8192),
-        "triton": Kernel(_FLOATS, largest=8192),
+        "cuda": Kernel(_FLOATS, largest=8192, measured=_ON_GPU),
+        "triton": Kernel(_FLOATS, largest=8192, measured=_ON_GPU),
     },
     "add_layer_norm": {
         "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
-        "cuda": Kernel(_FLOATS, largest=8192),
-        "triton": Kernel(_FLOATS, largest=8192),
+        "cuda": Kernel(_FLOATS, largest=8192, measured=_ON_GPU),
+        "triton": Kernel(_FLOATS, largest=8192, measured=_ON_GPU),
     },
     "bias_gelu": {
         "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
-        "cuda": Kernel(_FLOATS),
-        "triton": Kernel(_FLOATS, largest=1 << 22),  # a grid's second dimension ends at 65535
+        "cuda": Kernel(_FLOATS, measured=_ON_GPU),
+        "triton": Kernel(_FLOATS, largest=1 << 22, measured=_ON_GPU),  # a grid's second dimension ends at 65535
     },
     "attention": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/attention.jsonl"),
-        "cuda": Kernel(_FLOATS, largest=128, on_turing=127),
-        "triton": Kernel(_FLOATS, largest=128, leads_on=_WARPGROUPS),
+        "cuda": Kernel(_FLOATS, largest=128, on_turing=127, measured="benchmarks/results/h200/attention_tiles.txt"),
+        "triton": Kernel(_FLOATS, largest=128, leads_on=_BLACKWELL, measured=_ON_GPU),
         "varlen": Kernel(_HALF, largest=256, multiple=8, dropout=False, repeatable=False, forced_only=True),
     },
     "relative_attention": {
@@ -97,32 +100,36 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     },
     "embedding": {
         "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
-        "cuda": Kernel(_FLOATS, largest=8192),
-        "triton": Kernel(_FLOATS, largest=8192),
+        "cuda": Kernel(_FLOATS, largest=8192, measured=_ON_GPU),
+        "triton": Kernel(_FLOATS, largest=8192, measured=_ON_GPU),
     },
     "dense_gelu": {
         "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
-        "cuda": Kernel(_FLOATS),
-        "triton": Kernel(_FLOATS, leads_on=_WARPGROUPS),
+        "cuda": Kernel(_FLOATS, measured=_ON_GPU),
+        "triton": Kernel(_FLOATS, leads_on=_WARPGROUPS, measured=_ON_GPU),
     },
     "linear": {"cpu": Kernel(_FLOATS64, measured=_ON_CPU), "triton": Kernel(_FLOATS, forced_only=True)},
     "cross_entropy": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/cross_entropy.jsonl"),
-        "cuda": Kernel(_FLOATS),
-        "triton": Kernel(_FLOATS),
+        "cuda": Kernel(_FLOATS, measured=_ON_GPU),
+        "triton": Kernel(_FLOATS, measured=_ON_GPU),
     },
     "linear_max": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/linear_max.jsonl"),
-        "triton": Kernel(_FLOATS),
+        "triton": Kernel(_FLOATS, measured=_ON_GPU),
     },
     "encoder_layer": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/short.jsonl"),
-        "cuda": Kernel(_FLOATS, largest=8192),
+        "cuda": Kernel(_FLOATS, largest=8192, measured="benchmarks/results/h200/layer_in_one_call.txt"),
     },
     "packed_linear": {"cpu": Kernel(_FLOATS, backward=False, measured=_PREPARED)},
     "packed_layer": {"cpu": Kernel(_FLOATS, backward=False, measured=_PREPARED)},
     "scaled_linear": {"cuda": Kernel((torch.bfloat16,), largest=8192, backward=False, since=(9, 0))},
-    "padding": {"cpu": Kernel(_ANY, measured=_ON_CPU), "cuda": Kernel(_ANY), "triton": Kernel(_ANY)},
+    "padding": {
+        "cpu": Kernel(_ANY, measured=_ON_CPU),
+        "cuda": Kernel(_ANY, measured=_ON_GPU),
+        "triton": Kernel(_ANY, measured=_ON_GPU),
+    },
 }
 OPS = tuple(KERNELS)
 

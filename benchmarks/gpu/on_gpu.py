@@ -369,7 +369,7 @@ def main() -> int:
     parser.add_argument("--after", type=Path, metavar="DIR", help="go on where the call that left this folder ended")
     parser.add_argument("--minutes", type=float, default=9, help="for all parts together")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--commit", help="for the results, where the tree has no git history")
+    parser.add_argument("--commit", help="for the results, where git does not know the tree's")
     parser.add_argument("--rehearse", action="store_true", help="as on a machine without a GPU")
     options, started = parser.parse_args(), time.monotonic()
     os.environ.update(toolkit() | ({"CUDA_VISIBLE_DEVICES": ""} if options.rehearse else {}))

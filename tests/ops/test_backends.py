@@ -332,9 +332,9 @@ def test_the_table_says_what_its_order_rests_on():
 
 @pytest.mark.parametrize(
     ("capability", "first"),
-    [((7, 5), "cuda"), ((8, 0), "cuda"), ((8, 9), "cuda"), ((9, 0), "triton"), ((10, 0), "triton"), ((12, 0), "cuda")],
+    [((7, 5), "cuda"), ((8, 0), "cuda"), ((8, 9), "cuda"), ((9, 0), "cuda"), ((10, 0), "triton"), ((12, 0), "cuda")],
 )
-def test_attention_is_tritons_where_warpgroups_multiply(monkeypatch, capability, first):
+def test_attention_is_tritons_where_ours_does_not_multiply_by_warpgroups(monkeypatch, capability, first):
     machine_with(monkeypatch, [capability])
     order = backends.order.__wrapped__  # not what this machine has remembered
     assert order("cuda", "attention")[0] == first
