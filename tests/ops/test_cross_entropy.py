@@ -12,6 +12,7 @@ from fastbert.ops.op import PRIMITIVES
 class TestCrossEntropy(OpSuite):
     op = "cross_entropy"
     parameters = ("weight", "bias")
+    multiplies = True
     shapes = [  # (tokens, channels, classes)
         pytest.param((9, 7, 11), id="odd"),
         pytest.param((33, 64, 1000), id="many-classes"),
