@@ -16,10 +16,11 @@ def _gaussian(a):
     """
     half = -0.5 * a
     exponent = half * a
-    of_two = exponent * 1.4426950216293335  # log2(e) in float32, and below what that leaves
-    rest = tl.fma(exponent, 1.925963033500e-8, tl.fma(exponent, 1.4426950216293335, -of_two))
+    of_two = exponent * 1.4426950216293335  # log2(e) in float32, which is 1.33e-8 too small
+    rest = tl.fma(exponent, 1.3349767e-8, tl.fma(half, a, -exponent))
+    rest = tl.fma(tl.fma(exponent, 1.4426950216293335, -of_two), 0.6931471805599453, rest)
     density = tl.exp2(of_two)
-    return tl.fma(density, tl.fma(rest, 0.6931471805599453, tl.fma(half, a, -exponent)), density)
+    return tl.fma(density, rest, density)
 
 
 @triton.jit
