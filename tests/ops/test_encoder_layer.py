@@ -11,7 +11,7 @@ from fastbert.ops.encoder_layer import Settings
 from fastbert.ops.op import PRIMITIVES
 
 ONE = "qkv_weight qkv_bias"
-THREE = "q_weight k_weight v_weight qkv_bias"
+THREE = "q_weight q_bias k_weight k_bias v_weight v_bias"
 REST = "out_weight out_bias norm_weight norm_bias up_weight up_bias down_weight down_bias last_weight last_bias"
 
 
@@ -102,7 +102,7 @@ def layer_calls(hidden, context, parameters, given):
 
 
 class TestThreeProjections(TestEncoderLayer):
-    projections = THREE
+    projections = "q_weight k_weight v_weight qkv_bias"
     approximate = "tanh"
 
     def parameters_of(self, inputs):
