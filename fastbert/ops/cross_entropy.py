@@ -49,8 +49,8 @@ def _backward(dloss, hidden, weight, labels, dlogits, ignore_index, need_dhidden
 
 
 def _dbias(dloss, hidden, weight, labels, dlogits, ignore_index):
-    count = (labels != ignore_index).sum().clamp(min=1)
-    return (wide(dlogits).sum(0) * dloss / count).to(hidden.dtype)  # a quotient is rounded once, where dloss is 1
+    scale = dloss / (labels != ignore_index).sum().clamp(min=1)
+    return (wide(dlogits).sum(0) * scale).to(hidden.dtype)
 
 
 # ---- schemas

@@ -138,12 +138,12 @@ def backward(
     dloss: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, dlogits: Tensor, ignore_index: int,
     need_dhidden: bool, need_dparams: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    hidden, dtype, count = hidden.contiguous(), hidden.dtype, _count(labels, ignore_index)
-    scale, left, dhidden = dloss / count, _with_columns(dlogits, _padded_classes(hidden, weight)), hidden.new_empty(0)
+    hidden, scale, dtype = hidden.contiguous(), dloss / _count(labels, ignore_index), hidden.dtype
+    left, dhidden = _with_columns(dlogits, _padded_classes(hidden, weight)), hidden.new_empty(0)
     if need_dhidden:
         dhidden = ((left @ _with_rows(weight, left.shape[1])).float() * scale).to(dtype)
     if not need_dparams:
         return dhidden, hidden.new_empty(0), hidden.new_empty(0)
     dweight = left.T @ (hidden.float() * scale).to(dtype)
-    dbias = dlogits.sum(0, dtype=torch.float32) * dloss / count
-    return dhidden, dweight[: weight.shape[0]], dbias.to(dtype)
+    dbias = (dlogits.sum(0, dtype=torch.float32) * scale).to(dtype)
+    return dhidden, dweight[: weight.shape[0]], dbias
