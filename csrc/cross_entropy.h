@@ -49,11 +49,11 @@ struct Labels {
   int64_t rows, ignored;
 };
 
-// logits is [rows, stride], of which the first `classes` columns are products; what lies behind them is neither read
-// nor written. Rows, and bias [classes], are aligned to 16 bytes. losses is [rows]. Each function returns an error
-// message, or nullptr.
+// logits is [rows, stride], of which the first `classes` columns are products; what lies behind them is not read. Of
+// the gradient, columns from there to `padded` are zeros, and what lies behind those is not written. Rows, and bias
+// [classes], are aligned to 16 bytes. losses is [rows]. Each function returns an error message, or nullptr.
 const char* cross_entropy_rows(void* logits, const void* bias, const Labels& labels, float* losses, int64_t classes,
-                               int64_t stride, bool need_dlogits, DType dtype, void* stream);
+                               int64_t padded, int64_t stride, bool need_dlogits, DType dtype, void* stream);
 
 // mean [1] = the sum of values [count], divided by the number of labelled rows, at least 1.
 const char* mean_over_labelled(const float* values, int64_t count, const Labels& labels, float* mean, void* stream);

@@ -2,7 +2,10 @@
 // defined in fastbert/ops/cross_entropy.py.
 //
 // Rows of logits begin at multiples of 128 bytes, whatever the number of classes: the library's fast products and
-// 16-byte accesses need 16, and a cache line is never shared by two rows. Nothing reads what lies between them.
+// 16-byte accesses need 16, and a cache line is never shared by two rows. In 16 bits the library also looks at the
+// number of classes itself: its products are fast where that is a multiple of 8, which BERT's 30522 is not. Many rows
+// are therefore multiplied by a copy of the weight with rows of zeros up to such a number, and dlogits has columns of
+// zeros there, behind its last class. Nothing else reads what lies between the rows.
 #include "../cross_entropy.h"
 
 #include "../checks.h"
@@ -11,6 +14,43 @@
 namespace fastbert {
 
 namespace {
+
+// Fewer rows do not pay for the copy of the weight, nor do fewer classes for its launches.
+constexpr int64_t kPaddedRows = 256, kPaddedClasses = 1024, kPadding = 8;
+
+// The number of classes with those of zeros.
+int64_t padded_classes(const Tensor& hidden, const Tensor& weight) {
+  const int64_t classes = weight.size(0), inner = weight.size(1);
+  const bool pays = hidden.element_size() == 2 && hidden.size(0) >= kPaddedRows && classes >= kPaddedClasses;
+  return pays && inner % kPadding == 0 ? (classes + kPadding - 1) / kPadding * kPadding : classes;
+}
+
+// From one row of logits to the next.
+int64_t stride_of(int64_t classes, const Tensor& hidden) {
+  const int64_t line = 128 / hidden.element_size();
+  return (classes + line - 1) / line * line;
+}
+
+// The weight, in order, and rows of zeros behind it.
+Tensor with_rows(const Tensor& weight, int64_t rows) {
+  const int64_t classes = weight.size(0), inner = weight.size(1);
+  if (rows == classes) return contiguous(weight);
+  const Tensor made = empty({rows, inner}, weight);
+  copy_(view(made, {classes, inner}), weight);
+  zero_(view(made, {rows - classes, inner}, classes * inner));
+  return made;
+}
+
+// dlogits with its columns of zeros, which the forward has written. A copy that somebody else made has none: it is
+// multiplied as it is.
+Tensor with_columns(const Tensor& dlogits, int64_t columns) {
+  const int64_t rows = dlogits.size(0), classes = dlogits.size(1), stride = stride_of(classes, dlogits);
+  if (columns == classes || dlogits.stride(0) != stride || dlogits.stride(1) != 1) return dlogits;
+  int64_t bytes = 0;
+  check_call(aoti_torch_get_storage_size(dlogits.get(), &bytes), "storage_size");
+  const int64_t end = dlogits.storage_offset() + (rows - 1) * stride + columns;
+  return end * dlogits.element_size() > bytes ? dlogits : strided(dlogits, {rows, columns}, {stride, 1}, 0);
+}
 
 cuda::Labels labels_of(const Tensor& labels, int64_t ignored) {
   return {labels.const_data_ptr(), type_of(labels) == ScalarType::Long, labels.size(0), ignored};
@@ -44,20 +84,21 @@ std::tuple<Tensor, Tensor> cross_entropy_fwd_cuda(const Tensor& hidden, const Te
   check(hidden, weight, bias, labels);
   const DeviceGuard guard(hidden);
   const NoGrad no_grad;
-  const int64_t rows = hidden.size(0), classes = weight.size(0);
-  const int64_t line = 128 / hidden.element_size(), stride = (classes + line - 1) / line * line;
-  const Tensor logits = empty_strided({rows, classes}, {stride, 1}, hidden, type_of(hidden));
+  const int64_t rows = hidden.size(0), classes = weight.size(0), stride = stride_of(classes, hidden);
+  const int64_t padded = padded_classes(hidden, weight);
+  const Tensor logits = empty_strided({rows, padded}, {stride, 1}, hidden, type_of(hidden));
   const Tensor losses = empty({rows}, hidden, ScalarType::Float), given = contiguous(labels);
   const Tensor b = aligned(bias);
-  call("aten::mm", "out", contiguous(hidden), transposed(contiguous(weight)), logits);
+  call("aten::mm", "out", contiguous(hidden), transposed(with_rows(weight, padded)), logits);
   const cuda::Labels of_rows = labels_of(given, ignore_index);
   const char* const error = rows == 0
                                 ? nullptr
                                 : cuda::cross_entropy_rows(logits.mutable_data_ptr(), b.const_data_ptr(), of_rows,
-                                                           losses.mutable_data_ptr<float>(), classes, stride,
+                                                           losses.mutable_data_ptr<float>(), classes, padded, stride,
                                                            need_dlogits, dtype_of(hidden), current_stream(hidden));
   FB_CHECK(!error, "cross_entropy: ", error);
-  return {mean(losses, of_rows), need_dlogits ? logits : empty({0}, hidden)};
+  const Tensor dlogits = need_dlogits ? strided(logits, {rows, classes}, {stride, 1}, 0) : empty({0}, hidden);
+  return {mean(losses, of_rows), dlogits};
 }
 
 // dlogits is softmax - onehot. dloss / count joins after the first product and on the smaller side of the second: it
@@ -72,9 +113,10 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_bwd_cuda(const Tensor& dloss, c
   const NoGrad no_grad;
   const Tensor given = contiguous(labels), scalar = contiguous(dloss);
   const Tensor factor = mean(scalar, labels_of(given, ignore_index));
+  const Tensor left = with_columns(dlogits, padded_classes(hidden, weight));
   Tensor dhidden = empty({0}, hidden);
   if (need_dhidden) {
-    dhidden = call("aten::mm", "", dlogits, contiguous(weight));
+    dhidden = call("aten::mm", "", left, with_rows(weight, left.size(1)));
     scale(dhidden, factor, dhidden);
   }
   if (!need_dparams) return {dhidden, empty({0}, hidden), empty({0}, hidden)};
@@ -83,7 +125,8 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_bwd_cuda(const Tensor& dloss, c
   const Tensor x = contiguous(hidden), scaled = empty(x.sizes(), x), dbias = empty(sums.sizes(), x);
   scale(sums, factor, dbias);
   scale(x, factor, scaled);
-  return {dhidden, call("aten::mm", "", transposed(dlogits), scaled), dbias};
+  const Tensor dweight = call("aten::mm", "", transposed(left), scaled);
+  return {dhidden, view(dweight, weight.sizes()), dbias};
 }
 
 }  // namespace

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocksOnProcessor)
                               const T* __restrict__ bias,  // [classes]
                               Labels labels,
                               float* __restrict__ losses,  // [rows]
-                              int64_t classes, int64_t stride, bool need_dlogits) {
+                              int64_t classes, int64_t padded, int64_t stride, bool need_dlogits) {
   constexpr int kVec = 16 / sizeof(T);
   using Pack = Vec<T, kVec>;
   const int64_t row = blockIdx.x, given = label_of(labels, row), packs = classes / kVec;
@@ -122,6 +122,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocksOnProcessor)
   }
   for (int64_t i = packs * kVec + threadIdx.x; i < classes; i += blockDim.x)
     single[i] = labelled ? gradient(single[i], bias[i], i == label) : from_float<T>(0);
+  for (int64_t i = classes + threadIdx.x; i < padded; i += blockDim.x) single[i] = from_float<T>(0);
 }
 
 // ---- the mean, and what it scales
@@ -179,14 +180,15 @@ const char* scale(const void* x, const float* factor, void* y, int64_t count, vo
 // ---- launchers
 
 const char* cross_entropy_rows(void* logits, const void* bias, const Labels& labels, float* losses, int64_t classes,
-                               int64_t stride, bool need_dlogits, DType dtype, void* stream) {
+                               int64_t padded, int64_t stride, bool need_dlogits, DType dtype, void* stream) {
   if (labels.rows > INT32_MAX) return "the tensor is too large for one launch";
   return for_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     const int64_t wanted = divide_up(classes, 16 / sizeof(T) * 32) * 32;  // threads: one for each vector
     const int threads = int(std::clamp<int64_t>(wanted, 32, kMostThreads));
     return launch(cross_entropy_rows_kernel<T>, dim3(unsigned(labels.rows)), dim3(threads), 0, stream,
-                  static_cast<T*>(logits), static_cast<const T*>(bias), labels, losses, classes, stride, need_dlogits);
+                  static_cast<T*>(logits), static_cast<const T*>(bias), labels, losses, classes, padded, stride,
+                  need_dlogits);
   });
 }
 

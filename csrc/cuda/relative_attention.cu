@@ -10,8 +10,9 @@
 //   tables         distances  queries   keys
 //
 // A score is three products of vectors, Q K, Q Pk and K Pq, of the pair's row, column and diagonal. So nothing that has
-// a number for a token and a distance, or for two tokens, is ever in global memory. As in attention_plain.cu, each
-// product is one chain of multiply-adds, the same in every kernel.
+// a number for a token and a distance, or for two tokens, is ever in global memory. Each
+// product is the same sum in every kernel, of four chains of multiply-adds: a score has three products, whose roundings
+// in one chain each would be more than half of the result's error.
 //
 // Gradients of the tables: a block owns 32 distances of one head and goes through all pairs of a group of sequences
 // that are so far apart. It leaves a sum for each distance; another kernel adds up the groups and the distances of a
@@ -33,6 +34,7 @@ namespace {
 using namespace plain;
 
 constexpr int kDiagonals = 2 * kBlock - 1;
+constexpr int kChains = 4;  // of a product of two vectors
 
 // ---- vectors of D numbers in shared memory, and their products
 
@@ -56,11 +58,20 @@ __device__ __forceinline__ OfRows of_diagonals(const float* tile, int row, int D
 
 template <class X, class Y>
 __device__ __forceinline__ void multiply(float (&products)[kRows], const X& x, const Y& y, int D) {
+  float chains[kChains][kRows] = {};
+  int column = 0;
+#pragma unroll 1
+  for (; column + kChains <= D; column += kChains)
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) products[r] = 0;
-  for (int column = 0; column < D; ++column)
+    for (int i = 0; i < kChains; ++i)
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) products[r] = fmaf(x.at(r, column), y.at(r, column), products[r]);
+      for (int r = 0; r < kRows; ++r) chains[i][r] = fmaf(x.at(r, column + i), y.at(r, column + i), chains[i][r]);
+#pragma unroll 1
+  for (; column < D; ++column)
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) chains[0][r] = fmaf(x.at(r, column), y.at(r, column), chains[0][r]);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) products[r] = (chains[0][r] + chains[1][r]) + (chains[2][r] + chains[3][r]);
 }
 
 // sums[r] += the weights of row r, one in each lane, times the vectors of their diagonals.

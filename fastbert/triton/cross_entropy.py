@@ -2,7 +2,9 @@
 the logits by their gradient.
 
 A program owns a row of logits. Rows begin at multiples of 128 bytes, whatever the number of classes: the library's fast
-products need 16. Nothing reads what lies between them. The bias joins here and not in the product: the library adds one
+products need 16. In 16 bits those also need a number of classes that is a multiple of 8: many rows are multiplied by a
+copy of the weight with rows of zeros up to such a number, and dlogits has columns of zeros there, behind its last
+class. Nothing else reads what lies between the rows. The bias joins here and not in the product: the library adds one
 to rows with a stride only by writing it to every row first.
 
 The first pass over a row finds the largest logit and the sum of exponentials, separately for each column of the tile,
@@ -25,6 +27,42 @@ def _config(classes: int) -> Config:
 
 FORWARD = {80: _config}
 LINE = 128  # bytes
+PADDED_ROWS, PADDED_CLASSES, PADDING = 256, 1024, 8  # fewer rows, or classes, do not pay for the copy of the weight
+
+
+# ---- classes of zeros
+
+
+def _padded_classes(hidden: Tensor, weight: Tensor) -> int:
+    rows, (classes, inner) = hidden.shape[0], weight.shape
+    pays = hidden.element_size() == 2 and rows >= PADDED_ROWS and classes >= PADDED_CLASSES and inner % PADDING == 0
+    return triton.cdiv(classes, PADDING) * PADDING if pays else classes
+
+
+def _stride(classes: int, dtype: torch.dtype) -> int:
+    line = LINE // dtype.itemsize
+    return triton.cdiv(classes, line) * line
+
+
+def _with_rows(weight: Tensor, rows: int) -> Tensor:
+    """The weight, in order, and rows of zeros behind it."""
+    classes, inner = weight.shape
+    if rows == classes:
+        return weight.contiguous()
+    made = weight.new_empty(rows, inner)
+    made[:classes], made[classes:] = weight, 0
+    return made
+
+
+def _with_columns(dlogits: Tensor, columns: int) -> Tensor:
+    """dlogits with its columns of zeros, which the forward has written. A copy that somebody else made has none."""
+    rows, classes = dlogits.shape
+    strides = _stride(classes, dlogits.dtype), 1
+    if columns == classes or dlogits.stride() != strides:
+        return dlogits
+    end = dlogits.storage_offset() + (rows - 1) * strides[0] + columns
+    whole = end * dlogits.element_size() <= dlogits.untyped_storage().nbytes()
+    return dlogits.as_strided((rows, columns), strides) if whole else dlogits
 
 
 # ---- forward
@@ -37,9 +75,10 @@ def _biased(logits, bias, column, end):
     return x + tl.load(bias + column, column < end, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@triton.jit(do_not_specialize=["padded", "ignore_index"])
 def _forward(
-    logits, bias, labels, losses, classes, stride, ignore_index, NEED_DLOGITS: tl.constexpr, COLUMNS: tl.constexpr
+    logits, bias, labels, losses, classes, padded, stride, ignore_index,
+    NEED_DLOGITS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -64,27 +103,27 @@ def _forward(
     tl.store(losses + row, tl.where(labelled, top - picked + tl.log(total), 0.0))
     if NEED_DLOGITS:
         tl.debug_barrier()  # the other warps have read their logits before these are overwritten
-        for first in range(0, classes, COLUMNS):
+        for first in range(0, padded, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             x = _biased(logits, bias, column, end)
             p = tl.exp(x - top) / total
             d = tl.where(column == label, p - 1.0, p)
-            tl.store(logits + column, tl.where(column < end, d, 0.0), column < classes)
+            tl.store(logits + column, tl.where(column < end, d, 0.0), column < padded)
 
 
 def forward(
     hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, ignore_index: int, need_dlogits: bool
 ) -> tuple[Tensor, Tensor]:
-    classes, line = weight.shape[0], LINE // hidden.element_size()
-    logits = hidden.new_empty_strided((hidden.shape[0], classes), (triton.cdiv(classes, line) * line, 1))
-    torch.mm(hidden.contiguous(), weight.contiguous().t(), out=logits)
+    classes, padded = weight.shape[0], _padded_classes(hidden, weight)
+    logits = hidden.new_empty_strided((hidden.shape[0], padded), (_stride(classes, hidden.dtype), 1))
+    torch.mm(hidden.contiguous(), _with_rows(weight, padded).t(), out=logits)
     losses = hidden.new_empty(labels.shape, dtype=torch.float32)
     launch(
         _forward, labels.shape, logits, bias.contiguous(), labels.contiguous(), losses,
-        classes, logits.stride(0), ignore_index,
+        classes, padded, logits.stride(0), ignore_index,
         config=pick(FORWARD, hidden.device, classes), NEED_DLOGITS=need_dlogits,
     )  # fmt: skip
-    return losses.sum() / _count(labels, ignore_index), logits if need_dlogits else hidden.new_empty(0)
+    return losses.sum() / _count(labels, ignore_index), logits[:, :classes] if need_dlogits else hidden.new_empty(0)
 
 
 def _count(labels: Tensor, ignore_index: int) -> Tensor:
@@ -99,10 +138,12 @@ def backward(
     dloss: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, dlogits: Tensor, ignore_index: int,
     need_dhidden: bool, need_dparams: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    hidden, weight = hidden.contiguous(), weight.contiguous()
-    scale, dtype = dloss / _count(labels, ignore_index), hidden.dtype
-    dhidden = ((dlogits @ weight).float() * scale).to(dtype) if need_dhidden else hidden.new_empty(0)
+    hidden, scale, dtype = hidden.contiguous(), dloss / _count(labels, ignore_index), hidden.dtype
+    left, dhidden = _with_columns(dlogits, _padded_classes(hidden, weight)), hidden.new_empty(0)
+    if need_dhidden:
+        dhidden = ((left @ _with_rows(weight, left.shape[1])).float() * scale).to(dtype)
     if not need_dparams:
         return dhidden, hidden.new_empty(0), hidden.new_empty(0)
-    dweight = dlogits.T @ (hidden.float() * scale).to(dtype)
-    return dhidden, dweight, (dlogits.sum(0, dtype=torch.float32) * scale).to(dtype)
+    dweight = left.T @ (hidden.float() * scale).to(dtype)
+    dbias = (dlogits.sum(0, dtype=torch.float32) * scale).to(dtype)
+    return dhidden, dweight[: weight.shape[0]], dbias

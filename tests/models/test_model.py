@@ -353,7 +353,10 @@ def test_attention_dropout_that_rounds_to_nothing_is_refused():
     "name", ["embeddings", "encoder", "encoder.layer.1", *(f"encoder.layer.0.{c}" for c in CONTAINERS)]
 )
 def test_parts_may_be_wrapped(name):
-    """By something that passes no attributes on, as DistributedDataParallel."""
+    """By something that passes no attributes on, as DistributedDataParallel.
+
+    A layer whose parts are called apart may run on several backends of a GPU, which round in other places.
+    """
 
     class Wrapper(torch.nn.Module):
         def __init__(self, module):
@@ -370,7 +373,10 @@ def test_parts_may_be_wrapped(name):
         results.append(model(**inputs).last_hidden_state)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, Wrapper(model.get_submodule(name)))
-    assert torch.equal(*results)
+    if DEVICE == "cpu":
+        assert torch.equal(*results)
+    else:
+        torch.testing.assert_close(*results)  # relative 1.3e-6, absolute 1e-5
 
 
 def test_a_packing_that_is_handed_down_is_the_only_one():

@@ -3,21 +3,23 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import OpSuite, normal, pytest_generate_tests, slow_interpreted  # noqa: F401
+from op_suite import HALF, OpSuite, normal, pytest_generate_tests, slow_interpreted  # noqa: F401
 
 from fastbert import ops, testing
+from fastbert.ops.cross_entropy import cross_entropy_of_rows
 from fastbert.ops.op import PRIMITIVES
 
 
 class TestCrossEntropy(OpSuite):
     op = "cross_entropy"
     parameters = ("weight", "bias")
+    multiplies = True
     shapes = [  # (tokens, channels, classes)
         pytest.param((9, 7, 11), id="odd"),
         pytest.param((33, 64, 1000), id="many-classes"),
         pytest.param((2, 3, 2), id="two-tokens"),
         pytest.param((4, 5, 9001), id="more-classes-than-tiles-hold"),
-        pytest.param((1600, 3, 2), id="more-rows-than-a-block-has-threads", marks=slow_interpreted),
+        pytest.param((1600, 3, 5), id="more-rows-than-a-block-has-threads", marks=slow_interpreted),
         pytest.param((290, 1026, 600), id="blocks-of-rows-and-classes-and-chains-of-sums", marks=slow_interpreted),
     ]
 
@@ -62,6 +64,40 @@ class TestCrossEntropy(OpSuite):
         dloss = torch.ones((), device=hidden.device)
         for need in ((True, True), (True, False), (False, True)):
             yield "cross_entropy_bwd", (dloss, hidden, weight, labels, dlogits, -100, *need)
+
+    @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))
+    def test_many_rows_and_a_number_of_classes_that_is_no_multiple_of_8(self, backend, dtype):
+        """On a GPU they are multiplied by a weight with classes of zeros behind it, rows without a label among them."""
+        backend.require(dtype, backward=True)
+        inputs = self.inputs((257, 16, 1030), dtype, backend.device)
+        self.assert_accurate(backend, inputs, dtype, cross_entropy_of_rows)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+            testing.evaluate(cross_entropy_of_rows, inputs)
+        products = [set(sum(event.input_shapes, [])) for event in profile.events() if event.name == "aten::mm"]
+        if backend.name in ("cuda", "triton"):
+            assert len(products) == 3 and all(1032 in sizes and 1030 not in sizes for sizes in products)
+
+    @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))
+    def test_classes_of_zeros_stay_zeros(self, backend, dtype):
+        """Beside rows that hold NaN, which have no label; and a gradient of the logits that was copied has none."""
+        backend.require(dtype, backward=True)
+        if backend.name not in ("cuda", "triton"):
+            backend.skip("it multiplies by the weight as it is")
+        inputs = self.inputs((257, 8, 1030), dtype, backend.device)
+        hidden, weight, _, labels = inputs.values()
+        clean = hidden.clone()
+        hidden[labels == -100] = torch.nan
+        _, dlogits = PRIMITIVES["cross_entropy_fwd"](backend.name, *inputs.values(), -100, True)
+        assert (dlogits.as_strided((257, 2), dlogits.stride(), 1030) == 0).all() and not dlogits.isnan().any()
+        dloss = torch.ones((), device=backend.device)
+        for gradients in zip(
+            *(
+                PRIMITIVES["cross_entropy_bwd"](backend.name, dloss, clean, weight, labels, d, -100, True, True)
+                for d in (dlogits, dlogits.contiguous())
+            ),
+            strict=True,
+        ):
+            torch.testing.assert_close(*gradients)
 
     def test_no_labelled_row_is_zero(self, backend):
         inputs = self.inputs((4, 3, 5), torch.float32, backend.device)

@@ -92,26 +92,38 @@ class RelativeSuite(AttentionSuite):
         attend = lambda q, k, v, sequence: self.one_sequence(q, k, v, sequence, **tables)  # noqa: E731
         return self.by_sequence(attend, qkv, cu_seqlens)
 
-    def as_sdpa(self, qkv, cu_seqlens, slots, keys, queries, bias):
+    def of_positions(self, q, k, slots, keys, queries, bias):
+        """The positions' scores of one sequence, (H, S, S): products with whole tables, of which some are gathered."""
+        place, farthest = torch.arange(q.shape[1], device=q.device), len(slots) // 2
+        slot = slots[(place[:, None] - place).clamp(-farthest, farthest) + farthest].long()
+        scores = q.new_zeros(q.shape[0], *slot.shape)
+        for x, table, turn in ((q, keys, False), (k, queries, True)):
+            if table is not None:
+                each = x @ table.to(x.dtype).permute(1, 2, 0) * q.shape[-1] ** -0.5  # (H, S, W)
+                index = (slot.mT if turn else slot).expand_as(scores)
+                scores = scores + (each.gather(-1, index).mT if turn else each.gather(-1, index))
+        return scores if bias is None else scores + bias[:, slot].to(q.dtype)
+
+    def as_sdpa(self, qkv, cu_seqlens, **tables):
         """With the positions' scores as SDPA's mask, one sequence at a time."""
 
         def attend(q, k, v, _):
-            place, farthest = torch.arange(q.shape[1], device=q.device), len(slots) // 2
-            slot = slots[(place[:, None] - place).clamp(-farthest, farthest) + farthest].long()
-            mask = q.new_zeros(q.shape[0], *slot.shape)
-            for x, table, turn in ((q, keys, False), (k, queries, True)):
-                if table is not None:
-                    each = x @ table.to(x.dtype).permute(1, 2, 0) * q.shape[-1] ** -0.5  # (H, S, W)
-                    index = (slot.mT if turn else slot).expand_as(mask)
-                    mask = mask + (each.gather(-1, index).mT if turn else each.gather(-1, index))
-            if bias is not None:
-                mask = mask + bias[:, slot].to(q.dtype)
+            mask = self.of_positions(q, k, **tables)
             return F.scaled_dot_product_attention(q[None], k[None], v[None], mask[None])[0]
 
         return self.by_sequence(attend, qkv, cu_seqlens)
 
+    def gathered(self, qkv, cu_seqlens, **tables):
+        """As transformers' DeBERTa, with the contract's dropout, which SDPA does not have."""
+
+        def attend(q, k, v, sequence):
+            scores = q @ k.mT * q.shape[-1] ** -0.5 + self.of_positions(q, k, **tables)
+            return (scores.softmax(-1) * self.factors(q, sequence, q.shape[1])) @ v
+
+        return self.by_sequence(attend, qkv, cu_seqlens)
+
     def contenders(self):
-        return [self.truth] if self.dropout_arguments(torch.empty(0)) else [self.truth, self.as_sdpa]
+        return [self.truth, self.gathered if self.dropout_arguments(torch.empty(0)) else self.as_sdpa]
 
     @pytest.mark.parametrize(
         ("lengths", "size"),

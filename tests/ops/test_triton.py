@@ -137,7 +137,8 @@ def test_philox_gives_the_known_answer():
         _philox[(1,)](out, zero.view(torch.uint32), zero.view(torch.uint32))
     assert [f"{word:08x}" for word in out[0].tolist()] == ["5f6fb709", "0d893f64", "4f121f81", "4f730a48"]
     counters = torch.arange(16, device=DEVICE)
-    assert torch.equal(out, torch.stack(random.philox((counters, 0, 0, 0), torch.zeros(1, dtype=torch.int64)), -1))
+    key = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    assert torch.equal(out, torch.stack(random.philox((counters, 0, 0, 0), key), -1))
 
 
 @triton.jit(do_not_specialize=["site"])
