@@ -169,7 +169,7 @@ __device__ __forceinline__ void times_transposed(ByWarp, float (&c)[kRowTiles][k
   }
 }
 
-// Starts the same of 64 rows of a tile, by a warpgroup; the caller waits for it.
+// Starts c = 64 rows, those of a warpgroup's four `rows`, times the transpose of a tile; the caller waits for it.
 template <class T, int kWidth>
 __device__ __forceinline__ void start_times_transposed(float (&c)[8][4], const Operand<kWidth, false>& rows,
                                                        const Chunk* tile) {
@@ -263,7 +263,7 @@ __device__ __forceinline__ Packed packed(const float (&p)[kRowTiles][8][4], int 
   return a;
 }
 
-// Starts the same of 64 rows of a tile, by a warpgroup; the caller waits for it.
+// Starts sum += p times a tile, by a warpgroup; the caller waits for it, and keeps p until then.
 template <class T, int kWidth>
 __device__ __forceinline__ void start_add_product(float (&sum)[8][4], const Packed& p, const Chunk* tile) {
   static_assert(kWidth == 64, "rows of 128 bytes");
