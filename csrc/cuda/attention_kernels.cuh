@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(Forward<By, kDropout, kRowTiles>::kMost, Forwa
   const Key key = kDropout ? site_key(a.drop) : Key{};
   FB_DYNAMIC_SHARED(shared);
   Chunk* const queries = reinterpret_cast<Chunk*>(shared);
-  Stream<kWidth, T> stream(queries + rows_of_block * kWidth / 8, head.k, head.v, a.D, slots);
+  Stream<By, kWidth, T> stream(queries + rows_of_block * kWidth / 8, head.k, head.v, a.D, slots);
 
   for (int tile = work.part; tile * rows_of_block < length; tile += parts) {
     const bool arrived = tile != work.part && stream.stays();
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(Backward<By>::kMost, Backward<By>::kBlocksOfQu
   const Key key = kDropout ? site_key(a.drop) : Key{};
   FB_DYNAMIC_SHARED(shared);
   Chunk *const queries = reinterpret_cast<Chunk*>(shared), *const douts = queries + rows_of_block * kWidth / 8;
-  Stream<kWidth, T> stream(douts + rows_of_block * kWidth / 8, head.k, head.v, a.D, slots);
+  Stream<By, kWidth, T> stream(douts + rows_of_block * kWidth / 8, head.k, head.v, a.D, slots);
 
   for (int tile = work.part; tile * rows_of_block < length; tile += parts) {
     const bool arrived = tile != work.part && stream.stays();
@@ -411,7 +411,7 @@ __global__ void __launch_bounds__(Backward<By>::kMost, Backward<By>::kBlocksOfKe
   Chunk *const keys = reinterpret_cast<Chunk*>(shared), *const values = keys + rows_of_block * kWidth / 8;
   uint32_t* const masks = reinterpret_cast<uint32_t*>(values + rows_of_block * kWidth / 8);  // [2][blocks][kMask]
   const int blocks = rows_of_block / kTile, mask_size = kDropout ? blocks * kMask : 0;
-  Stream<kWidth, T> stream(reinterpret_cast<Chunk*>(masks + 2 * mask_size), head.q, grads, a.D, slots);
+  Stream<By, kWidth, T> stream(reinterpret_cast<Chunk*>(masks + 2 * mask_size), head.q, grads, a.D, slots);
   stream.statistics[kLse] = statistics.of(kLse, work.head, head.bounds, work.sequence);
   stream.statistics[kDelta] = statistics.of(kDelta, work.head, head.bounds, work.sequence);
   stream.statistics[kInverseSum] = statistics.of(kInverseSum, work.head, head.bounds, work.sequence);

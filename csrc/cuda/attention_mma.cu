@@ -178,7 +178,7 @@ const char* forward(const Attention& a, void* out, float* lse, void* stream) {
   if constexpr (kWidth <= 64)
     if (a.longest <= kShort) return short_forward<T, kWidth, kDropout>(a, out, lse, stream);
   constexpr int kRowTiles = kWidth > 64 || (kWidth == 64 && kDropout) ? 1 : 2;
-  const Plan plan = plan_of(a, {16 * kRowTiles, kWidth / 8, Stream<kWidth, T>::chunks(false)});
+  const Plan plan = plan_of(a, {16 * kRowTiles, kWidth / 8, Stream<ByWarp, kWidth, T>::chunks(false)});
   return run(a, plan, fill_blocks(a), stream, attention_fwd_kernel<ByWarp, T, kWidth, kRowTiles, kDropout>,
              static_cast<T*>(out), lse);
 }
@@ -196,13 +196,13 @@ const char* backward(const Attention& a, const void* dout, const void* out, cons
       return launch(attention_short_bwd_kernel<T, kWidth, kDropout>, dim3(blocks), dim3(32),
                     sizeof(ShortBackward<T, kWidth>), stream, a, douts, static_cast<const T*>(out), lse, gradients);
     }
-  const Plan queries = plan_of(a, {16, 2 * kWidth / 8, Stream<kWidth, T>::chunks(false)});
+  const Plan queries = plan_of(a, {16, 2 * kWidth / 8, Stream<ByWarp, kWidth, T>::chunks(false)});
   const char* const error =
       run(a, queries, fill_blocks(a), stream, attention_bwd_queries_kernel<ByWarp, T, kWidth, kDropout>, douts,
           static_cast<const T*>(out), lse, gradients, statistics);
   if (error) return error;
   const int mask = kDropout ? kMaskChunks : 0;
-  const Plan keys = plan_of(a, {16, 2 * kWidth / 8 + mask, Stream<kWidth, T>::chunks(true)});
+  const Plan keys = plan_of(a, {16, 2 * kWidth / 8 + mask, Stream<ByWarp, kWidth, T>::chunks(true)});
   return run(a, keys, 0, stream, attention_bwd_keys_kernel<ByWarp, T, kWidth, kDropout>, douts, gradients, statistics);
 }
 

@@ -22,7 +22,7 @@ struct ByWarpgroup {
 
 // ---- the streamed side, in tiles of kTile rows: K and V, or, for dK and dV, Q and dO with the rows' statistics
 
-template <int kWidth, class T>
+template <class By, int kWidth, class T>
 struct Stream {
   static constexpr int kMatrix = kTile * kWidth / 8;           // chunks of a tile of one matrix
   static constexpr int kStatistics = kQuantities * kTile / 4;  // chunks of a tile's statistics
@@ -83,11 +83,17 @@ struct Stream {
   }
 
  private:
-  // Without a division by a variable.
-  __device__ int place(int tile) const { return stays() ? tile : slots == kRotating ? tile % kRotating : tile % 2; }
-  __device__ Chunk* slot(int tile) const { return shared + place(tile) * 2 * kMatrix; }
-  // Behind all slots, whose tiles begin at multiples of their size.
-  __device__ Chunk* statistics_slot(int tile) const { return shared + slots * 2 * kMatrix + place(tile) * kStatistics; }
+  // wgmma needs tiles at multiples of 1024 bytes: there the statistics of all are behind the last. Its slots are found
+  // without a division, for which the other kernels have fewer registers than time.
+  __device__ int place(int tile) const {
+    if constexpr (By::kIsGroup) return stays() ? tile : slots == kRotating ? tile % kRotating : tile % 2;
+    return tile % slots;
+  }
+  __device__ Chunk* slot(int tile) const { return shared + place(tile) * chunks(!By::kIsGroup && statistics[kLse]); }
+  __device__ Chunk* statistics_slot(int tile) const {
+    if constexpr (By::kIsGroup) return shared + slots * 2 * kMatrix + place(tile) * kStatistics;
+    return slot(tile) + 2 * kMatrix;
+  }
 
   __device__ void copy_statistics(int tile) {
     for (int i = threadIdx.x; i < kStatistics; i += blockDim.x) {

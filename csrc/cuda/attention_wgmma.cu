@@ -13,7 +13,7 @@ constexpr int kWidth = 64, kChunks = kWidth / 8;
 
 template <class T, bool kDropout, int kRowTiles>
 const char* forward_of(const Attention& a, int warps, int blocks, void* out, float* lse, void* stream) {
-  const Plan plan = plan_of(a, {16 * kRowTiles, kChunks, Stream<kWidth, T>::chunks(false)}, warps, blocks);
+  const Plan plan = plan_of(a, {16 * kRowTiles, kChunks, Stream<ByWarpgroup, kWidth, T>::chunks(false)}, warps, blocks);
   return run(a, plan, fill_blocks(a), stream, attention_fwd_kernel<ByWarpgroup, T, kWidth, kRowTiles, kDropout>,
              static_cast<T*>(out), lse);
 }
@@ -37,13 +37,14 @@ const char* backward(const Attention& a, const void* dout, const void* out, cons
   const Statistics statistics = statistics_in(room, a);
   const T* const douts = static_cast<const T*>(dout);
   T* const gradients = static_cast<T*>(dqkv);
-  const Plan queries = plan_of(a, {16, 2 * kChunks, Stream<kWidth, T>::chunks(false)}, 4, Of::kBlocksOfQueries);
+  const Plan queries =
+      plan_of(a, {16, 2 * kChunks, Stream<ByWarpgroup, kWidth, T>::chunks(false)}, 4, Of::kBlocksOfQueries);
   const char* const error =
       run(a, queries, fill_blocks(a), stream, attention_bwd_queries_kernel<ByWarpgroup, T, kWidth, kDropout>, douts,
           static_cast<const T*>(out), lse, gradients, statistics);
   if (error) return error;
   const int row_chunks = 2 * kChunks + (kDropout ? kMaskChunks : 0);
-  const Plan keys = plan_of(a, {16, row_chunks, Stream<kWidth, T>::chunks(true)}, 4, Of::kBlocksOfKeys);
+  const Plan keys = plan_of(a, {16, row_chunks, Stream<ByWarpgroup, kWidth, T>::chunks(true)}, 4, Of::kBlocksOfKeys);
   return run(a, keys, 0, stream, attention_bwd_keys_kernel<ByWarpgroup, T, kWidth, kDropout>, douts, gradients,
              statistics);
 }
