@@ -1,4 +1,4 @@
-// What the two sets of attention kernels share: how the work is split over blocks, tokens that belong to no sequence,
+// What all attention kernels share: how the work is split over blocks, tokens that belong to no sequence,
 // and the random bits.
 //
 // A block owns a tile of rows (queries, or keys where it computes dK and dV) of one head of one sequence and loops over

@@ -5,8 +5,8 @@
 // A block of up to 8 warps owns a tile of rows; a warp owns 16 or 32 of them, from the first product to the last:
 // scores never leave its registers, for the accumulator of one product is, rounded, the A operand of the next. The
 // other side of the sequence arrives by cp.async in tiles of 64 rows, two ahead (one, where shared memory is small). If
-// two blocks that hold all of it fit on a multiprocessor (S <= 384 at D = 64 on sm_90), it stays there for all tiles of
-// rows that the block works on; else three tiles rotate.
+// the blocks that are to be on a multiprocessor together have room for all of it (two: S <= 384 at D = 64 on sm_90), it
+// stays there for all tiles of rows that a block works on; else three tiles rotate.
 //
 // Dropout in the forward and for dQ costs one Philox call for the 16 scores of a row that a thread holds
 // (fastbert/random.py). For dK and dV rows are keys and the accumulator is transposed, so one call's bits belong to
@@ -32,10 +32,11 @@ constexpr float kLog2e = 1.4426950408889634f;
 // residue at the maximum, because the maximum was rounded: subtract it first.
 constexpr float kLargeScore = 1024;
 
-// How many threads a block may have, and how many such blocks registers are to leave room for on a multiprocessor.
+// How many threads a block may have, and how many such blocks registers are to leave room for on a multiprocessor; 0: the
+// compiler decides.
 template <class By, bool kDropout, int kRowTiles>
 struct Forward {
-  static constexpr int kMost = 256, kBlocks = 1;
+  static constexpr int kMost = 256, kBlocks = 0;
 };
 template <>
 struct Forward<ByWarpgroup, false, 1> {
@@ -47,7 +48,7 @@ struct Forward<ByWarpgroup, true, 1> {
 };
 template <class By>
 struct Backward {
-  static constexpr int kMost = 256, kBlocksOfQueries = 1, kBlocksOfKeys = 1;
+  static constexpr int kMost = 256, kBlocksOfQueries = 0, kBlocksOfKeys = 0;
 };
 template <>
 struct Backward<ByWarpgroup> {
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(Forward<By, kDropout, kRowTiles>::kMost, Forwa
   const auto row_of = [&](int i) { return group_row + 16 * (By::kWarps * i + warp % By::kWarps); };
   const float scale = a.scale * kLog2e;
   const Key key = kDropout ? site_key(a.drop) : Key{};
-  FB_DYNAMIC_SHARED(shared);
+  FB_TILES(shared);
   Chunk* const queries = reinterpret_cast<Chunk*>(shared);
   Stream<By, kWidth, T> stream(queries + rows_of_block * kWidth / 8, head.k, head.v, a.D, slots);
 
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(Forward<By, kDropout, kRowTiles>::kMost, Forwa
         }
         ptx::wgmma_wait<0>();
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) ptx::hold(sum[i]);
+        for (int i = 0; i < kRowTiles; ++i) ptx::hold(sum[i]), weights[i].hold();
       } else {
         times_transposed<T>(By{}, s, q, stream.k_or_q_tile(step), 0);
 #pragma unroll
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(Forward<By, kDropout, kRowTiles>::kMost, Forwa
     }
 
     if (first + group_row >= length) continue;
-    if (By::kIsGroup) ptx::sync_group(threadIdx.x / 128);
+    if constexpr (By::kIsGroup) ptx::sync_group(threadIdx.x / 128);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
       finish<T, kWidth>(a, head, work, first + row_of(i), sum[i], largest[i], total[i], queries, row_of(i), out, lse);
@@ -304,7 +305,7 @@ __global__ void __launch_bounds__(Backward<By>::kMost, Backward<By>::kBlocksOfQu
   const int64_t first_element = head.bounds.start * columns + work.head * a.D;
   const Rows<T> grads{dout + first_element, columns, length};
   const Key key = kDropout ? site_key(a.drop) : Key{};
-  FB_DYNAMIC_SHARED(shared);
+  FB_TILES(shared);
   Chunk *const queries = reinterpret_cast<Chunk*>(shared), *const douts = queries + rows_of_block * kWidth / 8;
   Stream<By, kWidth, T> stream(douts + rows_of_block * kWidth / 8, head.k, head.v, a.D, slots);
 
@@ -353,7 +354,7 @@ __global__ void __launch_bounds__(Backward<By>::kMost, Backward<By>::kBlocksOfQu
     }
 
     if (first + group_row >= length) continue;
-    if (By::kIsGroup) ptx::sync_group(threadIdx.x / 128);
+    if constexpr (By::kIsGroup) ptx::sync_group(threadIdx.x / 128);
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -407,7 +408,7 @@ __global__ void __launch_bounds__(Backward<By>::kMost, Backward<By>::kBlocksOfKe
   const int group_row = int(threadIdx.x) / (32 * By::kWarps) * By::kWarps * 16;
   const Rows<T> grads{dout + head.bounds.start * columns + work.head * a.D, columns, length};
   const Key key = kDropout ? site_key(a.drop) : Key{};
-  FB_DYNAMIC_SHARED(shared);
+  FB_TILES(shared);
   Chunk *const keys = reinterpret_cast<Chunk*>(shared), *const values = keys + rows_of_block * kWidth / 8;
   uint32_t* const masks = reinterpret_cast<uint32_t*>(values + rows_of_block * kWidth / 8);  // [2][blocks][kMask]
   const int blocks = rows_of_block / kTile, mask_size = kDropout ? blocks * kMask : 0;
@@ -456,7 +457,7 @@ __global__ void __launch_bounds__(Backward<By>::kMost, Backward<By>::kBlocksOfKe
     }
 
     if (first + group_row >= length) continue;
-    if (By::kIsGroup) ptx::sync_group(threadIdx.x / 128);
+    if constexpr (By::kIsGroup) ptx::sync_group(threadIdx.x / 128);
     T* const rows = dqkv + 3 * columns * head.bounds.start + columns + work.head * a.D;
     store<T, kWidth>(dk[0], a.scale, a.scale, keys, warp_row, rows, 3 * columns, first + warp_row, length, a.D);
     store<T, kWidth>(dv[0], 1, 1, values, warp_row, rows + columns, 3 * columns, first + warp_row, length, a.D);
@@ -472,6 +473,12 @@ struct Plan {
   size_t bytes;  // of shared memory
 };
 
+// Bytes of a block, where a multiprocessor is to have room for so many of them.
+inline int share_of_shared_memory(int blocks) {
+  constexpr int kReserved = 1 << 10;  // by the driver, for each block
+  return (shared_memory_limit() + kReserved) / blocks - kReserved;
+}
+
 // What a block keeps in shared memory, in chunks: for each of its rows, and for each streamed tile.
 struct Needs {
   int rows_of_warp, row_chunks, tile_chunks;
@@ -480,14 +487,13 @@ struct Needs {
   // As many tiles as leave room for so many blocks on a multiprocessor, of which one computes while another waits: all,
   // for then they are read once, or two or three that rotate. Where there is no such room, those of one block.
   int slots(const Attention& a, int warps, int blocks) const {
-    constexpr int kReserved = 1 << 10;  // of a multiprocessor's shared memory, by the driver, for each block
-    const int tiles = divide_up(a.longest, kTile), limit = shared_memory_limit();
+    const int tiles = divide_up(a.longest, kTile);
     const auto slots_in = [&](int bytes) {
       const int room = (bytes - of_rows(warps)) / (tile_chunks * 16);
       return tiles <= room ? tiles : std::min(kRotating, room);
     };
-    const int found = slots_in((limit + kReserved) / blocks - kReserved), least = std::min(tiles, 2);
-    return found >= least ? found : std::max(slots_in(limit), least);
+    const int found = slots_in(share_of_shared_memory(blocks)), least = std::min(tiles, 2);
+    return found >= least ? found : std::max(slots_in(shared_memory_limit()), least);
   }
   int bytes(const Attention& a, int warps, int blocks) const {
     return of_rows(warps) + slots(a, warps, blocks) * tile_chunks * 16;

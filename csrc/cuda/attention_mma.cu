@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(32 * kShortWarps, 4)
   const Head<T> head(a, work);
   const int length = head.bounds.length;
   const Key key = kDropout ? site_key(a.drop) : Key{};
-  FB_DYNAMIC_SHARED(shared);
+  FB_TILES(shared);
   Chunk* const queries = reinterpret_cast<Chunk*>(shared) + 3 * kMatrix * warp;
   Chunk *const keys = queries + kMatrix, *const values = keys + kMatrix;
   copy_by_warp<kShort, kWidth>(queries, head.q, a.D);
@@ -156,10 +156,10 @@ __global__ void __launch_bounds__(32) attention_short_bwd_kernel(Attention a, co
 // At least 64 rows a block; more, up to 8 warps, where a sequence has them. But 4 warps where a multiprocessor has room
 // for two such blocks: they balance uneven work better than one block twice as large.
 Plan plan_of(const Attention& a, const Needs& needs) {
-  const int limit = shared_memory_limit(), rows = needs.rows_of_warp;
+  const int limit = shared_memory_limit(), half = share_of_shared_memory(2), rows = needs.rows_of_warp;
   int warps = 64 / rows;
   while (warps < 8 && a.longest > warps * rows && needs.bytes(a, 2 * warps, 2) <= limit &&
-         (warps < 4 || needs.bytes(a, warps, 2) > limit / 2))
+         (warps < 4 || needs.bytes(a, warps, 2) > half))
     warps *= 2;
   return plan_of(a, needs, warps, 2);
 }

@@ -202,7 +202,7 @@ const char* plain_bwd(const Attention& a, const void* dout, const void* out, con
   });
 }
 
-// ---- the choice between the two sets
+// ---- the choice between the sets
 
 const char* attention_fwd(const Attention& a, void* out, float* lse, void* stream) {
   return (wgmma_takes(a) ? wgmma_fwd : mma_takes(a) ? mma_fwd : plain_fwd)(a, out, lse, stream);

@@ -83,8 +83,8 @@ struct Stream {
   }
 
  private:
-  // wgmma needs tiles at multiples of 1024 bytes: there the statistics of all are behind the last. Its slots are found
-  // without a division, for which the other kernels have fewer registers than time.
+  // wgmma needs tiles at multiples of 1024 bytes, so there the statistics are behind all of them, and a tile's place is
+  // found without a division. That takes more registers, which the other kernels do not have.
   __device__ int place(int tile) const {
     if constexpr (By::kIsGroup) return stays() ? tile : slots == kRotating ? tile % kRotating : tile % 2;
     return tile % slots;
@@ -260,6 +260,12 @@ __device__ __forceinline__ void add_product(ByWarp, float (&sum)[kRowTiles][kWid
 // p[i], rounded, as all of an operand.
 struct Packed {
   uint32_t columns[4][4];
+
+  // Call it after the wait for the product.
+  __device__ __forceinline__ void hold() {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) ptx::hold(columns[k]);
+  }
 };
 template <class T, int kRowTiles, class Keep = KeepAll>
 __device__ __forceinline__ Packed packed(const float (&p)[kRowTiles][8][4], int i, const Keep& keep = {}) {
@@ -283,10 +289,10 @@ __device__ __forceinline__ void start_add_product(float (&sum)[8][4], const Pack
 template <class T, int kWidth>
 __device__ __forceinline__ void add_product(ByWarpgroup, float (&sum)[1][8][4], const float (&p)[1][8][4],
                                             const Chunk* tile, int) {
-  const Packed a = packed<T>(p, 0);
+  Packed a = packed<T>(p, 0);
   start_add_product<T, kWidth>(sum[0], a, tile);
   ptx::wgmma_wait<0>();
-  ptx::hold(sum[0]);
+  ptx::hold(sum[0]), a.hold();
 }
 
 // Two such products, with one part of two tiles.
@@ -302,11 +308,11 @@ template <class T, int kWidth>
 __device__ __forceinline__ void add_products(ByWarpgroup, float (&sum)[1][8][4], const float (&p)[1][8][4],
                                              const Chunk* tile, float (&sum2)[1][8][4], const float (&p2)[1][8][4],
                                              const Chunk* tile2, int) {
-  const Packed a = packed<T>(p, 0), a2 = packed<T>(p2, 0);
+  Packed a = packed<T>(p, 0), a2 = packed<T>(p2, 0);
   start_add_product<T, kWidth>(sum[0], a, tile);
   start_add_product<T, kWidth>(sum2[0], a2, tile2);
   ptx::wgmma_wait<0>();
-  ptx::hold(sum[0]), ptx::hold(sum2[0]);
+  ptx::hold(sum[0]), ptx::hold(sum2[0]), a.hold(), a2.hold();
 }
 
 // Writes -inf to the columns from `columns` on of an accumulator whose first column is `first`.

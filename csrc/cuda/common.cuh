@@ -8,7 +8,8 @@
 
 // Shared memory: N elements of T, and what the launch asked for, as bytes.
 #define FB_SHARED(T, name, N) __shared__ alignas(16) T name[N]
-#define FB_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
+#define FB_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#define FB_TILES(name) extern __shared__ __align__(1024) unsigned char name[]  // as wgmma wants them
 #endif
 
 #include <cuda_bf16.h>
@@ -49,8 +50,8 @@ const char* allow_shared_memory(void (*kernel)(Params...)) {
 // Launches on the current device and returns what went wrong, or nullptr. Nothing here waits, so graphs can capture it.
 template <class... Params, class... Args>
 const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, Args... args) {
-  constexpr size_t kDefaultLimit = 48 << 10;
-  if (shared_bytes > kDefaultLimit)
+  constexpr size_t kEnough = 32 << 10;  // of 48 KiB that a kernel may have by default, with what is not dynamic
+  if (shared_bytes > kEnough)
     if (const char* error = allow_shared_memory(kernel)) return error;
   kernel<<<grid, block, shared_bytes, static_cast<cudaStream_t>(stream)>>>(args...);
   return message(cudaGetLastError());

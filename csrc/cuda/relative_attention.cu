@@ -10,9 +10,9 @@
 //   tables         distances  queries   keys
 //
 // A score is three products of vectors, Q K, Q Pk and K Pq, of the pair's row, column and diagonal. So nothing that has
-// a number for a token and a distance, or for two tokens, is ever in global memory. Each
-// product is the same sum in every kernel, of four chains of multiply-adds: a score has three products, whose roundings
-// in one chain each would be more than half of the result's error.
+// a number for a token and a distance, or for two tokens, is ever in global memory. Each product is the same sum in
+// every kernel, of four chains of multiply-adds: a score has three products, whose roundings in one chain each would be
+// more than half of the result's error.
 //
 // Gradients of the tables: a block owns 32 distances of one head and goes through all pairs of a group of sequences
 // that are so far apart. It leaves a sum for each distance; another kernel adds up the groups and the distances of a

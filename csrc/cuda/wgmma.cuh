@@ -4,8 +4,8 @@
 // Warp w of a group has rows 16 w to 16 w + 15 of A and of the accumulator, in fragments as mma.m16n8k16 has them
 // (mma.cuh), d[j] for columns 8j to 8j + 7. (PTX ISA, "Register Fragments and Shared Memory Matrix Layouts".) Between
 // wgmma_fence and the wgmma_wait of its group nobody may touch a register that a product reads or writes, nor write the
-// shared memory that it reads. What cp.async has copied needs no fence.proxy.async beside its wait and the barrier:
-// Triton's and CUTLASS's kernels rely on that too, and it would wait for the copies that are still under way.
+// shared memory that it reads. For what cp.async has copied PTX asks for a fence.proxy.async between its wait and the
+// barrier. That costs 2 % (docs/attention.md), and is left out, as Triton leaves it out of such a loop.
 #pragma once
 
 #include "mma.cuh"
@@ -51,8 +51,12 @@ __device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) { re
   FB_ROW_OF(d, 0), FB_ROW_OF(d, 1), FB_ROW_OF(d, 2), FB_ROW_OF(d, 3), FB_ROW_OF(d, 4), FB_ROW_OF(d, 5), \
       FB_ROW_OF(d, 6), FB_ROW_OF(d, 7)
 
-// After the wait for products that write d: what is computed with d stays behind it.
+// After the wait for products that write d: what is computed with d stays behind it. And for those that read a: it has
+// its registers until then.
 __device__ __forceinline__ void hold(float (&d)[8][4]) { asm volatile("" : FB_REGISTERS_OF(d)::"memory"); }
+__device__ __forceinline__ void hold(uint32_t (&a)[4]) {
+  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+}
 
 // d = a b, or d += a b; a: 64 x 16 in registers, b: 16 x 64. b's rows are those of the matrix if it is by_row, else its
 // columns.

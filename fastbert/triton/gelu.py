@@ -16,7 +16,7 @@ def _gaussian(a):
     """
     half = -0.5 * a
     exponent = half * a
-    of_two = exponent * 1.4426950216293335  # log2(e) in float32, which is 1.33e-8 too small
+    of_two = exponent * 1.4426950216293335  # log2(e) in float32: too small by 1.33e-8 of it
     rest = tl.fma(exponent, 1.3349767e-8, tl.fma(half, a, -exponent))
     rest = tl.fma(tl.fma(exponent, 1.4426950216293335, -of_two), 0.6931471805599453, rest)
     density = tl.exp2(of_two)

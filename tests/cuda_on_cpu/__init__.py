@@ -146,11 +146,11 @@ def turing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ampere() -> Iterator[None]:
-    """Within this `with`, the device is an sm_80: 163 KiB for a block, and no products of warpgroups."""
+def ampere(kibibytes: int = 163) -> Iterator[None]:
+    """Within this `with`, the device is an sm_80, or of 99 KiB for a block an sm_86: no products of warpgroups."""
     library().cuda_on_cpu_set_architecture(8)
     try:
-        with shared_memory(163):
+        with shared_memory(kibibytes):
             yield
     finally:
         library().cuda_on_cpu_set_architecture(9)

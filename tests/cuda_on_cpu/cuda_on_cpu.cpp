@@ -48,7 +48,7 @@ struct Thread {
   std::vector<Copy> copies;                                 // issued and not yet waited for
   unsigned groups = 0;                                      // of copies, committed
   std::vector<std::pair<GroupProduct, unsigned>> products;  // issued and not yet waited for, each with its group
-  unsigned product_groups = 0;
+  unsigned product_groups = 0, multiplied = 0;              // multiplied: products so far
 };
 
 // A collective that some lanes have reached. A warp can have several, with disjoint masks.
@@ -208,6 +208,16 @@ void run_others() {
   if (number != running) switch_to(number);
 }
 
+// A warpgroup's four warps multiply together: between two barriers of the block all threads do so as often.
+void require_whole_groups() {
+  for (int i = 0; i < device.count; ++i) {
+    const int first = i / (4 * kWarp) * (4 * kWarp);
+    if (device.threads[i].multiplied != device.threads[first].multiplied)
+      fail("divergent wgmma: " + thread_name(i) + " has run " + std::to_string(device.threads[i].multiplied) + ", " +
+           thread_name(first) + " of its warpgroup " + std::to_string(device.threads[first].multiplied));
+  }
+}
+
 // A thread from its first instruction to its last.
 void thread_main() {
   self().fiber.arrived();
@@ -217,7 +227,7 @@ void thread_main() {
   if (!self().products.empty()) fail(me() + " exits with a wgmma under way");
   arrive(&ended);
   self().exited = true;
-  ++device.exited;
+  if (++device.exited == device.count) require_whole_groups();
   warp().exited |= 1u << lane();
   for (const Rendezvous& pending : warp().rendezvous) {
     if (pending.mask >> lane() & 1) fail(me() + " exits while lanes of its warp wait for it at " + pending.what->name);
@@ -241,7 +251,7 @@ void run_block() {
     thread.waits_at = nullptr;
     thread.exited = false;
     thread.copies.clear();
-    thread.groups = thread.product_groups = 0;
+    thread.groups = thread.product_groups = thread.multiplied = 0;
     thread.products.clear();
     thread.fiber.start(device.stacks + i * kStackBytes, i, thread_main);
   }
@@ -418,6 +428,7 @@ void sync_threads(const char* file, int line) {
   arrive(barrier);
   self().waits_at = "__syncthreads";
   if (++device.at_barrier == device.count) {
+    require_whole_groups();
     device.at_barrier = 0;
     ++device.barriers;
     checker::sync_threads();
@@ -744,6 +755,7 @@ void wgmma(const GroupProduct& product) {
   if (!product.a) require_matrix(product.shared_a, where);
   require_matrix(product.b, where);
   self().products.emplace_back(product, self().product_groups);
+  ++self().multiplied;
 }
 
 void wgmma_commit() { ++self().product_groups; }

@@ -51,6 +51,7 @@ using Array = T[kSize];
   auto& name = *static_cast<::cuda_on_cpu::Array<T, N>*>( \
       ::cuda_on_cpu::shared_array(&name##_is_here, #name, sizeof(::cuda_on_cpu::Array<T, N>)))
 #define FB_DYNAMIC_SHARED(name) auto* const name = static_cast<unsigned char*>(::cuda_on_cpu::dynamic_shared())
+#define FB_TILES(name) FB_DYNAMIC_SHARED(name)
 
 // ---- barriers and collectives
 
@@ -119,6 +120,7 @@ void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0);  // of _
 // As csrc/cuda/wgmma.cuh declares it. A descriptor is the address. Products are computed at the wait.
 inline void sync_group(int) { sync_warp(); }  // a warp computes with its own rows alone
 inline void hold(float (&)[8][4]) {}
+inline void hold(uint32_t (&)[4]) {}
 inline void wgmma_fence() {}
 void wgmma_commit();
 void wgmma_wait_for(int pending);

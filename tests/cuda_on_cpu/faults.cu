@@ -153,12 +153,13 @@ __global__ void misaligned_ldmatrix(float*) {
 }
 
 // Zeros, multiplied as they are not meant to be.
-template <int kOffset, bool kWaits>
+template <int kOffset, bool kWaits, int kThreadsThatMultiply = 128>
 __global__ void matrix(float* memory) {
-  FB_DYNAMIC_SHARED(shared);
+  FB_TILES(shared);
   for (int i = threadIdx.x; i < 4096; i += blockDim.x) reinterpret_cast<uint32_t*>(shared)[i] = 0;
   __syncthreads();
   float sum[8][4];
+  if (threadIdx.x >= kThreadsThatMultiply) return;
   ptx::wgmma_fence();
   const uint64_t at = ptx::matrix_descriptor(shared + kOffset);
   ptx::wgmma_m64n64k16<__half>(sum, at, at, false);
@@ -244,6 +245,7 @@ const Case kCases[] = {
     {"misaligned_ldmatrix", misaligned_ldmatrix},
     {"misaligned_matrix", matrix<128, true>, dim3(1), dim3(128), 4 * 4096},
     {"unfinished_product", matrix<0, false>, dim3(1), dim3(128), 4 * 4096},
+    {"missing_warp", matrix<0, true, 96>, dim3(1), dim3(128), 4 * 4096},
     {"right: matrix", matrix<0, true>, dim3(1), dim3(128), 4 * 4096},
     {"blocks_collide", blocks_collide, dim3(2)},
     {"block_reads_another", block_reads_another, dim3(2)},

@@ -48,7 +48,7 @@ __global__ void ldmatrix(const uint16_t* rows, uint32_t* fragment, bool transpos
 // a: [64][64], in shared memory or as fragments; b: [64][64], its rows or its columns; d: [4][8][32][4], by warp
 template <class T>
 __global__ void wgmma(const T* a, const T* b, float* d, bool a_is_shared, bool by_row) {
-  FB_DYNAMIC_SHARED(shared);
+  FB_TILES(shared);
   Chunk *const left = reinterpret_cast<Chunk*>(shared), *const right = left + 64 * 8;
   for (int i = threadIdx.x; i < 64 * 8; i += blockDim.x) {
     left[swizzle<64>(i / 8, i % 8)] = reinterpret_cast<const Chunk*>(a)[i];

@@ -110,6 +110,7 @@ class AttentionSuite(OpSuite):
         ("kibibytes", "lengths", "heads", "head_dim"),
         [
             pytest.param(227, (300, 20), 6, 32, id="a-block-walks-over-two-tiles-of-rows"),
+            pytest.param(227, (300, 20), 6, 64, id="and-a-block-of-warpgroups"),
             pytest.param(140, (270,), 1, 64, id="three-tiles-rotate-forward"),
             pytest.param(99, (270,), 1, 64, id="two-tiles-rotate-in-two-blocks"),
             pytest.param(163, (330,), 1, 128, id="three-tiles-rotate-backward"),
@@ -144,19 +145,21 @@ class AttentionSuite(OpSuite):
 
     @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))
     @pytest.mark.parametrize(
-        ("lengths", "head_dim"),
+        ("kibibytes", "lengths", "head_dim"),
         [
-            pytest.param((90, 0, 21), 64, id="usual"),
-            pytest.param((577, 65), 64, id="tiles-rotate"),
-            pytest.param((130, 33), 40, id="filled-up"),
+            pytest.param(163, (90, 0, 21), 64, id="usual"),
+            pytest.param(163, (577, 65), 64, id="tiles-rotate"),
+            pytest.param(163, (130, 33), 40, id="filled-up"),
+            pytest.param(99, (270,), 64, id="two-tiles-rotate-in-two-blocks"),
+            pytest.param(99, (100,), 64, id="eight-warps-where-no-second-block-fits"),
         ],
     )
-    def test_on_sm_80(self, backend, lengths, head_dim, dtype):
+    def test_on_sm_80(self, backend, kibibytes, lengths, head_dim, dtype):
         """Where warps multiply by themselves what warpgroups do on sm_90."""
         if backend.name != "cuda" or backend.device != "cpu":
             backend.skip("for CUDA kernels on the CPU")
         inputs = self.inputs((lengths, 2, head_dim), dtype, backend.device)
-        with cuda_on_cpu.ampere():
+        with cuda_on_cpu.ampere(kibibytes):
             testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
 
     def test_sm_75_refuses_heads_that_its_shared_memory_cannot_hold(self, backend):

@@ -234,6 +234,7 @@ FAULTS = {  # name: the expected message; which threads it names may depend on t
     "misaligned_ldmatrix": UNALIGNED.format("ldmatrix"),
     "misaligned_matrix": r"thread \d+ of block 0 gives wgmma a matrix that is not aligned to 1024 bytes",
     "unfinished_product": r"thread \d+ of block 0 exits with a wgmma under way",
+    "missing_warp": r"divergent wgmma: thread 96 has run 0, thread 0 of its warpgroup 1",
     "blocks_collide": GLOBAL.format("writes"),
     "block_reads_another": GLOBAL.format("reads"),
     "large_array": "too much shared memory: 53248 bytes of arrays with values",

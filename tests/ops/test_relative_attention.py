@@ -154,7 +154,7 @@ class RelativeSuite(AttentionSuite):
             args = (qkv[:, 0], qkv, qkv[:, 1], lse, *tables, cu_seqlens, 5, *rest, rng, 3, wanted)
             yield "relative_attention_bwd", args
 
-    test_shared_memory_of_every_size = test_on_sm_75 = None
+    test_shared_memory_of_every_size = test_on_sm_75 = test_on_sm_80 = None
     test_sm_75_refuses_heads_that_its_shared_memory_cannot_hold = None
 
 
