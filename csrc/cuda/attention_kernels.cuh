@@ -32,8 +32,8 @@ constexpr float kLog2e = 1.4426950408889634f;
 // residue at the maximum, because the maximum was rounded: subtract it first.
 constexpr float kLargeScore = 1024;
 
-// How many threads a block may have, and how many such blocks registers are to leave room for on a multiprocessor; 0: the
-// compiler decides.
+// How many threads a block may have, and how many such blocks registers are to leave room for on a multiprocessor; 0:
+// the compiler decides.
 template <class By, bool kDropout, int kRowTiles>
 struct Forward {
   static constexpr int kMost = 256, kBlocks = 0;

@@ -16,6 +16,7 @@ class TestEmbedding(OpSuite):
     shapes = [  # (ids shape, vocabulary, channels)
         pytest.param(((9,), 11, 7), id="odd-channels-and-repeated-ids"),
         pytest.param(((40,), 50, 768), id="bert-base", marks=slow_interpreted),
+        pytest.param(((40,), 50, 384), id="minilm-whose-sums-fill-48-KiB", marks=slow_interpreted),
         pytest.param(((2, 5), 11, 16), id="two-dimensions"),
         pytest.param(((300,), 4, 5), id="many-tokens-to-the-row", marks=slow_interpreted),
         pytest.param(((5,), 5, 2056), id="channels-of-several-warps", marks=slow_interpreted),
