@@ -55,6 +55,8 @@ struct Backward<ByWarpgroup> {
   static constexpr int kMost = 128, kBlocksOfQueries = 3, kBlocksOfKeys = 2;
 };
 
+constexpr int kShort = 32;  // tokens of sequences that have kernels of their own (attention_mma.cu)
+
 // ---- forward
 
 // A step of softmax over blocks of keys, for row g (half 0) or g + 8 (half 1) of a warp's 16: the scores become weights
@@ -473,16 +475,16 @@ struct Plan {
   size_t bytes;  // of shared memory
 };
 
-// Bytes of a block, where a multiprocessor is to have room for so many of them.
-inline int share_of_shared_memory(int blocks) {
-  constexpr int kReserved = 1 << 10;  // by the driver, for each block
-  return (shared_memory_limit() + kReserved) / blocks - kReserved;
-}
-
 // What a block keeps in shared memory, in chunks: for each of its rows, and for each streamed tile.
 struct Needs {
   int rows_of_warp, row_chunks, tile_chunks;
+  int limit = shared_memory_limit();  // bytes of a block
 
+  // Of these, those of a block where a multiprocessor is to have room for so many.
+  int share(int blocks) const {
+    constexpr int kReserved = 1 << 10;  // by the driver, for each block
+    return (limit + kReserved) / blocks - kReserved;
+  }
   int of_rows(int warps) const { return warps * rows_of_warp * row_chunks * 16; }
   // As many tiles as leave room for so many blocks on a multiprocessor, of which one computes while another waits: all,
   // for then they are read once, or two or three that rotate. Where there is no such room, those of one block.
@@ -492,21 +494,36 @@ struct Needs {
       const int room = (bytes - of_rows(warps)) / (tile_chunks * 16);
       return tiles <= room ? tiles : std::min(kRotating, room);
     };
-    const int found = slots_in(share_of_shared_memory(blocks)), least = std::min(tiles, 2);
-    return found >= least ? found : std::max(slots_in(shared_memory_limit()), least);
+    const int found = slots_in(share(blocks)), least = std::min(tiles, 2);
+    return found >= least ? found : std::max(slots_in(limit), least);
   }
   int bytes(const Attention& a, int warps, int blocks) const {
     return of_rows(warps) + slots(a, warps, blocks) * tile_chunks * 16;
   }
 };
 
-Plan plan_of(const Attention& a, const Needs& needs, int warps, int blocks) {
+inline Plan plan_of(const Attention& a, const Needs& needs, int warps, int blocks) {
   const int row_tiles = divide_up(a.longest, warps * needs.rows_of_warp), slots = needs.slots(a, warps, blocks);
   const int64_t heads = std::max<int64_t>(1, int64_t(a.heads) * a.sequences);
   const int64_t wanted = divide_up(4 * multiprocessors(), heads);
   const bool all_stay = slots * kTile >= a.longest;
   return {warps, all_stay ? int(std::min<int64_t>(row_tiles, wanted)) : row_tiles, slots,
           size_t(needs.bytes(a, warps, blocks))};
+}
+
+// By warps: at least 64 rows a block; more, up to 8 warps, where a sequence has them. But 4 warps where a
+// multiprocessor has room for two such blocks: they balance uneven work better than one block twice as large.
+inline Plan plan_by(ByWarp, const Attention& a, const Needs& needs, int /*blocks*/ = 0) {
+  const int half = needs.share(2), rows = needs.rows_of_warp;
+  int warps = 64 / rows;
+  while (warps < 8 && a.longest > warps * rows && needs.bytes(a, 2 * warps, 2) <= needs.limit &&
+         (warps < 4 || needs.bytes(a, warps, 2) > half))
+    warps *= 2;
+  return plan_of(a, needs, warps, 2);
+}
+// By a warpgroup, with as many blocks on a multiprocessor as registers leave room for.
+inline Plan plan_by(ByWarpgroup, const Attention& a, const Needs& needs, int blocks) {
+  return plan_of(a, needs, ByWarpgroup::kWarps, blocks);
 }
 
 // other_blocks: at the end of the grid, behind those that compute.
@@ -517,6 +534,34 @@ const char* run(const Attention& a, const Plan& plan, int64_t other_blocks, void
   if (blocks == 0) return nullptr;
   if (blocks > INT32_MAX) return "attention: too many heads and sequences for one launch";
   return launch(kernel, dim3(blocks), dim3(32 * plan.warps), plan.bytes, stream, a, args..., plan.parts, plan.slots);
+}
+
+// Where the kernels of short sequences do not serve.
+template <class By, class T, int kWidth, bool kDropout>
+const char* long_backward(const Attention& a, const void* dout, const void* out, const float* lse, void* dqkv,
+                          float* room, void* stream) {
+  using Of = Backward<By>;
+  using Tiles = Stream<By, kWidth, T>;
+  constexpr int kChunks = 2 * kWidth / 8, kMask = kDropout ? kMaskChunks : 0;
+  const Statistics statistics = statistics_in(room, a);
+  const T* const douts = static_cast<const T*>(dout);
+  T* const gradients = static_cast<T*>(dqkv);
+  const Plan queries = plan_by(By{}, a, {16, kChunks, Tiles::chunks(false)}, Of::kBlocksOfQueries);
+  const char* const error =
+      run(a, queries, fill_blocks(a), stream, attention_bwd_queries_kernel<By, T, kWidth, kDropout>, douts,
+          static_cast<const T*>(out), lse, gradients, statistics);
+  if (error) return error;
+  const Plan keys = plan_by(By{}, a, {16, kChunks + kMask, Tiles::chunks(true)}, Of::kBlocksOfKeys);
+  return run(a, keys, 0, stream, attention_bwd_keys_kernel<By, T, kWidth, kDropout>, douts, gradients, statistics);
+}
+
+// Calls f with a value of the element type, and whether anything is dropped.
+template <class F>
+const char* for_element_and_dropout(const Attention& a, const F& f) {
+  const auto of_type = [&](auto element) {
+    return a.drop.threshold ? f(element, std::true_type{}) : f(element, std::false_type{});
+  };
+  return a.dtype == DType::bf16 ? of_type(__nv_bfloat16{}) : of_type(__half{});
 }
 
 }  // namespace

@@ -8,7 +8,7 @@ namespace {
 
 // Of sequences of up to 32 tokens a warp has a whole head, so that a tile has no empty rows or columns but for those of
 // 32 that the sequence does not have, and no warp waits for another. The backward has such a kernel too.
-constexpr int kShort = 32, kShortWarps = 4;
+constexpr int kShortWarps = 4;
 
 template <class T, int kWidth, bool kDropout>
 __global__ void __launch_bounds__(32 * kShortWarps, 4)
@@ -153,17 +153,6 @@ __global__ void __launch_bounds__(32) attention_short_bwd_kernel(Attention a, co
 
 // ---- launchers
 
-// At least 64 rows a block; more, up to 8 warps, where a sequence has them. But 4 warps where a multiprocessor has room
-// for two such blocks: they balance uneven work better than one block twice as large.
-Plan plan_of(const Attention& a, const Needs& needs) {
-  const int limit = shared_memory_limit(), half = share_of_shared_memory(2), rows = needs.rows_of_warp;
-  int warps = 64 / rows;
-  while (warps < 8 && a.longest > warps * rows && needs.bytes(a, 2 * warps, 2) <= limit &&
-         (warps < 4 || needs.bytes(a, warps, 2) > half))
-    warps *= 2;
-  return plan_of(a, needs, warps, 2);
-}
-
 template <class T, int kWidth, bool kDropout>
 const char* short_forward(const Attention& a, void* out, float* lse, void* stream) {
   const int64_t blocks = fill_blocks(a) + divide_up(int64_t(a.heads) * a.sequences, kShortWarps);
@@ -178,7 +167,7 @@ const char* forward(const Attention& a, void* out, float* lse, void* stream) {
   if constexpr (kWidth <= 64)
     if (a.longest <= kShort) return short_forward<T, kWidth, kDropout>(a, out, lse, stream);
   constexpr int kRowTiles = kWidth > 64 || (kWidth == 64 && kDropout) ? 1 : 2;
-  const Plan plan = plan_of(a, {16 * kRowTiles, kWidth / 8, Stream<ByWarp, kWidth, T>::chunks(false)});
+  const Plan plan = plan_by(ByWarp{}, a, {16 * kRowTiles, kWidth / 8, Stream<ByWarp, kWidth, T>::chunks(false)});
   return run(a, plan, fill_blocks(a), stream, attention_fwd_kernel<ByWarp, T, kWidth, kRowTiles, kDropout>,
              static_cast<T*>(out), lse);
 }
@@ -186,38 +175,25 @@ const char* forward(const Attention& a, void* out, float* lse, void* stream) {
 template <class T, int kWidth, bool kDropout>
 const char* backward(const Attention& a, const void* dout, const void* out, const float* lse, void* dqkv, float* room,
                      void* stream) {
-  const Statistics statistics = statistics_in(room, a);
-  const T* const douts = static_cast<const T*>(dout);
-  T* const gradients = static_cast<T*>(dqkv);
   if constexpr (kWidth <= 64)
     if (a.longest <= kShort) {
       const int64_t blocks = fill_blocks(a) + int64_t(a.heads) * a.sequences;
       if (blocks > INT32_MAX) return "attention: too many heads and sequences for one launch";
       return launch(attention_short_bwd_kernel<T, kWidth, kDropout>, dim3(blocks), dim3(32),
-                    sizeof(ShortBackward<T, kWidth>), stream, a, douts, static_cast<const T*>(out), lse, gradients);
+                    sizeof(ShortBackward<T, kWidth>), stream, a, static_cast<const T*>(dout),
+                    static_cast<const T*>(out), lse, static_cast<T*>(dqkv));
     }
-  const Plan queries = plan_of(a, {16, 2 * kWidth / 8, Stream<ByWarp, kWidth, T>::chunks(false)});
-  const char* const error =
-      run(a, queries, fill_blocks(a), stream, attention_bwd_queries_kernel<ByWarp, T, kWidth, kDropout>, douts,
-          static_cast<const T*>(out), lse, gradients, statistics);
-  if (error) return error;
-  const int mask = kDropout ? kMaskChunks : 0;
-  const Plan keys = plan_of(a, {16, 2 * kWidth / 8 + mask, Stream<ByWarp, kWidth, T>::chunks(true)});
-  return run(a, keys, 0, stream, attention_bwd_keys_kernel<ByWarp, T, kWidth, kDropout>, douts, gradients, statistics);
+  return long_backward<ByWarp, T, kWidth, kDropout>(a, dout, out, lse, dqkv, room, stream);
 }
 
 // Calls f with a value of the element type, the head size in shared memory, and whether anything is dropped.
 template <class F>
 const char* for_variant(const Attention& a, const F& f) {
-  const auto of_width = [&](auto element, auto width) {
-    return a.drop.threshold ? f(element, width, std::true_type{}) : f(element, width, std::false_type{});
-  };
-  const auto of_type = [&](auto element) {
-    if (a.D <= 32) return of_width(element, std::integral_constant<int, 32>{});
-    if (a.D <= 64) return of_width(element, std::integral_constant<int, 64>{});
-    return of_width(element, std::integral_constant<int, 128>{});
-  };
-  return a.dtype == DType::bf16 ? of_type(__nv_bfloat16{}) : of_type(__half{});
+  return for_element_and_dropout(a, [&](auto element, auto dropout) {
+    if (a.D <= 32) return f(element, std::integral_constant<int, 32>{}, dropout);
+    if (a.D <= 64) return f(element, std::integral_constant<int, 64>{}, dropout);
+    return f(element, std::integral_constant<int, 128>{}, dropout);
+  });
 }
 
 }  // namespace

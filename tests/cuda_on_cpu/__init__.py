@@ -135,25 +135,23 @@ def shared_memory(kibibytes: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def turing() -> Iterator[None]:
-    """Within this `with`, the device is an sm_75: 64 KiB for a block, no cp.async, fp16 products half as deep."""
-    library().cuda_on_cpu_set_architecture(7)
-    try:
-        with shared_memory(64):
-            yield
-    finally:
-        library().cuda_on_cpu_set_architecture(9)
-
-
-@contextlib.contextmanager
-def ampere(kibibytes: int = 163) -> Iterator[None]:
-    """Within this `with`, the device is an sm_80, or of 99 KiB for a block an sm_86: no products of warpgroups."""
-    library().cuda_on_cpu_set_architecture(8)
+def _architecture(major: int, kibibytes: int) -> Iterator[None]:
+    library().cuda_on_cpu_set_architecture(major)
     try:
         with shared_memory(kibibytes):
             yield
     finally:
         library().cuda_on_cpu_set_architecture(9)
+
+
+def turing() -> contextlib.AbstractContextManager[None]:
+    """Within this `with`, the device is an sm_75: 64 KiB for a block, no cp.async, fp16 products half as deep."""
+    return _architecture(7, 64)
+
+
+def ampere(kibibytes: int = 163) -> contextlib.AbstractContextManager[None]:
+    """Within this `with`, the device is an sm_80, or of 99 KiB for a block an sm_86: no products of warpgroups."""
+    return _architecture(8, kibibytes)
 
 
 @contextlib.contextmanager
