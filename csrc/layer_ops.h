@@ -1,6 +1,7 @@
 // The ops of a layer, for encoder_layer and packed_layer: what their operators do on a device, called from C++.
 #pragma once
 
+#include <functional>
 #include <string_view>
 #include <tuple>
 #include <vector>
@@ -40,10 +41,13 @@ FB_LAYER_OPS(cpu)
 FB_LAYER_OPS(cuda)
 #undef FB_LAYER_OPS
 
+// Does more with some rows, begin to end, while they are in the first-level cache.
+using MoreOfRows = std::function<void(int64_t begin, int64_t end)>;
+
 // add_layer_norm without dropout into y, which is contiguous, of x's and the residual's shape and dtype, and may be
-// either of them.
+// either of them. more: of y's rows; may be empty.
 void add_layer_norm_into_cpu(const Tensor& y, const Tensor& x, const Tensor& residual, const Tensor& weight,
-                             const Tensor& bias, const Tensor& x_bias, double eps);
+                             const Tensor& bias, const Tensor& x_bias, double eps, const MoreOfRows& more);
 
 // As csrc/cpu/gelu_rows.h for CPUs: bias_gelu on what the caller has checked, where the bias may be absent.
 Tensor gelu_cuda(const Tensor& x, const OptionalTensor& bias, std::string_view approximate);

@@ -40,15 +40,22 @@ struct Inputs {
   ScalarType output() const { return op.y_type == op.x_type ? type_of(x) : math(); }
 };
 
+constexpr int64_t kRowsForMore = 4;  // of 768 floats: 12 KiB
+
 // y, mean, rstd: of its rows.
-void forward_into(Inputs& in, const Tensor& y, void* mean, void* rstd) {
+void forward_into(Inputs& in, const Tensor& y, void* mean, void* rstd, const MoreOfRows& more = {}) {
   const auto loop = FB_BEST_ISA(layer_norm_fwd);
   FB_CHECK(loop, kNoIsa);
   in.op.mean = mean, in.op.rstd = rstd;
   void* const out = y.mutable_data_ptr();
   const int64_t scratch = FB_BEST_ISA(layer_norm_scratch)(in.op.channels);
-  parallel_rows(in.rows, in.op.channels, scratch,
-                [&](int64_t begin, int64_t end, void* room) { loop(in.op, out, begin, end, room); });
+  parallel_rows(in.rows, in.op.channels, scratch, [&](int64_t begin, int64_t end, void* room) {
+    if (!more) return loop(in.op, out, begin, end, room);
+    for (; begin < end; begin += kRowsForMore) {
+      const int64_t next = std::min(end, begin + kRowsForMore);
+      loop(in.op, out, begin, next, room), more(begin, next);
+    }
+  });
 }
 
 Tensors3 forward(Inputs in) {
@@ -111,12 +118,12 @@ Tensors3 add_layer_norm_fwd_cpu(const Tensor& x, const Tensor& residual, const T
 }
 
 void add_layer_norm_into_cpu(const Tensor& y, const Tensor& x, const Tensor& residual, const Tensor& weight,
-                             const Tensor& bias, const Tensor& x_bias, double eps) {
+                             const Tensor& bias, const Tensor& x_bias, double eps, const MoreOfRows& more) {
   Inputs in(x, residual, weight, bias, x_bias, eps, {});
   check_gradient("layer_norm", "y", y, in.x);
   check_dtype("layer_norm", "residual", residual, type_of(in.x));
   std::vector<double> statistics(2 * in.rows);  // which nobody wants; of at most this size
-  forward_into(in, y, statistics.data(), statistics.data() + in.rows);
+  forward_into(in, y, statistics.data(), statistics.data() + in.rows, more);
 }
 
 Tensors5 add_layer_norm_bwd_cpu(const Tensor& dy, const Tensor& x, const Tensor& residual, const Tensor& weight,

@@ -76,39 +76,55 @@ void check_dense_of(const Tensor& x, const Dense& dense) {
   dense.is_packed() ? check_packed(x, dense) : check_dense("packed_layer", x, dense.weight, dense.bias);
 }
 
-// x: (T, K), contiguous. with_bias: whether it is added here. type: of what is returned, x's but between int8 products.
-// It is in the workspace's memory for that use where the weight is packed.
-Tensor apply(const Tensor& x, const Dense& dense, std::string_view approximate, bool with_bias, ScalarType type,
+// Rows that products read, (T, K), contiguous; and as they take them, if what wrote them has put these too.
+struct Input {
+  Tensor rows;
+  std::optional<Left> left = std::nullopt;
+
+  const Left& left_of(const Packed& factor, Workspace& workspace) {
+    const Weights weights = weights_of(factor.weight);
+    if (!left || left->weights() != weights) left.emplace(rows, weights, workspace), left->put_all();
+    return *left;
+  }
+};
+
+// with_bias: whether it is added here. type: of what is returned, x's but between int8 products. It is in the
+// workspace's memory for that use where the weight is packed.
+Tensor apply(Input x, const Dense& dense, std::string_view approximate, bool with_bias, ScalarType type,
              Workspace& workspace, Workspace::Use use) {
-  check_dense_of(x, dense);
+  check_dense_of(x.rows, dense);
   const OptionalTensor bias = with_bias ? dense.bias : std::nullopt;
   if (dense.is_packed()) {
-    const Tensor y = workspace.matrix(use, x.size(0), dense.channels, x, type);
-    product_into(y, Left(x, weights_of(dense.weight), workspace), {dense.weight, dense.scale, bias, dense.channels},
-                 gelu_of(approximate));
+    const Tensor y = workspace.matrix(use, x.rows.size(0), dense.channels, x.rows, type);
+    products_into(x.left_of(dense, workspace), {{y, {dense.weight, dense.scale, bias, dense.channels}}},
+                  gelu_of(approximate));
     return y;
   }
-  const Tensor y = contiguous(linear(x, dense.weight, bias));
+  const Tensor y = contiguous(linear(x.rows, dense.weight, bias));
   if (!approximate.empty()) gelu_cpu(y, std::nullopt, approximate, y);
   return y;
 }
 
-// Rows of x into those of qkv, (T, 3 H D). What the products take is made once for all three, where they take the same.
-void project(const Tensor& x, const std::vector<Dense>& projections, const Tensor& qkv, Workspace& workspace) {
-  const int64_t tokens = x.size(0), width = qkv.size(1);
-  std::optional<Left> left;
+// Rows of x into those of qkv, (T, 3 H D).
+void project(Input x, const std::vector<Dense>& projections, const Tensor& qkv, Workspace& workspace) {
+  const int64_t tokens = x.rows.size(0), width = qkv.size(1);
+  std::vector<Product> products;  // of weights of one kind
+  const auto multiply = [&] {
+    if (!products.empty()) products_into(x.left_of(products[0].factor, workspace), products, Gelu::none);
+    products.clear();
+  };
   for (size_t i = 0; i < projections.size(); ++i) {
     const Dense& each = projections[i];
-    check_dense_of(x, each);
+    check_dense_of(x.rows, each);
     const Tensor part = strided(qkv, {tokens, each.channels}, {width, 1}, int64_t(i) * each.channels);
     if (!each.is_packed()) {
-      copy_(part, linear(x, each.weight, each.bias));
+      copy_(part, linear(x.rows, each.weight, each.bias));
       continue;
     }
-    const Weights weights = weights_of(each.weight);
-    if (!left || left->weights() != weights) left.emplace(x, weights, workspace);
-    product_into(part, *left, each, Gelu::none);
+    if (!products.empty() && type_of(products[0].factor.weight) != type_of(each.weight)) multiply();
+    products.push_back({part, each});
   }
+  multiply();
 }
 
 struct Settings {
@@ -116,21 +132,30 @@ struct Settings {
   double out_eps, down_eps;
 };
 
-// What follows attention, into y, which may be x.
-void finish(const Tensor& attended, const Tensor& x, const Layer& layer, const Settings& settings, const Tensor& y,
-            Workspace& workspace) {
+// The product of x, its bias, the residual and LayerNorm, into y, which may be the residual; in the same pass for the
+// product that reads it next, if there is one.
+Input normed(const Tensor& x, const Tensor& residual, const Dense& dense, const Tensor (&norm)[2], double eps,
+             const Tensor& y, const Dense* next, Workspace& workspace) {
+  const Tensor product = apply({x}, dense, "", false, type_of(residual), workspace, Workspace::kProduct);
+  Input input{y};
+  MoreOfRows more;
+  if (next && next->is_packed()) {
+    const Left& left = input.left.emplace(y, weights_of(next->weight), workspace);
+    if (left.differs()) more = [&left](int64_t begin, int64_t end) { left.put(begin, end); };
+  }
+  add_layer_norm_into_cpu(y, product, residual, norm[0], norm[1], *dense.bias, eps, more);
+  return input;
+}
+
+// What follows attention, into y, which may be x. next: the product that reads it, if there is one.
+Input finish(const Tensor& attended, const Tensor& x, const Layer& layer, const Settings& settings, const Tensor& y,
+             const Dense* next, Workspace& workspace) {
   const ScalarType type = type_of(x);
-  const auto normed = [&](const Tensor& product, const Tensor& residual, const Dense& dense, const Tensor(&norm)[2],
-                          double eps, const Tensor& to) {
-    add_layer_norm_into_cpu(to, product, residual, norm[0], norm[1], *dense.bias, eps);
-  };
-  const Tensor middle = workspace.matrix(Workspace::kMiddle, x.size(0), x.size(1), x, type);
-  normed(apply(attended, layer.out, "", false, type, workspace, Workspace::kProduct), x, layer.out, layer.out_norm,
-         settings.out_eps, middle);
+  const Tensor to = workspace.matrix(Workspace::kMiddle, x.size(0), x.size(1), x, type);
+  const Input middle = normed(attended, x, layer.out, layer.out_norm, settings.out_eps, to, &layer.up, workspace);
   const Tensor wide = apply(middle, layer.up, settings.approximate, true, between({layer.up}, layer.down, type),
                             workspace, Workspace::kWide);
-  normed(apply(wide, layer.down, "", false, type, workspace, Workspace::kProduct), middle, layer.down, layer.down_norm,
-         settings.down_eps, y);
+  return normed(wide, to, layer.down, layer.down_norm, settings.down_eps, y, next, workspace);
 }
 
 // How the rows of a call go from one attention to the next: in blocks, which a thread takes through all ops between
@@ -222,7 +247,7 @@ Tensor run(const Tensor& hidden, const std::vector<Layer>& layers, const Optiona
   };
   Shared attention = attention_of(layers[0], nullptr);
   blocks.run([&](int64_t first, int64_t count, Workspace& workspace) {
-    project(rows_of(x, first, count), layers[0].projections, rows_of(attention->qkv, first, count), workspace);
+    project({rows_of(x, first, count)}, layers[0].projections, rows_of(attention->qkv, first, count), workspace);
   });
   for (size_t i = 0; i < layers.size(); ++i) {
     attention->run();
@@ -230,8 +255,9 @@ Tensor run(const Tensor& hidden, const std::vector<Layer>& layers, const Optiona
     const Shared following = next ? attention_of(*next, attention) : nullptr;
     blocks.run([&](int64_t first, int64_t count, Workspace& workspace) {
       const Tensor here = rows_of(y, first, count), context = rows_of(attention->rows, first, count);
-      finish(context, i ? here : rows_of(x, first, count), layers[i], settings, here, workspace);
-      if (next) project(here, next->projections, rows_of(following->qkv, first, count), workspace);
+      const Input input = finish(context, i ? here : rows_of(x, first, count), layers[i], settings, here,
+                                 next ? &next->projections[0] : nullptr, workspace);
+      if (next) project(input, next->projections, rows_of(following->qkv, first, count), workspace);
     });
     attention = following;
   }
@@ -247,7 +273,7 @@ Tensor run_after(const Tensor& hidden, const Tensor& context, const Layer& layer
   const Tensor x = contiguous(hidden), attended = contiguous(context), y = empty_rows(x.sizes(), x);
   Blocks(x.size(0), {layer}).run([&](int64_t first, int64_t count, Workspace& workspace) {
     finish(rows_of(attended, first, count), rows_of(x, first, count), layer, settings, rows_of(y, first, count),
-           workspace);
+           nullptr, workspace);
   });
   return y;
 }

@@ -14,7 +14,9 @@ Tensor packed_linear_fwd_cpu(const Tensor& x, const Tensor& weight, const Option
   shape.back() = channels;
   const Tensor rows = matrix(contiguous(x)), y = empty_rows({rows.size(0), channels}, x);
   Workspace workspace;
-  product_into(y, Left(rows, weights_of(weight), workspace), p, gelu_of(approximate));
+  const Left left(rows, weights_of(weight), workspace);
+  left.put_all();
+  products_into(left, {{y, p}}, gelu_of(approximate));
   return view(y, shape);
 }
 

@@ -1,7 +1,9 @@
 // Products with packed weights, for packed_linear and packed_layer: checks, memory and threads.
 #pragma once
 
+#include <algorithm>
 #include <string_view>
+#include <vector>
 
 #include "../checks.h"
 #include "../packed_linear.h"
@@ -54,7 +56,8 @@ class Workspace {
 // Rows of x beside weights of one kind, as the products take them. They serve several products.
 class Left {
  public:
-  // x: (rows, K), contiguous. workspace: has to live as long, and holds one at a time.
+  // x: (rows, K), contiguous; its rows have to be put before a product takes them. workspace: has to live as long, and
+  // holds one at a time.
   Left(const Tensor& x, Weights weights, Workspace& workspace) : x_(x) {
     const int64_t rows = x.size(0), inner = x.size(1);
     const int64_t bytes = FB_BEST_ISA(packed_left_bytes)(inner, dtype_of(x), weights);
@@ -65,8 +68,15 @@ class Left {
     if (weights == Weights::s8)
       call_.left_scale =
           reinterpret_cast<float*>(workspace.bytes(Workspace::kLeftScale, rows * int64_t(sizeof(float)), x));
-    parallel_rows(rows, inner, 0,
-                  [&](int64_t begin, int64_t end, void*) { FB_BEST_ISA(packed_left)(call_, begin, end); });
+  }
+
+  // Whether they differ from x's.
+  bool differs() const { return call_.left; }
+  // Makes them, of x's.
+  void put(int64_t begin, int64_t end) const { FB_BEST_ISA(packed_left)(call_, begin, end); }
+  void put_all() const {
+    if (differs())
+      parallel_rows(call_.rows, call_.inner, 0, [&](int64_t begin, int64_t end, void*) { put(begin, end); });
   }
 
   Weights weights() const { return call_.weights; }
@@ -117,16 +127,35 @@ inline void check_packed(const Tensor& x, const Packed& p) {
   if (p.bias) check_dtype("packed_linear", "bias", *p.bias, ScalarType::Float);
 }
 
-// Of checked arguments: y (rows, channels), whose rows may lie apart, of x's type or float beside int8 weights.
-inline void product_into(const Tensor& y, const Left& left, const Packed& p, Gelu gelu) {
-  PackedLinear op = left.call();
-  op.weight = p.weight.const_data_ptr();
-  op.scale = p.scale ? p.scale->const_data_ptr<float>() : nullptr;
-  op.bias = p.bias ? p.bias->const_data_ptr<float>() : nullptr;
-  op.y = y.mutable_data_ptr(), op.y_stride = y.stride(0), op.y_dtype = dtype_of(y);
-  op.channels = p.channels, op.gelu = gelu;
-  const ProductBlocks blocks{op.rows, op.inner, op.channels, FB_BEST_ISA(packed_rows)(), FB_BEST_ISA(packed_width)()};
-  blocks.run(FB_BEST_ISA(packed_scratch)(), [&](const auto&... block) { FB_BEST_ISA(packed_linear)(op, block...); });
+// What a product writes: y (rows, channels), whose rows may lie apart, of x's type or float beside int8 weights.
+struct Product {
+  Tensor y;
+  Packed factor;
+};
+
+// Of checked arguments. Threads share all products as if they were one.
+inline void products_into(const Left& left, const std::vector<Product>& products, Gelu gelu) {
+  const int64_t width = FB_BEST_ISA(packed_width)();
+  const auto columns_of = [&](int64_t channels) { return (channels + width - 1) / width * width; };
+  std::vector<PackedLinear> ops;
+  int64_t columns = 0;
+  for (const auto& [y, p] : products) {
+    PackedLinear& op = ops.emplace_back(left.call());
+    op.weight = p.weight.const_data_ptr();
+    op.scale = p.scale ? p.scale->const_data_ptr<float>() : nullptr;
+    op.bias = p.bias ? p.bias->const_data_ptr<float>() : nullptr;
+    op.y = y.mutable_data_ptr(), op.y_stride = y.stride(0), op.y_dtype = dtype_of(y);
+    op.channels = p.channels, op.gelu = gelu;
+    columns += columns_of(op.channels);
+  }
+  const ProductBlocks blocks{left.call().rows, left.call().inner, columns, FB_BEST_ISA(packed_rows)(), width};
+  blocks.run(FB_BEST_ISA(packed_scratch)(), [&](int64_t row, int64_t row_end, int64_t begin, int64_t end, void* room) {
+    for (const PackedLinear& op : ops) {
+      const int64_t first = std::max<int64_t>(begin, 0), last = std::min(end, op.channels);
+      if (first < last) FB_BEST_ISA(packed_linear)(op, row, row_end, first, last, room);
+      begin -= columns_of(op.channels), end -= columns_of(op.channels);
+    }
+  });
 }
 
 }  // namespace fastbert::packed

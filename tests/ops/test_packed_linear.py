@@ -535,7 +535,9 @@ KINDS = {  # the dtype of the hidden state, and that of packed weights
     "bf16": (torch.bfloat16, torch.bfloat16),
     "int8": (torch.float32, torch.int8),
     "int8 beside bf16": (torch.bfloat16, torch.int8),
+    "some int8": (torch.bfloat16, torch.int8),  # but for IN_BF16
 }
+IN_BF16 = "k", "up"
 PLAIN = {"all packed": (), "the last is plain": ("down",), "one is packed": ("q", "k", "qkv", "out", "down")}
 
 
@@ -563,7 +565,7 @@ class Layer:
             scale = torch.empty(0)
             if part not in plain:
                 bias = bias.float()
-                if weights == torch.int8:
+                if weights == torch.int8 and not (kind == "some int8" and part in IN_BF16):
                     weight, factor = quantize_weight(weight)
                     scale = with_sums(factor, weight)
                 weight = ops.pack_weight(weight)
