@@ -1,4 +1,5 @@
-// The module fastbert._C. Loading it registers the kernels with torch; its only function describes the build.
+// The module fastbert._C. Loading it registers the kernels with torch. Its functions describe the build, and look at
+// what every forward asks of modules (fastbert/layer.py).
 #include <Python.h>
 #include <torch/headeronly/version.h>
 
@@ -32,6 +33,33 @@ PyObject* build_info(PyObject*, PyObject*) {
                        "cuda_architectures", words(FB_CUDA_ARCHITECTURES));
 }
 
+// As fastbert.layer.as_before, of seven tuples.
+PyObject* as_before(PyObject*, PyObject* args) {
+  PyObject *tables, *sizes, *typed, *types, *owners, *names, *values, *const tuple = (PyObject*)&PyTuple_Type;
+  if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!O!", tuple, &tables, tuple, &sizes, tuple, &typed, tuple, &types, tuple,
+                        &owners, tuple, &names, tuple, &values))
+    return nullptr;
+  const auto count = [](PyObject* of) { return PyTuple_Size(of); };
+  if (count(tables) != count(sizes) || count(typed) != count(types) || count(owners) != count(names) ||
+      count(owners) != count(values)) {
+    PyErr_SetString(PyExc_ValueError, "as_before: tuples of different lengths");
+    return nullptr;
+  }
+  const auto at = [](PyObject* of, Py_ssize_t i) { return PyTuple_GetItem(of, i); };
+  for (Py_ssize_t i = 0; i < count(tables); ++i)
+    if (PyDict_Size(at(tables, i)) != PyLong_AsSsize_t(at(sizes, i)))
+      return PyErr_Occurred() ? nullptr : Py_NewRef(Py_False);
+  for (Py_ssize_t i = 0; i < count(typed); ++i)
+    if ((PyObject*)Py_TYPE(at(typed, i)) != at(types, i)) return Py_NewRef(Py_False);
+  for (Py_ssize_t i = 0; i < count(owners); ++i) {
+    PyObject* const value = PyDict_GetItemWithError(at(owners, i), at(names, i));
+    if (value == at(values, i)) continue;
+    if (PyErr_Occurred()) return nullptr;
+    if (value || at(values, i) != Py_None) return Py_NewRef(Py_False);
+  }
+  return Py_NewRef(Py_True);
+}
+
 }  // namespace
 
 PyMODINIT_FUNC PyInit__C() {
@@ -39,6 +67,7 @@ PyMODINIT_FUNC PyInit__C() {
       {"build_info", build_info, METH_NOARGS,
        "What this library was built with, and cpu_set: the instruction set that its CPU loops use on this processor, "
        "or None if it has none of cpu_sets."},
+      {"as_before", as_before, METH_VARARGS, "fastbert.layer.as_before, of tuples."},
       {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);

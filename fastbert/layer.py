@@ -153,7 +153,7 @@ class Reading:
     """The parts of a module, which are true for as long as all below it stays as it was: nobody has added or removed a
     hook, replaced a module or a parameter, or set an attribute. Values of tensors may change.
 
-    Every forward asks that of every layer: it takes 7 µs, to read a layer 25.
+    Every forward asks that of every layer: it takes 3.5 µs, to read a layer 25.
     """
 
     def __init__(self, module: nn.Module, parts: Any) -> None:
@@ -164,13 +164,13 @@ class Reading:
         tables = [module._modules, *(table[name] for table in self._own for name in _TABLES)]
         entries = [(vars(module), "_modules"), *((table, name) for table in tables for name in table)]
         entries += [(table, name) for table in self._own for name in {"forward": 0, **table} if name not in _UNREAD]
-        self._owners, self._names = zip(*entries, strict=True)
-        self._values = list(map(dict.get, self._owners, self._names))
+        entries += [(table, name) for table in self._own for name in _HOOKS]
+        owners, names = zip(*entries, strict=True)
+        values = tuple(map(dict.get, owners, names))
         self._hooks = self._hooks_now()
-        self._tables = self._own + tables  # where nothing is to come or go
-        self._sizes = list(map(len, self._tables))
-        self._typed = [*modules, *(value for value in self._values if isinstance(value, Tensor))]
-        self._types = list(map(type, self._typed))
+        tables = *self._own, *tables, *chain.from_iterable(map(_hooks_of, self._own))  # where nothing is to come or go
+        typed = *modules, *(value for value in values if isinstance(value, Tensor))
+        self._before = tables, tuple(map(len, tables)), typed, tuple(map(type, typed)), owners, names, values
         self._classes = list(dict.fromkeys(map(type, modules)))  # whose forward may be replaced
         self._forwards = [cls.forward for cls in self._classes]
 
@@ -186,14 +186,32 @@ class Reading:
 
     def holds(self, module: nn.Module) -> bool:
         """Whether the parts are still those of this module."""
-        if module is not self._module() or list(map(len, self._tables)) != self._sizes:
+        if module is not self._module() or not _as_before(*self._before):
             return False
-        hooked = any(chain.from_iterable(map(_hooks_of, self._own)))
-        if (hooked or self._hooks) and self._hooks_now() != self._hooks:
+        if self._hooks and self._hooks_now() != self._hooks:
             return False
-        if list(map(type, self._typed)) != self._types or [cls.forward for cls in self._classes] != self._forwards:
-            return False
-        return all(map(is_, map(dict.get, self._owners, self._names), self._values))
+        return [cls.forward for cls in self._classes] == self._forwards
+
+
+def as_before(
+    tables: Sequence[dict],
+    sizes: Sequence[int],
+    typed: Sequence[Any],
+    types: Sequence[type],
+    owners: Sequence[dict],
+    names: Sequence[str],
+    values: Sequence[Any],
+) -> bool:
+    """Whether tables have these sizes, objects these types, and owners under their names these values (None for none).
+
+    Of a layer that is 270 looks, which take 8 µs, and 3 in C++.
+    """
+    if tuple(map(len, tables)) != sizes or tuple(map(type, typed)) != types:
+        return False
+    return all(map(is_, map(dict.get, owners, names), values))
+
+
+_as_before = as_before if backends.EXTENSION is None else backends.EXTENSION.as_before
 
 
 class Kept:

@@ -69,7 +69,7 @@ class Packing(NamedTuple):
         if self.seqlen is None:
             return x
         if self.indices is None:
-            return x.unflatten(0, (self.batch, self.seqlen))
+            return x.view(self.batch, self.seqlen, *x.shape[1:])
         x = x if self.real is None else torch.where(_like(self.real, x), x, 0)
         return unpack_unchecked(x, self.indices, self.batch, self.seqlen)
 

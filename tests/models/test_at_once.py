@@ -350,17 +350,39 @@ BETWEEN_FORWARDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["own", "accelerated", "fp32", "int8"])
+@pytest.mark.parametrize("kind", ["own", "accelerated", "fp32", "int8", "own, looked at in Python"])
 @pytest.mark.parametrize("change", BETWEEN_FORWARDS)
 @pytest.mark.filterwarnings("ignore:fastbert. forwards run transformers:RuntimeWarning")
 def test_what_changes_between_forwards(kind, change, monkeypatch):
     """A model that has run remembers what it has read of its modules; a copy remembers nothing."""
+    kind, _, in_python = kind.partition(", ")
+    if in_python:  # as where there are no kernels
+        monkeypatch.setattr(layer, "_as_before", layer.as_before)
     model = model_of(kind)
     before, again = run(model)[0], run(model)[0]
     monkeypatch.setattr(Own, "forward", Own.forward)  # so that it is put back
     change(model)
     found, expected = run(model)[0], run(copy.deepcopy(model))[0]
     assert torch.equal(before, again) and torch.equal(found, expected) and not torch.equal(found, before)
+
+
+def test_the_look_in_cpp_is_that_in_python():
+    given = {"tables": ({"a": 1}, {}), "sizes": (1, 0), "typed": (1, "a"), "types": (int, str)}
+    given |= {"owners": ({"a": 1.5}, {}), "names": ("a", "b")}
+    given["values"] = given["owners"][0]["a"], None
+    in_cpp = backends.EXTENSION.as_before
+    assert in_cpp(*given.values()) is layer.as_before(**given) is True
+    for change in (
+        {"sizes": (1, 1)},
+        {"types": (int, int)},
+        {"owners": ({}, {})},
+        {"owners": (*given["owners"][:1], {"b": 1})},
+        {"values": (*given["values"][:1], 1)},
+    ):
+        assert in_cpp(*(given | change).values()) is layer.as_before(**given | change) is False
+    for wrong, error in ((given["values"][:1], ValueError), (list(given["values"]), TypeError)):
+        with pytest.raises(error):
+            in_cpp(*(given | {"values": wrong}).values())
 
 
 @pytest.mark.parametrize("kind", ["own", "accelerated", "fp32"])
