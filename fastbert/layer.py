@@ -989,6 +989,9 @@ class EmbeddingParts:
         plain = plain and is_plain_dropout(others[1]) and (types is None or types.padding_idx is None)
         return cls(words, positions, types, *others, is_plain_embedding(words), plain)
 
+    def drops(self) -> bool:
+        return probability(self.dropout) > 0
+
 
 def embed(
     parts: EmbeddingParts,

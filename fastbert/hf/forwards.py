@@ -94,14 +94,15 @@ class Call:
         packing: padding.Packing,
         key: Tensor | None,
         layers: list[nn.Module],
-        parts: dict[int, LayerParts],
+        parts: dict[int, EmbeddingParts | LayerParts],
         padded: bool,
         attentions: bool,
         watched: bool,
         kept: Kept,
     ) -> None:
-        """parts: by the id of the layer. kept: of the base model. padded: layers exchange (B, S, C), for whoever looks
-        at what passes. watched: somebody may look at what passes, or has to be called between layers."""
+        """parts: by the id of the embeddings or the layer. kept: of the base model. padded: layers exchange (B, S, C),
+        for whoever looks at what passes. watched: somebody may look at what passes, or has to be called between
+        layers."""
         self.packing, self.key, self.parts, self.padded, self.attentions = packing, key, parts, padded, attentions
         self.layers, self.watched, self.kept = layers, watched, kept
         self.ahead: Tensor | None = None  # (1, T, C), what the last layer gives, where the first one has computed all
@@ -354,17 +355,16 @@ class ModelForward(Replacement):
             raise Fallback("sequences are longer than the position embeddings")
         return shape, given.device
 
-    def _check_modules(self, layers: list[nn.Module]) -> tuple[dict[int, LayerParts], bool]:
-        """The parts of each layer, and whether anything drops."""
+    def _check_modules(self, layers: list[nn.Module]) -> tuple[dict[int, EmbeddingParts | LayerParts], bool]:
+        """The parts of the embeddings and of each layer, and whether anything drops."""
         for module in self.family.containers(self.module):
             supported.check_own(module, supported.FRAMEWORKS)
         projection = self.family.projected(self.module)
         if projection is not None:
             supported.check_linear(projection)
-        drops = _checked(self.module.embeddings).check()
-        drops = _checked(getattr(self.module, self.family.encoder)).check() or drops
-        parts = {id(each): _checked(each).check() for each in dict.fromkeys(layers)}
-        return parts, drops or any([part.drops() for part in parts.values()])
+        encoder_drops = _checked(getattr(self.module, self.family.encoder)).check()
+        parts = {id(each): _checked(each).check() for each in (self.module.embeddings, *dict.fromkeys(layers))}
+        return parts, encoder_drops or any([part.drops() for part in parts.values()])
 
     def _plan(self, mask: Any, shape: torch.Size, device: torch.device) -> padding.Packing:
         """Raises ValueError for a mask that does not fit the batch, Fallback for one of another kind."""
@@ -481,18 +481,20 @@ class EmbeddingsForward(Replacement):
             given["inputs_embeds"] = given.pop("input_embeds")
         tensors = [None if (x := given.get(name)) is None else x[0] for name in TENSORS]
         inside = self.module.embed_proj if self.family.projects_sum else None
-        (parts,) = self.kept.read([self.module], EmbeddingParts.of)
-        return layer.embed(parts, *tensors, call.key, inside)[None]
+        return layer.embed(call.parts[id(self.module)], *tensors, call.key, inside)[None]
 
-    def check(self) -> bool:
-        """Whether it drops. Raises Fallback where packed ids would not get what padded ones do."""
-        parts = self.module
+    def check(self) -> EmbeddingParts:
+        """The parts. Raises Fallback where packed ids would not get what padded ones do."""
+        (parts,) = self.kept.read([self.module], self._read)
+        return parts
+
+    def _read(self, module: nn.Module) -> EmbeddingParts:
         for name in ("word_embeddings", "position_embeddings", *["token_type_embeddings"] * self.family.token_types):
-            if getattr(parts, name) is not None:
-                supported.check_embedding(getattr(parts, name))
-        supported.check_norm(parts.LayerNorm)
-        supported.check_dropout(parts.dropout, random.ROW_BITS)
-        return layer.probability(parts.dropout) > 0
+            if getattr(module, name) is not None:
+                supported.check_embedding(getattr(module, name))
+        supported.check_norm(module.LayerNorm)
+        supported.check_dropout(module.dropout, random.ROW_BITS)
+        return EmbeddingParts.of(module)
 
 
 class EncoderForward(Replacement):

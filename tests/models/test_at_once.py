@@ -311,6 +311,10 @@ def other_positions(model):
     model.embeddings.position_embeddings = nn.Embedding(*model.embeddings.position_embeddings.weight.shape)
 
 
+def words_of_a_greatest_norm(model):
+    model.embeddings.word_embeddings.max_norm = 0.1
+
+
 def a_dropout_that_trains(model):
     dropout = layers_of(model)[1].output.dropout
     dropout.p = 0.25
@@ -346,7 +350,8 @@ def other_table(model):
 
 BETWEEN_FORWARDS = [
     other_values, other_parameter, other_norm, other_eps, other_scaling, other_embeddings, other_positions,
-    a_dropout_that_trains, a_forward_of_its_own, a_forward_for_a_class, other_hooks, other_table,
+    words_of_a_greatest_norm, a_dropout_that_trains, a_forward_of_its_own, a_forward_for_a_class, other_hooks,
+    other_table,
 ]  # fmt: skip
 
 
