@@ -20,12 +20,12 @@ enum class Gelu { none, erf, tanh };
 namespace cpu {
 
 struct PackedLinear {
-  const void* x;       // (rows, inner) of x_dtype, contiguous
+  const void* x;       // (rows, inner) of x_dtype, rows x_stride elements apart
   const void* weight;  // packed
   const float* scale;  // of int8 weights: (2, channels), the factor of each channel, and the sum of its weights
   const float* bias;   // (channels,), or null
   void* y;             // (rows, channels) of y_dtype, rows y_stride elements apart
-  int64_t rows, inner, channels, y_stride;
+  int64_t rows, inner, channels, x_stride, y_stride;
   DType x_dtype, y_dtype;  // f32, bf16 or f16
   Weights weights;
   Gelu gelu;

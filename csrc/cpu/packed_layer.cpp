@@ -76,7 +76,8 @@ void check_dense_of(const Tensor& x, const Dense& dense) {
   dense.is_packed() ? check_packed(x, dense) : check_dense("packed_layer", x, dense.weight, dense.bias);
 }
 
-// Rows that products read, (T, K), contiguous; and as they take them, if what wrote them has put these too.
+// Rows that products read, (T, K), whose numbers are neighbours; and as products take them, if what wrote them has put
+// these too.
 struct Input {
   Tensor rows;
   std::optional<Left> left = std::nullopt;
@@ -100,7 +101,7 @@ Tensor apply(Input x, const Dense& dense, std::string_view approximate, bool wit
                   gelu_of(approximate));
     return y;
   }
-  const Tensor y = contiguous(linear(x.rows, dense.weight, bias));
+  const Tensor y = contiguous(linear(contiguous(x.rows), dense.weight, bias));
   if (!approximate.empty()) gelu_cpu(y, std::nullopt, approximate, y);
   return y;
 }

@@ -41,27 +41,36 @@ class Workspace {
     if (!memory_[use] || memory_[use]->numel() < count) memory_[use] = empty({count}, like, ScalarType::Byte);
     return static_cast<char*>(memory_[use]->mutable_data_ptr());
   }
-  // As empty_rows.
+  // As empty_rows; but of kWide rows lie apart where they would share sets of the first-level cache.
   Tensor matrix(Use use, int64_t rows, int64_t channels, const Tensor& like, ScalarType type) {
     OptionalTensor& memory = memory_[use];
     const bool fits = memory && memory->size(0) >= rows && memory->size(1) == channels && type_of(*memory) == type;
-    if (!fits) memory = empty_rows({rows, channels}, like, type);
-    return memory->size(0) == rows ? *memory : view(*memory, {rows, channels});
+    if (!fits)
+      memory = use == kWide ? rows_apart(rows, channels, like, type) : empty_rows({rows, channels}, like, type);
+    return memory->size(0) == rows ? *memory : strided(*memory, {rows, channels}, {memory->stride(0), 1}, 0);
   }
 
  private:
+  static Tensor rows_apart(int64_t rows, int64_t channels, const Tensor& like, ScalarType type) {
+    constexpr int64_t kApart = 64;
+    const bool share = channels * empty({0}, like, type).element_size() % 4096 == 0;
+    const int64_t stride = share ? channels + kApart : channels;
+    return strided(empty({rows, stride}, like, type), {rows, channels}, {stride, 1}, 0);
+  }
+
   OptionalTensor memory_[kUses];
 };
 
 // Rows of x beside weights of one kind, as the products take them. They serve several products.
 class Left {
  public:
-  // x: (rows, K), contiguous; its rows have to be put before a product takes them. workspace: has to live as long, and
-  // holds one at a time.
+  // x: (rows, K), the numbers of a row neighbours; its rows have to be put before a product takes them. workspace: has
+  // to live as long, and holds one at a time.
   Left(const Tensor& x, Weights weights, Workspace& workspace) : x_(x) {
     const int64_t rows = x.size(0), inner = x.size(1);
     const int64_t bytes = FB_BEST_ISA(packed_left_bytes)(inner, dtype_of(x), weights);
-    call_.x = x.const_data_ptr(), call_.rows = rows, call_.inner = inner, call_.x_dtype = dtype_of(x);
+    call_.x = x.const_data_ptr(), call_.x_stride = x.stride(0);
+    call_.rows = rows, call_.inner = inner, call_.x_dtype = dtype_of(x);
     call_.weights = weights;
     if (rows == 0 || (bytes == 0 && weights != Weights::s8)) return;
     call_.left = workspace.bytes(Workspace::kLeft, cpu::whole_tiles(rows) * bytes, x);

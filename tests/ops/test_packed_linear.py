@@ -617,6 +617,18 @@ def test_a_layer_gives_the_bits_of_the_single_ops(projections, kind, plain):
 
 
 @needs_kernels
+@pytest.mark.parametrize("plain", PLAIN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_would_share_sets_of_the_cache(kind, plain, monkeypatch):
+    """What GELU gives lies apart there."""
+    monkeypatch.setitem(globals(), "WIDE", 2048)
+    approximate = "tanh" if kind == "int8" else "none"
+    layer = Layer(ONE, kind, PLAIN[plain], lengths=(20, 1, 13))
+    whole = packed_layer.FWD("cpu", *layer.call(approximate))
+    assert torch.equal(whole, on_cpu(by_single_ops, layer, approximate))
+
+
+@needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_follows_attention_gives_the_bits_of_the_single_ops(kind):
     layer = Layer(ONE, kind, PLAIN["the last is plain"])

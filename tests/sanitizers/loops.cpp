@@ -508,6 +508,7 @@ struct PackedLayer {
                                rows,
                                inner,
                                channels,
+                               inner,
                                channels + gap,
                                dtype,
                                dtype,

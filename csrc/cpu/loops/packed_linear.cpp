@@ -137,14 +137,14 @@ void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel
   constexpr int64_t kWidth = kPanel<float>;
   float *const near = sums + kRows * kStride, *const room = near + kRows * kNear;
   using E = either<kSame<W, bf16>, float, W>;
-  const int64_t all = steps(op);
-  const E* const x = static_cast<const E*>(op.left ? op.left : op.x) + row * all;
+  const int64_t all = steps(op), stride = op.left ? all : op.x_stride / group_of(op.weights);
+  const E* const x = static_cast<const E*>(op.left ? op.left : op.x) + row * stride;
   const auto panel_at = [&](int64_t column, int64_t k) {
     return static_cast<const W*>(op.weight) + (channel + column) * all + k * kWidth;
   };
   for (int64_t k = 0; k == 0 || k < all; k += kInner) {
     const int64_t inner = least(kInner, all - k);
-    const Left<false, E> left = nearby(x + k, all, rows, inner, near);
+    const Left<false, E> left = nearby(x + k, stride, rows, inner, near);
     const auto add = k ? product<Onto::sums, false, E, Ahead> : product<Onto::nothing, false, E, Ahead>;
     for (int64_t column = 0; column < channels; column += kWidth) {
       const bool last = column + kWidth >= channels;
@@ -238,7 +238,7 @@ void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
   for_type(op.x_dtype, [&](auto element) {
     using T = decltype(element);
     for (int64_t row = begin; row < end; ++row) {
-      const T* const x = static_cast<const T*>(op.x) + row * op.inner;
+      const T* const x = static_cast<const T*>(op.x) + row * op.x_stride;
       if (op.weights == Weights::s8) {
         Left8* const to = static_cast<Left8*>(op.left) + left8_row(row, left8_stride(op.inner));
         op.left_scale[row] = quantise_row(x, op.inner, to);
