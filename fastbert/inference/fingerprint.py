@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 
+_OF_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version")  # in a config.json, of how it was written
+
 
 def fingerprint(model: Any) -> str:
-    """Of a SentenceEncoder or CrossEncoder, 16 hexadecimal digits: a hash of weights, tokenizer and all settings."""
+    """Of a SentenceEncoder or CrossEncoder, 16 hexadecimal digits: a hash of weights, tokenizer and all settings. One
+    that was saved and read has the same."""
     simple = (str, int, float, tuple, dict, torch.nn.Module, type(None))
     settings = {name: repr(value) for name, value in vars(model).items() if isinstance(value, simple)}
-    config = json.dumps(model.model.config.to_dict(), sort_keys=True, default=str)
+    facts = {name: value for name, value in model.model.config.to_dict().items() if name not in _OF_FILES}
+    config = json.dumps(facts, sort_keys=True, default=str)
     found = blake2b(f"{sorted(settings.items())}{config}{model.tokenizer.to_str()}".encode(), digest_size=8)
     for part in (model.model, getattr(model, "dense", None)):
         for name, tensor in (part.state_dict() if part is not None else {}).items():

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from serving.served import TEXTS, save_models
+from small_models import sentence_encoder
 
 from fastbert import cli
 from fastbert.data.rows import texts_of_file
@@ -244,6 +245,12 @@ def test_a_configuration_that_the_weights_do_not_show_is_another_encoder(encoder
     model.load_state_dict(encoder.model.state_dict())
     one, other = (fingerprint(SentenceEncoder(given, encoder.tokenizer)) for given in (encoder.model, model))
     assert one != other
+
+
+def test_an_encoder_that_was_saved_is_the_same(tmp_path):
+    made = sentence_encoder()
+    made.save_pretrained(tmp_path)
+    assert fingerprint(SentenceEncoder.from_pretrained(tmp_path)) == fingerprint(made)
 
 
 # ---- files
