@@ -46,9 +46,11 @@ PyObject* as_before(PyObject*, PyObject* args) {
     return nullptr;
   }
   const auto at = [](PyObject* of, Py_ssize_t i) { return PyTuple_GetItem(of, i); };
-  for (Py_ssize_t i = 0; i < count(tables); ++i)
-    if (PyDict_Size(at(tables, i)) != PyLong_AsSsize_t(at(sizes, i)))
-      return PyErr_Occurred() ? nullptr : Py_NewRef(Py_False);
+  for (Py_ssize_t i = 0; i < count(tables); ++i) {
+    const Py_ssize_t size = PyDict_Size(at(tables, i)), before = PyLong_AsSsize_t(at(sizes, i));
+    if (size < 0 || before < 0) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_False);
+    if (size != before) return Py_NewRef(Py_False);
+  }
   for (Py_ssize_t i = 0; i < count(typed); ++i)
     if ((PyObject*)Py_TYPE(at(typed, i)) != at(types, i)) return Py_NewRef(Py_False);
   for (Py_ssize_t i = 0; i < count(owners); ++i) {

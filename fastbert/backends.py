@@ -169,9 +169,12 @@ def _load_extension() -> tuple[ModuleType | None, str | None]:
         oldest = ".".join(map(str, OLDEST_TORCH))
         return None, f"fastbert's C++ kernels need torch {oldest} or newer, this is {here}; `pip install -U torch`"
     try:
-        return importlib.import_module("fastbert._C"), None
+        extension = importlib.import_module("fastbert._C")
     except ImportError as error:
         return None, f"fastbert's C++ kernels do not load ({error}); {REBUILD} builds them anew"
+    if not hasattr(extension, "as_before"):
+        return None, f"fastbert's C++ kernels are older than this source tree; {REBUILD} builds them anew"
+    return extension, None
 
 
 EXTENSION, EXTENSION_PROBLEM = _load_extension()

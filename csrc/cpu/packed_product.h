@@ -67,6 +67,7 @@ class Left {
   // x: (rows, K), the numbers of a row neighbours; its rows have to be put before a product takes them. workspace: has
   // to live as long, and holds one at a time.
   Left(const Tensor& x, Weights weights, Workspace& workspace) : x_(x) {
+    FB_CHECK(FB_BEST_ISA(packed_linear), kNoIsa);
     const int64_t rows = x.size(0), inner = x.size(1);
     const int64_t bytes = FB_BEST_ISA(packed_left_bytes)(inner, dtype_of(x), weights);
     call_.x = x.const_data_ptr(), call_.x_stride = x.stride(0);
@@ -80,7 +81,7 @@ class Left {
   }
 
   // Whether they differ from x's.
-  bool differs() const { return call_.left; }
+  bool differs() const { return call_.left || call_.left_scale; }
   // Makes them, of x's.
   void put(int64_t begin, int64_t end) const { FB_BEST_ISA(packed_left)(call_, begin, end); }
   void put_all() const {

@@ -240,6 +240,8 @@ def _checked(module: nn.Module) -> Replacement:
     replacement = of(module)
     if replacement is None:
         raise Fallback(f"a {type(module).__name__} was put into the model after fastbert.accelerate")
+    if replacement.module is not module:
+        raise Fallback(f"a {type(module).__name__} has the forward of another one")
     if replacement.before is not None:
         raise Fallback(f"a {type(module).__name__} had a forward of its own before fastbert.accelerate")
     return replacement

@@ -767,6 +767,19 @@ def test_modules_put_in_later_are_noticed(name):
     assert_fell_back(report, "put into")
 
 
+@pytest.mark.parametrize("name", ["embeddings", "layer"])
+def test_a_shallow_copy_of_a_module_is_noticed(name):
+    """It has the forward of the one that it was copied from."""
+    original, model, report, inputs = pair()
+    if name == "layer":
+        model.encoder.layer[1] = copy.copy(model.encoder.layer[1])
+    else:
+        model.embeddings = copy.copy(model.embeddings)
+    with pytest.warns(RuntimeWarning, match="has the forward of another"):
+        assert torch.equal(model(**inputs)[0], original(**inputs)[0])
+    assert_fell_back(report, "of another")
+
+
 def test_weights_of_another_kind_run_the_original():
     class Quantised(torch.Tensor):
         pass

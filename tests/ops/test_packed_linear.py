@@ -278,8 +278,10 @@ class TestInt8:
     def test_sizes_of_nothing(self, backend):
         for rows, inner, channels in ((0, 7, 11), (5, 7, 0), (0, 0, 0)):
             assert product8(**self.inputs((rows, inner, channels), torch.float32)).shape == (rows, channels)
-        inputs = self.inputs((5, 0, 19), torch.float32)
-        assert torch.equal(product8(**inputs), inputs["bias"].expand(5, 19))
+        inputs = self.inputs((33, 0, 19), torch.float32)
+        for rows in 33, 400, 1000, 33:
+            [torch.full((rows,), torch.nan) for _ in range(12)]  # where factors of rows will be
+            assert torch.equal(product8(**inputs | {"x": torch.zeros(rows, 0)}), inputs["bias"].expand(rows, 19))
 
     def test_leading_dimensions_and_x_that_lies_apart_in_memory(self, backend):
         inputs = self.inputs((12, 7, 11), torch.float32)
