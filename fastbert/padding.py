@@ -99,10 +99,9 @@ class Packing(NamedTuple):
         """(T,) int64, BERT's default position ids: the column in the padded grid, or the place in the sequence."""
         if self.seqlen is None:
             return packed_positions(self.cu_seqlens, self.tokens)
-        if self.indices is None:
-            return torch.arange(self.seqlen, device=self.cu_seqlens.device).expand(self.batch, -1).flatten()
-        columns = self.indices % self.seqlen
-        return columns if self.real is None else torch.where(self.real, columns, 0)
+        if self.indices is None or self.real is not None:  # ONNX's exporter knows no remainder by a size
+            return self.pack(torch.arange(self.seqlen, device=self.cu_seqlens.device).expand(self.batch, -1))
+        return self.indices % self.seqlen
 
     def spaced(self, margin: int) -> tuple[Tensor, int]:
         """Where tokens go, (T,) int64, in a row of them with so much space around each sequence; and its length."""
