@@ -1,6 +1,7 @@
 """The service over a real socket: what it answers is what the predictors say, and what it refuses."""
 
 import base64
+import http.client
 import json
 import logging
 import math
@@ -8,7 +9,7 @@ import re
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -470,13 +471,6 @@ def slow(directory, monkeypatch):
         yield service
 
 
-@pytest.fixture
-def patient(directory, monkeypatch):
-    """Slow as well, with limits that no request here reaches."""
-    with holding(directory, monkeypatch, timeout=60.0) as service:
-        yield service
-
-
 def in_background(address, results, **body):
     def send():
         response = httpx.post(f"{address}/embed", json=body, timeout=20)
@@ -536,13 +530,9 @@ def test_too_much_that_waits_to_be_tokenized(slow, monkeypatch):
     assert len(begun) == 3  # two threads; what waited for them was given up
 
 
-def connected(address):
-    host, port = address.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
-
-
 def test_a_body_that_does_not_arrive(slow):
-    with connected(slow[2]) as connection:
+    host, port = slow[2].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
         connection.sendall(b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
         answer = connection.recv(4096).decode()
     assert answer.startswith("HTTP/1.1 408") and "the body did not arrive within 1 s" in answer
@@ -555,19 +545,18 @@ def test_more_tokens_than_an_answer_may_have(post, monkeypatch):
     post("/tokenize", inputs=TEXTS[1:])
 
 
-def test_a_client_that_goes_away_is_not_computed(patient):
-    service, held, address = patient
-    first = in_background(address, [], inputs="a")
-    wait_for(lambda: held.calls)
-    with connected(address) as connection:
-        body = json.dumps({"inputs": ["b", "c"]}).encode()
-        connection.sendall(b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-        wait_for(lambda: service.queue.waiting()[0] == 1)
-    wait_for(lambda: service.queue.waiting() == (0, 0))
-    held.gate.set()
-    first.join(20)
-    assert httpx.post(f"{address}/embed", json={"inputs": "d"}, timeout=20).status_code == 200
-    assert held.calls == [1, 1]
+def test_a_client_that_goes_away_is_not_computed(directory, monkeypatch):
+    with holding(directory, monkeypatch, timeout=60.0) as (service, held, address):
+        first = in_background(address, [], inputs="a")
+        wait_for(lambda: held.calls)
+        with closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)) as leaving:
+            leaving.request("POST", "/embed", json.dumps({"inputs": ["b", "c"]}))
+            wait_for(lambda: service.queue.waiting()[0] == 1)
+        wait_for(lambda: service.queue.waiting() == (0, 0))
+        held.gate.set()
+        first.join(20)
+        assert httpx.post(f"{address}/embed", json={"inputs": "d"}, timeout=20).status_code == 200
+        assert held.calls == [1, 1]
 
 
 def test_what_waits_is_answered_before_the_end(directory, monkeypatch):
