@@ -1,9 +1,9 @@
 // Attention of one head of one sequence: softmax(Q K^T scale) V, forward and backward.
 //
-// Keys and values are packed once. Then come blocks of queries; the forward takes them through blocks of keys, so that
-// scores stay in the cache (with an online softmax: Milakov & Gimelshein, "Online normalizer calculation for softmax",
-// 2018), the backward twice, because it adds up the weights of all before it uses them. Relative positions, where there
-// are any, add to the scores of a block and get their gradients.
+// Keys and values are packed once, then queries are processed in blocks. The forward takes each through blocks of keys,
+// so that scores stay in the cache (with an online softmax: Milakov & Gimelshein, "Online normalizer calculation for
+// softmax", 2018). The backward goes through the keys twice, because it needs the sum of a row's weights before it uses
+// them. Relative positions, if there are any, add to the scores of a block and receive their gradients.
 #include "attention_factors.h"
 #include "philox.h"
 
@@ -17,7 +17,7 @@ static_assert(kKeys % (16 * kGroups) == 0);  // for the dropout's counters
 float logarithm(float v) { return __builtin_logf(v); }
 double logarithm(double v) { return __builtin_log(v); }
 
-// Of scores: a power of two would put every row into the same sets of the cache.
+// Stride of the rows of scores. A power of two would put every row into the same sets of the cache.
 template <class M>
 int64_t row_stride(int64_t keys) {
   return whole_panels<M>(keys) + 16;
@@ -28,7 +28,7 @@ const T* row_of(const void* data, int64_t stride, int64_t row) {
   return static_cast<const T*>(data) + row * stride;
 }
 
-// Rows of M, of whole panels, as rows of T, times factor(row).
+// Writes rows of M, which are whole panels, as rows of T, multiplied by factor(row).
 template <class T, class M, class F>
 void store_rows(const M* from, int64_t rows, int64_t columns, T* to, int64_t stride, const F& factor) {
   for (int64_t row = 0; row < rows; ++row) {
@@ -70,19 +70,19 @@ struct ForwardRoom {
   }
 };
 
-// What earlier blocks of keys left behind of a row: the largest score, without the late scale, and the sum of weights
-// relative to it.
+// What a row keeps of earlier blocks of keys: the largest score, before the late scale, and the sum of weights relative
+// to it.
 template <class M>
 struct SoFar {
   M high, total;
 };
 
-// Replaces a row's scores with a block of keys by e^((score - the largest so far) x late scale), or 0 where dropped.
-// Returns what the sums of earlier blocks have to be multiplied by. A NaN reaches all of a row by its sum of weights.
+// Replaces a row's scores for one block of keys by e^((score - the largest so far) x late scale), or 0 where dropped.
+// Returns the factor for the sums of earlier blocks. A NaN spreads to the whole row through its sum of weights.
 template <bool kDrop, class N, class M = typename N::M>
 M weigh(M* scores, int64_t keys, M late_scale, const uint8_t* bits, const Dropout& drop, SoFar<M>& so_far) {
   using V = vec<M>;
-  const Dropout unscaled{drop.key, drop.threshold, 1};  // the end of a row multiplies by keep_scale
+  const Dropout unscaled{drop.key, drop.threshold, 1};  // keep_scale is applied to the finished row
   V most[kSlots];
   for (V& part : most) part = splat<V>(-__builtin_inf());
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
@@ -145,14 +145,14 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
 // ---- backward: with P = exp(S - lse), F the dropout factors and delta = rowsum(dO O): dV = (P F)^T dO,
 // dS = P (dO V^T F - delta), dQ = scale dS K, dK = scale dS^T Q
 
-// What relative positions multiply in the backward, which is in the type of arithmetic also where the rest is not.
+// The factors of relative positions in the backward, in the type of arithmetic even where the rest is in pairs of bf16.
 template <class N, class P>
 struct WideFactors {
   using T = typename N::T;
   using M = typename N::M;
   static constexpr bool kNeeded = !kSame<P, NoPositions> && !kSame<typename N::E, M>;
   Panels<M> keys{}, queries{};
-  M* scores = nullptr;  // their gradients, of a block
+  M* scores = nullptr;  // the gradients of a block's scores
   int64_t stride = 0;
 
   WideFactors(const AttentionHead& a, Room& room) {
@@ -182,7 +182,7 @@ struct BackwardRoom {
   Panels<E> across_keys, across_values, keys, queries, grads;
   E *left_queries, *left_grads, *along;
   M *scores, *dp, *dqueries, *dkeys, *dvalues;
-  uint8_t* bits;  // of two queries
+  uint8_t* bits;  // dropout bits of two queries
   WideFactors<N, P> wide;
 
   BackwardRoom(const AttentionHead& a, Room& room) : wide(a, room) {
@@ -207,7 +207,7 @@ math_t<T> dot(const T* a, const T* b, int64_t columns) {
   return sum(total);
 }
 
-// Replaces scores by P; lse is rounded, so what they sum up to, which is returned, need not be 1.
+// Replaces scores by P and returns the sum of P, which need not be 1 because lse is rounded.
 template <class N, class M = typename N::M>
 M exponentiate(M* scores, int64_t keys, M scale, M lse) {
   using V = vec<M>;
@@ -220,7 +220,7 @@ M exponentiate(M* scores, int64_t keys, M scale, M lse) {
   return sum(total);
 }
 
-// Replaces P, after it is multiplied by `rescale`, by P F, and dp by dS: of a vector.
+// P F and dS of one vector, from dp and from P, which is first multiplied by `rescale`.
 template <bool kDrop, class M>
 BothGradients<M> differentiate(vec<M> p, vec<M> dp, const uint8_t* bits, const Dropout& drop, M rescale, M delta) {
   const vec<M> weight = p * rescale;

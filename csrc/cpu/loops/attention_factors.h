@@ -1,6 +1,6 @@
-// What attention's products multiply: elements in the type of arithmetic M, or bf16 as it is, in pairs. Scores, their
-// gradients and all sums are M either way; where they become left factors they stay as they are, or are rounded to
-// pairs in the memory that they are in.
+// The two ways in which attention multiplies: Widened converts elements to the type of arithmetic M, Paired multiplies
+// bf16 in pairs without conversion. Scores, their gradients and all sums have type M either way. Where they become left
+// factors, Widened uses them unchanged and Paired rounds them to pairs in the same memory.
 #pragma once
 
 #include "../../attention.h"
@@ -9,22 +9,22 @@
 
 namespace fastbert::cpu::FB_ISA {
 
-constexpr int64_t kKeys = 512;  // of a block
+constexpr int64_t kKeys = 512;  // keys in a block
 
-// P F and dS of a vector of scores.
+// P F (`weights`) and dS (`scores`) for one vector of scores.
 template <class M>
 struct BothGradients {
   vec<M> weights, scores;
 };
 
-// P and dO V^T of a block, row by row, which make room for P F and dS.
+// P (`weights`) and dO V^T (`scores`) of a block, which put_gradients replaces row by row with P F and dS.
 template <class M>
 struct GradientBlock {
   M *weights, *scores;
   int64_t stride, rows, keys;
 };
 
-// (P F)^T, dS^T and dS.
+// The left factors of the backward: (P F)^T, dS^T and dS.
 template <class E>
 struct LeftGradients {
   Left<true, E> weights, scores;
@@ -35,12 +35,12 @@ template <class T_>
 struct Widened {
   using T = T_;
   using M = math_t<T>;
-  using E = M;  // what is multiplied
+  using E = M;  // elements of the factors
 
-  static int64_t steps(int64_t inner) { return inner; }  // of a product
-  // Scores are made of queries times scale.
+  static int64_t steps(int64_t inner) { return inner; }  // of a product's inner dimension
+  // Queries are multiplied by scale before they are multiplied with keys.
   static M query_factor(const AttentionHead& a) { return M(a.scale); }
-  static M late_scale(const AttentionHead&) { return 1; }  // of scores after the product
+  static M late_scale(const AttentionHead&) { return 1; }  // factor of scores after the product
   static vec<M> scaled(vec<M> score, M) { return score; }
   static vec<M> weight(vec<M> difference, M) { return exp_nonpositive(difference); }  // e^(difference x late scale)
 
@@ -63,7 +63,7 @@ struct Widened {
 
   static constexpr int64_t kAlongRoom = 0;
 
-  // start(row) comes before gradients(row, i, n), which gives those of a vector.
+  // Calls start(row) for each row, then gradients(row, i, n), which returns P F and dS, for each vector of the row.
   template <class S, class F>
   static LeftGradients<E> put_gradients(const GradientBlock<M>& b, E*, const S& start, const F& gradients) {
     for (int64_t row = 0; row < b.rows; ++row) {
@@ -78,7 +78,8 @@ struct Widened {
   }
 };
 
-// For an even D, where scores can be scaled late. So they may overflow where scaled ones would not, as torch's do.
+// For even D, where scores can be scaled after the product (can_scale_late). They may then overflow where scaled ones
+// would not, as torch's do.
 struct Paired {
   using T = bf16;
   using M = float;
@@ -111,10 +112,11 @@ struct Paired {
     return {reinterpret_cast<const pair*>(rows), stride};
   }
 
-  static constexpr int64_t kAlong = kKeys / 2 + 8;  // from row to row: no power of two
+  static constexpr int64_t kAlong = kKeys / 2 + 8;  // row stride, not a power of two
   static constexpr int64_t kAlongRoom = kAttentionQueries * kAlong;
 
-  // Two rows become one of pairs of queries, and the gradients of scores two of pairs of keys besides.
+  // Two rows become one row of pairs of queries. The gradients of scores are also written to `along`, as two rows of
+  // pairs of keys.
   template <class S, class F>
   static LeftGradients<pair> put_gradients(const GradientBlock<float>& b, pair* along, const S& start,
                                            const F& gradients) {
@@ -147,7 +149,7 @@ struct Type {
   using type = T;
 };
 
-// Calls f(how elements are multiplied, Type of relative positions).
+// Calls f(Widened or Paired, Type of the relative positions).
 template <class F>
 void for_products(const AttentionHead& a, const F& f) {
   for_dtype(a.dtype, [&](auto element) {

@@ -1,6 +1,7 @@
 // y = gelu(x + bias) on [rows, channels], and its backward; bias may be nullptr. The caller splits rows over threads.
 //
-// Bytes moved: forward x and y once; backward dy, x and dx once. dbias is added up in one row of fp32, in the L1 cache.
+// Bytes moved: forward x and y once; backward dy, x and dx once. dbias is accumulated in one row of fp32 (fp64 for f64)
+// in the L1 cache.
 #include "../../bias_gelu.h"
 
 #include "../../gelu.h"

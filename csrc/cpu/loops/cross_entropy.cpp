@@ -1,10 +1,10 @@
-// Cross-entropy of x W^T + bias: the logits of some classes at a time, of which a row's largest and the sum of its
-// weights remain and, if they are wanted, the logits in T; then, row by row, the loss and, in their place, the
-// gradient, softmax - onehot (an online softmax: Milakov & Gimelshein, "Online normalizer calculation for softmax",
-// 2018).
+// Cross-entropy of x W^T + bias. Logits are computed for some classes at a time; what is kept is each row's largest,
+// its sum of exponentials and, if the gradient is needed, its logits in T. Then each row gets its loss, and the
+// gradient, softmax - onehot, overwrites its logits (an online softmax: Milakov & Gimelshein, "Online normalizer
+// calculation for softmax", 2018).
 //
-// Bytes moved: the weights once, x from the cache once for each task. Logits are written once, read and written once
-// for their gradient; without it they are never in memory.
+// Bytes moved: the weights once, x from the cache once for each task. For the gradient, logits are written once, then
+// read and overwritten once; without it they are never in memory.
 #include "../../cross_entropy.h"
 
 #include "logits.h"
@@ -13,7 +13,7 @@ namespace fastbert::cpu::FB_ISA {
 
 namespace {
 
-// As T holds them: the loss is that of the logits which the gradient is made from.
+// Rounds logits to T, so that the loss is computed from the same numbers as the gradient.
 template <class T, class V>
 V rounded_to(V v) {
   T whole[kWidth<V>];
@@ -21,7 +21,7 @@ V rounded_to(V v) {
   return load(whole);
 }
 
-// What a row's logits in some classes leave: the largest, and the sum of exp(logit - largest).
+// What is kept of a row's logits in some classes: the largest, and the sum of exp(logit - largest).
 template <class M>
 struct Part {
   M high, total;
@@ -47,7 +47,7 @@ Part<sum_t<E>> part_of(const Logits<E>& logits, int64_t row, int64_t classes, T*
   return {high, sum(total)};
 }
 
-// T: of the logits. E and W: of steps of x and of the weights.
+// T: the type of the logits. E and W: the types of a step of x and of a step of the weights.
 template <class T, class E, class W>
 void logits_of(const CrossEntropy& op, int64_t steps, int64_t task, int64_t row_begin, int64_t row_end, void* memory) {
   using M = sum_t<E>;
@@ -85,7 +85,7 @@ void finish(const CrossEntropy& op, int64_t tasks, int64_t row) {
   }
   const Part<M>* const part = static_cast<const Part<M>*>(op.parts) + row;
   Part<M> all{-M(__builtin_inf()), 0};
-  for (int64_t task = 0; task < tasks; ++task)  // a NaN is in the total
+  for (int64_t task = 0; task < tasks; ++task)  // this may miss a NaN; the total has it
     if (part[task * op.rows].high > all.high) all.high = part[task * op.rows].high;
   const M base = base_of(all.high);
   for (int64_t task = 0; task < tasks; ++task) {

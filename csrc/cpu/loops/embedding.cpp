@@ -1,4 +1,4 @@
-// Three table rows summed, LayerNorm, dropout. The caller splits tokens over threads.
+// The sum of a token's table rows, LayerNorm, dropout. The caller splits tokens over threads.
 //
 // Bytes moved: forward the tables' rows and y once; backward the rows, dy and dz once.
 #include "../../embedding.h"

@@ -1,6 +1,7 @@
 // LayerNorm of x, or of dropout(x + x_bias) + residual. The caller splits rows over threads.
 //
-// A row is read once, into a buffer of fp32 in the L1 cache, and processed there (layer_norm_row.h).
+// A row is read from memory once and processed in the L1 cache as fp32 (fp64 for f64), in a buffer unless x alone has
+// that type (layer_norm_row.h).
 //
 // Bytes moved: forward x, residual and y once; backward dy, x, residual, dx and dresidual once.
 #include "../../layer_norm.h"
@@ -14,7 +15,8 @@ namespace {
 
 enum class Sum { none, plain, dropout };  // z is x; x + x_bias + residual; dropout(x + x_bias) + residual
 
-// The rows of z. It copies the fields of LayerNorm: the compiler would reload them after each store, which could alias.
+// The rows of z. The fields of LayerNorm are copied: otherwise the compiler would reload them after each store, which
+// might alias them.
 template <Sum kSum, class T, class R>
 struct Rows {
   using M = math_t<T>;
@@ -55,7 +57,7 @@ struct Rows {
 
   M first() const { return channels < kLanes<M> ? at(0, int(channels))[0] : at(0, Whole{})[0]; }
 
-  // Keeps what at() gave for later passes, unless it is x itself.
+  // Stores v, the result of at(), for later passes, unless it is x itself.
   template <class N>
   void keep_for_later(vec<M> v, int64_t i, N n) const {
     if constexpr (kBuffered) store(v, buffer + i, n);
@@ -109,7 +111,7 @@ void backward(const LayerNorm& op, const LayerNormGradients& gradients, int64_t 
   M *const dweight = static_cast<M*>(gradients.dweight), *const dbias = static_cast<M*>(gradients.dbias);
   M* const dx_bias = static_cast<M*>(gradients.dx_bias);
   const Y* dy = static_cast<const Y*>(gradients.dy) + begin * C;
-  constexpr bool kShared = kSum == Sum::plain && kSame<T, R>;  // dx would be dresidual
+  constexpr bool kShared = kSum == Sum::plain && kSame<T, R>;  // dx equals dresidual and is not written
   T* dx = kShared ? nullptr : static_cast<T*>(gradients.dx) + begin * C;
   R* dresidual = kSum == Sum::none ? nullptr : static_cast<R*>(gradients.dresidual) + begin * C;
   for (int64_t row = begin; row < end; ++row, dy += C) {

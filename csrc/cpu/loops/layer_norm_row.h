@@ -1,8 +1,8 @@
 // LayerNorm of one row that is in the L1 cache as fp32 (or fp64).
 //
-// The caller sums the row as differences to its first element, so that a constant row gives exactly the bias. The
-// rounding error of that mean is corrected in the second pass, so that a large offset costs no digits. The saved mean
-// is rounded again: the backward corrects that too.
+// The caller computes the mean from the elements' differences to the first one, so a constant row gives exactly the
+// bias. The second pass corrects the rounding error of that mean, so a large offset costs no precision. The saved mean
+// is rounded once more; the backward corrects that error too.
 #pragma once
 
 #include "simd.h"
@@ -34,7 +34,7 @@ inline void normalize(const M* z, M mean, int64_t channels, M eps, const M* weig
 
 // ---- backward: with g = dy weight and n = (z - mean) rstd, dz = rstd (g - mean(g) - n mean(g n))
 
-// The sums of the first pass over a row: of c = z - mean, g, and g c.
+// The sums of c = z - mean, of g and of g c, from the first pass over a row.
 template <class M>
 struct RowSums {
   using V = vec<M>;
@@ -49,11 +49,11 @@ struct RowSums {
   }
 };
 
-// dz of a row, for the second pass.
+// Computes dz of a row in the second pass.
 template <class M>
 struct RowGradient {
   using V = vec<M>;
-  M mean, rstd, correction, g_mean, minus_gn_mean;  // the latter: -mean(g n)
+  M mean, rstd, correction, g_mean, minus_gn_mean;  // minus_gn_mean: -mean(g n)
 
   RowGradient(const RowSums<M>& sums, M mean_, M rstd_, int64_t channels)
       : mean(mean_), rstd(rstd_), correction(sum(sums.c) / M(channels)), g_mean(sum(sums.g) / M(channels)) {

@@ -1,8 +1,8 @@
-// The largest of x W^T + bias over the rows of each sequence. A task has some classes and all rows; one pass over the
-// logits of a block of rows moves the maxima along.
+// The maximum of x W^T + bias over the rows of each sequence. A task takes some classes and all rows; it computes the
+// logits of one block of rows at a time and updates the maxima with them.
 //
-// Bytes moved: the weights once, x from the cache once for each task, y and rows once. The backward reads a row of W
-// and one of x for each gradient that is not zero, which are grouped by token first.
+// Bytes moved: the weights once, x from the cache once for each task, y and rows once. The backward reads one row of W
+// and one of x for each nonzero gradient; gradients are first grouped by token.
 #include "../../linear_max.h"
 
 #include "logits.h"
@@ -11,10 +11,10 @@ namespace fastbert::cpu::FB_ISA {
 
 namespace {
 
-constexpr int64_t kTerms = 64;  // of a gradient that are one chain of sums
+constexpr int64_t kTerms = 64;  // terms of a gradient in one chain of sums
 
 template <class M>
-using vplaces = decltype(vec<M>{} <= vec<M>{});  // as many integers of the same size
+using vplaces = decltype(vec<M>{} <= vec<M>{});  // a vector of as many integers of the same size
 template <class M>
 using Place = decltype(vplaces<M>{}[0] + 0);
 
@@ -33,7 +33,8 @@ struct Scratch {
   static int64_t bytes(int64_t steps) { return Logits<E>::bytes(steps) + 2 * Logits<E>::kClasses * int64_t(sizeof(M)); }
 };
 
-// What row `at` of a block makes of the maxima. A NaN is larger than any number; of equal ones the first stays.
+// Updates the maxima with row `at` of a block, which is row `row` of x. A NaN is larger than any number; of equal
+// values the first is kept.
 template <bool first, class E>
 void compare(int64_t at, int64_t row, int64_t columns, const Scratch<E>& to) {
   using M = sum_t<E>;
@@ -59,7 +60,7 @@ void finish(const LinearMax& op, int64_t sequence, int64_t first, int64_t classe
   for (int64_t i = 0; op.rows && i < classes; ++i) op.rows[at + i] = empty ? -1 : int32_t(from.places[i]);
 }
 
-// T: of y. E and W: of steps of x and of the weights.
+// T: the type of y. E and W: the types of a step of x and of a step of the weights.
 template <class T, class E, class W>
 void forward(const LinearMax& op, int64_t steps, int64_t first, int64_t classes, void* memory) {
   Scratch<E> scratch(memory, steps);
@@ -67,7 +68,7 @@ void forward(const LinearMax& op, int64_t steps, int64_t first, int64_t classes,
   const E* const x = static_cast<const E*>(op.x);
   scratch.logits.pack(static_cast<const W*>(op.weight) + first * steps, static_cast<const sum_t<E>*>(op.bias), first,
                       classes);
-  for (int64_t sequence = 0, begin = 0, end = 0; sequence < op.sequences; ++sequence) {  // of the rows that are there
+  for (int64_t sequence = 0, begin = 0, end = 0; sequence < op.sequences; ++sequence) {  // begin, end: rows with logits
     for (int64_t row = op.bounds[sequence]; row < op.bounds[sequence + 1]; ++row) {
       if (row >= end) {
         begin = row, end = least(last, row + Logits<E>::kRows);
@@ -89,7 +90,7 @@ inline M number(const M* x) {
   return *x;
 }
 
-// Rows times factors, added up in chains of kTerms: one chain of them all would lose digits.
+// The sum of rows times factors, in chains of kTerms terms: a single chain would lose precision.
 template <class M>
 struct Sums {
   M *total, *chain;
@@ -116,14 +117,14 @@ struct Sums {
   }
 };
 
-// Whether there is a gradient at a place in dy.
+// Whether dy[at] is nonzero and belongs to a row of x.
 template <class T>
 bool counts(const LinearMaxGradients& op, int64_t at) {
   return op.rows[at] >= 0 && op.rows[at] < op.tokens && number(static_cast<const T*>(op.dy) + at) != 0;
 }
 
-// starts becomes, for each token, first the number of gradients of those before it, then the end of its own: shifted by
-// one, its beginning.
+// starts[t] is first the number of gradients of the tokens before t, where the entries of t begin. Filling the entries
+// moves it to where they end, which is where those of t + 1 begin, so starts is shifted by one in the end.
 template <class T>
 void group(const LinearMaxGradients& op, int64_t* starts, int64_t* entries) {
   const int64_t all = op.sequences * op.classes;

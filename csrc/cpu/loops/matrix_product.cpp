@@ -1,5 +1,5 @@
-// A block of c = a b, or with transposes of a or b. For one part of the inner dimension after the other it copies the
-// block's part of a, then packs and multiplies b, one panel at a time.
+// Computes a block of c = a b, where a or b may be transposed. For each part of the inner dimension it copies that part
+// of the block's a, then packs and multiplies b, one panel at a time.
 #include "../../matrix_product.h"
 
 #include "product.h"
@@ -8,9 +8,9 @@ namespace fastbert::cpu::FB_ISA {
 
 namespace {
 
-constexpr int64_t kRows = 288;  // a multiple of every tile's: a panel is put in place once for all of them
+constexpr int64_t kRows = 288;  // rows of a block, a multiple of every tile height; they share each packed panel
 constexpr int64_t kInner = 256, kColumns = 16 * kPanel<float>;
-// Between rows of sums, and of the copy of a or of its transpose: powers of two would use few sets of the cache.
+// Row strides: of sums, of a's copy, of the copy of a transposed a. Powers of two would use only few sets of the cache.
 constexpr int64_t kStride = kColumns + 16, kCopyStride = kInner + 16, kTransposedStride = kRows + 16;
 
 // Like Ahead, but fetches `width` floats of each row; rows are `stride` apart.
@@ -21,7 +21,7 @@ struct RowsAhead {
   int64_t at = 0, due = 0;
 
   static int64_t lines(int64_t width) { return (width + kFloatsPerLine - 1) / kFloatsPerLine; }
-  // steps: in which all rows are to be fetched.
+  // steps: how many steps the prefetches of all rows are spread over.
   static RowsAhead of(const float* from, int64_t stride, int64_t rows, int64_t width, int64_t steps) {
     return {from, stride, width, Ahead::kPart * rows * lines(width) / steps};
   }
@@ -40,7 +40,7 @@ struct RowsAhead {
   }
 };
 
-// Copies some steps of rows of a.
+// Copies `steps` steps of `rows` rows of a.
 template <bool transposed>
 Left<transposed, float> copy_left(const MatrixProduct& op, int64_t row, int64_t rows, int64_t k, int64_t steps,
                                   float* to) {
@@ -52,7 +52,7 @@ Left<transposed, float> copy_left(const MatrixProduct& op, int64_t row, int64_t 
   return {to, kApart};
 }
 
-// Packs some steps of a panel of b.
+// Packs a panel of b, from step k on.
 void pack_right(const MatrixProduct& op, int64_t k, int64_t column, int64_t columns, Panels<float> to) {
   if (op.b_transposed) return pack_transposed(op.b + column * op.b_stride + k, op.b_stride, columns, to);
   pack(op.b + k * op.b_stride + column, op.b_stride, columns, 1.0f, to);
@@ -82,7 +82,7 @@ void sum_up(const MatrixProduct& op, int64_t row, int64_t rows, int64_t column, 
   }
 }
 
-// c = sums, and the bias if there is one.
+// c = sums, plus the bias if there is one.
 void finish(const MatrixProduct& op, int64_t row, int64_t rows, int64_t column, int64_t columns, const float* sums) {
   for (int64_t r = 0; r < rows; ++r, sums += kStride) {
     float* const c = op.c + (row + r) * op.columns + column;

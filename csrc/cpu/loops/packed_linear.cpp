@@ -1,5 +1,5 @@
-// A block of y = gelu(x W^T + bias), W packed: its sums are added up in scratch, then one pass turns them into y while
-// they are in the cache.
+// Computes a block of y = gelu(x W^T + bias) with packed W: its sums are accumulated in scratch, then one pass turns
+// them into y while they are in the cache.
 #include "../../packed_linear.h"
 
 #include "../../gelu.h"
@@ -9,13 +9,13 @@ namespace fastbert::cpu::FB_ISA {
 
 namespace {
 
-// Of a block, a multiple of every tile's. Panels come the less often the more there are; with tiles this matters most,
-// and the second-level cache has room for them.
+// Rows in a block: a multiple of every tile height. With more rows, panels are read less often; with tiles this matters
+// most, and there the second-level cache has room for the rows.
 constexpr int64_t kRows = kTiles ? 288 : 144;
-constexpr int64_t kInner = 256;                                  // steps, that the sums of floats are chains of
-constexpr int64_t kColumns = (kTiles ? 8 : 16) * kPanel<float>;  // of a block that is finished at once
-constexpr int64_t kStride = kColumns + 16;  // of its sums: a power of two would use few sets of the cache
-constexpr int64_t kNear = kInner + 16;      // of rows of x that would, and are copied
+constexpr int64_t kInner = 256;                                  // steps in one chain of float sums
+constexpr int64_t kColumns = (kTiles ? 8 : 16) * kPanel<float>;  // columns that are finished at once
+constexpr int64_t kStride = kColumns + 16;  // row stride of sums: a power of two would use few sets of the cache
+constexpr int64_t kNear = kInner + 16;      // row stride of copied rows of x (nearby), for the same reason
 
 // Calls f with a value of x's or y's type.
 template <class F>
@@ -27,7 +27,7 @@ void for_type(DType dtype, const F& f) {
 
 bool in_pairs(Weights weights) { return kPairs && weights == Weights::bf16; }
 
-// How many numbers of a channel one step of a product takes.
+// How many numbers of each channel one step of a product takes.
 int64_t group_of(Weights weights) { return weights == Weights::s8 ? kGroup : in_pairs(weights) ? 2 : 1; }
 int64_t steps(const PackedLinear& op) {
   const int64_t group = group_of(op.weights);
@@ -41,8 +41,8 @@ void widen(const T* x, int64_t elements, float* to) {
   for_vectors<float>(elements, [&](int64_t i, auto n) { store(load(x + i, n), to + i, n); });
 }
 
-// The largest magnitude of a row, or what is not finite: magnitudes are ordered as their bits are, and those of an
-// infinity and of a NaN come last.
+// The largest magnitude of a row, or an infinity or NaN if it has one. Magnitudes are compared by their bits, which
+// have the same order, with infinity and then NaN last.
 template <class T>
 float largest_magnitude(const T* x, int64_t elements) {
   using Bits = either<sizeof(T) == 2, uint16_t, int32_t>;
@@ -53,7 +53,7 @@ float largest_magnitude(const T* x, int64_t elements) {
     bits &= Bits(sizeof(T) == 2 ? 0x7fff : 0x7fffffff);
     most[slot] = most[slot] > bits ? most[slot] : bits;
   };
-  const pair* const lanes_of_x = reinterpret_cast<const pair*>(x);  // of four bytes, aligned as two
+  const pair* const lanes_of_x = reinterpret_cast<const pair*>(x);  // lanes of four bytes, aligned to two
   for_vectors_in_slots<float>(
       elements / kInLane, [&](int64_t i, auto n, auto slot) { take(reinterpret<V>(load(lanes_of_x + i, n)), slot); });
   if (elements % kInLane) {
@@ -87,9 +87,9 @@ inline void store_left(vint v, Left8* to, int n) {
   for (int i = 0; i < n; ++i) to[i] = Left8(v[i]);
 }
 
-// The int8 nearest to x times a factor, ties to even, plus kOffset, which are the lowest bits of the sum here. Returns
-// what the int8 numbers are to be multiplied by. A row with a NaN or an infinity gives NaN: none would be near; one of
-// numbers below 2^-100 gives zeros.
+// Writes the int8 nearest to x times a factor, ties to even, plus kOffset: the lowest bits of the float sum below.
+// Returns the factor that turns these int8 back into x. It is NaN for a row with a NaN or an infinity, which no int8 is
+// near. A row of numbers below 2^-100 becomes zeros.
 template <class T>
 float quantise_row(const T* x, int64_t inner, Left8* to) {
   const float high = largest_magnitude(x, inner);
@@ -102,7 +102,7 @@ float quantise_row(const T* x, int64_t inner, Left8* to) {
   return !finite ? __builtin_nanf("") : zero ? 0 : high / 127;
 }
 
-// A row of an odd number of bf16, and a zero.
+// Copies a row of an odd number of bf16 and appends a zero.
 void put_pairs(const void* x, int64_t inner, pair* to) {
   to[inner / 2] = {};
   __builtin_memcpy(to, x, inner * sizeof(bf16));
@@ -110,7 +110,7 @@ void put_pairs(const void* x, int64_t inner, pair* to) {
 
 // ---- sums
 
-// Steps of a panel as they are multiplied: where they are, or put into `room` as floats.
+// Steps of a panel in the type that is multiplied: the panel itself, or floats in `room` converted from bf16.
 template <class E>
 E* multiplied(const E* panel, int64_t, float*) {
   return const_cast<E*>(panel);
@@ -120,8 +120,8 @@ E* multiplied(const E* panel, int64_t, float*) {
   return room;
 }
 
-// Some steps of rows of x: where they are, or in `room` if a tile's rows would share one set of the first-level cache,
-// of eight ways.
+// Some steps of rows of x: in x itself, or copied to `room` if a tile's rows would share one set of the first-level
+// cache and exceed its eight ways.
 template <class E>
 Left<false, E> nearby(const E* x, int64_t stride, int64_t rows, int64_t steps, void* room) {
   if (kTile <= 8 || rows <= 8 || !steps || stride * int64_t(sizeof(E)) % 4096) return {x, stride};
@@ -130,8 +130,8 @@ Left<false, E> nearby(const E* x, int64_t stride, int64_t rows, int64_t steps, v
   return {to, kNear};
 }
 
-// The sums of a block in float. W: of a step of a channel: a float, a pair, or a bf16, which is widened for all rows, a
-// part of a panel at a time.
+// Computes the sums of a block in float. W: the type of a channel's step: float, pair, or bf16, which is converted to
+// float one part of a panel at a time, once for all rows.
 template <class W>
 void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
   constexpr int64_t kWidth = kPanel<float>;
@@ -150,7 +150,7 @@ void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel
       const bool last = column + kWidth >= channels;
       const W* const next = !last             ? panel_at(column + kWidth, k)
                             : k + inner < all ? panel_at(0, k + inner)
-                                              : panel_at(channels, 0);  // of the next block, or of the next layer
+                                              : panel_at(channels, 0);  // the next block's or the next layer's
       add(rows, kWidth, inner, left, {multiplied(panel_at(column, k), inner, room), inner}, sums + column, kStride,
           nullptr, Ahead::of_bytes(next, kWidth * int64_t(sizeof(W))));
     }
@@ -167,7 +167,7 @@ void multiply8(const PackedLinear& op, int64_t row, int64_t rows, int64_t channe
 
 // ---- from sums to y
 
-// sums_of(r): of a row, as a function of the channel; so that what is the row's own is in registers.
+// sums_of(r) returns the sums of row r as a function of the channel, so that per-row values stay in registers.
 template <Gelu kGelu, class T, class F>
 void finish(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, const F& sums_of) {
   const float* const bias = op.bias ? op.bias + channel : nullptr;
@@ -222,8 +222,8 @@ int64_t packed_width() { return kPanel<float>; }
 int64_t packed_group(Weights weights) { return group_of(weights); }
 int64_t packed_rows() { return kRows; }
 int64_t packed_fewest_rows(Weights weights, int64_t bytes) {
-  constexpr int64_t kFewest = 64, kMeanwhile = 1 << 16;  // bytes that memory gives while a matrix unit takes a row
-  if (weights == Weights::bf16 && !kTiles) return int64_t(1) << 62;  // slower so, docs/prepare.md
+  constexpr int64_t kFewest = 64, kMeanwhile = 1 << 16;  // bytes that memory delivers while the matrix unit takes a row
+  if (weights == Weights::bf16 && !kTiles) return int64_t(1) << 62;  // slower: docs/packed_linear.md
   const int64_t rows = kTiles && weights != Weights::f32 ? bytes / kMeanwhile : 0;
   return rows > kFewest ? rows : kFewest;
 }

@@ -1,7 +1,8 @@
-// Packed matrices, the right factors of products: panels of a few columns, so that a row of one is a few whole vectors.
+// Packed matrices, the right factors of products. They consist of panels of a few columns, so that a row of a panel is
+// two whole vectors.
 //
-// Elements are floats, doubles, or pairs of bf16, neighbours in the inner dimension, which one instruction multiplies
-// and adds to a float; then the inner dimension is counted in pairs.
+// Elements are floats, doubles, or pairs of bf16. The numbers of a pair are neighbours in the inner dimension, which is
+// then counted in pairs; one instruction multiplies two pairs and adds both products to a float.
 #pragma once
 
 #include "simd.h"
@@ -11,25 +12,27 @@ namespace fastbert::cpu::FB_ISA {
 template <class M>
 constexpr int64_t kPanel = 2 * kLanes<M>;  // columns
 #ifdef __AVX512F__
-constexpr int kTile = 12;  // rows of a tile in vector registers: 24 sums in 32
+constexpr int kTile = 12;  // rows of a tile: its sums take 24 of 32 vector registers
 #else
-constexpr int kTile = 6;  // 12 in 16
+constexpr int kTile = 6;  // 12 of 16
 #endif
 
-// Whether pairs are multiplied faster than floats; in plain C++ they are not, but tests run them so.
+// Whether bf16 is multiplied in pairs: where that is faster than in floats and, for tests, in plain C++ on 64-byte
+// vectors.
 #if defined(__AVX512BF16__) || (FB_VECTOR_BYTES == 64 && !defined(__AVX512F__))
 constexpr bool kPairs = true;
 #else
 constexpr bool kPairs = false;
 #endif
 
-// Whether rows of so many elements are taken in pairs; else they are in the type of arithmetic.
+// Whether rows of `inner` elements are multiplied in pairs; otherwise they are converted to the type of arithmetic.
 inline bool takes_pairs(DType dtype, int64_t inner) { return kPairs && dtype == DType::bf16 && inner % 2 == 0; }
 
 template <class E>
 using sum_t = either<kSame<E, pair>, float, E>;
 
-// sums + the products of both numbers of a pair, the second first. To the instruction numbers below 2^-126 are 0.
+// sums + the two products of each pair; the product of the second numbers is added first. The instruction takes numbers
+// below 2^-126 as 0.
 inline vfloat fma(vint a, vint b, vfloat sums) {
 #ifdef __AVX512BF16__
   return (vfloat)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
@@ -46,11 +49,11 @@ constexpr int64_t whole_panels(int64_t columns) {
 
 template <class M>
 inline vec<M> broadcast(const M* value) {
-  return *value - vec<M>{};  // which no number changes, and compilers leave out
+  return *value - vec<M>{};  // x - 0 is x for every number; compilers omit it
 }
 inline vint broadcast(const pair* value) { return vint{} + load_bits<int32_t>(value); }
 
-// A packed matrix of `inner` rows: row k of panel p is at (p inner + k) kPanel. What is beyond its columns is zero.
+// A packed matrix of `inner` rows: row k of panel p is at (p inner + k) kPanel. Columns beyond the matrix are zero.
 template <class M>
 struct Panels {
   M* data;
@@ -62,7 +65,7 @@ struct Panels {
 
 // ---- packing
 
-// The matrix itself: `inner` rows of `columns` elements, times `factor`.
+// Packs a matrix of `inner` rows of `columns` elements, multiplied by `factor`.
 template <class T, class M = math_t<T>>
 void pack(const T* from, int64_t stride, int64_t columns, M factor, Panels<M> to) {
   for (int64_t row = 0; row < to.inner; ++row) {
@@ -78,7 +81,7 @@ void pack(const T* from, int64_t stride, int64_t columns, M factor, Panels<M> to
   }
 }
 
-// The matrix itself, its rows in pairs; an odd one's neighbour is zeros.
+// Packs a matrix with two neighbouring rows as one row of pairs. An odd last row is paired with zeros.
 inline void pack_pairs(const bf16* from, int64_t stride, int64_t rows, int64_t columns, Panels<pair> to) {
   constexpr int L = kLanes<pair>;
   for (int64_t row = 0; row < rows; row += 2) {
@@ -95,7 +98,7 @@ inline void pack_pairs(const bf16* from, int64_t stride, int64_t rows, int64_t c
 template <class V>
 constexpr int kWidth = sizeof(V) / sizeof(V{}[0]);
 
-// The lanes of a and b from `first` on, in turn.
+// Interleaves the lanes of a and b: a[first], b[first], a[first + 1], b[first + 1], ...
 template <class V>
 inline V alternate(V a, V b, int first) {
   V result;
@@ -109,7 +112,7 @@ inline V alternate(V a, V b, int first) {
   return result;
 }
 
-// Each round takes vectors that are half of all apart; after log2 of them, rows are columns.
+// Transposes L vectors of L lanes: each of log2(L) rounds interleaves vectors i and i + L / 2.
 template <class V>
 inline void transpose(V (&rows)[kWidth<V>]) {
   constexpr int L = kWidth<V>;
@@ -123,7 +126,7 @@ inline void transpose(V (&rows)[kWidth<V>]) {
   }
 }
 
-// The transpose of a matrix of `columns` rows of `inner` elements.
+// Packs the transpose of a matrix of `columns` rows of `inner` elements.
 template <class T, class M = math_t<T>>
 void pack_transposed(const T* from, int64_t stride, int64_t columns, Panels<M> to) {
   constexpr int L = kLanes<M>;
@@ -141,9 +144,10 @@ void pack_transposed(const T* from, int64_t stride, int64_t columns, Panels<M> t
   }
 }
 
-// ---- what products share
+// ---- shared by all products
 
-// What becomes of what is there: a product overwrites it, is added to it, or to that times a factor of its row.
+// What a product does with the values already in its result: it overwrites them, is added to them, or is added to them
+// after each row is multiplied by its factor.
 enum class Onto { nothing, sums, scaled };
 
 template <Onto what, class M>
@@ -153,11 +157,11 @@ inline void put(vec<M> result, M* to, const M* factor) {
   store(result, to);
 }
 
-// What tiles ask memory for while they compute: the lines of the cache that are read next, each once, spread evenly
-// over their steps. They ask after the loads of these steps: a core waits for some 16 lines at a time, and loads that
-// found them all taken would wait for memory too.
+// The prefetches that tiles issue while they compute: each cache line that is read next, once, spread evenly over the
+// tiles' steps. They come after the loads of these steps: a core can wait for some 16 cache lines at a time, and if
+// prefetches took all of these places, the loads would wait for memory too.
 struct Ahead {
-  static constexpr int64_t kLine = 64, kPart = 1 << 12;  // bytes; parts of a line that a step is counted in
+  static constexpr int64_t kLine = 64, kPart = 1 << 12;  // kLine: bytes; `step` and `due`: lines times kPart
   const char* from;
   int64_t step;
   int64_t due = 0;
@@ -168,11 +172,12 @@ struct Ahead {
   void fetch(int64_t steps) {
     for (due += steps * step; due >= kPart; due -= kPart, from += kLine) __builtin_prefetch(from, 0, 2);
   }
-  // Steps between which nothing is fetched: counting that takes registers, and too many lines at once do not fit.
+  // The steps from one fetch to the next: counting in every step would take registers, and long intervals would request
+  // too many lines at once.
   int64_t undisturbed() const { return step <= kPart / 8 ? 64 : 8; }
-  // What is left after some steps.
+  // The prefetches left after `steps` steps.
   Ahead after(int64_t steps) const { return {from + steps * step / kPart * kLine, step}; }
-  // What a tile of `count` rows from `row` on asks for: its share, as of the work.
+  // The prefetches of a tile of `count` of the `rows` rows, from `row` on, in proportion to its share of the work.
   Ahead share(int64_t row, int64_t count, int64_t rows, int64_t steps) const {
     return {from + steps * step / kPart * row / rows * kLine, step * count / rows};
   }

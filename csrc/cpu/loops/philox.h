@@ -1,4 +1,4 @@
-// Philox4x32-7, one counter a lane, and the layouts of random bits that fastbert/random.py lays down.
+// Philox4x32-7 with one counter in each lane, and the layouts of random bits that fastbert/random.py specifies.
 #pragma once
 
 #include "../../dropout.h"
@@ -46,28 +46,28 @@ inline Words philox(uint32_t group, uint32_t c1, uint32_t c2, uint32_t c3, uint6
   return {{a, b, c, d}};
 }
 
-// How many elements the bits of a row take: they are written in whole vectors of counters.
+// Room for the bits of a row, in elements: they are written for whole vectors of counters.
 constexpr int64_t row_bits_room(int64_t channels) { return (channels + 8 * kGroups - 1) / (8 * kGroups) * 8 * kGroups; }
 constexpr int64_t key_bits_room(int64_t keys) { return (keys + 16 * kGroups - 1) / (16 * kGroups) * 16 * kGroups; }
 
-// 16 bits for each channel of a token.
+// Writes 16 random bits for each channel of a token.
 inline void row_bits(uint16_t* bits, int64_t channels, uint64_t token, uint64_t key) {
   for (int64_t channel = 0; channel < channels; channel += 8 * kGroups) {
     const Words words = philox(uint32_t(channel / 8), uint32_t(token), uint32_t(token >> 32), 0, key);
-    uint32_t ordered[kGroups][4];  // little-endian: a word is the 16 bits of two neighbouring channels
+    uint32_t ordered[kGroups][4];  // little-endian: a word has the 16 bits of two neighbouring channels
     for (int word = 0; word < 4; ++word)
       for (int group = 0; group < kGroups; ++group) ordered[group][word] = words.word[word][group];
     __builtin_memcpy(bits + channel, ordered, sizeof ordered);
   }
 }
 
-// A byte for each key of a query, from a multiple of 16 kGroups on. In a block of 64 keys, bytes 2j and 2j + 1 of
-// column c are for keys 8j + 2c and 8j + 2c + 1.
+// Writes a random byte for each key of a query; first_key is a multiple of 16 kGroups. In a block of 64 keys, which has
+// four counters, bytes 2j and 2j + 1 of counter c are for keys 8j + 2c and 8j + 2c + 1.
 inline void attention_bits(uint8_t* bits, int64_t first_key, int64_t keys, uint32_t query, uint32_t head,
                            uint32_t sequence, uint64_t key) {
   for (int64_t first = 0; first < keys; first += 16 * kGroups) {
     const Words words = philox(uint32_t((first_key + first) / 16), query, head, sequence, key);
-    uint16_t pairs[kGroups / 4][8][4];  // block, j, column
+    uint16_t pairs[kGroups / 4][8][4];  // block, j, counter
     for (int word = 0; word < 4; ++word) {
       for (int group = 0; group < kGroups; ++group) {
         pairs[group / 4][2 * word][group % 4] = uint16_t(words.word[word][group]);

@@ -1,16 +1,17 @@
-// Matrix products between blocks that stay in the caches. Every element is a chain of fused multiply-adds in the order
-// of the inner dimension (on the matrix unit one of sums of some), so its bits depend on neither its neighbours nor the
-// number of threads. What is there already is added at the end: one chain through all blocks would lose digits. (On the
-// matrix unit sums go on in the tiles: what is lost is small beside bf16's rounding, and int8's are exact.)
+// Matrix products of blocks that stay in the caches. Every element of the result is one chain of fused multiply-adds in
+// the order of the inner dimension (on the matrix unit, a chain of sums of a few products each), so its bits depend on
+// neither its neighbours nor the number of threads. A value that is already in the result is added at the end, because
+// one chain through all blocks would lose precision. (The matrix unit instead starts from the existing sums: what that
+// loses is small beside bf16's rounding, and int8 sums are exact.)
 //
-// A tile of the result, a few rows of a panel of the right factor, is added up in registers.
+// A tile of the result, a few rows by one panel of the right factor, is accumulated in registers.
 #pragma once
 
 #include "tile_product.h"
 
 namespace fastbert::cpu::FB_ISA {
 
-// The left factor: a row's elements are neighbours, or (`across`) a column's.
+// The left factor. The elements of a row are contiguous or, with `across`, the elements of a column.
 template <bool across, class E>
 struct Left {
   const E* data;
@@ -44,8 +45,8 @@ inline void tile(Left<across, E> a, const E* b, int64_t inner, M* c, int64_t str
     for (int half = 0; half < 2; ++half) put<what>(sums[row][half], c + row * stride + half * L, factors + row);
 }
 
-// Calls f(count, row) for tiles of rows; count is known when compiling. Two rows take the time of four, so that eight,
-// or nine, are two fours rather than six and two.
+// Calls f(count, row) for each tile of `count` rows; count is a compile-time constant. A tile of two rows takes as long
+// as one of four, so where tiles have up to six rows, eight or nine rows become two tiles of four, not six and two.
 template <class F>
 inline void for_tiles(int64_t rows, const F& f) {
   int64_t row = 0;
@@ -55,7 +56,7 @@ inline void for_tiles(int64_t rows, const F& f) {
   run(Slot<kTile>{}), run(Slot<4>{}), run(Slot<2>{}), run(Slot<1>{});
 }
 
-// c (rows, whole panels) = a (rows, inner) b, from its first `inner` rows. ahead: while one panel is multiplied.
+// c (rows, whole panels) = a (rows, inner) times the first `inner` rows of b. ahead: the prefetches during each panel.
 template <Onto what, bool across, class E, class A = NothingAhead>
 void product(int64_t rows, int64_t columns, int64_t inner, Left<across, E> a, Panels<E> b, sum_t<E>* c, int64_t stride,
              const sum_t<E>* factors = nullptr, A ahead = {}) {

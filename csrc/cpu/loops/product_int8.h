@@ -1,8 +1,8 @@
-// Matrix products of int8 numbers with int32 sums, which are exact: in any order, on any instruction set.
+// Matrix products of int8 numbers with int32 sums. Sums are exact: any order and any instruction set gives the same.
 //
-// A row of the left factor comes in groups of 32 bits, which one instruction multiplies with as many numbers of each
-// channel, and adds up: two int16, or four uint8 (VNNI, and plain C++), which are the int8 + kOffset.
-// A tile of the result, a few rows of a panel of channels, is added up in registers.
+// A row of the left factor consists of groups of 32 bits: two int16, or four uint8 (VNNI, and plain C++) that hold the
+// int8 + kOffset. One instruction multiplies a group with as many numbers of each channel and adds up the products.
+// A tile of the result, a few rows by one panel of channels, is accumulated in registers.
 #pragma once
 
 #include "product.h"
@@ -15,10 +15,10 @@ namespace fastbert::cpu::FB_ISA {
 using Left8 = uint8_t;
 constexpr int kOffset = 128;
 
-// Four int8 of each channel.
+// Loads four int8 weights of each channel.
 inline vint load_group(const int8_t* weights) { return load_bits<vint>(weights); }
 
-// sums + the products of four numbers each.
+// sums + the four products of each lane.
 inline vint dot(vint left, vint weights, vint sums) {
 #ifdef __AVX512VNNI__
   return (vint)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)left, (__m512i)weights);
@@ -53,8 +53,8 @@ constexpr int kGroup = 4 / sizeof(Left8);
 
 constexpr int64_t whole_groups(int64_t inner) { return (inner + kGroup - 1) / kGroup * kGroup; }
 
-// Rows of the left factor: how many numbers each takes, and where the i-th of a row is. For a matrix unit they are in
-// tiles (TileRows).
+// The layout of the left factor: how many numbers a row takes, where a row begins, and where in it the i-th number is.
+// For the matrix unit rows are stored in tiles (TileRows).
 constexpr int64_t kTileBytes = kTileSteps * 4;
 constexpr int64_t left8_stride(int64_t inner) {
   return kTiles ? (inner + kTileBytes - 1) / kTileBytes * kTileBytes : whole_groups(inner);
@@ -88,12 +88,12 @@ inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner
       __builtin_memcpy(c + row * c_stride + half * L, &sums[row][half], sizeof(vint));
 }
 
-// c (rows, a panel) = a (rows, inner) and a panel of b, of whole groups. What follows it is fetched meanwhile. a: from
-// the first of a tile's rows on; c: with room for whole tiles.
+// c (rows, a panel) = a (rows, inner) times a panel of b; inner is a multiple of kGroup. Meanwhile the memory after the
+// panel is prefetched. On the matrix unit a begins at the first row of a tile, and c has room for whole tiles.
 inline void product8(int64_t rows, int64_t inner, const Left8* a, int64_t stride, const int8_t* b, int32_t* c,
                      int64_t c_stride) {
   const int8_t* const next = b + inner * kPanel<float>;
-  if constexpr (kTiles) {  // which take four int8 as one element
+  if constexpr (kTiles) {  // tiles take four int8 as one element
     const auto fours = [](const void* data) { return static_cast<const int32_t*>(data); };
     return tile_product<Onto::nothing>(rows, inner / 4, TileRows<true, int32_t>{fours(a), stride / 4}, fours(b),
                                        reinterpret_cast<float*>(c), c_stride, nullptr,

@@ -1,11 +1,11 @@
-// What the distance between query and key adds to their score, in blocks of attention that stay in the caches:
-// A[i, w] + B[j, w] + t[w], where A = scale Q Pk^T, B = scale K Pq^T and w is the slot of i - j. In pairs of bf16 scale
-// comes last: all three are over it.
+// The part of a score that depends on the distance between query i and key j: A[i, w] + B[j, w] + t[w], where
+// A = scale Q Pk^T, B = scale K Pq^T and w is the slot of i - j. It is computed for blocks of attention that stay in
+// the caches. With pairs of bf16, scores are multiplied by scale last, so here all three are divided by it.
 //
-// Distances follow each other in columns, one for each run of neighbours of the same slot. What a band of queries needs
-// of A is then a product with a few columns more than there are keys, and the column of a row's next key is the next
-// one, or, where runs are longer, the same: mostly vectors are added as they lie in memory. B is made of bands of keys,
-// and transposed in registers.
+// Distances, in order, become columns: neighbouring distances with the same slot share one. The part of A that a band
+// of queries needs is then a product with a few more columns than there are keys. From one key to the next, a row's
+// column increases by one or, within a shared column, stays the same, so mostly whole vectors are added as they lie in
+// memory. B is computed for bands of keys and transposed in registers.
 #pragma once
 
 #include "../../attention.h"
@@ -13,7 +13,7 @@
 
 namespace fastbert::cpu::FB_ISA {
 
-// Parts of a task's memory, each beginning at a multiple of 64 bytes; without memory, how much they take.
+// Divides a task's memory into parts aligned to 64 bytes. With nullptr it only adds up how much they take.
 class Room {
  public:
   explicit Room(void* memory) : memory_(static_cast<char*>(memory)) {}
@@ -30,7 +30,7 @@ class Room {
   int64_t used_ = 0;
 };
 
-// Rows of T, or a block of them, as contiguous rows of M times a factor.
+// Copies rows of T, or a block of them, to contiguous rows of M, multiplied by a factor.
 template <class T, class M>
 void load_rows(const T* from, int64_t stride, int64_t rows, int64_t columns, M factor, M* to) {
   for (int64_t row = 0; row < rows; ++row)
@@ -39,17 +39,17 @@ void load_rows(const T* from, int64_t stride, int64_t rows, int64_t columns, M f
     });
 }
 
-// Queries and keys of a block, and a number for each pair of them: its score, or the score's gradient.
+// A block of queries and keys, with a number for each pair of them: its score, or the score's gradient.
 template <class M>
 struct Block {
   int64_t query, queries, key, keys;
   M* pairs;
-  int64_t stride;  // from query to query; rows end with room for a whole vector
+  int64_t stride;  // from query to query; each row ends with room for a whole vector
 
   M* at(int64_t row, int64_t column) const { return pairs + row * stride + column; }
 };
 
-// Where there are no positions: plain attention.
+// Takes the place of Relative in plain attention.
 struct NoPositions {
   template <class... Arguments>
   NoPositions(const Arguments&...) {}
@@ -59,9 +59,9 @@ struct NoPositions {
   void differentiate(const Arguments&...) const {}
 };
 
-// ---- rows of columns
+// ---- access by column
 
-// Elements row[column[0]], row[column[1]], ...; columns rise by 0 or 1.
+// The elements row[column[0]], row[column[1]], ...; from one to the next, columns increase by 0 or 1.
 template <class M>
 inline vec<M> spread(const M* row, const int32_t* column, Whole) {
   constexpr int L = kLanes<M>;
@@ -77,7 +77,7 @@ inline vec<M> spread(const M* row, const int32_t* column, int n) {
   return v;
 }
 
-// Its adjoint: adds v's elements to those of the row.
+// The adjoint of spread: adds v's elements to row[column[0]], row[column[1]], ...
 template <class M>
 inline void collect(vec<M> v, M* row, const int32_t* column, Whole) {
   constexpr int L = kLanes<M>;
@@ -91,7 +91,7 @@ inline void collect(vec<M> v, M* row, const int32_t* column, int n) {
 
 // ---- one task's positions
 
-// N: how the elements of scores are multiplied (attention_factors.h).
+// N: how the factors of scores are multiplied, Widened or Paired (attention_factors.h).
 template <class N>
 class Relative {
   using T = typename N::T;
@@ -99,9 +99,9 @@ class Relative {
   using E = typename N::E;
   using V = vec<M>;
   static constexpr int64_t L = kLanes<M>;
-  static constexpr int64_t kBand = (4 * kTile % L ? 8 : 4) * kTile;  // queries of A, keys of B: whole tiles and vectors
-  static constexpr int64_t kAcross = 256;  // keys of A, and at least the queries of B, that a band meets at once
-  static constexpr int64_t kStride = whole_panels<M>(kAcross + kBand) + kPanel<M> + 16;  // 16: no power of two
+  static constexpr int64_t kBand = (4 * kTile % L ? 8 : 4) * kTile;  // A's queries or B's keys: whole tiles and vectors
+  static constexpr int64_t kAcross = 256;  // keys that a band of A takes at a time; B's queries are no more
+  static constexpr int64_t kStride = whole_panels<M>(kAcross + kBand) + kPanel<M> + 16;  // + 16: no power of two
   static_assert(kBand % L == 0 && kAcross >= kAttentionQueries && kPanel<E> == kPanel<M>);
 
  public:
@@ -110,7 +110,7 @@ class Relative {
     steps_ = room.take<M>(kAcross + kBand);
   }
 
-  // Adds to the scores. queries: [queries, D], as N puts them.
+  // Adds to the scores. queries: [queries, D], as N::put_rows writes them.
   void add(const Block<M>& block, const E* queries) const {
     if (r_.keys)
       for_bands_of_queries(block,
@@ -119,9 +119,9 @@ class Relative {
     if (r_.bias) add_bias(block);
   }
 
-  // From the gradients of scores to those of queries (times 1 / scale), keys and tables, which they are added to; of
-  // keys and of tables of keys they are without scale where N multiplies that in later. queries: of the block, times
-  // N's factor; keys: of the sequence. dqueries and dkeys: rows of whole panels.
+  // Adds to the gradients of queries, keys and tables, given those of scores. The gradients of queries and of Pq lack
+  // the factor scale, those of keys and of Pk lack it where N scales late. queries: of the block, times N's factor;
+  // keys: of the sequence. dqueries and dkeys: rows of whole panels.
   void differentiate(const Block<M>& block, Panels<M> queries, Panels<M> keys, M* dqueries, M* dkeys) const {
     const int64_t panels = whole_panels<M>(a_.D);
     if (r_.keys) {
@@ -153,7 +153,7 @@ class Relative {
                  block.stride});
   }
 
-  // The columns that a band meets, from the beginning of a panel on.
+  // The columns that a band needs, from the beginning of a panel on.
   struct Columns {
     int64_t first, count;
   };
@@ -161,7 +161,7 @@ class Relative {
     const int64_t first = column[1 - rows] / kPanel<M> * kPanel<M>;
     return {first, column[across - 1] + 1 - first};
   }
-  // Of the band's first row and its first element across; a row later it begins one earlier.
+  // The columns of the band's first row, beginning with its first key or query; each further row's begin one earlier.
   const int32_t* by_key(const Block<M>& band) const { return r_.by_key + (r_.longest - 1 + band.key - band.query); }
   const int32_t* by_query(const Block<M>& band) const { return r_.by_query + (r_.longest - 1 + band.query - band.key); }
 
@@ -222,7 +222,7 @@ class Relative {
       for (int64_t i = 0; i < columns; i += L) store(V{}, band_ + row * kStride + i);
   }
 
-  // From the gradients in band_, rows by columns, to those of what A or B is the product of: both are added to.
+  // Adds to the gradients of the two factors of A or B, given those of their product in band_, rows by columns.
   void propagate(int64_t rows, Columns columns, Panels<M> left, const void* table, M* dleft, void* dtable) const {
     const int64_t panels = whole_panels<M>(a_.D);
     product<Onto::sums>(rows, a_.D, columns.count, Left<false, M>{band_, kStride},
@@ -264,7 +264,7 @@ class Relative {
     propagate(band.keys, columns, keys, r_.query_rows, dkeys, r_.dqueries);
   }
 
-  // Added up for a band first: one sum over all queries would lose digits.
+  // Sums are made within a band first: one sum over all queries would lose precision.
   void differentiate_bias(const Block<M>& band) const {
     const int64_t steps = band.queries + band.keys - 1;
     for (int64_t i = 0; i < steps; ++i) steps_[i] = 0;

@@ -1,5 +1,5 @@
 // Vectors of the instruction set that the loops are compiled for. They are the compilers' vector types, whose operators
-// compute and compare lane by lane; this adds what those lack. Arithmetic on bf16 and f16 is fp32.
+// compute and compare lane by lane; this file adds what they lack. Arithmetic on bf16 and f16 is done in fp32.
 //
 // The last elements of a row are loaded into a whole vector too, so every element goes through the same instructions.
 #pragma once
@@ -50,7 +50,7 @@ struct bf16 {
 struct f16 {
   uint16_t bits;
 };
-struct pair {  // two neighbours, which matrix products take together
+struct pair {  // neighbours in the inner dimension, which matrix products take together
   bf16 first, second;
 };
 
@@ -79,7 +79,7 @@ typedef FB_VECTOR(float, FB_VECTOR_BYTES) vfloat;
 typedef FB_VECTOR(double, FB_VECTOR_BYTES) vdouble;
 typedef FB_VECTOR(int32_t, FB_VECTOR_BYTES) vint;
 typedef FB_VECTOR(uint32_t, FB_VECTOR_BYTES) vuint;
-typedef FB_VECTOR(uint16_t, FB_VECTOR_BYTES / 2) vhalves;  // these two: as many elements as a vfloat
+typedef FB_VECTOR(uint16_t, FB_VECTOR_BYTES / 2) vhalves;  // this and vbytes: as many elements as a vfloat
 typedef FB_VECTOR(uint8_t, FB_VECTOR_BYTES / 4) vbytes;
 
 template <class M>
@@ -98,7 +98,7 @@ inline V reinterpret(W w) {
   return (V)w;
 }
 
-// Lanes of other widths. Compilers make 5 to 40 instructions of some of these conversions, unless they are told.
+// Conversions to lanes of another width. Without intrinsics, compilers make 5 to 40 instructions of some of them.
 #if defined(__AVX512F__)
 inline vuint widen(vhalves v) { return (vuint)_mm512_cvtepu16_epi32((__m256i)v); }
 inline vuint widen(vbytes v) { return (vuint)_mm512_cvtepu8_epi32((__m128i)v); }
@@ -137,7 +137,7 @@ inline vhalves rounded(vfloat v) {
 inline void store(vhalves v, bf16* dst) { __builtin_memcpy(dst, &v, sizeof v); }
 inline void store(vfloat v, bf16* dst) { store(rounded(v), dst); }
 
-// Of each lane: bf16 in the low and the high half.
+// Lanes with bf16 `first` in the low half and `second` in the high half.
 inline vint paired(vhalves first, vhalves second) { return (vint)(widen(first) | widen(second) << 16); }
 
 #if defined(__AVX512F__)
@@ -175,7 +175,7 @@ inline void store(vfloat v, f16* dst) {
 }
 #endif
 
-// Passed instead of a number of elements: all of a vector, known when compiling.
+// Passed instead of a number of elements: a whole vector, known at compile time.
 struct Whole {};
 
 template <class T>
@@ -184,7 +184,7 @@ inline auto load(const T* src, Whole) {
 }
 template <class T>
 inline auto load(const T* src, int n) {
-#if defined(__AVX512F__) && !defined(__SANITIZE_ADDRESS__)  // which does not look at masked loads
+#if defined(__AVX512F__) && !defined(__SANITIZE_ADDRESS__)  // ASan does not check masked loads
   if constexpr (sizeof(T) == 4)
     return reinterpret<decltype(load(src))>(_mm512_maskz_loadu_epi32(__mmask16((1u << n) - 1), src));
 #endif
@@ -209,7 +209,7 @@ inline void store(V v, T* dst, int n) {
   __builtin_memcpy(dst, whole, n * sizeof(T));
 }
 
-// Calls f(i, n) for each vector of a row, at element i: n is Whole or, at the row's end, how many elements are left.
+// Calls f(i, n) for each vector of a row, which begins at element i; n is Whole or, at the end, the elements left.
 template <class M, class F>
 inline void for_vectors(int64_t elements, F&& f) {
   int64_t i = 0;
@@ -217,7 +217,7 @@ inline void for_vectors(int64_t elements, F&& f) {
   if (i < elements) f(i, int(elements - i));
 }
 
-// A reduction over a row runs in kSlots independent parts: chains of additions are shorter, faster and more exact.
+// A reduction over a row has kSlots independent accumulators, whose shorter chains are faster and more exact.
 constexpr int kSlots = 4;
 template <int i>
 struct Slot {
@@ -309,7 +309,7 @@ inline V greater(V a, V b) {
 inline vfloat absolute(vfloat v) { return reinterpret<vfloat>(reinterpret<vint>(v) & 0x7fffffff); }
 inline vdouble absolute(vdouble v) { return v < 0 ? -v : v; }
 
-// The lanes as one: the halves by f, until one is left.
+// Reduces the lanes to one number: f combines their two halves until one lane is left.
 template <class V, class F>
 inline auto folded(V v, F f) {
   using M = decltype(v[0] + 0);
@@ -343,7 +343,7 @@ inline auto largest(const V (&slots)[kSlots]) {
   return largest(greater(greater(slots[0], slots[1]), greater(slots[2], slots[3])));
 }
 
-// What exponents of numbers are relative to whose largest is `high`: 0 where all are -inf, or NaN.
+// What is subtracted from numbers before exp, given their largest: `high` itself, or 0 if it is -inf or NaN.
 template <class M>
 inline M base_of(M high) {
   return high > -M(__builtin_inf()) ? high : M(0);
@@ -354,7 +354,7 @@ inline vfloat scale_exp2(vfloat p, vfloat shifted) {
   return p * reinterpret<vfloat>((reinterpret<vint>(shifted) + 127) << 23);
 }
 
-// (2^f - 1) / f for |f| <= 1/2: a minimax fit, relative error of 2^f 2^-28.9.
+// (2^f - 1) / f for |f| <= 1/2: a minimax fit, which gives 2^f a relative error of 2^-28.9.
 inline vfloat exp2_slope(vfloat f) {
   vfloat p = splat<vfloat>(1.535336196e-4);
   p = fma(p, f, splat<vfloat>(1.339887385e-3));
@@ -379,8 +379,8 @@ inline vdouble exp_nonpositive(vdouble x) {
   return x;
 }
 
-// 2^x for x <= 0, or what rounding left above it, where the result becomes bf16 anyway: a relative error of 2^-18, and
-// none for 0; 0 below -126; NaN stays NaN. A minimax polynomial, of those that are 1 at whole numbers.
+// 2^x for x <= 0, or above 0 by rounding, where the result becomes bf16 anyway: relative error 2^-18, exact for x = 0;
+// 0 below -126; NaN stays NaN. The polynomial is the minimax fit among those that are 1 at f = 0.
 inline vfloat exp2_roughly(vfloat x) {
 #ifdef __AVX512F__
   const vfloat f = (vfloat)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x)
@@ -394,8 +394,8 @@ inline vfloat exp2_roughly(vfloat x) {
   p = fma(p, f, splat<vfloat>(6.9304516e-1));
   p = fma(p, f, splat<vfloat>(1));
 #ifdef __AVX512F__
-  const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.f), _CMP_NLT_UQ);  // a NaN does
-  return (vfloat)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)x);                          // by 2^floor(x)
+  const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.f), _CMP_NLT_UQ);  // true for NaN
+  return (vfloat)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)x);                          // p 2^floor(x)
 #else
   return scale_exp2(p, shifted);
 #endif

@@ -1,5 +1,5 @@
-// Products on the matrix unit, of pairs of bf16, and of int8, four to an element. A block of the result is two by two
-// tiles: four tiles of factors are loaded for four multiplications, as many as keep the unit busy.
+// Products on the matrix unit, of pairs of bf16 or of int8 with four numbers in an element. A block of the result is
+// two by two tiles: four tiles of factors are loaded for four multiplications, which is enough to keep the unit busy.
 #pragma once
 
 #include "panels.h"
@@ -9,15 +9,16 @@ namespace fastbert::cpu::FB_ISA {
 
 constexpr int64_t kBlockRows = 2 * kTileRows, kBlockColumns = 2 * kTileColumns;
 
-// Rows of a left factor, of elements E: those of a row are neighbours, and rows `stride` apart; or (in_tiles) those of
-// a tile are, row by row, and tiles follow each other along rows of `stride` elements, a multiple of a tile's. Such
-// tiles load faster, and the last rows' are whole, whatever is in them.
+// Rows of a left factor with elements E. Either the elements of a row are contiguous, and rows are `stride` apart; or
+// (in_tiles) each tile is contiguous, row by row, and followed by the next tile of the same rows, which have `stride`
+// elements each, a multiple of a tile's. Such tiles load faster. The tiles of the last rows are whole, too; what fills
+// them does not matter.
 template <bool in_tiles, class E>
 struct TileRows {
   const E* data;
   int64_t stride;
 
-  // From the first of a tile's rows and steps on.
+  // The part that begins at `row` and `step`, where a tile begins.
   TileRows from(int64_t row, int64_t step) const {
     return {data + row * stride + step * (in_tiles ? kTileRows : 1), stride};
   }
@@ -28,7 +29,7 @@ struct TileRows {
   }
 };
 
-// The four tiles of sums, or the upper two, to or from memory.
+// Loads or stores the four tiles of sums, or only the upper two.
 template <bool both>
 inline void load_sums(const float* from, int64_t stride) {
   const int64_t apart = stride * int64_t(sizeof(float));
@@ -44,7 +45,7 @@ inline void store_sums(float* to, int64_t stride) {
   tile_store<2>(to + kTileRows * stride, apart), tile_store<3>(to + kTileRows * stride + kTileColumns, apart);
 }
 
-// Four multiplications, or the upper two, of some steps of a and b.
+// The four multiplications of `steps` steps of a and b, or only the upper two.
 template <bool both, bool in_tiles, class E>
 [[gnu::always_inline]] inline void multiply_tiles(TileRows<in_tiles, E> a, int64_t rows, const E* b, int64_t steps,
                                                   vint (&room)[kTileRows]) {
@@ -57,10 +58,10 @@ template <bool both, bool in_tiles, class E>
   tile_dot<2, 5, 6>(E{}), tile_dot<3, 5, 7>(E{});
 }
 
-// c (rows, a panel) = a (rows, inner) b, of at most two tiles of rows. E: pairs, or an int32_t for four int8, whose
-// sums pass through here as floats. What is there already (Onto::sums) goes on in the tiles. Beside a in tiles c has
-// room for whole ones. Nothing may be stored in its loop, not even a counter on the stack: loads of tiles wait for
-// stores, and it would take 1.15 times the time.
+// c (rows, a panel) = a (rows, inner) b, for at most two tiles of rows. E: pair, or int32_t for four int8, whose int32
+// sums are passed as floats. With Onto::sums the tiles start from the sums in c. If a is in tiles, c has room for whole
+// tiles. The loop must not store anything, not even a counter on the stack: loads of tiles wait for stores, and the
+// product would take 1.15 times as long.
 template <Onto what, bool both, bool in_tiles, class E, class A>
 [[gnu::always_inline]] inline void tile_block(int64_t rows, TileRows<in_tiles, E> a, const E* b, int64_t inner,
                                               float* c, int64_t c_stride, const float* factors, A ahead) {
@@ -92,7 +93,7 @@ template <Onto what, bool both, bool in_tiles, class E, class A>
       put<how>(load(near + row * kBlockColumns + i), c + row * c_stride + i, factors + row);
 }
 
-// The same of any number of rows.
+// The same for any number of rows.
 template <Onto what, bool in_tiles, class E, class A>
 void tile_blocks(int64_t rows, TileRows<in_tiles, E> a, const E* b, int64_t inner, float* c, int64_t c_stride,
                  const float* factors, A ahead) {
@@ -107,9 +108,9 @@ void tile_blocks(int64_t rows, TileRows<in_tiles, E> a, const E* b, int64_t inne
   }
 }
 
-// The same, a part of the inner dimension at a time, so that what two tiles of rows and the panel have of it stays in
-// the first-level cache; but all at once where a panel is read only once. (Rows in tiles are faster in parts then,
-// too.)
+// The same, one part of the inner dimension at a time, so that this part of two tiles of rows and of the panel stays in
+// the first-level cache. A panel that is read only once is taken whole, unless a is in tiles, which is faster in parts
+// even then.
 template <Onto what, bool in_tiles, class E, class A>
 void tile_product(int64_t rows, int64_t inner, TileRows<in_tiles, E> a, const E* b, float* c, int64_t c_stride,
                   const float* factors, A ahead) {
@@ -120,8 +121,8 @@ void tile_product(int64_t rows, int64_t inner, TileRows<in_tiles, E> a, const E*
   }
 }
 
-// A matrix of at most kTurned rows and columns, a column's elements being neighbours, as rows that are kTurned apart,
-// in whole vectors.
+// Copies a matrix of at most kTurned rows and columns, whose columns are contiguous, to rows that are contiguous and
+// kTurned elements apart. It writes whole vectors.
 constexpr int64_t kTurned = 4 * kTileRows;
 inline void turn(const pair* from, int64_t stride, int64_t rows, int64_t columns, pair* to) {
   constexpr int64_t L = kLanes<pair>;
@@ -136,8 +137,8 @@ inline void turn(const pair* from, int64_t stride, int64_t rows, int64_t columns
   }
 }
 
-// c (rows, whole panels) = a (rows, inner) b, where a lies across: some of its rows are turned for all columns. inner:
-// at most kTurned.
+// c (rows, whole panels) = a (rows, inner) b, where the columns of a are contiguous: kTurned of its rows at a time are
+// made contiguous and serve all columns of b. inner: at most kTurned.
 template <Onto what>
 void tile_product_across(int64_t rows, int64_t columns, int64_t inner, const pair* a, int64_t stride, Panels<pair> b,
                          float* c, int64_t c_stride) {

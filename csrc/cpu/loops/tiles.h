@@ -1,8 +1,8 @@
-// A processor's matrix unit (Intel's AMX): tiles of 16 rows of 64 bytes. One instruction multiplies a tile of the left
-// factor, whose rows are 16 steps of four bytes (two bf16, or four int8), with one of the right factor, 16 steps of 16
-// columns, as packed panels have them, and adds to 16 x 16 sums.
+// A processor's matrix unit (Intel's AMX). A tile is 16 rows of 64 bytes. One instruction multiplies a tile of the left
+// factor, whose rows are 16 steps of four bytes (two bf16, or four int8), with a tile of the right factor, 16 steps of
+// 16 columns as in packed panels, and adds the products to a tile of 16 x 16 sums.
 //
-// FB_TILES has the same in plain C++, for the sanitizers, on vectors of 64 bytes.
+// If FB_TILES is defined, plain C++ does the same on vectors of 64 bytes, for the sanitizers.
 #pragma once
 
 #include "simd.h"
@@ -21,11 +21,11 @@ constexpr bool kTiles = false;
 
 constexpr int64_t kTileRows = 16, kTileSteps = 16, kTileColumns = 16;
 
-// ---- instructions, on tiles that are counted when compiling
+// ---- instructions; tile numbers are compile-time constants
 
 #ifdef FB_AMX
 
-inline void tiles_begin() {  // all of them whole
+inline void tiles_begin() {  // all eight at full size
   struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
@@ -42,14 +42,14 @@ inline void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(tile));
 }
 template <int tile>
-inline void tile_load(const void* from, int64_t apart) {  // bytes from row to row
+inline void tile_load(const void* from, int64_t apart) {  // apart: bytes from row to row
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(apart), "i"(tile) : "memory");
 }
 template <int tile>
 inline void tile_store(void* to, int64_t apart) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(apart), "i"(tile) : "memory");
 }
-// sums += left x right: bf16, where numbers below 2^-126 count as 0; uint8 x int8.
+// sums += left x right, for bf16 (numbers below 2^-126 count as 0) and for uint8 x int8.
 template <int sums, int left, int right>
 inline void tile_dot(pair) {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(left), "i"(right));
@@ -115,8 +115,8 @@ void tile_dot(E);
 
 #endif
 
-// Whoever multiplies in tiles has one meanwhile, and one only: it configures the thread's tiles, and its end releases
-// them.
+// Lives while a thread multiplies in tiles, at most one per thread: the constructor configures the thread's tiles, the
+// destructor releases them.
 class Tiles {
  public:
   explicit Tiles(bool wanted) : wanted_(kTiles && wanted) {
@@ -132,9 +132,9 @@ class Tiles {
   const bool wanted_;
 };
 
-// ---- tiles of matrices in memory, whose elements E have four bytes
+// ---- tiles from matrices in memory, whose elements E have four bytes
 
-// A tile of `rows` rows of n elements; what is smaller than a tile goes between zeros in `room` first.
+// Loads a tile from `rows` rows of n elements. Anything smaller than a tile is first copied to `room` and zero-padded.
 template <int tile, class E>
 inline void load_tile(const E* from, int64_t stride, int64_t rows, int64_t n, vint (&room)[kTileRows]) {
   if (rows == kTileRows && n == kTileSteps) return tile_load<tile>(from, stride * int64_t(sizeof(E)));
