@@ -25,11 +25,11 @@ namespace cuda {
 const char* bias_gelu_fwd(const void* x, const void* bias, void* y, int64_t rows, int64_t channels, DType dtype,
                           DType bias_dtype, bool tanh, void* stream);
 
-// partials: the sums of dx over each of `shares` shares of the rows, [shares, channels], or nullptr.
+// partials: [shares, channels], the sums of dx over each of `shares` parts of the rows, or nullptr.
 const char* bias_gelu_bwd(const void* dy, const void* x, const void* bias, void* dx, float* partials, int64_t rows,
                           int64_t channels, int64_t shares, DType dtype, DType bias_dtype, bool tanh, void* stream);
 
-// The number of shares that fills the current device; rows and channels are at least 1.
+// The number of shares that occupies all of the current device. rows and channels are at least 1.
 int64_t bias_gelu_bwd_shares(int64_t rows, int64_t channels, DType dtype);
 
 }  // namespace cuda

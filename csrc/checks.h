@@ -1,5 +1,5 @@
-// Checks that memory safety needs: shapes, dtypes and devices of all tensors of every primitive, for CPUs and GPUs. The
-// checks for users are in Python; these also hold where an operator is called without them, in compiled code say.
+// Checks for memory safety: shapes, dtypes and devices of all tensors of every primitive, on CPUs and GPUs. The checks
+// meant for users are in Python; these also run where an operator is called without them, for example in compiled code.
 #pragma once
 
 #include <optional>
@@ -44,9 +44,9 @@ inline void check_indices(const char* op, const char* name, const Tensor& tensor
                  type_of(tensor), "; expected Long or Int");
 }
 
-// ---- a tensor beside x
+// ---- a tensor, relative to x
 
-// x has rows, and is floating point.
+// x has at least one dimension, and is floating point.
 inline void check_rows(const char* op, const char* name, const Tensor& x) {
   FB_CHECK_VALUE(x.dim() > 0, op, ": ", name, " has shape []; expected (..., C)");
   check_floating(op, name, x);
@@ -58,13 +58,13 @@ inline void check_like(const char* op, const char* name, const Tensor& tensor, c
   check_device(op, name, tensor, x.device());
 }
 
-// A gradient: as the tensor that it is the gradient of.
+// A gradient has the shape, device and dtype of the tensor that it belongs to.
 inline void check_gradient(const char* op, const char* name, const Tensor& gradient, const Tensor& of) {
   check_like(op, name, gradient, of);
   check_dtype(op, name, gradient, type_of(of));
 }
 
-// One floating-point element a channel, on x's device.
+// A parameter has one floating-point element for each channel, and is on x's device.
 inline void check_parameter(const char* op, const char* name, const Tensor& parameter, const Tensor& x) {
   check_shape(op, name, parameter, {x.size(-1)});
   check_device(op, name, parameter, x.device());
@@ -79,7 +79,7 @@ inline void check_statistic(const char* op, const char* name, const Tensor& stat
   check_device(op, name, statistic, device);
 }
 
-// Where sequences end, on x's device. Values are clamped where they are read.
+// cu_seqlens is int32, on x's device. Its values are not checked: they are clamped where they are read.
 inline void check_sequences(const char* op, const Tensor& cu_seqlens, const Tensor& x) {
   FB_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.numel() > 0, op, ": cu_seqlens has shape ", cu_seqlens.sizes(),
                  "; expected (sequences + 1,)");
@@ -101,7 +101,7 @@ inline void check_layer_norm(const Tensor& x, const OptionalTensor& residual, co
   if (x_bias) check_parameter("layer_norm", "x_bias", *x_bias, x);
 }
 
-// The further arguments of the backward. y_type: of the output; statistics: of mean and rstd.
+// The other arguments of the backward. y_type: the dtype of the output; statistics: that of mean and rstd.
 inline void check_layer_norm_gradients(const Tensor& dy, const Tensor& x, const Tensor& mean, const Tensor& rstd,
                                        ScalarType y_type, ScalarType statistics) {
   const auto rows = x.sizes().slice(0, x.dim() - 1);
@@ -141,7 +141,7 @@ inline void check_dense(const char* op, const Tensor& x, const Tensor& weight, c
   if (bias) check_device(op, "bias", *bias, x.device());
 }
 
-// What a dense layer gives for checked x and weight, or the gradient of that.
+// The output of a dense layer for checked x and weight, or the gradient of that output.
 inline void check_dense_result(const char* op, const char* name, const Tensor& result, const Tensor& x,
                                const Tensor& weight) {
   std::vector<int64_t> shape = x.sizes().vec();
@@ -151,7 +151,7 @@ inline void check_dense_result(const char* op, const char* name, const Tensor& r
   check_device(op, name, result, x.device());
 }
 
-// The further arguments of dense_gelu's backward.
+// The other arguments of dense_gelu's backward.
 inline void check_dense_gelu_gradients(const Tensor& dy, const Tensor& x, const Tensor& weight,
                                        const Tensor& preactivation) {
   check_dense_result("dense_gelu", "preactivation", preactivation, x, weight);
@@ -166,7 +166,7 @@ inline void check_linear_max(const Tensor& x, const Tensor& weight, const Option
                  "; expected (T, C) with T < 2**31");
 }
 
-// The further arguments of the backward. Values of rows are looked at where they are read.
+// The other arguments of the backward. The values in `rows` are checked where they are read.
 inline void check_linear_max_gradients(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& rows) {
   FB_CHECK_VALUE(dy.dim() == 2, "linear_max: dy has shape ", dy.sizes(), "; expected (B, V)");
   check_shape("linear_max", "dy", dy, {dy.size(0), weight.size(0)});
@@ -178,7 +178,7 @@ inline void check_linear_max_gradients(const Tensor& dy, const Tensor& x, const 
 
 // ---- cross_entropy
 
-// The bias is absent in the backward. Values of labels are clamped where they are read.
+// The bias is absent in the backward. The values of labels are clamped where they are read.
 inline void check_cross_entropy(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias,
                                 const Tensor& labels) {
   check_dense("cross_entropy", hidden, weight, bias, "hidden");
@@ -188,7 +188,7 @@ inline void check_cross_entropy(const Tensor& hidden, const Tensor& weight, cons
   check_device("cross_entropy", "labels", labels, hidden.device());
 }
 
-// The further arguments of the backward. math: the type of the loss.
+// The other arguments of the backward. math: the dtype of the loss.
 inline void check_cross_entropy_gradients(const Tensor& dloss, const Tensor& dlogits, const Tensor& hidden,
                                           const Tensor& weight, ScalarType math) {
   check_statistic("cross_entropy", "dloss", dloss, {}, math, hidden.device());
@@ -198,7 +198,7 @@ inline void check_cross_entropy_gradients(const Tensor& dloss, const Tensor& dlo
 
 // ---- embedding
 
-// What a table and its ids have to be, given the input ids and the word table. Values of ids are another matter.
+// Checks a table and its ids against the input ids and the word table. The values of the ids are not checked here.
 inline void check_table(const char* name, const Tensor& ids, const Tensor& table, const Tensor& input_ids,
                         const Tensor& word) {
   check_indices("embedding", name, ids);
@@ -210,7 +210,7 @@ inline void check_table(const char* name, const Tensor& ids, const Tensor& table
   check_floating_beside("embedding", "table", table, type_of(word));
 }
 
-// The further arguments of the backward. type: of the output; statistics: of mean and rstd.
+// The other arguments of the backward. type: the dtype of the output; statistics: that of mean and rstd.
 inline void check_embedding_gradients(const Tensor& dy, const Tensor& input_ids, const Tensor& word, const Tensor& mean,
                                       const Tensor& rstd, ScalarType type, ScalarType statistics) {
   std::vector<int64_t> shape = input_ids.sizes().vec();
@@ -233,7 +233,7 @@ inline void check_attention(const Tensor& qkv, const Tensor& cu_seqlens) {
   check_sequences("attention", cu_seqlens, qkv);
 }
 
-// The further arguments of the backward; lse is of the given type.
+// The other arguments of the backward. type: the dtype of lse.
 inline void check_attention_gradients(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
                                       ScalarType type) {
   check_shape("attention", "out", out, {qkv.size(0), qkv.size(2), qkv.size(3)});
@@ -245,14 +245,14 @@ inline void check_attention_gradients(const Tensor& dout, const Tensor& out, con
 
 // ---- relative_attention
 
-// One table of positions. Its dtype is `type`.
+// Checks one table of positions. Its dtype has to be `type`.
 inline void check_positions(const char* name, const Tensor& table, Sizes shape, ScalarType type, const Tensor& qkv) {
   check_shape("relative_attention", name, table, shape);
   check_dtype("relative_attention", name, table, type);
   check_device("relative_attention", name, table, qkv.device());
 }
 
-// Beside check_attention. Slots are clamped to the tables' rows where they are read, so there has to be a row.
+// In addition to check_attention. Slots are clamped to the tables' rows where they are read, so a table needs a row.
 inline void check_relative_attention(const Tensor& qkv, const Tensor& slots, const OptionalTensor& keys,
                                      const OptionalTensor& queries, const OptionalTensor& bias) {
   const char* const op = "relative_attention";
@@ -275,12 +275,12 @@ inline void check_relative_attention(const Tensor& qkv, const Tensor& slots, con
 
 // ---- padding
 
-// x has at least `dims` dimensions, of which the first are tokens or (batch, sequence).
 inline void check_mask(const char* op, const Tensor& mask) {
   FB_CHECK_VALUE(mask.dim() == 2 && type_of(mask) == ScalarType::Bool, op, ": expected (B, S) bool, got ", mask.sizes(),
                  " ", type_of(mask));
 }
 
+// x has at least `dims` dimensions; the first are tokens (dims = 1) or (batch, sequence) (dims = 2).
 inline void check_packing(const char* op, const Tensor& x, const Tensor& indices, int64_t dims) {
   FB_CHECK_VALUE(x.dim() >= dims, op, ": x has shape ", x.sizes(), "; expected at least ", dims, " dimension(s)");
   FB_CHECK_VALUE(indices.dim() == 1, op, ": indices has shape ", indices.sizes(), "; expected (T,)");

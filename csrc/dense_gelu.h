@@ -15,11 +15,12 @@ struct DenseGelu {
   bool tanh;
 };
 
-// Whether the kernel computes this, and fast on the current device. It needs 16-bit types and rows of whole 16 bytes.
+// Whether the kernel takes these arguments and is fast on the current device. It needs 16-bit types, and rows whose
+// size is a multiple of 16 bytes.
 bool dense_gelu_takes(const DenseGelu& dense);
 
-// y = gelu(preactivation), preactivation = x weight^T + bias, rounded, both [rows, channels] and aligned to 16 bytes.
-// preactivation may be nullptr. Returns an error message, or nullptr.
+// preactivation = x weight^T + bias, rounded; y = gelu(preactivation). Both are [rows, channels] and aligned to 16
+// bytes. preactivation may be nullptr. Returns an error message, or nullptr.
 const char* dense_gelu_fwd(const DenseGelu& dense, void* y, void* preactivation, void* stream);
 
 }  // namespace fastbert::cuda

@@ -10,7 +10,7 @@
 
 namespace fastbert {
 
-// y = dropout(LayerNorm(word[input_id] + position[position_id] + token_type[token_type_id])); tables of one dtype.
+// y = dropout(LayerNorm(word[input_id] + position[position_id] + token_type[token_type_id])); tables have one dtype.
 struct Embedding {
   struct Lookup {
     const int64_t* ids;  // [tokens], rows of the table
@@ -32,12 +32,13 @@ struct EmbeddingGradients {
 
 namespace cpu {
 
-// Tokens begin to end. scratch: embedding_scratch(channels) bytes.
+// The loops compute tokens begin to end. scratch: embedding_scratch(channels) bytes.
 FB_FOR_EACH_ISA(int64_t embedding_scratch(int64_t channels);
                 void embedding_fwd(const Embedding& op, void* y, int64_t begin, int64_t end, void* scratch);
                 void embedding_bwd(const Embedding& op, const EmbeddingGradients& gradients, int64_t begin, int64_t end,
                                    void* scratch);
-                // A row of a table's gradient, of dtype: the sum of dz's rows of these tokens, one at least, in order.
+                // Writes a row of a table's gradient, of type dtype: the sum of dz's rows for `count` tokens, at least
+                // one, in their order.
                 void embedding_row(const void* dz, const int64_t* tokens, int64_t count, int64_t channels, DType dtype,
                                    void* row, void* scratch);)
 

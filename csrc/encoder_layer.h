@@ -1,11 +1,11 @@
-// A whole post-norm layer, forward and backward: the C++ behind the operators of its parts, one after the other,
-// without the way through Python and torch's dispatcher between them. The schema is defined in
-// fastbert/ops/encoder_layer.py. With a context, which is what the heads of another backend's attention gave, it is the
-// layer from there on. The forward takes several layers at once where nothing is kept of them.
+// A whole post-norm layer, forward and backward. It calls the C++ functions behind the operators of its parts one after
+// the other, without going through Python and torch's dispatcher between them. The schema is defined in
+// fastbert/ops/encoder_layer.py. With a context, the output of the heads from another backend's attention, only the
+// part after attention is computed. The forward takes several layers at once if nothing is saved for the backward.
 //
-// For the backward it keeps, of a token: qkv (3C), what attention gave (C) and a number a head, what both projections
-// into the residual stream gave (2C), the sum after attention (C), the MLP's product (that is intermediate_size) and
-// four numbers of statistics. The GELU is computed again.
+// Saved for the backward, per token: qkv (3C numbers), the output of attention (C) and one number per head, the outputs
+// of both projections into the residual stream (2C), the output of the LayerNorm after attention (C), the MLP's first
+// product (intermediate_size) and four numbers of LayerNorm statistics. The GELU is computed again.
 #pragma once
 
 #include <string_view>
@@ -22,9 +22,9 @@ struct Dense {
   Tensor weight, bias;
 };
 
-// The parameters in the order of the schema: weight and bias of each.
+// The weight and bias of each part, in the order of the schema.
 struct LayerParameters {
-  std::vector<Dense> projections;  // to queries, keys and values, or one to all three; none with a context
+  std::vector<Dense> projections;  // to queries, keys and values, or one to all three; empty with a context
   Dense out, out_norm, up, down, down_norm;
 
   LayerParameters(const Tensors& all, bool with_context) {
@@ -41,7 +41,7 @@ struct LayerParameters {
   }
 };
 
-// (T, ...) as a matrix.
+// x (T, ...) as a matrix of T rows.
 inline Tensor by_token(const Tensor& x) {
   const int64_t tokens = x.size(0), *const sizes = x.sizes().begin();
   return view(contiguous(x), {tokens, std::accumulate(sizes + 1, sizes + x.dim(), int64_t(1), std::multiplies<>())});
@@ -53,11 +53,11 @@ inline Tensor joined(const std::vector<Dense>& projections, Tensor Dense::* part
   return call("aten::cat", "", parts, int64_t(0));
 }
 
-// Gradients that somebody asked for.
+// The gradients of the parameters, as far as they are needed.
 template <class Ops>
 struct LayerGradients {
   const Tensors& parameters;
-  const std::vector<int64_t>& needed;  // 1 or 0: of hidden, of the context, and of the parameters
+  const std::vector<int64_t>& needed;  // 1 or 0: for hidden, the context, and each parameter
   std::vector<OptionalTensor> found;
 
   LayerGradients(const Tensors& parameters_, const std::vector<int64_t>& needed_)
@@ -65,7 +65,7 @@ struct LayerGradients {
     FB_CHECK_VALUE(needed.size() == parameters.size() + 2, "encoder_layer: ", needed.size(),
                    " gradients; expected one for hidden, the context and each of ", parameters.size(), " parameters");
   }
-  // The others are empty.
+  // One for each parameter, empty if it is not needed.
   Tensors all() const {
     Tensors tensors;
     for (size_t i = 0; i < found.size(); ++i) tensors.push_back(found[i] ? *found[i] : empty({0}, parameters[i]));
@@ -80,21 +80,22 @@ struct LayerGradients {
   void set(size_t i, const Tensor& gradient) {
     if (wants(i)) found[i] = contiguous(gradient, type_of(parameters[i]));
   }
-  // dweight and dbias of a dense layer, parameters i and i + 1. dbias may be known already.
+  // dweight and dbias of a dense layer, parameters i and i + 1. dbias is given if it has been computed already.
   void set_dense(size_t i, const Tensor& dy, const Tensor& x, const OptionalTensor& dbias) {
     if (wants(i)) set(i, Ops::matrix_product(dy, true, x));
     if (wants(i + 1)) set(i + 1, dbias ? *dbias : sum_first(dy));
   }
 };
 
-// Ops: what a device computes the parts with.
-//   linear(x, weight, bias)             of one dtype
-//   linear_into(y, x, weight, bias)     y: (T, C) that lie apart in memory
+// Ops: the functions with which a device computes the parts.
+//   linear(x, weight, bias)             all of one dtype
+//   linear_into(y, x, weight, bias)     y: (T, C), whose rows may lie apart in memory
 //   matrix_product(a, transposed, b)    a b or a^T b
-//   joins_weights(tokens, channels)     whether three projections are one product of weights put together
-//   kBiasInProduct                      of the MLP; where not, it is added where its GELU is computed
-//   gelu(x, bias, approximate), gelu_bwd(dy, x, bias, approximate, need_dbias)
-//   attention_fwd, attention_bwd, add_layer_norm_fwd, add_layer_norm_bwd   as their operators
+//   joins_weights(tokens, channels)     whether the three projections are one product, with concatenated weights
+//   kBiasInProduct                      whether the MLP's first product adds its bias; if not, the GELU's pass does
+//   gelu(x, bias, approximate, keep)    keep: x must not be overwritten
+//   gelu_bwd(dy, x, bias, approximate, need_dbias)
+//   attention_fwd, attention_bwd, add_layer_norm_fwd, add_layer_norm_bwd   like their operators
 template <class Ops>
 struct EncoderLayer {
   LayerParameters p;
@@ -121,14 +122,14 @@ struct EncoderLayer {
     check_floating_beside("encoder_layer", "context", *context, dtype);
   }
 
-  // Here, because a dispatcher that has kernels for both devices asks for no more than one tensor on a GPU.
+  // Checked here, because the dispatcher chooses the kernels for GPUs as soon as one of the tensors is on a GPU.
   static void check_together(const Tensor& hidden, const Tensors& others) {
     for (const Tensor& each : others) check_device("encoder_layer", "an argument", each, hidden.device());
   }
 
   Tensor cast(const Tensor& x) const { return contiguous(x, dtype); }
 
-  // Weight and bias in the dtype of the products, checked beside x.
+  // Weight and bias in the dtype of the products, checked against x.
   std::tuple<Tensor, OptionalTensor> beside(const Tensor& x, const Dense& dense, bool with_bias) const {
     check_floating_beside("encoder_layer", "a weight", dense.weight, dtype);
     check_floating_beside("encoder_layer", "a bias", dense.bias, dtype);
@@ -145,9 +146,8 @@ struct EncoderLayer {
 
   OptionalTensor gelu_bias() const { return Ops::kBiasInProduct ? std::nullopt : std::optional(p.up.bias); }
 
-  // ---- three projections that are one matrix to attention
+  // ---- the projections to queries, keys and values: (T, K) -> (T, 3, H, D), one tensor for attention
 
-  // (T, K) -> (T, 3, H, D).
   Tensor project(const Tensor& x) const {
     const std::vector<Dense>& each = p.projections;
     const int64_t tokens = x.size(0);
@@ -171,7 +171,7 @@ struct EncoderLayer {
   }
 };
 
-// What the backward gets. With a context there is nothing before kProjected.
+// The tensors saved for the backward, in order. With a context, those before kProjected are absent.
 enum LayerSaved {
   kQkv,
   kContext,
@@ -187,7 +187,7 @@ enum LayerSaved {
   kSavedCount
 };
 
-// y, and where they are to be saved what the backward gets.
+// Returns y and, with `save`, the tensors for the backward.
 template <class Ops>
 std::tuple<Tensor, Tensors> one_layer_fwd(const Tensor& hidden, const OptionalTensor& context_,
                                           const Tensors& parameters, const OptionalTensor& cu_seqlens,
@@ -219,8 +219,8 @@ std::tuple<Tensor, Tensors> one_layer_fwd(const Tensor& hidden, const OptionalTe
   return {y, saved};
 }
 
-// The same of several layers, one after the other, whose parameters follow each other. Of several nothing is kept. Each
-// has three sites of dropout.
+// The same for one or more layers, one after the other; `parameters` has all those of one layer before those of the
+// next. Nothing can be saved for several layers. Each layer has three sites of dropout.
 template <class Ops>
 std::tuple<Tensor, Tensors> encoder_layer_fwd(const Tensor& hidden, const OptionalTensor& context,
                                               const Tensors& parameters, const OptionalTensor& cu_seqlens,
@@ -241,7 +241,7 @@ std::tuple<Tensor, Tensors> encoder_layer_fwd(const Tensor& hidden, const Option
   return {x, {}};
 }
 
-// dhidden, dcontext and the gradients of the parameters; those that nobody asked for are empty.
+// Returns dhidden, dcontext and the gradients of the parameters; those that are not needed are empty.
 template <class Ops>
 std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Tensor& hidden,
                                                       const OptionalTensor& context, const Tensors& parameters,
@@ -264,7 +264,7 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
   const Tensor nothing = empty({0}, hidden), no_context = empty({0}, context ? *context : hidden);
   const auto without_inputs = [&] { return std::tuple(nothing, no_context, gradients.all()); };
 
-  // Down to the first parameter that needs a gradient, or to hidden: nothing below is computed in vain.
+  // The backward ends at the first part of the layer that needs a gradient, so that nothing is computed in vain.
   const bool below_projection = needed[0] || needed[1] || gradients.wants_any(0, out);
   const bool below_middle = below_projection || gradients.wants_any(out, 4),
              below_up = below_middle || gradients.wants_any(up, 2);
@@ -272,15 +272,15 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
       Ops::add_layer_norm_bwd(dy, kept(kDown), kept(kMiddle), p.down_norm.weight, kept(kMean2), kept(kRstd2),
                               p.down.bias, rng, down_p, site + 2, gradients.wants_any(down + 1, 3));
   gradients.set(down_norm, dweight2), gradients.set(down_norm + 1, dbias2);
-  if (ddown.dim() == 1) ddown = dmiddle;  // one tensor is both gradients
+  if (ddown.dim() == 1) ddown = dmiddle;  // empty: one tensor serves as both gradients
   const Tensor& product = kept(kProduct);
-  // dweight takes what the GELU gave, dbias does not.
+  // dweight needs the GELU's output, dbias does not.
   const bool wide = gradients.wants(down);
   gradients.set_dense(down, ddown, wide ? Ops::gelu(product, layer.gelu_bias(), approximate, true) : product,
                       ddown_bias);
   if (!below_up) return without_inputs();
 
-  {  // what is as wide as the MLP is freed before attention needs memory
+  {  // a scope, so that tensors as wide as the MLP are freed before attention allocates
     const Tensor dwide = Ops::matrix_product(ddown, false, layer.cast(p.down.weight));
     check_gradient("encoder_layer", "the saved product", product, dwide);
     const auto [dproduct, dup_bias] =
@@ -318,7 +318,7 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
     const Tensor weight = joined(each, &Dense::weight);
     dhidden = add(dhidden, Ops::matrix_product(dqkv, false, layer.cast(weight)));
   } else {
-    for (int64_t i = count - 1; i >= 0; --i)  // in autograd's order
+    for (int64_t i = count - 1; i >= 0; --i)  // in the order in which autograd adds
       dhidden = add(dhidden, Ops::matrix_product(part(i), false, layer.cast(each[i].weight)));
   }
   return {contiguous(dhidden, type_of(hidden)), no_context, gradients.all()};

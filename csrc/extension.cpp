@@ -1,5 +1,5 @@
-// The module fastbert._C. Loading it registers the kernels with torch. Its functions describe the build, and look at
-// what every forward asks of modules (fastbert/layer.py).
+// The module fastbert._C. Loading it registers the kernels with torch. Its functions describe the build, and check
+// whether modules have changed, which every forward asks (fastbert/layer.py).
 #include <Python.h>
 #include <torch/headeronly/version.h>
 
@@ -16,8 +16,8 @@ PyObject* words(const char* text) {
   return tuple;
 }
 
-// Of packed weights on this processor: the channels of a panel, and the numbers of a group of float32, bfloat16 and
-// int8; None without kernels.
+// The layout of packed weights on this processor: the channels of a panel, and the numbers of a group for float32,
+// bfloat16 and int8. None if the processor has no kernels.
 PyObject* packed_layout() {
   if (!FB_BEST_ISA(packed_width)) Py_RETURN_NONE;
   using fastbert::Weights;
@@ -33,7 +33,7 @@ PyObject* build_info(PyObject*, PyObject*) {
                        "cuda_architectures", words(FB_CUDA_ARCHITECTURES));
 }
 
-// As fastbert.layer.as_before, of seven tuples.
+// fastbert.layer.as_before, whose arguments have to be seven tuples.
 PyObject* as_before(PyObject*, PyObject* args) {
   PyObject *tables, *sizes, *typed, *types, *owners, *names, *values, *const tuple = (PyObject*)&PyTuple_Type;
   if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!O!", tuple, &tables, tuple, &sizes, tuple, &typed, tuple, &types, tuple,

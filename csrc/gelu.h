@@ -24,14 +24,14 @@ FB_INLINE float fma(float a, float b, float c) { return fmaf(a, b, c); }
 FB_INLINE float absolute(float v) { return fabsf(v); }
 FB_INLINE float lesser(float a, float b) { return a < b ? a : b; }
 FB_INLINE float greater(float a, float b) { return a > b ? a : b; }
-FB_INLINE float at_most(float a, float b) { return fminf(a, b); }  // b for a NaN
+FB_INLINE float at_most(float a, float b) { return fminf(a, b); }  // b if a is NaN
 
 template <class V>
 FB_INLINE V splat(double value) {
   return static_cast<V>(value);
 }
 
-// p / q to 2 ulp, where the exact division is a dozen instructions; 1 <= q < 2^126.
+// p / q to 2 ulp, for 1 <= q < 2^126. The exact division takes a dozen instructions.
 FB_INLINE float divide(float p, float q) { return __fdividef(p, q); }
 
 FB_INLINE float exp_nonpositive(float x) { return expf(x); }
@@ -62,7 +62,7 @@ FB_INLINE V at_most(V a, V b) {
 
 #endif
 
-// Both for the same a >= 0.
+// tail(a) and slope(a) for the same a >= 0.
 template <class V>
 struct Tail {
   V tail, slope;
@@ -104,7 +104,7 @@ FB_INLINE Tail<vdouble> normal_tail(vdouble a) {
 }
 #endif
 
-// From here on both tails are 0. The vectors' exponential gives 0 earlier than CUDA's, which has denormal results.
+// Both tails are 0 from this a on. The vectors' exponential gives 0 earlier than CUDA's, which has denormal results.
 #ifdef FB_IN_KERNEL
 template <class V>
 constexpr double kTailsEnd = 14.5;
@@ -144,9 +144,9 @@ FB_INLINE V gelu_derivative(V v) {
   return v > 0 ? splat<V>(1) - d : d;
 }
 
-// ---- for results of 16 bits: fewer instructions, and no division
+// ---- for 16-bit results: fewer instructions, and no division
 
-// The coefficients are least maximum fits (Lawson's iteration) on [0, 10], the first one's last.
+// The coefficients are minimax fits (Lawson's iteration) on [0, 10]. That of the highest power comes first.
 template <class V, int N>
 FB_INLINE V polynomial(const float (&coefficients)[N], V a) {
   V sum = splat<V>(coefficients[0]);
@@ -159,7 +159,7 @@ FB_INLINE V polynomial(const float (&coefficients)[N], V a) {
   return sum;
 }
 
-// 1 - Phi(a) to 2^-12.8, as a power of 2. Beyond 10 the exponent keeps falling, to -157 at 14.5: the tail ends as 0.
+// 1 - Phi(a) to 2^-12.8, as a power of 2. Beyond a = 10 the exponent keeps falling, to -157 at 14.5, where it gives 0.
 template <class V>
 FB_INLINE V short_tail(V a) {
   constexpr float kExponent[] = {-7.48657158e-7f, 3.34116594e-5f,  -6.40464947e-4f, 7.01594772e-3f,
@@ -167,7 +167,7 @@ FB_INLINE V short_tail(V a) {
   return exp2_roughly(polynomial(kExponent, a));
 }
 
-// GELU that is going to be rounded to T.
+// GELU, for a result that will be rounded to T.
 template <class T, bool kTanh, class V>
 FB_INLINE V gelu_for(V v) {
   if constexpr (kTanh || sizeof(T) != 2) {
@@ -187,7 +187,7 @@ FB_INLINE float short_ratio(float a) {
   return polynomial(kRatio, a);
 }
 
-// The derivative, where all that is made of it is going to be rounded to T.
+// The derivative, for use where everything computed from it will be rounded to T.
 template <class T, bool kTanh>
 FB_INLINE float gelu_derivative_for(float v) {
   if constexpr (kTanh || sizeof(T) == 4) return gelu_derivative<kTanh>(v);

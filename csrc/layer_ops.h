@@ -1,4 +1,4 @@
-// The ops of a layer, for encoder_layer and packed_layer: what their operators do on a device, called from C++.
+// The ops that encoder_layer and packed_layer consist of, as C++ functions that do what their operators do on a device.
 #pragma once
 
 #include <functional>
@@ -12,7 +12,7 @@ namespace fastbert {
 
 using Tensors = std::vector<Tensor>;
 
-// The i-th of so many layers' equal parts.
+// The tensors of the i-th layer, where `all` has equally many for each layer, one layer after the other.
 inline Tensors part_of(const Tensors& all, int64_t i, int64_t layers) {
   FB_CHECK_VALUE(all.size() % layers == 0, "fastbert: ", all.size(), " tensors of ", layers,
                  " layers; expected as many of each");
@@ -20,8 +20,8 @@ inline Tensors part_of(const Tensors& all, int64_t i, int64_t layers) {
   return {all.begin() + i * count, all.begin() + (i + 1) * count};
 }
 
-// attention_fwd gives out (T, H, D) and lse (H, T). add_layer_norm_fwd gives y, mean and rstd; add_layer_norm_bwd dx
-// (empty where it would be dresidual), dresidual, and dweight, dbias, dx_bias (empty where they are not needed).
+// attention_fwd returns out (T, H, D) and lse (H, T). add_layer_norm_fwd returns y, mean and rstd; add_layer_norm_bwd
+// returns dx (empty if it equals dresidual), dresidual, and dweight, dbias, dx_bias (empty if they are not needed).
 #define FB_LAYER_OPS(device)                                                                                           \
   std::tuple<Tensor, Tensor> attention_fwd_##device(const Tensor& qkv, const Tensor& cu_seqlens, int64_t max_seqlen,   \
                                                     double scale, double dropout_p, const OptionalTensor& rng,         \
@@ -41,18 +41,18 @@ FB_LAYER_OPS(cpu)
 FB_LAYER_OPS(cuda)
 #undef FB_LAYER_OPS
 
-// Does more with some rows, begin to end, while they are in the first-level cache.
+// A function that further processes rows begin to end while they are in the first-level cache.
 using MoreOfRows = std::function<void(int64_t begin, int64_t end)>;
 
-// add_layer_norm without dropout into y, which is contiguous, of x's and the residual's shape and dtype, and may be
-// either of them. more: of y's rows; may be empty.
+// add_layer_norm without dropout, written into y, which is contiguous, has the shape and dtype of x and residual, and
+// may be either of them. more: called for rows of y as soon as they are written; may be empty.
 void add_layer_norm_into_cpu(const Tensor& y, const Tensor& x, const Tensor& residual, const Tensor& weight,
                              const Tensor& bias, const Tensor& x_bias, double eps, const MoreOfRows& more);
 
-// As csrc/cpu/gelu_rows.h for CPUs: bias_gelu on what the caller has checked, where the bias may be absent.
+// bias_gelu for arguments that the caller has checked; the bias may be absent. For CPUs: csrc/cpu/gelu_rows.h.
 Tensor gelu_cuda(const Tensor& x, const OptionalTensor& bias, std::string_view approximate);
 
-// dx, and dbias, of the bias's or else x's type, which is empty where it is not needed.
+// Returns dx, and dbias in the bias's dtype, or in x's if there is no bias; dbias is empty if it is not needed.
 std::tuple<Tensor, Tensor> gelu_bwd_cuda(const Tensor& dy, const Tensor& x, const OptionalTensor& bias,
                                          std::string_view approximate, bool need_dbias);
 

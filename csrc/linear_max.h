@@ -1,5 +1,5 @@
-// The interface between the torch side of linear_max and its loops: the largest of x W^T + bias over the rows of each
-// sequence, and the row of each.
+// The interface between the torch side of linear_max and its loops: the maximum of x W^T + bias over the rows of each
+// sequence, for each class, and the row in which it occurs.
 #pragma once
 
 #include <stdint.h>
@@ -11,10 +11,10 @@ namespace fastbert::cpu {
 
 // x and bias are in the type of arithmetic: f64 where dtype is f64, else f32.
 struct LinearMax {
-  const void* x;          // (tokens, inner); bf16 where linear_max_takes_pairs
+  const void* x;          // (tokens, inner); bf16 if linear_max_takes_pairs()
   const void* weight;     // (classes, inner) of dtype
   const void* bias;       // (classes,), or null
-  const int64_t* bounds;  // (sequences + 1,), which never fall, within the tokens
+  const int64_t* bounds;  // (sequences + 1,), never decreasing, within the tokens
   void* y;                // (sequences, classes) of dtype
   int32_t* rows;          // (sequences, classes), or null; -1 for an empty sequence
   int64_t inner, classes, sequences;
@@ -23,7 +23,7 @@ struct LinearMax {
 
 struct LinearMaxGradients {
   const void* dy;       // (sequences, classes) of dtype
-  const int32_t* rows;  // (sequences, classes); those outside of x are left out
+  const int32_t* rows;  // (sequences, classes); gradients of rows outside of x are ignored
   const void* x;        // (tokens, inner), in the type of arithmetic
   const void* weight;   // (classes, inner) of dtype
   void* dx;             // (tokens, inner) of dtype
@@ -34,13 +34,13 @@ struct LinearMaxGradients {
 
 FB_FOR_EACH_ISA_AND_TILES(
     bool linear_max_takes_pairs(DType dtype, int64_t inner);
-    // Of a task of the forward: how many classes at most, and the bytes of its scratch.
+    // The most classes of a task of the forward, and the bytes of its scratch.
     int64_t linear_max_width(DType dtype); int64_t linear_max_scratch(int64_t inner, DType dtype);
     void linear_max_fwd(const LinearMax& op, int64_t first, int64_t end, void* scratch);
-    // Which gradients that are not zero each token gets: entries[starts[t]] to entries[starts[t + 1]] are
-    // places in dy, in order. starts: (tokens + 1,), zeros before; entries: (sequences classes,).
+    // Groups the gradients that are not zero by token: entries[starts[t]] to entries[starts[t + 1]] are the indices
+    // into dy of token t's, in order. starts: (tokens + 1,), zeros before the call; entries: (sequences * classes,).
     void linear_max_group(const LinearMaxGradients& op, int64_t* starts, int64_t* entries);
-    // Some tokens of dx, and some classes of dweight. scratch: two rows in the type of arithmetic.
+    // dx of tokens first to end, and dweight of classes first to end. scratch: two rows in the type of arithmetic.
     void linear_max_dx(const LinearMaxGradients& op, const int64_t* starts, const int64_t* entries, int64_t first,
                        int64_t end, void* scratch);
     void linear_max_dweight(const LinearMaxGradients& op, int64_t first, int64_t end, void* scratch);)

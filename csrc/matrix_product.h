@@ -20,8 +20,8 @@ struct MatrixProduct {
 FB_FOR_EACH_ISA(
     // The most rows of a block, the columns of a panel, and the bytes of a task's scratch.
     int64_t product_rows(); int64_t product_width(); int64_t product_scratch();
-    // Computes rows `row` to `row_end`, at most product_rows(), and columns `column`, a multiple of product_width(), to
-    // `column_end`.
+    // Computes rows `row` to `row_end`, at most product_rows() of them, and columns `column` to `column_end`, where
+    // `column` is a multiple of product_width().
     void matrix_product(const MatrixProduct& op, int64_t row, int64_t row_end, int64_t column, int64_t column_end,
                         void* scratch);)
 

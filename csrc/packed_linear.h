@@ -1,10 +1,10 @@
 // The interface between the torch side of packed_linear and its loops: y = gelu(x W^T + bias), where W was packed once
-// (fastbert/ops/packed_linear.py) into panels of as many channels as two vectors have lanes.
+// (fastbert/ops/packed_linear.py) into panels. A panel has as many channels as two vectors have lanes.
 //
-// They are (panels, groups, width, group), where a group is what one instruction multiplies and adds up: one number of
-// fp32, two of bf16 where processors have an instruction for that, two or four of int8. Beside int8 weights rows of x
-// are quantised to int8 too, by their largest magnitude, and the int32 sums are exact, so every instruction set gives
-// the same.
+// Packed weights are (panels, groups, width, group). A group is the numbers of a channel that one instruction
+// multiplies and adds up: one of fp32, two of bf16 on processors with an instruction for that, two or four of int8.
+// With int8 weights, rows of x are quantised to int8 too, by their largest magnitude. The int32 sums are exact, so all
+// instruction sets give the same result.
 #pragma once
 
 #include <stdint.h>
@@ -22,24 +22,24 @@ namespace cpu {
 struct PackedLinear {
   const void* x;       // (rows, inner) of x_dtype, rows x_stride elements apart
   const void* weight;  // packed
-  const float* scale;  // of int8 weights: (2, channels), the factor of each channel, and the sum of its weights
+  const float* scale;  // for int8 weights: (2, channels), the factor of each channel, then the sum of its weights
   const float* bias;   // (channels,), or null
   void* y;             // (rows, channels) of y_dtype, rows y_stride elements apart
   int64_t rows, inner, channels, x_stride, y_stride;
   DType x_dtype, y_dtype;  // f32, bf16 or f16
   Weights weights;
   Gelu gelu;
-  // Rows of x as the products take them, each of packed_left_bytes(), up to a multiple of kRowsTogether, and for int8
-  // the factor of each; null where x is taken as it is.
+  // Rows of x in the form that the products take, packed_left_bytes() each, with room for whole_tiles(rows) of them;
+  // and for int8 the factor of each row. Null if the products read x itself.
   void* left;
   float* left_scale;
 };
 
-constexpr int64_t kRowsTogether = 16;  // blocks begin at multiples of these: whole tiles of a matrix unit, but the last
+constexpr int64_t kRowsTogether = 16;  // blocks begin at multiples of it: all but the last are whole AMX tiles
 
-// Up to a multiple of kRowsTogether.
+// rows, rounded up to a multiple of kRowsTogether.
 constexpr int64_t whole_tiles(int64_t rows) { return (rows + kRowsTogether - 1) / kRowsTogether * kRowsTogether; }
-// Where one of so many blocks of rows begins; at the number of rows for the one behind the last.
+// The first row of a block, where the rows are split into `blocks` blocks. For block == blocks: the number of rows.
 constexpr int64_t first_row(int64_t block, int64_t blocks, int64_t rows) {
   const int64_t row = whole_tiles(rows) / kRowsTogether * block / blocks * kRowsTogether;
   return row < rows ? row : rows;
@@ -48,17 +48,18 @@ constexpr int64_t first_row(int64_t block, int64_t blocks, int64_t rows) {
 FB_FOR_EACH_ISA_TILES_AND_VNNI(
     // The channels of a panel, the numbers of a group, and the most rows of a block.
     int64_t packed_width(); int64_t packed_group(Weights weights); int64_t packed_rows();
-    // From how many rows on a thread is to take them alone through several products, of so many bytes of weights, which
-    // it reads for them; else threads share the products.
+    // The fewest rows per thread for which each thread should take its own rows through several products, and so read
+    // all of their weights, `bytes` in total. With fewer rows, threads should share each product.
     int64_t packed_fewest_rows(Weights weights, int64_t bytes);
 
-    // Of a row of `left`; 0 where x is taken as it is.
+    // The bytes of a row of `left`, 0 if the products read x itself; and what writes rows begin to end of `left`.
     int64_t packed_left_bytes(int64_t inner, DType x_dtype, Weights weights);
     void packed_left(const PackedLinear& op, int64_t begin, int64_t end);
 
-    // Of a task's scratch.
+    // The bytes of a task's scratch.
     int64_t packed_scratch();
-    // The block of y that begins at a row and, a multiple of the width, at a channel: at most packed_rows().
+    // Computes rows `row` to `row_end` of y, at most packed_rows() of them, and channels `channel` to `channel_end`,
+    // where `channel` is a multiple of packed_width().
     void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
                        void* scratch);)
 

@@ -1,6 +1,6 @@
-// torch as the torch sides use it: its stable ABI, which later releases keep, so that one binary serves them all, and a
-// few weak symbols that a release may lack (docs/build.md). Names, errors, and what they need of tensors;
-// torch/csrc/stable/ops.h has more, but it is slower.
+// What the torch sides use of torch: its stable ABI, which later releases keep, so that one binary works with all of
+// them, and a few weak symbols that a release may lack (docs/build.md). Here are short names, errors, and the functions
+// of tensors that are needed; torch/csrc/stable/ops.h has more of these, but they are slower.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
@@ -57,7 +57,8 @@ template <class Error, class... Parts>
 #define FB_CHECK_VALUE(condition, ...) FB_CHECK_AS(std::invalid_argument, condition, __VA_ARGS__)
 #define FB_CHECK_INDEX(condition, ...) FB_CHECK_AS(std::out_of_range, condition, __VA_ARGS__)
 
-// For the C functions of torch, which throw nothing. Before 2.13 they print what happened, and hand out nothing.
+// Checks a call of one of torch's C functions, which do not throw. Before torch 2.13 they print the error's message and
+// do not return it.
 inline void check_call(AOTITorchError error, const char* what) {
   const auto why = &torch_exception_get_what_without_backtrace;
   FB_CHECK(error == TORCH_SUCCESS, what, ": ", why ? why() : "torch failed; its message is in the standard error");
@@ -65,7 +66,7 @@ inline void check_call(AOTITorchError error, const char* what) {
 
 // ---- tensors
 
-// x.scalar_type(), which asks torch for one code after the other until it is x's; here once for each code.
+// x.scalar_type(), remembered for each of torch's codes: it asks torch for one code after the other until it finds x's.
 inline ScalarType type_of(const Tensor& x) {
   static std::array<std::atomic<int>, 64> known;  // 1 + the type, by torch's code
   int32_t code = 0;
@@ -77,7 +78,7 @@ inline ScalarType type_of(const Tensor& x) {
   return x.scalar_type();
 }
 
-// While one of these lives, torch's operators record nothing for autograd in this thread.
+// While an object of this class lives, torch's operators record nothing for autograd in this thread.
 class NoGrad {
  public:
   NoGrad() { aoti_torch_grad_mode_set_enabled(false); }
@@ -89,7 +90,7 @@ class NoGrad {
   const bool before_ = aoti_torch_grad_mode_is_enabled();
 };
 
-// The result of an operator, called by name with all of its arguments. For those without a C function: it takes longer.
+// Calls an operator by name, with all of its arguments. For operators without a C function, which would be faster.
 template <class... Args>
 Tensor call(const char* name, const char* overload, const Args&... args) {
   std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
@@ -97,14 +98,14 @@ Tensor call(const char* name, const char* overload, const Args&... args) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// Of a contiguous tensor.
+// The strides of a contiguous tensor.
 inline std::vector<int64_t> strides_of(Sizes sizes) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(1, sizes[i]);
   return strides;
 }
 
-// Uninitialised, on x's device. This C function does not go through torch's dispatcher on a CPU.
+// An uninitialised tensor on x's device. This C function does not go through torch's dispatcher on a CPU.
 inline Tensor empty_strided(Sizes sizes, Sizes strides, const Tensor& x, ScalarType type) {
   const int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   int32_t device = 0;
@@ -140,13 +141,13 @@ inline Tensor copy_of(const Tensor& x, ScalarType type) {
   return made;
 }
 
-// x, or a copy if need be.
+// x if it is contiguous (and of the type), or else a contiguous copy.
 inline Tensor contiguous(const Tensor& x) { return x.is_contiguous() ? x : copy_of(x, type_of(x)); }
 inline Tensor contiguous(const Tensor& x, ScalarType type) {
   return type_of(x) == type ? contiguous(x) : copy_of(x, type);
 }
 
-// x's memory from its element `offset` on. Autograd does not know that it is a view.
+// A view of x's memory from its element `offset` on. Autograd does not know that it is a view.
 inline Tensor strided(const Tensor& x, Sizes sizes, Sizes strides, int64_t offset) {
   AtenTensorHandle made = nullptr;
   check_call(
@@ -155,7 +156,7 @@ inline Tensor strided(const Tensor& x, Sizes sizes, Sizes strides, int64_t offse
   return Tensor(made);
 }
 
-// The same, in order.
+// The same, with the strides of a contiguous tensor.
 inline Tensor view(const Tensor& x, Sizes sizes, int64_t offset = 0) {
   return strided(x, sizes, strides_of(sizes), offset);
 }
@@ -163,7 +164,7 @@ inline Tensor view(const Tensor& x, Sizes sizes, int64_t offset = 0) {
 // A matrix with rows and columns exchanged.
 inline Tensor transposed(const Tensor& x) { return strided(x, {x.size(1), x.size(0)}, {x.stride(1), x.stride(0)}, 0); }
 
-// The i-th of contiguous x's first dimension.
+// x[i], for a contiguous x.
 inline Tensor row(const Tensor& x, int64_t i) {
   const Sizes sizes = x.sizes().slice(1);
   return view(x, sizes, i * x.numel() / x.size(0));
@@ -174,14 +175,14 @@ inline Tensor sum_first(const Tensor& x) {
   return call("aten::sum", "dim_IntList", x, std::optional(std::vector<int64_t>{0}), false, std::nullopt);
 }
 
-// a + b, by the C function that there is: torch computes both as a + alpha b.
+// a + b, by the C function for a - alpha b: there is one, and torch computes both as a + alpha b.
 inline Tensor add(const Tensor& a, const Tensor& b) {
   AtenTensorHandle made = nullptr;
   check_call(aoti_torch_aten_subtract_Tensor(a.get(), b.get(), -1, &made), "add");
   return Tensor(made);
 }
 
-// Contiguous x, (..., channels), as a matrix of its rows.
+// The number of rows of (..., channels), and such an x, contiguous, as a matrix of its rows.
 inline int64_t count_rows(Sizes sizes) {
   return std::accumulate(sizes.begin(), sizes.end() - 1, int64_t(1), std::multiplies<int64_t>());
 }

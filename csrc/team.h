@@ -1,9 +1,9 @@
-// Threads that stand by while one of them runs a program, and take their part of its loops without being woken for
-// each.
+// A team of threads: one of them runs a program, and the others stand by, awake, and take their part of each of its
+// loops.
 //
-// A thread that sleeps takes some 20 µs to wake. OpenMP's wait awake between loops, but not for long where the process
-// has more of them than there are processors: it is enough that another thread of the program has computed in parallel.
-// Then a model of a hundred short loops would wait half of its time.
+// A thread that sleeps takes some 20 µs to wake. OpenMP's threads spin between loops, but only briefly where the
+// process has more of them than there are processors, and one other thread of the process that has computed in parallel
+// is enough for that. A model of a hundred short loops would then spend half of its time waiting.
 #pragma once
 
 #include <algorithm>
@@ -22,13 +22,13 @@ class Team {
 
   int64_t members() const { return members_; }
 
-  // The team whose program this thread runs, outside of its loops; or nullptr.
+  // The team whose program this thread is running; nullptr in its loops, and in all other threads.
   static Team*& current() {
     static thread_local Team* team = nullptr;
     return team;
   }
 
-  // Calls f(), whose loops are shared with whoever stands by, now or later. Member 0 does this.
+  // For member 0: calls f(), whose loops are shared with the members that stand by, now or later.
   template <class F>
   void run(const F& f) {
     const Current current(this);
@@ -36,7 +36,7 @@ class Team {
     f();
   }
 
-  // What the other members do: returns when the program has ended.
+  // For the other members: takes parts of loops, and returns when the program has ended.
   void stand_by(int64_t member) {
     Seat& seat = seats_[member];
     for (Patience patience;;) {
@@ -50,8 +50,8 @@ class Team {
     }
   }
 
-  // Calls f(begin, end) on ranges of 0 to n, of at least `grain`, one for each member; the part of one who is not there
-  // yet is open to him until this thread takes it. An exception is thrown on, when all are done.
+  // Calls f(begin, end) on ranges of 0 to n, of at least `grain`, at most one for each member. A member that arrives
+  // late can take its part until this thread takes it instead. An exception is rethrown when all parts are done.
   template <class F>
   void share(int64_t n, int64_t grain, const F& f) {
     const int64_t least = std::max<int64_t>(1, grain);
@@ -67,11 +67,11 @@ class Team {
   }
 
  private:
-  enum : int { kIdle, kOpen, kTaken, kEnded };  // what a seat is: its part of a loop is open when there is one
+  enum : int { kIdle, kOpen, kTaken, kEnded };  // of a seat; kOpen: it has a part of a loop, which is not taken yet
 
-  struct alignas(128) Seat {  // two lines of the cache, which processors fetch together
+  struct alignas(128) Seat {  // two cache lines, because processors fetch them in pairs
     std::atomic<int> state{kIdle};
-    std::exception_ptr error;  // of its part of the last loop that it had one of
+    std::exception_ptr error;  // from the last loop in which it had a part
   };
   struct Loop {
     int64_t n, part;
@@ -90,7 +90,7 @@ class Team {
     }
   };
 
-  // Waits awake, and after a while lets others run.
+  // Spins, and after a while yields the processor to other threads.
   class Patience {
    public:
     void wait() {

@@ -12,14 +12,14 @@
 #include "stable.h"
 #include "team.h"
 
-// Not every build of torch has it.
+// Weak, because not every build of torch has it.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**) __attribute__((weak));
 
 namespace fastbert {
 
 // Fewer elements than this are not worth another thread.
 constexpr int64_t kGrain = 32768;
-// And so are fewer multiplications of a product.
+// Nor are fewer multiplications than this, for a matrix product.
 constexpr int64_t kShareOfProducts = 1 << 17;
 
 inline DType dtype_of(const Tensor& tensor) {
@@ -32,8 +32,8 @@ inline DType dtype_of(const Tensor& tensor) {
   }
 }
 
-// Where csrc/cuda/<op>.cpp registers. tests/cuda_on_cpu builds the same files to run the kernels on CPU tensors, which
-// have no streams.
+// The library that csrc/cuda/<op>.cpp adds its operators to. tests/cuda_on_cpu builds the same files to run the kernels
+// on CPU tensors, which have no streams.
 #ifdef FB_CUDA_ON_CPU
 #define FB_CUDA_LIBRARY(m) STABLE_TORCH_LIBRARY_IMPL(fastbert_cuda_on_cpu, CPU, m)
 
@@ -52,7 +52,7 @@ inline void* current_stream(const Tensor& tensor) {
   return stream;
 }
 
-// While one of these lives, the tensor's device is the current one.
+// While an object of this class lives, the tensor's device is the current one.
 struct DeviceGuard : torch::stable::accelerator::DeviceGuard {
   explicit DeviceGuard(const Tensor& tensor) : torch::stable::accelerator::DeviceGuard(tensor.get_device_index()) {}
 };
@@ -62,8 +62,8 @@ struct DeviceGuard : torch::stable::accelerator::DeviceGuard {
 
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
 
-// Elements whose `bits` random bits are below this are dropped. If that can happen, rng must be there, on the device.
-// Python has better messages for wrong values.
+// Elements whose `bits` random bits are below this threshold are dropped. If p > 0, rng must be given, on the device.
+// Python checks the same, with better messages.
 inline uint32_t dropout_threshold(double p, const OptionalTensor& rng, int bits, const Device& device) {
   const double range = std::exp2(bits), threshold = std::nearbyint(p * range);  // half to even, as Python rounds
   FB_CHECK_VALUE(p == 0 || (threshold > 0 && threshold < range), "dropout_p is ", p,
@@ -79,7 +79,7 @@ inline uint32_t dropout_threshold(double p, const OptionalTensor& rng, int bits,
 
 inline double keep_scale(uint32_t threshold, int bits) { return std::exp2(bits) / (std::exp2(bits) - threshold); }
 
-// The dropout of a site on the CPU: it reads the key.
+// The dropout of a site, for loops on the CPU. It reads the key.
 inline Dropout dropout_of(double p, const OptionalTensor& rng, int64_t site, int bits) {
   const uint32_t threshold = dropout_threshold(p, rng, bits, torch::headeronly::DeviceType::CPU);
   if (threshold == 0) return {};
@@ -109,16 +109,17 @@ inline OptionalTensor as_math(const OptionalTensor& parameter, const Tensor& x) 
 
 inline const void* data(const OptionalTensor& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
 
-// How many rows a product is computed for: whole blocks, on which oneDNN is fast, and no more than about 32 numbers
-// between one power of two and the next, because oneDNN keeps code for every number it has met (docs/linear.md).
+// The number of rows that a product is computed for: `rows` rounded up to whole blocks, on which oneDNN is fast. There
+// are no more than about 32 such numbers between one power of two and the next, because oneDNN keeps generated code for
+// every number of rows it has met (docs/linear.md).
 inline int64_t whole_blocks(int64_t rows) {
   int64_t block = rows > 256 ? 16 : 1;
   while (64 * block < rows) block *= 2;
   return (rows + block - 1) / block * block;
 }
 
-// An uninitialised tensor of `sizes`, (..., channels), followed in its storage by rows of zeros up to a whole block: a
-// product that reads it then need not copy it.
+// An uninitialised tensor of `sizes`, (..., channels), followed in its storage by rows of zeros up to whole_blocks():
+// a product that reads whole blocks then does not have to copy it.
 inline Tensor empty_rows(Sizes sizes, const Tensor& x, ScalarType type) {
   const int64_t channels = sizes.back(), rows = count_rows(sizes);
   const Tensor blocks = empty({whole_blocks(rows), channels}, x, type);
@@ -127,7 +128,7 @@ inline Tensor empty_rows(Sizes sizes, const Tensor& x, ScalarType type) {
 }
 inline Tensor empty_rows(Sizes sizes, const Tensor& x) { return empty_rows(sizes, x, type_of(x)); }
 
-// How many threads parallel_for uses.
+// The number of threads that parallel_for uses.
 inline int64_t threads() {
   if (const Team* const team = Team::current()) return team->members();
   uint32_t count = 1;
@@ -143,11 +144,11 @@ void parallel_for(int64_t n, int64_t grain, const F& f) {
   check_call(torch_parallel_for(0, n, grain, range, const_cast<F*>(&f)), "parallel_for");
 }
 
-// How many elements are worth another thread: fewer where it stands by.
+// The number of elements that are worth another thread: fewer if the thread is standing by in a team.
 inline int64_t grain() { return Team::current() ? kGrain / 8 : kGrain; }
 
-// Calls f() once, in this thread, while the others stand by for its calls of parallel_for. Whatever else would use
-// threads, such as torch's products, has this one alone.
+// Calls f() once, in this thread, while the other threads stand by for its calls of parallel_for. Anything else in f()
+// that would use threads, such as torch's products, runs in this thread alone.
 template <class F>
 void together(const F& f) {
   const int64_t members = threads();
@@ -158,13 +159,13 @@ void together(const F& f) {
     try {
       team.run(f);
     } catch (...) {
-      error = std::current_exception();  // as it is: torch would change its type
+      error = std::current_exception();  // rethrown below: torch would change its type
     }
   });
   if (error) std::rethrow_exception(error);
 }
 
-// Calls f(begin, end, scratch) on ranges of rows in all threads; each call has scratch_bytes for itself.
+// Calls f(begin, end, scratch) on ranges of rows in all threads; each call gets its own scratch of scratch_bytes.
 template <class F>
 void parallel_rows(int64_t rows, int64_t channels, int64_t scratch_bytes, const F& f) {
   parallel_for(rows, std::max<int64_t>(1, grain() / std::max<int64_t>(1, channels)), [&](int64_t begin, int64_t end) {
@@ -178,9 +179,9 @@ void add_to(M* sums, const M* more, int64_t n) {
   for (int64_t i = 0; i < n; ++i) sums[i] += more[i];
 }
 
-// Sums over rows, with the same bits for any number of threads. f(begin, end, sums, scratch) adds a range of rows to
-// sums, [quantities, channels]. It gets blocks of kBlock rows; the sums of blocks are added up for each chunk of rows,
-// in one thread, and then those of the chunks, in order. They are of x's math_type. The partition depends on the shape
+// Sums over rows, [quantities, channels] of x's math_type, with the same bits for any number of threads. f(begin, end,
+// sums, scratch) adds a range of rows to sums. It is called for blocks of kBlock rows. One thread adds up the sums of
+// the blocks of a chunk of rows; then those of the chunks are added up, in order. Blocks and chunks depend on the shape
 // alone, and no single sum is so long that it loses digits.
 template <class F>
 Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t scratch_bytes, const Tensor& x,
@@ -212,13 +213,13 @@ Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t scra
   return chunks == 1 ? row(sums, 0) : sum_first(sums);
 }
 
-// `shape`, and behind it x's from dimension `from` on.
+// `shape`, followed by x's sizes from dimension `from` on.
 inline std::vector<int64_t> shape_of_rows(const Tensor& x, int64_t from, std::vector<int64_t> shape) {
   shape.insert(shape.end(), x.sizes().begin() + from, x.sizes().end());
   return shape;
 }
 
-// Contiguous, and aligned to the 16 bytes in which kernels read it.
+// x, or a copy if x is not contiguous or not aligned to the 16 bytes that kernels read at a time.
 inline Tensor aligned(const Tensor& x) {
   const Tensor ordered = contiguous(x);
   return reinterpret_cast<uintptr_t>(ordered.const_data_ptr()) % 16 ? copy_of(ordered, type_of(ordered)) : ordered;

@@ -1,7 +1,7 @@
 // Attention on the CPU, as a batch of tasks: what attention and relative_attention share.
 //
-// A task is one head of one sequence; in the forward, where there are few, some of its queries. It adds up dK and dV in
-// the order of its queries, so neither the number of tasks nor that of threads changes a bit.
+// A task is one head of one sequence. Where there are few tasks, the forward splits them by queries. dK and dV are
+// added up in the order of the queries, so results have the same bits for any number of tasks and threads.
 #pragma once
 
 #include <vector>
@@ -12,11 +12,11 @@
 
 namespace fastbert {
 
-constexpr int64_t kFewestQueries = cpu::kAttentionQueries / 2;  // queries that are a task of their own
+constexpr int64_t kFewestQueries = cpu::kAttentionQueries / 2;  // of a part of a task; parts begin at multiples of it
 
 inline const char* bytes_of(const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); }
 
-// Memory for each of some threads, which begins at a multiple of 64 bytes.
+// Memory for each of `count` threads, beginning at a multiple of 64 bytes.
 class Rooms {
  public:
   Rooms(int64_t count, int64_t bytes, const Tensor& like)
@@ -36,7 +36,7 @@ struct Batch {
   double scale;
   Dropout drop;
   std::vector<int64_t> start, length;     // of each sequence: within the tokens and disjoint, whatever cu_seqlens holds
-  std::vector<cpu::Positions> positions;  // of each head, where they are relative
+  std::vector<cpu::Positions> positions;  // of each head, for relative_attention; else empty
 
   Batch(const Tensor& qkv, const Tensor& cu_seqlens, double scale_, Dropout drop_)
       : element(qkv.element_size()), dtype(dtype_of(qkv)), scale(scale_), drop(drop_) {
@@ -64,25 +64,26 @@ struct Batch {
             sequence, drop,     dtype,        relative};
   }
   int64_t first_token(int64_t task) const { return start[task / heads]; }
-  // In elements, within (tokens, heads, D) and (heads, tokens).
+  // Offsets in elements, into (tokens, heads, D) and (heads, tokens).
   int64_t out_at(int64_t task) const { return first_token(task) * out_stride() + task % heads * D; }
   int64_t lse_at(int64_t task) const { return task % heads * tokens + first_token(task); }
 
-  // With as much as any task needs.
+  // A head as large as that of any task, for the size of rooms.
   cpu::AttentionHead largest() const {
     return {nullptr, nullptr, nullptr, 0, longest, D, scale, 0, 0, drop, dtype, positions.data()};
   }
 
-  // Calls f(head, task, part of `parts`, room) in all threads. room_of: its size in bytes. Neighbouring tasks are heads
-  // of the same sequence, which are neighbours in memory; threads get equal shares of the work.
+  // Calls f(head, task, part, room) in all threads, for each of the `parts` parts of each task. room_of returns the
+  // size of room in bytes. Neighbouring tasks are heads of the same sequence, which are neighbours in memory; threads
+  // get equal shares of the work.
   template <class F>
   void for_tasks(const Tensor& qkv, int64_t parts, int64_t (*room_of)(const cpu::AttentionHead&), const F& f) const {
     if (covered == 0 || D == 0) return;
-    std::vector<double> before{0};  // the work of sequences, in all their heads
+    std::vector<double> before{0};  // the work of the sequences before each one, in all their heads
     for (const int64_t keys : length) before.push_back(before.back() + double(keys) * (keys + kPacking) * heads);
     const double work = before.back() * D / double(grain() * 16);
     const int64_t shares = std::max<int64_t>(1, std::min<int64_t>(threads(), int64_t(work)));
-    const auto first = [&](int64_t share) {  // of all tasks' parts
+    const auto first = [&](int64_t share) {  // the first part of a share, counted over all tasks
       if (share == shares) return tasks() * parts;
       const double wanted = before.back() * double(share) / double(shares);
       const int64_t b = std::upper_bound(before.begin(), before.end() - 1, wanted) - before.begin() - 1;
@@ -98,14 +99,14 @@ struct Batch {
     });
   }
 
-  // Into how many parts the queries of a task are split, each of which packs the keys and values anew.
+  // The number of parts that the queries of a task are split into. Each part packs the keys and values anew.
   int64_t parts() const {
     const int64_t wanted = (2 * threads() + tasks() - 1) / std::max<int64_t>(1, tasks());
     return threads() == 1 ? 1 : std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, longest / kFewestQueries));
   }
 
  private:
-  static constexpr double kPacking = 64;  // what a key costs besides its scores, in scores
+  static constexpr double kPacking = 64;  // the work for a key besides its scores, as a number of scores
 };
 
 // out: (tokens, heads, D), contiguous, of qkv's type; lse: (heads, tokens), contiguous, of its math_type.
@@ -128,7 +129,7 @@ inline void attention_forward_into(const Tensor& out, const Tensor& lse, const B
                   });
 }
 
-// Memory for both.
+// Allocates out and lse.
 inline std::tuple<Tensor, Tensor> attention_outputs(const Batch& batch, const Tensor& qkv) {
   const Tensor out = empty_rows({batch.tokens, batch.heads * batch.D}, qkv);
   return {view(out, {batch.tokens, batch.heads, batch.D}), empty({batch.heads, batch.tokens}, qkv, math_type(qkv))};

@@ -10,7 +10,7 @@ void sgemm_(const char*, const char*, const int*, const int*, const int*, const 
 
 namespace fastbert {
 
-// Not every build of torch exports it.
+// Whether sgemm_ is there: not every build of torch exports it.
 inline bool has_blas() { return sgemm_; }
 
 // A matrix in memory: rows are `stride` elements apart.
@@ -25,7 +25,7 @@ enum class Op : char { as_is = 'N', transposed = 'T' };
 // c = a b + beta c, c being m by n and k the inner dimension. With beta 0, c is only written.
 inline void product(Op op_a, Op op_b, int64_t m, int64_t n, int64_t k, Matrix<const float> a, Matrix<const float> b,
                     float beta, Matrix<float> c) {
-  // Column-major reads a row-major matrix as its transpose, so the operands change places.
+  // BLAS is column-major and reads a row-major matrix as its transpose, so the operands change places.
   const char first = char(op_b), second = char(op_a);
   const int rows = int(n), columns = int(m), inner = int(k), lda = int(a.stride), ldb = int(b.stride),
             ldc = int(c.stride);

@@ -13,9 +13,9 @@ namespace fastbert {
 
 namespace {
 
-constexpr int64_t kFewestRows = 48;  // that are worth packing weights for
+constexpr int64_t kFewestRows = 48;  // for which packing the weights is worth it
 
-// Each row's class, within the classes, or -1.
+// The class of each row, clamped to the classes; -1 for rows that do not count.
 template <class I>
 std::vector<int64_t> classes_of(const Tensor& labels, int64_t ignored, int64_t classes) {
   const Tensor given = contiguous(labels);
@@ -53,7 +53,7 @@ void run(cpu::CrossEntropy op, const Tensor& like) {
   const Tensor parts = empty({tasks, op.rows, room.part}, like, ScalarType::Byte);
   const Tensor targets = empty({op.rows}, like, math_type(like));
   op.parts = parts.mutable_data_ptr(), op.targets = targets.mutable_data_ptr();
-  // Where tasks are fewer than threads, each is for some of the rows, and packs its weights anew.
+  // Where there are fewer tasks than threads, each task is split by rows, and each share packs the weights anew.
   const int64_t shares = std::clamp<int64_t>((threads() + tasks - 1) / std::max<int64_t>(1, tasks), 1,
                                              std::max<int64_t>(1, op.rows / kFewestRows));
   const int64_t work = std::max<int64_t>(1, op.rows * op.inner * std::min(room.classes, op.classes) / shares);
@@ -94,8 +94,8 @@ Tensor scaled(const Tensor& x, const Tensor& factor, ScalarType type) {
   return contiguous(call("aten::mul", "Tensor", as_math(x, x), factor), type);
 }
 
-// dlogits is softmax - onehot. dloss / count joins after the first product and on the smaller side of the second, where
-// it neither underflows in fp16 nor costs a pass over the logits.
+// dlogits is softmax - onehot. The factor dloss / count is applied after the first product, and to the smaller operand
+// of the second, where it neither underflows in fp16 nor costs a pass over the logits.
 std::tuple<Tensor, Tensor, Tensor> cross_entropy_bwd_cpu(const Tensor& dloss, const Tensor& hidden,
                                                          const Tensor& weight, const Tensor& labels,
                                                          const Tensor& dlogits, int64_t ignore_index, bool need_dhidden,

@@ -1,4 +1,4 @@
-// The torch side of dense_gelu on the CPU: a library's matrix product, then one pass of bias_gelu's loops over its
+// The torch side of dense_gelu on the CPU: the matrix product of linear, then one pass of bias_gelu's loops over its
 // output. oneDNN can apply the GELU too, but that is slower than the two passes (docs/linear.md). The schema is defined
 // in fastbert/ops/dense_gelu.py.
 

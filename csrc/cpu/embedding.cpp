@@ -1,7 +1,7 @@
 // The torch side of embedding on the CPU. The schema is defined in fastbert/ops/embedding.py.
 //
-// The tables' gradients are made row by row, of the tokens in order, so that nothing depends on threads. A table of 16
-// bits is never there in 32.
+// The tables' gradients are computed row by row, adding up a row's tokens in order, so that results do not depend on
+// threads. A 16-bit table is never held in 32 bits as a whole.
 #include "../embedding.h"
 
 #include <vector>
@@ -48,7 +48,7 @@ struct EmbeddingInputs {
     check_range(i);
     Tensor places = ids[i];
     tables[i] = table;
-    if (type_of(table) != dtype || !table.is_contiguous()) {  // the rows that are needed, not the whole table
+    if (type_of(table) != dtype || !table.is_contiguous()) {  // copies the rows that are needed, not the whole table
       tables[i] = contiguous(call("aten::index_select", "", table, int64_t(0), ids[i]), dtype);
       ids_of_copies[i] = places = empty({tokens}, ids[i]);
       std::iota(places.mutable_data_ptr<int64_t>(), places.mutable_data_ptr<int64_t>() + tokens, 0);
@@ -56,7 +56,7 @@ struct EmbeddingInputs {
     op.lookups[i] = {places.const_data_ptr<int64_t>(), tables[i].const_data_ptr()};
   }
 
-  // Here, because code compiled by torch.compile runs no checks in Python.
+  // Checked here, because code compiled by torch.compile does not run the checks in Python.
   void check_range(int i) const {
     static constexpr const char* kNames[] = {"input_ids", "position_ids", "token_type_ids"};
     const int64_t* const id = ids[i].const_data_ptr<int64_t>();
@@ -65,7 +65,7 @@ struct EmbeddingInputs {
                      "; expected 0 <= ", kNames[i], " < ", rows[i]);
   }
 
-  // Of a token in the shape of the ids, as Python writes it.
+  // The index of token t in a tensor of the ids' shape, as Python writes it.
   std::string place(int64_t t) const {
     std::string text = "]";
     for (size_t i = shape.size(); i-- > 0; t /= shape[i]) text = (i ? ", " : "[") + std::to_string(t % shape[i]) + text;
@@ -97,7 +97,7 @@ std::tuple<Tensor, Tensor, Tensor> embedding_fwd_cpu(const Tensor& input_ids, co
   return {y, mean, rstd};
 }
 
-// Tokens in the order of their ids, and where each id begins, without those of padding_idx.
+// The tokens sorted by id, and where each id begins among them. Tokens with padding_idx as their id are left out.
 struct TokensById {
   std::vector<int64_t> tokens, first;
 
@@ -111,7 +111,7 @@ struct TokensById {
   }
 };
 
-// dz: (T, C). Of the table's type.
+// The gradient of a table, in the table's type. dz: (T, C).
 Tensor table_gradient(const Tensor& dz, const Tensor& ids, const Tensor& table, int64_t padding_idx) {
   const Tensor gradient = zeros(table.sizes(), table, type_of(table));
   const int64_t* const id = ids.const_data_ptr<int64_t>();

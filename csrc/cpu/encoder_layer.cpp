@@ -1,4 +1,4 @@
-// encoder_layer on the CPU (csrc/encoder_layer.h): its products, and the loops of its other parts.
+// encoder_layer on the CPU: its products and the loops of its other parts, for csrc/encoder_layer.h.
 #include "../encoder_layer.h"
 
 #include <cstring>
@@ -20,12 +20,12 @@ struct CpuOps {
   static constexpr auto add_layer_norm_fwd = add_layer_norm_fwd_cpu;
   static constexpr auto add_layer_norm_bwd = add_layer_norm_bwd_cpu;
 
-  // What is copied is 3 C a channel of input where weights are put together, and 3 a token where products are.
+  // Concatenating the weights copies 3 C numbers for each input channel, copying three products 3 C for each token.
   static bool joins_weights(int64_t tokens, int64_t channels) { return tokens > channels; }
 
   static void linear_into(const Tensor& y, const Tensor& x, const Tensor& weight, const Tensor& bias) {
     const Tensor product = contiguous(linear(x, weight, bias));
-    check_gradient("encoder_layer", "a projection", product, y);  // of the shape and dtype that its memory is for
+    check_gradient("encoder_layer", "a projection", product, y);  // y's shape and dtype
     const int64_t tokens = y.size(0), width = y.size(1), bytes = x.element_size(), apart = y.stride(0) * bytes;
     const char* const from = static_cast<const char*>(product.const_data_ptr());
     char* const to = static_cast<char*>(y.mutable_data_ptr());
@@ -35,7 +35,7 @@ struct CpuOps {
     });
   }
 
-  // keep: x is needed as it is.
+  // keep: x must not be overwritten.
   static Tensor gelu(const Tensor& x, const OptionalTensor& bias, std::string_view approximate, bool keep) {
     const Tensor y = keep ? empty_rows(x.sizes(), x) : x;
     gelu_cpu(x, bias, approximate, y);

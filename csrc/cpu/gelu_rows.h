@@ -12,7 +12,7 @@ namespace fastbert {
 // y = gelu(x + bias); y is contiguous, of x's shape and dtype, and may be x.
 void gelu_cpu(const Tensor& x, const OptionalTensor& bias, std::string_view approximate, const Tensor& y);
 
-// dx, and with a type also dbias.
+// Returns dx, and dbias if its type is given; dbias is empty otherwise.
 std::tuple<Tensor, Tensor> gelu_bwd_cpu(const Tensor& dy, const Tensor& x, const OptionalTensor& bias,
                                         std::string_view approximate, std::optional<ScalarType> dbias_type);
 

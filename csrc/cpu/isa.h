@@ -1,6 +1,6 @@
 // The files of cpu/loops/ are compiled once per instruction set (ISA), each time into the namespace
-// fastbert::cpu::<isa>; at run time the best one that the processor has is called. CMakeLists.txt gives each copy its
-// flags and FB_ISA.
+// fastbert::cpu::<isa>; at run time, the copy for the best set that the processor has is called. CMakeLists.txt gives
+// each copy its flags and FB_ISA.
 #pragma once
 
 #include <stdlib.h>
@@ -15,7 +15,7 @@
 
 namespace fastbert::cpu {
 
-// From worse to better.
+// From the worst to the best.
 enum class Isa { none, generic, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16, amx };
 
 constexpr const char* kIsaNames[] = {nullptr,  "generic",     "avx2",        "avx2_vnni",
@@ -34,7 +34,7 @@ constexpr const char* name_of(Isa isa) { return kIsaNames[int(isa)]; }
   FB_IN_ISA(avx512, __VA_ARGS__) \
   FB_IN_ISA(avx512_bf16, __VA_ARGS__)
 
-// Of loops with products that tiles (AMX) can take: a copy more; and of those of int8, for which there is VNNI, two.
+// Loops with products that tiles (AMX) can compute have one more copy; those with int8 products two more, for VNNI.
 #define FB_FOR_EACH_ISA_AND_TILES(...) \
   FB_FOR_EACH_ISA(__VA_ARGS__)         \
   FB_IN_ISA(amx, __VA_ARGS__)
@@ -43,7 +43,7 @@ constexpr const char* name_of(Isa isa) { return kIsaNames[int(isa)]; }
   FB_IN_ISA(avx2_vnni, __VA_ARGS__)         \
   FB_IN_ISA(avx512_vnni, __VA_ARGS__)
 
-// What has no copy of its own for a set is that of the set which it extends.
+// Where a set has no copy of a function, that of the set which it extends is used.
 FB_FOR_EACH_ISA()
 FB_IN_ISA(avx2_vnni, using namespace avx2;)
 FB_IN_ISA(avx512_vnni, using namespace avx512;)
@@ -59,8 +59,8 @@ FB_IN_ISA(amx, using namespace avx512_bf16;)
    : fastbert::cpu::best_isa() == fastbert::cpu::Isa::avx2        ? &fastbert::cpu::avx2::f        \
                                                                   : nullptr)
 
-// Whether the kernel lets this process, and those it forks, use tiles, which it has to be asked for; it has none to
-// give on a processor without them. Every processor with tiles so far multiplies bf16 and int8 in them.
+// Asks the Linux kernel to let this process, and those that it forks, use tiles, and returns whether it does. It
+// refuses on a processor without tiles. So far, every processor with tiles multiplies both bf16 and int8 in them.
 inline bool has_tiles() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -70,7 +70,7 @@ inline bool has_tiles() {
 #endif
 }
 
-// Not every compiler can ask for it by name. (F16C is not asked for: every processor with AVX2 has it.)
+// By cpuid, as not every compiler knows the name of AVX-VNNI. (F16C needs no check: every processor with AVX2 has it.)
 inline bool has_avx_vnni() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax >> 4 & 1;
@@ -90,8 +90,8 @@ inline bool processor_has(Isa isa) {
   }
 }
 
-// The best that ATEN_CPU_CAPABILITY allows, which torch's own kernels obey too: "avx512" means no tiles, "avx2" vectors
-// of 32 bytes, "default" none. Or the one of these that FASTBERT_CPU_SET names.
+// The best set that ATEN_CPU_CAPABILITY allows, which torch's own kernels obey too: "avx512" means no tiles, "avx2" no
+// more than vectors of 32 bytes, "default" no set at all. If FASTBERT_CPU_SET names a set, only that one may be used.
 inline Isa best_isa() {
   static const Isa isa = [] {
     const auto is = [](const char* value, const char* word) { return value && !strcmp(value, word); };

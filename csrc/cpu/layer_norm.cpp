@@ -40,9 +40,9 @@ struct Inputs {
   ScalarType output() const { return op.y_type == op.x_type ? type_of(x) : math(); }
 };
 
-constexpr int64_t kRowsForMore = 4;  // of 768 floats: 12 KiB
+constexpr int64_t kRowsForMore = 4;  // per call of `more`; with 768 floats each, 12 KiB
 
-// y, mean, rstd: of its rows.
+// Writes y, and the mean and rstd of each row. more: called for the rows of y that have just been written.
 void forward_into(Inputs& in, const Tensor& y, void* mean, void* rstd, const MoreOfRows& more = {}) {
   const auto loop = FB_BEST_ISA(layer_norm_fwd);
   FB_CHECK(loop, kNoIsa);
@@ -122,7 +122,7 @@ void add_layer_norm_into_cpu(const Tensor& y, const Tensor& x, const Tensor& res
   Inputs in(x, residual, weight, bias, x_bias, eps, {});
   check_gradient("layer_norm", "y", y, in.x);
   check_dtype("layer_norm", "residual", residual, type_of(in.x));
-  std::vector<double> statistics(2 * in.rows);  // which nobody wants; of at most this size
+  std::vector<double> statistics(2 * in.rows);  // mean and rstd, which are not used: float or double
   forward_into(in, y, statistics.data(), statistics.data() + in.rows, more);
 }
 

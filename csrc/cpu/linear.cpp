@@ -9,7 +9,7 @@
 #include "blas.h"
 #include "matrix_product.h"
 
-// Of torch, where it has them. oneDNN's inner product:
+// Functions that not every build of torch has. oneDNN's inner product:
 extern "C" AOTITorchError aoti_torch_cpu__linear_pointwise(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*,
                                                            const char*, const double**, int64_t, const char**,
                                                            AtenTensorHandle*) __attribute__((weak));
@@ -40,8 +40,8 @@ Tensor onednn_product(const Tensor& x, const Tensor& weight, const Tensor* bias)
   return Tensor(made);
 }
 
-// x (rows, K), contiguous, with more rows until its last block is full: whatever follows in its storage, or else zeros
-// in a copy. The products of those rows are thrown away.
+// x (rows, K), contiguous, extended by more rows until its last block is full: whatever follows in its storage or, if
+// the storage ends, zeros in a copy. The products of the additional rows are thrown away.
 Tensor in_whole_blocks(const Tensor& x) {
   const int64_t rows = x.size(0), blocks = whole_blocks(rows), K = x.size(1);
   if (rows == blocks) return x;
@@ -53,7 +53,7 @@ Tensor in_whole_blocks(const Tensor& x) {
   return view(copy, {blocks, K});
 }
 
-// Whether oneDNN's way to a product, which it prepares anew in each call, takes longer than the product.
+// Whether the product takes less time than oneDNN's preparation for it, which is repeated in each call.
 bool is_small(const Tensor& rows, const Tensor& weight) {
   return has_blas() && weight.numel() > 0 && rows.size(0) * weight.numel() <= kSmallProduct;
 }
@@ -66,7 +66,7 @@ bool has_few_rows(const Tensor& rows, const Tensor& weight) {
   return rows.size(0) >= kFewest && rows.size(0) <= most && std::min(weight.size(0), weight.size(1)) >= kThin;
 }
 
-// By MKL's own entry: bias rows, then one call that adds the product to them.
+// Calls MKL directly: the bias is copied to each row of y, then one call adds the product.
 Tensor small_product(const Tensor& rows, const Tensor& weight, const Tensor* bias) {
   const int64_t tokens = rows.size(0), K = rows.size(1), channels = weight.size(0);
   const Tensor y = empty_rows({tokens, channels}, rows);
@@ -85,10 +85,10 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
   const NoGrad guard;
   if (!use_onednn(x, weight)) {
     const Tensor y = contiguous(call("aten::linear", "", x, weight, bias));
-    return view(y, y.sizes());  // not as a view that autograd knows of: those cannot be changed in place
+    return view(y, y.sizes());  // y may be a view that autograd knows of, which could not be changed in place
   }
   const Tensor rows = matrix(contiguous(x)), w = contiguous(weight);
-  const Tensor b = bias ? contiguous(*bias) : w;  // oneDNN does not look at its stride
+  const Tensor b = bias ? contiguous(*bias) : w;  // oneDNN ignores the bias's stride
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = w.size(0);
   if (is_small(rows, w)) return view(small_product(rows, w, bias ? &b : nullptr), shape);

@@ -1,12 +1,13 @@
-// A dense layer, by the fastest of the libraries that torch comes with.
+// A dense layer, by our own loops or by the libraries that torch comes with, whichever is fastest.
 #pragma once
 
 #include "../stable.h"
 
 namespace fastbert {
 
-// Of checked arguments: x (..., K) weight (C, K)^T + bias (C,) on the CPU. In fp32 by our own loops for few rows, by
-// oneDNN for more, if this torch has it; else as F.linear, by MKL. The measurement is in docs/linear.md.
+// x (..., K) weight (C, K)^T + bias (C,) on the CPU, for checked arguments. In fp32, if this torch has oneDNN: small
+// products by MKL, few rows by our own loops, the rest by oneDNN. Otherwise as F.linear. docs/linear.md has the
+// measurements.
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
 
 }  // namespace fastbert

@@ -11,7 +11,7 @@ namespace fastbert {
 
 namespace {
 
-// Where sequences begin and end: within the tokens, and never falling, whatever cu_seqlens holds.
+// Where sequences begin and end: within the tokens, and never decreasing, whatever cu_seqlens holds.
 std::vector<int64_t> bounds_of(const Tensor& cu_seqlens, int64_t tokens) {
   const Tensor ends = contiguous(cu_seqlens);
   std::vector<int64_t> bounds;

@@ -12,7 +12,7 @@ namespace fastbert {
 
 namespace {
 
-// MKL keeps to AVX2 on processors that are not Intel's (docs/linear.md), so there our loops are faster.
+// MKL uses no more than AVX2 on processors that are not Intel's (docs/linear.md), so our loops are faster there.
 bool mkl_is_slow() {
 #ifdef __x86_64__
   static const bool amd = __builtin_cpu_is("amd");
@@ -25,13 +25,13 @@ bool mkl_is_slow() {
 // Elements from one row to the next. A single row may have any stride, so there it is the row's length.
 int64_t row_stride(const Tensor& x) { return x.size(0) == 1 ? x.size(1) : x.stride(0); }
 
-// Whether it is float32 in rows of neighbours, one behind the other.
+// Whether x is float32 and not empty, with contiguous rows that do not overlap.
 bool is_in_rows(const Tensor& x) {
   return type_of(x) == ScalarType::Float && x.numel() > 0 && (x.size(1) == 1 || x.stride(1) == 1) &&
          row_stride(x) >= x.size(1);
 }
 
-// By MKL's own entry.
+// Calls MKL directly.
 Tensor small_product(const Tensor& a, bool transposed, const Tensor& b) {
   const int64_t rows = a.size(transposed), inner = b.size(0), columns = b.size(1);
   const Tensor c = empty({rows, columns}, a);

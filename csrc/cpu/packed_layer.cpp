@@ -1,5 +1,5 @@
-// A whole post-norm layer whose products have packed weights, or what follows its attention; forward only. The schema
-// is defined in fastbert/ops/packed_layer.py.
+// Whole post-norm layers whose products have packed weights, or the part of such a layer that follows attention;
+// forward only. The schema is defined in fastbert/ops/packed_layer.py.
 #include <memory>
 #include <string_view>
 #include <tuple>
@@ -15,7 +15,7 @@ namespace fastbert::packed {
 
 namespace {
 
-// The parameters of one of its products: packed, or a plain weight where it has two dimensions.
+// The parameters of one product. The weight is packed, or plain if it has two dimensions.
 struct Dense : Packed {
   bool is_packed() const { return weight.dim() > 2; }
 };
@@ -25,8 +25,8 @@ struct Layer {
   Dense out, up, down;
   Tensor out_norm[2], down_norm[2];  // weight and bias
 
-  // parameters: weight and bias of each, in the order of encoder_layer; scales: of each product, empty where it has
-  // none. attended: without those before attention.
+  // parameters: the weight and bias of each part, in the order of encoder_layer. scales: one for each product, empty if
+  // it has none. attended: without the parts before attention.
   Layer(const Tensors& parameters, const Tensors& scales, bool attended) {
     const size_t count = parameters.size();
     FB_CHECK_VALUE(attended ? count == 10 : count == 12 || count == 16, "packed_layer: ", count,
@@ -50,7 +50,7 @@ struct Layer {
     for (const Dense& each : projections) f(each);
     f(out), f(up), f(down);
   }
-  // Of all weights.
+  // The numbers in all weights.
   int64_t numbers() const {
     int64_t all = 0;
     for_products([&](const Dense& dense) { all += dense.weight.numel(); });
@@ -64,8 +64,9 @@ bool has_plain(const std::vector<Layer>& layers) {
   return any;
 }
 
-// The type of what passes from products to another: bf16 between int8 ones, beside which its rounding is small, so that
-// half as much is written and read, and attention multiplies bf16; else hidden's.
+// The type of what the products `from` pass on to the product `to`. For float32 hidden states it is bf16 between int8
+// products, whose own rounding is larger: half as much is written and read, and attention multiplies bf16. Otherwise it
+// is hidden's.
 ScalarType between(const std::vector<Dense>& from, const Dense& to, ScalarType hidden) {
   const auto is_int8 = [](const Dense& dense) { return type_of(dense.weight) == ScalarType::Char; };
   const bool int8 = is_int8(to) && std::all_of(from.begin(), from.end(), is_int8);
@@ -76,8 +77,8 @@ void check_dense_of(const Tensor& x, const Dense& dense) {
   dense.is_packed() ? check_packed(x, dense) : check_dense("packed_layer", x, dense.weight, dense.bias);
 }
 
-// Rows that products read, (T, K), whose numbers are neighbours; and as products take them, if what wrote them has put
-// these too.
+// Rows that products read, (T, K), each contiguous; and the same rows in the form that products take, if the op that
+// wrote them has also converted them.
 struct Input {
   Tensor rows;
   std::optional<Left> left = std::nullopt;
@@ -89,8 +90,8 @@ struct Input {
   }
 };
 
-// with_bias: whether it is added here. type: of what is returned, x's but between int8 products. It is in the
-// workspace's memory for that use where the weight is packed.
+// with_bias: whether the bias is added here. type: that of the output, which differs from x's only next to int8
+// products. If the weight is packed, the output is in the workspace's memory for `use`.
 Tensor apply(Input x, const Dense& dense, std::string_view approximate, bool with_bias, ScalarType type,
              Workspace& workspace, Workspace::Use use) {
   check_dense_of(x.rows, dense);
@@ -106,10 +107,10 @@ Tensor apply(Input x, const Dense& dense, std::string_view approximate, bool wit
   return y;
 }
 
-// Rows of x into those of qkv, (T, 3 H D).
+// Projects the rows of x to those of qkv, (T, 3 H D).
 void project(Input x, const std::vector<Dense>& projections, const Tensor& qkv, Workspace& workspace) {
   const int64_t tokens = x.rows.size(0), width = qkv.size(1);
-  std::vector<Product> products;  // of weights of one kind
+  std::vector<Product> products;  // not computed yet, with weights of one kind
   const auto multiply = [&] {
     if (!products.empty()) products_into(x.left_of(products[0].factor, workspace), products, Gelu::none);
     products.clear();
@@ -133,8 +134,8 @@ struct Settings {
   double out_eps, down_eps;
 };
 
-// The product of x, its bias, the residual and LayerNorm, into y, which may be the residual; in the same pass for the
-// product that reads it next, if there is one.
+// The product of x, its bias, the residual and LayerNorm, written into y, which may be the residual. The pass that
+// writes y also converts its rows for `next`, the product that reads them, if there is one.
 Input normed(const Tensor& x, const Tensor& residual, const Dense& dense, const Tensor (&norm)[2], double eps,
              const Tensor& y, const Dense* next, Workspace& workspace) {
   const Tensor product = apply({x}, dense, "", false, type_of(residual), workspace, Workspace::kProduct);
@@ -148,7 +149,7 @@ Input normed(const Tensor& x, const Tensor& residual, const Dense& dense, const 
   return input;
 }
 
-// What follows attention, into y, which may be x. next: the product that reads it, if there is one.
+// The part of a layer after attention, written into y, which may be x. next: the product that reads y, if there is one.
 Input finish(const Tensor& attended, const Tensor& x, const Layer& layer, const Settings& settings, const Tensor& y,
              const Dense* next, Workspace& workspace) {
   const ScalarType type = type_of(x);
@@ -159,10 +160,10 @@ Input finish(const Tensor& attended, const Tensor& x, const Layer& layer, const 
   return normed(wide, to, layer.down, layer.down_norm, settings.down_eps, y, next, workspace);
 }
 
-// How the rows of a call go from one attention to the next: in blocks, which a thread takes through all ops between
-// them, one after the other, so that what an op gives the next one is in its cache, and no thread waits; or all at
-// once, so that threads share each op. The latter where there are few, as threads then read all weights for few rows,
-// and beside plain weights, whose products are torch's.
+// How threads share the ops between one attention and the next. Either the rows are split into blocks, and a thread
+// takes a block through all the ops: the output of each op is still in its cache when the next one reads it, and no
+// thread waits for another. Or all rows go through one op after the other, and threads share each op. The latter is for
+// few rows, for which each thread would read all weights, and for plain weights, whose products are torch's.
 class Blocks {
  public:
   Blocks(int64_t rows, const std::vector<Layer>& layers) : rows_(rows) {
@@ -178,7 +179,7 @@ class Blocks {
     workspaces_.resize(shares_);
   }
 
-  // Calls f(first row, number of rows, workspace) on each.
+  // Calls f(first row, number of rows, workspace) for each block, or once for all rows.
   template <class F>
   void run(const F& f) {
     if (shares_ * blocks_ == 1) return f(int64_t(0), rows_, workspaces_[0]);
@@ -192,7 +193,7 @@ class Blocks {
   }
 
  private:
-  int64_t rows_, shares_ = 1, blocks_ = 1;  // blocks of a share
+  int64_t rows_, shares_ = 1, blocks_ = 1;  // blocks_: in each share
   std::vector<Workspace> workspaces_;
 };
 
@@ -200,13 +201,13 @@ Tensor rows_of(const Tensor& x, int64_t first, int64_t count) {
   return count == x.size(0) ? x : view(x, {count, x.size(1)}, first * x.size(1));
 }
 
-// What attention reads and writes, in the same memory in all layers: memory that comes anew from the system is slow to
-// touch first.
+// What attention reads and writes. It is the same memory in all layers, because the first access to memory that is new
+// from the system is slow.
 struct Attention {
   Tensor qkv;      // (T, 3 H D)
-  Tensor by_head;  // the same, (T, 3, H, D)
+  Tensor by_head;  // qkv as (T, 3, H, D)
   Batch batch;
-  Tensor out, lse, rows;  // rows: of out, (T, H D)
+  Tensor out, lse, rows;  // rows: out as (T, H D)
 
   Attention(const Tensor& qkv_, const Tensor& cu_seqlens, int64_t heads, double scale)
       : qkv(qkv_),
@@ -219,7 +220,7 @@ struct Attention {
   void run() const { attention_forward_into(out, lse, batch, by_head); }
 };
 
-// The numbers of a token that a layer's projections give, checked.
+// How many numbers a layer's projections give for each token, checked.
 int64_t projected(const Layer& layer, int64_t heads) {
   const std::vector<Dense>& projections = layer.projections;
   const int64_t channels = projections[0].channels, width = channels * int64_t(projections.size());
@@ -232,8 +233,8 @@ int64_t projected(const Layer& layer, int64_t heads) {
   return width;
 }
 
-// Queries, keys and values of each layer are made as soon as the rows that they are made from, in place of those of the
-// layer before, which has attended to them by then.
+// Queries, keys and values of each layer are computed as soon as the rows that they are projected from. They overwrite
+// those of the layer before, whose attention is done by then.
 Tensor run(const Tensor& hidden, const std::vector<Layer>& layers, const OptionalTensor& cu_seqlens, int64_t heads,
            double scale, const Settings& settings) {
   FB_CHECK_VALUE(cu_seqlens.has_value(), "packed_layer: neither context nor cu_seqlens; expected one");
@@ -265,7 +266,7 @@ Tensor run(const Tensor& hidden, const std::vector<Layer>& layers, const Optiona
   return y;
 }
 
-// The same from the context on, which is what the heads gave: (T, H D).
+// The same from the context on. context: the output of the heads, (T, H D).
 Tensor run_after(const Tensor& hidden, const Tensor& context, const Layer& layer, const Settings& settings) {
   FB_CHECK_VALUE(context.dim() == 2, "packed_layer: context has shape ", context.sizes(), "; expected (T, D)");
   check_shape("packed_layer", "context", context, {hidden.size(0), context.size(1)});
@@ -279,7 +280,7 @@ Tensor run_after(const Tensor& hidden, const Tensor& context, const Layer& layer
   return y;
 }
 
-// Of several layers parameters and scales follow each other.
+// With several layers, parameters and scales have all those of one layer before those of the next.
 Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context, const Tensors& parameters,
                             const Tensors& scales, const OptionalTensor& cu_seqlens, int64_t /*max_seqlen*/,
                             int64_t heads, double scale, std::string_view approximate, double out_eps, double down_eps,
@@ -297,7 +298,7 @@ Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context,
     y = context ? run_after(hidden, *context, layers[0], settings)
                 : run(hidden, layers, cu_seqlens, heads, scale, settings);
   };
-  has_plain(layers) ? all() : together(all);  // plain weights' products are torch's, and need threads of their own
+  has_plain(layers) ? all() : together(all);  // products with plain weights are torch's, which use its own threads
   return y;
 }
 

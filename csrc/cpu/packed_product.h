@@ -31,8 +31,8 @@ inline Gelu gelu_of(std::string_view approximate) {
   return approximate == "tanh" ? Gelu::tanh : Gelu::erf;
 }
 
-// Memory for what one op gives the next, of one thread: each use takes it anew, and it stays from block to block and
-// from layer to layer.
+// One thread's memory for what one op passes to the next. Each new use overwrites the contents of the last one; the
+// memory is kept from block to block and from layer to layer.
 class Workspace {
  public:
   enum Use { kLeft, kLeftScale, kProduct, kMiddle, kWide, kUses };
@@ -41,7 +41,7 @@ class Workspace {
     if (!memory_[use] || memory_[use]->numel() < count) memory_[use] = empty({count}, like, ScalarType::Byte);
     return static_cast<char*>(memory_[use]->mutable_data_ptr());
   }
-  // As empty_rows; but of kWide rows lie apart where they would share sets of the first-level cache.
+  // Like empty_rows; but rows of kWide lie apart if they would otherwise share sets of the first-level cache.
   Tensor matrix(Use use, int64_t rows, int64_t channels, const Tensor& like, ScalarType type) {
     OptionalTensor& memory = memory_[use];
     const bool fits = memory && memory->size(0) >= rows && memory->size(1) == channels && type_of(*memory) == type;
@@ -61,11 +61,11 @@ class Workspace {
   OptionalTensor memory_[kUses];
 };
 
-// Rows of x beside weights of one kind, as the products take them. They serve several products.
+// Rows of x in the form that products with one kind of weights take. Several products can use them.
 class Left {
  public:
-  // x: (rows, K), the numbers of a row neighbours; its rows have to be put before a product takes them. workspace: has
-  // to live as long, and holds one at a time.
+  // x: (rows, K), each row contiguous. put() has to convert the rows before a product takes them. workspace: has to
+  // live as long as this object, and holds only one Left at a time.
   Left(const Tensor& x, Weights weights, Workspace& workspace) : x_(x) {
     FB_CHECK(FB_BEST_ISA(packed_linear), kNoIsa);
     const int64_t rows = x.size(0), inner = x.size(1);
@@ -80,9 +80,9 @@ class Left {
           reinterpret_cast<float*>(workspace.bytes(Workspace::kLeftScale, rows * int64_t(sizeof(float)), x));
   }
 
-  // Whether they differ from x's.
+  // Whether the form differs from that of x, so that put() is needed.
   bool differs() const { return call_.left || call_.left_scale; }
-  // Makes them, of x's.
+  // Converts rows begin to end of x.
   void put(int64_t begin, int64_t end) const { FB_BEST_ISA(packed_left)(call_, begin, end); }
   void put_all() const {
     if (differs())
@@ -91,7 +91,7 @@ class Left {
 
   Weights weights() const { return call_.weights; }
 
-  // With what is known of the left factor alone.
+  // The arguments of a product, as far as the left factor determines them.
   const PackedLinear& call() const { return call_; }
 
  private:
@@ -137,13 +137,14 @@ inline void check_packed(const Tensor& x, const Packed& p) {
   if (p.bias) check_dtype("packed_linear", "bias", *p.bias, ScalarType::Float);
 }
 
-// What a product writes: y (rows, channels), whose rows may lie apart, of x's type or float beside int8 weights.
+// A product of rows x with `factor`. y: (rows, channels), whose rows may lie apart. It has x's type, or beside int8
+// weights any that PackedLinear takes.
 struct Product {
   Tensor y;
   Packed factor;
 };
 
-// Of checked arguments. Threads share all products as if they were one.
+// Computes the products, from checked arguments. Threads share all of them as if they were one product.
 inline void products_into(const Left& left, const std::vector<Product>& products, Gelu gelu) {
   const int64_t width = FB_BEST_ISA(packed_width)();
   const auto columns_of = [&](int64_t channels) { return (channels + width - 1) / width * width; };

@@ -12,8 +12,8 @@ namespace fastbert {
 
 namespace {
 
-// Where the visible tokens of a (batch, seqlen) grid are: their places in the flattened grid, cu_seqlens, and two
-// facts, the longest row's count and whether every row begins with a visible token.
+// Where the visible tokens of a (batch, seqlen) grid are. Returns their indices in the flattened grid, cu_seqlens, and
+// two facts: the largest number of visible tokens in a row, and whether every row begins with a visible token.
 std::tuple<Tensor, Tensor, Tensor> padding_plan(const Tensor& mask) {
   check_mask("padding_plan", mask);
   const Tensor visible = contiguous(mask), cu_seqlens = empty({mask.size(0) + 1}, mask, ScalarType::Int);
@@ -40,7 +40,7 @@ std::tuple<Tensor, Tensor, Tensor> padding_plan(const Tensor& mask) {
   return {indices, cu_seqlens, facts};
 }
 
-// indices, contiguous and checked to be among `rows`.
+// indices, contiguous, and checked to be from 0 to rows - 1.
 Tensor places(const Tensor& indices, int64_t rows) {
   const Tensor checked = contiguous(indices);
   const int64_t* const place = checked.const_data_ptr<int64_t>();

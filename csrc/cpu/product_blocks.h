@@ -8,7 +8,7 @@
 
 namespace fastbert {
 
-// Blocks of at most `max_rows` rows, each with all panels of `width` columns.
+// A product's blocks of at most `max_rows` rows. Each block has all panels of `width` columns.
 struct ProductBlocks {
   int64_t rows, inner, columns, max_rows, width;
 

@@ -1,7 +1,7 @@
 // The torch side of relative_attention on the CPU. The schema is defined in fastbert/ops/relative_attention.py.
 //
-// Tables are packed once a call and head. Their gradients are added up by tasks of a head of some sequences, which do
-// not depend on the number of threads, and then over these in order.
+// Tables are packed once per call and head. Their gradients are added up in tasks, each one head of some sequences, and
+// then over the tasks in order. The tasks do not depend on the number of threads.
 #include <cmath>
 #include <limits>
 
@@ -11,9 +11,9 @@ namespace fastbert {
 
 namespace {
 
-constexpr int64_t kMostTasks = 64;  // of the backward, each with room for the gradients of tables
+constexpr int64_t kMostTasks = 64;  // of the backward; each has its own memory for the gradients of tables
 
-// The distances of a batch as columns, in the order of rising key - query, and of rising query - key.
+// The columns of a batch's distances (see cpu::Positions), by rising key - query and by rising query - key.
 struct Columns {
   int64_t longest, count = 0;
   std::vector<int32_t> by_key, by_query, slot_by_key, slot_by_query;
@@ -72,7 +72,7 @@ class PackedTables {
   }
 
   const Columns columns;
-  const bool pairs;  // scores are made in pairs
+  const bool pairs;  // whether scores are computed from pairs
   int64_t table_bytes() const { return size_.rows; }
   int64_t steps() const { return 2 * columns.longest - 1; }
 
@@ -81,7 +81,7 @@ class PackedTables {
     return cpu::can_scale_late(batch.scale) && FB_BEST_ISA(positions_in_pairs)(batch.dtype, batch.D);
   }
 
-  // [heads] of what a head's table becomes: `across`, then, for the backward, `rows`.
+  // A table packed for each head, (heads, bytes): `across` and then, for the backward, `rows`.
   OptionalTensor pack(const OptionalTensor& table, const std::vector<int32_t>& slot, double factor, bool backward) {
     if (!table) return std::nullopt;
     const int64_t bytes = size_.across + (backward ? size_.rows : 0), room = columns.count * batch_.D * sizeof(double);
@@ -101,7 +101,7 @@ class PackedTables {
     return packed;
   }
 
-  // (H, steps): of each distance, in the order of rising key - query.
+  // (H, steps): the bias of each distance, by rising key - query.
   Tensor spread_bias() const {
     const Tensor spread = empty({batch_.heads, steps()}, *tables_.bias);
     type_of(*tables_.bias) == ScalarType::Double ? spread_bias<double>(spread) : spread_bias<float>(spread);
@@ -139,7 +139,7 @@ class PackedTables {
   OptionalTensor keys_, queries_, bias_;
 };
 
-// The gradients of tables, from the sums of groups of neighbouring sequences.
+// The gradients of tables, as sums over groups of neighbouring sequences, which are then added up.
 class TableGradients {
  public:
   TableGradients(const Batch& batch, const PackedTables& packed, const Tables& tables, const Tensor& like)
@@ -151,7 +151,7 @@ class TableGradients {
     memory_ = empty({groups() * batch.heads, bytes_}, like, ScalarType::Byte);
   }
 
-  // All of the backward.
+  // Computes all of the backward, dqkv included.
   void run(const AttentionBackward& backward) const {
     const int64_t tasks = groups() * batch_.heads, shares = std::min(tasks, threads());
     const Rooms rooms(shares, FB_BEST_ISA(attention_bwd_room)(batch_.largest()), like_);
@@ -162,7 +162,7 @@ class TableGradients {
   }
 
   Tensor keys() const {
-    const double factor = packed_.pairs ? batch_.scale : 1;  // else the queries have it
+    const double factor = packed_.pairs ? batch_.scale : 1;  // else queries are already multiplied by it
     return table(tables_.keys, packed_.columns.slot_by_key, 0, factor);
   }
   Tensor queries() const { return table(tables_.queries, packed_.columns.slot_by_query, key_bytes_, batch_.scale); }
@@ -179,7 +179,7 @@ class TableGradients {
     return static_cast<char*>(memory_.mutable_data_ptr()) + (group * batch_.heads + head) * bytes_;
   }
 
-  // Of about the same work, by the lengths alone.
+  // Groups of about equal work, which depend on the lengths alone.
   void make_groups() {
     const int64_t most = std::max<int64_t>(1, kMostTasks / std::max<int64_t>(1, batch_.heads));
     double all = 0, done = 0;
@@ -209,7 +209,7 @@ class TableGradients {
   Tensor table(const OptionalTensor& of, const std::vector<int32_t>& slot, int64_t offset, double factor) const {
     if (!of) return empty({0}, like_);
     const Tensor gradient = empty(of->sizes(), *of);
-    const int64_t room = of->size(0) * (batch_.D + 64) * int64_t(sizeof(double));  // 64: a panel is no wider
+    const int64_t room = of->size(0) * (batch_.D + 64) * int64_t(sizeof(double));  // 64: no panel is wider
     parallel_for(batch_.heads, 1, [&](int64_t first, int64_t last) {
       const std::unique_ptr<char[]> scratch(new char[room]);
       for (int64_t head = first; head < last; ++head) {
