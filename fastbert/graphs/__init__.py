@@ -1,7 +1,7 @@
 """CUDA graphs of a model: a forward, or a training step, is one launch instead of hundreds.
 
-A graph runs the same kernels on the same addresses each time. So the input is copied before a replay to a fixed buffer,
-as a packed batch with room to spare, called a bucket (`buckets.py`). `capture.py` records a function, `graphed.py` is
+A graph runs the same kernels on the same addresses each time. So before a replay the input is copied to a fixed buffer,
+as a packed batch with room to spare, called a bucket (`buckets.py`). `capture.py` records a function, `graphed.py` has
 what both uses share, `forward.py` replays a model in inference and `step.py` its loss and gradients in training.
 docs/graph.md describes costs, limits and checks.
 """
@@ -24,7 +24,7 @@ def graph(
     training: bool = False,
     max_labels: int | None = None,
 ) -> GraphedModel | GraphedStep:
-    """The model as CUDA graphs: for inference with low latency, called like the model; or a step of its training.
+    """Captures a model as CUDA graphs: for inference with low latency, called like the model, or as a training step.
 
     model: a BertModel or BertFor... of any family on one GPU, in evaluation mode. max_tokens: the sizes of the buckets.
     A call replays the smallest bucket for its tokens, not counting padding, if it has at most max_sequences sequences
@@ -33,12 +33,12 @@ def graph(
 
     training: returns a GraphedStep instead, `step(**batch)` for `loss = model(**batch).loss; loss.backward()`, of a
     BertFor... (not BertForMultipleChoice) in either mode. A bucket is captured when a batch first needs it. max_labels:
-    of a masked LM, the most labelled tokens in a batch; a quarter of the bucket's tokens when None.
+    for a masked LM, the most labelled tokens in a batch; None means a quarter of the bucket's tokens.
 
-    The modules and tensors of the model stay as they are; values may change in place, as optimizers and load_state_dict
-    do. A replay does not look; FASTBERT_CHECK=1 does.
-    Raises TypeError for another model, ValueError for invalid sizes and a model that is not on one GPU, RuntimeError
-    for a model with hooks, and as GraphedModel and GraphedStep say.
+    The model must keep its modules and tensors; values may change in place, as by optimizers and load_state_dict.
+    A replay does not check this; FASTBERT_CHECK=1 does.
+    Raises TypeError for an unsupported model, ValueError for invalid sizes and a model that is not on one GPU,
+    RuntimeError for a model with hooks, and as GraphedModel and GraphedStep say.
     """
     if training:
         return GraphedStep(model, max_tokens, max_sequences, max_seqlen, max_labels=max_labels)

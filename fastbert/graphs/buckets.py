@@ -18,7 +18,7 @@ from torch import Tensor
 from fastbert.padding import Packing
 
 NAME = "fastbert.graph"  # for error messages
-IDS = ("input_ids", "token_type_ids", "position_ids")  # of every token
+IDS = ("input_ids", "token_type_ids", "position_ids")  # each with one entry per token
 
 
 class Bucket(NamedTuple):
@@ -34,18 +34,18 @@ class Bucket(NamedTuple):
         return self.sequences + -(-self.tokens // self.longest)
 
     def why_not(self, packing: Packing) -> str | None:
-        """Why a batch does not fit."""
+        """Why a batch does not fit; None if it does."""
         if packing.tokens > self.tokens:
             return f"a batch has more than {self.tokens} tokens"
         if packing.batch > self.sequences:
             return f"a batch has more than {self.sequences} sequences"
-        if min(packing.max_seqlen, packing.tokens) > self.longest:  # people pass the model's maximum
+        if min(packing.max_seqlen, packing.tokens) > self.longest:  # callers may pass the model's maximum
             return f"a sequence has more than {self.longest} tokens"
         return None
 
 
 class Field(NamedTuple):
-    """A part of the buffer. fill: what it has where the batch has nothing; the place itself, from 0, when None."""
+    """A part of the buffer, `size` numbers. fill: the value where the batch has none; None means 0, 1, 2, ..."""
 
     name: str
     size: int
@@ -58,7 +58,7 @@ class Field(NamedTuple):
 
 
 class Form:
-    """The buffer of a bucket, int32: ids of tokens, `more` fields, and cu_seqlens, one after the other."""
+    """The layout of a bucket's int32 buffer: the `more` fields, the ids of tokens and cu_seqlens, contiguous."""
 
     def __init__(self, bucket: Bucket, *more: Field) -> None:
         self.bucket = bucket
@@ -72,16 +72,16 @@ class Form:
         return {field.name: part for field, part in zip(self.fields, parts, strict=True)}
 
     def send(self, buffer: Tensor, rows: dict[str, Tensor | None], packing: Packing) -> None:
-        """Writes a batch that is on the buffer's device or, in one copy, on the host. No synchronisation."""
+        """Writes a batch, which is on the buffer's device or on the host (then one copy). No host synchronisation."""
         if packing.cu_seqlens.device == buffer.device:
             return self.write(buffer, rows, packing)
-        # A new one, as the previous copy may not be done; PyTorch recycles it when the copy is.
+        # A new pinned buffer, as the previous copy may still run; PyTorch reuses the memory after the copy.
         pinned = torch.empty(self.size, dtype=torch.int32, pin_memory=True)
         self.write(pinned, rows, packing)
         buffer.copy_(pinned, non_blocking=True)
 
     def write(self, buffer: Tensor, rows: dict[str, Tensor | None], packing: Packing) -> None:
-        """rows: the beginning of fields, integers on the buffer's device; the rest of each is filled."""
+        """rows: integers on the buffer's device with which fields begin; the rest of each field gets its fill value."""
         *blanks, ends = self._blanks(buffer.device)
         pieces = []
         for field, blank in zip(self.fields, blanks, strict=False):
@@ -91,7 +91,7 @@ class Form:
         torch.cat([*pieces, packing.cu_seqlens, spare], out=buffer)
 
     def _new_blanks(self, device: torch.device) -> list[Tensor]:
-        """Every field without a batch. Sequences of spare tokens end at multiples of the longest, and at the last."""
+        """Every field's content without a batch. Spare sequences end at multiples of `longest`, at most at `tokens`."""
         *blanks, ends = (field.blank(device) for field in self.fields)
         spare = torch.arange(1, self.bucket.slots - self.bucket.sequences + 1, device=device) * self.bucket.longest
         ends[self.bucket.sequences + 1 :] = spare.clamp(max=self.bucket.tokens)
@@ -99,7 +99,7 @@ class Form:
 
 
 def buckets_of(max_tokens: Iterable[int], max_sequences: int, max_seqlen: int) -> tuple[Bucket, ...]:
-    """One for each size, the smallest first. Raises ValueError."""
+    """One bucket for each size, the smallest first. Raises ValueError for invalid sizes."""
     if isinstance(max_tokens, str) or not isinstance(max_tokens, Iterable) or not (max_tokens := tuple(max_tokens)):
         raise ValueError(f"{NAME}: max_tokens is {max_tokens!r}; expected the sizes of buckets, as in (64, 128)")
     sizes = sorted({size_of("max_tokens", size) for size in max_tokens})

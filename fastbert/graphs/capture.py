@@ -1,4 +1,4 @@
-"""Capture: records a function as a CUDA graph, and knows what the graph of a model depends on."""
+"""Records a function as a CUDA graph, and tracks what the graph of a model depends on."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -21,13 +21,13 @@ class Recorder(Protocol):
         """Runs the function. Returns a replay, which runs it again, and its outputs, which a replay overwrites."""
 
     def in_order(self) -> AbstractContextManager[None]:
-        """A block for captures, replays and uses of their memory; the device runs such blocks one after another."""
+        """A context for captures, replays and use of their memory; the device runs such contexts one after another."""
 
 
 class CudaGraphs:
     """Records CUDA graphs on one GPU. They share a memory pool, so only one may run at a time."""
 
-    WARM_UPS = 3  # the first compiles and loads kernels and initialises libraries
+    WARM_UPS = 3  # runs before a capture; the first compiles and loads kernels and initialises libraries
     alone = threading.Lock()  # PyTorch allows one capture at a time in a process
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class CudaGraphs:
             for _ in range(self.WARM_UPS):
                 function()
             with _fresh_workspaces():
-                # Restricts only this thread. Others should not use the GPU either: see _fresh_workspaces.
+                # This mode restricts only this thread. Others should not use the GPU either: see _fresh_workspaces.
                 with torch.cuda.graph(captured, self.pool, self.stream, capture_error_mode="thread_local"):
                     outputs = function()
         return captured.replay, outputs
@@ -64,11 +64,12 @@ class CudaGraphs:
 
 @contextmanager
 def _fresh_workspaces() -> Iterator[None]:
-    """Makes matrix products in the block allocate new workspaces, from the capture's pool, which lives with its graphs.
+    """Makes matrix products in the block allocate new cuBLAS workspaces, from the capture's memory pool, which lives as
+    long as its graphs.
 
-    PyTorch keeps one for each stream, and frees it with any graph of that stream (pytorch/pytorch#193402). Clearing
-    affects all streams: matrix products queued by another thread lose their workspace. Hence "capture before other
-    threads use the GPU".
+    PyTorch keeps one workspace for each stream, and frees it when any graph captured on that stream is freed
+    (pytorch/pytorch#193402). Clearing affects all streams: matrix products queued by another thread lose their
+    workspace. Hence "capture before other threads use the GPU".
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -78,14 +79,14 @@ def _fresh_workspaces() -> Iterator[None]:
 
 
 def _replays(module: nn.Module) -> bool:
-    """Whether a module is fastbert's or a plain one of PyTorch's: it computes the same in every forward."""
+    """Whether a module is fastbert's own or a plain PyTorch one, which does the same work in every forward."""
     leaves = (nn.Linear, nn.Conv1d, nn.Embedding, nn.LayerNorm, nn.Dropout)
     own = type(module).__module__.startswith("fastbert.") or isinstance(module, nn.ModuleList)
     return own or any(layer.unchanged(module, kind) for kind in leaves)
 
 
 def prepared(module: nn.Module) -> tuple[Tensor | None, ...]:
-    """What `fastbert.prepare` put there: no parameters, no buffers."""
+    """The tensors of a PreparedLinear, which are neither parameters nor buffers; () for other modules."""
     return (module.weight, module.scale, module.bias) if isinstance(module, PreparedLinear) else ()
 
 
@@ -96,7 +97,7 @@ class ModelSnapshot:
         self.model, self.modules, self.training = model, list(model.modules()), model.training
         self.tensors = [tensor for tensor in self._entries() if tensor is not None]
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.memory = [tensor.detach() for tensor in self.tensors]  # a replay reads it, whatever the model reads then
+        self.memory = [tensor.detach() for tensor in self.tensors]  # replays read it even if the model no longer does
         self.then = self._state()
 
     def _entries(self) -> list[Tensor | None]:
@@ -123,7 +124,7 @@ class ModelSnapshot:
         return devices.pop()
 
     def refuse_python(self) -> None:
-        """Raises RuntimeError if the model runs Python of others, which a replay does not."""
+        """Raises RuntimeError if the model has hooks or foreign modules, whose Python code a replay would not run."""
         if any(module._forward_hooks or module._forward_pre_hooks for module in self.modules):
             raise RuntimeError(f"{NAME}: the model has forward hooks; a replay runs no Python, so they would not run")
         if others := sorted({type(module).__name__ for module in self.modules[1:] if not _replays(module)}):

@@ -27,7 +27,7 @@ LOGITS_OF_TOKENS = (BertForMaskedLM, BertForReplacedTokenDetection, BertForToken
 class GraphedModel(Graphed):
     """A model that replays graphs of itself, made by `graph`. Attributes: model, buckets, report.
 
-    Calls from several threads take turns. The first call under another backend or precision of products captures
+    Calls from several threads take turns. The first call under another backend or precision of matrix products captures
     again, and must have the GPU to itself. Results belong to the caller: later calls do not overwrite them.
     """
 
@@ -51,13 +51,13 @@ class GraphedModel(Graphed):
         num_choices: int | None = None,
         **others: Any,
     ) -> tuple:
-        """What model(...) returns for the same arguments, on the model's device, without gradients.
+        """Returns what model(...) returns for the same arguments, on the model's device, without gradients.
 
         Input is padded or packed as for the model, all on the host or all on the model's device. Host input is checked
-        as on a CPU and needs no synchronisation; on the device a mask, or cu_seqlens without max_seqlen, costs one.
-        num_choices: for packed input to BertForMultipleChoice.
+        as on a CPU and needs no host synchronisation; on the device a mask, or cu_seqlens without max_seqlen, costs
+        one. num_choices: for packed input to BertForMultipleChoice.
         Raises TypeError for other arguments (labels, inputs_embeds, output_...), RuntimeError for a model in training
-        mode or with live gradients, under autocast and within a capture, and as the model does.
+        mode or with gradients that are needed, under autocast and during another capture, and as the model does.
         """
         if others:
             raise TypeError(f"{NAME}: no graph takes {', '.join(others)}; call the model itself")
@@ -112,7 +112,7 @@ class GraphedModel(Graphed):
     def _sequences_of_choices(
         self, given: dict[str, Any], num_choices: int | None
     ) -> tuple[dict[str, Any], int | None]:
-        """For multiple choice: the arguments as B * N sequences instead of (B, N, S), and N."""
+        """For multiple choice, the arguments with (B, N, S) flattened to B * N sequences, and N; else N is None."""
         if not isinstance(self.model, BertForMultipleChoice):
             if num_choices is not None:
                 raise TypeError(f"{NAME}: num_choices goes with BertForMultipleChoice, not {type(self.model).__name__}")

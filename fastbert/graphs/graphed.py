@@ -1,4 +1,4 @@
-"""What the graphs of a forward and of a training step share."""
+"""The base class of the graphs of a forward and of a training step."""
 
 import os
 import threading
@@ -22,7 +22,7 @@ CHECKING = "FASTBERT_CHECK=1 asks for checks that no replay makes"
 
 
 class Report:
-    """Counts of calls. replays, captures: by the bucket's tokens. direct: runs of the model itself, by reason."""
+    """Counts of calls. replays, captures: by the bucket's tokens. direct: runs without a graph, by reason."""
 
     def __init__(self) -> None:
         self.captures: Counter[int] = Counter()
@@ -45,7 +45,7 @@ class Report:
 
 
 class Graph(NamedTuple):
-    """A captured function of the buffer's content. outputs: as the latest replay left them."""
+    """A captured function that reads the buffer. outputs: overwritten by each replay."""
 
     form: Form
     buffer: Tensor
@@ -57,7 +57,7 @@ class Graph(NamedTuple):
 class Graphed:
     """A model, its buckets, and the graphs that were captured of it. Attributes: model, buckets, report."""
 
-    MODELS: tuple[type[nn.Module], ...]  # that it takes
+    MODELS: tuple[type[nn.Module], ...]  # the classes of models that are accepted
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Graphed:
         recorder: Callable[[torch.device], Recorder] = CudaGraphs,
         **options: Any,
     ) -> None:
-        """recorder: captures on a device; tests replace it. The other arguments as in `graph`."""
+        """recorder: makes the Recorder for a device; tests replace it. The other arguments are those of `graph`."""
         if not isinstance(model, self.MODELS):
             known = ", ".join(kind.__name__ for kind in self.MODELS)
             raise TypeError(f"{NAME}: given a {type(model).__name__}; expected one of {known}")
@@ -85,19 +85,19 @@ class Graphed:
         self._start(**options)
 
     def _start(self) -> None:
-        """The rest of the construction, with the options that the base class does not know."""
+        """Completes the construction, with the options of the subclass."""
         raise NotImplementedError
 
     def _refuse_model(self) -> None:
-        """Raises RuntimeError for a model of which a replay would not do what the model does."""
+        """Raises an error for a model whose replay would not compute what the model computes."""
         self._snapshot.refuse_python()
 
     def _refuse_call(self) -> None:
-        """Raises RuntimeError where a replay now would not do what the model does."""
+        """Raises RuntimeError if the current modes (training, autocast, gradients) do not fit the graphs."""
         raise NotImplementedError
 
     def _look_at_model(self) -> None:
-        """A frozen structure is the caller's promise, which debugging checks."""
+        """Checks the modes; that the model's structure is unchanged is checked under FASTBERT_CHECK=1 only."""
         self._refuse_call()
         if checking():
             self._snapshot.refuse_a_change()
@@ -106,9 +106,9 @@ class Graphed:
     # -- a batch
 
     def _pack(self, given: dict[str, Any]) -> tuple[ModelInputs, Packing]:
-        """Ids, and where sequences are, checked and packed by the model or, on the host, by its code alone.
+        """The packed ids and their Packing, checked and packed by the model's own code on the device of the input.
 
-        Within `_on_host`.
+        To be called within `_on_host`.
         """
         ids = {name: given.get(name) for name in IDS if given.get(name) is not None or name == "input_ids"}
         checks.integers(NAME, **ids)
@@ -135,7 +135,7 @@ class Graphed:
 
     @staticmethod
     def _on_host() -> AbstractContextManager[None]:
-        """A block for work on a batch: a forced backend is for the model, and may not run on the host."""
+        """A context for work on a batch. It lifts a forced backend, which is for the model and may not support CPUs."""
         return backends.backend(None) if backends.forced() else nullcontext()
 
     def _bucket_for(self, packing: Packing, *more: Any) -> tuple[Bucket | None, str]:
@@ -147,7 +147,7 @@ class Graphed:
         return next(bucket for bucket in self.buckets if self._why_not(bucket, packing, *more) is None), ""
 
     def _why_not(self, bucket: Bucket, packing: Packing, *more: Any) -> str | None:
-        """Why a bucket does not hold a batch. more: what else decides."""
+        """Why a bucket does not hold a batch; None if it does. more: what else subclasses decide by, such as labels."""
         return bucket.why_not(packing)
 
     def _on_device(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -165,21 +165,21 @@ class Graphed:
 
     def _capture(self, bucket: Bucket, *key: Any) -> Graph:
         form, device = self._form(bucket, *key), self._device
-        with torch.inference_mode(False):  # tensors made in it could not be overwritten later
+        with torch.inference_mode(False):  # tensors made in inference mode could not be overwritten outside it
             buffer = torch.empty(form.size, dtype=torch.int32, device=device)
             form.write(buffer, {}, Packing(torch.zeros(1, dtype=torch.int32, device=device), 0, 0, 0))
             views = form.views(buffer)
-            # Without a trace in the generators, so that a replay draws what the model would have drawn.
+            # The capture leaves the generators' states unchanged, so that a replay draws what the model would draw.
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 replay, outputs = self._recorder.capture(lambda: self._run(bucket, views, *key))
         return Graph(form, buffer, views, replay, outputs)
 
     def _form(self, bucket: Bucket, *key: Any) -> Form:
-        """Of the buffer: what changes from replay to replay."""
+        """The layout of the buffer, which holds everything that changes between replays."""
         raise NotImplementedError
 
     def _run(self, bucket: Bucket, views: dict[str, Tensor], *key: Any) -> tuple:
-        """What is captured."""
+        """The computation that is captured: from the buffer's views to the outputs."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""The labels of a training batch, as a graph's buffer holds them."""
+"""The labels of a training batch, in the form in which a graph's buffer holds them."""
 
 from typing import Any, NamedTuple
 
@@ -25,12 +25,12 @@ from fastbert.padding import Packing
 PAIRS = ("next_sentence_label", "sentence_order_label")
 POSITIONS = ("start_positions", "end_positions")
 NAMES = ("labels", *PAIRS, *POSITIONS)
-BEYOND = 2**31 - 1  # a position that no text has: it is left out of the loss
+BEYOND = 2**31 - 1  # a position beyond every text, so the loss ignores it
 
 
 class Labels(NamedTuple):
-    """rows: integers by field, numbers as pairs of int32. scores: the fields that are float64. labelled: (L,) the rows
-    of a masked LM's tokens that have a label, None for other heads."""
+    """rows: labels by field, integers, or float64 viewed as pairs of int32. scores: the names of the float64 fields.
+    labelled: (L,) the rows of a masked LM's tokens that have a label, None for other heads."""
 
     rows: dict[str, Tensor]
     scores: tuple[str, ...]
@@ -44,7 +44,7 @@ class Labels(NamedTuple):
 
 
 class LabelReader:
-    """Reads the labels of a model's batches, and says what room they take. max_labels: as in `graph`."""
+    """Reads the labels of a model's batches, and lays out their part of the buffer. max_labels: as in `graph`."""
 
     def __init__(self, model: nn.Module, max_labels: int | None) -> None:
         self.model = model
@@ -57,7 +57,7 @@ class LabelReader:
     # -- a batch
 
     def read(self, batch: dict[str, Any], packing: Packing) -> Labels:
-        """Raises as the model does."""
+        """The labels of a batch, checked. Raises as the model does, and ValueError for a batch without labels."""
         given = {name: batch[name] for name in NAMES if batch.get(name) is not None}
         expected = set(POSITIONS) if isinstance(self.model, BertForQuestionAnswering) else given.keys()
         if not given or expected - given.keys():
@@ -99,18 +99,18 @@ class LabelReader:
         checks.shape(NAME, "labelled_rows", given, (None,), "(L,)")
         return places(NAME, rows["labels"], given, packing.tokens, name="labelled_rows")
 
-    # -- their room
+    # -- the buffer
 
     def room(self, bucket: Bucket) -> int:
-        """How many tokens may be labelled."""
+        """How many tokens of a batch may be labelled."""
         return min(bucket.tokens, self.max_labels or -(-bucket.tokens // 4))
 
     def fields(self, bucket: Bucket, names: tuple[str, ...], scores: tuple[str, ...]) -> list[Field]:
-        """Those with scores first: they begin at multiples of 8 bytes."""
+        """The fields of the labels. Those with scores come first, as float64 has to begin at multiples of 8 bytes."""
         fields = [Field(name, 2 * bucket.slots * self.model.config.num_labels) for name in scores]
         for name in names:
             if name == "labelled_rows":
-                fields.append(Field(name, self.room(bucket), fill=None))  # distinct, in the capture too
+                fields.append(Field(name, self.room(bucket), fill=None))  # rows must be distinct, in the capture too
             elif name in POSITIONS:
                 fields.append(Field(name, bucket.slots, fill=BEYOND))
             elif name not in scores:
@@ -119,8 +119,8 @@ class LabelReader:
         return fields
 
     def filled_up(self, bucket: Bucket, labels: Labels) -> dict[str, Tensor]:
-        """The rows; of a masked LM, with labels at the labelled rows alone, and as many of those as there is room for:
-        distinct, those added without a label."""
+        """The rows for the buffer. For a masked LM, only labelled rows keep their labels, and labelled_rows is filled
+        up to the bucket's room with other, distinct rows, which have no label."""
         rows = labels.labelled
         if rows is None:
             return labels.rows
@@ -136,15 +136,15 @@ class LabelReader:
 
 
 def _scores(body: Body, labels: Tensor, classes: int) -> Tensor:
-    """(B, num_labels) float64."""
+    """Labels that are numbers, checked, as (B, num_labels) float64."""
     labels = labels.reshape(-1, 1) if classes == 1 else labels
     checks.shape(NAME, "labels", labels, (body.packing.batch, classes), "(B, num_labels)")
     return labels.double().contiguous()
 
 
 def _places_of_answers(positions: Tensor, packing: Packing) -> Tensor:
-    """From columns of a padded batch to places among the visible tokens of a sequence: (B,)."""
-    positions = positions.clamp(0, BEYOND)  # before the text counts as 0
+    """Answer positions (B,), from columns of a padded batch to places among the visible tokens of each sequence."""
+    positions = positions.clamp(0, BEYOND)  # a negative position counts as 0
     if packing.indices is None:
         return positions
     visible = packing.visible()

@@ -29,8 +29,9 @@ class GraphedStep(Graphed):
             optimizer.step()
             optimizer.zero_grad()
 
-    Gradients are computed in the graph's memory, which the parameters have as their `.grad` until `zero_grad`; use them
-    on the stream of the call. Where there is a `.grad` already they are added to it, as ever. Calls take turns.
+    Gradients are computed in the graph's memory, which becomes the parameters' `.grad` until `zero_grad`; use them on
+    the stream of the call. Where a parameter has a `.grad` already, the gradient is added to it, as `backward` does.
+    Calls from several threads take turns.
     """
 
     MODELS = tuple(kind for kind in HEADS if kind is not BertForMultipleChoice)
@@ -39,15 +40,16 @@ class GraphedStep(Graphed):
         self._reader = LabelReader(self.model, max_labels)
 
     def __call__(self, *, gradient: Tensor | float | None = None, **batch: Any) -> Tensor:
-        """The loss, a scalar on the model's device; gradients are added to the parameters' `.grad`.
+        """Returns the loss, a scalar on the model's device, and adds gradients to the parameters' `.grad`.
 
         batch: what the model takes, padded or packed, with its labels, all on the host or all on the model's device.
-        Host input is checked as on a CPU and needs no synchronisation; on the device a mask, cu_seqlens without
-        max_seqlen, and labels without labelled_rows cost one. gradient: what `loss.backward` takes, 1 when None: 1 / n
-        to accumulate over n batches, or a GradScaler's scale (`scaler.scale(torch.ones((), device=...))`).
-        Under autocast the graph is one of autocast. Raises TypeError for other arguments, ValueError for a batch
-        without labels, RuntimeError without gradients, within a capture and for a model in another mode than it was
-        captured in, and as the model does.
+        Host input is checked as on a CPU and needs no host synchronisation; on the device a mask, cu_seqlens without
+        max_seqlen, and a masked LM's labels without labelled_rows cost one each. gradient: what `loss.backward` takes,
+        1 when None: 1 / n to accumulate over n batches, or a GradScaler's scale
+        (`scaler.scale(torch.ones((), device=...))`). Under autocast, a separate graph is captured for its dtype.
+        Raises TypeError for other arguments, ValueError for a batch without labels and a gradient that is no scalar,
+        RuntimeError with gradients off, during another capture and for a model in another mode than it was captured in,
+        and as the model does.
         """
         if unknown := batch.keys() - set(INPUTS):
             raise TypeError(f"{NAME}: no graph of a step takes {', '.join(sorted(unknown))}; call the model itself")
@@ -94,7 +96,7 @@ class GraphedStep(Graphed):
 
     def _why_not(self, bucket: Bucket, packing: Packing, labels: Labels) -> str | None:
         if packing.tokens == 0:
-            return "a batch has no token"  # where some gradients are None
+            return "a batch has no token"  # then some gradients are None
         room, labelled = self._reader.room(bucket), labels.labelled
         obstacle = super()._why_not(bucket, packing)
         if obstacle is None and labelled is not None and labelled.shape[0] > room:
@@ -102,7 +104,7 @@ class GraphedStep(Graphed):
         return obstacle
 
     def _run_directly(self, batch: dict[str, Any], gradient: Tensor | float) -> Tensor:
-        torch.clear_autocast_cache()  # of weights that may have changed since
+        torch.clear_autocast_cache()  # it may hold casts of weights that have changed since
         loss = self.model(**self._on_device(batch), **self.model.loss_options).loss
         loss.backward(torch.as_tensor(gradient, dtype=loss.dtype, device=loss.device))
         return loss.detach()
@@ -129,20 +131,20 @@ class GraphedStep(Graphed):
 
     def _form(self, bucket: Bucket, names: tuple[str, ...], scores: tuple[str, ...], autocast: Any) -> Form:
         del autocast
-        # The first is float64, which has to begin at a multiple of 8 bytes.
+        # `gradient` comes first: it is float64, which has to begin at a multiple of 8 bytes.
         return Form(bucket, Field("gradient", 2), *self._reader.fields(bucket, names, scores), Field("filled", 1))
 
     def _run(
         self, bucket: Bucket, views: dict[str, Tensor], names: tuple[str, ...], scores: tuple[str, ...], autocast: Any
     ) -> tuple[Tensor | None, ...]:
-        """The loss, and the gradient of every parameter."""
-        del autocast  # which the caller is in
+        """The loss, and the gradient of every parameter that requires one."""
+        del autocast  # the call that captures is under it
         shape = bucket.slots, self.model.config.num_labels
         labels = {
             name: views[name].view(torch.float64).view(shape) if name in scores else views[name] for name in names
         }
-        # Leaves of this graph alone: those of the model may be in one that lives, whose stream they remember, and
-        # autocast may have kept casts of them.
+        # Leaves for this graph alone. The model's parameters may be part of an autograd graph that is alive, whose
+        # stream they remember, and autocast may have cached casts of them.
         leaves = {name: p.detach().requires_grad_(p.requires_grad) for name, p in self.model.named_parameters()}
         arguments = {
             "token_type_ids": views["token_type_ids"] if self.model.config.family.token_types else None,
@@ -164,8 +166,8 @@ def _scalar(gradient: Tensor) -> Tensor:
 
 
 def _with_spare(inputs: ModelInputs, bucket: Bucket, packing: Packing) -> dict[str, Tensor]:
-    """Ids of all the bucket's tokens. Spare ones repeat the first token: a gradient of 0 times what is computed from
-    them is 0 as long as that is finite, which another token's embedding need not be."""
+    """Ids for all the bucket's tokens. Spare tokens repeat the batch's first token: what is computed from them is
+    multiplied by a gradient of 0, which gives 0 only if it is finite, and another token's embedding may not be."""
     rows, spare = {}, bucket.tokens - packing.tokens
     for name in IDS:
         if (row := getattr(inputs, name)) is not None:
@@ -174,7 +176,7 @@ def _with_spare(inputs: ModelInputs, bucket: Bucket, packing: Packing) -> dict[s
 
 
 def _add_gradients(replay: Callable[[], None], parameters: list[Tensor], gradients: list[Tensor | None]) -> None:
-    """Replays, and adds the gradients that it computes to the parameters' own, which may be in the same memory."""
+    """Replays, and adds the new gradients to each parameter's `.grad`, which may be the memory that a replay writes."""
     pairs = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
     overwritten, others = [], []
     for p, g in pairs:
@@ -191,4 +193,4 @@ def _add_gradients(replay: Callable[[], None], parameters: list[Tensor], gradien
             torch._foreach_add_([mine for mine, _ in others], [g for _, g in others])
     for p, g in pairs:
         if p.grad is None:
-            p.grad = g.detach()  # what becomes of it is the caller's; g is where replays write
+            p.grad = g.detach()  # a separate tensor object for the caller; g stays the one that replays write

@@ -1,4 +1,4 @@
-"""Trained models at work: text in, predictions or embeddings out, attention drawn, export.
+"""Inference with trained models: predictions and embeddings of texts, plots of attention, export.
 
     classify = TextClassifier.from_pretrained("path/to/model")
     classify(["a text", ("a text", "and its pair")])  # [[Label(label="good", score=0.98), ...], [...]]

@@ -1,6 +1,6 @@
-"""BGE-M3: one encoder that embeds a text in three ways: as a vector, as weights of its tokens, as their vectors.
+"""BGE-M3: one encoder that embeds a text in three ways: as one vector, as weights of its tokens, as a vector per token.
 
-Chen et al., "M3-Embedding", 2024, section 3.2; what its files hold and how scores are added up is FlagEmbedding's.
+Chen et al., "M3-Embedding", 2024, section 3.2. The files' format and how scores are added up follow FlagEmbedding.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,13 +28,13 @@ from fastbert.ops.padding import cu_seqlens_of
 from fastbert.padding import packed_positions
 from fastbert.pooling import pool
 
-UNUSED = ("cls_token", "sep_token", "pad_token", "unk_token")  # tokens without a weight; sep is XLM-RoBERTa's eos
+UNUSED = ("cls_token", "sep_token", "pad_token", "unk_token")  # get no sparse weight; sep is XLM-RoBERTa's eos
 KINDS = ("dense", "sparse", "multi_vector")
 FILES = {"sparse": "sparse_linear.pt", "multi_vector": "colbert_linear.pt"}
 
 
 class M3Embeddings(NamedTuple):
-    """Of N texts, in float32 or better; None for a kind that was not asked for.
+    """The embeddings of N texts, in float32 or better; None for a kind that was not requested.
 
     dense: (N, C), of length 1. sparse: (N, vocabulary), a sparse COO tensor of positive weights, coalesced.
     multi_vector: for each text (tokens - 1, D), vectors of length 1, of all tokens but the first.
@@ -46,8 +46,8 @@ class M3Embeddings(NamedTuple):
 
 
 class M3Scores(NamedTuple):
-    """Scores of one shape; larger is more alike. dense, sparse: dot products. multi_vector: MaxSim, the mean over the
-    query's vectors. sparse_dense, total: their means, weighted, of two and of all three."""
+    """Scores, all of one shape; larger is more similar. dense, sparse: dot products. multi_vector: MaxSim, the mean
+    over the query's vectors. sparse_dense, total: the weighted means of sparse and dense, and of all three."""
 
     dense: Tensor
     sparse: Tensor
@@ -59,8 +59,8 @@ class M3Scores(NamedTuple):
 class M3Encoder:
     """Embeds texts as FlagEmbedding's BGEM3FlagModel does with the same directory, and scores them.
 
-    Differences: vectors are on the model's device, and no text is padded, where there a batch's padding counts as a
-    token of documents that has a product of 0 with each of a query's.
+    Two differences: vectors are on the model's device, and texts are not padded. In FlagEmbedding, padding counts as a
+    token of a document, whose product with each token of a query is 0.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class M3Encoder:
         multi_vector: nn.Linear,
         max_length: int | None = None,
     ) -> None:
-        """tokenizer: a `tokenizers.Tokenizer`, which is copied. sparse: C -> 1, multi_vector: C -> D, linear layers of
-        each token. max_length: in tokens; longer texts are cut. All are set to evaluation mode.
+        """tokenizer: a `tokenizers.Tokenizer`, which is copied. sparse: C -> 1, multi_vector: C -> D, linear layers for
+        each token. max_length: in tokens; longer texts are cut. Model and layers are set to evaluation mode.
 
-        Raises ValueError for a model that is no XLM-RoBERTa, layers of other sizes, a tokenizer with ids that the model
-        lacks or without XLM-RoBERTa's special tokens, and a max_length of no text or beyond the model's.
+        Raises ValueError for a model that is not an XLM-RoBERTa, layers of other sizes, a tokenizer with ids that the
+        model lacks or without XLM-RoBERTa's special tokens, and a max_length below 3 or above the model's.
         """
         config, longest = model.config, model.config.max_sequence_length
         if config.model_type != "xlm-roberta":
@@ -108,10 +108,10 @@ class M3Encoder:
         precision: str | None = None,
         max_length: int | None = None,
     ) -> "M3Encoder":
-        """From a directory with XLM-RoBERTa, its tokenizer, sparse_linear.pt and colbert_linear.pt.
+        """Loads a directory with XLM-RoBERTa, its tokenizer, sparse_linear.pt and colbert_linear.pt.
 
-        Arguments and errors as for `SentenceEncoder.from_pretrained`; FileNotFoundError and ValueError where one of the
-        two files is missing or holds something else than one linear layer.
+        Arguments and errors as for `SentenceEncoder.from_pretrained`; also FileNotFoundError if one of the two .pt
+        files is missing, and ValueError if it holds anything but one linear layer.
         """
         directory = hub.directory_of(source)
 
@@ -126,8 +126,8 @@ class M3Encoder:
         return cls(model, get_tokenizer(directory), **layers, max_length=given)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes a directory that `from_pretrained` and FlagEmbedding read, and of whose dense vectors SentenceEncoder
-        and sentence-transformers make the same. Each file is replaced whole; modules.json comes last."""
+        """Writes a directory that `from_pretrained` and FlagEmbedding read. SentenceEncoder and sentence-transformers
+        compute the same dense vectors from it. Each file is replaced whole; modules.json is written last."""
         directory = Path(directory)
         sentence_files.begin(directory)
         self.model.save_pretrained(directory)
@@ -148,11 +148,12 @@ class M3Encoder:
         tokens_per_batch: int = 2048,
         progress: Callable[[int], object] | None = None,
     ) -> M3Embeddings:
-        """The embeddings of the kinds that are asked for. tokens_per_batch, progress: as in `SentenceEncoder.encode`.
+        """The embeddings of the requested kinds. tokens_per_batch, progress: as in `SentenceEncoder.encode`.
 
-        dense: the first token, normalised. sparse: relu(linear) of each token, and of equal tokens of a text the
-        largest, without special and unknown ones. multi_vector: a linear layer of each token but the first, normalised.
-        Raises TypeError for anything but a list of strings, ValueError for half a surrogate pair, and for no kind.
+        dense: the first token, normalised. sparse: relu(linear) of each token, without special and unknown tokens, the
+        largest if a token is repeated. multi_vector: a linear layer of each token but the first, normalised.
+        Raises TypeError for anything but a list of strings, ValueError for half a surrogate pair, and if no kind is
+        requested.
         """
         wanted = dict(zip(KINDS, (dense, sparse, multi_vector), strict=True))
         if not any(wanted.values()):
@@ -174,7 +175,7 @@ class M3Encoder:
 
     @torch.inference_mode()
     def _embed(self, ids: list[list[int]], wanted: dict[str, bool]) -> dict[str, list[Tensor]]:
-        """Of tokenized texts, in one forward; a sparse one as two rows, ids and weights."""
+        """The embeddings of tokenized texts by kind, in one forward; sparse ones as two rows, ids and weights."""
         packed = PackingCollator()([{"input_ids": text} for text in ids])
         input_ids, ends = (packed[name].to(self.model.device) for name in ("input_ids", "cu_seqlens"))
         hidden = self.model(input_ids, cu_seqlens=ends, max_seqlen=packed["max_seqlen"]).last_hidden_state
@@ -191,7 +192,7 @@ class M3Encoder:
         return made
 
     def _largest(self, ids: Tensor, weights: Tensor) -> Tensor:
-        """(2, tokens) float64: the distinct ids of a text that have a weight, rising, and their largest weights."""
+        """(2, tokens) float64: the distinct ids of a text that have a weight, ascending, and their largest weights."""
         kept = (weights > 0) & ~torch.isin(ids, self._unused)
         found, places = ids[kept].unique(return_inverse=True)
         largest = weights.new_zeros(len(found)).scatter_reduce_(0, places, weights[kept], "amax")
@@ -207,7 +208,7 @@ class M3Encoder:
         return torch.sparse_coo_tensor(indices, both[1].to(dtype), shape, is_coalesced=True, check_invariants=False)
 
     def lexical_weights(self, sparse: Tensor) -> list[dict[str, float]]:
-        """Of `encode`'s sparse embeddings: for each text its tokens, as the vocabulary has them, and their weights."""
+        """For each text of `encode`'s sparse embeddings, its tokens, as the vocabulary has them, and their weights."""
         result: list[dict[str, float]] = [{} for _ in range(sparse.shape[0])]
         for (text, token), weight in zip(sparse.indices().T.tolist(), sparse.values().tolist(), strict=True):
             result[text][self.tokenizer.id_to_token(token)] = weight
@@ -216,9 +217,9 @@ class M3Encoder:
     def scores(
         self, queries: M3Embeddings, documents: M3Embeddings, weights: Sequence[float] = (1.0, 1.0, 1.0)
     ) -> M3Scores:
-        """Of all queries with all documents, (N, M) each. weights: of dense, sparse and multi_vector in the means.
+        """The scores of all queries with all documents, (N, M) each. weights: of dense, sparse, multi_vector in means.
 
-        Raises ValueError for embeddings without all three kinds, and for other weights.
+        Raises ValueError for embeddings without all three kinds, and for invalid weights.
         """
         self._check(queries, documents, weights)
         dense = queries.dense @ documents.dense.T
@@ -231,8 +232,8 @@ class M3Encoder:
         weights: Sequence[float] = (1.0, 1.0, 1.0),
         **options: Any,
     ) -> M3Scores:
-        """Of pairs of texts, query and document, (N,) each: FlagEmbedding's compute_score, whose means have the names
-        "sparse+dense" and "colbert+sparse+dense". options: of `encode`, tokens_per_batch and progress.
+        """The scores of pairs of texts (query, document), (N,) each, as FlagEmbedding's compute_score, which calls the
+        means "sparse+dense" and "colbert+sparse+dense". options: of `encode`, tokens_per_batch and progress.
 
         Raises TypeError for anything but pairs of strings, ValueError as `scores` does.
         """

@@ -1,10 +1,10 @@
-"""Embeddings of corpora larger than memory, in Parquet files, by a job that may be killed and started again.
+"""Embeds corpora larger than memory into Parquet files, by a job that may be killed and started again.
 
 A directory holds
 
-- part-00000.parquet, ...: `row`, its number from 0 on in the order of the input, `text`, and `embedding`, an Arrow list
-  of fixed size; each part has as many rows as manifest.json says, but for the last
-- manifest.json: which encoder, prompt, precision and input these are of, and how many rows there are once all are there
+- part-00000.parquet, ...: columns `row`, a text's number in the input, from 0; `text`; and `embedding`, an Arrow list
+  of fixed size. Each part but the last has the number of rows that manifest.json says (shard_rows)
+- manifest.json: the encoder, prompt, precision and input of the embeddings, and the number of rows once all are written
 - index.usearch: after `build_index`, an approximate index
 """
 
@@ -33,7 +33,7 @@ from fastbert.require import require
 SHARD_ROWS = 16384
 PRECISIONS = ("float32", "float16")
 MANIFEST, INDEX, PART = "manifest.json", "index.usearch", "part-{:05d}.parquet"
-METRICS = {"cosine": "cos", "dot": "ip", "euclidean": "l2sq"}  # usearch's
+METRICS = {"cosine": "cos", "dot": "ip", "euclidean": "l2sq"}  # usearch's names
 
 Files = str | Path | Iterable[str | Path]
 
@@ -42,7 +42,7 @@ Files = str | Path | Iterable[str | Path]
 
 
 class Part(NamedTuple):
-    """Rows of one file: the first one's number, and the texts."""
+    """The rows of one file: the number of the first row, and the texts."""
 
     path: Path
     first: int
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How a part is made. encoder: its fingerprint. options: for `SentenceEncoder.encode`."""
+    """How a part is made. encoder: the encoder's fingerprint. options: for `SentenceEncoder.encode`."""
 
     encoder: str
     prompt: str
@@ -78,17 +78,17 @@ def embed_corpus(
     progress: Progress = None,
     **options: Any,
 ) -> "EmbeddedCorpus":
-    """Embeds the texts of files into a directory, part by part; the parts that are there already stay.
+    """Embeds the texts of files into a directory, part by part; parts that exist already are kept.
 
     files: lines of text, JSON lines, CSV or Parquet, as `texts_of_file` reads them, with `column`. prompt, prompt_name:
     what goes before each text; None as `SentenceEncoder.encode_document`. options: for `encode`. precision: "float32"
-    or "float16" in the files. keep_texts: whether the files hold the texts too. shard_rows: of a part: what is in
-    memory, and what a kill costs. engine: computes the parts in other processes, `fastbert.inference.ray.RayEngine`.
-    progress: is called with numbers of texts, those of parts that were there included.
+    or "float16" in the files. keep_texts: whether the files hold the texts too. shard_rows: rows of a part, which is
+    what is in memory at once and what a kill loses. engine: computes the parts in other processes, such as
+    `fastbert.inference.ray.RayEngine`. progress: called with numbers of texts, existing parts included.
 
-    A part is replaced whole, so that a job that is killed at any moment and started again ends with the files of one
-    that was not. Raises ValueError if the directory belongs to another encoder, prompt, precision or input, naming
-    which, for files without text, and as `texts_of_file`; RuntimeError while another process writes there.
+    A part is replaced whole, so a job that is killed at any moment and started again ends with the same files as one
+    that was not killed. Raises ValueError if the directory belongs to another encoder, prompt, precision or input,
+    naming which, for files without text, and as `texts_of_file`; RuntimeError while another process writes there.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"embed_corpus: precision is {precision!r}; expected {' or '.join(PRECISIONS)}")
@@ -110,7 +110,7 @@ def embed_corpus(
     del manifest["options"]
     directory.mkdir(parents=True, exist_ok=True)
     with _alone_in(directory):
-        for left in directory.glob("part-*.part"):  # of a part that was being written
+        for left in directory.glob("part-*.part"):  # left by a run that was killed while it wrote a part
             left.unlink()
         _agree(directory, manifest)
         texts, rows = chain.from_iterable(texts_of_file(file, column) for file in files), 0
@@ -157,7 +157,7 @@ def write_part(encoder: SentenceEncoder, recipe: Recipe, part: Part, progress: P
 
 
 def count_texts(files: Files) -> int | None:
-    """About how many texts there are, for the time that is left: lines, or rows of Parquet. None for x.gz."""
+    """About how many texts there are, to estimate the time left: lines, or rows of Parquet. None if one is x.gz."""
     total = 0
     for path in [Path(files)] if isinstance(files, (str, Path)) else map(Path, files):
         if path.suffix.lower() == ".gz":
@@ -171,7 +171,7 @@ def count_texts(files: Files) -> int | None:
 
 
 def _identity(path: Path) -> dict[str, Any]:
-    """Its name, without folders, its size and a hash of all of it."""
+    """A file's name without folders, its size and a hash of its content."""
     found = blake2b(digest_size=16)
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -181,7 +181,7 @@ def _identity(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
-    """Raises RuntimeError where another process is. The lock is the process's: it goes with it, however it ends."""
+    """Locks the directory, at most until this process ends. Raises RuntimeError if another process holds the lock."""
     with (directory / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,13 +191,13 @@ def _alone_in(directory: Path) -> Iterator[None]:
 
 
 def _agree(directory: Path, manifest: dict[str, Any]) -> None:
-    """Writes the manifest, or raises ValueError for what is not as in the one that is there."""
+    """Writes the manifest if there are no parts yet; else raises ValueError if it differs from the existing one."""
     parts = sorted(directory.glob("part-*.parquet"))
     if parts and not (directory / MANIFEST).exists():
         raise ValueError(f"{directory} has {parts[0].name} and no {MANIFEST}: whose it is nobody knows")
     there = _manifest(directory) if (directory / MANIFEST).exists() else None
-    if not parts:  # a run that ended before its first one binds nobody
-        (directory / INDEX).unlink(missing_ok=True)  # of embeddings that were there before
+    if not parts:  # a run that ended before its first part settled nothing
+        (directory / INDEX).unlink(missing_ok=True)  # an index of earlier embeddings
         write_text(directory / MANIFEST, json.dumps(manifest | {"rows": None}, indent=1) + "\n")
         return
     for name, value in manifest.items():
@@ -221,7 +221,7 @@ def _manifest(directory: Path) -> dict[str, Any]:
 
 
 def _is_there(part: Part, width: int) -> bool:
-    """Raises ValueError for a file with other rows, or that cannot be read."""
+    """Whether the part's file exists. Raises ValueError if it has other rows or cannot be read."""
     if not part.path.exists():
         return False
     table = _read(part.path, ["row", "embedding"])
@@ -243,22 +243,22 @@ def _read(path: Path, columns: list[str]) -> Any:
         ) from None
 
 
-# ---- what it has made
+# ---- its result
 
 
 class EmbeddedCorpus:
-    """A directory of embeddings: `search` looks at all of them, one part in memory at a time, or in an index."""
+    """A directory of embeddings. `search` compares with all of them, one part in memory at a time, or uses an index."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Raises FileNotFoundError and ValueError where there is none, or where the job has not come to its end."""
+        """Raises FileNotFoundError without a manifest, ValueError for a damaged one and for an unfinished job."""
         self.directory, self.manifest = Path(directory), _manifest(Path(directory))
         if self.manifest["rows"] is None:
             raise ValueError(f"{directory} is not complete: run the same `fastbert embed` again")
         self.width, self._shard_rows = self.manifest["width"], self.manifest["shard_rows"]
-        self._encoder: weakref.ref[SentenceEncoder] | None = None  # that was found to be the corpus's
+        self._encoder: weakref.ref[SentenceEncoder] | None = None  # the one last verified to be the corpus's
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EmbeddedCorpus, (self.directory,)  # an open index and the encoder stay where they are
+        return EmbeddedCorpus, (self.directory,)  # an open index and the encoder are not pickled
 
     def __len__(self) -> int:
         return self.manifest["rows"]
@@ -269,12 +269,12 @@ class EmbeddedCorpus:
         return [self.directory / PART.format(number) for number in range(-(-len(self) // self._shard_rows))]
 
     def vectors(self, part: Path) -> Tensor:
-        """(rows, C) embeddings of a part, float32 or float16 as they are there. Raises ValueError for a damaged one."""
+        """(rows, C) embeddings of a part, float32 or float16 as stored. Raises ValueError for a damaged part."""
         column = _read(part, ["embedding"])["embedding"].combine_chunks()
         return torch.from_numpy(np.array(column.flatten()).reshape(-1, self.width))
 
     def texts(self, rows: Sequence[int]) -> list[str]:
-        """The texts of rows. Raises IndexError for other numbers, ValueError if the job has not kept the texts."""
+        """The texts of rows. Raises IndexError for a row that does not exist, ValueError if texts were not kept."""
         if not self.manifest["keep_texts"]:
             raise ValueError(f"{self.directory} has no texts: they were not kept")
         if wrong := [row for row in rows if not 0 <= row < len(self)]:
@@ -289,11 +289,11 @@ class EmbeddedCorpus:
     def search(
         self, encoder: SentenceEncoder, queries: Tensor, k: int, *, index: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """(scores, rows), each (N, min(k, len)): what is most alike to each of the queries (N, C), the best first.
+        """(scores, rows), each (N, min(k, len)): the rows most similar to each of the queries (N, C), best first.
 
-        encoder: whose measure counts; queries are its vectors. Its weights are compared with those of the corpus the
-        first time it is given. index: asks the index of `build_index`, approximately, instead of all vectors. Raises
-        ValueError for another encoder than the corpus's, other shapes and a k below 1.
+        encoder: made the queries, and its measure is used. Its fingerprint is compared with the corpus's the first time
+        it is given. index: searches in the index of `build_index`, approximately, instead of all vectors. Raises
+        ValueError for an encoder other than the corpus's, other shapes and a k below 1.
         """
         if self._encoder is None or self._encoder() is not encoder:
             if fingerprint(encoder) != self.manifest["encoder"]:
@@ -315,8 +315,8 @@ class EmbeddedCorpus:
         return best, rows
 
     def build_index(self, precision: str = "float16", progress: Callable[[int], None] | None = None) -> Path:
-        """Writes index.usearch, an HNSW graph by the package `usearch`, over all vectors, in float16 or another of its
-        numbers ("float32", "int8"). Raises ValueError for a similarity that it does not have."""
+        """Writes index.usearch, an HNSW graph of all vectors by the package `usearch`. precision: of its numbers,
+        "float16", "float32" or "int8". Raises ValueError for another, and for a similarity that usearch lacks."""
         measure, numbers = self.manifest["similarity"], {"float16": "f16", "float32": "f32", "int8": "i8"}
         if measure not in METRICS or precision not in numbers:
             expected = f"one of {', '.join(METRICS)}, and {', '.join(numbers)}"

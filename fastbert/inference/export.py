@@ -29,13 +29,13 @@ from fastbert.model import Saveable
 from fastbert.modes import evaluating
 from fastbert.testing import Result, Row
 
-FACTOR = 4.0  # times the model's own error against float64: how far an exported model may be off
+FACTOR = 4.0  # an exported model's error against float64 may be this many times the model's own
 OPSET = 20  # the first version with Gelu
 _ONNX_DTYPES = (torch.float32, torch.float16)
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 Run = Callable[..., dict[str, Tensor]]
 Batch = dict[str, Tensor]
-Names = tuple[tuple[str, ...], tuple[str, ...]]  # of inputs, of outputs
+Names = tuple[tuple[str, ...], tuple[str, ...]]  # of the inputs, of the outputs
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
     "torch-export" for `torch.export.load(path).module()`. The file's inputs are int64 tensors by name: input_ids,
     attention_mask and, in families with several token types, token_type_ids, each (batch, length), or (batch, choices,
     length) for multiple choice; batch is at least 1, length at most the model's, which must be 2 or more. Its outputs
-    are those of the model: last_hidden_state, pooler_output, logits, ...; of BertForSparseEmbedding sentence_embedding.
+    are those of the model: last_hidden_state, pooler_output, logits, ...; sentence_embedding of BertForSparseEmbedding.
 
     The file is read again, and computes the traced batch and four of other shapes, padded left, right and in between.
     The error of every output against float64 may be FACTOR times the model's plus one rounding of the largest value,
     and padding must be equal. Raises RuntimeError otherwise, and for a graph with operators other than PyTorch's or
-    ONNX's; ValueError, TypeError; ModuleNotFoundError that says what to install.
+    ONNX's; ValueError and TypeError for invalid arguments; ModuleNotFoundError that says what to install.
     """
     path = Path(path)
     _check(model, path, format)
@@ -199,7 +199,7 @@ def _translations() -> dict[Callable, Callable]:
         return op.TopK(op.Add(op.Mul(op.Cast(x, to=int64), rows), number), rows, largest=0)[1]
 
     def searchsorted(ends, values, right=False):
-        """ONNX has no binary search, so (N,) values count the (B,) ends before them."""
+        """ONNX has no binary search, so this counts, for each of (N,) values, the (B,) ends before it."""
         ends, values = op.Cast(ends, to=int64), op.Unsqueeze(op.Cast(values, to=int64), [-1])
         before = op.LessOrEqual(ends, values) if right else op.Less(ends, values)
         return op.ReduceSum(op.Cast(before, to=int64), [-1], keepdims=0)
@@ -242,7 +242,7 @@ def _read_onnx(file: Path, names: Names) -> Run:
     options.log_severity_level = 3  # errors
     try:
         session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # its exceptions have no narrower base
+    except Exception as error:  # onnxruntime's exceptions have no narrower base
         raise RuntimeError(f"export: onnxruntime cannot load the model: {error}") from error
 
     def run(**batch: Tensor) -> Batch:
@@ -276,7 +276,7 @@ def _batches(model: Saveable) -> list[Batch]:
     for turn, lengths in enumerate(ragged):
         lengths = torch.tensor(lengths).clamp(max=longest)
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        if turn == 3:  # padding left and, where distances do not count columns, in between
+        if turn == 3:  # padding on the left and, unless distances count columns, between tokens
             mask[:3] = mask[:3].flip(1)
             if model.config.family.relative is None:
                 mask[5] = mask[5][torch.randperm(mask.shape[1], generator=generator)]

@@ -1,4 +1,4 @@
-"""What tells an encoder from every other one."""
+"""A fingerprint that tells encoders apart."""
 
 import json
 from hashlib import blake2b
@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-_OF_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version")  # in a config.json, of how it was written
+_OF_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version")  # say only how a config.json was written
 
 
 def fingerprint(model: Any) -> str:
-    """Of a SentenceEncoder or CrossEncoder, 16 hexadecimal digits: a hash of weights, tokenizer and all settings. One
-    that was saved and read has the same."""
+    """A hash of the weights, tokenizer and all settings of a SentenceEncoder or CrossEncoder, 16 hexadecimal digits. A
+    saved encoder and the one loaded from its files have the same."""
     simple = (str, int, float, tuple, dict, torch.nn.Module, type(None))
     settings = {name: repr(value) for name, value in vars(model).items() if isinstance(value, simple)}
     facts = {name: value for name, value in model.model.config.to_dict().items() if name not in _OF_FILES}

@@ -1,4 +1,4 @@
-"""How a model that predicts is loaded: in a dtype, on a device; or prepared, in a precision."""
+"""Loads a model for inference: in a dtype on a device, or prepared in a precision."""
 
 from collections.abc import Callable
 
@@ -15,10 +15,10 @@ def load(
     device: torch.device | str | None,
     precision: str | None,
 ) -> Saveable:
-    """read(dtype) on the device or, with a precision, what `fastbert.prepare` makes of read(float32).
+    """Returns read(dtype) on the device or, with a precision, what `fastbert.prepare` makes of read(float32).
 
-    Raises ValueError as `prepare` does, and for a precision beside another dtype than float32 or a device that it is
-    not for.
+    Raises ValueError as `prepare` does, and for a precision together with a dtype other than float32 or with a device
+    that the precision is not for.
     """
     if precision is None:
         return read(dtype).to(device)

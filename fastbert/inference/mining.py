@@ -1,4 +1,4 @@
-"""Hard negatives: texts that an encoder takes for an anchor's answer, and that are not."""
+"""Hard negatives: texts that an encoder finds similar to an anchor, and that are not among its positives."""
 
 import random
 from collections import Counter
@@ -17,8 +17,8 @@ from fastbert.inference.vectors import nearest
 
 
 class HardNegatives(NamedTuple):
-    """columns: anchors, positives and negatives, as ContrastiveDataset takes them. scores: of each row, the positive's
-    and then the negatives', as MarginMSE wants a teacher's."""
+    """columns: anchors, positives and negatives, as ContrastiveDataset takes them. scores: for each row the positive's,
+    then the negatives', as MarginMSE takes a teacher's."""
 
     columns: dict[str, list[str]]
     scores: list[list[float]]
@@ -44,22 +44,24 @@ def mine_hard_negatives(
     corpus_prompt: str | None = None,
     **options: Any,
 ) -> HardNegatives:
-    """For each anchor texts that are most alike to it, and are none of its positives.
+    """Finds, for each anchor, the texts that are most similar to it and are none of its positives.
 
-    pairs: two columns, the anchors first; an anchor may come with several positives. corpus: further candidates beside
-    all positives. Left out are those with a score above max_score or below min_score, above the score of the anchor's
-    worst positive less absolute_margin, or less relative_margin times its size. Of the others the range_max best count,
-    but the first range_min of them; None: range_min, the largest number of positives, and num_negatives, 10 times as
-    many where some may be left out. sampling: "top" takes the best, "random" any, by seed.
+    pairs: two columns, the anchors first; an anchor may come with several positives. corpus: candidates in addition to
+    all positives. With p the score of the anchor's worst positive, a candidate is left out if its score is above
+    max_score, below min_score, above p - absolute_margin or above p - relative_margin * |p|. Of the others, the best
+    range_max are used, without the first range_min. range_max None: range_min, plus the largest number of positives,
+    plus num_negatives, which counts 10 times if a bound (without a cross_encoder: one other than min_score) is given.
+    sampling: "top" takes the best, "random" draws by seed.
 
-    Scores are the encoder's similarities of vectors of length 1. cross_encoder: scores positives and candidates anew,
-    for all that comes after the search. query_prompt, corpus_prompt: texts; None as `encode_query` and
-    `encode_document`. options: for `encode`.
+    Scores are the encoder's similarities of normalised vectors. cross_encoder: after the search, scores positives and
+    candidates anew, and only its scores count from there on. query_prompt, corpus_prompt: texts; None as `encode_query`
+    and `encode_document`. options: for `encode`.
 
-    A row has num_negatives, "negative_1" and so on, and is missing if there are fewer; with triplets there is one for
-    each "negative". An anchor that the corpus holds is a candidate too: max_score leaves it out. Equivalent to
-    `sentence_transformers.util.mine_hard_negatives`, which rescores nothing where there are no bounds. Raises
-    ValueError for other columns, numbers and sampling, and for scores that are NaN; TypeError for what is not text.
+    A row has the columns "negative_1" to "negative_<num_negatives>"; rows with fewer negatives are dropped. triplets:
+    one row for each negative, in a column "negative". An anchor that is in the corpus is a candidate for itself;
+    max_score can exclude it. Equivalent to `sentence_transformers.util.mine_hard_negatives`, except that the latter
+    does not rescore if there are no bounds. Raises ValueError for invalid columns, numbers and sampling, and for scores
+    that are NaN; TypeError for anything but text.
     """
     names, anchors, positives = _columns(pairs)
     bounds = _Bounds(max_score, min_score, absolute_margin, relative_margin)
@@ -119,7 +121,7 @@ def _top(ranked: Ranked, count: int) -> Ranked:
 
 
 def _random(ranked: Ranked, count: int, generator: random.Random) -> Ranked:
-    """Draws from `count` at least, as sentence-transformers does, so that one seed gives the same negatives."""
+    """Draws from at least `count` places, as sentence-transformers does, so that a seed gives the same negatives."""
     drawn = generator.sample(range(max(len(ranked), count)), count)
     return [ranked[i] for i in sorted(drawn) if i < len(ranked)]
 
@@ -147,7 +149,7 @@ def _check(count: int, first: int, last: int, sampling: str) -> None:
 
 
 def _places(anchors: Iterable[str], positives: Iterable[str], corpus: list[str]) -> dict[str, list[int]]:
-    """Of the positives of each anchor in the corpus, each once."""
+    """For each anchor the places of its positives in the corpus, each once."""
     place = {text: index for index, text in enumerate(corpus)}
     found: dict[str, dict[int, None]] = {}
     for anchor, positive in zip(anchors, positives, strict=True):
@@ -166,7 +168,7 @@ def _of_positives(encoder: SentenceEncoder, asked: Tensor, vectors: Tensor, own:
 def _rescored(
     cross_encoder: CrossEncoder, corpus: list[str], own: Mapping[str, list[int]], indices: Tensor
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """The scores of the candidates, and of the positives."""
+    """The cross encoder's scores of the candidates, and of the positives."""
 
     def score(anchor: str, places: Sequence[int]) -> Tensor:
         return cross_encoder.predict([(anchor, corpus[place]) for place in places]).cpu()

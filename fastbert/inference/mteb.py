@@ -1,11 +1,11 @@
-"""Models for mteb, the benchmark of text embeddings (https://github.com/embeddings-benchmark/mteb), with its package.
+"""Models for mteb, the benchmark of text embeddings (https://github.com/embeddings-benchmark/mteb); needs its package.
 
     import mteb
     from fastbert.inference.mteb import MTEBEncoder
 
     mteb.evaluate(MTEBEncoder("path/to/encoder"), mteb.get_tasks(["STSBenchmark"]))
 
-The classes follow mteb's protocols of the same names, release 2: what mteb calls, and nothing else.
+The classes implement the protocols of mteb 2 that they are named after: what mteb calls, and nothing else.
 """
 
 from collections.abc import Iterable, Mapping
@@ -41,11 +41,11 @@ class MTEBEncoder:
         **options: Any,
     ) -> None:
         """model_name: an encoder, or what `SentenceEncoder.from_pretrained` takes, with device and options (dtype,
-        precision, max_length). revision: of a model on the hub. name: under which mteb keeps results,
+        precision, max_length). revision: of a model on the hub. name: the name under which mteb keeps results,
         "organization/model"; None takes model_name.
 
-        Without a revision, a hash of weights, tokenizer and settings stands for it, so that mteb's cache never takes
-        the results of another model. Raises ValueError for an encoder without a name or beside options, and as
+        Without a revision, a hash of weights, tokenizer and settings is used, so that mteb's cache never returns the
+        results of another model. Raises ValueError for an encoder without a name or with a device or options, and as
         from_pretrained; ModuleNotFoundError without mteb.
         """
         _open(self, SentenceEncoder, model_name, revision, device, name, options)
@@ -68,10 +68,10 @@ class MTEBEncoder:
     ) -> Tensor:
         """(N, C) embeddings of the texts of all batches, on the CPU, float32 or in another precision of `quantize`.
 
-        The prompt is the first that there is: of the task's name and "query" or "document" ("STSBenchmark-query"), of
-        its name, of its type and these, of its type; then as `encode_query`, `encode_document`, or, where prompt_type
-        is None, `encode`. batch_size: a forward has at most so many texts of the greatest length. hf_split, hf_subset:
-        are of no meaning here. Raises ValueError for batches without text.
+        The prompt is the first that exists under these names: the task's name with "query" or "document"
+        ("STSBenchmark-query"), its name, its type with "query" or "document", its type; else it is that of
+        `encode_query`, `encode_document` or, if prompt_type is None, `encode`. batch_size: how many texts of max_length
+        fit into a forward. hf_split, hf_subset: ignored. Raises ValueError for batches without text.
         """
         texts = [text for batch in inputs for text in _texts("MTEBEncoder", batch)]
         find = require("mteb.models.abs_encoder", "mteb").get_prompt_name
@@ -83,11 +83,11 @@ class MTEBEncoder:
             return quantize(encode(texts, progress=bar.update, **options).cpu(), precision)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
-        """(N, M) of (N, C) and (M, C), tensors or arrays, by the encoder's measure; (C,) is taken for one row."""
+        """(N, M) similarities of (N, C) and (M, C), tensors or arrays, by the encoder's measure; (C,) is one row."""
         return self.model.similarity(_rows(embeddings1), _rows(embeddings2))
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
-        """(N,) of (N, C) and (N, C), as `similarity`."""
+        """(N,) similarities of the rows of (N, C) with those of another (N, C), as `similarity`."""
         return self.model.similarity_pairwise(_rows(embeddings1), _rows(embeddings2))
 
 
@@ -123,8 +123,8 @@ class MTEBCrossEncoder:
     ) -> np.ndarray:
         """(N,) float32 scores of the pairs of both inputs' texts, batch by batch; (N, num_labels) with several labels.
 
-        batch_size: is that of the inputs. task_metadata and the rest: are of no meaning here. Raises ValueError for
-        batches without text or of unequal numbers.
+        batch_size, task_metadata, hf_split, hf_subset and prompt_type are ignored; the batches are those of the inputs.
+        Raises ValueError for batches without text or of unequal numbers.
         """
         bar = require("tqdm.auto", "tqdm").tqdm
         scores = []
@@ -147,7 +147,7 @@ def _rows(vectors: Any) -> Tensor:
 def _open(
     owner: Any, kind: type, model: Any, revision: str | None, device: Any, name: str | None, options: dict
 ) -> None:
-    """Sets the owner's model, opened where it is none yet, and what mteb is told of it."""
+    """Sets the owner's model, which is loaded unless it is a model already, and its metadata for mteb."""
     owner_name = type(owner).__name__
     require("mteb", "mteb")
     if not isinstance(model, kind):

@@ -1,4 +1,4 @@
-"""Multi-vector encoders (ColBERT, late interaction): a vector of each token, on packed tokens."""
+"""Multi-vector encoders (ColBERT, late interaction): one vector per token, computed on packed tokens."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ from fastbert.token_vectors import Expansion, TokenVectors
 
 
 class MultiVectorEncoder:
-    """Embeds queries and documents as a vector of each token, and scores them by MaxSim.
+    """Embeds queries and documents as one vector per token, and scores them by MaxSim.
 
     Computes what sentence-transformers' MultiVectorEncoder computes with the same directory, or refuses the directory.
     vectors: the part with weights, a TokenVectors, for training.
@@ -46,18 +46,18 @@ class MultiVectorEncoder:
         similarity: str = "maxsim",
         max_length: int | None = None,
     ) -> None:
-        """tokenizer: a `tokenizers.Tokenizer`, which is copied. The model, without a pooler, is set to evaluation mode.
+        """tokenizer: a `tokenizers.Tokenizer`, which is copied. The model has no pooler; it is set to evaluation mode.
 
-        dense: layers behind each token; ColBERT has `Dense(768, 128, bias=False, activation="Identity")`. normalize:
-        vectors to length 1. prompts: what goes before a text; those named "query" and "document" do so unless another
-        is asked for. query_length, document_length, max_length: in tokens, with prompts and special tokens; longer
-        texts are cut. None for the first two takes the third, and for that the model's. expansion: of queries; a fixed
-        one says their length.
-        skip_words: tokens of documents (skip_tasks: "query", "document" or both) that give no vector, ColBERT's
-        `string.punctuation`; those that the tokenizer does not have as one token are left out, as in
-        sentence-transformers. similarity: "maxsim", or "meanmaxsim", which is divided by the query's vectors.
-        Raises ValueError for a tokenizer with ids that the model lacks, for dense layers that do not fit, and for other
-        values.
+        dense: layers applied to each token; ColBERT has `Dense(768, 128, bias=False, activation="Identity")`.
+        normalize: vectors to length 1. prompts: what goes before a text, by name; the default is the one named "query"
+        or "document". query_length, document_length, max_length: in tokens, with prompts and special tokens; longer
+        texts are cut. None for one of the first two means max_length, and for that the model's maximum. expansion: of
+        queries; a fixed one determines their length instead of query_length.
+        skip_words: tokens that give no vector in documents (or as skip_tasks says: "query", "document" or both); in
+        ColBERT `string.punctuation`. Words that are not one token of the tokenizer are ignored, as in
+        sentence-transformers. similarity: "maxsim", or "meanmaxsim", the mean over the query's vectors.
+        Raises ValueError for a tokenizer with ids that the model lacks, for dense layers that do not fit, and for
+        invalid values.
         """
         config, special = model.config, tokenizer.num_special_tokens_to_add(False)
         if tokenizer.get_vocab_size() > config.vocab_size:
@@ -111,9 +111,9 @@ class MultiVectorEncoder:
         device: str | torch.device | None = None,
         precision: str | None = None,
     ) -> "MultiVectorEncoder":
-        """From a directory of sentence-transformers, PyLate or ColBERT's own code, or by a model's name on the hub.
+        """Loads a directory of sentence-transformers, PyLate or ColBERT's own code, or a model by its name on the hub.
 
-        precision: "fp32", "bf16", "int8" or "fp8" for a model that `fastbert.prepare` has prepared. Raises
+        precision: "fp32", "bf16", "int8" or "fp8" prepares the model with `fastbert.prepare`. Raises
         FileNotFoundError, ValueError and RuntimeError as `BertModel.from_pretrained`, and ValueError for a directory of
         another kind of model, and for modules and settings that are not supported.
         """
@@ -128,11 +128,11 @@ class MultiVectorEncoder:
         return cls(load(read, dtype, device, precision), tokenizer, **options)
 
     def save_pretrained(self, directory: str | Path, format: str = "sentence-transformers") -> None:
-        """Writes a directory that `from_pretrained` reads, and sentence-transformers' MultiVectorEncoder.
+        """Writes a directory that `from_pretrained` and sentence-transformers' MultiVectorEncoder read.
 
         format: "colbert" writes it as ColBERT's own code does, which sentence-transformers and PyLate read too. Each
-        file is replaced whole; modules.json comes last. Raises ValueError for another format, and for an encoder that
-        the format "colbert" has no word for.
+        file is replaced whole; modules.json is written last. Raises ValueError for another format, and for an encoder
+        that the format "colbert" cannot describe.
         """
         if format not in FORMATS:
             raise ValueError(f"MultiVectorEncoder: format is {format!r}; expected {', '.join(FORMATS)}")
@@ -156,10 +156,10 @@ class MultiVectorEncoder:
     def encode_query(self, texts: list[str], **options: Any) -> list[Tensor]:
         """The vectors of each query, (tokens, D) in float32 or better, on the model's device.
 
-        options: prompt, what goes before each text, or prompt_name, one in `prompts`; else that named "query", or none.
-        tokens_per_batch (2048): the most tokens in one forward, but always at least one text. progress: called after
-        each forward with its number of texts. Raises TypeError for anything but a list of strings, ValueError for half
-        a surrogate pair and an unknown prompt_name.
+        options: prompt, what goes before each text, or prompt_name, the name of one in `prompts`; by default the prompt
+        named "query", if there is one. tokens_per_batch (2048): the most tokens in one forward, but always at least one
+        text. progress: called after each forward with its number of texts. Raises TypeError for anything but a list of
+        strings, ValueError for half a surrogate pair and an unknown prompt_name.
         """
         return self._encode(texts, "query", **options)
 
@@ -190,8 +190,8 @@ class MultiVectorEncoder:
     def tokenize(
         self, texts: list[str], task: str, *, prompt: str | None = None, prompt_name: str | None = None
     ) -> list[list[int]]:
-        """The token ids of each text with prompt and special tokens, cut at the task's length with a warning; without
-        those of the expansion. task: "query" or "document". Raises as `encode_query` does."""
+        """The token ids of each text with prompt and special tokens, but without the expansion, cut at the task's
+        length with a warning. task: "query" or "document". Raises as `encode_query` does."""
         if prompt is None and prompt_name is not None and prompt_name not in self.prompts:
             names = ", ".join(map(repr, self.prompts)) or "none"
             raise ValueError(f"there is no prompt {prompt_name!r}; this encoder has {names}")
@@ -201,7 +201,7 @@ class MultiVectorEncoder:
         return [COLUMNS["input_ids"](encoding)[left].tolist() for encoding, left in found]
 
     def length_of(self, task: str) -> int:
-        """Where texts of a task, "query" or "document", are cut, in tokens."""
+        """The length in tokens at which texts of a task, "query" or "document", are cut."""
         if task not in TASKS:
             raise ValueError(f"MultiVectorEncoder: task is {task!r}; expected {' or '.join(TASKS)}")
         if task == "query" and self.expansion and self.expansion.strategy == "fixed":
@@ -220,7 +220,7 @@ class MultiVectorEncoder:
     def dataset(self, columns: Mapping[str, Iterable[str]], **options: Any) -> ContrastiveDataset:
         """The texts of columns, queries first, then documents, with this encoder's prompts and lengths, for training.
 
-        options: of ContrastiveDataset, scores above all. Raises as that does.
+        options: for ContrastiveDataset, such as scores. Raises as ContrastiveDataset does.
         """
         tasks = {name: "document" if place else "query" for place, name in enumerate(columns)}
         prompts = {name: self.prompts[task] for name, task in tasks.items() if self.prompts.get(task)}
@@ -228,11 +228,11 @@ class MultiVectorEncoder:
         return ContrastiveDataset(columns, self.tokenizer, prompts=prompts, max_length=lengths, **options)
 
     def similarity(self, queries: list[Tensor], documents: list[Tensor]) -> Tensor:
-        """(queries, documents) scores, float32 or better; larger is more alike. As `maxsim`, or its mean."""
+        """(queries, documents) scores, float32 or better; larger is more similar. As `maxsim`, or its mean."""
         return self._measured(maxsim, queries, documents)
 
     def similarity_pairwise(self, queries: list[Tensor], documents: list[Tensor]) -> Tensor:
-        """(N,): the score of each query with the document of the same number. As `maxsim_pairs`, or its mean."""
+        """(N,): the score of each query with the document at the same index. As `maxsim_pairs`, or its mean."""
         return self._measured(maxsim_pairs, queries, documents)
 
     def _measured(self, measure: Callable[..., Tensor], queries: list[Tensor], documents: list[Tensor]) -> Tensor:
@@ -297,9 +297,9 @@ def _check_widths(width: int, dense: Sequence[Dense]) -> None:
 
 
 def _add_markers(tokenizer: Any, markers: Iterable[str]) -> None:
-    """Makes a marker that is in the vocabulary, "[unused0]" or "[Q] ", one token of the text it begins.
+    """Makes a marker that is in the vocabulary, such as "[unused0]" or "[Q] ", one token where it begins a text.
 
-    A marker that is not there stays text, as in sentence-transformers.
+    A marker that the vocabulary lacks is tokenised as text, as in sentence-transformers.
     """
     from tokenizers import AddedToken
 

@@ -1,8 +1,8 @@
 """Directories of multi-vector encoders: sentence-transformers', PyLate's, and those of ColBERT's own code.
 
-What a directory means is what sentence-transformers 6.2 makes of it. PyLate (before release 4) keeps its settings in
-config_sentence_transformers.json and lists the encoder and its Dense alone. ColBERT's code writes the model under the
-architecture HF_ColBERT with linear.weight beside it, and its settings to artifact.metadata.
+Directories are read as sentence-transformers 6.2 reads them. PyLate (before release 4) keeps its settings in
+config_sentence_transformers.json and has only Transformer and Dense as modules. ColBERT's code writes the model under
+the architecture HF_ColBERT, with linear.weight among its weights, and its settings to artifact.metadata.
 """
 
 import json
@@ -38,11 +38,11 @@ FORMATS = ("sentence-transformers", "colbert")
 
 @dataclass(frozen=True)
 class QueryExpansion:
-    """Tokens put behind a query until it has `length` tokens, special ones included: each gives a vector too.
+    """Tokens appended to a query until it has `length` tokens, special ones included; each gives a vector too.
 
-    attend: whether the query's tokens attend to them, and they to each other; False lets them attend to the query
-    alone, as in ColBERT. strategy: "fixed" cuts longer queries at length, "min" does not. token: None for the mask
-    token. The names and meanings are sentence-transformers'. Raises ValueError for other values.
+    attend: True lets the query's tokens attend to them, and them to each other; False lets them attend only to the
+    query, as in ColBERT. strategy: "fixed" cuts longer queries at length, "min" does not. token: None for the mask
+    token. Names and meanings are those of sentence-transformers. Raises ValueError for invalid values.
     """
 
     length: int = 32
@@ -59,7 +59,7 @@ class QueryExpansion:
 
 
 class Recipe(NamedTuple):
-    """What a directory says. folder: where the model is. markers: prompts' tokens that a text is not split at."""
+    """The settings in a directory. folder: the model's. markers: parts of prompts that have to stay one token each."""
 
     folder: Path
     dense: tuple[Dense, ...] = ()
@@ -79,7 +79,7 @@ class Recipe(NamedTuple):
 
 
 def read(directory: Path) -> Recipe:
-    """Raises ValueError for a directory that is none of the three, and for what is not supported."""
+    """The settings in a directory. Raises ValueError if its kind, or a module or setting in it, is not supported."""
     modules = read_json(directory / "modules.json")
     if modules:
         return _modules(directory, modules)
@@ -118,7 +118,8 @@ def _modules(directory: Path, modules: list[dict[str, Any]]) -> Recipe:
 
 
 def _parts(directory: Path, types: Sequence[str]) -> list[str]:
-    """The modules' names: one Transformer, any number of Dense, a mask and a normalisation in either order."""
+    """The modules' names: Transformer, any number of Dense, then at most one MultiVectorMask and one Normalize, in
+    either order. Raises ValueError for others."""
     names = [kind.rsplit(".", 1)[-1] for kind in types]
     after = names[1:]
     while after and after[0] == "Dense":
@@ -135,7 +136,7 @@ def _parts(directory: Path, types: Sequence[str]) -> list[str]:
 
 
 def _similarity(settings: dict[str, Any]) -> str:
-    """Names of other models' measures, which PyLate wrote once ("cosine", "MaxSim"), mean the default."""
+    """The similarity. Names that are unknown here, such as PyLate's former "cosine" and "MaxSim", mean the default."""
     name = settings.get("similarity_fn_name")
     return name if name in SIMILARITIES else "maxsim"
 
@@ -225,7 +226,7 @@ def _linear(directory: Path) -> Dense:
 
 
 def write(recipe: Recipe) -> None:
-    """sentence-transformers' files beside the model's and the tokenizer's; modules.json comes last."""
+    """Writes sentence-transformers' files, except the model's and the tokenizer's; modules.json last."""
     directory = recipe.folder
     kinds = ["Dense"] * len(recipe.dense) + ["MultiVectorMask"] + ["Normalize"] * recipe.normalize
     paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(kinds, 1))]
@@ -258,7 +259,7 @@ def _settings(expansion: QueryExpansion | None) -> dict[str, Any] | None:
 
 
 def colbert_settings(recipe: Recipe) -> dict[str, Any]:
-    """artifact.metadata of a recipe. Raises ValueError for what ColBERT's own code has no word for."""
+    """The content of artifact.metadata for a recipe. Raises ValueError for what ColBERT's settings cannot describe."""
     dense, expansion = recipe.dense, recipe.expansion
     markers = {name: recipe.prompts.get(name, "").removesuffix(" ") for name in TASKS}
     fits = {
@@ -293,7 +294,7 @@ def colbert_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def write_colbert(recipe: Recipe, model: Any) -> None:
-    """The files of ColBERT's own code, the tokenizer's apart: one file of weights, config.json, artifact.metadata."""
+    """Writes ColBERT's own files, except the tokenizer's: one file of weights, config.json, artifact.metadata."""
     settings, directory = colbert_settings(recipe), recipe.folder
     state = model.to_hugging_face(model.state_dict(), tied=False)
     prefix = f"{model.config.family.prefix}."

@@ -1,4 +1,4 @@
-"""Pictures of attention: what each token reads, exactly, without dropout."""
+"""Plots of attention weights: which tokens each token attends to, computed exactly and without dropout."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from fastbert.modes import evaluating
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LABELLED = 64  # the most tokens to write at the axes
+_LABELLED = 64  # axes are labelled with up to this many tokens
 
 
 def attention_of(model: Saveable, tokenizer: Any, text: str) -> tuple[list[str], Tensor]:
@@ -36,7 +36,7 @@ def attention_of(model: Saveable, tokenizer: Any, text: str) -> tuple[list[str],
 
 
 def attention_weights(model: Saveable, ids: Sequence[int]) -> Tensor:
-    """(layers, heads, T, T), float32, of T token ids."""
+    """The attention weights of T token ids: (layers, heads, T, T) float32 on the CPU."""
     batch = torch.tensor([ids], device=next(model.parameters()).device)
     with evaluating(model):
         return torch.cat(model(batch, output_attentions=True).attentions).float().cpu()
@@ -45,7 +45,7 @@ def attention_weights(model: Saveable, ids: Sequence[int]) -> Tensor:
 def attention_figure(
     weights: Tensor | np.ndarray, tokens: Sequence[str], *, layer: int | None = None, head: int | None = None
 ) -> "Figure":
-    """A grid of layers (rows) and heads (columns), restricted to one layer or head if given.
+    """Draws attention maps in a grid of layers (rows) and heads (columns), or for one layer or head if given.
 
     weights: (layers, heads, T, T), any dtype and device. tokens: T names, shown if there is a single map. layer, head:
     from 0. Each map is scaled from 0 to its largest weight. Raises ValueError for other shapes and numbers.
@@ -74,7 +74,7 @@ def _one_head(weights: np.ndarray, tokens: Sequence[str], title: str) -> "Figure
     figure.colorbar(image, shrink=0.8)
     axes.set(title=title, xlabel="reads", ylabel="token")
     if len(tokens) <= _LABELLED:
-        plain = [token.replace("$", r"\$") for token in tokens]  # not as TeX
+        plain = [token.replace("$", r"\$") for token in tokens]  # matplotlib reads $ as the start of TeX
         axes.set_xticks(range(len(tokens)), plain, rotation=90, fontsize=8)
         axes.set_yticks(range(len(tokens)), plain, fontsize=8)
     return figure
@@ -95,6 +95,6 @@ def _grid(weights: np.ndarray, layers: Sequence[int], heads: Sequence[int]) -> "
 def plot_attention(
     model: Saveable, tokenizer: Any, text: str, path: str | Path, *, layer: int | None = None, head: int | None = None
 ) -> Path:
-    """Draws the attention of a text to a file (see `save_figure`). Other arguments and errors as above."""
+    """Draws the attention of a text to a file (see `save_figure`), as `attention_of` and `attention_figure` do."""
     tokens, weights = attention_of(model, tokenizer, text)
     return save_figure(attention_figure(weights, tokens, layer=layer, head=head), path)

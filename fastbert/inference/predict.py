@@ -101,7 +101,7 @@ class Answers(NamedTuple):
 
 # ---- the base class
 
-Row = dict[str, Any]  # a text's input_ids and token_type_ids, and what else its result is made of
+Row = dict[str, Any]  # a text's input_ids and token_type_ids, and what else is needed to make its result
 
 
 class _Tokens(NamedTuple):
@@ -112,16 +112,16 @@ class _Tokens(NamedTuple):
     inputs: dict[str, Any]
 
     def split(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(T, ...) by text."""
+        """Splits (T, ...) by text: pairs of a text's index and its rows."""
         return zip(self.texts, x.split(self.lengths), strict=True)
 
 
 class Predictor:
-    """A model in evaluation mode and its tokenizer. classes: those the model may have, the default first.
+    """A model in evaluation mode and its tokenizer. classes: the model classes that are accepted, the default first.
 
-    What is called is `compute(encode(texts))`: a service encodes each request by itself, and computes several together.
+    A call runs `compute(encode(texts))`. A service encodes each request separately, and computes several together.
     encode(texts, truncation=False) raises ValueError for a text beyond max_length.
-    takes_empty: whether a text without a token is computed, from special tokens alone, or refused.
+    takes_empty: whether a text without a token is accepted, and computed from special tokens alone, or refused.
     """
 
     classes: tuple[type[Saveable], ...]
@@ -134,8 +134,8 @@ class Predictor:
 
         max_length: in tokens, with special tokens; the model's maximum when None. Longer texts are cut, with a warning.
         tokens_per_batch: the most tokens in one forward, but always at least one text.
-        Raises TypeError for another model, ValueError for a tokenizer with ids that the model lacks and for other
-        values.
+        Raises TypeError for a model of another class, ValueError for a tokenizer with ids that the model lacks and for
+        invalid values.
         """
         name = type(self).__name__
         if not isinstance(model, self.classes):
@@ -167,13 +167,13 @@ class Predictor:
         precision: str | None = None,
         **arguments: Any,
     ) -> "Self":
-        """From a directory, or by a name on the hub, with a trained model and its tokenizer.
+        """Loads a trained model and its tokenizer from a directory, or by a name on the hub.
 
-        precision: "fp32", "bf16", "int8" or "fp8" for a model that `fastbert.prepare` has prepared. arguments:
-        for the constructor.
+        precision: "fp32", "bf16", "int8" or "fp8" prepares the model with `fastbert.prepare`. arguments: for the
+        constructor.
         Raises ValueError for a checkpoint of another head or with parameters missing, and for a precision that is
-        unknown or beside another dtype than float32 or the other device; FileNotFoundError and RuntimeError as the
-        model's from_pretrained.
+        unknown, or given with a dtype other than float32 or a device that it is not for; FileNotFoundError and
+        RuntimeError as the model's from_pretrained.
         """
         directory = hub.directory_of(source)
         model = load(lambda dtype: trained_model(directory, cls.classes, dtype=dtype), dtype, device, precision)
@@ -182,7 +182,7 @@ class Predictor:
 
     @classmethod
     def _options(cls, directory: Path, config: BertConfig) -> dict[str, Any]:
-        """What the directory says of the constructor's arguments."""
+        """Arguments for the constructor that are set in the directory."""
         return {}
 
     @property
@@ -226,7 +226,7 @@ class MaskFiller(Predictor):
         """For each text and each of its masks, the top_k likeliest tokens, best first.
 
         Each mask of a text is filled while the others stay. The head runs on masks only. Raises ValueError for a text
-        without a mask before max_length, TypeError for texts that are not strings.
+        without a mask in its first max_length tokens, TypeError for texts that are not strings.
         """
         if not 1 <= top_k <= self.config.vocab_size:
             raise ValueError(f"MaskFiller: top_k is {top_k}; expected 1 to {self.config.vocab_size}")
@@ -297,7 +297,7 @@ class TextClassifier(Predictor):
 
     @torch.inference_mode()
     def compute(self, rows: Sequence[Row], top_k: int | None = None, raw: bool = False) -> list[list[Label]]:
-        """raw: logits as scores."""
+        """The labels of encoded texts. raw: the scores are the logits."""
         names = label_names(self.config)
         results: list[list[Label]] = [[] for _ in rows]
         for batch in self._batches(rows):
@@ -318,7 +318,7 @@ class TextClassifier(Predictor):
 
 
 def _texts_or_pairs(texts: Sequence[str | tuple[str, str]]) -> list[str | tuple[str, str]]:
-    """The list. Raises TypeError for a single string or anything else, and ValueError as text_of does."""
+    """The checked list. Raises TypeError for anything but a list of texts or pairs, and ValueError as text_of does."""
     for index, text in enumerate([texts] if isinstance(texts, str) else texts):
         parts = text if isinstance(text, (tuple, list)) and len(text) == 2 else [text]
         if isinstance(texts, str) or not all(isinstance(part, str) for part in parts):
@@ -418,8 +418,8 @@ class QuestionAnswerer(Predictor):
     classes = (BertForQuestionAnswering,)
 
     def __init__(self, model: Saveable, tokenizer: Any, *, stride: int | None = None, **arguments: Any) -> None:
-        """max_length: of a window with the question; up to 384 when None. stride: how many tokens consecutive windows
-        share; 128 when None, or half of max_length if that is less.
+        """max_length: tokens in a window, with the question; None means 384, or the model's maximum if that is less.
+        stride: how many tokens consecutive windows share; None means 128, or half of max_length if that is less.
         """
         super().__init__(model, tokenizer, **arguments)
         self.stride = min(128, self.max_length // 2) if stride is None else stride
@@ -437,8 +437,8 @@ class QuestionAnswerer(Predictor):
         largest; the score of "no answer" is that of [CLS], in the window where it is smallest (Devlin et al., "BERT",
         2018, 4.2 and 4.3). Probabilities are the softmax over all spans and "no answer", which means nothing for a
         model trained without unanswerable questions.
-        Raises ValueError for an empty text, another number of contexts, and a question that leaves no room for more
-        than `stride` tokens of context; TypeError for anything but lists of strings.
+        Raises ValueError for an empty text, unequal numbers of questions and contexts, and a question that leaves no
+        room for more than `stride` tokens of context; TypeError for anything but lists of strings.
         """
         for name, value in (("top_k", top_k), ("max_answer_length", max_answer_length)):
             if value < 1:
@@ -499,11 +499,11 @@ class _Spans(NamedTuple):
             if len(found) == top_k or not weights[token, more]:
                 break
             if span[0] < span[1]:  # some tokens are only a space
-                found.setdefault(span, weights[token, more] / total)  # a character may have several tokens: equal spans
+                found.setdefault(span, weights[token, more] / total)  # tokens of one character give equal spans
         best = [Answer(context[start:end], float(score), start, end) for (start, end), score in found.items()]
         return Answers(best, float(nothing / total))
 
 
 def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
-    """Without leading spaces, which some tokenizers include in a word."""
+    """The span without leading spaces, which some tokenizers include in a word."""
     return int(end) - len(text[start:end].lstrip()), int(end)

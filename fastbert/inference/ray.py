@@ -1,4 +1,4 @@
-"""Embeddings on several machines, with Ray (https://www.ray.io): engines of jobs that it starts, restarts and feeds.
+"""Embeddings on several machines with Ray (https://www.ray.io), which starts workers, restarts them and feeds them.
 
 embed_corpus(encoder, files, directory, engine=RayEngine("path/to/encoder", workers=8))
 ray.data.read_parquet(...).map_batches(BatchEmbedder, fn_constructor_args=["path/to/encoder"], ...)
@@ -17,30 +17,31 @@ from fastbert.inference.fingerprint import fingerprint
 from fastbert.inference.sentences import SentenceEncoder
 from fastbert.require import require
 
-AHEAD = 2  # parts of a worker: one is computed, the next one waits
-RETRIES = 5  # of a part whose worker dies
+AHEAD = 2  # parts given to a worker: one is computed, the next one waits
+RETRIES = 5  # how often a part is tried again after its worker died
 
 
 class RayEngine:
-    """Workers of `embed_corpus` on a Ray cluster. Each loads the encoder and writes whole parts itself.
+    """Runs `embed_corpus` on workers of a Ray cluster. Each loads the encoder and writes whole parts itself.
 
     A worker that dies is started again, and its parts are computed again: nothing is lost, and as a part is replaced
-    whole, nothing doubled. A part with which a worker dies every time ends the job, with its name. All machines have to
-    see the encoder's directory and the corpus's under the same path.
+    whole, nothing is duplicated. If a worker dies on a part every time, the job ends with an error that names the part.
+    All machines have to see the encoder's directory and the corpus's under the same path.
     """
 
     def __init__(
         self, source: str | Path, workers: int = 1, *, num_cpus: float = 1, num_gpus: float = 0, **options: Any
     ) -> None:
-        """source and options: of `SentenceEncoder.from_pretrained`, in each worker. num_cpus, num_gpus: of each, for
-        Ray, and its threads. Raises ValueError for fewer workers than one."""
+        """source, options: for `SentenceEncoder.from_pretrained`, in each worker. num_cpus, num_gpus: what Ray reserves
+        for each worker; num_cpus is also its number of threads. Raises ValueError for fewer workers than one."""
         if workers < 1:
             raise ValueError(f"RayEngine: workers is {workers}; expected at least 1")
         self.source, self.workers, self.options = str(source), workers, options
         self.resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
 
     def __call__(self, recipe: Recipe, parts: Iterator[Part], progress: Progress = None) -> None:
-        """progress: is called for each part that is written, in any order. Raises what a worker raises."""
+        """Computes and writes parts. progress: called with the number of texts of each part once it is written, in any
+        order. Raises what a worker raises."""
         ray = require("ray", "ray")
         if not ray.is_initialized():
             ray.init(log_to_driver=False)
@@ -89,7 +90,7 @@ class _Worker:
             raise ValueError(f"RayEngine: {source} is another encoder than embed_corpus has; expected the same")
 
     def write(self, part: Part) -> list[str]:
-        """What was warned of, for the driver to say: that texts were cut."""
+        """Writes a part. Returns its warnings for the driver to repeat, such as that texts were cut."""
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always", UserWarning)
             write_part(self.encoder, self.recipe, part)
@@ -99,7 +100,7 @@ class _Worker:
 class BatchEmbedder:
     """For `Dataset.map_batches` of Ray Data: adds a column of embeddings, float32 (rows, C), to each batch.
 
-    With `compute=ray.data.ActorPoolStrategy(size=n)` each of n workers loads the encoder once. Rows stay as they are.
+    With `compute=ray.data.ActorPoolStrategy(size=n)` each of n workers loads the encoder once. Other columns are kept.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class BatchEmbedder:
         prompt_name: str | None = None,
         **options: Any,
     ) -> None:
-        """source and options: of `SentenceEncoder.from_pretrained`. prompt_name: None as `encode_document`."""
+        """source, options: for `SentenceEncoder.from_pretrained`. prompt_name: None as `encode_document`."""
         self.encoder = SentenceEncoder.from_pretrained(source, **options)
         self.column, self.output = column, output
         self.prompt = {} if prompt_name is None else {"prompt_name": prompt_name}

@@ -1,4 +1,4 @@
-"""Cross encoders: a classifier that reads two texts together scores how well they fit, and so ranks documents."""
+"""Cross encoders: classifiers that read two texts together, score how well they match, and so rank documents."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,16 +20,16 @@ from fastbert.ops.numbers import wide
 class CrossEncoder(Predictor):
     """Scores pairs of texts, and ranks documents for a query.
 
-    Computes what sentence-transformers' CrossEncoder computes with the same directory, or refuses the directory: its
-    activation, its length, and the longer text of a pair cut first.
+    Computes what sentence-transformers' CrossEncoder computes with the same directory, or refuses the directory. That
+    includes its activation and its maximum length, to which the longer text of a pair is cut first.
     """
 
     classes = (BertForSequenceClassification,)
     takes_empty = True
 
     def __init__(self, model: Saveable, tokenizer: Any, *, activation: str | None = None, **arguments: Any) -> None:
-        """activation: of the logits, a class of torch.nn by its name, one of "Identity", "Sigmoid", "Tanh", ...; None
-        takes what the model's configuration names, else "Sigmoid" for one label and "Identity" for several.
+        """activation: applied to the logits; a class of torch.nn by name, one of "Identity", "Sigmoid", "Tanh", ...;
+        None takes what the model's configuration names, else "Sigmoid" for one label and "Identity" for several.
         max_length: in tokens, of both texts with special tokens. tokens_per_batch: as for the other predictors.
         Raises ValueError for another activation.
         """
@@ -45,9 +45,9 @@ class CrossEncoder(Predictor):
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes a directory that `from_pretrained` and sentence-transformers' CrossEncoder read.
 
-        The activation is an entry of config.json, max_length one of tokenizer_config.json.
+        The activation is written to config.json, max_length to tokenizer_config.json.
         """
-        sentence_files.begin(Path(directory))  # without modules.json, which would name an activation too
+        sentence_files.begin(Path(directory))  # removes modules.json, beside which there may be another activation
         path, entry = activation_path(self.activation), self.config.extra.get("sentence_transformers") or {}
         self.config.extra["sentence_transformers"] = {**entry, "activation_fn": path}
         self.config.extra["sbert_ce_default_activation_function"] = path  # for releases before 4
@@ -57,8 +57,8 @@ class CrossEncoder(Predictor):
     def predict(self, pairs: Iterable[Sequence[str]], *, progress: Callable[[int], object] | None = None) -> Tensor:
         """(N,) float32 scores of pairs of texts; (N, num_labels) of a model with several labels.
 
-        progress: is called with the number of pairs of each batch. Raises TypeError for anything but pairs of strings,
-        ValueError for a score that is not a number.
+        progress: called with the number of pairs of each batch. Raises TypeError for anything but pairs of strings,
+        ValueError for a score that is NaN.
         """
         scores = self.compute(self.encode(pairs), progress)
         if len(wrong := scores.isnan().any(-1).nonzero()):
@@ -69,7 +69,7 @@ class CrossEncoder(Predictor):
         return self._encode(pairs_of("CrossEncoder", pairs), truncation=truncation)
 
     def compute(self, rows: Sequence[Row], progress: Callable[[int], object] | None = None) -> Tensor:
-        """(N, num_labels) float32."""
+        """The scores of encoded pairs, (N, num_labels) float32."""
         scores = torch.empty(len(rows), self.config.num_labels, device=self.device, dtype=torch.float32)
         for batch in self._batches(rows):
             scores[batch.texts] = self._scores(batch.inputs)
@@ -92,9 +92,9 @@ class CrossEncoder(Predictor):
     ) -> list[dict[str, Any]]:
         """The documents, or the top_k best, best first: {"corpus_id": its index, "score": a float}.
 
-        return_documents: with "text". Documents of equal scores keep their order. progress: as in `predict`.
-        Equivalent to `sentence_transformers.CrossEncoder.rank`. Raises ValueError for a model of several labels, a
-        top_k below 1 and a score that is not a number, TypeError for anything but strings.
+        return_documents: adds "text", the document. Documents of equal scores keep their order. progress: as in
+        `predict`. Equivalent to `sentence_transformers.CrossEncoder.rank`. Raises ValueError for a model of several
+        labels, a top_k below 1 and a score that is NaN, TypeError for anything but strings.
         """
         if self.config.num_labels != 1:
             raise ValueError(f"CrossEncoder: rank of a model with {self.config.num_labels} labels; expected one label")
@@ -110,7 +110,7 @@ class CrossEncoder(Predictor):
 
 
 def _configured(config: BertConfig) -> str | None:
-    """The activation in sentence-transformers' entries of a config.json, of release 4 or before it."""
+    """The activation in sentence-transformers' entries of a config.json, as release 4 or an earlier one writes them."""
     entry, name = config.extra.get("sentence_transformers") or {}, "activation_fn"
     if name not in entry:
         entry, name = config.extra, "sbert_ce_default_activation_function"

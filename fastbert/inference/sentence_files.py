@@ -1,4 +1,4 @@
-"""A directory of sentence-transformers: what is computed behind the model, and with which prompts."""
+"""Directories of sentence-transformers: reads and writes the modules that follow the model, and the prompts."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from fastbert.pooling import check_mode
 
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "LeakyReLU", "ELU", "Mish", "ReLU6", "Softplus")
-_LEGACY = {  # names before sentence-transformers 5.4, in the order in which vectors are put together
+_LEGACY = {  # names before sentence-transformers 5.4, in the order in which vectors are concatenated
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -32,7 +32,7 @@ def new_activation(owner: str, name: str) -> nn.Module:
 
 
 class Dense(nn.Module):
-    """A dense layer behind the pooling, or behind each token: activation(linear(x)), (B, in_features) -> (B,
+    """A dense layer applied after the pooling, or to each token: activation(linear(x)), (B, in_features) -> (B,
     out_features)."""
 
     def __init__(
@@ -43,8 +43,8 @@ class Dense(nn.Module):
         activation: str = "Tanh",
         residual: bool = False,
     ) -> None:
-        """activation: the name of its class, one of ACTIVATIONS. residual: x is added to the result, where the sizes
-        differ through a linear layer without bias. Raises ValueError for another activation."""
+        """activation: the name of its class, one of ACTIVATIONS. residual: adds x to the result, through a linear layer
+        without bias if the sizes differ. Raises ValueError for another activation."""
         super().__init__()
         self.linear, self.activation = nn.Linear(in_features, out_features, bias), new_activation("Dense", activation)
         self.adds = residual
@@ -60,7 +60,7 @@ class Dense(nn.Module):
 
 
 class Recipe(NamedTuple):
-    """What a directory says. folder: where the model is."""
+    """The settings in a directory. folder: the model's."""
 
     folder: Path
     pooling: tuple[str, ...] = ("mean",)
@@ -74,7 +74,7 @@ class Recipe(NamedTuple):
 
 
 class SparseRecipe(NamedTuple):
-    """What a directory of a sparse encoder says. folder: where the model is."""
+    """The settings in a directory of a sparse encoder. folder: the model's."""
 
     folder: Path
     activation: str = "relu"
@@ -89,7 +89,8 @@ class SparseRecipe(NamedTuple):
 
 
 def read(directory: Path) -> Recipe:
-    """Of a directory without modules.json: mean pooling, normalised. Raises ValueError for what is not supported."""
+    """The settings in a directory; mean pooling, normalised, without modules.json. Raises ValueError for what is not
+    supported."""
     modules = read_json(directory / "modules.json")
     if not modules:
         _check_whole(directory, "1_Pooling")
@@ -133,7 +134,7 @@ def _pooling(directory: Path, settings: dict[str, Any]) -> tuple[str, ...]:
 
 
 def read_dense(folder: Path, feature: str = "sentence_embedding") -> Dense:
-    """feature: what it is of, and what it is of where the directory does not say."""
+    """Reads a Dense. feature: the only input and output that is accepted, and the default if config.json names none."""
     settings = read_json(folder / "config.json")
     names = {settings.get(key) or feature for key in ("module_input_name", "module_output_name")}
     if names != {feature}:
@@ -151,15 +152,15 @@ def read_dense(folder: Path, feature: str = "sentence_embedding") -> Dense:
 
 
 def activation_name(owner: object, name: str, path: str) -> str:
-    """That of the class. path: "torch.nn.modules.activation.Tanh". Raises ValueError for a class of somebody else's."""
+    """The class name in path, such as "torch.nn.modules.activation.Tanh". Raises ValueError unless it is torch.nn's."""
     if not path.startswith("torch.nn."):
         raise ValueError(f"{owner}: {name} is {path!r}; expected one of torch.nn's")
     return path.rsplit(".", 1)[-1]
 
 
 def read_sparse(directory: Path) -> SparseRecipe:
-    """Of a directory without modules.json, as the first SPLADE models are: "relu". Raises ValueError for what is not
-    supported."""
+    """The settings in a directory; activation "relu" without modules.json, as for the first SPLADE models. Raises
+    ValueError for what is not supported."""
     modules = read_json(directory / "modules.json")
     if not modules:
         _check_whole(directory, "1_SpladePooling")
@@ -191,7 +192,7 @@ def read_sparse(directory: Path) -> SparseRecipe:
 def read_cross_encoder(directory: Path) -> dict[str, Any]:
     """activation and max_length, None where the directory does not say. Raises ValueError for what is not supported.
 
-    Since release 5.4 sentence-transformers writes modules.json and, beside it, the activation.
+    Since release 5.4, sentence-transformers writes modules.json, with the activation in a configuration file beside it.
     """
     modules = read_json(directory / "modules.json")
     if not modules:
@@ -208,7 +209,7 @@ def read_cross_encoder(directory: Path) -> dict[str, Any]:
 
 
 def max_length_of(folder: Path, directory: Path) -> int | None:
-    """As sentence-transformers wrote it, or since release 6 the tokenizer."""
+    """The maximum length in sentence-transformers' file or else, as since release 6, in the tokenizer's; or None."""
     settings = read_json(folder / "sentence_bert_config.json") or read_json(directory / "sentence_bert_config.json")
     return settings.get("max_seq_length") or _tokenizer_length(folder)
 
@@ -223,7 +224,7 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-# ---- writing: modules.json goes first and comes last, so that a directory whose saving was cut off is not read
+# ---- writing: modules.json is deleted first and written last, so that a directory is refused if a save was interrupted
 
 
 def begin(directory: Path) -> None:
@@ -232,7 +233,7 @@ def begin(directory: Path) -> None:
 
 
 def write(recipe: Recipe, width: int) -> None:
-    """The files beside the model's and the tokenizer's. width: of the pooled vectors."""
+    """Writes all files except the model's and the tokenizer's. width: of the vectors that a pooling mode makes."""
     directory, modules = recipe.folder, ["Transformer", "Pooling", *["Dense"] * len(recipe.dense)]
     modules += ["Normalize"] * recipe.normalize
     paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(modules) if i)]
@@ -240,7 +241,7 @@ def write(recipe: Recipe, width: int) -> None:
         (directory / path).mkdir(exist_ok=True)
     modes = recipe.pooling[0] if len(recipe.pooling) == 1 else list(recipe.pooling)
     pooling = {"word_embedding_dimension": width, "pooling_mode": modes, "include_prompt": recipe.include_prompt}
-    # both spellings: releases before 5.4 know the single names alone
+    # both spellings: releases before 5.4 only know the names in _LEGACY
     write_json(directory / "1_Pooling", pooling | {name: mode in recipe.pooling for name, mode in _LEGACY.items()})
     for path, dense in zip(paths[2:], recipe.dense, strict=False):
         write_dense(directory / path, dense)
@@ -249,7 +250,7 @@ def write(recipe: Recipe, width: int) -> None:
 
 
 def write_sparse(recipe: SparseRecipe, width: int) -> None:
-    """As `write`. Named as releases before 5.4 name them, which later ones understand."""
+    """As `write`. Modules have the names of releases before 5.4, which later ones understand."""
     folder, module = recipe.folder / "1_SpladePooling", "sentence_transformers.sparse_encoder.models"
     folder.mkdir(exist_ok=True)
     pooling = {"pooling_strategy": "max", "activation_function": recipe.activation, "word_embedding_dimension": width}
@@ -260,7 +261,7 @@ def write_sparse(recipe: SparseRecipe, width: int) -> None:
 
 
 def _write_shared(recipe: Recipe | SparseRecipe, modules: Mapping[str, str], more: Mapping[str, Any]) -> None:
-    """modules: the class of each by its folder. more: of config_sentence_transformers.json."""
+    """modules: the class of each by its folder. more: further entries of config_sentence_transformers.json."""
     directory = recipe.folder
     write_json(directory, {"max_seq_length": recipe.max_length, "do_lower_case": False}, "sentence_bert_config.json")
     settings = {"prompts": dict(recipe.prompts), "default_prompt_name": recipe.default_prompt_name}
@@ -270,7 +271,7 @@ def _write_shared(recipe: Recipe | SparseRecipe, modules: Mapping[str, str], mor
 
 
 def write_modules(directory: Path, modules: Mapping[str, str]) -> None:
-    """modules.json, which comes last. modules: the class of each by its folder."""
+    """Writes modules.json, the last file. modules: the class of each by its folder."""
     listed = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules.items())]
     write_json(directory, listed, "modules.json")
 
@@ -285,7 +286,7 @@ def write_dense(folder: Path, dense: Dense, **more: str) -> None:
 
 
 def activation_path(activation: nn.Module) -> str:
-    """As `activation_name` reads it."""
+    """The path of the activation's class, which `activation_name` reads."""
     return f"{type(activation).__module__}.{type(activation).__name__}"
 
 

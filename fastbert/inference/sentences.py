@@ -20,7 +20,7 @@ from fastbert.pooling import check_mode, pool
 
 
 class SentenceEncoder(TextEncoder):
-    """Embeds texts: tokenizer, model, pooling, dense layers behind it, normalisation, prompts.
+    """Embeds texts: tokenizer, prompts, model, pooling, dense layers, normalisation.
 
     Computes what sentence-transformers computes with the same directory, or refuses the directory.
     """
@@ -41,12 +41,12 @@ class SentenceEncoder(TextEncoder):
     ) -> None:
         """tokenizer: a `tokenizers.Tokenizer`, which is copied. The model is set to evaluation mode.
 
-        pooling: a mode of `fastbert.pooling.pool`, or several, whose vectors are put together. dense: layers behind it.
-        normalize: to vectors of length 1, at the end. max_length: in tokens, prompts included; longer texts are cut.
-        prompts: what goes before a text, by name; default_prompt_name: which, where `encode` is told of none.
-        include_prompt: False leaves the prompt's tokens out of the pooling. similarity: "cosine", "dot", "euclidean" or
-        "manhattan", for the method of that name. Raises ValueError for a tokenizer with ids that the model lacks, for
-        dense layers that do not fit, and for other values.
+        pooling: a mode of `fastbert.pooling.pool`, or several, whose vectors are concatenated. dense: layers after the
+        pooling. normalize: to vectors of length 1, at the end. max_length: in tokens, prompts included; longer texts
+        are cut. prompts: what goes before a text, by name; default_prompt_name: the one that `encode` uses if it is
+        given none. include_prompt: False leaves the prompt's tokens out of the pooling. similarity: "cosine", "dot",
+        "euclidean" or "manhattan", for the method `similarity`. Raises ValueError for a tokenizer with ids that the
+        model lacks, for dense layers that do not fit, and for invalid values.
         """
         super().__init__(
             model, tokenizer, max_length=max_length, prompts=prompts, default_prompt_name=default_prompt_name,
@@ -62,7 +62,7 @@ class SentenceEncoder(TextEncoder):
 
     @property
     def width(self) -> int:
-        """How many numbers an embedding has. Raises ValueError where a layer gives others than the next one takes."""
+        """How many numbers an embedding has. Raises ValueError if a dense layer's input size does not fit."""
         width = len(self._modes) * self.model.config.hidden_size
         for i, dense in enumerate(self.dense):
             if dense.linear.in_features != width:
@@ -80,13 +80,13 @@ class SentenceEncoder(TextEncoder):
         precision: str | None = None,
         max_length: int | None = None,
     ) -> "SentenceEncoder":
-        """From a directory with a model and its tokenizer, following sentence-transformers' files if it has them.
+        """Loads a directory with a model and its tokenizer, following sentence-transformers' files if it has them.
 
         source: may also be a model's name on the hub. Without modules.json: mean pooling, normalised. precision:
-        "fp32", "bf16", "int8" or "fp8" for a model that `fastbert.prepare` has prepared. max_length: in tokens;
-        None follows those files. Raises FileNotFoundError, ValueError and RuntimeError as `BertModel.from_pretrained`,
-        and ValueError for modules, a pooling or an activation that are not supported, a max_length above the model's,
-        and a precision that is unknown or beside another dtype than float32 or the other device.
+        "fp32", "bf16", "int8" or "fp8" prepares the model with `fastbert.prepare`. max_length: in tokens; None follows
+        those files. Raises FileNotFoundError, ValueError and RuntimeError as `BertModel.from_pretrained`, and
+        ValueError for modules, a pooling or an activation that are not supported, a max_length above the model's, and a
+        precision that is unknown, or given with a dtype other than float32 or a device that it is not for.
         """
         recipe = sentence_files.read(hub.directory_of(source))
 
@@ -101,8 +101,9 @@ class SentenceEncoder(TextEncoder):
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes a directory that `from_pretrained` and sentence-transformers' SentenceTransformer read.
 
-        Each file is replaced whole. modules.json goes first and comes last, so that a directory whose saving was cut
-        off is refused. A prepared model is written as `fastbert.prepare` says, int8 for `from_pretrained` alone.
+        Each file is replaced whole. modules.json is deleted first and written last, so that a directory is refused if
+        its save was interrupted. A prepared model is written as `fastbert.prepare` says; only `from_pretrained` reads
+        int8.
         """
         directory = Path(directory)
         sentence_files.begin(directory)
@@ -128,12 +129,12 @@ class SentenceEncoder(TextEncoder):
         """(len(texts), C) float32 embeddings, on the model's device.
 
         prompt: goes before each text; prompt_name: the one of that name in `prompts`; neither: the default one, if
-        there is one. truncate_dim: keeps so many numbers of each embedding, the first ones, as they are (`quantize`
-        makes them smaller). tokens_per_batch: the most tokens in one forward, but always at least one text. progress:
-        called after each forward with its number of texts. workers: processes that compute the forwards, which are the
-        same ones, so that on a CPU the vectors are the same bits where the library's products are.
-        Raises as `tokenize` does, ValueError for an unknown prompt_name, a truncate_dim below 1 or beyond C and workers
-        of another encoder, and what goes wrong in a worker.
+        there is one. truncate_dim: keeps the first truncate_dim numbers of each embedding, unchanged (`quantize` makes
+        numbers smaller). tokens_per_batch: the most tokens in one forward, but always at least one text. progress:
+        called after each forward with its number of texts. workers: processes that compute the forwards. The forwards
+        are the same without them, so on a CPU the vectors are bitwise equal if the library's matrix products are.
+        Raises as `tokenize` does, ValueError for an unknown prompt_name, a truncate_dim below 1 or above C and workers
+        of another encoder, and the errors of workers.
         """
         width, prompt = self.width, self._prompt(prompt, prompt_name)
         if truncate_dim is not None and not 0 < truncate_dim <= width:
@@ -152,13 +153,12 @@ class SentenceEncoder(TextEncoder):
         return result
 
     def workers(self, devices: int | Sequence[str | torch.device]) -> EncoderWorkers:
-        """New processes for `encode(..., workers=...)`, to be closed, best by `with encoder.workers(2) as workers:`.
+        """Starts processes for `encode(..., workers=...)`. Close them, best by `with encoder.workers(2) as workers:`.
 
         devices: how many processes on the encoder's device, or the device of each, as ["cuda:0", "cuda:1"]. On CPUs
-        they share the threads that torch has here. A process imports the script that it comes from, which therefore
-        keeps what it runs below `if __name__ == "__main__":`. Equivalent to
-        SentenceTransformer.start_multi_process_pool.
-        Raises ValueError for no process, and what a process raises that cannot begin.
+        they share the number of threads that torch has here. Each process imports the main script, which therefore
+        needs its code below `if __name__ == "__main__":`. Equivalent to SentenceTransformer.start_multi_process_pool.
+        Raises ValueError for no process, and the error of a process that cannot start.
         """
         devices = [self.device] * devices if isinstance(devices, int) else list(devices)
         if not devices:
@@ -166,7 +166,7 @@ class SentenceEncoder(TextEncoder):
         return EncoderWorkers(self, devices)
 
     def prompt_of(self, name: str | None) -> tuple[str, int]:
-        """The prompt of that name, or the default one, "" if there is none; and what `embed` is to skip of it.
+        """The prompt of that name, or the default one, "" if there is none; and how many tokens `embed` has to skip.
 
         Raises ValueError for an unknown name.
         """
@@ -174,8 +174,8 @@ class SentenceEncoder(TextEncoder):
         return prompt, self._skipped(prompt)
 
     def _skipped(self, prompt: str) -> int:
-        """Tokens of a prompt at the beginning of a text that the pooling leaves out: with the first special token,
-        without the last one."""
+        """How many tokens at the beginning of a text the pooling leaves out: those of the prompt with the special token
+        before it, but not the one after it."""
         if self.include_prompt or not prompt:
             return 0
         encoding = self.tokenizer.encode(prompt)
@@ -183,18 +183,17 @@ class SentenceEncoder(TextEncoder):
 
     @torch.inference_mode()
     def embed(self, ids: list[list[int]], skip: int = 0, normalize: bool | None = None) -> Tensor:
-        """(len(ids), C) float32 embeddings of tokenized texts, in one forward. skip: tokens at the beginning of each
-        that the pooling leaves out. normalize: in place of the encoder's own, unless None."""
+        """(len(ids), C) float32 embeddings of tokenized texts, in one forward. skip: how many tokens at the beginning
+        of each the pooling leaves out. normalize: overrides the encoder's setting unless None."""
         input_ids, cu_seqlens, longest = self._packed(ids)
         hidden = self.model(input_ids, cu_seqlens=cu_seqlens, max_seqlen=longest).last_hidden_state.float()
         vectors = self.dense(torch.cat([pool(hidden, cu_seqlens, mode, skip) for mode in self._modes], -1))
         return F.normalize(vectors, dim=-1) if (self.normalize if normalize is None else normalize) else vectors
 
     def similarity(self, vectors: Tensor, others: Tensor | None = None) -> Tensor:
-        """(N, M): how similar vectors (N, C) are to others (M, C), or to each other; larger is more alike.
+        """(N, M): how similar vectors (N, C) are to others (M, C), or to each other; larger is more similar.
 
-        By the encoder's measure: cosines, dot products, or distances with a minus sign. Raises ValueError for other
-        shapes.
+        By the encoder's measure: cosines, dot products, or negative distances. Raises ValueError for other shapes.
         """
         if self.similarity_name == "cosine":
             return similarity(vectors, others)
@@ -204,7 +203,7 @@ class SentenceEncoder(TextEncoder):
         return -torch.cdist(vectors, others, p=1.0 if self.similarity_name == "manhattan" else 2.0)
 
     def similarity_pairwise(self, vectors: Tensor, others: Tensor) -> Tensor:
-        """(N,): how similar each of vectors (N, C) is to that of others (N, C), by the same measure.
+        """(N,): how similar each row of vectors (N, C) is to the same row of others (N, C), by the encoder's measure.
 
         Equivalent to `similarity(vectors, others).diagonal()`. Raises ValueError for other shapes.
         """

@@ -1,4 +1,4 @@
-"""Sparse embeddings on packed tokens: SPLADE, whose vectors weigh words of the vocabulary."""
+"""Sparse embeddings on packed tokens: SPLADE, whose vectors hold weights of words of the vocabulary."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,14 +18,14 @@ from fastbert.inference.sentence_files import SparseRecipe
 from fastbert.inference.texts import TextEncoder, batches, check_length
 from fastbert.inference.vectors import check_vectors
 
-ROWS = 256  # of sparse vectors that are dense at a time
+ROWS = 256  # how many sparse vectors are made dense at a time
 
 
 class SparseEncoder(TextEncoder):
     """Embeds texts as weights of words: tokenizer, masked-LM model, maximum over tokens, prompts.
 
     Computes what sentence-transformers' SparseEncoder computes with the same directory, or refuses the directory.
-    Special tokens count as any other, padding never.
+    Special tokens count like other tokens, padding never does.
     """
 
     model: BertForSparseEmbedding
@@ -44,10 +44,10 @@ class SparseEncoder(TextEncoder):
         """tokenizer: a `tokenizers.Tokenizer`, which is copied. The model is set to evaluation mode.
 
         max_length: in tokens, prompts included; longer texts are cut. max_active_dims: how many weights of a text are
-        kept, the largest; None keeps all. prompts: what goes before a text, by name; default_prompt_name: which, where
-        `encode` is told of none. similarity: "dot", "cosine", "euclidean" or "manhattan", for the method of that name.
-        Raises TypeError for another model, ValueError for a tokenizer with ids that the model lacks and for other
-        values.
+        kept, the largest; None keeps all. prompts: what goes before a text, by name; default_prompt_name: the one that
+        `encode` uses if it is given none. similarity: "dot", "cosine", "euclidean" or "manhattan", for the method
+        `similarity`. Raises TypeError for another model, ValueError for a tokenizer with ids that the model lacks and
+        for invalid values.
         """
         if not isinstance(model, BertForSparseEmbedding):
             expected = "a BertForSparseEmbedding"
@@ -68,15 +68,15 @@ class SparseEncoder(TextEncoder):
         precision: str | None = None,
         max_length: int | None = None,
     ) -> "SparseEncoder":
-        """From a directory with a masked-LM model and its tokenizer, following sentence-transformers' files if it has
+        """Loads a directory with a masked-LM model and its tokenizer, following sentence-transformers' files if it has
         them.
 
-        source: may also be a model's name on the hub. Without modules.json: the first SPLADE models, activation "relu".
-        precision: "fp32", "bf16", "int8" or "fp8" for a model that `fastbert.prepare` has prepared. max_length:
-        in tokens; None follows those files. Raises FileNotFoundError, ValueError and RuntimeError as
+        source: may also be a model's name on the hub. Without modules.json the activation is "relu", as for the first
+        SPLADE models. precision: "fp32", "bf16", "int8" or "fp8" prepares the model with `fastbert.prepare`.
+        max_length: in tokens; None follows those files. Raises FileNotFoundError, ValueError and RuntimeError as
         `BertModel.from_pretrained`, and ValueError for another head or no head, for modules, a pooling strategy or an
-        activation that are not supported, a max_length above the model's, and a precision that is unknown or beside
-        another dtype than float32 or the other device.
+        activation that are not supported, a max_length above the model's, and a precision that is unknown, or given
+        with a dtype other than float32 or a device that it is not for.
         """
         options = sentence_files.read_sparse(hub.directory_of(source))._asdict()
         folder, activation = options.pop("folder"), options.pop("activation")
@@ -94,8 +94,9 @@ class SparseEncoder(TextEncoder):
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes a directory that `from_pretrained` and sentence-transformers' SparseEncoder read.
 
-        Each file is replaced whole. modules.json goes first and comes last, so that a directory whose saving was cut
-        off is refused. A prepared model is written as `fastbert.prepare` says, int8 for `from_pretrained` alone.
+        Each file is replaced whole. modules.json is deleted first and written last, so that a directory is refused if
+        its save was interrupted. A prepared model is written as `fastbert.prepare` says; only `from_pretrained` reads
+        int8.
         """
         directory = Path(directory)
         sentence_files.begin(directory)
@@ -144,7 +145,7 @@ class SparseEncoder(TextEncoder):
 
     @torch.inference_mode()
     def embed(self, ids: list[list[int]]) -> Tensor:
-        """(len(ids), V) embeddings of tokenized texts, dense, in one forward, all weights."""
+        """(len(ids), V) dense embeddings of tokenized texts, in one forward, with all weights."""
         input_ids, cu_seqlens, longest = self._packed(ids)
         return self.model(input_ids, cu_seqlens=cu_seqlens, max_seqlen=longest)
 
@@ -152,7 +153,7 @@ class SparseEncoder(TextEncoder):
         """The words of each vector with their weights, the heaviest first, or the top_k heaviest.
 
         vectors: (N, V), sparse or dense. Words of equal weight are in the order of their ids. An id that the tokenizer
-        does not have stands as a number. Raises ValueError for another shape and a top_k below 1.
+        does not have is written as a number. Raises ValueError for another shape and a top_k below 1.
         """
         if vectors.dim() != 2 or vectors.shape[1] != self.model.config.vocab_size:
             expected = f"(N, {self.model.config.vocab_size})"
@@ -169,9 +170,9 @@ class SparseEncoder(TextEncoder):
         return found
 
     def similarity(self, vectors: Tensor, others: Tensor | None = None) -> Tensor:
-        """(N, M), dense: how similar vectors (N, V) are to others (M, V), or to each other; larger is more alike.
+        """(N, M), dense: how similar vectors (N, V) are to others (M, V), or to each other; larger is more similar.
 
-        Both sparse or dense. By the encoder's measure: dot products, cosines, or distances with a minus sign, for which
+        Each may be sparse or dense. By the encoder's measure: dot products, cosines, or negative distances, for which
         vectors are made dense. Raises ValueError for other shapes.
         """
         others = check_vectors(vectors, others)
@@ -190,7 +191,7 @@ def _check_active(count: int | None) -> int | None:
 
 
 def _largest(vectors: Tensor, count: int | None) -> Tensor:
-    """Zeros but for the `count` largest numbers of each row."""
+    """The `count` largest numbers of each row, zeros elsewhere."""
     if count is None or count >= vectors.shape[1]:
         return vectors
     top = vectors.topk(count)
@@ -208,7 +209,7 @@ def _normalized(vectors: Tensor) -> Tensor:
 
 
 def _product(vectors: Tensor, others: Tensor) -> Tensor:
-    """(N, V) times (M, V) transposed, of which no more than ROWS of a sparse (N, V) are dense at a time."""
+    """(N, M): (N, V) times the transpose of (M, V). If both are sparse, ROWS rows of (N, V) are dense at a time."""
     if others.layout == torch.strided:
         return (vectors if vectors.layout == torch.strided else vectors.to_sparse_coo()) @ others.T
     others = others.to_sparse_coo()

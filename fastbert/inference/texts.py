@@ -1,4 +1,4 @@
-"""What encoders of texts share: a tokenizer, prompts, batches of texts of similar length."""
+"""The base of encoders of texts: a tokenizer, prompts, batches of texts of similar length."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,7 +26,7 @@ class TextEncoder:
         default_prompt_name: str | None,
         similarity: str,
     ) -> None:
-        """Raises ValueError for a tokenizer with ids that the model lacks, and for other values."""
+        """Raises ValueError for a tokenizer with ids that the model lacks, and for invalid values."""
         config, special = model.config, tokenizer.num_special_tokens_to_add(False)
         if tokenizer.get_vocab_size() > config.vocab_size:
             raise ValueError(
@@ -56,17 +56,17 @@ class TextEncoder:
         raise NotImplementedError
 
     def encode_query(self, texts: list[str], **options: Any) -> Tensor:
-        """`encode` with the prompt named "query", or none; options may choose another, by prompt or prompt_name.
+        """`encode` with the prompt named "query", if there is one; options may choose another by prompt or prompt_name.
 
         Equivalent to sentence-transformers' `encode_query` of a saved model, which never takes the default prompt.
         """
         return self.encode(texts, **self._with_prompt_of(options, "query"))
 
     def encode_document(self, texts: list[str], **options: Any) -> Tensor:
-        """`encode` with the prompt named "document", or none; options may choose another, by prompt or prompt_name.
+        """`encode` with the prompt named "document", if there is one; options may choose another as in `encode_query`.
 
-        Equivalent to sentence-transformers' `encode_document` of a saved model, which has a prompt of that name, if
-        only an empty one: one named "passage" has to be asked for.
+        Equivalent to sentence-transformers' `encode_document` of a saved model, which always has a prompt of that name,
+        even if it is empty. A prompt named "passage" has to be chosen.
         """
         return self.encode(texts, **self._with_prompt_of(options, "document"))
 
@@ -84,7 +84,7 @@ class TextEncoder:
         return "" if name is None else self.prompts[name]
 
     def _prompted(self, texts: list[str], prompt: str) -> list[list[int]]:
-        """The token ids of each text behind the prompt."""
+        """The token ids of each text with the prompt before it."""
         if prompt:
             texts = [prompt + text for text in strings(type(self).__name__, "texts", texts)]
         return self.tokenize(texts)

@@ -1,4 +1,4 @@
-"""Embeddings compared, searched, and in fewer bytes."""
+"""Compares, searches and quantises embeddings."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ def similarity(vectors: Tensor, others: Tensor | None = None) -> Tensor:
 
 
 def check_vectors(vectors: Tensor, others: Tensor | None) -> Tensor:
-    """The others, or the vectors where there are none. Raises ValueError unless both are matrices of one width."""
+    """Returns others, or vectors if others is None. Raises ValueError unless both are matrices of one width."""
     others = vectors if others is None else others
     if vectors.dim() != 2 or others.dim() != 2 or vectors.shape[1] != others.shape[1]:
         raise ValueError(
@@ -37,10 +37,10 @@ def nearest(
     *,
     block: tuple[int, int] = (256, 16384),
 ) -> tuple[Tensor, Tensor]:
-    """(scores, indices), each (N, min(k, M)): which of the others (M, C) are most alike to each vector (N, C).
+    """(scores, indices), each (N, min(k, M)): which of the others (M, C) are most similar to each vector (N, C).
 
-    The best come first, equal ones in their order. measure: gives (n, m) scores of (n, C) and (m, C), larger for more
-    alike, as `SentenceEncoder.similarity` does. block: rows and columns of scores that are in memory at once.
+    The best come first, ties in the order of others. measure: gives (n, m) scores of (n, C) and (m, C), larger for more
+    similar, as `SentenceEncoder.similarity` does. block: rows and columns of scores that are in memory at once.
     Equivalent to the first k columns of `measure(vectors, others).sort(descending=True, stable=True)`. Raises
     ValueError for other shapes, and a k or block below 1.
     """
@@ -62,7 +62,7 @@ def _nearest(rows: Tensor, others: Tensor, k: int, measure: Callable, columns: i
 
 
 def best_of(scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest scores of each row, equal ones in their order, and their indices. topk has no order for them."""
+    """The k largest scores of each row and their indices, ties in order of place, which topk does not guarantee."""
     last = scores.topk(min(k, scores.shape[1]))
     places = last.indices
     tied = (scores >= last.values[:, -1:]).sum(1) > places.shape[1]
@@ -75,11 +75,11 @@ def best_of(scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def quantize(vectors: Tensor, precision: str, calibration: Tensor | None = None) -> Tensor:
     """(N, C) embeddings in another precision.
 
-    "float16"; "int8" and "uint8": 256 steps between the least and the largest number that each column of calibration
-    (M, C) holds, and what is beyond them as the end; "binary" and "ubinary": the signs, 8 in a byte, (N, ceil(C / 8))
-    int8 or uint8, of which the first is the highest bit. calibration: embeddings of typical texts; None takes the
-    vectors themselves, and then two calls do not give comparable numbers. Equivalent to sentence-transformers'
-    quantize_embeddings. Raises ValueError for another precision, for shapes that do not fit, and for numbers that are
+    "float32", "float16"; "int8" and "uint8": 256 steps between the smallest and the largest number in each column of
+    calibration (M, C), to which other numbers are clamped; "binary" and "ubinary": the signs, 8 in a byte, the first in
+    the highest bit, (N, ceil(C / 8)) int8 or uint8. calibration: embeddings of typical texts; None takes the vectors
+    themselves, but then the results of two calls cannot be compared. Equivalent to sentence-transformers'
+    quantize_embeddings. Raises ValueError for another precision, for shapes that do not fit, and for vectors that are
     not finite.
     """
     if precision not in PRECISIONS:

@@ -1,4 +1,4 @@
-"""Processes that embed for a SentenceEncoder."""
+"""Worker processes that embed texts for a SentenceEncoder."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,11 +17,11 @@ class EncoderWorkers:
     """Processes that share the batches of `encoder.encode(..., workers=this)`; `SentenceEncoder.workers` makes them.
 
     They last until `close`, or the end of a `with` block. Weights on the CPU are shared with the encoder, not copied. A
-    batch is computed as the encoder itself computes it; an error in a worker is raised here, and so is its death.
+    batch is computed as the encoder itself computes it. If a worker fails or dies, an error is raised here.
     """
 
     def __init__(self, encoder: Any, devices: Sequence[str | torch.device]) -> None:
-        """devices: one for each process. Raises what a process raises that cannot begin."""
+        """devices: one for each process. Raises the error of a process that cannot start."""
         context = multiprocessing.get_context("spawn")
         self.encoder, count = encoder, len(devices)
         self._executor = ProcessPoolExecutor(count, context, _meet, (context.Barrier(count),))
@@ -35,7 +35,7 @@ class EncoderWorkers:
     def embed(self, batches: Iterable[list[list[int]]], skip: int = 0) -> Iterator[Tensor]:
         """The embeddings of each batch of tokenized texts, in order, on the CPU, as `SentenceEncoder.embed` gives them.
 
-        Raises what a worker raises, and RuntimeError if one has ended.
+        Raises what a worker raises, and RuntimeError if a worker has ended.
         """
         return map(torch.from_numpy, self._results([self._submit(_embed, batch, skip) for batch in batches]))
 
@@ -57,7 +57,7 @@ class EncoderWorkers:
                 future.cancel()
 
     def close(self) -> None:
-        """Ends the processes, after the batches that they are at."""
+        """Ends the processes once they have finished their current batches."""
         self._executor.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "EncoderWorkers":
@@ -75,7 +75,7 @@ def _ended() -> RuntimeError:
 
 
 def _on_host(encoder: Any) -> Any:
-    """The encoder; a copy on the CPU of one on a GPU. To send a tensor moves its storage into memory that is shared."""
+    """The encoder, or its copy on the CPU if it is on a GPU. Sending a tensor moves its storage to shared memory."""
     if encoder.device.type == "cpu":
         return encoder
     sent = copy.copy(encoder)
@@ -92,19 +92,19 @@ def _meet(barrier: Any) -> None:
 
 
 def _begin(device: str, encoder: Any, threads: int, forced: tuple[tuple[str, str], ...]) -> None:
-    """Comes as work, not as what a process begins with: that is written to a pipe that has to be read, and a process
-    that ends before would never do so. All wait for each other, so that each does this once."""
+    """Sets up a worker. The encoder is sent with a task, not as a start argument: those are written to a pipe, and the
+    write never returns if the process ends before it reads. A barrier makes every process run exactly one such task."""
     global _encoder, _block
     try:
         torch.set_num_threads(threads)
         if torch.device(device).type != "cpu":
             encoder.model, encoder.dense = encoder.model.to(device), encoder.dense.to(device)
         _encoder, _block = encoder, backends.backend(None, **dict(forced))
-        _block.__enter__()  # for good
+        _block.__enter__()  # never exited
     finally:
         _barrier.wait()
 
 
 def _embed(batch: list[list[int]], skip: int) -> np.ndarray:
-    """By value: a tensor would be sent as a file that is open in both processes."""
+    """Returns an array, which is sent by value; a tensor would be sent as a file that is open in both processes."""
     return _encoder.embed(batch, skip).cpu().numpy()
