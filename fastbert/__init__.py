@@ -1,4 +1,4 @@
-"""fastbert: BERT-family encoders without work on padding, on fused kernels."""
+"""fastbert: BERT-family encoders on fused kernels, without computation on padding."""
 
 import importlib
 from types import ModuleType
@@ -36,7 +36,7 @@ from fastbert.preparation import prepare
 
 __version__ = "0.1.0"
 
-_LAZY = ("cli", "data", "inference", "metrics", "training")  # imported when they are asked for: `fastbert.data`
+_LAZY = ("cli", "data", "inference", "metrics", "training")  # imported on first access, e.g. `fastbert.data`
 
 
 def __getattr__(name: str) -> ModuleType:

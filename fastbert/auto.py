@@ -1,6 +1,6 @@
 """The right class for a directory or a configuration: `trained_model`, and AutoModel... as in `transformers`.
 
-There is one class a head for all families, so config.json decides: its model_type and, for `trained_model`, its
+One class per head serves all families, so config.json decides: its model_type and, for `trained_model`, its
 `architectures`.
 """
 
@@ -33,11 +33,12 @@ from fastbert.model import BertModel, Saveable
 def trained_model(
     source: str | Path, classes: Sequence[type[Saveable]] | None = None, *, dtype: torch.dtype | str | None = None
 ) -> Saveable:
-    """The model in a directory, or of a name on the hub, by the `architectures` in its config.json, in evaluation mode.
+    """The model in a directory or by its name on the hub, in evaluation mode. Its config.json's `architectures` decide
+    the class.
 
-    classes: those that are accepted, all when None. If the configuration names no architecture, the first is used.
-    dtype: as stored when None. Raises ValueError for a checkpoint of another head or with parameters missing,
-    FileNotFoundError and RuntimeError as from_pretrained.
+    classes: the accepted classes, all when None. If the configuration names no architecture, the first of them is used
+    (BertModel if classes is None). dtype: as stored when None. Raises ValueError for a checkpoint of another head or
+    with parameters missing, FileNotFoundError and RuntimeError as from_pretrained does.
     """
     found = checkpoint.load(source)
     model_class = model_class_of(found.config, classes, str(source))
@@ -53,7 +54,7 @@ def trained_model(
 def model_class_of(
     config: BertConfig, classes: Sequence[type[Saveable]] | None = None, owner: str = "the configuration"
 ) -> type[Saveable]:
-    """The class that the `architectures` of a configuration name. Raises ValueError if it is not in `classes`."""
+    """The class that a configuration's `architectures` name. Raises ValueError if it is not one of `classes`."""
     names, known = config.extra.get("architectures") or (), classes_of(config.family, classes)
     if names and not known.keys() & set(names):
         expected = " or ".join(known) or f"a head that {config.family.name} has"
@@ -62,7 +63,7 @@ def model_class_of(
 
 
 def classes_of(family: Family, classes: Sequence[type[Saveable]] | None = None) -> dict[str, type[Saveable]]:
-    """Those of the classes (all when None) that the family has, by `transformers`' names for them."""
+    """The classes (of all when None) that the family has, by `transformers`' names for them."""
     classes = (BertModel, *HEADS) if classes is None else classes
     return {family.class_name(c.kind): c for c in classes if c is BertModel or c.kind in family.heads}
 
@@ -80,7 +81,7 @@ class _Auto:
 
     @classmethod
     def from_pretrained(cls, source: str | Path | Checkpoint, **arguments: Any) -> Saveable:
-        """Calls from_pretrained of the class (`BertModel`, `BertForMaskedLM`, ...), with its arguments and errors.
+        """Calls the class's from_pretrained (`BertModel`, `BertForMaskedLM`, ...), with its arguments and errors.
 
         Raises ValueError for an unknown model_type or a head that the family lacks, and lists those that exist.
         """
@@ -102,7 +103,8 @@ class AutoModel(_Auto):
 
 
 class AutoModelForPreTraining(_Auto):
-    """With the family's pre-training heads: both for BERT and ALBERT, ELECTRA's discriminator, else a masked LM."""
+    """Models with the family's pre-training heads: both for BERT and ALBERT, ELECTRA's discriminator, else a masked
+    LM."""
 
     classes = (BertForPreTraining, BertForReplacedTokenDetection, BertForMaskedLM)
 

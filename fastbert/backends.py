@@ -1,9 +1,10 @@
-"""Which kernel runs: the only file that decides.
+"""Which kernel runs: this is the only file that decides.
 
 A backend implements ops: `reference` (plain PyTorch, any device), `cpu` (C++), `triton`, `cuda` (C++/CUDA), and for
-attention alone `varlen` (PyTorch's varlen_attn). `KERNELS` says what each can do, `order` which is preferred where,
-`why_not` gives the reason against one. The first backend of the order without a reason runs; `with backend("cpu"):`
-allows only that one and fails with its reason, `with backend(attention="cuda"):` does so for one op.
+attention alone `varlen` (PyTorch's varlen_attn). `KERNELS` says what each backend can do, `order` which one is
+preferred on which device, `why_not` why one cannot run. The first backend in the order that can run is used; `with
+backend("cpu"):` allows only that one and raises its reason if it cannot run, `with backend(attention="cuda"):` does so
+for one op.
 """
 
 import contextlib
@@ -25,9 +26,9 @@ from types import ModuleType
 import torch
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
-LIBRARIES = ("varlen",)  # other people's kernels, each for one op, which run where they are asked for by name
+LIBRARIES = ("varlen",)  # other people's kernels, each for one op; they run only when asked for by name
 REBUILD = "`pip install --no-cache-dir --force-reinstall --no-deps .` in fastbert's source"
-OLDEST_TORCH = (2, 11)  # that `_C` loads with, whichever torch it was built with (docs/build.md)
+OLDEST_TORCH = (2, 11)  # that can load `_C`, whichever torch built it (docs/build.md)
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATS64 = (*_FLOATS, torch.float64)
@@ -40,14 +41,14 @@ _ON_GPU = "benchmarks/results/h200/ops.jsonl"
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one backend's implementation of one op can do, and why it stands where it does in the table.
+    """What one backend's implementation of one op can do, and the measurement behind its place in the table.
 
-    dtypes: of the activations. largest: row length (of attention: head size), None for any; it has to be a multiple of
-    `multiple`. on_turing: its largest where a GPU of sm_75 is among those that PyTorch sees, whose blocks have 64 KiB
-    of shared memory. dropout: whether it drops what `fastbert.random` says. repeatable: whether its backward gives the
-    same bits each time. forced_only: it runs where its backend is forced, never by preference. leads_on: generations of
-    GPUs (the major of the compute capability) on which it comes before what stands above it. since: the oldest compute
-    capability that it is for.
+    dtypes: of the activations. largest: the largest row length (for attention: head size), None for any; sizes must be
+    multiples of `multiple`. on_turing: replaces `largest` if PyTorch sees a GPU of sm_75, where a thread block has 64
+    KiB of shared memory. dropout: whether it drops the elements that `fastbert.random` says. repeatable: whether its
+    backward gives the same bits each time. measured: the file with that measurement. forced_only: runs only if its
+    backend is forced, never by preference. leads_on: GPU generations (major compute capability) on which it comes
+    before the kernels above it. since: the oldest compute capability that it runs on.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -63,15 +64,15 @@ class Kernel:
     since: tuple[int, int] = (0, 0)
 
 
-# Their tensor cores work at full speed for a warpgroup only (wgmma, tcgen05). Of our CUDA kernels attention's use
-# Hopper's, for heads of 40 to 64 in 16 bits. For other heads attention is CUDA's there because a layer is then one
-# operator; Triton's has not been measured beside it.
+# GPU generations whose tensor cores reach full speed only through warpgroup instructions (wgmma, tcgen05). Of our CUDA
+# kernels only attention uses Hopper's, for head sizes 40 to 64 in 16 bits. For other head sizes CUDA's attention is
+# preferred on Hopper because a layer is then one operator; Triton's has not been measured against it.
 _WARPGROUPS = (9, 10)
 _BLACKWELL = (10,)
 
-# op -> backend -> kernel, the best first: of those that serve the tensor's device, the first that can runs. Plain
-# PyTorch (`reference`) comes last everywhere. A new op, or another order, is a change here and nowhere else. On GPUs,
-# CUDA comes before Triton where both do the same work, because a call of it costs the host less.
+# op -> backend -> kernel, the best first: of the backends that serve the tensor's device, the first that can run does.
+# Plain PyTorch (`reference`) always comes last. To add an op or change the order, change this table only. On GPUs, CUDA
+# comes before Triton where both do the same work, because calling it costs the host less.
 KERNELS: dict[str, dict[str, Kernel]] = {
     "layer_norm": {
         "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
@@ -86,7 +87,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "bias_gelu": {
         "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
         "cuda": Kernel(_FLOATS, measured=_ON_GPU),
-        "triton": Kernel(_FLOATS, largest=1 << 22, measured=_ON_GPU),  # a grid's second dimension ends at 65535
+        "triton": Kernel(_FLOATS, largest=1 << 22, measured=_ON_GPU),  # gridDim.y is at most 65535
     },
     "attention": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/attention.jsonl"),
@@ -97,7 +98,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "relative_attention": {
         "cpu": Kernel(_FLOATS64, measured="benchmarks/results/cpu/relative.jsonl"),
         "triton": Kernel(_FLOATS, largest=128),
-        "cuda": Kernel(_FLOATS, largest=128, on_turing=85),  # on multiply-adds, without tensor cores
+        "cuda": Kernel(_FLOATS, largest=128, on_turing=85),  # FMA instructions, no tensor cores
     },
     "embedding": {
         "cpu": Kernel(_FLOATS64, measured=_ON_CPU),
@@ -134,7 +135,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
 }
 OPS = tuple(KERNELS)
 
-# The device types whose tensors a backend takes. Triton takes the CPU's too where its interpreter is on.
+# The device types whose tensors a backend takes. Triton also takes CPU tensors if its interpreter is on.
 SERVES: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "triton": ("cuda",), "cuda": ("cuda",), "varlen": ("cuda",)}
 
 
@@ -143,9 +144,9 @@ def _listed(device_type: str, op: str) -> tuple[str, ...]:
     return *(name for name in preferred if device_type in SERVES[name]), "reference"
 
 
-_ON_TURING = " on sm_75"  # behind a backend's name: what it is limited to there
+_ON_TURING = " on sm_75"  # appended to a backend's name: its limit there
 _LISTED = {device_type: {op: _listed(device_type, op) for op in OPS} for device_type in ("cpu", "cuda")}
-# op -> (backend, the largest size it takes, of which that is a multiple); that of sm_75 for itself
+# op -> [(backend, largest size, what sizes are multiples of)]; limits on sm_75 have entries of their own
 _LIMITS = {
     op: [(name, k.largest, k.multiple) for name, k in kernels.items() if k.largest]
     + [(name + _ON_TURING, k.on_turing, 1) for name, k in kernels.items() if k.on_turing]
@@ -181,7 +182,7 @@ EXTENSION, EXTENSION_PROBLEM = _load_extension()
 
 
 def _check_cpu_set(named: str | None) -> None:
-    """Of FASTBERT_CPU_SET, which `_C` obeys: whether it could."""
+    """Raises ValueError if `_C` does not use the instruction set that FASTBERT_CPU_SET names."""
     if not named or build_info().get("cpu_set") == named:
         return
     sets = ", ".join(build_info().get("cpu_sets", ()))
@@ -208,7 +209,7 @@ def _cpu_problem() -> str | None:
 
 
 def cpuinfo(*names: str) -> str:
-    """The first value of one of the names in Linux's /proc/cpuinfo; empty where there is none."""
+    """The first value in Linux's /proc/cpuinfo under one of the names; empty if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -218,7 +219,7 @@ def cpuinfo(*names: str) -> str:
 
 @cache
 def driver_version() -> int:
-    """The newest CUDA version that the NVIDIA driver serves, as 1000 * major + 10 * minor; 0 without a driver."""
+    """The newest CUDA version that the NVIDIA driver supports, as 1000 * major + 10 * minor; 0 without a driver."""
     version = ctypes.c_int(0)
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -228,14 +229,15 @@ def driver_version() -> int:
 
 
 def cuda_name(version: int) -> str:
-    """CUDA's own name of a version: 12.4 for 12040."""
+    """A CUDA version as CUDA writes it: 12.4 for 12040."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _serves(architecture: str, capability: tuple[int, int]) -> bool:
     """Whether code built for `architecture` ("90", "80-real", "90-virtual", "90a-real") runs on such a GPU.
 
-    PTX for sm_75 serves no newer generation: it leaves out kernels that launchers choose there (csrc/cuda/mma.cuh).
+    PTX for sm_75 does not count for newer generations: it lacks kernels that launchers choose there
+    (csrc/cuda/mma.cuh).
     """
     number, _, kind = architecture.partition("-")
     major, minor = int(number.rstrip("af")[:-1]), int(number.rstrip("af")[-1])
@@ -263,7 +265,8 @@ def _cuda_problem() -> str | None:
 
 
 def _gpu_problem(served: Callable[[tuple[int, int]], bool], why: str) -> str | None:
-    """What stands against a backend that does not serve every GPU that PyTorch sees: one choice is for all of them."""
+    """Why a backend cannot be used, if it does not serve every GPU that PyTorch sees: one choice holds for all of
+    them."""
     count = torch.cuda.device_count()
     for index in range(count):
         capability = torch.cuda.get_device_capability(index)
@@ -276,7 +279,8 @@ def _gpu_problem(served: Callable[[tuple[int, int]], bool], why: str) -> str | N
 
 @cache
 def _has_turing() -> bool:
-    """Starts CUDA: it is asked for tensors on GPUs alone, because a process that has started it cannot fork."""
+    """Whether PyTorch sees a GPU older than sm_80. Initialises CUDA, after which a process cannot fork: so call it for
+    tensors on GPUs only."""
     if not torch.cuda.is_available():
         return False
     return any(torch.cuda.get_device_capability(index) < (8, 0) for index in range(torch.cuda.device_count()))
@@ -304,7 +308,8 @@ def _triton_problem() -> str | None:
 
 
 def _interpreter_problem() -> str | None:
-    """Triton 3.6's takes arrays of one element for numbers, which NumPy 2.4 put an end to."""
+    """Why the interpreter cannot run: before Triton 3.7 it uses one-element arrays as numbers, which NumPy 2.4
+    forbids."""
     versions = [importlib.import_module(name).__version__ for name in ("triton", "numpy")]
     triton, numpy = (tuple(int(part) for part in version.split(".")[:2]) for version in versions)
     if triton < (3, 7) and numpy >= (2, 4):
@@ -339,7 +344,7 @@ _PROBLEMS = {
 def why_not(
     name: str, op: str, device_type: str, dtype: torch.dtype, backward: bool = False, unfit: bool = False
 ) -> str | None:
-    """The reason why a backend cannot run an op on such an input, or None if it can. unfit: as `_unfit` says."""
+    """The reason why a backend cannot run an op on such an input, or None if it can. unfit: its sizes do not fit."""
     if name == "reference":
         return None
     kernel = KERNELS[op].get(name)
@@ -373,7 +378,7 @@ def why_not(
 
 
 def _why_not_now(name: str, op: str, backward: bool, drops: bool) -> str | None:
-    """What stands against a backend in this call alone."""
+    """The reason why a backend cannot run this one call: dropout, or deterministic algorithms."""
     kernel = KERNELS[op].get(name)
     if kernel is None:
         return None
@@ -393,7 +398,7 @@ def _deterministic() -> bool:
 
 @cache
 def order(device_type: str, op: str) -> tuple[str, ...]:
-    """The backends for an op on tensors of this device type, the best first. The first GPU speaks for all."""
+    """The backends for an op on tensors of this device type, the best first. The first GPU decides for all."""
     listed = _LISTED.get(device_type, {}).get(op, ("reference",))
     if device_type != "cuda" or not torch.cuda.is_available():
         return listed
@@ -406,14 +411,15 @@ Forced = dict[str, str]  # op -> the only backend that may run it
 
 
 def _forcing(before: Forced, name: str | None, ops: dict[str, str | None], everywhere: bool) -> Forced:
-    """What is forced within a block, given what was before. everywhere: `name` is for all ops, None included."""
+    """What is forced within a block, given what was forced before it. everywhere: `name`, which may be None, applies to
+    all ops."""
     if everywhere and name not in (None, *BACKENDS):
         hint = f", or {_only_op(name)}={name!r}" if name in LIBRARIES else ""
         raise ValueError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}{hint}")
     for op, its in ops.items():
         if op not in OPS:
             raise ValueError(f"unknown op {op!r}; expected one of {', '.join(OPS)}")
-        if its not in (None, *BACKENDS, *KERNELS[op]):  # one without a kernel says so when it runs
+        if its not in (None, *BACKENDS, *KERNELS[op]):  # one without a kernel raises when the op runs
             raise ValueError(f"{op} has no backend {its!r}; expected one of reference, {', '.join(KERNELS[op])}")
     forced = before if not everywhere else dict.fromkeys(OPS, name) if name else {}
     return {op: its for op, its in (forced | ops).items() if its}
@@ -424,7 +430,7 @@ def _only_op(library: str) -> str:
 
 
 def _from_environment(text: str) -> Forced:
-    """FASTBERT_BACKEND: a backend, op=backend, or both, with commas between them."""
+    """Parses FASTBERT_BACKEND: a backend, op=backend, or both, separated by commas."""
     entries = [entry.strip() for entry in text.split(",") if entry.strip()]
     names = [entry for entry in entries if "=" not in entry]
     ops = dict(entry.split("=", 1) for entry in entries if "=" in entry)
@@ -437,7 +443,7 @@ class _Here(threading.local):
 
 _here = _Here()
 _blocks: list[list[Forced]] = []  # the backend(...) blocks that are open in any thread, latest last
-_latest = _here.forced  # the latest one's: torch.compile guards on a global, but not on a thread-local
+_latest = _here.forced  # that of the latest block: torch.compile guards on globals, but not on thread-locals
 _lock = threading.Lock()
 _calls: Counter[tuple[str, str]] = Counter()
 _announced = False
@@ -448,12 +454,12 @@ _UNCHANGED = object()
 def backend(name: str | None = _UNCHANGED, **ops: str | None) -> Iterator[None]:
     """Within this block, and in this thread, every op runs on one backend, backward passes included.
 
-    name: "reference", "cpu", "triton" or "cuda"; None returns to the order of preference. ops: the backend of single
-    ops, which the others leave as it is: `backend(attention="varlen")` is attention by PyTorch's varlen_attn, a kernel
-    that no other way leads to, in a model that else runs as before. An op that the backend cannot run raises
-    RuntimeError with the reason. Code compiled by `torch.compile` follows the latest block that is open in any thread
-    (and is compiled again for it). `FASTBERT_BACKEND` ("cuda", "attention=varlen") sets the same for a whole process.
-    Raises ValueError for an unknown name.
+    name: "reference", "cpu", "triton" or "cuda"; None returns to the order of preference. ops: backends of single ops;
+    all other ops stay as they are. `backend(attention="varlen")` computes attention by PyTorch's varlen_attn, which
+    runs only if it is forced like this, and leaves the rest of the model unchanged. An op that the backend cannot run
+    raises RuntimeError with the reason. Code compiled by `torch.compile` follows the latest block that is open in any
+    thread (and is compiled again for it). `FASTBERT_BACKEND` ("cuda", "attention=varlen") sets the same for a whole
+    process. Raises ValueError for an unknown name.
     """
     before = _here.forced
     block = [_forcing(before, name, ops, everywhere=name is not _UNCHANGED)]
@@ -467,13 +473,14 @@ def backend(name: str | None = _UNCHANGED, **ops: str | None) -> Iterator[None]:
 
 
 def forced() -> tuple[tuple[str, str], ...]:
-    """What `backend` forces in this thread, as pairs of an op and its backend: `backend(None, **dict(forced()))`."""
+    """What `backend` forces in this thread, as pairs (op, backend); `backend(None, **dict(forced()))` forces it
+    again."""
     return tuple(_here.forced.items())
 
 
 def forced_apart(whole: str, *ops: str) -> bool:
-    """Whether one of these ops is forced to another backend than the op that they are parts of, which then cannot stand
-    for it."""
+    """Whether one of these ops is forced to another backend than `whole`, the op that contains them. Then `whole`
+    cannot replace them."""
     forced = _latest if torch.compiler.is_compiling() else _here.forced
     return bool(forced) and any(forced.get(op) not in (None, forced.get(whole)) for op in ops)
 
@@ -504,7 +511,7 @@ def _choose(
     raise RuntimeError(f"backend {forced!r} cannot run {op}: {reason}")
 
 
-# What torch.compiler.assume_constant_result does, but that imports torch._dynamo, and with it Triton: 1.6 s.
+# As torch.compiler.assume_constant_result, which would import torch._dynamo, and with it Triton: 1.6 s.
 _choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -518,18 +525,18 @@ def choose(
     head_size: int = 0,
     drops: bool = False,
 ) -> str:
-    """The backend that runs this call. size: the row length, of attention the head size. head_size: of a layer's.
-    drops: whether it has dropout.
+    """The backend that runs this call.
 
-    Raises RuntimeError when a forced backend cannot.
+    size: the row length, for attention the head size. head_size: for a whole layer, its attention's. drops: whether the
+    call has dropout. Raises RuntimeError if a forced backend cannot run it.
     """
     forced = (_latest if torch.compiler.is_compiling() else _here.forced).get(op)
     return _choose(forced, op, device_type, dtype, backward, _unfit(op, size, head_size), drops)
 
 
 def _unfit(op: str, size: int, head_size: int) -> tuple[str, ...]:
-    """The backends that do not take these sizes. In traced code, so that torch.compile guards on the outcome and not on
-    the size."""
+    """The backends that do not take these sizes. torch.compile traces this, so that it guards on the result and not on
+    the sizes."""
     over = [name for name, largest, of in _LIMITS[op] if size > largest or (of > 1 and size % of != 0)]
     if head_size:
         over += [name for name, largest, _ in _LIMITS["attention"] if head_size > largest]
@@ -543,7 +550,7 @@ def _is_unfit(name: str, unfit: tuple[str, ...]) -> bool:
 def find(
     op: str, device_type: str, dtype: torch.dtype, *, backward: bool, size: int = 0, head_size: int = 0
 ) -> str | None:
-    """As `choose`, of an op that others can stand in for: None where no backend but `reference` would run it."""
+    """`choose` for an op that can be replaced by smaller ones: None where no backend but `reference` can run it."""
     forced = (_latest if torch.compiler.is_compiling() else _here.forced).get(op)
     return _find(forced, op, device_type, dtype, backward, _unfit(op, size, head_size))
 
@@ -584,7 +591,8 @@ def _announce_missing_extension() -> None:
 
 
 def explain() -> None:
-    """Prints op x backend on this machine: usable or not, why, what the order rests on, and how often each has run."""
+    """Prints op x backend on this machine: usable or why not, the measurement behind the order, and how often each
+    ran."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"fastbert on {device_type} tensors (* = preferred; runs forward + backward)")
     for op in OPS:
@@ -601,12 +609,12 @@ def explain() -> None:
 
 
 def _flash_attention() -> str:
-    """Which one PyTorch's varlen_attn calls: that of PyTorch, unless another is activated."""
+    """The FlashAttention that PyTorch's varlen_attn calls: PyTorch's own, unless another one is activated."""
     return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)() or "FlashAttention 2"
 
 
 def _instructions() -> str:
-    """Which instructions products run on, by what packed weights are made for."""
+    """The instructions that matrix products use, as the layout of packed weights tells."""
     info = build_info()
     _, at_once = info["packed_layout"]
     bfloat16 = "in pairs" if at_once["bfloat16"] > 1 else "as float32"

@@ -1,8 +1,8 @@
 """Checkpoints in Hugging Face's format: config.json and model.safetensors, under Hugging Face's parameter names.
 
 Our models of all families have the parameter names of `transformers`' BERT, except that q, k and v are one `qkv`, and
-that the masked-LM decoder is not stored because it is the word embeddings. So names are translated in two steps: from
-the family's to BERT's (`Names`, by the facts in `fastbert/families.py`) and from BERT's to ours.
+that the masked-LM decoder is not stored, because it is the word embeddings. So names are translated in two steps: from
+the family's to BERT's (`Names`, by the facts in `fastbert/families.py`), then from BERT's to ours.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from fastbert.files import replacing, write_text
 from fastbert.ops.checks import FLOATS
 
 _PARTS = ("query", "key", "value")
-BODY = ("embeddings.", "encoder.", "pooler.")  # prefixes of the names in a bare BertModel
+BODY = ("embeddings.", "encoder.", "pooler.")  # prefixes of all names in a bare BertModel
 WRAPPERS = ("module.", "_orig_mod.")  # prefixes that DataParallel and torch.compile put before every name
 TIED = {  # second names of tensors in Hugging Face's models -> first names
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
@@ -38,7 +38,7 @@ TIED = {  # second names of tensors in Hugging Face's models -> first names
 class Names:
     """Translates parameter names between a family and BERT, module by module.
 
-    head: translate the names of this head too. encoder: names are relative to the encoder, not to the model.
+    head: also translate the names of this head. encoder: names are relative to the encoder, not to the model.
     """
 
     def __init__(self, family: Family, head: Head | None = None, *, encoder: bool = False) -> None:
@@ -59,7 +59,7 @@ class Names:
         return self._translate(name, 0)
 
     def ours(self, name: str) -> str:
-        """The family's name -> BERT's. BERT's own names and ours stay as they are."""
+        """The family's name -> BERT's. BERT's own names and ours are returned unchanged."""
         own, family = (f"{prefix}." for prefix in self._prefixes)
         return self._translate(name.replace(own, family, 1) if name.startswith(own) else name, 1)
 
@@ -104,7 +104,7 @@ def merge_qkv(state: dict[str, Tensor], prefix: str) -> None:
 
 
 def to_ours(state: Mapping[str, Tensor], names: Names = BERT) -> dict[str, Tensor]:
-    """From Hugging Face's names, including old ones (gamma and beta, position_ids), or from ours.
+    """Renames a state from Hugging Face's names, including old ones (gamma and beta, position_ids), or ours, to ours.
 
     If some names have the prefix `bert.` (or the family's), the others belong to a head and are dropped.
     """
@@ -115,7 +115,7 @@ def to_ours(state: Mapping[str, Tensor], names: Names = BERT) -> dict[str, Tenso
 
 
 def to_ours_with_head(state: Mapping[str, Tensor], names: Names = BERT) -> dict[str, Tensor]:
-    """As `to_ours` for a model with a head: heads are kept, and names of a bare BertModel get the prefix `bert.`.
+    """`to_ours` for a model with a head: heads are kept, and names of a bare BertModel get the prefix `bert.`.
 
     Raises RuntimeError if a masked-LM decoder differs from the word embeddings.
     """
@@ -132,8 +132,8 @@ def to_ours_with_head(state: Mapping[str, Tensor], names: Names = BERT) -> dict[
 
 
 def _in_bert_names(state: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
-    """Under BERT's names, without what wrappers put before them. Raises RuntimeError for a tensor that comes twice."""
-    for prefix in WRAPPERS * 2:  # either may be around the other
+    """The state under BERT's names, without wrappers' prefixes. Raises RuntimeError for a tensor that comes twice."""
+    for prefix in WRAPPERS * 2:  # either wrapper may be around the other
         if state and all(name.startswith(prefix) for name in state):
             state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     result: dict[str, Tensor] = {}
@@ -162,9 +162,9 @@ def _modern(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_hugging_face(state: Mapping[str, Tensor], names: Names = BERT, *, tied: bool = True) -> dict[str, Tensor]:
-    """From our names to Hugging Face's, bit for bit. Only tied tensors share memory.
+    """Renames a state from our names to Hugging Face's, bit for bit. Only tied tensors share memory.
 
-    tied: with the second names of tied tensors, as `state_dict` has them; files do not.
+    tied: with the second names of tied tensors, which transformers' `state_dict` has and files do not.
     """
     result = {}
     for name, tensor in state.items():
@@ -183,7 +183,7 @@ def _of_part(name: str, part: str) -> str:
 
 
 def check(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], names: Names = BERT) -> None:
-    """Raises RuntimeError that lists missing names, unexpected names and wrong shapes."""
+    """Raises RuntimeError that lists names that are missing or unexpected, and wrong shapes."""
     problems = _listed("missing", to_hugging_face_names(expected.keys() - given.keys(), names))
     problems += _listed("unexpected", map(names.theirs, given.keys() - expected.keys()))
     problems += _listed(
@@ -199,7 +199,7 @@ def check(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], names: Na
 
 
 def to_hugging_face_names(ours: Iterable[str], names: Names = BERT) -> list[str]:
-    """The names in a Hugging Face checkpoint for these names of ours, sorted."""
+    """The names, sorted, that a Hugging Face checkpoint has for these names of ours."""
     return sorted({names.theirs(_of_part(name, part)) for name in ours for part in _PARTS})
 
 
@@ -221,7 +221,7 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Under the names in the file. Models that `make` returns share them, unless a conversion copies them."""
+        """The tensors under the file's names. Models from `make` share their memory unless a conversion copies them."""
         return read(self.directory)
 
     @property
@@ -229,11 +229,11 @@ class Checkpoint:
         return any("pooler." in name for name in self.tensors)
 
     def make(self, build: Callable[[BertConfig], nn.Module], dtype: torch.dtype | str | None) -> nn.Module:
-        """The model with these tensors, in evaluation mode. Names and shapes are checked before any weight is there.
+        """The model with these tensors, in evaluation mode. Names and shapes are checked before weights are allocated.
 
-        build: a model of the configuration; its method `select` drops and adds tensors, by our names. dtype: a torch
-        dtype or its name; as stored when None or "auto". Raises what `read` raises, ValueError for a dtype that models
-        cannot have, and RuntimeError for names or shapes that do not fit.
+        build: makes a model from the configuration; the model's method `select` drops and adds tensors, under our
+        names. dtype: a torch dtype or its name; as stored when None or "auto". Raises what `read` raises, ValueError
+        for a dtype that models cannot have, and RuntimeError for names or shapes that do not fit.
         """
         dtype, config = dtype_of(dtype), self.config
         try:
@@ -261,13 +261,14 @@ class Checkpoint:
 def load(source: str | Path | Checkpoint) -> Checkpoint:
     """The checkpoint in a directory, or of a model by its name on the hub (`fastbert.hub`).
 
-    A Checkpoint is returned as it is, so that its files are not read again.
+    A Checkpoint is returned unchanged, so that its files are not read again.
     """
     return source if isinstance(source, Checkpoint) else Checkpoint(hub.directory_of(source))
 
 
 def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
-    """A torch dtype from itself or its name; None and "auto": as stored. Raises ValueError for another."""
+    """The torch dtype with this name, or `given` itself; None and "auto" give None, which means as stored. Raises
+    ValueError for anything else."""
     if given is None or given == "auto":
         return None
     dtype = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
@@ -277,7 +278,10 @@ def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def _check_dtypes(state: Mapping[str, Tensor], dtype: torch.dtype | None, precision: str | None) -> None:
-    """precision: of a prepared model, which has its dtype and, beside that, quantised weights that it checks itself."""
+    """Raises ValueError or RuntimeError if the model cannot have these dtypes.
+
+    precision: that of a prepared model, which decides its dtype; quantised weights are checked by their modules.
+    """
     if precision:
         only = prepared.PRECISIONS[precision]
         if dtype not in (None, only):
@@ -296,8 +300,8 @@ def read(directory: str | Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint under the names in the file.
 
     Reads model.safetensors, or the files that model.safetensors.index.json names, or, if there is neither,
-    pytorch_model.bin (tensors only, never code). Raises FileNotFoundError if there is none of them or one of several is
-    missing, ValueError for a corrupt or truncated file.
+    pytorch_model.bin (tensors only, never code). Raises FileNotFoundError if none of these exists or one of the shards
+    is missing, ValueError for a corrupt or truncated file.
     """
     directory = Path(directory)
     safe, pickled = directory / "model.safetensors", directory / "pytorch_model.bin"
@@ -312,7 +316,7 @@ def read(directory: str | Path) -> dict[str, Tensor]:
 
 
 def read_pickled(path: Path) -> dict[str, Tensor]:
-    """A state dict that torch.save wrote: tensors only, never code. Raises ValueError for anything else."""
+    """Reads a state dict that torch.save wrote: tensors only, never code. Raises ValueError for anything else."""
     return _read(path, lambda path: torch.load(path, map_location="cpu", weights_only=True))
 
 
@@ -351,13 +355,13 @@ def _read(path: Path, reader: Callable[[Path], Any], kind: type = Tensor) -> dic
 def write(directory: str | Path, config: dict, state: Mapping[str, Tensor]) -> None:
     """Replaces model.safetensors and config.json, each as a whole. state: under Hugging Face's names.
 
-    Two files cannot be replaced at once. So the weights, which come first, hold the new configuration, and which
-    config.json it replaces: `interrupted_save` finds it where a save was killed between the two.
+    Two files cannot be replaced at once. So the weights, which are written first, also hold the new configuration and
+    the hash of the config.json that it replaces: `interrupted_save` finds it if a save was killed between the two.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors, seen = {}, set()
-    for name, tensor in state.items():  # safetensors stores no aliases: a tied parameter is written twice
+    for name, tensor in state.items():  # safetensors has no aliases: tied tensors are written twice
         tied = tensor.data_ptr() in seen
         tensors[name] = tensor.detach().clone() if tied else tensor.detach().contiguous()
         seen.add(tensor.data_ptr())
@@ -369,11 +373,11 @@ def write(directory: str | Path, config: dict, state: Mapping[str, Tensor]) -> N
 
 
 def interrupted_save(directory: Path) -> str | None:
-    """The configuration in the weights' file, if config.json is still the one that this save was to replace."""
+    """The configuration in the weights' file, if config.json is still the one that the save should have replaced."""
     try:
         with safe_open(directory / "model.safetensors", "pt") as file:
             metadata = file.metadata() or {}
-    except (OSError, SafetensorError):  # reading the tensors says what is wrong
+    except (OSError, SafetensorError):  # `read` reports what is wrong
         return None
     given, replaced = metadata.get("config"), metadata.get("replaces")
     if given is None or replaced != _digest(directory / "config.json") or replaced == _digest(given):
@@ -386,7 +390,7 @@ def interrupted_save(directory: Path) -> str | None:
 
 
 def _digest(source: Path | str) -> str:
-    """Of a file, "" if there is none, or of a text."""
+    """The SHA-256 of a file ("" if it does not exist) or of a text."""
     if isinstance(source, Path):
         return hashlib.sha256(source.read_bytes()).hexdigest() if source.exists() else ""
     return hashlib.sha256(source.encode()).hexdigest()

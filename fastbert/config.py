@@ -10,11 +10,11 @@ from fastbert import hub
 from fastbert.families import BY_MODEL_TYPE, REFUSED, Family, Head
 
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
-MOST_LAYERS = 10_000  # more would be built for minutes, from a damaged or malicious file
+MOST_LAYERS = 10_000  # a damaged or malicious file with more would take minutes to build
 
 # hidden_act of config.json -> the `approximate` of the GELU ops
 GELU_FORMS = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
-ACTIVATIONS = ("tanh", "relu", *GELU_FORMS)  # of a pooler or a convolution
+ACTIVATIONS = ("tanh", "relu", *GELU_FORMS)  # for a pooler or a convolution
 
 
 @dataclass(init=False)
@@ -22,15 +22,16 @@ class BertConfig:
     """A model's configuration, with the fields of `transformers.BertConfig` as keyword arguments.
 
     model_type: "bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert", "deberta-v2" (v3 too)
-    or "mpnet". Other fields default to what transformers' configuration of that type has; those below are BERT's.
+    or "mpnet". The other fields have the defaults of transformers' configuration of that type; those below are BERT's.
     embedding_size: channels of the embedding tables in families that project them (ALBERT, ELECTRA, DeBERTa-v2); None
     means hidden_size. Fields have BERT's names in every family; `from_dict` and `to_dict` translate them from and to
-    the family's.
+    the family's names.
 
-    Other fields of a config.json are kept in `extra` and written back by `to_dict`. So are fields of a single family,
-    which are keywords too (ALBERT's num_hidden_groups, DistilBERT's qa_dropout, ...). A model reads its configuration
-    when it is constructed; later changes (transformers.Trainer sets `use_cache`) do not affect it.
-    Raises ValueError for an invalid configuration or one that fastbert does not compute, TypeError for an unknown
+    Other fields of a config.json are kept in `extra`, and `to_dict` writes them back. Fields of a single family
+    (ALBERT's num_hidden_groups, DistilBERT's qa_dropout, ...) are kept there too, and are also keyword arguments. A
+    model reads its configuration when it is constructed; later changes (transformers.Trainer sets `use_cache`) do not
+    affect it.
+    Raises ValueError for an invalid configuration or one that fastbert does not support, TypeError for an unknown
     keyword.
     """
 
@@ -78,7 +79,7 @@ class BertConfig:
             "num_labels",
         ):
             self._require(name, "a positive integer", lambda v: _is_int(v) and v > 0)
-        least = self.family.defaults.get("type_vocab_size", 1)  # none in DeBERTa-v3
+        least = self.family.defaults.get("type_vocab_size", 1)  # 0 is allowed in DeBERTa-v2
         self._require("type_vocab_size", f"an integer >= {least}", lambda v: _is_int(v) and v >= least)
         self._require("num_hidden_layers", f"at most {MOST_LAYERS}", lambda v: v <= MOST_LAYERS)
         own = [name for name in self.family.own if name.endswith("_dropout")]
@@ -116,7 +117,7 @@ class BertConfig:
             )
 
     def _check_family(self) -> None:
-        """Refuses what fastbert does not compute, and what the family does not have."""
+        """Raises ValueError for what fastbert does not compute, or the family does not have."""
         for name, expected in (
             ("model_type", self.model_type),
             ("position_embedding_type", "absolute"),
@@ -142,7 +143,7 @@ class BertConfig:
             self._check_disentangled()
 
     def _check_disentangled(self) -> None:
-        """DeBERTa-v2's own fields."""
+        """Checks DeBERTa-v2's own fields."""
         for name in ("relative_attention", "share_att_key", "position_biased_input", "legacy"):
             self._require(name, "True or False", lambda v: isinstance(v, bool))
         kinds = "None, or some of c2p and p2c, as a list or with | between them"
@@ -164,7 +165,7 @@ class BertConfig:
             _require(name, self.extra.get(name), f"None or {only}", lambda v, o=only: v in (None, o))
 
     def _require(self, name: str, expected: str, holds) -> None:
-        """Checks a field, and reports it under the family's name."""
+        """Checks a field; an error names it as the family does."""
         _require(self.family.config_names.get(name, name), self._value(name), expected, holds)
 
     def _value(self, name: str) -> Any:
@@ -180,29 +181,29 @@ class BertConfig:
 
     @property
     def embedding_width(self) -> int:
-        """Channels of the embedding tables, before a projection."""
+        """Channels of the embedding tables, before any projection."""
         return self.hidden_size if self.embedding_size is None else self.embedding_size
 
     @property
     def max_sequence_length(self) -> int:
-        """The longest sequence, in tokens. RoBERTa's positions start after pad_token_id, so it is shorter there."""
+        """The longest possible sequence, in tokens. In RoBERTa it is shorter, as positions start after pad_token_id."""
         return self.max_position_embeddings - (self.pad_token_id + 1 if self.family.padding_positions else 0)
 
     @property
     def position_kinds(self) -> tuple[str, ...]:
-        """Which products with positions DeBERTa-v2 adds to its scores, of "c2p" and "p2c"."""
+        """The position products that DeBERTa-v2 adds to its scores: "c2p", "p2c", both or none."""
         given = _words(self.extra.get("pos_att_type"))
         return tuple(kind for kind in ("c2p", "p2c") if kind in given)
 
     @property
     def farthest(self) -> int:
-        """The distance beyond which all are the same to DeBERTa-v2."""
+        """The largest distance that DeBERTa-v2 distinguishes; all farther ones count as this one."""
         given = self.extra["max_relative_positions"]
         return given if given > 0 else self.max_position_embeddings
 
     @property
     def layer_groups(self) -> int | None:
-        """How many layers ALBERT shares among its num_hidden_layers; None where layers are not shared."""
+        """The number of different layers behind ALBERT's num_hidden_layers; None where layers are not shared."""
         return self.extra.get("num_hidden_groups") if self.family.grouped else None
 
     @property
@@ -211,13 +212,13 @@ class BertConfig:
         return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
 
     def head(self, kind: str) -> Head:
-        """What the family's head of that kind is made of, with this configuration. Raises KeyError without one."""
+        """The facts about the family's head of that kind, with this configuration. Raises KeyError if it has none."""
         head = self.family.heads[kind]
         field, others = head.other or (None, {})
         return others.get(self._value(field), head) if field else head
 
     def dropout_of(self, name: str) -> float:
-        """Dropout probability by the name of its field (`fastbert.families.Head.dropout`)."""
+        """The dropout probability in the field of this name (see `fastbert.families.Head`)."""
         return self.head_dropout if name == "classifier_dropout" else self._value(name)
 
     @property
@@ -227,10 +228,10 @@ class BertConfig:
 
     @classmethod
     def preset(cls, name: str) -> "BertConfig":
-        """A published model by name: "bert-base-uncased" or, with its size, "bert-base-uncased (110M)".
+        """The configuration of a published model: "bert-base-uncased" or, with its size, "bert-base-uncased (110M)".
 
-        Names are those of the Hugging Face Hub; the owner before the slash may be omitted. Raises ValueError that lists
-        the known names.
+        Names are those of the Hugging Face Hub; the owner before the slash may be omitted. Raises ValueError for an
+        unknown name, and lists the known ones.
         """
         for known, (size, fields) in PRESETS.items():
             if name.removesuffix(f" ({size})") in (known, known.rpartition("/")[2]):
@@ -240,7 +241,7 @@ class BertConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "BertConfig":
-        """From the fields of a config.json, under the family's names or under BERT's."""
+        """Makes a configuration from the fields of a config.json, under the family's names or BERT's."""
         model_type = values.get("model_type") or "bert"
         if family := BY_MODEL_TYPE.get(str(model_type)):  # __init__ refuses others
             values = _in_our_names(values, family)
@@ -255,15 +256,15 @@ class BertConfig:
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "BertConfig":
-        """From config.json in a directory, or of a model by its name on the hub (`fastbert.hub`).
+        """Reads config.json in a directory, or of a model by its name on the hub (`fastbert.hub`).
 
-        Raises FileNotFoundError, and ValueError if it is not a known model's.
+        Raises FileNotFoundError, and ValueError if it does not belong to a known family.
         """
         return cls.read(hub.directory_of(source, weights=False))
 
     @classmethod
     def read(cls, directory: Path, text: str | None = None) -> "BertConfig":
-        """From config.json in a directory; text: what to read in its place. Raises as from_pretrained."""
+        """Reads config.json in a directory, or `text` in its place. Raises as from_pretrained does."""
         path = directory / "config.json"
         try:
             values = json.loads(path.read_text(encoding="utf-8") if text is None else text)
@@ -299,7 +300,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _in_our_names(values: dict, family: Family) -> dict:
-    """Renames the family's fields to BERT's. Raises ValueError if one is given under both names with two values."""
+    """Renames the family's fields to BERT's names. Raises ValueError if both names are given with different values."""
     values = dict(values)
     for ours, theirs in family.config_names.items():
         if theirs not in values:
@@ -317,7 +318,7 @@ def _require(name: str, value: object, expected: str, holds) -> None:
 
 
 def _words(value: object) -> list[str]:
-    """Those of a list, or of a text with | between them, as transformers reads it."""
+    """The words of a list, or of a string with | between them, as transformers reads it."""
     parts = value.lower().split("|") if isinstance(value, str) else value or ()
     return [str(part).strip() for part in parts]
 
@@ -358,7 +359,7 @@ def _electra(layers: int, hidden: int, embedding: int) -> dict:
 
 
 def _deberta(layers: int, hidden: int, vocab_size: int = 128100, **others: Any) -> dict:
-    """Version 3; version 2 has a convolution too."""
+    """DeBERTa-v3's fields; version 2 also has a convolution."""
     relative = {
         "relative_attention": True,
         "position_buckets": 256,

@@ -1,8 +1,8 @@
-"""Which slot of a table the distance between two tokens has: DeBERTa-v2's buckets, and those of T5 and MPNet.
+"""The table slot of each distance between two tokens: DeBERTa-v2's buckets, and those of T5 and MPNet.
 
-As transformers computes them, in float32, and for the same reason in Python's own numbers: these tables are made while
-a model is traced, too, and no compiler may round them another way. A sequence is never too long: beyond a table's ends
-every distance has the slot of the end.
+They are computed in float32, as in transformers, but with Python's numbers: these tables are also made while a model is
+traced, and no compiler may round them differently. Any sequence length works: every distance beyond the end of a table
+has the slot at that end.
 """
 
 import functools
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-MPNET_BUCKETS = 32  # whatever relative_attention_num_buckets is, transformers computes so many
+MPNET_BUCKETS = 32  # transformers computes this many, whatever relative_attention_num_buckets is
 _MPNET_FARTHEST = 128
 
 
@@ -22,7 +22,7 @@ def float32(x: float) -> float:
 
 
 def _disentangled(distance: int, buckets: int, farthest: int) -> int:
-    """Distances up to half of the buckets have one each, farther ones share them by their logarithm."""
+    """DeBERTa-v2's bucket of a distance >= 0: up to buckets // 2 one bucket each, beyond that logarithmic ones."""
     middle = buckets // 2
     if buckets < 1 or distance <= middle:
         return distance
@@ -38,8 +38,8 @@ def _log_of(middle: int, farthest: int) -> float:
 def disentangled_slots(buckets: int, farthest: int) -> tuple[int, ...]:
     """DeBERTa-v2's slots of the distances i - j from -farthest to farthest, in order.
 
-    buckets: config.position_buckets; without (below 1), distances are clamped to farthest. They never fall, and the
-    first and last are those of all that is farther.
+    buckets: config.position_buckets; below 1 there are none, and distances are clamped to farthest. The slots never
+    fall; the first and the last also serve all farther distances.
     """
     span = buckets if buckets > 0 else farthest
     far = [_disentangled(distance, buckets, farthest) for distance in range(farthest + 1)]
@@ -49,7 +49,7 @@ def disentangled_slots(buckets: int, farthest: int) -> tuple[int, ...]:
 
 @functools.lru_cache
 def mpnet_slots() -> tuple[int, ...]:
-    """MPNet's slots, as `disentangled_slots`: T5's bidirectional buckets, those of later keys the upper half."""
+    """MPNet's slots, like `disentangled_slots`: T5's bidirectional buckets; the upper half is for later keys."""
     half = MPNET_BUCKETS // 2
     return tuple(
         _logarithmic(abs(distance), half) + half * (distance < 0)
@@ -69,8 +69,8 @@ def _logarithmic(distance: int, half: int) -> int:
 
 
 def disentangled(buckets: int, farthest: int, length: int | None, device: torch.device) -> tuple[Tensor, int, int]:
-    """The slots of the distances in sequences of that length, of any where it is None: int32 (2 L - 1,), counted from
-    the lowest of them; and which slots these are, the lowest and the one after the highest.
+    """The slots of all distances in sequences of this length, or of any length if None: int32 (2 L - 1,), counted from
+    the lowest slot in use; then the lowest slot, and the one after the highest.
     """
     if length is None:
         return _every_disentangled(buckets, farthest, device), 0, 2 * (buckets if buckets > 0 else farthest)
@@ -78,28 +78,28 @@ def disentangled(buckets: int, farthest: int, length: int | None, device: torch.
 
 
 def mpnet(device: torch.device) -> Tensor:
-    """The slots of all distances, int32 (257,)."""
+    """MPNet's slots of all distances, int32 (257,)."""
     if torch.compiler.is_compiling():
         return _every_mpnet(device)
     return _kept(mpnet_slots(), _MPNET_FARTHEST, device)[0]
 
 
 def _tensor(slots: Sequence[int], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # what it makes could not be saved for a backward
+    with torch.inference_mode(False):  # inference tensors could not be saved for backward
         return torch.tensor(slots, dtype=torch.int32, device=device)
 
 
 @functools.lru_cache(maxsize=1024)
 def _kept(slots: tuple[int, ...], reach: int, device: torch.device) -> tuple[Tensor, int, int]:
-    """Of the distances up to `reach`."""
+    """The slots of distances up to `reach`, counted from the lowest; the lowest slot, and the one after the highest."""
     middle = len(slots) // 2
     used = slots[middle - reach : middle + reach + 1]
     lowest = min(used)
     return _tensor([slot - lowest for slot in used], device), lowest, max(used) + 1
 
 
-# In compiled code nothing is kept, as a tensor may be a fake one there, and nothing is traced. The mark is what
-# torch.compiler.assume_constant_result sets, but that imports torch._dynamo, and with it Triton.
+# In compiled code a tensor may be a fake one, so these are not cached; and they are not traced, but become constants.
+# The mark below is what torch.compiler.assume_constant_result sets, but that imports torch._dynamo, and with it Triton.
 
 
 def _every_disentangled(buckets: int, farthest: int, device: torch.device) -> Tensor:

@@ -1,7 +1,8 @@
 """The families that fastbert knows: where `transformers` keeps the parts of each, and how it differs from BERT.
 
-Facts only, as data. `fastbert/layer.py` finds the parts of a layer by them; our own modules read here how they differ
-from BERT (`fastbert/model.py`, `fastbert/heads.py`), and `fastbert/checkpoint.py` the names.
+This file holds facts only, as data. `fastbert/layer.py` finds the parts of a layer by them, our own modules
+(`fastbert/model.py`, `fastbert/heads.py`) read how a family differs from BERT, and `fastbert/checkpoint.py` reads
+names.
 """
 
 import re
@@ -18,8 +19,8 @@ class LayerFacts:
 
     attention: str  # the module whose attention weights transformers records
     heads: str
-    projections: tuple[str, ...]  # to queries, keys and values, or one to all three
-    attention_dropout: str  # drops while `attention` (not the nn.Dropout, but for `own_mode`) is in training
+    projections: tuple[str, ...]  # to queries, keys and values; or a single one that gives all three
+    attention_dropout: str  # active while `attention` is in training mode; with `own_mode`, while this nn.Dropout is
     out: str
     out_dropout: str | None
     out_norm: str
@@ -28,15 +29,16 @@ class LayerFacts:
     down: str
     down_dropout: str | None
     down_norm: str
-    own_mode: bool = False  # whether the nn.Dropout of attention decides itself when it drops
-    of_positions: tuple[str, ...] = ()  # Linears to keys and queries of positions, which a configuration may leave out
+    own_mode: bool = False  # whether the training mode of attention's nn.Dropout decides, not that of `attention`
+    of_positions: tuple[str, ...] = ()  # Linears to position keys and queries, which a configuration may leave out
 
-    after_attention: tuple[str | None, ...] = field(init=False)  # from `out` on
-    dense: tuple[str, ...] = field(init=False)
+    after_attention: tuple[str | None, ...] = field(init=False)  # the paths from `out` on
+    dense: tuple[str, ...] = field(init=False)  # the paths of dense layers, without `of_positions`
     with_parameters: tuple[str, ...] = field(init=False)
-    steps: tuple[tuple[int, str], ...] = field(init=False)  # to what is on the paths: from which of it, and the name
-    places: tuple[int | None, ...] = field(init=False)  # what the paths end at, in the order of the fields
-    leaves: tuple[int, ...] = field(init=False)  # `with_parameters`
+    # `find` lists the layer and every object on the paths; these refer to them by index in that list.
+    steps: tuple[tuple[int, str], ...] = field(init=False)  # each further object: its owner and its name there
+    places: tuple[int | None, ...] = field(init=False)  # the ends of the paths, in the order of the fields
+    leaves: tuple[int, ...] = field(init=False)  # the ends of `with_parameters`
     containers: tuple[int, ...] = field(init=False)  # the modules between a layer and its parts: they are not called
 
     def __post_init__(self) -> None:
@@ -47,7 +49,7 @@ class LayerFacts:
         object.__setattr__(self, "dense", (*self.projections, self.out, self.up, self.down))
         object.__setattr__(self, "with_parameters", leaves)
         paths = (self.attention, self.heads, *self.projections, self.attention_dropout, *self.after_attention)
-        place, steps = {"": 0}, []  # of the layer, and of each further module on the way
+        place, steps = {"": 0}, []  # path -> index of the object there
         for path in filter(None, paths):
             for dot in re.finditer(r"\.|$", path):
                 if path[: dot.start()] not in place:
@@ -60,12 +62,12 @@ class LayerFacts:
         object.__setattr__(self, "containers", tuple(place[path] for path in sorted(inside - {self.attention})))
 
     def dense_in(self, layer: nn.Module) -> list[str]:
-        """`dense`, and those of positions that the layer has."""
+        """`dense`, and those of `of_positions` that the layer has."""
         there = dict(layer.named_modules())
         return [*self.dense, *[path for path in self.of_positions if path in there]]
 
     def find(self, layer: nn.Module) -> list[Any]:
-        """What the paths lead through and to, as the fields after `steps` count it. Raises AttributeError."""
+        """The layer and every object on the paths, in the order of `steps`. Raises AttributeError if one is missing."""
         found: list[Any] = [layer]
         for owner, name in self.steps:
             children = found[owner]._modules
@@ -74,7 +76,7 @@ class LayerFacts:
 
 
 def follow(module: Any, path: str) -> Any:
-    """As operator.attrgetter, which torch.compile does not trace."""
+    """operator.attrgetter(path)(module), which torch.compile does not trace."""
     for name in path.split("."):
         module = getattr(module, name)
     return module
@@ -82,17 +84,17 @@ def follow(module: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Head:
-    """A head of transformers: what it is made of, and what it calls that.
+    """A head of transformers: its parts and their names.
 
-    names: our module path -> theirs, where they differ. dropout: the field of the configuration that it drops with,
-    None where it does not. dense: the activation of a dense layer of its own, which reads the first token, in place of
-    the pooler, or the field that names it; drops_first: there is dropout before it too; first_dropout: the field of a
-    probability of its own for that. exact_gelu: a masked LM that computes erf whatever hidden_act is. requires: fields
-    of the configuration, and the only value of each that fastbert computes. pair_label: the argument with the label of
-    a pair of sentences. called: what follows the family's name in that of the class, where it is not our name for the
-    head. decoder: a masked LM stores its tied decoder under a name too. soft_labels: floats are probabilities of
-    classes, which only problem_type can tell from several labels. other: a field, and by its value the head that it
-    makes of this one.
+    names: our module path -> transformers', where they differ. dropout: the configuration's field with its dropout
+    probability, None for a head without dropout. dense: for a head with its own dense layer on the first token in place
+    of the pooler, the activation of that layer, or the configuration's field that names it; drops_first: there is
+    dropout before this layer too; first_dropout: the field with a separate probability for that dropout. exact_gelu: a
+    masked LM that computes erf GELU whatever hidden_act is. requires: fields of the configuration, and the only value
+    of each that fastbert supports. pair_label: the argument with the label of a sentence pair. called: what follows the
+    family's name in the name of transformers' class, if it is not our name for the head. decoder: a masked LM whose
+    tied decoder has parameter names too. soft_labels: float labels may be class probabilities, which only problem_type
+    can tell from multi-label targets. other: a field, and for its values the heads that replace this one.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -111,18 +113,19 @@ class Head:
 
 @dataclass(frozen=True)
 class Family:
-    """One base model class (the encoder under the heads).
+    """One family: a base model class of transformers (the encoder under the heads).
 
-    classes: what its classes' names begin with. prefix: what it is called in a model with a head. stack: path to its
-    layers, or to groups that share them. projection: path to a Linear between embeddings and layers, there for unequal
-    widths, or always; projects_sum: it has no bias, and comes before LayerNorm. padding_positions: position ids count
-    the tokens that are not padding_idx, as RoBERTa does. relative: what scores get by the distance of query and key,
-    "disentangled" products (DeBERTa) or a "bias" (MPNet). heads: by our name for them. pooler_dense: path to the Linear
-    of the pooler, None where there is no pooler.
+    classes: the beginning of its classes' names. prefix: the base model's attribute in a model with a head. heads: by
+    our names for them. stack: path to its layers, or if `grouped` to groups that share layers. projection: path to a
+    Linear between embeddings and layers, which exists if their widths differ, or with always_projects always;
+    projects_sum: this Linear has no bias, and comes before LayerNorm. relative: what scores get by the distance between
+    query and key, "disentangled" products (DeBERTa) or a "bias" (MPNet). pooler_dense: path to the pooler's Linear,
+    None for a family without a pooler. padding_positions: position ids count the tokens that are not padding_idx, as in
+    RoBERTa.
 
-    Of the configuration, by our names for its fields: config_names: what the family calls them, where that differs.
-    defaults: those of transformers that are not BERT's. fixed: fields that it does not have, and the only value of each
-    that it computes. own: fields that only it has, and their defaults.
+    The rest describes the configuration, with our names for its fields. config_names: the family's names, where they
+    differ. defaults: transformers' defaults that are not BERT's. fixed: fields that the family does not have, and the
+    only value of each that it computes. own: fields that only this family has, and their defaults.
     """
 
     name: str
@@ -148,17 +151,17 @@ class Family:
 
     @property
     def base_class(self) -> str:
-        """Module and name of transformers' class."""
+        """The qualified name of transformers' base class."""
         module = self.model_type.replace("-", "_")
         return f"transformers.models.{module}.modeling_{module}.{self.classes}Model"
 
     def class_name(self, kind: str) -> str:
-        """transformers' name of a class: kind is "Model" or one of `heads`."""
+        """The name of a class in transformers. kind: "Model" or one of `heads`."""
         head = self.heads.get(kind)
         return self.classes + (head.called if head and head.called else kind)
 
     def layers_in_order(self, base: nn.Module) -> list[nn.Module]:
-        """The layers in the order in which a forward runs them; shared ones come several times."""
+        """The layers in the order in which a forward runs them; shared layers come several times."""
         stack = follow(base, self.stack)
         if not self.grouped:
             return list(stack)
@@ -166,12 +169,12 @@ class Family:
         return [layer for group in groups for layer in group.albert_layers]
 
     def containers(self, base: nn.Module) -> list[nn.Module]:
-        """The modules, layers apart, that transformers' code calls with packed tensors."""
+        """The modules, apart from the layers, that transformers' code calls with packed tensors."""
         groups = follow(base, self.stack) if self.grouped else ()
         return [base.embeddings, getattr(base, self.encoder), *groups]
 
     def projected(self, base: nn.Module) -> nn.Module | None:
-        """The Linear between embeddings and layers, where there is one (ELECTRA has it for unequal widths only)."""
+        """The Linear between embeddings and layers, or None (ELECTRA has it only if their widths differ)."""
         module: Any = base
         for name in self.projection.split(".") if self.projection else ("",):
             module = getattr(module, name, None)
@@ -179,13 +182,13 @@ class Family:
 
 
 def groups_of(layers: int, groups: int) -> list[int]:
-    """Which group of shared parameters each layer of a forward uses, as AlbertTransformer computes it."""
+    """The group of shared parameters that each layer of a forward uses, as AlbertTransformer computes it."""
     return [int(index / (layers / groups)) for index in range(layers)]
 
 
 # ---- layers
 
-OURS = LayerFacts(  # fastbert's own, of every family
+OURS = LayerFacts(  # fastbert's own layers, for every family
     attention="attention",
     heads="attention.num_attention_heads",
     projections=("attention.qkv",),
@@ -239,7 +242,7 @@ _ALBERT = LayerFacts(
     up="ffn",
     activation="activation",
     down="ffn_output",
-    down_dropout=None,  # AlbertLayer makes one and does not use it
+    down_dropout=None,  # AlbertLayer creates one but does not use it
     down_norm="full_layer_layer_norm",
 )
 
@@ -268,7 +271,7 @@ _DROPS = Head(dropout="classifier_dropout")
 
 
 def _masked_lm(dense: str, norm: str, decoder: str, bias: str | None = None, **facts: Any) -> Head:
-    """decoder: the tied Linear. bias: the module that holds its bias as well, where one does."""
+    """A masked-LM head. decoder: path to the tied Linear. bias: path to a module that holds its bias too, if any."""
     parts = {"transform.dense": dense, "transform.LayerNorm": norm, "decoder": decoder}
     names = {f"cls.predictions.{ours}": theirs for ours, theirs in parts.items()}
     return Head({"cls.predictions": bias or decoder} | names, **facts)
@@ -526,19 +529,19 @@ _KNOWN = (
         own={"relative_attention_num_buckets": 32},
     ),
 )
-# model_type -> why it is none of them, though it may look so
+# model_type -> why it is not one of these families, though it may look like one
 REFUSED = {"deberta": "DeBERTa's first version, with one interleaved in_proj and no buckets, is not DeBERTa-v2 (or v3)"}
 
 BY_MODEL_TYPE: dict[str, Family] = {family.model_type: family for family in _KNOWN}
 
-# Module and class name of the base model -> family. By name, so that transformers need not be imported.
+# Qualified name of the base model's class -> family. Names, so that transformers need not be imported.
 FAMILIES: dict[str, Family] = {family.base_class: family for family in _KNOWN}
 
 
 def key_of(base: nn.Module) -> str | None:
-    """The key in FAMILIES of a base model, None for any other module.
+    """The key in FAMILIES of a base model; None for any other module.
 
-    A subclass counts (FSDP2 makes them) as long as it computes its family's own forward.
+    Subclasses count too (FSDP2 creates them), as long as their forward is the family's own.
     """
     for cls in type(base).__mro__:
         key = f"{cls.__module__}.{cls.__qualname__}"

@@ -1,4 +1,4 @@
-"""Figures of matplotlib, which is an optional package."""
+"""Figures by matplotlib, which is an optional package."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """A figure in inches, drawn without a window and without pyplot's global state."""
+    """A figure of this size in inches, without a window and without pyplot's global state."""
     return require("matplotlib.figure", "matplotlib").Figure(figsize=(width, height), layout="constrained")
 
 
 def save_figure(figure: "Figure", path: str | Path) -> Path:
-    """Writes a figure in the format that the suffix names, PNG without one. Returns the path."""
+    """Writes a figure in the format that the path's suffix names, as PNG without a suffix. Returns the path."""
     path = Path(path)
     with replacing(path) as file:
         figure.savefig(file, format=path.suffix[1:] or "png", dpi=120)

@@ -1,14 +1,14 @@
 """BERT and its family with a head: masked LM, next sentence, replaced tokens, sequence and token classification,
 question answering, multiple choice.
 
-One class a head for all families; how a family's head differs from BERT's is in `fastbert/families.py`. Arguments,
-losses and checkpoints are those of `transformers`; the work is that of packed tokens. What all heads share:
+One class per head serves all families; `fastbert/families.py` says how a family's head differs from BERT's. Arguments,
+losses and checkpoints are those of `transformers`; the computation runs on packed tokens. All heads have in common:
 
 - Padded input (B, S) with a mask, or packed input (T,) with `cu_seqlens` and `max_seqlen`; labels and logits of tokens
   have the same form. Logits of padding are zeros, and a label there counts as -100.
-- A loss is a mean over what is labelled, in float32 or better, and 0 (not NaN) where nothing is.
-- Dropout before a classifier is `nn.Dropout`, as in `transformers`: it follows `torch.manual_seed`, and is drawn for
-  packed tokens, so padding does not change it.
+- The loss is a mean over the labelled rows, in float32 or better; without any labelled row it is 0, not NaN.
+- Dropout before a classifier is `nn.Dropout`, as in `transformers`: it follows `torch.manual_seed`. Its mask is drawn
+  for packed tokens, so padding does not change it.
 - Every forward raises ValueError, TypeError and, for ids and labels out of range, IndexError (on a CPU, or under
   FASTBERT_CHECK=1).
 """
@@ -33,7 +33,7 @@ from fastbert.ops.cross_entropy import cross_entropy_of_rows, labelled_rows
 from fastbert.ops.numbers import wide
 from fastbert.padding import Packing
 
-IGNORED = -100  # the label of what has none
+IGNORED = -100  # the label of tokens and sequences without a label
 SPARSE_ACTIVATIONS = ("relu", "log1p_relu")
 
 
@@ -41,7 +41,10 @@ SPARSE_ACTIVATIONS = ("relu", "log1p_relu")
 
 
 class BertHeadOutput(NamedTuple):
-    """As BertModelOutput. loss: a scalar, None without labels. Fields that were not asked for are None."""
+    """Output of a model with a head; items as in BertModelOutput.
+
+    loss: a scalar, None without labels. Fields that were not asked for are None.
+    """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -52,7 +55,7 @@ class BertHeadOutput(NamedTuple):
 
 
 class BertForPreTrainingOutput(NamedTuple):
-    """As BertHeadOutput, with the logits of both heads."""
+    """BertHeadOutput with the logits of both pre-training heads."""
 
     loss: Tensor | None = None
     prediction_logits: Tensor | None = None
@@ -64,7 +67,7 @@ class BertForPreTrainingOutput(NamedTuple):
 
 
 class BertForQuestionAnsweringOutput(NamedTuple):
-    """As BertHeadOutput, with logits for the first and for the last token of the answer."""
+    """BertHeadOutput with logits for the first and for the last token of the answer."""
 
     loss: Tensor | None = None
     start_logits: Tensor | None = None
@@ -79,25 +82,25 @@ class BertForQuestionAnsweringOutput(NamedTuple):
 
 
 class Body(NamedTuple):
-    """What a head computes on, packed, and where its tokens are."""
+    """The encoder's output, which a head computes on: packed, with the place of its tokens."""
 
-    op: str  # whose errors are reported
+    op: str  # the model's class, for error messages
     hidden: Tensor  # (T, C)
     pooled: Tensor | None  # (B, C)
     packing: Packing
-    records: tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]  # hidden_states, attentions: as asked for
+    records: tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]  # hidden_states and attentions, if requested
 
     def token_labels(self, labels: Tensor, classes: int) -> Tensor:
-        """Labels in the caller's form -> (T,), checked."""
+        """Checks labels in the caller's form and packs them to (T,)."""
         return _token_labels(self.op, self.packing, labels, self.hidden.device, classes)
 
     def sequence_labels(self, name: str, labels: Tensor, classes: int) -> Tensor:
-        """A class for each sequence, (B,) or (B, 1) -> (B,), checked."""
+        """Checks labels with a class for each sequence, (B,) or (B, 1), and gives them as (B,)."""
         return _sequence_labels(self.op, name, labels, self.hidden.device, self.packing.batch, classes)
 
 
 def _token_labels(op: str, packing: Packing, labels: Tensor, device: torch.device, classes: int) -> Tensor:
-    """Labels in the caller's form -> (T,), checked."""
+    """Checks labels in the caller's form and packs them to (T,)."""
     padded = packing.seqlen is not None
     shape, meaning = ((packing.batch, packing.seqlen), "(B, S)") if padded else ((packing.tokens,), "(T,)")
     _check_labels(op, "labels", labels, device, shape, meaning, classes)
@@ -107,7 +110,7 @@ def _token_labels(op: str, packing: Packing, labels: Tensor, device: torch.devic
 def _check_labels(
     op: str, name: str, labels: Tensor, device: torch.device, shape: tuple[int, ...], meaning: str, classes: int | None
 ) -> None:
-    """Integers of that shape, and where classes are given, below them or -100."""
+    """Checks that labels are integers of that shape and, with `classes`, in [0, classes) or -100."""
     checks.integers(op, **{name: labels})
     checks.shape(op, name, labels, shape, meaning)
     checks.same_device(op, {name: labels, "the model": torch.empty(0, device=device)})
@@ -118,7 +121,7 @@ def _check_labels(
 def _sequence_labels(
     op: str, name: str, labels: Tensor, device: torch.device, batch: int, classes: int | None
 ) -> Tensor:
-    """(B,) or (B, 1) -> (B,), checked."""
+    """Checks labels (B,) or (B, 1), and gives them as (B,)."""
     _check_tensor(op, name, labels)
     labels = labels.flatten()
     _check_labels(op, name, labels, device, (batch,), "(B,)", classes)
@@ -131,7 +134,7 @@ def _check_tensor(op: str, name: str, labels: Tensor) -> None:
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over labelled rows; 0 where there is none."""
+    """The mean cross-entropy of labelled rows; 0 if no row is labelled."""
     total = F.cross_entropy(wide(logits), labels.long(), ignore_index=IGNORED, reduction="sum")
     return total / (labels != IGNORED).sum().clamp(min=1)
 
@@ -139,12 +142,12 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 class _BertWithHead(Saveable):
     """A BertModel named `bert`, and a head beside it.
 
-    pooling: the head reads the pooler's output, or that of a layer in its place.
+    pooling: the head reads the pooler's output, or the output of a dense layer in its place.
     """
 
     pooling = True
-    loss_options: Mapping[str, Any] = {}  # for a forward of which nothing but the loss is wanted
-    accepts_loss_kwargs = False  # else transformers.Trainer takes **options for num_items_in_batch
+    loss_options: Mapping[str, Any] = {}  # arguments for a forward whose loss alone is needed
+    accepts_loss_kwargs = False  # else transformers.Trainer sees **options and passes num_items_in_batch
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -154,7 +157,7 @@ class _BertWithHead(Saveable):
 
     @property
     def _facts(self) -> Head:
-        """What the family's head is made of."""
+        """The facts about the family's head."""
         return self.config.head(self.kind)
 
     @property
@@ -171,7 +174,7 @@ class _BertWithHead(Saveable):
             raise ValueError(f"{op}: {family.name} has no such head; expected one of {known}")
         for name, expected in config.head(self.kind).requires.items():
             value = getattr(config, name, config.extra.get(name, expected))
-            if value != expected and (name, value) != ("embedding_size", config.hidden_size):  # which means the same
+            if value != expected and (name, value) != ("embedding_size", config.hidden_size):  # same as None
                 raise ValueError(f"{op}: {name} is {value!r}; expected {expected!r}, for {family.name}")
 
     def _encode(
@@ -182,9 +185,10 @@ class _BertWithHead(Saveable):
         packing: Packing | None = None,
         **records: bool,
     ) -> Body:
-        """The body on packed tokens.
+        """Runs the encoder on packed tokens.
 
-        inputs: input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds; with packing, as it packed them.
+        inputs: input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds; already packed if packing is
+        given.
         """
         return self._run(*self._pack(inputs, cu_seqlens, max_seqlen, packing), **records)
 
@@ -198,7 +202,7 @@ class _BertWithHead(Saveable):
         return ModelInputs(input_ids, *others), packing
 
     def _run(self, packed: ModelInputs, packing: Packing, **records: bool) -> Body:
-        """The body is called, not taken apart, so hooks on it run."""
+        """Runs the encoder. `self.bert` is called as a module, so hooks on it run."""
         if unknown := records.keys() - {"output_hidden_states", "output_attentions"}:
             raise TypeError(f"{type(self).__name__}: got unexpected keyword arguments: {', '.join(sorted(unknown))}")
         hidden, pooled, states, attentions = self.bert(**packed._asdict(), **records, packing=packing)
@@ -209,18 +213,18 @@ class _BertWithHead(Saveable):
     def from_pretrained(
         cls, source: str | Path | checkpoint.Checkpoint, *, dtype: torch.dtype | str | None = None, **config: Any
     ) -> Self:
-        """From a directory or by a name on the hub, as BertModel; in evaluation mode.
+        """Loads a model from a directory or by its name on the hub, as BertModel does; in evaluation mode.
 
-        The checkpoint may be a bare BertModel's or another head's. What it lacks of this head, and of the pooler, is
-        initialised, with a UserWarning that names it; heads that this model does not have are left out. config: fields
-        of the configuration to change, as in `num_labels=3`.
+        The checkpoint may be a bare BertModel's or another head's. Parameters of this head and of the pooler that it
+        lacks are initialised, with a UserWarning that names them; heads that this model does not have are left out.
+        config: fields of the configuration to change, as in `num_labels=3`.
         Raises FileNotFoundError, ValueError (a corrupt file, a configuration that makes no sense) and RuntimeError (a
         parameter of the encoder that is missing or unexpected, or of any part that has another shape).
         """
         return checkpoint.load(source).make(lambda found: cls(found.changed(**config)), dtype)
 
     def select(self, state: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
-        """The state of a checkpoint without other heads, and with new parameters for what it lacks of this one."""
+        """A checkpoint's state without other heads, and with new parameters where it lacks some of this model."""
         expected, body = self.state_dict(), ("bert.embeddings.", "bert.encoder.")
         state = {name: tensor for name, tensor in state.items() if name in expected or name.startswith(body)}
         new = sorted(name for name in expected.keys() - state.keys() if not name.startswith(body))
@@ -232,7 +236,7 @@ class _BertWithHead(Saveable):
         return state
 
     def _new_dropout(self) -> nn.Dropout | None:
-        """The head's own; None where it has none."""
+        """The head's dropout; None for a head without."""
         return nn.Dropout(self.config.dropout_of(self._facts.dropout)) if self._facts.dropout else None
 
     def _new_parameter(self, name: str, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
@@ -257,7 +261,8 @@ class BertPredictionHeadTransform(nn.Module):
 
 
 class BertLMPredictionHead(nn.Module):
-    """Scores of the vocabulary. The decoder is the word embeddings, passed in: nothing tied can come apart."""
+    """Logits over the vocabulary. The decoder's weight is the word embeddings, passed in, so the two are always
+    tied."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -275,7 +280,8 @@ class BertLMPredictionHead(nn.Module):
         return ops.linear_max(self.transform(hidden), words, self.bias, cu_seqlens)
 
     def loss(self, hidden: Tensor, words: Tensor, labels: Tensor, rows: Tensor | None) -> Tensor:
-        """The mean cross-entropy of labelled rows, from them alone. rows: which they are; None computes all."""
+        """The mean cross-entropy of labelled rows. rows: their indices, so that only they are computed; None computes
+        all rows."""
         if rows is not None:
             hidden, labels = ops.pack(hidden.unsqueeze(0), rows), labels.index_select(0, rows)
         return cross_entropy_of_rows(self.transform(hidden), words, self.bias, labels)
@@ -295,7 +301,7 @@ class _MaskedLM(_BertWithHead):
     loss_options = {"skip_logits": True}
 
     def resize_token_embeddings(self, vocab_size: int) -> nn.Embedding:
-        """As BertModel's; the biases of new tokens are 0."""
+        """Resizes the vocabulary as BertModel's method does; the head's biases of new tokens are 0."""
         words, head = super().resize_token_embeddings(vocab_size), self.cls.predictions
         kept, bias = min(vocab_size, len(head.bias)), head.bias
         head.bias = nn.Parameter(bias.new_zeros(vocab_size), bias.requires_grad)
@@ -313,9 +319,10 @@ class _MaskedLM(_BertWithHead):
         packing: Packing | None = None,
         **records: bool,
     ) -> tuple[Body, Tensor | None, Tensor | None]:
-        """The body, and loss and logits of the masked-LM head; None without labels, and where they are skipped.
+        """The encoder's output, and the masked-LM head's loss (None without labels) and logits (None if skipped).
 
-        Labelled rows are looked for before the body runs: the host then waits for a GPU that has little to do yet.
+        Labelled rows are found before the encoder runs: the host synchronisation is short while the GPU has little
+        queued.
         """
         packed, packing = self._pack(inputs, cu_seqlens, max_seqlen, packing)
         words, op = self.bert.embeddings.word_embeddings.weight, type(self).__name__
@@ -356,10 +363,10 @@ class BertForMaskedLM(_MaskedLM):
     ) -> BertHeadOutput:
         """Input as in BertModel. labels: (B, S) or packed (T,) integers, a token or -100. logits: (B, S, V) or (T, V).
 
-        The head runs on labelled tokens alone. Logits, which are of all tokens, are None in training with labels;
-        skip_logits=False makes them, True leaves them out in evaluation too. labelled_rows: (L,) the distinct rows of
-        packed labels that have one, where the caller knows them (`fastbert.data.PackingCollator` does); found when
-        None, with one host synchronisation on a GPU, before the encoder starts.
+        For the loss the head runs on labelled tokens alone. Logits, which need all tokens, are None in training with
+        labels; skip_logits=False computes them, True leaves them out in evaluation too. labelled_rows: (L,) the indices
+        of packed tokens that have a label, each once, if the caller knows them (`fastbert.data.PackingCollator` does);
+        when None they are found before the encoder starts, with one host synchronisation on a GPU.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         body, loss, logits = self._predict(inputs, labels, labelled_rows, skip_logits, **options)
@@ -367,12 +374,12 @@ class BertForMaskedLM(_MaskedLM):
 
 
 class BertForSparseEmbedding(_MaskedLM):
-    """BERT with the masked-LM head as SPLADE uses it: a vector of the vocabulary's size for each sequence.
+    """BERT with the masked-LM head as SPLADE uses it: one vector of the vocabulary's size for each sequence.
 
-    The weight of a word is max over tokens of log(1 + relu(logit)) (Formal et al., "SPLADE v2", 2021).
-    activation: "relu" is that; "log1p_relu" takes the logarithm log(1 + x) of it once more (Shen et al., "Exploring l0
-    sparsification for inference-free sparse retrievers", 2025). Checkpoints are those of BertForMaskedLM, which do not
-    hold the activation. Raises ValueError for another one.
+    The weight of a word is the maximum over tokens of log(1 + relu(logit)) (Formal et al., "SPLADE v2", 2021): this is
+    the activation "relu". "log1p_relu" applies log(1 + x) to it once more (Shen et al., "Exploring l0 sparsification
+    for inference-free sparse retrievers", 2025). Checkpoints are those of BertForMaskedLM, which do not hold the
+    activation. Raises ValueError for another activation.
     """
 
     kind = "ForMaskedLM"
@@ -398,9 +405,9 @@ class BertForSparseEmbedding(_MaskedLM):
     ) -> Tensor:
         """Input as in BertModel. Returns (B, V) in float32 or better; zeros for a sequence without a token.
 
-        Logits, one a token and word, are never in memory as a whole (`fastbert.ops.linear_max`). Equivalent to
-        `torch.stack([text.relu().log1p().max(0).values for text in logits])`, of BertForMaskedLM's logits without
-        padding.
+        The logits of all tokens and words are never in memory at once (`fastbert.ops.linear_max`). Equivalent to
+        `torch.stack([text.relu().log1p().max(0).values for text in logits])`, where `logits` are BertForMaskedLM's
+        without padding.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         body, words = self._encode(inputs, cu_seqlens, max_seqlen), self.get_input_embeddings().weight
@@ -409,7 +416,7 @@ class BertForSparseEmbedding(_MaskedLM):
 
 
 class BertForPreTraining(_MaskedLM):
-    """BERT or ALBERT with both heads of its pre-training; Hugging Face's BertForPreTraining on packed tokens."""
+    """BERT or ALBERT with both of its pre-training heads; Hugging Face's BertForPreTraining on packed tokens."""
 
     kind = "ForPreTraining"
 
@@ -433,11 +440,13 @@ class BertForPreTraining(_MaskedLM):
         skip_logits: bool | None = None,
         **options: Unpack[ModelOptions],
     ) -> BertForPreTrainingOutput:
-        """Arguments as in BertForMaskedLM, and a label of the pair, (B,): in BERT next_sentence_label, 0 for the next
-        sentence, 1 for a random one; in ALBERT sentence_order_label, 0 for the order of the text, 1 for the other.
+        """Arguments as in BertForMaskedLM, and a label (B,) of the sentence pair: in BERT next_sentence_label, 0 for
+        the next sentence, 1 for a random one; in ALBERT sentence_order_label, 0 for the order of the text, 1 for the
+        reverse.
 
-        loss: the sum of the two losses, or the one whose labels are given (transformers gives none then).
-        prediction_logits: (B, S, V) or (T, V), made or left out as BertForMaskedLM's. seq_relationship_logits: (B, 2).
+        loss: the sum of the two losses, or only the one whose labels are given (transformers gives none then).
+        prediction_logits: (B, S, V) or (T, V), computed or left out as in BertForMaskedLM. seq_relationship_logits:
+        (B, 2).
         """
         name, label = self._pair_label(next_sentence_label, sentence_order_label)
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
@@ -461,7 +470,7 @@ class BertForPreTraining(_MaskedLM):
 
 
 class _Classifier(_BertWithHead):
-    """A head that turns what the body gave, and labels, into a loss and logits in the caller's form."""
+    """A head that computes a loss and logits, in the caller's form, from the encoder's output and labels."""
 
     def _classify(self, body: Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
         raise NotImplementedError
@@ -478,7 +487,7 @@ class _Classifier(_BertWithHead):
                 self.first_dropout = nn.Dropout(self.config.dropout_of(name))
 
     def _score(self, body: Body) -> Tensor:
-        """(B, classes), from the pooler's output or, where the head has a dense layer of its own, the first token."""
+        """Logits (B, classes), from the pooler's output or, for heads with their own dense layer, the first token."""
         facts, x = self._facts, body.pooled
         if facts.dense:
             x = body.packing.first(body.hidden)
@@ -522,8 +531,8 @@ class BertForNextSentencePrediction(_Classifier):
 class BertForSequenceClassification(_Classifier):
     """BERT with a classifier or a regression on the pooled output. logits: (B, num_labels).
 
-    config.problem_type decides the loss. Where it is None the first labels decide, by num_labels and their dtype, and
-    set it in the model's own copy of the configuration, so that what is saved says how to read the logits:
+    config.problem_type decides the loss. If it is None, num_labels and the dtype of the first labels decide, and it is
+    set in the model's own copy of the configuration, so that a saved model says how to read its logits:
     "regression" (one label; mean squared error; labels (B,), or (B, num_labels) for several),
     "single_label_classification" (integers; cross-entropy; labels (B,), a class or -100),
     "multi_label_classification" (floats; binary cross-entropy; labels (B, num_labels)).
@@ -561,7 +570,7 @@ class BertForSequenceClassification(_Classifier):
         return losses.where(of_caller.unsqueeze(1), 0).sum() / (filled * losses.shape[1]).clamp(min=1)
 
     def problem_of(self, labels: Tensor) -> str:
-        """config.problem_type, or what it becomes with these labels."""
+        """config.problem_type, or if that is None the type that these labels imply."""
         if self.config.problem_type:
             return self.config.problem_type
         if self.config.num_labels == 1:
@@ -596,7 +605,7 @@ class BertForTokenClassification(_Classifier):
 
 
 class BertForMultipleChoice(_Classifier):
-    """BERT that scores N choices by their pooled outputs. labels: (B,), the right choice or -100. logits: (B, N)."""
+    """BERT that scores N choices by their pooled outputs. labels: (B,), the correct choice or -100. logits: (B, N)."""
 
     kind = "ForMultipleChoice"
 
@@ -618,7 +627,7 @@ class BertForMultipleChoice(_Classifier):
     ) -> BertHeadOutput:
         """Padded input (B, N, S), or packed (T,) with cu_seqlens (B * N + 1,) and num_choices N.
 
-        hidden_states and attentions are those of the B * N sequences.
+        hidden_states and attentions cover the B * N sequences.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         cu_seqlens = options.get("cu_seqlens")
@@ -671,10 +680,10 @@ class BertDiscriminatorPredictions(nn.Module):
 
 
 class BertForReplacedTokenDetection(_Classifier):
-    """ELECTRA's discriminator: which tokens were replaced; Hugging Face's ElectraForPreTraining on packed tokens.
+    """ELECTRA's discriminator, which finds replaced tokens; Hugging Face's ElectraForPreTraining on packed tokens.
 
-    labels: (B, S) or packed (T,), 0 for a token of the text, 1 for a replaced one, or -100. logits: (B, S) or (T,), of
-    being replaced. loss: the mean binary cross-entropy of labelled tokens.
+    labels: (B, S) or packed (T,), 0 for an original token, 1 for a replaced one, or -100. logits: (B, S) or (T,), that
+    the token was replaced. loss: the mean binary cross-entropy of labelled tokens.
     """
 
     kind = "ForReplacedTokenDetection"
@@ -700,7 +709,7 @@ class BertForReplacedTokenDetection(_Classifier):
 
 
 class BertForQuestionAnswering(_BertWithHead):
-    """BERT that finds an answer in the text: a score for each token to be its first, and one to be its last."""
+    """BERT that finds an answer in the text: for each token a score as its first token, and one as its last."""
 
     kind = "ForQuestionAnswering"
     pooling = False
@@ -723,12 +732,12 @@ class BertForQuestionAnswering(_BertWithHead):
         **options: Unpack[ModelOptions],
     ) -> BertForQuestionAnsweringOutput:
         """Input as in BertModel. start_positions, end_positions: (B,) integers, the column of the padded batch, or for
-        packed input the place in the sequence; both or no loss.
+        packed input the position in the sequence; the loss needs both.
 
-        start_logits, end_logits: (B, S), the lowest number at padding, so that no answer begins there; or (T,). loss:
-        the mean of both cross-entropies over the tokens of each sequence. Padding takes no part (in transformers it
-        does: losses are equal without padding). A position before the text counts as 0, as in transformers; one
-        beyond it, or at padding, is left out.
+        start_logits, end_logits: (T,), or (B, S) with the dtype's lowest number at padding, so that no answer begins or
+        ends there. loss: the mean of both cross-entropies over the tokens of each sequence, without padding
+        (transformers includes padding: the losses are equal if there is none). A negative position counts as 0, as in
+        transformers; a position beyond the text, or at padding, is ignored.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         body = self._encode(inputs, **options)
@@ -744,14 +753,14 @@ class BertForQuestionAnswering(_BertWithHead):
 
 
 def _on_grid(body: Body, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(T, 2) to (B, S, 2), the lowest number where there is no token, and where there is one."""
+    """(T, 2) to (B, S, 2) with the dtype's lowest number at padding, and where the tokens are, (B, S) bool."""
     grid = body.packing.grid()
     visible = grid.visible()
     return grid.unpack(logits).masked_fill(~visible.unsqueeze(-1), torch.finfo(logits.dtype).min), visible
 
 
 def _answer_labels(name: str, positions: Tensor, visible: Tensor) -> Tensor:
-    """Positions (B,) or (B, 1) as labels of the grid's columns, those without a token left out."""
+    """Positions (B,) or (B, 1) as labels of the grid's columns; -100 where there is no token."""
     batch, seqlen = visible.shape
     positions = _sequence_labels("BertForQuestionAnswering", name, positions, visible.device, batch, None)
     column = positions.long().clamp(0, seqlen)
@@ -759,7 +768,7 @@ def _answer_labels(name: str, positions: Tensor, visible: Tensor) -> Tensor:
     return column.masked_fill(~answerable, IGNORED)
 
 
-HEADS = (  # which of them a family has: fastbert/families.py
+HEADS = (  # fastbert/families.py says which of them a family has
     BertForPreTraining,
     BertForMaskedLM,
     BertForNextSentencePrediction,

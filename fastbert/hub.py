@@ -1,23 +1,23 @@
-"""Models by name: what the Hugging Face hub has, through `huggingface_hub` and its cache."""
+"""Models by their names on the Hugging Face hub, through `huggingface_hub` and its cache."""
 
 import re
 from pathlib import Path
 
-# configuration and tokenizer, sentence-transformers' folders too, and ColBERT's settings
+# configurations and tokenizers, also in sentence-transformers' folders, and ColBERT's settings
 FILES = ("*.json", "vocab.txt", "merges.txt", "artifact.metadata")
-# of the model, and of what comes after it: sentence-transformers' Dense, BGE-M3's linear layers
+# weights of the model and of layers after it: sentence-transformers' Dense, BGE-M3's linear layers
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "*_Dense/model.safetensors", "*_linear.pt")
 PICKLED = ("pytorch_model.bin", "*_Dense/pytorch_model.bin")
 NAME = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?")
 
 
 def directory_of(source: str | Path, *, weights: bool = True) -> Path:
-    """A directory as it is, or for the name of a model on the hub the directory of its files in the hub's cache.
+    """The directory itself, or for a model's name on the hub the directory of its files in the hub's cache.
 
-    source: a directory, or a name as "bert-base-uncased" or "intfloat/e5-small@main", at a branch, a tag or a commit.
-    Files that are not in the cache are downloaded: those that fastbert reads, and no weights where they are not wanted.
-    Raises FileNotFoundError for a directory that does not exist, and for a name that is neither in the cache nor to be
-    had, which says how to put it there.
+    source: a directory, or a name such as "bert-base-uncased" or "intfloat/e5-small@main", at a branch, a tag or a
+    commit. Files that are not in the cache are downloaded: only those that fastbert reads, and weights only if
+    `weights`. Raises FileNotFoundError for a directory that does not exist, and for a name that is neither in the cache
+    nor available; the message says how to put it there.
     """
     if Path(source).is_dir():
         return Path(source)

@@ -1,8 +1,8 @@
-"""Memory for packed weights, which every call reads from first to last.
+"""Memory in huge pages for packed weights, which every call reads from beginning to end.
 
-A model has more pages of 4 KiB than a processor keeps the addresses of, so reading its weights means looking them up
-again and again. So packed weights lie one behind the other in large regions, for which Linux is asked for pages of
-2 MiB. A region is given back with the last of its tensors.
+A model has more pages of 4 KiB than a processor's TLB has entries, so reading its weights causes TLB misses again and
+again. Packed weights are therefore placed one after the other in large regions, for which Linux is asked for pages of
+2 MiB. A region is freed with the last of its tensors.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-REGION = 32 << 20  # bytes; what no tensor fills takes no memory
-_LINE = 64  # tensors begin where a line of the caches does
+REGION = 32 << 20  # bytes; pages that no tensor has filled take no memory
+_LINE = 64  # bytes; tensors are aligned to cache lines
 
 _lock = threading.Lock()
 _last: weakref.ref[mmap.mmap] | None = None
-_taken = 0  # bytes of the last region
+_taken = 0  # bytes in use of the last region
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """torch.empty on the CPU, in huge pages where the system has them."""
+    """torch.empty on the CPU, in huge pages if the system has them."""
     count = math.prod(shape)
     size = count * dtype.itemsize
     if not size or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -35,7 +35,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _take(size: int) -> tuple[mmap.mmap, int]:
-    """A region, and where so many of its bytes begin."""
+    """A region, and the offset of `size` free bytes in it."""
     global _last, _taken
     with _lock:
         region = _last and _last()
@@ -49,13 +49,13 @@ def _take(size: int) -> tuple[mmap.mmap, int]:
 
 def _region(size: int) -> mmap.mmap:
     region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         region.madvise(mmap.MADV_HUGEPAGE)
     return region
 
 
 def _begin_anew() -> None:
-    """In a forked process: a thread of its parent's may have held the lock."""
+    """Resets the state in a forked process, because a thread of the parent may have held the lock."""
     global _lock, _last
     _lock, _last = threading.Lock(), None
 

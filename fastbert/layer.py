@@ -1,14 +1,14 @@
-"""How embeddings and an encoder layer are computed on packed tokens: for our own modules and for transformers' alike.
+"""How embeddings and encoder layers are computed on packed tokens, for our own modules and for transformers' alike.
 
-Both come apart into the same parts; `fastbert/families.py` says where to find them. A part that is what it looks like
-(a plain nn.Linear, nn.Embedding, nn.LayerNorm or nn.Dropout) is not called: its parameters go into a fused op. One that
-is not (wrapped by LoRA, quantised, replaced, or with hooks) is called, on packed tokens.
+Both kinds of modules are split into the same parts; `fastbert/families.py` says where each part is. A plain part (an
+unmodified nn.Linear, nn.Embedding, nn.LayerNorm or nn.Dropout) is not called: its parameters go into a fused op. Any
+other part (wrapped by LoRA, quantised, replaced, or with hooks) is called as a module, on packed tokens.
 
-A layer whose parts are all plain is one op, where a backend has it: on small batches the way to a dozen ops takes
-longer than they do. So are all layers together, where no gradient is wanted and nobody looks between them. Where scores
-depend on the distance of tokens (`Distances`), attention comes first by itself, and the rest of the layer is that one
-op. What else belongs here: another attention (rotary positions) in `attend`, another MLP (gated) in place of `up_gelu`,
-and a pre-norm layer beside `encoder_layer`.
+A layer whose parts are all plain runs as one op where a backend has that op: on small batches the overhead of calling a
+dozen ops exceeds their run time. All layers together run as one op where no gradient is needed and nothing needs the
+outputs between them. Where scores depend on the distance between tokens (`Distances`), attention runs first, by itself,
+and the rest of the layer is one op. New variants belong here too: another attention (rotary positions) in `attend`,
+another MLP (gated) in place of `up_gelu`, and a pre-norm layer beside `encoder_layer`.
 """
 
 import functools
@@ -41,10 +41,10 @@ from fastbert.prepared import PRECISIONS, PreparedLinear, ScaledLinear, joined_d
 
 T = TypeVar("T")
 
-# transformers' activation modules that are a GELU, and which form of it.
+# transformers' activation modules that compute GELU -> its form, as the ops' `approximate`.
 GELU_FORMS = {"GELUActivation": "none", "NewGELUActivation": "tanh", "GELUTanh": "tanh", "PytorchGELUTanh": "tanh"}
 
-# By their names in configurations, of a pooler or of DeBERTa-v2's convolution.
+# Activation functions by the names that configurations use, for poolers and for DeBERTa-v2's convolution.
 ACTIVATIONS = {"tanh": torch.tanh, "relu": F.relu} | {
     name: functools.partial(F.gelu, approximate=form) for name, form in config.GELU_FORMS.items()
 }
@@ -52,12 +52,15 @@ ACTIVATIONS = {"tanh": torch.tanh, "relu": F.relu} | {
 
 @dataclass(slots=True, eq=False)
 class AttentionParts:
-    """module: with its `scaling`; its mode, or where own_mode says so that of the nn.Dropout, decides whether attention
-    drops."""
+    """The parts of a layer's attention.
+
+    module: has the scaling of the scores, and its training mode decides whether attention applies dropout. With
+    own_mode, the training mode of `dropout` decides.
+    """
 
     module: nn.Module
     heads: int
-    projections: tuple[nn.Module, ...]  # to queries, keys and values, or one to all three
+    projections: tuple[nn.Module, ...]  # to queries, keys and values; or a single one that gives all three
     dropout: nn.Module
     own_mode: bool = False
 
@@ -75,12 +78,13 @@ class AttentionParts:
         known = module.__dict__.get("scaling")
         if known is not None:
             return known
-        if hasattr(module, "pos_att_type"):  # transformers' DeBERTa, and last its MPNet, have no name for it
+        if hasattr(module, "pos_att_type"):  # transformers' DeBERTa stores no scaling, nor does its MPNet (last line)
             return disentangled_scaling(module.attention_head_size, module.pos_att_type)
         return module.attention_head_size**-0.5
 
     def check_dropout(self) -> None:
-        """Attention drops inside its kernel, so nothing could call a module that does more. Raises TypeError."""
+        """Raises TypeError for a module that does more than nn.Dropout: attention drops inside its kernel, which cannot
+        call it."""
         dropout = self.dropout
         idle = not self.training or isinstance(dropout, nn.Identity)
         if not idle and not is_plain_dropout(dropout):
@@ -89,12 +93,13 @@ class AttentionParts:
 
 
 _AFTER_ATTENTION = (nn.Linear, nn.LayerNorm, nn.Linear, nn.Linear, nn.LayerNorm)
-LEAVES = {len(kinds): kinds for kinds in ((*[nn.Linear] * n, *_AFTER_ATTENTION) for n in (1, 3))}  # by how many
+# Number of leaves (with one projection or with three) -> their types where they are plain.
+LEAVES = {len(kinds): kinds for kinds in ((*[nn.Linear] * n, *_AFTER_ATTENTION) for n in (1, 3))}
 
 
 @dataclass(slots=True, eq=False)
 class LayerParts:
-    """The parts of one layer. `fastbert.families.LayerFacts` says which is which; None where the family has none."""
+    """The parts of one layer, found by `fastbert.families.LayerFacts`. None: the family has no such part."""
 
     attention: AttentionParts
     out: nn.Module
@@ -105,17 +110,17 @@ class LayerParts:
     down: nn.Module
     down_dropout: nn.Module | None
     down_norm: nn.Module
-    leaves: tuple[nn.Module, ...]  # what has parameters, in the order of `ops.encoder_layer`
-    containers: tuple[nn.Module, ...]  # between the layer and its parts, the attention module apart
-    # What was found so far, and is true for as long as the parts are; None where nobody has looked yet.
-    plain: bool | None = None  # whether all leaves are
-    prepared: tuple[list[Tensor], list[Tensor]] | None = None  # of `prepared_parameters`
-    dropping: bool | None = None  # of `drops`
-    lasts: bool = False  # whether the next forward may have the same parts
+    leaves: tuple[nn.Module, ...]  # the parts with parameters, in the order of `ops.encoder_layer`
+    containers: tuple[nn.Module, ...]  # the modules between the layer and its parts, without the attention module
+    # Cached results, valid as long as these parts are; None: not computed yet.
+    plain: bool | None = None  # whether all leaves are plain
+    prepared: tuple[list[Tensor], list[Tensor]] | None = None  # the result of `prepared_parameters`
+    dropping: bool | None = None  # the result of `drops`
+    lasts: bool = False  # whether the next forward may use this same object
 
     @classmethod
     def of(cls, layer: nn.Module, facts: LayerFacts) -> "LayerParts":
-        """Raises AttributeError where a part is not in its place."""
+        """Finds the parts of a layer. Raises AttributeError if one is not in its place."""
         found = facts.find(layer)
         parts = [None if place is None else found[place] for place in facts.places]
         after = 2 + len(facts.projections)
@@ -124,7 +129,7 @@ class LayerParts:
         return cls(attention, *parts[after + 1 :], tuple(leaves), tuple(containers))
 
     def kinds(self) -> tuple[type[nn.Module], ...]:
-        """What `leaves` are where they are plain."""
+        """The types that `leaves` have where they are plain."""
         return LEAVES[len(self.leaves)]
 
     def drops(self) -> bool:
@@ -137,28 +142,28 @@ class LayerParts:
         return before or probability(self.out_dropout) > 0 or probability(self.down_dropout) > 0
 
 
-# ---- what may be read instead of called
+# ---- which modules are plain, so that their parameters are read and they are not called
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_hooks_of = itemgetter(*_HOOKS)  # of a module's __dict__
+_hooks_of = itemgetter(*_HOOKS)  # from a module's __dict__
 _TABLES = ("_parameters", "_modules")
-# Attributes of modules that no forward of ours reads, nor `is_plain` and the like.
+# Module attributes that neither our forwards read nor `is_plain` and its like.
 _UNREAD = (frozenset(vars(nn.Module())) - {"training", *_TABLES}) | frozenset(
     "in_features out_features num_embeddings embedding_dim normalized_shape elementwise_affine inplace kept".split()
 )
-_KNOWN = ("torch.nn.", "transformers.", "fastbert.")  # where no class computes what looks like an attribute
+_KNOWN = ("torch.nn.", "transformers.", "fastbert.")  # no class of these computes an attribute that is read here
 
 
 class Reading:
-    """The parts of a module, which are true for as long as all below it stays as it was: nobody has added or removed a
-    hook, replaced a module or a parameter, or set an attribute. Values of tensors may change.
+    """The cached parts of a module, valid as long as nothing below it changes: no hook is added or removed, no module
+    or parameter replaced, no attribute set. Values of tensors may change.
 
-    Every forward asks that of every layer: it takes 3.5 µs, to read a layer 25.
+    Every forward checks this for every layer: the check takes 3.5 µs, reading the layer again would take 25 µs.
     """
 
     def __init__(self, module: nn.Module, parts: Any) -> None:
         self.parts = parts
-        self._module = weakref.ref(module)  # which may hold this
+        self._module = weakref.ref(module)  # weak: the module may hold this object
         modules = list(module.modules())[1:]
         self._own = [vars(each) for each in modules]
         tables = [module._modules, *(table[name] for table in self._own for name in _TABLES)]
@@ -168,15 +173,15 @@ class Reading:
         owners, names = zip(*entries, strict=True)
         values = tuple(map(dict.get, owners, names))
         self._hooks = self._hooks_now()
-        tables = *self._own, *tables, *chain.from_iterable(map(_hooks_of, self._own))  # where nothing is to come or go
+        tables = *self._own, *tables, *chain.from_iterable(map(_hooks_of, self._own))  # whose sizes must not change
         typed = *modules, *(value for value in values if isinstance(value, Tensor))
         self._before = tables, tuple(map(len, tables)), typed, tuple(map(type, typed)), owners, names, values
-        self._classes = list(dict.fromkeys(map(type, modules)))  # whose forward may be replaced
+        self._classes = list(dict.fromkeys(map(type, modules)))  # their forward may be replaced
         self._forwards = [cls.forward for cls in self._classes]
 
     @staticmethod
     def lasts(module: nn.Module) -> bool:
-        """Whether all that can be seen: not of scripted modules, nor of classes that may compute attributes."""
+        """Whether every change can be noticed: not in scripted modules, nor in classes that may compute attributes."""
         modules = list(module.modules())
         tables = [vars(each).get(name) for each in modules for name in _TABLES]
         return all([isinstance(table, dict) for table in tables]) and not any(map(_may_compute, map(type, modules)))
@@ -185,7 +190,7 @@ class Reading:
         return list(chain.from_iterable(map(dict.values, chain.from_iterable(map(_hooks_of, self._own)))))
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether the parts are still those of this module."""
+        """Whether the cached parts are still those of this module."""
         if module is not self._module() or not _as_before(*self._before):
             return False
         if self._hooks and self._hooks_now() != self._hooks:
@@ -202,9 +207,9 @@ def as_before(
     names: Sequence[str],
     values: Sequence[Any],
 ) -> bool:
-    """Whether tables have these sizes, objects these types, and owners under their names these values (None for none).
+    """Whether `tables` have these sizes, `typed` these types, and `owners` these values under `names` (None: no entry).
 
-    Of a layer that is 270 looks, which take 8 µs, and 3 in C++.
+    For one layer that is 270 look-ups, which take 8 µs here and 3 µs in C++.
     """
     if tuple(map(len, tables)) != sizes or tuple(map(type, typed)) != types:
         return False
@@ -215,26 +220,27 @@ _as_before = as_before if backends.EXTENSION is None else backends.EXTENSION.as_
 
 
 class Kept:
-    """What the forwards of somebody found out about his modules. In a copy or a pickle of him it is empty: it would be
-    about the original. Parameters are kept from the second forward on that has the same: those of one call, as
-    torch.func puts them there, are not. Ones that were replaced are, until the next forward."""
+    """What a model's forwards found out about its modules, for the next forward. It is empty in a copy or a pickle of
+    the model, because it describes the original. A module is kept from the second forward with the same parameters on,
+    so parameters that exist for one call only (as with torch.func) are never kept. Replaced parameters stay in memory
+    until the next forward."""
 
     def __init__(self) -> None:
-        self._known: list[Reading | list[weakref.ref]] = []  # of each module; or its parameters in the last forward
-        self.joined: _Joined | None = None  # of `encoder_layers`
+        self._known: list[Reading | list[weakref.ref]] = []  # of each module; a list: its parameters last time
+        self.joined: _Joined | None = None  # for `encoder_layers`
 
     def clear(self) -> None:
-        """For a forward that has no use for it."""
+        """Forgets everything: for a forward that calls the layers as modules."""
         if not torch.compiler.is_compiling():
             self._known, self.joined = [], None
 
     def part(self) -> None:
-        """For a forward that takes the layers one by one."""
+        """Forgets the joined layers: for a forward that runs the layers one by one."""
         if not torch.compiler.is_compiling():
             self.joined = None
 
     def read(self, modules: Sequence[nn.Module], read: Callable[[nn.Module], T]) -> list[T]:
-        """read(module), the parts of each, or what it gave last time where that still holds."""
+        """The parts of each module: read(module), or the last forward's where they are still valid."""
         if torch.compiler.is_compiling():
             return [read(module) for module in modules]
         known, self._known = [*self._known, *[[]] * len(modules)], []
@@ -249,13 +255,13 @@ class Kept:
 def _look(
     module: nn.Module, read: Callable[[nn.Module], T], before: Reading | list[weakref.ref]
 ) -> tuple[T, Reading | list[weakref.ref]]:
-    """The parts, and what to know in the next forward."""
+    """The parts of a module, and what `Kept` remembers of it until the next forward."""
     if isinstance(before, Reading):
         if before.holds(module):
             return before.parts, before
         before = []
     parts, now = read(module), list(map(weakref.ref, module.parameters()))
-    same = len(before) == len(now) and all([a() is b() for a, b in zip(before, now, strict=True)])  # == asks numbers
+    same = len(before) == len(now) and all([a() is b() for a, b in zip(before, now, strict=True)])  # == reads values
     if parts is None or not (same and Reading.lasts(module)):
         return parts, now
     parts.lasts = True
@@ -263,7 +269,7 @@ def _look(
 
 
 def _may_compute(cls: type[nn.Module]) -> bool:
-    """Whether a class of others is in place of one that is read, and may compute what there is an attribute."""
+    """Whether this is someone else's subclass of a known class: it may compute what is a plain attribute there."""
     kinds = [kind for kind in cls.__mro__ if kind is not nn.Module and kind.__module__.startswith(_KNOWN)]
     return bool(kinds) and kinds[0] is not cls
 
@@ -278,25 +284,27 @@ def hooks(module: nn.Module, but_of: tuple[str, ...] = ()) -> bool:
 
 
 def unchanged(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether the module computes what `kind` does from its parameters; hooks apart."""
+    """Whether the module's forward is that of `kind`. Hooks are not looked at."""
     return type(module).forward is kind.forward and "forward" not in vars(module)
 
 
-_NO_SCALE = torch.empty(0)  # of a dense layer that is not prepared for int8
+_NO_SCALE = torch.empty(0)  # the scale of a dense layer that is not prepared for int8
 _ORDINARY = (nn.Parameter, Tensor, type(None))
 
 
 def ordinary(weight: Tensor | None) -> bool:
-    """No quantised tensor or the like, which an op could not read. FSDP2's are ordinary once their layer runs.
+    """Whether an op can read the weight: it is not quantised or the like. FSDP2's weights are gathered once their layer
+    runs, so they count as ordinary.
 
-    None: the weight is computed by a parametrization when it is read.
+    None: a parametrization computes the weight when it is read.
     """
     kind = type(weight)
     return kind in _ORDINARY or kind.__module__.startswith("torch.distributed.")
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """`unchanged`, and no hooks; read where it is quickest, because it is asked of every leaf of every layer."""
+    """Whether the module is `unchanged` and has no hooks. Written for speed, as it is asked of every leaf of every
+    layer."""
     cls, own = type(module), module.__dict__
     if (cls is not kind and cls.forward is not kind.forward) or "forward" in own:
         return False
@@ -305,7 +313,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def is_prepared(module: nn.Module) -> bool:
-    """Whether it is a dense layer that `fastbert.prepare` made, without hooks."""
+    """Whether the module is a dense layer that `fastbert.prepare` made, without hooks."""
     return isinstance(module, PreparedLinear) and is_plain(module, type(module))
 
 
@@ -334,12 +342,12 @@ def probability(dropout: nn.Module | None) -> float:
 
 
 def _definer_of_forward(cls: type[nn.Module]) -> type:
-    """Where a subclass computes something of its own, the `drops` that it inherits may not fit."""
+    """The class that defines the forward of cls. An inherited `drops` may not fit a subclass with another forward."""
     return next(base for base in cls.__mro__ if "forward" in vars(base))
 
 
 def drops(module: nn.Module) -> bool:
-    """Whether a forward now may drop something within the module, one of ours or whatever stands in its place."""
+    """Whether a forward now may apply dropout inside the module, which is one of ours or a replacement of it."""
     cls = type(module)
     if "drops" in vars(cls) or "drops" in vars(_definer_of_forward(cls)):
         return module.drops()
@@ -364,8 +372,8 @@ def norm(x: Tensor, layer_norm: nn.Module) -> Tensor:
 def project_qkv(hidden: Tensor, projections: tuple[nn.Module, ...], heads: int) -> Tensor:
     """(T, C) -> (T, 3, H, D).
 
-    Where the weights are three, they are put together anew each time: what lived longer would go stale. Their products
-    are put together instead where those are smaller (csrc/cpu/encoder_layer.cpp does the same).
+    Three weights are concatenated in each call, because a cached copy would go stale. With few tokens their outputs are
+    smaller and are concatenated instead (csrc/cpu/encoder_layer.cpp does the same).
     """
     few = not torch.compiler.is_compiling() and hidden.shape[0] <= hidden.shape[1]
     if len(projections) == 1:
@@ -385,7 +393,7 @@ def _is_scaled(module: nn.Module) -> bool:
 
 
 def up_gelu(hidden: Tensor, up: nn.Module, activation: nn.Module | str) -> Tensor:
-    """(T, C) -> (T, intermediate size). activation: a GELU's module, or the name of its form."""
+    """(T, C) -> (T, intermediate size). activation: a GELU module, or the name of a form."""
     form = gelu_form(activation)
     if is_plain_linear(up):
         return ops.dense_gelu(hidden, up.weight, up.bias, form)
@@ -393,7 +401,7 @@ def up_gelu(hidden: Tensor, up: nn.Module, activation: nn.Module | str) -> Tenso
 
 
 def gelu_form(activation: nn.Module | str) -> str:
-    """A form's name, or that of a GELU's module."""
+    """The form of a GELU module, as the ops' `approximate`. A form's name is returned unchanged."""
     if isinstance(activation, str):
         return activation
     return activation.approximate if type(activation) is nn.GELU else GELU_FORMS[type(activation).__name__]
@@ -408,7 +416,7 @@ def project_add_norm(
     rng: Tensor | None,
     site: int,
 ) -> Tensor:
-    """What ends both halves of a layer: a projection, then bias, dropout, residual sum and LayerNorm in one pass."""
+    """The end of both halves of a layer: a projection, then bias, dropout, residual sum and LayerNorm in one pass."""
     x, bias = (ops.linear(x, linear.weight), linear.bias) if is_plain_linear(linear) else (linear(x), None)
     if is_plain_norm(layer_norm) and is_plain_dropout(dropout):
         dropping = {"dropout_p": probability(dropout), "rng": rng, "site": site}
@@ -419,7 +427,7 @@ def project_add_norm(
 
 
 def drop(x: Tensor, dropout: nn.Module | None, rng: Tensor | None, site: int) -> Tensor:
-    """Dropout outside a fused op: the same elements that it would drop."""
+    """Dropout outside a fused op. It drops the same elements that the fused op would."""
     return drop_rows(x, probability(dropout), rng, site) if is_plain_dropout(dropout) else dropout(x)
 
 
@@ -427,11 +435,11 @@ def drop(x: Tensor, dropout: nn.Module | None, rng: Tensor | None, site: int) ->
 
 
 class Distances(NamedTuple):
-    """What the layers of one forward share where scores depend on the distance of query and key.
+    """What all layers of a forward share in models whose scores depend on the distance between query and key.
 
-    slots: as those of `ops.relative_attention`, counted from the slot `first`. rows: (W, C), DeBERTa's embeddings of
-    the slots from there on, normalised; every layer projects them. bias: (H, W), MPNet's, the same in all layers.
-    encoder: that has the rows.
+    slots: as in `ops.relative_attention`, but counted from the table's slot `first`. rows: (W, C), DeBERTa's relative
+    embeddings from the slot `first` on, normalised; every layer projects them. bias: (H, W), MPNet's, the same in all
+    layers. encoder: the module with the table that the rows come from.
     """
 
     slots: Tensor
@@ -442,16 +450,17 @@ class Distances(NamedTuple):
 
 
 def distances_of(encoder: nn.Module, packing: Packing) -> Distances | None:
-    """encoder: ours or transformers', whose names for the tables are the same; None where it has none.
+    """The distances of one forward; None for an encoder whose scores do not depend on them.
 
-    Only the slots that a sequence of the batch can reach are taken: in DeBERTa-v3, 255 of 512 for 128 tokens.
+    encoder: ours or transformers', which name the tables alike. DeBERTa's slots are only those that a sequence of the
+    batch can reach: in DeBERTa-v3, 255 of 512 for 128 tokens.
     """
     device = packing.cu_seqlens.device
     if hasattr(encoder, "relative_attention_bias"):
         return Distances(distances.mpnet(device), 0, bias=_table(encoder.relative_attention_bias).T)
     if not getattr(encoder, "relative_attention", False):
         return None
-    longest = None if torch.compiler.is_compiling() else max(packing.max_seqlen, 1)  # there it may be no number
+    longest = None if torch.compiler.is_compiling() else max(packing.max_seqlen, 1)  # symbolic when compiling
     sizes = encoder.position_buckets, encoder.max_relative_positions, longest, device
     slots, first, last = distances.disentangled(*sizes)
     return Distances(slots, first, _rows(encoder, first, last), encoder=encoder)
@@ -468,11 +477,12 @@ def _table(embedding: nn.Module) -> Tensor:
     return embedding(torch.arange(embedding.weight.shape[0], device=embedding.weight.device))
 
 
-_KINDS = ("c2p", "p2c")  # queries with keys of positions, keys with queries of positions
+_KINDS = ("c2p", "p2c")  # the tokens' queries times position keys, the tokens' keys times position queries
 
 
 def disentangled_scaling(head_size: int, kinds: Sequence[str] | None) -> float:
-    """1 / sqrt(D n), n = 1 and one more for each kind of product with positions; the root in float32, as there."""
+    """DeBERTa's scale, 1 / sqrt(D n): n is 1, plus 1 for each kind of product with positions. The root is in float32,
+    as in transformers."""
     terms = 1 + sum([kind in (kinds or ()) for kind in _KINDS])
     return 1 / distances.float32(math.sqrt(head_size * terms))
 
@@ -485,7 +495,7 @@ def position_dropout(attention: nn.Module) -> float:
 def positions_of(
     parts: AttentionParts, given: Distances | None, rng: Tensor | None, turn: int
 ) -> RelativePositions | None:
-    """What this layer adds to its scores; None for nothing."""
+    """What the distance between tokens adds to this layer's scores; None if nothing."""
     if given is None or given.rows is None:
         return None if given is None else RelativePositions(given.slots, bias=given.bias)
     module = parts.module
@@ -500,7 +510,8 @@ def positions_of(
 
 
 def _kept_positions(parts: AttentionParts, given: Distances, kinds: list[str]) -> dict[str, Tensor] | None:
-    """Where they are made by dense layers that `fastbert.prepare` froze: those of all slots are made once."""
+    """Position keys and queries by dense layers that `fastbert.prepare` froze: computed once, for all slots. None where
+    a module that makes them is not prepared or not plain."""
     encoder, makers = given.encoder, _makers(parts, kinds).values()
     if torch.compiler.is_compiling() or not all(map(is_prepared, makers)):
         return None
@@ -517,7 +528,8 @@ def _kept_positions(parts: AttentionParts, given: Distances, kinds: list[str]) -
 
 
 def _makers(parts: AttentionParts, kinds: list[str]) -> dict[str, nn.Module]:
-    """The dense layers that make queries (p2c) and keys (c2p) of positions: the layer's own, or those of its tokens."""
+    """The dense layers that project positions to queries (p2c) and keys (c2p). With share_att_key they are those that
+    project the tokens."""
     module, of_tokens = parts.module, parts.projections
     queries, keys = of_tokens[:2] if len(of_tokens) == 3 else of_tokens * 2
     if not module.share_att_key:
@@ -532,8 +544,8 @@ def _project_positions(parts: AttentionParts, rows: Tensor, kinds: list[str]) ->
 
 
 def _project_by_qkv(rows: Tensor, qkv: nn.Module, kinds: list[str]) -> dict[str, Tensor]:
-    """By one projection to queries, keys and values."""
-    if is_plain_linear(qkv):  # then of its three parts what is needed
+    """`_project_positions` by a single projection to queries, keys and values."""
+    if is_plain_linear(qkv):  # then only the parts of its weight that are needed
         width = rows.shape[1]
         part = slice(0 if "p2c" in kinds else width, 2 * width if "c2p" in kinds else width)
         both = ops.linear(rows, qkv.weight[part], qkv.bias[part])
@@ -543,7 +555,7 @@ def _project_by_qkv(rows: Tensor, qkv: nn.Module, kinds: list[str]) -> dict[str,
 
 
 def _drop_positions(given: Distances, dropout: nn.Module, rng: Tensor | None, site: int) -> Tensor:
-    """The rows, dropped by their slot in the table, however many of them a batch needs."""
+    """The rows after dropout. The mask depends on a row's slot in the table, not on how many rows a batch needs."""
     rows, p = given.rows, probability(dropout)
     if not is_plain_dropout(dropout):
         return dropout(rows)
@@ -553,7 +565,7 @@ def _drop_positions(given: Distances, dropout: nn.Module, rng: Tensor | None, si
     return torch.where(keep, rows * random.keep_scale(p, random.ROW_BITS), 0)
 
 
-# ---- the whole
+# ---- whole layers
 
 
 def attend(
@@ -565,9 +577,9 @@ def attend(
     with_weights: bool,
     given: Distances | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(T, C) -> what the heads give, (T, C), and the attention weights in the caller's form where they are wanted."""
+    """(T, C) -> the heads' output (T, C), and the attention weights in the caller's form if with_weights, else None."""
     if autocast_on(hidden.device.type) and any([isinstance(each, PreparedLinear) for each in parts.projections]):
-        with torch.autocast(hidden.device.type, enabled=False):  # once more without: it has no say where `prepare` had
+        with torch.autocast(hidden.device.type, enabled=False):  # again, without autocast: `prepare` has set the dtypes
             return attend(parts, hidden, packing, rng, turn, with_weights, given)
     parts.check_dropout()
     if packing.unseen is not None and with_weights:
@@ -593,7 +605,7 @@ def attend(
 def _attend_by_weights(
     parts: AttentionParts, hidden: Tensor, packing: Packing, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """`attend` with the weights in the graph of the output, so that gradients with respect to them explain it.
+    """`attend` with the weights in the output's autograd graph, so that gradients with respect to them can explain it.
 
     As in transformers' eager attention, a projection that a loss does not depend on gets no gradient.
     """
@@ -615,11 +627,11 @@ def encoder_layer(
     with_weights: bool = False,
     given: Distances | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """A post-norm layer: (T, C) -> (T, C), and the attention weights in the caller's form where they are wanted.
+    """A post-norm layer: (T, C) -> (T, C), and the attention weights in the caller's form if with_weights, else None.
 
     rng: the dropout key of the forward. turn: which layer of the forward this is, from 0, for its dropout sites. given:
-    what its scores depend on beside the tokens. Reads parameters, so it may only run within the layer's own call (FSDP2
-    gathers them there).
+    the distances that its scores depend on, or None. Reads parameters, so it may only run within the layer's own call
+    (FSDP2 gathers them there).
     """
     context = weights = None
     apart = given is not None or packing.unseen is not None or backends.forced_apart("encoder_layer", "attention")
@@ -640,7 +652,7 @@ def encoder_layer(
 
 
 def _is_taken_apart() -> bool:
-    """Whether a backend is forced for a part of the layer, other than its attention, and not for the whole."""
+    """Whether an op inside the layer, other than attention, is forced to another backend than the whole layer."""
     of_layer = backends.forced_apart("encoder_layer", "linear", "dense_gelu", "add_layer_norm")
     return of_layer or backends.forced_apart("packed_layer", "packed_linear", "add_layer_norm")
 
@@ -653,9 +665,10 @@ def _as_one(
     turn: int,
     context: Tensor | None = None,
 ) -> Tensor | None:
-    """The layer in one call, or two around another backend's attention; with what its attention gave, what follows.
+    """The layer as one op, or as another backend's attention and one op for the rest. With `context`, the output of its
+    attention, only the rest.
 
-    None where a part is not plain, or no backend has an op for the whole.
+    None where a part is not plain, or no backend has an op for the whole layer.
     """
     parameters, dtype = plain_parameters(parts), autocast_dtype(hidden)
     if parameters is None:
@@ -678,12 +691,12 @@ def _as_one(
 def encoder_layers(
     layers: Iterable[LayerParts | None], hidden: Tensor, packing: Packing, rng: Tensor | None, kept: Kept
 ) -> Tensor | None:
-    """All layers of an encoder, (T, C) -> (T, C), for a caller who knows that nobody looks between them: in one call,
-    or where gradients are wanted one after the other without looking at each again.
+    """All layers of an encoder, (T, C) -> (T, C), for a caller that needs no outputs between them. They run in one call
+    or, where gradients are needed, one after the other without checking each again.
 
-    layers: from the first on; None for one that has to be called. kept: for the next forward. Returns None where
-    `encoder_layer` has to run each: a part is not plain, layers differ in more than their weights, or no backend has it
-    all.
+    layers: in order; None for a layer that has to be called as a module. kept: the cache for the next forward. Returns
+    None where `encoder_layer` has to run each: a part is not plain, layers differ in more than their weights, or no
+    backend has an op for them.
     """
     found: list[LayerParts] = []
     if torch.compiler.is_compiling() or packing.unseen is not None:
@@ -705,7 +718,7 @@ def encoder_layers(
 
 
 def _has_kernel(parts: LayerParts, hidden: Tensor) -> bool:
-    """Whether one backend may have all layers like this one, before anybody looks at the others."""
+    """Whether one backend may run all layers like this first one: a quick answer before the others are read."""
     if type(parts.out) is ScaledLinear:
         return True
     device, dtype = hidden.device.type, autocast_dtype(hidden)
@@ -728,8 +741,8 @@ class _Joined(NamedTuple):
 
 
 def _joined(layers: list[LayerParts], kept: Kept) -> _Joined | None:
-    """None where they are neither all plain nor all prepared, or not alike. Parts that are the same as in the last
-    forward have stayed as they were."""
+    """The layers as one; None if they are neither all plain nor all prepared, or not alike. The last forward's result
+    is used again if the parts are the same objects, which means that nothing has changed."""
     known = kept.joined
     if known is None or known.layers != layers:
         known = _join_plain(layers) if plain_parameters(layers[0]) else _join_prepared(layers)
@@ -761,7 +774,7 @@ def _join(
     parameters: Sequence[list[Tensor]],
     scales: Sequence[list[Tensor]] | None,
 ) -> _Joined | None:
-    """Unless layers differ in a fact, or in how many parameters they have."""
+    """The layers as one; None if they differ in a fact, or in the number of their parameters."""
     alike = [(len(own), *each) for own, each in zip(parameters, facts, strict=True)]
     if any([each != alike[0] for each in alike]):
         return None
@@ -801,12 +814,12 @@ def _all_prepared(joined: _Joined, hidden: Tensor, packing: Packing) -> Tensor |
 
 
 def _rates(parts: LayerParts) -> tuple[float, float, float]:
-    """With what probability it drops, where it does."""
+    """The dropout probabilities of attention, of its output and of the MLP's output."""
     return parts.attention.p, probability(parts.out_dropout), probability(parts.down_dropout)
 
 
 def _facts(parts: LayerParts) -> tuple[int, float, str, float, float]:
-    """Heads, scaling, the form of GELU, and what both LayerNorms add to the variance."""
+    """The number of heads, the scaling, the form of GELU, and the eps of both LayerNorms."""
     attention = parts.attention
     return attention.heads, attention.scaling, gelu_form(parts.activation), parts.out_norm.eps, parts.down_norm.eps
 
@@ -814,7 +827,7 @@ def _facts(parts: LayerParts) -> tuple[int, float, str, float, float]:
 def _settings(
     parts: LayerParts, hidden: Tensor, packing: Packing, rng: Tensor | None, turn: int, dtype: torch.dtype
 ) -> Settings:
-    """Of `run_layer`; its probabilities of dropout are checked."""
+    """The settings for `run_layer`, with dropout probabilities checked."""
     rates = _rates(parts)
     for p, bits in zip(rates, (random.ATTENTION_BITS, random.ROW_BITS, random.ROW_BITS), strict=True):
         if p:
@@ -824,9 +837,9 @@ def _settings(
 
 
 def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing, context: Tensor | None = None) -> Tensor | None:
-    """The layer in one call where some of its dense layers are prepared and the others plain; else None. With what its
-    attention gave, what follows."""
-    # Read anew: a hook of the layer may have changed them since the forward began.
+    """The layer in one call if some of its dense layers are prepared and the others plain; else None. With `context`,
+    the output of its attention, only the rest."""
+    # Read again: a hook of the layer may have changed them since the forward began.
     found = _read_prepared(parts, 0 if context is None else len(parts.attention.projections))
     if found is None or parts.drops_now() or needs_grad(hidden, context, *found[0]):
         return None
@@ -841,20 +854,21 @@ def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing, context: T
 
 
 def _dtype_beside_prepared(parts: LayerParts) -> torch.dtype:
-    """Of hidden states. Where a part before them is not prepared, autocast may have given them another one."""
+    """The dtype of hidden states beside prepared layers. If a module before them is not prepared, autocast may have
+    changed their dtype."""
     return next(PRECISIONS[module.precision] for module in parts.leaves if type(module) is PreparedLinear)
 
 
 def prepared_parameters(parts: LayerParts) -> tuple[list[Tensor], list[Tensor]] | None:
-    """Of `ops.packed_layer`: parameters and scales, read once; None where no dense layer is prepared, or a
-    part is neither that nor plain."""
+    """The parameters and scales for `ops.packed_layer`, read once; None where no dense layer is prepared, or a part is
+    neither prepared nor plain."""
     if parts.prepared is None:
         parts.prepared = _read_prepared(parts)
     return parts.prepared
 
 
 def _read_prepared(parts: LayerParts, before: int = 0) -> tuple[list[Tensor], list[Tensor]] | None:
-    """`prepared_parameters`, without those of the first `before` leaves."""
+    """`prepared_parameters` without the cache, and without the first `before` leaves."""
     leaves, kinds = parts.leaves[before:], parts.kinds()[before:]
     if not any([type(module) is PreparedLinear for module in leaves]):
         return None
@@ -875,7 +889,8 @@ def _read_prepared(parts: LayerParts, before: int = 0) -> tuple[list[Tensor], li
 
 
 def _all_scaled(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing) -> Tensor | None:
-    """One after the other, each on the rows in e4m3 that the one before wrote."""
+    """Runs the layers one after the other; each reads the e4m3 rows that the layer before wrote. None where a layer is
+    not prepared for fp8, or drops."""
     found, rows = [_scaled_parameters(parts, hidden) for parts in layers], None
     if None in found or any([parts.drops() for parts in layers]):
         return None
@@ -907,7 +922,8 @@ def _run_scaled(
 
 
 def _scaled_parameters(parts: LayerParts, hidden: Tensor, context: Tensor | None = None) -> Parameters | None:
-    """None where a dense layer is not prepared for fp8, or a LayerNorm not plain."""
+    """The parameters for `scaled_layer`; None where a dense layer is not prepared for fp8, a LayerNorm is not plain, a
+    tensor is not bfloat16 or a gradient is needed."""
     projections = parts.attention.projections if context is None else ()
     dense, norms = (*projections, parts.out, parts.up, parts.down), (parts.out_norm, parts.down_norm)
     if not all(map(_is_scaled, dense)) or not all(map(is_plain_norm, norms)):
@@ -921,7 +937,7 @@ def _scaled_parameters(parts: LayerParts, hidden: Tensor, context: Tensor | None
 
 
 def attends_elsewhere(backend: str, device_type: str, dtype: torch.dtype, live: bool, head_size: int) -> bool:
-    """Whether another backend is the choice for attention. On a CPU there is none."""
+    """Whether attention runs on another backend than `backend`. On a CPU it never does."""
     if device_type == "cpu":
         return False
     return backends.choose("attention", device_type, dtype, backward=live, size=head_size) != backend
@@ -929,7 +945,7 @@ def attends_elsewhere(backend: str, device_type: str, dtype: torch.dtype, live: 
 
 def plain_parameters(parts: LayerParts) -> list[Tensor] | None:
     """Weights and biases in the order of `ops.encoder_layer`; None unless all of their modules are plain, and so are
-    those that drop what it adds to the residual stream."""
+    the dropouts before the residual sums."""
     if not (is_plain_dropout(parts.out_dropout) and is_plain_dropout(parts.down_dropout)):
         return None
     if parts.plain is None:
@@ -945,15 +961,16 @@ def plain_parameters(parts: LayerParts) -> list[Tensor] | None:
 
 
 def _over_rows(parameters: Sequence[Tensor]) -> bool:
-    """Whether both LayerNorms of a layer are, whose parameters these are, in the order of `ops.encoder_layer`."""
+    """Whether both LayerNorms have one-dimensional weights. parameters: a layer's, in the order of
+    `ops.encoder_layer`."""
     return parameters[-8].dim() == parameters[-2].dim() == 1
 
 
 def convolve(module: nn.Module, embedded: Tensor, hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor:
     """DeBERTa-v2's convolution of the embeddings (T, C), added to the first layer's output (T, C), and LayerNorm.
 
-    module: holds conv, dropout, LayerNorm and the name conv_act, ours or transformers'. Sequences lie in one row, with
-    zeros between them that the kernel does not reach across.
+    module: ours or transformers', with conv, dropout, LayerNorm and the name conv_act. All sequences form one row, with
+    enough zeros between them that the kernel does not reach from one into the next.
     """
     conv = module.conv
     place, length = packing.spaced(conv.kernel_size[0] // 2)
@@ -967,9 +984,11 @@ def convolve(module: nn.Module, embedded: Tensor, hidden: Tensor, packing: Packi
 
 @dataclass(slots=True, eq=False)
 class EmbeddingParts:
-    """Of a module that holds word_embeddings, position_embeddings and token_type_embeddings (None where there are none,
-    or missing), LayerNorm and dropout, ours or transformers'. plain_words, plain: whether the words, and whether all
-    else, may be read."""
+    """The parts of an embeddings module, ours or transformers': word_embeddings, position_embeddings and
+    token_type_embeddings (None where the model has no such table; the last may be missing), LayerNorm and dropout.
+
+    plain_words: whether the word embeddings are plain. plain: whether all other parts are.
+    """
 
     words: nn.Module
     positions: nn.Module | None
@@ -978,7 +997,7 @@ class EmbeddingParts:
     dropout: nn.Module
     plain_words: bool
     plain: bool
-    lasts: bool = False  # as LayerParts'
+    lasts: bool = False  # as in LayerParts
 
     @classmethod
     def of(cls, module: nn.Module) -> "EmbeddingParts":
@@ -1004,7 +1023,7 @@ def embed(
 ) -> Tensor:
     """Ids (T,), or inputs_embeds (T, width) in place of input_ids, to (T, width): rows summed, LayerNorm, dropout.
 
-    projection: of the sum, to the width of LayerNorm.
+    projection: applied to the sum; gives the width of LayerNorm.
     """
     words, positions, types, layer_norm = parts.words, parts.positions, parts.types, parts.norm
     if types is not None and token_type_ids is None:
@@ -1017,10 +1036,10 @@ def embed(
         x = x if projection is None else dense(x, projection)
         return drop(norm(x, layer_norm), parts.dropout, rng, random.EMBEDDING_SITE)
     word, padding_idx = words.weight, words.padding_idx
-    if inputs_embeds is not None:  # rows of a table, each used once
+    if inputs_embeds is not None:  # they are the rows of a table, each used once
         word, padding_idx = inputs_embeds, None
         input_ids = torch.arange(inputs_embeds.shape[0], device=inputs_embeds.device)
-    if positions is None:  # DeBERTa-v3: a row of zeros for all
+    if positions is None:  # DeBERTa-v3 has no such table: one row of zeros serves all
         position_ids, position, position_padding_idx = (
             torch.zeros_like(position_ids),
             word.new_zeros(1, word.shape[1]),

@@ -1,4 +1,4 @@
-"""MaxSim, the late interaction of ColBERT: each token of a query looks for the token of a document most alike to it."""
+"""MaxSim, ColBERT's late interaction: each token of a query is scored by its most similar token in the document."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fastbert.ops import checks
 from fastbert.ops.numbers import wide
 
-EMPTY = -1e9  # the score of a document without tokens, below all others: sentence-transformers' number
+EMPTY = -1e9  # the score of a document without tokens, below all others, as in sentence-transformers
 
 
 def maxsim(
@@ -22,13 +22,14 @@ def maxsim(
 ) -> Tensor:
     """(Bq, Bd) scores of packed queries (Tq, D) and documents (Td, D), in float32 or better. Differentiable.
 
-    The sum, over the query's tokens, of the largest dot product with a token of the document; 0 for a query without
-    tokens, -1e9 for a document without. cu_seqlens_q (Bq + 1,), cu_seqlens_d (Bd + 1,): int32, where each begins.
-    block: how many products of two tokens are in memory at once, but at least those of a query with a document; what
-    the backward keeps is the vectors and, for each token of a query and each document, which token was the largest (of
-    equal ones the first), int64. The host waits for both cu_seqlens. Equivalent to
-    torch.stack([torch.stack([(q @ d.T).amax(-1).sum() for d in documents]) for q in queries]) of single texts: ColBERT
-    (Khattab and Zaharia, 2020, section 3.3). Raises ValueError and TypeError for tensors that do not fit each other.
+    A score is the sum, over the query's tokens, of the largest dot product with a token of the document; 0 for a query
+    without tokens, -1e9 for a document without. cu_seqlens_q (Bq + 1,), cu_seqlens_d (Bd + 1,): int32, where each query
+    or document begins. block: how many dot products are in memory at once, but at least those of one query with one
+    document. Saved for backward: the vectors and, for each query token and document, the index of the document's token
+    with the largest product (the first of equal ones), int64. Reading both cu_seqlens is a host synchronisation.
+    Equivalent to torch.stack([torch.stack([(q @ d.T).amax(-1).sum() for d in documents]) for q in queries]) of single
+    texts: ColBERT (Khattab and Zaharia, 2020, section 3.3). Raises ValueError and TypeError for tensors that do not fit
+    each other.
     """
     rows, columns = _ends("maxsim", queries, cu_seqlens_q, documents, cu_seqlens_d)
     queries, documents = wide(queries), wide(documents)
@@ -42,7 +43,7 @@ def maxsim(
 
 
 def _of_block(queries: Tensor, lengths: list[int], documents: Tensor, ends: list[int], block: int) -> Tensor:
-    """(queries, documents) scores of all queries at once with documents block by block."""
+    """Scores (queries, documents): all queries at once, documents block by block."""
     scores = []
     for first, last in _blocks(_lengths(ends), max(block // max(len(queries), 1), 1)):
         grid, real = _padded(documents[ends[first] : ends[last]], _lengths(ends[first : last + 1]))
@@ -60,9 +61,9 @@ def maxsim_pairs(
     *,
     block: int = 1 << 24,
 ) -> Tensor:
-    """(B,) scores of each query with the document of the same number. Arguments, scores and gradients as in `maxsim`.
+    """(B,) scores of each query with the document of the same index. Arguments, scores and gradients as in `maxsim`.
 
-    Equivalent to maxsim(...).diagonal(). Raises ValueError for unequal numbers, and as `maxsim` does.
+    Equivalent to maxsim(...).diagonal(). Raises ValueError for unequal numbers, and what `maxsim` raises.
     """
     rows, columns = _ends("maxsim_pairs", queries, cu_seqlens_q, documents, cu_seqlens_d)
     if len(rows) != len(columns):
@@ -79,23 +80,25 @@ def maxsim_pairs(
 
 
 def _largest(grid: Tensor, real: Tensor, queries: Tensor) -> Tensor:
-    """(B, Q): for each document of a grid (B, L, D), tokens where real (B, L), and each of queries (Q, D), or (B, Q, D)
-    of its own, the largest dot product. Its gradient goes to the first token that gives it."""
-    products = grid @ queries.mT  # max keeps indices alone, so these are gone before the next block
+    """The largest dot product of each query token with a document's tokens, (B, Q); its gradient goes to the first
+    token that has it. grid: (B, L, D) documents, with tokens where `real` (B, L) is True. queries: (Q, D) tokens for
+    all documents, or (B, Q, D), those of each."""
+    products = grid @ queries.mT  # max saves only indices for backward, so these are freed before the next block
     return products.masked_fill(~real.unsqueeze(-1), -torch.inf).max(1).values
 
 
 def _padded(x: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """(T, D) -> (B, L, D) zeros after the tokens, and where they are, (B, L); L at least 1."""
+    """(T, D) -> (B, L, D) with zeros after each sequence's tokens, and where the tokens are, (B, L) bool; L >= 1."""
     grid = pad_sequence([*x.split(lengths), x.new_zeros(1, x.shape[1])], batch_first=True)[:-1]
     places = torch.arange(grid.shape[1], device=x.device)
     return grid, places < torch.tensor(lengths, device=x.device).unsqueeze(-1)
 
 
 def _blocks(lengths: list[int], budget: int, padded: bool = True) -> Iterator[tuple[int, int]]:
-    """The first and the one after the last of runs of sequences, of at most `budget` tokens, or of one sequence.
+    """Splits sequences into runs of at most `budget` tokens, or of one longer sequence; yields each run's first index
+    and the index after its last.
 
-    padded: tokens count as many for each sequence as for the longest.
+    padded: each sequence of a run counts as many tokens as its longest.
     """
     first, longest, tokens = 0, 0, 0
     for index, length in enumerate(lengths):
@@ -112,7 +115,7 @@ def _lengths(ends: list[int]) -> list[int]:
 
 
 def _ends(op: str, queries: Tensor, cu_q: Tensor, documents: Tensor, cu_d: Tensor) -> tuple[list[int], list[int]]:
-    """Both cu_seqlens as numbers, checked."""
+    """Checks the arguments. Returns both cu_seqlens as lists."""
     checks.floats(op, {"queries": queries, "documents": documents}, {})
     checks.shape(op, "queries", queries, (None, None), "(Tq, D)")
     checks.shape(op, "documents", documents, (None, queries.shape[1]), "(Td, D)", "D that of queries")

@@ -1,7 +1,7 @@
-"""Metrics of predictions, by scikit-learn and seqeval, metrics of models over loaders, and plots.
+"""Metrics of predictions (by scikit-learn and seqeval), metrics of models over loaders, and plots.
 
-Predictions and labels are tensors, arrays or lists. Labels of -100 are ignored, as in losses. A mean over nothing (the
-precision of a class that is never predicted) is 0.
+Predictions and labels are tensors, arrays or lists. Labels of -100 are ignored, as in losses. A mean over nothing, such
+as the precision of a class that is never predicted, is 0.
 """
 
 import csv
@@ -29,7 +29,7 @@ from fastbert.training.losses import Batch, loss_of
 
 
 class PrecisionRecallF1(NamedTuple):
-    """Floats in [0, 1]; with average=None arrays with an entry for each class."""
+    """Precision, recall and F1: floats in [0, 1], or with average=None arrays with an entry for each class."""
 
     precision: Any
     recall: Any
@@ -63,14 +63,14 @@ def compute_precision_recall_f1(
 def compute_confusion_matrix(predictions: Any, labels: Any, num_classes: int) -> np.ndarray:
     """(num_classes, num_classes) int64: how often a label (row) was predicted as each class (column).
 
-    Raises as compute_precision_recall_f1. Equivalent to `sklearn.metrics.confusion_matrix`.
+    Raises what compute_precision_recall_f1 raises. Equivalent to `sklearn.metrics.confusion_matrix`.
     """
     predictions, labels = _classes("compute_confusion_matrix", predictions, labels, num_classes)
     return require("sklearn.metrics", "scikit-learn").confusion_matrix(labels, predictions, labels=range(num_classes))
 
 
 def _classes(caller: str, predictions: Any, labels: Any, num_classes: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Predictions and labels where there is a label, (N,) int64, checked."""
+    """Checks predictions and labels, and returns those with a label, (N,) int64."""
     predictions, labels = _integers(caller, "predictions", predictions), _integers(caller, "labels", labels)
     if predictions.shape != labels.shape:
         raise ValueError(
@@ -111,8 +111,8 @@ def evaluate_classification_metrics(
     """loss, accuracy, precision, recall, f1 and confusion_matrix of a sequence or token classifier.
 
     loader: packed or padded batches with labels; -100 and padding are ignored. The prediction is the class with the
-    highest logit, and the loss is that of all batches as if they were one. Raises ValueError for a batch without labels
-    or logits of another number of classes, and as compute_precision_recall_f1.
+    highest logit, and the loss is the mean as if all batches were one. Raises ValueError for a batch without labels and
+    for logits with another number of classes, and what compute_precision_recall_f1 raises.
     """
     total, count, predictions, labels = 0.0, 0.0, [], []
     with evaluating(model):
@@ -121,7 +121,7 @@ def evaluate_classification_metrics(
             batch = to_device(batch, device)
             out = model(**batch)
             found, truth = _predicted("evaluate_classification_metrics", out.logits, batch, num_classes)
-            # transformers returns NaN without labels.
+            # transformers returns NaN for a batch without labels.
             total, count = total + loss_of(out, batch).where(labelled > 0, 0) * labelled, count + labelled
             predictions.append(found)
             labels.append(truth)
@@ -135,7 +135,7 @@ def evaluate_classification_metrics(
 
 
 def _predicted(caller: str, logits: Tensor, batch: Batch, num_classes: int) -> tuple[Tensor, Tensor]:
-    """(N,) predicted classes, and labels with -100 at padding."""
+    """Predicted classes (N,), and labels (N,) with -100 at padding."""
     labels = batch.get("labels")
     if labels is None or labels.is_floating_point() or labels.numel() != logits.numel() // logits.shape[-1]:
         raise ValueError(
@@ -162,8 +162,8 @@ def compute_entity_metrics(
 ) -> dict[str, float]:
     """precision, recall and f1 of entities in [0, 1]; an entity is correct if its type and both ends are.
 
-    predictions, labels: a list of tags for each sentence, as in ["B-PER", "I-PER", "O"]. scheme: None reads tags as the
-    script conlleval, used for CoNLL's data sets, which accepts entities that begin with I-; "BIO" and "BIOES" are
+    predictions, labels: a list of tags for each sentence, such as ["B-PER", "I-PER", "O"]. scheme: None reads tags as
+    conlleval does, the script for CoNLL's data sets, which accepts entities that begin with I-; "BIO" and "BIOES" are
     strict. Raises ValueError for empty input, different lengths, and tags outside the scheme.
     Equivalent to `seqeval.metrics`, micro-averaged, in its default or its strict mode.
     """
@@ -201,7 +201,7 @@ def evaluate_entity_metrics(
     """compute_entity_metrics of a token classifier; tokens with label -100 (later pieces of a word) are ignored.
 
     loader: packed or padded batches with labels. id2label: the tag of each class. Raises ValueError as
-    compute_entity_metrics and evaluate_classification_metrics.
+    compute_entity_metrics and evaluate_classification_metrics do.
     """
     if isinstance(id2label, Mapping) and id2label.keys() != set(range(len(id2label))):
         raise ValueError(f"evaluate_entity_metrics: id2label has {sorted(id2label)}; expected every class, from 0")
@@ -227,7 +227,7 @@ def evaluate_entity_metrics(
 def compute_squad_metrics(
     predictions: Mapping[str, str] | Sequence[str], answers: Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """exact_match and f1 of answers in percent, for each question the best over its correct answers.
+    """exact_match and f1 of answers in percent; each question counts with the best score over its correct answers.
 
     predictions: a text for each question, by id or in order; "" for no answer. answers: a list of correct answers for
     each question, empty if it is unanswerable. Raises ValueError for empty input and for questions that do not match.
@@ -249,7 +249,7 @@ def _answer_scores(prediction: str, right: Sequence[str]) -> tuple[float, float]
     if isinstance(right, str):
         raise ValueError(f"compute_squad_metrics: the answers to a question are {right!r}; expected a list of texts")
     found = _words(prediction)
-    answers = [words for answer in right if (words := _words(answer))] or [[]]  # an answer without words is no answer
+    answers = [words for answer in right if (words := _words(answer))] or [[]]  # one without words counts as none
     return float(found in answers), max(_overlap(found, answer) for answer in answers)
 
 
@@ -260,7 +260,7 @@ def _words(text: str) -> list[str]:
 
 
 def _overlap(found: list[str], answer: list[str]) -> float:
-    """F1 of the words, counted with repetitions."""
+    """F1 of two lists of words, repetitions included."""
     if not found or not answer:
         return float(found == answer)
     return 2 * (Counter(found) & Counter(answer)).total() / (len(found) + len(answer))
@@ -270,31 +270,32 @@ def _overlap(found: list[str], answer: list[str]) -> float:
 
 
 def ndcg_at_k(scores: Any, relevance: Any, k: int = 10) -> float:
-    """Normalised discounted cumulative gain of the k best documents, in [0, 1], the mean over queries.
+    """Normalised discounted cumulative gain of the k best documents, in [0, 1], averaged over queries.
 
-    scores: of the documents of each query, (Q, N) or lists of different lengths, as `CrossEncoder.predict` gives them.
-    relevance: of the same documents, 0 for none; those of -100 are left out. Gains are the relevance itself, divided by
-    log2(1 + rank) (Järvelin and Kekäläinen, 2002). Documents of equal scores keep their order, and a query without a
-    relevant document counts as 0. Raises ValueError for k below 1, other shapes, negative relevance, scores that are
-    NaN, and a query without documents. Equivalent to `sklearn.metrics.ndcg_score` where no scores are equal.
+    scores: of each query's documents, (Q, N) or lists of different lengths, as `CrossEncoder.predict` gives them.
+    relevance: of the same documents, 0 for irrelevant ones; documents with -100 are left out. The gain is the relevance
+    itself, divided by log2(1 + rank) (Järvelin and Kekäläinen, 2002). Documents with equal scores keep their order, and
+    a query without a relevant document counts as 0. Raises ValueError for k below 1, other shapes, negative relevance,
+    scores that are NaN, and a query without documents. Equivalent to `sklearn.metrics.ndcg_score` if no scores are
+    equal.
     """
     ranked = _ranked("ndcg_at_k", scores, relevance, k)
     return float(np.mean([_gain(found[:k]) / (_gain(-np.sort(-found)[:k]) or 1.0) for found in ranked]))
 
 
 def mrr_at_k(scores: Any, relevance: Any, k: int = 10) -> float:
-    """1 / the rank of the first relevant document, 0 where none is among the k best, the mean over queries.
+    """1 / the rank of the first relevant document, 0 if none is among the k best, averaged over queries.
 
-    scores, relevance, errors: as for ndcg_at_k; any relevance above 0 is as good.
+    scores, relevance, errors: as for ndcg_at_k; any relevance above 0 counts the same.
     """
     hits = [np.flatnonzero(found[:k] > 0)[:1] for found in _ranked("mrr_at_k", scores, relevance, k)]
     return float(np.mean([(1 / (1 + first)).sum() for first in hits]))
 
 
 def recall_at_k(scores: Any, relevance: Any, k: int = 10) -> float:
-    """How many of a query's relevant documents are among the k best, in [0, 1], the mean over queries.
+    """The share of a query's relevant documents that are among the k best, in [0, 1], averaged over queries.
 
-    scores, relevance, errors: as for ndcg_at_k; any relevance above 0 is as good.
+    scores, relevance, errors: as for ndcg_at_k; any relevance above 0 counts the same.
     """
     relevant = [found > 0 for found in _ranked("recall_at_k", scores, relevance, k)]
     return float(np.mean([found[:k].sum() / max(found.sum(), 1) for found in relevant]))
@@ -305,7 +306,7 @@ def _gain(relevance: np.ndarray) -> float:
 
 
 def _ranked(caller: str, scores: Any, relevance: Any, k: int) -> list[np.ndarray]:
-    """The relevance of each query's documents, in the order of their scores, checked."""
+    """Checks the arguments. Returns each query's relevance, in the order of its documents' scores, the best first."""
     if k < 1:
         raise ValueError(f"{caller}: k is {k}; expected at least 1")
     if len(scores) != len(relevance) or not len(scores):
@@ -350,14 +351,15 @@ def evaluate_retrieval_metrics(
     corpus_prompt: str | None = None,
     **options: Any,
 ) -> dict[str, float]:
-    """ndcg_at_10, mrr_at_10 and recall_at_10 of an exact search for each query in the whole corpus; so for each k.
+    """ndcg_at_k, mrr_at_k and recall_at_k, for each k, of an exact search for each query in the whole corpus.
 
-    encoder: a `SentenceEncoder`, whose prompts and similarity are followed. queries, corpus: texts by id, or in order.
-    relevant: for each query, the ids (or numbers) of its documents, or a mapping from these to their relevance.
-    query_prompt, corpus_prompt: texts; None as `encode_query` and `encode_document`. options: for `encode`. Vectors of
-    all texts are in memory, scores in blocks. Documents of equal scores keep their order, and a query without a
-    relevant document counts as 0. Raises TypeError for a single text, ValueError for a relevant document that is not in
-    the corpus, for queries that do not match, and as ndcg_at_k.
+    encoder: a `SentenceEncoder`, whose prompts and similarity are used. queries, corpus: texts by id, or in order.
+    relevant: for each query, the ids (or indices) of its relevant documents, or a mapping from these to their
+    relevance. query_prompt, corpus_prompt: texts; None uses the prompts of `encode_query` and `encode_document`.
+    options: for `encode`. The vectors of all texts are in memory, scores only in blocks. Documents with equal scores
+    keep their order, and a query without a relevant document counts as 0. Raises TypeError for a single text,
+    ValueError for a relevant document that is not in the corpus and for queries that do not match, and what ndcg_at_k
+    raises.
     """
     caller = "evaluate_retrieval_metrics"
     queries, corpus, relevant = (
@@ -386,7 +388,7 @@ def _by_id(caller: str, name: str, given: Any) -> dict[Any, Any]:
 
 
 def _grades(caller: str, queries: Mapping, corpus: Mapping, relevant: Mapping) -> list[dict[Any, float]]:
-    """The relevance of each query's documents, by their ids, in the order of the queries."""
+    """For each query, in order, a mapping from the ids of its relevant documents to their relevance."""
     if not queries or queries.keys() != relevant.keys():
         first = next(iter(queries.keys() ^ relevant.keys()), None)
         raise ValueError(
@@ -415,11 +417,11 @@ def evaluate_reranking_metrics(
     k: int | Sequence[int] = 10,
     **options: Any,
 ) -> dict[str, float]:
-    """ndcg_at_10, mrr_at_10 and recall_at_10 of the order in which each query's own documents are put; so for each k.
+    """ndcg_at_k, mrr_at_k and recall_at_k, for each k, of the order in which each query's own documents are ranked.
 
-    ranker: a `CrossEncoder`, or a `SentenceEncoder`, whose similarities decide. documents: of each query, in any order
-    (equal scores keep it). relevance: of the same documents, as for ndcg_at_k. options: for `encode`. Raises ValueError
-    for unequal numbers, and as ndcg_at_k.
+    ranker: a `CrossEncoder`, or a `SentenceEncoder`, which ranks by similarity. documents: of each query, in any order
+    (documents with equal scores keep it). relevance: of the same documents, as for ndcg_at_k. options: for `predict` or
+    `encode`. Raises ValueError for unequal numbers, and what ndcg_at_k raises.
     """
     counts = [len(of_query) for of_query in documents]
     if not len(queries) == len(documents) == len(relevance) or counts != [len(of_query) for of_query in relevance]:
@@ -441,10 +443,10 @@ def evaluate_reranking_metrics(
 def evaluate_sts_metrics(
     encoder: Any, texts: Sequence[str], others: Sequence[str], scores: Sequence[float], **options: Any
 ) -> dict[str, float]:
-    """spearman and pearson, in [-1, 1]: how the similarities of pairs of texts go with the scores that people gave.
+    """spearman and pearson, in [-1, 1]: the correlation between similarities of text pairs and the scores people gave.
 
-    encoder: a `SentenceEncoder`, whose similarity is taken. options: for `encode`. Equal values share their mean rank;
-    where all similarities are equal, both are 0. Equivalent to `scipy.stats.spearmanr` and `pearsonr`. Raises
+    encoder: a `SentenceEncoder`, whose similarity is used. options: for `encode`. Equal values share their mean rank;
+    if all similarities are equal, both correlations are 0. Equivalent to `scipy.stats.spearmanr` and `pearsonr`. Raises
     ValueError for unequal numbers, and for scores that are not finite or all equal.
     """
     given = np.asarray(scores, np.float64)
@@ -468,9 +470,9 @@ def evaluate_sts_metrics(
 
 
 def plot_confusion_matrix(matrix: Any, path: str | Path, names: Sequence[str] | None = None) -> None:
-    """Draws a confusion matrix (C, C), rows are labels, to a file whose suffix decides its format.
+    """Draws a confusion matrix (C, C), whose rows are labels, to a file. The file's suffix decides its format.
 
-    names: of the classes, numbers when None. Raises ValueError for another shape or number of names.
+    names: of the classes; numbers when None. Raises ValueError for another shape or number of names.
     """
     matrix = np.asarray(matrix)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
@@ -492,7 +494,8 @@ def plot_confusion_matrix(matrix: Any, path: str | Path, names: Sequence[str] | 
 
 
 def plot_losses(output_dir: str | Path, path: str | Path | None = None) -> Path:
-    """Draws the losses that AMPTrainer logged in output_dir to `path`, by default losses.png there. Returns the path.
+    """Draws the losses that AMPTrainer logged in output_dir to `path`, by default output_dir/losses.png. Returns the
+    path.
 
     Raises FileNotFoundError without train.csv.
     """

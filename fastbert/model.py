@@ -1,9 +1,9 @@
 """BERT and its family on packed tokens: embeddings, layer, encoder, model.
 
-Everything between the packing of the input and the unpacking of the output sees (T, C), T real tokens, and a `Packing`
-that says where sequences are. How a layer is computed is in `fastbert/layer.py`. Parameter names are those of Hugging
-Face's BERT for every family, except q, k and v, which are one `qkv`. Where a family differs from BERT,
-`fastbert/families.py` says so and the constructors read it.
+Everything between packing the input and unpacking the output works on (T, C), T real tokens, and a `Packing` that says
+where the sequences are. `fastbert/layer.py` computes the layers. Parameter names are those of Hugging Face's BERT for
+every family, except that q, k and v are one `qkv`. How a family differs from BERT is stated in `fastbert/families.py`,
+which the constructors read.
 """
 
 import functools
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def output_item(fields: tuple, at: int | slice | str) -> Any:
-    """An output's item by position or name. A slice leaves out what is None, so that `output[1:]` is what
+    """An output's item by position or name. A slice leaves out fields that are None, so that `output[1:]` is what
     `transformers.Trainer` evaluates."""
     if isinstance(at, str):
         if at not in fields._fields:
@@ -37,7 +37,8 @@ def output_item(fields: tuple, at: int | slice | str) -> Any:
 
 
 class BertEncoderOutput(NamedTuple):
-    """By position, by name and by string key. Fields that were not asked for are None; slices leave them out.
+    """The encoder's output; items by position, by name and by string key. Fields that were not asked for are None, and
+    slices leave them out.
 
     last_hidden_state: (B, S, C), or (T, C) for packed input. hidden_states: num_hidden_layers + 1 such tensors.
     attentions: num_hidden_layers tensors (B, H, S, S), for packed input with S = max_seqlen.
@@ -51,7 +52,7 @@ class BertEncoderOutput(NamedTuple):
 
 
 class BertModelOutput(NamedTuple):
-    """As BertEncoderOutput, with pooler_output (B, C), None without a pooling layer."""
+    """BertEncoderOutput with pooler_output (B, C), None without a pooling layer."""
 
     last_hidden_state: Tensor
     pooler_output: Tensor | None = None
@@ -62,7 +63,7 @@ class BertModelOutput(NamedTuple):
 
 
 class ModelInputs(NamedTuple):
-    """What BertModel computes on: ids (T,), or inputs_embeds (T, width) in place of input_ids."""
+    """BertModel's packed inputs: ids (T,), or inputs_embeds (T, width) in place of input_ids."""
 
     input_ids: Tensor | None
     token_type_ids: Tensor | None
@@ -71,7 +72,7 @@ class ModelInputs(NamedTuple):
 
 
 class ModelOptions(TypedDict, total=False):
-    """The keyword arguments of every model, as BertModel explains them."""
+    """The keyword arguments that all models have; BertModel explains them."""
 
     cu_seqlens: Tensor | None
     max_seqlen: int | None
@@ -81,10 +82,11 @@ class ModelOptions(TypedDict, total=False):
 
 
 class BertEmbeddings(nn.Module):
-    """Three tables and LayerNorm, of config.embedding_width; then, in ALBERT and ELECTRA, a projection to hidden_size.
-    In DeBERTa-v2 that comes before LayerNorm, and a table whose size is 0, or of no use, is None.
+    """Three embedding tables and LayerNorm, of config.embedding_width; then, in ALBERT and ELECTRA, a projection to
+    hidden_size. In DeBERTa-v2 the projection comes before LayerNorm. A table that has no rows or is not used is None.
 
-    `position_embeddings.padding_idx` is that of padding tokens where positions are counted after it, as in RoBERTa.
+    `position_embeddings.padding_idx` is the padding token's id where positions are counted from the id after it, as in
+    RoBERTa.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -107,7 +109,7 @@ class BertEmbeddings(nn.Module):
         return layer.probability(self.dropout) > 0
 
     def dense_layers(self) -> list[str]:
-        """What `fastbert.prepare` packs in it."""
+        """The names of the dense layers that `fastbert.prepare` packs."""
         return [] if self.project is None else ["project"]
 
     def forward(
@@ -122,11 +124,11 @@ class BertEmbeddings(nn.Module):
         inside, after = (self.project, None) if self.projects_sum else (None, self.project)
         (parts,) = self._kept.read([self], EmbeddingParts.of)
         x = layer.embed(parts, input_ids, token_type_ids, position_ids, inputs_embeds, rng, inside)
-        return x if after is None else layer.dense(x, after).to(x.dtype)  # autocast: a float32 stream
+        return x if after is None else layer.dense(x, after).to(x.dtype)  # under autocast hidden states stay float32
 
 
 class BertOutput(nn.Module):
-    """Projection, dropout, residual sum, LayerNorm: what ends both halves of a layer."""
+    """Projection, dropout, residual sum, LayerNorm: the end of both halves of a layer."""
 
     def __init__(self, config: BertConfig, inputs: int, drops: bool) -> None:
         super().__init__()
@@ -152,7 +154,7 @@ class BertAttention(nn.Module):
             self._add_positions(config)
 
     def _add_positions(self, config: BertConfig) -> None:
-        """What DeBERTa-v2's attention has beside, under the names that transformers gives it."""
+        """Adds what only DeBERTa-v2's attention has, under transformers' names."""
         self.pos_att_type, self.share_att_key = config.position_kinds, config.extra["share_att_key"]
         self.scaling = layer.disentangled_scaling(config.head_dim, self.pos_att_type)
         if not config.extra["relative_attention"]:
@@ -195,7 +197,8 @@ class BertIntermediate(nn.Module):
 
 
 class BertLayer(nn.Module):
-    """One layer, computed at once. What has hooks, is wrapped (LoRA) or replaced in it is called on packed tokens."""
+    """One layer, computed as a whole. Modules in it with hooks, wrapped (LoRA) or replaced are called on packed
+    tokens."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -214,8 +217,8 @@ class BertLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden (T, C) to (T, C), and the attention weights in the caller's form if they are asked for.
 
-        turn: which layer of the forward this is, for its dropout (ALBERT's run several times). given: what scores
-        depend on beside the tokens, in DeBERTa-v2 and MPNet.
+        turn: which layer of the forward this is, for its dropout (ALBERT's layers run several times). given: the
+        distances that scores depend on, in DeBERTa-v2 and MPNet.
         """
         parts = self._parts()
         if parts is not None:
@@ -230,7 +233,8 @@ class BertLayer(nn.Module):
         return any([layer.drops(part) for part in self.children()])
 
     def _parts(self) -> LayerParts | None:
-        """Where its modules, leaves apart, are those that it was made with, without hooks: then they need no calls."""
+        """The parts, if the modules around the leaves are the original ones without hooks, so that they need not be
+        called; else None."""
         try:
             parts = LayerParts.of(self, OURS)
         except AttributeError:
@@ -242,7 +246,7 @@ class BertLayer(nn.Module):
 
 
 class BertConvolution(nn.Module):
-    """DeBERTa-v2's convolution of the embeddings, which the first layer's output is added to."""
+    """DeBERTa-v2's convolution of the embeddings; the first layer's output is added to it."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -261,7 +265,7 @@ class BertConvolution(nn.Module):
 
 
 class _Loadable(nn.Module):
-    """State dicts in and out: Hugging Face's names or ours in, and nothing changed when one does not fit."""
+    """A module that loads state dicts with Hugging Face's names or ours. If one does not fit, nothing is changed."""
 
     config: BertConfig
 
@@ -270,32 +274,33 @@ class _Loadable(nn.Module):
         return checkpoint.Names(self.config.family)
 
     def to_ours(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """From the family's names in Hugging Face's models, or ours, to ours."""
+        """Renames parameters from the family's names in Hugging Face's models, or ours, to ours."""
         return checkpoint.to_ours(state, self._names)
 
     def to_hugging_face(self, state: Mapping[str, Tensor], *, tied: bool = True) -> dict[str, Tensor]:
-        """From our names to the family's, of parameters or of what belongs to them (gradients), bit for bit.
+        """Renames parameters, or their gradients and the like, from our names to the family's; bit for bit.
 
-        tied: with the second names of tied tensors, which models have and files have not.
+        tied: with the second names of tied tensors, which state dicts of models have and files do not.
         """
         return checkpoint.to_hugging_face(state, self._names, tied=tied)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As nn.Module's, for Hugging Face's names too. With strict, RuntimeError comes before any weight changes."""
+        """nn.Module.load_state_dict that takes Hugging Face's names too. With strict, a RuntimeError is raised before
+        any weight changes."""
         state = self.to_ours(state_dict)
         if strict:
             checkpoint.check(self.state_dict(), state, self._names)
         return super().load_state_dict(state, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """For old names where this module is a part of another, whose load_state_dict runs."""
+        """Translates names when this module is part of another one, whose load_state_dict runs."""
         own = {name.removeprefix(prefix): state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
         state_dict.update({prefix + name: tensor for name, tensor in self.to_ours(own).items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class Saveable(_Loadable):
-    """A whole model, with a directory of its own. kind: what follows "Bert" in the name of its class."""
+    """A whole model, which can be saved to a directory. kind: what follows "Bert" in the name of its class."""
 
     kind = "Model"
 
@@ -313,16 +318,16 @@ class Saveable(_Loadable):
 
     @property
     def device(self) -> torch.device:
-        """Of the first parameter."""
+        """The device of the first parameter."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first parameter."""
+        """The dtype of the first parameter."""
         return next(self.parameters()).dtype
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """How many parameters there are, shared ones once; exclude_embeddings: without those of the tables."""
+        """The number of parameters; shared ones count once. exclude_embeddings: without embedding tables."""
         tables = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
         left_out = set(map(id, tables)) if exclude_embeddings else ()
         counted = (p for p in self.parameters() if id(p) not in left_out)
@@ -332,10 +337,11 @@ class Saveable(_Loadable):
         return self._body.embeddings.word_embeddings
 
     def resize_token_embeddings(self, vocab_size: int) -> nn.Embedding:
-        """Cuts the vocabulary, or adds tokens to it, initialised as those of a new model; returns the new table.
+        """Cuts the vocabulary, or adds tokens, initialised as in a new model. Returns the new table.
 
-        A masked-LM head changes with it, and so does `config.vocab_size`. Make optimizers afterwards: parameters are
-        new. Raises ValueError for no positive integer, and for a vocabulary that loses pad_token_id.
+        A masked-LM head and `config.vocab_size` change with it. Make optimizers afterwards, because the parameters are
+        new ones. Raises ValueError unless vocab_size is a positive integer, and for a vocabulary that loses
+        pad_token_id.
         """
         for module in self.modules():
             if hasattr(module, "config"):
@@ -349,11 +355,11 @@ class Saveable(_Loadable):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """In training, layers keep their input alone and are computed again in the backward, with the same dropout.
+        """In training, layers save only their input and are computed again in the backward, with the same dropout.
 
-        gradient_checkpointing_kwargs: of `torch.utils.checkpoint.checkpoint`; {"use_reentrant": False} when None.
-        every_n_layers: which layers, 1 for all. Raises ValueError for offload, which fastbert does not have, and for
-        use_reentrant in DeBERTa-v2 and MPNet, whose layers share tables.
+        gradient_checkpointing_kwargs: those of `torch.utils.checkpoint.checkpoint`; {"use_reentrant": False} when None.
+        every_n_layers: 1 for all layers, n for every n-th. Raises ValueError for offload, which fastbert does not have,
+        and for use_reentrant in DeBERTa-v2 and MPNet, whose layers share tables.
         """
         if self.config.family.relative and (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
             raise ValueError(
@@ -376,7 +382,7 @@ class Saveable(_Loadable):
 
 
 def _resized(words: nn.Embedding, rows: int, config: BertConfig) -> nn.Embedding:
-    """A table with so many rows, the first of them those of `words`."""
+    """A table with `rows` rows, which begins with the rows of `words`."""
     new = nn.Embedding(rows, words.embedding_dim, padding_idx=words.padding_idx).to(words.weight)
     initialize(new, config.initializer_range)
     kept = min(rows, words.num_embeddings)
@@ -387,7 +393,8 @@ def _resized(words: nn.Embedding, rows: int, config: BertConfig) -> nn.Embedding
 
 @torch.no_grad()
 def initialize(module: nn.Module, std: float) -> None:
-    """Normal weights, zero biases, LayerNorm at identity, a zero row for padding (as in BERT's own code)."""
+    """Initialises as BERT's own code does: normal weights, zero biases, LayerNorm at identity, a zero row for
+    padding."""
     for part in module.modules():
         if isinstance(part, (nn.Linear, nn.Embedding, nn.Conv1d)):
             part.weight.normal_(0, std)
@@ -398,12 +405,13 @@ def initialize(module: nn.Module, std: float) -> None:
 
 
 def _is_readable(module: nn.Module) -> bool:
-    """Not where a subclass, a compiled layer or hooks may do more than its forward when it is called."""
+    """Whether the layer's parts may be read: calling a subclass, a compiled layer or one with hooks may do more than
+    BertLayer.forward."""
     return type(module) is BertLayer and module._compiled_call_impl is None and layer.is_plain(module, BertLayer)
 
 
 class BertEncoder(_Loadable):
-    """The stack of layers, for training code that has embeddings of its own.
+    """The stack of layers, for training code with its own embeddings.
 
     In ALBERT a layer runs several times, each time with other dropout masks.
     """
@@ -414,7 +422,7 @@ class BertEncoder(_Loadable):
         layers, groups = config.num_hidden_layers, config.layer_groups
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(groups or layers))
         self.order = groups_of(layers, groups) if groups else None
-        self.recomputing: tuple[int, dict[str, Any]] | None = None  # every how many layers; for torch's checkpoint
+        self.recomputing: tuple[int, dict[str, Any]] | None = None  # every n layers; torch's arguments
         self._kept = Kept()
         self.conv = BertConvolution(config) if config.extra.get("conv_kernel_size") else None
         if config.family.relative == "bias":
@@ -424,7 +432,7 @@ class BertEncoder(_Loadable):
         initialize(self, config.initializer_range)
 
     def _add_positions(self, config: BertConfig) -> None:
-        """DeBERTa-v2's table of relative embeddings, under the names that transformers gives all this."""
+        """Adds DeBERTa-v2's table of relative embeddings and its settings, under transformers' names."""
         self.relative_attention = config.extra["relative_attention"]
         if self.relative_attention:
             self.position_buckets, self.max_relative_positions = config.extra["position_buckets"], config.farthest
@@ -438,7 +446,7 @@ class BertEncoder(_Loadable):
         return checkpoint.Names(self.config.family, encoder=True)
 
     def drops(self) -> bool:
-        """Whether a forward now would drop anything."""
+        """Whether a forward now would apply dropout."""
         return self._drops(self._readable())
 
     def _drops(self, readable: list[LayerParts | None]) -> bool:
@@ -448,14 +456,14 @@ class BertEncoder(_Loadable):
         return any([layer.drops(each) if parts is None else parts.drops() for each, parts in layers])
 
     def _readable(self) -> list[LayerParts | None]:
-        """The parts of each of `layer`, None for one that has to be called."""
+        """The parts of each module in `layer`; None for one that has to be called."""
         if not all(map(_is_readable, self.layer)):
             self._kept.clear()
             return [None] * len(self.layer)
         return self._kept.read(list(self.layer), BertLayer._parts)
 
     def dense_layers(self) -> list[str]:
-        """What `fastbert.prepare` packs in it."""
+        """The names of the dense layers that `fastbert.prepare` packs."""
         return [f"layer.{i}.{part}" for i, each in enumerate(self.layer) for part in OURS.dense_in(each)]
 
     def forward(
@@ -473,8 +481,8 @@ class BertEncoder(_Loadable):
         """Padded (B, S, C) with a mask (see `fastbert.padding.plan`), or packed (T, C) with cu_seqlens (B + 1,) int32.
 
         max_seqlen: the longest sequence; computed when None (one host synchronisation). rng: the dropout key of this
-        forward, drawn from torch's generator when None. Padding rows of the output are zeros. packing: where packed
-        tokens are, from code that has checked it, in place of cu_seqlens; the hidden states stay packed.
+        forward, drawn from torch's generator when None. Padding rows of the output are zeros. packing: replaces
+        cu_seqlens for packed hidden states, from code that has checked it; the output stays packed.
         Raises ValueError, TypeError.
         """
         handed_down = packing is not None
@@ -501,7 +509,7 @@ class BertEncoder(_Loadable):
         )
 
     def _in_turn(self, of_layers: Sequence[T]) -> list[T]:
-        """In the order in which a forward runs the layers."""
+        """The items of layers in the order in which a forward runs them; shared layers come several times."""
         return list(of_layers) if self.order is None else [of_layers[index] for index in self.order]
 
     def _recomputes(self) -> bool:
@@ -510,7 +518,7 @@ class BertEncoder(_Loadable):
     def _at_once(
         self, readable: list[LayerParts | None], hidden: Tensor, packing: Packing, rng: Tensor | None
     ) -> Tensor | None:
-        """What the layers give, computed at once; None where each has to be called."""
+        """The output of all layers, computed at once; None where each has to be called."""
         if self._recomputes() or torch.nn.modules.module._has_any_global_hook():
             return None
         return layer.encoder_layers(self._in_turn(readable), hidden, packing, rng, self._kept)
@@ -524,7 +532,7 @@ class BertEncoder(_Loadable):
         output_attentions: bool,
         given: Distances | None,
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The hidden states, of all layers or of the last one, and attention weights or None of each layer."""
+        """The hidden states of all layers or only of the last one, and for each layer its attention weights or None."""
         states, attentions, embedded = [hidden], [], hidden
         for turn, each in enumerate(self._in_turn(self.layer)):
             run = self._recomputed(each, turn)
@@ -536,7 +544,7 @@ class BertEncoder(_Loadable):
         return states, attentions
 
     def _recomputed(self, module: nn.Module, turn: int) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        """The layer, which forgets what is within it where gradient checkpointing says so."""
+        """The layer; with gradient checkpointing wrapped, if its turn is one of those that are computed again."""
         if not self._recomputes():
             return module
         every, arguments = self.recomputing
@@ -567,7 +575,7 @@ class BertPooler(nn.Module):
 class BertModel(Saveable):
     """Embeddings, encoder and (optionally) pooler; Hugging Face's BertModel, RobertaModel, ... on packed tokens.
 
-    add_pooling_layer: None for one where the family has one (DistilBERT, ELECTRA and DeBERTa-v2 have none).
+    add_pooling_layer: None adds one if the family has a pooler (DistilBERT, ELECTRA and DeBERTa-v2 have none).
     """
 
     def __init__(self, config: BertConfig, add_pooling_layer: bool | None = None) -> None:
@@ -604,13 +612,13 @@ class BertModel(Saveable):
         """Padded (B, S) ids with a mask (see `fastbert.padding.plan`), or packed (T,) ids with cu_seqlens (B + 1,).
 
         token_type_ids (default 0; DistilBERT and MPNet have none) and position_ids (default: the column, or for packed
-        input the place in the sequence) have the shape of input_ids; inputs_embeds (..., config.embedding_width)
-        replaces input_ids. In RoBERTa, XLM-RoBERTa, CamemBERT and MPNet position_ids count, from pad_token_id + 1, the
-        tokens of the row that are not pad_token_id, whatever the mask says; those that are have pad_token_id. In
-        DeBERTa-v2 and MPNet no padding may be between a row's tokens. max_seqlen: the longest sequence; computed when
-        None (one host synchronisation). Padding rows of the output are zeros, and the pooler
-        reads the first visible token of each sequence (zeros where there is none). packing: that the other arguments
-        are what `pack` gave, with this; the hidden states stay packed.
+        input the position in the sequence) have the shape of input_ids; inputs_embeds (..., config.embedding_width)
+        replaces input_ids. In RoBERTa, XLM-RoBERTa, CamemBERT and MPNet, default position_ids count the row's tokens
+        other than pad_token_id, from pad_token_id + 1, whatever the mask says; tokens with that id have position
+        pad_token_id. In DeBERTa-v2 and MPNet, no padding may lie between a row's tokens. max_seqlen: the longest
+        sequence; computed when None (one host synchronisation). Padding rows of the output are zeros, and the pooler
+        reads the first visible token of each sequence (zeros where there is none). packing: the one that `pack`
+        returned together with the other arguments; the hidden states then stay packed.
         Raises ValueError, TypeError, and IndexError for an id out of range.
         """
         inputs = (input_ids, token_type_ids, position_ids, inputs_embeds)
@@ -620,7 +628,7 @@ class BertModel(Saveable):
         else:
             given = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
             inputs, packing = self.pack(*given)
-        # An encoder of ours draws its key itself, when it has looked at its layers.
+        # A BertEncoder draws its dropout key itself, once it has read its layers.
         draws = type(self.encoder) is BertEncoder and layer.unchanged(self.encoder, BertEncoder)
         drops = layer.drops(self.embeddings) or (not draws and layer.drops(self.encoder))
         rng = random.new_key(packing.cu_seqlens.device) if drops else None
@@ -646,7 +654,7 @@ class BertModel(Saveable):
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
     ) -> tuple[ModelInputs, Packing]:
-        """The arguments of `forward`, checked and packed."""
+        """Checks and packs the arguments of `forward`."""
         inputs = ModelInputs(input_ids, token_type_ids, position_ids, inputs_embeds)
         shape = self._check_inputs(inputs, packed=cu_seqlens is not None)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
@@ -655,14 +663,14 @@ class BertModel(Saveable):
         if position_ids is None:
             position_ids = self._positions(input_ids, packing)
         else:
-            position_ids = packing.pack(position_ids.expand(shape))  # from one row for all, as Hugging Face takes it
+            position_ids = packing.pack(position_ids.expand(shape))  # may be one row (1, S), as in Hugging Face
         ids, types, embeds = (
             None if x is None else packing.pack(x) for x in (input_ids, token_type_ids, inputs_embeds)
         )
         return ModelInputs(ids, types, position_ids, embeds), packing
 
     def _positions(self, input_ids: Tensor | None, packing: Packing) -> Tensor:
-        """(T,) int64, the default position ids. input_ids: in the caller's form."""
+        """The default position ids, (T,) int64. input_ids: in the caller's form."""
         counts = self.config.family.padding_positions and input_ids is not None
         if packing.seqlen is not None and self.config.extra.get("position_biased_input", True):
             self._check_length(packing.max_seqlen if counts else packing.seqlen)
@@ -685,7 +693,7 @@ class BertModel(Saveable):
             )
 
     def _check_inputs(self, inputs: ModelInputs, packed: bool) -> torch.Size:
-        """(B, S) or (T,)."""
+        """Checks the inputs. Returns their shape, (B, S) or (T,)."""
         input_ids, token_type_ids, position_ids, inputs_embeds = inputs
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("BertModel: expected exactly one of input_ids and inputs_embeds")
@@ -716,17 +724,17 @@ class BertModel(Saveable):
         add_pooling_layer: bool | None = None,
         dtype: torch.dtype | str | None = None,
     ) -> "BertModel":
-        """From a directory with config.json and model.safetensors, whole or in shards (or pytorch_model.bin).
+        """Loads a directory with config.json and model.safetensors, whole or in shards (or pytorch_model.bin).
 
         source: may also be a model's name on the Hugging Face hub (`fastbert.hub`). Heads of a larger checkpoint are
         left out, and so is its pooler with add_pooling_layer=False. dtype: a torch dtype or its name; as stored when
         None or "auto". The model is in evaluation mode. Raises FileNotFoundError, ValueError (a corrupt file, a
-        configuration of no family that is known) and RuntimeError (a missing or unexpected parameter).
+        configuration of an unknown family) and RuntimeError (a missing or unexpected parameter).
         """
         return checkpoint.load(source).make(lambda config: cls(config, add_pooling_layer), dtype)
 
     def select(self, state: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
-        """The state of a checkpoint without a pooler that this model does not have."""
+        """A checkpoint's state, without its pooler if this model has none. Raises RuntimeError for a missing pooler."""
         if self.pooler is None:
             return {name: tensor for name, tensor in state.items() if not name.startswith("pooler.")}
         if not any(name.startswith("pooler.") for name in state):
@@ -735,7 +743,7 @@ class BertModel(Saveable):
 
 
 def count_parameters(config: BertConfig) -> int:
-    """How many parameters a BertModel of this configuration has, shared ones once. Nothing is allocated."""
+    """The number of parameters of a BertModel of this configuration; shared ones count once. Nothing is allocated."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in BertModel(config).parameters())
 
@@ -748,9 +756,10 @@ def _sinusoids(positions: int, width: int) -> Tensor:
 
 
 def _count(ids: Tensor, padding_idx: int, places: Tensor) -> Tensor:
-    """Which token of its row each of the ids (T,) is, from padding_idx + 1; int64. padding_idx itself has padding_idx.
+    """RoBERTa's position ids of ids (T,), int64: tokens count from padding_idx + 1 in each row, without those that are
+    padding_idx, whose position is padding_idx.
 
-    places: (T,), where each is in its row.
+    places: (T,), the index of each id in its row.
     """
     token = (ids != padding_idx).long()
     counts = token.cumsum(0)

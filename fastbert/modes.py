@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""Evaluation mode for a block of code."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; restores the mode of every submodule afterwards."""
+    """Runs the block in evaluation mode and without gradients; restores the mode of every submodule afterwards."""
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:

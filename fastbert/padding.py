@@ -1,7 +1,7 @@
 """From attention masks to packed tokens and back.
 
 A padded batch is packed once, before the embeddings, and unpacked once, after the last layer. `plan` understands the
-masks people pass; everything after it sees a `Packing`.
+attention masks that callers pass; everything after it works with a `Packing`.
 """
 
 from typing import Any, NamedTuple
@@ -23,17 +23,18 @@ from fastbert.ops.padding import (
 
 
 class Packing(NamedTuple):
-    """Where the sequences of a batch are among its packed tokens, and the way back to the form the caller gave.
+    """Where the sequences of a batch are among its packed tokens, and how to return to the caller's form.
 
-    Made and checked once a forward, at the boundary: `plan_or_packed` reads a mask or takes cu_seqlens. What
-    gets one handed down relies on it: nobody looks again whether `indices` are distinct.
+    It is made and checked once per forward, at the boundary: `plan_or_packed` reads a mask or takes cu_seqlens. Code
+    that is handed one relies on it, and does not check again that `indices` are distinct.
 
     cu_seqlens: (batch + 1,) int32. max_seqlen: at least the longest sequence. tokens: T. seqlen: the width of the
-    caller's padded (batch, seqlen) grid, None where the caller's tokens are packed. indices: (T,) int64 rows of the
+    caller's padded (batch, seqlen) grid, None if the caller's tokens are packed. indices: (T,) int64 rows of the
     flattened grid, None when all are visible. real: (T,) bool, which of those rows are tokens, None when all are.
-    starts_visible: whether every sequence has a token in column 0 (not known in compiled code, and then True).
-    filled: () how many sequences, the first ones, are the caller's, None when all: the rest fills a captured batch up.
-    unseen: (T,) bool, tokens that no token attends to, and that attend to the others; None when there are none.
+    starts_visible: whether every sequence has a token in column 0 (unknown in compiled code, and True there).
+    filled: (), the number of sequences, the first ones, that are the caller's; the others fill up the batch of a
+    captured graph. None when all are the caller's. unseen: (T,) bool, tokens that attend to the others but that no
+    token attends to; None when there are none.
     """
 
     cu_seqlens: Tensor
@@ -48,7 +49,8 @@ class Packing(NamedTuple):
     unseen: Tensor | None = None
 
     def check(self, op: str, rows: Tensor | None, *others: Any) -> None:
-        """Of a Packing that was handed down: `rows` are its tokens, and nothing else says where they are."""
+        """Raises ValueError unless `rows` has this packing's tokens and the `others`, which also place tokens, are
+        None."""
         if any(other is not None for other in others):
             raise ValueError(f"{op}: packing comes in place of attention_mask, cu_seqlens and max_seqlen")
         if rows is None or (not torch.compiler.is_compiling() and rows.shape[0] != self.tokens):
@@ -56,7 +58,7 @@ class Packing(NamedTuple):
             raise ValueError(f"{op}: given {given} and a packing of {self.tokens} tokens; expected what it packed")
 
     def pack(self, x: Tensor, fill: int = 0) -> Tensor:
-        """The caller's form, (batch, seqlen, ...) or (T, ...) -> (T, ...), with `fill` in rows that are no tokens."""
+        """The caller's form, (batch, seqlen, ...) or (T, ...) -> (T, ...), with `fill` in rows that are not tokens."""
         if self.seqlen is None:
             return x
         if self.indices is None:
@@ -74,7 +76,7 @@ class Packing(NamedTuple):
         return unpack_unchecked(x, self.indices, self.batch, self.seqlen)
 
     def unpack_weights(self, weights: Tensor) -> Tensor:
-        """(batch, H, max_seqlen, max_seqlen) by place among visible tokens -> (batch, H, seqlen, seqlen)."""
+        """Attention weights (batch, H, max_seqlen, max_seqlen) over visible tokens -> (batch, H, seqlen, seqlen)."""
         if self.indices is None:
             return weights
         if self.tokens == 0:
@@ -86,31 +88,32 @@ class Packing(NamedTuple):
         return cells.masked_fill(~(visible[:, None, :, None] & visible[:, None, None, :]), 0)
 
     def first(self, x: Tensor) -> Tensor:
-        """(T, C) -> (batch, C): the first token of each sequence, zeros for an empty one."""
+        """(T, C) -> (batch, C): the first token of each sequence, zeros for an empty sequence."""
         if self.indices is None and self.seqlen:  # then no sequence is empty
             return self.unpack(x)[:, 0]
         return first_tokens(x, self.cu_seqlens)
 
     def visible(self) -> Tensor:
-        """In the caller's form, bool: where there is a token."""
+        """Where there is a token: bool, in the caller's form."""
         return self.unpack(torch.ones(self.tokens, dtype=torch.int64, device=self.cu_seqlens.device)) != 0
 
     def positions(self) -> Tensor:
-        """(T,) int64, BERT's default position ids: the column in the padded grid, or the place in the sequence."""
+        """BERT's default position ids, (T,) int64: the column in the padded grid, or the position in the sequence."""
         if self.seqlen is None:
             return packed_positions(self.cu_seqlens, self.tokens)
-        if self.indices is None or self.real is not None:  # ONNX's exporter knows no remainder by a size
+        if self.indices is None or self.real is not None:  # ONNX's exporter has no remainder by a size
             return self.pack(torch.arange(self.seqlen, device=self.cu_seqlens.device).expand(self.batch, -1))
         return self.indices % self.seqlen
 
     def spaced(self, margin: int) -> tuple[Tensor, int]:
-        """Where tokens go, (T,) int64, in a row of them with so much space around each sequence; and its length."""
+        """The tokens' places, (T,) int64, in one row with at least `margin` free places before and after each sequence;
+        and the row's length."""
         token = torch.arange(self.tokens, device=self.cu_seqlens.device)
         sequence = torch.searchsorted(self.cu_seqlens[1:].contiguous(), token.int(), right=True)
         return token + margin * (sequence + 1), self.tokens + margin * (self.batch + 2)
 
     def grid(self) -> "Packing":
-        """The same sequences in a padded grid: the caller's, or for packed input one padded on the right."""
+        """The same sequences in a padded grid: the caller's, or for packed input a grid padded on the right."""
         if self.seqlen is not None:
             return self
         sequence, position = _places(self.cu_seqlens, self.tokens)
@@ -122,7 +125,7 @@ def _like(real: Tensor, x: Tensor) -> Tensor:
 
 
 def first_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """(T, C) packed -> (B, C): the first token of each sequence, zeros for an empty one."""
+    """(T, C) packed -> (B, C): the first token of each sequence, zeros for an empty sequence."""
     starts, empty = cu_seqlens[:-1], cu_seqlens[1:] == cu_seqlens[:-1]
     if x.shape[0] == 0:
         return x.new_zeros(starts.shape[0], x.shape[1])
@@ -136,7 +139,7 @@ def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def _places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """(T,) int64 twice: the sequence of each packed token, and its position there."""
+    """The sequence of each packed token, (T,) int64, and its position there, (T,) int64."""
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp(
         max=max(cu_seqlens.shape[0] - 2, 0)
@@ -145,7 +148,7 @@ def _places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 class Interrupted(ValueError):
-    """A mask hides tokens between visible ones, and distances count columns."""
+    """A mask hides tokens between visible ones, in a model whose distances count columns."""
 
 
 def plan_or_packed(
@@ -157,10 +160,10 @@ def plan_or_packed(
     max_seqlen: int | None,
     in_runs: bool = False,
 ) -> Packing:
-    """The Packing of a model's input, checked: of shape (B, S) by its mask, or (T,) by cu_seqlens.
+    """The Packing of a model's input, checked: of shape (B, S) by its mask, or of shape (T,) by cu_seqlens.
 
-    max_seqlen: of packed input; read from cu_seqlens when None (one synchronisation). in_runs: as in `plan`. Raises
-    ValueError and TypeError in the name of `op`, and as `plan` does.
+    max_seqlen: for packed input; read from cu_seqlens when None (one host synchronisation). in_runs: as in `plan`.
+    Raises ValueError and TypeError that name `op`, and what `plan` raises.
     """
     if cu_seqlens is None:
         if max_seqlen is not None:
@@ -181,17 +184,17 @@ def plan_or_packed(
 def plan(
     attention_mask: Tensor | None, batch: int, seqlen: int, device: torch.device, in_runs: bool = False
 ) -> Packing:
-    """Reads a mask. At most one host synchronisation, none for None.
+    """Makes a Packing from an attention mask, with at most one host synchronisation; with none if the mask is None.
 
     attention_mask: None; (B, S), nonzero is visible, with padding anywhere; or Hugging Face's broadcast masks of three
     or four dimensions, (B, 1, 1, S) or (B, 1, S, S) with equal rows: bool (True is visible) or additive float (0 is
-    visible, -1e4 and below is not). Raises ValueError for a mask of another shape, and for one that is no key-padding
-    mask (causal, per query, a bias); TypeError for a dtype that is no mask's. in_runs: the distance between two tokens
-    is that of their columns, so that padding may be on both sides of a row's tokens but not between them; Interrupted,
-    a ValueError, where it is.
+    visible, -1e4 and below is not). in_runs: the distance between two tokens is that of their columns, so padding may
+    be on both sides of a row's tokens but not between them. Raises ValueError for a mask of another shape, and for one
+    that is not a key-padding mask (causal, per query, a bias); TypeError for a dtype that no mask has; with in_runs
+    Interrupted, a ValueError, for padding between tokens.
 
-    In code compiled by torch.compile sizes cannot depend on the mask: all batch * seqlen rows stay, visible ones first
-    and zeros after them. There, and in programs of torch.export, what would be Interrupted is a RuntimeError.
+    In code compiled by torch.compile, sizes cannot depend on the mask: all batch * seqlen rows stay, visible ones first
+    and zeros after them. There, and in programs of torch.export, a RuntimeError is raised in place of Interrupted.
     """
     if torch.jit.is_tracing():
         raise RuntimeError("torch.jit.trace would fix the mask that it sees; use torch.export or torch.compile")
@@ -220,7 +223,8 @@ def plan(
     return Packing(cu_seqlens, longest, indices.shape[0], batch, seqlen, indices, starts_visible=starts_visible)
 
 
-Found = tuple[bool, bool, Tensor, Tensor, int, bool]  # only keys are masked, in runs; the fields of Packing
+# Whether only keys are masked, whether tokens are in runs; indices, cu_seqlens, longest sequence, starts_visible.
+Found = tuple[bool, bool, Tensor, Tensor, int, bool]
 _INTERRUPTED = "attention_mask hides tokens between visible ones; expected padding before and after them only"
 
 
@@ -250,7 +254,7 @@ def _compiled_plan(visible: Tensor) -> Packing:
 
 
 def _visible_keys(mask: Tensor, batch: int, seqlen: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """(B, S) bool, and whether the mask masks keys and nothing else: a bool scalar, None when its form says so."""
+    """(B, S) bool, and whether the mask masks keys and nothing else: a bool scalar, or None if its form implies it."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask is a {type(mask).__name__}; expected a tensor")
     if mask.is_complex():
@@ -260,7 +264,7 @@ def _visible_keys(mask: Tensor, batch: int, seqlen: int, device: torch.device) -
     if mask.dim() == 2:
         checks.shape("attention_mask", "attention_mask", mask, (batch, seqlen), "(B, S)")
         additive = mask.is_floating_point() and not torch.compiler.is_compiling()
-        # -1e4 and below are a 4-D mask's values, and infinity is nobody's
+        # Values of -1e4 and below belong to a 4-D mask, and infinity to no mask.
         return mask != 0, ((mask > -1e4) & (mask < torch.inf)).all() if additive else None
     wide = mask.unsqueeze(1) if mask.dim() == 3 else mask
     if (

@@ -1,4 +1,4 @@
-"""From tokens to texts: one vector of each sequence, as sentence-transformers' Pooling makes it."""
+"""Pools token vectors to one vector per sequence, as sentence-transformers' Pooling does."""
 
 from collections.abc import Callable
 
@@ -9,23 +9,23 @@ from fastbert.ops.numbers import wide
 from fastbert.ops.padding import cu_seqlens_of
 from fastbert.padding import first_tokens, packed_positions
 
-Pool = Callable[[Tensor, Tensor, int], Tensor]  # skip: how many tokens before the first one were left out
+Pool = Callable[[Tensor, Tensor, int], Tensor]  # hidden, cu_seqlens, skip -> vectors; skip: see `pool`
 
 
 def check_mode(mode: str) -> str:
-    """The mode itself. Raises ValueError for an unknown one."""
+    """Returns the mode. Raises ValueError for an unknown one."""
     if mode not in POOL:
         raise ValueError(f"pooling is {mode!r}; expected {', '.join(map(repr, MODES[:-1]))} or {MODES[-1]!r}")
     return mode
 
 
 def pool(hidden: Tensor, cu_seqlens: Tensor, mode: str, skip: int = 0) -> Tensor:
-    """(T, C) packed -> (B, C) in float32 or better: a vector of each sequence, zeros for an empty one. Differentiable.
+    """(T, C) packed -> (B, C) in float32 or better: one vector per sequence, zeros for an empty one. Differentiable.
 
-    mode: "mean", "max", "cls" (the first token), "lasttoken", "mean_sqrt_len_tokens" (the sum over the square root of
-    the length), or "weightedmean", whose weights are a token's place, from 1. skip: leaves out so many tokens at the
-    beginning of each sequence, a prompt's; the others keep their places. Equivalent, for "mean", to
-    torch.stack([text[skip:].mean(0) for text in hidden.split(lengths)]). Raises ValueError for another mode.
+    mode: "mean", "max", "cls" (the first token), "lasttoken", "mean_sqrt_len_tokens" (the sum divided by the square
+    root of the length), or "weightedmean", whose weights are the tokens' positions, from 1. skip: how many tokens,
+    those of a prompt, are left out at the beginning of each sequence; the others keep their positions. Equivalent, for
+    "mean", to torch.stack([text[skip:].mean(0) for text in hidden.split(lengths)]). Raises ValueError for another mode.
     """
     take, hidden = POOL[check_mode(mode)], wide(hidden)
     if skip:

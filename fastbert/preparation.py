@@ -20,23 +20,23 @@ from fastbert.prepared import (
 
 
 def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn.Module:
-    """A frozen copy of a model for inference on this machine's processor, or on a GPU; the model stays as it is.
+    """Makes a frozen copy of a model for inference on this machine's processor or on a GPU. The model is not changed.
 
-    model: one of fastbert's or transformers' (accelerated, or it is now), or a module that contains some, as
-    sentence-transformers' do; in evaluation mode, and on the CPU or, for "fp8", on a GPU. precision: "fp32", as exact
-    as before; "bf16", which the whole copy is converted to; "int8", whose dense layers have int8 weights with a factor
-    for each output channel, and inputs quantised to int8 for each token, while all else is float32, but bfloat16 what
-    passes between the products of a layer; "fp8", the same in float8_e4m3fn, for GPUs of sm_90 and newer, while all
-    else is bfloat16. skip: names of submodules that stay as they are (in that dtype), such as "encoder.layer.11" or
-    "encoder.layer.0.output.dense".
+    model: one of fastbert's or transformers' (the copy is accelerated if the model is not), or a module that contains
+    some, as in sentence-transformers; in evaluation mode, and on the CPU or, for "fp8", on a GPU. precision: "fp32", as
+    exact as before; "bf16", to which the whole copy is converted; "int8": dense layers have int8 weights with a factor
+    for each output channel, and their inputs are quantised to int8 for each token; all else is float32, except for
+    bfloat16 between the products of a layer; "fp8": the same in float8_e4m3fn, for GPUs of sm_90 and newer, and all
+    else is bfloat16. skip: names of submodules that are not prepared (only converted to the dtype of "all else"), such
+    as "encoder.layer.11" or "encoder.layer.0.output.dense".
 
-    The dense layers of encoders are packed, and projections of embeddings; heads and poolers, which read few tokens,
-    are not. Their weights are what their precision takes: 4, 2 or 1 bytes a number. Dropout is off for good: training,
-    a change of dtype or device and load_state_dict raise RuntimeError. `save_pretrained` of fastbert's models writes
-    plain tensors, which any machine packs when it loads them.
-    Raises TypeError for what holds no such model, ValueError for an unknown precision or name, for a model in training
-    mode, prepared already or on a device that the precision is not for, for weights that are not finite, and, by its
-    name, for a dense layer that is no plain nn.Linear, or beside "fp8" of sizes that its products do not take.
+    Encoders' dense layers and projections of embeddings are prepared; heads and poolers, which read few tokens, are
+    not. A prepared weight takes 4, 2 or 1 bytes per number, depending on the precision. The copy cannot be trained:
+    training mode, a change of dtype or device and load_state_dict raise RuntimeError. `save_pretrained` of fastbert's
+    models writes plain tensors, which any machine packs when it loads them.
+    Raises TypeError for a module without such a model, ValueError for an unknown precision or name, for a model that is
+    in training mode, prepared already or on a device that the precision is not for, for weights that are not finite,
+    and for a dense layer, which it names, that is not a plain nn.Linear or has sizes that "fp8" products do not take.
     """
     skip = check_names(model, precision, skip)
     prepared = copy.deepcopy(model).to(PRECISIONS[precision])
@@ -50,7 +50,7 @@ def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn
 
 
 def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[str, ...]:
-    """skip as a tuple. Raises as `prepare` does."""
+    """Checks the arguments of `prepare` and raises its errors. Returns skip as a tuple."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fastbert.prepare: given a {type(model).__name__}; expected a model")
     if precision not in PRECISIONS:

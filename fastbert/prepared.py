@@ -1,5 +1,5 @@
-"""Modules that `fastbert.prepare` makes: dense layers whose weights were packed once for this processor, or quantised
-for a GPU, and models that hold them."""
+"""The modules that `fastbert.prepare` makes: dense layers whose weights were packed once for this processor, or
+quantised for a GPU, and models that hold them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,24 +16,25 @@ from fastbert.ops.scaled_linear import problem_on
 if TYPE_CHECKING:
     from fastbert.config import BertConfig
 
-# -> the dtype of everything but dense layers
+# precision -> the dtype of everything but the dense layers
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32, "fp8": torch.bfloat16}
-QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # -> that of weights with a factor for each channel
-SCALE = "weight_scale"  # in state dicts
-CONFIG_ENTRY = "fastbert_prepare"  # in config.json
+QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # -> the dtype of weights with one factor per channel
+SCALE = "weight_scale"  # the name of these factors in state dicts
+CONFIG_ENTRY = "fastbert_prepare"  # the field in config.json
 
 
 class PreparedLinear(nn.Module):
     """nn.Linear for inference on a CPU. precision: "fp32", "bf16" or "int8".
 
-    Its state dict has the plain weight and bias, and for int8 weight_scale (out_features,): packed weights are this
-    machine's. It is frozen once it is filled: training, another dtype or device and load_state_dict raise RuntimeError.
+    Its state dict has the plain weight and bias, and for int8 weight_scale (out_features,), because the packed layout
+    depends on the processor. Once it is filled it is frozen: training, a change of dtype or device and load_state_dict
+    raise RuntimeError.
     """
 
     def __init__(self, in_features: int, out_features: int, precision: str) -> None:
         super().__init__()
         self.in_features, self.out_features, self.precision = in_features, out_features, precision
-        # Of `ops.packed_linear`. They are no buffers, because nothing may convert them.
+        # The arguments of `ops.packed_linear`. They are not buffers, because nothing may convert them.
         self.weight: Tensor | None = None
         self.scale: Tensor | None = None
         self.bias: Tensor | None = None
@@ -42,7 +43,7 @@ class PreparedLinear(nn.Module):
 
     @staticmethod
     def empty(linear: nn.Linear, precision: str) -> "PreparedLinear":
-        """In its place, without weights."""
+        """A module to replace `linear`, without weights yet."""
         kind = ScaledLinear if precision == "fp8" else PreparedLinear
         return kind(linear.in_features, linear.out_features, precision)
 
@@ -57,7 +58,8 @@ class PreparedLinear(nn.Module):
         return made
 
     def fill(self, weight: Tensor, factor: Tensor | None, bias: Tensor | None) -> None:
-        """weight: (out_features, in_features), of int8 with a factor (out_features,). bias: zeros when None."""
+        """Packs a plain weight (out_features, in_features), an int8 one with its factor (out_features,). bias: zeros
+        when None."""
         panels = panels_of(weight)
         self.weight = huge_pages.empty(panels.shape, panels.dtype).copy_(panels)
         self.scale = None if factor is None else with_sums(factor.float(), weight)
@@ -65,27 +67,26 @@ class PreparedLinear(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the plain weight."""
+        """The dtype of the plain weight."""
         return QUANTIZED.get(self.precision, PRECISIONS[self.precision])
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features), float32 or bfloat16 as the precision says; beside int8 weights in
-        x's dtype."""
+        """(..., in_features) -> (..., out_features), float32 for "fp32", bfloat16 for "bf16", x's dtype for "int8"."""
         if self.precision != "int8":
             x = x.to(self.dtype)
         return ops.packed_linear(x, self.weight, self.scale, self.bias, self.out_features)
 
     def keep(self, sources: Sequence[Tensor], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """make(), which depends on these tensors alone: made anew when one of them is another, or has changed."""
+        """make(), which depends on these tensors only, cached until one of them is replaced or changed in place."""
         versions = [(each, 0 if each.is_inference() else each._version) for each in sources]
         known = self.kept
         if known is None or any([a is not b or m != n for (a, m), (b, n) in zip(known[0], versions, strict=True)]):
-            with torch.inference_mode(False), torch.no_grad():  # so that later calls may be in whatever mode
+            with torch.inference_mode(False), torch.no_grad():  # valid for later calls in any mode
                 known = self.kept = versions, make()
         return known[1]
 
     def bytes(self) -> int:
-        """What its tensors take."""
+        """The memory of its tensors, in bytes."""
         tensors = self.weight, self.scale, self.bias, *(self.kept[1].values() if self.kept else ())
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -95,7 +96,7 @@ class PreparedLinear(nn.Module):
     # ---- state dicts, copies and files: the plain tensors
 
     def _plain(self) -> dict[str, Tensor]:
-        """On the meta device until it is filled."""
+        """The plain tensors by their names in state dicts; on the meta device until the module is filled."""
         size = self.out_features
         if self.weight is None:
             weight = torch.empty(size, self.in_features, dtype=self.dtype, device="meta")
@@ -107,7 +108,7 @@ class PreparedLinear(nn.Module):
         return plain | ({SCALE: factor} if self.precision in QUANTIZED else {})
 
     def _unpacked(self) -> tuple[Tensor, Tensor | None]:
-        """The plain weight, and its channels' factors."""
+        """The plain weight, and for int8 its factors."""
         weight = ops.unpack_weight(self.weight, self.out_features, self.in_features)
         return weight, None if self.scale is None else self.scale[0].clone()
 
@@ -150,9 +151,9 @@ class PreparedLinear(nn.Module):
 
 
 class ScaledLinear(PreparedLinear):
-    """nn.Linear for inference with its product in fp8 (`ops.scaled_linear`), on a GPU; precision: "fp8".
+    """nn.Linear for inference that multiplies in fp8 (`ops.scaled_linear`), on a GPU. precision: "fp8".
 
-    Its state dict has the weight in float8_e4m3fn, the bias in bfloat16 and weight_scale. It may move to another GPU.
+    Its state dict has the weight in float8_e4m3fn, the bias in bfloat16 and weight_scale. It can move to another GPU.
     """
 
     def fill(self, weight: Tensor, factor: Tensor | None, bias: Tensor | None) -> None:
@@ -178,7 +179,7 @@ class ScaledLinear(PreparedLinear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """With the weight's bytes: pickle cannot read float8 tensors."""
+        """The state with the weight as uint8: pickle cannot read float8 tensors."""
         state = super().__getstate__()
         if "plain" in state:
             state["plain"]["weight"] = state["plain"]["weight"].view(torch.uint8)
@@ -191,7 +192,8 @@ class ScaledLinear(PreparedLinear):
 
 
 def join(model: nn.Module) -> None:
-    """Where transformers has three projections, their tensors become parts of one, so that they are one product."""
+    """Makes the tensors of transformers' separate q, k and v projections parts of one tensor, so that they take one
+    matrix product."""
     for module in model.modules():
         if (key := key_of(module)) is None:
             continue
@@ -205,7 +207,8 @@ def join(model: nn.Module) -> None:
 
 
 def joined_dense(parts: Sequence[ScaledLinear]) -> Dense:
-    """Dense layers of one input as one. It is a copy where their tensors are not parts of one: in pickled models."""
+    """Dense layers with the same input as one. Copies tensors that are not parts of one already, as in pickled
+    models."""
     if len(parts) == 1:
         return parts[0].dense()
     each = [part.dense() for part in parts]
@@ -216,7 +219,7 @@ def joined_dense(parts: Sequence[ScaledLinear]) -> Dense:
 
 
 def _following(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The rows of all, if each begins where the one before ends."""
+    """One tensor over the rows of all, if each begins in memory where the one before ends; else None."""
     first, end, rows = tensors[0], tensors[0].storage_offset(), 0
     storage = first.untyped_storage()._cdata
     for tensor in tensors:
@@ -229,8 +232,8 @@ def _following(tensors: Sequence[Tensor]) -> Tensor | None:
 def check_conversion(
     convert: Any, dtype: torch.dtype, device: torch.device | str, others: str = "cuda"
 ) -> torch.device:
-    """Where what nn.Module.to and its like are to do with tensors takes them. Raises RuntimeError if it changes their
-    dtype, or the type of their device to another than `others`."""
+    """The device to which `convert`, the function that nn.Module.to and its like apply to tensors, moves them. Raises
+    RuntimeError if it changes their dtype, or moves them to a device type other than their own and `others`."""
     probe = torch.empty(1, dtype=dtype, device=device)
     after = convert(probe)
     if after.dtype != dtype or after.device.type not in (probe.device.type, others):
@@ -243,8 +246,8 @@ def _frozen(what: str) -> RuntimeError:
 
 
 class Frozen:
-    """What stands for a method of a prepared model: it refuses before any part of the model changes. An object in its
-    module's `__dict__`, so that it is copied and pickled with it."""
+    """Replaces a method of a prepared model, and raises before any part of the model changes. It is an object in the
+    module's `__dict__`, so that it is copied and pickled with the module."""
 
     def __init__(self, module: nn.Module, method: str, dtype: torch.dtype) -> None:
         self.module, self.method, self.dtype = module, method, dtype
@@ -262,8 +265,8 @@ class Frozen:
 
 
 def freeze(model: nn.Module, precision: str) -> nn.Module:
-    """The model, without gradients, and with methods that refuse what would change weights, or write files that
-    transformers cannot read."""
+    """The model without gradients. Methods that would change its weights, or write files that transformers cannot read,
+    now raise."""
     model.requires_grad_(False)
     join(model)
     for method in ("train", "_apply", "load_state_dict"):
@@ -277,7 +280,7 @@ def freeze(model: nn.Module, precision: str) -> nn.Module:
 
 
 def home(precision: str) -> torch.device:
-    """The device that models of that precision run on. Raises ValueError where that cannot be here."""
+    """The device that models of this precision run on. Raises ValueError if this machine cannot run them."""
     device = torch.device("cuda" if precision == "fp8" and torch.cuda.is_available() else "cpu")
     if precision == "fp8" and (reason := problem_on(device)):
         raise ValueError(f"fp8 on {device}: {reason}")
@@ -288,7 +291,7 @@ def home(precision: str) -> torch.device:
 
 
 def linears(model: nn.Module) -> Iterator[str]:
-    """The names of the dense layers that are packed."""
+    """The names of the dense layers that `prepare` replaces."""
     names = {module: name for name, module in model.named_modules()}
     for module, name in names.items():
         prefix = f"{name}." if name else ""
@@ -303,13 +306,13 @@ def linears(model: nn.Module) -> Iterator[str]:
 
 
 def is_skipped(name: str, skip: tuple[str, ...]) -> bool:
-    """Whether the part, or one that holds it, is in `skip`. A base model's parts count by their names in it, too."""
+    """Whether `skip` has this part or a module that contains it. Names without the base model's prefix count too."""
     bare = name.removeprefix("bert.")
     return any(part == each or part.startswith(f"{each}.") for part in (name, bare) for each in skip)
 
 
 def replace(model: nn.Module, skip: tuple[str, ...], make: Callable[[nn.Linear], PreparedLinear]) -> None:
-    """Puts make(layer) in the place of each of those dense layers, but for those of `skip`."""
+    """Replaces each layer of `linears` by make(layer), except those in `skip`."""
     for name in linears(model):
         if not is_skipped(name, skip):
             owner, _, last = name.rpartition(".")
@@ -320,16 +323,16 @@ def replace(model: nn.Module, skip: tuple[str, ...], make: Callable[[nn.Linear],
 
 
 def config_entries(precision: str, skip: tuple[str, ...]) -> dict[str, Any]:
-    """For config.json: what `outline` reads and, beside quantised weights, what makes transformers refuse the
-    directory: it would take them for floats. (An unknown quant_method is ignored with a warning, none at all is an
-    error.)"""
+    """Fields for config.json: what `outline` reads and, with quantised weights, an entry that makes transformers refuse
+    the directory, because it would read the weights as floats. (transformers ignores an unknown quant_method with a
+    warning; an entry without one is an error.)"""
     entries = {CONFIG_ENTRY: {"precision": precision, "skip": [name.removeprefix("bert.") for name in skip]}}
     return entries | ({"quantization_config": {"library": "fastbert"}} if precision in QUANTIZED else {})
 
 
 def outline(model: nn.Module, config: "BertConfig") -> str | None:
-    """Puts modules without weights where `prepare` put packed ones, for a state dict to fill, if the configuration is
-    that of a prepared model; its precision. Raises ValueError for an entry that makes no sense."""
+    """If the configuration is that of a prepared model, puts modules without weights in place of its dense layers, to
+    be filled from a state dict. Returns the precision, or None. Raises ValueError for an entry that makes no sense."""
     entry = config.extra.get(CONFIG_ENTRY)
     if entry is None:
         return None

@@ -1,19 +1,19 @@
-"""The random numbers of dropout, in plain PyTorch: which elements every backend drops, bit for bit.
+"""The random numbers of dropout, in plain PyTorch. They define which elements every backend drops, bit for bit.
 
 Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) is a function of a
-key and a counter. The key is one int64 a model forward, drawn from torch's generator and never read by the host; each
+key and a counter. The key is one int64 per model forward, drawn from torch's generator and never read by the host; each
 place in the model ("site") adds a multiple of the golden ratio to it. Counters are logical positions, so the mask does
-not depend on backend, tile size, padding or thread count, and the backward pass makes it again instead of storing it.
+not depend on backend, tile size, padding or thread count, and the backward recomputes it instead of storing it.
 
-Kernels reimplement this file; tests compare them with it for equality. `docs/random.md` derives the layout.
+Kernels reimplement this file, and tests check that they equal it. `docs/random.md` derives the layout.
 """
 
 import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
-ROW_BITS = 16  # random bits an element of a row op
-ATTENTION_BITS = 8  # random bits an attention score
+ROW_BITS = 16  # random bits per element of a row op
+ATTENTION_BITS = 8  # random bits per attention score
 
 EMBEDDING_SITE = 0
 
@@ -23,11 +23,11 @@ def layer_sites(layer: int) -> tuple[int, int, int]:
     return 3 * layer + 1, 3 * layer + 2, 3 * layer + 3
 
 
-CONVOLUTION_SITE = 2**20  # beyond the sites of as many layers as a model may have
+CONVOLUTION_SITE = 2**20  # beyond the sites of all layers that a model may have
 
 
 def position_site(layer: int) -> int:
-    """The dropout site of DeBERTa's relative embeddings in a layer; a row's number is its slot's."""
+    """The dropout site of DeBERTa's relative embeddings in a layer; their slot takes the place of the token."""
     return CONVOLUTION_SITE + 1 + layer
 
 
@@ -35,7 +35,8 @@ _LOW = 0xFFFFFFFF
 
 
 def new_key(device: torch.device | str | None = None) -> Tensor:
-    """One int64 key, shape (1,), on `device`, from torch's generator there (so `torch.manual_seed` decides it)."""
+    """A key for one forward, int64 of shape (1,) on `device`, from torch's generator there (so `torch.manual_seed`
+    determines it)."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
@@ -51,19 +52,19 @@ def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int
     key: int64 tensor; its low half is the first key word. Known answer: key 0, counter 0 gives
     5f6fb709 0d893f64 4f121f81 4f730a48.
     """
-    c0, c1, c2, c3 = counter  # numbers stay numbers: a tensor of one would be a copy to the device
+    c0, c1, c2, c3 = counter  # ints stay ints: making tensors of them would copy to the device
     k0, k1 = key & _LOW, (key >> 32) & _LOW
     for _ in range(7):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the signed product wraps to the right 64 bits
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the signed product wraps, with the right 64 bits
         c0, c1, c2, c3 = (p1 >> 32 & _LOW) ^ c1 ^ k0, p1 & _LOW, (p0 >> 32 & _LOW) ^ c3 ^ k1, p0 & _LOW
         k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
     return c0, c1, c2, c3
 
 
 def threshold(p: float, bits: int) -> int:
-    """An element of `bits` random bits is dropped if its value is below this: round(p * 2**bits), half to even.
+    """round(p * 2**bits), half to even: an element is dropped if its `bits` random bits are below this number.
 
-    Raises ValueError for p outside [0, 1), for p > 0 so small that nothing, or so large that everything, would go.
+    Raises ValueError for p outside [0, 1), and for p > 0 that would drop nothing or everything after rounding.
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout_p is {p}; expected 0 <= dropout_p < 1")
@@ -74,15 +75,15 @@ def threshold(p: float, bits: int) -> int:
 
 
 def keep_scale(p: float, bits: int) -> float:
-    """What a kept element is multiplied by: 1 / (share of values that are kept)."""
+    """The factor for kept elements: 1 / (the share of random values that keep an element)."""
     return 2**bits / (2**bits - threshold(p, bits))
 
 
 def row_bits(rng: Tensor, site: int, tokens: int, channels: int, first: int = 0) -> Tensor:
     """The 16 random bits of every element of a (tokens, channels) tensor, as int64.
 
-    Counter (channel // 8, token low, token high, 0); element channel % 8 takes the halves of the four words in
-    little-endian order. `token` is the packed index, from `first` on.
+    The counter is (channel // 8, token low, token high, 0). Its four words are cut into eight halves, low half first;
+    an element takes the one of number channel % 8. `token` is the packed index, counted from `first`.
     """
     device = rng.device
     token = torch.arange(first, first + tokens, device=device)[:, None]
@@ -95,9 +96,9 @@ def row_bits(rng: Tensor, site: int, tokens: int, channels: int, first: int = 0)
 def attention_bits(rng: Tensor, site: int, sequences: int, heads: int, queries: int, keys: int) -> Tensor:
     """The random byte of every attention score, (sequences, heads, queries, keys), as int64.
 
-    Counter (16-key group, query, head, sequence); query and key are positions within their sequence. The order within
-    a group is that of the `mma` accumulator: in a block of 64 keys, bytes 2j and 2j + 1 of column pair c are keys
-    8j + 2c and 8j + 2c + 1, and the group is 4 * block + c.
+    The counter is (16-key group, query, head, sequence); query and key are positions within their sequence. The order
+    of keys is that of the `mma` accumulator: a block of 64 keys has four groups, one for each column pair c, of number
+    4 * block + c; bytes 2j and 2j + 1 of a group are for keys 8j + 2c and 8j + 2c + 1 of the block.
     """
     device = rng.device
     blocks = (keys + 63) // 64
@@ -114,7 +115,7 @@ def attention_bits(rng: Tensor, site: int, sequences: int, heads: int, queries: 
 
 
 def row_keep(rng: Tensor, site: int, tokens: int, channels: int, p: float, first: int = 0) -> Tensor:
-    """Which elements of a (tokens, channels) tensor dropout keeps: bool. Kept ones times `keep_scale(p, ROW_BITS)`.
+    """Which elements of a (tokens, channels) tensor dropout keeps, bool; multiply those by `keep_scale(p, ROW_BITS)`.
 
     first: as in `row_bits`.
     """
@@ -122,5 +123,5 @@ def row_keep(rng: Tensor, site: int, tokens: int, channels: int, p: float, first
 
 
 def attention_keep(rng: Tensor, site: int, sequences: int, heads: int, length: int, p: float) -> Tensor:
-    """Which scores dropout keeps, (sequences, heads, length, length) bool; kept ones times `keep_scale(p, 8)`."""
+    """Which scores dropout keeps, (sequences, heads, length, length) bool; multiply those by `keep_scale(p, 8)`."""
     return attention_bits(rng, site, sequences, heads, length, length) >= threshold(p, ATTENTION_BITS)

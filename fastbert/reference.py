@@ -1,9 +1,9 @@
 """BERT in plain PyTorch, as in the paper: the truth that every kernel of fastbert is compared with.
 
-No fusion, no packing, none of fastbert's ops. Post-LayerNorm transformer encoder with learned positions, erf GELU and
-LayerNorm eps 1e-12 (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2018; Vaswani et al.,
-"Attention Is All You Need", 2017). Parameter names are those of Hugging Face's BertModel, so `load_state_dict` takes
-its state. Dropout masks may be passed in, to compare training with another implementation exactly.
+It has no fusion, no packing and none of fastbert's ops: a post-LayerNorm transformer encoder with learned positions,
+erf GELU and LayerNorm eps 1e-12 (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2018; Vaswani
+et al., "Attention Is All You Need", 2017). Parameter names are those of Hugging Face's BertModel, so `load_state_dict`
+takes its state. Dropout masks may be passed in, to compare training with another implementation exactly.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from fastbert.random import EMBEDDING_SITE, layer_sites
 
 
 class Dropout(nn.Module):
-    """nn.Dropout, or a product with this site's mask (of 0 and 1 / (1 - p)) if masks are passed in."""
+    """nn.Dropout, or multiplication by this site's mask (of 0 and 1 / (1 - p)) if masks are passed in."""
 
     def __init__(self, p: float, site: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class BertPooler(nn.Module):
 
 
 class BertModel(nn.Module):
-    """Returns the hidden states (of the embeddings and each layer, (B, S, C)) and the pooled output (B, C).
+    """BERT. Returns the hidden states (of the embeddings and each layer, (B, S, C)) and the pooled output (B, C).
 
     input_ids, token_type_ids, position_ids: (B, S) int64. attention_mask: (B, S), nonzero is visible; every sequence
     needs a visible token. masks: dropout masks by site (`fastbert.random.layer_sites`): (B, H, S, S) for attention

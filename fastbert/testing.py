@@ -1,7 +1,8 @@
 """The accuracy rule: the definition of "as accurate as PyTorch" for tests, benchmarks and users' checks.
 
-The truth is computed in float64 on the same rounded inputs. The error of a tensor is max |difference|, e is the largest
-error of PyTorch's implementations of the same call in the same dtypes, and u is the epsilon of the tensor's dtype:
+The truth is computed in float64 on the same rounded inputs. The error of a tensor is its max |difference| from the
+truth, e is the largest error among PyTorch's implementations of the same call in the same dtypes, and u is the epsilon
+of the tensor's dtype:
 
     output    error <= 2 e + u * max |truth|          (hidden states of whole models: 3 e)
     gradient  error <= 3 e + u * (largest gradient of that call)
@@ -54,9 +55,9 @@ def evaluate(
 ) -> Result:
     """Runs `call(**inputs)` on fresh leaf tensors, and a backward with fixed random output gradients.
 
-    inputs: tensors and other arguments; leaves have their strides. dtype: to convert floating-point tensors to first
-    (float64 for the truth), which keeps no strides. gradients: False for a forward without a graph.
-    strided_gradients: True for output gradients that are not contiguous, as `strided` makes them.
+    inputs: tensors and other arguments; leaves get the same strides. dtype: converts floating-point tensors first
+    (float64 for the truth), which does not keep strides. gradients: False for a forward without a graph.
+    strided_gradients: True for output gradients that are not contiguous, made by `strided`.
     """
     leaves = {name: _leaf(value, dtype, gradients) for name, value in inputs.items()}
     with torch.set_grad_enabled(gradients):
@@ -73,8 +74,9 @@ def evaluate(
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """A copy that is not contiguous: the last two dimensions exchanged in memory, and behind each element another that
-    nobody may read: NaN, or the dtype's largest integer. A tensor without dimensions stays as it is."""
+    """A copy that is not contiguous: the last two dimensions are exchanged in memory, and after each element lies one
+    that must not be read: NaN, the dtype's largest integer, or True. A tensor without dimensions is returned
+    unchanged."""
     if tensor.dim() == 0:
         return tensor
     turned = tensor.mT if tensor.dim() > 1 else tensor
@@ -91,7 +93,7 @@ def _leaf(value: object, dtype: torch.dtype | None, gradients: bool) -> object:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """With the same strides, which clone() keeps only where no memory lies between the elements."""
+    """A copy with the same strides; clone() keeps them only if no memory lies between the elements."""
     copy = tensor.clone()
     if copy.stride() == tensor.stride() or not tensor.numel():
         return copy
@@ -100,14 +102,15 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _cotangent(output: Tensor, seed: int) -> Tensor:
-    """Normal random numbers that bfloat16 and float16 represent exactly, so that all dtypes get the same ones."""
+    """Normal random numbers that bfloat16 and float16 represent exactly, so that all dtypes get the same values."""
     generator = torch.Generator().manual_seed(seed)
     grad = torch.randn(output.shape, generator=generator).bfloat16().half()
     return grad.to(output.device, output.dtype)
 
 
 def compare(ours: Result, truth: Result, contenders: Iterable[Result], *, factor: float = 2.0) -> list[Row]:
-    """The rule for each tensor. contenders: PyTorch's results in the dtypes of `ours`. factor: for outputs."""
+    """Applies the rule to each tensor. contenders: PyTorch's results in the dtypes of `ours`. factor: of e, for
+    outputs."""
     contenders = list(contenders)
     largest = max((_magnitude(t) for t in truth.gradients.values()), default=0.0)
     rows = []
@@ -133,10 +136,10 @@ def assert_accurate(
     factor: float = 2.0,
     gradients: bool = True,
 ) -> list[Row]:
-    """Evaluates `ours` and PyTorch's `contenders` on the inputs and `truth` on them in float64; applies the rule.
+    """Evaluates `ours` and PyTorch's `contenders` on the inputs, and `truth` on them in float64; applies the rule.
 
-    All take the inputs as keyword arguments. A contender that raises RuntimeError, for lack of a kernel for this
-    processor, say, is left out with a warning; if none is left, RuntimeError says why. Returns the rows. Raises
+    All take the inputs as keyword arguments. A contender that raises RuntimeError, for example because it has no kernel
+    for this processor, is left out with a warning; if none is left, RuntimeError says why. Returns the rows. Raises
     AssertionError with the table if a row fails.
     """
     rows = compare(
@@ -186,7 +189,7 @@ class _OneDnnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias.contiguous(), "none", [], "")  # reads without stride
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias.contiguous(), "none", [], "")  # it ignores strides
 
     @staticmethod
     def backward(ctx, dy):
@@ -195,9 +198,9 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """F.linear by oneDNN in float32 on a CPU, as torch.compile computes it in inference; plain F.linear elsewhere.
+    """F.linear by oneDNN in float32 on a CPU, as torch.compile computes it for inference; plain F.linear elsewhere.
 
-    One of PyTorch's implementations for the accuracy rule: it sums in another order than MKL.
+    It is one of PyTorch's implementations for the accuracy rule, because it sums in another order than MKL.
     """
     weight, bias = weight.to(x.dtype), bias.to(x.dtype)
     ours = x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() and torch.backends.mkldnn.is_available()

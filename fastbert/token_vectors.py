@@ -1,4 +1,4 @@
-"""A vector of each token, for late interaction (ColBERT): what inference and training have in common."""
+"""One vector per token, for late interaction (ColBERT): the code that inference and training share."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -13,8 +13,11 @@ from fastbert.ops.padding import cu_seqlens_of
 
 
 class Expansion(NamedTuple):
-    """Tokens put behind a query until it has `length`. fixed: queries may not be longer. attend: tokens attend to them;
-    else they only attend, to the tokens of the query."""
+    """Tokens of `token_id` that extend a query to `length` tokens.
+
+    attend: other tokens attend to them; if False, they attend to the query's tokens, but no token attends to them.
+    fixed: queries may not be longer than `length`.
+    """
 
     length: int
     token_id: int
@@ -23,8 +26,8 @@ class Expansion(NamedTuple):
 
 
 class TokenVectors(nn.Module):
-    """An encoder whose last hidden states are projected, chosen and normalised: the part of a multi-vector encoder that
-    has weights. `MultiVectorEncoder.vectors` is one."""
+    """An encoder whose last hidden states are selected, projected and normalised: the part of a multi-vector encoder
+    that has weights. `MultiVectorEncoder.vectors` is one."""
 
     def __init__(
         self,
@@ -36,11 +39,11 @@ class TokenVectors(nn.Module):
         skip_ids: Iterable[int] = (),
         skip_in: tuple[bool, bool] = (False, True),
     ) -> None:
-        """encoder: a BertModel without a pooler. dense: layers behind it. normalize: to vectors of length 1. expansion:
-        of queries. skip_ids: tokens that give no vector; skip_in: whether those of queries, and of documents.
+        """encoder: a BertModel without a pooler. dense: layers after it. normalize: to vectors of length 1. expansion:
+        of queries. skip_ids: tokens that give no vector; skip_in: whether this holds in queries, and in documents.
 
-        Raises ValueError for an encoder with a pooler, and for one of DeBERTa-v2 with an expansion that is not attended
-        to, whose convolution would mix it in.
+        Raises ValueError for an encoder with a pooler, and for one with DeBERTa-v2's convolution together with an
+        expansion that is not attended to, because the convolution would mix it into the query.
         """
         super().__init__()
         if getattr(encoder, "pooler", None) is not None:
@@ -56,8 +59,9 @@ class TokenVectors(nn.Module):
     def forward(
         self, input_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, *, query: bool
     ) -> tuple[Tensor, Tensor]:
-        """Packed texts (T,), cu_seqlens (B + 1,) int32 -> their vectors (V, D) in float32 or better, and where each
-        text's begin, (B + 1,) int32. Raises as the encoder does, and ValueError for a query that is too long."""
+        """Packed texts (T,), cu_seqlens (B + 1,) int32 -> their vectors (V, D) in float32 or better, and where the
+        vectors of each text begin, (B + 1,) int32. Raises what the encoder raises, and ValueError for a query that is
+        too long."""
         ends = self.ends(input_ids, cu_seqlens, query=query)
         return self.embed(input_ids, cu_seqlens, max_seqlen, query=query), ends
 
@@ -69,7 +73,7 @@ class TokenVectors(nn.Module):
         return F.pad(kept.cumsum(0), (1, 0))[ends.long()].int()
 
     def embed(self, input_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, *, query: bool) -> Tensor:
-        """(V, D): the vectors alone."""
+        """The vectors (V, D), without where they begin."""
         ids, ends, unseen = self._expanded(input_ids, cu_seqlens, query)
         if query and self.expansion and max_seqlen is not None:
             max_seqlen = max(max_seqlen, self.expansion.length)
@@ -80,17 +84,18 @@ class TokenVectors(nn.Module):
             packing = packing._replace(unseen=unseen)
             hidden = self.encoder(**inputs._asdict(), packing=packing).last_hidden_state
         kept = self._kept(ids, query)
-        vectors = wide(self.dense(wide(hidden if kept is None else hidden[kept])))  # autocast: dense layers give less
+        vectors = wide(self.dense(wide(hidden if kept is None else hidden[kept])))  # autocast narrows dense outputs
         return F.normalize(vectors, dim=-1) if self.normalize else vectors
 
     def _kept(self, ids: Tensor, query: bool) -> Tensor | None:
-        """Which tokens give a vector, (T,) bool; None for all."""
+        """Which tokens give a vector, (T,) bool; None if all do."""
         if not self.skip_in[not query] or not len(self.skip_ids):
             return None
         return ~torch.isin(ids, self.skip_ids)
 
     def _expanded(self, ids: Tensor, cu_seqlens: Tensor, query: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Ids and cu_seqlens with the tokens behind the queries, and which these are where nothing attends to them."""
+        """Ids and cu_seqlens with the queries' expansion tokens, and (T,) bool which these are if no token attends to
+        them, else None."""
         added = self.expansion
         if not query or added is None:
             return ids, cu_seqlens, None
