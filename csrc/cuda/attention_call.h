@@ -1,4 +1,4 @@
-// What the torch sides of attention and relative_attention on a GPU share: the arguments of a launch.
+// What the torch sides of attention and relative_attention on a GPU share: how they prepare the arguments of a launch.
 #pragma once
 
 #include "../attention.h"
@@ -6,7 +6,7 @@
 
 namespace fastbert {
 
-// The arguments of a launch, and the tensors that they point into.
+// The arguments of a launch, and the tensors that own the memory they point to.
 struct AttentionCall {
   Tensor qkv, cu_seqlens;
   cuda::Attention a{};

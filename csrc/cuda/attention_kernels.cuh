@@ -1,21 +1,21 @@
-// attention in 16-bit types on tensor cores, for head sizes that are multiples of 8; they are computed as 32, 64 or
-// 128, filled up with zeros. The kernels of sequences of more than 32 tokens, which multiply by warps, with mma.sync
-// (attention_mma.cu), or, computed as 64, by warpgroups (attention_wgmma.cu).
+// attention in 16-bit types on tensor cores, for head sizes that are multiples of 8; they are padded with zeros to 32,
+// 64 or 128. These are the kernels for sequences of more than 32 tokens, and for all sequences if D > 64. They multiply
+// by warps, with mma.sync (attention_mma.cu), or, for heads padded to 64, by warpgroups (attention_wgmma.cu).
 //
-// A block of up to 8 warps owns a tile of rows; a warp owns 16 or 32 of them, from the first product to the last:
-// scores never leave its registers, for the accumulator of one product is, rounded, the A operand of the next. The
-// other side of the sequence arrives by cp.async in tiles of 64 rows, two ahead (one, where shared memory is small). If
-// the blocks that are to be on a multiprocessor together have room for all of it (two: S <= 384 at D = 64 on sm_90), it
-// stays there for all tiles of rows that a block works on; else three tiles rotate.
+// A block of up to 8 warps owns a tile of rows. A warp owns 16 or 32 of them, from the first product to the last:
+// scores never leave its registers, because the accumulator of one product, rounded, is the A operand of the next. The
+// other side of the sequence is streamed by cp.async in tiles of 64 rows, two ahead (one where shared memory is small).
+// All of it stays in shared memory, for all tiles of rows that a block works on, if there is room for that in each of
+// the blocks that share a multiprocessor (with two: S <= 384 at D = 64 on sm_90). Otherwise two or three tiles rotate.
 //
 // Dropout in the forward and for dQ costs one Philox call for the 16 scores of a row that a thread holds
-// (fastbert/random.py). For dK and dV rows are keys and the accumulator is transposed, so one call's bits belong to
+// (fastbert/random.py). For dK and dV, rows are keys and the accumulator is transposed, so one call's bits belong to
 // many threads: the block computes a tile's bits together, 64 x 64 of them in shared memory.
 //
-// Bytes moved: forward Q, K, V, out and 4 a row for lse; K and V once more, from L2, for every further block of the
-// same head. Backward: the kernel of dQ reads qkv, out, dout and lse, that of dK and dV qkv and dout; each writes its
-// part of dqkv. Both compute the scores, 7 products instead of 5: no sum crosses blocks, so there are no atomics and
-// the order of every sum is fixed.
+// Bytes moved, forward: Q, K, V, out, and 4 bytes a row for lse; every further block of the same head reads K and V
+// once more, from L2. Backward: the kernel for dQ reads qkv, out, dout and lse, the kernel for dK and dV reads qkv and
+// dout; each writes its part of dqkv. Both compute the scores, so there are 7 products instead of 5. In return no sum
+// crosses blocks: there are no atomics, and the order of every sum is fixed.
 #pragma once
 
 #include <algorithm>
@@ -28,12 +28,13 @@ namespace fastbert::cuda {
 namespace {
 
 constexpr float kLog2e = 1.4426950408889634f;
-// exp(score scale - maximum) is exp2 of one fused multiply-add. Where |score scale| is larger than this, that leaves a
-// residue at the maximum, because the maximum was rounded: subtract it first.
+// exp(score scale - maximum) is computed as exp2 of one fused multiply-add. Because score scale was rounded for the
+// maximum, the exponent is then not exactly 0 at the maximum. Where |score scale| is larger than this, that error
+// matters, and the maximum is subtracted first.
 constexpr float kLargeScore = 1024;
 
-// How many threads a block may have, and how many such blocks registers are to leave room for on a multiprocessor; 0:
-// the compiler decides.
+// kMost: how many threads a block may have. kBlocks: how many such blocks have to fit into a multiprocessor's
+// registers; 0: the compiler decides.
 template <class By, bool kDropout, int kRowTiles>
 struct Forward {
   static constexpr int kMost = 256, kBlocks = 0;
@@ -55,12 +56,12 @@ struct Backward<ByWarpgroup> {
   static constexpr int kMost = 128, kBlocksOfQueries = 3, kBlocksOfKeys = 2;
 };
 
-constexpr int kShort = 32;  // tokens of sequences that have kernels of their own (attention_mma.cu)
+constexpr int kShort = 32;  // up to so many tokens there are separate kernels, for D <= 64 (attention_mma.cu)
 
 // ---- forward
 
-// A step of softmax over blocks of keys, for row g (half 0) or g + 8 (half 1) of a warp's 16: the scores become weights
-// relative to the largest score so far, and what has been summed up before shrinks where that has grown.
+// A step of the online softmax over blocks of keys, for row g (half 0) or g + 8 (half 1) of a warp's 16. The scores
+// become weights relative to the largest score so far; if that has grown, the sums so far are scaled down.
 template <int kColumns, int kSums>
 __device__ __forceinline__ void weigh(float (&s)[kColumns][4], int half, float scale, float& largest, float& total,
                                       float (&sum)[kSums][4]) {
@@ -140,11 +141,11 @@ __global__ void __launch_bounds__(Forward<By, kDropout, kRowTiles>::kMost, Forwa
     Operand<kWidth, kHeld> q[kRowTiles];
     float sum[kRowTiles][kWidth / 8][4] = {}, largest[kRowTiles][2], total[kRowTiles][2] = {};
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) largest[i][0] = largest[i][1] = -FLT_MAX;  // -inf less -inf is NaN
+    for (int i = 0; i < kRowTiles; ++i) largest[i][0] = largest[i][1] = -FLT_MAX;  // not -inf: -inf - -inf is NaN
 
     for (int step = 0; step < stream.tiles; ++step) {
       if (!arrived) stream.next(step);
-      if (first + group_row >= length) continue;  // who has no rows still takes part in copies and barriers
+      if (first + group_row >= length) continue;  // warps without rows still take part in copies and barriers
       if (step == 0) {
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) q[i].load(queries, row_of(i));
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(Forward<By, kDropout, kRowTiles>::kMost, Forwa
         for (int i = 0; i < kRowTiles; ++i) start_times_transposed<T>(s[i], q[i], stream.k_or_q_tile(step));
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
-          ptx::wgmma_wait<kRowTiles - 1>();  // scores of later rows and sums of earlier ones may go on
+          ptx::wgmma_wait<kRowTiles - 1>();  // later rows' scores and earlier rows' sums may go on
           ptx::hold(s[i]);
           to_weights(i);
           weights[i] = packed<T>(s, i, keep);
@@ -196,7 +197,8 @@ __global__ void __launch_bounds__(Forward<By, kDropout, kRowTiles>::kMost, Forwa
 
 // ---- backward: with P = exp(S - lse) / its row's sum, F the dropout factors and delta = rowsum(dO O):
 // dP = dO V^T, dS = P (F dP - delta), dQ = scale dS K, dK = scale dS^T Q, dV = (P F)^T dO.
-// A row of P sums up to 1 but for lse's rounding: dQ's kernel finds the sum and passes its inverse on.
+// A row of exp(S - lse) sums up to 1 except for the rounding of lse. The kernel for dQ computes the sum and passes its
+// inverse on.
 
 // delta of a row, computed by its four lanes from out in global and dout in shared memory.
 template <class T, int kWidth>
@@ -212,20 +214,21 @@ __device__ __forceinline__ float delta_of(const Chunk* dout, int tile_row, const
   return sum_of_row(delta);
 }
 
-// exp(score scale - lse) as exp2 of one multiply-add; where lse is large, of the difference, which is taken first.
+// exp(score scale - lse) as exp2 of one multiply-add. Where lse is large, the difference is computed first, and exp2 is
+// taken of that.
 struct Exponent {
   bool large;
   float of_score, of_lse;
 
-  // lse: of the columns or rows that a lane looks at
+  // lse, other_lse: those of the lane's columns or rows; the whole warp makes the same choice
   __device__ __forceinline__ Exponent(float lse, float other_lse, float scale)
       : large(__any_sync(kAllLanes, fmaxf(fabsf(lse), fabsf(other_lse)) > kLargeScore)),
         of_score(large ? kLog2e : scale * kLog2e),
         of_lse(large ? 0 : kLog2e) {}
 };
 
-// The scores of a warp's 16 queries, and dP, become dS but for the factor 1 / total, of which a part is added up here.
-// column: the first of the tile, of which `kept` has the bits.
+// Turns the scores of a warp's 16 queries, with dP, into dS without the factor 1 / total, and adds this part's weights
+// to total. column: the first column within the tile whose bits are in `kept`.
 template <bool kDropout, int kColumns>
 __device__ __forceinline__ void differentiate_rows(float (&s)[kColumns][4], const float (&dp)[kColumns][4],
                                                    const Attention& a, const Exponent& exponent, const float (&lse)[2],
@@ -250,9 +253,9 @@ __device__ __forceinline__ void differentiate_rows(float (&s)[kColumns][4], cons
     }
 }
 
-// The same where rows are keys: the scores become P F and dP becomes dS. statistics: of the tile's queries. pairs: the
-// words of make_mask for the lane's column pair, of which bits `bit` and `bit` + 16 are its keys, 4 higher those of
-// even queries.
+// The same where rows are keys: the scores become P F, and dP becomes dS. statistics: of the tile's queries. pairs: the
+// words of make_mask for the lane's column pair. In these, bits `bit` and `bit` + 16 belong to the lane's two keys and
+// odd queries; the bits 4 places higher belong to even queries.
 template <bool kDropout, int kColumns>
 __device__ __forceinline__ void differentiate_columns(float (&s)[kColumns][4], float (&dp)[kColumns][4],
                                                       const Attention& a, const Exponent& exponent,
@@ -291,7 +294,7 @@ __global__ void __launch_bounds__(Backward<By>::kMost, Backward<By>::kBlocksOfQu
     attention_bwd_queries_kernel(Attention a, const T* __restrict__ dout,  // [T, H, D]
                                  const T* __restrict__ out,                // [T, H, D]
                                  const float* __restrict__ lse,            // [H, T]
-                                 T* __restrict__ dqkv,                     // [T, 3, H, D]: dQ of it
+                                 T* __restrict__ dqkv,                     // [T, 3, H, D]: dQ is written
                                  Statistics statistics, int parts, int slots) {
   if (is_unused<T, kWidth>()) return;
   constexpr int kPart = By::kIsGroup ? kTile : kTile * 32 / kWidth;  // keys at a time: as many as registers allow
@@ -374,11 +377,11 @@ __global__ void __launch_bounds__(Backward<By>::kMost, Backward<By>::kBlocksOfQu
   }
 }
 
-// The bits of a tile of queries against the 64 keys of a block, 16 for a query and column pair, as kept_of leaves them.
-// Two queries share a word, mask[query / 2][pair], the second 4 bits lower, so that the lanes of a warp read from
-// different banks.
+// The dropout bits of a tile of queries and the 64 keys of a block: 16 bits for each query and column pair, in the
+// layout of kept_of. Two queries share a word, mask[query / 2][pair], in which the second one's bits are 4 places
+// lower, so that the lanes of a warp read from different banks.
 constexpr int kMask = 2 * kTile;  // words
-constexpr int kMaskChunks = 1;    // for each row of the block: two masks of kMask words for 64 rows
+constexpr int kMaskChunks = 1;    // per row of the block: 64 rows need two masks of kMask words
 
 __device__ __forceinline__ void make_mask(uint32_t* mask, const Attention& a, Key key, Work work, int query,
                                           int block) {
@@ -396,7 +399,7 @@ __device__ __forceinline__ void make_mask(uint32_t* mask, const Attention& a, Ke
 template <class By, class T, int kWidth, bool kDropout>
 __global__ void __launch_bounds__(Backward<By>::kMost, Backward<By>::kBlocksOfKeys)
     attention_bwd_keys_kernel(Attention a, const T* __restrict__ dout,  // [T, H, D]
-                              T* __restrict__ dqkv,                     // [T, 3, H, D]: dK and dV of it
+                              T* __restrict__ dqkv,                     // [T, 3, H, D]: dK and dV are written
                               Statistics statistics, int parts, int slots) {
   if (is_unused<T, kWidth>()) return;
   constexpr int kPart = kWidth > 32 && !By::kIsGroup ? 16 : 64;  // queries at a time
@@ -469,25 +472,26 @@ __global__ void __launch_bounds__(Backward<By>::kMost, Backward<By>::kBlocksOfKe
 // ---- launchers
 
 struct Plan {
-  int warps;     // of a block
-  int parts;     // blocks of a head
+  int warps;     // per block
+  int parts;     // blocks per head
   int slots;     // streamed tiles that shared memory has room for
-  size_t bytes;  // of shared memory
+  size_t bytes;  // of shared memory per block
 };
 
 // What a block keeps in shared memory, in chunks: for each of its rows, and for each streamed tile.
 struct Needs {
   int rows_of_warp, row_chunks, tile_chunks;
-  int limit = shared_memory_limit();  // bytes of a block
+  int limit = shared_memory_limit();  // bytes per block
 
-  // Of these, those of a block where a multiprocessor is to have room for so many.
+  // Bytes per block if a multiprocessor is to have room for so many blocks.
   int share(int blocks) const {
-    constexpr int kReserved = 1 << 10;  // by the driver, for each block
+    constexpr int kReserved = 1 << 10;  // by the driver, per block
     return (limit + kReserved) / blocks - kReserved;
   }
   int of_rows(int warps) const { return warps * rows_of_warp * row_chunks * 16; }
-  // As many tiles as leave room for so many blocks on a multiprocessor, of which one computes while another waits: all,
-  // for then they are read once, or two or three that rotate. Where there is no such room, those of one block.
+  // How many tiles are kept so that a multiprocessor has room for `blocks` blocks, of which one computes while another
+  // waits: all tiles, which are then read only once, or two or three that rotate. If there is not enough room for that,
+  // as many as fit into the shared memory of one block.
   int slots(const Attention& a, int warps, int blocks) const {
     const int tiles = divide_up(a.longest, kTile);
     const auto slots_in = [&](int bytes) {
@@ -511,8 +515,9 @@ inline Plan plan_of(const Attention& a, const Needs& needs, int warps, int block
           size_t(needs.bytes(a, warps, blocks))};
 }
 
-// By warps: at least 64 rows a block; more, up to 8 warps, where a sequence has them. But 4 warps where a
-// multiprocessor has room for two such blocks: they balance uneven work better than one block twice as large.
+// By warps: a block has at least 64 rows; it has more, up to 8 warps, if sequences are long enough. But it keeps 4
+// warps if a multiprocessor has room for two such blocks: they balance uneven work better than one block twice as
+// large.
 inline Plan plan_by(ByWarp, const Attention& a, const Needs& needs, int /*blocks*/ = 0) {
   const int half = needs.share(2), rows = needs.rows_of_warp;
   int warps = 64 / rows;
@@ -521,12 +526,12 @@ inline Plan plan_by(ByWarp, const Attention& a, const Needs& needs, int /*blocks
     warps *= 2;
   return plan_of(a, needs, warps, 2);
 }
-// By a warpgroup, with as many blocks on a multiprocessor as registers leave room for.
+// By a warpgroup, with as many blocks on a multiprocessor as its registers have room for.
 inline Plan plan_by(ByWarpgroup, const Attention& a, const Needs& needs, int blocks) {
   return plan_of(a, needs, ByWarpgroup::kWarps, blocks);
 }
 
-// other_blocks: at the end of the grid, behind those that compute.
+// other_blocks: the number of blocks at the end of the grid, after those that compute.
 template <class... Params, class... Args>
 const char* run(const Attention& a, const Plan& plan, int64_t other_blocks, void* stream, void (*kernel)(Params...),
                 Args... args) {
@@ -536,7 +541,7 @@ const char* run(const Attention& a, const Plan& plan, int64_t other_blocks, void
   return launch(kernel, dim3(blocks), dim3(32 * plan.warps), plan.bytes, stream, a, args..., plan.parts, plan.slots);
 }
 
-// Where the kernels of short sequences do not serve.
+// The backward for calls that the kernels for short sequences do not take.
 template <class By, class T, int kWidth, bool kDropout>
 const char* long_backward(const Attention& a, const void* dout, const void* out, const float* lse, void* dqkv,
                           float* room, void* stream) {
@@ -555,7 +560,7 @@ const char* long_backward(const Attention& a, const void* dout, const void* out,
   return run(a, keys, 0, stream, attention_bwd_keys_kernel<By, T, kWidth, kDropout>, douts, gradients, statistics);
 }
 
-// Calls f with a value of the element type, and whether anything is dropped.
+// Calls f with a value of the element type, and with whether there is dropout.
 template <class F>
 const char* for_element_and_dropout(const Attention& a, const F& f) {
   const auto of_type = [&](auto element) {

@@ -1,13 +1,13 @@
-// attention in 16-bit types on tensor cores by mma.sync: short sequences, whose warps have whole heads, and the
-// launches of attention_kernels.cuh.
+// attention in 16-bit types on tensor cores by mma.sync: kernels for short sequences, in which a warp handles a whole
+// head, and the launchers for the kernels of attention_kernels.cuh.
 #include "attention_kernels.cuh"
 
 namespace fastbert::cuda {
 
 namespace {
 
-// Of sequences of up to 32 tokens a warp has a whole head, so that a tile has no empty rows or columns but for those of
-// 32 that the sequence does not have, and no warp waits for another. The backward has such a kernel too.
+// For sequences of up to 32 tokens, one warp handles a whole head. The only empty rows and columns of a tile are those
+// by which the sequence is shorter than 32, and no warp waits for another. The backward has such a kernel too.
 constexpr int kShortWarps = 4;
 
 template <class T, int kWidth, bool kDropout>
@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(32 * kShortWarps, 4)
   }
 }
 
-// Of up to 32 tokens: a warp, which is a block, has a whole head of a sequence, and computes all three gradients.
+// The backward for up to 32 tokens: a block is one warp, which handles a whole head of a sequence and computes all
+// three gradients. This is its shared memory.
 template <class T, int kWidth>
 struct ShortBackward {
   static constexpr int kMatrix = kShort * kWidth / 8;
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(32) attention_short_bwd_kernel(Attention a, co
   copy_by_warp<kShort, kWidth>(shared.values, head.v, a.D);
   copy_by_warp<kShort, kWidth>(shared.douts, Rows<T>{dout + first_element, columns, length}, a.D);
   commit_copies();
-  // Behind the last row no weight counts.
+  // Zeros for queries after the last one: they make the weights of these queries 0.
   for (int i = 0; i < kQuantities; ++i) shared.statistics[i][lane()] = 0;
   for (int i = lane(); i < kShort * 2; i += 32) shared.mask[i / 4][i % 4] = 0;
   wait_for_copies<0>();
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(32) attention_short_bwd_kernel(Attention a, co
   T* const rows = dqkv + 3 * columns * head.bounds.start + work.head * a.D;
   float s[1][kShort / 8][4], dp[1][kShort / 8][4];
 
-  for (int row = 0; row < length; row += 16) {  // of queries
+  for (int row = 0; row < length; row += 16) {  // rows are queries
     Operand<kWidth, true> left[1];
     float dq[1][kWidth / 8][4] = {}, row_lse[2] = {}, delta[2], total[2] = {};
     unsigned kept[2] = {};
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(32) attention_short_bwd_kernel(Attention a, co
   const float* const of_queries[kQuantities] = {shared.statistics[kLse], shared.statistics[kDelta],
                                                 shared.statistics[kInverseSum]};
   const Exponent exponent(of_queries[kLse][lane()], 0, a.scale);
-  for (int row = 0; row < length; row += 16) {  // of keys
+  for (int row = 0; row < length; row += 16) {  // rows are keys
     Operand<kWidth, true> left[1];
     float dk[1][kWidth / 8][4] = {}, dv[1][kWidth / 8][4] = {};
     left[0].load(shared.keys, row);
@@ -186,7 +187,7 @@ const char* backward(const Attention& a, const void* dout, const void* out, cons
   return long_backward<ByWarp, T, kWidth, kDropout>(a, dout, out, lse, dqkv, room, stream);
 }
 
-// Calls f with a value of the element type, the head size in shared memory, and whether anything is dropped.
+// Calls f with a value of the element type, with the head size in shared memory, and with whether there is dropout.
 template <class F>
 const char* for_variant(const Attention& a, const F& f) {
   return for_element_and_dropout(a, [&](auto element, auto dropout) {
@@ -198,7 +199,8 @@ const char* for_variant(const Attention& a, const F& f) {
 
 }  // namespace
 
-// The dK and dV of 128 columns with two streamed tiles take 98.5 KiB of shared memory; sm_75 has 64.
+// sm_75 takes head sizes up to 64 only: with heads padded to 128 and two streamed tiles, the kernel for dK and dV needs
+// 98.5 KiB of shared memory, and sm_75 has 64.
 bool mma_takes(const Attention& a) {
   const bool is_half = a.dtype == DType::f16 || (a.dtype == DType::bf16 && major_architecture() > 7);
   const int largest = major_architecture() > 7 ? kAttentionLargest : 64;

@@ -1,12 +1,12 @@
 // attention without tensor cores: float32, and 16-bit types with a head size or a scale that attention_mma.cu refuses.
 //
-// A block owns 32 rows (queries, or keys for dK and dV) and loops over the other side in tiles of 32, which it keeps in
-// shared memory as floats. A warp has 4 of the rows. In scores, each lane computes one of the 32 columns; in sums of
-// rows of V, K, Q or dO, each lane has every 32nd column, and weights go from lane to lane by shuffle. Scores come from
-// the same chain of fused multiply-adds in every kernel, so that the backward gets the forward's bits: weights are
-// right even where lse is so large that it has lost all digits of the sum.
+// A block owns 32 rows (queries, or keys for dK and dV) and loops over the other side in tiles of 32 rows, which it
+// keeps in shared memory as floats. A warp has 4 of the block's rows. For scores, each lane computes one of the 32
+// columns. For sums of rows of V, K, Q or dO, each lane has every 32nd column, and gets the weights of other lanes by
+// shuffles. Every kernel computes scores with the same chain of fused multiply-adds, so the backward gets the same bits
+// as the forward: weights are right even where lse is so large that it has lost all digits of the sum.
 //
-// Bound by shared memory: about 0.6 loads a multiply-add. Bytes moved as in attention_mma.cu.
+// Bound by shared memory: about 0.6 loads per multiply-add. Bytes moved: as in attention_kernels.cuh.
 #include <algorithm>
 
 #include "attention_plain.cuh"
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   Sums sums = {};
   float largest[kRows], total[kRows] = {};
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) largest[r] = -FLT_MAX;  // -inf less -inf is NaN
+  for (int r = 0; r < kRows; ++r) largest[r] = -FLT_MAX;  // not -inf: -inf - -inf is NaN
   for (int step = 0; step < length; step += kBlock) {
     __syncthreads();
     head.k.read(keys, step), head.v.read(values, step);
@@ -62,14 +62,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// ---- backward: the formulas stand in attention_mma.cu
+// ---- backward: attention_kernels.cuh has the formulas
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 2)
     attention_plain_bwd_queries_kernel(Attention a, const T* __restrict__ dout,  // [T, H, D]
                                        const T* __restrict__ out,                // [T, H, D]
                                        const float* __restrict__ lse,            // [H, T]
-                                       T* __restrict__ dqkv,                     // [T, 3, H, D]: dQ of it
+                                       T* __restrict__ dqkv,                     // [T, 3, H, D]: dQ is written
                                        Statistics statistics, int parts) {
   const int64_t columns = int64_t(a.heads) * a.D;
   if (fill_uncovered(a, dqkv, 3 * columns, nullptr)) return;
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <class T>
 __global__ void __launch_bounds__(kThreads, 2)
     attention_plain_bwd_keys_kernel(Attention a, const T* __restrict__ dout,  // [T, H, D]
-                                    T* __restrict__ dqkv,                     // [T, 3, H, D]: dK and dV of it
+                                    T* __restrict__ dqkv,                     // [T, 3, H, D]: dK and dV are written
                                     Statistics statistics, int parts) {
   const Work work = work_of(a, parts);
   const Head<T> head(a, work);
@@ -202,7 +202,7 @@ const char* plain_bwd(const Attention& a, const void* dout, const void* out, con
   });
 }
 
-// ---- the choice between the sets
+// ---- the choice between the three sets of kernels
 
 const char* attention_fwd(const Attention& a, void* out, float* lse, void* stream) {
   return (wgmma_takes(a) ? wgmma_fwd : mma_takes(a) ? mma_fwd : plain_fwd)(a, out, lse, stream);

@@ -1,6 +1,6 @@
 // Attention on ordinary multiply-adds, for attention_plain.cu and relative_attention.cu: tiles of rows in shared memory
-// as floats, and what a warp does with them. A namespace of its own, because attention_tiles.cuh has types of the same
-// names.
+// as floats, and what a warp computes with them. This is in a separate namespace, because attention_tiles.cuh has types
+// of the same names.
 #pragma once
 
 #include "attention.cuh"
@@ -8,17 +8,17 @@
 namespace fastbert::cuda::plain {
 
 constexpr int kWarps = 8, kRows = 4, kBlock = kWarps * kRows, kThreads = 32 * kWarps;
-constexpr int kColumns = kAttentionLargest / 32;  // of a lane
+constexpr int kColumns = kAttentionLargest / 32;  // per lane, at most
 
-// Rows of one head of one sequence. The block reads them into shared memory kBlock at a time, with zeros behind the
-// last.
+// Rows of one head of one sequence. The block reads them into shared memory kBlock at a time, with zeros after the last
+// row.
 template <class T>
 struct Rows {
   const T* first;
   int64_t stride;
   int count, D;
 
-  // Lanes read the same column of neighbouring rows: with an odd row length those are in different banks.
+  // Lanes read the same column of neighbouring rows; an odd row length puts these into different banks.
   __device__ static int padded(int D) { return D | 1; }
 
   __device__ void read(float* tile, int row) const {
@@ -29,7 +29,7 @@ struct Rows {
   }
 };
 
-// dots[r] = the warp's row r times the lane's row of the tile.
+// dots[r] = the dot product of the warp's row r and the lane's row of the tile.
 __device__ __forceinline__ void dot(float (&dots)[kRows], const float* rows, const float* tile, int D) {
   const int stride = D | 1;
 #pragma unroll
@@ -43,7 +43,7 @@ __device__ __forceinline__ void dot(float (&dots)[kRows], const float* rows, con
 
 using Sums = float[kRows][kColumns];  // lane l has columns l, l + 32, ...
 
-// sums[r] += the weights of row r, one in each lane, times the rows of the tile.
+// sums[r] += the weights of row r times the rows of the tile; lane l holds the weights for row l of the tile.
 __device__ __forceinline__ void add(Sums& sums, const float (&weights)[kRows], const float* tile, int D) {
   for (int other = 0; other < kBlock; ++other) {
     float weight[kRows];
@@ -78,17 +78,17 @@ __device__ __forceinline__ float largest_of_warp(float x) {
   return x;
 }
 
-// Whether the weight of one query and key is kept.
+// Whether dropout keeps the weight of one query and key.
 __device__ __forceinline__ bool keeps(const Attention& a, Key site, int query, int key, const Work& work) {
   const Words bits = attention_bits(site, key / 64, key % 8 / 2, query, work.head, work.sequence);
   return kept_of(bits, a.drop.threshold) >> kept_bit(key % 64 / 8, key % 2) & 1;
 }
 
-// The head that a block works on, and which of its rows.
+// The head that a block works on, and the rows of it that are the block's.
 template <class T>
 struct Head {
   Bounds bounds;
-  int D, first, row;  // first row of the block, and of the warp within it
+  int D, first, row;  // first: the block's first row; row: the warp's first row within the block
   int64_t columns;    // H D
   Rows<T> q, k, v;
 
@@ -102,14 +102,14 @@ struct Head {
     q = {start, 3 * columns, bounds.length, D}, k = {start + columns, 3 * columns, bounds.length, D};
     v = {start + 2 * columns, 3 * columns, bounds.length, D};
   }
-  // The head of a tensor [T, H, D].
+  // The rows of this head in a tensor [T, H, D].
   __device__ Rows<T> of(const T* x, const Work& work) const {
     return {x + bounds.start * columns + work.head * D, columns, bounds.length, D};
   }
 };
 
-// The lane's weight for its score. It is relative to the largest score so far; the row's sums are rescaled when that
-// grows. total: of the lane's weights.
+// Returns the lane's weight for its score, relative to the row's largest score so far. When that grows, the row's sums
+// are rescaled. total: the sum of the lane's weights.
 __device__ __forceinline__ float weight_of(float score, float& largest, float& total, float (&sums)[kColumns]) {
   const float maximum = fmaxf(largest, largest_of_warp(score)), shrink = expf(largest - maximum);
   const float weight = expf(score - maximum);
@@ -122,7 +122,8 @@ __device__ __forceinline__ float weight_of(float score, float& largest, float& t
 
 // ---- launching
 
-// other_blocks: at the end of the grid, behind those that compute. tiles: of kBlock rows in shared memory.
+// other_blocks: the number of blocks at the end of the grid, after those that compute. tiles: how many tiles of kBlock
+// rows are in shared memory.
 template <class... Params, class... Args>
 const char* run(const Attention& a, int64_t other_blocks, int tiles, void* stream, void (*kernel)(Params...),
                 Args... args) {

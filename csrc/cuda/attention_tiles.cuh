@@ -7,10 +7,11 @@
 
 namespace fastbert::cuda {
 
-constexpr int kTile = 64;     // rows of the streamed side a step; a block of dropout bits
-constexpr int kRotating = 3;  // tiles in shared memory where not all fit; 2 where not even 3 do
+constexpr int kTile = 64;     // rows of the streamed side per step; keys of a block of dropout bits
+constexpr int kRotating = 3;  // tiles in shared memory if not all fit; 2 if not even 3 fit
 
-// Who multiplies: each warp by itself, or on Hopper four together, which have to take the same turns.
+// Who multiplies: each warp by itself, or, on Hopper, the four warps of a warpgroup together, which must then take the
+// same branches.
 struct ByWarp {
   static constexpr bool kIsGroup = false;
   static constexpr int kWarps = 1;
@@ -29,7 +30,7 @@ struct Stream {
 
   Chunk* shared;
   Rows<T> k_or_q, v_or_do;
-  const float* statistics[kQuantities];  // of the rows; nullptr where K and V are streamed
+  const float* statistics[kQuantities];  // of the streamed rows; nullptr if these are K and V
   int D, slots, tiles, ahead;            // slots: tiles that fit into shared memory; ahead: tiles copied in advance
 
   __device__ Stream(Chunk* shared_, Rows<T> k_or_q_, Rows<T> v_or_do_, int D_, int slots_)
@@ -49,7 +50,7 @@ struct Stream {
     return reinterpret_cast<const float*>(statistics_slot(tile));
   }
 
-  // Starts to copy a tile. Behind the last tile it commits an empty group, because next() waits by counting groups.
+  // Starts to copy a tile. Beyond the last tile it commits an empty group, because next() waits by counting groups.
   __device__ void start(int tile) {
     if (tile < tiles) {
       copy<kTile, kWidth>(slot(tile), k_or_q, tile * kTile, D);
@@ -59,8 +60,8 @@ struct Stream {
     commit_copies();
   }
 
-  // Call it after starting to copy the block's own rows. They arrive with the first tile; if all tiles have `arrived`,
-  // for earlier rows of the block, this waits for them.
+  // Call this after starting to copy the block's own rows. They arrive together with the first tile. If all tiles have
+  // `arrived` already, for earlier rows of the block, this function waits for the block's own rows.
   __device__ void begin(bool arrived) {
     if (arrived) {
       commit_copies();
@@ -71,7 +72,7 @@ struct Stream {
     }
   }
 
-  // Waits for a tile, then starts to copy the tile that is `ahead` of it, over one that no warp reads any more.
+  // Waits for a tile, then starts to copy the tile `ahead` places later, into a slot that no warp reads any more.
   __device__ void next(int tile) {
     if (ahead > 1) {
       wait_for_copies<1>();
@@ -83,8 +84,8 @@ struct Stream {
   }
 
  private:
-  // wgmma needs tiles at multiples of 1024 bytes, so there the statistics are behind all of them, and a tile's place is
-  // found without a division. That takes more registers, which the other kernels do not have.
+  // wgmma needs tiles at multiples of 1024 bytes, so for warpgroups the statistics lie after all the tiles. place()
+  // avoids a division there; this takes more registers, which the other kernels do not have.
   __device__ int place(int tile) const {
     if constexpr (By::kIsGroup) return stays() ? tile : slots == kRotating ? tile % kRotating : tile % 2;
     return tile % slots;
@@ -116,7 +117,8 @@ struct Stream {
 
 // ---- fragments and products; lane l has rows l / 4 and l / 4 + 8 of an accumulator, columns 2 (l % 4) and the next
 
-// 16 rows of a tile as A operands: held in registers, or, where sums need those, read again for every product.
+// 16 rows of a tile as A operands. kHeld: in registers; otherwise, where the sums need the registers, they are read
+// from shared memory again for every product.
 template <int kWidth, bool kHeld>
 struct Operand {
   uint32_t word[kWidth / 16][4];  // if kHeld
@@ -175,7 +177,8 @@ __device__ __forceinline__ void times_transposed(ByWarp, float (&c)[kRowTiles][k
   }
 }
 
-// Starts c = 64 rows, those of a warpgroup's four `rows`, times the transpose of a tile; the caller waits for it.
+// Starts c = 64 rows (the `rows` of a warpgroup's four warps) times the transpose of a tile. The caller waits for the
+// product.
 template <class T, int kWidth>
 __device__ __forceinline__ void start_times_transposed(float (&c)[8][4], const Operand<kWidth, false>& rows,
                                                        const Chunk* tile) {
@@ -189,7 +192,7 @@ __device__ __forceinline__ void start_times_transposed(float (&c)[8][4], const O
   ptx::wgmma_commit();
 }
 
-// Two such products, of one part of two tiles.
+// Two such products, with the same part of two tiles. Both are complete when this returns.
 template <class T, int kWidth, bool kHeld, int kColumns>
 __device__ __forceinline__ void times_transposed_twice(ByWarp by, float (&c)[1][kColumns][4],
                                                        const Operand<kWidth, kHeld> (&rows)[1], const Chunk* tile,
@@ -210,7 +213,8 @@ __device__ __forceinline__ void times_transposed_twice(ByWarpgroup, float (&c)[1
   ptx::hold(c[0]), ptx::hold(c2[0]);
 }
 
-// What is kept of p below, two columns of a row at a time: everything, or what dropout leaves of a lane's 16.
+// Which elements of p below are kept, as a mask for two columns of a row at a time: all of them, or those of a lane's
+// 16 that dropout keeps.
 struct KeepAll {
   __device__ __forceinline__ uint32_t mask(int, int, int) const { return ~0u; }
 };
@@ -223,7 +227,7 @@ struct KeepSome {
   }
 };
 
-// p[i], rounded to T, as A operands: columns 16 k to 16 k + 15.
+// p[i], rounded to T, as an A operand: columns 16 k to 16 k + 15.
 template <class T, int kColumns, int kRowTiles, class Keep>
 __device__ __forceinline__ void pack_columns(uint32_t (&a)[4], const float (&p)[kRowTiles][kColumns][4], int i, int k,
                                              const Keep& keep) {
@@ -234,7 +238,7 @@ __device__ __forceinline__ void pack_columns(uint32_t (&a)[4], const float (&p)[
   }
 }
 
-// sum[i] += p[i], rounded to T, times as many rows of the tile, from `row` on, as p has columns.
+// sum[i] += p[i], rounded to T, times the tile's rows from `row` on, one row for each column of p.
 template <class T, int kWidth, int kRowTiles, int kColumns, class Keep = KeepAll>
 __device__ __forceinline__ void add_product(ByWarp, float (&sum)[kRowTiles][kWidth / 8][4],
                                             const float (&p)[kRowTiles][kColumns][4], const Chunk* tile, int row,
@@ -257,11 +261,11 @@ __device__ __forceinline__ void add_product(ByWarp, float (&sum)[kRowTiles][kWid
   }
 }
 
-// p[i], rounded, as all of an operand.
+// All 64 columns of p[i], rounded, as A operands.
 struct Packed {
   uint32_t columns[4][4];
 
-  // Call it after the wait for the product.
+  // Call this after the wait for the product.
   __device__ __forceinline__ void hold() {
 #pragma unroll
     for (int k = 0; k < 4; ++k) ptx::hold(columns[k]);
@@ -275,7 +279,7 @@ __device__ __forceinline__ Packed packed(const float (&p)[kRowTiles][8][4], int 
   return a;
 }
 
-// Starts sum += p times a tile, by a warpgroup; the caller waits for it, and keeps p until then.
+// Starts sum += p times a tile, by a warpgroup. The caller waits for the product, and keeps p until then.
 template <class T, int kWidth>
 __device__ __forceinline__ void start_add_product(float (&sum)[8][4], const Packed& p, const Chunk* tile) {
   static_assert(kWidth == 64, "rows of 128 bytes");
@@ -295,7 +299,7 @@ __device__ __forceinline__ void add_product(ByWarpgroup, float (&sum)[1][8][4], 
   ptx::hold(sum[0]), a.hold();
 }
 
-// Two such products, with one part of two tiles.
+// Two such products, with the same part of two tiles. Both are complete when this returns.
 template <class T, int kWidth, int kColumns>
 __device__ __forceinline__ void add_products(ByWarp by, float (&sum)[1][kWidth / 8][4],
                                              const float (&p)[1][kColumns][4], const Chunk* tile,
@@ -315,7 +319,7 @@ __device__ __forceinline__ void add_products(ByWarpgroup, float (&sum)[1][8][4],
   ptx::hold(sum[0]), ptx::hold(sum2[0]), a.hold(), a2.hold();
 }
 
-// Writes -inf to the columns from `columns` on of an accumulator whose first column is `first`.
+// Writes -inf to an accumulator's columns from `columns` on; `first` is the number of its first column.
 template <int kColumns>
 __device__ __forceinline__ void hide(float (&c)[kColumns][4], int first, int columns) {
 #pragma unroll
@@ -325,7 +329,7 @@ __device__ __forceinline__ void hide(float (&c)[kColumns][4], int first, int col
       if (first + 8 * j + 2 * (lane() % 4) + e % 2 >= columns) c[j][e] = -INFINITY;
 }
 
-// Over the four lanes that share a row.
+// Sum and maximum over the four lanes that share a row.
 __device__ __forceinline__ float sum_of_row(float x) {
   x += __shfl_xor_sync(kAllLanes, x, 1);
   return x + __shfl_xor_sync(kAllLanes, x, 2);
@@ -335,8 +339,8 @@ __device__ __forceinline__ float largest_of_row(float x) {
   return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
 }
 
-// Writes 16 rows of sums to x, from row `row` on: the upper 8 times `upper`, the lower 8 times `lower`. They pass
-// through `tile`, 16 rows of shared memory that only this warp uses, so that global memory is written in chunks.
+// Writes 16 rows of sums to x, from row `row` on: the first 8 times `upper`, the other 8 times `lower`. They pass
+// through 16 rows of `tile`, shared memory that only this warp uses, so that global memory is written in whole chunks.
 template <class T, int kWidth>
 __device__ __forceinline__ void store(const float (&sums)[kWidth / 8][4], float upper, float lower, Chunk* tile,
                                       int tile_row, T* x, int64_t stride, int row, int rows, int D) {

@@ -1,6 +1,6 @@
-// attention in 16-bit types on Hopper's tensor cores, for head sizes that are computed as 64 and sequences of more than
-// 32 tokens: the launches of attention_kernels.cuh. This file is compiled for sm_90a, where sm_90 is among the
-// architectures.
+// attention in 16-bit types on Hopper's tensor cores, for head sizes that are padded to 64 and sequences of more than
+// 32 tokens: the launchers for the kernels of attention_kernels.cuh. This file is compiled for sm_90a if sm_90 is among
+// the architectures.
 #include "attention_kernels.cuh"
 
 namespace fastbert::cuda {
@@ -19,7 +19,7 @@ const char* forward_of(const Attention& a, int warps, int blocks, void* out, flo
              static_cast<T*>(out), lse);
 }
 
-// What was the fastest on an H200: benchmarks/results/h200/attention_tiles.txt.
+// The variants that were the fastest on an H200: benchmarks/results/h200/attention_tiles.txt.
 template <class T, bool kDropout>
 const char* forward(const Attention& a, void* out, float* lse, void* stream) {
   if constexpr (kDropout) {

@@ -17,7 +17,7 @@ void check(const Tensor& x, const Tensor& bias, std::string_view approximate) {
   FB_CHECK(dtype_of(x) != DType::f64 && dtype_of(bias) != DType::f64, "bias_gelu: the CUDA kernels have no fp64");
 }
 
-// The kernels take a bias of x's type or float.
+// The bias in a type that the kernels take: x's, or float.
 OptionalTensor parameter(const OptionalTensor& bias, const Tensor& x) {
   if (!bias) return {};
   return contiguous(*bias, type_of(*bias) == type_of(x) ? type_of(x) : ScalarType::Float);

@@ -1,19 +1,20 @@
 // y = gelu(x + bias) on [rows, channels], and its gradients.
 //
-// A thread owns kVec neighbouring channels, 16 bytes of x, and reads their biases once. If a row's size is no multiple
-// of 16 bytes, or a pointer is not aligned, kVec is 1. Rows and channels share one dimension of the grid, because the
-// other two end at 65535.
+// A thread owns kVec neighbouring channels, 16 bytes of x, and reads their biases once. If a row's size is not a
+// multiple of 16 bytes, or a pointer is not aligned, kVec is 1. Rows and channels share one dimension of the grid,
+// because the other two are limited to 65535 blocks.
 //
 // Forward: a thread has kRows consecutive rows and starts all of their loads before it computes. Neighbouring blocks
-// have neighbouring channels, so that they share pages of memory. Backward: a block is one warp wide, and its warps
-// share its rows. The sums for dbias stay in registers, are added over the warps in order, and leave as one row of
-// partial sums a block, which column_sums adds up. Blocks are narrow and tall, so that there are few such rows: 22 for
-// the 3072 channels of BERT on an H100, 0.3 MB.
+// have neighbouring channels, so that they share pages of memory. Backward: a block is as wide as one warp, and its
+// warps split its rows. The sums for dbias stay in registers, are added over the warps in order, and are written as one
+// row of partial sums per block; column_sums adds these up. Blocks are narrow and tall, so that there are few such
+// rows: 22 for the 3072 channels of BERT on an H100, 0.3 MB.
 //
 // Bytes moved: forward x and y once, backward dy, x and dx, which is the least possible; for an fp32 bias beside 16-bit
-// x a kRows-th of that more, from L2. On sm_90 an element of 16 bits takes 18 instructions with erf (37 with that of
-// fp32) and 29 with tanh, all included, and 37 (51) in the backward; an H100 issues about 38 in the time that the
-// forward's 4 bytes take, and 57 in that of the backward's 6.
+// x, one kRows-th of that in addition, from L2. On sm_90, an element of 16 bits takes 18 instructions with erf (37 with
+// the formula for fp32) and 29 with tanh, everything included; in the backward it takes 37, or 51 with an fp32 bias. An
+// H100 issues about 38 instructions in the time that the forward's 4 bytes take, and 57 in that of the backward's 6
+// bytes.
 #include "../bias_gelu.h"
 #include "../gelu.h"
 #include "common.cuh"
@@ -165,7 +166,7 @@ const char* bias_gelu_fwd(const void* x, const void* bias, void* y, int64_t rows
 int64_t bias_gelu_bwd_shares(int64_t rows, int64_t channels, DType dtype) {
   const int64_t blocks_per_row = divide_up(channels, 32 * vector_width(dtype));
   const int64_t wanted =
-      kBlocksOnProcessor * multiprocessors() / blocks_per_row;  // a single wave: no half-empty second
+      kBlocksOnProcessor * multiprocessors() / blocks_per_row;  // a single wave of blocks: no half-empty second one
   const int64_t possible = divide_up(rows, kWarps * kRowsAtOnce);
   return wanted < 1 ? 1 : wanted < possible ? wanted : possible;
 }

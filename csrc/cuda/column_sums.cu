@@ -1,6 +1,6 @@
-// Adds up partial sums: one row of them from each block of the kernel before.
+// Adds up partial sums: each block of the previous kernel has written one row of them.
 //
-// A block adds up 32 neighbouring columns, one in each lane; its warps share the rows, and their sums are added in
+// A block adds up 32 neighbouring columns, one per lane. Its warps split the rows, and the warps' sums are added in
 // order. There are about as many rows as multiprocessors, so with 32 warps a thread has a handful of loads, all in
 // flight at once and served by the L2 cache: the kernel takes little more than its launch.
 #include "column_sums.h"
@@ -17,7 +17,7 @@ __device__ __forceinline__ void store(const ColumnSum& sum, int64_t channel, flo
     case DType::f32: static_cast<float*>(sum.to)[channel] = value; break;
     case DType::bf16: static_cast<__nv_bfloat16*>(sum.to)[channel] = from_float<__nv_bfloat16>(value); break;
     case DType::f16: static_cast<__half*>(sum.to)[channel] = from_float<__half>(value); break;
-    case DType::f64: break;  // no kernel has it
+    case DType::f64: break;  // no kernel computes in fp64
   }
 }
 

@@ -6,10 +6,10 @@
 #else
 #include <cuda_runtime.h>
 
-// Shared memory: N elements of T, and what the launch asked for, as bytes.
+// Shared memory: an array of N elements of T; and the dynamic memory that the launch asked for, as bytes.
 #define FB_SHARED(T, name, N) __shared__ alignas(16) T name[N]
 #define FB_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
-#define FB_TILES(name) extern __shared__ __align__(1024) unsigned char name[]  // as wgmma wants them
+#define FB_TILES(name) extern __shared__ __align__(1024) unsigned char name[]  // aligned as wgmma needs it
 #endif
 
 #include <cuda_bf16.h>
@@ -31,10 +31,10 @@ inline int attribute(cudaDeviceAttr which) {
 }
 inline int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
 inline int major_architecture() { return attribute(cudaDevAttrComputeCapabilityMajor); }         // 9 on sm_90
-inline int shared_memory_limit() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }  // bytes a block
+inline int shared_memory_limit() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }  // bytes per block
 
-// Lets a kernel use all the shared memory of a block. Not just what this launch needs: the setting is shared by all
-// threads of the process, and another one may launch the kernel with more.
+// Lets a kernel use all the shared memory that a block can have. This is not just what the current launch needs,
+// because the setting applies to all threads of the process, and another one may launch the kernel with more.
 template <class... Params>
 const char* allow_shared_memory(void (*kernel)(Params...)) {
   cudaFuncAttributes has;
@@ -43,14 +43,15 @@ const char* allow_shared_memory(void (*kernel)(Params...)) {
     const int bytes = shared_memory_limit() - int(has.sharedSizeBytes);
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   }
-  if (error != cudaSuccess) cudaGetLastError();  // clears it: it is reported here, not by the next launch
+  if (error != cudaSuccess) cudaGetLastError();  // clears the error: it is reported here, not by the next launch
   return message(error);
 }
 
-// Launches on the current device and returns what went wrong, or nullptr. Nothing here waits, so graphs can capture it.
+// Launches on the current device; returns an error message, or nullptr. No host synchronisation, so CUDA graphs can
+// capture it.
 template <class... Params, class... Args>
 const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, Args... args) {
-  constexpr size_t kEnough = 32 << 10;  // of 48 KiB that a kernel may have by default, with what is not dynamic
+  constexpr size_t kEnough = 32 << 10;  // the default limit is 48 KiB, static shared memory included
   if (shared_bytes > kEnough)
     if (const char* error = allow_shared_memory(kernel)) return error;
   kernel<<<grid, block, shared_bytes, static_cast<cudaStream_t>(stream)>>>(args...);
@@ -88,7 +89,7 @@ __device__ __forceinline__ __half from_float(float x) {
   return __float2half_rn(x);
 }
 
-// A number as a type, for generic lambdas that choose a template.
+// A number as a type, so that generic lambdas can use it as a template argument.
 template <int N>
 struct Constant {
   static constexpr int value = N;

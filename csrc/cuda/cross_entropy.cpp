@@ -2,10 +2,10 @@
 // defined in fastbert/ops/cross_entropy.py.
 //
 // Rows of logits begin at multiples of 128 bytes, whatever the number of classes: the library's fast products and
-// 16-byte accesses need 16, and a cache line is never shared by two rows. In 16 bits the library also looks at the
-// number of classes itself: its products are fast where that is a multiple of 8, which BERT's 30522 is not. Many rows
-// are therefore multiplied by a copy of the weight with rows of zeros up to such a number, and dlogits has columns of
-// zeros there, behind its last class. Nothing else reads what lies between the rows.
+// 16-byte accesses need 16, and no cache line is shared by two rows. In 16 bits the speed of the library's products
+// also depends on the number of classes: they are fast if that is a multiple of 8, which BERT's 30522 is not. With many
+// rows, the product therefore takes a copy of the weight that is padded with rows of zeros to such a number, and
+// dlogits has columns of zeros there, after its last class. Nothing else reads the padding between rows.
 #include "../cross_entropy.h"
 
 #include "../checks.h"
@@ -15,23 +15,23 @@ namespace fastbert {
 
 namespace {
 
-// Fewer rows do not pay for the copy of the weight, nor do fewer classes for its launches.
+// With fewer rows the copy of the weight does not pay off, nor do its launches with fewer classes.
 constexpr int64_t kPaddedRows = 256, kPaddedClasses = 1024, kPadding = 8;
 
-// The number of classes with those of zeros.
+// The number of classes, including the padding with zeros.
 int64_t padded_classes(const Tensor& hidden, const Tensor& weight) {
   const int64_t classes = weight.size(0), inner = weight.size(1);
   const bool pays = hidden.element_size() == 2 && hidden.size(0) >= kPaddedRows && classes >= kPaddedClasses;
   return pays && inner % kPadding == 0 ? (classes + kPadding - 1) / kPadding * kPadding : classes;
 }
 
-// From one row of logits to the next.
+// The distance from one row of logits to the next, in elements.
 int64_t stride_of(int64_t classes, const Tensor& hidden) {
   const int64_t line = 128 / hidden.element_size();
   return (classes + line - 1) / line * line;
 }
 
-// The weight, in order, and rows of zeros behind it.
+// The weight, contiguous, followed by rows of zeros up to `rows`.
 Tensor with_rows(const Tensor& weight, int64_t rows) {
   const int64_t classes = weight.size(0), inner = weight.size(1);
   if (rows == classes) return contiguous(weight);
@@ -41,8 +41,8 @@ Tensor with_rows(const Tensor& weight, int64_t rows) {
   return made;
 }
 
-// dlogits with its columns of zeros, which the forward has written. A copy that somebody else made has none: it is
-// multiplied as it is.
+// dlogits with the columns of zeros that the forward wrote after it. If dlogits is a copy that was made elsewhere and
+// has no such columns, it is returned unchanged.
 Tensor with_columns(const Tensor& dlogits, int64_t columns) {
   const int64_t rows = dlogits.size(0), classes = dlogits.size(1), stride = stride_of(classes, dlogits);
   if (columns == classes || dlogits.stride(0) != stride || dlogits.stride(1) != 1) return dlogits;
@@ -56,7 +56,7 @@ cuda::Labels labels_of(const Tensor& labels, int64_t ignored) {
   return {labels.const_data_ptr(), type_of(labels) == ScalarType::Long, labels.size(0), ignored};
 }
 
-// The mean of values [count] over the labelled rows, a float on the device.
+// The sum of values [count] divided by the number of labelled rows: a float on the device.
 Tensor mean(const Tensor& values, const cuda::Labels& labels) {
   const Tensor result = empty({}, values);
   const char* const error = cuda::mean_over_labelled(values.const_data_ptr<float>(), values.numel(), labels,
@@ -101,8 +101,8 @@ std::tuple<Tensor, Tensor> cross_entropy_fwd_cuda(const Tensor& hidden, const Te
   return {mean(losses, of_rows), dlogits};
 }
 
-// dlogits is softmax - onehot. dloss / count joins after the first product and on the smaller side of the second: it
-// does not underflow in fp16 there.
+// dlogits is softmax - onehot. The factor dloss / count is applied after the first product, and to the smaller operand
+// of the second product, where it does not underflow in fp16.
 std::tuple<Tensor, Tensor, Tensor> cross_entropy_bwd_cuda(const Tensor& dloss, const Tensor& hidden,
                                                           const Tensor& weight, const Tensor& labels,
                                                           const Tensor& dlogits, int64_t ignore_index,

@@ -1,16 +1,17 @@
-// The losses of rows of logits, their gradient in place, and what is left to scale. Products are the library's.
+// The losses of rows of logits, their gradient in place, and the scaling that remains. The library computes the
+// products.
 //
-// A block owns a row. The first pass adds the bias and keeps, in each thread, the largest logit and the sum of
-// exponentials so far, which is rescaled where a larger one comes; the threads' are joined in a fixed order. For a
-// backward, a second pass turns the logits into softmax - onehot. By then the row comes from the L2 cache: the blocks
-// that an H100 runs at a time have 396 rows, which is 24 MB for 30522 classes in 16 bits. A thread reads and writes the
-// same columns in both passes, so there is nothing to wait for but the sums.
+// A block owns a row. In the first pass each thread adds the bias and keeps the largest logit and the sum of
+// exponentials so far, which is rescaled when a larger logit comes. The threads' results are joined in a fixed order.
+// For a backward, a second pass turns the logits into softmax - onehot. By then the row comes from the L2 cache: the
+// blocks that an H100 runs at a time have 396 rows, which is 24 MB for 30522 classes in 16 bits. A thread reads and
+// writes the same columns in both passes, so the only thing to wait for is the sums.
 //
-// The bias joins here and not in the product: the library adds one to rows with a stride only by writing it to every
-// row first. It is read from the caches, in both passes.
+// The bias is added here and not in the product, because for rows with a stride the library adds a bias only by writing
+// it to every row first. It is read from the caches, in both passes.
 //
-// Bytes moved: logits once, and, for a backward, written once; from L2 the bias once or twice and logits once more. On
-// sm_90 an element takes 17 instructions in the first pass and 19 in the second; an H100 issues about 38 in the time
+// Bytes moved: logits read once and, for a backward, written once; from L2 the bias once or twice and logits once more.
+// On sm_90 an element takes 17 instructions in the first pass and 19 in the second; an H100 issues about 38 in the time
 // that 4 bytes take.
 #include <float.h>
 
@@ -23,12 +24,12 @@ namespace fastbert::cuda {
 
 namespace {
 
-constexpr int kMostThreads = 512, kBlocksOnProcessor = 3;  // of the rows' kernel
-constexpr int kWarps = 32;                                 // of the mean's
+constexpr int kMostThreads = 512, kBlocksOnProcessor = 3;  // of the kernel for rows
+constexpr int kWarps = 32;                                 // of the kernel for the mean
 
 // ---- over the threads of a block
 
-// exp(x) summed over some x, as exp(largest) total.
+// The sum of exp(x) over some numbers x, as exp(largest) total.
 struct Exponentials {
   float largest, total;
 
@@ -39,7 +40,7 @@ struct Exponentials {
   }
 };
 
-// Of all threads, the same bits in each of them.
+// Joins the sums of all threads of a block; every thread gets the same bits.
 __device__ __forceinline__ Exponentials join(Exponentials mine) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2)
@@ -61,7 +62,7 @@ __device__ __forceinline__ int64_t label_of(const Labels& labels, int64_t row) {
 
 template <class T>
 __global__ void __launch_bounds__(kMostThreads, kBlocksOnProcessor)
-    cross_entropy_rows_kernel(T* __restrict__ logits,      // [rows, stride], classes of them
+    cross_entropy_rows_kernel(T* __restrict__ logits,      // [rows, stride], the first `classes` columns are used
                               const T* __restrict__ bias,  // [classes]
                               Labels labels,
                               float* __restrict__ losses,  // [rows]
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocksOnProcessor)
   const bool labelled = given != labels.ignored;
   Pack* const x = reinterpret_cast<Pack*>(logits) + row * (stride / kVec);
   const Pack* const b = reinterpret_cast<const Pack*>(bias);
-  T* const single = logits + row * stride;  // for the columns behind the last whole vector
+  T* const single = logits + row * stride;  // for the columns after the last whole vector
 
   float picked = 0;
   Exponentials sum{-FLT_MAX, 0};  // not -inf: -inf - -inf is NaN
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocksOnProcessor)
       sum.largest = top;
     }
     for (int64_t i = packs * kVec + threadIdx.x; i < classes; i += blockDim.x) {
-      // Not {v, 1}: v may be -inf.
+      // v is not made an Exponentials {v, 1}, whose `largest` could be -inf.
       const float v = to_float(single[i]) + to_float(bias[i]), top = fmaxf(sum.largest, v);
       sum.total = sum.total * expf(sum.largest - top) + expf(v - top);
       sum.largest = top;
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocksOnProcessor)
     if (labelled) {
       some = x[i];
       const Pack biases = b[i];
-      const int place = i == label / kVec ? int(label % kVec) : kVec;  // of the label among these
+      const int place = i == label / kVec ? int(label % kVec) : kVec;  // the label's, if it is among these
 #pragma unroll
       for (int j = 0; j < kVec; ++j) some.at[j] = gradient(some.at[j], biases.at[j], j == place);
     } else {
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
     mean_over_labelled_kernel(const float* __restrict__ values,  // [count]
                               int64_t count, Labels labels,
                               float* __restrict__ mean) {  // [1]
-  double sum = 0;  // a few additions a thread, whose roundings would be most of the error
+  double sum = 0;  // a thread adds few values, but in float their rounding would be most of the error
   int labelled = 0;
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) sum += double(values[i]);
   for (int64_t row = threadIdx.x; row < labels.rows; row += blockDim.x)
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
 
 template <class X, class Y>
 __global__ void __launch_bounds__(256) scaled_kernel(const X* x, const float* __restrict__ factor, Y* y, int64_t count,
-                                                     int64_t packs) {  // the first of the elements are in vectors
+                                                     int64_t packs) {  // packs: whole vectors at the start
   constexpr int kVec = 16 / sizeof(X);
   const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, threads = int64_t(gridDim.x) * blockDim.x;
   const float by = *factor;

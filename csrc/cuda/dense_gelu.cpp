@@ -1,6 +1,6 @@
-// The torch side of dense_gelu on a GPU: checks, allocation, stream. What the kernel does not take is the library's
-// product and one pass of bias_gelu's kernel, and so is the backward: the pass for the derivative and dbias, and two of
-// the library's products. The schema is defined in fastbert/ops/dense_gelu.py.
+// The torch side of dense_gelu on a GPU: checks, allocation, stream. For calls that the kernel does not take, it uses
+// the library's product and one pass of bias_gelu's kernel. The backward is always like that: one pass for the
+// derivative and dbias, and two of the library's products. The schema is defined in fastbert/ops/dense_gelu.py.
 #include "../dense_gelu.h"
 
 #include <string_view>

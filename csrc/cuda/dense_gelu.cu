@@ -1,23 +1,24 @@
 // y = gelu(x weight^T + bias) in 16-bit types: a product on tensor cores (mma.sync) with the GELU in its epilogue.
 //
-// A block computes a tile of y, 128 x 128 by four warps of 64 x 64, or 64 x 64 where the large ones do not fill the
+// A block computes a tile of y: 128 x 128 by four warps of 64 x 64, or 64 x 64 if the large tiles would not fill the
 // device. Its rows of x and weight arrive by cp.async in steps of 32 columns, three steps ahead of the products, in
 // four slots of swizzled shared memory. Two blocks share a multiprocessor (64 KB each), so that one multiplies while
-// the other applies the GELU; not on sm_75, where one block has it all, and waits for its copies. Tiles follow each
-// other in groups of 8 rows of tiles, whose x and weight stay in L2.
+// the other applies the GELU. On sm_75 one block takes all the shared memory, and waits for its copies. Tiles are
+// computed in groups of 8 rows of tiles, whose x and weight stay in L2.
 //
-// The epilogue adds the bias and rounds: that is the pre-activation, at which the backward differentiates. It passes
-// through shared memory, where each thread gets it back as 8 neighbouring channels, to write and to apply the GELU to:
-// by then the sums' registers are free.
+// The epilogue adds the bias and rounds. The result is the pre-activation, at which the backward takes the derivative.
+// It passes through shared memory, from which each thread reads 8 neighbouring channels at a time to write them and to
+// apply the GELU: by then the accumulators' registers are free.
 //
-// Taken are rows of whole 16 bytes. Everything else, and fp32, which obeys PyTorch's TF32 setting, is the library's
-// product and then bias_gelu's pass (dense_gelu.cpp). So are sm_100 and its like, which multiply many times faster by
-// other instructions than by mma.sync. sm_90 reaches some 60 % of its peak with these; the library's product is faster
-// there, but moves y twice more. Neither has been measured.
+// The kernel takes rows whose size is a multiple of 16 bytes. Everything else, and fp32, which obeys PyTorch's TF32
+// setting, is computed by the library's product and then bias_gelu's pass (dense_gelu.cpp). So are calls on sm_100 and
+// similar GPUs, which multiply many times faster with other instructions than with mma.sync. With mma.sync, sm_90
+// reaches some 60 % of its peak; the library's product is faster there, but that path moves y two more times. Neither
+// has been measured.
 //
-// Bytes moved: x, weight and y once, and the pre-activation if it is kept; from L2 x once for every 128 channels and
-// weight once for every 128 rows. On sm_90 a step of a large tile is 144 instructions a warp, of which 64 are mma and
-// 16 ldmatrix, and the epilogue about 20 an element (39 with tanh).
+// Bytes moved: x, weight and y once, and the pre-activation if it is kept; from L2, x once for every 128 channels and
+// weight once for every 128 rows. On sm_90 a step of a large tile takes 144 instructions per warp, of which 64 are mma
+// and 16 ldmatrix, and the epilogue about 20 per element (39 with tanh).
 #include "../dense_gelu.h"
 #include "../gelu.h"
 #include "tiles.cuh"
@@ -37,20 +38,20 @@ struct Tile {
   int row, column;
 };
 
-// Column by column within a group of rows, group by group.
+// The order of tiles: column by column within a group of kGroup rows of tiles, group by group.
 __device__ __forceinline__ Tile tile_of(int index, int down, int across) {
   const int group = index / (kGroup * across), within = index % (kGroup * across);
   const int height = min(down - group * kGroup, kGroup);
   return {group * kGroup + within % height, within / height};
 }
 
-// A thread's part of the copies to a tile of kSide rows of x or weight: the same chunk of every kRowsApart-th row. Rows
-// behind the last one are copies of it, whose products nobody reads.
+// A thread's part of the copies to a tile of kSide rows of x or weight: the same chunk of every kRowsApart-th row.
+// After the last row, that row is copied again; products with these copies are not used.
 template <class T, int kSide>
 struct Copies {
   static constexpr int kChunks = kStep / 8, kRowsApart = kThreads / kChunks, kCount = kSide / kRowsApart;
   const T* from[kCount];
-  int place, columns;  // columns: how many there are, counted from this thread's first
+  int place, columns;  // columns: the number of columns from this thread's first on
 
   __device__ __forceinline__ Copies(const Rows<T>& rows, int first_row, int inner) {
     const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
@@ -60,7 +61,7 @@ struct Copies {
     place = swizzle<kStep>(row, chunk), columns = inner - chunk * 8;
   }
 
-  // Zeros behind the last column.
+  // Starts the copies, from `column` on, with zeros after the last column.
   __device__ __forceinline__ void start(Chunk* tile, int column) const {
     Chunk* const to = tile + place;
     if (is_turing()) {
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   Chunk* const slots = reinterpret_cast<Chunk*>(shared);
   const Copies<T, kSide> of_x(x, first_row, inner), of_weight(weight, first_channel, inner);
 
-  // Behind the last step it commits an empty group, because the loop waits by counting groups.
+  // After the last step it commits an empty group, because the loop waits by counting groups.
   const auto start = [&](int step) {
     if (step < steps) {
       Chunk* const slot = slots + step % kStages * 2 * kTileChunks<kSide>;
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int step = 0; step < steps; ++step) {
     wait_for_copies<kStages - 2>();
     __syncthreads();
-    start(step + kStages - 1);  // over the slot that all warps have read before this barrier
+    start(step + kStages - 1);  // into the slot that all warps had read before the barrier
     const Chunk* const rows = slots + step % kStages * 2 * kTileChunks<kSide>;
     const Chunk* const channels = rows + kTileChunks<kSide>;
 #pragma unroll

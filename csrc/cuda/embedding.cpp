@@ -10,7 +10,7 @@ namespace fastbert {
 
 namespace {
 
-// The inputs as the kernels take them, and the tensors that they point into.
+// The inputs in the types that kernels take, and the tensors that own the memory they point to.
 struct Inputs {
   Tensor ids[3], tables[3], weight;
   OptionalTensor bias;
@@ -79,7 +79,7 @@ std::tuple<Tensor, Tensor, Tensor> embedding_fwd_cuda(const Tensor& input_ids, c
   return {y, mean, rstd};
 }
 
-// Tokens in the order of their ids, as a tensor.
+// The tokens in the order of their ids.
 Tensor order_of(const Inputs& in, int i) {
   const cuda::Ids& ids = in.op.lookups.of[i].ids;
   if (!cuda::lists_instead_of_sorting(in.op.tokens, ids.rows))

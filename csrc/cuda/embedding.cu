@@ -1,28 +1,29 @@
 // y = dropout(LayerNorm(word[input_id] + position[position_id] + token_type[token_type_id])) on [tokens, channels], and
 // its gradients; channels <= 8192.
 //
-// A row belongs to one warp or to several, as in layer_norm.cu. Tables are of one type, or of several, and are then
-// read by a switch that all threads take the same way. Ids are clamped to their table.
+// A row belongs to one warp or to several, as in layer_norm.cu. If tables have different types, they are read by a
+// switch that takes the same branch in all threads. Ids are clamped to their table.
 //
-// Backward: one block a multiprocessor loops over the rows, as in layer_norm.cu. It writes dz once, in fp32. The sums
-// of dz for the few token types stay in shared memory, a row of channels for each type and row of threads: dz need not
-// be read for them. The other tables, and token types for which that memory is too small, take dz's rows by id:
+// Backward: one block per multiprocessor loops over the rows, as in layer_norm.cu. It writes dz once, in fp32. The sums
+// of dz for the few token types stay in shared memory, which has a row of channels for each type and each row of the
+// block, so dz need not be read again for them. For the other tables, and for token types if that memory is too small,
+// dz's rows are added up by id:
 //
-//   order    tokens by id, those of one id in order: by aten::argsort, or by list_few_kernel where the table is small
-//   sum_runs chunks of 32 tokens of that order, a warp each for 32 columns: a run of equal ids that lies within a chunk
-//            is a row of the gradient; what a chunk has of a run that goes on is a partial sum, one as the head of the
-//            chunk, one as its tail
+//   order    tokens by id, those of one id in order: by aten::argsort, or by list_few_kernel if the table is small
+//   sum_runs chunks of 32 tokens of that order, one warp for each 32 columns. The sum of a run of equal ids that lies
+//            within a chunk is a row of the gradient. If a run crosses chunks, each chunk has a partial sum of it: its
+//            head if the run began before the chunk, else its tail
 //   join     tail + heads of each run that crosses chunks, in order
 //
-// So no warp adds up more than 32 rows, or a partial sum for every 32, even if all tokens have one id. Every row of a
-// gradient has one writer, rows without an id keep zeros, and the order of a sum depends on the ids alone.
-// list_few_kernel has a block for each row of the table. It reads all ids twice: how many are smaller says where its
-// tokens go, then each warp lists those of its share. 512 rows and 16384 tokens are 134 MB, from the second-level
-// cache: about 30 us where a sort launches a dozen kernels.
+// So no warp adds up more than 32 rows, or one partial sum for every 32 rows, even if all tokens have the same id.
+// Every row of a gradient has one writer, rows without an id keep zeros, and the order of a sum depends on the ids
+// alone. list_few_kernel has a block for each row of the table. It reads all ids twice: it counts the smaller ids,
+// which gives the place of its tokens, then each warp lists the tokens in its share. 512 rows and 16384 tokens are 134
+// MB, from the L2 cache: about 30 us, where a sort launches a dozen kernels.
 //
-// Bytes moved: forward the rows and y once. Backward dy and the rows once, dz written; dz read once more for words and
-// positions each, with 16 bytes a token of order and ids and a 16th of dz, twice, of partial sums at most; each
-// gradient of a table written once as zeros, and its rows with an id once more.
+// Bytes moved: forward the rows and y once. Backward dy and the rows once, dz written; for words and positions dz is
+// read once more each, with 16 bytes per token of order and ids, and at most a 16th of dz of partial sums, written and
+// read; each gradient of a table is written once as zeros, and its rows with an id once more.
 #include <initializer_list>
 
 #include "embedding.h"
@@ -34,7 +35,7 @@ namespace {
 
 // ---- tables
 
-// The row of `lookup`'s table for a token. The table has at least one.
+// The row of the table for a token. The table has at least one row.
 __device__ __forceinline__ int64_t row_of(const Ids& ids, int64_t token) {
   const int64_t id =
       ids.narrow ? static_cast<const int32_t*>(ids.at)[token] : static_cast<const int64_t*>(ids.at)[token];
@@ -53,7 +54,7 @@ __device__ __forceinline__ void add_row(float (&z)[kColumns][kVec], const void* 
   }
 }
 
-// z of a row. T: of all tables; kMixed: they have types of their own.
+// Computes z of a row. T: the type of all tables; kMixed: each table has its own type.
 template <class T, bool kMixed, int kVec, int kColumns, bool kVectors>
 __device__ __forceinline__ void sum(float (&z)[kColumns][kVec], const Lookups& lookups,
                                     const Place<kVec, kVectors>& place) {
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(256, 2)
                          int64_t tokens, int channels, float eps, DeviceDropout drop) {
   constexpr int kVec = 16 / sizeof(T), kColumns = kThreadChannels / kVec;
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (row >= tokens) return;  // never some warps of a row alone: such a row has its own block
+  if (row >= tokens) return;  // no barrier is missed: a row of several warps has a block to itself
   const auto place = place_of<kVec, kColumns, kVectors>(row, channels);
   float z[kColumns][kVec];
   sum<T, kMixed>(z, lookups, place);
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(32 * kListWarps) list_few_kernel(Ids ids, int6
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t id = blockIdx.x, share = divide_up(tokens, 32 * kListWarps) * 32;
   const int64_t first = warp * share, end = first + share < tokens ? first + share : tokens;
-  int64_t counts[2] = {};  // of smaller ids, and of this one
+  int64_t counts[2] = {};  // tokens with smaller ids, and with this one
 #pragma unroll 4
   for (int64_t token = first + lane; token < end; token += 32) {
     const int64_t other = row_of(ids, token);
@@ -229,8 +230,8 @@ __global__ void __launch_bounds__(32 * kListWarps) list_few_kernel(Ids ids, int6
 }
 
 constexpr int kChunk = 32;    // tokens
-constexpr int kRunWarps = 4;  // of a block: neighbouring columns of one chunk
-constexpr int kInFlight = 8;  // rows of dz
+constexpr int kRunWarps = 4;  // per block: neighbouring columns of one chunk
+constexpr int kInFlight = 8;  // rows of dz that are loaded together
 
 template <class T>
 struct TableSum {
@@ -241,11 +242,11 @@ struct TableSum {
   T* gradient;           // [rows, channels]
   int64_t tokens, channels, padding_idx;
 
-  // Of a place in the order; -1 where there is none.
+  // The id at a place in the order; -1 if there is no such place.
   __device__ int64_t id(int64_t place) const { return 0 <= place && place < tokens ? row_of(ids, order[place]) : -1; }
 };
 
-// Writes kVec sums to a row of kVec-wide columns.
+// Writes kVec sums to one column of a row whose columns are kVec wide.
 template <class T, int kVec>
 __device__ __forceinline__ void put(const float (&sums)[kVec], T* to, int64_t row, int64_t columns, int64_t column) {
   Vec<T, kVec> rounded;
@@ -330,8 +331,8 @@ __global__ void __launch_bounds__(32 * kRunWarps) join_kernel(TableSum<T> table)
 
 // ---- launchers
 
-// Calls f with a value of the tables' type, with whether they have several (and y fp32), and with a value of the
-// parameters' type.
+// Calls f with a value of the tables' type (float if they have several, and y is fp32 then), with whether they have
+// several, and with a value of the parameters' type.
 template <class F>
 const char* for_types(const Lookups& lookups, DType y, DType parameters, F&& f) {
   for (const Lookup& lookup : lookups.of)
@@ -384,7 +385,7 @@ const char* embedding_fwd(const EmbeddingRows& op, void* y, float* mean, float* 
 }
 
 bool sums_types_in_passing(int64_t types, int64_t channels) {
-  constexpr int64_t kStatic = 1 << 10;  // at least what the kernel has beside it
+  constexpr int64_t kStatic = 1 << 10;  // at least the kernel's static shared memory
   return types <= 16 &&
          int64_t(backward_memory(backward_rows(channels), channels, types)) <= shared_memory_limit() - kStatic;
 }

@@ -1,4 +1,4 @@
-// encoder_layer on a GPU (csrc/encoder_layer.h): products by torch's library, the other parts by our kernels.
+// encoder_layer on a GPU (csrc/encoder_layer.h): torch's library computes the products, our kernels the other parts.
 #include "../encoder_layer.h"
 
 namespace fastbert {
@@ -12,7 +12,7 @@ struct CudaOps {
   static constexpr auto add_layer_norm_fwd = add_layer_norm_fwd_cuda;
   static constexpr auto add_layer_norm_bwd = add_layer_norm_bwd_cuda;
 
-  static bool joins_weights(int64_t, int64_t) { return false; }  // a product writes rows that lie apart
+  static bool joins_weights(int64_t, int64_t) { return false; }  // a product can write rows with a stride
 
   static Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
     return call("aten::linear", "", x, weight, bias);

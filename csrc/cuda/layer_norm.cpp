@@ -14,8 +14,8 @@ namespace {
 using Tensors3 = std::tuple<Tensor, Tensor, Tensor>;
 using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The inputs as the kernels take them, and the tensors that they point into. Kernels take a residual of x's type or
-// fp32, and parameters that are all of x's type or all fp32; what is of another type is converted to fp32.
+// The inputs in the types that kernels take, and the tensors that own the memory they point to. Kernels take a residual
+// of x's type or fp32, and parameters that are all of x's type or all fp32; any other type is converted to fp32.
 struct Inputs {
   Tensor x, weight, bias;
   OptionalTensor residual, x_bias;
@@ -70,7 +70,7 @@ Tensors3 forward(Inputs in) {
   return {y, mean, rstd};
 }
 
-// weight, residual and x_bias: as they were given, because their gradients have the same types.
+// weight, residual and x_bias: as the caller gave them, because their gradients have the same types.
 Tensors5 backward(Inputs in, const Tensor& dy, const Tensor& mean, const Tensor& rstd, bool need_dparams,
                   const Tensor& weight, const OptionalTensor& residual, const OptionalTensor& x_bias) {
   check_layer_norm_gradients(dy, in.x, mean, rstd, in.y_type, ScalarType::Float);

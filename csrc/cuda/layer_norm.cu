@@ -1,27 +1,27 @@
 // LayerNorm of x, or of dropout(x + x_bias) + residual, on [rows, channels], and its gradients; channels <= 8192.
 //
-// A row belongs to one warp, and from 1025 channels on to one more for every 1024. Rows of one warp need no barrier, so
-// the many rows of a multiprocessor do not wait for each other. A thread holds 16, 24 or 32 channels of its row in
-// registers, so a row is read once; statistics are fp32. A thread owns kVec neighbouring channels at a time (16 bytes
-// of y), a warp 32 times as many: accesses are whole cache lines. All loads of a row are issued before the first result
-// is used. If a row's size is no multiple of 16 bytes, or a pointer is not aligned, the same code loads element by
-// element.
+// A row of up to 1024 channels belongs to one warp, and each further 1024 channels add a warp. Rows of one warp need no
+// barrier, so the many rows on a multiprocessor do not wait for each other. A thread holds 16, 24 or 32 channels of its
+// row in registers, so a row is read once; statistics are fp32. A thread owns kVec neighbouring channels at a time (16
+// bytes of y), a warp 32 times as many, so accesses are whole cache lines. All loads of a row are issued before the
+// first result is used. If a row's size is not a multiple of 16 bytes, or a pointer is not aligned, the same code loads
+// element by element.
 //
 // The mean is summed as differences to the row's first element, so a constant row gives exactly the bias. The rounding
 // error of the mean is corrected when the squares are summed, so a large offset costs no digits. The saved mean is
-// rounded again: the backward corrects that too.
+// rounded again; the backward corrects that too.
 //
-// Backward: one block a multiprocessor, as large as registers allow, loops over the rows. The sums for dweight and
-// dbias stay in registers. Those for dx_bias do not fit beside them: they are in shared memory, where each thread reads
-// and writes only its own. All are added over the block's rows in order and leave as one row of partial sums a block,
-// which column_sums adds up. The dropout mask is computed again and kept as one bit a channel.
+// Backward: one block per multiprocessor, as large as registers allow, loops over the rows. The sums for dweight and
+// dbias stay in registers. Those for dx_bias do not fit beside them and are in shared memory, where each thread reads
+// and writes only its own. All sums are added up over the block's rows in order and written as one row of partial sums
+// per block; column_sums adds these up. The dropout mask is computed again and kept as one bit per channel.
 //
-// Bytes moved: forward x, residual and y once; backward dy, x, residual, dx and dresidual once, which is the floor; 8
-// bytes of statistics a row, 12 a channel and multiprocessor of partial sums. Parameters are read for each row, from
-// the first-level cache. An H100 hides its latency with about 18 KB of loads in flight on a multiprocessor; of 1024
-// channels the backward has 32 KB (16 bits) or 64 KB (fp32), the forward 40 or 64. Expected there, not measured: 85 %
-// of the bandwidth of a copy forward, 80 % backward. 4096 rows of 1024 in fp32: 50 MB and 17 us at 3 TB/s, 21 us at 80
-// %; adding up the sums in the block takes 1 us, column_sums 2 us.
+// Bytes moved: forward x, residual and y once; backward dy, x, residual, dx and dresidual once, which is the minimum; 8
+// bytes of statistics per row, 12 bytes of partial sums per channel and multiprocessor. Parameters are read for each
+// row, from the L1 cache. An H100 hides its latency with about 18 KB of loads in flight on a multiprocessor; with 1024
+// channels the backward has 32 KB (16 bits) or 64 KB (fp32) in flight, the forward 40 or 64. Expected there, not
+// measured: 85 % of the bandwidth of a copy forward, 80 % backward. 4096 rows of 1024 in fp32: 50 MB and 17 us at 3
+// TB/s, 21 us at 80 %; adding up the sums in the block takes 1 us, column_sums 2 us.
 #include "../layer_norm.h"
 #include "rows.cuh"
 
@@ -29,7 +29,7 @@ namespace fastbert::cuda {
 
 namespace {
 
-// z of a row from the loaded x and residual; returns a bit for each element that dropout keeps.
+// Computes z of a row from the loaded x and residual; returns a bit for each element that dropout keeps.
 template <class T, class R, class P, int kVec, int kColumns, bool kVectors>
 __device__ __forceinline__ uint32_t sum(float (&z)[kColumns][kVec], const Vec<T, kVec> (&x)[kColumns],
                                         const Vec<R, kVec> (&residual)[kColumns], bool with_residual, const P* x_bias,
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(256, 2)                  // without the 2, ptx
                           int64_t rows, int channels, float eps, DeviceDropout drop) {
   constexpr int kVec = 16 / sizeof(R), kColumns = kThreadChannels / kVec;
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (row >= rows) return;  // never some warps of a row alone, which would miss barriers: such a row has its own block
+  if (row >= rows) return;  // no barrier is missed: a row of several warps has a block to itself
   const auto place = place_of<kVec, kColumns, kVectors>(row, channels);
 
   Vec<T, kVec> xs[kColumns];
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(32 * backward_warps(kThreadChannels), 1)
 
   float dweight[kColumns][kVec] = {}, dbias[kColumns][kVec] = {};
   FB_DYNAMIC_SHARED(memory);
-  float* const row_sums = reinterpret_cast<float*>(memory);  // [blockDim.y, channels]: of dx_bias, if it is wanted
+  float* const row_sums = reinterpret_cast<float*>(memory);  // [blockDim.y, channels]: for dx_bias, if it is wanted
   if (quantities == 3) {
     const float zeros[kVec] = {};
 #pragma unroll

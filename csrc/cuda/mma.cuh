@@ -1,12 +1,14 @@
-// All PTX that the kernels use: asynchronous copies, matrix fragments, products, the fast exponential. Where tests run
-// kernels on the CPU, tests/cuda_on_cpu has functions of the same names. And what sm_75 has instead.
+// PTX that the kernels use: asynchronous copies, matrix fragments, products, the fast exponential; wgmma.cuh has the
+// products of Hopper's warpgroups. Where tests run kernels on the CPU, tests/cuda_on_cpu has functions of the same
+// names. At the end of this file are the replacements for sm_75.
 //
-// Fragments of mma.m16n8k16, for lane l with g = l / 4 and t = l % 4, two elements a register, the lower half first:
+// Fragments of mma.m16n8k16, for lane l with g = l / 4 and t = l % 4. A register of A or B holds two elements, the
+// first in the lower half:
 //   A (16 x 16): a[0] row g, columns 2t, 2t + 1; a[1] row g + 8; a[2], a[3] the same rows, columns 8 + 2t, 9 + 2t
 //   B (16 x 8):  b[0] rows 2t, 2t + 1 of column g; b[1] rows 8 + 2t, 9 + 2t
 //   C (16 x 8):  c[0], c[1] row g, columns 2t, 2t + 1; c[2], c[3] row g + 8
-// (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".) mma.m16n8k8 has the first half of the inner
-// dimension: a[0], a[1] and b[0].
+// (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".) mma.m16n8k8 covers the first half of the
+// inner dimension: a[0], a[1] and b[0].
 #pragma once
 
 #include <type_traits>
@@ -27,8 +29,9 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return unsigned(__cvta_generic_to_shared(pointer));
 }
 
-// Copies 16 bytes from global to shared memory; of these the last 16 - source_bytes become zeros instead. Visible to
-// this thread after the cp_async_wait of its group, to others after a barrier that follows it.
+// Copies 16 bytes from global to shared memory, but writes zeros in place of the last 16 - source_bytes of them. The
+// copy is visible to this thread after cp_async_wait for its group, and to other threads after a barrier that follows
+// that wait.
 __device__ __forceinline__ void cp_async16(void* shared, const void* global, int source_bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(shared)), "l"(global),
                "r"(source_bytes)
@@ -43,8 +46,8 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lanes 8i to 8i + 7 give the addresses of the rows of matrix i. r[i] of lane l
-// is row l / 4, columns 2 (l % 4) and the next; transposed, rows and columns change places.
+// Loads four 8 x 8 matrices of 16-bit elements; lanes 8i to 8i + 7 give the addresses of the rows of matrix i. r[i] of
+// lane l holds row l / 4, columns 2 (l % 4) and the next one. The transposed variant swaps rows and columns.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -83,7 +86,8 @@ __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t
       : "r"(a0), "r"(a1), "r"(b0));
 }
 
-// The lower half repeats the highest bit of byte 2 pair, the upper half that of the next byte.
+// Fills the lower half of the result with copies of the highest bit of byte 2 * pair, and the upper half with copies of
+// the highest bit of the next byte.
 __device__ __forceinline__ uint32_t spread_signs(uint32_t bytes, int pair) {
   uint32_t spread;
   asm("prmt.b32 %0, %1, 0, %2;\n" : "=r"(spread) : "r"(bytes), "r"(pair ? 0xBBAA : 0x9988));
@@ -101,7 +105,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
 
 #endif
 
-// ---- sm_75 (T4, RTX 20): no asynchronous copies, and products of fp16 alone, half as deep
+// ---- sm_75 (T4, RTX 20): no asynchronous copies; products only of fp16, and with half the inner dimension
 
 #ifdef FB_CUDA_ON_CPU
 inline bool is_turing() { return major_architecture() < 8; }
@@ -111,8 +115,8 @@ __device__ constexpr bool is_turing() { return true; }
 __device__ constexpr bool is_turing() { return false; }
 #endif
 
-// Whether no launcher chooses such a kernel on the GPU that this is compiled for. It is left empty, and stops whoever
-// runs it all the same.
+// Whether this kernel is never chosen by a launcher on the architecture that it is compiled for. Its body is then left
+// out, and it traps if it is launched all the same.
 template <class T, int kWidth>
 __device__ __forceinline__ bool is_unused() {
   const bool unused = is_turing() && (kWidth > 64 || !std::is_same_v<T, __half>);

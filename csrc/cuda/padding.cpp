@@ -25,7 +25,7 @@ Tensors3 padding_places_cuda(const Tensor& mask) {
   return {places, cu_seqlens, facts};
 }
 
-// On the host, which waits for it.
+// The first element, on the host: a host synchronisation.
 int64_t first_element(const Tensor& x) {
   const int32_t cpu = aoti_torch_device_type_cpu(), type = aoti_torch_dtype_int64();
   const int64_t one = 1;
@@ -36,8 +36,8 @@ int64_t first_element(const Tensor& x) {
   return *here.const_data_ptr<int64_t>();
 }
 
-// The size of its result is in the mask's values, so this waits for the device. fastbert/padding.py does not call it on
-// a GPU: padding_places tells it as much without.
+// The size of the result depends on the mask's values, so this needs a host synchronisation. fastbert/padding.py does
+// not call it on a GPU, because padding_places gives the same information without one.
 Tensors3 padding_plan_cuda(const Tensor& mask) {
   const auto [places, cu_seqlens, facts] = padding_places_cuda(mask);
   return {copy_of(view(places, {first_element(facts)}), ScalarType::Long), cu_seqlens,

@@ -1,17 +1,18 @@
-// Where the visible tokens of a (batch, seqlen) mask are, and rows copied out of the padded batch and back, as bytes.
+// The places of the visible tokens of a (batch, seqlen) mask; and copies of rows out of the padded batch and back, as
+// bytes.
 //
-// The plan takes two launches: count_rows_kernel has a warp for each row of the mask; place_tokens_kernel has a block
-// for a share of the rows, adds up the counts of the rows before it and of all rows, and writes its tokens' places in
-// order, by ballots. Adding up is at most 1024 blocks times 8 bytes a row, from the second-level cache. Nothing is read
-// by the host.
+// The plan takes two launches. In count_rows_kernel, a warp counts the tokens of a row of the mask. In
+// place_tokens_kernel, a block has a share of the rows: it adds up the counts of all rows and of the rows before its
+// own, and writes its tokens' places in order, by ballots. To add up, at most 1024 blocks read 8 bytes a row each, from
+// the L2 cache. No host synchronisation.
 //
-// pack is a gather. unpack is a gather too: invert_kernel first lists, for each row of the output, its token + 1, or 0:
-// so each row is written once, whether it is a token or zeros. Rows are copied 16, 8, 4, 2 or 1 bytes at a time,
-// whatever divides their size and the addresses; a warp copies neighbouring pieces, and a thread has up to four loads
-// in flight.
+// pack is a gather. unpack is a gather too: invert_kernel first writes, for each row of the output, its token + 1, or
+// 0. So each row of the output is written once, with a token or with zeros. Rows are copied 16, 8, 4, 2 or 1 bytes at a
+// time, the most that divides their size and the addresses; a warp copies neighbouring pieces, and a thread has up to
+// four loads in flight.
 //
-// Bytes moved: the plan reads the mask twice, and writes 8 bytes a place. pack and unpack read the tokens once, write
-// the output once, and move 8 bytes an index; unpack 24 bytes more a row of the output.
+// Bytes moved: the plan reads the mask twice, and writes 8 bytes per place. pack and unpack read the tokens once, write
+// the output once, and move 8 bytes per index; unpack moves 24 more bytes per row of the output.
 #include "common.cuh"
 #include "padding.h"
 
@@ -19,7 +20,7 @@ namespace fastbert::cuda {
 
 namespace {
 
-constexpr int kWarps = 8;  // of a block
+constexpr int kWarps = 8;  // per block
 
 template <class T, class F>
 __device__ __forceinline__ T over_warp(T value, const F& f) {
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       (seqlen > 0 && first > 0 ? kStartsHidden : 0) | (count && last - first >= count ? kInterrupted : 0);
 }
 
-// Of all rows, and of those before a block's.
+// The totals of all rows; before: the number of tokens in the rows before a block's.
 struct Totals {
   int before, tokens, longest, flags;
 };
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(32 * kWarps) place_tokens_kernel(PaddingPlan p
 
 // ---- pack, unpack
 
-// A row's token + 1. Indices beyond the rows are left out.
+// token_of[row] = the row's token + 1. Indices beyond the rows are ignored.
 __global__ void __launch_bounds__(32 * kWarps) invert_kernel(const int64_t* __restrict__ indices,  // [tokens]
                                                              int64_t* __restrict__ token_of,       // [rows]
                                                              int64_t tokens, int64_t rows) {
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(32 * kWarps) invert_kernel(const int64_t* __re
 
 constexpr int kInFlight = 4;
 
-// y[row] = x[from[row] - kOffset], zeros where there is no such row. Pieces are counted over all rows.
+// y[row] = x[from[row] - kOffset], zeros if x has no such row. Threads count pieces over all rows.
 template <class Piece, int kOffset>
 __global__ void __launch_bounds__(32 * kWarps) gather_kernel(const Piece* __restrict__ x,       // [sources, pieces]
                                                              const int64_t* __restrict__ from,  // [rows]

@@ -10,7 +10,7 @@ namespace {
 
 OptionalTensor contiguous_of(const OptionalTensor& x) { return x ? std::optional(contiguous(*x)) : std::nullopt; }
 
-// The positions of a call, and the tensors that they point into.
+// The positions of a call, and the tensors that own the memory they point to.
 struct Positions {
   Tensor slots;
   OptionalTensor keys, queries, bias;
@@ -28,7 +28,7 @@ struct Positions {
   }
 };
 
-// Empty, of qkv's dtype if there is no table, where the gradient is not wanted.
+// An uninitialised tensor like the table; an empty one (of qkv's dtype if there is no table) if no gradient is wanted.
 Tensor gradient_of(const OptionalTensor& table, bool wanted, const Tensor& qkv) {
   const Tensor& like = table ? *table : qkv;
   return table && wanted ? empty(like.sizes(), like) : empty({0}, like);

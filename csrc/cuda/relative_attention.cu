@@ -1,26 +1,26 @@
 // relative_attention: attention whose scores also depend on the distance of query and key, on ordinary multiply-adds.
 //
-// As in attention_plain.cu, a block owns 32 rows and takes 32 columns a step, a warp has 4 of the rows, and a lane one
-// of the columns. Such a tile of pairs has 63 diagonals: row r and column c meet on diagonal r - c + 31. What belongs
-// to the diagonals is gathered into shared memory like the columns:
+// As in attention_plain.cu, a block owns 32 rows and takes 32 columns a step, a warp has 4 of the rows, and a lane has
+// one of the columns. Such a tile of pairs has 63 diagonals: row r and column c meet on diagonal r - c + 31. Diagonals
+// have vectors as well, which are gathered into shared memory like those of the columns:
 //
 //                  rows       columns   diagonals
 //   forward, dQ    queries    keys      distances: rows of the tables
 //   dK, dV         keys       queries   distances
 //   tables         distances  queries   keys
 //
-// A score is three products of vectors, Q K, Q Pk and K Pq, of the pair's row, column and diagonal. So nothing that has
-// a number for a token and a distance, or for two tokens, is ever in global memory. Each product is the same sum in
-// every kernel, of four chains of multiply-adds: a score has three products, whose roundings in one chain each would be
-// more than half of the result's error.
+// A score is the sum of three dot products, Q K, Q Pk and K Pq, of the vectors of the pair's row, column and diagonal.
+// So no tensor with a number for each token and distance, or for each two tokens, is ever in global memory. Every
+// kernel computes a dot product as the same sum of four chains of multiply-adds: with one chain each, the rounding
+// errors of a score's three products would be more than half of the result's error.
 //
-// Gradients of the tables: a block owns 32 distances of one head and goes through all pairs of a group of sequences
-// that are so far apart. It leaves a sum for each distance; another kernel adds up the groups and the distances of a
-// slot. The groups depend on shapes alone and every sum has its order, so there are no atomics and the bits repeat.
+// Gradients of the tables: a block owns 32 distances of one head and goes through all pairs at these distances in a
+// group of sequences. It writes one sum for each distance; another kernel adds up the groups and the distances of each
+// slot. The groups depend on shapes alone and every sum has a fixed order, so there are no atomics and the bits repeat.
 //
-// Bound by shared memory: 1.5 loads a multiply-add in scores with both tables. On tensor cores a warp would multiply
-// its 16 queries by the 80 rows of the tables that a tile of 64 keys can need, and add the product to Q K shifted by
-// one column a row, through 5 KiB of shared memory of its own; likewise for the keys, and the other way round for
+// Bound by shared memory: 1.5 loads per multiply-add in scores with both tables. On tensor cores, a warp would multiply
+// its 16 queries by the 80 rows of the tables that a tile of 64 keys can need, and add the product to Q K, shifted by
+// one column per row, through 5 KiB of shared memory per warp; likewise for the keys, and the other way round for
 // gradients.
 #include <algorithm>
 
@@ -34,11 +34,11 @@ namespace {
 using namespace plain;
 
 constexpr int kDiagonals = 2 * kBlock - 1;
-constexpr int kChains = 4;  // of a product of two vectors
+constexpr int kChains = 4;  // per dot product
 
 // ---- vectors of D numbers in shared memory, and their products
 
-// One for each of the warp's rows, or one for the lane's column, with all rows.
+// OfRows: one vector for each of the warp's rows. OfColumn: the vector of the lane's column, the same for all rows.
 struct OfRows {
   const float* first;
   int stride;
@@ -49,7 +49,7 @@ struct OfColumn {
   __device__ __forceinline__ float at(int, int column) const { return first[column]; }
 };
 
-// row: of the warp within the block.
+// row: the warp's first row within the block.
 __device__ __forceinline__ OfRows of_rows(const float* tile, int row, int D) { return {tile + row * (D | 1), D | 1}; }
 __device__ __forceinline__ OfColumn of_column(const float* tile, int D) { return {tile + lane() * (D | 1)}; }
 __device__ __forceinline__ OfRows of_diagonals(const float* tile, int row, int D) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void multiply(float (&products)[kRows], const X& x, c
   for (int r = 0; r < kRows; ++r) products[r] = (chains[0][r] + chains[1][r]) + (chains[2][r] + chains[3][r]);
 }
 
-// sums[r] += the weights of row r, one in each lane, times the vectors of their diagonals.
+// sums[r] += the weights of row r times the vectors of their diagonals; lane l holds the weights for column l.
 __device__ __forceinline__ void add_diagonals(Sums& sums, const float (&weights)[kRows], const float* tile, int row,
                                               int D) {
   for (int i = 0; i < kBlock + kRows - 1; ++i) {  // diagonal row + i
@@ -95,7 +95,7 @@ __device__ __forceinline__ void add_diagonals(Sums& sums, const float (&weights)
   }
 }
 
-// Reads `count` vectors; from(i) is the address of the i-th, or nullptr for zeros.
+// Reads `count` vectors into a tile; from(i) is the address of the i-th one, or nullptr for zeros.
 template <class F>
 __device__ __forceinline__ void gather(float* tile, int count, int D, const F& from) {
   for (int i = int(threadIdx.x) / 32; i < count; i += kWarps) {
@@ -107,11 +107,11 @@ __device__ __forceinline__ void gather(float* tile, int count, int D, const F& f
 
 // ---- tables
 
-// Those of one head.
+// The tables of one head.
 template <class T>
 struct Tables {
   const RelativePositions& positions;
-  const T *keys, *queries;  // of slot 0, or nullptr
+  const T *keys, *queries;  // the vector of slot 0, or nullptr
   const float* bias;
   int64_t stride;  // from one slot to the next
 
@@ -128,29 +128,31 @@ struct Tables {
   __device__ __forceinline__ const T* vector(const T* table, int distance) const {
     return table + slot(distance) * stride;
   }
-  // Of a pair: qk, qp and kp are the products of its query and its key, and of each with its table.
+  // The score of a pair. qk: query times key; qp and kp: query and key, each times its row of the tables.
   __device__ __forceinline__ float score(float qk, float qp, float kp, float scale, int distance) const {
     const float score = __fmul_rn(__fadd_rn(__fadd_rn(qk, qp), kp), scale);
     return bias ? __fadd_rn(score, bias[slot(distance)]) : score;
   }
 };
 
-// A tile of pairs whose diagonals are distances. kRowsAreQueries: and columns keys; or the other way round.
+// A tile of pairs whose diagonals are distances. kRowsAreQueries: rows are queries and columns are keys; otherwise it
+// is the other way round.
 template <class T, bool kRowsAreQueries>
 struct Pairs {
   const Attention& a;
   const Tables<T>& tables;
   const Head<T>& head;
   float* diagonals;  // [kDiagonals, D | 1], in shared memory
-  int step;          // its first column
+  int step;          // the tile's first column
 
   __device__ __forceinline__ int distance(int row, int column) const {
     const int rows_ahead = head.first + row - step - column;
     return kRowsAreQueries ? rows_ahead : -rows_ahead;
   }
 
-  // Of the warp's rows with the lane's column. All threads of the block have to call it. If there are both tables, the
-  // one that belongs to the rows' side of the gradients stays in `diagonals`: keys for dQ, queries for dK.
+  // The scores of the warp's rows with the lane's column. All threads of the block have to call this. If there are both
+  // tables, `diagonals` keeps the rows of the one that the gradient of the tile's rows needs: keys for dQ, queries for
+  // dK.
   __device__ __forceinline__ void scores(float (&scores)[kRows], const float* rows, const float* columns) const {
     const OfRows row = of_rows(rows, head.row, a.D);
     const OfColumn column = of_column(columns, a.D);
@@ -174,7 +176,7 @@ struct Pairs {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) products[r] = 0;
     if (!table) return;
-    __syncthreads();  // before this, what was there is still read
+    __syncthreads();  // until here the previous diagonals are still read
     gather(diagonals, kDiagonals, a.D, [&](int i) {
       const int apart = distance(i, kBlock - 1);
       return abs(apart) < head.bounds.length ? tables.vector(table, apart) : nullptr;  // no pair is farther apart
@@ -206,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   Sums sums = {};
   float largest[kRows], total[kRows] = {};
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) largest[r] = -FLT_MAX;  // -inf less -inf is NaN
+  for (int r = 0; r < kRows; ++r) largest[r] = -FLT_MAX;  // not -inf: -inf - -inf is NaN
   for (int step = 0; step < length; step += kBlock) {
     __syncthreads();
     head.k.read(keys, step), head.v.read(values, step);
@@ -232,10 +234,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// ---- a query of the lane, with what its row has left for the kernels in which rows are something else
+// ---- the lane's query and its statistics, for kernels whose rows are not queries
 
 struct QueryRow {
-  int place;  // in the sequence
+  int place;  // within the sequence
   bool inside;
   float lse, delta, inverse;
 
@@ -251,8 +253,8 @@ struct QueryRow {
   }
 };
 
-// ---- backward of qkv: the formulas of attention_mma.cu, and dQ also gets scale dS Pk, dK scale dS^T Pq, with the
-// tables' row of each pair
+// ---- backward of qkv: the formulas of attention_kernels.cuh. In addition, dQ gets scale dS Pk and dK gets scale dS^T
+// Pq, with each pair's row of the tables
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -260,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                                           const T* __restrict__ dout,     // [T, H, D]
                                           const T* __restrict__ out,      // [T, H, D]
                                           const float* __restrict__ lse,  // [H, T]
-                                          T* __restrict__ dqkv,           // [T, 3, H, D]: dQ of it
+                                          T* __restrict__ dqkv,           // [T, 3, H, D]: dQ is written
                                           Statistics statistics, int parts) {
   const int64_t columns = int64_t(a.heads) * a.D;
   if (fill_uncovered(a, dqkv, 3 * columns, nullptr)) return;
@@ -327,7 +329,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 2)
     relative_attention_bwd_keys_kernel(Attention a, RelativePositions positions,
                                        const T* __restrict__ dout,  // [T, H, D]
-                                       T* __restrict__ dqkv,        // [T, 3, H, D]: dK and dV of it
+                                       T* __restrict__ dqkv,        // [T, 3, H, D]: dK and dV are written
                                        Statistics statistics, int parts) {
   const Work work = work_of(a, parts);
   const Head<T> head(a, work);
@@ -376,10 +378,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- backward of the tables
 
-// The sums of each group of sequences, head and distance from 1 - longest on.
+// The sums for each group of sequences, head and distance; distances begin at 1 - longest.
 struct Partials {
   float *keys, *queries, *bias;  // [groups, H, distances, D], the same, [groups, H, distances]; nullptr if not wanted
-  int64_t sequences;             // of a group
+  int64_t sequences;             // per group
   int groups;
   int64_t distances;
 
@@ -393,7 +395,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     relative_attention_bwd_distances_kernel(Attention a, RelativePositions positions,
                                             const T* __restrict__ dout,  // [T, H, D]
                                             Statistics statistics, Partials partials, int parts) {
-  const Work share = place_of(a, parts, int(blockIdx.x));  // a group, where others have a sequence
+  const Work share = place_of(a, parts, int(blockIdx.x));  // share.sequence is a group of sequences here
   const Tables<T> tables(positions, a, share.head);
   const int D = a.D, tile = kBlock * (D | 1), nearest = share.part * kBlock - (a.longest - 1);
   const Key site = a.drop.threshold ? site_key(a.drop) : Key{};
@@ -412,7 +414,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const Head<T> head(a, work);
     const Rows<T> grads = head.of(dout, work);
     const int length = head.bounds.length;
-    // Diagonal d has key step - nearest + 31 - d.
+    // Diagonal d belongs to key step - nearest + 31 - d.
     const auto key_of = [&](const Rows<T>& rows, int step) {
       return [=](int d) {
         const int key = step - nearest + kBlock - 1 - d;
@@ -460,7 +462,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// A block adds up the distances of one slot, for one head. Its warps share the distances, 32 at a time.
+// A block adds up the distances of one slot, for one head. Its warps split the distances, 32 at a time.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     relative_attention_bwd_slots_kernel(Attention a, RelativePositions positions, RelativeGradients gradients,
@@ -486,7 +488,7 @@ __global__ void __launch_bounds__(kThreads)
       }
   }
 
-  constexpr int kSums = 2 * kAttentionLargest + 1;  // of a warp: dkeys, dqueries, dbias
+  constexpr int kSums = 2 * kAttentionLargest + 1;  // per warp: dkeys, dqueries, dbias
   FB_SHARED(float, sums, kWarps* kSums);
   float* const mine = sums + warp * kSums;
   store(dkeys, 1, mine, D), store(dqueries, 1, mine + kAttentionLargest, D);
@@ -510,7 +512,7 @@ __global__ void __launch_bounds__(kThreads)
 
 int64_t distances_of(const Attention& a) { return std::max<int64_t>(0, 2 * int64_t(a.longest) - 1); }
 
-// Sequences of a group: so many that blocks just fill a large GPU, for each group takes room.
+// Sequences per group: so many that the blocks just fill a large GPU, because each group takes scratch memory.
 int64_t sequences_of_group(const Attention& a) {
   constexpr int64_t kBlocks = 1024;
   const int64_t blocks = std::max<int64_t>(1, divide_up(distances_of(a), kBlock) * a.heads);
@@ -527,7 +529,7 @@ Partials partials_in(float* room, const Attention& a, const RelativeGradients& g
   return partials;
 }
 
-// Tiles of kBlock rows for the diagonals.
+// How many tiles of kBlock rows the diagonals need.
 int diagonal_tiles(const RelativePositions& positions) { return positions.keys || positions.queries ? 2 : 0; }
 
 template <class T>

@@ -5,9 +5,9 @@
 
 namespace fastbert::cuda {
 
-// What the distance i - j of query i and key j adds to their score. slots[farthest + distance] is the distance's row in
-// the tables, for distances from -farthest to farthest; others have the slot of the nearer end. Slots are cut to
-// 0 .. width - 1, so that nothing is read out of bounds.
+// What the distance i - j of query i and key j adds to their score. slots[farthest + distance] is the row of the tables
+// for a distance from -farthest to farthest; distances beyond these have the slot of the nearer end. Slots are clamped
+// to 0 .. width - 1, so that nothing is read out of bounds.
 struct RelativePositions {
   const int32_t* slots;  // [2 farthest + 1], on the device
   int farthest, width;
@@ -15,7 +15,7 @@ struct RelativePositions {
   const float* bias;           // [H, width], or nullptr
 };
 
-// Where the gradients of the tables go, each like its table; nullptr for those that are not wanted.
+// Where the gradients of the tables go, each of its table's shape and dtype; nullptr for those that are not wanted.
 struct RelativeGradients {
   void *keys, *queries;
   float* bias;
@@ -23,11 +23,11 @@ struct RelativeGradients {
   bool any() const { return keys || queries || bias; }
 };
 
-// Room that the backward needs, in floats.
+// The size of the backward's scratch memory, in floats.
 int64_t relative_attention_room(const Attention& a, const RelativeGradients& gradients);
 
-// As attention_fwd and attention_bwd. Tables' gradients are written whatever a holds. room: relative_attention_room()
-// floats, 16-byte aligned.
+// Like attention_fwd and attention_bwd. The tables' gradients are written whatever `a` holds. room: scratch memory of
+// relative_attention_room() floats, 16-byte aligned.
 const char* relative_attention_fwd(const Attention& a, const RelativePositions& positions, void* out, float* lse,
                                    void* stream);
 const char* relative_attention_bwd(const Attention& a, const RelativePositions& positions, const void* dout,

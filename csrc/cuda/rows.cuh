@@ -1,5 +1,5 @@
-// Rows in registers: how layer_norm.cu and embedding.cu split a row of up to 8192 channels over threads, load, store,
-// drop and normalize it, and add up rows. layer_norm.cu says why so.
+// Rows in registers: how layer_norm.cu, embedding.cu and scaled_linear.cu split a row of up to 8192 channels over
+// threads, load and store it, apply dropout, normalise it, and add up rows. layer_norm.cu gives the reasons.
 #pragma once
 
 #include "common.cuh"
@@ -7,24 +7,26 @@
 
 namespace fastbert::cuda {
 
-constexpr int kMaxWarps = 16;        // of a block
-constexpr int kForwardRows = 4;      // of a block, where a row is a warp
-constexpr int kWarpChannels = 1024;  // that a warp holds
+constexpr int kMaxWarps = 16;        // per block
+constexpr int kForwardRows = 4;      // rows per block of the forward, if a row belongs to one warp
+constexpr int kWarpChannels = 1024;  // channels that a warp holds
 
-// How many warps of the backward a multiprocessor has registers for; a channel takes two sums, z, and dy or residual.
+// How many warps of the backward a multiprocessor has registers for. A channel takes registers for two sums, for z, and
+// for dy or the residual.
 constexpr int backward_warps(int thread_channels) {
   return thread_channels == 16 ? 16 : thread_channels == 24 ? 12 : 8;
 }
 
 inline int warps_per_row(int64_t channels) { return int(divide_up(channels, kWarpChannels)); }
 
-// How many channels a thread holds: as few as possible, so that more rows fit.
+// How many channels a thread holds: as few as possible, so that more rows fit into the registers.
 inline int thread_channels(int64_t channels) {
   const int64_t each = divide_up(channels, 32 * warps_per_row(channels));
   return each <= 16 ? 16 : each <= 24 ? 24 : 32;
 }
 
-// The threads of a block, a row of them for each row: in the backward of a kernel whose threads hold so many channels.
+// The shape of a block: the threads of a row, and the number of rows. held: how many channels a thread of the backward
+// holds.
 inline dim3 forward_block(int64_t channels) {
   const int warps = warps_per_row(channels);
   return dim3(32 * warps, warps == 1 ? kForwardRows : 1);
@@ -34,7 +36,7 @@ inline dim3 backward_block(int64_t channels, int held) {
   return dim3(32 * warps, backward_warps(held) / warps);
 }
 
-// The most rows of a block of the backward.
+// The largest number of rows in a block of the backward.
 inline int backward_rows(int64_t channels) { return backward_block(channels, thread_channels(channels)).y; }
 
 // Calls f with how many channels a thread holds, and with whether it loads vectors.
@@ -51,8 +53,8 @@ const char* for_row_size(int64_t channels, bool vectors, F&& f) {
 
 // ---- a row's columns
 
-// A thread's columns, of kVec channels each: number i is column(i) of the row. Neighbouring lanes have neighbouring
-// columns, and each warp has its own range of them.
+// The columns of a row that a thread holds, each of kVec channels: its i-th one is column(i) of the row. Neighbouring
+// lanes have neighbouring columns, and each warp has a separate range of them.
 template <int kVec, bool kVectors>
 struct Place {
   int64_t row;
@@ -71,7 +73,8 @@ __device__ __forceinline__ Place<kVec, kVectors> place_of(int64_t row, int chann
   return {row, channels, int(divide_up(channels, kVec)), int(threadIdx.x / 32 * 32 * kColumns + threadIdx.x % 32)};
 }
 
-// Column i of a tensor of rows, or of a parameter, which is a tensor of one row; zeros beyond the row's end.
+// Loads the thread's i-th column of a row of a tensor; a parameter is a tensor of one row. A column that is not whole
+// is filled up with zeros.
 template <class T, int kVec, bool kVectors>
 __device__ __forceinline__ Vec<T, kVec> load(const T* tensor, int64_t row, const Place<kVec, kVectors>& place, int i) {
   if constexpr (kVectors) {
@@ -106,8 +109,8 @@ __device__ __forceinline__ void store(const float (&v)[kVec], T* tensor, int64_t
   store(rounded, tensor, row, place, i);
 }
 
-// Replaces v in all threads of a row by what `combine` makes of it over them. Several warps exchange theirs through
-// shared memory.
+// Reduces v over all threads of a row with `combine`; every thread gets the results. If a row has several warps, they
+// exchange theirs through shared memory.
 template <int N, class Combine>
 __device__ __forceinline__ void over_row(float (&v)[N], const Combine& combine) {
 #pragma unroll
@@ -117,7 +120,7 @@ __device__ __forceinline__ void over_row(float (&v)[N], const Combine& combine) 
   if (blockDim.x == 32) return;
   FB_SHARED(float, of_warps, N* kMaxWarps);
   const int warps = blockDim.x / 32, first = threadIdx.y * warps;
-  __syncthreads();  // those of an earlier call have been read
+  __syncthreads();  // the results of an earlier call have been read
   if (threadIdx.x % 32 == 0)
 #pragma unroll
     for (int n = 0; n < N; ++n) of_warps[n * kMaxWarps + first + threadIdx.x / 32] = v[n];
@@ -135,7 +138,7 @@ __device__ __forceinline__ void add_over_row(float (&v)[N]) {
   over_row(v, [](float a, float b) { return a + b; });
 }
 
-// v of the first thread of the row. To be called once a kernel; a row of several warps has a block to itself.
+// v of the row's first thread. Call this only once per kernel; a row of several warps must have a block to itself.
 __device__ __forceinline__ float first_of_row(float v) {
   if (blockDim.x == 32) return __shfl_sync(~0u, v, 0);
   FB_SHARED(float, first, 1);
@@ -144,7 +147,8 @@ __device__ __forceinline__ float first_of_row(float v) {
   return first[0];
 }
 
-// Loads all of a thread's columns of a row. Nothing waits here: the results are first used in sum().
+// Starts to load all of a thread's columns of a row. Nothing waits for the loads here: the caller uses the results
+// later.
 template <class T, int kVec, int kColumns, bool kVectors>
 __device__ __forceinline__ void start_loads(Vec<T, kVec> (&v)[kColumns], const T* tensor,
                                             const Place<kVec, kVectors>& place) {
@@ -153,8 +157,8 @@ __device__ __forceinline__ void start_loads(Vec<T, kVec> (&v)[kColumns], const T
     if (place.inside(i)) v[i] = load(tensor, place.row, place, i);
 }
 
-// Which elements of column i dropout keeps: a bit each. A call of Philox serves 8 channels: where columns have 4, two
-// threads make the same call and use half of it each.
+// Which elements of column i dropout keeps, one bit for each. A Philox call serves 8 channels: if columns have 4, two
+// threads make the same call and each uses half of its bits.
 template <int kVec, bool kVectors>
 __device__ __forceinline__ uint32_t kept_of(const DeviceDropout& drop, Key key, const Place<kVec, kVectors>& place,
                                             int i) {
@@ -169,7 +173,7 @@ __device__ __forceinline__ uint32_t kept_of(const DeviceDropout& drop, Key key, 
   return kept;
 }
 
-// Applies dropout to column i of z, and says what is kept.
+// Applies dropout to column i of z and returns the bits of kept_of().
 template <int kVec, bool kVectors>
 __device__ __forceinline__ uint32_t drop_out(float (&z)[kVec], const DeviceDropout& drop, Key key,
                                              const Place<kVec, kVectors>& place, int i) {
@@ -183,7 +187,7 @@ __device__ __forceinline__ uint32_t drop_out(float (&z)[kVec], const DeviceDropo
 
 struct RowStatistics {
   float mean, rstd;
-  float offset;  // what rounding left of the mean, times -rstd
+  float offset;  // the mean that is left in z because of rounding, times -rstd
 };
 
 // Subtracts the mean from z: (z - mean) rstd is then z rstd + offset.
@@ -217,7 +221,7 @@ __device__ __forceinline__ RowStatistics centre(float (&z)[kColumns][kVec], cons
   return {row_mean + correction, scale, -correction * scale};
 }
 
-// z rstd weight + bias of column i, from z less the mean.
+// Turns column i of z, less the mean, into z rstd weight + bias.
 template <class P, int kVec, bool kVectors>
 __device__ __forceinline__ void scale_and_shift(float (&z)[kVec], const RowStatistics& row_is, const P* weight,
                                                 const P* bias, const Place<kVec, kVectors>& place, int i) {
@@ -227,7 +231,7 @@ __device__ __forceinline__ void scale_and_shift(float (&z)[kVec], const RowStati
     z[j] = fmaf(fmaf(z[j], row_is.rstd, row_is.offset), to_float(w.at[j]), to_float(b.at[j]));
 }
 
-// What the gradients of a row's elements share; the formula is layer_norm.cu's.
+// What the gradients of a row's elements have in common; layer_norm.cu has the formula.
 struct RowGradient {
   float scale, offset, g_mean, minus_gn_mean;
 
@@ -239,7 +243,7 @@ struct RowGradient {
 template <class P, int kVec, int kColumns, bool kVectors, class Dy>
 __device__ __forceinline__ RowGradient centre(float (&z)[kColumns][kVec], const Dy& dy, const P* weight, float row_mean,
                                               float scale, const Place<kVec, kVectors>& place) {
-  float total[3] = {};  // z - mean, g, and their products
+  float total[3] = {};  // sums of z - mean, of g, and of their products
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     if (!place.inside(i)) continue;
@@ -262,7 +266,7 @@ __device__ __forceinline__ RowGradient centre(float (&z)[kColumns][kVec], const 
 
 // ---- sums over the rows of a block
 
-// The sums of `count` numbers over the block's rows, `stride` apart in shared memory.
+// Adds up `count` numbers over the block's rows, which are `stride` apart in shared memory.
 __device__ __forceinline__ void add_up(const float* row_sums, int64_t stride, int count, float* to) {
   __syncthreads();
   for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < count; i += blockDim.x * blockDim.y) {
@@ -272,7 +276,7 @@ __device__ __forceinline__ void add_up(const float* row_sums, int64_t stride, in
   }
 }
 
-// The same of sums in registers; row_sums has room for [blockDim.y, channels].
+// The same for sums in registers; row_sums has room for [blockDim.y, channels].
 template <int kVec, int kColumns, bool kVectors>
 __device__ __forceinline__ void add_up(const float (&sums)[kColumns][kVec], float* row_sums,
                                        const Place<kVec, kVectors>& place, float* to) {

@@ -1,5 +1,5 @@
 // The torch side of scaled_linear's passes on a GPU: checks, allocation, stream. The schemas are defined in
-// fastbert/ops/scaled_linear.py, which has the products.
+// fastbert/ops/scaled_linear.py, which also calls the products.
 #include "../scaled_linear.h"
 
 #include <string_view>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kOp = "scaled_linear";
 
-// Rows in e4m3, and their factors [..., 1].
+// Rows in e4m3, and the factor of each, [..., 1].
 struct Scaled {
   Tensor rows, factors;
 

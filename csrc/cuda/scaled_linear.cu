@@ -1,11 +1,12 @@
-// What makes the inputs of products in fp8, in the pass that has them in registers: rows of float8_e4m3 and a factor
-// for each, the largest magnitude of the row over 448, which is the largest of the type. The values that are rounded to
-// e4m3 are those that bf16 holds, so one pass gives the bits of two.
+// Makes the inputs of fp8 products in the pass that has the values in registers anyway. A row becomes float8_e4m3
+// values and a factor: the largest magnitude of the row divided by 448, e4m3's largest value. Values are rounded to
+// bf16 before they are rounded to e4m3, so one pass gives the same bits as two.
 //
-// Rows are split over threads as in layer_norm.cu. Bytes moved: x (and the residual) and y once, half of y more for its
-// rows in fp8, 4 bytes of a factor; after GELU nothing but the rows in fp8 leaves.
+// Rows are split over threads as in layer_norm.cu. Bytes moved: x (and the residual) and y once, half as many bytes as
+// y for its rows in fp8, 4 bytes per factor. After GELU only the rows in fp8 and their factors are written.
 //
-// A row with a NaN or an infinity is zeros with the factor NaN; one without a number of 2^-100 zeros with the factor 0.
+// A row with a NaN or an infinity becomes zeros with the factor NaN; a row whose magnitudes are all below 2^-100
+// becomes zeros with the factor 0.
 #include <cuda_fp8.h>
 
 #include <algorithm>
@@ -49,7 +50,7 @@ __device__ __forceinline__ void store_scaled(float (&z)[kColumns][kVec], __nv_fp
 
   const bool finite = high[0] < INFINITY, usable = finite && high[0] >= kSmallest;
   const float scale = usable ? kLargest / high[0] : 0;
-  const unsigned kept = usable ? 0xffff : 0;  // NaN times 0 is not 0
+  const unsigned kept = usable ? 0xffff : 0;  // a mask, because NaN times 0 is not 0
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     if (!place.inside(i)) continue;

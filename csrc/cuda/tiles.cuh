@@ -12,7 +12,7 @@ struct alignas(16) Chunk {  // 8 elements
   uint32_t word[4];
 };
 
-// Index of a chunk in a tile of rows of kWidth elements.
+// Index of a row's chunk in a tile whose rows have kWidth elements.
 template <int kWidth>
 __device__ __forceinline__ int swizzle(int row, int chunk) {
   constexpr int kChunks = kWidth / 8, kRowsOfBanks = kChunks < 8 ? 8 / kChunks : 1,
@@ -20,7 +20,7 @@ __device__ __forceinline__ int swizzle(int row, int chunk) {
   return row * kChunks + (chunk ^ (row / kRowsOfBanks & kMask));
 }
 
-// Rows of a matrix: `count` of them lie `stride` elements apart.
+// `count` rows of a matrix, `stride` elements apart.
 template <class T>
 struct Rows {
   const T* first;
@@ -28,8 +28,8 @@ struct Rows {
   int count;
 };
 
-// What sm_75 does instead of starting copies: every `step`-th row from `row` on, up to kRows, arrives before it goes
-// on. Two are loaded before the first is stored, so that they are waited for together.
+// The synchronous copy for sm_75: every `step`-th row from `row` on, up to kRows, has been copied when it returns. Two
+// rows are loaded before the first is stored, so that one wait serves both.
 template <int kRows, class T>
 __device__ __forceinline__ void copy_now(Chunk* to, int chunks, const T* source, int64_t stride, int row, int rows,
                                          int step) {
@@ -45,8 +45,9 @@ __device__ __forceinline__ void copy_now(Chunk* to, int chunks, const T* source,
   }
 }
 
-// Starts to copy kRows rows, from `row` on, to a tile; zeros behind the last row and beyond D. A thread copies the same
-// chunk of several rows; those are a multiple of 8 apart, so the swizzle puts it into the same place in all of them.
+// Starts to copy kRows rows, from `row` on, to a tile, with zeros after the last row and beyond D. A thread copies the
+// same chunk of several rows; these are a multiple of 8 apart, so the swizzle puts the chunk into the same place in all
+// of them.
 template <int kRows, int kWidth, class T>
 __device__ __forceinline__ void copy(Chunk* tile, const Rows<T>& from, int row, int D) {
   constexpr int kChunks = kWidth / 8;
@@ -62,13 +63,13 @@ __device__ __forceinline__ void copy(Chunk* tile, const Rows<T>& from, int row, 
   }
 }
 
-// Starts to copy the first kRows rows to a tile of a warp's own; zeros behind the last row and beyond D.
+// Starts to copy the first kRows rows to a tile that one warp uses, with zeros after the last row and beyond D.
 template <int kRows, int kWidth, class T>
 __device__ __forceinline__ void copy_by_warp(Chunk* tile, const Rows<T>& from, int D) {
   constexpr int kChunks = kWidth / 8, kCount = kRows * kChunks / 32, kTogether = kCount < 4 ? kCount : 4;
 #pragma unroll
   for (int first = 0; first < kCount; first += kTogether) {
-    Chunk chunk[kTogether];  // of sm_75, as in copy_now
+    Chunk chunk[kTogether];  // for sm_75, as in copy_now
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const int place = (first + i) * 32 + lane(), row = place / kChunks, column = place % kChunks * 8;

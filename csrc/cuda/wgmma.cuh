@@ -1,11 +1,12 @@
-// Products of Hopper's warpgroups: four warps whose first is a multiple of 4 multiply together, and their warps may go
-// on while the tensor cores work. PTX for sm_90a alone; tests/cuda_on_cpu has functions of the same names.
+// Products of Hopper's warpgroups: four consecutive warps, the first a multiple of 4, multiply together, and may do
+// other work while the tensor cores are busy. The PTX is for sm_90a only; tests/cuda_on_cpu has functions of the same
+// names.
 //
-// Warp w of a group has rows 16 w to 16 w + 15 of A and of the accumulator, in fragments as mma.m16n8k16 has them
-// (mma.cuh), d[j] for columns 8j to 8j + 7. (PTX ISA, "Register Fragments and Shared Memory Matrix Layouts".) Between
-// wgmma_fence and the wgmma_wait of its group nobody may touch a register that a product reads or writes, nor write the
-// shared memory that it reads. For what cp.async has copied PTX asks for a fence.proxy.async between its wait and the
-// barrier. That costs 2 % (docs/attention.md), and is left out, as Triton leaves it out of such a loop.
+// Warp w of a group holds rows 16 w to 16 w + 15 of A and of the accumulator, in the fragments of mma.m16n8k16
+// (mma.cuh); d[j] holds columns 8j to 8j + 7. (PTX ISA, "Register Fragments and Shared Memory Matrix Layouts".) Between
+// wgmma_fence and the wgmma_wait for its group, do not touch registers that a product reads or writes, and do not write
+// the shared memory that it reads. PTX asks for a fence.proxy.async between the wait for data copied by cp.async and
+// the barrier. It costs 2 % (docs/attention.md) and is left out, as Triton leaves it out of such loops.
 #pragma once
 
 #include "mma.cuh"
@@ -16,7 +17,7 @@ namespace fastbert::cuda {
 
 namespace ptx {
 
-// Before the first product, and wherever registers of one were written since.
+// Needed before the first product, and again after registers of a product have been written.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 
@@ -26,20 +27,22 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
-// After everybody's wgmma_wait, before the group's shared memory is written: the four warps meet. group: 0 to 14.
+// A barrier of the group's four warps, after their wgmma_wait and before the group's shared memory is written. group: 0
+// to 14.
 __device__ __forceinline__ void sync_group(int group) {
   asm volatile("bar.sync %0, 128;\n" ::"r"(group + 1) : "memory");
 }
 
-// A matrix in shared memory: rows of 128 bytes, whose chunks swizzle<64> permutes, the first row at a multiple of 1024
-// bytes. `at` is where its first row and column would be without the permutation. (PTX ISA, "Matrix Descriptor Format":
-// 128-byte swizzle, 1024 bytes from one 8 rows to the next.)
+// The descriptor of a matrix in shared memory with rows of 128 bytes, whose chunks are permuted by swizzle<64>, and
+// whose first row lies at a multiple of 1024 bytes. `at` is where the first row and column would be without the
+// permutation. (PTX ISA, "Matrix Descriptor Format": 128-byte swizzle, 1024 bytes from one group of 8 rows to the
+// next.)
 __device__ __forceinline__ uint64_t matrix_descriptor(const void* at) {
   constexpr uint64_t kSwizzle128 = uint64_t(1) << 62, kStride = uint64_t(1024 >> 4) << 32, kLeading = 1 << 16;
   return kSwizzle128 | kStride | kLeading | (shared_address(at) & 0x3FFFF) >> 4;
 }
 
-// That of the matrix so many bytes on, a multiple of 16.
+// The descriptor of the matrix that begins `bytes` (a multiple of 16) further on.
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
 
 #define FB_ACCUMULATOR                                                                                               \
@@ -51,15 +54,15 @@ __device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) { re
   FB_ROW_OF(d, 0), FB_ROW_OF(d, 1), FB_ROW_OF(d, 2), FB_ROW_OF(d, 3), FB_ROW_OF(d, 4), FB_ROW_OF(d, 5), \
       FB_ROW_OF(d, 6), FB_ROW_OF(d, 7)
 
-// After the wait for products that write d: what is computed with d stays behind it. And for those that read a: it has
-// its registers until then.
+// Call these after the wait for a product. hold(d) keeps the compiler from moving computations with the accumulator d
+// before the wait; hold(a) keeps the operand a in its registers until then.
 __device__ __forceinline__ void hold(float (&d)[8][4]) { asm volatile("" : FB_REGISTERS_OF(d)::"memory"); }
 __device__ __forceinline__ void hold(uint32_t (&a)[4]) {
   asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
 }
 
-// d = a b, or d += a b; a: 64 x 16 in registers, b: 16 x 64. b's rows are those of the matrix if it is by_row, else its
-// columns.
+// d = a b, or d += a b if `adds`; a: 64 x 16 in registers, b: 16 x 64 in shared memory. The matrix there has b's rows
+// as its rows if kByRow, else as its columns.
 #define FB_WGMMA_OF_REGISTERS(type)                                                  \
   asm volatile(                                                                      \
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n"                             \
@@ -77,7 +80,7 @@ __device__ __forceinline__ void wgmma_m64n64k16(float (&d)[8][4], const uint32_t
   }
 }
 
-// The same where a is in shared memory too, and b's rows are columns of its matrix.
+// The same with a in shared memory too; the matrix in shared memory has b's rows as its columns.
 #define FB_WGMMA_OF_SHARED(type)                                                     \
   asm volatile(                                                                      \
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, %34, 0;\n"                             \
