@@ -1,4 +1,4 @@
-"""The fused operations, usable alone; each is "equivalent to" a few lines of PyTorch and has a `_ref` twin."""
+"""The operations, usable without the models. Each equals a few lines of PyTorch; fused ones have a `_ref` twin."""
 
 from fastbert.ops.attention import RelativePositions, attention, attention_ref, attention_weights, qkv_attention
 from fastbert.ops.bias_gelu import bias_gelu, bias_gelu_ref

@@ -1,4 +1,4 @@
-"""attention: softmax(Q K^T) V within each sequence of a packed batch, on the projection's own output."""
+"""attention: softmax(Q K^T) V within each sequence of a packed batch, reading the QKV projection's output in place."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,18 +12,18 @@ from fastbert.ops.linear import linear
 from fastbert.ops.numbers import narrow, wide
 from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, needs_grad
 
-# ---- plain PyTorch: packed tokens are laid out as a padded (B, H, S, D) grid and taken back from it
+# ---- plain PyTorch: packed tokens are copied to a padded (B, H, S, D) grid, and results are gathered from it
 
 
 def _grid(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """For each cell of a (B, S) grid the token that belongs there, and whether one does."""
+    """For each cell of a (B, S) grid, the token that belongs there, and whether there is one."""
     position = torch.arange(max_seqlen, device=cu_seqlens.device)
     visible = position < (cu_seqlens[1:] - cu_seqlens[:-1])[:, None]
     return (cu_seqlens[:-1, None] + position).clamp(max=tokens - 1), visible
 
 
 def locate(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each token its sequence, its position there, and whether the grid has that place at all."""
+    """For each token, its sequence, its position in it, and whether the grid has a cell for it."""
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     inside = token < cu_seqlens[-1]
@@ -34,7 +34,7 @@ def locate(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[Tensor, Te
 
 
 def _spread(x: Tensor, cells: Tensor, visible: Tensor) -> Tensor:
-    """(T, ..., H, D) -> (B, ..., H, S, D), zeros where no token is (so that nothing there can leak)."""
+    """(T, ..., H, D) -> (B, ..., H, S, D), zeros in cells without a token (so that nothing leaks from them)."""
     grid = wide(x)[cells].masked_fill(~visible.view(*visible.shape, *[1] * (x.dim() - 1)), 0)  # [B, S, ..., H, D]
     return grid.movedim(1, -2)
 
@@ -49,8 +49,8 @@ def _gather(grid: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
 class RelativePositions(NamedTuple):
     """What the distance between a query and a key adds to their score: see `relative_attention`.
 
-    slots: (2 L - 1,) int32, of the distances i - j from 1 - L to L - 1; farther ones have the slots of these two.
-    keys, queries: (W, H, D). bias: (H, W). Each may be None.
+    slots: (2 L - 1,) int32, the slot (an index into the tables) of each distance i - j from 1 - L to L - 1; larger
+    distances have the slot of the nearer end. keys, queries: tables (W, H, D). bias: a table (H, W). Each may be None.
     """
 
     slots: Tensor
@@ -64,12 +64,12 @@ class RelativePositions(NamedTuple):
         return self.slots[distance.clamp(-farthest, farthest) + farthest].long()
 
     def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        """(B, H, S, D) each -> (B, H, S, S), or for a bias alone (H, S, S): what is added to the scores."""
+        """What is added to the scores: (B, H, S, S), or (H, S, S) for a bias alone. q and k: (B, H, S, D)."""
         place = torch.arange(q.shape[-2], device=q.device)
         slots = self.of(place[:, None] - place)  # [i, j]
         shape = *q.shape[:2], *slots.shape
         total = q.new_zeros(())
-        if self.bias is not None:  # not by an index: ONNX has no translation of one after a slice
+        if self.bias is not None:  # not by indexing, which ONNX cannot translate after a slice
             total = wide(self.bias).index_select(1, slots.flatten()).unflatten(1, slots.shape)
         if self.keys is not None:
             total = total + (q * scale @ wide(self.keys).permute(1, 2, 0)).gather(-1, slots.expand(shape))
@@ -86,7 +86,7 @@ def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float, positions: Rela
 
 
 def _dropout(scores: Tensor, p: float, rng: Tensor | None, site: int) -> Callable[[Tensor], Tensor]:
-    """The dropout of one (B, H, S, S) grid, as a function; its own adjoint."""
+    """The dropout of (B, H, S, S) scores as a function, which is its own adjoint."""
     if random.threshold(p, random.ATTENTION_BITS) == 0:
         return lambda grid: grid
     keep, scale = random.attention_keep(rng, site, *scores.shape[:3], p), random.keep_scale(p, random.ATTENTION_BITS)
@@ -106,8 +106,8 @@ def attention_weights(
 ) -> Tensor:
     """The weights that `attention` applies to V, dropout included: (B, H, max_seqlen, max_seqlen), zeros at padding.
 
-    Plain PyTorch on any device, in qkv's dtype: memory of B * H * max_seqlen**2. Arguments as in `attention`, and
-    positions as in `relative_attention`.
+    Plain PyTorch on any device; returns qkv's dtype. It needs memory for B * H * max_seqlen**2 numbers. Arguments as in
+    `attention`; positions as in `relative_attention`.
     """
     check("attention", qkv, cu_seqlens, max_seqlen, dropout_p, rng)
     if qkv.shape[0] == 0:
@@ -132,10 +132,10 @@ def attention_to_seen(
     site: int = 0,
     positions: RelativePositions | None = None,
 ) -> Tensor:
-    """`attention`, with zeros for the weights of tokens that are unseen, (T,) bool. Arguments are not checked.
+    """`attention` in which no token attends to those marked in `unseen`, (T,) bool. Does not check its arguments.
 
-    Plain PyTorch on any device, memory of B * H * max_seqlen**2: for queries that are short, such as ColBERT's with the
-    mask tokens after them. Zeros where a sequence has nothing to see.
+    Plain PyTorch on any device, with memory for B * H * max_seqlen**2 numbers. For short texts, such as ColBERT's
+    queries, which end in mask tokens. A sequence whose tokens are all unseen gives zeros.
     """
     if qkv.shape[0] == 0:
         return qkv[:, 0]
@@ -160,8 +160,8 @@ def attention_ref(
     site: int = 0,
     positions: RelativePositions | None = None,
 ) -> Tensor:
-    """`attention`, or with positions `relative_attention`, in plain PyTorch, one sequence at a time, any number of
-    derivatives."""
+    """`attention` (`relative_attention` if positions are given) in plain PyTorch, one sequence at a time. It can be
+    differentiated any number of times."""
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
     outputs = []
     for sequence, (start, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)):
@@ -179,7 +179,7 @@ def attention_ref(
 
 
 def forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site, positions=None):
-    """The primitive `attention_fwd`, and with positions `relative_attention_fwd`."""
+    """The primitive `attention_fwd`, or `relative_attention_fwd` if positions are given."""
     tokens = qkv.shape[0]
     if tokens == 0:
         return fake_forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
@@ -195,21 +195,21 @@ def forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site, positions=
 
 
 def score_gradients(dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng, site, positions=None):
-    """(B, H, S, S): the gradients of the scores, and the weights that V was multiplied by.
+    """The gradients of the scores, and the weights that V was multiplied by (dropout included): (B, H, S, S) each.
 
     With P = exp(S - lse), M the dropout factors and D = rowsum(dO * O): dP = dO V^T M, dS = P (dP - D) (Dao et al.,
-    "FlashAttention", 2022, appendix B). qkv and dout as `grids` gives them.
+    "FlashAttention", 2022, appendix B). qkv, out and dout are packed.
     """
     (q, k, v), do, cells, visible = grids(qkv, dout, cu_seqlens, max_seqlen)
     delta = _spread((wide(dout) * wide(out)).sum(-1, keepdim=True), cells, visible)
     p = _scores(q, k, visible, scale, positions).sub_(_spread(lse.T.unsqueeze(-1), cells, visible)).exp_()
-    p = (p / p.sum(-1, keepdim=True)).masked_fill_(~visible[:, None, :, None], 0)  # lse is rounded, the sum is not
+    p = (p / p.sum(-1, keepdim=True)).masked_fill_(~visible[:, None, :, None], 0)  # lse is rounded, this sum is not
     drop = _dropout(p, dropout_p, rng, site)
     return p * (drop(do @ v.mT) - delta), drop(p)
 
 
 def grids(qkv, dout, cu_seqlens, max_seqlen):
-    """Queries, keys and values, and the output's gradient, as (B, H, S, D); with the cells, and which are visible."""
+    """(q, k, v) and the output's gradient as (B, H, S, D) grids, and what `_grid` returns."""
     cells, visible = _grid(cu_seqlens, max_seqlen, qkv.shape[0])
     return _spread(qkv, cells, visible).unbind(1), _spread(dout, cells, visible), cells, visible
 
@@ -297,13 +297,13 @@ def attention(
     """Self-attention within each sequence of a packed batch.
 
     qkv: (T, 3, H, D), queries, keys and values of T packed tokens, float32, bfloat16, float16 or float64.
-    cu_seqlens: (B + 1,) int32, sequence b is tokens cu_seqlens[b] to cu_seqlens[b + 1]; sequences may be empty.
-    max_seqlen: an int, at least the longest. scale: default D**-0.5. dropout_p is rounded to a multiple of 1/256, rng
-    and site are as in `add_layer_norm`; the mask is `fastbert.random.attention_keep`'s. Returns (T, H, D) in qkv's
-    dtype (autocast's, where that is on); a token outside every sequence gets zeros. Scores and sums are float32; the
-    backward keeps qkv, the output and one number a token and head.
-    Raises ValueError (shapes, devices, cu_seqlens, dropout) and TypeError (dtypes). Values of cu_seqlens are looked at
-    on a CPU, and on a GPU under FASTBERT_CHECK=1.
+    cu_seqlens: (B + 1,) int32; sequence b is tokens cu_seqlens[b] to cu_seqlens[b + 1]; sequences may be empty.
+    max_seqlen: an int, at least the length of the longest sequence. scale: D**-0.5 by default. dropout_p is rounded to
+    a multiple of 1/256; rng and site are as in `add_layer_norm`; `fastbert.random.attention_keep` defines the mask.
+    Returns (T, H, D) in qkv's dtype (under autocast, in its dtype); a token outside every sequence gets zeros. Scores
+    and sums are float32. qkv, the output and one number per token and head are saved for backward.
+    Raises ValueError (shapes, devices, cu_seqlens, dropout) and TypeError (dtypes). The values of cu_seqlens are
+    checked on a CPU, and on a GPU under FASTBERT_CHECK=1.
 
     Equivalent to, for the tokens of each sequence::
 
@@ -315,20 +315,20 @@ def attention(
 
 
 def attention_unchecked(qkv, cu_seqlens, max_seqlen, scale=None, dropout_p=0.0, rng=None, site=0) -> Tensor:
-    """`attention` within a forward that has checked its cu_seqlens: their values are not looked at in every layer."""
+    """`attention` for a forward that has checked cu_seqlens already, so that no layer reads its values again."""
     checks.dropout("attention", dropout_p, rng, qkv.device, random.ATTENTION_BITS)
     qkv = qkv.to(autocast_dtype(qkv))
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
     live = needs_grad(qkv)
     device_type, size = qkv.device.type, qkv.shape[-1]
-    drops = True if dropout_p > 0 else False  # no symbol, where torch.compile has one for dropout_p
+    drops = True if dropout_p > 0 else False  # a plain bool, even if torch.compile has a symbol for dropout_p
     backend = backends.choose("attention", device_type, qkv.dtype, backward=live, size=size, drops=drops)
     args = (qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
     return _Attention.apply(backend, *args) if live else FWD(backend, *args)[0]
 
 
 def project_qkv(hidden: Tensor, weight: Tensor, bias: Tensor, num_heads: int) -> Tensor:
-    """(T, C) -> (T, 3, H, D) by one product with weight (3C, C) and bias (3C,), rows ordered q, k, v."""
+    """(T, C) -> (T, 3, H, D): one product with weight (3C, C), plus bias (3C,), whose rows are in the order q, k, v."""
     checks.dense("qkv_attention", hidden, weight, bias, name="hidden")
     width = hidden.shape[-1]
     if hidden.dim() != 2:
@@ -352,11 +352,11 @@ def qkv_attention(
     rng: Tensor | None = None,
     site: int = 0,
 ) -> Tensor:
-    """Projection to queries, keys and values in one product, then `attention` on its output in place: no transpose.
+    """Projects to queries, keys and values in one product, and runs `attention` on that without a transpose.
 
-    hidden: (T, C) packed tokens. weight: (3C, C) and bias: (3C,), the rows of q, k and v one after the other, of
-    hidden's dtype or float32 (then converted; under autocast all are). The rest as in `attention`. Returns (T, C).
-    Raises as `attention` does, and ValueError for a num_heads that does not divide C.
+    hidden: (T, C) packed tokens. weight: (3C, C) and bias: (3C,), the rows of q, k and v one after the other, in
+    hidden's dtype or float32 (then converted to it; autocast converts all three). The rest as in `attention`. Returns
+    (T, C). Raises as `attention` does, and ValueError for a num_heads that does not divide C.
 
     Equivalent to::
 

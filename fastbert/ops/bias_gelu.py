@@ -1,4 +1,4 @@
-"""bias_gelu: the bias of a dense layer and GELU in one pass."""
+"""bias_gelu: adds the bias of a dense layer and applies GELU, in one pass."""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from fastbert.ops.op import Primitive, first_derivative_only, needs_grad
 
 
 def bias_gelu_ref(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """`bias_gelu` in plain PyTorch, any number of derivatives."""
+    """`bias_gelu` in plain PyTorch; it can be differentiated any number of times."""
     return F.gelu(x + bias, approximate=approximate).to(x.dtype)
 
 
@@ -79,11 +79,12 @@ def check_approximate(op: str, approximate: str) -> None:
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """GELU of x + bias (Hendrycks and Gimpel, 2016), one pass over x; the backward keeps x only.
+    """GELU of x + bias (Hendrycks and Gimpel, 2016), in one pass over x.
 
-    x: (..., C) float32, bfloat16, float16 or float64. bias: (C,), of x's dtype or float32 beside half precision.
+    x: (..., C) float32, bfloat16, float16 or float64. bias: (C,), in x's dtype or float32 beside half precision.
     approximate: "none" is the exact erf form that BERT uses, "tanh" is `gelu_new`. Returns x's shape and dtype.
-    Sums are in float32 (float64 for float64). GELU(inf) is inf and GELU(-inf) is 0; NaN stays NaN.
+    Sums are in float32 (float64 for float64). GELU(inf) is inf and GELU(-inf) is 0; NaN stays NaN. Only x and bias are
+    saved for backward.
     Raises ValueError (shapes, devices, approximate) and TypeError (dtypes).
 
     Equivalent to::

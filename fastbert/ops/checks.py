@@ -1,4 +1,4 @@
-"""Argument checks of the ops: before any kernel runs, in one place, for all backends."""
+"""Argument checks of the ops, in one place for all backends. They run before any kernel."""
 
 import os
 from collections.abc import Collection
@@ -19,8 +19,8 @@ FLOATS = (torch.float32, *HALF, torch.float64)
 def shape(op: str, name: str, tensor: Tensor, expected: tuple[int | None, ...], meaning: str, why: str = "") -> None:
     """Raises ValueError unless the shape matches; None stands for any size.
 
-    meaning: the shape in letters, why: where the sizes come from. Both are constants: formatting a size on the way,
-    not only on failure, would tie compiled code to it.
+    meaning: the shape in letters. why: where the sizes come from. Callers pass constants for both: formatting a size
+    on every call, not only on failure, would tie compiled code to that size.
     """
     have = tensor.shape
     if have == expected:
@@ -32,9 +32,9 @@ def shape(op: str, name: str, tensor: Tensor, expected: tuple[int | None, ...], 
 
 
 def floats(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor]) -> None:
-    """Activations are floating point on one device; parameters there too, of the same dtype or of float32 beside half.
+    """Checks that activations are floating point, parameters of their dtype or float32 beside half, all on one device.
 
-    Raises TypeError for a wrong dtype or a value that is no tensor, ValueError for mixed devices.
+    Raises TypeError for a wrong dtype or a value that is not a tensor, ValueError for mixed devices.
     """
     tensors = activations | parameters
     if _alike(tensors.values()):
@@ -59,7 +59,7 @@ def floats(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor
 
 
 def _alike(tensors: Collection[Tensor]) -> bool:
-    """Whether they are of one floating-point dtype on one device: the usual case, at a glance."""
+    """Whether all are tensors of one floating-point dtype on one device: a fast check for the usual case."""
     first = next(iter(tensors))
     if not isinstance(first, Tensor):
         return False
@@ -83,7 +83,7 @@ def same_device(op: str, tensors: dict[str, Tensor | None]) -> None:
 
 
 def dropout(op: str, p: float, rng: Tensor | None, device: torch.device, bits: int) -> None:
-    """p is a probability that `bits` bits can express; with p > 0 an rng key is there. Raises ValueError, TypeError."""
+    """Checks that `bits` random bits can express p, and that rng is a key if p > 0. Raises ValueError, TypeError."""
     if threshold(p, bits) == 0:
         return
     if rng is None:
@@ -97,14 +97,14 @@ def dropout(op: str, p: float, rng: Tensor | None, device: torch.device, bits: i
 
 
 def values_visible(tensor: Tensor) -> bool:
-    """Whether values may be looked at: on the CPU, and on a GPU under FASTBERT_CHECK=1; never in a compiled graph."""
-    if torch.compiler.is_compiling() or isinstance(tensor, (FakeTensor, FunctionalTensor)):  # which have none
+    """Whether checks may read values: on the CPU, and on a GPU under FASTBERT_CHECK=1; never in a compiled graph."""
+    if torch.compiler.is_compiling() or isinstance(tensor, (FakeTensor, FunctionalTensor)):  # they have no values
         return False
     return tensor.device.type == "cpu" or os.environ.get("FASTBERT_CHECK") == "1"
 
 
 def index_range(op: str, name: str, index: Tensor | None, size: int, also: int | None = None) -> None:
-    """Raises IndexError that names the first index outside [0, size), `also` apart."""
+    """Raises an IndexError that names the first index outside [0, size) other than `also`, if values may be read."""
     if index is None or not values_visible(index) or index.numel() == 0:
         return
     low, high = (int(bound) for bound in index.aminmax())
@@ -119,7 +119,7 @@ def index_range(op: str, name: str, index: Tensor | None, size: int, also: int |
 
 
 def sequences(op: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> None:
-    """cu_seqlens is (B + 1,) int32, starts at 0, never falls, ends at `tokens`; no sequence exceeds max_seqlen.
+    """Checks cu_seqlens, (B + 1,) int32: from 0 to `tokens`, never decreasing, no sequence longer than max_seqlen.
 
     Raises TypeError or ValueError.
     """
@@ -143,9 +143,9 @@ def sequences(op: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> None
 
 
 def dense(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, name: str = "x") -> None:
-    """x (..., K) times weight (C, K) plus bias (C,). Raises ValueError, TypeError. name: what the op calls x."""
+    """Checks x (..., K), weight (C, K) and bias (C,). Raises ValueError, TypeError. name: what the op calls x."""
     activations, parameters = {name: x}, {"weight": weight} | ({} if bias is None else {"bias": bias})
-    if isinstance(x, Tensor) and autocast_on(x.device.type):  # which brings them all to one dtype
+    if isinstance(x, Tensor) and autocast_on(x.device.type):  # which converts all three to one dtype
         activations, parameters = activations | parameters, {}
     floats(op, activations, parameters)
     if x.dim() < 2:

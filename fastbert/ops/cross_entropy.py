@@ -1,4 +1,4 @@
-"""cross_entropy: the masked-LM loss from hidden states; logits live once, and turn into their gradient in place."""
+"""cross_entropy: the masked-LM loss from hidden states. The logits exist once; their gradient overwrites them."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, ne
 def cross_entropy_ref(
     hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, *, ignore_index: int = -100
 ) -> Tensor:
-    """`cross_entropy` in plain PyTorch, any number of derivatives."""
+    """`cross_entropy` in plain PyTorch; it can be differentiated any number of times."""
     logits = F.linear(hidden, weight.to(hidden.dtype), bias.to(hidden.dtype))
     total = F.cross_entropy(wide(logits), labels.long(), ignore_index=ignore_index, reduction="sum")
     return total / (labels != ignore_index).sum().clamp(min=1)
@@ -37,8 +37,8 @@ def _forward(hidden, weight, bias, labels, ignore_index, need_dlogits):
 
 
 def _backward(dloss, hidden, weight, labels, dlogits, ignore_index, need_dhidden, need_dparams):
-    """dlogits is softmax - onehot; dloss / count joins after the first product and on the small side of the second,
-    where it neither underflows in float16 nor costs a pass over the logits."""
+    """dlogits is softmax - onehot. dloss / count is multiplied in after the first product, and into the smaller operand
+    of the second: there it neither underflows in float16 nor costs a pass over the logits."""
     scale = dloss / (labels != ignore_index).sum().clamp(min=1)
     empty = hidden.new_empty(0)
     dhidden = (wide(dlogits @ weight) * scale).to(hidden.dtype) if need_dhidden else empty
@@ -61,7 +61,7 @@ def _fake_forward(hidden, weight, bias, labels, ignore_index, need_dlogits):
     if not need_dlogits:
         return loss, hidden.new_empty(0)
     classes, line = weight.shape[0], 128 // hidden.element_size()
-    stride = (classes + line - 1) // line * line  # rows at multiples of 128 bytes, for products and vectors
+    stride = (classes + line - 1) // line * line  # rows at multiples of 128 bytes, for products and vector loads
     return loss, hidden.new_empty_strided((hidden.shape[0], classes), (stride, 1))
 
 
@@ -102,7 +102,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, saved, dloss):
         need_dhidden, need_dweight, need_dbias = ctx.needs_input_grad[1:4]
         dhidden, dweight, dbias = BWD(ctx.backend, dloss, *saved, ctx.ignore_index, need_dhidden, need_dweight)
-        if need_dbias and not need_dweight:  # a head trained on frozen embeddings: no product for the weight
+        if need_dbias and not need_dweight:  # a head on frozen embeddings trains its bias alone
             dbias = _dbias(dloss, *saved, ctx.ignore_index)
         return None, dhidden, dweight, dbias, None, None
 
@@ -110,11 +110,11 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
     """Mean cross-entropy of the labelled rows, straight from hidden states: the masked-LM loss.
 
-    hidden: (T, C) float32, bfloat16, float16 or float64. weight: (V, C) and bias: (V,), of hidden's dtype or float32
-    (then converted; under autocast all three are). labels: (T,) int64 or int32, a class or ignore_index. Returns a
-    scalar, float32 (float64 for float64); 0 when no row is labelled. Rows without a label are left out before the
-    product with `weight`, at the price of one host synchronisation on a GPU (not in compiled or captured graphs, where
-    they are computed and weigh nothing). The backward keeps one (labelled, V) tensor.
+    hidden: (T, C) float32, bfloat16, float16 or float64. weight: (V, C) and bias: (V,), in hidden's dtype or float32
+    (then converted to it; autocast converts all three). labels: (T,) int64 or int32, a class or ignore_index. Returns a
+    scalar, float32 (float64 for float64); 0 if no row is labelled. Rows without a label are left out before the
+    product with `weight`, which costs one host synchronisation on a GPU (in compiled or captured graphs they are
+    computed, and have no weight in the loss). One (labelled rows, V) tensor is saved for backward.
     Raises IndexError (a label out of range, on a CPU, or under FASTBERT_CHECK=1), ValueError and TypeError.
 
     Equivalent to::
@@ -131,18 +131,18 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, 
 def cross_entropy_of_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, *, ignore_index: int = -100
 ) -> Tensor:
-    """`cross_entropy` that looks for no unlabelled rows: all are computed, and those without a label weigh nothing.
+    """`cross_entropy` that computes all rows; those without a label have no weight in the loss.
 
-    For rows that were gathered already: it never synchronises.
+    For callers that have gathered the labelled rows already: it never synchronises with the host.
     """
     _check(hidden, weight, bias, labels, ignore_index)
     return _apply(hidden, weight, bias, labels, ignore_index)
 
 
 def labelled_rows(labels: Tensor, ignore_index: int = -100) -> Tensor | None:
-    """(L,) int64: the rows of labels (T,) that have one. One host synchronisation on a GPU.
+    """The indices of the rows with a label, (L,) int64, from labels (T,). One host synchronisation on a GPU.
 
-    None in compiled and captured graphs, where their number cannot be known.
+    Returns None in compiled and captured graphs, where the number of these rows cannot be known.
     """
     if torch.compiler.is_compiling() or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None

@@ -1,4 +1,4 @@
-"""dense_gelu: a dense layer with GELU in its epilogue."""
+"""dense_gelu: a dense layer with GELU in the epilogue of its matrix product."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, ne
 
 
 def dense_gelu_ref(x: Tensor, weight: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """`dense_gelu` in plain PyTorch, any number of derivatives."""
+    """`dense_gelu` in plain PyTorch; it can be differentiated any number of times."""
     return F.gelu(F.linear(x, weight.to(x.dtype), bias.to(x.dtype)), approximate=approximate)
 
 
@@ -80,11 +80,11 @@ class _DenseGelu(torch.autograd.Function):
 
 
 def dense_gelu(x: Tensor, weight: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """GELU of a dense layer, the GELU in the product's epilogue where the backend can.
+    """GELU of a dense layer, applied in the epilogue of the matrix product if the backend can.
 
-    x: (..., K) with at least two dimensions, float32, bfloat16, float16 or float64. weight: (C, K) and bias: (C,), of
-    x's dtype or float32 (then converted; under autocast all three are, as F.linear does). Returns (..., C) in the
-    product's dtype. approximate: as in `bias_gelu`. The backward keeps x and the pre-activation.
+    x: (..., K) with at least two dimensions, float32, bfloat16, float16 or float64. weight: (C, K) and bias: (C,), in
+    x's dtype or float32 (then converted to it; autocast converts all three, as for F.linear). Returns (..., C) in the
+    product's dtype. approximate: as in `bias_gelu`. x, weight and the pre-activation are saved for backward.
     Raises ValueError (shapes, devices, approximate) and TypeError (dtypes).
 
     Equivalent to::

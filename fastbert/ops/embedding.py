@@ -1,4 +1,4 @@
-"""embedding: word, position and token-type rows summed, LayerNorm, dropout, in one pass."""
+"""embedding: the sum of word, position and token-type rows, LayerNorm and dropout, in one pass."""
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ def embedding_ref(
     rng: Tensor | None = None,
     site: int = 0,
 ) -> Tensor:
-    """`embedding` in plain PyTorch, any number of derivatives."""
+    """`embedding` in plain PyTorch; it can be differentiated any number of times."""
     z = wide(F.embedding(input_ids, word, padding_idx))
     z = z + wide(F.embedding(position_ids, position, position_padding_idx))
     if token_type is not None:
@@ -50,7 +50,7 @@ def _sum(input_ids, position_ids, token_type_ids, word, position, token_type):
 
 
 def _table_gradient(dz: Tensor, ids: Tensor | None, table: Tensor | None, needed: bool, padding_idx: int) -> Tensor:
-    """Rows of dz added up by id, in float32 and in a fixed order (sorted on a GPU): no atomics."""
+    """The sums of dz's rows by id, in float32, in a fixed order (sorted by id on a GPU) and without atomics."""
     if not needed:
         return dz.new_empty(0)
     return torch.ops.aten.embedding_dense_backward(dz, ids, table.shape[0], padding_idx, False).to(table.dtype)
@@ -190,14 +190,15 @@ def embedding(
     rng: Tensor | None = None,
     site: int = 0,
 ) -> Tensor:
-    """BERT's embeddings: three rows summed, LayerNorm, dropout.
+    """BERT's embeddings: the sum of three table rows, LayerNorm and dropout.
 
     input_ids, position_ids, token_type_ids: (...), int64 or int32, of one shape. word (V, C), position (P, C),
-    token_type (K, C): tables; token_type and its ids may both be None. weight, bias: (C,) of LayerNorm. Dtypes as in
-    `add_layer_norm`. padding_idx, position_padding_idx: the word row and the position row that get no gradient
-    (RoBERTa's models have both). dropout_p, rng, site: as in `add_layer_norm`; row t of the flattened ids is token t.
-    Returns (..., C) in the promoted dtype of the tables. Their gradients are summed in float32 in a fixed order.
-    Raises IndexError (an id out of range: always on a CPU, under FASTBERT_CHECK=1 on a GPU), ValueError, TypeError.
+    token_type (K, C): the tables; token_type and its ids may both be None. weight, bias: (C,), LayerNorm's. Dtypes as
+    in `add_layer_norm`. padding_idx, position_padding_idx: the word row and the position row that get no gradient
+    (RoBERTa's models have both). dropout_p, rng, site: as in `add_layer_norm`; element t of the flattened ids is token
+    t. Returns (..., C) in the promoted dtype of the tables. The tables' gradients are summed in float32 in a fixed
+    order. Raises IndexError (an id out of range: always on a CPU, under FASTBERT_CHECK=1 on a GPU), ValueError,
+    TypeError.
 
     Equivalent to::
 
@@ -211,7 +212,7 @@ def embedding(
     checks.dropout("embedding", dropout_p, rng, word.device, random.ROW_BITS)
     live = needs_grad(word, position, token_type, weight, bias)
     backend = backends.choose("embedding", word.device.type, word.dtype, backward=live, size=word.shape[1])
-    if backend != "cpu":  # which looks at the ids itself
+    if backend != "cpu":  # the cpu kernel checks the ids itself
         checks.index_range("embedding", "input_ids", input_ids, word.shape[0])
         checks.index_range("embedding", "position_ids", position_ids, position.shape[0])
         if token_type is not None:

@@ -1,4 +1,4 @@
-"""encoder_layer: a whole post-norm layer in one call, because on small batches the way to a dozen takes longest."""
+"""encoder_layer: a whole post-norm layer in one call, which saves small batches the overhead of calling a dozen ops."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from fastbert.ops.op import Primitive, autocast_dtype, autocast_on, first_deriva
 
 
 class Settings(NamedTuple):
-    """What the primitives take beside tensors. site: of attention; the next two are those of the residual sums."""
+    """The primitives' arguments beside tensors. site: attention's; the next two are those of the residual sums."""
 
     max_seqlen: int
     heads: int
@@ -27,7 +27,7 @@ class Settings(NamedTuple):
     down_p: float
     site: int
     approximate: str
-    dtype: torch.dtype  # of the products
+    dtype: torch.dtype  # of the matrix products
     out_eps: float
     down_eps: float
 
@@ -50,7 +50,7 @@ def encoder_layer_ref(
     rng: Tensor | None = None,
     site: int = 1,
 ) -> Tensor:
-    """`encoder_layer` in plain PyTorch, any number of derivatives."""
+    """`encoder_layer` in plain PyTorch; it can be differentiated any number of times."""
     rates = attention_dropout_p, dropout_p
     settings = _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps)
     return _plain(hidden, None, parameters, cu_seqlens, rng, settings)
@@ -67,7 +67,7 @@ def after_attention_ref(
     rng: Tensor | None = None,
     site: int = 1,
 ) -> Tensor:
-    """`after_attention` in plain PyTorch, any number of derivatives."""
+    """`after_attention` in plain PyTorch; it can be differentiated any number of times."""
     return _plain(hidden, context, parameters, None, rng, _after_settings(hidden, dropout_p, site, approximate, eps))
 
 
@@ -104,7 +104,7 @@ def _forward(hidden, context, parameters, cu_seqlens, rng, *given):
 
 
 def _backward(dy, hidden, context, parameters, saved, cu_seqlens, rng, *settings):
-    """By autograd, from the inputs alone."""
+    """Computes the layer again from its inputs, and differentiates it by autograd."""
     *settings, needed = settings
     inputs = [None if x is None else x.detach().requires_grad_() for x in (hidden, context, *parameters)]
     with torch.enable_grad():
@@ -123,7 +123,7 @@ def _backward(dy, hidden, context, parameters, saved, cu_seqlens, rng, *settings
 
 
 def _check_devices(hidden, *others):
-    """Here too, because a tensor on the meta device has the fake run where kernels were meant to."""
+    """Raises ValueError for mixed devices. The fakes check too: a meta tensor makes them run instead of the kernels."""
     for tensor in others:
         if tensor is not None and tensor.device != hidden.device:
             raise ValueError(f"encoder_layer: an argument is on {tensor.device}; expected {hidden.device}")
@@ -157,8 +157,8 @@ def _fake_backward(dy, hidden, context, parameters, saved, cu_seqlens, rng, *set
     return dhidden, dcontext, grads
 
 
-# context: None, and cu_seqlens with it, where the layer begins before attention. layers: the parameters of several may
-# follow each other where nothing is saved; each has three sites of dropout.
+# Either cu_seqlens is given, for a whole layer, or context, the output of attention, for the rest of it. layers: where
+# nothing is saved, the parameters of several layers may follow each other; each layer has three dropout sites.
 _SETTINGS = (
     "Tensor? cu_seqlens, Tensor? rng, SymInt max_seqlen, int heads, float scale, float attention_p, float out_p,"
     " float down_p, int site, str approximate, ScalarType dtype, float out_eps, float down_eps"
@@ -220,13 +220,13 @@ def encoder_layer(
     """A whole post-norm layer (Devlin et al., "BERT", 2018) on packed tokens.
 
     hidden: (T, C), float32, bfloat16, float16 or float64. parameters: weight and bias of the projection to queries,
-    keys and values, (3C, C), or of three of (C, C); of the projection after attention, (C, C); of its LayerNorm, (C,);
-    of the MLP's two, (I, C) and (C, I); of its LayerNorm. They are of hidden's dtype or float32. cu_seqlens,
-    max_seqlen, scale and rng as in `attention`. eps: of both LayerNorms. site: that of attention; site + 1 and + 2 are
-    those of the two dropouts before the residual sums, of dropout_p. Returns (T, C) in hidden's dtype (under autocast,
-    whose dtype the products have, float32 for float32).
-    Where the ops that it is made of run on the same backend, it gives their bits. The backward keeps of a token hidden,
-    7C + I numbers, and one for each head; the GELU is computed again.
+    keys and values, (3C, C), or of three projections, (C, C) each; of the projection after attention, (C, C); of its
+    LayerNorm, (C,); of the MLP's two layers, (I, C) and (C, I); of its LayerNorm. They are in hidden's dtype or
+    float32. cu_seqlens, max_seqlen, scale and rng as in `attention`. eps: of both LayerNorms. site: that of attention;
+    site + 1 and site + 2 are those of the dropouts before the residual sums, with probability dropout_p. Returns (T, C)
+    in hidden's dtype; under autocast the products have autocast's dtype, and a float32 hidden still gives float32.
+    The result has the same bits as that of the separate ops on the same backend. Saved for backward are, per token,
+    hidden, 7C + I numbers, four statistics and one number per head; the GELU is computed again.
     Raises ValueError (shapes, devices, cu_seqlens, dropout) and TypeError (dtypes).
 
     Equivalent to::
@@ -260,11 +260,11 @@ def after_attention(
     rng: Tensor | None = None,
     site: int = 1,
 ) -> Tensor:
-    """`encoder_layer` from what its attention gave: where that runs on another backend than the rest.
+    """The rest of `encoder_layer` after attention, for layers whose attention runs on another backend.
 
-    context: (T, D), what the heads gave, of hidden's dtype (under autocast of any that autocast casts). hidden: (T, C),
-    the layer's input. parameters: the last ten of `encoder_layer`. The rest as there; site is that of attention.
-    Returns (T, C). Raises ValueError and TypeError.
+    context: (T, D), the output of all heads, in hidden's dtype (under autocast in any dtype but float64). hidden:
+    (T, C), the layer's input. parameters: the last ten of `encoder_layer`. The other arguments are as there; site is
+    that of attention. Returns (T, C). Raises ValueError and TypeError.
 
     Equivalent to::
 
@@ -301,15 +301,15 @@ def run_layer(
     settings: Settings,
     layers: int = 1,
 ) -> Tensor:
-    """`encoder_layer`, or with a context `after_attention`, on a backend that has been chosen, of arguments that have
-    been checked. live: with a backward. layers: how many, one after the other, without context and backward."""
+    """`encoder_layer`, or `after_attention` if context is given, on a chosen backend with checked arguments. live:
+    whether there is a backward. layers: how many run in a row; 1 if there is a context or a backward."""
     if live:
         return _EncoderLayer.apply(backend, settings, cu_seqlens, rng, hidden, context, *parameters)
     return FWD(backend, hidden, context, parameters, cu_seqlens, rng, *settings, False, layers)[0]
 
 
 def _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps) -> Settings:
-    """rates: of attention's dropout, and of both dropouts before the residual sums."""
+    """rates: the probabilities of attention's dropout, and of both dropouts before the residual sums."""
     attention_p, p = rates
     scale = (parameters[-10].shape[1] // num_heads) ** -0.5 if scale is None else scale
     dtype = autocast_dtype(hidden)
@@ -332,7 +332,7 @@ def _check(hidden, parameters, num_heads, cu_seqlens, max_seqlen, eps, approxima
 
 
 def _check_parameters(op: str, hidden: Tensor, parameters: Sequence[Tensor], counts: tuple[int, ...]) -> int:
-    """hidden too. Returns the width of all heads."""
+    """Checks hidden too. Returns the width of all heads together."""
     count = len(parameters)
     if count not in counts:
         expected = "12, or 16 with three projections" if 16 in counts else "10"

@@ -1,4 +1,4 @@
-"""layer_norm, and add_layer_norm: bias, dropout, residual sum and LayerNorm in one pass."""
+"""layer_norm; and add_layer_norm, which is bias, dropout, residual sum and LayerNorm in one pass."""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from fastbert.ops.op import Primitive, first_derivative_only, needs_grad
 
 
 def layer_norm_ref(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-12) -> Tensor:
-    """`layer_norm` in plain PyTorch, any number of derivatives."""
+    """`layer_norm` in plain PyTorch; it can be differentiated any number of times."""
     return F.layer_norm(wide(x), weight.shape, wide(weight), wide(bias), eps).to(x.dtype)
 
 
@@ -29,14 +29,14 @@ def add_layer_norm_ref(
     rng: Tensor | None = None,
     site: int = 0,
 ) -> Tensor:
-    """`add_layer_norm` in plain PyTorch, any number of derivatives."""
+    """`add_layer_norm` in plain PyTorch; it can be differentiated any number of times."""
     z = wide(x) if x_bias is None else wide(x) + wide(x_bias)
     z = drop_rows(z, dropout_p, rng, site) + wide(residual)
     return F.layer_norm(z, weight.shape, wide(weight), wide(bias), eps).to(torch.promote_types(x.dtype, residual.dtype))
 
 
 def drop_rows(z: Tensor, p: float, rng: Tensor | None, site: int) -> Tensor:
-    """Dropout of a row op: row t of the flattened leading dimensions is token t. Its own adjoint."""
+    """Dropout of a row op, its own adjoint. Row t of the flattened leading dimensions is token t of the mask."""
     if random.threshold(p, random.ROW_BITS) == 0:
         return z
     keep = random.row_keep(rng, site, z[..., 0].numel(), z.shape[-1], p).view(z.shape)
@@ -44,10 +44,10 @@ def drop_rows(z: Tensor, p: float, rng: Tensor | None, site: int) -> Tensor:
 
 
 def norm_forward(z: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """y, mean, rstd of the rows of z.
+    """y, mean and rstd of the rows of z.
 
-    Rows are shifted by their mean before PyTorch's kernel sees them, so a large offset costs nothing; the shift stays
-    between the row's ends, so that a constant row gives exactly the bias.
+    Rows are shifted by their mean before PyTorch's kernel, so that a large offset costs no accuracy. The shift is
+    clamped to the row's minimum and maximum, so that a constant row gives exactly the bias.
     """
     shift = z.mean(-1, keepdim=True).clamp(*torch.aminmax(z, dim=-1, keepdim=True))
     y, left, rstd = torch.native_layer_norm(z - shift, weight.shape, wide(weight), wide(bias), eps)
@@ -57,7 +57,7 @@ def norm_forward(z: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[T
 def norm_backward(
     dy: Tensor, z: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, need_dparams: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dz, dweight and dbias (empty when not needed); the saved mean is rounded, so what is left of it comes off again.
+    """dz, dweight and dbias (both empty if not needed). The saved mean is rounded; its error is subtracted too.
 
     With g = dy * weight and n = (z - mean) * rstd: dz = rstd * (g - mean(g) - n * mean(g * n)).
     """
@@ -221,9 +221,9 @@ def _check(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-12) -> Tensor:
     """LayerNorm over the last dimension (Ba, Kiros and Hinton, 2016).
 
-    x: (..., C) float32, bfloat16, float16 or float64. weight, bias: (C,), of x's dtype or float32 beside half
+    x: (..., C) float32, bfloat16, float16 or float64. weight, bias: (C,), in x's dtype or float32 beside half
     precision. eps is added to the variance in float32. Returns x's shape and dtype; statistics are float32 (float64
-    for float64), a constant row gives exactly `bias`. The backward keeps x and two numbers a row.
+    for float64), and a constant row gives exactly `bias`. x and two numbers per row are saved for backward.
     Raises ValueError (shapes, devices, eps) and TypeError (dtypes).
 
     Equivalent to::
@@ -251,10 +251,10 @@ def add_layer_norm(
     """LayerNorm of residual + dropout(x + x_bias): what follows each of BERT's output projections, in one pass.
 
     x, residual: (..., C), any of float32, bfloat16, float16 (they may differ), or both float64. weight, bias, x_bias:
-    (C,), of a dtype of theirs or float32. Returns the promoted dtype of x and residual (the residual stream of
-    autocast stays float32). dropout_p in [0, 1) is rounded to a multiple of 2**-16; rng is an int64 key of
-    `fastbert.random.new_key` and site the place in the model: the mask is `fastbert.random.row_keep`'s. The backward
-    keeps x, residual and two numbers a row.
+    (C,), in a dtype of x or residual, or in float32. Returns the promoted dtype of x and residual (so the residual
+    stream stays float32 under autocast). dropout_p in [0, 1) is rounded to a multiple of 2**-16; rng is an int64 key
+    from `fastbert.random.new_key`, and site the number of the place in the model; `fastbert.random.row_keep` defines
+    the mask. x, residual and two numbers per row are saved for backward.
     Raises ValueError (shapes, devices, eps, dropout) and TypeError (dtypes).
 
     Equivalent to::

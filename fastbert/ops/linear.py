@@ -1,4 +1,4 @@
-"""linear: a dense layer, by the fastest library that torch carries."""
+"""linear: a dense layer, computed by the fastest of the libraries that PyTorch carries."""
 
 import functools
 
@@ -35,7 +35,7 @@ BWD = Primitive(
 
 
 class _Linear(torch.autograd.Function):
-    """With create_graph its gradients are plain PyTorch, and so have any number of derivatives."""
+    """With create_graph, gradients are computed in plain PyTorch, which can be differentiated any number of times."""
 
     @staticmethod
     def forward(ctx, backend, x, weight, bias):
@@ -52,10 +52,10 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A dense layer.
+    """A dense layer: x times the transposed weight, plus bias.
 
-    x: (..., K) with at least two dimensions, float32, bfloat16, float16 or float64. weight: (C, K) and bias: (C,), of
-    x's dtype or float32 (then converted; under autocast all three are, as F.linear does). Returns (..., C) in the
+    x: (..., K) with at least two dimensions, float32, bfloat16, float16 or float64. weight: (C, K) and bias: (C,), in
+    x's dtype or float32 (then converted to it; autocast converts all three, as for F.linear). Returns (..., C) in the
     product's dtype.
     Raises ValueError (shapes, devices) and TypeError (dtypes).
 

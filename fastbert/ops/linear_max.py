@@ -1,4 +1,4 @@
-"""linear_max: the largest logit of each sequence for each class, straight from hidden states; logits are never held."""
+"""linear_max: the largest logit of each sequence for each class, from hidden states, without the logits in memory."""
 
 from collections.abc import Iterator
 
@@ -11,13 +11,13 @@ from fastbert.ops import checks
 from fastbert.ops.numbers import narrow, wide
 from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, needs_grad
 
-CHUNK = 4096  # classes whose logits plain PyTorch holds at a time
+CHUNK = 4096  # plain PyTorch computes the logits of this many classes at a time
 
 # ---- plain PyTorch
 
 
 def linear_max_ref(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """`linear_max` in plain PyTorch, any number of derivatives. It holds the logits of a whole sequence."""
+    """`linear_max` in plain PyTorch, differentiable any number of times. It holds the logits of a whole sequence."""
     parameters = [None if t is None else wide(t.to(x.dtype)) for t in (weight, bias)]
     if cu_seqlens.shape[0] == 1:
         return x.new_empty(0, weight.shape[0])
@@ -41,13 +41,13 @@ def _forward(x, weight, bias, cu_seqlens, need_rows):
 
 
 def _sequences(cu_seqlens, tokens):
-    """(T,) int64: the sequence of each token, B for those outside of all."""
+    """(T,) int64: the sequence of each token; B for tokens outside every sequence."""
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
 
 
 def _first_maxima(logits, sequences, count):
-    """The maxima of each sequence, and the first row of each. A NaN is larger than any number."""
+    """The maxima of each sequence, and the first row of each maximum (or -1). A NaN is larger than any number."""
     index, tokens = sequences.unsqueeze(-1).expand_as(logits), logits.shape[0]
     top = logits.new_full((count + 1, logits.shape[1]), -torch.inf).scatter_reduce(0, index, logits, "amax")
     highest = top.gather(0, index)
@@ -87,7 +87,7 @@ def _fake_backward(dy, x, weight, rows, need_dx, need_dweight):
     return x.new_empty(x.shape if need_dx else (0,)), x.new_empty(weight.shape if need_dweight else (0,))
 
 
-# rows: (B, V) int32, where in x each maximum is; -1 for an empty sequence.
+# rows: (B, V) int32, the row of x that gave each maximum; -1 for an empty sequence.
 FWD = Primitive(
     "linear_max_fwd",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, bool need_rows) -> (Tensor y, Tensor rows)",
@@ -125,15 +125,15 @@ class _LinearMax(torch.autograd.Function):
 
 
 def linear_max(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """The largest logit of each sequence for each class, over its tokens: what SPLADE makes a text's vector from.
+    """The largest logit of each class over the tokens of each sequence: SPLADE makes a text's vector from these.
 
-    x: (T, C) packed tokens, float32, bfloat16, float16 or float64. weight: (V, C) and bias: (V,), of x's dtype or
-    float32 (then converted; under autocast all three are). cu_seqlens: (B + 1,) int32. Returns (B, V) in the product's
-    dtype; -inf for an empty sequence. Logits, (T, V), are never in memory as a whole; a backward keeps the row of each
-    maximum, (B, V) int32. They are compared in float32 (float64), before they are rounded.
+    x: (T, C) packed tokens, float32, bfloat16, float16 or float64. weight: (V, C) and bias: (V,), in x's dtype or
+    float32 (then converted to it; autocast converts all three). cu_seqlens: (B + 1,) int32. Returns (B, V) in the
+    product's dtype; -inf for an empty sequence. The logits, (T, V), are never in memory as a whole; the row of each
+    maximum, (B, V) int32, is saved for backward. Logits are compared in float32 (float64), before they are rounded.
 
-    The gradient goes to the row of the maximum, to the first of equal ones (torch.amax spreads it over them), and from
-    an empty sequence nowhere. A NaN counts as the largest. Raises ValueError (shapes, devices, cu_seqlens on a CPU or
+    The gradient goes to the row of the maximum, the first one if several are equal (torch.amax spreads it over them);
+    an empty sequence has none. A NaN counts as the largest. Raises ValueError (shapes, devices, cu_seqlens on a CPU or
     under FASTBERT_CHECK=1) and TypeError (dtypes).
 
     Equivalent to::

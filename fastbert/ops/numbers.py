@@ -1,4 +1,4 @@
-"""The dtype in which an op computes, and the way back."""
+"""Conversion to the dtype in which an op computes, and back."""
 
 import torch
 from torch import Tensor
@@ -10,6 +10,6 @@ def wide(x: Tensor) -> Tensor:
 
 
 def narrow(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """y in `dtype`, for a forward to return. y.to(dtype) may be y itself, and where an autograd.Function returns what
-    such a call gave, torch.compile of torch 2.11 makes its gradients zero."""
+    """y in `dtype`, for a forward to return. y.to(dtype) may return y itself; if an autograd.Function then returns that
+    result, torch.compile of torch 2.11 makes its gradients zero."""
     return y if y.dtype == dtype else y.to(dtype)

@@ -1,4 +1,4 @@
-"""What all ops share: defining a primitive, running it on the chosen backend, refusing second derivatives."""
+"""Shared by all ops: defining a primitive, running it on the chosen backend, refusing second derivatives."""
 
 import functools
 import importlib
@@ -10,8 +10,8 @@ from torch.autograd import forward_ad
 
 from fastbert import backends
 
-# `_C` implements `fastbert` for CPU and CUDA, the module `fastbert.triton` `fastbert_triton`, and so on. All have the
-# same schemas; `fastbert_varlen` has those of attention alone.
+# The operator namespace of each backend: `_C` implements `fastbert` for CPU and CUDA, the module `fastbert.triton`
+# implements `fastbert_triton`, and so on. All have the same schemas, but `fastbert_varlen` has attention's alone.
 NAMESPACE = {"cpu": "fastbert", "cuda": "fastbert", "triton": "fastbert_triton", "varlen": "fastbert_varlen"}
 _LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in dict.fromkeys(NAMESPACE.values())}
 PRIMITIVES: dict[str, "Primitive"] = {}
@@ -20,9 +20,9 @@ PRIMITIVES: dict[str, "Primitive"] = {}
 class Primitive:
     """One direction of an op, e.g. `layer_norm_bwd`: a schema and a fake for every backend, and plain PyTorch.
 
-    schema: in torch's syntax, without the name. fake: from fake inputs to empty outputs; by contract outputs are
-    freshly allocated, and contiguous where the fake's are. reference: the implementation of the `reference` backend.
-    also: of `backends.LIBRARIES`, those that have it.
+    schema: in torch's syntax, without the name. fake: maps fake inputs to empty outputs; by contract every
+    implementation returns newly allocated outputs, which are contiguous where the fake's are. reference: the
+    implementation of the `reference` backend. also: the backends of `backends.LIBRARIES` that implement it too.
     """
 
     def __init__(self, name: str, schema: str, fake: Callable, reference: Callable, also: tuple[str, ...] = ()) -> None:
@@ -33,7 +33,8 @@ class Primitive:
             self._define_in_python(backend)
 
     def _define_in_python(self, backend: str) -> None:
-        """For CPU tensors too: `backends` sees to it that these come only in tests, as to Triton's interpreter."""
+        """Registers the kernels of a backend written in Python, for CPU tensors too: `backends` lets these through only
+        in tests, for example to Triton's interpreter."""
         library = _LIBRARIES[NAMESPACE[backend]]
         self.define(NAMESPACE[backend], library)
         for device_type in ("CUDA", "CPU"):
@@ -44,7 +45,7 @@ class Primitive:
         torch.library.register_fake(f"{namespace}::{self.name}", self.fake, lib=library)
 
     def __call__(self, backend: str, *args):
-        """Runs on `backend` (as `backends.choose` gave it). Autocast has no say inside an op."""
+        """Runs on `backend`, which `backends.choose` returned, with autocast disabled."""
         if not torch.compiler.is_compiling():
             backends.count(self.name, backend)
         run = self._reference if backend == "reference" else self.operator(backend)
@@ -55,7 +56,7 @@ class Primitive:
             return run(*args)
 
     def _reference(self, *args):
-        """On contiguous inputs: PyTorch's own kernels round differently for other strides."""
+        """Makes the inputs contiguous, because PyTorch's own kernels round differently for other strides."""
         return self.reference(*map(_contiguous, args))
 
     def operator(self, backend: str) -> Callable:
@@ -69,15 +70,15 @@ def _contiguous(arg):
 
 
 def _run(module: str, name: str, *args):
-    """Imports Triton, say, when the first of its kernels runs, not before."""
+    """Imports the module of kernels, and with it Triton for example, only when the first of them runs."""
     return importlib.import_module(module).KERNELS[name](*args)
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether a gradient is live: recording is on and one of the tensors requires it.
 
-    Within forward-mode differentiation too: the autograd.Function then says that there is none, where an operator would
-    drop the tangent in silence.
+    Also True within forward-mode differentiation: the autograd.Function then raises an error, because it does not
+    support it, where the bare operator would drop the tangent silently.
     """
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         return True
@@ -110,9 +111,9 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def first_derivative_only(op: str) -> Callable:
-    """Decorates `backward(ctx, saved, *grads)` of an autograd.Function, saved being its saved tensors, unpacked once.
+    """Decorates `backward(ctx, saved, *grads)` of an autograd.Function; saved: its saved tensors, unpacked once.
 
-    Differentiating its result raises RuntimeError instead of being wrong.
+    Differentiating the gradients again raises RuntimeError instead of giving wrong results.
     """
 
     def decorate(backward: Callable) -> Callable:

@@ -1,4 +1,4 @@
-"""packed_layer: `encoder_layer` for inference, with packed weights in its products."""
+"""packed_layer: `encoder_layer` for inference, whose products take packed weights."""
 
 from collections.abc import Sequence
 
@@ -26,12 +26,12 @@ def packed_layer_ref(
     down_eps: float,
     layers: int,
 ) -> Tensor:
-    """Post-norm layers in plain PyTorch; layers of prepared modules call its operator (`fastbert.layer`).
+    """Post-norm layers in plain PyTorch. `fastbert.layer` calls the operator for layers of prepared modules.
 
-    context: what a layer's attention gave, where that came before; cu_seqlens is None then, and the projections are
-    left out. parameters: those of `encoder_layer`, where a weight may be packed. scales: that of each product as
-    `packed_linear` takes it, with no element where it has none. layers: how many; the parameters and scales of several
-    follow each other, and there is no context.
+    context: the output of the layer's attention, if that ran before; then cu_seqlens is None, and the projections are
+    left out. parameters: those of `encoder_layer`; any weight of a product may be packed. scales: the scale of each
+    product as `packed_linear` takes it; without elements if it takes none. layers: the number of layers, whose
+    parameters and scales follow each other; with several there is no context.
     """
     for i in range(layers):
         own, of = (given[i * len(given) // layers : (i + 1) * len(given) // layers] for given in (parameters, scales))
@@ -56,7 +56,7 @@ def _one_layer(
 
 
 def _between(x: Tensor, *products: Sequence[Tensor]) -> Tensor:
-    """What passes from products to another: bfloat16 between int8 ones of a float32 model."""
+    """x as it is kept between these products: in bfloat16 if all are int8 in a float32 model."""
     quantized = all(weight.dtype == torch.int8 for weight, _ in products)
     return x.bfloat16() if quantized and x.dtype == torch.float32 else x
 

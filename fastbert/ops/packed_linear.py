@@ -1,8 +1,8 @@
-"""packed_linear: a dense layer for inference, its weights packed once for this processor's products.
+"""packed_linear: a dense layer for inference, with its weight packed once for this processor's products.
 
-Packed weights are panels of `width` channels, that a product reads from first to last: (panels, groups, width, group),
-where a group is the numbers of a channel that one instruction adds up. Both are the processor's, so packed weights are
-not for files: `unpack_weight` gives back what was packed, bit for bit.
+A packed weight has the shape (panels, groups, width, group): panels of `width` channels, which a product reads from
+first to last, and groups of numbers of a channel that one instruction adds up. Both sizes depend on the processor, so
+packed weights do not belong in files; `unpack_weight` gives back what was packed, bit for bit.
 """
 
 import torch
@@ -15,25 +15,25 @@ from fastbert.ops.bias_gelu import check_approximate
 from fastbert.ops.op import Primitive, needs_grad
 
 WEIGHTS = (torch.float32, torch.bfloat16, torch.int8)
-_SMALLEST = 2.0**-100  # rows of x whose largest number is below this count as zeros beside quantised weights
-_LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}  # what the largest magnitude of a row becomes
-# torch.compile could not trace build_info in a call
+_SMALLEST = 2.0**-100  # beside quantised weights, rows of x whose largest magnitude is below this count as zeros
+_LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}  # what a row's largest magnitude is scaled to
+# Read at import, because torch.compile cannot trace a call of build_info.
 _WIDTH, _GROUPS = backends.build_info().get("packed_layout") or (16, {"float32": 1, "bfloat16": 1, "int8": 2})
 
 
 def layout(dtype: torch.dtype) -> tuple[int, int]:
-    """Of packed weights of a dtype on this machine: the channels of a panel, and the numbers of a group."""
+    """(width, group) of packed weights of this dtype on this machine: channels per panel, numbers per group."""
     return _WIDTH, _GROUPS[str(dtype).removeprefix("torch.")]
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """A weight (C, K) of float32, bfloat16 or int8 as `packed_linear` takes it, padded with zeros. Raises TypeError for
+    """Packs a weight (C, K) of float32, bfloat16 or int8 for `packed_linear`, padded with zeros. Raises TypeError for
     another dtype, ValueError for another shape."""
     return panels_of(weight).contiguous()
 
 
 def panels_of(weight: Tensor) -> Tensor:
-    """What pack_weight gives, not contiguous yet: for whoever has a place for it."""
+    """What `pack_weight` returns, but not contiguous: for callers that copy it to memory of their own."""
     if weight.dtype not in WEIGHTS:
         raise TypeError(f"pack_weight: weight is {weight.dtype}; expected one of {', '.join(map(str, WEIGHTS))}")
     checks.shape("pack_weight", "weight", weight, (None, None), "(C, K)")
@@ -45,13 +45,13 @@ def panels_of(weight: Tensor) -> Tensor:
 
 def unpack_weight(packed: Tensor, channels: int, inner: int) -> Tensor:
     """The weight (channels, inner) that was packed."""
-    rows = packed.transpose(1, 2).flatten(0, 1)  # of channels
+    rows = packed.transpose(1, 2).flatten(0, 1)  # one per channel
     return rows.flatten(1)[:channels, :inner].contiguous()
 
 
 def quantize_weight(weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """A weight (C, K) as int8 or float8_e4m3fn (C, K) and a float32 factor for each channel (C,): symmetric, the
-    largest magnitude is 127, or 448. Raises ValueError for numbers that are not finite.
+    """Quantises a weight (C, K) to int8 or float8_e4m3fn, with a float32 factor for each channel, (C,). Symmetric: a
+    channel's largest magnitude becomes 127, or 448. Raises ValueError for numbers that are not finite.
 
     Equivalent to::
 
@@ -70,8 +70,8 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def with_sums(factor: Tensor, weight: Tensor) -> Tensor:
-    """The `scale` of `packed_linear`, (2, C): the channels' factors and, as processors need them whose int8 products
-    take one factor unsigned, the sums of the int8 weights (C, K)."""
+    """The `scale` of `packed_linear`, (2, C): the channels' factors, and the sums over K of the int8 weight (C, K),
+    for processors whose int8 instructions take one operand as unsigned."""
     return torch.stack([factor, weight.sum(1, dtype=torch.int32).float()])
 
 
@@ -98,15 +98,15 @@ def packed_linear_ref(
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """x (..., K) as int8 or float8_e4m3fn beside weights of that, and a float32 factor for each row (..., 1).
+    """Quantises x (..., K) to int8 or float8_e4m3fn, with a float32 factor for each row, (..., 1).
 
-    The largest magnitude of a row is 127, or 448. A row with a NaN or an infinity is zeros with the factor NaN.
+    A row's largest magnitude becomes 127, or 448. A row with a NaN or an infinity gives zeros with the factor NaN.
     """
     x = x.float()
     high = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
     finite = high.isfinite()
     usable = finite & (high >= _SMALLEST)
-    largest = torch.full_like(high, _LARGEST[dtype])  # a tensor: torch multiplies by the reciprocal of a number
+    largest = torch.full_like(high, _LARGEST[dtype])  # a tensor: for a number, torch multiplies by 1 / number
     rows = _rounded(torch.where(usable, x * (largest / high), 0), dtype)
     return rows, torch.where(finite, torch.where(usable, high / largest, 0), torch.nan)
 
@@ -136,15 +136,15 @@ FWD = Primitive(
 def packed_linear(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, channels: int, approximate: str | None = None
 ) -> Tensor:
-    """A dense layer whose weight was packed, with GELU where it is asked for. It has no backward.
+    """A dense layer with a packed weight, and optionally GELU. It has no backward.
 
-    x: (..., K) with at least two dimensions, of the weight's dtype; beside an int8 weight float32, bfloat16 or float16.
-    weight: (C, K) of float32, bfloat16 or int8, by `pack_weight`. scale: of an int8 weight, by `with_sums`, else None.
-    bias: (C,) float32 or None. channels: C. approximate: None for no GELU, "none" (erf) or "tanh". Returns (..., C) in
-    x's dtype. Sums are float32, whatever the weight.
+    x: (..., K) with at least two dimensions, in the weight's dtype; beside an int8 weight float32, bfloat16 or float16.
+    weight: (C, K) of float32, bfloat16 or int8, packed by `pack_weight`. scale: from `with_sums` for an int8 weight,
+    else None. bias: (C,) float32 or None. channels: C. approximate: None for no GELU, "none" (erf) or "tanh". Returns
+    (..., C) in x's dtype. Sums are float32, whatever the weight's dtype.
 
-    An int8 weight has x quantised to int8 too, each row by its largest magnitude (symmetric, ties to even); the sums
-    are exact, so every processor gives the same; K is at most 2**16. A row with a NaN or an infinity gives NaN.
+    With an int8 weight, x is quantised to int8 too, each row by its largest magnitude (symmetric, ties to even). Sums
+    are then exact, so every processor gives the same; K is at most 2**16. A row with a NaN or an infinity gives NaN.
     Raises ValueError (shapes, devices, approximate), TypeError (dtypes), RuntimeError where a gradient is live.
 
     Equivalent to::
@@ -165,7 +165,7 @@ def refuse_gradients(op: str, *tensors: Tensor | None) -> None:
 
 
 def check_dense(op: str, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, channels: int) -> None:
-    """Raises ValueError and TypeError. One dtype decides the others."""
+    """Checks shapes, devices and dtypes; the weight's dtype decides the others. Raises ValueError and TypeError."""
     allowed = {torch.float32: (torch.float32,), torch.bfloat16: (torch.bfloat16,), torch.int8: checks.FLOATS[:3]}
     if weight.dtype not in allowed:
         raise TypeError(f"{op}: weight is {weight.dtype}; expected one of {', '.join(map(str, WEIGHTS))}")

@@ -1,4 +1,4 @@
-"""Where the real tokens of a padded batch are; pack takes them out with one gather, unpack puts them back."""
+"""padding: finds the real tokens of a padded batch; pack takes them out with one gather, unpack puts them back."""
 
 import torch
 from torch import Tensor
@@ -11,12 +11,12 @@ from fastbert.ops.op import Primitive, first_derivative_only, needs_grad
 
 
 def pack_ref(x: Tensor, indices: Tensor) -> Tensor:
-    """`pack` in plain PyTorch, any number of derivatives."""
+    """`pack` in plain PyTorch; it can be differentiated any number of times."""
     return x.flatten(0, 1)[indices]
 
 
 def unpack_ref(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """`unpack` in plain PyTorch, any number of derivatives."""
+    """`unpack` in plain PyTorch; it can be differentiated any number of times."""
     rows = x.new_zeros(batch * seqlen, *x.shape[1:]).index_put((indices,), x)
     return rows.view(batch, seqlen, *x.shape[1:])
 
@@ -31,38 +31,38 @@ def _unpack(x, indices, batch, seqlen):
 
 
 def cu_seqlens_of(lengths: Tensor) -> Tensor:
-    """cu_seqlens, (B + 1,) int32, of sequences of these lengths."""
+    """cu_seqlens, (B + 1,) int32, for sequences of these lengths."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
 
 
 def plan_in_torch(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """PLAN: the places of visible tokens; cu_seqlens; the longest row's count, and 1 where no row begins with a gap."""
+    """PLAN: visible tokens' indices b * S + s; cu_seqlens; the longest row's count, 1 if no row begins with padding."""
     lengths, longest = _lengths(visible)
     facts = torch.stack([longest, visible[:, :1].all().long()])
     return visible.flatten().nonzero().squeeze(-1), cu_seqlens_of(lengths), facts
 
 
 def places_in_torch(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """PLACES: the places of all tokens, visible ones first; cu_seqlens; facts, of which the host has read none."""
+    """PLACES: the indices b * S + s of all tokens, visible ones first; cu_seqlens; facts. No host synchronisation."""
     lengths, longest = _lengths(visible)
     facts = torch.stack([lengths.sum(), longest, visible[:, :1].all().long(), is_in_runs(visible).long()])
     return visible_first(visible), cu_seqlens_of(lengths), facts
 
 
 def _lengths(visible: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,) int64, and the largest: () int64."""
+    """The number of visible tokens of each row, (B,) int64, and the largest of these, () int64."""
     lengths = visible.sum(1)
     return lengths, lengths.max() if lengths.numel() else lengths.new_zeros(())
 
 
 def is_in_runs(visible: Tensor) -> Tensor:
-    """() bool: no row has padding between two of its tokens."""
+    """() bool: whether no row has padding between two of its tokens."""
     before = visible.cumsum(1)
     return ~(~visible & (before > 0) & (before < visible.sum(1, keepdim=True))).any()
 
 
 def visible_first(visible: Tensor) -> Tensor:
-    """(B * S,) int64: all places, those of visible tokens first, each kind in order."""
+    """(B * S,) int64: all indices b * S + s, first those of visible tokens, then those of padding, each in order."""
     return (~visible.flatten()).to(torch.uint8).argsort(stable=True)
 
 
@@ -80,8 +80,8 @@ def _fake_places(visible):
     return visible.new_empty(visible.numel(), dtype=torch.int64), ends, visible.new_empty(4, dtype=torch.int64)
 
 
-# For devices that the host should not wait for twice: the sizes of its results are known. facts: tokens, the longest
-# row's count, 1 where no row begins with a gap, 1 where none has one between tokens.
+# PLACES saves a second host synchronisation on a GPU: the sizes of its results do not depend on the mask. Its facts:
+# the number of tokens, the longest row's count, 1 if no row begins with padding, 1 if none has it between tokens.
 PLACES = Primitive("padding_places", "(Tensor visible) -> (Tensor, Tensor, Tensor)", _fake_places, places_in_torch)
 PLAN = Primitive("padding_plan", "(Tensor visible) -> (Tensor, Tensor, Tensor)", _fake_plan, plan_in_torch)
 PACK = Primitive(
@@ -128,7 +128,7 @@ class _Unpack(torch.autograd.Function):
 
 
 def places(op: str, x: Tensor, indices: Tensor, rows: int, name: str = "indices") -> Tensor:
-    """indices as int64, checked: on x's device, in range, and distinct (in order they are, which is quick to see)."""
+    """Checks that indices are on x's device, in range and distinct (fast if in order). Returns them as int64."""
     checks.same_device(op, {"x": x, name: indices})
     checks.index_range(op, name, indices, rows)
     if checks.values_visible(indices) and not (indices[1:] > indices[:-1]).all():
@@ -141,7 +141,7 @@ def pack(x: Tensor, indices: Tensor) -> Tensor:
     """The rows of a padded batch that `indices` names, one after the other.
 
     x: (B, S, ...) of any dtype. indices: (T,) integers, distinct rows of the flattened batch, b * S + s. Returns
-    (T, ...). Differentiable for floating-point x; the gradient is zero elsewhere.
+    (T, ...). Differentiable for floating-point x; rows that are not named get zero gradients.
     Raises IndexError (on a CPU, or under FASTBERT_CHECK=1), ValueError and TypeError.
 
     Equivalent to::
@@ -157,14 +157,14 @@ def pack(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def pack_unchecked(x: Tensor, indices: Tensor) -> Tensor:
-    """`pack` by places that are known to be distinct and in range."""
+    """`pack` with indices that are known to be distinct and in range."""
     live = needs_grad(x)
     backend = backends.choose("padding", x.device.type, x.dtype, backward=live)
     return _Pack.apply(backend, x, indices) if live else PACK(backend, x, indices)
 
 
 def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse of `pack`: row t goes to place indices[t] of a padded batch, zeros elsewhere.
+    """The inverse of `pack`: row t of x becomes row indices[t] of a padded batch, which is zero elsewhere.
 
     x: (T, ...) of any dtype. indices: (T,) integers, distinct. Returns (batch, seqlen, ...). Differentiable for
     floating-point x. Raises as `pack` does.
@@ -183,7 +183,7 @@ def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
 
 
 def unpack_unchecked(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """`unpack` to places that are known to be distinct and in range."""
+    """`unpack` with indices that are known to be distinct and in range."""
     live = needs_grad(x)
     backend = backends.choose("padding", x.device.type, x.dtype, backward=live)
     return _Unpack.apply(backend, x, indices, batch, seqlen) if live else UNPACK(backend, x, indices, batch, seqlen)

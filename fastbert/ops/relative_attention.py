@@ -25,13 +25,13 @@ _OP = "relative_attention"
 
 
 def _by_slot(ds: Tensor, positions: RelativePositions, width: int, sign: int) -> Tensor:
-    """(..., S, S) -> (..., S, W): each row's gradients added up by the slot of their distance.
+    """(..., S, S) -> (..., S, W): sums each row's gradients by the slot of their distance.
 
-    sign: of the distance i - j where columns rise: -1 where rows are queries, 1 where they are keys. A product, because
-    scattered additions would not be repeatable on a GPU.
+    sign: -1 where rows are queries, so that the distance i - j falls along a row, 1 where rows are keys. The sum is a
+    matrix product, because scattered additions would not be repeatable on a GPU.
     """
     length = ds.shape[-1]
-    step = torch.arange(1 - length, length, device=ds.device)  # from a row's own column
+    step = torch.arange(1 - length, length, device=ds.device)  # column minus row
     column = torch.arange(length, device=ds.device)[:, None] + step
     outside = (column < 0) | (column >= length)
     by_step = ds.gather(-1, column.clamp(0, length - 1).expand(*ds.shape[:-1], -1)).masked_fill(outside, 0)
@@ -49,7 +49,7 @@ def relative_attention_ref(
     rng: Tensor | None = None,
     site: int = 0,
 ) -> Tensor:
-    """`relative_attention` in plain PyTorch, one sequence at a time, any number of derivatives."""
+    """`relative_attention` in plain PyTorch, one sequence at a time, differentiable any number of times."""
     options = {"scale": scale, "dropout_p": dropout_p, "rng": rng, "site": site}
     return attention_ref(qkv, cu_seqlens, max_seqlen, **options, positions=positions)
 
@@ -59,8 +59,8 @@ def _forward(qkv, slots, keys, queries, bias, *rest):
 
 
 def _backward(dout, qkv, out, lse, slots, keys, queries, bias, *rest):
-    """As of `attention`; with A[i, w] = Q_i K_w scale, dA[i, w] is the sum of dS[i, j] over the keys of slot w, and dQ
-    gets dA K scale, dK_w = sum of dA[i, w] Q_i scale; B likewise."""
+    """As for `attention`, plus the tables. With A[i, w] = Q_i K_w scale: dA[i, w] is the sum of dS[i, j] over the keys
+    of slot w; dQ also gets dA K scale; dK_w is the sum of dA[i, w] Q_i scale. B, for `queries`, likewise."""
     *rest, tables = rest
     cu_seqlens, max_seqlen, scale = rest[:3]
     empty = _fake_backward(dout, qkv, out, lse, slots, keys, queries, bias, *rest, tables)
@@ -94,7 +94,7 @@ def _fake_forward(qkv, slots, keys, queries, bias, *rest):
 
 
 def _fake_backward(dout, qkv, out, lse, slots, keys, queries, bias, *rest):
-    """A gradient that nobody asked for, or of a table that is not there, is empty."""
+    """The gradients of absent tables are empty, and those of all tables if none is needed."""
     wanted = [(qkv, 0) if table is None else (table, table.shape if rest[-1] else 0) for table in (keys, queries, bias)]
     return qkv.new_empty(qkv.shape), *[like.new_empty(shape) for like, shape in wanted]
 
@@ -178,13 +178,14 @@ def relative_attention(
 ) -> Tensor:
     """Self-attention within each sequence, with scores that depend on the distance of query and key as well.
 
-    positions: a `RelativePositions` of at least one table. slots: (2 L - 1,) int32, slots[L - 1 + d] is the slot of the
-    distance d = i - j of query i and key j, within 0 to W - 1; distances beyond L - 1 have the slot of L - 1, those
-    below 1 - L that of 1 - L. keys and queries: (W, H, D), what a query is multiplied with beside the key, and a key
-    beside the query (DeBERTa's c2p and p2c); bias: (H, W), added as it is (T5's and MPNet's; ALiBi's slopes times
-    distances). Tables are of qkv's dtype or float32; under autocast those of keys and queries are converted. Everything
-    else as in `attention`, dropout and errors included; IndexError for a slot out of range, where values are looked at.
-    No kernel holds a (T, H, W) or (S, S) tensor in memory. Gradients of tables are repeatable, and computed if wanted.
+    positions: a `RelativePositions` with at least one table. Its slots: (2 L - 1,) int32, where slots[L - 1 + d], from
+    0 to W - 1, is the slot of the distance d = i - j of query i and key j; distances above L - 1 have the slot of
+    L - 1, those below 1 - L that of 1 - L. keys and queries: (W, H, D); for each score, the query is also multiplied
+    with the slot's row of keys, and the key with the slot's row of queries (DeBERTa's c2p and p2c). bias: (H, W), added
+    without the scale (T5's and MPNet's; ALiBi's slopes times distances). Tables are in qkv's dtype or float32; autocast
+    converts keys and queries. Everything else as in `attention`, dropout and errors included; IndexError for a slot out
+    of range, if values are checked. No fused kernel holds a (T, H, W) or (S, S) tensor in memory. Gradients of tables
+    are repeatable, and computed only if needed.
 
     Equivalent to, for the tokens of each sequence::
 
@@ -205,7 +206,7 @@ def relative_attention(
 def relative_attention_unchecked(
     qkv, cu_seqlens, max_seqlen, positions, scale=None, dropout_p=0.0, rng=None, site=0
 ) -> Tensor:
-    """`relative_attention` within a forward that has checked its cu_seqlens and slots."""
+    """`relative_attention` for a forward that has checked cu_seqlens and slots already."""
     checks.dropout(_OP, dropout_p, rng, qkv.device, random.ATTENTION_BITS)
     dtype = autocast_dtype(qkv)
     slots, keys, queries, bias = positions

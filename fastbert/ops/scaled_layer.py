@@ -1,4 +1,4 @@
-"""scaled_layer: `encoder_layer` for inference, with its products in fp8."""
+"""scaled_layer: `encoder_layer` for inference, with its matrix products in fp8."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from fastbert.ops.scaled_linear import LAYER_NORM, Scaled, product, quantized
 
 
 class Dense(NamedTuple):
-    """weight (C, K) float8_e4m3fn, scale (C,) float32, bias (C,) bfloat16."""
+    """A dense layer: weight (C, K) float8_e4m3fn, scale (C,) float32, bias (C,) bfloat16."""
 
     weight: Tensor
     scale: Tensor
@@ -25,7 +25,7 @@ class Norm(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """Of a layer; qkv: None where its attention came before."""
+    """The parameters of a layer. qkv: None if its attention ran before."""
 
     qkv: Dense | None
     out: Dense
@@ -49,15 +49,15 @@ def scaled_layer(
 ) -> tuple[Tensor, Scaled]:
     """A post-norm layer of `scaled_linear`s: four passes, four products and attention.
 
-    hidden: (T, C) bfloat16. rows: hidden in e4m3, as the layer before gave it; made here where None. context: what the
-    layer's attention gave, (T, C), where that came before. Returns the layer's output, and that in e4m3.
+    hidden: (T, C) bfloat16. rows: hidden in e4m3, as the layer before returned it; computed here if None. context:
+    the output of the layer's attention, (T, C), if that ran before. Returns the output, in bfloat16 and in e4m3.
     """
     p = parameters
     if context is None:
         rows = quantized(backend, hidden) if rows is None else rows
         qkv = product(backend, rows, *p.qkv).unflatten(-1, (3, heads, -1))
         context = attention_unchecked(qkv, cu_seqlens, max_seqlen, scale=scale).flatten(1)
-    rows = quantized(backend, context.bfloat16())  # autocast may have had attention in float16
+    rows = quantized(backend, context.bfloat16())  # under autocast, attention may have returned float16
     hidden, rows = _project_add_norm(backend, rows, hidden, p.out, p.out_norm)
     wide = product(backend, rows, p.up.weight, p.up.scale, None)
     rows = quantized(backend, wide, p.up.bias, approximate)
@@ -71,7 +71,7 @@ def _project_add_norm(backend: str, x: Scaled, residual: Tensor, dense: Dense, n
 
 
 def joined(parts: Sequence[Dense]) -> Dense:
-    """Of several dense layers of one input one that gives their outputs side by side."""
+    """One dense layer in place of several with the same input; it returns their outputs side by side."""
     weights, scales, biases = zip(*parts, strict=True)
     weight = torch.cat([each.view(torch.uint8) for each in weights]).view(weights[0].dtype)
     return Dense(weight, torch.cat(scales), torch.cat(biases))

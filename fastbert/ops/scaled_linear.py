@@ -1,7 +1,7 @@
-"""scaled_linear: a dense layer for inference whose product is in fp8 (e4m3), with a factor for each row of both sides.
+"""scaled_linear: a dense layer for inference whose product is in fp8 (e4m3), with a factor per row of x and of weight.
 
-The products are PyTorch's, `torch._scaled_mm`. The kernels here are what comes before them: they write the rows of e4m3
-in the pass that has a row's numbers at hand, after GELU or LayerNorm.
+PyTorch's `torch._scaled_mm` computes the products. The kernels here prepare its input: they write the e4m3 rows in the
+same pass that computes GELU or LayerNorm.
 """
 
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from fastbert.ops.op import Primitive
 from fastbert.ops.packed_linear import quantize_rows, refuse_gradients
 
 E4M3 = torch.float8_e4m3fn
-MULTIPLE = 16  # of which K and C are multiples
+MULTIPLE = 16  # K and C are multiples of this
 _OP = "scaled_linear"
 
 
 class Scaled(NamedTuple):
-    """Rows of e4m3 (..., K), and a float32 factor for each, (..., 1), that they are to be multiplied by."""
+    """Rows in e4m3, (..., K), and the float32 factor by which each has to be multiplied, (..., 1)."""
 
     rows: Tensor
     factors: Tensor
@@ -81,11 +81,11 @@ LAYER_NORM = Primitive(
 def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """A dense layer with its product in fp8. It has no backward.
 
-    x: (..., K) bfloat16 with at least two dimensions; each row is rounded to e4m3 with a factor of its own, its largest
-    magnitude over 448. weight: (C, K) float8_e4m3fn with scale (C,) float32, the channels' factors, by
+    x: (..., K) bfloat16 with at least two dimensions; each row is rounded to e4m3 with its own factor, its largest
+    magnitude / 448. weight: (C, K) float8_e4m3fn and scale: (C,) float32, the channels' factors, from
     `quantize_weight`. bias: (C,) bfloat16 or None. K and C are multiples of 16. Returns (..., C) bfloat16. Sums are
-    float32, on a GPU as its fast accumulation gives them (use_fast_accum of `torch._scaled_mm`): to some 14 bits, of
-    which e4m3 has 4. A row with a NaN or an infinity gives NaN. Rows of more than 8192 run in plain PyTorch.
+    float32; on a GPU, fast accumulation (use_fast_accum of `torch._scaled_mm`) keeps some 14 bits of them (e4m3 has 4).
+    A row with a NaN or an infinity gives NaN. Rows of more than 8192 elements run in plain PyTorch.
     Raises ValueError (shapes, devices), TypeError (dtypes), RuntimeError where a gradient is live.
 
     Equivalent to, but for the rounding of x::
@@ -104,12 +104,12 @@ def choose(x: Tensor) -> str:
 
 
 def quantized(backend: str, x: Tensor, bias: Tensor | None = None, approximate: str = "") -> Scaled:
-    """x + bias, or with `approximate` its GELU, as the rows of a product."""
+    """x + bias, or its GELU if `approximate` is not empty, as e4m3 rows for a product."""
     return Scaled(*ROWS(backend, x, bias, approximate))
 
 
 def problem_on(device: torch.device) -> str | None:
-    """Why products in fp8 cannot run there; a small one is tried."""
+    """Why products in fp8 cannot run on this device, or None if they can. It tries a small one."""
     if device.type not in backends.SERVES["cuda"]:
         return "it runs on GPUs only, from sm_90 on"
     if reason := backends.why_not("cuda", _OP, device.type, torch.bfloat16):
@@ -123,7 +123,7 @@ def problem_on(device: torch.device) -> str | None:
 
 
 def product(backend: str, x: Scaled, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """(T, K) -> (T, C) bfloat16: by the library where `backend` is not plain PyTorch."""
+    """(T, K) -> (T, C) bfloat16, by `torch._scaled_mm` unless `backend` is plain PyTorch."""
     if backend == "reference":
         return _product_ref(x, weight, scale, bias)
     given = x.rows, weight.T, x.factors, scale[None]

@@ -1,4 +1,4 @@
-"""The Triton kernels, by the names of the primitives that they implement. Importing this imports Triton."""
+"""The Triton kernels by the name of the primitive that each implements. Importing this module imports Triton."""
 
 import torch.nn.functional as F
 
@@ -18,7 +18,7 @@ from fastbert.triton import (
 
 
 def _linear(x, weight, bias):
-    """The library's product: with nothing to fuse, none is faster. Its bits depend on the strides it is given."""
+    """PyTorch's product: with nothing to fuse, no kernel is faster. Its bits depend on the strides of its inputs."""
     return F.linear(x.contiguous(), weight.contiguous(), bias)
 
 

@@ -1,18 +1,20 @@
-"""attention in Triton: softmax(Q K^T) V within each sequence of a packed batch, on the projection's output in place.
+"""attention in Triton: softmax(Q K^T) V within each sequence of a packed batch.
 
-A program owns a tile of queries of one head of one sequence and loops over the sequence's keys with an online softmax
-(Dao, "FlashAttention-2", 2023). Programs of tiles behind a sequence's end return at once, so nothing is computed for
-padding, and one long sequence is spread over the chip like many short ones. The first programs of the grid write zeros
-for tokens that no sequence covers: every row of the output is written whatever cu_seqlens holds.
+The kernels read the projection's output in place. A program owns a tile of queries of one head of one sequence and
+loops over the sequence's keys with an online softmax (Dao, "FlashAttention-2", 2023). Programs whose tile lies beyond
+their sequence's end return at once, so nothing is computed for padding, and one long sequence is spread over the chip
+like many short ones. The last programs of the grid write zeros for tokens that no sequence covers, so every row of the
+output is written whatever cu_seqlens holds.
 
-The backward needs qkv, the output and one number a row. There are no atomics. Where sequences are short (ONE_PASS) and
-a program for each head and sequence fills the chip, one kernel computes all three gradients, with 5 products for each
-pair of tiles, and adds up dQ in float32. Elsewhere one kernel computes dK and dV and another dQ, with 7 products.
+The backward needs qkv, the output and one number per row, and no atomics. Where sequences are short (ONE_PASS), and one
+program per head and sequence fills the chip or one tile holds all keys, one kernel computes all three gradients, with 5
+products for each pair of tiles, and accumulates dQ in float32. Elsewhere one kernel computes dK and dV, and another dQ,
+with 7 products.
 
-Sequences of at most 32 tokens leave most of a tile empty: attention_short.py puts several into one.
+Sequences of at most 32 tokens would leave most of a tile empty: attention_short.py puts several into one tile.
 
-The dropout mask is one byte a score, 16 keys a Philox call, in the order of the mma accumulator. In that layout the
-permutations of keep_mask cost nothing, which is why scores are always queries by keys, never transposed.
+Dropout takes one random byte per score; a Philox call serves 16 keys, in the order of the mma accumulator. In that
+layout the permutations of keep_mask cost nothing; therefore scores are always queries by keys, never transposed.
 """
 
 import torch
@@ -44,10 +46,10 @@ def _tiles(M: int, N: int, num_warps: int, num_stages: int = 1, **more: bool) ->
     return Config({"M": M, "N": N, **more}, num_warps, num_stages)
 
 
-# Arguments: padded head size, bits of an element, few: whether tiles of 128 queries are too few to fill the chip, or
-# too large for the longest sequence. Chosen by compiling (docs/triton_report.md), so that nothing spills; what
-# attention_tuned.py has goes before. RELOAD: queries are read again for every tile of keys, because float32, and
-# mma.sync at D = 128, leave too few registers.
+# Arguments: padded head size, bits per element, few: whether tiles of 128 queries are too few to fill the chip, or too
+# large for the longest sequence. Tiles were chosen by compiling (docs/triton_report.md), so that no registers spill;
+# entries of attention_tuned.py take precedence. RELOAD: queries are read again for every tile of keys, because float32,
+# and mma.sync at D = 128, leave too few registers to keep them.
 def _forward_80(width: int, bits: int, few: bool) -> Config:
     if bits == 32:
         return _tiles(16, 64, 8, RELOAD=True)
@@ -90,7 +92,7 @@ def _queries_80(width: int, bits: int, few: bool) -> Config:
 
 FORWARD = {80: _forward_80, 90: _forward_90, 100: _forward_100}
 PREPARE = {80: _prepare_80}
-KEYS = {80: _keys_80, 90: _keys_90, 100: _keys_100}  # dK and dV, and in one pass dQ
+KEYS = {80: _keys_80, 90: _keys_90, 100: _keys_100}  # dK and dV; in one pass, dQ too
 QUERIES = {80: _queries_80}  # dQ
 ONE_PASS = {80: lambda width, bits, few: 0, 90: lambda width, bits, few: 512 if width <= 64 and bits == 16 else 0}
 
@@ -100,7 +102,7 @@ ONE_PASS = {80: lambda width, bits, few: 0, 90: lambda width, bits, few: 512 if 
 
 @triton.jit
 def _scores(q, k, key, length, scale, CHECK: tl.constexpr, PRECISION: tl.constexpr):
-    """log2(e) scale Q K^T in float32, -inf at keys behind the sequence's end."""
+    """log2(e) scale Q K^T in float32; -inf at keys beyond the sequence's end."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
     if CHECK:
         s = tl.where((key < length)[None, :], s, float("-inf"))
@@ -113,7 +115,7 @@ def _attend(
     threshold, DROPOUT: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr, RELOAD: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: the keys from `first` on."""
+    """One step of the online softmax, for the tile of keys from `first` on."""
     if RELOAD:
         q = load_rows(queries, query, length, stride, D, WIDTH, True)
     key = first + tl.arange(0, N)
@@ -196,7 +198,8 @@ def _prepare(
 ):  # fmt: skip
     """delta, shift and inverse of every row, with P = exp2(scores - shift) * inverse.
 
-    Usually shift is lse and inverse 1. Where |lse| > LARGE they are the largest score and 1 / sum, computed again.
+    Usually shift is lse (to base 2) and inverse is 1. For a tile with an |lse| > LARGE, the rows' largest scores and
+    1 / sum are computed again and used instead.
     """
     program = tl.program_id(0)
     behind = program - (tl.num_programs(0) - fill)
@@ -236,7 +239,7 @@ def _weights(
     threshold, keep_scale,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """P F and dS of a tile of queries by keys, in the inputs' dtype."""
+    """P F and dS of a tile, queries by keys, in the inputs' dtype."""
     s = _scores(q, k, key, length, scale, True, PRECISION)
     return score_gradients(
         s, v, do, rows, delta, shift, inverse, query, first_key, length, k0, k1, head, sequence, threshold, keep_scale,
@@ -251,7 +254,7 @@ def _backward(
     NEED_DQ: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of keys; with NEED_DQ of all tiles of a sequence, one after the other, and dQ."""
+    """dK and dV of one tile of keys; with NEED_DQ, those of all tiles of a sequence, one after the other, and dQ."""
     tile, head, sequence = longest_first(tl.program_id(0), tiles, heads, cu_seqlens, batch, tokens, longest)
     start, length = bounds(cu_seqlens, sequence, tokens, longest)
     if tile * N >= length:
@@ -267,7 +270,7 @@ def _backward(
         k = load_rows(qkv + place + heads * D, key, length, stride, D, WIDTH, True)
         v = load_rows(qkv + place + 2 * heads * D, key, length, stride, D, WIDTH, True)
         dk, dv = tl.zeros((N, WIDTH), tl.float32), tl.zeros((N, WIDTH), tl.float32)
-        # Loop-invariant code motion would keep the operands made of k and v in registers, and spill.
+        # Loop-invariant code motion would keep the operands made from k and v in registers, which would spill.
         for top in tl.range(0, length, M, disable_licm=True):
             query = top + tl.arange(0, M)
             q = load_rows(qkv + place, query, length, stride, D, WIDTH, True)
@@ -289,7 +292,7 @@ def _backward(
         store_rows(dqkv + place + heads * D, dk * scale, key, length, stride, D, WIDTH)
         store_rows(dqkv + place + 2 * heads * D, dv, key, length, stride, D, WIDTH)
         if NEED_DQ:
-            tl.debug_barrier()  # for the next tile of keys, threads read sums that other threads wrote
+            tl.debug_barrier()  # for the next tile of keys, threads read sums of dQ that other threads wrote
 
 
 @triton.jit(do_not_specialize=VARYING)

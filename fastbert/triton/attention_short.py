@@ -1,12 +1,13 @@
 """attention in Triton for batches whose longest sequence has at most 32 tokens.
 
-A program owns ROWS rows of one head: row r is token r % SLOT of the r // SLOT-th of its sequences, SLOT 16 or 32. Its
-products are batched, [sequences, SLOT, ...], CHUNK channels at a time so that registers suffice: one block-diagonal
-product of all rows computes twice or four times as much, and multiplies a neighbour's NaN by zero, which is NaN.
+A program owns ROWS rows of one head: row r is token r % SLOT of its sequence number r // SLOT, and SLOT is 16 or 32.
+Its products are batched, [sequences, SLOT, ...], with CHUNK channels at a time so that registers suffice. One
+block-diagonal product of all rows would compute two or four times as much, and would multiply a neighbour's NaN by
+zero, which is NaN.
 
-A sequence's keys are all in its slot, so softmax needs no loop, and the backward computes the weights and their sums
-again: it reads neither lse nor the output, and has dQ, dK and dV from 5 products. Programs do the same work whatever
-the lengths, so sequences are taken as they come, not the longest first.
+All keys of a sequence are in its slot, so softmax needs no loop. The backward computes the weights and their sums
+again, reads neither lse nor the output, and gets dQ, dK and dV from 5 products. All programs do the same work whatever
+the lengths, so sequences are taken in their order, not the longest first.
 """
 
 import torch
@@ -31,8 +32,8 @@ from fastbert.triton.attention_tiles import (
 from fastbert.triton.common import Config, launch, pick
 
 
-# By padded head size, bits of an element, and whether a head's rows have 16 bytes at a time, without which each element
-# has an address in registers. Chosen by compiling (docs/triton_report.md), so that nothing spills.
+# Arguments: padded head size, bits per element, and whether rows of a head can be read 16 bytes at a time (otherwise
+# each element has an address in registers). Chosen by compiling (docs/triton_report.md), so that no registers spill.
 def _tiles_80(width: int, bits: int, whole: bool) -> Config:
     rows, num_warps = (32, 8) if bits == 32 else (64, 4 if whole else 8)
     return Config({"ROWS": rows, "CHUNK": min(width, 32)}, num_warps)
@@ -47,7 +48,7 @@ TILES = {80: _tiles_80, 100: _tiles_100}
 
 @triton.jit
 def _rows(cu_seqlens, tile, batch, tokens, longest, ROWS: tl.constexpr, SLOT: tl.constexpr):
-    """Of each row its sequence, its place there, its token, and the end of the sequence; no row of other sequences."""
+    """For each row: its sequence, position and token, and its sequence's end. Slots beyond the batch have no tokens."""
     row = tl.arange(0, ROWS)
     sequence, place = tile * (ROWS // SLOT) + row // SLOT, row % SLOT
     start, length = bounds(cu_seqlens, tl.minimum(sequence, batch - 1), tokens, longest)
@@ -56,7 +57,7 @@ def _rows(cu_seqlens, tile, batch, tokens, longest, ROWS: tl.constexpr, SLOT: tl
 
 @triton.jit
 def _load(x, token, end, stride, D: tl.constexpr, CHUNK: tl.constexpr, SLOT: tl.constexpr):
-    """[sequences, SLOT, CHUNK] of the D channels that are left from x on."""
+    """[sequences, SLOT, CHUNK]: the first CHUNK channels of the D that are left from x on."""
     rows = load_rows(x, token, end, stride, D, CHUNK, True)
     return tl.reshape(rows, (token.shape[0] // SLOT, SLOT, CHUNK))
 
@@ -66,7 +67,7 @@ def _scores(
     x, y, token, end, x_stride, y_stride,
     PRECISION: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
-    """[sequences, SLOT, SLOT]: x y^T, of the heads that begin there."""
+    """[sequences, SLOT, SLOT]: x y^T of the heads that begin at x and y."""
     s = tl.zeros((token.shape[0] // SLOT, SLOT, SLOT), tl.float32)
     for first in tl.static_range(0, D, CHUNK):
         left = _load(x + first, token, end, x_stride, D - first, CHUNK, SLOT)
@@ -80,7 +81,7 @@ def _mix(
     to, weights, factor, x, token, end, to_stride, x_stride,
     PRECISION: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
-    """Writes weights x, times the factor, to the head that begins at `to`."""
+    """Writes the product of weights and x, times factor, to the head that begins at `to`."""
     weights = weights.to(x.dtype.element_ty)
     for first in tl.static_range(0, D, CHUNK):
         right = _load(x + first, token, end, x_stride, D - first, CHUNK, SLOT)
@@ -90,7 +91,7 @@ def _mix(
 
 @triton.jit
 def _softmax(s, token, end, scale, SLOT: tl.constexpr):
-    """exp(scale s - its row's largest), log2(e) times these largest, and the sums of rows."""
+    """exp(scale s - the row's maximum), log2(e) times that maximum, and the row sums."""
     visible = tl.reshape(token < end, (token.shape[0] // SLOT, 1, SLOT))
     s = tl.where(visible, s * (scale * LOG2E), float("-inf"))
     largest = tl.maximum(tl.max(s, 2), LOWEST)
@@ -136,7 +137,7 @@ def _backward(
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, FILL: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
-    """As in attention.py, with delta = rowsum(P dO V^T F), which is rowsum(dO O)."""
+    """As in attention.py, but delta is computed as rowsum(P dO V^T F), which equals rowsum(dO O)."""
     program = tl.program_id(0)
     behind = program - (tl.num_programs(0) - fill)
     if behind >= 0:

@@ -1,4 +1,4 @@
-"""What the attention kernels share: sequences of a packed batch, tiles of a head, dropout, and the step of softmax."""
+"""Shared by the attention kernels: sequences of a packed batch, tiles of a head, dropout, and a step of softmax."""
 
 import triton
 import triton.language as tl
@@ -6,15 +6,15 @@ import triton.language as tl
 from fastbert.triton.attention_tuned import TUNED
 from fastbert.triton.common import architecture, dropout, multiprocessors, philox, pick, precision, site_key
 
-FILL = 128  # tokens searched by a program that looks for uncovered ones
+FILL = 128  # tokens per program that clears uncovered ones
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # below all scores but -inf, of which exp2(s - LOWEST) is 0 and no NaN
-LARGE = tl.constexpr(32.0)  # lse beyond this is rounded so much that weights computed from it are wrong
-ORDERED = tl.constexpr(128)  # sequences, at most, that are put in order; more are even enough
-SHORT = 32  # attention_short.py has batches whose longest sequence has at most so many tokens
-ONE_TILE = tl.constexpr(64)  # sequences of up to so many tokens have a tile each, long or short
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # no score but -inf is below it, and exp2(-inf - LOWEST) is 0, not NaN
+LARGE = tl.constexpr(32.0)  # an lse above this is rounded so coarsely that weights computed from it are wrong
+ORDERED = tl.constexpr(128)  # at most this many sequences are sorted by length; larger ones are balanced as they come
+SHORT = 32  # attention_short.py takes batches whose longest sequence has at most this many tokens
+ONE_TILE = tl.constexpr(64)  # sequences of up to this many tokens have one tile each: no need to sort them
 
-# They vary from call to call: Triton must not compile a kernel for each divisibility of theirs.
+# Arguments that vary from call to call: Triton must not compile another kernel for values of another divisibility.
 VARYING = ["tokens", "batch", "longest", "tiles", "fill", "threshold", "site"]
 
 
@@ -23,7 +23,7 @@ VARYING = ["tokens", "batch", "longest", "tiles", "fill", "threshold", "site"]
 
 @triton.jit
 def bounds(cu_seqlens, sequence, tokens, longest):
-    """(first token, length) of a sequence, within the tokens and no longer than `longest` whatever cu_seqlens holds."""
+    """(first token, length) of a sequence, clamped to the tokens and to `longest` whatever cu_seqlens holds."""
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence), 0), tokens)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence + 1), start), tokens)
     return start.to(tl.int64), tl.minimum(end - start, longest)
@@ -33,7 +33,8 @@ def bounds(cu_seqlens, sequence, tokens, longest):
 def uncovered_tokens(cu_seqlens, token, batch, tokens, longest):
     """Which tokens no sequence covers.
 
-    In a cu_seqlens that is not sorted the search may find the wrong sequence; the comparison after it is always right.
+    If cu_seqlens is not sorted, the binary search may find the wrong sequence, but a token counts as covered only if
+    the sequence that was found contains it.
     """
     low = tl.zeros_like(token)
     high = low + batch
@@ -44,7 +45,7 @@ def uncovered_tokens(cu_seqlens, token, batch, tokens, longest):
         low, high = tl.where(below, tl.minimum(middle + 1, batch), low), tl.where(below, high, middle)
         step = step // 2
     sequence = tl.maximum(low - 1, 0)
-    start = tl.maximum(tl.load(cu_seqlens + sequence), 0)  # as in bounds
+    start = tl.maximum(tl.load(cu_seqlens + sequence), 0)  # clamped as in bounds
     end = tl.load(cu_seqlens + tl.minimum(sequence + 1, batch))
     covered = (start <= token) & (token < end) & (token - start < longest)
     return (token < tokens) & ~covered
@@ -64,7 +65,7 @@ def clear_uncovered(
     x, lse, cu_seqlens, program, batch, tokens, longest, heads,
     PARTS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Writes zeros for tokens that no sequence covers: to x (tokens, PARTS, heads, D), and to lse if there is one."""
+    """Writes zeros for tokens that no sequence covers, to x (tokens, PARTS, heads, D) and to lse unless it is None."""
     token = program * FILL + tl.arange(0, FILL)
     uncovered = uncovered_tokens(cu_seqlens, token, batch, tokens, longest)
     if tl.max(uncovered.to(tl.int32), 0) > 0:
@@ -76,7 +77,7 @@ def clear_uncovered(
 
 @triton.jit
 def load_rows(x, row, length, stride, D: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr):
-    """[rows, WIDTH] of a head of a sequence that begins at x; zeros behind its end and beyond D."""
+    """[rows, WIDTH] of a head of a sequence that begins at x; zeros beyond D and, with CHECK, beyond its end."""
     column = tl.arange(0, WIDTH)
     at = x + row[:, None].to(tl.int64) * stride + column[None, :]
     if CHECK:
@@ -96,13 +97,13 @@ def store_rows(x, value, row, length, stride, D: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def work_of(program, tiles, heads):
-    """(tile, head, sequence). Tiles of one head are neighbours in the grid: they read the same keys, from the cache."""
+    """(tile, head, sequence). Tiles of a head are neighbours in the grid, so that they find its keys in the cache."""
     return program % tiles, program // tiles % heads, program // tiles // heads
 
 
 @triton.jit
 def sequence_of_rank(cu_seqlens, rank, batch, tokens, longest):
-    """The sequence with `rank` others before it: those that are longer, or as long and earlier in the batch."""
+    """The sequence that comes after `rank` others: those that are longer, or as long and earlier in the batch."""
     sequence = tl.arange(0, ORDERED)
     _, length = bounds(cu_seqlens, tl.minimum(sequence, batch - 1), tokens, longest)
     length = tl.where(sequence < batch, length, -1)
@@ -114,7 +115,7 @@ def sequence_of_rank(cu_seqlens, rank, batch, tokens, longest):
 
 @triton.jit
 def longest_first(program, tiles, heads, cu_seqlens, batch, tokens, longest):
-    """(tile, head, sequence), with the longest sequences first in the grid: short ones fill the gaps at its end."""
+    """(tile, head, sequence), the longest sequences first in the grid, so that short ones fill the gaps at its end."""
     tile, head, sequence = work_of(program, tiles, heads)
     if (batch <= ORDERED) & (longest > ONE_TILE):
         sequence = sequence_of_rank(cu_seqlens, sequence, batch, tokens, longest)
@@ -135,9 +136,9 @@ def key_words(rng, site, DROPOUT: tl.constexpr):
 
 @triton.jit
 def keep_mask(k0, k1, query, first_key, head, sequence, threshold, M: tl.constexpr, N: tl.constexpr):
-    """[M, N] bool: the weights that dropout keeps, of queries [M] and keys from first_key on, a multiple of N.
+    """[M, N] bool: the weights that dropout keeps, for queries [M] and N keys from first_key on, a multiple of N.
 
-    64 keys are decided together: fewer are a part of them.
+    Random bytes come in blocks of 64 keys: for a smaller N, a part of the block's mask is taken.
     """
     if N >= 64:
         return keep_blocks(k0, k1, query, first_key, head, sequence, threshold, M, N)
@@ -149,12 +150,12 @@ def keep_mask(k0, k1, query, first_key, head, sequence, threshold, M: tl.constex
 
 @triton.jit
 def keep_blocks(k0, k1, query, first_key, head, sequence, threshold, M: tl.constexpr, N: tl.constexpr):
-    """keep_mask of whole blocks of 64 keys, or of the first 16 or 32 of a block.
+    """keep_mask for whole blocks of 64 keys, or for the first 16 or 32 keys of a block.
 
-    Where sequence is [M, 1], queries are of several.
+    sequence: a scalar, or [M, 1] if the queries belong to several sequences.
     """
     BLOCKS: tl.constexpr = (N + 63) // 64
-    WORDS: tl.constexpr = N // 16 // BLOCKS  # of a block: each has the bytes of 16 keys
+    WORDS: tl.constexpr = N // 16 // BLOCKS  # used of a call; word w of a block's 4 calls serves keys 16 w to 16 w + 15
     zero = tl.zeros((M, 4 * BLOCKS), tl.uint32)
     group = (first_key // 64 * 4 + tl.arange(0, 4 * BLOCKS)).to(tl.uint32)
     w0, w1, w2, w3 = philox(
@@ -166,7 +167,7 @@ def keep_blocks(k0, k1, query, first_key, head, sequence, threshold, M: tl.const
     elif WORDS == 2:
         words = tl.join(w0, w1)
     else:
-        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [M, 4 BLOCKS, x, y], word 2x + y
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [M, 4 BLOCKS, x, y] holds word 2x + y
     words = tl.reshape(words, (M, BLOCKS, 4, WORDS)).trans(0, 1, 3, 2)  # [M, BLOCKS, word, c]
     shift = tl.reshape((tl.arange(0, 4) * 8).to(tl.uint32), (1, 1, 1, 1, 4))
     byte = (tl.reshape(words, (M, BLOCKS, WORDS, 4, 1)) >> shift) & 0xFF  # [M, BLOCKS, word, c, byte of the word]
@@ -181,7 +182,7 @@ def softmax_step(
     DROPOUT: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: the scores s, log2(e) times, of the keys from `first` on."""
+    """One step of the online softmax, for the keys from `first` on. s: log2(e) times their scores."""
     maximum = tl.maximum(largest, tl.max(s, 1))
     p = tl.exp2(s - maximum[:, None])
     shrink = tl.exp2(largest - maximum)
@@ -198,7 +199,7 @@ def score_gradients(
     s, v, do, rows, delta, shift, inverse, query, first_key, length, k0, k1, head, sequence, threshold, keep_scale,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """P F and dS of a tile of queries by keys, in the inputs' dtype, from the scores s, log2(e) times."""
+    """P F and dS of a tile, queries by keys, in the inputs' dtype. s: log2(e) times the scores."""
     inside = query < length
     p = tl.exp2(s - tl.load(shift + rows, inside, other=0.0)[:, None])
     p = p * tl.load(inverse + rows, inside, other=0.0)[:, None]
@@ -216,7 +217,7 @@ def score_gradients(
 
 
 class Call:
-    """The arguments that forward and backward share, prepared for their kernels."""
+    """The arguments that forward and backward share, prepared for the kernels."""
 
     def __init__(self, qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
         self.qkv, self.cu_seqlens = qkv.contiguous(), cu_seqlens.contiguous()
@@ -234,7 +235,7 @@ class Call:
         return max(1, triton.cdiv(self.longest, size))
 
     def pick(self, table, kernel: str = ""):
-        """kernel: the name under which attention_tuned.py may have something better than the table."""
+        """The entry of attention_tuned.py for `kernel` and this shape if there is one, else the table's."""
         few = self.longest <= 64 or self.tiles(128) * self.heads * self.batch < multiprocessors(self.qkv.device)
         shape = self.width, 8 * self.qkv.element_size(), few
         tuned = TUNED.get((kernel, architecture(self.qkv.device), *shape))

@@ -1,7 +1,7 @@
-"""bias_gelu in Triton: GELU(x + bias) in one pass, and in the backward the bias's gradient with it.
+"""bias_gelu in Triton: GELU(x + bias) in one pass; the backward also sums up the bias's gradient in one pass.
 
-Programs own tiles of rows by columns; in the backward they loop over a share of the rows and keep the sums of their
-columns in registers. Bytes moved: forward x and y; backward dy, x and dx, and 4 bytes of partial sums a program and
+A program owns a tile of rows by columns; in the backward it loops over a share of the rows and keeps the sums of its
+columns in registers. Bytes moved: forward x and y; backward dy, x and dx, and 4 bytes of partial sums per program and
 column.
 """
 
@@ -16,7 +16,7 @@ from fastbert.triton.gelu import gelu, gelu_derivative, is_short
 
 FORWARD = {80: lambda channels: Config({"ROWS": 4, "COLUMNS": 512}, num_warps=4)}
 BACKWARD = {80: lambda channels: Config({"ROWS": 8, "COLUMNS": 128}, num_warps=4)}
-PROGRAMS = 4  # a multiprocessor, in the backward
+PROGRAMS = 4  # per multiprocessor, in the backward
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _backward(
 
 
 def backward(dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str, need_dbias: bool) -> tuple[Tensor, Tensor]:
-    """bias: None where x has it already, as in dense_gelu; dbias is then of x's dtype."""
+    """bias: None if x includes it already, as in dense_gelu; dbias then has x's dtype."""
     dy, x = dy.contiguous(), x.contiguous()
     dtype, bias = (x.dtype, None) if bias is None else (bias.dtype, bias.contiguous())
     dx, channels, rows = x.new_empty(x.shape), x.shape[-1], rows_of(x).shape[0]
@@ -88,6 +88,6 @@ def backward(dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str, need_
     launch(
         _backward, (programs, across), dy, x, bias, dx, partials, rows, channels, share,
         config=config, BIAS=bias is not None, TANH=approximate == "tanh", NEED_DBIAS=need_dbias,
-        SHORT=dtype.itemsize == 2,  # dbias has what the derivative leaves before it is rounded
+        SHORT=dtype.itemsize == 2,  # dbias sums the derivative before it is rounded
     )  # fmt: skip
     return dx, sums.add_up(partials, [dtype])[0] if need_dbias else x.new_empty(0, dtype=dtype)

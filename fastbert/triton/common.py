@@ -1,6 +1,6 @@
-"""What all Triton kernels share: choosing a configuration, launching, and the random numbers of dropout.
+"""Shared by all Triton kernels: choosing a configuration, launching, and the random numbers of dropout.
 
-This package imports torch and triton only. Nothing is tuned at run time: each kernel file has a table of
+Kernel files import torch, triton and each other only. Nothing is tuned at run time: each kernel file has a table of
 configurations, by architecture and shape, and `python -m benchmarks.gpu.triton_report` compiles all of them.
 """
 
@@ -31,7 +31,7 @@ class Config:
 
     @property
     def options(self) -> dict[str, int]:
-        """What Triton's compiler is told beside the kernel's arguments."""
+        """The options of Triton's compiler, passed to the kernel beside its arguments."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
@@ -46,21 +46,21 @@ def _properties(index: int) -> tuple[int, int]:
 
 
 def architecture(device: torch.device) -> int:
-    """80, 90, 100, ...: the key of the tables. The interpreter runs Hopper's configurations."""
+    """80, 90, 100, ...: a key of the configuration tables. The interpreter runs Hopper's configurations."""
     if _assumed is not None:
         return _assumed
     return _properties(device.index or 0)[0] if device.type == "cuda" else 90
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of the device. 4 in the interpreter, so that tests see several programs."""
+    """Multiprocessors of the device. 4 in the interpreter, so that tests run several programs."""
     if device.type != "cuda":
         return 4 if _assumed is None else 132
     return _properties(device.index or 0)[1]
 
 
 def pick(table: Mapping[int, Callable[..., T]], device: torch.device, *shape) -> T:
-    """A table's entry for a shape, of the newest architecture in it that is not newer than the device's."""
+    """The entry for a shape of the newest architecture in the table that is not newer than the device's."""
     here = architecture(device)
     known = [arch for arch in table if arch <= here] or [min(table)]
     return table[max(known)](*shape)
@@ -83,8 +83,8 @@ _launcher: Launcher = _launch_now
 def launch(kernel, grid: Sequence[int], *args, config: Config, **constants) -> None:
     """Runs kernel(*args, **config.tiles, **constants) on the device and current stream of its tensors.
 
-    args: tensors (None for one that is absent), ints and floats, in the kernel's order. constants: constexpr arguments.
-    Nothing is launched on an empty grid.
+    args: tensors (None for an absent one), ints and floats, in the kernel's order. constants: constexpr arguments.
+    An empty grid launches nothing.
     """
     if 0 not in grid:
         _launcher(kernel, grid, args, config, constants)
@@ -92,7 +92,7 @@ def launch(kernel, grid: Sequence[int], *args, config: Config, **constants) -> N
 
 @contextlib.contextmanager
 def recorded(architecture: int, launcher: Launcher) -> Iterator[None]:
-    """In this block launches go to `launcher` instead of a GPU, configured for `architecture`. For compile reports."""
+    """Within this block, launches configured for `architecture` go to `launcher`, not to a GPU. For compile reports."""
     global _assumed, _launcher
     before = _assumed, _launcher
     _assumed, _launcher = architecture, launcher
@@ -112,7 +112,7 @@ def precision(x: Tensor) -> str:
     return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-# ---- random numbers: fastbert/random.py states the contract
+# ---- random numbers, as fastbert/random.py defines them
 
 
 def dropout(p: float, bits: int) -> tuple[int, float]:
@@ -146,9 +146,9 @@ def site_key(rng, site):
 
 @triton.jit
 def row_keep(k0, k1, token, first_channel, threshold, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """[ROWS, CHANNELS] bool: what dropout of a row op keeps in the rows `token` [ROWS] int64 from first_channel on.
+    """[ROWS, CHANNELS] bool: the elements that dropout of a row op keeps. token: the rows, [ROWS] int64.
 
-    CHANNELS is a multiple of 8, and so is first_channel. One call of philox decides 8 channels, 16 bits each.
+    CHANNELS and first_channel are multiples of 8. One call of philox decides 8 channels, with 16 bits each.
     """
     GROUPS: tl.constexpr = CHANNELS // 8
     zero = tl.zeros((ROWS, GROUPS), tl.uint32)

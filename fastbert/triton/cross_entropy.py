@@ -1,15 +1,15 @@
-"""cross_entropy in Triton: the products are the library's; one kernel computes the losses from the logits, and replaces
-the logits by their gradient.
+"""cross_entropy in Triton: PyTorch computes the matrix products, and one kernel computes the losses from the logits and
+overwrites the logits with their gradient.
 
-A program owns a row of logits. Rows begin at multiples of 128 bytes, whatever the number of classes: the library's fast
-products need 16. In 16 bits those also need a number of classes that is a multiple of 8: many rows are multiplied by a
-copy of the weight with rows of zeros up to such a number, and dlogits has columns of zeros there, behind its last
-class. Nothing else reads what lies between the rows. The bias joins here and not in the product: the library adds one
-to rows with a stride only by writing it to every row first.
+A program owns a row of logits. Rows begin at multiples of 128 bytes, whatever the number of classes: PyTorch's fast
+products need 16. In 16 bits they also need a multiple of 8 classes. So, with many rows, the weight is copied and padded
+to such a multiple with rows of zeros, and dlogits has columns of zeros there, after its last class. Nothing else reads
+the memory between the rows. The bias is added in the kernel, not in the product, which could add it to rows with a
+stride only by writing it to every row first.
 
 The first pass over a row finds the largest logit and the sum of exponentials, separately for each column of the tile,
-and rescales the sum where a larger logit comes. For a backward, a second pass, mostly from the L2 cache, turns the
-logits into softmax - onehot. Bytes moved: the logits read once, or twice and written once.
+and rescales the sum when it meets a larger logit. For a backward, a second pass, mostly from the L2 cache, turns the
+logits into softmax - onehot. Bytes moved: the logits read once, or read twice and written once.
 """
 
 import torch
@@ -27,10 +27,10 @@ def _config(classes: int) -> Config:
 
 FORWARD = {80: _config}
 LINE = 128  # bytes
-PADDED_ROWS, PADDED_CLASSES, PADDING = 256, 1024, 8  # fewer rows, or classes, do not pay for the copy of the weight
+PADDED_ROWS, PADDED_CLASSES, PADDING = 256, 1024, 8  # with fewer rows or classes, the copy of the weight does not pay
 
 
-# ---- classes of zeros
+# ---- padding with classes of zeros
 
 
 def _padded_classes(hidden: Tensor, weight: Tensor) -> int:
@@ -45,7 +45,7 @@ def _stride(classes: int, dtype: torch.dtype) -> int:
 
 
 def _with_rows(weight: Tensor, rows: int) -> Tensor:
-    """The weight, in order, and rows of zeros behind it."""
+    """The weight, contiguous, padded with rows of zeros to `rows`."""
     classes, inner = weight.shape
     if rows == classes:
         return weight.contiguous()
@@ -55,7 +55,7 @@ def _with_rows(weight: Tensor, rows: int) -> Tensor:
 
 
 def _with_columns(dlogits: Tensor, columns: int) -> Tensor:
-    """dlogits with its columns of zeros, which the forward has written. A copy that somebody else made has none."""
+    """dlogits with the columns of zeros that the forward wrote after it. A copy made by other code may lack them."""
     rows, classes = dlogits.shape
     strides = _stride(classes, dlogits.dtype), 1
     if columns == classes or dlogits.stride() != strides:
@@ -70,7 +70,7 @@ def _with_columns(dlogits: Tensor, columns: int) -> Tensor:
 
 @triton.jit
 def _biased(logits, bias, column, end):
-    """Logits of some columns, -inf from `end` on."""
+    """The logits of some columns, bias added; -inf from `end` on."""
     x = tl.load(logits + column, column < end, other=float("-inf")).to(tl.float32)
     return x + tl.load(bias + column, column < end, other=0.0).to(tl.float32)
 
@@ -84,7 +84,7 @@ def _forward(
     logits += row * stride
     given = tl.load(labels + row).to(tl.int64)
     labelled = given != ignore_index
-    label = tl.minimum(tl.maximum(given, 0), classes - 1)  # -1 where there is no class
+    label = tl.minimum(tl.maximum(given, 0), classes - 1)  # -1 if there are no classes
     known = labelled & (label >= 0)
     picked = tl.load(logits + label, known, other=0.0).to(tl.float32)
     picked += tl.load(bias + label, known, other=0.0).to(tl.float32)
@@ -102,7 +102,7 @@ def _forward(
     total = tl.where(labelled, tl.sum(total * tl.exp(largest - top), 0), 1.0)
     tl.store(losses + row, tl.where(labelled, top - picked + tl.log(total), 0.0))
     if NEED_DLOGITS:
-        tl.debug_barrier()  # the other warps have read their logits before these are overwritten
+        tl.debug_barrier()  # all warps have to read their logits before any are overwritten
         for first in range(0, padded, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             x = _biased(logits, bias, column, end)
@@ -131,7 +131,7 @@ def _count(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 # ---- backward: dlogits is softmax - onehot. dloss / count is multiplied in after the first product, and into the
-# smaller operand of the second: it does not underflow in float16 there, and costs no pass over the logits
+# smaller operand of the second: there it neither underflows in float16 nor costs a pass over the logits
 
 
 def backward(

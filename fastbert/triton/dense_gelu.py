@@ -1,12 +1,12 @@
 """dense_gelu in Triton: a matrix product with bias and GELU in its epilogue.
 
-A program computes tiles of M tokens by N channels, one after the other, with float32 sums in registers; tiles are taken
-in groups of rows so that what is read again is still in the L2 cache. BERT's products are short (K = 768): the epilogue
-costs about as many cycles as the product, so tiles are small enough for two programs a multiprocessor, one of which
-multiplies while the other applies the GELU. Bytes moved: x, weight and y once (from the cache x is read C / N times and
-weight T / M times), and the pre-activation if it is kept.
+A program computes tiles of M tokens by N channels, one after the other, with float32 sums in registers. Tiles are taken
+in groups of rows, so that data that is read again is still in the L2 cache. BERT's products are short (K = 768): the
+epilogue costs about as many cycles as the product, so tiles are small enough for two programs per multiprocessor, one
+of which multiplies while the other applies the GELU. Bytes moved: x, weight and y once (from the cache, x is read C / N
+times and weight T / M times), and the pre-activation if it is saved.
 
-The backward is the derivative in one pass that also sums up dbias, and a library's products.
+The backward computes the derivative in one pass that also sums up dbias, and leaves the products to PyTorch.
 """
 
 import torch
@@ -20,13 +20,13 @@ from fastbert.triton.common import Config, architecture, launch, multiprocessors
 from fastbert.triton.gelu import gelu, is_short
 
 DESCRIPTORS = 90  # the first architecture that copies tiles by descriptor
-ALIGNMENT = 16  # bytes, of the first element and of the rows: required by descriptors and by cp.async's widest copies
+ALIGNMENT = 16  # bytes, of the first element and of rows; descriptors and the widest cp.async copies require it
 GROUP = 8  # rows of tiles that are computed together
 PROGRAMS = 2  # on each multiprocessor
-FULL = 132  # multiprocessors of an H100, for which tiles are chosen
+FULL = 132  # multiprocessors of an H100, for which the tiles are chosen
 
 
-# (M, N, the least number of tiles for which this size is taken), largest first
+# (M, N, the fewest tiles for which this size is used), largest first
 SMALL = ((64, 128, FULL), (64, 64, FULL), (64, 32, 0))
 LARGE = ((128, 128, PROGRAMS * FULL), *SMALL)
 HIGH = ((128, 64, FULL), *SMALL[1:])  # sm_100 multiplies 64 rows no faster than 128
@@ -106,7 +106,7 @@ def _forward(
         inside = (token < tokens)[:, None] & (channel < channels)[None, :]
         at = token.to(tl.int64)[:, None] * channels + channel[None, :]
         acc += tl.load(bias + channel, channel < channels, other=0.0).to(tl.float32)[None, :]
-        rounded = acc.to(y.dtype.element_ty)  # what the backward differentiates at
+        rounded = acc.to(y.dtype.element_ty)  # the backward differentiates at this rounded value
         if SAVE:
             tl.store(preactivation + at, rounded, inside)
         tl.store(y + at, gelu(rounded.to(tl.float32), TANH, is_short(y)), inside)

@@ -1,17 +1,17 @@
-"""embedding in Triton: table rows summed, LayerNorm and dropout in one pass; the tables' gradients without atomics.
+"""embedding in Triton: sums table rows, LayerNorm and dropout in one pass; the tables' gradients without atomics.
 
-Programs own whole rows, as in layer_norm.py, and use its LayerNorm. The backward computes z again from the tables and
-writes dz once, in float32; then each table's gradient is the sum of dz's rows by id:
+A program owns whole rows, as in layer_norm.py, and uses its LayerNorm. The backward computes z, the sum of table rows,
+again and writes dz once, in float32. Then each table's gradient is the sum of dz's rows by id:
 
     ids       4 4 4 4 | 4 4 7 7 | 7 9 9 9      sorted (stable, so that the order of a sum is fixed), in chunks of CHUNK
     heads               4 4       7            a chunk's first run of equal ids, if it continues the chunk before
-    runs      4 ...         7 ...   9          one program each: its rows in the chunk where it begins, then its heads
+    runs      4 ...         7 ...   9          one program per run adds up its rows in its first chunk, then its heads
 
-So a program adds up at most CHUNK rows and one partial sum a chunk, even if all tokens have the same id, and each row
-of the gradient has one writer; rows without an id keep torch's zeros. Sorting runs on the device, without host
-synchronisation.
+So a program adds up at most CHUNK rows and one partial sum per chunk, even if all tokens have the same id. Each row of
+the gradient is written by one program; rows of ids that do not occur keep the zeros of torch.zeros_like. Sorting runs
+on the device, without host synchronisation.
 Bytes moved: forward the rows and y; backward dy and the rows read, dz written and read once more for each table, the
-gradients, and what layer_norm.py says of partial sums.
+gradients, and partial sums as in layer_norm.py.
 """
 
 import torch
@@ -29,7 +29,7 @@ BY_ID = {80: lambda channels: Config({"CHUNK": 128, "ROWS": 16, "COLUMNS": 256},
 
 @triton.jit
 def _ids(ids, at, inside, rows):
-    """Ids, clamped to the table's rows; -1 outside, and where the table is empty."""
+    """Ids, clamped to the table's rows; -1 outside, or if the table is empty."""
     id = tl.load(ids + at, inside, other=0).to(tl.int64)
     return tl.where(inside, tl.minimum(tl.maximum(id, 0), rows - 1), -1)
 
@@ -54,7 +54,7 @@ def _sum(
 
 
 class _Inputs:
-    """The arguments that decide z and the mask, prepared for the kernels."""
+    """The arguments that determine z and the dropout mask, prepared for the kernels."""
 
     def __init__(self, ids, tables, rng, dropout_p, site):
         self.ids = [None if i is None else i.contiguous() for i in ids]
@@ -164,7 +164,7 @@ def _add_rows(
     dz, ids, order, first, id, column, tokens, channels, rows,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the rows of `id` from place `first` to the end of its chunk, to [ROWS, COLUMNS]; and their number."""
+    """Partial sums [ROWS, COLUMNS] of the rows of `id` from place `first` to its chunk's end, and their number."""
     place = first + tl.arange(0, CHUNK)
     here = (place < tokens) & (place // CHUNK == first // CHUNK)
     count = tl.sum((_ids(ids, place, here, rows) == id).to(tl.int32), 0)

@@ -1,7 +1,7 @@
-"""GELU and its derivative, as csrc/gelu.h has them (its head comment derives the form and the fit).
+"""GELU and its derivative, computed as in csrc/gelu.h, whose head comment derives the form and the fit.
 
-gelu(v) = max(v, 0) - a tail(a) with a = |v|, tail = 1 - Phi or its tanh approximation: nothing cancels for v < 0, both
-infinities give the right limits, and NaN stays NaN.
+gelu(v) = max(v, 0) - a tail(a) with a = |v|, where tail is 1 - Phi or its tanh approximation. In this form nothing
+cancels for v < 0, both infinities give the right limits, and NaN stays NaN.
 """
 
 import triton
@@ -10,13 +10,13 @@ import triton.language as tl
 
 @triton.jit
 def _gaussian(a):
-    """exp(-a^2 / 2); what both roundings of its exponent leave, that of the square and that to base 2, is corrected.
+    """exp(-a^2 / 2), corrected for both rounding errors of the exponent: of the square and of the conversion to base 2.
 
-    tl.exp is exp2 of a rounded product on a GPU: at exp(-72) that alone costs 22 units in the last place.
+    On a GPU, tl.exp is exp2 of a rounded product: at exp(-72) that alone costs 22 units in the last place.
     """
     half = -0.5 * a
     exponent = half * a
-    of_two = exponent * 1.4426950216293335  # log2(e) in float32: too small by 1.33e-8 of it
+    of_two = exponent * 1.4426950216293335  # log2(e) in float32, too small by a relative 1.33e-8
     rest = tl.fma(exponent, 1.3349767e-8, tl.fma(half, a, -exponent))
     rest = tl.fma(tl.fma(exponent, 1.4426950216293335, -of_two), 0.6931471805599453, rest)
     density = tl.exp2(of_two)
@@ -25,7 +25,7 @@ def _gaussian(a):
 
 @triton.jit
 def _tail(a, TANH: tl.constexpr):
-    """tail(a), and -tail'(a), of a in [0, 14.5]."""
+    """tail(a) and -tail'(a) for a in [0, 14.5]."""
     if TANH:
         cubic = 0.044715 * a * a
         w = tl.exp(-1.5957691216057308 * a * (cubic + 1.0))  # 2 sqrt(2 / pi)
@@ -60,13 +60,13 @@ def _magnitude(v):
 
 @triton.jit
 def is_short(x):
-    """Whether x points to numbers of 16 bits."""
+    """Whether the elements that x points to have 16 bits."""
     return x.dtype.element_ty.primitive_bitwidth == 16
 
 
 @triton.jit
 def gelu(v, TANH: tl.constexpr, SHORT: tl.constexpr):
-    """SHORT: the result is going to be rounded to 16 bits."""
+    """SHORT: the result will be rounded to 16 bits."""
     a = _magnitude(v)
     if SHORT and not TANH:
         tail = _short_tail(a)

@@ -1,10 +1,10 @@
 """layer_norm and add_layer_norm in Triton: bias, dropout, residual sum and LayerNorm in one pass.
 
-A program owns whole rows, so statistics never leave its registers. In the backward it loops over a share of the rows,
-keeps the sums of columns (dweight, dbias, dx_bias) in registers and writes them once. Beside those sums, registers have
-no room for a row of more than WIDEST columns: it is read in chunks, once for the means that its gradient needs and
-once, from the cache, for the gradient, and dropout's bits are computed twice. Bytes moved: forward x, residual and y;
-backward dy, x, residual and the gradients; 8 bytes of statistics a row, 12 C of partial sums a program.
+A program owns whole rows, so it computes their statistics in registers. In the backward it loops over a share of the
+rows, keeps the sums of columns (dweight, dbias, dx_bias) in registers and writes them once. Beside those sums, a row of
+more than WIDEST columns does not fit in registers. It is read in chunks twice, for the means that its gradient needs
+and then, from the cache, for the gradient; dropout's bits are computed twice. Bytes moved: forward x, residual and y;
+backward dy, x, residual and the gradients; 8 bytes of statistics per row, 12 C of partial sums per program.
 """
 
 import torch
@@ -19,7 +19,7 @@ from fastbert.triton.common import Config, dropout, launch, pick, row_keep, rows
 def _forward_config(channels: int) -> Config:
     width = max(8, triton.next_power_of_2(channels))
     rows = max(1, min(16, 2048 // width))
-    warps = 4 if width <= 2048 else 8 if width == 4096 else 32  # at 8192 8 or 16 spill, by architecture and dtypes
+    warps = 4 if width <= 2048 else 8 if width == 4096 else 32  # at 8192, 8 or 16 spill for some dtypes, architectures
     return Config({"ROWS": rows, "WIDTH": width}, num_warps=warps)
 
 
@@ -30,10 +30,10 @@ def _backward_config(channels: int, warps: int = 4) -> Config:
 
 
 FORWARD = {80: _forward_config}
-BACKWARD = {80: _backward_config, 100: lambda channels: _backward_config(channels, 8)}  # 4 warps spill there
+BACKWARD = {80: _backward_config, 100: lambda channels: _backward_config(channels, 8)}  # 4 warps spill on sm_100
 WIDE = {80: lambda channels: Config({"ROWS": 1, "WIDTH": 2048}, num_warps=8)}  # backward of rows of more than WIDEST
 WIDEST = 4096  # columns
-PROGRAMS = 2  # a multiprocessor, in the backward
+PROGRAMS = 2  # per multiprocessor, in the backward
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _sum(
     x, residual, x_bias, rng, at, row, column, first, inside, channels, threshold, keep_scale, site,
     RESIDUAL: tl.constexpr, X_BIAS: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """z = dropout(x + x_bias) + residual, zeros outside, and dropout's factors; columns from `first` on."""
+    """z = dropout(x + x_bias) + residual, zeros outside, and the dropout factors, for the columns from `first` on."""
     z = tl.load(x + at, inside, other=0.0).to(tl.float32)
     factor = tl.full((ROWS, WIDTH), 1.0, tl.float32)
     if X_BIAS:
@@ -61,8 +61,8 @@ def _sum(
 
 @triton.jit
 def normalize(z, inside, channels, eps):
-    """z - mean, mean and rstd of rows of float32; inside [ROWS, WIDTH] marks the rows' elements."""
-    # Clamped to the row's extremes, the mean of a constant row is exact. The rounding error of others is corrected.
+    """z - mean, mean and rstd of float32 rows; inside, [ROWS, WIDTH], marks the elements that exist."""
+    # The clamp to the row's extremes makes the mean of a constant row exact. Other means are corrected for rounding.
     least, most = tl.min(tl.where(inside, z, float("inf")), 1), tl.max(tl.where(inside, z, float("-inf")), 1)
     shift = tl.minimum(tl.maximum(tl.sum(z, 1) / channels, least), most)
     z = tl.where(inside, z - shift[:, None], 0.0)
@@ -113,12 +113,12 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor
 
 
 # ---- backward: with n = (z - mean) rstd and g = dy weight, dz = rstd (g - mean(g) - n mean(g n)); dweight and dbias
-# are the sums of dy n and dy over the rows, dx is dz dropped out again and dx_bias its sum
+# are the sums of dy n and dy over the rows, dx is dz with the same dropout, and dx_bias is the sum of dx over the rows
 
 
 @triton.jit
 def normalize_backward(d, z, w, mean, rstd, inside, channels):
-    """n and dz of rows; d is dy, w [WIDTH] the weight."""
+    """n and dz of rows. d: dy. w: the weight, [WIDTH]."""
     z = tl.where(inside, z - mean[:, None], 0.0)
     n = tl.where(inside, (z - (tl.sum(z, 1) / channels)[:, None]) * rstd[:, None], 0.0)  # the saved mean is rounded
     g = d * w[None, :]
@@ -131,7 +131,7 @@ def _means(
     dy, x, residual, weight, mean, rstd, x_bias, rng, row, rows, channels, threshold, keep_scale, site,
     RESIDUAL: tl.constexpr, X_BIAS: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Means over rows of z - mean, g and g n, from one pass over the chunks."""
+    """Each row's means of z - mean, g and g n, from one pass over its chunks."""
     row_mean = tl.load(mean + row, row < rows, other=0.0)
     row_rstd = tl.load(rstd + row, row < rows, other=0.0)
     sum_z = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -175,7 +175,7 @@ def _backward(
                 RESIDUAL, X_BIAS, DROPOUT, ROWS, WIDTH,
             )  # fmt: skip
         for i in tl.static_range(CHUNKS):
-            if CHUNKS > 1:  # loaded chunk by chunk: there are no registers for all of the weight
+            if CHUNKS > 1:  # loaded chunk by chunk: the whole weight does not fit in registers
                 column = i * WIDTH + tl.arange(0, WIDTH)
                 w = tl.load(weight + column, column < channels, other=0.0).to(tl.float32)
             inside = (row < rows)[:, None] & (column < channels)[None, :]
@@ -218,7 +218,7 @@ def add_backward(
     rng: Tensor | None, dropout_p: float, site: int, need_dparams: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = _Inputs(x, residual, x_bias, rng, dropout_p, site)
-    shared = residual is not None and residual.dtype == x.dtype and not inputs.flags["DROPOUT"]  # dx is dresidual
+    shared = residual is not None and residual.dtype == x.dtype and not inputs.flags["DROPOUT"]  # dx equals dresidual
     dx = x.new_empty((0,) if shared else x.shape)
     dresidual = dx if residual is None else residual.new_empty(x.shape)
     config = pick(BACKWARD if inputs.channels <= WIDEST else WIDE, x.device, inputs.channels)
@@ -245,7 +245,7 @@ def backward(
 
 
 class _Inputs:
-    """The arguments that decide z, prepared for the kernels."""
+    """The arguments that determine z, prepared for the kernels."""
 
     def __init__(self, x, residual, x_bias, rng, dropout_p, site):
         self.x, self.channels = x.contiguous(), x.shape[-1]

@@ -1,13 +1,13 @@
 """linear_max in Triton: the largest logit of each sequence for each class, with logits in registers only.
 
 Forward: a program owns a tile of classes of one sequence. It takes the sequence's rows tile by tile, multiplies, and
-moves a running maximum and its row along. Programs of all sequences for one tile of classes are neighbours, so the
-weights come from the L2 cache for all but the first. Bytes moved: the weights and x once (from the cache x is read
-V / CLASSES times), y and rows once.
+updates a running maximum and its row. Programs of all sequences for one tile of classes are neighbours, so the weights
+come from the L2 cache for all but the first. Bytes moved: the weights and x once (from the cache, x is read V / CLASSES
+times), y and rows once.
 
-Backward: dx multiplies a matrix that is never in memory, the gradients of the classes whose maximum is in a row, with
-the weights; steps without a gradient for the tile's rows are left out. dweight gathers a row of x for each gradient
-that is not zero. Sums are in one order, without atomics.
+Backward: dx is a matrix of rows by classes times the weights. The matrix has dy where a class has its maximum in a row,
+and is never in memory; steps in which the tile's rows have no gradient are skipped. dweight gathers a row of x for each
+gradient that is not zero. Sums have a fixed order, without atomics.
 """
 
 import torch
@@ -19,7 +19,7 @@ from fastbert.triton.common import Config, launch, pick, precision
 
 
 def _forward_config(inner: int, kind: str) -> Config:
-    """kind: "half", "tf32" or "ieee", whose products are ordinary arithmetic."""
+    """kind: "half", "tf32" or "ieee" (products in ordinary float32 arithmetic)."""
     if kind == "ieee":
         return Config({"ROWS": 32, "CLASSES": 64, "K": 16}, num_warps=4, num_stages=2)
     return Config({"ROWS": 64, "CLASSES": 128, "K": 64 if kind == "half" else 32}, num_warps=8, num_stages=3)
@@ -88,7 +88,7 @@ def _forward(
         top = tl.max(tl.where(here & ~is_nan, logits, float("-inf")), 0)
         with_nan = tl.max((here & is_nan).to(tl.int32), 0) > 0
         highest = here & tl.where(with_nan[None, :], is_nan, logits == top[None, :])
-        found = tl.min(tl.where(highest, row[:, None], NO_ROW), 0)  # the first of equal ones
+        found = tl.min(tl.where(highest, row[:, None], NO_ROW), 0)  # the first row of equal maxima
         top = tl.where(with_nan, float("nan"), top)
         wins = (place < 0) | ((with_nan | (top > best)) & (best == best))
         best, place = tl.where(wins, top, best), tl.where(wins, found, place)
@@ -122,7 +122,7 @@ def _dx(
     dy, rows, weight, dx, tokens, inner, classes, sequences,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, CLASSES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows, which may belong to several sequences: each gradient is of one row, so those of others are 0."""
+    """dx of a tile of rows, which may belong to several sequences: each element of dy counts for one row only."""
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)

@@ -1,7 +1,8 @@
-"""padding in Triton: rows are copied as integers, so one kernel serves all dtypes of the same size.
+"""padding in Triton: rows are copied as integers, so one kernel serves all dtypes of the same element size.
 
-pack is a gather. unpack is a gather too: it first lists, for each row of the output, its token or -1, so each row is
-written once, whether it is a token or zeros. Bytes moved: the tokens read, the output written, 16 bytes an index.
+pack is a gather. unpack is a gather too: it first stores, for each row of the output, the index of its token or -1, so
+that each row is written once, as a token or as zeros. Bytes moved: the tokens read, the output written, 16 bytes per
+index.
 """
 
 import torch
@@ -24,7 +25,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit(do_not_specialize=["rows", "sources"])
 def _gather(x, source, y, rows, sources, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """y[row] = x[source[row]], zeros where there is no such row."""
+    """y[row] = x[source[row]], or zeros if x has no such row."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]

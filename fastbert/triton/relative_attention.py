@@ -1,16 +1,16 @@
 """relative_attention in Triton: attention whose scores also depend on the distance i - j of query i and key j.
 
-Programs, loops, dropout and uncovered tokens are as in attention.py. What is new is a tile's share of the positions:
-M queries and N keys have M + N - 1 distances, and modulo N those of one row, or of one column, are all different. So
-the queries are multiplied with the tables' rows of 2 N distances, `upper` and `lower`, that begin at the tile's own
-distance (of its first query and first key) and N below it; of each residue modulo N a row of the tile needs one of the
-two, which makes a tile [M, N], query by distance; and rotating row m of it by m puts it in the order of the keys.
-Keys and the tables for keys likewise, by columns. In the backward the same rotations are made the other way round, so
-that dS by distance is one product away from dQ, dK and the tables' gradients. Nothing of this leaves the program: no
-tensor of tokens by distances, or by slots, is in memory, and what is read of a tile's tables is in a cache.
+Programs, loops, dropout and uncovered tokens are as in attention.py. New is how positions enter a tile of scores. Its
+M queries and N keys have M + N - 1 distances, and those of one row, or of one column, are all different modulo N. So
+the queries are multiplied with the table's rows of 2 N distances: `upper`, the N from the tile's own distance (of its
+first query and first key) on, and `lower`, the N below it. For each residue modulo N, a row of the tile needs one of
+the two, which makes one tile [M, N], query by distance. Rotating row m of it by m puts it in the order of the keys.
+The keys are multiplied with their table likewise, by columns. The backward makes the same rotations in reverse, so that
+dS by distance is one product away from dQ, dK and the tables' gradients. All this stays within the program: no tensor
+of tokens by distances, or by slots, is in memory, and the rows of the tables that a tile reads are in a cache.
 
-The tables' gradients have a kernel of their own, without atomics. A program has one diagonal of tiles, all of which
-have the same 2 N distances, of one head in a group of sequences. It keeps the sums of these distances in registers and
+A separate kernel computes the tables' gradients, without atomics. A program takes one diagonal of tiles, which all have
+the same 2 N distances, of one head in a group of sequences. It keeps the sums for these distances in registers and
 writes them once; other kernels add up the groups, and then the distances of each slot, in a fixed order.
 """
 
@@ -39,16 +39,16 @@ from fastbert.triton.attention_tiles import (
 )
 from fastbert.triton.common import Config, architecture, launch
 
-SLOTS = 16  # of a program that adds up the distances of each
+SLOTS = 16  # per program that sums the distances of each slot
 
 
 def _tiles(M: int, N: int, num_warps: int, num_stages: int = 1) -> Config:
-    """N: a power of two that M divides, and that divides 64 or is a multiple of it."""
+    """N: a power of two, a multiple of M, and either a divisor or a multiple of 64."""
     return Config({"M": M, "N": N}, num_warps, num_stages)
 
 
-# Arguments: padded head size, bits of an element, few: as in attention.py. Chosen by compiling; what spills with which
-# version of Triton is in docs/attention.md.
+# Arguments: padded head size, bits per element, few: as in attention.py. Chosen by compiling; docs/attention.md says
+# what spills with which version of Triton.
 def _small(width: int, bits: int, few: bool) -> Config:
     return _tiles(16, 16 if bits == 32 else 32, 8)
 
@@ -84,14 +84,14 @@ _VARYING = [*VARYING, "farthest", "width", "before", "each"]
 
 @triton.jit
 def _slots_of(slots, distance, farthest, width):
-    """The slots of distances, within 0 to width - 1 whatever `slots` holds."""
+    """The slots of distances, clamped to 0 to width - 1 whatever `slots` holds."""
     place = tl.minimum(tl.maximum(distance, -farthest), farthest) + farthest
     return tl.minimum(tl.maximum(tl.load(slots + place), 0), width - 1)
 
 
 @triton.jit
 def _slots_of_tile(slots, apart, farthest, width, N: tl.constexpr):
-    """(upper, lower): the slots of the N distances from `apart` on, and of the N below."""
+    """(upper, lower): the slots of the N distances from `apart` on, and of the N below it."""
     distance = apart + tl.arange(0, N)
     return _slots_of(slots, distance, farthest, width), _slots_of(slots, distance - N, farthest, width)
 
@@ -104,21 +104,21 @@ def _rows_of(table, slot, head, heads, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _distances_to_keys(upper, lower, M: tl.constexpr, N: tl.constexpr):
-    """[M, N] by query and key, of [M, N] each by query and distance."""
+    """[M, N] by query and key, from upper and lower, [M, N] each by query and distance."""
     query, key = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
     return tl.gather(tl.where(key <= query, upper, lower), (query - key) & (N - 1), 1)
 
 
 @triton.jit
 def _distances_to_queries(upper, lower, M: tl.constexpr, N: tl.constexpr):
-    """[M, N] by query and key, of [N, N] each by distance and key."""
+    """[M, N] by query and key, from upper and lower, [N, N] each by distance and key."""
     query, key, distance = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :], tl.arange(0, N)[:, None]
     return tl.gather(tl.where(distance + key < N, upper, lower), (query - key) & (N - 1), 0)
 
 
 @triton.jit
 def _keys_to_distances(ds, M: tl.constexpr, N: tl.constexpr):
-    """(upper, lower): [M, N] each by query and distance, zeros at distances that a query does not have."""
+    """(upper, lower): ds as [M, N] each by query and distance, zeros at distances that a query does not have."""
     query, distance = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
     turned = tl.gather(ds, (query - distance) & (N - 1), 1)
     zero = tl.zeros_like(turned)
@@ -127,7 +127,7 @@ def _keys_to_distances(ds, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _queries_to_distances(ds, M: tl.constexpr, N: tl.constexpr):
-    """(upper, lower): [N, N] each by distance and key, zeros at distances that a key does not have."""
+    """(upper, lower): ds as [N, N] each by distance and key, zeros at distances that a key does not have."""
     distance, key = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
     query = (distance + key) & (N - 1)
     turned = tl.gather(ds, query & (M - 1), 0)
@@ -144,9 +144,9 @@ def _scores(
     q, k, query, key, apart, length, slots, keys, queries, bias, farthest, width, head, heads, scale,
     PRECISION: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """log2(e) times the scores of queries [M] by keys [N] in float32, -inf behind the sequence's end.
+    """log2(e) times the scores of queries [M] by keys [N] in float32; -inf at keys beyond the sequence's end.
 
-    apart: the distance of the first query and the first key.
+    apart: the distance between the tile's first query and first key.
     """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     upper_slot, lower_slot = _slots_of_tile(slots, apart, farthest, width, N)
@@ -283,7 +283,7 @@ def _weights(
         q, k, query, key, top - first, length, slots, keys, queries, bias, farthest, width, head, heads, scale,
         PRECISION, D, WIDTH, M, N,
     )  # fmt: skip
-    s = tl.where((query < length)[:, None], s, float("-inf"))  # where q is zeros, exp2 of the keys' share may overflow
+    s = tl.where((query < length)[:, None], s, float("-inf"))  # where q is 0, exp2 of the keys' part may overflow
     v = load_rows(values, key, length, stride, D, WIDTH, True)
     do = load_rows(douts, query, length, heads * D, D, WIDTH, True)
     dropped, ds = score_gradients(
@@ -379,10 +379,10 @@ def _backward_tables(
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """By distance, the sums over one diagonal of tiles of one head, in `each` sequences.
+    """The sums by distance over one diagonal of tiles of one head, in a group of `each` sequences.
 
-    before: the number of diagonals whose distance is negative. dkeys and dqueries: (groups, diagonals, 2 N, H, D),
-    dbias: (groups, diagonals, 2 N, H), of the distances from apart - N on; None where there is no table.
+    before: the number of diagonals with a negative distance. dkeys and dqueries: (groups, diagonals, 2 N, H, D), dbias:
+    (groups, diagonals, 2 N, H), for the distances from apart - N on; None if there is no such table.
     """
     diagonal, head, group = work_of(tl.program_id(0), tiles, heads)
     apart = (diagonal - before) * M
@@ -419,7 +419,7 @@ def _backward_tables(
                 upper, lower = _queries_to_distances(ds, M, N)
                 queries_upper = tl.dot(upper, k, queries_upper, input_precision=PRECISION)
                 queries_lower = tl.dot(lower, k, queries_lower, input_precision=PRECISION)
-    row = (group * tiles + diagonal).to(tl.int64) * 2 * N  # of `lower`'s first distance
+    row = (group * tiles + diagonal).to(tl.int64) * 2 * N  # that of `lower`'s first distance
     distance = tl.arange(0, N)
     if dkeys is not None:
         at = dkeys + (row * heads + head) * D
@@ -440,7 +440,7 @@ def _by_slot(
     by_distance, slots, table, rows, farthest, width, before, heads, scale, slot_stride, head_stride,
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """One head of a table's gradient, some slots of it: of by_distance, (rows, H, D) in the order of the diagonals."""
+    """Some slots of one head of a table's gradient, from by_distance, (rows, H, D) in the order of the diagonals."""
     slot, head = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS), tl.program_id(1)
     total = tl.zeros((SLOTS, WIDTH), tl.float32)
     for first in range(0, rows, N):
@@ -481,7 +481,7 @@ def backward(
 
 
 def _statistics(call: "_Call", dout: Tensor, out: Tensor, lse: Tensor, dqkv: Tensor) -> list[Tensor]:
-    """delta, shift and inverse; writes zeros to dqkv for tokens that no sequence covers."""
+    """Returns delta, shift and inverse, and writes zeros to dqkv for tokens that no sequence covers."""
     config = call.pick(PREPARE)
     found = [lse.new_empty(lse.shape) for _ in range(3)]
     fill, tiles = triton.cdiv(call.tokens, FILL), call.tiles(config.tiles["M"])
@@ -512,7 +512,7 @@ def _table_gradients(call: "_Call", inputs: tuple) -> list[Tensor]:
 
 
 class _Call(Call):
-    """tables: slots, keys, queries and bias."""
+    """The call of attention.py with tables: slots, keys, queries and bias."""
 
     def __init__(self, qkv, tables, *rest):
         super().__init__(qkv, *rest)
@@ -522,7 +522,7 @@ class _Call(Call):
         self.sizes = *self.sizes, slots.shape[0] // 2, self.slots
 
     def by_slot(self, partials: Tensor | None, table: Tensor | None, before: int, M: int, N: int) -> Tensor:
-        """The gradient of a table, (W, H, D) or (H, W), of (groups, rows, H, D or 1)."""
+        """The gradient of a table, (W, H, D) or (H, W), from partials, (groups, rows, H, D or 1)."""
         if table is None:
             return self.qkv.new_empty(0)
         _, rows, heads, size = partials.shape

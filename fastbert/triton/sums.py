@@ -11,7 +11,7 @@ TABLE = {80: lambda columns: Config({"ROWS": 32, "COLUMNS": 64}, num_warps=4)}
 
 
 def share(rows: int, tile: int, programs: int) -> tuple[int, int]:
-    """(rows a program, programs): at most `programs` programs, of whole tiles each. Depends on the arguments alone."""
+    """(rows per program, number of programs): whole tiles each, at most `programs`. Depends on the arguments alone."""
     each = max(1, triton.cdiv(triton.cdiv(rows, tile), max(1, programs))) * tile
     return each, triton.cdiv(rows, each)
 
@@ -32,7 +32,7 @@ def _add_up(partials, total, count, columns, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def add_up(partials: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:
-    """The sums of partials, (programs, quantities, C) float32, over programs: for each quantity (C,) of its dtype."""
+    """Sums partials, (programs, quantities, C) float32, over the programs: (C,) for each quantity, in its dtype."""
     count, quantities, channels = partials.shape
     total = partials.new_empty((quantities, channels))
     config, columns = pick(TABLE, partials.device, channels), quantities * channels
