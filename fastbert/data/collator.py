@@ -1,7 +1,7 @@
-"""A collator: makes one batch of tokenised examples, packed or padded, and masks it for a masked LM.
+"""A collator that makes one batch of tokenised examples, packed or padded, and masks it for a masked LM.
 
 It runs on the host, where lengths and labels are known, and passes them on (`cu_seqlens`, `max_seqlen`,
-`labelled_rows`), so that models need no synchronisation with a GPU to find them.
+`labelled_rows`), so that models need no host synchronisation to find them.
 """
 
 import zlib
@@ -14,7 +14,7 @@ from torch import Tensor
 from fastbert.data.tokenizer import continuation_prefix, copy_of, special_token_id
 from fastbert.ops.padding import cu_seqlens_of
 
-IGNORED = -100  # label of what no loss counts
+IGNORED = -100  # the label that no loss counts
 _OF_TOKENS = ("input_ids", "token_type_ids", "attention_mask", "special_tokens_mask")
 _LABELS = ("labels", "label", "label_ids")  # names in common data sets
 _OF_SEQUENCES = ("next_sentence_label", "sentence_order_label", "start_positions", "end_positions")
@@ -39,9 +39,9 @@ class PackingCollator:
     position_ids, cu_seqlens, max_seqlen and labelled_rows are omitted.
 
     With mlm_probability it masks tokens for a masked LM, differently each time: it selects that share of the tokens
-    that are not special; of these 80 % become the mask token, 10 % a random token, 10 % stay (Devlin et al., "BERT",
-    2018, 3.1). Its labels replace those of the examples. With whole_words, all tokens of a word are selected together;
-    each is then replaced independently, as in BERT's code.
+    that are not special; of the selected ones 80 % become the mask token, 10 % a random token, 10 % stay (Devlin et
+    al., "BERT", 2018, 3.1). Its labels replace those of the examples. With whole_words, all tokens of a word are
+    selected together; each is then replaced independently, as in BERT's code.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class PackingCollator:
         """tokenizer: from `transformers` or `tokenizers`; supplies mask_token_id, vocab_size, special_ids and
         pad_token_id unless they are given. Only masking and padding need them.
 
-        whole_words: tokens with the same number in word_ids are a word (-1 or None at special tokens); without
-        word_ids, a WordPiece token and the `##` tokens after it. max_tokens, max_length: limits of a batch and of an
-        example in tokens, padding not counted; a call raises ValueError above them. return_position_ids: positions in
-        the sequence from 0, which are not those of RoBERTa, XLM-RoBERTa and CamemBERT. seed: with None, masks come from
-        torch's generator in the process, so they depend on `torch.manual_seed` and on the number of DataLoader workers.
-        With a seed, masks depend only on it, the epoch (`set_epoch`) and the tokens of the batch: they are the same for
-        any number of workers, packed or padded, and after a restart within an epoch.
+        whole_words: tokens with the same number in word_ids form a word (-1 or None at special tokens); without
+        word_ids, a WordPiece token and the `##` tokens after it do. max_tokens, max_length: limits of a batch and of an
+        example in tokens, not counting padding; a call raises ValueError above them. return_position_ids: adds
+        positions in the sequence from 0, which do not fit RoBERTa, XLM-RoBERTa, CamemBERT and MPNet. seed: with None,
+        masks come from the process's torch generator, so they depend on `torch.manual_seed` and on the number of
+        DataLoader workers. With a seed, masks depend only on it, the epoch (`set_epoch`) and the tokens of the batch:
+        they are the same for any number of workers, packed or padded, and after a restart within an epoch.
         Raises ValueError for invalid values.
         """
         self.mlm_probability, self.whole_words, self.seed = mlm_probability, whole_words, seed
@@ -100,11 +100,11 @@ class PackingCollator:
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Gives each epoch other masks, if there is a seed. Call it before the epoch's first batch."""
+        """Selects the epoch: with a seed, each epoch has other masks. Call it before the epoch's first batch."""
         self._epoch.fill_(epoch)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | int]:
-        """The batch. Raises ValueError for examples that are too long or inconsistent."""
+        """Makes the batch. Raises ValueError for examples that are too long or inconsistent."""
         if not examples:
             raise ValueError("PackingCollator: expected at least one example")
         lengths = torch.tensor([len(example["input_ids"]) for example in examples])
@@ -155,7 +155,8 @@ class PackingCollator:
             )
 
     def _masked(self, ids: Tensor, special: Tensor | None, words: Tensor | None, lengths: Tensor) -> dict[str, Tensor]:
-        """Masked input_ids, and labels. One random number for each token, or word, decides what happens to it."""
+        """Masked input_ids, and labels. One random number per token decides whether it is selected and what replaces
+        it. With whole_words, that of a word's first token selects the word, and new ones decide the replacements."""
         generator, p = self._generator(ids), self.mlm_probability
         fate = torch.rand(ids.shape, generator=generator)
         random = torch.randint(self.vocab_size, ids.shape, generator=generator)
@@ -163,7 +164,7 @@ class PackingCollator:
         chosen = fate < p
         if self.whole_words:
             chosen = chosen[self._first_of_word(ids, special, words, lengths)]
-            fate = p * torch.rand(ids.shape, generator=generator)  # for each token of a chosen word
+            fate = p * torch.rand(ids.shape, generator=generator)  # decides what replaces a token of a chosen word
         chosen &= ~special
         replaced = torch.where(fate < 0.8 * p, self.mask_token_id, torch.where(fate < 0.9 * p, random, ids))
         return {"input_ids": torch.where(chosen, replaced, ids), "labels": torch.where(chosen, ids, IGNORED)}
@@ -188,7 +189,7 @@ class PackingCollator:
 
 
 def column_of(name: str, examples: Sequence[Mapping[str, Any]]) -> list | None:
-    """An entry of every example; None if no example has it. Raises ValueError if only some have."""
+    """The entry `name` of every example; None if no example has it. Raises ValueError if only some examples do."""
     has = [name in example for example in examples]
     if not any(has):
         return None
@@ -198,7 +199,7 @@ def column_of(name: str, examples: Sequence[Mapping[str, Any]]) -> list | None:
 
 
 def _numbered(rows: list | None) -> list | None:
-    """word_ids with -1 for the None that tokenizers give special tokens."""
+    """word_ids with -1 in place of None, which tokenizers give to special tokens."""
     if rows is None:
         return None
     return [[-1 if word is None else word for word in row] if isinstance(row, list) else row for row in rows]
@@ -226,7 +227,7 @@ def _stacked(values: list) -> Tensor:
 
 
 def labels_of(examples: Sequence[Mapping[str, Any]]) -> Tensor | list | None:
-    """Labels of examples, stacked; labels of tokens as a list with an entry for each example."""
+    """The labels: one per example, stacked in a tensor; one per token, in a list with an entry for each example."""
     columns = (column_of(name, examples) for name in _LABELS)
     labels = next((column for column in columns if column is not None), None)
     if labels is None:

@@ -1,4 +1,4 @@
-"""Pairs, triplets and larger tuples of texts for contrastive training: columns as anchor, positive, negative."""
+"""Pairs, triplets and larger tuples of texts for contrastive training, in columns (anchor, positive, negative, ...)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -17,14 +17,14 @@ from fastbert.data.tokenizer import strings
 
 
 def read_columns(files: str | Path | Iterable[str | Path]) -> dict[str, list[Any]]:
-    """The columns of JSON lines, CSV or Parquet: {"anchor": [...], "positive": [...]}, of several files one after the
-    other.
+    """Reads the columns of JSON lines, CSV or Parquet: {"anchor": [...], "positive": [...]}; of several files, one file
+    after the other.
 
-    x.parquet is read with the package `pyarrow`, x.csv and x.tsv by the names of their first line, any other file as
-    JSON lines, one object a line with the same names in all, blank lines skipped; x.jsonl.gz is decompressed. For
-    columns that are text files, one text a line: {"anchor": list(read_texts(file)), ...}. Raises FileNotFoundError;
-    ValueError with the file for a damaged one, with the line or the row (from 1) for what is no such object, and with
-    the column too for a value that is null.
+    x.parquet is read with the package `pyarrow`. In x.csv and x.tsv the first line names the columns. Any other file is
+    read as JSON lines: one object a line, all with the same names; blank lines are skipped; x.jsonl.gz is decompressed.
+    If each column is a text file with one text a line: {"anchor": list(read_texts(file)), ...}. Raises
+    FileNotFoundError; ValueError that names a damaged file, the line or row (from 1) if it is not an object with the
+    same names as the others, and also the column if a value is null.
     """
     columns: dict[str, list[Any]] = {}
     for path in [files] if isinstance(files, (str, Path)) else files:
@@ -44,10 +44,10 @@ def _shown(row: Any) -> str:
 
 
 class ContrastiveDataset(TokenizedDataset):
-    """Tuples of texts that belong together, with scores or without.
+    """Tuples of texts that belong together, with or without scores.
 
-    Examples: input_ids, the tokens of all texts of a tuple; column_lengths, how many each has; labels, the scores. A
-    length, for TokenBudgetSampler, is that of the whole tuple.
+    Examples: input_ids, the tokens of all texts of a tuple; column_lengths, the number of tokens of each text; labels,
+    the scores. `lengths`, which TokenBudgetSampler reads, counts the tokens of the whole tuple.
     """
 
     def __init__(
@@ -60,14 +60,15 @@ class ContrastiveDataset(TokenizedDataset):
         max_length: int | Mapping[str, int] = 512,
         truncation: bool = True,
     ) -> None:
-        """columns: the anchors first, their positives, then hard negatives, under any names. scores: for each tuple a
-        number or a list of them, as the loss wants them. prompts: by column, what is put before each of its texts.
+        """columns: the anchors first, then their positives, then hard negatives, under any names. scores: for each
+        tuple a number or a list of numbers, as the loss expects. prompts: by column, a text to put before its texts.
 
-        max_length: of each text with its prompt and special tokens, or by column. truncation: True cuts there, and
-        warns once a column with the count; False raises ValueError. Raises ValueError for columns of unequal length, a
-        text without tokens (or, with a prompt, of nothing but white space), fewer than two columns, a prompt for no
-        column, max_length of other columns, and scores that are not finite or of unequal length; TypeError for columns
-        without names, and texts that are not strings.
+        max_length: the limit of a text with its prompt and special tokens; one number, or one by column. truncation:
+        True cuts there, and warns once per column with the count; False raises ValueError. Raises ValueError for
+        columns of unequal length, a text without tokens (or, with a prompt, with nothing but white space), fewer than
+        two columns, a prompt or max_length for an unknown column, a column without max_length where it is given by
+        column, and scores that are not finite or of unequal length; TypeError for columns that are not a mapping, and
+        texts that are not strings.
         """
         owner, prompts = "ContrastiveDataset", dict(prompts or {})
         check_truncation(owner, truncation, True, False)
@@ -108,8 +109,8 @@ def _prompted(owner: str, name: str, texts: list[str], prompt: str | None) -> li
 
 
 def _by_tuple(columns: list[np.ndarray], lengths: np.ndarray) -> np.ndarray:
-    """From the tokens of each column to those of each tuple, column after column, one tuple after the other."""
-    ends = lengths.T.ravel().cumsum().reshape(lengths.T.shape).T  # of each text among all columns' tokens
+    """Reorders the tokens from column after column to tuple after tuple; within a tuple, columns keep their order."""
+    ends = lengths.T.ravel().cumsum().reshape(lengths.T.shape).T  # where each text ends in the concatenated columns
     counts = lengths.ravel()
     shifts = (ends - lengths).ravel() - (counts.cumsum() - counts)
     return np.concatenate(columns)[np.repeat(shifts, counts) + np.arange(counts.sum())]
@@ -131,13 +132,13 @@ def _score_array(owner: str, scores: Sequence[Any]) -> np.ndarray:
 class ContrastiveCollator:
     """Packs tuples of a ContrastiveDataset into one batch of texts: no padding, and no sorting by length.
 
-    The batch holds input_ids (T,), cu_seqlens and max_seqlen as PackingCollator makes them, of all anchors, then all
-    positives, and so on; columns, an int, how many texts a tuple has; keys, (columns, B) int64, hashes of the texts'
-    tokens, the same for equal ones; and labels, (B,) or (B, k) float32, the scores.
+    The batch holds input_ids (T,), cu_seqlens and max_seqlen as PackingCollator makes them, with all anchors first,
+    then all positives, and so on; columns, an int, the number of texts in a tuple; keys, (columns, B) int64, hashes of
+    the texts' tokens, so that equal texts have equal keys; and labels, (B,) or (B, k) float32, the scores.
     """
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | int]:
-        """Raises ValueError for tuples of unequal size, and for examples of another data set."""
+        """Makes the batch. Raises ValueError for tuples of unequal size, and for examples of another data set."""
         lengths = column_of("column_lengths", examples)
         if lengths is None or len({len(row) for row in lengths}) > 1:
             sizes = None if lengths is None else sorted({len(row) for row in lengths})
@@ -150,6 +151,6 @@ class ContrastiveCollator:
 
 
 def _key(tokens: Tensor) -> int:
-    """64 bits: that two of 10⁵ different texts get the same has a probability of 3 in 10¹⁰."""
+    """A 64-bit hash. The probability that any two of 10⁵ different texts get the same hash is 3 in 10¹⁰."""
     digest = blake2b(tokens.to(torch.int64).numpy().tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -4,7 +4,7 @@ A directory holds
 
 - tokens.npy: (T,) uint16, or uint32 for large vocabularies: the ids of all texts, without special tokens
 - ends.npy: (N,) int64: where each text ends
-- words.npy: (T,) bool: where a word begins; omitted for WordPiece, where `##` shows it
+- words.npy: (T,) bool: where a word begins; omitted for WordPiece, whose `##` prefix shows it
 - tokens.json: the special tokens before and after a text, and the numbers T and N
 - tokenizer.json, tokenizer_config.json: the tokenizer that was used (`get_tokenizer` reads the directory)
 """
@@ -34,10 +34,10 @@ from fastbert.files import write_text
 
 
 def read_texts(files: str | Path | Iterable[str | Path]) -> Iterator[str]:
-    """The lines of UTF-8 files without line ends, read as they are needed: one text a line. x.gz is decompressed.
+    """Yields the lines of UTF-8 files, one text a line, without line ends. x.gz is decompressed.
 
-    Raises FileNotFoundError, and ValueError with file and byte for text that is not UTF-8, with the file for a damaged
-    .gz. Bytes are counted after decompression.
+    Files are read lazily. Raises FileNotFoundError, and ValueError that names the file and byte of text that is not
+    UTF-8, or the damaged .gz file. Bytes are counted after decompression.
     """
     for path in [files] if isinstance(files, (str, Path)) else files:
         with gzip.open(path) if str(path).lower().endswith(".gz") else open(path, "rb") as file:
@@ -62,7 +62,7 @@ def _whole(path: str | Path, file: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class _Column:
-    """A .npy file written as a stream. NumPy pads its header, so the final length fits in when it is known."""
+    """A .npy file written as a stream. NumPy pads its header, so there is room for the length, written at the end."""
 
     def __init__(self, path: Path, dtype: type) -> None:
         self.dtype, self.count = np.dtype(dtype), 0
@@ -99,10 +99,10 @@ def write_tokens(texts: Path | Iterable[str | Path], tokenizer: Any, directory: 
     """Tokenises a corpus into a directory for `TokenFile`, in one pass with little memory.
 
     texts: a string is a text, a Path is a UTF-8 file with one text a line. Texts without tokens (empty lines) are
-    skipped, and one warning counts them. A text is tokenised at once: pass paragraphs rather than books. directory: a
-    new one; it is written to a temporary directory beside it whose name ends in ".part", and renamed when complete.
-    Raises FileExistsError, FileNotFoundError, ValueError for a file that is not UTF-8 or if there is no text, and
-    TypeError.
+    skipped, and one warning counts them. A text is tokenised in one piece: pass paragraphs rather than books.
+    directory: must not exist; it is written within a temporary directory beside it, whose name ends in ".part", and
+    moved into place when complete. Raises FileExistsError, FileNotFoundError, ValueError for a file that is not UTF-8
+    or if no text has tokens, and TypeError for texts of another type.
     """
     directory, tokenizer = Path(directory), copy_of(tokenizer)
     if directory.exists():
@@ -166,11 +166,11 @@ def _starts(word_ids: list[int | None]) -> np.ndarray:
 
 
 class TokenFile(Dataset):
-    """A corpus of `write_tokens` as examples for a masked LM; long texts are split.
+    """A corpus written by `write_tokens`, as examples for a masked LM; long texts are split.
 
-    Examples: input_ids with special tokens, at most max_length, and word_ids unless the tokenizer is a WordPiece, as in
-    MLMDataset. Opening reads three small headers; the first use computes where examples begin, 8 bytes a text. Pickling
-    stores only the directory's name, so every worker maps the files itself.
+    Examples, as in MLMDataset: input_ids, at most max_length with the special tokens, and word_ids unless the tokenizer
+    is a WordPiece. Opening reads tokens.json and the arrays' headers; the first use computes where examples begin, 8
+    bytes a text. Pickling stores only the directory's name and max_length, so every worker maps the files itself.
     """
 
     def __init__(self, directory: str | Path, max_length: int = 512) -> None:
@@ -214,7 +214,7 @@ class TokenFile(Dataset):
 
     @property
     def tokenizer(self) -> Any:
-        """The `tokenizers.Tokenizer` that made it."""
+        """The `tokenizers.Tokenizer` that the corpus was written with."""
         return get_tokenizer(self.directory)
 
     @cached_property
@@ -224,7 +224,7 @@ class TokenFile(Dataset):
 
     @cached_property
     def _parts(self) -> np.ndarray:
-        """(N,): how many examples the first 1, 2, ... texts make."""
+        """(N,): the number of examples in the first 1, 2, ... texts."""
         return (-(-np.diff(self._ends, prepend=0) // self._room)).cumsum()
 
     @property

@@ -46,12 +46,12 @@ class MLMDataset(TokenizedDataset):
         truncation: bool | str = "split",
         whole_words: bool = False,
     ) -> None:
-        """tokenizer: of `tokenizers`, or one of `transformers` that is based on it.
+        """tokenizer: from `tokenizers`, or one from `transformers` that is based on it.
 
         truncation: "split" makes several examples of a long text, True cuts it at max_length and warns once with the
         count, False raises ValueError. whole_words: keeps word_ids, for PackingCollator(whole_words=True). Texts
         without tokens (empty lines) are skipped, and one warning counts them.
-        Raises ValueError, and TypeError for texts that are not strings.
+        Raises ValueError for invalid values or if no text has tokens, and TypeError for texts that are not strings.
         """
         check_truncation("MLMDataset", truncation, "split", True, False)
         columns, lengths = encode(
@@ -70,8 +70,8 @@ class MLMDataset(TokenizedDataset):
 class NSPDataset(TokenizedDataset):
     """Pairs of texts for next-sentence prediction (Devlin et al., "BERT", 2018, 3.1).
 
-    Any two consecutive texts of a document give an example: with probability 1/2 the two of them, with label 0;
-    otherwise the first with a text drawn uniformly from the other documents, with label 1. Pairs are drawn once, in the
+    Any two consecutive texts of a document make an example: with probability 1/2 these two, with label 0; otherwise the
+    first one and a text drawn uniformly from the other documents, with label 1. Pairs are drawn once, in the
     constructor. Examples: input_ids, token_type_ids and the label.
     """
 
@@ -114,7 +114,7 @@ class NSPDataset(TokenizedDataset):
 
 
 def _names(counts: np.ndarray) -> Callable[[int], str]:
-    """A function from a text's number, counted through all documents, to its name in error messages."""
+    """Returns a function from a text's number, counted through all documents, to its name in error messages."""
     starts = counts.cumsum() - counts
 
     def name(text: int) -> str:
@@ -132,7 +132,10 @@ def _check_texts(owner: str, texts: list[str], names: Callable[[int], str], toke
 
 
 def _next_or_random(counts: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The first text, second text and label of each pair. counts: texts of each document; texts count through all."""
+    """The first text, second text and label of each pair, texts numbered through all documents.
+
+    counts: the number of texts in each document.
+    """
     document = np.repeat(np.arange(len(counts)), counts)
     first = np.flatnonzero(document[:-1] == document[1:])
     count = counts[document[first]]  # texts in the same document, which must not be drawn
@@ -163,8 +166,8 @@ class ClassificationDataset(TokenizedDataset):
         truncation: bool = True,
         num_labels: int | None = None,
     ) -> None:
-        """labels: for each text a class (an int, -100 for none), a float (regression), or a number for each class (a
-        text may have several); None for texts to predict. pairs: the second text of each example.
+        """labels: for each text a class (an int; -100 means no label), a float (regression), or a number for each class
+        (a text may have several classes); None for prediction. pairs: the second text of each example.
 
         num_labels: if given, classes must be below it; 1 means regression. truncation: True cuts at max_length, the
         longer text of a pair first, and warns once with the count; False raises ValueError.
@@ -244,7 +247,7 @@ def align_labels(word_ids: Sequence[int | None], labels: Sequence[int]) -> list[
 class TokenClassificationDataset(TokenizedDataset):
     """Lists of words with a label for each word. Examples: input_ids, word_ids, labels (of tokens: `align_labels`).
 
-    Predictions at the tokens whose label is not -100 are those of the words, in order.
+    Predictions at the tokens whose label is not -100 are the predictions for the words, in order.
     """
 
     def __init__(
@@ -257,7 +260,7 @@ class TokenClassificationDataset(TokenizedDataset):
         truncation: bool = True,
         num_labels: int | None = None,
     ) -> None:
-        """labels: a class for each word, -100 for none; None for words to predict. num_labels: if given, classes must
+        """labels: a class for each word (-100 means no label); None for prediction. num_labels: if given, classes must
         be below it. A byte-level BPE sees a space before each word (add_prefix_space), as `transformers` requires.
 
         truncation: True cuts at max_length and warns once with the count, False raises ValueError. Labels of words
@@ -308,7 +311,7 @@ def _word_labels(
 
 
 def _with_spaces(tokenizer: Any) -> Any:
-    """A copy that sees a space before each word, if it is a byte-level BPE."""
+    """A copy of the tokenizer; if it is a byte-level BPE, the copy sees a space before each word."""
     from tokenizers import pre_tokenizers
 
     tokenizer = copy_of(tokenizer)
@@ -344,8 +347,8 @@ class QADataset(TokenizedDataset):
         max_length: int = 384,
         stride: int = 128,
     ) -> None:
-        """answers: in SQuAD's form, {"text": [...], "answer_start": [...]}, of which the first is used; empty lists or
-        None for an unanswerable question. answers=None: questions to be answered.
+        """answers: in SQuAD's form, {"text": [...], "answer_start": [...]}, of which the first answer is used; empty
+        lists or None for an unanswerable question. answers=None: for prediction, without positions.
 
         Raises ValueError for a text without tokens, an answer that is not in its context at answer_start, and a
         question that leaves no room for more than `stride` tokens of context; TypeError for texts that are not strings.
@@ -381,7 +384,7 @@ class QADataset(TokenizedDataset):
         return (int(context[first]), int(context[last])) if first <= last else (0, 0)
 
     def answer(self, index: int, start: int, end: int) -> str:
-        """The context from token `start` to token `end` of window `index`; "" if these are not in the context."""
+        """The context from token `start` through token `end` of window `index`; "" if these are not in the context."""
         offsets = self.rows("offsets", index)
         if not 0 <= start <= end < len(offsets) or min(offsets[start, 0], offsets[end, 0]) < 0:
             return ""
@@ -389,7 +392,10 @@ class QADataset(TokenizedDataset):
 
 
 def _span(index: int, answer: Mapping[str, Any] | None, context: str) -> tuple[int, int]:
-    """Where the first answer begins and ends, (-1, -1) without one. Raises ValueError if the context lacks it."""
+    """Where the first answer begins and ends in the context's characters; (-1, -1) if there is no answer.
+
+    Raises ValueError if the context does not have the answer there.
+    """
     if answer is None:
         return -1, -1
     if not isinstance(answer, Mapping) or not {"text", "answer_start"} <= answer.keys():
@@ -410,7 +416,7 @@ def _span(index: int, answer: Mapping[str, Any] | None, context: str) -> tuple[i
 
 
 def _check_room(questions: list[str], tokenizer: Any, max_length: int, stride: int) -> None:
-    """Raises ValueError unless each question leaves room for more than `stride` tokens: windows must advance."""
+    """Raises ValueError unless each question leaves more than `stride` tokens for the context: windows must advance."""
     if stride < 0:
         raise ValueError(f"QADataset: stride is {stride}; expected 0 or more")
     special = tokenizer.num_special_tokens_to_add(True)

@@ -1,4 +1,4 @@
-"""Tokenises texts into flat arrays, the basis of all data sets, and counts what is cut and what is empty."""
+"""Tokenises texts into flat arrays, which the data sets hold, and counts the texts that are cut or empty."""
 
 import hashlib
 import json
@@ -31,8 +31,8 @@ COLUMNS: dict[str, Callable[[Any], np.ndarray]] = {
 class TokenizedDataset(Dataset):
     """Tokenised examples: dicts of int64 tensors (an entry for each token) and of numbers (labels of the example).
 
-    Stored in flat arrays of at most 4 bytes an entry, which workers share. lengths: (N,) int64, in tokens. vocabulary:
-    a hash of the tokenizer's, which a loader keeps in its state.
+    Tokens are stored in flat arrays of at most 4 bytes an entry, which workers share. lengths: (N,) int64, in tokens.
+    vocabulary: a hash of the tokenizer's vocabulary, which a loader keeps in its state.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TokenizedDataset(Dataset):
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
-    """16 hexadecimal digits that differ where a token has another id. tokenizer: as `copy_of` takes it."""
+    """16 hexadecimal digits, which change if any token has another id. tokenizer: as `copy_of` takes it."""
     vocabulary = getattr(tokenizer, "backend_tokenizer", tokenizer).get_vocab()
     return hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -84,8 +84,9 @@ def encode(
     """Tokenises texts, pairs of texts or lists of words: columns (total,) by name, and lengths (N,).
 
     truncation: True cuts at max_length, the longer text of a pair first, and warns once with the count; "split" makes
-    several examples of a long text; False raises ValueError. where(i, side): what error messages call the first (0) or
-    second (1) text of input i. A text without tokens raises ValueError or, with skip_empty, is counted in a warning.
+    several examples of a long text; False raises ValueError. where(i, side): the name in error messages of the first
+    (0) or second (1) text of input i. A text without tokens raises ValueError or, with skip_empty, is skipped and
+    counted in a warning.
     """
     tokenizer = copy_of(tokenizer)
     _check_max_length(owner, max_length, tokenizer.num_special_tokens_to_add(pairs), pairs)
@@ -129,21 +130,21 @@ def _check_max_length(owner: str, max_length: int, special: int, pairs: bool) ->
 
 
 def encodings(tokenizer: Any, inputs: Iterable[Any], words: bool = False, special: bool = True) -> Iterator[Any]:
-    """Encodings of texts, pairs of texts or lists of words. special: with special tokens."""
+    """Yields encodings of texts, pairs of texts or lists of words. special: whether to add special tokens."""
     for batch in _batched(inputs):
         yield from tokenizer.encode_batch(batch, is_pretokenized=words, add_special_tokens=special)
 
 
 class TooLong(ValueError):
-    """A text has more tokens than it may have, and was not to be cut."""
+    """A text has more tokens than allowed, and texts are not to be cut."""
 
 
 def cut_encodings(
     tokenizer: Any, inputs: Iterable[Any], max_length: int, truncation: bool = True
 ) -> Iterator[tuple[Any, slice | np.ndarray]]:
-    """Encodings of texts or pairs, each with the tokens to keep. Warns in the end how many texts were cut.
+    """Yields encodings of texts or pairs, each with the tokens to keep. At the end, warns how many texts were cut.
 
-    truncation: False raises TooLong instead.
+    truncation: False raises TooLong instead of cutting.
     """
     seen = cut = 0
     for encoding in encodings(tokenizer, inputs):
@@ -157,7 +158,7 @@ def cut_encodings(
 
 
 def _batched(inputs: Iterable[Any]) -> Iterator[list[Any]]:
-    """Lists of at most 1000 inputs, fewer if they are long, because an Encoding takes a lot of memory."""
+    """Yields lists of at most 1000 inputs, fewer if they are long, because an Encoding takes a lot of memory."""
     batch, characters = [], 0
     for one in inputs:
         batch.append(one)
@@ -170,13 +171,13 @@ def _batched(inputs: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def empty_side(encoding: Any, pairs: bool) -> int | None:
-    """Which of one or two texts has no token, 0 or 1; None if all have tokens."""
+    """The first text, 0 or 1, that has no token; None if every text has tokens."""
     sides = set(encoding.sequence_ids)
     return next((side for side in range(1 + pairs) if side not in sides), None)
 
 
 def pieces(encoding: Any, limit: int, split: bool) -> list[slice | np.ndarray]:
-    """The tokens of each example: all, those left after a cut, or those of each part of the text."""
+    """Which tokens each example made of an encoding gets: all, those left after a cut, or one part of the text each."""
     if len(encoding) <= limit:
         return [slice(None)]
     sequences = _numbers(encoding.sequence_ids)
@@ -192,9 +193,10 @@ def _parts(sequences: np.ndarray, limit: int) -> list[np.ndarray]:
 
 
 def _cut(sequences: np.ndarray, limit: int) -> np.ndarray:
-    """The special tokens and what is left of one or two texts, the longer of which is cut first.
+    """The special tokens and the tokens left of one or two texts, the longer of which is cut first.
 
-    Equals `tokenizers`' "longest_first", which for two long texts also builds all pairs of their parts: too slow.
+    Equivalent to `tokenizers`' "longest_first", which is too slow: for two long texts it also builds all pairs of their
+    parts.
     """
     first, second = (int((sequences == side).sum()) for side in (0, 1))
     room = limit - int((sequences < 0).sum())

@@ -1,4 +1,4 @@
-"""Filters of a corpus: functions from a text to whether it is kept. They remember hashes of texts at most."""
+"""Filters of a corpus: functions that say whether to keep a text. At most, they remember hashes of texts."""
 
 import math
 import unicodedata
@@ -10,14 +10,14 @@ from fastbert.data.tokenizer import text_of
 from fastbert.require import require
 
 Filter = Callable[[str], bool]
-_SHINGLE, _PERMUTATIONS = 7, 128  # characters; values of a signature
+_SHINGLE, _PERMUTATIONS = 7, 128  # characters in a shingle; values in a MinHash signature
 
 
 class Filtered:
-    """The texts that pass all filters, read as they are needed, once.
+    """The texts that pass all filters, read lazily. They can be iterated over once.
 
-    read: how many texts there were so far. left_out: how many each filter left out, by its `__name__`. `str()` says
-    both in a line. A filter is asked only about texts that passed the filters before it, so put the quick ones first.
+    read: the number of texts read so far. left_out: the number that each filter left out, by its `__name__`. `str()`
+    gives both in a line. A filter sees only texts that passed the filters before it, so put the quick ones first.
     """
 
     def __init__(self, texts: Iterable[str], *filters: Filter) -> None:
@@ -29,7 +29,7 @@ class Filtered:
         self.left_out = Counter({name: 0 for name, _ in self.filters})
 
     def __iter__(self) -> Iterator[str]:
-        """Raises ValueError the second time: filters remember the texts of the first."""
+        """Raises ValueError the second time, because filters remember the texts of the first iteration."""
         if self._begun:
             raise ValueError("Filtered: its texts were read before; expected new filters for each reading")
         self._begun = True
@@ -48,16 +48,20 @@ class Filtered:
 
 
 def by_length(least: int = 1, most: float = math.inf) -> Filter:
-    """Keeps texts of least to most characters, spaces around them not counted. Raises ValueError if least > most."""
+    """Keeps texts of least to most characters, not counting white space around them.
+
+    Raises ValueError unless 0 <= least <= most.
+    """
     if not 0 <= least <= most:
         raise ValueError(f"by_length: least is {least}, most is {most}; expected 0 <= least <= most")
     return _named("by_length", lambda text: least <= len(text.strip()) <= most)
 
 
 def by_letters(least: float = 0.5) -> Filter:
-    """Keeps texts of whose characters, spaces not counted, at least this share are letters, and marks on them.
+    """Keeps texts in which at least this share of the characters, not counting white space, are letters or marks on
+    letters.
 
-    Tables, code and rows of numbers have few. Raises ValueError unless 0 <= least <= 1.
+    Tables, code and rows of numbers have few letters. Raises ValueError unless 0 <= least <= 1.
     """
     if not 0 <= least <= 1:
         raise ValueError(f"by_letters: least is {least}; expected a share, 0 to 1")
@@ -70,9 +74,9 @@ def by_letters(least: float = 0.5) -> Filter:
 
 
 def no_duplicates() -> Filter:
-    """Keeps the first of equal texts. It remembers a hash of 64 bits, about 80 bytes a text in a set.
+    """Keeps the first of equal texts. It remembers a 64-bit hash of each, about 80 bytes a text in a set.
 
-    That two different ones of 10⁹ texts are taken for equal has a probability of 3 %.
+    The probability that any two different texts of 10⁹ are taken for equal is 3 %.
     """
     seen: set[int] = set()
     return _named("no_duplicates", lambda text: _add(seen, [_hash(text.encode())]))
@@ -81,10 +85,10 @@ def no_duplicates() -> Filter:
 def no_near_duplicates(threshold: float = 0.8) -> Filter:
     """Keeps the first of texts that are nearly equal, by MinHash (Broder, 1997), with the package `datasketch`.
 
-    Similarity is the Jaccard index of the sets of 7 consecutive characters, case and spacing aside. Near the threshold
-    chance decides: at 0.8, 1 % of those similar by 0.6 to one that was kept are left out, 40 % by 0.8, 93 % by 0.9. It
-    remembers hashes of parts of a signature, about 1 kB a text. Raises ValueError unless 0 < threshold <= 0.98,
-    ModuleNotFoundError without `datasketch`.
+    Similarity is the Jaccard index of the texts' sets of 7-character substrings, ignoring case and spacing. Near the
+    threshold chance decides: with a threshold of 0.8, it leaves out 1 % of the texts whose similarity to a kept text is
+    0.6, 40 % at a similarity of 0.8, 93 % at 0.9. The filter remembers hashes of parts of each signature, about 1 kB a
+    text. Raises ValueError unless 0 < threshold <= 0.98, ModuleNotFoundError without `datasketch`.
     """
     if not 0 < threshold <= 0.98:
         raise ValueError(f"no_near_duplicates: threshold is {threshold}; expected a number above 0, at most 0.98")

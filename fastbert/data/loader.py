@@ -31,7 +31,10 @@ class BatchLoader(DataLoader):
         self._batch = 0  # how many batches of the epoch have been handed out
 
     def set_epoch(self, epoch: int) -> None:
-        """Gives each epoch its order and masks. Call it before the first batch; a loaded state's epoch continues."""
+        """Selects the epoch, which decides the order and the masks. Call it before the epoch's first batch.
+
+        If a loaded state is of this epoch, it continues where the state was saved.
+        """
         if epoch != self.batch_sampler.epoch:
             self._go_to(epoch, 0)
 
@@ -44,7 +47,7 @@ class BatchLoader(DataLoader):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         sampler = self.batch_sampler
         self._batch = sampler.start
-        batches = super().__iter__()  # workers begin
+        batches = super().__iter__()  # starts the workers and the sampler, which reads `start`
         sampler.start = 0
         return self._counted(batches, self._batch)
 
@@ -55,7 +58,7 @@ class BatchLoader(DataLoader):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, how many batches it has yielded, and what batches depend on. The same on all ranks."""
+        """The epoch, how many of its batches were yielded, and all that batches depend on. The same on all ranks."""
         return {"epoch": self.batch_sampler.epoch, "batch": self._batch, **self._identity()}
 
     def _identity(self) -> dict[str, Any]:
@@ -63,9 +66,10 @@ class BatchLoader(DataLoader):
         return {**self.batch_sampler.identity(), **more}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration yields the rest of the saved epoch, which may be empty; later ones yield whole epochs.
+        """Continues from a state: the next iteration yields the rest of its epoch, which may be empty.
 
-        Raises ValueError and changes nothing if the state is from other data, another vocabulary or other batches.
+        Later iterations yield whole epochs. Raises ValueError and changes nothing if the state is from other data,
+        another vocabulary or other batches.
         """
         ours = self._identity()
         other = [name for name, value in ours.items() if name not in state or state[name] != value]
@@ -81,7 +85,7 @@ class BatchLoader(DataLoader):
 
 
 def _vocabulary(dataset: Any) -> str | None:
-    """The hash of a data set's vocabulary, or of the first that torch's ConcatDataset, Subset and the like hold."""
+    """The hash of a data set's vocabulary. For torch's ConcatDataset, Subset and the like, the first hash inside."""
     if dataset is None or hasattr(dataset, "vocabulary"):
         return getattr(dataset, "vocabulary", None)
     inner = getattr(dataset, "datasets", [getattr(dataset, "dataset", None)])
@@ -101,13 +105,13 @@ def create_dataloader(
     world_size: int | None = None,
     **options: Any,
 ) -> BatchLoader:
-    """A loader of batches of batch_size examples, or of at most max_tokens tokens.
+    """Creates a loader of batches of batch_size examples, or of at most max_tokens tokens.
 
-    drop_last: leaves out the last batch if it has fewer than batch_size examples. shuffle: into another order in each
-    epoch (`set_epoch`), determined by seed. rank, world_size: this process among those that share the data; None asks
-    torch.distributed, or means a single process (pass 0 and 1 if something else, such as `accelerate`, distributes the
-    batches). All ranks get equally many batches, for which some may be halved. options: for DataLoader (num_workers,
-    pin_memory, ...).
+    drop_last: leaves out the last batch if it has fewer than batch_size examples. shuffle: each epoch (`set_epoch`) has
+    another order, determined by seed. rank, world_size: this process's number and the number of processes that share
+    the data; None takes them from torch.distributed, or means a single process (pass 0 and 1 if something else, such as
+    `accelerate`, distributes the batches). All ranks get equally many batches; some batches may be halved for that.
+    options: for DataLoader (num_workers, pin_memory, ...).
     Raises ValueError unless exactly one of batch_size and max_tokens is given, for drop_last with max_tokens, and as
     the samplers do.
     """
@@ -158,7 +162,7 @@ def create_mlm_dataloader(
 ) -> BatchLoader:
     """Batches of texts for a masked LM: MLMDataset, PackingCollator and create_dataloader in one call.
 
-    seed: for the order and the masks. options: shuffle, rank, world_size, and DataLoader's. Raises as these do.
+    seed: for the order and the masks. options: shuffle, rank, world_size, and DataLoader's. Raises as the three do.
     """
     dataset = MLMDataset(texts, tokenizer, max_length=max_length, truncation=truncation, whole_words=whole_words)
     collator = PackingCollator(
@@ -184,7 +188,7 @@ def create_classification_dataloader(
 ) -> BatchLoader:
     """Batches of labelled texts: ClassificationDataset, PackingCollator and create_dataloader in one call.
 
-    options: shuffle, rank, world_size, and DataLoader's. Raises as these do.
+    options: shuffle, rank, world_size, and DataLoader's. Raises as the three do.
     """
     dataset = ClassificationDataset(
         texts, labels, tokenizer, pairs=pairs, max_length=max_length, truncation=truncation, num_labels=num_labels

@@ -1,4 +1,4 @@
-"""Rows of files, read as they are needed: lines of text, JSON lines, CSV and TSV, Parquet."""
+"""Rows of files, read lazily: lines of text, JSON lines, CSV and TSV, Parquet."""
 
 import csv
 import json
@@ -12,11 +12,11 @@ from fastbert.require import require
 
 
 def texts_of_file(path: str | Path, column: str = "text") -> Iterator[str]:
-    """The texts of a file: x.jsonl and x.ndjson, x.csv and x.tsv, x.parquet (with `pyarrow`), else its lines.
+    """Yields the texts of a file: x.jsonl and x.ndjson, x.csv and x.tsv, x.parquet (with `pyarrow`), else its lines.
 
-    column: of all but lines. All but Parquet may be x.gz. Blank lines of text are texts, those of JSON are skipped.
-    Raises FileNotFoundError; ValueError with file and place for what is damaged, no UTF-8, has no such column, or holds
-    something else than text there.
+    column: the name of the texts' column; lines of text have none. All but Parquet may be compressed (x.gz). Blank
+    lines of a text file are texts; those of JSON lines are skipped. Raises FileNotFoundError; ValueError with file and
+    place if the file is damaged or not UTF-8, lacks the column, or holds something other than text in it.
     """
     reader = reader_of(path)
     if reader is None:
@@ -34,7 +34,7 @@ def texts_of_file(path: str | Path, column: str = "text") -> Iterator[str]:
 
 
 def json_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """("line 1", its value), ... Blank lines are skipped."""
+    """Yields ("line 1", its value), ... Blank lines are skipped."""
     for number, line in enumerate(read_texts(path), 1):
         if line.strip():
             try:
@@ -45,9 +45,11 @@ def json_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
 
 
 def csv_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("row 1", by the names of the first line), ... Quoted fields may hold line ends. Tabs separate those of x.tsv."""
+    """Yields ("row 1", its values by the names of the first line), ... Quoted fields may hold line ends.
+
+    In x.tsv, tabs separate the fields."""
     separator = "\t" if str(path).lower().removesuffix(".gz").endswith(".tsv") else ","
-    csv.field_size_limit(2**31 - 1)  # texts are longer than 128 KiB at times
+    csv.field_size_limit(2**31 - 1)  # some texts are longer than the default, 128 KiB
     lines = (line + "\n" for line in read_texts(path))
     try:
         for number, row in enumerate(csv.DictReader(lines, delimiter=separator, strict=True), 1):
@@ -60,7 +62,7 @@ def csv_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def parquet_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("row 1", its values by column), ... columns: of those that are there, None for all."""
+    """Yields ("row 1", its values by column), ... columns: which to read, if the file has them; None for all."""
     arrow = require("pyarrow", "pyarrow")
     number = 0
     try:
@@ -85,7 +87,7 @@ READERS = {
 
 
 def reader_of(path: str | Path) -> Callable[[str | Path], Iterator[tuple[str, Any]]] | None:
-    """What reads the rows of a file, by its name, x.gz by the name before; None for all that is not in READERS.
+    """The function that reads the rows of a file, by its name's ending; None for endings that are not in READERS.
 
-    Capital letters are as small ones."""
+    Upper and lower case are the same. For x.gz, the ending before .gz counts."""
     return READERS.get(Path(str(path).lower().removesuffix(".gz")).suffix)

@@ -1,7 +1,8 @@
 """Samplers for `DataLoader(batch_sampler=...)`: which examples form a batch, and which process gets it.
 
 Batches depend only on seed and epoch, so all processes and any number of workers see the same ones. Ranks take batches
-in turn; every example is in one batch of one rank (but for drop_last), and all ranks have equally many batches.
+in turn. Every example is in one batch of one rank, except those that drop_last leaves out. All ranks have equally many
+batches.
 """
 
 import bisect
@@ -14,7 +15,7 @@ from torch.utils.data import Sampler
 
 
 class _BatchSampler(Sampler[list[int]]):
-    """Order, ranks and the first batch. A subclass's `_fill` returns where batches end, for a given order."""
+    """Handles the order, the ranks and the first batch. A subclass's `_fill` returns where batches end in an order."""
 
     def __init__(self, count: int, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
         if not 0 <= rank < world_size:
@@ -25,7 +26,7 @@ class _BatchSampler(Sampler[list[int]]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Gives each epoch its order. Call it before the first batch, as transformers.Trainer does."""
+        """Selects the epoch, which decides the order. Call it before the first batch, as transformers.Trainer does."""
         self.epoch = epoch
         generator = torch.Generator().manual_seed(self.seed + epoch)
         self._order = torch.randperm(self.count, generator=generator) if self.shuffle else torch.arange(self.count)
@@ -57,13 +58,13 @@ class _BatchSampler(Sampler[list[int]]):
         return len(self._ends) // self.world_size
 
     def identity(self) -> dict[str, Any]:
-        """What batches depend on besides the epoch."""
+        """All that batches depend on besides the epoch."""
         values = {"examples": self.count, "shuffle": self.shuffle, "seed": self.seed, "world_size": self.world_size}
         return {"sampler": type(self).__name__, **values}
 
 
 class BatchSizeSampler(_BatchSampler):
-    """Batches of batch_size examples, the last one smaller; in order, or shuffled in each epoch."""
+    """Batches of batch_size examples, in order or shuffled in each epoch. The last batch may be smaller."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class BatchSizeSampler(_BatchSampler):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """count: how many examples there are. drop_last: leaves out the last batch if it is smaller, in each epoch.
+        """count: the number of examples. drop_last: leaves out the last batch of each epoch if it is smaller.
         Raises ValueError for invalid numbers, and if batches cannot be split evenly among the ranks."""
         if batch_size < 1:
             raise ValueError(f"BatchSizeSampler: batch_size is {batch_size}; expected at least 1")
@@ -107,7 +108,7 @@ class TokenBudgetSampler(_BatchSampler):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """lengths: of every example in tokens. Raises ValueError for an example longer than max_tokens, and if batches
+        """lengths: tokens in each example. Raises ValueError for an example longer than max_tokens, and if batches
         cannot be split evenly among the ranks."""
         self.lengths, self.max_tokens = torch.as_tensor(lengths, dtype=torch.int64), max_tokens
         wrong = ((self.lengths > max_tokens) | (self.lengths < 0)).nonzero().flatten()

@@ -1,8 +1,8 @@
 """Tokenizers of the library `tokenizers`, read from a checkpoint or trained, and saved for `transformers` to read.
 
 Three kinds, with the special tokens and templates of their families: WordPiece as in BERT (`[CLS] a [SEP] b [SEP]`,
-token types 0 and 1), byte-level BPE as in RoBERTa (`<s> a </s></s> b </s>`, all 0), and, to read alone, SentencePiece's
-unigrams as in DeBERTa-v3 (BERT's template).
+token types 0 and 1), byte-level BPE as in RoBERTa (`<s> a </s></s> b </s>`, all 0), and SentencePiece's unigrams as in
+DeBERTa-v3 (BERT's template), which can be read but not trained.
 """
 
 import json
@@ -17,7 +17,7 @@ from fastbert.files import write_text
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
-# By transformers' names for them, in the order of their ids.
+# Special tokens by the names that transformers has for them, in the order of their ids.
 SPECIAL_TOKENS = {
     "wordpiece": {
         "pad_token": "[PAD]",
@@ -37,13 +37,13 @@ SPECIAL_TOKENS = {
 
 SPECIAL_TOKENS["unigram"] = SPECIAL_TOKENS["wordpiece"]
 
-# Values of `tokenizer_class` that may go with vocabulary files; with or without "Fast".
+# Values of `tokenizer_class`, with or without "Fast", that fit each kind of vocabulary file.
 _CLASSES = {
     "wordpiece": ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer"),
     "byte-level-bpe": ("RobertaTokenizer",),
     "unigram": ("DebertaV2Tokenizer",),
 }
-_TRAINED = ("wordpiece", "byte-level-bpe")  # by `train_tokenizer`
+_TRAINED = ("wordpiece", "byte-level-bpe")  # kinds that `train_tokenizer` can train
 _GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")  # allowed with any vocabulary
 
 
@@ -51,14 +51,14 @@ _GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")  # allowed with any voca
 
 
 def get_tokenizer(source: str | Path | Iterable[str | Path]) -> "Tokenizer":
-    """A `tokenizers.Tokenizer` from a Hugging Face directory, from files of one, or by a model's name on the hub.
+    """Reads a `tokenizers.Tokenizer` from a Hugging Face directory, from files of one, or by a model's name on the hub.
 
-    source: a directory, a name (`fastbert.hub`), a file, or several files. It is made from the first that exists of
+    source: a directory, a name (`fastbert.hub`), a file, or several files. The first that exists of these is read:
     tokenizer.json (without its truncation and padding), vocab.txt (WordPiece), vocab.json with merges.txt (byte-level
-    BPE), and spm.model (SentencePiece's unigrams, as DeBERTa-v3 has them; the extra `sentencepiece`). All but the first
+    BPE), and spm.model (SentencePiece's unigrams, as in DeBERTa-v3; needs the extra `sentencepiece`). All but the first
     follow tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars; add_prefix_space, trim_offsets;
-    split_by_punct; special and added tokens), with the defaults of `transformers`. A file's name may have a prefix
-    (`bert-base-uncased-vocab.txt`). Texts are normalised as spm.model says, which transformers 5 does not do.
+    split_by_punct; special and added tokens), with the defaults of `transformers`. Names of given files may have a
+    prefix (`bert-base-uncased-vocab.txt`). Texts are normalised as spm.model says, which transformers 5 does not do.
     Raises FileNotFoundError; ImportError without SentencePiece; ValueError for a damaged file, a missing special token,
     and a tokenizer_class that splits texts differently (BertJapaneseTokenizer).
     """
@@ -82,7 +82,7 @@ def get_tokenizer(source: str | Path | Iterable[str | Path]) -> "Tokenizer":
 
 
 class _Files:
-    """The files of a directory by name, or single files by the end of their names."""
+    """Finds files: in a directory by their names, among single files by the ends of their names."""
 
     def __init__(self, source: str | Path | Iterable[str | Path]) -> None:
         if isinstance(source, (str, Path)):
@@ -103,7 +103,7 @@ class _Files:
         return next(found, None)
 
     def config(self) -> dict[str, Any]:
-        """tokenizer_config.json, completed from older files."""
+        """tokenizer_config.json, with fields that it lacks taken from older files and from config.json."""
         of_model = {"tokenizer_class": self._json("config.json").get("tokenizer_class")}
         values = self._json("special_tokens_map.json") | self._json("tokenizer_config.json")
         added = {index: {"content": token} for token, index in self._json("added_tokens.json").items()}
@@ -150,7 +150,7 @@ def _from_merges(path: Path, merges: Path, config: dict[str, Any]) -> "Tokenizer
 
 
 def _from_sentencepiece(path: Path, config: dict[str, Any]) -> "Tokenizer":
-    """[MASK], which such a file has not, comes behind its pieces."""
+    """Makes a tokenizer of SentencePiece's unigrams. [MASK], which is not in such a file, comes after its pieces."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     spm = _sentencepiece_model(path)
@@ -185,7 +185,7 @@ def _sentencepiece_model(path: Path) -> Any:
 
 
 def _check_class(path: Path, kind: str, config: dict[str, Any]) -> None:
-    """Raises ValueError for another tokenizer's files, which may have the same names."""
+    """Raises ValueError for the files of another tokenizer class, which may have the same names."""
     given = config.get("tokenizer_class")
     if given and given.removesuffix("Fast") not in (*_CLASSES[kind], *_GENERIC):
         expected = ", ".join(_CLASSES[kind])
@@ -207,7 +207,8 @@ def _added_token(given: str | dict[str, Any], role: str = "", kind: str = "") ->
 
 
 def _add_tokens(tokenizer: "Tokenizer", path: Path, special: dict[str, "AddedToken"], config: dict[str, Any]) -> None:
-    """Adds the added tokens, which must get their ids, and then the special tokens, which must be known."""
+    """Adds the configuration's added tokens, which must get the ids given there, then the special tokens, which must
+    be in the vocabulary by then."""
     for index, fields in sorted(config["added_tokens_decoder"].items(), key=lambda item: int(item[0])):
         token = _added_token(fields)
         tokenizer.add_tokens([token])
@@ -287,8 +288,8 @@ def train_tokenizer(
 
     texts: strings, read once (`read_texts` reads files). kind: "wordpiece" or "byte-level-bpe". vocab_size: includes
     the special tokens; a small corpus gives fewer. lowercase: None means yes for WordPiece, no for BPE. min_frequency:
-    how often two pieces must occur side by side to be merged. A model for it has
-    `BertConfig(vocab_size=tokenizer.get_vocab_size(), pad_token_id=tokenizer.token_to_id("[PAD]"))`, or "<pad>".
+    how often two pieces must occur side by side to be merged. A model for the tokenizer needs
+    `BertConfig(vocab_size=tokenizer.get_vocab_size(), pad_token_id=tokenizer.token_to_id("[PAD]"))`; "<pad>" for BPE.
     Raises ValueError for an unknown kind, no text, and a vocab_size smaller than the alphabet; TypeError for texts that
     are not strings.
     """
@@ -317,9 +318,9 @@ def train_tokenizer(
 def _trained_wordpiece(
     texts: Iterable[str], lowercase: bool, special: dict[str, "AddedToken"], limits: dict[str, Any]
 ) -> "Tokenizer":
-    """The library gives ids to characters within words ("##a") in the random order of a hash table, and ids decide
-    which of two equally frequent pairs is merged first. So words are counted first, and these characters are given
-    their ids, as special tokens of the training alone."""
+    """Trains a WordPiece, deterministically. The library gives ids to characters within words ("##a") in the random
+    order of a hash table, and ids decide which of two equally frequent pairs is merged first. So words are counted
+    first, and then these characters get fixed ids, as special tokens during the training only."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     unknown, words = special["unk_token"].content, _word_counts(texts, lowercase)
@@ -334,7 +335,8 @@ def _trained_wordpiece(
 
 
 def _word_counts(texts: Iterable[str], lowercase: bool) -> dict[str, int]:
-    """How often each word occurs, as a trainer remembers it that has hardly trained."""
+    """How often each word occurs, read from the state of a trainer that counts words and, with vocab_size=1, hardly
+    trains."""
     from tokenizers import models, trainers
 
     counter = trainers.WordPieceTrainer(vocab_size=1, show_progress=False)
@@ -343,7 +345,7 @@ def _word_counts(texts: Iterable[str], lowercase: bool) -> dict[str, int]:
 
 
 def _repeated(words: dict[str, int], most: int = 10_000) -> Iterator[str]:
-    """Texts in which each word occurs as often as it was counted."""
+    """Yields texts in which each word occurs as often as it was counted."""
     for word, count in words.items():
         for start in range(0, count, most):
             yield f"{word} " * min(most, count - start)
@@ -376,8 +378,8 @@ class Counted:
 def save_tokenizer(tokenizer: Any, directory: str | Path, max_length: int | None = None) -> None:
     """Writes tokenizer.json and tokenizer_config.json, for `get_tokenizer` and `transformers.AutoTokenizer`.
 
-    directory: created if missing; may be a model's. max_length: where transformers cuts texts; None takes that of a
-    tokenizer of transformers or else of the model in that directory.
+    directory: created if missing; may be a model's. max_length: the length to which transformers cuts texts; None takes
+    it from the tokenizer, if it is one of transformers, or else from the model in that directory.
     """
     directory, backend = Path(directory), copy_of(tokenizer)
     tokens = {
@@ -409,7 +411,7 @@ def _model_max_length(tokenizer: Any, directory: Path) -> int | None:
 def copy_of(tokenizer: Any) -> "Tokenizer":
     """A copy as a `tokenizers.Tokenizer`, without truncation and padding.
 
-    tokenizer: of `tokenizers`, or one of `transformers` that is based on it. Raises TypeError for others.
+    tokenizer: from `tokenizers`, or one from `transformers` that is based on it. Raises TypeError for others.
     """
     from tokenizers import Tokenizer
 
@@ -429,7 +431,7 @@ def special_token(tokenizer: Any, role: str) -> str | None:
 
 
 def special_token_id(tokenizer: Any, role: str) -> int | None:
-    """The id of the special token for a role, in a tokenizer of `tokenizers` or `transformers`, or None."""
+    """The id of the special token for a role, in a tokenizer from `tokenizers` or `transformers`, or None."""
     if not hasattr(tokenizer, "token_to_id"):
         return getattr(tokenizer, f"{role}_id", None)
     token = special_token(tokenizer, role)

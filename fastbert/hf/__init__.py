@@ -22,17 +22,17 @@ def accelerate(model: nn.Module, *, skip_logits: bool = False) -> Report:
     """Makes a live `transformers` model run on fastbert's kernels, with padding removed once for the whole stack.
 
     model: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ALBERT, DeBERTa-v2 (v3 too) or MPNet, with any
-    head, or a module that contains some (of peft, sentence-transformers, one's own). It keeps its class, configuration,
-    parameters and outputs; `docs/accelerate.md` says what differs. What the packed path cannot do runs the original
-    computation, with one warning for each reason. Returns a live report; for a model that is accelerated already, the
-    one it has.
+    head, or a module that contains such models (from peft, sentence-transformers or your own code). It keeps its class,
+    configuration, parameters and outputs; `docs/accelerate.md` says what differs. Forwards that cannot be packed run
+    the original computation, with one warning for each reason. Returns a live report; for a model that is accelerated
+    already, its existing report.
 
     skip_logits: masked-LM heads in training with labels run on the labelled tokens alone, and their outputs have a loss
-    and no logits. Without it outputs are the original's in every field.
+    and no logits. Without it, outputs have all fields of the original's.
 
-    Raises TypeError for what is no module of transformers' models, RuntimeError for transformers below 5.0, and
-    ValueError for a model without a supported family or on the meta device, and for skip_logits without a masked-LM
-    head. The model is then unchanged.
+    Raises TypeError for an object that is no nn.Module or contains no transformers model, RuntimeError for transformers
+    below 5.0, and ValueError for a model without a supported family or on the meta device, and for skip_logits without
+    a masked-LM head. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fastbert.accelerate: given a {type(model).__name__}; expected a transformers model")
@@ -53,7 +53,7 @@ def accelerate(model: nn.Module, *, skip_logits: bool = False) -> Report:
 
 
 def restore(model: nn.Module) -> None:
-    """Undoes `accelerate`: every `forward` is again what it was. Raises ValueError for a model not accelerated."""
+    """Undoes `accelerate`: puts every original `forward` back. Raises ValueError if the model is not accelerated."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fastbert.restore: given a {type(model).__name__}; expected a transformers model")
     found = [
@@ -114,7 +114,7 @@ def _unsupported(model: nn.Module) -> str:
 
 
 def _left_out(model: nn.Module, bases: dict[str, nn.Module]) -> dict[str, str]:
-    """transformers' models of other families within the model: neither around a base model nor a part of one."""
+    """Models of other families in the model, with the reason: those that neither hold nor belong to a base model."""
     from transformers import PreTrainedModel
 
     return {
@@ -133,7 +133,7 @@ def _replace(model: nn.Module, name: str, base: nn.Module, report: Report) -> No
     family = FAMILIES[key]
     layers = list(dict.fromkeys(family.layers_in_order(base)))
     head = _around(model, name)
-    # Whatever is not known to read all tokens alike may read the first.
+    # Any head that is not known to read all tokens alike may read the first token.
     first_token = head is not None and not type(head).__name__.endswith(forwards.TOKEN_HEADS)
     forwards.ModelForward(base, key, report, first_token).install()
     forwards.EmbeddingsForward(base.embeddings, key, report).install()
@@ -148,5 +148,5 @@ def _replace(model: nn.Module, name: str, base: nn.Module, report: Report) -> No
 
 
 def _around(model: nn.Module, name: str) -> nn.Module | None:
-    """The module that holds a base model, where that is not the model itself."""
+    """The module that holds a base model; None if the base model is the model itself."""
     return model.get_submodule(name.rpartition(".")[0]) if name else None

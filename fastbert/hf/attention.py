@@ -1,8 +1,8 @@
-"""Our attention behind `transformers`' attention interface: the gentler alternative to `accelerate`.
+"""Our attention behind `transformers`' attention interface: an alternative to `accelerate` that changes less.
 
-transformers builds a mask once a forward and hands it to every layer's attention. Ours is a `Packing`: where the
-tokens are is found out once, and each attention packs and unpacks by it. What is no encoder's self-attention with a
-key-padding mask runs transformers' SDPA attention.
+transformers builds a mask once per forward and passes it to every layer's attention. Our mask is a `Packing`: the
+places of the tokens are found once, and each attention packs and unpacks with them. Everything except an encoder's
+self-attention with a key-padding mask runs transformers' SDPA attention.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastbert import ops, padding, random
 
-NAME = "fastbert"  # a name with "flash" in it sends sentence-transformers to its own loader
+NAME = "fastbert"  # without "flash": sentence-transformers has a loader of its own for such names
 
 
 def register() -> str:
@@ -20,12 +20,12 @@ def register() -> str:
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)  # without a mask of its own, an attention gets none at all
+    AttentionMaskInterface.register(NAME, mask)  # without a mask function, transformers passes no mask at all
     return NAME
 
 
 def mask(*args: Any, **kwargs: Any) -> Any:
-    """transformers' mask function: a Packing for bidirectional masks, else SDPA's mask."""
+    """The mask function for transformers: returns a Packing for bidirectional masks, else SDPA's mask."""
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
     visible = kwargs.get("attention_mask")
@@ -46,7 +46,8 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention function: (B, H, S, D) each to (B, S, H, D), and the weights if they are asked for."""
+    """The attention function for transformers: query, key and value (B, H, S, D) to the output, (B, S, H, D), and the
+    attention weights if `output_attentions` asks for them."""
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     packing = attention_mask
     if packing is None and not causal:

@@ -1,13 +1,13 @@
 """The forwards that replace those of an accelerated `transformers` model.
 
-transformers' own code goes on running: the base model calls its embeddings, its encoder and its pooler, the encoder
-calls `layer(...)`. The replacements change what passes between them. The base model's packs the batch, once; the
+transformers' own code keeps running: the base model calls its embeddings, its encoder and its pooler, the encoder calls
+`layer(...)`. The replacements change the tensors that pass between them. The base model's packs the batch, once; the
 embeddings' and the layers' compute on packed tokens, (1, T, C) between modules; the encoder's unpacks the last hidden
 state, once. A forward that cannot be packed raises `Fallback` before anything is computed, and the original runs.
 
-A replacement is an object in its module's `__dict__`, holding the module, so it is copied and pickled with it. (A
-closure would go on computing the original's weights in a copy; a bound method is not restored by torch.load.) The only
-tensors in it are `Kept`, which is empty in a copy.
+A replacement is an object in its module's `__dict__` that holds the module, so it is copied and pickled with it. (In a
+copied model, a closure would still compute with the original's weights; torch.load does not restore a bound method.)
+Its only tensors are in its `Kept`, which is empty in a copy.
 """
 
 import functools
@@ -32,7 +32,7 @@ from fastbert.layer import EmbeddingParts, Kept, LayerParts
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "fastbert")
 TENSORS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 SETTINGS = ("use_cache", "return_dict", "output_hidden_states", "output_attentions", "num_items_in_batch")
-# What transformers' attention functions read of keywords that no model's forward names.
+# Keywords that transformers' attention functions read, although no model's forward names them.
 READ_BY_ATTENTION = frozenset(
     "dropout scaling softmax_scale is_causal position_bias sliding_window softcap s_aux cache block_table k_cache "
     "v_cache cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k query_length position_ids target_dtype "
@@ -40,18 +40,19 @@ READ_BY_ATTENTION = frozenset(
 )
 
 MASKED_LM = ("ForMaskedLM", "BertForPreTraining", "AlbertForPreTraining")
-# Heads whose loss is over all positions, padding included.
+# Heads whose loss is computed over all positions, padding included.
 ALL_POSITIONS = (*MASKED_LM, "ForQuestionAnswering", "ForTokenClassification")
-# Heads over base models without a pooler that read every token alike. Any other module around one may read the first.
+# Heads that treat every token alike, over base models without a pooler. Other modules around one may read the first.
 TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "ElectraForPreTraining")
 
 
 class Report:
     """What `accelerate` did to a model, and what its forwards have done since.
 
-    replaced, not_replaced: module names, with what they are and with the reason. packed: forwards that ran on packed
-    tokens. fallbacks: forwards that ran the original computation, by reason. Compiled forwards are not counted: a
-    compiled graph would be compiled again for every number. skip_logits: as `accelerate` was asked.
+    replaced: what was replaced, by module name. not_replaced: the reason, by module name. packed: the number of
+    forwards on packed tokens. fallbacks: the number of forwards that ran the original computation, by reason. Compiled
+    forwards are not counted, because torch.compile would recompile for every count. skip_logits: as given to
+    `accelerate`.
     """
 
     def __init__(self) -> None:
@@ -85,8 +86,8 @@ class Report:
 class Call:
     """One packed forward: where its tokens are, its dropout key, its layers, and how they exchange tensors.
 
-    Layers get it as the keyword `fastbert` that transformers' code hands down; the embeddings, which get no keywords
-    from it, find it in `_active`.
+    Layers get it as the keyword `fastbert`, which transformers' code passes down; the embeddings and the encoders of
+    DeBERTa and MPNet, which get no keywords, find it in `_active`.
     """
 
     def __init__(
@@ -100,30 +101,30 @@ class Call:
         watched: bool,
         kept: Kept,
     ) -> None:
-        """parts: by the id of the embeddings or the layer. kept: of the base model. padded: layers exchange (B, S, C),
-        for whoever looks at what passes. watched: somebody may look at what passes, or has to be called between
-        layers."""
+        """parts: by id() of the embeddings or the layer. kept: the base model's. padded: layers exchange (B, S, C),
+        because hooks on layers or output_hidden_states read it. watched: something reads the tensors between layers, or
+        has to be called there."""
         self.packing, self.key, self.parts, self.padded, self.attentions = packing, key, parts, padded, attentions
         self.layers, self.watched, self.kept = layers, watched, kept
-        self.ahead: Tensor | None = None  # (1, T, C), what the last layer gives, where the first one has computed all
+        self.ahead: Tensor | None = None  # (1, T, C), the last layer's output, if the first layer has computed all
         self.distances: layer.Distances | None = None
-        self.weights: dict[int, Tensor] = {}  # by turn, where no hook of transformers records them
+        self.weights: dict[int, Tensor] = {}  # attention weights by turn, if no hook of transformers records them
         self._turns: dict[int, list[int]] = {}
         for turn, each in enumerate(layers):
             self._turns.setdefault(id(each), []).append(turn)
         self._runs: Counter[int] = Counter()
 
     def turn(self, module: nn.Module) -> int:
-        """Which of the forward's layers this run is: of a shared layer the next one, of any other always the same.
+        """Which of the forward's layers this run is: for a shared layer the next one, for any other always the same.
 
-        So a layer that gradient checkpointing runs again drops the same elements again.
+        So a layer that gradient checkpointing recomputes drops the same elements again.
         """
         turns, run = self._turns[id(module)], self._runs[id(module)]
         self._runs[id(module)] += 1
         return turns[run % len(turns)]
 
     def look_ahead(self, hidden: Tensor) -> None:
-        """All layers at once, if that can be: then each hands on what they give."""
+        """Computes all layers at once, if that is possible: then every layer just returns their output."""
         if self.watched:
             self.kept.part()
         else:
@@ -141,10 +142,10 @@ class Call:
 
 
 class _Active(threading.local):
-    def __init__(self) -> None:  # in each thread: torch.compile trips over attributes that come later
+    def __init__(self) -> None:  # runs in each thread: torch.compile fails on attributes that are added later
         self.call: Call | None = None
-        self.obstacle: str | None = None  # why its head cannot do with zeros at padding
-        self.rows: Tensor | None = None  # of the flattened batch, the ones that its head reads; None: all
+        self.obstacle: str | None = None  # the reason why the head cannot take zeros at padding
+        self.rows: Tensor | None = None  # which rows of the flattened batch the head reads; None: all
 
 
 _active = _Active()
@@ -161,22 +162,23 @@ def _calling(call: Call | None) -> Iterator[None]:
 
 # ---- the replacements
 
-# What torch.export, typing.get_type_hints and debuggers read of a function.
+# Attributes of a function that torch.export, typing.get_type_hints and debuggers read.
 OF_A_FUNCTION = frozenset(
     "__annotations__ __closure__ __code__ __defaults__ __globals__ __kwdefaults__ __name__ __qualname__".split()
 )
 
 
 class Replacement:
-    """Callable in place of `module.forward`, and to all who look at it that function. Without a `Call` the original.
+    """Is called in place of `module.forward`, and looks like that function to `inspect` and the like.
 
-    Subclasses have `run`, which takes the arguments of the original.
+    Subclasses define `run`, which takes the arguments of the original. Inside the base model, without a `Call`, it runs
+    the original.
     """
 
     def __init__(self, module: nn.Module, key: str, report: Report) -> None:
         self.module, self.key, self.report = module, key, report
         own = vars(module).get("forward")
-        # transformers 5.0 leaves the class's own forward, bound, in modules whose outputs it has recorded
+        # transformers 5.0 leaves the class's forward as a bound method in modules whose outputs it has recorded
         self.before = None if getattr(own, "__func__", None) is type(module).forward else own
         self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]
         self.kept = Kept()
@@ -194,7 +196,7 @@ class Replacement:
 
     @property
     def __wrapped__(self) -> Callable:
-        """The original forward, as inspect and functools look for it."""
+        """The original forward, under the name by which inspect and functools look for it."""
         return self.before or MethodType(type(self.module).forward, self.module)
 
     @property
@@ -217,7 +219,7 @@ class Replacement:
         self.module.forward = self
 
     def remove(self) -> None:
-        """Puts back what was there, unless someone has wrapped the replacement: then it stays, and is the original."""
+        """Puts the original back. If the replacement has been wrapped since, it stays there and runs the original."""
         if _unbound(vars(self.module).get("forward")) is self:
             del self.module.forward
             if self.before is not None:
@@ -225,7 +227,7 @@ class Replacement:
 
 
 def of(module: nn.Module) -> Replacement | None:
-    """The replacement of a module, also one that others have wrapped with functools.wraps."""
+    """The replacement of a module, also if it has been wrapped with functools.wraps; None if there is none."""
     forward = _unbound(vars(module).get("forward"))
     while forward is not None and not isinstance(forward, Replacement):
         forward = _unbound(getattr(forward, "__wrapped__", None))
@@ -248,7 +250,7 @@ def _checked(module: nn.Module) -> Replacement:
 
 
 class ModelForward(Replacement):
-    """The base model: decides, packs, and has the original run on the packed batch as one sequence of T tokens."""
+    """The base model: decides whether to pack, packs, and runs the original on one sequence of all T tokens."""
 
     def __init__(self, module: nn.Module, key: str, report: Report, first_token: bool) -> None:
         super().__init__(module, key, report)
@@ -262,7 +264,7 @@ class ModelForward(Replacement):
             call, packed = self._prepare(inputs)
         except Fallback as reason:
             self._forget()
-            self.report.fell_back(reason.args[0])  # torch.compile of torch 2.11 has no str() of an exception
+            self.report.fell_back(reason.args[0])  # torch.compile in torch 2.11 cannot trace str() of an exception
             with _calling(None):
                 return _selected(self.original(*args, **kwargs))
         with _calling(call):
@@ -271,13 +273,13 @@ class ModelForward(Replacement):
         return _selected(output)
 
     def _forget(self) -> None:
-        """What packed forwards have read, whose memory nobody needs where the originals run."""
+        """Frees what packed forwards have kept: the originals do not need it."""
         if not torch.compiler.is_compiling():
             for each in filter(None, map(of, self.module.modules())):
                 each.kept.clear()
 
     def _prepare(self, inputs: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
-        """The call, and what to hand to the original. Raises Fallback."""
+        """The call, and the arguments for the original. Raises Fallback."""
         self._check_use(inputs)
         shape, device = self._check_tensors(inputs)
         layers = self.family.layers_in_order(self.module)
@@ -293,13 +295,13 @@ class ModelForward(Replacement):
         packed = {name: None if x is None else call.pack(x) for name, x in tensors.items()}
         if packed["position_ids"] is None:
             packed["position_ids"] = packing.positions()[None]
-        # transformers hands a 4-D mask on as it is, unread; what the tokens may see is in the call.
+        # A placeholder: transformers passes a 4-D mask on without reading it. The real mask is in the call's packing.
         unread = packing.cu_seqlens[None, None, None]
         return call, inputs | packed | {"attention_mask": unread}
 
     def _has_calls_between(self, layers: list[nn.Module]) -> bool:
-        """Whether something needs each layer to be called: hooks, whoever wrapped its forward or compiled it, gradient
-        checkpointing, an encoder that runs its layers itself. Of shared layers, the same of their groups."""
+        """Whether something needs each layer to be called: hooks, a forward that has been wrapped or compiled, gradient
+        checkpointing, or an encoder that runs its layers itself. The same holds for the groups of shared layers."""
         if self.family.relative is not None:
             return True
         containers = self.family.containers(self.module)
@@ -333,13 +335,13 @@ class ModelForward(Replacement):
             raise Fallback("hooks are registered for all modules")
 
     def _may_have(self, name: str) -> bool:
-        """Whether packed tokens serve this argument, or transformers ignores it: then it is handed on, unread."""
+        """Whether packed forwards support this argument, or transformers ignores it, so that it can be passed on."""
         if name in TENSORS or name in SETTINGS or name == "attention_mask":
             return True
         return name not in self.names and name not in READ_BY_ATTENTION
 
     def _check_tensors(self, inputs: dict[str, Any]) -> tuple[torch.Size, torch.device]:
-        """(B, S) and the device. What is wrong with the tensors the original says best."""
+        """(B, S) and the device. Raises Fallback for wrong tensors, because the original reports the error best."""
         ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
         given = ids if embeds is None else embeds
         if (ids is None) == (embeds is None) or not isinstance(given, Tensor):
@@ -358,7 +360,7 @@ class ModelForward(Replacement):
         return shape, given.device
 
     def _check_modules(self, layers: list[nn.Module]) -> tuple[dict[int, EmbeddingParts | LayerParts], bool]:
-        """The parts of the embeddings and of each layer, and whether anything drops."""
+        """The parts of the embeddings and of each layer, and whether any of them applies dropout. Raises Fallback."""
         for module in self.family.containers(self.module):
             supported.check_own(module, supported.FRAMEWORKS)
         projection = self.family.projected(self.module)
@@ -399,7 +401,7 @@ class ModelForward(Replacement):
         return self.module.config._attn_implementation
 
     def _positions(self, inputs: dict[str, Any], shape: torch.Size) -> Tensor | None:
-        """(B, S), None for the columns."""
+        """Position ids, (B, S); None means the column of each token."""
         given, ids = inputs.get("position_ids"), inputs.get("input_ids")
         if given is not None or not self.family.padding_positions:
             return None if given is None else given.expand(shape)
@@ -410,14 +412,17 @@ class ModelForward(Replacement):
         return token.cumsum(1) * token + before
 
     def _wants(self, name: str, inputs: dict[str, Any]) -> Any:
-        """As transformers decides what to record; in models whose encoders do it themselves None is no answer."""
+        """Whether to record an output, decided as transformers does: by the argument, or else by the config.
+
+        In models whose encoders record themselves (DeBERTa, MPNet), None counts as not given.
+        """
         given, default = inputs.get(name), getattr(self.module.config, name, False)
         unanswered = given is None and (name not in inputs or self.family.relative is not None)
         return default if unanswered else given
 
 
 def _selected(output: Any) -> Any:
-    """A base model's output with the rows of the last hidden state that its head reads, (1, L, C)."""
+    """A base model's output, its last hidden state reduced to the rows that the head reads, (1, L, C)."""
     if _active.rows is None:
         return output
     chosen = output[0].flatten(0, 1).index_select(0, _active.rows)[None]
@@ -428,11 +433,11 @@ def _selected(output: Any) -> Any:
 
 
 class HeadForward(Replacement):
-    """A head whose loss is over all positions.
+    """A head whose loss is computed over all positions.
 
-    Labels of masked tokens count as -100: no prediction is made there. A question-answering loss is a softmax over the
-    positions, in which padding's logits count too: only the original has them. With `skip_logits`, a masked-LM head in
-    training with labels reads the labelled rows alone, and its logits, which are of those, are left out.
+    Labels of masked tokens count as -100, because no prediction is made there. A question-answering loss is a softmax
+    over the positions, in which padding's logits count too: only the original computes these. With `skip_logits`, a
+    masked-LM head in training with labels reads the labelled rows alone, and its output omits their logits.
     """
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -446,7 +451,7 @@ class HeadForward(Replacement):
         before = _active.obstacle, _active.rows
         if inputs.get("start_positions") is not None:
             _active.obstacle = "a question-answering loss counts padding"
-        if skips and not torch.compiler.is_compiling():  # where sizes cannot depend on labels
+        if skips and not torch.compiler.is_compiling():  # in compiled code, sizes cannot depend on labels
             labels = inputs["labels"].flatten()
             _active.rows = (labels != -100).nonzero().squeeze(-1)
             inputs["labels"] = labels[_active.rows][None]
@@ -457,7 +462,7 @@ class HeadForward(Replacement):
         return _without_logits(output) if skips else output
 
     def _skips_logits(self, inputs: dict[str, Any]) -> bool:
-        """Labels of another shape than the batch's the original refuses best."""
+        """Whether to skip them. Labels of another shape than the batch's are left for the original to refuse."""
         if not (self.report.skip_logits and self.module.training and type(self.module).__name__.endswith(MASKED_LM)):
             return False
         ids, labels = inputs.get("input_ids"), inputs.get("labels")
@@ -479,14 +484,14 @@ class EmbeddingsForward(Replacement):
         if call is None:
             return self.original(*args, **kwargs)
         given = self.named(args) | kwargs
-        if "input_embeds" in given:  # transformers 5.0's word for it in DistilBERT
+        if "input_embeds" in given:  # its name in transformers 5.0's DistilBERT
             given["inputs_embeds"] = given.pop("input_embeds")
         tensors = [None if (x := given.get(name)) is None else x[0] for name in TENSORS]
         inside = self.module.embed_proj if self.family.projects_sum else None
         return layer.embed(call.parts[id(self.module)], *tensors, call.key, inside)[None]
 
     def check(self) -> EmbeddingParts:
-        """The parts. Raises Fallback where packed ids would not get what padded ones do."""
+        """The parts. Raises Fallback if packed ids would not get the same embeddings as padded ones."""
         (parts,) = self.kept.read([self.module], self._read)
         return parts
 
@@ -500,10 +505,10 @@ class EmbeddingsForward(Replacement):
 
 
 class EncoderForward(Replacement):
-    """Where the stack of layers ends, so does packing: once, or (`Call.padded`) at each layer."""
+    """Unpacks after the last layer; with `Call.padded`, before the first one, and each layer packs and unpacks."""
 
     def check(self) -> bool:
-        """Whether it drops anything besides its layers."""
+        """Whether it applies dropout outside its layers."""
         return False
 
     def run(self, *args: Any, fastbert: Call | None = None, **kwargs: Any) -> Any:
@@ -518,8 +523,8 @@ class EncoderForward(Replacement):
 
 
 class RelativeEncoderForward(Replacement):
-    """Runs DeBERTa's and MPNet's layers itself: their encoders hand them no keywords, compute the distances between all
-    packed tokens, and record what their layers return."""
+    """Runs DeBERTa's and MPNet's layers itself, because their encoders pass no keywords to layers, compute the
+    distances between all packed tokens, and record what their layers return."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         call, encoder = _active.call, self.module
@@ -544,7 +549,7 @@ class RelativeEncoderForward(Replacement):
         return call.unpack(packed) if call.padded else packed
 
     def _output(self, states: tuple[Tensor, ...], call: Call, given: dict[str, Any]) -> Any:
-        """As transformers' own: a DeBERTa reads its last hidden state from the list of them."""
+        """The output as transformers' encoders return it. A DeBERTa takes its last hidden state from hidden_states."""
         from transformers.modeling_outputs import BaseModelOutput
 
         shown = states if given.get("output_hidden_states") else None
@@ -553,7 +558,7 @@ class RelativeEncoderForward(Replacement):
         return output if given.get("return_dict", self.family.relative == "disentangled") else output.to_tuple()
 
     def check(self) -> bool:
-        """Whether its convolution drops. Raises Fallback for tables and modules that are not what they were."""
+        """Whether its convolution applies dropout. Raises Fallback for tables or modules that are not as expected."""
         encoder, conv = self.module, getattr(self.module, "conv", None)
         supported.check_positions(encoder)
         if conv is None:
@@ -578,7 +583,7 @@ class LayerForward(Replacement):
         return fastbert.unpack(hidden) if fastbert.padded else hidden
 
     def _checkpoints(self) -> bool:
-        """Whether to recompute in the backward: transformers 5.0 does that around the module's call, later inside."""
+        """Whether to checkpoint here: transformers 5.0 does it around the module's call, later versions in forward."""
         return _checkpoints(self.module) and not _checkpoints_outside()
 
     def _run(self, hidden: Tensor, call: Call, turn: int) -> Tensor:
@@ -593,7 +598,7 @@ class LayerForward(Replacement):
         return y.unsqueeze(0)
 
     def check(self) -> LayerParts:
-        """The parts, each of them what fastbert computes or may call. Raises Fallback."""
+        """The parts, each of which fastbert can compute or may call. Raises Fallback."""
         supported.check_own(self.module, but_of=("",))  # its hooks see padded tensors
         (parts,) = self.kept.read([self.module], self._read)
         return parts
@@ -620,14 +625,14 @@ class LayerForward(Replacement):
 
 
 class AttentionForward(Replacement):
-    """Gives attention weights to the hook by which transformers records this module's output."""
+    """Returns attention weights that it is given, for the hook by which transformers records this module's output."""
 
     def run(self, *args: Any, fastbert: Tensor | None = None, **kwargs: Any) -> Any:
         return self.original(*args, **kwargs) if fastbert is None else (args[0], fastbert)
 
 
 def _does_more(module: nn.Module) -> bool:
-    """Whether a call of it may do more than its forward."""
+    """Whether calling the module may do more than run its forward."""
     own = type(module).__module__.startswith("transformers.models.")
     return not own or module._compiled_call_impl is not None or _checkpoints(module)
 

@@ -1,7 +1,8 @@
-"""What of a live model can be computed without being called, from its parameters, and what cannot.
+"""Checks which modules of a live model can be computed from their parameters, without being called, and which cannot.
 
-A `check` raises Fallback with the reason: hooks would see packed tensors, a replacement or a rule of its own might mix
-tokens. They run at every forward, because people hook, wrap and replace modules between forwards.
+A check raises Fallback with the reason: hooks would see packed tensors; a replaced module, or one with its own forward,
+might mix tokens. Checks belong to every forward, because users hook, wrap and replace modules between forwards; `Kept`
+(`fastbert/layer.py`) skips them for modules that have not changed since the last one.
 """
 
 from torch import nn
@@ -10,18 +11,18 @@ from fastbert.distances import MPNET_BUCKETS
 from fastbert.layer import ACTIVATIONS, GELU_FORMS, hooks, is_plain, is_prepared, ordinary, unchanged
 from fastbert.random import ROW_BITS
 
-# What these libraries hook to a module works with packed tensors as well: FSDP2 gathers weights, transformers records.
+# Hooks of these libraries work with packed tensors as well: FSDP2's gather weights, transformers' record outputs.
 FRAMEWORKS = ("transformers.", "torch.distributed.")
-# Of these, transformers' recorders, which stay after the first forward that records, and do nothing in the others.
+# Those of them by which transformers records: they stay after the first forward that records, and are idle in others.
 CAPTURING = ("transformers.utils.output_capturing",)
 
 
 class Fallback(Exception):
-    """Why a forward runs the original computation."""
+    """The reason why a forward runs the original computation."""
 
 
 def _instead_of(module: nn.Module, kind: type[nn.Module]) -> str:
-    """What a module is that is no plain one of that kind, in the words of a reason."""
+    """The reason, as text, why a module is not a plain one of that kind."""
     name = kind.__name__
     if type(module).forward is not kind.forward:
         cls = type(module)
@@ -34,7 +35,7 @@ def _instead_of(module: nn.Module, kind: type[nn.Module]) -> str:
 
 
 def is_lora(module: nn.Module) -> bool:
-    """LoRA around a plain Linear: computes every token by itself, so it is called on packed ones."""
+    """Whether it is LoRA around a plain Linear, which treats each token separately: it is called on packed tokens."""
     if not type(module).__module__.startswith("peft.tuners.lora"):
         return False
     base = getattr(module, "base_layer", None)
@@ -42,7 +43,7 @@ def is_lora(module: nn.Module) -> bool:
 
 
 def check_leaf(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """A Linear or LayerNorm; whether it is plain, so that its parameters may be read."""
+    """Checks a Linear or LayerNorm. Returns whether it is plain, so that its parameters may be read."""
     if kind is nn.Linear:
         return check_linear(module)
     check_norm(module)
@@ -50,11 +51,11 @@ def check_leaf(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def check_linear(module: nn.Module) -> bool:
-    """Whether it is plain, and not LoRA around one, nor prepared."""
+    """Checks a Linear. Returns whether it is plain; otherwise it is LoRA around one, or prepared."""
     plain = is_plain(module, nn.Linear)
     if not (plain or is_lora(module) or is_prepared(module)):
         raise Fallback(_instead_of(module, nn.Linear))
-    weight = module._parameters.get("weight")  # None where there is none of the kind
+    weight = module._parameters.get("weight")  # None if there is no such parameter
     if not ordinary(weight):
         raise Fallback(f"the weight of a Linear is a {type(weight).__name__}")
     return plain
@@ -81,7 +82,7 @@ def check_dropout(module: nn.Module | None, bits: int) -> None:
 
 
 def check_embedding(module: nn.Module) -> None:
-    """A table, or an adapter around one, without hooks but those of transformers."""
+    """Checks an embedding table, or an adapter around one: it may have no hooks but those of transformers."""
     base = getattr(module, "base_layer", module)
     plain = isinstance(base, nn.Embedding) and base.max_norm is None and not base.scale_grad_by_freq
     if not plain or hooks(module, ("transformers.",)) or "forward" in vars(module):
@@ -89,7 +90,7 @@ def check_embedding(module: nn.Module) -> None:
 
 
 def check_positions(encoder: nn.Module) -> None:
-    """The tables of what scores depend on beside the tokens, and how a DeBERTa shares them among distances."""
+    """Checks the tables of relative positions, and how a DeBERTa maps distances to their rows."""
     if hasattr(encoder, "relative_attention_bias"):
         check_embedding(encoder.relative_attention_bias)
         rows = encoder.relative_attention_bias.weight.shape[0]
@@ -114,7 +115,7 @@ def check_attention_to_positions(attention: nn.Module) -> None:
 
 
 def check_convolution(module: nn.Module) -> None:
-    """DeBERTa-v2's ConvLayer, whose Conv1d is called on packed tokens."""
+    """Checks DeBERTa-v2's ConvLayer, whose Conv1d is called on packed tokens."""
     conv = module.conv
     if not is_plain(conv, nn.Conv1d) or conv.kernel_size[0] % 2 == 0:
         raise Fallback(_instead_of(conv, nn.Conv1d))
@@ -125,7 +126,7 @@ def check_convolution(module: nn.Module) -> None:
 
 
 def check_own(module: nn.Module, but_of: tuple[str, ...] = ()) -> None:
-    """The module is transformers' own, unchanged."""
+    """Checks that the module runs transformers' own forward, and has no hooks but those of the libraries `but_of`."""
     if not type(module).forward.__module__.startswith("transformers.models."):
         raise Fallback(f"a {type(module).__name__} computes something of its own")
     if hooks(module, but_of):

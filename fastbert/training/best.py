@@ -8,11 +8,12 @@ from typing import Any
 
 @dataclass
 class Best:
-    """For `AMPTrainer(best=...)`: keeps the checkpoint of the best evaluation, and stops where none gets better.
+    """For `AMPTrainer(best=...)`: keeps the checkpoint of the best evaluation, and can stop early.
 
-    metric: its name in the evaluation. larger_is_better: as accuracy, unlike a loss. patience: training ends after so
-    many evaluations in a row that are no improvement; None never ends it. min_improvement: an evaluation has to be
-    better than the best one by more than this. Raises ValueError for a patience below 1 or a min_improvement below 0.
+    metric: the name of a number in the evaluation. larger_is_better: True for accuracy, say, and False for a loss.
+    patience: training ends after this many evaluations in a row without an improvement; None never ends it.
+    min_improvement: an evaluation has to be better than the best one by more than this. Raises ValueError for a
+    patience below 1 or a min_improvement below 0.
     """
 
     metric: str = "loss"
@@ -20,8 +21,8 @@ class Best:
     patience: int | None = None
     min_improvement: float = 0.0
     value: float | None = field(default=None, init=False)  # of the best evaluation so far
-    step: int = field(default=0, init=False)  # when it was; 0 before the first
-    waited: int = field(default=0, init=False)  # evaluations since
+    step: int = field(default=0, init=False)  # the step of that evaluation; 0 before the first
+    waited: int = field(default=0, init=False)  # evaluations since then
 
     def __post_init__(self) -> None:
         if self.patience is not None and self.patience < 1:
@@ -30,14 +31,14 @@ class Best:
             raise ValueError(f"Best: min_improvement is {self.min_improvement}; expected a number that is not negative")
 
     def of(self, evaluation: Mapping[str, float]) -> float:
-        """The metric in an evaluation. Raises ValueError where it is missing."""
+        """The metric in an evaluation. Raises ValueError if it is missing."""
         if self.metric not in evaluation:
             given = ", ".join(sorted(evaluation)) or "nothing"
             raise ValueError(f"Best: metric is {self.metric!r}, and the evaluation has {given}")
         return evaluation[self.metric]
 
     def improves(self, value: float, step: int) -> bool:
-        """Records an evaluation; whether it is the best. NaN never is."""
+        """Records an evaluation, and returns whether it is the best so far. NaN never is."""
         gain = math.inf if self.value is None else (value - self.value) * (1 if self.larger_is_better else -1)
         better = not math.isnan(value) and gain > self.min_improvement
         if better:

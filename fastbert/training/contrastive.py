@@ -1,4 +1,4 @@
-"""Sentence encoders trained on pairs and tuples of texts: embeddings, negatives of all processes, big batches."""
+"""Training of sentence encoders on pairs and tuples of texts, with negatives from all processes and large batches."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -25,14 +25,14 @@ class ContrastiveOutput(NamedTuple):
 
 
 class ContrastiveModel(nn.Module):
-    """An encoder with a loss of the embeddings of a batch of tuples of texts, for AMPTrainer.
+    """An encoder and a loss on the embeddings of a batch of tuples of texts, for AMPTrainer.
 
-    encoder: `BertModel(config, add_pooling_layer=False)`, or a module that takes the same packed input and gives
-    last_hidden_state; with pooling=None one that gives a vector of each text, (B, C), as BertForSparseEmbedding does.
-    loss: one of this package, or a callable that takes embeddings (columns, B, C) and scores (or None) and returns the
-    mean over the B tuples; if it has `in_batch`, a true one, it also takes a slice, of which rows to return the mean;
-    if it has `skip_equal`, a true one, it takes the keys of the texts, (columns, B) int64, after the slice. Once
-    trained: `SentenceEncoder(model.encoder, tokenizer)`, with the same pooling, or `SparseEncoder`.
+    encoder: `BertModel(config, add_pooling_layer=False)`, or a module that takes the same packed input and returns
+    last_hidden_state; with pooling=None, a module that returns a vector for each text, (B, C), as
+    BertForSparseEmbedding does. loss: one of this package, or a callable that takes embeddings (columns, B, C) and
+    scores (or None) and returns the mean over the B tuples. If its attribute `in_batch` is true, it also takes a slice,
+    the rows to average over; if its `skip_equal` is true, it takes the keys of the texts, (columns, B) int64, after the
+    slice. For inference: `SentenceEncoder(model.encoder, tokenizer)`, with the same pooling, or `SparseEncoder`.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class ContrastiveModel(nn.Module):
         all_processes: bool = True,
     ) -> None:
         """pooling: a mode of `fastbert.pooling.pool`, "mean", "cls", ..., or None for an encoder that pools itself.
-        max_tokens: computes the embeddings by GradCache, which needs memory for so many tokens whatever the batch; None
-        computes them at once.
+        max_tokens: computes the embeddings by GradCache, which needs memory for this many tokens whatever the batch
+        size; None computes them at once.
 
-        all_processes: in training, a loss with in-batch negatives gets the texts of all processes, so that the step is
-        that of one process with the whole batch. Evaluation always keeps to its own texts.
-        Raises ValueError for an encoder with a pooler, which this would not train, and for other values.
+        all_processes: in training, a loss with in-batch negatives gets the texts of all processes, so that the step
+        equals that of one process with the whole batch. Evaluation always uses this process's texts alone.
+        Raises ValueError for an encoder with a pooler, which would not be trained, and for invalid values.
         """
         super().__init__()
         if getattr(encoder, "pooler", None) is not None:
@@ -69,9 +69,9 @@ class ContrastiveModel(nn.Module):
         labels: Tensor | None = None,
         keys: Tensor | None = None,
     ) -> ContrastiveOutput:
-        """A batch of ContrastiveCollator: packed texts, all anchors, then all positives, and so on; labels are scores.
+        """Takes a batch of ContrastiveCollator: packed texts, all anchors, then all positives, and so on.
 
-        Raises ValueError for texts that are no tuples of so many columns, and as the loss does.
+        labels: the scores. Raises ValueError if the texts do not form tuples of `columns`, and as the loss does.
         """
         if columns < 2 or (len(cu_seqlens) - 1) % columns:
             raise ValueError(
@@ -104,31 +104,31 @@ class ContrastiveModel(nn.Module):
 
     @staticmethod
     def label_counts(batch: Batch) -> Tensor:
-        """(1,) float64: the tuples of the batch."""
+        """(1,) float64: the number of tuples in the batch."""
         return torch.tensor([(len(batch["cu_seqlens"]) - 1) // batch["columns"]], dtype=torch.float64)
 
 
 class GradCache:
     """Embeds packed texts chunk by chunk, keeping the activations of one chunk at a time, with exact gradients.
 
-    Each chunk is computed without its activations being kept; when the backward has come to it, it is computed again,
-    with the same random numbers, and its gradients are added up. Twice the forwards, for batches of any size: the texts
-    of a batch see each other in the loss alone (Gao et al., "Scaling deep contrastive learning batch size under memory
-    limited setup", 2021). Equivalent to torch.cat([embed(*chunk) for chunk in chunks]).
+    The forward does not keep the activations of a chunk; the backward computes the chunk again, with the same random
+    numbers, and accumulates its gradients. This doubles the forwards, and allows batches of any size, because the texts
+    of a batch interact only in the loss (Gao et al., "Scaling deep contrastive learning batch size under memory limited
+    setup", 2021). Equivalent to torch.cat([embed(*chunk) for chunk in chunks]).
     """
 
     def __init__(self, embed: Callable[..., Tensor], max_tokens: int) -> None:
-        """embed(input_ids, cu_seqlens, max_seqlen): (B, C) of packed texts. max_tokens: of a chunk, which is made of
-        whole texts, and of at least one. Raises ValueError unless it is a positive int."""
+        """embed(input_ids, cu_seqlens, max_seqlen): returns (B, C) for packed texts. max_tokens: the limit of a chunk,
+        which holds whole texts, and at least one. Raises ValueError unless max_tokens is a positive int."""
         if not isinstance(max_tokens, int) or max_tokens < 1:
             raise ValueError(f"GradCache: max_tokens is {max_tokens!r}; expected a positive int")
         self.embed, self.max_tokens = embed, max_tokens
 
     def __call__(self, input_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None) -> Tensor:
-        """input_ids (T,), cu_seqlens (B + 1,) int32 -> (B, C). On a GPU, the host waits for cu_seqlens.
+        """input_ids (T,), cu_seqlens (B + 1,) int32 -> (B, C). On a GPU, reading cu_seqlens is a host synchronisation.
 
-        max_seqlen: at least the longest text, as models take it; chunks have their own. Raises ValueError for
-        cu_seqlens that are not those of input_ids.
+        max_seqlen: at least the longest text, as for a model; each chunk gets that of its own texts. Raises ValueError
+        for cu_seqlens that do not fit input_ids.
         """
         tokens, on_host = len(input_ids), cu_seqlens.cpu()
         sequences("GradCache", on_host, tokens if max_seqlen is None else max_seqlen, tokens)
@@ -147,7 +147,7 @@ class GradCache:
 
 
 def _chunks(ends: list[int], budget: int) -> Iterator[tuple[int, int]]:
-    """The first text and the one after the last of each chunk of at most `budget` tokens, or of one text."""
+    """Yields the first text, and the one after the last, of each chunk: at most `budget` tokens, or a single text."""
     first = 0
     for text in range(1, len(ends) - 1):
         if ends[text + 1] - ends[first] > budget:
@@ -160,7 +160,7 @@ def _chunks(ends: list[int], budget: int) -> Iterator[tuple[int, int]]:
 
 
 def _counts(embeddings: Tensor) -> list[int]:
-    """How many tuples each process has. Raises ValueError, in all, unless they have as many columns."""
+    """How many tuples each process has. Raises ValueError, in all processes, if their numbers of columns differ."""
     own = torch.tensor(embeddings.shape[:2], device=embeddings.device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
@@ -171,7 +171,7 @@ def _counts(embeddings: Tensor) -> list[int]:
 
 
 class _Gather(torch.autograd.Function):
-    """The rows of all processes, in the order of their ranks. The gradient of a row is the sum over all processes."""
+    """Gathers the rows of all processes, in the order of ranks. A row's gradient is the sum over all processes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: list[int]) -> Tensor:

@@ -1,7 +1,7 @@
-"""Losses of embeddings of texts that belong together.
+"""Losses on the embeddings of texts that belong together.
 
 Each takes embeddings (columns, B, C), float32 or float64: the anchors, their positives, and hard negatives after them.
-Those that compare texts of different examples say `in_batch`, and are told which rows are this process's own.
+Losses that compare texts of different examples set `in_batch`, and are told which rows are this process's own.
 """
 
 import math
@@ -27,14 +27,14 @@ def contrastive_loss(
     similarity: str = "cosine",
     ignored: Tensor | None = None,
 ) -> Tensor:
-    """Each anchor is to find its own text among all candidates: a scalar, the mean over anchors.
+    """Cross entropy of finding each anchor's own text among all candidates: a scalar, the mean over anchors.
 
-    anchors: (B, C). candidates: (N, C). targets: (B,) int64, the row of each anchor's own; None for rows 0 to B - 1.
-    scale: what similarities are multiplied by, 1 / temperature. similarity: "cosine" or "dot". ignored: (B, N) bool,
-    which candidates are no negatives of an anchor; never its own. InfoNCE (van den Oord et al., 2018, equation 4);
-    MultipleNegativesRanking (Henderson et al., 2017, section 4.4). Equivalent to
+    anchors: (B, C). candidates: (N, C). targets: (B,) int64, the candidate that belongs to each anchor; None for rows 0
+    to B - 1. scale: the factor of similarities, 1 / temperature. similarity: "cosine" or "dot". ignored: (B, N) bool,
+    which candidates do not count as negatives of an anchor; must be False for its own text. InfoNCE (van den Oord et
+    al., 2018, equation 4); MultipleNegativesRanking (Henderson et al., 2017, section 4.4). Equivalent to
     F.cross_entropy((scale * F.normalize(anchors) @ F.normalize(candidates).T).masked_fill(ignored, -inf), targets).
-    Raises ValueError for fewer than two candidates, of which there is nothing to learn, and for invalid options.
+    Raises ValueError for fewer than two candidates, which leave nothing to learn, and for invalid options.
     """
     _check_options("contrastive_loss", scale, similarity)
     if len(candidates) < 2:
@@ -51,12 +51,12 @@ def contrastive_loss(
 
 @dataclass(frozen=True)
 class InBatchNegatives:
-    """`contrastive_loss` with the positives and hard negatives of the whole batch as candidates of each anchor.
+    """`contrastive_loss` with the positives and hard negatives of the whole batch as candidates for each anchor.
 
-    symmetric: the mean of that and of the same the other way round, where a positive is to find its anchor among all
-    anchors. Hard negatives are candidates of anchors alone. skip_equal: texts that the batch itself shows to be right
-    are no negatives: for an anchor the candidates that equal its positive, and the positives of an equal anchor; for a
-    positive the anchors of an equal positive, and those that equal its anchor.
+    symmetric: averages this loss with the reverse one, which finds each positive's anchor among all anchors. Hard
+    negatives are candidates for anchors only. skip_equal: texts that the batch itself shows to be right do not count as
+    negatives: for an anchor, candidates that equal its positive, and positives of an equal anchor; for a positive,
+    anchors of an equal positive, and anchors that equal its own.
     """
 
     scale: float = 20.0
@@ -71,9 +71,9 @@ class InBatchNegatives:
     def __call__(
         self, embeddings: Tensor, scores: Tensor | None = None, own: slice = WHOLE, keys: Tensor | None = None
     ) -> Tensor:
-        """A scalar, the mean over own anchors. keys: (columns, B) int64, of the texts, for skip_equal; equal texts have
-        equal ones. Raises ValueError for scores, for keys without skip_equal or the other way round, and if there is no
-        negative."""
+        """Returns a scalar, the mean over own anchors. keys: (columns, B) int64, only for skip_equal; equal texts have
+        equal keys. Raises ValueError for scores, for keys without skip_equal or skip_equal without keys, and if there
+        is no negative."""
         _check("InBatchNegatives", embeddings, scores)
         if (keys is not None) != self.skip_equal or (keys is not None and keys.shape != embeddings.shape[:2]):
             given = "none" if keys is None else f"of shape {tuple(keys.shape)}"
@@ -87,12 +87,12 @@ class InBatchNegatives:
         loss = contrastive_loss(anchors[own], candidates, targets, ignored=ignored, **options)
         if not self.symmetric:
             return loss
-        ignored = None if keys is None else ignored[:, : len(anchors)]  # pairs that share a text, whichever way round
+        ignored = None if keys is None else ignored[:, : len(anchors)]  # by pairs that share a text, so for both ways
         return (loss + contrastive_loss(positives[own], anchors, targets, ignored=ignored, **options)) / 2
 
 
 def _right(keys: Tensor, own: Tensor) -> Tensor:
-    """(len(own), candidates) bool: which are as right as an anchor's own positive, that itself left out."""
+    """(len(own), candidates) bool: which candidates, except an anchor's own positive, are as right as that one."""
     anchors, positives = keys[0], keys[1]
     right = keys[1:].flatten() == positives[own, None]
     right[:, : len(anchors)] |= anchors == anchors[own, None]
@@ -115,7 +115,7 @@ class Triplet:
             raise ValueError(f"Triplet: distance is {self.distance!r}; expected 'euclidean' or 'cosine'")
 
     def __call__(self, embeddings: Tensor, scores: Tensor | None = None) -> Tensor:
-        """A scalar. Raises ValueError for anything but triplets, and for scores."""
+        """Returns a scalar. Raises ValueError for anything but triplets, and for scores."""
         _check("Triplet", embeddings, scores, columns=3)
         anchor, *others = embeddings
         if self.distance == "cosine":
@@ -130,7 +130,7 @@ class CosineMSE:
     """(cosine - score)², the mean over pairs."""
 
     def __call__(self, embeddings: Tensor, scores: Tensor | None = None) -> Tensor:
-        """A scalar. scores: (B,), of the same range as cosines. Raises ValueError for anything but scored pairs."""
+        """Returns a scalar. scores: (B,), in the range of cosines. Raises ValueError for anything but scored pairs."""
         _check("CosineMSE", embeddings, columns=2)
         scores = _scores("CosineMSE", scores, embeddings, embeddings.shape[1:2])
         return F.mse_loss(F.cosine_similarity(*embeddings, dim=-1), scores)
@@ -150,8 +150,8 @@ class CoSENT:
         _check_options("CoSENT", self.scale)
 
     def __call__(self, embeddings: Tensor, scores: Tensor | None = None, own: slice = WHOLE) -> Tensor:
-        """A scalar, for the whole batch whichever rows are own. scores: (B,). Raises ValueError for anything but two or
-        more scored pairs."""
+        """Returns a scalar, for the whole batch whichever rows are own. scores: (B,). Raises ValueError for anything
+        but two or more scored pairs."""
         _check("CoSENT", embeddings, columns=2)
         if embeddings.shape[1] < 2:
             raise ValueError("CoSENT: the batch has one pair; expected at least two, whose scores it compares")
@@ -163,10 +163,11 @@ class CoSENT:
 
 @dataclass(frozen=True)
 class MarginMSE:
-    """(margin - teacher's margin)², the mean over negatives. A margin: similarity to the positive minus to a negative.
+    """(margin - teacher's margin)², the mean over negatives.
 
-    MarginMSE (Hofstätter et al., "Improving efficient neural ranking models with cross-architecture knowledge
-    distillation", 2020, equation 5). similarity: "dot" or "cosine".
+    A margin is the similarity to the positive minus that to a negative. MarginMSE (Hofstätter et al., "Improving
+    efficient neural ranking models with cross-architecture knowledge distillation", 2020, equation 5). similarity:
+    "dot" or "cosine".
     """
 
     similarity: str = "dot"
@@ -175,8 +176,8 @@ class MarginMSE:
         _check_options("MarginMSE", 1.0, self.similarity)
 
     def __call__(self, embeddings: Tensor, scores: Tensor | None = None) -> Tensor:
-        """A scalar. scores: the teacher's, (B, 1 + negatives), the positive's first; or its margins, (B, negatives), or
-        (B,) with one negative. Raises ValueError for other scores, and without negatives."""
+        """Returns a scalar. scores: the teacher's, (B, 1 + negatives), the positive's first; or its margins, (B,
+        negatives), or (B,) with one negative. Raises ValueError for other scores, and without negatives."""
         negatives = len(embeddings) - 2
         _check("MarginMSE", embeddings, columns=max(len(embeddings), 3))
         count = embeddings.shape[1]
@@ -191,10 +192,11 @@ class MarginMSE:
 
 
 class Matryoshka:
-    """Another loss on the first `dims` numbers of each embedding, brought to length 1: the weighted sum over all dims.
+    """Another loss on shortened embeddings: the weighted sum over `dims`.
 
-    Matryoshka representation learning (Kusupati et al., 2022, equation 1). dims: include the hidden size, or whole
-    embeddings are not trained. weights: of each, 1 unless given. Raises ValueError for invalid values.
+    For each dim in dims, the loss gets the first `dim` numbers of the embeddings, normalised to length 1. Matryoshka
+    representation learning (Kusupati et al., 2022, equation 1). dims: should include the hidden size, or whole
+    embeddings are not trained. weights: one for each of dims, by default 1. Raises ValueError for invalid values.
     """
 
     def __init__(
@@ -209,7 +211,7 @@ class Matryoshka:
             raise ValueError(f"Matryoshka: there are {len(self.weights)} weights and {len(self.dims)} dims")
 
     def __call__(self, embeddings: Tensor, scores: Tensor | None = None, *more: slice | Tensor) -> Tensor:
-        """A scalar. more: what else the loss takes. Raises ValueError for dims above C, and as the loss does."""
+        """Returns a scalar. more: the loss's further arguments. Raises ValueError for dims above C, and as the loss."""
         if max(self.dims) > embeddings.shape[-1]:
             raise ValueError(
                 f"Matryoshka: dims are {self.dims}; expected at most the embeddings' size, {embeddings.shape[-1]}"
@@ -234,7 +236,8 @@ def _check(owner: str, embeddings: Tensor, scores: Tensor | None = None, columns
 
 
 def _scores(owner: str, scores: Tensor | None, embeddings: Tensor, *shapes: Sequence[int]) -> Tensor:
-    """In the embeddings' dtype. Raises ValueError for another shape and, where values may be looked at, for NaN."""
+    """The scores, in the embeddings' dtype. Raises ValueError for another shape and, if values may be read, for NaN or
+    infinity."""
     expected = " or ".join(str(tuple(shape)) for shape in shapes)
     if scores is None:
         raise ValueError(f"{owner}: the batch has no scores; expected {expected}")

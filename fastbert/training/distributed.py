@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def distribute(model: nn.Module, kind: str = "ddp") -> nn.Module:
-    """Moves the model to this process's GPU, if each process has one, and shares it among `torchrun`'s processes.
+    """Moves the model to this process's GPU, if each process has one, and distributes it over `torchrun`'s processes.
 
     kind: "ddp" for DistributedDataParallel, "fsdp" to shard layers by FSDP2; without `torchrun` neither is used. All
-    processes get the first one's weights and different random seeds. Raises ValueError for another kind.
+    processes get the first process's weights, and different random seeds. Raises ValueError for another kind.
     """
     if kind not in ("ddp", "fsdp"):
         raise ValueError(f"distribute: kind is {kind!r}; expected 'ddp' or 'fsdp'")
@@ -40,7 +40,7 @@ def distribute(model: nn.Module, kind: str = "ddp") -> nn.Module:
 
 
 def whole(state: Any) -> Any:
-    """Gathers what FSDP2 has sharded on the host of the first process. All processes must call it."""
+    """Gathers sharded tensors (FSDP2) in the first process, on the host; the others get None. All must call it."""
     if isinstance(state, Mapping):
         return {name: whole(value) for name, value in state.items()}
     if not isinstance(state, DTensor):
@@ -50,7 +50,7 @@ def whole(state: Any) -> Any:
 
 
 def sharded(value: Any, like: Any) -> Any:
-    """This process's shard of a tensor if `like` is sharded; anything else as it is."""
+    """This process's shard of a tensor if `like` is sharded; anything else unchanged."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

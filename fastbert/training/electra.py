@@ -34,7 +34,7 @@ class ElectraPretraining(nn.Module):
     def forward(
         self, input_ids: Tensor, labels: Tensor, labelled_rows: Tensor | None = None, **packed: Any
     ) -> ElectraPretrainingOutput:
-        """A batch of PackingCollator: input_ids (T,) with masks, labels (T,) the masked tokens and -100 elsewhere.
+        """Takes a batch of PackingCollator: input_ids (T,) with masks; labels (T,), the masked tokens' ids or -100.
 
         packed: cu_seqlens, max_seqlen, and other arguments for both models. Raises ValueError for padded input.
         """
@@ -54,7 +54,7 @@ class ElectraPretraining(nn.Module):
 
     @staticmethod
     def label_counts(batch: Batch) -> Tensor:
-        """Masked tokens for the generator, all tokens for the discriminator."""
+        """The number of masked tokens for the generator, and of all tokens for the discriminator."""
         return torch.stack([(batch["labels"] != IGNORED).sum(), torch.tensor(batch["input_ids"].numel())]).double()
 
 

@@ -1,4 +1,4 @@
-"""Multi-vector encoders trained: losses of MaxSim scores, with negatives of all processes, and from a teacher's."""
+"""Training of multi-vector encoders: losses on MaxSim scores, with negatives from all processes or with a teacher."""
 
 import math
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from fastbert.training.contrastive_losses import _scores
 
 
 class Texts(NamedTuple):
-    """The vectors of texts, packed: (V, D), and where those of each begin, (B + 1,) int32."""
+    """The packed vectors of texts, (V, D), and where those of each text begin, (B + 1,) int32."""
 
     vectors: Tensor
     cu_seqlens: Tensor
 
 
 class MultiVectorOutput(NamedTuple):
-    """loss: a scalar. queries, documents: this process's own, the documents column by column."""
+    """loss: a scalar. queries, documents: this process's own, documents column by column."""
 
     loss: Tensor
     queries: Texts
@@ -34,11 +34,11 @@ class MultiVectorOutput(NamedTuple):
 
 
 class MultiVectorModel(nn.Module):
-    """A TokenVectors with a loss of the queries and documents of a batch of tuples of texts, for AMPTrainer.
+    """A TokenVectors and a loss on the queries and documents of a batch of tuples of texts, for AMPTrainer.
 
-    vectors: `MultiVectorEncoder(...).vectors`, and the encoder is trained with it. loss: MaxSimNegatives, MaxSimMargins
-    or MaxSimDistillation, or a callable that takes queries and documents (Texts) and scores (or None) and returns the
-    mean over the queries; one with `in_batch`, a true one, also takes which documents are the queries' own, (B,) int64.
+    vectors: `MultiVectorEncoder(...).vectors`; its encoder is trained with it. loss: MaxSimNegatives, MaxSimMargins or
+    MaxSimDistillation, or a callable that takes queries and documents (Texts) and scores (or None) and returns the mean
+    over the queries. If its attribute `in_batch` is true, it also takes each query's own document, (B,) int64.
     """
 
     label_counts = staticmethod(ContrastiveModel.label_counts)
@@ -51,10 +51,10 @@ class MultiVectorModel(nn.Module):
         max_tokens: int | None = None,
         all_processes: bool = True,
     ) -> None:
-        """max_tokens: computes the vectors by GradCache, in chunks of so many tokens; None computes them at once.
+        """max_tokens: computes the vectors by GradCache, in chunks of this many tokens; None computes them at once.
 
         all_processes: in training, a loss with in-batch negatives gets the documents of all processes. Evaluation
-        always keeps to its own. Raises ValueError for other values.
+        always uses this process's documents alone. Raises ValueError for invalid values.
         """
         super().__init__()
         self.vectors, self.loss, self.all_processes = vectors, loss, all_processes
@@ -76,10 +76,10 @@ class MultiVectorModel(nn.Module):
         labels: Tensor | None = None,
         keys: Tensor | None = None,
     ) -> MultiVectorOutput:
-        """A batch of ContrastiveCollator: packed texts, all queries, then all positives, and so on; labels are scores.
+        """Takes a batch of ContrastiveCollator: packed texts, all queries, then all positives, and so on.
 
-        keys: what the collator adds for InBatchNegatives(skip_equal=True); losses of MaxSim do not read them.
-        Raises ValueError for texts that are no tuples of so many columns, and as the loss does.
+        labels: the scores. keys: what the collator adds for InBatchNegatives(skip_equal=True); not read here. Raises
+        ValueError if the texts do not form tuples of `columns`, and as the loss does.
         """
         texts = len(cu_seqlens) - 1
         if columns < 2 or texts % columns:
@@ -113,7 +113,7 @@ class MultiVectorModel(nn.Module):
 
 
 def _everyone(texts: Texts) -> tuple[Texts, int]:
-    """The texts of all processes, and how many come before this one's."""
+    """The texts of all processes, and how many of them come before this process's."""
     lengths = texts.cu_seqlens.diff()
     sizes = torch.tensor([len(lengths), len(texts.vectors)], device=lengths.device)
     found = [torch.empty_like(sizes) for _ in range(dist.get_world_size())]
@@ -128,9 +128,10 @@ def _everyone(texts: Texts) -> tuple[Texts, int]:
 
 @dataclass(frozen=True)
 class MaxSimNegatives:
-    """Each query is to find its own document among all documents of the batch: cross entropy of scale * MaxSim.
+    """Cross entropy of finding each query's document among all documents of the batch, by scale * MaxSim.
 
-    mean: MaxSim divided by the query's vectors. sentence-transformers' MultiVectorMultipleNegativesRankingLoss.
+    mean: divides MaxSim by the number of the query's vectors. sentence-transformers'
+    MultiVectorMultipleNegativesRankingLoss.
     """
 
     scale: float = 1.0
@@ -143,8 +144,8 @@ class MaxSimNegatives:
     def __call__(
         self, queries: Texts, documents: Texts, scores: Tensor | None = None, own: Tensor | None = None
     ) -> Tensor:
-        """A scalar, the mean over queries. own: (B,) int64, which document is each query's; None for the first ones.
-        Raises ValueError for scores, and for fewer than two documents."""
+        """Returns a scalar, the mean over queries. own: (B,) int64, which document is each query's; None for documents
+        0 to B - 1. Raises ValueError for scores, and for fewer than two documents."""
         if scores is not None:
             raise ValueError("MaxSimNegatives: the batch has scores, which this loss does not read; expected none")
         if len(documents.cu_seqlens) < 3:
@@ -156,16 +157,17 @@ class MaxSimNegatives:
 
 @dataclass(frozen=True)
 class MaxSimMargins:
-    """(margin - teacher's margin)², the mean over negatives. A margin: MaxSim of the positive minus that of a negative.
+    """(margin - teacher's margin)², the mean over negatives.
 
-    mean: as in MaxSimNegatives. sentence-transformers' MultiVectorMarginMSELoss.
+    A margin is MaxSim of the positive minus MaxSim of a negative. mean: as in MaxSimNegatives. sentence-transformers'
+    MultiVectorMarginMSELoss.
     """
 
     mean: bool = False
 
     def __call__(self, queries: Texts, documents: Texts, scores: Tensor | None = None) -> Tensor:
-        """A scalar. scores: the teacher's, (B, 1 + negatives), the positive's first; or its margins, (B, negatives), or
-        (B,) with one negative. Raises ValueError for other scores, and without negatives."""
+        """Returns a scalar. scores: the teacher's, (B, 1 + negatives), the positive's first; or its margins, (B,
+        negatives), or (B,) with one negative. Raises ValueError for other scores, and without negatives."""
         found = _own_scores("MaxSimMargins", queries, documents, self.mean)
         count, negatives = len(found), found.shape[1] - 1
         shapes = [(count, 1 + negatives), (count, negatives), *([(count,)] if negatives == 1 else [])]
@@ -177,11 +179,11 @@ class MaxSimMargins:
 
 @dataclass(frozen=True)
 class MaxSimDistillation:
-    """Of each query's documents, the teacher's distribution is to be found: KL divergence of softmaxed scores.
+    """KL(teacher || student) of the softmaxed scores of each query's documents, the mean over queries.
 
-    temperature: of both; teacher_temperature: of the teacher's alone, where it differs. The loss is multiplied by
+    temperature: of both softmaxes; teacher_temperature: of the teacher's, if it differs. The loss is multiplied by
     temperature² (Hinton et al., 2015). mean: as in MaxSimNegatives. sentence-transformers'
-    MultiVectorDistillKLDivLoss, whose student_temperature is the first.
+    MultiVectorDistillKLDivLoss, whose student_temperature is `temperature` here.
     """
 
     temperature: float = 1.0
@@ -193,7 +195,8 @@ class MaxSimDistillation:
         _check_positive("MaxSimDistillation", temperature=self.temperature, teacher_temperature=teacher)
 
     def __call__(self, queries: Texts, documents: Texts, scores: Tensor | None = None) -> Tensor:
-        """A scalar. scores: (B, documents of a query). Raises ValueError for others, and for a single document."""
+        """Returns a scalar. scores: (B, documents of a query). Raises ValueError for others, and for a single
+        document."""
         found = _own_scores("MaxSimDistillation", queries, documents, self.mean)
         scores = _scores("MaxSimDistillation", scores, found, tuple(found.shape))
         teacher = self.temperature if self.teacher_temperature is None else self.teacher_temperature
@@ -203,7 +206,7 @@ class MaxSimDistillation:
 
 
 def _own_scores(owner: str, queries: Texts, documents: Texts, mean: bool) -> Tensor:
-    """(B, documents of a query). Raises ValueError for fewer than two."""
+    """(B, documents of a query): MaxSim. Raises ValueError for fewer than two documents of a query."""
     count, total = (len(texts.cu_seqlens) - 1 for texts in (queries, documents))
     if total < 2 * count:
         raise ValueError(f"{owner}: a query has {total // max(count, 1)} document; expected at least 2")

@@ -1,4 +1,4 @@
-"""Where numbers go: functions log(values, step), whose names begin with "train/" or "evaluation/"."""
+"""Loggers: functions log(values, step). The names of the values begin with "train/" or "evaluation/"."""
 
 import contextlib
 import csv
@@ -16,7 +16,7 @@ TABLES = ("train", "evaluation")
 
 @contextlib.contextmanager
 def opened_logs(directory: Path, step: int, max_steps: int, progress: bool, tensorboard: bool) -> Iterator[list[Log]]:
-    """A logger for CSV tables in a directory and, where they are wanted, a progress bar and TensorBoard."""
+    """Opens the loggers: CSV tables in a directory and, if wanted, a progress bar and TensorBoard."""
     with contextlib.ExitStack() as stack:
         logs: list[Log] = [partial(_to_csv, directory)]
         if progress:

@@ -28,7 +28,7 @@ def to_device(batch: Batch, device: torch.device | str) -> dict[str, Any]:
 
 
 def label_counts(model: nn.Module, batch: Batch) -> Tensor:
-    """(K,) float64: the batch's loss is a sum of K means, over this many labels each.
+    """(K,) float64: the number of labels behind each of the K means whose sum is the batch's loss.
 
     A model with another loss defines a method `label_counts(batch)` and returns the means as `losses` in its output.
     Raises ValueError for a batch without labels.
@@ -57,7 +57,7 @@ def _labelled(labels: Tensor, batch: Batch) -> Tensor:
 
 
 def _answerable(positions: Tensor, batch: Batch) -> Tensor:
-    """How many answers are at a token; the question-answering head ignores the others."""
+    """How many of the positions are at a token; the question-answering head ignores the others."""
     positions = positions.flatten().clamp(min=0)
     if "cu_seqlens" in batch:
         return (positions < batch["cu_seqlens"].diff()).sum()
@@ -82,7 +82,7 @@ def loss_terms(out: Any, batch: Batch) -> Tensor:
 
 
 def loss_of(out: Any, batch: Batch) -> Tensor:
-    """`out.loss`. Raises ValueError if it is None because the head needs other labels than the batch has."""
+    """`out.loss`. Raises ValueError if it is None, because the head needs labels that the batch does not have."""
     if out.loss is None:
         raise ValueError(f"the batch has {', '.join(sorted(batch))}, and the model gave no loss; expected its labels")
     return out.loss

@@ -13,7 +13,7 @@ _EMBEDDINGS = re.compile(r".*\bembeddings(_project)?\b")
 def parameter_groups(
     model: nn.Module, lr: float, weight_decay: float = 0.01, layer_decay: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Trainable parameters as groups for an optimizer: no weight decay of biases and LayerNorms, layer-wise rates.
+    """Trainable parameters as groups for an optimizer: no weight decay for biases and LayerNorms, layer-wise rates.
 
     Heads and pooler get the rate lr, the last layer lr * layer_decay, the one before it lr * layer_decay², and so on to
     the embeddings (0.8 in ELECTRA-Base; Clark et al., 2020). Raises ValueError for a layer_decay other than 1 unless

@@ -31,9 +31,9 @@ def polynomial_schedule(
 ) -> LambdaLR:
     """Learning rates rise linearly from 0 for warmup_steps, then fall to `end` at max_steps, and stay.
 
-    power: 1 falls in a line, 2 in a parabola. end: as a share of each rate, where
-    `transformers.get_polynomial_decay_schedule_with_warmup`, to which this is else equivalent, has lr_end, one rate for
-    all groups. Raises ValueError as linear_schedule, and unless power > 0 and 0 <= end <= 1.
+    power: 1 falls in a line, 2 in a parabola. end: a share of each group's rate. Equivalent to
+    `transformers.get_polynomial_decay_schedule_with_warmup`, except that its lr_end is one rate for all groups. Raises
+    ValueError as linear_schedule, and unless power > 0 and 0 <= end <= 1.
     """
     if not 0 < power < math.inf:
         raise ValueError(f"polynomial_schedule: power is {power}; expected a positive number")
@@ -55,7 +55,7 @@ def constant_schedule(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
 def _schedule(
     name: str, optimizer: Optimizer, warmup_steps: int, max_steps: float, factor: Callable[[float], float]
 ) -> LambdaLR:
-    """factor: the share of the rate, from the share of steps after the warm-up that are left, 1 to 0."""
+    """factor(left): the share of the rate. left: the share of the steps after the warm-up that are left, 1 to 0."""
     if not 0 <= warmup_steps < max_steps:
         expected = "at least 0" if max_steps == math.inf else f"0 to max_steps - 1, {max_steps - 1}"
         raise ValueError(f"{name}: warmup_steps is {warmup_steps}; expected {expected}")

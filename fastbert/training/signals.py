@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, put off until the step is done and saved."""
+"""Defers SIGINT and SIGTERM until the step is done and saved."""
 
 import os
 import signal
@@ -9,17 +9,17 @@ from types import FrameType
 
 
 class Signalled:
-    """number: of the signal that came, 0 before it."""
+    """number: the signal that was received; 0 as long as there was none."""
 
     number = 0
 
 
 @contextmanager
 def signals_put_off() -> Iterator[Signalled]:
-    """The first SIGINT or SIGTERM within the block is noted; when the block ends, it takes its usual course.
+    """Records the first SIGINT or SIGTERM within the block; when the block ends, the signal takes its usual course.
 
-    A second one takes it at once. Signals that are ignored stay so. Only the main thread can do this: in others,
-    nothing is put off.
+    A second signal takes its usual course at once. Ignored signals stay ignored. Only the main thread can do this: in
+    other threads, nothing is deferred.
     """
     signalled, process, before = Signalled(), os.getpid(), {}
 
@@ -29,9 +29,9 @@ def signals_put_off() -> Iterator[Signalled]:
 
     def note(number: int, frame: FrameType | None) -> None:
         restore()
-        if os.getpid() == process:  # not a loader's worker, which the terminal signals too
+        if os.getpid() == process:  # not in a loader's worker, which the terminal signals too
             signalled.number = number
-            if callable(signal.getsignal(signal.SIGCHLD)):  # torch's, which raises when a worker dies of it too
+            if callable(signal.getsignal(signal.SIGCHLD)):  # torch's, which raises if the signal kills a worker
                 before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             name = signal.Signals(number).name
             with suppress(OSError):  # there may be no stderr

@@ -1,4 +1,4 @@
-"""SPLADE: a contrastive loss, and regularisers that make the vectors of queries and documents sparse."""
+"""SPLADE: a contrastive loss with regularisers that make the vectors of queries and documents sparse."""
 
 import math
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from fastbert.training.contrastive_losses import WHOLE
 
 @dataclass(frozen=True)
 class Flops:
-    """The sum over words of the squared mean weight: what a search costs (Paria et al., 2020).
+    """The sum over words of the squared mean weight, which measures the cost of a search (Paria et al., 2020).
 
-    threshold: vectors with at most so many weights that are not 0 count as zeros, in the mean too (Shen et al.,
-    "Exploring l0 sparsification for inference-free sparse retrievers", 2025); None for no such thing. Raises ValueError
-    for a negative one.
+    threshold: vectors with at most this many nonzero weights count as zeros, also in the mean (Shen et al., "Exploring
+    l0 sparsification for inference-free sparse retrievers", 2025); None counts all vectors. Raises ValueError for a
+    negative threshold.
     """
 
     threshold: int | None = None
@@ -27,7 +27,7 @@ class Flops:
             raise ValueError(f"Flops: threshold is {self.threshold}; expected at least 0, or None")
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        """(N, V) -> a scalar. Equivalent to vectors.mean(0).square().sum()."""
+        """(N, V) -> a scalar. Without a threshold, equivalent to vectors.mean(0).square().sum()."""
         if self.threshold is not None:
             dense = (vectors != 0).sum(1) > self.threshold
             vectors = vectors * dense.to(vectors.dtype).unsqueeze(1)
@@ -35,11 +35,11 @@ class Flops:
 
 
 class Splade:
-    """A loss of this package, plus weighted regularisers of the anchors' vectors and of all others'.
+    """A loss of this package, plus weighted regularisers of the anchors' vectors and of all other vectors.
 
-    For a ContrastiveModel of a BertForSparseEmbedding; the loss compares by dot products: InBatchNegatives(1.0,
-    similarity="dot"), MarginMSE(). Equivalent to the sum of what sentence-transformers' SpladeLoss returns. (Formal et
-    al., "From distillation to hard negative sampling", 2022.) Regularisers see the texts of all processes.
+    For a ContrastiveModel of a BertForSparseEmbedding, with a loss that compares by dot products: InBatchNegatives(1.0,
+    similarity="dot"), MarginMSE(). Equivalent to the sum of the terms that sentence-transformers' SpladeLoss returns
+    (Formal et al., "From distillation to hard negative sampling", 2022). Regularisers see the texts of all processes.
     """
 
     in_batch: ClassVar[bool] = True
@@ -54,10 +54,10 @@ class Splade:
         query_regularizer: Callable[[Tensor], Tensor] = Flops(),  # noqa: B008
         symmetric: bool = False,
     ) -> None:
-        """document_weight: of the regulariser of all texts but anchors, lambda_d. query_weight: of that of the anchors,
-        lambda_q; None for none. A regulariser takes vectors, (N, V), and returns a scalar. symmetric: anchors are
-        documents, too, which are regularised together. Raises ValueError for a weight that is negative or not finite,
-        and for a query_weight beside symmetric.
+        """document_weight: lambda_d, the weight of the regulariser of all texts but anchors. query_weight: lambda_q,
+        the weight of the anchors' regulariser; None omits it. A regulariser takes vectors, (N, V), and returns a
+        scalar. symmetric: anchors are documents too, and all are regularised together. Raises ValueError for a weight
+        that is negative or not finite, and for query_weight together with symmetric.
         """
         for name, weight in (("document_weight", document_weight), ("query_weight", query_weight)):
             if weight is not None and not 0 <= weight < math.inf:
@@ -72,8 +72,8 @@ class Splade:
     def __call__(
         self, embeddings: Tensor, scores: Tensor | None = None, own: slice = WHOLE, *more: Tensor | None
     ) -> Tensor:
-        """A scalar: the loss over own anchors, and the regularisers of the whole batch, times `strength`, which
-        SpladeWarmup changes. more: what else the loss takes. Raises ValueError as the loss does."""
+        """Returns a scalar: the loss over own anchors, plus the regularisers of the whole batch times `strength`, which
+        SpladeWarmup changes. more: the loss's further arguments. Raises ValueError as the loss does."""
         if getattr(self.loss, "in_batch", False):
             loss = self.loss(embeddings, scores, own, *more)
         else:
@@ -86,16 +86,16 @@ class Splade:
 
 
 class SpladeWarmup:
-    """Lets the regularisers of a Splade grow from nothing to their weights over the first steps.
+    """Raises the regularisers of a Splade from zero to their full weights over the first steps.
 
-    Goes where a trainer expects a scheduler, and steps the learning rates' own on the way, so that a run that is
-    resumed goes on where it was. strength = min(1, step / steps) ** power, as sentence-transformers'
-    SpladeRegularizerWeightSchedulerCallback: power 2 is "quadratic", 1 is "linear".
+    Pass it to a trainer as the scheduler: it also steps the scheduler of the learning rates, and its state is in
+    checkpoints, so a resumed run continues where it was. strength = min(1, step / steps) ** power, as
+    sentence-transformers' SpladeRegularizerWeightSchedulerCallback: power 2 is "quadratic", 1 is "linear".
     """
 
     def __init__(self, loss: Splade, steps: int, scheduler: LRScheduler | None = None, *, power: float = 2.0) -> None:
-        """scheduler: of the learning rates, None for constant ones. Raises TypeError for another loss, ValueError for
-        steps below 1 and a power that is not positive."""
+        """scheduler: changes the learning rates; None for constant ones. Raises TypeError for a loss that is no Splade,
+        ValueError for steps below 1 and a power that is not positive."""
         if not isinstance(loss, Splade):
             raise TypeError(f"SpladeWarmup: loss is a {type(loss).__name__}; expected a Splade")
         if not isinstance(steps, int) or steps < 1 or not 0 < power < math.inf:
@@ -108,7 +108,7 @@ class SpladeWarmup:
         self.loss.strength = min(1.0, taken / self.steps) ** self.power
 
     def step(self) -> None:
-        """After a step of the optimizer."""
+        """Call it after each step of the optimizer."""
         if self.scheduler is not None:
             self.scheduler.step()
         self._set(self.taken + 1)
@@ -117,7 +117,7 @@ class SpladeWarmup:
         return {"taken": self.taken, "scheduler": self.scheduler and self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for the state of one with a scheduler where this has none, or the other way round."""
+        """Raises ValueError if only one of the state and this object has a scheduler."""
         if (state["scheduler"] is None) != (self.scheduler is None):
             here, there = ("one" if part is not None else "none" for part in (self.scheduler, state["scheduler"]))
             raise ValueError(f"SpladeWarmup: the state has {there} of a scheduler, this has {here}; expected the same")

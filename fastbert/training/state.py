@@ -1,4 +1,4 @@
-"""Random states and checkpoint files, which a run needs to continue exactly."""
+"""Random states and checkpoint files, which a run needs to resume exactly."""
 
 import pickle
 import random
@@ -21,7 +21,7 @@ def set_seed(seed: int) -> None:
 
 
 def random_state(device: torch.device, generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
-    """The states of Python, NumPy, torch and generators, in types that `torch.load(weights_only=True)` accepts."""
+    """The states of Python, NumPy, torch and the generators, in types that `torch.load(weights_only=True)` accepts."""
     kind, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
     state["loader"] = [generator.get_state() for generator in generators]
@@ -31,7 +31,7 @@ def random_state(device: torch.device, generators: Sequence[torch.Generator] = (
 def set_random_state(
     state: dict[str, Any], device: torch.device, generators: Sequence[torch.Generator] | None = None
 ) -> None:
-    """Restores what `random_state` returned. generators: None leaves those of a loader as they are."""
+    """Restores what `random_state` returned. generators: None leaves a loader's generators unchanged."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -44,14 +44,14 @@ def set_random_state(
 
 @contextmanager
 def keeping_random_state(device: torch.device, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """What is drawn within the block changes nothing after it."""
+    """Restores the random state when the block ends: numbers drawn within it change nothing after it."""
     before = random_state(device, generators)
     yield
     set_random_state(before, device, generators)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint on the host, with checksums verified. Raises FileNotFoundError; ValueError for a damaged file."""
+    """Reads a checkpoint to the host, checksums verified. Raises FileNotFoundError; ValueError for a damaged file."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()

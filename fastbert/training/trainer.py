@@ -32,7 +32,7 @@ _COUNTERS = ("step", "skipped_steps", "epoch", "position")
 
 
 class AMPTrainer:
-    """Trains a model with a loss at `model(**batch).loss` in mixed precision, and resumes bit for bit.
+    """Trains a model that gives its loss as `model(**batch).loss`, in mixed precision, and resumes bit for bit.
 
     Writes train.csv, evaluation.csv and checkpoint-<step>.pt to output_dir. It is one loop; for more than callbacks can
     do, use `transformers.Trainer` or `accelerate`, which take the same models and batches.
@@ -60,13 +60,13 @@ class AMPTrainer:
         GradScaler. scheduler: None for constant learning rates. save_total_limit: how many checkpoints to keep, besides
         the best one. best: which evaluation's checkpoint to keep, and when to stop early.
 
-        seed: of Python's, NumPy's and torch's random numbers from here on, another one in each process; the weights
-        were drawn before. callbacks: called as callback(trainer, event, values) in every process: "begin"; "train"
-        after each step and "evaluation" after each evaluation, with their numbers; "save" after a checkpoint; "end".
-        loggers: called as log(values, step) in the first process, with names as "train/loss" and "evaluation/f1".
+        seed: seeds Python, NumPy and torch from here on, differently in each process; the model's weights were drawn
+        before. callbacks: called as callback(trainer, event, values) in every process. Events: "begin"; "train" after
+        each step and "evaluation" after each evaluation, with their numbers; "save" after a checkpoint; "end". loggers:
+        called as log(values, step) in the first process, with names such as "train/loss" and "evaluation/f1".
 
         Raises ValueError for invalid values, and if there are several processes but `distribute` was not called;
-        TypeError for callbacks and loggers that cannot be called.
+        TypeError for callbacks and loggers that cannot be called, and a `best` that is no Best.
         """
         dtypes = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
         if mixed_precision not in dtypes:
@@ -108,12 +108,12 @@ class AMPTrainer:
         """Trains until step max_steps, in as many epochs as that takes. Returns the last evaluation.
 
         loader: this process's share of the batches; an epoch ends with the shortest share. metric(model, eval_loader,
-        device): returns the loss or a dictionary, whose numbers are kept; runs every eval_steps and at max_steps, in
-        every process, and once if the training had ended before. Checkpoints are written every save_steps, for the best
-        evaluation, and at the end.
-        The end is also where `stop` was called, where `best` has waited long enough, and, in all processes, where one
+        device): returns the loss, or a dictionary whose numbers are kept. It runs in every process, every eval_steps
+        and at max_steps, and once if training had already ended before this call. Checkpoints are written every
+        save_steps, for the best evaluation, and at the end.
+        Training also ends if `stop` is called, if `best` has waited long enough, and, in all processes, if one of them
         gets SIGINT or SIGTERM: the step is finished and saved, then the signal takes its usual course
-        (KeyboardInterrupt, or the end of the process). A second one takes it at once.
+        (KeyboardInterrupt, or the end of the process). A second signal takes its usual course at once.
         Raises FloatingPointError for a loss that is not finite, before its step is taken; FileExistsError if output_dir
         has checkpoints of later steps; ValueError for a loader without batches or labels or that can be iterated only
         once, for a loader with persistent workers that is also eval_loader, and for `best` without evaluations.
@@ -147,7 +147,7 @@ class AMPTrainer:
                     if ended:
                         break
                 else:
-                    if ended := self._ends(max_steps, signalled):  # a signal that the loader's workers died of
+                    if ended := self._ends(max_steps, signalled):  # by a signal that killed the loader's workers
                         self.save()
                         tell("save", {})
                     else:
@@ -156,12 +156,12 @@ class AMPTrainer:
         return result
 
     def stop(self) -> None:
-        """Ends the training after this step, in all processes, as if it were the last one; for callbacks."""
+        """Ends the training after this step, in all processes, with a checkpoint; for callbacks."""
         self.stopping = True
 
     def evaluate(self, loader: Iterable[Batch], metric: Callable[..., Any] = compute_loader_loss) -> dict[str, float]:
-        """metric(model, loader, device) in the training precision; training's random states are restored after it."""
-        with keeping_random_state(self.device, _generators(loader)), self._autocast():  # possibly training's loader
+        """Runs metric(model, loader, device) in the training precision, then restores training's random states."""
+        with keeping_random_state(self.device, _generators(loader)), self._autocast():  # it may be training's loader
             found = metric(unwrapped(self.model), loader, self.device)
         values = found if isinstance(found, Mapping) else {"loss": found}
         numbers = {name: x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for name, x in values.items()}
@@ -171,7 +171,7 @@ class AMPTrainer:
         return self.best is not None and self.best.improves(*self._largest(self.best.of(evaluation)), self.step)
 
     def _ends(self, max_steps: int, signalled: Signalled | None = None) -> bool:
-        """Whether training ends here: in all processes, if one was told to stop or got a signal."""
+        """Whether training ends here. If one process was told to stop or got a signal, it ends in all of them."""
         number = signalled.number if signalled else 0
         stopping, number = self._largest(self.stopping, number)
         if signalled:
@@ -195,7 +195,7 @@ class AMPTrainer:
                 with self._autocast():
                     terms = loss_terms(self.model(**batch), batch)
                 part = (terms.where(count > 0, 0) * (count / total)).sum()  # transformers returns NaN without labels
-                # DDP and FSDP2 average gradients over processes; the product makes it a sum.
+                # DDP and FSDP2 average gradients over processes; the factor makes the average a sum.
                 self.scaler.scale(part * self.processes).backward()
             loss += part.detach()
         norm = self._clip()
@@ -210,7 +210,7 @@ class AMPTrainer:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
 
     def _clip(self) -> Tensor:
-        """The norm of the gradients before they are clipped."""
+        """Clips the gradients, and returns their norm before that."""
         self.scaler.unscale_(self.optimizer)
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         norm = nn.utils.clip_grad_norm_(self._parameters(), limit)
@@ -245,14 +245,14 @@ class AMPTrainer:
         return x
 
     def _largest(self, *numbers: float) -> list[float]:
-        """The largest of all processes' numbers, each."""
+        """For each of the numbers, the largest over all processes."""
         if self.processes == 1:
             return [*numbers]
         together = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         return self._over_processes(together, dist.ReduceOp.MAX).tolist()
 
     def _exchanging(self, now: bool) -> contextlib.AbstractContextManager:
-        """DDP exchanges gradients once a step; FSDP2 after every batch, as it would otherwise keep whole gradients."""
+        """DDP exchanges gradients once a step; FSDP2 after every micro-batch, or it would hold whole gradients."""
         wait = not now and isinstance(self.model, DistributedDataParallel)
         return self.model.no_sync() if wait else contextlib.nullcontext()
 
@@ -265,7 +265,7 @@ class AMPTrainer:
             try:
                 batches = list(itertools.islice(iterator, self.accumulation))
             except RuntimeError:
-                if not signalled.number:  # of which the loader's workers died
+                if not signalled.number:  # else the signal killed the loader's workers
                     raise
                 batches = []
             shortest = torch.tensor(len(batches), device=self.device)
@@ -283,7 +283,7 @@ class AMPTrainer:
         if has_state:
             loader.load_state_dict(self.loader_state)
         if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None:
-            # A resumed run starts its workers here, which draws their seed; running workers draw none.
+            # A resumed run starts its workers here, which draws their seed; running workers draw none. So draw it here.
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         iterator = iter(loader)
         skipped = self.position if has_state else sum(1 for _ in itertools.islice(iterator, self.position))
@@ -338,7 +338,7 @@ class AMPTrainer:
         return self.output_dir / f"checkpoint-{step:08}.pt"
 
     def save(self) -> Path:
-        """Writes a checkpoint as a whole, then removes the oldest, but not the best. All processes must call it.
+        """Writes a checkpoint atomically, then removes the oldest, but never the best. All processes must call it.
 
         It may be called at any time: position and random state are those after the last whole step. Raises OSError if
         the disk is full; earlier checkpoints stay intact.
@@ -382,7 +382,7 @@ class AMPTrainer:
         for i, moments in state["optimizer"]["state"].items():
             state["optimizer"]["state"][i] = {name: sharded(x, parameters.get(i)) for name, x in moments.items()}
         for name, part in self._parts().items():
-            if name in state:  # `best` may be new
+            if name in state:  # `best` may be missing, if the earlier trainer had none
                 part.load_state_dict(state[name])
         for name in _COUNTERS:
             setattr(self, name, state[name])
@@ -413,11 +413,11 @@ class AMPTrainer:
         parts = {"model": unwrapped(self.model), "optimizer": self.optimizer, "scaler": self.scaler}
         return {name: part for name, part in optional.items() if part is not None} | parts
 
-    # -- who is told
+    # -- loggers and callbacks
 
     @contextlib.contextmanager
     def _telling(self, max_steps: int) -> Iterator[Callable[[str, dict[str, float]], None]]:
-        """Gives tell(event, values): to the loggers in the first process, to the callbacks in all."""
+        """Yields tell(event, values), which calls the loggers in the first process and the callbacks in all."""
         with contextlib.ExitStack() as stack:
             logs = list(self.loggers) if self.rank == 0 else []
             if self.rank == 0:
@@ -435,7 +435,7 @@ class AMPTrainer:
             yield tell
 
     def _clear_up(self) -> None:
-        """Removes what an interrupted run left: unfinished files, and rows of later steps."""
+        """Removes what an interrupted run left behind: unfinished files, and rows of later steps."""
         if later := [path.name for path in self.checkpoints() if _step_of(path) > self.step]:
             raise FileExistsError(
                 f"{self.output_dir} has {later[-1]}, and this run is at step {self.step}; call resume() before "
