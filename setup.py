@@ -1,7 +1,7 @@
 """Builds fastbert._C with CMake against torch's stable ABI: headers of the environment's torch, for 2.11 and later.
 
-FASTBERT_BUILD=0 installs pure Python; FASTBERT_BUILD=1 makes it an error where _C cannot be built; unset, _C is built
-where torch and a C++ compiler are present. USE_CUDA=0 leaves the CUDA kernels out, as in PyTorch's own build.
+FASTBERT_BUILD=0 installs pure Python; FASTBERT_BUILD=1 fails if _C cannot be built; if unset, _C is built if torch and
+a C++ compiler are present. USE_CUDA=0 leaves the CUDA kernels out, as in PyTorch's own build.
 CMakeLists.txt describes what is built.
 """
 
@@ -34,9 +34,9 @@ NOT_BUILT = {reason!r}
 def find_torch() -> tuple[str, str] | None:
     """Version and folder of the torch that fastbert will run with, or None.
 
-    pip builds in isolation, where torch is not importable: it sets PYTHONPATH to a folder of its own and keeps the
-    interpreter. The same interpreter without that finds the environment's torch. Where torch is importable as it is (no
-    isolation, or a PYTHONPATH of the user's), that one is right.
+    pip builds in isolation, where torch is not importable: it keeps the interpreter, but sets PYTHONPATH to a folder of
+    its own. Without that variable, the same interpreter finds the environment's torch. If torch is importable already
+    (no isolation, or the user's own PYTHONPATH), that torch is the right one.
     """
     query = "import json, os, torch; print(json.dumps([torch.__version__, os.path.dirname(torch.__file__)]))"
     outside = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
@@ -56,7 +56,7 @@ def find_compiler() -> str | None:
 
 
 def why_not(torch: tuple[str, str] | None, compiler: str | None) -> str | None:
-    """Why _C cannot be built here, or None. "… when fastbert was installed" can follow."""
+    """Why _C cannot be built here, or None; in words that "… when fastbert was installed" can follow."""
     if not sys.platform.startswith("linux"):
         return f"the platform was {sys.platform}, not Linux,"
     if torch is None:
@@ -90,7 +90,7 @@ def wanted_architectures() -> str:
 
 
 def max_jobs() -> int:
-    """MAX_JOBS, or as many compilers as processors and memory (2 GiB each) allow."""
+    """MAX_JOBS, or as many compiler processes as processors and memory (2 GiB each) allow."""
     if os.environ.get("MAX_JOBS"):
         return int(os.environ["MAX_JOBS"])
     gibibytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
@@ -98,15 +98,15 @@ def max_jobs() -> int:
 
 
 def cmake_build(torch: tuple[str, str], target: Path) -> None:
-    """Configures, compiles and puts _C and _build.py into target."""
-    # Not every environment that is called by path has its bin on PATH.
+    """Configures, compiles, and installs _C and _build.py into target."""
+    # If an environment's Python is called by its path, its bin folder may not be on PATH.
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
     cmake, ninja = shutil.which("cmake", path=path), shutil.which("ninja", path=path)
     if not cmake or not ninja:
         sys.exit("fastbert: cmake and ninja are needed: pip install cmake ninja, or FASTBERT_BUILD=0 to do without _C")
     version, folder = torch
     build_dir = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
-    # CMake asks for these once and keeps the answer, so a build folder serves one set of them.
+    # CMake looks for these once and caches them, so a build folder is valid for one set of them only.
     kept = json.dumps([version, folder, *map(os.environ.get, ("CXX", "CUDA_HOME")), shutil.which("nvcc")])
     stamp = build_dir / "built_for.json"
     if not stamp.exists() or stamp.read_text() != kept:

@@ -1,1 +1,1 @@
-"""How fast fastbert is, measured: `python -m benchmarks.run`, or one case at a time with `pytest benchmarks`."""
+"""Benchmarks of fastbert: `python -m benchmarks.run`, or one case at a time with `pytest benchmarks`."""

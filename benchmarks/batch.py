@@ -1,15 +1,15 @@
-"""A batch: how many sequences, how long each, through which BERT.
+"""Batches: the number of sequences, their lengths, and the BERT that they go through.
 
 Lengths have three distributions:
 
 full   every sequence as long as the grid is wide: no padding, nothing to gain from packing.
-half   uniform in 10 to 90 % of the grid, which stays as wide as it is named: a fixed bucket, half empty.
+half   uniform in 10 to 90 % of the grid's width, which stays the nominal one: a fixed bucket, half empty.
 text   paragraphs of Python's own documentation through all-MiniLM-L6-v2's tokenizer, special tokens included, cut at
-       the grid's width; the grid is then as wide as the longest, as tokenizers pad. In random order, as training
-       shuffles.
+       the nominal width; the grid is as wide as the longest sequence, as tokenizers pad. The order is random, as in
+       shuffled training data.
 
-A batch takes the middle of each of `batch` equal slices of its distribution, in random order, so that a small one is
-typical too: one drawn at random may hold a text of 2194 tokens, and be nearly all padding.
+A batch takes the middle of each of `batch` equal slices of its distribution, in random order, so that a small batch is
+typical too: a random sample may contain a text of 2194 tokens, and be nearly all padding.
 """
 
 import functools
@@ -35,7 +35,7 @@ TEXT = (
 
 
 def draw(distribution: str, batch: int, seqlen: int, seed: int = 0) -> list[int]:
-    """The lengths of a batch; seed: of their order."""
+    """Returns the lengths of a batch. seed: determines their order."""
     if distribution == "full":
         return [seqlen] * batch
     generator = random.Random(seed)
@@ -72,17 +72,17 @@ MODELS = {
     "minilm": _bert(**_MINILM),
     "deberta-v3": _bert("microsoft/deberta-v3-base", pooler_dropout=0.0),
     "mpnet": _bert("microsoft/mpnet-base"),
-    "no-work": _bert(**_NO_WORK),  # twelve layers too small to compute anything: what is left is the way to them
+    "no-work": _bert(**_NO_WORK),  # twelve layers with almost no computation: what is left is overhead
 }
 SMALL = {
-    # For tests, and for tools that watch every access: an odd length, head size 64.
+    # For tests, and for tools that check every memory access: an odd length, head size 64.
     "tiny": Size(3, 17, _bert("bert-tiny", vocab_size=1000, num_hidden_layers=1)),
     "quick": Size(2, 64, _bert(vocab_size=2048, num_hidden_layers=1)),
 }
 
 
 def size_of(shape: str, model: str = "base", layers: int | None = None) -> Size:
-    """Of a shape as the command line has it, "8x128": batch by sequence length. layers: None keeps the model's."""
+    """The size of a shape in words, "8x128": batch by sequence length. layers: None keeps the model's number."""
     batch, _, seqlen = shape.partition("x")
     if not (batch.isdecimal() and seqlen.isdecimal() and int(batch) and int(seqlen)):
         raise ValueError(f"{shape!r} is no shape; expected batch x sequence length, as in 8x128")
@@ -112,7 +112,7 @@ class Batch:
 
     @functools.cached_property
     def mask(self) -> Tensor:
-        """(batch, width) bool."""
+        """Which tokens are real, (batch, width) bool."""
         return torch.arange(self.width, device=self.device) < torch.tensor(self.lengths, device=self.device)[:, None]
 
     @functools.cached_property
@@ -126,7 +126,7 @@ class Batch:
 
     @property
     def indices(self) -> Tensor:
-        """(T,) int64: rows of the flattened grid."""
+        """The rows of the flattened grid that hold real tokens, (T,) int64."""
         return self.mask.flatten().nonzero().squeeze(-1)
 
     def pad(self, x: Tensor, fill: int = 0) -> Tensor:
@@ -140,6 +140,6 @@ class Batch:
 
 
 def make_batch(size: Size, distribution: str, device: str) -> Batch:
-    """The grid is `size.seqlen` wide, of "text" as wide as the longest sequence."""
+    """Makes a batch. The grid is `size.seqlen` wide; for "text" it is as wide as the longest sequence."""
     lengths = draw(distribution, size.batch, size.seqlen)
     return Batch(lengths, max(lengths) if distribution == "text" else size.seqlen, device)

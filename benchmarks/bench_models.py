@@ -1,9 +1,9 @@
-"""Models and encoders, classifiers and masked-LM steps, against everybody under benchmarks/contenders.
+"""Benchmarks of models, encoders, classifiers and masked-LM steps, against all of benchmarks/contenders.
 
-Forward; forward and backward, with and without dropout, without the optimizer, which is everybody's; and a masked-LM
-model's whole step with fused AdamW, 15 % of the real tokens labelled. Weights and inputs are random and new in every
-run; what is timed with dropout is verified without, outputs and every gradient. Bound and floor of a masked-LM head
-count the labelled rows, which is all that has to be computed.
+Timed are the forward; forward and backward, with and without dropout, but without the optimizer, which is the same for
+all; and a masked-LM model's whole step with fused AdamW, with 15 % of the real tokens labelled. Weights and inputs are
+random and new in every run. Cases with dropout are verified without it, outputs and every gradient. For a masked-LM
+head, bound and floor count only the labelled rows, because no others have to be computed.
 `pytest benchmarks/bench_models.py` runs one contender at a time; `python -m benchmarks.run` interleaves them.
 """
 
@@ -27,7 +27,7 @@ from benchmarks.harness import Work
 from fastbert import BertConfig
 
 SHARE = 0.15  # of the real tokens that are labelled
-KINDS = {MODEL: "Model", CLASSIFIER: "ForSequenceClassification", MASKED_LM: "ForMaskedLM"}  # of classes
+KINDS = {MODEL: "Model", CLASSIFIER: "ForSequenceClassification", MASKED_LM: "ForMaskedLM"}  # suffixes of class names
 
 
 def setup(spec: Spec, device: str) -> Setup:
@@ -55,7 +55,7 @@ def setup(spec: Spec, device: str) -> Setup:
 
 
 def inputs_of(spec: Spec, batch: Batch) -> dict[str, Tensor]:
-    """Packed; of a masked LM also labels, and the rows that have one."""
+    """Packed inputs; for a masked LM also labels, and the indices of the labelled rows."""
     tokens, config, device = batch.tokens, spec.size.config, batch.device
     if spec.part == ENCODER:
         return {"hidden_states": torch.randn(tokens, config.hidden_size, dtype=spec.kind, device=device)}
@@ -69,7 +69,7 @@ def inputs_of(spec: Spec, batch: Batch) -> dict[str, Tensor]:
 
 
 def whole_step(runnable: Runnable, inputs: dict[str, Tensor], backward: bool) -> harness.Call:
-    """Forward, backward, and a step of fused AdamW so small that weights stay what they are for."""
+    """Forward, backward, and a step of fused AdamW, which is so small that the weights stay useful."""
     arguments = runnable.prepare(**inputs)
     optimizer = torch.optim.AdamW(runnable.module.parameters(), lr=1e-6, fused=True)
 
@@ -89,16 +89,16 @@ def modules(part: str, config: BertConfig, dtype: torch.dtype, device: str) -> t
     return tuple(model.encoder for model in found) if part == ENCODER else found
 
 
-@functools.lru_cache(2)  # of a size, with dropout and without
+@functools.lru_cache(2)  # for one size, with dropout and without
 def _made(part: str, values: str, dtype: torch.dtype, device: str):
-    """None of the weights is zero."""
+    """Makes the three modules. All weights are random: none stays zero."""
     import transformers
 
     config, kind = BertConfig.from_dict(json.loads(values)), KINDS[part]
     options = {"add_pooling_layer": False} if part == MODEL and config.family.pooler_dense else {}
     given = {name: value for name, value in config.to_dict().items() if name != "model_type"}
     if config.family.relative is None:
-        given |= {"attn_implementation": "sdpa"}  # those of relative positions have their own, and no other
+        given |= {"attn_implementation": "sdpa"}  # families with relative positions have only their own
     with torch.device(device):
         settings = transformers.AutoConfig.for_model(config.model_type, **given, use_cache=False)
         theirs = getattr(transformers, config.family.class_name(kind))(settings, **options)
@@ -110,8 +110,8 @@ def _made(part: str, values: str, dtype: torch.dtype, device: str):
     ours.load_state_dict(theirs.state_dict())
     wide = copy.deepcopy(theirs).double()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer versions of transformers have another name for it
-        if wide.supports_gradient_checkpointing:  # all float64 scores would not fit a GPU
+        warnings.simplefilter("ignore", FutureWarning)  # newer versions of transformers renamed it
+        if wide.supports_gradient_checkpointing:  # the float64 scores of all layers do not fit a GPU
             wide.gradient_checkpointing_enable({"use_reentrant": False})
     return theirs, ours.to(dtype), wide
 
@@ -120,7 +120,7 @@ def _made(part: str, values: str, dtype: torch.dtype, device: str):
 
 
 def work(spec: Spec, batch: Batch, labelled: int = 0, parameters: int = 0) -> Work:
-    """labelled: tokens through a masked-LM head. parameters: of the optimizer's step; 0 without one."""
+    """The work of a case. labelled: tokens through a masked-LM head. parameters: that the optimizer updates, or 0."""
     config = spec.size.config
     return floor.of_model(
         config.num_hidden_layers,
@@ -136,7 +136,7 @@ def work(spec: Spec, batch: Batch, labelled: int = 0, parameters: int = 0) -> Wo
 
 
 def products(spec: Spec, batch: Batch, labelled: int = 0) -> dict[str, harness.Call]:
-    """As bounds: a model's products on packed tokens and, of a masked-LM head, on labelled rows, and nothing else."""
+    """Bounds: a model's matrix products alone, on packed tokens and, for a masked-LM head, on labelled rows."""
     config, tokens = spec.size.config, batch.tokens
     C, wide, V = config.hidden_size, config.intermediate_size, config.vocab_size
     shapes = [(tokens, C, 3 * C), (tokens, C, C), (tokens, C, wide), (tokens, wide, C)] * config.num_hidden_layers

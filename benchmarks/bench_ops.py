@@ -1,6 +1,6 @@
-"""Each op of fastbert.ops, forward, forward + backward and backward alone, against the PyTorch calls that it replaces,
-and others.
+"""Benchmarks of each op of fastbert.ops against the PyTorch calls that it replaces, and others.
 
+Timed are the forward, forward + backward, and the backward alone.
 Inputs are random and new in every run. The truth of a case is PyTorch's own calls in float64.
 `pytest benchmarks/bench_ops.py` runs one contender at a time; `python -m benchmarks.run --groups ops` interleaves them.
 """
@@ -19,8 +19,8 @@ from benchmarks.comparison import Setup
 from benchmarks.contenders.interface import OPS, Runnable, Subject
 from benchmarks.harness import Work
 
-# op -> input -> its dimensions: T tokens, C channels, F in the middle of the feed-forward, Q of q, k and v together,
-# H heads of D channels, V words, P positions; empty for integers, which `integers` makes.
+# op -> input -> its dimensions: T tokens, C channels, F channels in the middle of the feed-forward, Q channels of q, k
+# and v together, H heads of D channels, V words, P positions; "" for integer inputs, which `integers` makes.
 INPUTS: dict[str, dict[str, str]] = {
     "attention": {"qkv": "T3HD"},
     "qkv_attention": {"hidden": "TC", "weight": "QC", "bias": "Q"},
@@ -36,10 +36,10 @@ INPUTS: dict[str, dict[str, str]] = {
     "pack": {"x": "TC"},
     "unpack": {"x": "TC"},
 }
-# The matrix product of an op: rows, inner, columns. M: rows with a label.
+# The matrix product of an op: rows, inner dimension, columns. M: rows with a label.
 PRODUCT = {"qkv_attention": "TCQ", "dense_gelu": "TCF", "linear": "TCQ", "cross_entropy": "MCV", "linear_max": "TCV"}
-# Elements that an op reads and writes at least: forward, and forward and backward. G: the padded grid's tokens, B:
-# sequences.
+# The least number of elements that an op reads and writes: in the forward, and in forward and backward together.
+# G: positions of the padded grid, B: sequences.
 MOVED = {
     "attention": lambda n: (4 * n.T * n.C, 12 * n.T * n.C),
     "qkv_attention": lambda n: (8 * n.T * n.C + n.Q * n.C, 24 * n.T * n.C + 3 * n.Q * n.C),
@@ -109,7 +109,7 @@ def integers(name: str, batch: Batch, n: SimpleNamespace) -> Tensor:
         return torch.cat([torch.arange(length, device=batch.device) for length in batch.lengths])
     least, end = {"input_ids": (1, n.V), "token_type_ids": (0, 2), "labels": (0, n.V)}[name]
     found = torch.randint(least, end, (n.T,), device=batch.device)
-    if name == "labels":  # of 15 % of the tokens, of one at least
+    if name == "labels":  # 15 % of the tokens keep theirs, the first one always
         found[1:][torch.rand(n.T - 1, device=batch.device) > 0.15] = -100
     return found
 

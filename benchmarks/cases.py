@@ -1,4 +1,4 @@
-"""Which cases are measured: the table, the most important first, and the filter that the options make of it."""
+"""The cases that are measured: a table, the most important first, and the selection that the options make from it."""
 
 import argparse
 import itertools
@@ -14,14 +14,14 @@ from fastbert import backends
 
 FORWARD, BACKWARD, ALONE = "forward", "forward+backward", "backward alone"
 DROPOUT, STEP = "forward+backward, dropout 0.1", "step with AdamW, dropout 0.1"
-P = 0.1  # of dropout, where a direction has it
+P = 0.1  # the probability of dropout, in directions that have it
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ENCODE, RERANK, CONTRASTIVE = LIBRARY = "encode", "rerank", "contrastive step"  # sentence-transformers' own calls
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One case. part: an op, a module or one of LIBRARY. grows: what grows from case to case, if that is looked at."""
+    """One case. part: an op, a module or one of LIBRARY. grows: what grows from case to case in the group growth."""
 
     part: str
     size: Size
@@ -47,7 +47,7 @@ class Spec:
         return self.direction in (DROPOUT, STEP)
 
     def facts(self) -> dict[str, object]:
-        """As results have them; layers only where there are whole ones."""
+        """The facts that results files contain; the number of layers only for parts that have layers."""
         found = {"op" if self.part in OPS else "part": self.part, "direction": self.direction, "dtype": self.dtype}
         found |= {"lengths": self.lengths, **self.size.facts()}
         found |= {} if self.part in OPS else {"layers": self.size.config.num_hidden_layers}
@@ -61,8 +61,8 @@ class Spec:
 class Pick:
     """Cases of one part: every model and shape with every distribution of lengths, type and direction.
 
-    dtypes: None for what the device is good for. layers: None for the model's own. last: after all that are not,
-    whatever the group.
+    dtypes: None for those that suit the device. layers: None for the model's own number. last: runs after all cases
+    of all groups that are not last.
     """
 
     part: str
@@ -76,7 +76,7 @@ class Pick:
     last: bool = False
 
     def specs(self, dtypes: list[str], small: Size | None) -> Iterator[Spec]:
-        """small: in place of all shapes."""
+        """The cases. small: a size that replaces all shapes."""
         shapes = itertools.product(self.models, self.shapes)
         sizes = [small] if small else [batch.size_of(shape, model, self.layers) for model, shape in shapes]
         for size, lengths in itertools.product(sizes, self.lengths):
@@ -86,7 +86,7 @@ class Pick:
 
 # ---- the table: device -> group -> cases
 
-# The distributions of lengths that make a difference to an op.
+# The distributions of lengths that make a difference for an op.
 LENGTHS = {
     "attention": ("half", "full", "text"),
     "qkv_attention": ("half", "full"),
@@ -119,21 +119,21 @@ SHORT = ("1x8", "1x16", "1x32", "1x64", "4x16", "8x32")
 
 
 def _short() -> tuple[Pick, ...]:
-    """What a request brings: so little work that the way to it counts."""
+    """The work of single requests, which is so little that overhead counts."""
     alone = Pick(MODEL, ("2x8",), ("full",), (FORWARD, BACKWARD), models=("no-work",), last=True)
     return alone, Pick(MODEL, SHORT, ("full",), (FORWARD,), models=("minilm", "base"), last=True)
 
 
 def _relative(batch: int) -> Iterator[Pick]:
-    """Scores that depend on distances: DeBERTa's two products, and MPNet's bias."""
+    """Models whose attention scores depend on distances: by DeBERTa's two products, or MPNet's bias."""
     for models in (("deberta-v3",), ("mpnet",)):
         for seqlen in (128, 512, 64, 256):
             yield Pick(MODEL, (f"{batch}x{seqlen}",), ("full", "half"), (FORWARD, DROPOUT), models, layers=2)
 
 
 def _growth() -> Iterator[Pick]:
-    """Ops on rows and a layer on 2^7 to 2^16 tokens, attention on 2^13 tokens in sequences of 2^6 to 2^13: all parts at
-    one size before the next."""
+    """Row ops and one layer on 2^7 to 2^16 tokens, attention on 2^13 tokens in sequences of 2^6 to 2^13. All parts run
+    at one size before the next size."""
     for n in range(10):
         for part in ("layer_norm", "add_layer_norm", "bias_gelu", ENCODER):
             yield Pick(part, (f"{2**n}x128",), ("full",), (FORWARD, BACKWARD), layers=1, grows="tokens")
@@ -143,7 +143,7 @@ def _growth() -> Iterator[Pick]:
 
 
 TABLE: dict[str, dict[str, tuple[Pick, ...]]] = {
-    "cpu": {  # models of two layers, but for the one that shows latency
+    "cpu": {  # models are cut to two layers, except MiniLM and those that show latency
         "encoder": (
             Pick(MODEL, ("1x128",), ("full",), (FORWARD,)),
             Pick(MODEL, ("8x128",), ("half", "full", "text"), (FORWARD,), layers=2),
@@ -209,8 +209,8 @@ TABLE: dict[str, dict[str, tuple[Pick, ...]]] = {
     },
 }
 GROUPS = tuple(TABLE["cpu"])
-DEFAULT = GROUPS[:-1]  # growth takes longer than all of them
-DIRECTIONS = {  # that a group has
+DEFAULT = GROUPS[:-1]  # without growth, which takes longer than all others together
+DIRECTIONS = {  # of each group
     "encoder": (FORWARD, BACKWARD, DROPOUT),
     "mlm": (DROPOUT, STEP),
     "ops": (FORWARD, BACKWARD, ALONE),
@@ -225,22 +225,22 @@ DIRECTIONS = {  # that a group has
 
 
 def dtypes(device: str) -> list[str]:
-    """What the device is good for, the most important first."""
+    """The dtypes that suit the device, the most important first."""
     if device == "cuda":
         return ["bfloat16"]
     return ["float32", *["bfloat16"] * has_bfloat16_products()]
 
 
 def has_bfloat16_products() -> bool:
-    """Whether the processor multiplies bfloat16 itself; without that a product of them takes many times as long."""
+    """Whether the processor has bfloat16 products; without them, such a product takes many times as long."""
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(backends.cpuinfo("flags", "Features").split()))
 
 
 def specs(options: argparse.Namespace) -> list[tuple[str, Spec]]:
-    """(group, case) in the order in which they run: all groups in one type before the next, and what comes last.
+    """(group, case) in the order in which they run: all groups in one type before the next, then those marked `last`.
 
-    What an option names takes the place of what the table has. Raises ValueError for a part that none of the groups
-    has, for what is no shape, for options that go with nothing that is measured, and where no case is left.
+    An option's values replace those of the table. Raises ValueError for a part that none of the groups has, for an
+    invalid shape, for options that the chosen size or groups do not allow, and if no case is left.
     """
     table = [(group, pick) for group in options.groups for pick in TABLE[options.device][group]]
     if unknown := set(options.parts or ()) - {pick.part for _, pick in table}:
@@ -257,11 +257,11 @@ def specs(options: argparse.Namespace) -> list[tuple[str, Spec]]:
 
 
 def _changed(pick: Pick, group: str, options: argparse.Namespace) -> Pick | None:
-    """A line of the table with what the options name; None if they leave it out."""
+    """A line of the table with the values that the options name; None if the options exclude it."""
     if options.parts and pick.part not in options.parts:
         return None
     directions = tuple(d for d in DIRECTIONS[group] if d in options.directions) if options.directions else ()
-    if pick.part in LIBRARY:  # there are no others
+    if pick.part in LIBRARY:  # of which only the shapes can change
         only = pick.lengths[0], "float32", pick.directions[0]
         asked = zip((options.lengths, options.dtypes, options.directions), only, strict=True)
         return (

@@ -1,4 +1,4 @@
-"""One case by everybody who can: verified and then timed."""
+"""Runs one case with every contender that can run it: each is verified and then timed."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from fastbert import testing
 
 @dataclass(frozen=True)
 class How:
-    """How it is measured. rounds: 0 verifies only. limit: seconds of a case. names, slow: see `contenders.of`."""
+    """How a case is measured. rounds: 0 only verifies. limit: in seconds. names, slow: see `contenders.of`."""
 
     device: str
     rounds: int = 5
@@ -27,11 +27,11 @@ class How:
 
 @dataclass(frozen=True)
 class Setup:
-    """A case made ready. exact: what is verified; truth: the same in float64.
+    """A case that is ready to run. exact: the subject that is verified; truth: the same in float64.
 
-    work: a function, for it may have to measure ceilings. to_time: makes what is timed in place of `exact`, where that
-    has dropout, and so nothing to compare, or changes its weights. start: from a Runnable to the call that is timed.
-    facts: more of them, for the results.
+    work: a function, because it may have to measure ceilings. to_time: makes the subject that is timed in place of
+    `exact`, where the timed one has dropout, so that its results cannot be compared, or changes its weights. start:
+    turns a Runnable into the call that is timed. facts: further facts for the results.
     """
 
     exact: Subject
@@ -50,7 +50,7 @@ def in_double(subject: Subject, **modules: torch.nn.Module) -> Subject:
 
 @dataclass
 class Field:
-    """Who takes part in a case, in the order of tables. others: who does not, or failed to be set up, as rows."""
+    """The contenders of a case, in the order of tables. others: rows for those that cannot run or failed in set-up."""
 
     runnables: dict[str, Runnable] = field(default_factory=dict)
     others: list[harness.Row] = field(default_factory=list)
@@ -64,7 +64,7 @@ def gather(people: Iterable[Contender], subject: Subject) -> Field:
         made = contender.why_not(subject.dtype, subject.batch.device, subject.backward)
         try:
             made = made or contender.make(subject)
-        except Exception as error:  # somebody else's code: whatever it raises is its result
+        except Exception as error:  # third-party code: whatever it raises is its result
             found.others.append(harness.Row(contender.name, problem=harness.failure(error)))
             continue
         if isinstance(made, str):
@@ -76,7 +76,7 @@ def gather(people: Iterable[Contender], subject: Subject) -> Field:
 
 
 def verifier(found: Field, setup: Setup) -> harness.Verify:
-    """By the accuracy rule; the truth is the baseline's computation in float64."""
+    """Verifies by the accuracy rule; the truth is the baseline's computation in float64."""
     exact, truth = setup.exact, setup.truth
     right = contenders.baseline(exact.part).make(truth)
     return harness.by_the_rule(
@@ -89,7 +89,7 @@ def verifier(found: Field, setup: Setup) -> harness.Verify:
 
 
 def start(found: Field, setup: Setup, people: list[Contender]) -> dict[str, harness.Call]:
-    """The calls to time, of those who take part. Who fails here is moved to the others."""
+    """Returns the calls to time, by contender. A contender that fails here has no call, and a row in `others`."""
     subject, timed, calls = setup.exact, found, {}
     if setup.to_time:
         subject = setup.to_time()
@@ -104,7 +104,7 @@ def start(found: Field, setup: Setup, people: list[Contender]) -> dict[str, harn
 
 
 def report(spec: Spec, setup: Setup, how: How) -> harness.Report:
-    """Everybody on one case, measured or, without rounds, verified. Raises RuntimeError without a baseline."""
+    """All contenders on one case, measured or, without rounds, verified. Raises RuntimeError if the baseline fails."""
     people, baseline = contenders.of(spec.part, how.names, how.slow), contenders.baseline(spec.part).name
     found = gather(people, setup.exact)
     calls, batch = start(found, setup, people), setup.exact.batch
@@ -127,7 +127,7 @@ def report(spec: Spec, setup: Setup, how: How) -> harness.Report:
 
 
 def alone(spec: Spec, setup: Setup, who: str) -> tuple[harness.Call | None, str]:
-    """The call of one contender, verified; or None and why there is none. Raises AssertionError for a wrong one."""
+    """The verified call of one contender, or None and the reason. Raises AssertionError if its result is wrong."""
     people = [c for c in contenders.of(spec.part, slow=True) if c.yardstick or c.name == who]
     found = gather(people, setup.exact)
     for row in found.others:

@@ -1,4 +1,4 @@
-"""`pytest benchmarks` finds bench_*.py; plain `pytest` does not come here (testpaths)."""
+"""`pytest benchmarks` collects bench_*.py; plain `pytest` does not look into this folder (testpaths)."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def pytest_collect_file(file_path, parent):
 
 @pytest.fixture
 def alone(benchmark, request):
-    """Verifies one contender on one case and lets pytest-benchmark time it; or skips it, and says why."""
+    """Verifies one contender on one case and lets pytest-benchmark time it, or skips it with the reason."""
     from benchmarks import batch, cases, comparison, contenders
 
     device, option = "cuda" if torch.cuda.is_available() else "cpu", request.config.getoption

@@ -56,8 +56,8 @@ def write(path: Path, count: int) -> Path:
 
 
 def computing(encoder: SentenceEncoder, file: Path, rounds: int) -> dict[str, float]:
-    """Seconds of the job in this process, and by as many workers as there are cores; and of workers with next to
-    nothing to do: they start, and load the encoder."""
+    """Seconds of the job in this process, and with as many workers as there are cores; and of workers with almost
+    nothing to do, which only start and load the encoder."""
     few = write(file.with_name("few.txt"), 1)
     workers, rows = os.cpu_count(), -(-count_texts(file) // (8 * os.cpu_count()))
     jobs = {
@@ -71,7 +71,7 @@ def computing(encoder: SentenceEncoder, file: Path, rounds: int) -> dict[str, fl
 
 
 def handing(encoder: SentenceEncoder, file: Path, rounds: int) -> dict[str, float]:
-    """Seconds of what one process does for all: hashing, reading, and pickling as Ray does."""
+    """Seconds of the work that one process does for all workers: hashing, reading, and pickling as Ray does."""
     large = write(file.with_name("large.txt"), 100_000)
 
     def hands_over(recipe: Recipe, parts: Iterator[Part], progress: Progress) -> None:
@@ -88,7 +88,7 @@ def embed(encoder: SentenceEncoder, file: Path, rows: int, engine: Engine | None
 
 
 def in_turn(jobs: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """The median of each."""
+    """Runs the jobs in turn; returns the median seconds of each."""
     found: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(rounds):
         for name, job in jobs.items():
@@ -99,12 +99,12 @@ def in_turn(jobs: dict[str, Callable[[], None]], rounds: int) -> dict[str, float
 
 
 def projected(facts: dict[str, float], nodes: int) -> dict[str, float]:
-    """A corpus of CORPUS_GB on machines like this one. No network, no disk and no failure is in it."""
+    """Projects a corpus of CORPUS_GB onto machines like this one, without network, disk and failures."""
     part_bytes = SHARD_ROWS * facts["bytes"] / facts["texts"]
-    computing = facts["ray_seconds"] - facts["ray_start_seconds"]  # of all workers of a machine
-    part = part_bytes / facts["bytes"] * computing * facts["workers"]  # of one worker
+    computing = facts["ray_seconds"] - facts["ray_start_seconds"]  # seconds, all workers of a machine together
+    part = part_bytes / facts["bytes"] * computing * facts["workers"]  # seconds of one worker
     parts = CORPUS_GB * 1e9 / part_bytes
-    compute = parts * part / (nodes * facts["workers"]) + part / 2  # and the last parts end at different times
+    compute = parts * part / (nodes * facts["workers"]) + part / 2  # half a part: the last ones end at different times
     handing = CORPUS_GB * 1e9 / facts["handing_bytes"] * facts["handing_seconds"]
     hours = (facts["ray_start_seconds"] + max(compute, handing)) / 3600
     hours = {"hours": hours, "computing": compute / 3600, "handing": handing / 3600}

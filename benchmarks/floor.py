@@ -1,9 +1,10 @@
 """The floor: the operations and bytes that BERT cannot do without, and the time that they take at a device's ceilings.
 
 Per layer, T real tokens, hidden size h, S2 = sum of squared lengths; a multiply-add is two operations; `element` bytes
-an element. Products with h by h weights: q, k, v 3, output projection 1, each half of the feed-forward 4 (12 in all,
-so 24 T h^2 operations). Attention: Q K^T and P V, 4 h S2. Every fused pass reads and writes device memory once.
-A step, forward and backward: the products three times, attention 3.5 times, for its scores are computed again.
+an element. Products with h by h weights: 3 for q, k and v, 1 for the output projection, 4 for each half of the
+feed-forward (12 in all, so 24 T h^2 operations). Attention: Q K^T and P V, 4 h S2. Every fused pass reads and writes
+device memory once. A step (forward and backward) takes the products three times, and attention 3.5 times, because the
+backward computes the scores again.
 """
 
 import functools
@@ -23,7 +24,7 @@ from fastbert import testing
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The best rates of a device: FLOP/s of matrix products and of attention, bytes/s. origin: who says so."""
+    """The best rates of a device: FLOP/s of matrix products and of attention, bytes/s. origin: their source."""
 
     product: float
     attention_forward: float
@@ -37,10 +38,10 @@ H100 = Ceilings(800e12, 333e12, 272e12, 3.0e12, f"H100 SXM: measured product and
 
 # ---- what has to be done, and the sum over the ops of max(operations / rate, bytes / bandwidth)
 
-# product of a layer -> (weights in units of h^2, elements of h that a token reads and writes)
+# product of a layer -> (weights in units of h^2, elements in units of h that a token reads and writes)
 PRODUCTS = {"qkv": (3, 4), "projection": (1, 2), "up": (4, 5), "down": (4, 5)}
 PRODUCTS_STEP_EXTRA = 10  # in a step GELU's input is saved and read again (8), gradients of the residual are added (2)
-ATTENTION = (4, 8)  # elements a token, forward and backward
+ATTENTION = (4, 8)  # elements a token in units of h: forward, backward
 LAYER_NORMS = (2 * 3, 2 * 4)
 
 
@@ -60,10 +61,10 @@ def of_model(
     labelled: int = 0,
     parameters: int = 0,
 ) -> Work:
-    """step: forward and backward. labelled: tokens through a masked-LM head. parameters: of an AdamW step, all in the
-    weights' type: weight and two moments read and written, gradient read."""
+    """The work of a model's forward. step: forward and backward. labelled: tokens through a masked-LM head. parameters:
+    of an AdamW step, all in the weights' type: weight and two moments are read and written, the gradient is read."""
     tokens, scores, times = sum(lengths), attention_flops(hidden, lengths), 3 if step else 1
-    row, weights = tokens * hidden * element, hidden**2 * element  # bytes of a pass over the residual stream, of h^2
+    row, weights = tokens * hidden * element, hidden**2 * element  # bytes: a pass over the residual stream; h^2
     head, optimizer = labelled * (2 * hidden**2 + 2 * hidden * vocab), 7 * element * parameters
     flops = times * (layers * (24 * tokens * hidden**2 + scores) + head) + step * 0.5 * layers * scores
     moved = (84 * row + 36 * weights) if step else (26 * row + 12 * weights)
@@ -75,7 +76,7 @@ def of_model(
 
 
 def _products_seconds(area: int, row: int, weights: int, step: bool, ceilings: Ceilings) -> float:
-    """A layer's matrix products, with bias and GELU in them. area: tokens by h^2."""
+    """Seconds of a layer's matrix products, with fused bias and GELU. area: tokens times h^2."""
     if step:
         moved = (3 * sum(e for _, e in PRODUCTS.values()) + PRODUCTS_STEP_EXTRA) * row + 36 * weights
         return max(3 * 24 * area / ceilings.product, moved / ceilings.bandwidth)
@@ -86,7 +87,7 @@ def _products_seconds(area: int, row: int, weights: int, step: bool, ceilings: C
 
 
 def _rest_seconds(row: int, scores: int, step: bool, ceilings: Ceilings) -> float:
-    """A layer's attention, and both residuals with LayerNorm."""
+    """Seconds of a layer's attention, and of both residual additions with LayerNorm."""
     passes = [(scores / ceilings.attention_forward, ATTENTION[0]), (0, LAYER_NORMS[0])]
     passes += [(2.5 * scores / ceilings.attention_backward, ATTENTION[1]), (0, LAYER_NORMS[1])] if step else []
     return sum(max(seconds, elements * row / ceilings.bandwidth) for seconds, elements in passes)
@@ -95,22 +96,22 @@ def _rest_seconds(row: int, scores: int, step: bool, ceilings: Ceilings) -> floa
 def of_op(
     tokens: int, product: int, scores: int, moved: float, forward: bool, backward: bool, ceilings: Ceilings
 ) -> Work:
-    """product, scores: forward operations of a matrix product and of attention. moved: bytes in all."""
+    """The work of an op. product, scores: forward operations of a matrix product and of attention. moved: all bytes."""
     products = product * (forward + 2 * backward)
     rest = forward * scores / ceilings.attention_forward + backward * 2.5 * scores / ceilings.attention_backward
     seconds = max(products / ceilings.product + rest, moved / ceilings.bandwidth)
     return Work(tokens, products + scores * (forward + 2.5 * backward), moved, seconds, rest if product else None)
 
 
-# ---- what the library does with the products
+# ---- the products as the library runs them
 
 
 def products_alone(
     shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: str, backward: bool, forward: bool = True
 ) -> dict[str, harness.Call]:
-    """Products of (rows, inner, columns) and, with a backward, of their gradients, as bounds for `harness.measure`.
+    """Bounds for `harness.measure`: products of (rows, inner, columns) and, with a backward, those of their gradients.
 
-    One for each library that PyTorch has for them; the backward is always the first one's.
+    There is one bound for each matrix library of PyTorch; the backward always runs in the first library.
     """
     operands = {shape: _operands(*shape, dtype, device) for shape in dict.fromkeys(shapes)}
 
@@ -143,7 +144,7 @@ _kept: dict = {}  # what `use` has read
 
 
 def use(file: Path) -> None:
-    """From now on `ceilings` are those in a file of benchmarks.gpu.ceilings. Raises ValueError for another device's."""
+    """Lets `ceilings` return those in a file of benchmarks.gpu.ceilings. Raises ValueError for another device's."""
     found = json.loads(file.read_text(encoding="utf-8"))
     here = device_name("cuda" if torch.cuda.is_available() else "cpu")
     if found["device"] != here:
@@ -158,10 +159,10 @@ def device_name(device: str) -> str:
 
 @functools.cache
 def ceilings(device: str, dtype: torch.dtype) -> Ceilings:
-    """Of large products and a large copy, as kept in a file (see `use`), or else timed here and now.
+    """The rates of large products and a large copy, from a file (see `use`), or else timed here and now.
 
-    Attention is held to the product's rate. On a Hopper in half precision it is held to the best that is published for
-    one, as a share of the product's rate there: nobody has an attention that runs at the product's.
+    Attention's ceiling is the product's rate. On a Hopper in half precision it is the best published rate of attention,
+    scaled by the product's rate here over H100's: no implementation of attention reaches the product's rate.
     """
     kept = _kept.get("products", {}).get(str(dtype).removeprefix("torch."))
     product, copy = (kept, _kept["bandwidth"]) if kept else (product_rate(device, dtype), bandwidth(device))
@@ -191,14 +192,14 @@ def product_rate(device: str, dtype: torch.dtype, shapes: Shapes | None = None) 
 
 
 def bandwidth(device: str) -> float:
-    """Bytes/s, those read and those written."""
+    """Bytes/s of a large copy, counting both bytes read and bytes written."""
     source = torch.randn((1024 if device == "cuda" else 64) << 18, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
 
 
 def _seconds(call: harness.Call, device: str) -> float:
-    """The best of 20 (of fewer that take a second): a processor that was idle needs as many to reach its clock."""
+    """The best of 20 calls (of fewer if they take a second): an idle processor needs that many to reach its clock."""
     timer, times = harness.cuda_timer(device) if device == "cuda" else harness.host_timer(), []
     while len(times) < 20 and (len(times) < 3 or sum(times) < 1):
         times.append(timer(call, 1))

@@ -1,11 +1,11 @@
-"""Times contenders side by side, and only those that are right.
+"""Times contenders side by side, and only those whose results are right.
 
-`measure` asks for each contender's accuracy first: one that is wrong, or fails, is reported as such and never timed.
-Then, round after round, every contender runs once in a shuffled order, so that what disturbs the machine disturbs all
-of them alike. A contender's ratio is the median over the rounds of baseline's seconds / its seconds: above 1 is faster.
+`measure` checks each contender's accuracy first: one that is wrong, or fails, is reported as such and never timed.
+Then, round after round, every contender runs once, in shuffled order, so that disturbances of the machine affect all
+alike. A contender's ratio is the median over the rounds of the baseline's seconds / its seconds: above 1 is faster.
 
 On a CPU a sample is enough calls in a row to be far above the clock's resolution, with warm caches. On CUDA it is one
-call between two events, with the L2 cache overwritten before; and one more, of which only the device's time counts.
+call between two events, with the L2 cache overwritten before; a second such call measures only the device's time.
 """
 
 import contextlib
@@ -29,20 +29,20 @@ Call = Callable[[], object]
 Timer = Callable[[Call, int], float]  # (call, repeats) -> seconds a call
 Verify = Callable[[str], list[testing.Row]]  # a contender's name -> its tensors under the accuracy rule
 
-LEAST = 5  # rounds, whatever they take
-RESTS = 100  # pauses at most, for threads that never come to rest
-WARMED = 0.2  # seconds of a case's shortest call, up to which all its samples follow others that do not count
-LEAST_COSINE = 0.995  # to the truth, of hidden states of quantized models
-PRODUCTS = "matrix products alone"  # how the names of bounds begin that are part of what a library can reach
+LEAST = 5  # rounds that run, however long they take
+RESTS = 100  # the most pauses, in case threads never come to rest
+WARMED = 0.2  # seconds: if a case's shortest call takes less, an uncounted sample precedes each of its samples
+LEAST_COSINE = 0.995  # between a quantized model's hidden states and the truth
+PRODUCTS = "matrix products alone"  # prefix of the bounds that `library_floor` contains
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one call has to do, whoever does it.
+    """The work of one call, which is the same for every contender.
 
-    tokens: real ones; padding is nobody's work. flops, bytes: 0 where they say nothing. floor: seconds (see floor.py).
-    rest: the part of the floor that is no matrix product; with the time of the products as the library runs them it
-    makes the floor that this library can reach.
+    tokens: real ones, not padding. flops, bytes: 0 where they mean nothing. floor: seconds (see floor.py). rest: the
+    part of the floor outside matrix products; together with the library's own time for the products, it is the floor
+    that this library can reach.
     """
 
     tokens: int
@@ -56,8 +56,8 @@ class Work:
 class Row:
     """One contender. problem: why it was not timed. ran: the backends that ran. seconds: one number a round.
 
-    absent: why it was not even tried: not installed, or not for such a case. bound: the time of something that cannot
-    be avoided, not a contender: it has no result to be right or wrong. device: seconds without what the host needs.
+    absent: why it was not even tried: not installed, or not made for such a case. bound: whether this is no contender
+    but the time of unavoidable work, without a result to verify. device: seconds of the device alone, without the host.
     """
 
     name: str
@@ -80,7 +80,7 @@ def spread(numbers: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass
 class Report:
-    """The rows of one case; `case` is what was asked, as facts for a reader and for JSON."""
+    """The rows of one case; `case` describes it, as facts for a reader and for JSON."""
 
     case: dict[str, object]
     work: Work
@@ -97,13 +97,13 @@ class Report:
 
     @property
     def library_floor(self) -> float | None:
-        """Seconds: the products as the faster library ran them in this very run, and the floor of everything else."""
+        """Seconds: the products' time in the faster library in this same run, plus the floor of everything else."""
         products = [row.seconds for row in self.rows if row.bound and row.seconds and row.name.startswith(PRODUCTS)]
         rest = self.work.rest
         return min(map(statistics.median, products)) + rest if products and rest is not None else None
 
     def lines(self) -> list[dict[str, object]]:
-        """A line of a results file for each contender: all that tables are made of. Microseconds, bytes."""
+        """A line of a results file for each contender, with all that tables need. Microseconds, bytes."""
         return [self._line(row) for row in self.rows]
 
     def _line(self, row: Row) -> dict[str, object]:
@@ -134,13 +134,13 @@ def microseconds(seconds: float) -> float:
 
 
 def rounded(number: float, digits: int = 6) -> float:
-    """Whole numbers as int: without the `.0` of JSON."""
+    """Rounds to so many significant digits; a whole number becomes an int, which JSON writes without `.0`."""
     found = float(f"{number:.{digits}g}")
     return int(found) if found.is_integer() else found
 
 
 def worst(tensors: Iterable[testing.Row]) -> float | str:
-    """The largest error, in units of what the accuracy rule allows; as text where JSON has no number for it."""
+    """The largest error, in units of what the accuracy rule allows; as text if JSON cannot represent it (NaN, inf)."""
     shares = [tensor.error / tensor.bound if tensor.bound else float(not tensor.ok) for tensor in tensors]
     found = max(shares, key=lambda share: (math.isnan(share), share))
     return rounded(found, 3) if math.isfinite(found) else str(found)
@@ -167,15 +167,16 @@ def measure(
     sample: float | None = None,
     pause: float | None = None,
 ) -> Report:
-    """Verifies every contender, times those that are right, interleaved.
+    """Verifies every contender, then times those that are right, interleaved.
 
-    verify: `by_the_rule` makes one. bounds: timed beside the contenders, nothing to verify. others: rows of those who
-    have nothing to run. rounds: 0 verifies only; after `limit` seconds no new one begins, the first LEAST apart.
-    launches: on CUDA, whether what the host does before the device can begin is counted, as in a whole model. sample:
-    seconds that one sample lasts at least; 0 is a single call, the default on CUDA. Another one goes before it, unless
-    every call is long: the system may wake a thread on the processor of the one that waits for it, which takes a while
-    to mend. pause: seconds before a contender's turn, again and again until the threads of whoever ran before have come
-    to rest. Who fails is not timed any further. Raises ValueError for a baseline that is no contender.
+    verify: made by `by_the_rule`. bounds: calls timed beside the contenders, without verification. others: rows of
+    contenders that have nothing to run. rounds: 0 only verifies; after `limit` seconds no new round begins, except for
+    the first LEAST. launches: on CUDA, whether the host's time before the device can begin counts, as in a whole model.
+    sample: the least seconds of a sample; 0 is a single call, the default on CUDA. An uncounted sample precedes each,
+    unless every call is long: the system may wake a thread on the processor of the thread that waits for it, and takes
+    a while to correct that. pause: seconds before a contender's turn, repeated until the threads of the previous one
+    have come to rest. A contender that fails is not timed any further. Raises ValueError for a baseline that is no
+    contender.
     """
     if baseline not in contenders:
         raise ValueError(f"measure: the baseline {baseline!r} is none of {', '.join(contenders)}")
@@ -205,8 +206,8 @@ def measure(
 
 
 def _rest(pause: float) -> None:
-    """Sleeps until the process does: OpenMP's threads go on spinning for a millisecond or so after their last work,
-    ONNX Runtime's for thirty, and whoever came next would share the processor with them."""
+    """Sleeps until the process's threads do. OpenMP's threads go on spinning for a millisecond or so after their last
+    work, ONNX Runtime's for thirty, and the next contender would share the processor with them."""
     for _ in range(RESTS if pause else 0):
         busy = time.process_time()
         time.sleep(pause)
@@ -215,7 +216,7 @@ def _rest(pause: float) -> None:
 
 
 def _timed(row: Row, call: Call, timer: Timer) -> list[float]:
-    """Seconds of a sample, if there are any; none from the first failure on, which is all that the row says then."""
+    """The seconds of a sample, if any. After a first failure nothing is timed, and the row keeps only the problem."""
     if row.problem:
         return []
     try:
@@ -229,7 +230,7 @@ def _timed(row: Row, call: Call, timer: Timer) -> list[float]:
 
 
 def _examine(name: str, call: Call, verify: Verify, device: str, is_timed: bool) -> Row:
-    """Verifies a contender and runs it, to warm it up, to see which kernels it takes and, once warm, what memory."""
+    """Verifies a contender and runs it: to warm it up, to see which backends it uses and, once warm, its memory."""
     row = Row(name)
     try:
         row.accuracy = verify(name)
@@ -248,7 +249,7 @@ def _examine(name: str, call: Call, verify: Verify, device: str, is_timed: bool)
 
 
 def failure(error: Exception) -> str:
-    """What a results file keeps of an error: not the folders of this machine that it names."""
+    """An error in the words of a results file, without the folders of this machine that it names."""
     line = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", str(error).partition("\n")[0])
     return f"failed: {type(error).__name__}: {line}"
 
@@ -261,14 +262,15 @@ def by_the_rule(
     factor: float = 2.0,
     quantized: Iterable[str] = (),
 ) -> Verify:
-    """`verify` of `measure` by fastbert.testing's rule.
+    """Makes the `verify` of `measure`, by the accuracy rule of fastbert.testing.
 
     yardsticks: the contenders that are PyTorch's own. The first one has to work; another that fails is left out.
-    quantized: those with int8 products, which the rule is not for: their hidden states are LEAST_COSINE near the truth.
+    quantized: contenders with int8 or fp8 products, to which the rule does not apply: the mean cosine between their
+    outputs and the truth has to be at least LEAST_COSINE.
     """
     names = list(yardsticks)
 
-    @cache  # not before it is asked for: what fails here is then reported with the contender that it concerns
+    @cache  # runs only when needed, so that a failure is reported with the contender that it concerns
     def standard() -> tuple[testing.Result, dict[str, testing.Result]]:
         right, found = truth(), {names[0]: result_of(names[0])}
         for name in names[1:]:
@@ -287,7 +289,7 @@ def by_the_rule(
 
 
 def _by_cosine(name: str, found: torch.Tensor, truth: torch.Tensor) -> testing.Row:
-    """Of rows, on average; the error is what is missing to 1."""
+    """The cosine of rows, on average; the error is 1 minus it."""
     cosine = torch.nn.functional.cosine_similarity(found.double(), truth.double(), dim=-1).mean()
     return testing.Row(f"1 - cosine of {name}", 1 - float(cosine), 1 - LEAST_COSINE, 0.0)
 
@@ -296,7 +298,7 @@ def _by_cosine(name: str, found: torch.Tensor, truth: torch.Tensor) -> testing.R
 
 
 def peak_bytes(call: Call, device: str) -> int | None:
-    """Memory that one call takes beyond what is held before it: of the device, or the process's resident pages."""
+    """Bytes that one call takes beyond those held before it: of device memory, or of the process's resident pages."""
     if device != "cuda":
         return _resident_peak(call)
     torch.cuda.synchronize()
@@ -308,10 +310,10 @@ def peak_bytes(call: Call, device: str) -> int | None:
 
 
 def _resident_peak(call: Call) -> int | None:
-    """None where Linux does not count it. Freed memory that malloc keeps goes back first: it would hide new pages."""
+    """None where Linux does not count it. First returns freed memory that malloc keeps, which would hide new pages."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     except (OSError, AttributeError):
         call()
         return None
@@ -321,7 +323,7 @@ def _resident_peak(call: Call) -> int | None:
 
 
 def _status(name: str) -> int:
-    """Bytes."""
+    """A field of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
@@ -330,7 +332,7 @@ def _status(name: str) -> int:
 
 
 def host_timer(clock: Callable[[], float] = time.perf_counter) -> Timer:
-    """Seconds a call by the host's clock, over `repeats` calls in a row."""
+    """Times a call by the host's clock, over `repeats` calls in a row."""
 
     def seconds(call: Call, repeats: int) -> float:
         start = clock()
@@ -346,11 +348,11 @@ SHORTEST, LONGEST = 1 << 20, 1 << 27  # clock cycles that the device sleeps: hal
 
 
 def cuda_timer(device: str = "cuda", launches: bool = False) -> Timer:
-    """Seconds a call by CUDA events, with cold caches.
+    """Times a call by CUDA events, with cold caches.
 
-    Overwriting the buffer empties the L2 cache, and takes long enough (512 MiB) for the host to have launched the first
-    kernels of `call` when it ends, so that short calls are not measured by their launches. launches: the host waits for
-    that end, and they are.
+    Overwriting a buffer of 512 MiB empties the L2 cache, and takes so long that the host has launched the first kernels
+    of `call` before it ends: the launches of short calls do not count. launches: the host waits for that end before it
+    launches, so that they do count.
     """
     flush = torch.empty(FLUSHED, dtype=torch.uint8, device=device)
 
@@ -372,10 +374,10 @@ def cuda_timer(device: str = "cuda", launches: bool = False) -> Timer:
 
 
 def busy_timer(device: str = "cuda") -> Timer:
-    """Seconds a call by CUDA events, with cold caches, as long as the device alone takes for it.
+    """Times only the device's part of a call by CUDA events, with cold caches.
 
-    The device sleeps while the host launches. Where it woke up before the host was done, the call is repeated behind a
-    sleep twice as long; nan for one that waits for the device, or launches more than its queue holds (a thousand).
+    The device sleeps while the host launches. If it wakes up before the host is done, the call is repeated after a
+    sleep twice as long. NaN for a call that waits for the device, or launches more than its queue holds (a thousand).
     """
     flush, cycles = torch.empty(FLUSHED, dtype=torch.uint8, device=device), defaultdict(lambda: SHORTEST)
 

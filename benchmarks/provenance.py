@@ -1,4 +1,4 @@
-"""Where a number comes from: machine, versions, commit, command line. No host name and no path of the machine."""
+"""Where a number comes from: machine, versions, commit, command line; without the machine's host name and paths."""
 
 import importlib.metadata
 import os
@@ -20,9 +20,9 @@ PACKAGES = ("torch", "triton", "transformers", "onnxruntime", "openvino", "ctran
 def head(commit: str | None = None, seed: int | None = None) -> dict[str, object]:
     """The first line of a results file.
 
-    commit: of a copy of the tree whose git history is missing or is not the copy's; git is not asked then, and nothing
-    says whether the copy has changes. load: of the last minute; near the number of threads, others were busy. kernels:
-    how fastbert's own were built, empty where they do not load.
+    commit: for a copy of the tree whose git history is missing or is not the copy's; git is not asked then, and `dirty`
+    is None. The entry `load` is the average of the last minute; if it is near the number of threads, other processes
+    were busy. `kernels` says how fastbert's own were built; it is empty if they do not load.
     """
     known, dirty = (commit, None) if commit else git_state()
     return {
@@ -39,21 +39,21 @@ def head(commit: str | None = None, seed: int | None = None) -> dict[str, object
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """Commit, and whether the tree differs from it (results aside); None for what git does not say."""
+    """The commit, and whether the tree differs from it (results aside); None for each that git cannot tell."""
     commit = _output("git", "rev-parse", "HEAD")
     changes = _output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results")
     return (commit, None if changes is None else bool(changes)) if commit else (None, None)
 
 
 def command(argv: list[str]) -> str:
-    """The command line, absolute paths cut to their last part."""
+    """The command line, with absolute paths cut to their last part."""
     words = ["python", *argv[1:]]
     return " ".join("=".join(Path(p).name if os.path.isabs(p) else p for p in word.split("=")) for word in words)
 
 
 def machine() -> str:
     processor = backends.cpuinfo("model name") or platform.processor() or platform.machine()
-    if family := backends.cpuinfo("cpu family"):  # clouds leave generations out of names
+    if family := backends.cpuinfo("cpu family"):  # CPU names in clouds lack the generation
         processor = f"{processor} (family {family}, model {backends.cpuinfo('model')})"
     words = [processor, f"{torch.get_num_threads()} threads", torch.backends.cpu.get_cpu_capability()]
     if torch.cuda.is_available():

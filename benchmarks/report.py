@@ -1,11 +1,11 @@
 """python -m benchmarks.report: docs/performance.md and its plot, from the files of benchmarks.run and nothing else.
 
 Reads RESULTS/<device>/*.jsonl, draws RESULTS/<device>/speedup.svg, and writes the page: a line for each case, every
-case in which somebody is faster than fastbert, and where the numbers come from. Files of small sizes (_tiny, _quick)
-and of runs that were cut short (.partial) are left alone.
+case in which another contender is faster than fastbert, and where the numbers come from. Files of small sizes (_tiny,
+_quick) and of runs that were cut short (.partial) are ignored.
 
 A ratio is a contender's time over fastbert's, median over the rounds of one interleaved run: above 1 fastbert is
-faster. fastbert's is that of the first of OURS that took part: the one that asks least of a user.
+faster. fastbert's time is that of the first of OURS that took part, the form that demands the least of a user.
 """
 
 import argparse
@@ -48,25 +48,25 @@ Ratio = tuple[float, float, float]  # median, 20th and 80th percentile over the 
 
 
 def ratio(theirs: Line, own: Line) -> Ratio:
-    """Of two that were timed in the same rounds."""
+    """The ratio of two contenders that were timed in the same rounds."""
     return spread([a / b for a, b in zip(theirs["samples"], own["samples"], strict=False)])
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one run measured of one case."""
+    """What one run measured for one case."""
 
     facts: Mapping
     lines: Mapping[str, Line]
 
     @property
     def family(self) -> str:
-        """Cases that share a table."""
+        """The table that the case belongs to."""
         return "growth" if "grows" in self.facts else "ops" if "op" in self.facts else "modules"
 
     @property
     def title(self) -> str:
-        """In words, without its type."""
+        """The case in words, without its dtype."""
         facts = self.facts
         if "texts" in facts:
             return f"{facts['part']}, {facts['texts']} texts, {facts['model']}"
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def timed(self) -> dict[str, Line]:
-        """Contenders with a time; a bound is no contender."""
+        """Contenders that were timed; bounds are no contenders."""
         return {name: line for name, line in self.lines.items() if "samples" in line and "bound" not in line}
 
     @property
@@ -88,14 +88,14 @@ class Case:
 
     @property
     def ratios(self) -> dict[str, Ratio]:
-        """By contender; fastbert's other forms too, but no forced backends."""
+        """The ratios by contender, fastbert's other forms included, but not its forced backends."""
         own = self.own
         others = {name: line for name, line in self.timed.items() if line is not own and "samples" in own}
         return {name: ratio(line, own) for name, line in others.items() if name in OURS or not is_ours(name)}
 
     @property
     def memory(self) -> float | None:
-        """fastbert's peak over the baseline's; None where one of them is below what can be told from nothing."""
+        """fastbert's peak memory over the baseline's; None if either is too small to measure (below 1 MB)."""
         baseline = next((line for line in self.lines.values() if "baseline" in line), {})
         peaks = [line.get("memory", 0) for line in (self.own, baseline)]
         return peaks[0] / peaks[1] if min(peaks) >= 1e6 else None
@@ -129,7 +129,7 @@ def read_file(path: Path) -> File:
 
 
 def read(folder: Path) -> dict[str, list[File]]:
-    """Device -> its files."""
+    """The results files by device."""
     paths = [p for p in sorted(folder.glob("*/*.jsonl")) if not any(part in p.stem for part in NO_RESULTS)]
     return {device: list(map(read_file, of)) for device, of in itertools.groupby(paths, lambda p: p.parent.name)}
 
@@ -138,7 +138,7 @@ def read(folder: Path) -> dict[str, list[File]]:
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown, aligned for readers of the text."""
+    """A Markdown table, aligned for readers of its source."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     rule = ["-" * width for width in widths]
     lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in (header, rule, *rows)]
@@ -146,7 +146,7 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def table(cases: Sequence[Case]) -> str:
-    """A line for each case and run; a column for whoever was timed beside fastbert in one of them."""
+    """A line for each case and run; a column for each contender that was timed beside fastbert in one of them."""
     compared = {name for case in cases for name in case.ratios}
     names = [name for name in dict.fromkeys(name for case in cases for name in case.lines) if name in compared]
     header = ["case", "type", "ms", "% floor", "% library", "memory", *(SHORT.get(name, name) for name in names)]
@@ -162,14 +162,14 @@ def _cells(case: Case, names: Sequence[str]) -> list[str]:
 
 
 def share(line: Line, bound: str) -> float | None:
-    """Percent of the floor, or of the library's, that a line reaches: an op in the device's time, if there is one."""
+    """Percent of the floor, or the library's floor, that a line reaches; an op by its device time, if measured."""
     if bound not in line:
         return None
     return 100 * line[bound] / (line.get("device", line["median"]) if "op" in line["case"] else line["median"])
 
 
 def milliseconds(microseconds: float) -> str:
-    """Three digits."""
+    """Microseconds as milliseconds, with three digits."""
     value = microseconds / 1e3
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
 
@@ -179,12 +179,12 @@ def number(value: float | None, form: str) -> str:
 
 
 def _problem(line: Line) -> str:
-    """Why there is no ratio, in a word; a dash for who was not there."""
+    """Why there is no ratio, in a word; a dash for a contender that did not run."""
     return line.get("problem", "–").partition(":")[0]
 
 
 def in_full(case: Case) -> str:
-    """One case, for a terminal."""
+    """The full results of one case, for a terminal."""
     parts, rows = ["  ".join(f"{name} {value}" for name, value in case.facts.items())], []
     has_device = any("device" in line for line in case.lines.values())
     for name, line in case.lines.items():
@@ -207,21 +207,21 @@ def in_full(case: Case) -> str:
 
 
 def tables(cases: Sequence[Case]) -> dict[str, str]:
-    """By family."""
+    """The tables by family."""
     found = {name: [case for case in cases if case.family == name] for name in ("modules", "ops", "growth")}
     return {name: table(members) for name, members in found.items() if members}
 
 
 def not_installed(cases: Iterable[Case]) -> list[str]:
-    """Contenders, each with the command that installs it."""
+    """The contenders that are not installed, each with the command that installs it."""
     mark, lines = "not installed: ", (line for case in cases for line in case.lines.values())
     absent = {line["name"]: line["absent"] for line in lines if line.get("absent", "").startswith(mark)}
     return [f"{name} (`{how.removeprefix(mark)}`)" for name, how in absent.items()]
 
 
 def slower(device: str, cases: Iterable[Case]) -> Iterator[tuple[float, list[str]]]:
-    """Every case in which somebody else's time is below that of one of fastbert's forms, by a hundredth or more: by
-    how much, and a line of a table."""
+    """Every case in which another contender is faster than one of fastbert's forms, by a hundredth or more: the ratio,
+    and a line of a table."""
     for case in cases:
         timed = case.timed
         for ours, theirs in itertools.product(filter(timed.get, OURS), (name for name in timed if not is_ours(name))):
@@ -281,7 +281,7 @@ def origin(files: Sequence[File]) -> str:
 
 
 def folded(title: str, text: str) -> str:
-    """Shown by GitHub when it is clicked."""
+    """A text that GitHub shows when its title is clicked."""
     return f"<details>\n<summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
@@ -309,7 +309,7 @@ def draw(cases: Sequence[Case], path: Path) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg", metadata={"Date": None}, bbox_inches="tight")
-    path.write_text(re.sub(r" ?\n(?=[MLCQz\"])", " ", drawn.getvalue()))  # a path a line, not a point
+    path.write_text(re.sub(r" ?\n(?=[MLCQz\"])", " ", drawn.getvalue()))  # a line for each path, not for each point
 
 
 def main(words: list[str] | None = None) -> int:

@@ -1,8 +1,8 @@
-"""sentence-transformers' own calls, by itself, after `fastbert.accelerate`, and by fastbert's classes for the same.
+"""sentence-transformers' own calls: by itself, after `fastbert.accelerate`, and by fastbert's equivalent classes.
 
-encode: all-MiniLM-L6-v2 on passages of Python's documentation, in one call, tokenizer included. rerank: a cross encoder
-of its size, with a new head, `predict` of a title with each passage. contrastive step: forward and backward of
-MultipleNegativesRanking on pairs of random tokens; timed with dropout. Truth is the unmodified model in float64.
+encode: all-MiniLM-L6-v2 on passages of Python's documentation, in one call, tokenizer included. rerank: `predict` of a
+cross encoder of the same size with a new head, on each passage with its title. contrastive step: forward and backward
+of MultipleNegativesRanking on pairs of random tokens; timed with dropout. Truth is the unmodified model in float64.
 """
 
 import copy
@@ -33,7 +33,7 @@ OURS = "fastbert"
 
 @dataclass(frozen=True)
 class Task:
-    """What is timed, by contender, and how each is verified: its result, and that of the truth."""
+    """The calls to time, by contender, and what verifies them: the result of each, and the truth's."""
 
     calls: dict[str, Call]
     result: Callable[[str], testing.Result]
@@ -68,7 +68,7 @@ def three(theirs: nn.Module, ours: object) -> dict[str, object]:
 
 
 def passages(count: int) -> list[tuple[str, str]]:
-    """(topic, passage), from everywhere in the documentation."""
+    """(topic, passage) pairs, spread over the whole documentation."""
     found = demo.python_documentation()
     return (found * -(-count // len(found)))[:: max(1, len(found) // count)][:count]
 
@@ -87,7 +87,7 @@ def rerank(spec: Spec, device: str) -> Task:
 
 
 def calls_of(spec: Spec, models: dict, truth: nn.Module, method: str, inputs: list) -> Task:
-    """Of a method that all have; sentence-transformers' is told to be quiet."""
+    """The task of a method that all models have; sentence-transformers' shows no progress bar."""
 
     def call(model: object) -> Tensor:
         quiet = {"convert_to_tensor": True, "show_progress_bar": False} if isinstance(model, nn.Module) else {}
@@ -110,7 +110,7 @@ def calls_of(spec: Spec, models: dict, truth: nn.Module, method: str, inputs: li
 
 @functools.lru_cache(1)
 def encoders(device: str) -> tuple[dict[str, object], nn.Module]:
-    """Those who take part, and the truth."""
+    """The models by contender, and the truth."""
     from sentence_transformers import SentenceTransformer
 
     theirs = SentenceTransformer(str(demo.minilm()), device=device)
@@ -133,7 +133,7 @@ def rerankers(device: str) -> tuple[dict[str, object], nn.Module]:
 
 
 def contrastive(spec: Spec, device: str) -> Task:
-    """Both columns have lengths of the same distribution, and theirs is padded to the longest of each."""
+    """Both columns have the same distribution of lengths; sentence-transformers pads each to its longest text."""
     lengths = batch.draw(spec.lengths, 2 * spec.size.batch, spec.size.seqlen)
     texts = torch.randint(1000, 30000, (sum(lengths),), device=device).split(lengths)
     models, truth = encoders(device)
@@ -154,7 +154,7 @@ def contrastive(spec: Spec, device: str) -> Task:
 
 
 def step_of(module: nn.Module, texts: list[Tensor]) -> Callable[[nn.Module], Tensor]:
-    """From a module to the loss of the batch, once its gradients are there."""
+    """A function of a module that returns the batch's loss and leaves the gradients in the module."""
     loss_of = packed_loss(texts) if isinstance(module, ContrastiveModel) else padded_loss(module, texts)
 
     def step(module: nn.Module) -> Tensor:
@@ -181,12 +181,12 @@ def padded_loss(module: nn.Module, texts: list[Tensor]) -> Callable[[nn.Module],
         for column in (texts[:half], texts[half:])
     ]
     loss = MultipleNegativesRankingLoss(module)
-    return lambda _: loss(map(dict, columns), None)  # the dictionaries are written to
+    return lambda _: loss(map(dict, columns), None)  # copies: the loss writes to the dictionaries
 
 
 def verified(step: Callable[[nn.Module], Tensor], module: nn.Module) -> testing.Result:
-    """Without dropout. The embeddings' gradients have gone through everything. (The error of the loss, one number, is
-    that of PyTorch times anything.)"""
+    """The result without dropout: gradients of the embeddings, which depend on the whole model. (The loss is left out:
+    the error of a single number may be any multiple of PyTorch's.)"""
     step(module.eval())
     ends = "word_embeddings.weight", "embeddings.LayerNorm.weight"
     named = {end: p.grad.clone() for name, p in module.named_parameters() for end in ends if name.endswith(end)}

@@ -1,8 +1,8 @@
 """python -m benchmarks.run: cases with contenders interleaved, a table for each, one results file for each group.
 
-A file is written anew after every case, so a run that is stopped leaves what it has: in NAME.partial.jsonl where
-NAME.jsonl has cases that it did not come to. The last table has one line for each case. `pytest benchmarks` runs cases
-one contender at a time under pytest-benchmark. docs/benchmarks.md says what the numbers mean.
+A file is written anew after every case, so a run that is stopped keeps its results: in NAME.partial.jsonl if NAME.jsonl
+has cases that the run did not reach. The last table has one line for each case. `pytest benchmarks` runs cases one
+contender at a time under pytest-benchmark. docs/benchmarks.md says what the numbers mean.
 """
 
 import argparse
@@ -96,12 +96,12 @@ class Results:
     """One results file: a head, and a line for each contender and case."""
 
     def __init__(self, name: str, options: argparse.Namespace, head: dict[str, object]) -> None:
-        """What is compiled or small has its own name."""
+        """Results of small sizes, and with torch.compile, go to files with names of their own."""
         ending = [options.size] * (options.size != "full") + ["compile"] * (options.compile and not options.name)
         self.path = (options.out or RESULTS / options.device) / f"{'_'.join([name, *ending])}.jsonl"
         self.partial = self.path.with_suffix(".partial.jsonl")
         self.head, self.lines = head | {"ceilings": {}, "left_out": []}, []
-        self.before = _keys(_read(self.path)[1])  # cases that the file has had
+        self.before = _keys(_read(self.path)[1])  # cases in the file of an older run
         to_do = {str(spec) for _, spec in options.specs}
         for path in (self.partial, self.path) if options.add else ():
             old, lines = _read(path)
@@ -112,7 +112,7 @@ class Results:
 
     @property
     def target(self) -> Path:
-        """A run that did not come to all cases of an older one does not take its place."""
+        """The file to write: results do not replace an older file unless they have all its cases."""
         return self.path if self.before <= _keys(self.lines) else self.partial
 
     def add(self, done: harness.Report, device: str) -> None:
@@ -123,7 +123,7 @@ class Results:
         self.head["ceilings"][dtype] = {k: v if isinstance(v, str) else harness.rounded(v) for k, v in rates.items()}
 
     def write(self) -> None:
-        """Not without a case: an older file is worth more than an empty one."""
+        """Writes nothing without a case: an older file is worth more than an empty one."""
         if not self.lines:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def _keys(lines: list[dict]) -> set[str]:
 
 
 def _read(path: Path) -> tuple[dict, list[dict]]:
-    """Head and lines; both empty where there is no such file, or another one."""
+    """Head and lines of a results file; both empty if it is missing or is not JSON lines."""
     with contextlib.suppress(OSError, ValueError):
         head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         return head, lines
@@ -152,7 +152,7 @@ def _read(path: Path) -> tuple[dict, list[dict]]:
 
 
 class GpuLost(Exception):
-    """An error of the device that outlives the call that made it: nothing can be measured in this process any more."""
+    """A device error that persists after the call that caused it: this process cannot measure anything any more."""
 
 
 def require_device(device: str) -> None:
@@ -185,7 +185,7 @@ class Run:
         self.cut: str | None = None
 
     def run(self) -> None:
-        """All cases in turn. A case that fails is left out; on an interrupt, all that are left are."""
+        """Runs all cases in turn. A case that fails is left out; after an interrupt, so are all remaining ones."""
         reason, behind = None, self.options.skip
         for number, (group, spec) in enumerate(self.options.specs, behind + 1):
             results = self.files[self.options.name or group]
@@ -198,7 +198,7 @@ class Run:
                     self.measure(spec, results)
             except KeyboardInterrupt:
                 reason = failed = "interrupted"
-            except Exception as error:  # the other cases are worth having
+            except Exception as error:  # the other cases run all the same
                 failed = harness.failure(error)
                 self.bad.append(str(spec))
             if reason and not self.lost and not self.cut:
@@ -219,7 +219,7 @@ class Run:
         rounds = 0 if options.verify_only else options.rounds or (20 if full else 5)
         limit = min(10.0 if full else 1.0, self.deadline - time.monotonic())
         if rounds:
-            floor.ceilings(options.device, spec.kind)  # kept: a GPU that is lost later has told them
+            floor.ceilings(options.device, spec.kind)  # measured now and kept, in case the GPU is lost later
         done = measured(spec, How(options.device, rounds, limit, options.contenders, options.compile))
         print(report.in_full(report.cases_of(done.lines())[0]), end="\n\n", flush=True)
         self.done.append(done)
@@ -233,7 +233,7 @@ class Run:
             results.write()
 
     def conclude(self) -> int:
-        """Prints one line for each case. 1 if fastbert was wrong or failed somewhere, 3 if the GPU was lost."""
+        """Prints one line for each case. Returns 1 if fastbert was wrong or failed somewhere, 3 if the GPU was lost."""
         found = report.cases_of(line for done in self.done for line in done.lines())
         print(*report.tables(found).values(), *map("not installed: {}".format, report.not_installed(found)), sep="\n\n")
         print("\nunder a name: its time over fastbert's; above 1 fastbert is faster (docs/benchmarks.md has the rest)")
@@ -250,7 +250,7 @@ class Run:
 
 
 def main(words: list[str] | None = None) -> int:
-    """1 if a contender of fastbert was wrong or failed, or a whole case did; 3 if the GPU was lost on the way."""
+    """Returns 1 if one of fastbert's contenders was wrong or failed, or a whole case failed; 3 if the GPU was lost."""
     options = arguments(words)
     options.seed = torch.seed() if options.seed is None else options.seed
     torch.manual_seed(options.seed)

@@ -1,9 +1,9 @@
-"""What the training examples share; most of it is the same training in pure PyTorch beside fastbert's, and the verdict.
+"""Code that the training examples share: mainly a training in pure PyTorch beside fastbert's, and their comparison.
 
-The plain run is `fastbert/reference.py` on the padded batch, with no operation of fastbert in it. Dropout is on: its
-masks are made from the key that fastbert's forward draws as well, by `fastbert.random`, in plain PyTorch. Training
-amplifies rounding errors, so a third run, `nudged`, says how much: the plain run again, after every weight has been
-moved by one unit in its last place. Two curves coincide where fastbert stays as near to the plain run as that.
+The plain run is `fastbert/reference.py` on the padded batch, without any of fastbert's operations. Dropout is on: its
+masks are made by `fastbert.random`, in plain PyTorch, from the same key that fastbert's forward draws. Training
+amplifies rounding errors, so a third run, `nudged`, shows how much: it is the plain run, after every weight has been
+moved by one unit in its last place. Two curves coincide if fastbert stays about as near to the plain run (see FACTOR).
 """
 
 import argparse
@@ -23,12 +23,12 @@ import fastbert
 from fastbert import random, reference
 from fastbert.training import AMPTrainer, linear_schedule, parameter_groups
 
-FACTOR = 3  # of the nudged run's distance: that of the accuracy rule for gradients (fastbert/testing.py)
-ROUNDINGS = 4  # of the loss itself: early on nudged often has the very same number
+FACTOR = 3  # times nudged's distance is allowed, as for gradients in the accuracy rule (fastbert/testing.py)
+ROUNDINGS = 4  # of the loss are allowed on top: early on, nudged often has the very same loss
 
 
 def options(doc: str, **more: int) -> argparse.Namespace:
-    """--steps and --output, which is made, and other numbers."""
+    """Parses --steps, --output (a folder, which is created) and other numbers. doc: starts with the description."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     for name, default in {"steps": 300, **more}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
@@ -39,7 +39,7 @@ def options(doc: str, **more: int) -> argparse.Namespace:
 
 
 def fit(model: nn.Module, loader, steps: int, lr: float) -> None:
-    """Trains as most people do. What it draws, loader and dropout, depends on the seeds alone."""
+    """Trains as most people do. The loader's order and dropout depend on the seeds alone."""
     optimizer = torch.optim.AdamW(parameter_groups(model, lr=lr))
     schedule = linear_schedule(optimizer, steps // 10, steps)
     with tempfile.TemporaryDirectory() as checkpoints:  # none of these runs is long enough to keep them
@@ -47,14 +47,14 @@ def fit(model: nn.Module, loader, steps: int, lr: float) -> None:
 
 
 def endless(loader):
-    """Its batches, in a new order in each epoch."""
+    """Yields the loader's batches without end, in a new order in each epoch."""
     for epoch in itertools.count():
         loader.set_epoch(epoch)
         yield from loader
 
 
 class PlainBert(nn.Module):
-    """reference.py's BERT on the batches of PackingCollator: padded, with fastbert's dropout. Heads are added to it."""
+    """reference.py's BERT on the batches of PackingCollator, padded, with fastbert's dropout. Subclasses add heads."""
 
     def __init__(self, config) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class PlainBert(nn.Module):
 
 
 def dropout_masks(config, key: Tensor, visible: Tensor) -> dict[int, Tensor]:
-    """The dropout contract of fastbert.random, for every site, on the grid of a padded batch."""
+    """Dropout masks by the contract of fastbert.random, for every site, on the grid of a padded batch."""
     (batch, seqlen), tokens = visible.shape, int(visible.sum())
     p, q = config.hidden_dropout_prob, config.attention_probs_dropout_prob
 
@@ -89,7 +89,7 @@ def dropout_masks(config, key: Tensor, visible: Tensor) -> dict[int, Tensor]:
 
 
 class Run:
-    """A model in training: its optimizer, its losses, its seconds. The model gives the loss of a batch."""
+    """A model in training: its optimizer, its losses, its seconds. loss: a function that returns a batch's loss."""
 
     def __init__(self, name: str, model: nn.Module, loss, steps: int, lr: float, seed: int = 0) -> None:
         self.name, self.model, self.loss, self.seed = name, model.train(), loss, seed
@@ -122,7 +122,7 @@ def nudge(model: nn.Module) -> nn.Module:
 
 
 def three_runs(model: nn.Module, plain: nn.Module, steps: int, lr: float) -> list[Run]:
-    """fastbert, plain and nudged, all from the same weights."""
+    """The runs fastbert, plain and nudged, all from the same weights."""
     nudged = nudge(copy.deepcopy(plain))
     losses = {
         "fastbert": (model, lambda batch: model(**batch).loss),
@@ -133,7 +133,7 @@ def three_runs(model: nn.Module, plain: nn.Module, steps: int, lr: float) -> lis
 
 
 def train(runs: list[Run], batches, steps: int) -> None:
-    """The same batches for all runs, step by step, whose turn is first alternates; with a progress bar."""
+    """Trains all runs on the same batches, step by step, with a progress bar; which run goes first alternates."""
     from rich.progress import Progress
 
     with Progress(*Progress.get_default_columns(), "loss {task.fields[loss]:.3f}") as bar:
@@ -145,15 +145,15 @@ def train(runs: list[Run], batches, steps: int) -> None:
 
 
 def verdict(runs: list[Run], path: Path) -> int:
-    """Plots the curves, prints how far they are apart; 0 where they coincide, else 1. runs: fastbert, plain, nudged."""
-    shared = len(runs[1].losses)  # fastbert's run may have gone on
+    """Plots the curves, prints how far they are apart; returns 0 if they coincide, else 1. runs: as of three_runs."""
+    shared = len(runs[1].losses)  # fastbert's run may be longer
     losses = [torch.tensor(run.losses[:shared], dtype=torch.float64) for run in runs]
     apart, drift = ((curve - losses[1]).abs() for curve in (losses[0], losses[2]))
     plot(runs, apart, drift, path)
     for run in runs:
         pace = f"{run.seconds / len(run.losses) * 1e3:6.0f} ms a step"
         print(f"{run.name:9}{pace}, loss at step {shared}: {run.losses[shared - 1]:.6f}")
-    # At every step, so that an early difference is not excused by how far rounding has led by the end.
+    # Compared at every step, so that an early difference is not excused by how far rounding has led by the end.
     allowed = FACTOR * drift.cummax(0).values + ROUNDINGS * torch.finfo(torch.float32).eps * losses[1].max()
     ok = bool((apart <= allowed).all())  # False for NaN
     print(f"largest difference of the losses over {shared} steps: fastbert {apart.max():.1e}, nudged {drift.max():.1e}")
@@ -163,7 +163,7 @@ def verdict(runs: list[Run], path: Path) -> int:
 
 
 def agreement(what: str, scores: dict[str, list[float]]) -> dict:
-    """Prints and returns the mean of each library's seeds, and whether they are as near as the seeds of either."""
+    """Prints and returns each library's mean over the seeds, and whether the means are as near as either's seeds."""
     means = {name: mean(of_seeds) for name, of_seeds in scores.items()}
     apart = max(means.values()) - min(means.values())
     spread = max(max(of_seeds) - min(of_seeds) for of_seeds in scores.values())
@@ -173,7 +173,7 @@ def agreement(what: str, scores: dict[str, list[float]]) -> dict:
 
 
 def write_json(path: Path, found: dict) -> None:
-    """A line for each entry, and what it was measured with."""
+    """Writes JSON with a line for each entry, and with the versions, device and threads of the measurement."""
     found = found | {part.__name__: part.__version__ for part in (fastbert, torch, transformers)}
     found |= {"device": "cuda" if torch.cuda.is_available() else "cpu", "threads": torch.get_num_threads()}
     lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in found.items())

@@ -2,11 +2,11 @@
 
     python examples/compare_retrieval.py [--seeds 3] [--steps N] [--output DIR] [--json FILE]
 
-retrieval_pairs.py has the texts, and nDCG@10 says how well those held out are found: by the model as it comes, whose
-mean pooling was trained for this on a billion pairs, by BM25, and by the model once trained. For each seed both
-libraries begin with the same weights and take the same pairs in the same order, each in turn; dropout differs. Exit
-status 1 if a seed of fastbert's gains less than MARGIN, or the means of the two are further apart than the best and the
-worst seed of either. fastbert's model of the first seed is kept in DIR, for `fastbert search` and others.
+retrieval_pairs.py has the texts, and nDCG@10 says how well the held-out ones are found: by the original model, whose
+mean pooling was trained for this on a billion pairs, by BM25, and by the model after this training. For each seed both
+libraries begin with the same weights and take the same pairs in the same order, step by step in turn; dropout differs.
+Exit status 1 if any seed of fastbert gains less than MARGIN, or the means of the two libraries are further apart than
+the best and the worst seed of either. fastbert's model of the first seed is kept in DIR, for `fastbert search` etc.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from fastbert.data import ContrastiveCollator, ContrastiveDataset, create_datalo
 from fastbert.inference import SentenceEncoder
 from fastbert.training import ContrastiveModel, InBatchNegatives
 
-PAIRS, LENGTH, STEPS, LEARNING_RATE = 64, 128, 32, 1.5e-4  # of a batch; tokens of a text, which is cut there
+PAIRS, LENGTH, STEPS, LEARNING_RATE = 64, 128, 32, 1.5e-4  # pairs in a batch; tokens at which texts are cut
 MARGIN = 0.03  # nDCG@10
 NAMES = "fastbert", "sentence-transformers"
 
 
 def both_forms(examples: list[dict]) -> dict:
-    """A batch for each: packed, and with each column padded to its longest text."""
+    """A batch for each library: packed, and with each column padded to its longest text."""
     packed = ContrastiveCollator()(examples)
     texts = packed["input_ids"].split(packed["cu_seqlens"].diff().tolist())
     return {"fastbert": packed, "sentence-transformers": [padded(texts[:PAIRS]), padded(texts[PAIRS:])]}
@@ -59,7 +59,7 @@ def new_runs(seed: int, steps: int) -> list[Run]:
 
 
 def trained(data: ContrastiveDataset, held_out: dict[str, Pairs], seed: int, steps: int, output: Path) -> dict:
-    """Scores and time of both. A token of padding is none."""
+    """Trains both; returns their scores and times. Padding does not count as tokens."""
     loader = create_dataloader(data, both_forms, PAIRS, seed=seed, drop_last=True)
     batches, runs = list(islice(endless(loader), steps)), new_runs(seed, steps)
     train(runs, batches, steps)
@@ -76,7 +76,7 @@ def trained(data: ContrastiveDataset, held_out: dict[str, Pairs], seed: int, ste
 
 
 def verdict(before: dict, words: dict, results: list[dict]) -> dict:
-    """Prints and returns what the seeds gave, and whether it is what the example is to prove."""
+    """Prints and returns the results of the seeds, and whether they prove the example's point."""
     found, proved = {}, True
     for kind in KINDS:
         both = {name: [result[name]["scores"][kind] for result in results] for name in NAMES}
@@ -101,7 +101,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.seeds < 2:
         parser.error(f"--seeds is {args.seeds}; expected at least 2")
-    warnings.simplefilter("ignore", UserWarning)  # texts are cut: that is meant
+    warnings.simplefilter("ignore", UserWarning)  # texts are cut on purpose
     training, held_out = parts()
     questions, texts = zip(*training, strict=True)
     data = ContrastiveDataset({"question": questions, "text": texts}, get_tokenizer(minilm()), max_length=LENGTH)

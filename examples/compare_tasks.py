@@ -2,7 +2,7 @@
 
 classes: from which area of Python's documentation is a passage? As in finetune_classifier.py.
 tags: which words are functions, keywords, exceptions? The documentation has them in quotes: "len()", "except",
-"TypeError". The quotes and parentheses are taken away, and what they said becomes the tags.
+"TypeError". The quotes and parentheses are removed, and what they indicated becomes the tags.
 answers: what does it return, which exception does it name? Asked about paragraphs of the documentation.
 """
 
@@ -25,7 +25,7 @@ from fastbert.training import evaluating, to_device
 TAGS = ("O", *(f"{at}-{kind}" for kind in ("FUNCTION", "KEYWORD", "EXCEPTION") for at in "BI"))
 MARKED = re.compile(rf'"([\w.]+\(\)|{"|".join(keyword.kwlist)}|\w*(?:Error|Exception|Iteration|Warning))"')
 WORD = re.compile(r'[^\W_]+|[^\w\s"]|_')  # as BERT's tokenizer splits
-QUESTIONS = {  # and what is before, in and behind the answer
+QUESTIONS = {  # each with a pattern of what is before, in and after the answer
     "What does it return?": r"\b[Rr]eturns? (\w[^.,;:(]+?)(?=[.,;:]| if | when )",
     "What must it be?": r"\bmust be (\w[^.,;:(]+?)(?=[.,;:]| if | when )",
     "When is it called?": r"\b[Cc]alled ((?:when|to) [^.,;:]+)",
@@ -39,7 +39,7 @@ class Task(NamedTuple):
     head: str  # the class, in both libraries
     labels: Sequence[str]
     parts: Sequence  # data sets: for training, held out
-    evaluate: Callable  # of a model, the batches of what is held out, and the device: f1, and exact_match of answers
+    evaluate: Callable  # (model, held-out batches, device) -> f1, and for answers exact_match
     padding: type = transformers.DataCollatorWithPadding  # transformers' own collator
     steps: int = 60
 
@@ -49,7 +49,7 @@ def parted(found: Sequence) -> tuple[list, list]:
 
 
 def data_sets(kind: Callable, parts: Sequence[list], **options: int) -> list:
-    """Of examples, as the columns that a data set takes."""
+    """A data set of each part's examples, which it takes as columns."""
     return [kind(*zip(*part, strict=True), get_tokenizer(minilm()), **options) for part in parts]
 
 
@@ -75,9 +75,9 @@ def tags() -> Task:
 
 
 def tagged(text: str) -> tuple[list[str], list[int]]:
-    """Words without their marks, and the number of each word's tag."""
+    """Words without their quotes and parentheses, and the index of each word's tag."""
     words, tags = [], []
-    for i, part in enumerate(MARKED.split(text)):  # every other one is marked
+    for i, part in enumerate(MARKED.split(text)):  # every other part is marked
         found = WORD.findall(part.removesuffix("()") if i % 2 else part)
         tags += [TAGS.index(f"{'I' if j else 'B'}-{kind_of(part)}") if i % 2 else 0 for j in range(len(found))]
         words += found
@@ -97,7 +97,7 @@ def answers() -> Task:
 
 
 def asked_about(texts: list[str]) -> list[tuple[str, str, dict]]:
-    """(question, text, answer as SQuAD has it); the answer is the first that the text has."""
+    """(question, text, answer in SQuAD's form); the answer is the first one in the text."""
     pairs = itertools.product(texts, QUESTIONS.items())
     found = ((question, text, re.search(pattern, text)) for text, (question, pattern) in pairs)
     return [(question, text, {"text": [at[1]], "answer_start": [at.start(1)]}) for question, text, at in found if at]
@@ -113,6 +113,6 @@ def evaluate_answers(model, batches: list[dict], device, windows: QADataset, rig
             rows = [x.split(lengths) if x.dim() == 1 else x for x in (out.start_logits, out.end_logits)]
             for length, starts, ends in zip(lengths, *rows, strict=True):
                 pairs = (starts[:length, None] + ends[:length]).cpu()
-                pairs[torch.ones(length, length).tril(-1) > 0] = -torch.inf  # the end before the start
+                pairs[torch.ones(length, length).tril(-1) > 0] = -torch.inf  # would end before they start
                 found.append(windows.answer(len(found), *divmod(int(pairs.argmax()), length)))
     return {name: percent / 100 for name, percent in metrics.compute_squad_metrics(found, right).items()}

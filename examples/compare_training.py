@@ -2,10 +2,10 @@
 
     python examples/compare_training.py [--tasks classes tags answers] [--seeds 3] [--steps N] [--output DIR]
 
-compare_tasks.py has the tasks. For each seed both begin with the same weights and take the same examples in the same
-order, each in turn: packed in fastbert, padded by transformers' own collator for its own class. Dropout differs. Exit
-status 1 where, for any score, the means of the two are further apart than the best and the worst seed of either.
-fastbert's model of the first seed is kept in DIR: the commands `fastbert classify`, `tag` and `answer` take it.
+compare_tasks.py has the tasks. For each seed both libraries begin with the same weights and take the same examples in
+the same order, step by step in turn: packed in fastbert, padded by transformers' own collator for its own class.
+Dropout differs. Exit status 1 if, for any score, the means of the two are further apart than the best and the worst
+seed of either. fastbert's model of the first seed is kept in DIR, for `fastbert classify`, `tag` and `answer`.
 """
 
 import argparse
@@ -33,13 +33,13 @@ TASKS = {"classes": classes, "tags": tags, "answers": answers}
 
 
 def both_forms(collators: dict, examples: list[dict]) -> dict[str, dict]:
-    """A batch for each: packed, and padded to its longest example."""
+    """A batch for each library: packed, and padded to its longest example."""
     examples = [{name: value for name, value in one.items() if name != "word_ids"} for one in examples]
     return {name: to_device(collate(examples), DEVICE) for name, collate in collators.items()}
 
 
 def new_runs(task: Task, seed: int, steps: int) -> list[Run]:
-    """Of the same weights, with the same new head."""
+    """The runs of both libraries, from the same weights, with the same new head."""
     torch.manual_seed(seed)
     labels = {"num_labels": len(task.labels), "id2label": dict(enumerate(task.labels))} if task.labels else {}
     ours = getattr(fastbert, task.head).from_pretrained(minilm(), dtype=torch.float32, **labels)
@@ -53,7 +53,7 @@ def new_runs(task: Task, seed: int, steps: int) -> list[Run]:
 
 
 def fine_tune(task: Task, seed: int, steps: int, output: Path) -> dict:
-    """Scores and speed of both; a token of padding is none. The model of the first seed is kept."""
+    """Returns scores and speed of both; padding does not count as tokens. The model of the first seed is kept."""
     padding = task.padding(transformers.AutoTokenizer.from_pretrained(minilm()))
     collate = functools.partial(both_forms, {"fastbert": PackingCollator(), "transformers": padding})
     batches = list(islice(endless(create_dataloader(task.parts[0], collate, BATCH_SIZE, seed=seed)), steps))
@@ -72,7 +72,7 @@ def fine_tune(task: Task, seed: int, steps: int, output: Path) -> dict:
 
 
 def verdict(task: str, results: list[dict]) -> dict:
-    """Prints and returns what the seeds gave: the means of each score, and whether the two agree in all of them."""
+    """Prints and returns the results of the seeds: the means of each score, and whether the two agree in all scores."""
     found = {
         score: agreement(
             f"{task}, {score}", {name: [result[name]["scores"][score] for result in results] for name in NAMES}
@@ -98,7 +98,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.seeds < 2:
         parser.error(f"--seeds is {args.seeds}; expected at least 2")
-    warnings.simplefilter("ignore", UserWarning)  # the head is new, and texts are cut: that is the point
+    warnings.simplefilter("ignore", UserWarning)  # the head is new, and texts are cut, on purpose
     found = {}
     for name in args.tasks:
         task = TASKS[name]()

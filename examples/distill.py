@@ -2,11 +2,11 @@
 
     python examples/distill.py [--layers 3] [--steps 200] [--teacher-steps 1200] [--output DIR]
 
-A teacher of twice --layers is trained first, on text that ships with Python. The student begins as every other layer
-of it, with its embeddings and its head, and learns from three losses: the teacher's distribution over the vocabulary
-(KL at a temperature, at the masked tokens), the direction of its last hidden states (cosine), and the masked-LM loss.
-Two students without a teacher see the same batches and masks: one from the same start, one from scratch. Exit status 1
-unless the distilled one is the best.
+A teacher with twice --layers is trained first, on text that ships with Python. The student begins with every other
+layer of the teacher, its embeddings and its head, and learns from three losses: the teacher's distribution over the
+vocabulary (KL at a temperature, at the masked tokens), the direction of its last hidden states (cosine), and the
+masked-LM loss. Two students without a teacher see the same batches and masks: one from the same start, one from
+scratch. Exit status 1 unless the distilled one is the best.
 """
 
 import re
@@ -34,7 +34,7 @@ def at_masks(model: BertForMaskedLM, labelled_rows: Tensor, labels: Tensor, **in
 
 
 class Distillation(nn.Module):
-    """A student whose loss is the sum of the three."""
+    """A student whose loss is the weighted sum of the three losses."""
 
     def __init__(self, student: BertForMaskedLM, teacher: BertForMaskedLM) -> None:
         super().__init__()

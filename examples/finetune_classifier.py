@@ -3,7 +3,7 @@
     python examples/finetune_classifier.py [--steps 300] [--output DIR]
 
 Batches are packed: they hold no padding. The same training runs in pure PyTorch beside it, with the same dropout; exit
-status 1 where the two loss curves do not coincide.
+status 1 if the two loss curves do not coincide.
 """
 
 import itertools
@@ -35,7 +35,7 @@ AREAS = (  # the largest topics that share no text
 
 
 class PlainClassifier(PlainBert):
-    """The classifier in plain PyTorch. Its dropout is PyTorch's own, and draws what fastbert's head draws."""
+    """The classifier in plain PyTorch. The head's dropout is PyTorch's own, and draws the same as fastbert's head."""
 
     def __init__(self, config) -> None:
         super().__init__(config)
@@ -57,7 +57,7 @@ def labelled_passages(tokenizer):
 
 
 def batches(examples, collator):
-    """Without end, in a new order in each epoch."""
+    """Yields batches without end, in a new order in each epoch."""
     sampler = TokenBudgetSampler([len(example["input_ids"]) for example in examples], BUDGET)
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
@@ -84,7 +84,7 @@ def main() -> int:
     plain = PlainClassifier(model.config)
     plain.load_state_dict(hf.state_dict(model))
     for part in (model, plain):
-        part.bert.embeddings.requires_grad_(False)  # half of all weights, and few of the words occur here
+        part.bert.embeddings.requires_grad_(False)  # half of all weights, and few of their words occur
     runs = three_runs(model, plain, args.steps, lr=1e-4)
     collator = PackingCollator()
     validation = collator(held_out)

@@ -2,9 +2,9 @@
 
     python examples/pretrain_bert.py [--steps 4500] [--output DIR]
 
-The text is the documentation that ships with Python; the end of every topic is held out. Whoever knows no more than how
-common each token is pays the cross-entropy of the held-out labels under the training text's frequencies, add-one
-smoothed. Exit status 1 where the model is not at least MARGIN nats below that.
+The text is the documentation that ships with Python; the end of every topic is held out. The baseline only knows how
+common each token is: its loss is the cross-entropy of the held-out labels under the training text's frequencies,
+add-one smoothed. Exit status 1 if the model's loss is not at least MARGIN nats below that.
 """
 
 import functools
@@ -41,7 +41,7 @@ def documents() -> tuple[list[list[str]], list[list[str]]]:
 
 
 def pairs(documents, tokenizer, seeds) -> ConcatDataset:
-    """With other random next sentences for each seed, so that no pair is learned by heart."""
+    """Sentence pairs, with other random next sentences for each seed, so that no pair is learned by heart."""
     make = functools.partial(NSPDataset, documents, tokenizer, max_length=LENGTH, label_name="next_sentence_label")
     return ConcatDataset([make(seed=seed) for seed in seeds])
 
@@ -72,7 +72,7 @@ def main() -> int:
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
     sizes |= {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": LENGTH}
-    # So narrow a model learns sooner from a wider start than 0.02, and so short a training needs no dropout.
+    # A model this narrow learns sooner from wider initial weights than 0.02; a training this short needs no dropout.
     sizes |= {"initializer_range": 0.06, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model = BertForPreTraining(BertConfig(**sizes))
     fit(model, loader, args.steps, lr=1.5e-3)

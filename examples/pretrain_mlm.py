@@ -3,8 +3,8 @@
     python examples/pretrain_mlm.py [--steps 300] [--alone 900] [--output DIR]
 
 A WordPiece vocabulary is trained first, with `tokenizers`. Batches are packed: they hold no padding. The same training
-runs in pure PyTorch beside it, with the same dropout; exit status 1 where the two loss curves do not coincide. After
-so many steps fastbert goes on alone: a BERT takes about a thousand to learn more than which words are common.
+runs in pure PyTorch beside it, with the same dropout; exit status 1 if the two loss curves do not coincide. After
+--steps fastbert goes on alone: a BERT takes about a thousand steps to learn more than which words are common.
 """
 
 import itertools
@@ -57,7 +57,7 @@ def new_tokenizer(texts):
 
 
 def batches(examples, collator):
-    """Without end; a new order and new masks in each epoch."""
+    """Yields batches without end, with a new order and new masks in each epoch."""
     sampler = TokenBudgetSampler([len(example["input_ids"]) for example in examples], BUDGET)
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
@@ -67,7 +67,7 @@ def batches(examples, collator):
 
 @torch.no_grad()
 def validate(model, batch):
-    """The loss, how many masked tokens are found, and how many are the commonest one."""
+    """The loss, the share of masked tokens that are found, and the share of the commonest one among them."""
     out = model.eval()(**batch, skip_logits=False)
     labels, logits = (tensor[batch["labelled_rows"]] for tensor in (batch["labels"], out.logits))
     commonest = labels.mode().values.expand_as(labels)

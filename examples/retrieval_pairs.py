@@ -1,7 +1,7 @@
-"""The pairs of compare_retrieval.py, from what ships with Python, and how well they are found.
+"""The pairs of compare_retrieval.py, from texts that ship with Python, and the measure of how well they are found.
 
-titles: a headline is to find the text under it, in docstrings and in the language documentation.
-functions: what a function is said to do is to find its code, from which the docstring has been taken away.
+titles: a headline has to find the text under it, in docstrings and in the language documentation.
+functions: the description of a function has to find its code, from which the docstring has been removed.
 Every fourth file is held out.
 """
 
@@ -24,9 +24,9 @@ Pairs = list[tuple[str, str]]
 
 
 def parts(every: int = 1) -> tuple[Pairs, dict[str, Pairs]]:
-    """Those for training, and those held out, by kind; no text is in both, and none twice in a kind.
+    """The pairs for training, and the held-out ones by kind; no text is in both, and none twice in a kind.
 
-    every: takes one file in so many.
+    every: uses one file in so many.
     """
     sources = [*(sections()[i::40] for i in range(40)), *standard_library()][::every]
     files = [documented(source) if isinstance(source, Path) else (source, []) for source in sources]
@@ -89,7 +89,7 @@ def by_words(held_out: dict[str, Pairs]) -> dict[str, float]:
 
 
 def bm25(questions: list[str], texts: list[str]) -> np.ndarray:
-    """(questions, texts) scores."""
+    """BM25 scores of shape (questions, texts)."""
     import bm25s
 
     words = lambda found: [re.sub(r"_|(?<=[a-z])(?=[A-Z])", " ", text) for text in found]  # noqa: E731
@@ -100,5 +100,5 @@ def bm25(questions: list[str], texts: list[str]) -> np.ndarray:
 
 
 def of_first(scores: np.ndarray) -> float:
-    """nDCG@10 where the i-th text is the one for the i-th question."""
+    """nDCG@10 if the i-th text is the right one for the i-th question."""
     return ndcg_at_k(scores, np.eye(len(scores)))

@@ -2,9 +2,10 @@
 
     python examples/search_python_docs.py ["a question" ...]
 
-That depends on how texts come, so two ways are measured: as they arrive, where transformers pads short texts to the
-longest in the batch; and sorted by length, as sentence-transformers does if it is given all texts at once, where hardly
-any padding is left. Both encode each batch in turn; padding does not count as tokens. Exit status 1: embeddings differ.
+The ratio depends on the order of the texts, so two orders are measured: as they arrive, where transformers pads short
+texts to the longest in the batch; and sorted by length, as sentence-transformers does if it is given all texts at once,
+where hardly any padding is left. Both libraries encode each batch, in turn; padding does not count as tokens. Exit
+status 1: embeddings differ.
 """
 
 import sys
@@ -30,7 +31,7 @@ QUESTIONS = [
     "how do I split a string into words?",
 ]
 BATCH = 32  # texts
-EVERY = 4  # this part of the batches is measured; the demo is to take a minute or two
+EVERY = 4  # one batch in so many is measured, so that the demo takes a minute or two
 SAME = 1e-5  # largest difference of two embeddings of length 1; float32 rounds to about 1e-7
 
 

@@ -2,11 +2,11 @@
 
     python examples/tag_with_deberta.py [--model DIR_OR_NAME] [--steps 80] [--output DIR]
 
-Both begin with the same weights and take the same padded batches, each in turn, without dropout. Without --model it is
-a small DeBERTa-v3 with random weights and all-MiniLM-L6-v2's tokenizer; a directory or a name on the hub is one that
-was trained, "microsoft/deberta-v3-base" say, with its own. compare_tasks.py has the data. Exit status 1 where the
-curves come apart by more than what a change of all weights in their last place does (common.py), or the scores by more
-than 0.02. The accelerated model is kept in DIR.
+Both begin with the same weights and take the same padded batches, in turn, without dropout. Without --model, the model
+is a small DeBERTa-v3 with random weights and all-MiniLM-L6-v2's tokenizer; a directory or a name on the hub, such as
+"microsoft/deberta-v3-base", gives a pretrained model with its own tokenizer. compare_tasks.py has the data. Exit status
+1 if the loss curves differ by more than a change of all weights in their last place explains (common.py), or the scores
+by more than 0.02. The accelerated model is kept in DIR.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def new_model(name: str | None) -> transformers.PreTrainedModel:
 
 
 def loaders(name: str | None) -> list:
-    """Padded batches for training, and of what is held out."""
+    """The loaders of padded batches for training, and of held-out ones."""
     source = name or minilm()
     tokenizer, padding = get_tokenizer(source), transformers.AutoTokenizer.from_pretrained(source)
     pad = transformers.DataCollatorForTokenClassification(padding)

@@ -1,6 +1,6 @@
-"""Everybody that fastbert is measured against, and fastbert itself: a new one is a function and a line here.
+"""All contenders: fastbert, and what it is measured against. A new one needs a function and a line here.
 
-The order is that of tables; docs/benchmarks.md says how to add one.
+Tables have the same order; docs/benchmarks.md says how to add a contender.
 """
 
 import functools
@@ -74,13 +74,13 @@ NAMES = tuple(contender.name for contender in ALL)
 
 
 def baseline(part: str) -> Contender:
-    """The one that ratios are to, and whose computation in float64 is the truth."""
+    """The contender that ratios refer to, and whose computation in float64 is the truth."""
     return PYTORCH if part in OPS else HF_SDPA
 
 
 def of(part: str, names: list[str] | None = None, slow: bool = False) -> list[Contender]:
-    """Those of one part, the baseline first. names: only these, beside PyTorch's own, by which all are judged; None
-    for all but those slow to make. slow: those as well."""
+    """The contenders of one part, the baseline first. names: only these, beside PyTorch's own, by which all are judged;
+    None for all except those that are slow to make. slow: includes the slow ones."""
     found = [c for c in ALL if part in c.parts]
     wanted = [c.name for c in found if not c.slow_to_make] if names is None else names
     return [c for c in found if c.yardstick or c.name in wanted or (slow and c.slow_to_make)]

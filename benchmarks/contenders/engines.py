@@ -1,7 +1,7 @@
 """Engines for inference, with transformers' weights: PyTorch's own fast path, ONNX Runtime, OpenVINO, CTranslate2.
 
-One request at a time, on as many threads as PyTorch has; engines are made for batches of any shape. ONNX Runtime and
-OpenVINO compute the padding.
+They run one request at a time, on as many threads as PyTorch has, and are built for batches of any shape. ONNX Runtime
+and OpenVINO also compute padding.
 """
 
 import copy
@@ -25,7 +25,7 @@ NO_POSITIONS = "it has no scores that depend on distances"
 
 
 def torch_encoder(subject: Subject) -> Runnable | str:
-    """BERT is its post-norm form with erf GELU and one eps. Embeddings, if they are part of it, are transformers'."""
+    """BERT as its post-norm form, with erf GELU and one eps. Embeddings, if the part has them, are transformers'."""
     if subject.config.family.relative:
         return NO_POSITIONS
     if subject.config.hidden_act != "gelu" or subject.config.num_attention_heads % 2:
@@ -57,7 +57,7 @@ def encoder_like(theirs: nn.Module, subject: Subject) -> nn.TransformerEncoder:
         dtype=subject.dtype,
         device=subject.batch.device,
     )
-    # mask_check would wait for the GPU to see that padding is on the right: it is.
+    # mask_check would synchronise with the GPU to see whether padding is on the right, which it is.
     encoder = nn.TransformerEncoder(layer, config.num_hidden_layers, enable_nested_tensor=True, mask_check=False)
     for copied, source in zip(encoder.layers, theirs.layer, strict=True):
         copied.load_state_dict(_weights(source))
@@ -65,7 +65,7 @@ def encoder_like(theirs: nn.Module, subject: Subject) -> nn.TransformerEncoder:
 
 
 def _weights(layer: nn.Module) -> dict[str, Tensor]:
-    """Those of a BertLayer, under TransformerEncoderLayer's names."""
+    """The weights of a BertLayer, under TransformerEncoderLayer's names."""
     attention, heads = layer.attention.output, layer.attention.self
     projections = (heads.query, heads.key, heads.value)
     found = {
@@ -85,7 +85,7 @@ NAMES = ("input_ids", "attention_mask")
 
 
 def onnxruntime(subject: Subject) -> Runnable | str:
-    """With a mask always: the graph has one."""
+    """ONNX Runtime; always with a mask, because the graph has one."""
     if subject.config.family.relative:
         return "its optimizer knows BERT's attention"
     session, prepare = onnx_session(subject.theirs), subject.padded(subject.batch.mask.long())
@@ -109,11 +109,12 @@ def onnx_session(model: nn.Module):
 
 
 def onnx_fused(model: nn.Module, folder: Path) -> Path:
-    """Exports and optimizes. Raises RuntimeError if the optimizer left something as it was: that would not be ONNX
-    Runtime at its best.
+    """Exports and optimizes a model. Raises RuntimeError if the optimizer did not fuse everything: that would not be
+    ONNX Runtime at its best.
 
-    It knows the graph of PyTorch's older exporter, of eager attention with a mask, and makes of it one node for the
-    embeddings, and per layer Attention, BiasGelu and two SkipLayerNormalizations; releases before 1.31 do not.
+    The optimizer recognises the graph of PyTorch's older exporter, for eager attention with a mask, and fuses it into
+    one node for the embeddings, and per layer Attention, BiasGelu and two SkipLayerNormalizations; releases before 1.31
+    do not.
     """
     import onnxruntime
     from onnxruntime.transformers import optimizer
@@ -150,7 +151,7 @@ def onnx_export(model: nn.Module, path: str) -> None:
 
 
 def _example() -> dict[str, Tensor]:
-    """With padding, which tracing has to see."""
+    """Example inputs with padding, which tracing has to see."""
     ids = torch.ones(2, 8, dtype=torch.int64)
     return {"input_ids": ids, "attention_mask": ids.tril(4)}
 
@@ -165,7 +166,7 @@ def openvino(subject: Subject) -> Runnable:
     engine, mask = openvino_model(subject.theirs, subject.dtype, not subject.batch.is_full), subject.mask()
 
     def run(**arguments: Tensor) -> Tensor:
-        # Shared memory on both sides: no copy is timed. The result lives until the next call.
+        # Inputs and outputs share memory, so no copy is timed. The result is valid until the next call.
         arrays = {name: x.numpy() for name, x in arguments.items()}
         return torch.from_numpy(engine(arrays, share_inputs=True, share_outputs=True)[0])
 
@@ -183,7 +184,7 @@ def openvino_model(model: nn.Module, dtype: torch.dtype, has_mask: bool):
     }
     example = {name: x for name, x in _example().items() if has_mask or name == "input_ids"}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tracing warns of what transformers decides by the mask, which the example has
+        warnings.simplefilter("ignore")  # tracing warns of branches on the mask; the example has one
         converted = openvino.convert_model(copy.deepcopy(model).float(), example_input=example)
     return openvino.compile_model(converted, "CPU", options)
 
@@ -217,7 +218,7 @@ def ctranslate2_model(model: nn.Module, compute_type: str = "float32"):
 
     log = transformers.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()  # the converter loads a pooler that is not there
+    log.set_verbosity_error()  # the converter wants a pooler, which is not there
     log.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         _save(model, Path(folder))
@@ -230,7 +231,7 @@ def ctranslate2_model(model: nn.Module, compute_type: str = "float32"):
 
 
 def _save(model: nn.Module, folder: Path) -> None:
-    """A checkpoint that CTranslate2's converter reads: it asks for a vocabulary and for an entry that is gone."""
+    """Saves a checkpoint that CTranslate2's converter can read: with a vocabulary, and with a removed config entry."""
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(config["vocab_size"] - 5))]

@@ -1,4 +1,4 @@
-"""transformers' own modules: what most people run. They compute the padding, but for attention with flash-attention."""
+"""transformers' own modules: what most people run. They also compute padding, except in flash-attention's attention."""
 
 import copy
 import dataclasses
@@ -12,7 +12,7 @@ from benchmarks.contenders.interface import CLASSIFIER, ENCODER, Runnable, Subje
 
 
 def runnable(module: nn.Module, subject: Subject, keys: Tensor | None) -> Runnable:
-    """A module of transformers' on a padded batch. keys: the mask as its encoder, called alone, expects it."""
+    """A module of transformers on a padded batch. keys: the mask in the form that a bare encoder expects."""
     module.train(subject.backward)
     return Runnable(
         lambda **arguments: subject.output(module(**arguments)),
@@ -24,26 +24,26 @@ def runnable(module: nn.Module, subject: Subject, keys: Tensor | None) -> Runnab
 
 
 def hidden_states(body: nn.Module, batch: Batch) -> Callable[..., Tensor]:
-    """Of a model with a head whose logits are too few to judge by."""
+    """A function that gives hidden states to verify, for a model whose head has too few logits to judge by."""
     return lambda **arguments: batch.take(body(**arguments).last_hidden_state)
 
 
 def with_attention(module: nn.Module, name: str) -> nn.Module:
-    """A copy with another attention; what set_attn_implementation does, which a bare encoder does not have."""
+    """A copy with another attention; does what set_attn_implementation does, a method that bare encoders lack."""
     module = copy.deepcopy(module)
     module.config._attn_implementation = name
     return module
 
 
 def sdpa(subject: Subject) -> Runnable:
-    """PyTorch's fused attention: the baseline. Relative positions have no choice of attention there."""
+    """PyTorch's fused attention: the baseline. For relative positions, transformers has only one implementation."""
     return runnable(subject.theirs, subject, subject.batch.keys)
 
 
 def eager(subject: Subject) -> Runnable | None:
     """Attention in separate PyTorch calls, which adds its mask to the scores."""
     if subject.config.family.relative:
-        return None  # its own attention is that of every contender of transformers
+        return None  # all contenders of transformers use the model's own attention
     keys, dtype = subject.batch.keys, subject.dtype
     if keys is not None:
         keys = torch.zeros(keys.shape, dtype=dtype, device=keys.device).masked_fill(~keys, torch.finfo(dtype).min)

@@ -13,7 +13,7 @@ from fastbert import BertConfig, checkpoint, testing
 
 MODEL, ENCODER, CLASSIFIER, MASKED_LM = "model", "encoder", "classifier", "masked LM"
 MODULES = (MODEL, ENCODER, CLASSIFIER, MASKED_LM)
-PER_TOKEN = (MODEL, ENCODER)  # their output is one row a token
+PER_TOKEN = (MODEL, ENCODER)  # their output has one row per token
 OUTPUT = {MODEL: "last_hidden_state", ENCODER: "last_hidden_state", CLASSIFIER: "logits", MASKED_LM: "loss"}
 OPS = (
     *("attention", "qkv_attention", "add_layer_norm", "dense_gelu", "linear", "bias_gelu", "layer_norm", "embedding"),
@@ -30,8 +30,8 @@ class Subject:
     """What is to be computed: one part, on one batch.
 
     part: one of MODULES or OPS. inputs: packed, (T, ...), by the names of transformers' or the op's arguments (the
-    input of `pack` is padded). theirs: transformers' module, with the weights that everybody computes with; ours:
-    fastbert's with the same. Both None for an op.
+    input of `pack` is padded). theirs: transformers' module, with the weights that all contenders use; ours:
+    fastbert's module with the same weights. Both None for an op.
     """
 
     part: str
@@ -44,15 +44,15 @@ class Subject:
     ours: nn.Module | None = None
 
     def output(self, outputs: object) -> Tensor:
-        """The one that counts, of what a module of this part returns, transformers' or ours."""
+        """The tensor that is verified, from the outputs of a module of this part, transformers' or ours."""
         return getattr(outputs, OUTPUT[self.part])
 
     def mask(self) -> Tensor | None:
-        """(B, S) int64; None where nothing is masked: that is each implementation's fastest way to be told so."""
+        """The attention mask, (B, S) int64; None if nothing is masked, which lets each implementation run fastest."""
         return None if self.batch.is_full else self.batch.mask.long()
 
     def padded(self, mask: Tensor | None, name: str = "attention_mask") -> Callable[..., dict[str, Tensor]]:
-        """`prepare` of a Runnable that takes padded inputs, and the mask under its name unless it is None."""
+        """The `prepare` of a Runnable that takes padded inputs, and the mask, unless it is None, as argument `name`."""
 
         def prepare(**packed: Tensor) -> dict[str, Tensor]:
             wanted = {key: x for key, x in packed.items() if key not in _PACKED_ONLY}
@@ -63,17 +63,17 @@ class Subject:
 
     @property
     def packed(self) -> Callable[[Tensor], Tensor]:
-        """`collect` of a Runnable that gives padded outputs."""
+        """The `collect` of a Runnable that returns padded outputs."""
         return self.batch.take if self.part in PER_TOKEN else lambda result: result
 
 
 @dataclass(frozen=True)
 class Runnable:
-    """How a contender computes it: collect(run(**prepare(**inputs))), of which `run` is what is timed.
+    """How a contender computes a subject: collect(run(**prepare(**inputs))), of which only `run` is timed.
 
-    prepare: packed inputs into what run takes; collect: what it gives, packed again. module: has the parameters whose
-    gradients are wanted. hidden: hidden states of the real tokens from prepared inputs; they are verified beside
-    outputs that are few numbers.
+    prepare: turns packed inputs into the arguments of `run`; collect: packs its result again. module: has the
+    parameters whose gradients are wanted. hidden: computes the hidden states of the real tokens from prepared inputs;
+    they are verified as well, for outputs of only few numbers.
     """
 
     run: Callable[..., Tensor]
@@ -83,8 +83,8 @@ class Runnable:
     hidden: Callable[..., Tensor] | None = None
 
     def result(self, inputs: dict[str, Tensor], backward: bool) -> testing.Result:
-        """What it gives for packed inputs: its output, and the gradients of inputs and parameters for a fixed random
-        gradient of the output, under transformers' names."""
+        """Returns the output for packed inputs, and the gradients of inputs and parameters for a fixed random gradient
+        of the output, under transformers' names."""
         leaves = {name: _leaf(value) for name, value in inputs.items()} if backward else inputs
         with torch.set_grad_enabled(backward):
             arguments = self.prepare(**leaves)
@@ -103,7 +103,7 @@ class Runnable:
         return testing.Result(outputs, theirs(gradients))
 
     def timed(self, inputs: dict[str, Tensor], backward: bool) -> harness.Call:
-        """The call to time: `run` without a graph or, with a backward, with the gradients of its floating-point
+        """The call to time: `run` without autograd or, with a backward, `run` and the gradients of its floating-point
         arguments and of the parameters."""
         leaves, wanted = self._leaves(inputs, backward)
         cotangent = None
@@ -121,14 +121,14 @@ class Runnable:
         return forward_backward if backward else forward
 
     def timed_backward(self, inputs: dict[str, Tensor], backward: bool = True) -> harness.Call:
-        """The call to time: the gradients of one result, again and again."""
+        """The call to time: the backward alone, always of the same forward's result."""
         leaves, wanted = self._leaves(inputs, backward)
         result = self.run(**leaves)
         cotangent = torch.randn_like(result)
         return lambda: torch.autograd.grad(result, wanted, cotangent, retain_graph=True)
 
     def _leaves(self, inputs: dict[str, Tensor], backward: bool) -> tuple[dict[str, object], list[Tensor]]:
-        """Arguments of `run`, and those of which gradients are wanted."""
+        """The arguments of `run`, and the tensors whose gradients are wanted."""
         with torch.no_grad():
             arguments = self.prepare(**inputs)
         leaves = {name: _leaf(value) for name, value in arguments.items()} if backward else arguments
@@ -137,13 +137,13 @@ class Runnable:
 
 
 def _leaf(value: object) -> object:
-    """A tensor that gradients stop at, with value's memory; anything but a floating-point tensor as it is."""
+    """A leaf tensor for gradients that shares value's memory; returns other than floating-point tensors unchanged."""
     floating = isinstance(value, Tensor) and value.is_floating_point()
     return value.detach().requires_grad_() if floating else value
 
 
 def _cotangent(output: Tensor) -> Tensor:
-    """Normal numbers that every dtype holds exactly, the same ones each time."""
+    """A gradient of the output: normal numbers that every dtype holds exactly, the same ones each time."""
     numbers = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
     return numbers.bfloat16().half().to(output.device, output.dtype)
 
@@ -155,11 +155,11 @@ Make = Callable[[Subject], "Runnable | str | None"]
 class Contender:
     """An implementation under test.
 
-    make: its best honest set-up for one case as a Runnable, or in words why it cannot; None where it would only repeat
-    another contender. needs: names to import. install: the command that brings them, where it is not `pip install` and
-    those names. devices, dtypes: all that it runs. inference: has no backward. yardstick: is PyTorch's own, so that its
-    error is part of the accuracy rule. slow_to_make: takes minutes, and joins when it is asked for. quantized: its
-    products are int8, and judged by the cosine.
+    make: returns its best honest set-up for one case as a Runnable, or the reason why it cannot run, or None if it
+    would only repeat another contender. needs: modules to import. install: the command that installs them, if it is not
+    `pip install` and those names. devices, dtypes: all that it supports. inference: has no backward. yardstick: is
+    PyTorch's own, so that its error is part of the accuracy rule. slow_to_make: takes minutes to set up, and runs only
+    on request. quantized: has int8 or fp8 products, and is judged by the cosine.
     """
 
     name: str
@@ -175,7 +175,7 @@ class Contender:
     quantized: bool = False
 
     def why_not(self, dtype: torch.dtype, device: str, backward: bool) -> str | None:
-        """What keeps it from any such case, whatever is computed; None if nothing does."""
+        """Why it cannot run on the device, in the dtype or backward, whatever the part; None if it can."""
         if device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"
         if any(importlib.util.find_spec(name) is None for name in self.needs):

@@ -1,4 +1,4 @@
-"""fastbert: modules on padded batches as people call them, and its other forms; ops on packed tokens."""
+"""fastbert: modules on padded batches, as most people call them, and in other forms; ops on packed tokens."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from fastbert.ops.scaled_linear import problem_on
 
 
 def plain(subject: Subject) -> Runnable:
-    """Whatever backend it chooses."""
+    """fastbert on the backend that it chooses by itself."""
     if subject.part in OPS:
         return Runnable(call(subject))
     module = subject.ours.train(subject.backward)
@@ -30,7 +30,7 @@ def plain(subject: Subject) -> Runnable:
 
 
 def packed(subject: Subject) -> Runnable:
-    """Batches that were packed before: no padding anywhere, no synchronisation."""
+    """fastbert on batches that are packed beforehand: no padding anywhere, no host synchronisation."""
     module = subject.ours.train(subject.backward)
     ends = {"cu_seqlens": subject.batch.cu_seqlens, "max_seqlen": subject.batch.max_seqlen}
     return Runnable(lambda **arguments: subject.output(module(**arguments)), lambda **x: {**x, **ends}, module=module)
@@ -44,7 +44,7 @@ def accelerated(subject: Subject, **options: bool) -> Runnable:
 
 
 def prepared(subject: Subject, precision: str | None = None) -> Runnable | str:
-    """`fastbert.prepare`: weights packed before, on padded batches."""
+    """`fastbert.prepare`: weights packed beforehand, on padded batches."""
     name = precision or ("bf16" if subject.dtype == torch.bfloat16 else "fp32")
     if name == "fp8" and (reason := problem_on(next(subject.ours.parameters()).device)):
         return reason
@@ -54,7 +54,7 @@ def prepared(subject: Subject, precision: str | None = None) -> Runnable | str:
 
 
 def graphed(subject: Subject) -> Runnable:
-    """`fastbert.graph`: our model as a CUDA graph, of a bucket with room for exactly this batch."""
+    """`fastbert.graph`: our model as a CUDA graph, with one bucket that has room for exactly this batch."""
     batch = subject.batch
     sizes = {"max_tokens": (batch.tokens,), "max_sequences": len(batch.lengths), "max_seqlen": batch.max_seqlen}
     replay = graph(subject.ours.eval(), **sizes)
@@ -62,12 +62,12 @@ def graphed(subject: Subject) -> Runnable:
     return Runnable(lambda **arguments: subject.output(replay(**arguments)), subject.padded(mask), subject.packed)
 
 
-# What an op is to the table of backends: itself, but for these. An op may go through several.
+# The names under which the table of backends has an op, where they are not its own. An op may use several.
 _GOES_THROUGH = {"qkv_attention": ("attention", "linear"), "pack": ("padding",), "unpack": ("padding",)}
 
 
 def forced(backend: str, subject: Subject) -> Runnable | None:
-    """An op on a backend that it would not choose by itself: what its order of preference rests on."""
+    """An op on a backend that it would not choose by itself: evidence for the order in which backends are preferred."""
     names, device = _GOES_THROUGH.get(subject.part, (subject.part,)), subject.batch.device
     if any(backends.why_not(backend, op, device, subject.dtype, subject.backward) for op in names):
         return None

@@ -21,7 +21,7 @@ def plain(subject: Subject) -> Runnable:
 
 
 def compiled(subject: Subject) -> Runnable:
-    """Under torch.compile, for the one shape of the case."""
+    """The same calls under torch.compile, for the one shape of the case."""
     torch.compiler.reset()  # else the ninth shape would quietly run uncompiled
     found = plain(subject)
     return dataclasses.replace(found, run=torch.compile(found.run, dynamic=False))
@@ -54,7 +54,7 @@ def embedding(input_ids, position_ids, token_type_ids, word, position, token_typ
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-    """The logits of all tokens, as transformers' head has it."""
+    """The loss from the logits of all tokens, as transformers' head computes it."""
     logits = F.linear(hidden, weight, bias)
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
 
@@ -71,7 +71,7 @@ ROWS: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": cross_entropy,
 }
 
-# ---- ops that know sequences
+# ---- ops on sequences
 
 
 def attention(subject: Subject) -> Runnable:
@@ -80,7 +80,7 @@ def attention(subject: Subject) -> Runnable:
 
 
 def sdpa(batch: Batch) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """(B, S, H, D) each, as a padded model has them, to (B, S, H, D)."""
+    """Attention on q, k and v, (B, S, H, D) each as in a padded model, with a result of (B, S, H, D)."""
     keys = batch.keys
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def qkv_attention(subject: Subject, linear: Linear = F.linear) -> Runnable:
 
 
 def linear_max(subject: Subject) -> Runnable:
-    """The logits of the padded grid, as sentence-transformers' SpladePooling has them."""
+    """The maxima over the padded grid's logits, as in sentence-transformers' SpladePooling."""
     hidden = ~subject.batch.mask.bool().unsqueeze(-1)
 
     def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -128,8 +128,8 @@ SEQUENCES = {f.__name__: f for f in (attention, qkv_attention, linear_max, pack,
 
 
 def sdpa_by(backend: SDPBackend, subject: Subject) -> Runnable | str:
-    """SDPA by one kernel alone, which by itself it may pass over. cuDNN's takes a mask in some versions and shapes: one
-    call tells. It chooses in the forward, and with that for the backward."""
+    """SDPA limited to one kernel, which it might not choose by itself. cuDNN's takes a mask in some versions and
+    shapes: one call shows whether it does. The choice in the forward also decides the backward."""
     if backend == SDPBackend.FLASH_ATTENTION and not subject.batch.is_full:
         return "takes no mask: full batches only"
     found = attention(subject)
@@ -154,13 +154,13 @@ def sdpa_by(backend: SDPBackend, subject: Subject) -> Runnable | str:
 def jagged(subject: Subject) -> Runnable:
     """F.scaled_dot_product_attention on jagged nested tensors: PyTorch's attention without padding.
 
-    q, k and v are contiguous, as three projections give them: it refuses slices of one.
+    q, k and v are contiguous, as three projections give them: it refuses slices of a single tensor.
     """
     from torch.nested import nested_tensor_from_jagged
 
     warnings.filterwarnings("ignore", "The PyTorch API of nested tensors", UserWarning)  # says that it is a prototype
     ends, lengths = subject.batch.cu_seqlens.long(), subject.batch.lengths
-    known = {"min_seqlen": min(lengths), "max_seqlen": max(lengths)}  # else it asks the device
+    known = {"min_seqlen": min(lengths), "max_seqlen": max(lengths)}  # otherwise a host synchronisation
 
     def prepare(qkv: Tensor) -> dict[str, Tensor]:
         return {name: x.contiguous() for name, x in zip("qkv", qkv.unbind(1), strict=True)}
@@ -183,7 +183,7 @@ def varlen(subject: Subject) -> Runnable | str:
 
 
 def flash_attention(subject: Subject) -> Runnable:
-    """flash-attention's packed attention, which reads the projection's output as fastbert's does."""
+    """flash-attention's packed attention, which like fastbert's reads the output of one projection."""
     from flash_attn import flash_attn_varlen_qkvpacked_func
 
     ends, longest = subject.batch.cu_seqlens, subject.batch.max_seqlen
@@ -194,14 +194,14 @@ def flash_attention(subject: Subject) -> Runnable:
 
 
 def liger(subject: Subject) -> Runnable:
-    """Liger's kernels for what BERT has too. Its GELU is the tanh form, and it has no residual + LayerNorm."""
+    """Liger's kernels for operations of BERT. Its GELU is the tanh form, and it has no residual + LayerNorm."""
     from liger_kernel.transformers import functional
 
     if subject.part == "layer_norm":
         return Runnable(lambda x, weight, bias: functional.liger_layer_norm(x, weight, bias, EPS))
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-        rows = labels != -100  # it would compute the logits of the others too
+        rows = labels != -100  # Liger would compute the logits of the others too
         return functional.liger_fused_linear_cross_entropy(hidden[rows], weight, labels[rows], bias)
 
     return Runnable(run)

@@ -1,1 +1,1 @@
-"""Tools for GPUs: what kernels compile to, without one (`make compile-report`), and everything on one (`on_gpu`)."""
+"""Tools for GPUs: reports of compiled kernels, which need none (`make compile-report`), and runs on one (`on_gpu`)."""

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.ceilings --out FILE
 
-`benchmarks.run --ceilings FILE` then holds every case to the same ones. Beside them are the rates of BERT-base's
-products on 16384 tokens, and of a masked-LM head's for rows of logits of 30522 elements, BERT's vocabulary, and of
+`benchmarks.run --ceilings FILE` then uses the same ceilings for every case. FILE also has the rates of BERT-base's
+products on 16384 tokens, and those of a masked-LM head's product with 30522 logits a row, BERT's vocabulary, and with
 30528, the next multiple of 16.
 """
 
@@ -45,12 +45,12 @@ def measure(device: str) -> dict[str, object]:
 
 
 def clocks() -> str | None:
-    """As they are at this moment; None without nvidia-smi."""
+    """The present clocks, power and temperature; None without nvidia-smi."""
     return output("nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv,noheader", "--id=0")
 
 
 def why_no_counters() -> str | None:
-    """Why ncu reads no counter of a small kernel here; None if it does."""
+    """The reason why ncu cannot read a small kernel's counters here; None if it can."""
     if not shutil.which("ncu"):
         return "ncu is not installed"
     metric = "sm__cycles_elapsed.max"

@@ -1,7 +1,7 @@
 """What kernels compile to: a full table under build/, and a short one in docs/ that is committed and compared.
 
 A line of the full table is one variant of a kernel. A line of the short one is a kernel on an architecture: the most
-registers, spilled bytes and shared memory that any of its variants has, and all instructions of note.
+registers, spilled bytes and shared memory of any of its variants, and all noteworthy instructions.
 """
 
 import argparse
@@ -18,7 +18,7 @@ SHORT = ("kernel", "GPU", "variants", "registers", "spilled", "shared", "instruc
 
 @dataclass(frozen=True)
 class Compiled:
-    """One variant of a kernel. launch: threads, and what else a launch gives. problem: why it cannot be used."""
+    """One variant of a kernel. launch: threads, and other parameters of a launch. problem: why it cannot be used."""
 
     kernel: str
     variant: str
@@ -60,9 +60,9 @@ def short(kernels: Kernels) -> list[list[str]]:
 
 
 def differences(kernels: Kernels, head: str, committed: str, independent: Sequence[str]) -> list[str]:
-    """Lines of the short table that only one of the two has, of these architectures.
+    """The lines that only the new or only the committed short table has, for these architectures.
 
-    independent: the columns that are compared where another version of the compiler wrote the committed one.
+    independent: the columns to compare if another version of the compiler wrote the committed table.
     """
     compiler = re.compile(r"^Compiler: .*?\. ", re.MULTILINE)
     columns = SHORT if compiler.findall(head) == compiler.findall(committed) else independent
@@ -81,8 +81,8 @@ def main(
     head: Callable[[], str],
     independent: Sequence[str],
 ) -> int:
-    """Writes build/NAME.md and the short table to docs/NAME.md, or prints what is only a part of them, or compares with
-    the short table. Returns the exit status: 1 for a problem or a difference."""
+    """Writes build/NAME.md and the short table docs/NAME.md; or prints tables, if only a part of the kernels is wanted;
+    or compares with the short table. Returns the exit status: 1 for a problem or a difference."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.gpu.{name}", description=doc.splitlines()[0])
     parser.add_argument("--arch", nargs="+", type=int, choices=gpus, default=list(gpus))
     parser.add_argument("--only", nargs="+", metavar="TEXT", default=[], help="print variants that have one in them")

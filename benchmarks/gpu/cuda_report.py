@@ -3,9 +3,9 @@
     python -m benchmarks.gpu.cuda_report [--arch 75 80 90 100 120] [--only TEXT ...] [--check]
 
 Needs nvcc (CUDA_HOME or PATH), c++filt, and a disassembler: the toolkit's cuobjdump, or the one in Triton's package.
-Writes build/cuda_report.md and, in short, docs/cuda_report.md; with some of the architectures or kernels prints their
-tables instead; with --check compares with the short one. Exit status 1: a kernel spills more than FEW bytes; or --check
-found a difference.
+Writes build/cuda_report.md and a short docs/cuda_report.md. With only some of the architectures or kernels it prints
+their tables instead; with --check it compares with the short file. Exit status 1: a kernel spills more than FEW bytes,
+or --check found a difference.
 """
 
 import importlib.util
@@ -26,13 +26,13 @@ from benchmarks.gpu import compiled
 from benchmarks.gpu.compiled import ROOT, Compiled
 
 GPUS = (75, 80, 90, 100, 120)
-FLAGS = "-std=c++17 -O3 -DNDEBUG -Xcompiler=-fPIC,-fvisibility=hidden -Xptxas=-v".split()  # as of the build
+FLAGS = "-std=c++17 -O3 -DNDEBUG -Xcompiler=-fPIC,-fvisibility=hidden -Xptxas=-v".split()  # as in the build
 INSTRUCTIONS = {
     "LDG.128": r"\bLDG\.[\w.]*128", "STG.128": r"\bSTG\.[\w.]*128", "HMMA": r"\bHMMA\b", "LDGSTS": r"\bLDGSTS\b",
     "LDSM": r"\bLDSM\b", "LDL+STL": r"\b(?:LDL|STL)\b", "HGMMA": r"\bHGMMA\b",
 }  # fmt: skip
-HOPPER = "attention_wgmma.cu"  # for sm_90a alone; empty elsewhere
-FEW = 64  # bytes spilled: addresses, outside of the loops that multiply; they are not worth a block less
+HOPPER = "attention_wgmma.cu"  # compiled for sm_90a alone; empty elsewhere
+FEW = 64  # spilled bytes that are allowed: addresses, outside of the loops of products; not worth one block less
 INDEPENDENT = ("kernel", "GPU", "variants")  # the columns that are the same in every release of nvcc
 
 # ---- the tools
@@ -46,7 +46,7 @@ def nvcc() -> str | None:
 
 @cache
 def tool(name: str) -> str:
-    """nvcc's neighbour, one on the PATH, or Triton's."""
+    """The path of a tool: beside nvcc, on the PATH, or in Triton's package."""
     package = importlib.util.find_spec("triton")
     bundled = [f"{path}/backends/nvidia/bin" for path in package.submodule_search_locations] if package else []
     found = shutil.which(name, path=os.pathsep.join([os.path.dirname(nvcc()), os.environ["PATH"], *bundled]))
@@ -56,7 +56,7 @@ def tool(name: str) -> str:
 
 
 def run(*words: str | Path, stdin: str | None = None) -> str:
-    """Standard output and error."""
+    """Runs a command; returns its standard output and error."""
     result = subprocess.run(words, input=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode:
         raise RuntimeError(f"{' '.join(map(str, words))}:\n{result.stdout}")
@@ -79,7 +79,7 @@ def short(name: str) -> str:
 
 
 def of_kernels(text: str, heading: str) -> dict[str, str]:
-    """What follows each heading, whose group is a kernel's mangled name."""
+    """The text after each heading, by the kernel's mangled name, which the heading's group captures."""
     parts = re.split(heading, text)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -93,7 +93,7 @@ def compile(source: Path, gpu: int) -> list[Compiled]:
         disassembled = of_kernels(run(tool("cuobjdump"), "-sass", cubin), r"Function : (\w+)")
     logs, texts = of_kernels(log, r"Compiling entry function '(\w+)'"), of_kernels(ptx, r"\.entry (\w+)")
     names = map(short, run(tool("c++filt"), stdin="\n".join(logs)).splitlines())
-    at_launch = set(re.findall(r"^\.extern \.shared .* (\w+)\[\];", ptx, re.MULTILINE))  # arrays of a size it gives
+    at_launch = set(re.findall(r"^\.extern \.shared .* (\w+)\[\];", ptx, re.MULTILINE))  # arrays with a size by launch
     found = []
     for kernel, name in zip(logs, names, strict=True):
         asks = ", shared memory" if at_launch.intersection(re.findall(r"\w+", texts[kernel])) else ""
@@ -106,7 +106,7 @@ def compile(source: Path, gpu: int) -> list[Compiled]:
 
 
 def _used(log: str, instructions: dict[str, int]) -> tuple[int, int, int, dict[str, int], str]:
-    """Registers, spilled bytes, shared bytes, instructions, and what is wrong with that."""
+    """Registers, spilled bytes, shared bytes, instructions, and the problem with them, if any."""
     patterns = (r"Used (\d+) registers", r"(\d+) bytes smem", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
     registers, shared, *spills = (int((re.search(pattern, log) or [0, 0])[1]) for pattern in patterns)
     return registers, max(spills), shared, instructions, f"spills {max(spills)} bytes" if max(spills) > FEW else ""

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.host_gaps --out FILE [--size tiny]
 
-Profiles one call of each, once warm: the device's time by kernel, and the gaps, in which no kernel runs. Prints tables
-and writes them to FILE as JSON. Without a GPU the operators that PyTorch runs stand for kernels, to try it out.
+Profiles one warm call of each: the device's time by kernel, and the gaps in which no kernel runs. Prints tables and
+writes them to FILE as JSON. Without a GPU, PyTorch's operators take the place of kernels, to try the tool out.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Span:
 
 
 def profiled(call: Callable[[], object], device: str) -> list[Span]:
-    """What one call runs on the device."""
+    """The kernels that one call runs on the device."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     for _ in range(3):
         call()
@@ -52,7 +52,7 @@ def profiled(call: Callable[[], object], device: str) -> list[Span]:
 
 
 def summary(spans: Sequence[Span]) -> dict[str, object]:
-    """Microseconds: of the whole, of its gaps, by kernel with its runs, and the longest gaps with what runs after."""
+    """Microseconds: in all, in gaps, by kernel with its number of runs, and the longest gaps with the next kernel."""
     by_name, gaps, reached = defaultdict(list), [], None
     for span in sorted(spans, key=lambda span: span.start):
         by_name[span.name].append(span.end - span.start)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu.makespan [--processors 132] [--seqlen 512] [--heads 12]
 
-A model, not a measurement: blocks start in the order of the grid, each where the first place becomes free, and take
-time in proportion to their scores, and to as many as 32 keys more for their beginning and end. Lengths are uniform
+A model, not a measurement: blocks start in the order of the grid, each in the first place that becomes free. A block's
+time is proportional to its scores, those of 32 more keys included, for its beginning and end. Lengths are uniform
 between a tenth and nine tenths of seqlen. Prints the time until the last block ends over the time that the same work
-takes evenly spread; the mean of 50 batches.
+takes if it is evenly spread; the mean of 50 batches.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def blocks(lengths: Iterable[int], heads: int, rows: int | None) -> list[float]:
 
 
 def ratios(places: int, rows: int | None, heads: int, lengths: list[int]) -> tuple[float, float]:
-    """Of both orders."""
+    """The ratios for both orders: of the batch, and the longest sequences first."""
     even = sum(blocks(lengths, heads, rows)) / places
     orders = lengths, sorted(lengths, reverse=True)
     return tuple(makespan(blocks(order, heads, rows), places) / even for order in orders)

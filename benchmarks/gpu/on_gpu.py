@@ -2,17 +2,17 @@
 
     python -m benchmarks.gpu.on_gpu --out DIR [--after DIR] [--minutes 9] [--parts NAME ...] [--commit H] [--rehearse]
 
-Needs no network: torch, Triton, nvcc, cmake, ninja, pytest and transformers have to be there; contenders that
-are not are reported as absent. Every part runs in a process group of its own inside what is left of the time; one that
-overruns its limit is stopped and the next one starts. Benchmarks know their limit, begin no case after it, and name
-what they left out; one that loses the GPU in a case (an illegal access lasts as long as its process) is started again
-behind that case, and goes on in the same file. What the parts print goes to DIR/log.txt as they print it,
+Needs no network: torch, Triton, nvcc, cmake, ninja, pytest and transformers have to be installed; contenders that are
+not are reported as absent. Every part runs in its own process group within the time that is left; a part that overruns
+its limit is stopped, and the next one starts. Benchmarks know their limit, begin no case after it, and name the cases
+that they left out. A benchmark that loses the GPU in a case (an illegal access lasts as long as its process) is
+restarted after that case, and continues in the same file. The output of the parts goes to DIR/log.txt as they print it,
 DIR/summary.json is written anew after every part, and benchmarks write their results anew after every case, so a run
-that is cut off keeps what it had. A later call goes on with --after DIR, which may be a copy on another machine: it
-leaves out the parts that are ok, but for those that the machine itself needs, and begins a benchmark behind the case
-where its time was up. DIR never has more than eight files.
+that is cut off keeps what it had. A later call continues with --after DIR, which may be a copy on another machine: it
+skips the parts that are ok, except those that every machine needs, and resumes a benchmark where its time was up. DIR
+never has more than eight files.
 Without a GPU, or with --rehearse, the parts that need one are skipped and the others run on small shapes.
-This file runs before anything is built: standard library only.
+This file runs before anything is built, so it uses only the standard library.
 """
 
 import argparse
@@ -32,14 +32,14 @@ from typing import BinaryIO
 
 ROOT = Path(__file__).resolve().parents[2]
 CONCLUDE = 20  # seconds that a benchmark gets to start, and after its last case has begun
-PROCESSES = max(2, min(14, len(os.sched_getaffinity(0)) - 2))  # of the tests: Triton compiles on the CPU
+PROCESSES = max(2, min(14, len(os.sched_getaffinity(0)) - 2))  # for the tests: Triton compiles on the CPU
 GRACE = 12  # seconds between asking a part to stop (pytest then prints what it has) and killing it
 IMPORT = 90  # seconds for PyTorch to say what GPU there is; the first import reads gigabytes
 REHEARSED = "9.0"  # the compute capability that a rehearsal builds for, as the Makefile does
-CUDA = Path("/usr/local/cuda")  # where a toolkit is that is not on PATH
-LOST = re.compile(r"^(GPU lost in case (\d+): .*)$", re.MULTILINE)  # benchmarks.run's last words, with exit status 3
-CUT = re.compile(r"^(cut off before case (\d+): .*)$", re.MULTILINE)  # or these, when its time is up
-CASE = re.compile(r"^case (\d+) of \d+$", re.MULTILINE)  # its first words on each
+CUDA = Path("/usr/local/cuda")  # where to look for a toolkit that is not on PATH
+LOST = re.compile(r"^(GPU lost in case (\d+): .*)$", re.MULTILINE)  # benchmarks.run's last line, with exit status 3
+CUT = re.compile(r"^(cut off before case (\d+): .*)$", re.MULTILINE)  # or this one, when its time is up
+CASE = re.compile(r"^case (\d+) of \d+$", re.MULTILINE)  # its first line on each case
 PYTHON = sys.executable
 
 
@@ -47,8 +47,9 @@ PYTHON = sys.executable
 class Part:
     """A command. Skipped with less than `least` seconds left; stopped after `most`. tool: a program that it needs.
 
-    told: it gets its limit, less `conclude` seconds, as --minutes. ceilings: a file that benchmarks.run is given, if it
-    is there. again: every call needs it, for what it makes is on the machine. unless: why it cannot run now, if so.
+    told: whether it gets its limit, less `conclude` seconds, as --minutes. ceilings: a file to pass to benchmarks.run,
+    if it exists. again: whether every call needs it, because its effect is on the machine. unless: returns the reason
+    why it cannot run now, or None.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Part:
 
 @dataclass
 class Outcome:
-    """behind: the case of a benchmark behind which a later call goes on."""
+    """How a part ended. behind: the number of the benchmark's case after which a later call continues."""
 
     name: str
     state: str  # ok, failed, timed out, unfinished or skipped
@@ -83,7 +84,7 @@ class Outcome:
 
 
 def capability() -> str | None:
-    """The GPU's compute capability as TORCH_CUDA_ARCH_LIST has it, say "9.0"; None where PyTorch sees no GPU."""
+    """The GPU's compute capability in the form of TORCH_CUDA_ARCH_LIST, say "9.0"; None if PyTorch sees no GPU."""
     query = "import torch; print('%d.%d' % torch.cuda.get_device_capability())"
     try:
         answer = subprocess.run([PYTHON, "-c", query], capture_output=True, text=True, timeout=IMPORT)
@@ -94,7 +95,7 @@ def capability() -> str | None:
 
 
 def toolkit() -> dict[str, str]:
-    """What the environment lacks for nvcc and compute-sanitizer to be found. CMake builds for the CPU without nvcc."""
+    """The environment that is missing to find nvcc and compute-sanitizer. (Without nvcc, CMake builds for the CPU.)"""
     home = Path(os.environ.get("CUDA_HOME") or CUDA)
     if shutil.which("nvcc") or not (home / "bin" / "nvcc").exists():
         return {}
@@ -102,8 +103,8 @@ def toolkit() -> dict[str, str]:
     return {"CUDA_HOME": str(home), "PATH": path}
 
 
-# The test files that say most about kernels, in this order; then the others, but for those that use no GPU or are about
-# machines without one, and have been run there.
+# The test files that cover kernels best, in this order. The others follow, except ELSEWHERE: those use no GPU or are
+# about machines without one, and are run there.
 FIRST = ("attention", "layer_norm", "bias_gelu", "dense_gelu", "embedding", "cross_entropy", "linear", "padding")
 FIRST += ("encoder_layer", "relative_attention", "linear_max", "scaled_linear", "triton", "varlen", "random")
 FIRST += ("model", "graph", "graph_step", "heads", "family", "deberta", "hf", "training")
@@ -120,7 +121,7 @@ NCU = ["ncu", "--profile-from-start", "off", "--clock-control", "none"]  # the c
 for section in ("SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "LaunchStats", "Occupancy"):
     NCU += ["--section", section]
 EXPLAIN = "import fastbert, torch; fastbert.explain(); print(torch.__config__.show())"
-# A build that left CUDA out succeeds, and everything after it would run on other kernels.
+# A build without CUDA succeeds as well, but everything after it would run on other kernels.
 EXPLAIN_ON_GPU = """
 import sys
 from fastbert import backends
@@ -130,8 +131,8 @@ sys.exit("\\n".join(f"{name} cannot run: {reason}" for name, reason in found.ite
 
 
 def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[Part]:
-    """In order of importance. If all take their whole time and the machine is bare each time, the first call ends with
-    the encoder, the second with racecheck, the third with models. architecture: None rehearses.
+    """All parts, in order of importance. If each takes its whole time and every call starts on a bare machine, the
+    first call ends with the encoder, the second with racecheck, the third with models. architecture: None rehearses.
     """
     size, gpu = "full" if architecture else "tiny", {"gpu": True}
     ceilings, ops = out / "ceilings.json", out / f"ops{'' if architecture else '_tiny'}.jsonl"
@@ -176,16 +177,16 @@ def all_parts(architecture: str | None, out: Path, commit: str | None) -> list[P
 def sanitizer(tool: str, words: list[str], least: float, most: float) -> Part:
     """fastbert's ops on tiny inputs under one of compute-sanitizer's tools."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
-    command += ["--report-api-errors", "no"] * (tool == "memcheck")  # PyTorch asks what may fail
-    command += ["--launch-timeout", "120"]  # it starts slowly
+    command += ["--report-api-errors", "no"] * (tool == "memcheck")  # PyTorch makes calls that may fail
+    command += ["--launch-timeout", "120"]  # the sanitizer starts slowly
     command += [PYTHON, "-m", "benchmarks.run", "--size", "tiny", "--groups", "ops", "--parts", *WATCHED]
-    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # PyTorch's own allocator hides what is out of bounds
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # PyTorch's caching allocator hides out-of-bounds accesses
     how = {"gpu": True, "tool": "compute-sanitizer", "told": True, "conclude": 25, "environment": uncached}
     return Part(tool, [*command, "--verify-only", *words, *OURS], least, most, **how)
 
 
 def is_built(architecture: str | None) -> str | None:
-    """A rehearsal takes the kernels that are there: it is no place to compile for minutes."""
+    """Why not to build: a rehearsal uses existing kernels, because compiling takes minutes. None: build."""
     return None if architecture or not list(ROOT.glob("fastbert/_C*.so")) else "a rehearsal, and there are kernels"
 
 
@@ -194,7 +195,7 @@ def no_triton() -> str | None:
 
 
 def no_kernels(environment: Mapping[str, str]) -> str | None:
-    """Why Triton's kernels do not run, on the GPU or in its interpreter, as fastbert says."""
+    """Why Triton's kernels cannot run on the GPU or in its interpreter, according to fastbert; None if they can."""
     query = "import torch; from fastbert import backends\n"
     query += "device = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
     query += "print(backends.why_not('triton', 'attention', device, torch.float32) or '')"
@@ -209,16 +210,16 @@ def unreported(number: str) -> str | None:
 
 
 def no_counters(ceilings: Path, ops: Path) -> str | None:
-    """Why ncu has nothing to say: as it was tried with the ceilings, and where no op was measured."""
+    """Why ncu cannot help: the reason that the part `ceilings` found, or that no op was measured; None if it can."""
     known = json.loads(ceilings.read_text(encoding="utf-8")) if ceilings.exists() else {}
     return known.get("no ncu") or (None if ops.exists() else "no op was measured")
 
 
 def parity(first: Sequence[str] = FIRST) -> list[str]:
-    """The test suite; in several processes, of which one that loses the GPU is replaced, where pytest-xdist is there.
+    """The command of the test suite; with pytest-xdist in several processes, each replaced if it loses the GPU.
 
-    first: the files that it begins with, without others if they are not FIRST. -v: what has failed is in the log also
-    when time is up before the end.
+    first: the files that it begins with; others follow only after FIRST. -v: failures are in the log even if time is up
+    before the end.
     """
     files = {path.stem.removeprefix("test_"): path.relative_to(ROOT) for path in (ROOT / "tests").glob("*/test_*.py")}
     names = [name for name in first if name in files]
@@ -266,7 +267,7 @@ def run(
 
 
 def taken_over(after: Path, out: Path) -> dict[str, Outcome]:
-    """The outcomes of earlier calls, by part; what they left is then in `out` too."""
+    """Returns the outcomes of earlier calls, by part, and copies their files to `out`."""
     parts = json.loads((after / "summary.json").read_text(encoding="utf-8"))["parts"]
     out.mkdir(parents=True, exist_ok=True)
     for file in after.iterdir() if after.resolve() != out.resolve() else ():
@@ -285,10 +286,10 @@ def why_skipped(part: Part, left: float, gpu: bool) -> str | None:
 
 
 def execute(part: Part, left: float, log: Path, before: Outcome | None = None) -> Outcome:
-    """Runs one part, its output at the end of the log; the last of it is printed too if the part does not succeed.
+    """Runs one part and appends its output to the log; prints the end of the output if the part does not succeed.
 
-    Of a benchmark that loses the GPU in a case, what is behind that case runs in the next process. before: how it ended
-    in an earlier call, whose failures stay failures.
+    If a benchmark loses the GPU in a case, the cases after it run in a new process. before: the outcome of an earlier
+    call, whose failures stay failures.
     """
     start, place, skip = time.monotonic(), log.stat().st_size, before.behind if before else 0
     failures = [before.reason] if skip and before.state == "failed" else []
@@ -316,7 +317,7 @@ def execute(part: Part, left: float, log: Path, before: Outcome | None = None) -
 
 
 def _unfinished(state: str, reason: str, printed: str, skip: int) -> tuple[str, str, int]:
-    """(state, reason, the case to go on behind): 0 where none is left; a case that did not end in time is given up."""
+    """(state, reason, the case to continue after, 0 if none is left); a case that did not end in time is given up."""
     cases, cut = CASE.findall(printed), CUT.findall(printed)
     if state == "timed out":
         return state, reason, int(cases[-1]) if cases else skip
@@ -327,7 +328,7 @@ def _unfinished(state: str, reason: str, printed: str, skip: int) -> tuple[str, 
 
 
 def _wait(part: Part, words: list[str], limit: float, log: BinaryIO) -> tuple[str, str]:
-    """(state, reason) of a command that may take `limit` seconds."""
+    """Runs a command for at most `limit` seconds; returns (state, reason)."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **part.environment}
     listen = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 nohup and & have it ignored
     how = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}

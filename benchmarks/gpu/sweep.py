@@ -2,11 +2,11 @@
 
     python -m benchmarks.gpu.sweep [--out DIR] [--minutes 2]
 
-All candidates of a kernel are compiled first, as many at a time as there are processors: those that do not compile,
-spill, or need more shared memory than there is are out. One that computes something else than the tiles in use is out
-too. The others are timed with dropout and without, and the fastest is written to fastbert/triton/attention_tuned.py,
-and to DIR, if it beats the tiles in use by MARGIN. Without a GPU two candidates each run under TRITON_INTERPRET=1, on
-tiny shapes, and only DIR is written to.
+All candidates of a kernel are compiled first, as many at a time as there are processors. Those that do not compile,
+spill, or need more shared memory than there is are rejected; so are those whose results differ from the results of the
+tiles in use. The others are timed with dropout and without, and the fastest is written to
+fastbert/triton/attention_tuned.py, and to DIR, if it beats the tiles in use by MARGIN. Without a GPU, two candidates of
+each kernel run under TRITON_INTERPRET=1, on tiny shapes, and only DIR is written to.
 """
 
 import argparse
@@ -47,8 +47,8 @@ def _tiles(M: Sequence[int], N: Sequence[int], stages: Sequence[int], **more: bo
     return [Config({"M": m, "N": n, **more}, warps, depth) for m, n, warps, depth in found]
 
 
-# kernel -> candidates, whether it belongs to the backward, sequence length: the one that most batches are cut to, and
-# of queries, which have a kernel of their own behind ONE_PASS, twice as much.
+# kernel -> candidates, whether it belongs to the backward, sequence length. The length is the one that most batches are
+# cut to; twice that for `queries`, a kernel that only runs for sequences longer than ONE_PASS.
 KERNELS: dict[str, tuple[Sequence[Choice], bool, int]] = {
     "forward": (_tiles((64, 128), (32, 64, 128), (2, 3, 4), RELOAD=False), False, 512),
     "keys": (_tiles((64, 128), (64, 128), (1, 2)), True, 512),
@@ -59,7 +59,7 @@ KERNELS: dict[str, tuple[Sequence[Choice], bool, int]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """One kernel on one batch: what the key of attention_tuned.py tells apart."""
+    """One kernel on one batch, with all that the keys of attention_tuned.py distinguish."""
 
     kernel: str
     qkv: Tensor
@@ -92,7 +92,7 @@ def targets(device: str) -> Iterator[Target]:
     small, dtype = device == "cpu", torch.float16 if device == "cpu" else torch.bfloat16
     for few, (kernel, (candidates, backward, seqlen)) in itertools.product((False, True), KERNELS.items()):
         if few and kernel == "one_pass":
-            continue  # there are not the programs for it
+            continue  # it needs more programs than such a batch has
         heads, batch, seqlen = (1, 1 if few else 4, 65) if small else (12, 1 if few else 32, seqlen)
         qkv = torch.randn(batch * seqlen, 3, heads, 64, device=device, dtype=dtype)
         ends = torch.arange(0, batch * seqlen + 1, seqlen, device=device, dtype=torch.int32)
@@ -101,7 +101,7 @@ def targets(device: str) -> Iterator[Target]:
 
 @contextlib.contextmanager
 def trial(key: tuple, choice: Choice) -> Iterator[None]:
-    """In this block the kernels take the choice."""
+    """Within this block, the kernels use the choice."""
     before = dict(TUNED)
     TUNED[key] = choice
     try:
@@ -130,7 +130,7 @@ def compiled(target: Target) -> list[Choice]:
 
 
 def fastest(target: Target, seconds: Seconds) -> tuple[Choice | None, float]:
-    """(the best candidate, how many times as fast as what is in use); (None, 1.0) where none is faster by MARGIN."""
+    """(the best candidate, its speed relative to the tiles in use); (None, 1.0) if none is faster by MARGIN."""
     right, now = [call() for call in target.calls], [seconds(call) for call in target.calls]
     best, most = None, MARGIN
     for choice in compiled(target):
@@ -141,7 +141,7 @@ def fastest(target: Target, seconds: Seconds) -> tuple[Choice | None, float]:
 
 
 def tried(target: Target, right: list[Tensor], seconds: Seconds) -> float:
-    """Seconds; infinite for a result that is not `right`, or none."""
+    """The seconds of a choice; infinite if its results are not near `right`, or it cannot run."""
     try:
         found = ((call().float(), expected.float()) for call, expected in zip(target.calls, right, strict=True))
         if all(float((y - expected).norm()) <= AGREES * float(expected.norm()) for y, expected in found):
@@ -161,7 +161,7 @@ def timer(device: str) -> Seconds:
 
 
 def sweep(wanted: Iterator[Target], seconds: Seconds, deadline: float = math.inf) -> None:
-    """Puts the winners into TUNED, so that each kernel is timed with the winners before it."""
+    """Puts each winner into TUNED at once, so that the kernels after it are timed together with it."""
     for target in wanted:
         if time.monotonic() > deadline:
             print(f"{target.key}: no time was left")

@@ -1,7 +1,8 @@
-"""Calls of every Triton primitive that between them reach every configuration worth compiling ahead of time.
+"""Calls of every Triton primitive, which together reach every configuration worth compiling ahead of time.
 
-On meta tensors: nothing is computed, and large shapes cost nothing. BERT's widths, and packed tokens, whose number is
-as a rule no multiple of 16. bfloat16 is called in more ways than the other types, which compile to much the same.
+Tensors are on the meta device: nothing is computed, and large shapes cost nothing. Widths are BERT's; tokens are
+packed, so their number is usually no multiple of 16. bfloat16 is called in more ways than the other types, which
+compile to much the same code.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ def rows() -> Iterator[Call]:
     narrow, wide = list(product(DTYPES, BERT)), [(BF16, channels) for channels in WIDE]
     for dtype, channels in narrow + wide:
         yield from layer_norm(dtype, channels)
-    for dtype, channels in narrow + wide + [(BF16, 5120), (FP32, 8192)]:  # 5120: 3 chunks of the backward
+    for dtype, channels in narrow + wide + [(BF16, 5120), (FP32, 8192)]:  # 5120: 3 chunks in the backward
         yield from add_layer_norm(dtype, dtype, channels, 0.1, x_bias=True)
     yield from add_layer_norm(BF16, BF16, 768, 0.0, x_bias=False)
     for channels, p, x_bias in ((5120, 0.1, True), (768, 0.1, True), (768, 0.0, False)):  # as under autocast
@@ -101,7 +102,7 @@ def embedding(dtype: torch.dtype, channels: int, p: float) -> Iterator[Call]:
 
 
 def padding() -> Iterator[Call]:
-    for plan in ("padding_plan", "padding_places"):  # launch no kernel of ours, and one reads its result
+    for plan in ("padding_plan", "padding_places"):  # no kernels of ours; real tensors: one reads its result
         yield plan, torch.ones(2, 4, dtype=torch.bool)
     indices = new(TOKENS, dtype=torch.int64)
     for dtype, width in [*product(DTYPES, BERT), (torch.int64, 1)]:
@@ -111,7 +112,7 @@ def padding() -> Iterator[Call]:
 
 def dense_gelu() -> Iterator[Call]:
     x, weight = new(TOKENS, 768), new(3072, 768)
-    yield "linear_fwd", x, weight, new(3072)  # a library's, as its gradients: no kernels of ours
+    yield "linear_fwd", x, weight, new(3072)  # a library's product, and so are its gradients: no kernels of ours
     yield "linear_bwd", new(TOKENS, 3072), x, weight, True, True
     for tokens, hidden in product((127, 255, 511, 1023, 4095), BERT):
         for channels in (4 * hidden, hidden):  # of a layer, of a masked-LM head
@@ -121,7 +122,7 @@ def dense_gelu() -> Iterator[Call]:
         with products(precision):
             yield from _dense_gelu(dtype, TOKENS, 768, 3072)
     for dtype in (FP32, FP16):
-        yield from _dense_gelu(dtype, TOKENS, 765, 3072)  # rows that no descriptor can describe
+        yield from _dense_gelu(dtype, TOKENS, 765, 3072)  # rows whose stride no descriptor can describe
 
 
 def _dense_gelu(
@@ -158,7 +159,7 @@ def attention() -> Iterator[Call]:
     for size, longest in product((32, 64, 128), (16, 32, 64, 128, 512, 2048)):
         for p in (0.0, 0.1) if size == 64 else (0.1,):
             yield from _attention(BF16, size, p, longest)
-    for size, longest in product((63, 127), (16, 32)):  # rows of short sequences without 16 bytes at a time
+    for size, longest in product((63, 127), (16, 32)):  # short sequences, rows not readable 16 bytes at a time
         yield from _attention(BF16, size, 0.1, longest)
     for (dtype, precision), (size, longest) in product(PRECISIONS, ((128, 16), (128, 32), (64, 128), (64, 2048))):
         with products(precision):
@@ -174,7 +175,7 @@ def _attention(dtype: torch.dtype, size: int, p: float, longest: int) -> Iterato
 
 
 def relative_attention() -> Iterator[Call]:
-    every = (True, True, True)  # of the tables for queries' and keys' rows, and of the bias
+    every = (True, True, True)  # with tables for the rows of queries and of keys, and with a bias
     for size in (32, 64, 128):
         yield from _relative_attention(BF16, size, 0.1, every)
     for tables in ((True, True, False), (True, False, False), (False, True, False), (False, False, True)):

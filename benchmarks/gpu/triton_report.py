@@ -3,9 +3,9 @@
     python -m benchmarks.gpu.triton_report [--arch 80 90 100] [--only TEXT ...] [--check]
 
 The package's own functions run on meta tensors for a list of calls, and what they would launch is compiled as Triton's
-JIT compiler would. Writes build/triton_report.md and, in short, docs/triton_report.md; with --only (parts of a line's
-beginning) prints such lines instead; with --check compares with the short one. Exit status 1: a configuration does not
-compile, spills registers, or needs more shared memory than there is; or --check found a difference.
+JIT compiler would. Writes build/triton_report.md and a short docs/triton_report.md. With --only (parts of a line's
+beginning) it prints such lines instead; with --check it compares with the short file. Exit status 1: a configuration
+does not compile, spills registers, or needs more shared memory than there is; or --check found a difference.
 """
 
 import os
@@ -40,7 +40,7 @@ INDEPENDENT = ("kernel", "GPU", "variants", "instructions")  # the columns that 
 
 @dataclass(frozen=True)
 class Variant:
-    """One specialisation of a kernel, as Triton's JIT compiler asks for it. key: its own name of it."""
+    """One specialisation of a kernel, as requested by Triton's JIT compiler. key: the JIT compiler's own key."""
 
     kernel: JITFunction
     key: str
@@ -58,7 +58,7 @@ class Variant:
 
     @property
     def types(self) -> str:
-        """Of the tensors, in the order of the arguments, and how many have each."""
+        """The tensors' element types, in the order of the arguments, with the number of tensors of each."""
         found = Counter(re.findall(r"(?:\*|tensordesc<)(\w+)", " ".join(self.signature.values())))
         return ", ".join(f"{count} {name}" for name, count in found.items())
 
@@ -70,7 +70,7 @@ class Variant:
 
 
 class NoGpu:
-    """Stands in for Triton's driver: all that the JIT compiler asks of one before it compiles."""
+    """Stands in for Triton's driver, with all that the JIT compiler asks a driver for before it compiles."""
 
     def __init__(self, architecture: int) -> None:
         self.architecture = architecture
@@ -79,14 +79,14 @@ class NoGpu:
         return GPUTarget("cuda", self.architecture, 32)
 
     def get_current_device(self) -> int:
-        return -self.architecture  # what the compiler keeps is by device: no real one's
+        return -self.architecture  # the compiler caches by device: not a real one's number
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 def variants(architecture: int, calls: Callable[[], object] = triton_calls.run) -> list[Variant]:
-    """What the calls launch, each variant once, in order. Their keys in Triton's cache are those of a launch."""
+    """The variants that the calls launch, each once, in order. Their keys in Triton's cache are those of a launch."""
     found: dict[Variant, None] = {}
 
     def record(kernel, grid, args, config, constants):
@@ -95,7 +95,7 @@ def variants(architecture: int, calls: Callable[[], object] = triton_calls.run) 
             options = config.options
             new = Variant(kernel, str(compile["key"]), compile["signature"], compile["constants"], hints, options)
             found.setdefault(new)
-            return True  # it need not be compiled
+            return True  # tells Triton not to compile it
 
         triton.knobs.runtime.jit_cache_hook = note
         kernel.run(*args, grid=tuple(grid), warmup=True, **config.tiles, **constants, **config.options)
@@ -134,7 +134,7 @@ def compile(variant: Variant, architecture: int) -> Compiled:
 
 
 def _reason(error: BaseException) -> str:
-    """What Triton says of the innermost of its nested errors."""
+    """The message of the innermost of Triton's nested errors."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error)

@@ -2,7 +2,8 @@
 
     ncu --profile-from-start off python -m benchmarks.gpu.worst --results DIR/ops.jsonl [--number 3] [--size full]
 
-The floor's share of fastbert's time in the results file decides; of an op in one direction the worst case counts.
+They are chosen by the floor's share of fastbert's time in the results file, with one case, the worst, for each op and
+direction.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from benchmarks.report import Case
 
 
 def worst(cases: Iterable[Case], number: int) -> list[tuple[float, Case]]:
-    """(percent of the floor, case), the lowest first; no two of one op and direction."""
+    """(percent of the floor, case), the lowest first, with only one case for each op and direction."""
     found = [(report.share(case.own, "floor"), case) for case in cases if "floor" in case.own]
     first: dict[tuple, tuple[float, Case]] = {}
     for share, case in sorted(found, key=lambda one: one[0]):
@@ -33,7 +34,7 @@ def spec_of(case: Case, size: str) -> run.Spec:
 
 
 def listened_to(spec: run.Spec, device: str) -> None:
-    """Runs fastbert's call of a case, warm and verified."""
+    """Runs fastbert's call of a case under the profiler, verified and warmed up before."""
     call, problem = comparison.alone(spec, bench_ops.setup(spec, device), "fastbert")
     if problem:
         raise RuntimeError(problem)

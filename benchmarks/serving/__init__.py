@@ -1,1 +1,1 @@
-"""Services under load: requests a second and latencies of `fastbert serve` and of others, in the same run."""
+"""Services under load: requests a second and latencies of `fastbert serve` and of other services, in the same run."""

@@ -38,7 +38,7 @@ from fastbert.data import get_tokenizer
 from fastbert.inference import SentenceEncoder
 
 SHORTEST, LONGEST, TEXTS = 8, 256, 512
-OURS, MOST, EVERY = "fastbert", 256, 15.0  # clients; seconds between looks at memory
+OURS, MOST, EVERY = "fastbert", 256, 15.0  # MOST clients; seconds between readings of memory
 PACKAGES = ("infinity_emb", "torch", "transformers", "optimum", "fastapi", "uvicorn")
 
 
@@ -50,7 +50,7 @@ class Running:
     log: IO[bytes]
 
     def megabytes(self) -> float:
-        """Resident, of the process and its children."""
+        """Resident memory of the process and its children."""
         pids = [self.process.pid, *_children(self.process.pid)]
         pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -62,7 +62,7 @@ def _children(pid: int) -> list[int]:
 
 
 def commands(options: argparse.Namespace) -> dict[str, list[str]]:
-    """By name; PORT stands for its port."""
+    """The services' commands by name; PORT stands for the service's port."""
     directory, threads = str(minilm()), str(options.threads)
     found = {
         OURS: [sys.executable, "-m", "fastbert.cli", "serve", "--model", f"minilm={directory}", "--port", "PORT",
@@ -127,7 +127,7 @@ def texts_of_all_lengths(seed: int) -> list[str]:
 
 
 def check(services: dict[str, Running], texts: list[str]) -> dict[str, float]:
-    """The largest difference of a service's embeddings from SentenceEncoder's, of 16 texts; all are unit vectors."""
+    """The largest difference between a service's and SentenceEncoder's embeddings of 16 texts; all are unit vectors."""
     expected, found = SentenceEncoder.from_pretrained(minilm()).encode(texts[:16]).numpy(), {}
     for name, service in services.items():
         body = {"model": service.model, "input": texts[:16]}
@@ -139,7 +139,7 @@ def check(services: dict[str, Running], texts: list[str]) -> dict[str, float]:
 
 
 def measure(services: dict[str, Running], bodies: list[bytes], clients: int, options: argparse.Namespace) -> list[dict]:
-    """A row for each service: the median of rounds of what it did with so many clients."""
+    """A row for each service: the medians over the rounds of its results with so many clients."""
     rounds: dict[str, list[dict]] = {name: [] for name in services}
     for number in range(options.rounds):
         names = list(services)
@@ -153,7 +153,7 @@ def measure(services: dict[str, Running], bodies: list[bytes], clients: int, opt
 
 
 def endure(service: Running, bodies: list[bytes], seconds: float) -> dict[str, object]:
-    """What fastbert did, and its memory every so often: most of a service's growth is of its first requests."""
+    """fastbert's results, and its memory at intervals: a service grows most in its first requests."""
     memory, ended = [], threading.Event()
 
     def watch() -> None:
@@ -172,7 +172,7 @@ def endure(service: Running, bodies: list[bytes], seconds: float) -> dict[str, o
 
 
 def middle(rounds: list[dict]) -> dict[str, object]:
-    """The median of each number, all rounds' requests a second beside it, and the statuses of all."""
+    """The median of each number, the requests a second of every round, and the statuses of all rounds together."""
     found = {name: statistics.median(one[name] for one in rounds) for name in rounds[0] if name != "statuses"}
     statuses: dict[str, int] = {}
     for one in rounds:
@@ -182,7 +182,7 @@ def middle(rounds: list[dict]) -> dict[str, object]:
 
 
 def _versions(program: str) -> dict[str, str]:
-    """Of the packages beside a program, in its environment."""
+    """The versions of PACKAGES in a program's own environment."""
     found = shutil.which(program)
     if found is None:
         raise SystemExit(f"there is no program {program}")

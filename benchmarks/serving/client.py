@@ -1,4 +1,4 @@
-"""Clients on asyncio: each sends a request, reads its answer to the end, and sends the next, over one connection."""
+"""asyncio clients: each sends a request, reads the whole answer, and sends the next, over one connection."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ TIMEOUT = 120.0
 
 @dataclass
 class Load:
-    """What came of it. seconds: of those that were answered with 200, one by one; statuses: of all."""
+    """The results of a load. seconds: of each request that was answered with 200; statuses: of all requests."""
 
     duration: float = 0.0
     seconds: list[float] = field(default_factory=list)
@@ -34,7 +34,7 @@ def body_of(text: str, model: str) -> bytes:
 
 
 def load(address: str, bodies: list[bytes], clients: int, duration: float) -> Load:
-    """Of so many clients for so many seconds; each begins at another place of the bodies."""
+    """Sends requests from so many clients for so many seconds; each client begins at another place in the bodies."""
     return asyncio.run(_load(address, bodies, clients, duration))
 
 
@@ -63,7 +63,7 @@ async def _client(address: str, bodies: Iterator[bytes], ends: float, result: Lo
 
 
 async def _connection(address: str, bodies: Iterator[bytes], ends: float, result: Load) -> None:
-    """Requests until the time is over, or the service closes the connection."""
+    """Sends requests until the time is over, or the service closes the connection."""
     url = urlsplit(address)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     try:
@@ -82,7 +82,7 @@ async def _connection(address: str, bodies: Iterator[bytes], ends: float, result
 async def exchange(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes
 ) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of the answer to one POST."""
+    """Sends one POST; returns the status, headers and body of the answer."""
     kind = "Content-Type: application/json"
     lines = (f"POST {PATH} HTTP/1.1", "Host: localhost", kind, f"Content-Length: {len(body)}")
     writer.write("\r\n".join((*lines, "", "")).encode() + body)

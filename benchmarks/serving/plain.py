@@ -1,4 +1,4 @@
-"""The service that one writes first: FastAPI around SentenceTransformer.encode, one call a request.
+"""The simplest service to write: FastAPI around SentenceTransformer.encode, one call a request.
 
 python -m benchmarks.serving.plain DIR PORT THREADS
 """

@@ -3,8 +3,8 @@
 For every dtype and backend that runs on this machine, it computes hidden states, logits, the loss and all gradients of
 a padded batch, in evaluation mode. The truth is transformers' eager model in float64, with weights rounded to the
 dtype; for a BERT, `reference.py` must agree with it. The bounds (`fastbert.testing`) come from the errors of
-transformers' eager and SDPA models in that dtype, in float32 on a CPU with both of PyTorch's matrix libraries. fastbert
-and transformers each read the checkpoint, so its translation is checked as well.
+transformers' eager and SDPA models in that dtype; for float32 on a CPU, they cover both of PyTorch's matrix libraries.
+fastbert and transformers each read the checkpoint, so fastbert's conversion of it is checked as well.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 DEFAULT = "default"  # no backend forced
 BACKENDS = (DEFAULT, *backends.BACKENDS)
 TRUTH = "truth"  # instead of a backend: reference.py against transformers, in float64
-_LOGITS = {  # our name -> transformers', if it is another
+_LOGITS = {  # our name -> transformers', where they differ
     name: {"seq_relationship_logits": "sop_logits"}.get(name)
     for name in ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
 }
@@ -121,10 +121,11 @@ def run(
     max_length: int = 128,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Report:
-    """Checks a model and its tokenizer, in a directory or of a name on the hub, on one batch of texts.
+    """Checks a model and its tokenizer, from a directory or by a name on the hub, on one batch of texts.
 
-    dtypes: from DTYPES. names: from BACKENDS. max_length: in tokens; longer texts are cut. tell: called with what runs
-    next. Raises FileNotFoundError, ValueError and RuntimeError for a model, tokenizer or texts that cannot be used.
+    dtypes: from DTYPES. names: from BACKENDS. max_length: in tokens; longer texts are cut. tell: called before each
+    run with its name. Raises FileNotFoundError, ValueError and RuntimeError for a model, tokenizer or texts that
+    cannot be used.
     """
     torch.empty(0, device=device)  # reports a missing device before a model is read
     subject = Subject.read(directory, device)
@@ -161,7 +162,7 @@ class Subject(NamedTuple):
 
     found: Checkpoint
     ours_class: type[Saveable]
-    arguments: dict[str, bool]  # of from_pretrained, in both libraries
+    arguments: dict[str, bool]  # for from_pretrained, in both libraries
     device: str
 
     @classmethod
@@ -196,7 +197,7 @@ class Subject(NamedTuple):
         return model.to(self.device)
 
     def theirs(self, dtype: torch.dtype, attention: str):
-        """attention: taken where the family has several; DeBERTa and MPNet have their own."""
+        """transformers' model. attention: the implementation; ignored for DeBERTa and MPNet, which have only one."""
         import transformers
 
         attention = "eager" if self.config.family.relative else attention
@@ -322,16 +323,16 @@ def _classes(config: BertConfig, row: Tensor) -> Tensor:
 
 
 class Run(NamedTuple):
-    """states: hidden states and pooled output. scores: logits and loss, to which another factor applies."""
+    """states: hidden states and pooled output. scores: logits and loss, whose bounds use another factor."""
 
     states: dict[str, Tensor]
     scores: dict[str, Tensor]
     gradients: dict[str, Tensor]  # of the parameters
-    at_scores: dict[str, Tensor]  # gradients of the logits, where the loss comes from them
+    at_scores: dict[str, Tensor]  # gradients of the logits that the loss depends on
 
 
 def compute(model: torch.nn.Module, sample: Sample) -> Run:
-    """Forward and backward of either library's model, from its loss or, without one, from random signs."""
+    """Runs either library's model forward, and backward from its loss or, without a loss, from random signs."""
     dtype = next(model.parameters()).dtype
     labels = {name: t.to(dtype) if t.is_floating_point() else t for name, t in sample.labels.items()}
     out = model(**sample.inputs, **labels, output_hidden_states=True)
@@ -355,7 +356,7 @@ def compute(model: torch.nn.Module, sample: Sample) -> Run:
 
 @torch.no_grad()
 def predict(model: torch.nn.Module, sample: Sample) -> Run:
-    """Forward alone, of either library's model: neither loss nor gradients."""
+    """Runs only the forward of either library's model, without loss and gradients."""
     out = model(**sample.inputs, output_hidden_states=True)
     return Run(_states(out, sample), _scores(_logits(out), sample), {}, {})
 
@@ -372,7 +373,7 @@ def _logits(out) -> dict[str, Tensor]:
 
 
 def _scores(logits: dict[str, Tensor], sample: Sample) -> dict[str, Tensor]:
-    """Those of tokens as (tokens, ...)."""
+    """The logits; those with one row per token lose their padding: (tokens, ...)."""
     return {name: t[sample.visible] if t.dim() == 3 or sample.of_tokens else t for name, t in logits.items()}
 
 
@@ -396,7 +397,7 @@ class Yardstick(NamedTuple):
     def measure(
         cls, subject: Subject, dtype: torch.dtype, sample: Sample, run: Callable[..., Run] = compute
     ) -> "Yardstick":
-        """run: compute, or predict for a forward alone."""
+        """Runs transformers' models. run: `compute`, or `predict` for the forward alone."""
         exact = subject.theirs(dtype, "eager").double()
         truth, lines = run(exact, sample), []
         if subject.config.model_type == "bert":
@@ -415,7 +416,7 @@ class Yardstick(NamedTuple):
 
 
 def _on_onednn(model: torch.nn.Module) -> torch.nn.Module:
-    """Dense layers as PyTorch's compiler computes them, which sums in another order than eager mode."""
+    """Lets oneDNN compute the dense layers, as PyTorch's compiler does; it sums in another order than eager mode."""
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.forward = functools.partial(testing.onednn_linear, weight=module.weight, bias=module.bias)
@@ -457,9 +458,9 @@ def _check(subject: Subject, dtype: str, name: str, sample: Sample, yardstick: Y
 
 
 def rule(mine: Run, yardstick: Yardstick) -> list[Line]:
-    """The rule, row by row; of the gradients, if there are any, only the worst."""
+    """Applies the rule to every output and gradient; returns a row for each output and for the worst gradient only."""
     truth, contenders = yardstick.truth, yardstick.contenders
-    # Gradients of logits count for the scale: a classifier's bias gets their sum, which may cancel to 0.
+    # The scale includes the gradients of the logits: a classifier's bias gets their sum, which may cancel to 0.
     scale = truth.at_scores
     states, scores = (
         testing.compare(*_results((mine, truth), part, scale), _results(contenders, part, scale), factor=factor)
@@ -477,7 +478,7 @@ def rule(mine: Run, yardstick: Yardstick) -> list[Line]:
 
 
 def _results(runs: Iterable[Run], part: str, scale: dict[str, Tensor]) -> list[Result]:
-    """States with gradients, or scores alone. scale: more gradients, which count for the largest."""
+    """States with gradients, or only scores. scale: more gradients, to include in the search for the largest."""
     return [Result(getattr(run, part), run.gradients | scale if part == "states" else {}) for run in runs]
 
 
@@ -520,7 +521,7 @@ def show(report: Report) -> None:
 
 
 def print_whole(console, table) -> None:
-    """Names stay whole, to be searched and copied: where a terminal is too narrow for them, it breaks the lines."""
+    """Prints a table whose names stay whole, to be searched and copied; a narrow terminal then wraps its lines."""
     from rich.measure import Measurement
 
     before = console.width

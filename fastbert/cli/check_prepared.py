@@ -1,9 +1,9 @@
 """`fastbert check --prepare`: what `fastbert.prepare` costs, on a user's checkpoint and text.
 
 The prepared model is compared with the original in float32: embeddings, labels, logits, the size of its weights and its
-speed. Each dense layer has a signal-to-noise ratio: the power of its exact output over that of the prepared layer's
-error, on what reaches it in the original model, so that one layer's error is not another's. For fp32 and bf16 the
-accuracy rule holds as well (`fastbert.cli.check`), for the forward.
+speed. Each dense layer gets a signal-to-noise ratio: the power of its exact output over the power of the prepared
+layer's error, both for the layer's input in the original model, so that errors of earlier layers do not count. For fp32
+and bf16 the accuracy rule (`fastbert.cli.check`) applies to the forward as well.
 """
 
 import math
@@ -24,13 +24,13 @@ from fastbert.heads import IGNORED
 from fastbert.preparation import prepare
 from fastbert.prepared import PRECISIONS, QUANTIZED, PreparedLinear, home
 
-ROUNDS = 5  # of measured time
+ROUNDS = 5  # of timing
 WORST = 8  # layers in the table; the file has all
 
 
 @dataclass(frozen=True)
 class Change:
-    """Of a head's logits. same: the share of decisions that are, None for a regression, of `count` texts or tokens."""
+    """How a head's logits change. same: the share of `count` texts or tokens with equal decisions; None: regression."""
 
     name: str
     difference: float
@@ -40,14 +40,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Layer:
-    """sqnr: in dB, infinite for an exact layer."""
+    """A prepared layer. sqnr: its signal-to-noise ratio in dB, infinite for an exact layer."""
 
     name: str
     sqnr: float
 
 
 class Pair(NamedTuple):
-    """Of the original model, and of the prepared one."""
+    """A number for the original model, and one for the prepared model."""
 
     before: float
     after: float
@@ -55,8 +55,9 @@ class Pair(NamedTuple):
 
 @dataclass
 class Report:
-    """cosines: of each text's mean hidden state with that of the original. layers: the worst first. dense: megabytes of
-    the layers that are prepared; whole: of the model. milliseconds: of the batch. lines: the accuracy rule's."""
+    """The results of `run`. cosines: for each text, between the two models' mean hidden states. layers: worst first.
+    dense: megabytes of the prepared layers; whole: of the model. milliseconds: for the batch. lines: rows of the
+    accuracy rule."""
 
     model: str
     architecture: str
@@ -103,11 +104,11 @@ def run(
     max_length: int = 128,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Report:
-    """Compares a model, in a directory or of a name on the hub, with itself as prepared, on one batch of texts.
+    """Compares a model, from a directory or by a name on the hub, with its prepared version on one batch of texts.
 
-    precision and skip: of `fastbert.prepare`, for fastbert's model. device: None for one that the precision is for.
-    max_length and tell: of `fastbert.cli.check.run`.
-    Raises as those two do.
+    precision and skip: as for `fastbert.prepare`, with names in fastbert's model. device: None for the one that the
+    precision is for. max_length and tell: as for `fastbert.cli.check.run`.
+    Raises the same errors as those two functions.
     """
     subject, skip = Subject.read(directory, device or str(home(precision))), list(skip)
     sample = make_sample(subject, texts, max_length)
@@ -133,18 +134,18 @@ def run(
 
 
 def cosines(before: Run, after: Run, sample: Sample) -> list[float]:
-    """Of the mean of each text's last hidden states, between two models."""
+    """The cosine similarity between two models' means of the last hidden states, for each text."""
     return F.cosine_similarity(*(_means(run, sample) for run in (before, after)), dim=-1).tolist()
 
 
 def _means(run: Run, sample: Sample) -> Tensor:
-    """(sequences, C) float64."""
+    """The mean of each text's last hidden states, (sequences, C) float64."""
     last = [state for name, state in run.states.items() if name.startswith("hidden state")][-1]
     return torch.stack([part.mean(0) for part in last.double().split(sample.visible.sum(1).tolist())])
 
 
 def change(subject: Subject, sample: Sample, name: str, before: Run, after: Run) -> Change:
-    """Of the logits of that name."""
+    """Compares the logits of that name."""
     logits = [run.scores[name].double() for run in (before, after)]
     difference = float((logits[0] - logits[1]).abs().max())
     decided = [decisions(subject, sample, each) for each in logits]
@@ -155,9 +156,9 @@ def change(subject: Subject, sample: Sample, name: str, before: Run, after: Run)
 
 
 def decisions(subject: Subject, sample: Sample, logits: Tensor) -> Tensor | None:
-    """What a head says of each text or token: the likeliest class, or which of several hold. None: a regression.
+    """A head's decision for each text or token: the likeliest class, or which of several labels hold; None: regression.
 
-    A masked-LM head is asked for the labelled tokens, which are masked: all others it sees.
+    For a masked-LM head only the labelled tokens count, which are masked in its input: it sees all others.
     """
     kind, problem, one = subject.kind, subject.config.problem_type, subject.config.num_labels == 1
     if kind == "ForReplacedTokenDetection":
@@ -190,7 +191,7 @@ class Models(NamedTuple):
 
     @torch.inference_mode()
     def layers(self, sample: Sample) -> list[Layer]:
-        """The signal-to-noise ratio of each of those layers, on its inputs in the original model; the worst first."""
+        """The signal-to-noise ratio of each prepared layer, for its inputs in the original model; the worst first."""
         powers = {name: _Powers(layer) for name, layer in self.packed.items()}
         hooks = [self.original.get_submodule(name).register_forward_hook(hook) for name, hook in powers.items()]
         try:
@@ -202,7 +203,7 @@ class Models(NamedTuple):
         return sorted(layers, key=lambda layer: -math.inf if math.isnan(layer.sqnr) else layer.sqnr)
 
     def megabytes(self) -> tuple[Pair, Pair]:
-        """Of those layers, and of the whole models."""
+        """The sizes of the prepared layers, and of the whole models."""
         plain = sum(_bytes(self.original.get_submodule(name)) for name in self.packed)
         small = sum(layer.bytes() for layer in self.packed.values())
         whole = Pair(_bytes(self.original) / 1e6, (_bytes(self.prepared) + small) / 1e6)
@@ -210,7 +211,7 @@ class Models(NamedTuple):
 
     @torch.inference_mode()
     def milliseconds(self, sample: Sample) -> Pair:
-        """Medians of ROUNDS forwards of each, in turn, after one of each that does not count."""
+        """Each model's median over ROUNDS forwards, which alternate, after one warm-up forward of each."""
         seconds: tuple[list[float], list[float]] = ([], [])
         for _ in range(1 + ROUNDS):
             for model, spent in zip(self, seconds, strict=True):

@@ -24,7 +24,7 @@ def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
 
 
 def add_runtime(command: argparse.ArgumentParser, batch_tokens: int | None = 2048, otherwise: str = "") -> None:
-    """How a model runs; batch_tokens: the default; otherwise: what is said of it where it is not one number."""
+    """Adds options for how a model runs. batch_tokens: the default. otherwise: its description if it is None."""
     command.add_argument("--dtype", choices=DTYPES, help="of the computation (default: float32, or as prepared)")
     packed = "weights packed for this processor, or in fp8 for a GPU (default: the model as it is)"
     command.add_argument("--precision", choices=list(PRECISIONS), help=packed)
@@ -38,7 +38,7 @@ def add_runtime(command: argparse.ArgumentParser, batch_tokens: int | None = 204
 
 
 def model_options(args: argparse.Namespace) -> dict[str, object]:
-    """What all models are loaded with. Sets the number of threads. Raises ValueError for numbers below 1."""
+    """The options for loading a model. Also sets the number of threads. Raises ValueError for numbers below 1."""
     for name in ("batch_tokens", "max_length", "threads"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -51,7 +51,7 @@ def model_options(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _was_prepared(source: str | None) -> bool:
-    """Whether a prepared model was saved there. What is wrong with the place is said when the model is loaded."""
+    """Whether a prepared model was saved there. Ignores errors, which loading the model will report."""
     try:
         return source is not None and CONFIG_ENTRY in checkpoint.load(source).config.extra
     except (OSError, ValueError):
@@ -63,7 +63,7 @@ def add_device(command: argparse.ArgumentParser) -> None:
 
 
 def device_of(args: argparse.Namespace, precision: str | None) -> str:
-    """As --device says; by default a GPU, but for a model that is prepared for the processor."""
+    """The device of --device; by default a GPU if there is one, unless `precision` is one for the CPU."""
     return args.device or ("cuda" if torch.cuda.is_available() and precision in (None, "fp8") else "cpu")
 
 
@@ -77,14 +77,14 @@ def add_texts(command: argparse.ArgumentParser, what: str) -> None:
 
 
 def texts_of(args: argparse.Namespace, blank: bool = False) -> list[str]:
-    """The texts on the command line, or the lines of --text; blank: with those that are blank."""
+    """The texts on the command line, or the lines of --text. blank: keeps blank lines."""
     if bool(args.texts) == bool(args.text):
         raise ValueError("expected texts, or --text FILE")
     return no_files(args.texts) or [line for line in lines(args.text) if blank or line.strip()]
 
 
 def no_files(texts: list[str], option: str = "--text") -> list[str]:
-    """The texts. Raises ValueError for the name of a file, whose place is behind an option."""
+    """Returns the texts. Raises ValueError if one is the name of a file, which belongs behind an option."""
     for text in texts:
         if os.path.isfile(text):
             raise ValueError(f"{text} is a file; expected a text, or {option} {text}")

@@ -1,4 +1,4 @@
-"""search, embed, similarity."""
+"""The commands search, embed, index and similarity."""
 
 import argparse
 import os
@@ -104,7 +104,7 @@ def show_results(
 
 
 def _show(question: str, found: list[tuple[float, str, str]]) -> None:
-    """found: score, where it comes from, and the text."""
+    """Prints a question and its passages. found: score, source and text of each."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
@@ -132,7 +132,7 @@ def _embed(args: argparse.Namespace) -> None:
     if output.suffix not in (".npy", ""):
         raise ValueError(f"--output is {output}; expected a name that ends in .npy")
     encoder = _encoder(args)
-    with replacing(output) as file:  # before the work: a place that cannot be written is said at once
+    with replacing(output) as file:  # opened before the work, to report an unwritable path at once
         found = _encode(args, encoder, texts, args.prompt_name).cpu().numpy()
         numpy.save(file, found)
     print(f"{output}: {found.shape} {found.dtype}")
@@ -202,7 +202,7 @@ def _source(args: argparse.Namespace):
 
 
 def _encode(args: argparse.Namespace, encoder, texts: list[str], prompt_name: str | None = None):
-    """Embeddings, with progress and a line about the time it took."""
+    """Encodes texts, with progress and a line about the time it took."""
     start = time.perf_counter()
     with progress("encoding", len(texts)) as advance:
         vectors = encoder.encode_document(

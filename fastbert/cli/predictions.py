@@ -1,4 +1,4 @@
-"""fill-mask, classify, tag, answer, rerank: `fastbert.inference` on the command line, as text or JSON."""
+"""The commands fill-mask, classify, tag, answer and rerank: `fastbert.inference`, with results as text or JSON."""
 
 import argparse
 from collections.abc import Callable

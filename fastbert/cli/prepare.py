@@ -1,4 +1,4 @@
-"""prepare: text files to a token file for training, filtered on the way."""
+"""The command prepare: filters and tokenises text files into a token file for training."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""How far a long command is, on stderr: a bar on a terminal, else a line every ten seconds."""
+"""The progress of a long command, on stderr: a bar on a terminal, else a line every ten seconds."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ INTERVAL = 10.0  # seconds
 
 @contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Gives advance(count), to be called after each part. total: of all parts, None where nobody knows it."""
+    """Yields advance(count), to be called after each part. total: the count of all parts; None if unknown."""
     if not sys.stderr.isatty():
         yield _lines(what, total)
         return

@@ -1,4 +1,4 @@
-"""serve: models over HTTP."""
+"""The command serve: models over HTTP."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ import torch
 from fastbert.cli.common import add_runtime, lines, model_options
 from fastbert.require import require
 
-KEEP_ALIVE = 75  # seconds; longer than clients and load balancers keep idle connections, so that they are who closes
+KEEP_ALIVE = 75  # seconds; clients and load balancers keep idle connections for less, so that they close them first
 
 
 def add(commands) -> None:
@@ -51,7 +51,7 @@ def _serve(args: argparse.Namespace) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // limits.workers))
     listening = _listening(args.host, args.port)
     app = create_app(Service(models, limits), keys)
-    warnings.filterwarnings("ignore", message=".*: cut there")  # because a client asked for it
+    warnings.filterwarnings("ignore", message=".*: cut there")  # clients ask for truncation
     _log_lines()
     server = uvicorn.Server(
         uvicorn.Config(
@@ -63,7 +63,7 @@ def _serve(args: argparse.Namespace) -> None:
             timeout_keep_alive=KEEP_ALIVE,
         )
     )
-    for number in (signal.SIGTERM, signal.SIGINT):  # before uvicorn's own handlers are there, and after it has ended
+    for number in (signal.SIGTERM, signal.SIGINT):  # for the time before uvicorn sets its handlers, and after
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     host = f"[{args.host}]" if ":" in args.host else args.host
     what = ", ".join(f"{model.name} ({model.task})" for model in models)
@@ -90,7 +90,7 @@ class JsonLines(logging.Formatter):
 
 
 def _model(args: argparse.Namespace, given: str) -> Any:
-    """Of NAME=DIR, or of a directory or a name on the hub alone."""
+    """Loads the model of NAME=DIR, or of only a directory or a name on the hub."""
     from fastbert.serving import load
 
     name, equals, source = given.partition("=")
@@ -101,7 +101,7 @@ def _model(args: argparse.Namespace, given: str) -> Any:
 
 
 def _keys(path: Path | None) -> list[str]:
-    """Raises ValueError for a file without text: it would let everybody in."""
+    """The API keys in a file. Raises ValueError for a file without text, which would let everybody in."""
     return [line.strip() for line in lines(path) if line.strip()] if path else []
 
 

@@ -1,4 +1,4 @@
-"""check, export, plot-attention, info."""
+"""The commands check, export, plot-attention and info."""
 
 import argparse
 import os
@@ -152,7 +152,7 @@ def _about_model(name: str) -> dict[str, Any]:
 
 
 def _config(name: str) -> BertConfig:
-    """Of a directory, of a published size, or of a model on the hub."""
+    """The configuration of a directory, of a published size, or of a model on the hub."""
     if Path(name).is_dir():
         return BertConfig.from_pretrained(name)
     try:

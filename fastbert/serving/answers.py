@@ -1,4 +1,4 @@
-"""What the routes of all protocols share: JSON out, and embeddings of a request."""
+"""Helpers that the routes of all protocols share: JSON responses, embeddings, scores, and checks of values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ from fastbert.serving.models import EMBED, RERANK, Lane, ServedModel
 from fastbert.serving.service import Found, Service
 
 T = TypeVar("T")
-List = Annotated[list[T], Field(fail_fast=True)]  # one wrong entry is said, not each of many thousands
-Tokens = Annotated[List[int], Field(min_length=1)]  # ids of a text
+List = Annotated[list[T], Field(fail_fast=True)]  # reports the first wrong entry, not each of thousands
+Tokens = Annotated[List[int], Field(min_length=1)]  # the token ids of one text
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """numpy arrays are lists in it."""
+    """A JSON response; NumPy arrays become lists."""
     body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
     return Response(body, status, headers, media_type="application/json")
 
@@ -39,9 +39,9 @@ async def embeddings(
     dimensions: int | None = None,
     prompt_name: str | None = None,
 ) -> tuple[np.ndarray, int]:
-    """(N, C) float32 embeddings of texts or of lists of token ids, and the tokens of all.
+    """Returns the (N, C) float32 embeddings of texts or of lists of token ids, and the total number of tokens.
 
-    normalize: as the model does when None. dimensions: the first ones alone, normalised again if the whole is.
+    normalize: None for the model's own setting. dimensions: keeps only the first ones, before normalising.
     """
     encoder = model.at(EMBED)
     width, normalize = encoder.width, encoder.normalize if normalize is None else normalize
@@ -59,7 +59,7 @@ async def embeddings(
 
 
 def prompted(model: ServedModel, inputs: Sequence[Any], name: str | None) -> tuple[Sequence[Any], int]:
-    """The inputs behind the prompt of that name, or the default one; and how many tokens the pooling leaves out."""
+    """Returns the inputs with the named (or default) prompt before each text, and how many tokens the pooling skips."""
     try:
         prompt, skip = model.at(EMBED).prompt_of(name)
     except ValueError as error:
@@ -70,14 +70,14 @@ def prompted(model: ServedModel, inputs: Sequence[Any], name: str | None) -> tup
 async def scores(
     service: Service, request: Request, model: ServedModel, query: str, texts: Sequence[str], *, truncate: bool
 ) -> tuple[np.ndarray, int]:
-    """(N,) float32 logits of a reranker, and the tokens of all."""
+    """Returns the (N,) float32 logits of a reranker, and the total number of tokens."""
     pairs = [(query, text) for text in texts]
     found: Found = await service.run(request, model, RERANK, pairs, Lane(model.at(RERANK)), truncate=truncate)
     return checked(torch.stack(found.results).squeeze(-1)), found.tokens
 
 
 def checked(values: torch.Tensor) -> np.ndarray:
-    """Raises Problem for what is not a number: JSON has none for it."""
+    """Returns the values as a NumPy array. Raises Problem for NaN and infinity, which JSON cannot represent."""
     if not values.isfinite().all():
         wrong = int((~values.isfinite()).flatten(1).any(1).nonzero()[0]) if values.dim() > 1 else 0
         raise Problem(424, "Backend", f"the model's result for input {wrong} is not finite")
@@ -85,7 +85,7 @@ def checked(values: torch.Tensor) -> np.ndarray:
 
 
 def check_text(field: str, texts: Sequence[str]) -> None:
-    """Raises Problem, 422, for half a surrogate pair."""
+    """Raises Problem (422) for a text that contains half a surrogate pair."""
     for index, text in enumerate(texts):
         try:
             text_of("", field, text)
@@ -94,12 +94,12 @@ def check_text(field: str, texts: Sequence[str]) -> None:
 
 
 def several(inputs: str | list) -> list:
-    """One text, or the ids of one, is a list of one."""
+    """Wraps a single text, or the token ids of a single text, in a list; returns a list of inputs unchanged."""
     return [inputs] if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int)) else inputs
 
 
 def finite(results: Sequence[Sequence[Any]]) -> None:
-    """Raises Problem for labels, entities or fills whose scores are not finite: JSON has none for them."""
+    """Raises Problem for labels, entities or fills with NaN or infinite scores, which JSON cannot represent."""
     for index, found in enumerate(results):
         flat = (one for part in found for one in (part if isinstance(part, list) else [part]))
         if not all(math.isfinite(one.score) for one in flat):
@@ -107,7 +107,7 @@ def finite(results: Sequence[Sequence[Any]]) -> None:
 
 
 def best_first(found: np.ndarray) -> list[int]:
-    """Indices; equal scores keep their order."""
+    """The indices by descending score; equal scores keep their order."""
     return np.argsort(-found, kind="stable").tolist()
 
 

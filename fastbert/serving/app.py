@@ -1,4 +1,4 @@
-"""The application: routes, keys, limits on bodies, errors in each protocol's form, one line of log a request."""
+"""The ASGI application: routes, API keys, limits on bodies, errors in each protocol's format, a log line a request."""
 
 import asyncio
 import hmac
@@ -26,9 +26,9 @@ from fastbert.serving.errors import Problem
 from fastbert.serving.service import Gone, Service
 
 LOG = logging.getLogger("fastbert.serving")
-TYPE = re.compile(r"str$|int$|(list|constrained|function-\w+)\b|[A-Z]\w*$")  # in pydantic's places
-OPEN = ("/health", "/ping", "/ui")  # to all: load balancers, and the page, which asks people for a key
-FORMS = {  # of errors, by the beginning of the path
+TYPE = re.compile(r"str$|int$|(list|constrained|function-\w+)\b|[A-Z]\w*$")  # type names in pydantic's locations
+OPEN = ("/health", "/ping", "/ui")  # without a key: for load balancers, and the page, which asks its user for a key
+FORMS = {  # error formats by path prefix
     "/v1/embeddings": openai.error,
     "/v1/models": tensorflow.error,
     "/v1/rerank": rerank.error,
@@ -38,7 +38,7 @@ Receive, Send = Callable[[], Awaitable[MutableMapping]], Callable[[MutableMappin
 
 
 def create_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
-    """The ASGI application of a service, which it closes when it ends. api_keys: without any, everybody is served."""
+    """Returns the ASGI application of a service, which it closes at shutdown. api_keys: if empty, no key is needed."""
 
     if isinstance(api_keys, str):
         raise TypeError("create_app: api_keys is a string; expected several of them")
@@ -56,7 +56,7 @@ def create_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
         app.add_exception_handler(kind, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _unexpected)
-    app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))  # nobody reads it
+    app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))  # the client has gone
     app.add_middleware(Guard, service=service, api_keys=tuple(api_keys))
     return app
 
@@ -66,12 +66,12 @@ def is_open(method: str, path: str) -> bool:
 
 
 def path_of(scope: MutableMapping) -> str:
-    """Within this application, wherever it is mounted."""
+    """The path within this application, without the prefix under which the application is mounted."""
     return scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
 
 
 def _telemetry() -> dict[str, Any]:
-    """FastAPI's own OpenTelemetry, where the environment says where to send it: spans and metrics, no texts."""
+    """Options for FastAPI's OpenTelemetry (spans and metrics, no texts); {} unless the environment has an endpoint."""
     if not any(name.startswith("OTEL_EXPORTER_OTLP") and name.endswith("ENDPOINT") for name in os.environ):
         return {}
     require("fastapi.telemetry", "'fastapi>=0.165'")
@@ -81,7 +81,7 @@ def _telemetry() -> dict[str, Any]:
 
 
 class Facts(dict):
-    """Of a request, as the message of a record of the log: JSON, or for formatters of other forms the dictionary."""
+    """Facts about a request, as the message of a log record: JSON as a string; a formatter can use the dictionary."""
 
     def __str__(self) -> str:
         return json.dumps(self)
@@ -91,14 +91,14 @@ class Facts(dict):
 
 
 def problem_response(request: Request, problem: Problem) -> Response:
-    """In the form of the protocol that the path belongs to."""
+    """The response to a problem, in the error format of the protocol that the path belongs to."""
     path = path_of(request.scope)
     form = next((form for start, form in FORMS.items() if path.startswith(start)), tei.error)
     return json_response(form(problem), problem.status, problem.headers)
 
 
 def _invalid(request: Request, error: RequestValidationError | ValidationError) -> Response:
-    """What is wrong, and where: of a field that may be several things, the furthest that it was understood."""
+    """Says what is wrong and where; for a field of several types, by the alternative that fitted the deepest."""
     found = max(error.errors(), key=lambda one: sum(isinstance(part, int) for part in one["loc"]))
     if found["type"] == "json_invalid":
         problem = Problem(400, "Validation", f"the body is no JSON: {found['ctx']['error']}")
@@ -109,7 +109,7 @@ def _invalid(request: Request, error: RequestValidationError | ValidationError) 
 
 
 def _place(loc: tuple[str | int, ...]) -> str:
-    """As in "inputs[1].text", without the names of types that pydantic puts between."""
+    """Formats a location as in "inputs[1].text", without the type names that pydantic puts between."""
     names = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc if not TYPE.match(str(part)))
     return "".join(names).lstrip(".")
 
@@ -121,17 +121,17 @@ def _http(request: Request, error: HTTPException) -> Response:
 
 
 def _unexpected(request: Request, error: Exception) -> Response:
-    """A fault of this service; the log has it in full."""
+    """Answers a fault of this service with 500, and logs its traceback."""
     facts = Facts(path=path_of(request.scope), error=f"{type(error).__name__}: {error}")
     LOG.error(facts, exc_info=error)
     return problem_response(request, Problem(500, "Backend", "the service failed; its log says how"))
 
 
-# ---- before and behind every route
+# ---- middleware around every route
 
 
 def _with_kind(scope: MutableMapping) -> MutableMapping:
-    """A body of no kind is JSON, and so is what `curl -d` sends to TensorFlow Serving's routes as a form."""
+    """Declares a body JSON if it has no content type, or goes to TensorFlow Serving's routes (`curl -d` says form)."""
     kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-type"]
     if len(kept) < len(scope["headers"]) and not path_of(scope).startswith("/v1/models/"):
         return scope
@@ -139,7 +139,7 @@ def _with_kind(scope: MutableMapping) -> MutableMapping:
 
 
 class Guard:
-    """Keys, the size and the kind of bodies, counts, and the log. In ASGI itself, so that disconnects come through."""
+    """Checks API keys and the size and type of bodies, counts and logs. Plain ASGI, so that routes see disconnects."""
 
     def __init__(self, app: Any, service: Service, api_keys: tuple[str, ...]) -> None:
         self.app, self.service, self.keys = app, service, tuple(key.encode() for key in api_keys)
@@ -180,7 +180,7 @@ class Guard:
         return None
 
     def _knows(self, given: bytes) -> bool:
-        """Compares with every key, whichever fits, in constant time."""
+        """Whether the key is known; compares with every key in constant time, even after a match."""
         kind, _, key = given.partition(b" ")
         fits = [hmac.compare_digest(key.strip(), known) for known in self.keys]
         return kind.lower() == b"bearer" and any(fits)
@@ -189,13 +189,13 @@ class Guard:
         return Problem(413, "Validation", f"the body is larger than {self.service.limits.body} bytes")
 
     def _limited(self, receive: Receive) -> Receive:
-        """Of bodies whose length was not said before, or that do not come."""
+        """Limits the size of bodies whose length was not declared, and the time in which a body arrives."""
         limits = self.service.limits
         read, until, there = 0, time.monotonic() + limits.timeout, False
 
         async def limited() -> MutableMapping:
             nonlocal read, there
-            try:  # what follows a body is that its client leaves, at any time
+            try:  # after the body, only a disconnect follows, at any time
                 message = await asyncio.wait_for(receive(), None if there else until - time.monotonic())
             except asyncio.TimeoutError:
                 raise HTTPException(408, f"the body did not arrive within {limits.timeout:g} s") from None

@@ -1,11 +1,11 @@
-"""What goes wrong with a request, as a status and words for its client."""
+"""Errors of requests, each with an HTTP status and a message for the client."""
 
 import math
 
 
 class Problem(Exception):
-    """status: of HTTP. kind: the error_type of text-embeddings-inference: "Validation", "Tokenizer", "Backend",
-    "Overloaded" or "Unhealthy". field: of the request that is wrong. retry_after: seconds."""
+    """An error for the client. status: the HTTP status. kind: text-embeddings-inference's error_type: "Validation",
+    "Tokenizer", "Backend", "Overloaded" or "Unhealthy". field: the request's wrong field. retry_after: seconds."""
 
     def __init__(
         self, status: int, kind: str, message: str, *, field: str | None = None, retry_after: float | None = None

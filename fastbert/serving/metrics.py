@@ -1,4 +1,4 @@
-"""What Prometheus is told: text-embeddings-inference's metrics by name and meaning, so that its dashboards fit."""
+"""Prometheus metrics with the names and meanings of text-embeddings-inference's, so that its dashboards work."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,10 +11,10 @@ SIZES = tuple(2**n for n in range(16))
 
 
 class Metrics:
-    """Counts are gauges that only grow: a counter's name would get an ending."""
+    """The service's metrics. Counts are gauges that only grow, because a counter's name would get a suffix."""
 
     def __init__(self, waiting: Callable[[], tuple[int, int]]) -> None:
-        """waiting: the requests and tokens in the queue."""
+        """waiting: returns the numbers of requests and tokens in the queue."""
         self.registry = registry = CollectorRegistry()
 
         def gauge(name: str, what: str, *labels: str) -> Gauge:

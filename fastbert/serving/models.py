@@ -1,4 +1,4 @@
-"""What is served: the models of directories, each at the tasks that its head is for."""
+"""Served models: each is loaded from a directory, and does the tasks that its head is for."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +32,7 @@ EMBED, CLASSIFY, RERANK, TAG, FILL = TASKS = (
 
 @dataclass(frozen=True)
 class Lane:
-    """A predictor of rows with the same options, for the queue; equal ones are computed together."""
+    """A predictor with fixed options, for the queue, which computes the rows of equal lanes together."""
 
     predictor: Any
     method: str = "compute"
@@ -45,7 +45,7 @@ class Lane:
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:
-    """A model by its name, and its predictors by task."""
+    """A model with its name, and its predictors by task."""
 
     name: str
     directory: Path
@@ -53,30 +53,30 @@ class ServedModel:
 
     @property
     def task(self) -> str:
-        """The first."""
+        """The model's first task."""
         return next(iter(self.predictors))
 
     @property
     def any(self) -> Any:
-        """One of its predictors: all have the same model and tokenizer."""
+        """One of the predictors; all share the same model and tokenizer."""
         return self.predictors[self.task]
 
     @property
     def max_length(self) -> int:
-        """Tokens of a text, special ones included."""
+        """The most tokens in a text, special ones included."""
         return self.any.max_length
 
     def at(self, task: str) -> Any:
-        """The predictor. Raises Problem for a task that the model has no head for."""
+        """The predictor for a task. Raises Problem for a task that the model has no head for."""
         if task not in self.predictors:
             has = ", ".join(self.predictors)
             raise Problem(424, "Backend", f"the model {self.name!r} does {has}; this request is for {task}")
         return self.predictors[task]
 
     def rows(self, task: str, inputs: Sequence[Any], *, truncate: bool) -> tuple[list[Any], list[int]]:
-        """Encoded texts or pairs, or token ids for embeddings as they are, and their lengths in tokens.
+        """Encodes texts or pairs; returns the rows and their lengths in tokens. Embeddings take token ids as well.
 
-        Raises Problem for what is too long (413) and not to be truncated, and for what is not text (422).
+        Raises Problem for inputs that are too long (413) unless `truncate` is set, and for invalid text or ids (422).
         """
         predictor = self.at(task)
         try:
@@ -102,10 +102,10 @@ class ServedModel:
 
 
 def load(source: str | Path, name: str | None = None, **options: Any) -> ServedModel:
-    """From a directory, or by a name on the hub. name: of the model for clients; the directory's when None.
+    """Loads a model from a directory or by its name on the hub. name: for clients; None for the directory's name.
 
-    options: dtype, device, precision and max_length, as of `SentenceEncoder.from_pretrained`. Raises what it raises,
-    and ValueError for a head that is not served.
+    options: dtype, device, precision and max_length of `SentenceEncoder.from_pretrained`. Raises the same errors as
+    that method, and ValueError for a head that is not served.
     """
     directory = Path(hub.directory_of(source))
     found = model_class_of(checkpoint.load(directory).config, owner=str(source))
@@ -120,13 +120,14 @@ def load(source: str | Path, name: str | None = None, **options: Any) -> ServedM
     }
     if found not in known:
         raise ValueError(f"{source} is a {found.__name__}; expected a model for {', '.join(TASKS)}")
-    # In a thread that ends, and its OpenMP threads with it: beside them the inference's would sleep after each loop.
+    # Loading in a thread that then ends also ends its OpenMP threads. If they stayed, the OpenMP threads of inference
+    # would sleep after each loop.
     with ThreadPoolExecutor(1) as loader:
         return ServedModel(name or directory.name, directory, loader.submit(known[found]).result())
 
 
 def _classifiers(directory: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Of one model. A reranker gives logits: what becomes of them is the request's choice."""
+    """A sequence classifier's predictors. A reranker returns logits; each request chooses what to make of them."""
     encoder = CrossEncoder.from_pretrained(directory, activation="Identity", **options)
     classifier = TextClassifier(encoder.model, encoder.tokenizer, max_length=encoder.max_length)
     single = encoder.config.num_labels == 1

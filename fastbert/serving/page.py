@@ -1,4 +1,4 @@
-"""A page at /ui to try the models with, one file that needs no network, and what it asks for beside the protocols."""
+"""A page at /ui to try the models with (one file, which loads nothing else from the network), and its own routes."""
 
 import base64
 import functools
@@ -21,8 +21,8 @@ from fastbert.serving.models import FILL, ServedModel
 from fastbert.serving.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
-MOST_TOKENS = 64  # of a text whose attention is drawn
-# The page has its script and style in it, asks nobody else, and is in nobody's frame.
+MOST_TOKENS = 64  # in a text whose attention is drawn
+# The page's script and style are inline; it connects only to this service, and must not be framed.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 POLICY += "; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 
@@ -35,7 +35,7 @@ class AttentionBody(BaseModel):
 
 @dataclass(frozen=True)
 class AttentionLane:
-    """What the queue computes of a text's token ids: attention weights."""
+    """A lane of the queue that computes attention weights from the token ids of each text."""
 
     predictor: Any
 

@@ -1,7 +1,7 @@
-"""One line in which requests wait, in tokens, and the threads that compute them in packed batches.
+"""A queue of requests, with its limits in tokens, and the threads that compute the requests in packed batches.
 
-First come, first served, and no timer: a batch is what waits when a thread is free, up to a number of tokens. Packing
-makes a batch cost its tokens, so short texts do not wait for long ones to be sorted away.
+First come, first served, without a timer: a free thread takes what waits as its batch, up to a number of tokens. A
+packed batch costs only its real tokens, so texts of different lengths share it, and none waits to be sorted by length.
 """
 
 import logging
@@ -20,10 +20,10 @@ LOG = logging.getLogger("fastbert.serving")
 
 
 class Lane(Protocol):
-    """What may be computed together: a model at one task, with the same options; from several threads at once."""
+    """One task of one model with fixed options: rows of equal lanes share batches. Several threads use it at once."""
 
     def compute(self, rows: Sequence[Any]) -> Sequence[Any]:
-        """A result for each row."""
+        """Returns a result for each row."""
 
 
 class Done(NamedTuple):
@@ -35,7 +35,7 @@ class Done(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rows of one lane: the requests, and which of its rows each gives."""
+    """Rows of one lane, as requests with the range of rows that is taken from each."""
 
     lane: Lane
     parts: list[tuple["_Request", range]]
@@ -63,11 +63,11 @@ class _Request:
 
     @property
     def waiting(self) -> int:
-        """Tokens."""
+        """The number of tokens in the rows that are not taken yet."""
         return sum(self.lengths[self.taken :])
 
     def take(self, budget: int, always: bool) -> range:
-        """The next rows that fit; always: at least one."""
+        """Takes the next rows that fit in a budget of tokens. always: takes at least one row."""
         first, used = self.taken, 0
         while self.taken < len(self.rows):
             used += self.lengths[self.taken]
@@ -89,7 +89,7 @@ class _Request:
 
 
 class TokenQueue:
-    """Admits whole requests as long as few enough tokens wait, and computes their rows, those of a lane together."""
+    """Admits requests up to a limit of waiting tokens, each as a whole, and computes rows of equal lanes together."""
 
     def __init__(
         self,
@@ -100,21 +100,21 @@ class TokenQueue:
         stall_seconds: float = 60.0,
         on_batch: Callable[[Batch, float], None] = lambda batch, seconds: None,
     ) -> None:
-        """workers: threads, each with a batch of its own. batch_tokens: of a batch, but at least one row.
-        waiting_tokens: of all that wait; a request alone may be larger. stall_seconds: a batch that takes longer is a
-        stall. on_batch: is told of each, and its seconds, by the thread that computed it. Raises ValueError for numbers
-        below 1."""
+        """workers: threads, each of which computes one batch at a time. batch_tokens: the most in a batch, which has at
+        least one row. waiting_tokens: the most that may wait; a request that waits alone may be larger. stall_seconds:
+        a batch that takes longer counts as stalled. on_batch: called with each batch and its seconds, by the thread
+        that computed it. Raises ValueError if workers, batch_tokens or waiting_tokens is below 1."""
         sizes = {"workers": workers, "batch_tokens": batch_tokens, "waiting_tokens": waiting_tokens}
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
         self.batch_tokens, self.waiting_tokens, self.stall_seconds = batch_tokens, waiting_tokens, stall_seconds
         self.on_batch = on_batch
-        self._line: OrderedDict[_Request, None] = OrderedDict()  # those with rows that nobody has taken yet
-        self._tokens = 0  # of these rows
+        self._line: OrderedDict[_Request, None] = OrderedDict()  # requests with rows that no thread has taken yet
+        self._tokens = 0  # in these rows
         self._changed, self._closing = threading.Condition(), False
         self._computing_since: dict[threading.Thread, float] = {}
-        self._rate = 0.0  # tokens a second, of one thread, of late
+        self._rate = 0.0  # recent tokens per second of one thread
         self._threads = [
             threading.Thread(target=self._run, name=f"fastbert-inference-{i}", daemon=True) for i in range(workers)
         ]
@@ -122,9 +122,9 @@ class TokenQueue:
             thread.start()
 
     def submit(self, lane: Lane, rows: Sequence[Any], lengths: Sequence[int]) -> Future:
-        """A future of `Done`, or of what the lane raises; once it is cancelled, no more of its rows are computed.
+        """Enqueues a request. Returns a future of `Done` or the lane's error; cancelling it drops the remaining rows.
 
-        lengths: of the rows, in tokens. Raises Problem if too much waits, or the queue is closed.
+        lengths: the number of tokens in each row. Raises Problem if too many tokens wait, or the queue is closed.
         """
         request = _Request(lane, rows, lengths)
         if not rows:
@@ -144,30 +144,30 @@ class TokenQueue:
         return request.future
 
     def _forget(self, request: _Request) -> None:
-        """Of one that is done, has failed or was cancelled, nothing waits any more."""
+        """Drops the waiting rows of a request that is done, has failed or was cancelled."""
         with self._changed:
             self._tokens -= request.waiting
             request.taken = len(request.rows)
             self._line.pop(request, None)
 
     def check_room(self, waiting: int, more: int, what: str) -> None:
-        """Raises Problem, 429, if more tokens would wait than may; where none wait, any number may. what: waits, told
-        to the client."""
+        """Raises Problem (429) if `more` tokens would exceed the limit; if none are waiting, any number may. what:
+        tells the client what is waiting."""
         if waiting and waiting + more > self.waiting_tokens:
             raise Problem(429, "Overloaded", f"{what}; try again later", retry_after=self.seconds_of(waiting))
 
     def waiting(self) -> tuple[int, int]:
-        """Requests and tokens that are not computed yet."""
+        """The numbers of requests and tokens that no thread has taken yet."""
         with self._changed:
             return len(self._line), self._tokens
 
     def seconds_of(self, tokens: int) -> float:
-        """How long so many tokens take, judging by the last batches; 1 if nothing was computed yet."""
+        """An estimate, from recent batches, of the seconds that so many tokens take; 1 if nothing was computed yet."""
         return tokens / (self._rate * len(self._threads)) if self._rate else 1.0
 
     @property
     def stalled(self) -> str | None:
-        """Why nothing can be expected of a thread; None if all is well."""
+        """The reason why a thread seems to have stopped computing; None if all is well."""
         with self._changed:
             since = min(self._computing_since.values(), default=None)
         if not all(thread.is_alive() for thread in self._threads) and not self._closing:
@@ -177,7 +177,7 @@ class TokenQueue:
         return None
 
     def close(self, timeout: float | None = None) -> None:
-        """Computes what waits, admits no more, and waits for the threads; timeout: seconds, for all of them."""
+        """Admits no more requests, computes those that wait, and joins the threads. timeout: seconds for all of it."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -194,7 +194,7 @@ class TokenQueue:
                 if len(results) != len(batch.rows):
                     raise RuntimeError(f"{len(results)} results for {len(batch.rows)} rows")
                 self._deliver(batch, iter(results))
-            except Exception as error:  # a model's, out of memory: these requests fail, and the next are computed
+            except Exception as error:  # from the model, or out of memory: only this batch's requests fail
                 for request, _ in batch.parts:
                     request.fail(error)
             self._finished(batch)
@@ -214,11 +214,11 @@ class TokenQueue:
             self._rate += (batch.tokens / max(seconds, 1e-6) - self._rate) * (0.2 if self._rate else 1.0)
         try:
             self.on_batch(batch, seconds)
-        except Exception:  # the next requests do not suffer for it
+        except Exception:  # must not affect the next requests
             LOG.exception("on_batch failed")
 
     def _next(self) -> Batch | None:
-        """The next batch, when there is one; None once the queue is closed and empty."""
+        """Waits for the next batch; None once the queue is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._line or self._closing)
             if not self._line:
@@ -226,11 +226,11 @@ class TokenQueue:
             self._computing_since[threading.current_thread()] = time.monotonic()
             batch = self._batch()
             if self._line:
-                self._changed.notify()  # there is more, for another thread
+                self._changed.notify()  # another thread can take the rest
             return batch
 
     def _batch(self) -> Batch:
-        """Rows of the first request's lane, in the order of the line."""
+        """Takes rows of the first waiting request's lane, in the order of arrival."""
         lane, parts, left = next(iter(self._line)).lane, [], self.batch_tokens
         for request in self._line:
             if request.lane == lane and (part := request.take(left, always=not parts)):

@@ -1,4 +1,4 @@
-"""The service on Ray Serve: replicas of the same application, each with its models and its queue in tokens."""
+"""The service on Ray Serve: replicas of the same application, each with its own models and token queue."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,11 +19,11 @@ def create_deployment(
     deployment: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """For `ray.serve.run`. A replica batches by tokens itself, so none of Ray Serve's batching is needed.
+    """Returns a deployment for `ray.serve.run`. A replica batches by tokens itself, without Ray Serve's batching.
 
-    models: directories by name, which all machines see; options: of `fastbert.serving.load`. threads: of a replica.
-    deployment: options of `ray.serve.deployment`, as {"num_replicas": 4, "ray_actor_options": {"num_cpus": 2}};
-    "max_ongoing_requests" is as many as may wait, unless it says otherwise. Raises ModuleNotFoundError without Ray.
+    models: directories by name, visible to all machines. options: those of `fastbert.serving.load`. threads: for each
+    replica. deployment: options of `ray.serve.deployment`, such as {"num_replicas": 4, "ray_actor_options":
+    {"num_cpus": 2}}; "max_ongoing_requests" is 1024 by default. Raises ModuleNotFoundError without Ray.
     """
     serve = require("ray.serve", "ray[serve]")
     sources, keys = {name: str(source) for name, source in models.items()}, tuple(api_keys)

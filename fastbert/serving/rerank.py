@@ -55,7 +55,7 @@ async def answer(service: Service, request: Request, body: RerankBody) -> Respon
         what = f"is {body.max_tokens_per_doc}; expected at least the model's length, {model.max_length}, or none"
         raise invalid("max_tokens_per_doc", what)
     found, tokens = await scores(service, request, model, body.query, texts, truncate=True)
-    order, found = best_first(found)[: body.top_n], sigmoid(found)  # of logits: the sigmoid makes large ones equal
+    order, found = best_first(found)[: body.top_n], sigmoid(found)  # sorted by logits: sigmoids of large ones are equal
     results = [
         {"index": i, "relevance_score": found[i]} | ({"document": {"text": texts[i]}} if body.return_documents else {})
         for i in order

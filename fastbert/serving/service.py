@@ -1,4 +1,4 @@
-"""Between the routes and the models: limits, encoding, the queue, and clients that go away."""
+"""The layer between the routes and the models: limits, encoding, the queue, and clients that disconnect."""
 
 import asyncio
 import functools
@@ -16,19 +16,19 @@ from fastbert.serving.metrics import Metrics
 from fastbert.serving.models import ServedModel
 from fastbert.serving.queue import Lane, TokenQueue
 
-CHARACTERS_PER_TOKEN = 4  # of English text; texts that are not tokenized yet are counted by it
-MOST = 10**9  # of any limit
+CHARACTERS_PER_TOKEN = 4  # in English text; estimates the tokens of texts that are not tokenized yet
+MOST = 10**9  # every limit is below it
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """inputs: texts or pairs of a request. body: bytes. batch_tokens, waiting_tokens, stall, workers: as of TokenQueue;
-    batch_tokens None is 16384 where a model is on a GPU, else 4096, which a processor's caches prefer. Each worker
-    computes with `torch.get_num_threads()` threads; give them the cores to share.
+    """Limits of a service. inputs: texts or pairs in a request. body: bytes. batch_tokens, waiting_tokens, stall,
+    workers: those of TokenQueue; batch_tokens None means 16384 if a model is on a GPU, else 4096, which suits a CPU's
+    caches. Each worker computes with `torch.get_num_threads()` threads; divide the cores between the workers.
 
-    timeout: seconds in which a body arrives, and then those until its answer. Raises ValueError for numbers that are
-    not above 0, and enormous ones.
+    timeout: seconds for a body to arrive, and again for the answer to it. Raises ValueError for numbers that are not
+    above 0, or not below 10^9.
     """
 
     inputs: int = 32
@@ -46,21 +46,21 @@ class Limits:
 
 
 class Found(NamedTuple):
-    """results: one for each row. tokens: of all."""
+    """results: one for each row. tokens: in all rows."""
 
     results: list[Any]
     tokens: int
 
 
 class Gone(Exception):
-    """The client has gone: nobody reads the answer."""
+    """The client has disconnected, so nobody reads the answer."""
 
 
 class Service:
     """Models by name, and the one queue in which all their requests wait."""
 
     def __init__(self, models: Sequence[ServedModel], limits: Limits = Limits()) -> None:  # noqa: B008
-        """Raises ValueError for no model, for two of the same name, and for several workers beside a GPU."""
+        """Raises ValueError for no model, for two of the same name, and for several workers if a model is on a GPU."""
         self.models, self.limits = {model.name: model for model in models}, limits
         if not models or len(self.models) < len(models):
             names = ", ".join(model.name for model in models) or "none"
@@ -78,12 +78,11 @@ class Service:
         self.metrics = Metrics(self.queue.waiting)
         self._encoding = ThreadPoolExecutor(2, "fastbert-encoding")
         self._counting = threading.Lock()
-        self._characters = 0  # that wait to be tokenized, or are being tokenized
+        self._characters = 0  # waiting to be tokenized, or being tokenized
 
     def model(self, name: str | None, task: str | None = None) -> ServedModel:
-        """That of the name; without one, the first whose task it is, or that does it too, or the first of all.
-
-        Raises Problem, 404, for an unknown name."""
+        """The model of that name; without a name, the first whose own task it is, else the first that can do it, else
+        the first. Raises Problem (404) for an unknown name."""
         if name is not None:
             if name not in self.models:
                 known = ", ".join(self.models)
@@ -92,7 +91,7 @@ class Service:
         return max(self.models.values(), key=lambda model: (model.task == task, task in model.predictors))
 
     def check(self, name: str, inputs: Sequence[Any]) -> None:
-        """Raises Problem for no input, an empty text, and too many of them."""
+        """Raises Problem for no input, for too many inputs, and for an empty text."""
         if not inputs:
             raise invalid(name, "is empty; expected at least one")
         if len(inputs) > self.limits.inputs:
@@ -111,10 +110,10 @@ class Service:
         *,
         truncate: bool = True,
     ) -> Found:
-        """The results of texts, pairs, or tokens, in their order.
+        """Returns the results of texts, pairs, or token ids, in the order of the inputs.
 
-        Raises Problem as `in_thread`, the model's `rows` and the queue do, for what goes wrong in the model (424);
-        Gone if the client has left.
+        Raises Problem as `in_thread`, the model's `rows` and the queue do, and for errors in the model (424); Gone if
+        the client has disconnected.
         """
         began = time.monotonic()
         call = functools.partial(model.rows, task, inputs, truncate=truncate)
@@ -122,10 +121,11 @@ class Service:
         return await self.compute(request, lane, rows, lengths, time.monotonic() - began)
 
     async def in_thread(self, request: Request, characters: int, call: Callable[[], T]) -> T:
-        """What a call that tokenizes so many characters gives. Before it, as much may wait as in the queue.
+        """Runs a call that tokenizes so many characters, in another thread. As many tokens may wait as in the queue.
 
-        Raises Problem for more than a body may have (413: a query counts with each of its documents), if more would
-        wait (429), for what takes longer than the limit (503), and what the call raises; Gone if the client has left.
+        Raises Problem for more characters than a body may have (413; a query counts with each of its documents), if
+        more would wait (429), after the timeout (503), and for the call's ValueError and the like (424); the call's
+        other errors; Gone if the client has disconnected.
         """
         if characters > self.limits.body:
             message = (
@@ -137,7 +137,7 @@ class Service:
         self.queue.check_room(waiting, characters // CHARACTERS_PER_TOKEN, what)
         future = self._encoding.submit(call)
         self._wait_to_tokenize(characters)
-        future.add_done_callback(lambda _: self._wait_to_tokenize(-characters))  # once it has ended, whoever has left
+        future.add_done_callback(lambda _: self._wait_to_tokenize(-characters))  # at its end, even if the client left
         return await self._answer(request, future, self.limits.timeout)
 
     def _wait_to_tokenize(self, characters: int) -> None:
@@ -147,7 +147,7 @@ class Service:
     async def compute(
         self, request: Request, lane: Lane, rows: Sequence[Any], lengths: Sequence[int], encoding: float = 0.0
     ) -> Found:
-        """The results of rows that are encoded. encoding: seconds that it took. Raises as `run`."""
+        """Returns the results of encoded rows. encoding: the seconds that encoding took. Raises as `run` does."""
         future = self.queue.submit(lane, rows, lengths)
         done = await self._answer(request, future, self.limits.timeout - encoding)
         self.metrics.done(lengths, encoding, done)
@@ -176,12 +176,12 @@ class Service:
 
 
 def _characters(inputs: Sequence[Any]) -> int:
-    """Of texts and pairs; token ids cost nothing."""
+    """The number of characters in texts and pairs; token ids count as none."""
     texts = (text for one in inputs for text in (one if isinstance(one, tuple) else (one,)))
     return sum(len(text) for text in texts if isinstance(text, str))
 
 
 async def _disconnect(request: Request) -> None:
-    """Returns when the client has gone; its body has been read."""
+    """Returns when the client has disconnected; expects that the body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

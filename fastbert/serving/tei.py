@@ -1,6 +1,6 @@
-"""text-embeddings-inference's routes, with its fields, defaults and errors; and `/`, which does what the model does.
+"""The routes of text-embeddings-inference, with its fields, defaults and errors; `/` does the model's own task.
 
-Its clients send one text or several, and get one result or several.
+Clients send one text or several, and accordingly get one result or several.
 """
 
 import functools
@@ -31,11 +31,11 @@ from fastbert.serving.errors import Problem, invalid
 from fastbert.serving.models import CLASSIFY, EMBED, FILL, RERANK, Lane, ServedModel
 from fastbert.serving.service import CHARACTERS_PER_TOKEN, Service
 
-MOST_TOKENS = 1 << 16  # in an answer of /tokenize, where each has a hundred bytes
+MOST_TOKENS = 1 << 16  # in an answer of /tokenize, where each takes a hundred bytes
 
 
 class Body(BaseModel):
-    """Strict: a number is no text. Other fields are ignored, as by the original."""
+    """Common fields. Types are strict: a number is not text. Unknown fields are ignored, as by the original."""
 
     model_config = ConfigDict(strict=True)
     model: str | None = None
@@ -206,7 +206,7 @@ async def ranked(service: Service, request: Request, body: RerankBody) -> Respon
 async def classes(
     service: Service, request: Request, body: PredictBody, raw: bool, top_k: int | None = None
 ) -> tuple[list[list[dict[str, Any]]], bool]:
-    """For each text or pair its classes, best first, and whether one was given alone."""
+    """Returns the classes of each text or pair, best first, and whether the request had a single input, not a list."""
     inputs, single = sequences(body.inputs)
     service.check("inputs", inputs)
     model = service.model(body.model, CLASSIFY)
@@ -217,7 +217,7 @@ async def classes(
 
 
 def sequences(inputs: str | list) -> tuple[list[str | tuple[str, str]], bool]:
-    """Texts and pairs, and whether it is one of them alone: "text", or ["text", "its pair"]."""
+    """Returns the texts and pairs, and whether the input was a single one: "text", or ["text", "its pair"]."""
     if isinstance(inputs, str):
         return [inputs], True
     if inputs and isinstance(inputs[0], str):
@@ -228,7 +228,7 @@ def sequences(inputs: str | list) -> tuple[list[str | tuple[str, str]], bool]:
 
 
 def tokenized(tokenizer: Any, texts: list[str], special: bool) -> Response:
-    """Raises Problem, 413, for more tokens than an answer may have."""
+    """The response of /tokenize. Raises Problem (413) for more tokens than an answer may have."""
     encodings = tokenizer.encode_batch(texts, add_special_tokens=special)
     if (count := sum(map(len, encodings))) > MOST_TOKENS:
         raise Problem(413, "Validation", f"inputs have {count} tokens; expected at most {MOST_TOKENS}")
@@ -236,7 +236,7 @@ def tokenized(tokenizer: Any, texts: list[str], special: bool) -> Response:
 
 
 def tokens_of(text: str, encoding: Any) -> list[dict[str, Any]]:
-    """start and stop: characters; none of special tokens."""
+    """The tokens of a text. start and stop: in characters; None for special tokens."""
     columns = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
     return [
         {"id": token, "text": name if special else text[start:stop], "special": bool(special)}
@@ -274,11 +274,11 @@ def kind_of(model: ServedModel, config: Any) -> dict[str, Any]:
     return {model.task: {}}
 
 
-# ---- what text-embeddings-inference does not do: Hugging Face's fields for it
+# ---- tasks that text-embeddings-inference lacks, with Hugging Face's fields
 
 
-FILLS, MOST_FILLS = 5, 100  # of a mask, unless top_k says otherwise; at most
-MOST_CHARACTERS = 10_000_000  # in an answer, where each fill has the whole text
+FILLS, MOST_FILLS = 5, 100  # for each mask: the default of top_k, and its maximum
+MOST_CHARACTERS = 10_000_000  # in an answer, where each fill repeats the whole text
 
 
 class TaskParameters(BaseModel):
@@ -286,7 +286,7 @@ class TaskParameters(BaseModel):
 
 
 class ClassParameters(TaskParameters):
-    """function_to_apply: the model's own, or none."""
+    """function_to_apply: None for the model's own function, or "none" for raw scores."""
 
     model_config = ConfigDict(extra="forbid")
     function_to_apply: Literal["none"] | None = None
@@ -303,9 +303,9 @@ class TaskBody(Body):
 
 
 async def task(service: Service, request: Request, model: ServedModel, body: TaskBody) -> Response:
-    """Masks: {score, token, token_str, sequence}. Entities: {entity_group, score, word, start, end}.
+    """Fills masks ({score, token, token_str, sequence}) or finds entities ({entity_group, score, word, start, end}).
 
-    One list for one text, a list of them for several; of several masks in a text, a list for each.
+    One text gives a list, several texts give a list of lists; a text with several masks gives a list for each mask.
     """
     inputs = several(body.inputs)
     service.check("inputs", inputs)
@@ -322,7 +322,7 @@ async def task(service: Service, request: Request, model: ServedModel, body: Tas
 
 
 def check_fills(model: ServedModel, field: str, texts: list[str], count: int = FILLS) -> None:
-    """Raises Problem, 413, where so many fills of each mask would make too large an answer."""
+    """Raises Problem (413) if `count` fills for each mask would make the answer too large."""
     mask = model.any.tokenizer.id_to_token(model.any.mask_id)
     if (found := sum(count * text.count(mask) * len(text) for text in texts)) > MOST_CHARACTERS:
         what = f"has masks whose fills, each with the whole text, have {found} characters"

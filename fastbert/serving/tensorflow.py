@@ -32,7 +32,8 @@ def error(problem: Problem) -> dict[str, str]:
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["TensorFlow Serving"])
 
-    # The decorator beside a function is the first route: names may have slashes, and would take what follows them.
+    # The decorator next to a function registers first, so the longer path is tried first: a name may have slashes, and
+    # in the shorter path it would include what follows it.
     @router.post("/v1/models/{name:path}:predict")
     @router.post("/v1/models/{name:path}/versions/{version}:predict")
     async def predict(name: str, body: PredictBody, request: Request, version: str = "1") -> Response:
@@ -64,7 +65,7 @@ def routes(service: Service) -> APIRouter:
 
 
 def versioned(service: Service, name: str, version: str) -> ServedModel:
-    """Raises Problem for a version other than 1, the only one."""
+    """The model of that name. Raises Problem for a version other than 1, the only one."""
     model = service.model(name)
     if version != "1":
         raise Problem(404, "Validation", f"{name} has no version {version}; expected 1")
@@ -72,7 +73,7 @@ def versioned(service: Service, name: str, version: str) -> ServedModel:
 
 
 def rows_of(body: PredictBody) -> tuple[list[str | tuple[str, str]], str]:
-    """Texts and pairs, and the field that had them."""
+    """Returns the texts and pairs, and the name of the field that they came in."""
     if (body.instances is None) == (body.inputs is None):
         raise invalid("instances", "or inputs is expected, one of the two")
     if body.signature_name not in (None, "", "serving_default"):
@@ -101,7 +102,7 @@ def text_of(row: Any, field: str) -> str | tuple[str, str]:
 
 
 async def predictions(service: Service, request: Request, model: ServedModel, inputs: list, field: str) -> Any:
-    """For each row an embedding, the classes' probabilities by label, the pair's score, entities, or fills."""
+    """Returns for each row an embedding, class probabilities by label, a pair's score, entities, or fills."""
     pairs = [isinstance(one, tuple) for one in inputs]
     if model.task == RERANK and not all(pairs):
         raise invalid(f"{field}[{pairs.index(False)}]", 'is one text; a reranker takes {"text": ..., "pair": ...}')
