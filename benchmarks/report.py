@@ -1,11 +1,12 @@
-"""python -m benchmarks.report: docs/performance.md and its plot, from the files of benchmarks.run and nothing else.
+"""python -m benchmarks.report: docs/performance.md and its plots, from the files of benchmarks.run and nothing else.
 
-Reads RESULTS/<device>/*.jsonl, draws RESULTS/<device>/speedup.svg, and writes the page: a line for each case, every
-case in which another contender is faster than fastbert, and where the numbers come from. Files of small sizes (_tiny,
-_quick) and of runs that were cut short (.partial) are ignored.
+Reads RESULTS/<device>/*.jsonl, draws RESULTS/<device>/speedup.svg, and writes the page: a table for each file, with the
+origin of its numbers, and a list of all cases in which another contender is faster than fastbert. Files of small sizes
+(_tiny, _quick) and of runs that were cut short (.partial) are ignored.
 
-A ratio is a contender's time over fastbert's, median over the rounds of one interleaved run: above 1 fastbert is
-faster. fastbert's time is that of the first of OURS that took part, the form that demands the least of a user.
+A row compares one form of fastbert with the other contenders: the first of OURS that took part, the form that demands
+the least of a user, and each of PREPARED. A ratio is a contender's time over that form's, the median over the rounds of
+one interleaved run: above 1 fastbert is faster.
 """
 
 import argparse
@@ -27,6 +28,7 @@ NO_RESULTS = ("_tiny", "_quick", ".partial")  # in names
 TREE = {None: " (tree not checked)", True: " and changes", False: ""}  # by `dirty`; None where there was no git
 _SKIP = "fastbert.accelerate, skip_logits"
 OURS = ("fastbert", "fastbert.accelerate", _SKIP, "fastbert, packed input", "fastbert.graph")
+PREPARED = {"fastbert.prepare": "{}, prepared"} | {f"fastbert.prepare, {q}": f"{q}, prepared" for q in ("int8", "fp8")}
 MODELS = {768: "base", 1024: "large"}
 SHORT = {
     "transformers sdpa": "HF SDPA",
@@ -87,22 +89,50 @@ class Case:
         return next((line for line in lines if line and "absent" not in line), {})
 
     @property
+    def rows(self) -> list["Row"]:
+        """fastbert's own line first, then its prepared models that were timed."""
+        return [Row(self, self.own), *(Row(self, self.timed[name]) for name in PREPARED if name in self.timed)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One form of fastbert in a case. own: its line, empty if it took no part."""
+
+    case: Case
+    own: Line
+
+    @property
+    def dtype(self) -> str:
+        return PREPARED.get(self.own.get("name"), "{}").format(self.case.facts["dtype"])
+
+    @property
     def ratios(self) -> dict[str, Ratio]:
-        """The ratios by contender, fastbert's other forms included, but not its forced backends."""
-        own = self.own
-        others = {name: line for name, line in self.timed.items() if line is not own and "samples" in own}
-        return {name: ratio(line, own) for name, line in others.items() if name in OURS or not is_ours(name)}
+        """The ratios by contender. fastbert's other forms have one only beside the own line, forced backends never."""
+        beside = OURS if self.own.get("name") in OURS else ()
+        names = [name for name in self.others if name in beside or not is_ours(name)]
+        return {name: ratio(self.case.timed[name], self.own) for name in names}
+
+    @property
+    def others(self) -> list[str]:
+        """The contenders that were timed in the same case and are as exact: quantised ones only if this one is."""
+        own = self.own.get("name", "")
+        timed = self.case.timed if "samples" in self.own else {}
+        return [name for name in timed if name != own and (is_quantised(own) or not is_quantised(name))]
 
     @property
     def memory(self) -> float | None:
         """fastbert's peak memory over the baseline's; None if either is too small to measure (below 1 MB)."""
-        baseline = next((line for line in self.lines.values() if "baseline" in line), {})
+        baseline = next((line for line in self.case.lines.values() if "baseline" in line), {})
         peaks = [line.get("memory", 0) for line in (self.own, baseline)]
         return peaks[0] / peaks[1] if min(peaks) >= 1e6 else None
 
 
 def is_ours(name: str) -> bool:
     return name.startswith("fastbert")
+
+
+def is_quantised(name: str) -> bool:
+    return name.endswith(("int8", "fp8"))
 
 
 def cases_of(lines: Iterable[Line]) -> list[Case]:
@@ -146,19 +176,21 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def table(cases: Sequence[Case]) -> str:
-    """A line for each case and run; a column for each contender that was timed beside fastbert in one of them."""
-    compared = {name for case in cases for name in case.ratios}
+    """A row for each form of fastbert in each case; a column for each contender that was timed beside one of them."""
+    rows = [row for case in cases for row in case.rows]
+    compared = {name for row in rows for name in row.ratios}
     names = [name for name in dict.fromkeys(name for case in cases for name in case.lines) if name in compared]
     header = ["case", "type", "ms", "% floor", "% library", "memory", *(SHORT.get(name, name) for name in names)]
-    return aligned(header, [_cells(case, names) for case in cases])
+    return aligned(header, [_cells(row, names) for row in rows])
 
 
-def _cells(case: Case, names: Sequence[str]) -> list[str]:
-    own, ratios = case.own, case.ratios
+def _cells(row: Row, names: Sequence[str]) -> list[str]:
+    own, ratios = row.own, row.ratios
     time = milliseconds(own["median"]) if "median" in own else _problem(own)
-    shares = (number(share(own, bound), ".0f") for bound in ("floor", "library"))
-    others = (f"{ratios[name][0]:.2f}" if name in ratios else _problem(case.lines.get(name, {})) for name in names)
-    return [case.title, case.facts["dtype"], time, *shares, number(case.memory, ".2f"), *others]
+    bounded = {} if is_quantised(own.get("name", "")) else own  # bounds are those of the case's type
+    shares = (number(share(bounded, bound), ".0f") for bound in ("floor", "library"))
+    others = (f"{ratios[name][0]:.2f}" if name in ratios else _problem(row.case.lines.get(name, {})) for name in names)
+    return [row.case.title, row.dtype, time, *shares, number(row.memory, ".2f"), *others]
 
 
 def share(line: Line, bound: str) -> float | None:
@@ -219,17 +251,17 @@ def not_installed(cases: Iterable[Case]) -> list[str]:
     return [f"{name} (`{how.removeprefix(mark)}`)" for name, how in absent.items()]
 
 
-def slower(device: str, cases: Iterable[Case]) -> Iterator[tuple[float, list[str]]]:
-    """Every case in which another contender is faster than one of fastbert's forms, by a hundredth or more: the ratio,
-    and a line of a table."""
+def slower(cases: Iterable[Case]) -> Iterator[tuple[float, list[str]]]:
+    """Each form of fastbert, in each case, that another contender which is as exact beats by a hundredth or more in at
+    least four of five rounds: the largest of their ratios, and a row of a table."""
     for case in cases:
-        timed = case.timed
-        for ours, theirs in itertools.product(filter(timed.get, OURS), (name for name in timed if not is_ours(name))):
-            times, low, high = ratio(timed[ours], timed[theirs])
-            if round(times, 2) > 1:
-                spread = f"{low:.2f}–{high:.2f}{'' if low > 1 else ', in the noise'}"
-                title = f"{case.title}, {case.facts['dtype']}"
-                yield times, [title, device, ours, theirs, f"{times:.2f}", spread]
+        for row in (Row(case, case.timed[name]) for name in (*OURS, *PREPARED) if name in case.timed):
+            found = {name: ratio(row.own, case.timed[name]) for name in row.others if not is_ours(name)}
+            faster = [(*times, name) for name, times in found.items() if round(times[0], 2) > 1 and times[1] > 1]
+            faster.sort(reverse=True)
+            told = [f"{SHORT.get(name, name)} {times:.2f} ({low:.2f}–{high:.2f})" for times, low, high, name in faster]
+            if faster:
+                yield faster[0][0], [f"{case.title}, {case.facts['dtype']}", row.own["name"], "; ".join(told)]
 
 
 # ---- the page
@@ -240,44 +272,70 @@ HEAD = """\
 Every case that was measured, and everybody it was measured against. `make bench` measures again within a quarter of an
 hour; `python -m benchmarks.report` then writes this page from the files under `benchmarks/results`.
 
-Under a name: that contender's time over fastbert's, so above 1 fastbert is faster (median over the rounds of one
-interleaved run). ms: fastbert's own median. % floor: of what peak rate and bandwidth, measured in the same run, allow.
-% library: of what the library's own matrix products, timed in the same case, allow. memory: fastbert's peak over the
-baseline's (HF SDPA, PyTorch). `wrong`: not timed, because its result was.
+A row is a case and a form of fastbert: its own modules where they took part, and models after `fastbert.prepare` (type:
+"prepared"). ms: its median. % floor: of what peak rate and bandwidth, measured in the same run, allow. % library: of
+what the library's own matrix products, timed in the same case, allow. memory: its peak over the baseline's (HF SDPA,
+PyTorch). Under a contender's name: that contender's time over fastbert's, so above 1 fastbert is faster (median over
+the rounds of one interleaved run). Quantised models are compared with every contender, others only with contenders that
+are not quantised. `wrong`: not timed, because the result was wrong.
 [benchmarks.md](benchmarks.md) says how it is measured."""
+
+LOSSES = """\
+## When is it slower
+
+The time of a form of fastbert over that of each faster contender that is at least as exact: the median over the rounds,
+and the 20th and 80th percentiles, where it is above 1 at both."""
 
 
 def page(results: Mapping[str, Sequence[File]]) -> str:
-    found = [one for device, files in results.items() for file in files for one in slower(device, file.cases)]
-    rows = [cells for _, cells in sorted(found, key=lambda one: (-one[0], one[1]))]
-    header = ("case", "device", "fastbert's form", "faster", "times", "20th to 80th percentile")
-    losses = aligned(header, rows) if rows else "In no case that was measured."
     parts = [section(device, files) for device, files in results.items()] or ["No results."]
-    return "\n\n".join([HEAD, *parts, "## When is it slower", losses]) + "\n"
+    losses = [part for device, files in results.items() for part in lost(device, files)]
+    return "\n\n".join([HEAD, *parts, LOSSES, *(losses or ["In no case that was measured."])]) + "\n"
+
+
+def lost(device: str, files: Sequence[File]) -> list[str]:
+    """Where fastbert is slower on a device, the worst first; nothing where it is not."""
+    found = [(times, [*cells, file.name]) for file in files for times, cells in slower(file.cases)]
+    rows = [cells for _, cells in sorted(found, key=lambda one: (-one[0], one[1]))]
+    header = ("case", "fastbert's form", "who is faster, and how many times", "file")
+    return [f"### Slower: {device}", aligned(header, rows)] if rows else []
 
 
 def section(device: str, files: Sequence[File]) -> str:
+    """A device's files: whole models first, as they are what people run."""
     cases = [case for file in files for case in file.cases]
-    found, parts = tables(cases), [f"## {device}", origin(files)]
-    plot = f"![time of each contender over fastbert's](../benchmarks/results/{device}/speedup.svg)"
-    parts += [found["modules"], plot] if "modules" in found else []
-    parts += [folded("Operations", found["ops"])] if "ops" in found else []
-    parts += [folded("How cost grows with tokens and with length", found["growth"])] if "growth" in found else []
+    parts = [f"## {device}"]
+    if pictured(cases):
+        parts += [f"![time of each contender over fastbert's](../benchmarks/results/{device}/speedup.svg)"]
+    parts += [part for file in sorted(files, key=lambda file: not pictured(file.cases)) for part in in_page(file)]
     wrong = [f"{n} in {case.title}" for case in cases for n, at in case.lines.items() if is_ours(n) and "problem" in at]
     parts += [f"**Wrong or failed, and so not timed: {'; '.join(wrong)}.**"] if wrong else []
-    left_out = [f"{' '.join(one['case'].split())} ({one['reason']})" for file in files for one in file.head["left_out"]]
-    parts += [folded(f"Left out: {len(left_out)} cases", "; ".join(left_out))] if left_out else []
     missing = not_installed(cases)
     return "\n\n".join([*parts, *[f"Not installed: {'; '.join(missing)}."] * bool(missing)])
 
 
-def origin(files: Sequence[File]) -> str:
-    """Where the numbers of a device come from, a line for each file."""
-    rows = []
-    for name, head in ((file.name, file.head) for file in files):
-        commit = (head["commit"] or "unknown")[:9] + TREE[head["dirty"]]
-        rows.append([name, head["date"][:10], commit, head["versions"]["torch"], head["machine"], str(head["load"])])
-    return aligned(("file", "date", "commit", "torch", "machine", "load before"), rows)
+def pictured(cases: Iterable[Case]) -> list[Case]:
+    """Those of the plot: models of 12 layers, or all where there are none."""
+    modules = [case for case in cases if case.family == "modules" and case.rows[0].ratios]
+    return [case for case in modules if case.facts.get("layers") == 12] or modules
+
+
+def in_page(file: File) -> list[str]:
+    """Origin, tables, and what was left out."""
+    found, left_out = tables(file.cases), file.head["left_out"]
+    parts = [f"### {file.name}", origin(file.head)]
+    parts += [found["modules"]] if "modules" in found else []
+    parts += [folded("Operations", found["ops"])] if "ops" in found else []
+    parts += [folded("How cost grows with tokens and with length", found["growth"])] if "growth" in found else []
+    listed = "; ".join(f"{' '.join(one['case'].split())} ({one['reason']})" for one in left_out)
+    return [*parts, *[folded(f"Left out: {len(left_out)} cases", listed)] * bool(left_out)]
+
+
+def origin(head: Mapping) -> str:
+    """Where the numbers of a file come from."""
+    commit = (head["commit"] or "unknown")[:9] + TREE[head["dirty"]]
+    facts = [head["date"][:10], f"commit {commit}", f"torch {head['versions']['torch']}", head["machine"]]
+    return f"{', '.join(facts)}; load before: {head['load']}"
 
 
 def folded(title: str, text: str) -> str:
@@ -286,20 +344,23 @@ def folded(title: str, text: str) -> str:
 
 
 def draw(cases: Sequence[Case], path: Path) -> None:
-    """A row for each case, a dot for each contender: its time over fastbert's. The same bytes for the same results."""
+    """A line for each row of a table, a dot for each contender: its time over fastbert's.
+
+    The same results give the same bytes.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams |= {"svg.hashsalt": "fastbert", "svg.fonttype": "none", "font.size": 8}
-    figure = Figure(figsize=(8, 1.5 + 0.28 * len(cases)))
+    rows = [row for case in cases for row in case.rows]
+    figure = Figure(figsize=(8, 1.5 + 0.28 * len(rows)))
     axes = figure.subplots()
-    for name in dict.fromkeys(name for case in cases for name in case.ratios if not is_ours(name)):
-        ratios = {place: case.ratios[name] for place, case in enumerate(cases) if name in case.ratios}
-        middle, low, high = zip(*ratios.values(), strict=True)
-        ends = [[m - a for m, a in zip(middle, low, strict=True)], [b - m for m, b in zip(middle, high, strict=True)]]
-        axes.errorbar(middle, list(ratios), xerr=ends, fmt="o", markersize=4, label=SHORT.get(name, name))
+    for name in dict.fromkeys(name for row in rows for name in row.ratios if not is_ours(name)):
+        ratios = {place: row.ratios[name] for place, row in enumerate(rows) if name in row.ratios}
+        medians = [median for median, _, _ in ratios.values()]
+        axes.plot(medians, list(ratios), "o", markersize=4, label=SHORT.get(name, name))
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(cases)), [f"{case.title}, {case.facts['dtype']}" for case in cases])
+    axes.set_yticks(range(len(rows)), [f"{row.case.title}, {row.dtype}" for row in rows])
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.invert_yaxis()
@@ -329,8 +390,8 @@ def main(words: list[str] | None = None) -> int:
         sys.stdout.writelines(difflib.unified_diff(*(t.splitlines(True) for t in (old, new)), "page", "results"))
         return 0 if old == new else 1
     for device, files in results.items():
-        modules = [case for file in files for case in file.cases if case.family == "modules" and case.ratios]
-        draw(modules, options.results / device / "speedup.svg") if modules else None
+        cases = pictured(case for file in files for case in file.cases)
+        draw(cases, options.results / device / "speedup.svg") if cases else None
     options.page.write_text(new, encoding="utf-8")
     return 0
 
