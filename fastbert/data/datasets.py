@@ -286,14 +286,14 @@ class TokenClassificationDataset(TokenizedDataset):
         if labels is not None:
             rows = (align_labels(self.rows("word_ids", i).tolist(), row) for i, row in enumerate(labels))
             self._tokens["labels"] = np.fromiter(chain.from_iterable(rows), np.int32, count=len(columns["word_ids"]))
-        self._warn_of_lost_words(owner, sum(map(len, words)))
+        self._warn_of_lost_words(owner, sum(map(len, words)), labels is not None)
 
-    def _warn_of_lost_words(self, owner: str, count: int) -> None:
+    def _warn_of_lost_words(self, owner: str, count: int, labelled: bool) -> None:
         found = sum(len(set(self.rows("word_ids", i)) - {NO_WORD}) for i in range(len(self)))
         if found < count:
+            outcome = ": their labels are left out" if labelled else ""
             warnings.warn(
-                f"{owner}: {count - found} of {count} words have no token, or were cut off: their labels are left out",
-                stacklevel=3,
+                f"{owner}: {count - found} of {count} words have no token, or were cut off{outcome}", stacklevel=3
             )
 
 

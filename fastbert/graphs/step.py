@@ -9,7 +9,7 @@ from torch import Tensor
 from fastbert import layer
 from fastbert.graphs import labels as labelling
 from fastbert.graphs.buckets import IDS, NAME, Bucket, Field, Form
-from fastbert.graphs.graphed import Graphed
+from fastbert.graphs.graphed import Graph, Graphed
 from fastbert.graphs.labels import LabelReader, Labels
 from fastbert.heads import HEADS, BertForMultipleChoice
 from fastbert.model import ModelInputs
@@ -38,6 +38,7 @@ class GraphedStep(Graphed):
 
     def _start(self, max_labels: int | None = None) -> None:
         self._reader = LabelReader(self.model, max_labels)
+        self._written: set[int] = set()  # the memory of all graphs' outputs
 
     def __call__(self, *, gradient: Tensor | float | None = None, **batch: Any) -> Tensor:
         """Returns the loss, a scalar on the model's device, and adds gradients to the parameters' `.grad`.
@@ -123,11 +124,16 @@ class GraphedStep(Graphed):
         if isinstance(gradient, Tensor):
             _scalar(graph.views["gradient"]).copy_(gradient.detach())
         loss, *gradients = graph.outputs
-        _add_gradients(graph.replay, self._snapshot.parameters, gradients)
+        _add_gradients(graph.replay, self._snapshot.parameters, gradients, self._written)
         self.report.replays[bucket.tokens] += 1
         return loss.clone()
 
     # -- a graph
+
+    def _capture(self, bucket: Bucket, *key: Any) -> Graph:
+        graph = super()._capture(bucket, *key)
+        self._written |= {_memory(output) for output in graph.outputs if output is not None}
+        return graph
 
     def _form(self, bucket: Bucket, names: tuple[str, ...], scores: tuple[str, ...], autocast: Any) -> Form:
         del autocast
@@ -175,22 +181,39 @@ def _with_spare(inputs: ModelInputs, bucket: Bucket, packing: Packing) -> dict[s
     return rows
 
 
-def _add_gradients(replay: Callable[[], None], parameters: list[Tensor], gradients: list[Tensor | None]) -> None:
-    """Replays, and adds the new gradients to each parameter's `.grad`, which may be the memory that a replay writes."""
-    pairs = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
-    overwritten, others = [], []
-    for p, g in pairs:
-        if p.grad is not None:
-            same = p.grad.untyped_storage().data_ptr() == g.untyped_storage().data_ptr()
-            (overwritten if same else others).append((p.grad, g))
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _add_gradients(
+    replay: Callable[[], None], parameters: list[Tensor], gradients: list[Tensor | None], written: set[int]
+) -> None:
+    """Replays, and adds the new gradients to each parameter's `.grad`.
+
+    written: the memory of the outputs of all graphs. What `.grad` holds there is saved first: this replay writes its
+    own outputs, and may overwrite those of graphs captured after it, because in the shared pool they may lie where this
+    graph has intermediate results.
+    """
+    pairs = list(zip(parameters, gradients, strict=True))
+    at_risk = [(p.grad, g) for p, g in pairs if p.grad is not None and _memory(p.grad) in written]
+    others = [(p.grad, g) for p, g in pairs if p.grad is not None and g is not None and _memory(p.grad) not in written]
     with torch.no_grad():
-        kept = torch._foreach_mul([mine for mine, _ in overwritten], 1) if overwritten else []
+        kept = torch._foreach_mul([mine for mine, _ in at_risk], 1) if at_risk else []
     replay()
+    elsewhere = [(mine, old, g) for (mine, g), old in zip(at_risk, kept, strict=True) if not _same(mine, g)]
+    here = [(mine, old) for (mine, g), old in zip(at_risk, kept, strict=True) if _same(mine, g)]
     with torch.no_grad():
-        if overwritten:
-            torch._foreach_add_([mine for mine, _ in overwritten], kept)
+        if here:
+            torch._foreach_add_(*map(list, zip(*here, strict=True)))
+        if elsewhere:
+            torch._foreach_copy_(*([mine for mine, _, _ in elsewhere], [old for _, old, _ in elsewhere]))
+            others += [(mine, g) for mine, _, g in elsewhere if g is not None]
         if others:
-            torch._foreach_add_([mine for mine, _ in others], [g for _, g in others])
+            torch._foreach_add_(*map(list, zip(*others, strict=True)))
     for p, g in pairs:
-        if p.grad is None:
+        if p.grad is None and g is not None:
             p.grad = g.detach()  # a separate tensor object for the caller; g stays the one that replays write
+
+
+def _same(mine: Tensor, other: Tensor | None) -> bool:
+    return other is not None and _memory(mine) == _memory(other)

@@ -77,8 +77,7 @@ def _sdpa(module, query, key, value, attention_mask, dropout, scaling, is_causal
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if isinstance(attention_mask, padding.Packing):
-        indices = attention_mask.indices
-        visible = None if indices is None else attention_mask.unpack(torch.ones_like(indices, dtype=torch.bool))
+        visible = None if attention_mask.indices is None else attention_mask.visible()
         attention_mask = None if visible is None else visible[:, None, None, :]
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs

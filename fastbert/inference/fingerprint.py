@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-_OF_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version")  # say only how a config.json was written
+# Entries that a config.json has because it was written: they say how, or repeat a CrossEncoder's activation.
+_OF_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version")
+_OF_FILES += ("sentence_transformers", "sbert_ce_default_activation_function")
 
 
 def fingerprint(model: Any) -> str:
@@ -14,7 +16,8 @@ def fingerprint(model: Any) -> str:
     saved encoder and the one loaded from its files have the same."""
     simple = (str, int, float, tuple, dict, torch.nn.Module, type(None))
     settings = {name: repr(value) for name, value in vars(model).items() if isinstance(value, simple)}
-    facts = {name: value for name, value in model.model.config.to_dict().items() if name not in _OF_FILES}
+    values = model.model.config.to_dict()
+    facts = {name: value for name, value in values.items() if name not in _OF_FILES and value is not None}
     config = json.dumps(facts, sort_keys=True, default=str)
     found = blake2b(f"{sorted(settings.items())}{config}{model.tokenizer.to_str()}".encode(), digest_size=8)
     for part in (model.model, getattr(model, "dense", None)):

@@ -266,7 +266,7 @@ class MaskFiller(Predictor):
         before, after, filled = text[:start], text[end:], word
         if self.takes_space:  # RoBERTa's mask includes the space before it, which offsets may omit
             before = before.rstrip()
-            if before and self.tokenizer.id_to_token(token).startswith("\u2581"):
+            if before and (self.tokenizer.id_to_token(token) or "").startswith("\u2581"):
                 filled = " " + word.removeprefix(" ")  # SentencePiece decoders drop the first token's space
         if self.prefix and word.startswith(self.prefix):  # it continues the word before
             return Fill(word, token, score, before.rstrip() + word.removeprefix(self.prefix) + after)

@@ -79,8 +79,8 @@ def quantize(vectors: Tensor, precision: str, calibration: Tensor | None = None)
     calibration (M, C), to which other numbers are clamped; "binary" and "ubinary": the signs, 8 in a byte, the first in
     the highest bit, (N, ceil(C / 8)) int8 or uint8. calibration: embeddings of typical texts; None takes the vectors
     themselves, but then the results of two calls cannot be compared. Equivalent to sentence-transformers'
-    quantize_embeddings. Raises ValueError for another precision, for shapes that do not fit, and for vectors that are
-    not finite.
+    quantize_embeddings. Raises ValueError for another precision, for shapes that do not fit, and for vectors or a
+    calibration that are not finite.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"quantize: precision is {precision!r}; expected {', '.join(PRECISIONS)}")
@@ -107,6 +107,8 @@ def _steps(vectors: Tensor, precision: str, calibration: Tensor) -> Tensor:
         expected = f"(M, {vectors.shape[1]}), M > 0"
         raise ValueError(f"quantize: calibration has shape {tuple(calibration.shape)}; expected {expected}")
     least, largest = calibration.amin(0), calibration.amax(0)
+    if not (largest - least).isfinite().all():
+        raise ValueError("quantize: calibration holds numbers that are not finite")
     step = (largest - least) / 255
     places = ((vectors - least) / torch.where(step > 0, step, 1)).clamp(0, 255)
     return (places - 128).to(torch.int8) if precision == "int8" else places.to(torch.uint8)

@@ -339,7 +339,9 @@ def _check_parameters(op: str, hidden: Tensor, parameters: Sequence[Tensor], cou
         raise ValueError(f"{op}: {count} parameters; expected {expected}")
     checks.floats(op, {"hidden": hidden}, {f"parameters[{i}]": each for i, each in enumerate(parameters)})
     checks.shape(op, "hidden", hidden, (None, None), "(T, C)")
-    width, heads_width, inner = hidden.shape[1], parameters[-10].shape[-1], parameters[-4].shape[-1]
+    for i in (count - 10, count - 4):  # whose widths the others are compared with
+        checks.shape(op, f"parameters[{i}]", parameters[i], (None, None), "its place's")
+    width, heads_width, inner = hidden.shape[1], parameters[-10].shape[1], parameters[-4].shape[1]
     rows = {10: [], 12: [3 * heads_width], 16: [heads_width] * 3}[count]
     shapes = [(n, width) for n in rows] + [(width, heads_width), (width,), (inner, width), (width, inner), (width,)]
     for i, expected in enumerate(shapes):

@@ -167,8 +167,9 @@ def refuse_gradients(op: str, *tensors: Tensor | None) -> None:
 def check_dense(op: str, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, channels: int) -> None:
     """Checks shapes, devices and dtypes; the weight's dtype decides the others. Raises ValueError and TypeError."""
     allowed = {torch.float32: (torch.float32,), torch.bfloat16: (torch.bfloat16,), torch.int8: checks.FLOATS[:3]}
-    if weight.dtype not in allowed:
-        raise TypeError(f"{op}: weight is {weight.dtype}; expected one of {', '.join(map(str, WEIGHTS))}")
+    if not isinstance(weight, Tensor) or weight.dtype not in allowed:
+        given = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+        raise TypeError(f"{op}: weight is {given}; expected one of {', '.join(map(str, WEIGHTS))}")
     if not isinstance(x, Tensor) or x.dtype not in allowed[weight.dtype]:
         given = x.dtype if isinstance(x, Tensor) else type(x).__name__
         expected = " or ".join(map(str, allowed[weight.dtype]))

@@ -155,6 +155,8 @@ def _check(qkv: Tensor, positions: RelativePositions) -> None:
         activations, parameters = activations | given, {}
     checks.floats(_OP, activations, parameters)
     checks.same_device(_OP, {"qkv": qkv, "slots": slots})
+    for name, table in given.items():
+        checks.shape(_OP, name, table, *(((None,) * 2, "(H, W)") if name == "bias" else ((None,) * 3, "(W, H, D)")))
     heads, size = qkv.shape[2:]
     width = bias.shape[-1] if keys is None and queries is None else (queries if keys is None else keys).shape[0]
     if width == 0:

@@ -55,7 +55,8 @@ class ElectraPretraining(nn.Module):
     @staticmethod
     def label_counts(batch: Batch) -> Tensor:
         """The number of masked tokens for the generator, and of all tokens for the discriminator."""
-        return torch.stack([(batch["labels"] != IGNORED).sum(), torch.tensor(batch["input_ids"].numel())]).double()
+        masked = (batch["labels"] != IGNORED).sum()
+        return torch.stack([masked, masked.new_tensor(batch["input_ids"].numel())]).double()
 
 
 @torch.no_grad()

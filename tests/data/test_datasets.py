@@ -361,6 +361,8 @@ def test_words_that_are_lost_are_counted():
     ]
     assert dataset[0]["labels"].tolist() == [-100, 1, 3, -100]
     assert "labels" not in TokenClassificationDataset([["a"]], None, WORDPIECE)[0]
+    with pytest.warns(UserWarning, match="1 of 2 words have no token, or were cut off$"):
+        TokenClassificationDataset([["a", "\u200b"]], None, WORDPIECE)
 
 
 @pytest.mark.parametrize(

@@ -1178,6 +1178,19 @@ def test_registered_attention(family):
             assert (a - b * both).abs().max() <= 1e-12
 
 
+def test_registered_attention_leaves_dropout_that_is_too_small_to_sdpa():
+    """0.001 of 2**8 is nothing. Compiled too, where a packing says which of its tokens are real."""
+    model = build(dropout=0.001)
+    model.set_attn_implementation(fastbert.hf.register())
+    for layer in model.encoder.layer:
+        layer.attention.self.train()
+    inputs, found = batch(model), []
+    for run in (model, torch.compile(model, backend="eager")):
+        torch.manual_seed(0)
+        found.append(visible(run(**inputs), inputs))
+    equal(*found)
+
+
 def test_registered_attention_is_causal_where_the_model_is():
     original = build(**decoder())
     model = copy.deepcopy(original)

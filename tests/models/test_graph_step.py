@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from replays import RECORDER, AgainWithoutWaiting
+from replays import RECORDER, Again, AgainWithoutWaiting
 from small_models import CONFIGS, DEVICE, TINY, batch, packed
 
 import fastbert
@@ -255,6 +255,44 @@ def test_gradients_add_up():
                 step(**inputs)
         assert_gradients(model, expected)
     assert step.report.replays == {16: 6, 40: 2} and step.report.direct.total() == 2
+
+
+class SharedPool(Again):
+    """A replay overwrites the outputs of all graphs captured later, as it may where graphs share a memory pool."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.outputs = []
+
+    def capture(self, function):
+        replay, outputs = super().capture(function)
+        self.outputs.append([output.detach() for output in outputs if output is not None])
+        place = len(self.outputs)
+
+        def overwriting():
+            for later in self.outputs[place:]:
+                for output in later:
+                    output.fill_(float("nan"))
+            replay()
+
+        return overwriting, outputs
+
+
+def test_gradients_outlive_the_replay_of_an_earlier_graph():
+    """Also those of parameters that this batch's form of labels gives no gradient."""
+    model = model_of("BertForPreTraining", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    step = stepped(model, SharedPool)
+    small, large = example("pairs", [7, 1], "packed"), example("both", [12, 12], "packed")
+    for inputs in (small, large):
+        step(**inputs)
+    model.zero_grad()
+    for inputs in (large, small, large):
+        model(**inputs).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    for inputs in (large, small, large):
+        step(**inputs)
+    assert_gradients(model, expected)
 
 
 def test_gradients_may_be_replaced():

@@ -91,7 +91,7 @@ def checkpoint(tmp_path, tokenizers):
         if family != "distilbert":
             names = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
         sizes = {"vocab_size": tokenizers[kind].get_vocab_size(), "max_position_embeddings": 130}
-        model = getattr(transformers, head)(config(**sizes, **names, **own, **changes))
+        model = getattr(transformers, head)(config(**sizes | names | own | changes))
         for parameter in model.parameters():
             parameter.data += 0.2 * torch.randn_like(parameter)
         model.save_pretrained(tmp_path)
@@ -164,6 +164,14 @@ def test_a_mask_of_sentencepiece_takes_its_space_along(checkpoint, tokenizers):
     special = {0, 1, 2, 3, get_tokenizer(directory).token_to_id("<mask>")}  # they leave those out
     assert found.keys() == theirs.keys() and len(found) == every
     assert all(found[token] == theirs[token] for token in found.keys() - special)
+
+
+def test_a_token_that_the_tokenizer_does_not_have_fills_in_nothing(checkpoint, tokenizers):
+    """A vocabulary of weights is often padded to a round size."""
+    known = tokenizers["sentencepiece"].get_vocab_size()
+    directory = checkpoint("XLMRobertaForMaskedLM", "xlm-roberta", vocab_size=known + 3)
+    fills = MaskFiller.from_pretrained(directory)(["walk <mask> at once"], top_k=known + 3)[0][0]
+    assert {fill.text for fill in fills if fill.token_id >= known} == {"walk at once"}
 
 
 def test_the_head_runs_on_masks_alone(checkpoint):

@@ -12,6 +12,7 @@ from torch import nn
 from fastbert import BertConfig, BertForSequenceClassification
 from fastbert.data import train_tokenizer
 from fastbert.inference import CrossEncoder
+from fastbert.inference.fingerprint import fingerprint
 
 PAIRS = [
     ("where is the cat?", "The cat sits outside."),
@@ -87,6 +88,7 @@ def edit(path, **values):
 )
 def test_scores_are_those_of_sentence_transformers(tmp_path, small, family, labels, activation, max_length):
     made = small(labels, family, activation=activation, max_length=max_length)
+    before = fingerprint(made)
     made.save_pretrained(tmp_path / "ours")
     other = theirs(tmp_path / "ours")
     other.save_pretrained(str(tmp_path / "theirs"))
@@ -96,6 +98,7 @@ def test_scores_are_those_of_sentence_transformers(tmp_path, small, family, labe
         found = scores_of(encoder)
         assert found.dtype == torch.float32 and not found.is_inference() and not found.requires_grad
         assert_like(found, truth, expected)
+        assert fingerprint(encoder) == before
     again = CrossEncoder.from_pretrained(tmp_path / "theirs")
     assert again.max_length == made.max_length and type(again.activation) is type(other.activation_fn)
     assert torch.equal(scores_of(again), found)

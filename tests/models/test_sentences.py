@@ -220,6 +220,7 @@ def test_quantize_refuses():
         ((vectors[0], "int8"), r"vectors has shape \(8,\)"),
         ((vectors, "int8", torch.randn(4, 7)), r"calibration has shape \(4, 7\); expected \(M, 8\)"),
         ((vectors / 0, "binary"), "not finite"),
+        ((vectors, "int8", vectors / 0), "calibration holds numbers that are not finite"),
     ):
         with pytest.raises(ValueError, match=words):
             quantize(*arguments)

@@ -323,6 +323,8 @@ def test_gradients_that_nobody_asked_for_are_not_computed():
         ({"hidden": torch.zeros(8, 8, dtype=torch.int32)}, TypeError, "hidden is torch.int32"),
         ({"up_weight": torch.zeros(12, 7)}, ValueError, r"parameters\[6\] has shape \(12, 7\)"),
         ({"last_bias": torch.zeros(7)}, ValueError, r"parameters\[11\] has shape \(7,\)"),
+        ({"out_weight": torch.tensor(1.0)}, ValueError, r"parameters\[2\] has shape \(\)"),
+        ({"down_weight": torch.tensor(1.0)}, ValueError, r"parameters\[8\] has shape \(\)"),
         ({"qkv_bias": torch.zeros(24).half()}, TypeError, r"parameters\[1\] is torch.float16"),
         ({"cu_seqlens": torch.tensor([0, 5, 7], dtype=torch.int32)}, ValueError, "cu_seqlens ends at 7"),
         ({"longest": 4}, ValueError, "max_seqlen is 4"),

@@ -459,6 +459,7 @@ BYTES = {"weight": torch.zeros(11, 7, dtype=torch.int8), "scale": SCALE}
         ({"x": X.bfloat16()}, TypeError, "x is torch.bfloat16 beside a weight of torch.float32"),
         (BYTES | {"x": X.double()}, TypeError, "x is torch.float64 .*float32 or torch.bfloat16 or torch.float16"),
         ({"weight": torch.zeros(1, 7, 16).double()}, TypeError, "weight is torch.float64; expected one of"),
+        ({"weight": [[1.0]]}, TypeError, "weight is list; expected one of"),
         ({"x": X[0]}, ValueError, r"x has shape \(7,\); expected \(..., K\) with at least two dimensions"),
         ({"x": X[:, 1:]}, ValueError, r"weight has shape .*; expected what pack_weight gives for \(C, K\) = "),
         ({"channels": 200}, ValueError, "weight has shape"),
@@ -476,7 +477,7 @@ BYTES = {"weight": torch.zeros(11, 7, dtype=torch.int8), "scale": SCALE}
 )
 def test_bad_input(change, error, words):
     call = GIVEN | change
-    if call["weight"].dim() == 2:
+    if isinstance(call["weight"], torch.Tensor) and call["weight"].dim() == 2:
         call["weight"] = ops.pack_weight(call["weight"])
     with pytest.raises(error, match=f"packed_linear: {words}"):
         ops.packed_linear(**call)

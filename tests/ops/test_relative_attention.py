@@ -418,6 +418,8 @@ SLOT, TABLE = torch.tensor([0, 1, 2]).int(), torch.zeros(3, 2, 4)
         (RelativePositions(SLOT, TABLE[:, :1]), ValueError, r"keys has shape \(3, 1, 4\); expected \(W, H, D\)"),
         (RelativePositions(SLOT, TABLE, TABLE[:2]), ValueError, r"queries has shape \(2, 2, 4\)"),
         (RelativePositions(SLOT, TABLE[:0]), ValueError, "the tables have no slot"),
+        (RelativePositions(SLOT, TABLE[0, 0, 0]), ValueError, r"keys has shape \(\); expected \(W, H, D\)"),
+        (RelativePositions(SLOT, bias=TABLE[0, 0, 0]), ValueError, r"bias has shape \(\); expected \(H, W\)"),
         (RelativePositions(SLOT, bias=torch.zeros(3, 3)), ValueError, r"bias has shape \(3, 3\); expected \(H, W\)"),
         (RelativePositions(SLOT, TABLE.double()), TypeError, "keys is torch.float64"),
         (RelativePositions(SLOT, TABLE.to("meta")), ValueError, "expected all tensors on one device"),

@@ -525,6 +525,7 @@ def test_the_discriminator_sees_what_the_generator_drew(monkeypatch):
     assert out.loss.item() == pytest.approx(expected.item(), rel=1e-12)
     assert out.loss.item() == pytest.approx(loss_terms(out, batch).sum().item(), rel=1e-12)
     assert label_counts(model, batch).tolist() == [len(at_masks), len(ids)]
+    assert label_counts(model, {name: x.to("meta") for name, x in batch.items() if torch.is_tensor(x)}).is_meta
     without_rows = {name: x for name, x in batch.items() if name != "labelled_rows"}
     assert torch.equal(model(**without_rows).losses[0], out.losses[0])
 
