@@ -136,4 +136,5 @@ def alone(spec: Spec, setup: Setup, who: str) -> tuple[harness.Call | None, str]
     if who not in found.runnables:
         return None, "repeats another contender"
     testing.assert_rows(verifier(found, setup)(who))
-    return start(found, setup, people)[who], ""
+    calls = start(found, setup, people)
+    return calls.get(who), "" if who in calls else next(r.absent or r.problem for r in found.others if r.name == who)

@@ -565,4 +565,5 @@ def default_texts(count: int) -> list[str]:
 def spread(texts: list[str], count: int) -> list[str]:
     """At most `count` texts that are not blank, spread over the whole list."""
     texts = [text for text in texts if text.strip()]
-    return texts[:: max(1, len(texts) // count)][:count]
+    count = min(count, len(texts))
+    return [texts[i * len(texts) // count] for i in range(count)]

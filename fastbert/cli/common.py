@@ -45,17 +45,19 @@ def model_options(args: argparse.Namespace) -> dict[str, object]:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    device = device_of(args, args.precision)
-    dtype = args.dtype or (None if _was_prepared(args.model) else "float32")
+    saved = _saved_precision(args.model)
+    device = device_of(args, args.precision or saved)
+    dtype = args.dtype or (None if saved else "float32")
     return {"dtype": dtype, "device": device, "precision": args.precision, "max_length": args.max_length}
 
 
-def _was_prepared(source: str | None) -> bool:
-    """Whether a prepared model was saved there. Ignores errors, which loading the model will report."""
+def _saved_precision(source: str | None) -> str | None:
+    """The precision of a prepared model that was saved there. Ignores errors, which loading the model will report."""
     try:
-        return source is not None and CONFIG_ENTRY in checkpoint.load(source).config.extra
+        entry = None if source is None else checkpoint.load(source).config.extra.get(CONFIG_ENTRY)
     except (OSError, ValueError):
-        return False
+        return None
+    return entry.get("precision") if isinstance(entry, dict) else None
 
 
 def add_device(command: argparse.ArgumentParser) -> None:

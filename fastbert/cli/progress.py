@@ -30,7 +30,7 @@ def _lines(what: str, total: int | None) -> Callable[[int], None]:
     def advance(count: int) -> None:
         nonlocal done, said
         done, now = done + count, time.monotonic()
-        if now - said < INTERVAL or done == total:
+        if now - said < INTERVAL or done in (0, total):
             return
         said, rate = now, done / (now - start)
         of_all = "" if total is None else f" of {total}"

@@ -79,7 +79,7 @@ async def scores(
 def checked(values: torch.Tensor) -> np.ndarray:
     """Returns the values as a NumPy array. Raises Problem for NaN and infinity, which JSON cannot represent."""
     if not values.isfinite().all():
-        wrong = int((~values.isfinite()).flatten(1).any(1).nonzero()[0]) if values.dim() > 1 else 0
+        wrong = int((~values.isfinite()).reshape(len(values), -1).any(1).nonzero()[0])
         raise Problem(424, "Backend", f"the model's result for input {wrong} is not finite")
     return np.ascontiguousarray(values.numpy())
 

@@ -30,7 +30,8 @@ TYPE = re.compile(r"str$|int$|(list|constrained|function-\w+)\b|[A-Z]\w*$")  # t
 OPEN = ("/health", "/ping", "/ui")  # without a key: for load balancers, and the page, which asks its user for a key
 FORMS = {  # error formats by path prefix
     "/v1/embeddings": openai.error,
-    "/v1/models": tensorflow.error,
+    "/v1/models/": tensorflow.error,
+    "/v1/models": openai.error,
     "/v1/rerank": rerank.error,
     "/v2/rerank": rerank.error,
 }

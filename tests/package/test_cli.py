@@ -13,7 +13,7 @@ from small_models import TINY, minilm
 
 import fastbert
 from fastbert import cli
-from fastbert.cli.common import device_of
+from fastbert.cli.common import device_of, model_options
 from fastbert.cli.progress import progress
 from fastbert.config import PRESETS
 from fastbert.data import get_tokenizer, save_tokenizer
@@ -168,10 +168,17 @@ def test_precision(models, capsys, tmp_path):
     assert len(set(scores.values())) == 3 and max(scores.values()) - min(scores.values()) < 0.02
 
 
-def test_a_prepared_model_is_on_the_processor_by_default(monkeypatch):
+def test_a_prepared_model_is_on_the_processor_by_default(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     args = argparse.Namespace(device=None)
     assert device_of(args, "int8") == "cpu" and device_of(args, None) == "cuda"
+    for precision, device in (("int8", "cpu"), ("bf16", "cpu"), (None, "cuda")):  # of a model that was saved so
+        config = fastbert.BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=48)
+        model = fastbert.BertModel(config.changed(vocab_size=50)).eval()
+        (fastbert.prepare(model, precision) if precision else model).save_pretrained(tmp_path / str(precision))
+        given = {"batch_tokens": 9, "max_length": None, "threads": None, "dtype": None, "precision": None}
+        options = model_options(argparse.Namespace(device=None, model=str(tmp_path / str(precision)), **given))
+        assert options["device"] == device and (options["dtype"] is None) == (precision is not None)
 
 
 def test_batches_lengths_and_threads(models, capsys, tmp_path, monkeypatch):
@@ -220,6 +227,10 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys, monkeypatch):
                 now += seconds
                 advance(count) if total or count < 9000 else None
         assert capsys.readouterr().err.splitlines() == expected
+    with progress("encoding", 9) as advance:
+        now += 30
+        advance(0)
+    assert not capsys.readouterr().err
 
 
 # ---- tools

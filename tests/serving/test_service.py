@@ -258,6 +258,8 @@ def test_tensorflow(post, client, encoder, directory):
     )
     assert "expected 1" in post(path.replace(":", "/versions/2:"), 404, instances=["a"])["error"]
     assert client.get("/v1/models/nobody").status_code == 404
+    assert isinstance(client.post("/v1/models").json()["error"], dict)  # OpenAI's form; TensorFlow's is a string
+    assert isinstance(client.get("/v1/models/nobody").json()["error"], str)
 
 
 # ---- what is refused
@@ -593,6 +595,12 @@ def test_scores_that_the_sigmoid_makes_equal_keep_their_order(post, service, mon
 def test_results_that_are_no_numbers_are_said(post, service, monkeypatch, name, task, path, body, results):
     monkeypatch.setattr(service.models[name].predictors[task], "compute", lambda rows, *given, **options: results)
     assert "input 0 is not finite" in post(path, 424, model=name, **body)["error"]
+
+
+def test_a_score_that_is_no_number_is_said_with_its_place(post, service, monkeypatch):
+    scores = torch.tensor([[1.0], [2.0], [math.nan], [3.0]])
+    monkeypatch.setattr(service.models["reranker"].predictors["rerank"], "compute", lambda rows: scores[: len(rows)])
+    assert "input 2 is not finite" in post("/rerank", 424, query="a", texts=TEXTS)["error"]
 
 
 def test_a_model_that_fails_is_said_and_survived(directory, monkeypatch):
