@@ -625,20 +625,22 @@ class BertForMultipleChoice(_Classifier):
         num_choices: int | None = None,
         **options: Unpack[ModelOptions],
     ) -> BertHeadOutput:
-        """Padded input (B, N, S), or packed (T,) with cu_seqlens (B * N + 1,) and num_choices N.
+        """Padded input (B, N, S), or packed (T,) with cu_seqlens (B * N + 1,) or a packing, and num_choices N.
 
         hidden_states and attentions cover the B * N sequences.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        cu_seqlens = options.get("cu_seqlens")
-        if cu_seqlens is None:
+        cu_seqlens, packing = options.get("cu_seqlens"), options.get("packing")
+        if cu_seqlens is None and packing is None:
             num_choices = self._choices(input_ids, inputs_embeds)
             inputs = tuple(None if x is None else x.flatten(0, 1) for x in inputs)
-        elif not num_choices or (cu_seqlens.shape[0] - 1) % num_choices:
-            raise ValueError(
-                f"BertForMultipleChoice: num_choices is {num_choices}; expected, for packed input, a number that "
-                f"divides that of the sequences, {cu_seqlens.shape[0] - 1}"
-            )
+        else:
+            sequences = cu_seqlens.shape[0] - 1 if packing is None else packing.batch
+            if not num_choices or sequences % num_choices:
+                raise ValueError(
+                    f"BertForMultipleChoice: num_choices is {num_choices}; expected, for packed input, a number that "
+                    f"divides that of the sequences, {sequences}"
+                )
         _, logits, *records = super().forward(*inputs, **options)
         logits = logits.view(-1, num_choices)
         return BertHeadOutput(None if labels is None else self._loss(logits, labels), logits, *records)

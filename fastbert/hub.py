@@ -25,11 +25,18 @@ def directory_of(source: str | Path, *, weights: bool = True) -> Path:
     if name is None:
         raise FileNotFoundError(f"there is no directory {source}")
     folder = _snapshot(*name.groups(), (*FILES, *WEIGHTS) if weights else FILES)
-    if weights and not any(folder.glob("model*.safetensors")):
-        folder = _snapshot(*name.groups(), PICKLED)
+    if weights and (missing := _without_safetensors(folder)):
+        folder = _snapshot(*name.groups(), missing)
     if weights and not any(path for pattern in ("model*.safetensors", PICKLED[0]) for path in folder.glob(pattern)):
         raise FileNotFoundError(f"the hub's cache has not all of {source}: run `hf download {name[1]}` with a network")
     return folder
+
+
+def _without_safetensors(folder: Path) -> tuple[str, ...]:
+    """The patterns of pickled weights that stand in for safetensors that the folder does not have."""
+    dense = [part for part in folder.glob("*_Dense") if not (part / "model.safetensors").exists()]
+    lacks = not any(folder.glob("model*.safetensors")), bool(dense)
+    return tuple(pattern for pattern, missing in zip(PICKLED, lacks, strict=True) if missing)
 
 
 def _snapshot(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:

@@ -411,6 +411,15 @@ def test_packed_choices_need_their_number():
             model(IDS.flatten(), cu_seqlens=ends, num_choices=choices)
 
 
+def test_packed_choices_may_come_with_their_packing():
+    model, inputs = fastbert.BertForMultipleChoice(CONFIG).eval().to(DEVICE), batch([4, 6, 2, 5], 6)
+    ids, packing = model.bert.pack(inputs["input_ids"], inputs["attention_mask"], *[None] * 5)
+    expected = model(*(inputs[name].view(2, 2, 6) for name in ("input_ids", "attention_mask"))).logits
+    assert torch.equal(model(**ids._asdict(), packing=packing, num_choices=2).logits, expected)
+    with pytest.raises(ValueError, match="num_choices is 3; expected, .* the sequences, 4"):
+        model(**ids._asdict(), packing=packing, num_choices=3)
+
+
 def test_packed_labels_have_the_packed_shape():
     ends = torch.tensor([0, 4, 10], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"labels has shape \(2, 5\); expected \(T,\) = \(10,\)"):

@@ -1,6 +1,7 @@
 """Multi-vector encoders: MaxSim by its formula, encodings and directories as sentence-transformers', in float64."""
 
 import copy
+import itertools
 import json
 import string
 import warnings
@@ -483,6 +484,18 @@ def test_what_is_wanted_from_the_hub(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     hub.directory_of("someone/colbert")
     hub.directory_of("someone/colbert", weights=False)
+    dense = tmp_path / "1_Dense"
+    dense.mkdir()
+    hub.directory_of("someone/colbert")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     hub.directory_of("someone/colbert")
-    assert wanted == [named + safe, named, named + safe, pickled]
+    (dense / "model.safetensors").touch()
+    hub.directory_of("someone/colbert")
+    downloads = [
+        [named + safe],
+        [named],
+        [named + safe, pickled[1:]],
+        [named + safe, pickled],
+        [named + safe, pickled[:1]],
+    ]
+    assert wanted == [*itertools.chain(*downloads)]
