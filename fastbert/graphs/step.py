@@ -195,25 +195,18 @@ def _add_gradients(
     graph has intermediate results.
     """
     pairs = list(zip(parameters, gradients, strict=True))
-    at_risk = [(p.grad, g) for p, g in pairs if p.grad is not None and _memory(p.grad) in written]
-    others = [(p.grad, g) for p, g in pairs if p.grad is not None and g is not None and _memory(p.grad) not in written]
+    live = [(p.grad, g) for p, g in pairs if p.grad is not None]
+    at_risk = [(mine, g) for mine, g in live if _memory(mine) in written]
+    others = [(mine, g) for mine, g in live if g is not None and _memory(mine) not in written]
     with torch.no_grad():
         kept = torch._foreach_mul([mine for mine, _ in at_risk], 1) if at_risk else []
     replay()
-    elsewhere = [(mine, old, g) for (mine, g), old in zip(at_risk, kept, strict=True) if not _same(mine, g)]
-    here = [(mine, old) for (mine, g), old in zip(at_risk, kept, strict=True) if _same(mine, g)]
+    others += [(old, g) for (_, g), old in zip(at_risk, kept, strict=True) if g is not None]
     with torch.no_grad():
-        if here:
-            torch._foreach_add_(*map(list, zip(*here, strict=True)))
-        if elsewhere:
-            torch._foreach_copy_(*([mine for mine, _, _ in elsewhere], [old for _, old, _ in elsewhere]))
-            others += [(mine, g) for mine, _, g in elsewhere if g is not None]
         if others:
             torch._foreach_add_(*map(list, zip(*others, strict=True)))
+        if at_risk:
+            torch._foreach_copy_([mine for mine, _ in at_risk], kept)
     for p, g in pairs:
         if p.grad is None and g is not None:
             p.grad = g.detach()  # a separate tensor object for the caller; g stays the one that replays write
-
-
-def _same(mine: Tensor, other: Tensor | None) -> bool:
-    return other is not None and _memory(mine) == _memory(other)
