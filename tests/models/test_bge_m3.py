@@ -1,4 +1,4 @@
-"""BGE-M3 by its formulas, on transformers' XLM-RoBERTa in float64."""
+"""BGE-M3 compared with its formulas, computed on transformers' XLM-RoBERTa in float64."""
 
 import json
 
@@ -18,7 +18,7 @@ SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 
 
 def tokenizer():
-    """In the form of XLM-RoBERTa's: unigrams, <s> a text </s>."""
+    """A tokenizer in the form of XLM-RoBERTa's: a unigram model, with <s> and </s> around a text."""
     pieces = [(token, 0.0) for token in SPECIAL] + [("▁", -3.0)]
     pieces += [(piece, -2.0 - len(piece) / 9) for piece in ("a", "b", "c", "▁a", "▁ab", "▁ba", "ca", "b!")]
     made = Tokenizer(models.Unigram(pieces, unk_id=3))
@@ -31,7 +31,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """A directory as FlagEmbedding writes it, and what is in it, in float64."""
+    """A directory as FlagEmbedding writes it, and the model and the two linear layers in it, in float64."""
     torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("m3")
     config = XLMRobertaConfig(**CONFIGS["xlm-roberta"] | {"max_position_embeddings": 80})
@@ -47,7 +47,7 @@ def original(tmp_path_factory):
 
 
 def by_formula(original, texts):
-    """One text after the other: dense, weights by token, vectors."""
+    """For each text alone: the dense vector, the weights by token, and the vectors of the tokens."""
     _, model, sparse, colbert = original
     found = []
     for text in texts:
@@ -105,7 +105,7 @@ def test_scores(original, weights):
 
 
 def test_float32_and_saving(original, tmp_path):
-    """What is saved gives the same bits; sentence-transformers and SentenceEncoder read the dense part of it."""
+    """A saved encoder gives the same bits; sentence-transformers and SentenceEncoder read its dense part."""
     from sentence_transformers import SentenceTransformer
 
     made, exact = (M3Encoder.from_pretrained(original[0], dtype=dtype) for dtype in (None, torch.float64))

@@ -1,4 +1,4 @@
-"""Checkpoints in and out: bit for bit with transformers, and nothing changes when a file does not fit."""
+"""Checkpoints are read and written bit for bit as by transformers; a file that does not fit changes nothing."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ def rewrite(directory, change):
 
 
 def test_what_is_saved_is_no_view_and_two_files(tmp_path):
-    """Round trips through transformers, bit for bit, are in test_family.py."""
+    """No two tensors of a state share memory. Round trips through transformers, bit for bit, are in test_family.py."""
     model = ours(hugging_face())
     model.save_pretrained(tmp_path)
     state = fastbert.hf.state_dict(model)
@@ -59,7 +59,7 @@ def test_dtype(saved, dtype):
 
 
 def test_names_of_old_checkpoints_and_of_larger_models(saved):
-    """gamma and beta, a bert. prefix, position_ids, heads."""
+    """A checkpoint may have gamma and beta, the prefix "bert.", position_ids and the parameters of heads."""
     expected = BertModel.from_pretrained(saved).state_dict()
 
     def old(tensors):
@@ -219,7 +219,7 @@ def test_missing_shards_and_names_are_said(sharded):
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
-    """The hub's cache, with one model, and no network."""
+    """The hub's cache with one model in it, used offline."""
     from huggingface_hub import constants
 
     folder = tmp_path / "models--someone--small"
@@ -369,7 +369,7 @@ def test_a_save_that_is_killed_between_its_files_leaves_one_model(tmp_path, monk
         assert found.config.num_attention_heads == expected.config.num_attention_heads, until
         assert found.config.hidden_act == expected.config.hidden_act
         assert torch.equal(found.encoder.layer[0].output.dense.weight, expected.encoder.layer[0].output.dense.weight)
-    found.config.hidden_act = "gelu"  # somebody edits it: it counts
+    found.config.hidden_act = "gelu"  # an edit after a complete save counts
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace("gelu_new", "gelu"))
     assert BertModel.from_pretrained(tmp_path).config.hidden_act == "gelu"

@@ -12,11 +12,11 @@ from fastbert.families import BY_MODEL_TYPE
 def test_defaults_are_hugging_face_s():
     theirs = transformers.BertConfig()
     for field in dataclasses.fields(BertConfig):
-        if field.name not in ("extra", "embedding_size"):  # no field of theirs
+        if field.name not in ("extra", "embedding_size"):  # which transformers does not have
             assert getattr(BertConfig(), field.name) == getattr(theirs, field.name) == field.default, field.name
 
 
-UNDECLARED = {  # what transformers' DeBERTa reads without that its configuration declares it
+UNDECLARED = {  # fields that transformers' DeBERTa reads, though its configuration does not declare them
     "position_buckets": -1,
     "share_att_key": False,
     "norm_rel_ebd": "none",
@@ -110,7 +110,7 @@ def test_unknown_keywords_are_refused():
 def test_a_family_s_own_names_are_understood_and_written():
     config = BertConfig.from_dict({"model_type": "distilbert", "dim": 24, "n_heads": 2, "seq_classif_dropout": 0.3})
     assert (config.hidden_size, config.num_attention_heads, config.classifier_dropout) == (24, 2, 0.3)
-    assert BertConfig.from_dict({"model_type": "distilbert", "hidden_size": 24}).to_dict()["dim"] == 24  # as attributes
+    assert BertConfig.from_dict({"model_type": "distilbert", "hidden_size": 24}).to_dict()["dim"] == 24  # an alias
     changed = config.changed(hidden_dropout_prob=0.0, qa_dropout=0.2).changed(n_layers=1)
     assert {"dropout": 0.0, "qa_dropout": 0.2, "n_layers": 1, "dim": 24}.items() <= changed.to_dict().items()
     assert changed.num_hidden_layers == 1 and not {"hidden_size", "type_vocab_size"} & changed.to_dict().keys()

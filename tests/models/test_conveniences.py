@@ -54,7 +54,7 @@ def test_resize_token_embeddings(kind, rows, tmp_path):
     assert torch.equal(result(again, inputs), after)
     result(model.train(), inputs).sum().backward()
     assert table.weight.grad is not None
-    assert not model.requires_grad_(False).resize_token_embeddings(kept).weight.requires_grad  # what is frozen stays so
+    assert not model.requires_grad_(False).resize_token_embeddings(kept).weight.requires_grad  # a frozen table stays so
 
 
 def test_a_vocabulary_that_makes_no_sense_is_refused_and_changes_nothing():
@@ -68,7 +68,7 @@ def test_a_vocabulary_that_makes_no_sense_is_refused_and_changes_nothing():
 @pytest.mark.parametrize("arguments", [None, {"use_reentrant": True}, {"use_reentrant": False}])
 @pytest.mark.parametrize("kind", [BertModel, BertForMaskedLM])
 def test_gradient_checkpointing_computes_the_same(kind, arguments):
-    """With dropout: the same elements are dropped again; and layers really run twice."""
+    """With dropout, a layer that is computed again drops the same elements; layers really run twice."""
     model = kind(TINY.changed(hidden_dropout_prob=0.3)).to(DEVICE, torch.float64).train()
     inputs, runs, results = batch([5, 9], 9), [], []
     model._body.encoder.layer[1].register_forward_pre_hook(lambda *_: runs.append(1))
@@ -86,7 +86,7 @@ def test_gradient_checkpointing_computes_the_same(kind, arguments):
     runs.clear()
     model.train().gradient_checkpointing_enable(arguments, every_n_layers=2)
     result(model, inputs).sum().backward()
-    assert len(runs) == 1  # layers 0 and 2
+    assert len(runs) == 1  # layers 0 and 2 run twice, layer 1 does not
     for wrong in ({"every_n_layers": 0}, {"offload": True}):
         with pytest.raises(ValueError, match="gradient_checkpointing_enable: every_n_layers is"):
             model.gradient_checkpointing_enable(**wrong)

@@ -1,4 +1,4 @@
-"""Corpora embedded to Parquet: every text once, in order, however often the job was ended; and searched."""
+"""Corpora are embedded to Parquet, every text once and in order, however often the job is ended; then searched."""
 
 import csv
 import gzip
@@ -46,7 +46,7 @@ def file(tmp_path):
 
 
 def write(path, texts):
-    """In the format of its name; in all but lines of text there is another column."""
+    """Writes the format that the name ends in; all formats but plain lines of text get a second column."""
     rows = [{"number": number, "text": text} for number, text in enumerate(texts)]
     if path.suffix == ".parquet":
         parquet.write_table(arrow.Table.from_pylist(rows), path)
@@ -117,7 +117,7 @@ def test_what_was_ended_anywhere_goes_on_to_the_same_files(encoder, file, tmp_pa
     assert files_of(tmp_path / "ended") == files_of(tmp_path / "whole")
     computed = calls
     embed_corpus(encoder, file, tmp_path / "ended", shard_rows=7)
-    assert calls == computed  # all was there
+    assert calls == computed  # everything was there already
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_killed_at_twenty_moments(directory, tmp_path):
             assert process.returncode == 0, said
             if kills == 20:
                 break
-            for part in rng.sample(sorted((tmp_path / "killed").glob("part-*")), 9):  # done too soon: more to do
+            for part in rng.sample(sorted((tmp_path / "killed").glob("part-*")), 9):  # not killed: redo 9
                 part.unlink()
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
@@ -326,9 +326,9 @@ def test_an_index_finds_what_search_finds(directory, tmp_path, measure):
     for part in (tmp_path / "out").glob("part-*"):
         part.unlink()
     other = embed_corpus(encoder, write(tmp_path / "y.txt", CORPUS[::-1]), tmp_path / "out", shard_rows=20)
-    with pytest.raises(FileNotFoundError, match="no index.usearch"):  # that of the embeddings before
+    with pytest.raises(FileNotFoundError, match="no index.usearch"):  # the old one is not used
         other.search(encoder, queries, 4, index=True)
-    rounding = encoder.width * torch.finfo(torch.float32).eps  # of as many products, added up in usearch's own order
+    rounding = encoder.width * torch.finfo(torch.float32).eps  # usearch adds up `width` products in its own order
     torch.testing.assert_close(found[0], expected[0], rtol=rounding, atol=rounding)
     assert corpus.search(encoder, queries[:1], 4, index=True)[1].shape == (1, 4)
     (corpus.directory / "index.usearch").write_bytes(b"no index")
@@ -354,7 +354,7 @@ def test_the_commands(directory, file, tmp_path, capsys):
     out = tmp_path / "out"
     assert cli.main(["embed", str(file), "--model", str(directory), "--output", str(out), "--shard-rows", "20"]) == 0
     assert "out: (52, 48) float32 in 3 files" in capsys.readouterr().out
-    encoder = SentenceEncoder.from_pretrained(directory, dtype=torch.float32)  # as the command does
+    encoder = SentenceEncoder.from_pretrained(directory, dtype=torch.float32)  # as the command loads it
     _, rows = EmbeddedCorpus(out).search(encoder, encoder.encode_query(["a cat?"]), 2)
     search = ["search", "a cat?", "--corpus", str(out), "--model", str(directory), "--top", "2"]
     assert cli.main(search) == 0

@@ -1,4 +1,4 @@
-"""What is special in DeBERTa-v2 (v3) and MPNet, against transformers and a formula of one's own.
+"""What is special about DeBERTa-v2 (v3) and MPNet, compared with transformers and with a formula written here.
 
 What they share with the other families is in test_family.py and tests/hf/test_hf.py.
 """
@@ -41,7 +41,7 @@ VARIANTS = {
 
 
 def their(family="deberta-v2", kind="Model", **changes):
-    """transformers' model in float64, random weights with biases and LayerNorms that are not trivial."""
+    """transformers' model in float64 with random weights; its biases and LayerNorms are not trivial."""
     given = V3 if family == "deberta-v2" else SMALL | {"max_position_embeddings": 600}
     made = transformers.AutoConfig.for_model(family, **given | changes)
     return randomised(getattr(transformers, type(made).__name__.removesuffix("Config") + kind)(made)).double()
@@ -65,7 +65,7 @@ def assert_equal(one, two, name=""):
 
 
 def assert_same(model, theirs, inputs):
-    """Last hidden states at visible tokens, and all gradients, of a model of ours or an accelerated one."""
+    """Last hidden states at visible tokens and all gradients agree. model: one of ours, or an accelerated one."""
     seen, results = inputs["attention_mask"].bool(), []
     for each in (model, theirs):
         each.zero_grad()
@@ -116,7 +116,7 @@ def test_activations_have_one_list():
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_length(length):
-    """Around each bend of the buckets, and beyond the farthest distance that they tell apart."""
+    """Lengths around each point where the buckets change, and beyond the farthest distance that they distinguish."""
     theirs = their()
     assert_same(our(theirs), theirs, batch([length, length // 2, 1], length))
 
@@ -124,7 +124,7 @@ def test_every_length(length):
 @pytest.mark.parametrize(("accelerated", "side"), [(False, "right"), (True, "left")])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant(variant, accelerated, side):
-    """In training without dropout, whose probabilities are 0: hidden states and gradients."""
+    """Hidden states and gradients agree in training mode with dropout probabilities of 0."""
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     theirs = their(**VARIANTS[variant], **still).train()
     model = copy.deepcopy(theirs) if accelerated else our(theirs)
@@ -149,7 +149,7 @@ def test_attention_weights(family, grads):
     theirs = their(family)
     accelerated = copy.deepcopy(theirs)
     fastbert.accelerate(accelerated)
-    inputs = batch([12, 5], 12, "left" if family == "deberta-v2" else "right")  # a pooler reads the first column
+    inputs = batch([12, 5], 12, "left" if family == "deberta-v2" else "right")  # MPNet's pooler reads the first column
     seen = inputs["attention_mask"].double()
     with torch.set_grad_enabled(grads):
         expected = theirs(**inputs, output_attentions=True).attentions
@@ -160,7 +160,7 @@ def test_attention_weights(family, grads):
 
 @pytest.mark.parametrize("legacy", [True, False])
 def test_both_masked_lm_layouts(legacy, tmp_path):
-    """Loss, logits, and directories both ways, bit for bit."""
+    """Loss and logits agree; what either library saves, the other reads bit for bit."""
     theirs = their(kind="ForMaskedLM", legacy=legacy)
     model, inputs = our(theirs, "ForMaskedLM"), batch([9, 4], 9)
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
@@ -180,7 +180,7 @@ def test_both_masked_lm_layouts(legacy, tmp_path):
 
 
 def test_position_att_type_as_the_hub_writes_it():
-    """deberta-v3's config.json has "p2c|c2p", and what transformers made of it is a list."""
+    """deberta-v3's config.json has "p2c|c2p", of which transformers makes a list."""
     one, two = (BertConfig(model_type="deberta-v2", pos_att_type=given) for given in ("p2c|c2p", ["c2p", "p2c"]))
     assert one.position_kinds == two.position_kinds == ("c2p", "p2c")
 
@@ -238,7 +238,7 @@ def formula(model, ids, key, p):
 
 @pytest.mark.parametrize("accelerated", [False, True])
 def test_training_with_dropout_is_exact(accelerated, monkeypatch):
-    """Masks of embeddings, relative embeddings, weights, both halves of a layer and the convolution."""
+    """Masks are drawn for embeddings, relative embeddings, weights, both halves of a layer and the convolution."""
     p = 0.25
     theirs = their(position_buckets=16, hidden_dropout_prob=p, attention_probs_dropout_prob=p, conv_kernel_size=3)
     model = our(theirs.train())
@@ -271,7 +271,7 @@ def test_gradient_checkpointing_drops_the_same_elements():
 
 
 def test_what_stays_in_evaluation_mode_does_not_drop():
-    """DeBERTa's nn.Dropout decides itself, where BERT's attention asks its module."""
+    """In DeBERTa each nn.Dropout's own mode decides; in BERT's attention, the mode of the attention module does."""
     theirs, ids = their(), integers(5, 50, 2, 9)
     model = copy.deepcopy(theirs)
     report = fastbert.accelerate(model)
@@ -291,7 +291,7 @@ def test_what_stays_in_evaluation_mode_does_not_drop():
 
 @pytest.mark.parametrize("family", ["deberta-v2", "mpnet"])
 def test_padding_between_tokens(family):
-    """Distances count columns there, which packed tokens have lost."""
+    """Distances count columns, which packed tokens lack: an error or, if accelerated, transformers' own computation."""
     theirs, inputs = their(family), batch([9, 5], 9)
     inputs["attention_mask"][0, 3] = 0
     with pytest.raises(ValueError, match="hides tokens between visible ones"):
@@ -306,7 +306,7 @@ def test_padding_between_tokens(family):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deberta-v2", "mpnet"])
 def test_compiled_code(family):
-    """All lengths in one graph; it stops at padding between tokens."""
+    """Compiled without graph breaks, a model takes several lengths; padding between tokens raises an error."""
     model = BertModel(BertConfig.from_dict({"model_type": family, **CONFIGS[family]})).to(DEVICE).eval()
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -348,7 +348,7 @@ def test_prepared(family, transformers_model, precision):
 @pytest.mark.parametrize("variant", ["v3", "own-projections", "c2p", "p2c-own", "neither", "no-norm"])
 @pytest.mark.parametrize("transformers_model", [False, True])
 def test_prepared_layers_make_their_tables_once(transformers_model, variant, monkeypatch):
-    """For all lengths, anew where the embeddings of positions have changed; no copy and no file has them."""
+    """Tables serve all lengths, and are made again when position embeddings change; copies and pickles have none."""
     if DEVICE != "cpu":
         pytest.skip("prepares for CPUs")
     theirs, made, before = their(**VARIANTS[variant]), [], backends.calls()
@@ -370,7 +370,7 @@ def test_prepared_layers_make_their_tables_once(transformers_model, variant, mon
         model(**batch([4], 4))
     assert len(made) == layers
     check()
-    assert len(made) == layers + 3 * layers  # what `check` compares with
+    assert len(made) == layers + 3 * layers  # `check` makes the latter, to compare with
     with torch.no_grad():
         model.encoder.rel_embeddings.weight.mul_(2)
     check()
@@ -387,7 +387,7 @@ def test_prepared_layers_make_their_tables_once(transformers_model, variant, mon
 
 @pytest.mark.parametrize("variant", ["v3", "c2p", "p2c"])
 def test_a_replaced_projection_is_called_on_positions_too(variant):
-    """LoRA, for one: our qkv, and the query projection of an accelerated model through the report's fallbacks."""
+    """LoRA, for example, replaces projections: here our qkv, and transformers' query, key and value projections."""
 
     class Twice(torch.nn.Linear):
         def forward(self, x):

@@ -1,4 +1,4 @@
-"""Encoders evaluated: exact search, retrieval, reranking and similarity, as sentence-transformers' evaluators count."""
+"""Evaluation of encoders by exact search, retrieval, reranking and similarity, as sentence-transformers does it."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def tokenizer():
 
 
 def small(tokenizer, cls=BertModel, **changes):
-    """A model of random weights, in which every part counts."""
+    """A model with random weights, large enough for every part to matter."""
     torch.manual_seed(0)
     config = TINY.changed(vocab_size=30522, hidden_dropout_prob=0.0, initializer_range=0.3, **changes)
     return cls(config, add_pooling_layer=False) if cls is BertModel else cls(config)
@@ -44,7 +44,7 @@ def theirs(directory):
 @pytest.mark.parametrize("k", [1, 4, 50])
 @pytest.mark.parametrize("block", [(256, 16384), (3, 5), (1, 1)])
 def test_nearest_is_a_sort(k, block):
-    """Of small integers, so that many scores are equal: those keep their order."""
+    """Vectors of small integers give many equal scores, which keep their order."""
     vectors, others = torch.randint(-1, 2, (7, 4)).double(), torch.randint(-1, 2, (31, 4)).double()
     dot = lambda a, b: a @ b.T  # noqa: E731
     expected = dot(vectors, others).sort(descending=True, stable=True)
@@ -84,7 +84,7 @@ def test_pairwise_similarity_is_sentence_transformers(tokenizer, measure):
 
 @pytest.mark.parametrize("prompts", [{}, PROMPTS, {"passage": "p "}])
 def test_queries_and_documents_have_their_prompts(tmp_path, tokenizer, prompts):
-    """Those that sentence-transformers takes, never the default one, unless they are asked for by name or text."""
+    """Prompts are those of sentence-transformers, never the default one, unless one is given by name or text."""
     options = {"prompts": prompts | {"other": "o "}, "default_prompt_name": "other"}
     encoder, texts = SentenceEncoder(small(tokenizer), tokenizer, **options), texts_of(0, 3)
     encoder.save_pretrained(tmp_path)
@@ -132,7 +132,7 @@ def test_retrieval_is_as_sentence_transformers_evaluates_it(tmp_path, tokenizer)
 
 
 def test_graded_documents_count_by_their_grade(tokenizer):
-    """What is relevant and was not found lowers nDCG and recall; the best possible order gives 1."""
+    """Relevant documents that were not found lower nDCG and recall; the best possible order gives 1."""
     encoder = SentenceEncoder(small(tokenizer), tokenizer)
     corpus = list(dict.fromkeys(texts_of(0, 30)))
     cosines = similarity(encoder.encode(corpus[:2]), encoder.encode(corpus)).argsort(descending=True).tolist()
@@ -210,7 +210,7 @@ def test_sts_is_as_sentence_transformers_evaluates_it(tmp_path, tokenizer):
     encoder = SentenceEncoder(small(tokenizer), tokenizer, similarity="manhattan", normalize=False, prompts=PROMPTS)
     encoder.save_pretrained(tmp_path)
     texts, others = texts_of(0, 20), texts_of(1, 20)
-    texts[3], others[3] = texts[5], others[5]  # equal similarities; and equal scores
+    texts[3], others[3] = texts[5], others[5]  # ties of similarities, as there are of scores
     scores = (np.random.default_rng(0).integers(0, 6, 20) / 5).tolist()
     expected = EmbeddingSimilarityEvaluator(texts, others, scores, similarity_fn_names=["manhattan"])(theirs(tmp_path))
     found = evaluate_sts_metrics(encoder, texts, others, scores)
@@ -223,7 +223,7 @@ def test_sts_is_as_sentence_transformers_evaluates_it(tmp_path, tokenizer):
 
 
 def test_training_keeps_the_checkpoint_that_finds_most(tmp_path, tokenizer):
-    """evaluate_retrieval_metrics as AMPTrainer's metric; the model goes on in training mode after it."""
+    """evaluate_retrieval_metrics serves as AMPTrainer's metric; afterwards the model is in training mode again."""
     anchors = texts_of(0, 12, words=3)
     columns = {"anchor": anchors, "positive": [" ".join(reversed(text.split())) for text in anchors]}
     dataset = ContrastiveDataset(columns, tokenizer)

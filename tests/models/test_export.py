@@ -18,14 +18,14 @@ from fastbert.inference import export
 from fastbert.testing import Result
 
 HEADS = ["BertModel", *(n for n in fastbert.__all__ if n.startswith("BertFor") and not n.endswith("Output"))]
-FAMILIES = {  # each with what only it has
+FAMILIES = {  # each with the features that only it has
     "bert": {},
-    "roberta": {"type_vocab_size": 1, "pad_token_id": 1},  # positions that count
+    "roberta": {"type_vocab_size": 1, "pad_token_id": 1},  # positions after pad_token_id
     "distilbert": {},  # no token types, no pooler
     "albert": {"embedding_size": 16},  # a projection, one layer run twice
     "electra": {"embedding_size": 16},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8}
-    | {"share_att_key": True, "conv_kernel_size": 3},  # slots that a file has as constants
+    | {"share_att_key": True, "conv_kernel_size": 3},  # position slots, which are constants in a file
     "mpnet": {},
 }
 needs_onnx = pytest.mark.skipif(
@@ -37,7 +37,7 @@ ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
 
 
 def model_of(name, family="bert", **changes):
-    """A small model with parameters that are not trivial; skips what the family does not have."""
+    """A small model with parameters that are not trivial; skips the test if the family has no such head."""
     sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
     sizes |= {"vocab_size": 99, "max_position_embeddings": 32, **FAMILIES[family], **changes}
     try:
@@ -50,7 +50,7 @@ def model_of(name, family="bert", **changes):
 
 
 def run_alone(format, *arguments):
-    """Runs it in a process that can import neither fastbert nor, for ONNX, PyTorch."""
+    """Runs RUN[format] in a process that can import neither fastbert nor, for ONNX, PyTorch."""
     without = ["fastbert", "torch"] if format == "onnx" else ["fastbert"]
     code = f"import pickle, sys\nsys.modules.update(dict.fromkeys({without}))\n" + textwrap.dedent(RUN[format])
     answer = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
@@ -82,7 +82,7 @@ RUN = {  # arguments: the file, batches of NumPy arrays, where its outputs go
 # PyTorch takes long to load a torch-export file in a new process; the test of a head below loads one in this process.
 @pytest.mark.parametrize("format", [pytest.param("torch-export", marks=pytest.mark.slow), FORMATS[1]])
 def test_the_file_alone_computes_what_transformers_does(tmp_path, format):
-    """Shapes that the export did not check. The bound: export.FACTOR times transformers' own error."""
+    """Shapes that the export did not check obey the same bound: export.FACTOR times transformers' own error."""
     theirs, sdpa = (hugging_face(attention=attention, num_hidden_layers=1).cpu() for attention in ("eager", "sdpa"))
     truth = copy.deepcopy(theirs).double()
     sdpa.load_state_dict(theirs.state_dict())
@@ -230,7 +230,7 @@ def test_what_is_refused_at_once(earlier, change, error, words):
 
 @pytest.mark.slow
 def test_a_full_disk_does_not_end_the_process(tmp_path):
-    """As torch's own writer would, in a destructor."""
+    """It raises an OSError, where torch's own writer would end the process, in a destructor."""
     code = """
 import resource, sys, torch
 from pathlib import Path
@@ -250,7 +250,7 @@ except OSError as error:
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_full_disk_leaves_the_earlier_file(tmp_path, format):
-    """An OSError, where torch's own writer would end the process."""
+    """Exporting raises an OSError, where torch's own writer would end the process."""
     code = """
 import resource, sys
 from fastbert import BertConfig, BertModel

@@ -30,7 +30,7 @@ from fastbert.families import BY_MODEL_TYPE
 from fastbert.testing import Result
 
 LENGTHS, SEQLEN, CLASSES = [7, 1, 12, 4], 12, 3
-# Their heads, written down here: fastbert's own table has to agree.
+# The heads of each family, written out here: fastbert's own table has to agree.
 HEADS = {
     "bert": "PreTraining MaskedLM NextSentencePrediction SequenceClassification TokenClassification QuestionAnswering "
     "MultipleChoice",
@@ -46,9 +46,9 @@ every_model = pytest.mark.parametrize(("family", "kind"), MODELS)
 
 
 def their(family, kind="Model", **changes):
-    """transformers' model, random weights with biases and LayerNorms that are not trivial."""
+    """transformers' model with random weights; its biases and LayerNorms are not trivial."""
     labels = 2 if kind in ("ForQuestionAnswering", "ForPreTraining") else CLASSES
-    if (family, kind) == ("deberta-v2", "ForSequenceClassification"):  # whose loss is rounded to float32 without it
+    if (family, kind) == ("deberta-v2", "ForSequenceClassification"):  # else its loss is rounded to float32
         changes = {"problem_type": "single_label_classification"} | changes
     config = transformers.AutoConfig.for_model(family, **CONFIGS[family] | {"num_labels": labels} | changes)
     name = {"ForReplacedTokenDetection": "ForPreTraining"}.get(kind, kind)
@@ -64,7 +64,7 @@ def our(theirs, kind="Model", **changes):
 
 
 def example(model, kind, lengths=LENGTHS, side="right"):
-    """A padded batch, and labels. Question answering has no padding: transformers scores it, fastbert does not."""
+    """A padded batch and labels. Question answering has no padding: transformers scores padding, fastbert does not."""
     size, config = len(lengths), model.config
     lengths = [SEQLEN] * size if kind == "ForQuestionAnswering" else lengths
     mask = (torch.arange(SEQLEN) < torch.tensor(lengths)[:, None]).long().to(DEVICE)
@@ -97,7 +97,7 @@ def outputs(out, visible):
 
 
 def run(model, inputs, labels):
-    """Outputs and gradients under transformers' names, the parameters of both libraries."""
+    """Outputs, and gradients of all parameters under transformers' names, zeros where there is none."""
     model.zero_grad()
     visible = inputs["attention_mask"].flatten(0, -2).bool()
     found = outputs(model(**inputs, **labels, output_hidden_states=True), visible)
@@ -111,7 +111,7 @@ def run(model, inputs, labels):
 
 
 def assert_accurate(mine, truth, contenders=()):
-    """The accuracy rule: hidden states 3 e, logits and losses 2 e."""
+    """The accuracy rule: hidden states within 3 e, logits and losses within 2 e."""
     scores = ("loss", *LOGITS)
     rows = [row for row in testing.compare(mine, truth, contenders, factor=3.0) if row.name not in scores]
     testing.assert_rows(rows + [row for row in testing.compare(mine, truth, contenders) if row.name in scores])
@@ -128,21 +128,21 @@ def test_the_heads_are_those_of_transformers():
         assert theirs == {known.class_name(kind) for kind in known.heads}
 
 
-FEW = ("ForMultipleChoice", "ForSequenceClassification", "ForNextSentencePrediction")  # numbers: one or two a text
-# With padding on the left transformers' poolers and heads read column 0, ours the first token: those that read none.
+FEW = ("ForMultipleChoice", "ForSequenceClassification", "ForNextSentencePrediction")  # few scores a text
+# With padding on the left, transformers' poolers and heads read column 0, ours the first token; masked LM neither.
 CASES = [(*model, "right") for model in MODELS] + [(family, "ForMaskedLM", "left") for family in CONFIGS]
 
 
 @pytest.mark.parametrize(("family", "kind", "side"), CASES)
 def test_as_accurate_as_transformers(family, kind, side):
-    """float32 by the rule, float64 to 1e-12: hidden states, logits, loss and all gradients."""
+    """Hidden states, logits, loss and all gradients: float32 by the accuracy rule, float64 to 1e-12."""
     theirs = their(family, kind)
     eager = copy.deepcopy(theirs)
     eager.set_attn_implementation("eager")
     exact = copy.deepcopy(eager).double()
     inputs, labels = example(theirs, kind, LENGTHS * 4 if kind in FEW else LENGTHS, side)
     truth = run(exact, inputs, labels)
-    if kind == "ForReplacedTokenDetection":  # transformers rounds it to float32
+    if kind == "ForReplacedTokenDetection":  # transformers rounds this loss to float32
         target = labels["labels"][inputs["attention_mask"].bool()].double()
         truth.outputs["loss"] = F.binary_cross_entropy_with_logits(truth.outputs["logits"], target)
     contenders = [run(model, inputs, labels) for model in (theirs, eager)]
@@ -156,17 +156,17 @@ IN_ONE = {"embedding": 1, "encoder_layer": 2, "padding": None}
 
 @pytest.mark.parametrize("backend", backends.BACKENDS)
 @pytest.mark.parametrize(
-    "family",  # a frozen position; no token types; two widths
+    "family",  # roberta: a frozen position; distilbert: no token types; albert: two widths
     ["roberta", *[pytest.param(name, marks=pytest.mark.slow_on("triton")) for name in ("distilbert", "albert")]],
 )
 @pytest.mark.parametrize("ops", [OPS, IN_ONE], ids=["single-ops", "layers-in-one"])
 def test_every_backend(family, backend, ops, monkeypatch):
-    """Each op runs once in every layer, or every other, on the backend asked for, and obeys the accuracy rule."""
+    """Each op runs on the backend asked for, as often as the table says for two layers, and obeys the accuracy rule."""
     if ops is OPS:
         monkeypatch.setattr(backends, "find", lambda *args, **kwargs: None)
     elif backend == "reference":
         pytest.skip("plain PyTorch has no layer of its own to prefer")
-    for op in (*ops, *["linear"] * (family == "albert")):  # between its two widths
+    for op in (*ops, *["linear"] * (family == "albert")):  # the projection between its two widths
         if reason := backends.why_not(backend, op, DEVICE, torch.float32, backward=True):
             pytest.skip(f"{backend}: {reason}")
     theirs = their(family, **{"n_layers" if family == "distilbert" else "num_hidden_layers": 2})
@@ -185,7 +185,7 @@ def test_every_backend(family, backend, ops, monkeypatch):
 @pytest.mark.parametrize("training", [True, False])
 @every_model
 def test_packed_equals_padded(family, kind, training):
-    """Bit for bit, in training too."""
+    """Packed and padded input give the same bits, in training too."""
     model = our(their(family, kind), kind).train(training)
     inputs, labels = example(model, kind)
     visible = inputs["attention_mask"].flatten(0, -2).bool()
@@ -200,7 +200,7 @@ def test_packed_equals_padded(family, kind, training):
 
 @every_model
 def test_trains_with_dropout(family, kind):
-    """The seed decides it, and every parameter gets a gradient."""
+    """The seed determines the dropout, and every parameter gets a gradient."""
     changes = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
     model = our(their(family, kind), kind, **changes)
     inputs, labels = example(model, kind)
@@ -209,16 +209,16 @@ def test_trains_with_dropout(family, kind):
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         losses.append(run(model.train(), inputs, labels))
-    for name in losses[0].outputs:  # a masked LM makes no logits in training
+    for name in losses[0].outputs:  # a masked LM computes no logits in training
         value, (one, again, other) = evaluated[name], (each.outputs[name] for each in losses)
         assert torch.equal(one, again) and not torch.equal(one, other) and not torch.equal(one, value), name
-    still = {"classifier.bias"} if kind == "ForMultipleChoice" else set()  # the same for all choices: no gradient
+    still = {"classifier.bias"} if kind == "ForMultipleChoice" else set()  # equal for all choices: gradient 0
     gradients = {name: gradient for name, gradient in losses[0].gradients.items() if name not in still}
     assert all(gradient.abs().sum() > 0 for gradient in gradients.values())
 
 
 DROPOUTS = {
-    "bert": {"hidden_dropout_prob": 0.2},  # where there is none of its own
+    "bert": {"hidden_dropout_prob": 0.2},  # heads without a dropout field of their own use it
     "electra": {"classifier_dropout": 0.3, "summary_last_dropout": 0.4},
     "distilbert": {"dropout": 0.2, "seq_classif_dropout": 0.3, "qa_dropout": 0.4},
     "albert": {"hidden_dropout_prob": 0.2, "classifier_dropout_prob": 0.3},
@@ -229,7 +229,7 @@ DROPOUTS = {
 
 @pytest.mark.parametrize(("family", "kind"), [model for model in MODELS if model[1] != "Model"])
 def test_the_head_drops_as_transformers_does(family, kind):
-    """With dropout in the head alone and no padding, both draw the same masks from torch's generator, in float64."""
+    """With dropout only in the head and no padding, both draw the same masks from torch's generator (in float64)."""
     theirs = their(family, kind, **DROPOUTS[family]).double().train()
     for module in theirs.base_model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -245,7 +245,7 @@ def test_the_head_drops_as_transformers_does(family, kind):
         results.append(outputs(each(**inputs, **labels), inputs["attention_mask"].flatten(0, -2).bool()))
     one, two = results
     if kind == "ForReplacedTokenDetection":
-        del two["loss"]  # float32
+        del two["loss"]  # in float32
     for name in one.keys() & two.keys():
         assert (one[name] - two[name]).abs().max() <= 1e-12 * two[name].abs().max(), name
     one, two = ({m.p for m in each.modules() if isinstance(m, torch.nn.Dropout)} - {0.0} for each in (model, theirs))
@@ -256,12 +256,12 @@ def test_the_head_drops_as_transformers_does(family, kind):
     ("family", "changes"),
     [
         ("distilbert", {}),  # no dropout after attention
-        ("albert", {"embedding_size": 48}),  # one layer, other masks in each run; none after the second half
+        ("albert", {"embedding_size": 48}),  # one layer with other masks in each run; no dropout after its second half
         ("albert", {"embedding_size": 48, "num_hidden_groups": 2}),
     ],
 )
 def test_training_with_dropout_is_exact(family, changes, monkeypatch):
-    """The reference, as BERT with the weights spread over its layers and the masks of the contract, in float64."""
+    """Equal, in float64, to the reference: a BERT with shared weights copied to all layers and the documented masks."""
     dropout = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2, "num_hidden_layers": 4}
     layers = {"n_layers" if family == "distilbert" else "num_hidden_layers": 4}
     model = our(their(family, **changes, **layers).double(), **dropout).train()
@@ -276,7 +276,7 @@ def test_training_with_dropout_is_exact(family, changes, monkeypatch):
     key = random.new_key(DEVICE)
     monkeypatch.setattr(random, "new_key", lambda device: key)
     masks = reference_masks(model, key, LENGTHS, SEQLEN)
-    absent = 1 if family == "distilbert" else 2  # of the sites of a layer
+    absent = 1 if family == "distilbert" else 2  # which of a layer's three sites has no dropout
     for layer in range(4):
         masks[random.layer_sites(layer)[absent]].fill_(1)
     result = model(**inputs, output_hidden_states=True)
@@ -291,13 +291,13 @@ def test_training_with_dropout_is_exact(family, changes, monkeypatch):
     for name, parameter in truth.named_parameters():
         name = shared(model, name)
         expected[name] = expected.get(name, 0) + parameter.grad
-    projection = {"embeddings.project.weight", "embeddings.project.bias"}  # which the reference does not have
+    projection = {"embeddings.project.weight", "embeddings.project.bias"}  # the reference has no projection
     found = {name: gradient for name, gradient in gradients.items() if name not in projection}
     assert_gradients(found, {name: gradient for name, gradient in expected.items() if name in found})
 
 
 def shared(model, name):
-    """The name of a parameter of the reference in a model whose layers may be shared."""
+    """The name, in a model whose layers may be shared, of a parameter of the reference."""
     start, _, rest = name.partition("encoder.layer.")
     index, _, part = rest.partition(".")
     groups = model.config.layer_groups
@@ -305,10 +305,10 @@ def shared(model, name):
 
 
 def spread(model):
-    """The state dict of a BERT that computes the same."""
+    """The state dict of a BERT without shared layers that computes the same."""
     state = checkpoint.to_hugging_face(model.state_dict())
     names = reference.BertModel(BertConfig(**{n: getattr(model.config, n) for n in SIZES})).state_dict()
-    zeros = {"embeddings.token_type_embeddings.weight": torch.zeros(2, 48, dtype=torch.float64)}  # DistilBERT's
+    zeros = {"embeddings.token_type_embeddings.weight": torch.zeros(2, 48, dtype=torch.float64)}  # for DistilBERT
     state = zeros | state
     return {name: state[shared(model, name)].clone() for name in names if not name.startswith("pooler.")}
 
@@ -321,12 +321,12 @@ COUNTED = ("roberta", "camembert")
 
 @pytest.mark.parametrize("family", COUNTED)
 def test_padding_tokens_in_visible_places_count_as_padding(family):
-    """Their position is padding_idx, whose row gets no gradient; they do not count as positions, masked tokens do."""
+    """Their position is padding_idx, whose row gets no gradient. They do not advance positions; masked tokens do."""
     theirs = their(family).double()
     model, pad = our(theirs), theirs.config.pad_token_id
     inputs, _ = example(theirs, "Model")
     inputs["input_ids"][0, 2] = inputs["input_ids"][2, 0] = inputs["input_ids"][2, 5] = pad
-    inputs["input_ids"][1, 3] = 7  # behind the mask
+    inputs["input_ids"][1, 3] = 7  # an ordinary token that is masked
     one, two = run(model, inputs, {}), run(theirs, inputs, {})
     assert_accurate(one, two)
     assert one.gradients["embeddings.position_embeddings.weight"][pad].abs().sum() == 0
@@ -447,7 +447,7 @@ def test_what_does_not_fit_is_refused_in_the_family_s_words(family, missing, ext
         (changed, tensors | {f"{family}.{missing}": torch.zeros(3)}),
     ):
         if words == changed and ".k" in missing:
-            continue  # q, k and v of unequal shapes are not merged: they are missing
+            continue  # q, k and v of unequal shapes are not merged and count as missing
         save_file(state, tmp_path / "model.safetensors")
         with pytest.raises(RuntimeError, match=re.escape(words)):
             fastbert.BertForTokenClassification.from_pretrained(tmp_path)
@@ -457,13 +457,13 @@ def test_what_does_not_fit_is_refused_in_the_family_s_words(family, missing, ext
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_old_names(family):
-    """gamma and beta, a decoder's own bias, saved position_ids, and our own names."""
+    """State dicts may have gamma and beta, a decoder's own bias, saved position_ids, or our own names."""
     theirs = their(family, "ForMaskedLM")
     state = {re.sub("([Nn]orm).weight$", r"\1.gamma", name): tensor for name, tensor in theirs.state_dict().items()}
     state = {re.sub("([Nn]orm).bias$", r"\1.beta", name): tensor for name, tensor in state.items()}
     state[f"{theirs.base_model_prefix}.embeddings.position_ids"] = torch.arange(32)[None]
     assert any(name.endswith("gamma") for name in state)
-    state.pop("cls.predictions.bias", None)  # BERT's, which its decoder has as well
+    state.pop("cls.predictions.bias", None)  # BERT's decoder has a copy of it
     model = our(theirs, "ForMaskedLM")
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for given in (state, expected):
@@ -521,7 +521,7 @@ def test_presets_have_the_parameters_of_transformers(name):
     assert BertConfig.preset(f"{name} ({size})") == BertConfig.preset(short) == BertConfig.preset(f"{short} ({size})")
 
 
-# Published by KerasHub for its ports of google/electra-*, which have a pooler besides (hidden_size ** 2 + hidden_size).
+# Published by KerasHub for its ports of google/electra-*, which also have a pooler (hidden_size ** 2 + hidden_size).
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -638,7 +638,7 @@ SLOW += [("roberta", "ForSequenceClassification", 1), ("albert", "ForMaskedLM", 
     [("bert", "ForPreTraining", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_compiles_to_one_graph(family, kind, layers):
-    """Padded and packed, forward and backward; the same numbers, though a padded graph sums over padding rows."""
+    """Padded and packed, forward and backward give the same numbers, though a padded graph sums over padding rows."""
     still = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"), 0.0)
     model = our(their(family, kind, num_hidden_layers=layers), kind, **still)
     inputs, labels = example(model, kind)
@@ -659,7 +659,7 @@ def test_autocast_keeps_a_float32_stream(family):
     theirs = their(family)
     model, (inputs, _) = our(theirs), example(theirs, "Model")
     if model.pooler is not None:
-        model.pooler = theirs.pooler = None  # half precision in both
+        model.pooler = theirs.pooler = None  # poolers compute in half precision in both libraries
     visible = inputs["attention_mask"].bool()
     with torch.no_grad():
         truth = copy.deepcopy(theirs).double()(**inputs, output_hidden_states=True)

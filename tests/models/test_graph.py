@@ -1,7 +1,7 @@
-"""Graphs against the models that they replay: for all lengths, and whatever unused memory holds.
+"""Graphs give what the models that they replay give, for all lengths and whatever unused memory holds.
 
-On a GPU these are CUDA graphs. Elsewhere `Again` stands in for them: the same function over the same memory, again, so
-that all but the capture itself is tested.
+On a GPU these are CUDA graphs. Elsewhere `Again` stands in for them. It runs the same function over the same memory
+again, so that everything but the capture itself is tested.
 """
 
 import copy
@@ -39,7 +39,7 @@ def graphed(model, recorder=RECORDER, **sizes):
 
 
 def our(name="BertModel", dtype=torch.float64, config=CONFIG):
-    """A model with random weights, biases and LayerNorms among them."""
+    """A model with random weights, including those of biases and LayerNorms."""
     model = getattr(fastbert, name)(config)
     for parameter_name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=0.1)
@@ -49,7 +49,7 @@ def our(name="BertModel", dtype=torch.float64, config=CONFIG):
 
 
 def example(name, lengths, form="padded"):
-    """A batch of one more column than its longest row; of multiple choice with two choices."""
+    """A batch with one more column than its longest row; for multiple choice, with two choices."""
     inputs = batch(lengths, max(lengths) + 1, side="left" if sum(lengths) % 2 else "right")
     if form == "packed":
         return packed(inputs) | ({"num_choices": 2} if name == "BertForMultipleChoice" else {})
@@ -59,7 +59,7 @@ def example(name, lengths, form="padded"):
 
 
 def assert_same(out, expected):
-    """Every field, to float64's rounding."""
+    """Every field agrees, to float64's rounding."""
     assert type(out) is type(expected)
     for field, tensor, truth in zip(out._fields, out, expected, strict=True):
         assert (tensor is None) == (truth is None), field
@@ -87,7 +87,7 @@ def assert_bits(out, expected):
 @pytest.mark.parametrize("name", HEADS)
 @torch.inference_mode()
 def test_gives_what_the_model_gives(name, form):
-    """All heads, buckets and forms of input, the lengths changing from replay to replay."""
+    """For all heads, buckets and forms of input, with lengths that change from replay to replay."""
     model = our(name)
     replayed = graphed(model)
     even = [lengths for lengths in LENGTHS if len(lengths) % 2 == 0]
@@ -102,7 +102,7 @@ def test_gives_what_the_model_gives(name, form):
 @pytest.mark.parametrize("model_type", [name for name in BY_MODEL_TYPE if name != "bert"])
 @torch.inference_mode()
 def test_families(model_type, form):
-    """Positions counted after the padding's, no token types, projected embeddings, shared layers, other heads."""
+    """Other families count positions from pad_token_id + 1, lack token types, project embeddings or share layers."""
     widths = {"embedding_size": 32} if model_type in ("albert", "electra") else {}
     config = BertConfig(model_type=model_type, **FAMILY, **widths)
     heads = ["ForSequenceClassification", "ForMaskedLM", "ForReplacedTokenDetection"]
@@ -112,7 +112,7 @@ def test_families(model_type, form):
         assert replayed.buckets[-1].longest == config.max_sequence_length
         for lengths in LENGTHS:
             inputs = example(name, lengths, form)
-            inputs["input_ids"][..., -1:] = 1  # a padding token of RoBERTa's that may be seen
+            inputs["input_ids"][..., -1:] = 1  # RoBERTa's padding token, sometimes in a visible place
             if not config.family.token_types:
                 del inputs["token_type_ids"]
             assert_same(replayed(**inputs), model(**inputs))
@@ -122,7 +122,7 @@ def test_families(model_type, form):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @torch.inference_mode()
 def test_as_accurate_as_pytorch(dtype):
-    """The rule for hidden states, 3 e, e being the worse of transformers' eager and SDPA models in the same dtype."""
+    """Errors are at most 3 e, where e is the worse of transformers' eager and SDPA models in the same dtype."""
     models = [hugging_face(), hugging_face(attention="sdpa")]
     models[1].load_state_dict(models[0].state_dict())
     rounded = [copy.deepcopy(model).to(dtype) for model in models]
@@ -130,7 +130,7 @@ def test_as_accurate_as_pytorch(dtype):
     replayed = graphed(ours(rounded[0]))
     for lengths in LENGTHS:
         if 0 in lengths:
-            continue  # no row of transformers' is defined there
+            continue  # transformers defines no result for an empty row
         inputs = batch(lengths, max(lengths))
         visible = inputs["attention_mask"].bool()
         truth, mine, *contenders = (
@@ -166,11 +166,11 @@ def test_without_a_pooler():
         assert_same(graphed(model)(**inputs), model(**inputs))
 
 
-# ---- memory that is used again
+# ---- memory that is reused
 
 
 def test_spare_sequences_hold_spare_tokens():
-    """A literal table: 4 tokens of two sequences in a bucket of 9, whose sequences have at most 3."""
+    """The buffer equals a literal table: 4 tokens of two sequences, in a bucket of 9 whose sequences have at most 3."""
     bucket = Bucket(tokens=9, sequences=2, longest=3)
     assert bucket.slots == 2 + 3
     form = Form(bucket, Field("labels", 5, fill=-100))
@@ -190,7 +190,7 @@ def test_spare_sequences_hold_spare_tokens():
 @pytest.mark.parametrize("name", HEADS)
 @torch.no_grad()
 def test_nothing_leaks_from_spare_memory(name):
-    """Garbage in every buffer, NaN in every output and in all that spare tokens compute: not a bit changes."""
+    """Garbage in every buffer, and NaN in every output and in all that spare tokens compute, change no bit."""
     model = our(name)
     replayed = graphed(model)
     inputs = example(name, [7, 2])  # 9 tokens in a bucket of 24; ids begin at 1
@@ -203,7 +203,7 @@ def test_nothing_leaks_from_spare_memory(name):
     bert = model if name == "BertModel" else model.bert
     bert.embeddings.word_embeddings.weight[0] = torch.nan
     out = replayed(**inputs)
-    if name in ("BertForMaskedLM", "BertForPreTraining"):  # the embeddings are the decoder too: token 0's score is NaN
+    if name in ("BertForMaskedLM", "BertForPreTraining"):  # tied to the decoder: token 0's score is NaN
         logits, *rest = bits(out)
         assert logits[..., 0].isnan().any() and torch.equal(logits[..., 1:], expected[0][..., 1:])
         assert all(torch.equal(a, b) for a, b in zip(rest, expected[1:], strict=True))
@@ -226,7 +226,7 @@ def test_a_call_does_not_depend_on_those_before():
 @pytest.mark.parametrize("name", ["BertModel", "BertForQuestionAnswering", "BertForMaskedLM"])
 @torch.inference_mode()
 def test_results_are_the_callers(name, form):
-    """Later calls, here of one bucket, do not write to them, nor see what the caller writes to them."""
+    """Later calls in the same bucket do not overwrite earlier results, nor see what the caller writes to those."""
     replayed = graphed(our(name))
     one, two = (
         batch([6, 6], 6) if form == "full" else example(name, lengths, form) for lengths in ([5, 3], [2, 4, 1, 1])
@@ -254,9 +254,10 @@ def test_inputs_are_left_alone():
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
 @pytest.mark.parametrize("name", HEADS)
-@torch.no_grad()  # in inference mode no dispatch mode sees Tensor.item
+@torch.no_grad()  # in inference mode, a dispatch mode does not see Tensor.item
 def test_what_is_captured_asks_for_no_value(name, backend, monkeypatch):
-    """Checks apart, which look at values on CPUs only. Triton: its host side, as on Hopper, launching nothing."""
+    """No op reads a value on the host. Argument checks, which do so on CPUs only, are off. For Triton, only its
+    host side runs, as on Hopper; nothing is launched."""
     if reason := fastbert.backends.why_not(backend, "attention", "cpu", torch.float32):
         pytest.skip(reason)
     monkeypatch.setattr(checks, "values_visible", lambda tensor: False)
@@ -272,7 +273,7 @@ def test_what_is_captured_asks_for_no_value(name, backend, monkeypatch):
 
 
 def test_what_is_captured_does_without_values():
-    """On meta tensors: reading a value of one is an error in PyTorch."""
+    """The models run on meta tensors, where reading a value is an error in PyTorch."""
     with torch.device("meta"), torch.no_grad():
         form, ids = Form(Bucket(24, 4, 16)), torch.empty(9, dtype=torch.int64)
         buffer, ends = torch.empty(form.size, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
@@ -304,8 +305,8 @@ def test_a_planted_question_is_noticed(monkeypatch):
     [
         ([8], 8),  # exactly full
         ([8, 1], 24),
-        ([1, 1, 1, 1], 8),  # as many sequences as there may be
-        ([16, 8], 24),  # the longest that there may be
+        ([1, 1, 1, 1], 8),  # the largest number of sequences
+        ([16, 8], 24),  # the longest sequence
         ([16, 9], 48),
         ([16, 16, 16], 48),
         ([16, 16, 16, 1], "a batch has more than 48 tokens"),
@@ -327,7 +328,7 @@ def test_the_smallest_bucket_that_holds_the_batch(lengths, bucket, form):
     else:
         with pytest.warns(RuntimeWarning, match=bucket):
             assert_same(replayed(**inputs), model(**inputs))
-        assert_same(replayed(**inputs), model(**inputs))  # said once, and counted twice
+        assert_same(replayed(**inputs), model(**inputs))  # one warning, but counted twice
         assert replayed.report.direct == {bucket: 2} and not replayed.report.replays
         assert f"2 directly where {bucket}" in str(replayed.report)
     assert replayed.report.captures == {8: 1, 24: 1, 48: 1}
@@ -335,7 +336,7 @@ def test_the_smallest_bucket_that_holds_the_batch(lengths, bucket, form):
 
 @torch.inference_mode()
 def test_max_seqlen_may_say_more_than_there_is():
-    """People pass the model's maximum: a sequence is no longer than its batch."""
+    """Callers often pass the model's maximum: the number of tokens in the batch limits it."""
     model = our()
     replayed, inputs = graphed(model, max_seqlen=None), packed(batch([5, 2], 5)) | {"max_seqlen": 512}
     assert_same(replayed(**inputs), model(**inputs))
@@ -353,7 +354,7 @@ def test_sizes():
 
 
 def test_checks_run_the_model(monkeypatch):
-    """A replay cannot make the checks that FASTBERT_CHECK=1 asks for, nor can they be captured."""
+    """FASTBERT_CHECK=1 runs the model directly: its checks can be neither captured nor replayed."""
     monkeypatch.setenv("FASTBERT_CHECK", "1")
     model, inputs = our(), batch([5, 2], 5)
     replayed = graphed(model)
@@ -425,7 +426,7 @@ def no_bias(model):
     ids=["assign", "data", "module", "layers", "bias", "dtype", "dtype and back"],
 )
 def test_replaced_tensors_and_modules_are_noticed_in_debugging(change, monkeypatch):
-    """A replay does not look: it reads the weights that were captured, which therefore stay in memory."""
+    """A replay itself does not look: it reads the weights that were captured, which therefore stay in memory."""
     model, inputs = our("BertForSequenceClassification"), batch([7, 1], 7)
     replayed, weights = graphed(model), [parameter.detach().clone() for parameter in model.parameters()]
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
@@ -441,7 +442,7 @@ def test_replaced_tensors_and_modules_are_noticed_in_debugging(change, monkeypat
 
 @torch.inference_mode()
 def test_the_backend_is_obeyed():
-    """Each forced backend has its graphs, or an error where it cannot have any."""
+    """Each forced backend gets graphs of its own, or an error where it cannot run."""
     replayed, inputs = graphed(our(dtype=torch.float32)), batch([7, 1], 7)
     expected, ran = bits(replayed(**inputs)), ("attention_fwd", "reference")
     with fastbert.backend("reference"):
@@ -458,7 +459,7 @@ def test_the_backend_is_obeyed():
 
 
 def test_modes_may_change_from_call_to_call():
-    """Tensors made in inference mode cannot be written to outside it."""
+    """Graphs made in one mode work in the other, although tensors of inference mode cannot be written to outside it."""
     model, inputs = our().requires_grad_(False), batch([7, 1], 7)
     for first, second in ((torch.inference_mode, nullcontext), (nullcontext, torch.inference_mode)):
         with first():
@@ -472,7 +473,7 @@ def test_modes_may_change_from_call_to_call():
 
 
 def test_threads_take_turns():
-    """Each gets its own results, bit for bit those of a call alone."""
+    """Each thread gets its own results, bit for bit those of a call without other threads."""
     replayed = graphed(our(dtype=torch.float32))
     work = [batch(lengths, 16) for lengths in LENGTHS]
     with torch.inference_mode():
@@ -516,7 +517,7 @@ def test_what_a_replay_would_not_do(monkeypatch):
     replayed = graphed(model)
 
     def refused(match, when_called=None):
-        """When it is made, and when it is called: at once, or in debugging alone."""
+        """Making a graph is an error, and so is a call: always or, if when_called is given, with FASTBERT_CHECK=1."""
         with pytest.raises(RuntimeError, match=match):
             graphed(model)
         if when_called:
@@ -536,7 +537,7 @@ def test_what_a_replay_would_not_do(monkeypatch):
         refused("forward hooks", when_called="forward hooks")
         handle.remove()
     dense = model.bert.pooler.dense
-    model.bert.pooler.dense = torch.nn.Sequential(dense).eval()  # as an adapter, which may change with every call
+    model.bert.pooler.dense = torch.nn.Sequential(dense).eval()  # such as an adapter, which may change between calls
     refused("a Sequential, whose Python a replay does not run", when_called="replaced")
     model.bert.pooler.dense = dense
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
@@ -564,7 +565,7 @@ FLAT = {"input_ids": IDS.flatten(), "cu_seqlens": ENDS, "max_seqlen": 8}
         {"input_ids": None},
         {"input_ids": IDS.tolist()},
         {"input_ids": IDS.float()},
-        {"input_ids": IDS[0]},  # one sequence without its batch
+        {"input_ids": IDS[0]},  # one sequence without a batch dimension
         {"input_ids": IDS, "cu_seqlens": ENDS},
         {"input_ids": IDS, "max_seqlen": 6},
         {"input_ids": IDS, "token_type_ids": IDS[:, :3]},
@@ -603,7 +604,7 @@ def test_bad_input_is_refused_as_by_the_model(inputs):
 )
 @torch.inference_mode()
 def test_values_are_checked_on_the_host(inputs, error):
-    """Wherever the model is."""
+    """The values of inputs on the host are checked, wherever the model is."""
     with pytest.raises(error, match="fastbert.graph|BertModel"):
         graphed(our())(**inputs)
 
@@ -637,7 +638,8 @@ class TestOnGpu:
     @pytest.mark.parametrize("backend", ["reference", "triton", None])
     @torch.inference_mode()
     def test_random_lengths(self, backend):
-        """float64 has no kernels but the reference's: the others by the rule, against the reference as PyTorch's."""
+        """Every backend obeys the accuracy rule. The contender is the reference in float16, the truth the reference in
+        float64, for which the other backends have no kernels."""
         model, generator = our(dtype=torch.float16), random.Random(0)
         truth_model = copy.deepcopy(model).double()
         with fastbert.backend(backend):
@@ -656,7 +658,7 @@ class TestOnGpu:
 
     @torch.inference_mode()
     def test_input_on_the_host(self):
-        """The same bits as from the device, padded and packed, from pinned and from pageable memory."""
+        """Input in pinned or pageable memory, padded or packed, gives the same bits as input on the device."""
         replayed = graph(our(dtype=torch.float16), **SIZES)
         for lengths in LENGTHS:
             for form in ("padded", "packed"):
@@ -665,7 +667,7 @@ class TestOnGpu:
                 host = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
                 pinned = {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in host.items()}
                 assert_bits(replayed(**host), expected)
-                with fastbert.backend("triton"):  # which it is anyway; not what packs on the host
+                with fastbert.backend("triton"):  # as by default; packing on the host is not forced
                     assert_bits(replayed(**pinned), expected)
         with pytest.warns(RuntimeWarning, match="more than 4 sequences"):
             ids = torch.randint(1, 99, (5, 3))
@@ -675,7 +677,7 @@ class TestOnGpu:
 
     @torch.inference_mode()
     def test_host_input_may_be_written_to_at_once(self):
-        """Calls are queued behind a slow kernel, and each reads what its input was when it was called."""
+        """Calls are queued behind a slow kernel, and each reads its input as it was at the time of the call."""
         replayed = graph(our(dtype=torch.float16), **SIZES)
         rows = [torch.randint(1, 99, (2, 8)) for _ in range(20)]
         expected = [bits(replayed(row)) for row in rows]
@@ -690,7 +692,7 @@ class TestOnGpu:
 
     @torch.inference_mode()
     def test_streams(self):
-        """Replays on many streams, none of which waits for another, share memory without meeting in it."""
+        """Replays on several streams that do not wait for each other share memory without conflict."""
         replayed = graph(our(dtype=torch.float16), **SIZES)
         work = [packed(batch(lengths, 16)) for lengths in LENGTHS]
         expected = [bits(replayed(**inputs)) for inputs in work]
@@ -720,7 +722,7 @@ class TestOnGpu:
         assert run(200) == run(200)
 
     def test_one_pool(self):
-        """Small buckets live in the memory of the largest: together they take little more than it alone."""
+        """Small buckets reuse the memory of the largest: all together take little more than the largest alone."""
 
         def reserved(sizes):
             torch.cuda.synchronize()
@@ -733,19 +735,19 @@ class TestOnGpu:
 
         config = fastbert.BertConfig(num_hidden_layers=2, max_position_embeddings=512)
         model = BertModel(config).eval().to(DEVICE, torch.float16)
-        reserved((4096,))  # workspaces of libraries come first
+        reserved((4096,))  # allocates the workspaces of libraries beforehand
         alone, _ = reserved((4096,))
-        together, _ = reserved((2048, 2560, 3072, 3584, 4096))  # apart they would take 3.75 times as much
+        together, _ = reserved((2048, 2560, 3072, 3584, 4096))  # separately they would take 3.75 times as much
         assert together <= 2 * alone
 
     @torch.inference_mode()
     def test_nothing_that_a_graph_reads_is_freed(self):
-        """Other graphs come and go, PyTorch frees what it may, and all free memory is filled with NaN."""
+        """Other graphs come and go, PyTorch frees what it can, and free memory is set to NaN: results stay the same."""
         config = fastbert.BertConfig(num_hidden_layers=2)
         model = BertModel(config).eval().to(DEVICE, torch.float16)
         replayed, inputs = graph(model), batch([90, 30], 90, vocabulary=30522)
         expected = bits(replayed(**inputs))
-        for _ in range(40):  # more than PyTorch has streams for
+        for _ in range(40):  # more graphs than PyTorch has streams
             graph(our(dtype=torch.float16), max_tokens=(8,))(**batch([3], 3))
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
@@ -763,7 +765,7 @@ class TestOnGpu:
 
     @torch.no_grad()
     def test_a_model_that_left_the_gpu(self):
-        """A replay goes on with the weights that were captured, wherever the model is."""
+        """A replay goes on with the weights that were captured, wherever the model is now."""
         model = our(dtype=torch.float16)
         replayed, inputs = graph(model, **SIZES), batch([7, 1], 7)
         expected = bits(replayed(**inputs))

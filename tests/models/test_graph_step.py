@@ -1,4 +1,4 @@
-"""Training steps as graphs against `loss.backward()`: the same losses and gradients, dropout included.
+"""Training steps as graphs give the same losses and gradients as `loss.backward()`, dropout included.
 
 On a GPU these are CUDA graphs, elsewhere a stand-in (tests/replays.py).
 """
@@ -22,7 +22,7 @@ from fastbert.training import to_device
 SIZES = {"max_tokens": (16, 40), "max_sequences": 5, "max_seqlen": 12}
 CONFIG = TINY.changed(num_labels=3, num_hidden_layers=2)  # dropout 0.1 everywhere
 LENGTHS = ([7, 1, 8], [3], [12, 12, 12, 4], [5, 0, 2, 1], [12, 4], [1, 1, 1, 1, 1])
-HEADS = {  # and the forms of their labels
+HEADS = {  # with the forms of their labels
     "BertForMaskedLM": ("words", "rows"),
     "BertForPreTraining": ("words", "pairs", "both"),
     "BertForNextSentencePrediction": ("classes",),
@@ -41,7 +41,7 @@ def model_of(name, form="", dtype=torch.float64, config=CONFIG, **changes):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     if isinstance(dropout := getattr(model, "dropout", None), torch.nn.Dropout):
-        dropout.p = 0.0  # a head's own: PyTorch draws it by its shape, spare sequences included
+        dropout.p = 0.0  # the head's: PyTorch draws masks by shape, with spare sequences
     return model.to(DEVICE, dtype).train()
 
 
@@ -58,7 +58,7 @@ def random_labels(shape, classes, share=0.3):
 
 
 def example(form, lengths, layout, classes=3):
-    """A batch with the labels of a form."""
+    """A batch with labels of one form."""
     inputs = batch(lengths, max(lengths) + 1, side="left" if layout == "left" else "right")
     if layout == "holes":
         inputs["attention_mask"] = (torch.rand(inputs["attention_mask"].shape) < 0.6).long().to(DEVICE)
@@ -100,7 +100,7 @@ def assert_close(mine, truth, what=""):
 
 
 def assert_gradients(found, expected):
-    """Of a model, or by name."""
+    """found: a model, or gradients by name."""
     found = gradients(found) if isinstance(found, torch.nn.Module) else found
     for name, truth in expected.items():
         assert_close(found[name], truth, name)
@@ -114,7 +114,7 @@ def eager(model, inputs, gradient=1.0):
 
 
 def assert_same_step(model, step, inputs, seed=0, gradient=1.0):
-    """From no gradients: the loss, all gradients and the generator's state are those of the model itself."""
+    """Without earlier gradients, the loss, all gradients and the generator's state are those of the model itself."""
     torch.manual_seed(seed)
     loss, expected = eager(model, inputs, 1.0 if gradient is None else gradient)
     after = torch.rand(3, device=DEVICE)
@@ -133,7 +133,7 @@ def assert_same_step(model, step, inputs, seed=0, gradient=1.0):
 @pytest.mark.parametrize("layout", ["padded", "packed", "left", "holes"])
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_a_step_is_that_of_the_model(name, form, layout):
-    """Every head and kind of label, with dropout; lengths change from replay to replay, and spare room with them."""
+    """For all heads and kinds of labels, with dropout. Lengths, and so the spare room, change from replay to replay."""
     model = model_of(name, form)
     step = stepped(model)
     for seed, lengths in enumerate(LENGTHS):
@@ -143,7 +143,7 @@ def test_a_step_is_that_of_the_model(name, form, layout):
 
 
 def test_labels_of_other_types():
-    """Integers as regression targets, several of them, (B, 1) of int32, and an order of sentences."""
+    """Integer and several regression targets, labels of shape (B, 1) in int32, and ALBERT's sentence_order_label."""
     scores, inputs = model_of("BertForSequenceClassification", "scores"), example("scores", [7, 2], "packed")
     for labels in (torch.tensor([2**25 + 1, 3]), torch.tensor([[1], [3]], dtype=torch.int32)):
         assert_same_step(scores, stepped(scores), inputs | {"labels": labels.to(DEVICE)})
@@ -169,7 +169,7 @@ def test_families(model_type):
         step = stepped(model, **({"max_labels": 40} if head == "ForMaskedLM" else {}))
         for lengths in LENGTHS:
             inputs = example("tokens", lengths, "packed", classes=2)
-            inputs["token_type_ids"] %= config.type_vocab_size or 2  # which make no difference where there are none
+            inputs["token_type_ids"] %= config.type_vocab_size or 2  # without token types, the ids make no difference
             if not config.family.token_types:
                 del inputs["token_type_ids"]
             assert_same_step(model, step, inputs)
@@ -177,7 +177,7 @@ def test_families(model_type):
 
 
 def test_the_collators_batches():
-    """Host batches with all that a collator knows: the same numbers as from the device, without looking for labels."""
+    """A collator's batches on the host, which name the labelled rows, give the model's numbers on the device."""
     collate = PackingCollator(mlm_probability=0.15, mask_token_id=4, vocab_size=99, special_ids=[0, 1], max_tokens=40)
     model = model_of("BertForMaskedLM")
     step = stepped(model)
@@ -197,7 +197,7 @@ def test_the_collators_batches():
 
 
 def test_rows_that_are_named_are_those_that_count():
-    """As in the model: a label at no named row is left out, also where there is no spare token to fill room with."""
+    """As in the model, labels of other rows are left out, even if no spare token is left for unused label slots."""
     model = model_of("BertForMaskedLM")
     step, inputs = stepped(model, max_labels=12), example("rows", [12, 4], "packed")
     inputs["labels"] = torch.arange(16, device=DEVICE)
@@ -207,7 +207,7 @@ def test_rows_that_are_named_are_those_that_count():
 
 
 def test_nothing_labelled():
-    """A loss of 0 and gradients of 0, as the model's; no text at all."""
+    """Without labels, the loss and all gradients are 0, as the model's are; so is the loss without any text."""
     model = model_of("BertForMaskedLM")
     step, inputs = stepped(model), example("words", [7, 3], "packed")
     inputs["labels"].fill_(-100)
@@ -218,7 +218,7 @@ def test_nothing_labelled():
 
 
 def test_nothing_leaks_from_spare_memory():
-    """Garbage in the buffer and in all outputs, and NaN in the embedding of a token that the batch does not have."""
+    """Garbage in the buffer, and NaN in all outputs and in the embedding of spare tokens, change no gradient."""
     model = model_of("BertForSequenceClassification", "scores")
     step, inputs = stepped(model), example("scores", [7, 2], "packed")
     torch.manual_seed(1)
@@ -240,7 +240,7 @@ def test_nothing_leaks_from_spare_memory():
 
 
 def test_gradients_add_up():
-    """Over batches of one bucket and of several, with zeros and with None before them, and after a direct run."""
+    """Gradients add up over batches of the same and of other buckets and over direct runs, from None and from zeros."""
     model = model_of("BertForTokenClassification", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     step = stepped(model)
     batches = [example("tokens", lengths, "packed") for lengths in ([7, 1], [3], [12, 12], [12, 12, 12, 12], [2, 2])]
@@ -279,7 +279,7 @@ class SharedPool(Again):
 
 
 def test_gradients_outlive_the_replay_of_an_earlier_graph():
-    """Also those of parameters that this batch's form of labels gives no gradient."""
+    """This includes gradients of parameters that get none from the labels of the replayed batch."""
     model = model_of("BertForPreTraining", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     step = stepped(model, SharedPool)
     small, large = example("pairs", [7, 1], "packed"), example("both", [12, 12], "packed")
@@ -296,7 +296,7 @@ def test_gradients_outlive_the_replay_of_an_earlier_graph():
 
 
 def test_gradients_may_be_replaced():
-    """By what shares their memory and by what does not; none of it is where the next replay writes."""
+    """The caller may replace them by tensors that share their memory or not: the next replay overwrites none."""
     model = model_of("BertForTokenClassification", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     inputs = example("tokens", [7, 2], "packed")
     _, once = eager(model, inputs)
@@ -311,7 +311,7 @@ def test_gradients_may_be_replaced():
     for name, (change, times) in changes.items():
         step = stepped(model)
         model.zero_grad()
-        for _ in range(2):  # and again, from none
+        for _ in range(2):  # the second time from None again
             step(**inputs)
             for parameter in model.parameters():
                 change(parameter)
@@ -324,13 +324,13 @@ def test_gradients_may_be_replaced():
 
 @pytest.mark.parametrize("gradient", [None, 0.25, 1 / 3, torch.tensor(8.0)])
 def test_where_the_backward_begins(gradient):
-    """1 / n, or a scale that is on the device."""
+    """`gradient` scales the backward: None, a number such as 1 / n, or a tensor on the device."""
     model = model_of("BertForMaskedLM")
     gradient = gradient.to(DEVICE) if isinstance(gradient, torch.Tensor) else gradient
     step = stepped(model)
     for _ in range(2):
         assert_same_step(model, step, example("words", [7, 9], "packed"), gradient=gradient)
-    assert_same_step(model, step, example("words", [7, 9], "packed"))  # and 1 again
+    assert_same_step(model, step, example("words", [7, 9], "packed"))  # then 1 by default
 
 
 def test_what_is_frozen_gets_none():
@@ -342,12 +342,12 @@ def test_what_is_frozen_gets_none():
     assert model.bert.embeddings.LayerNorm.weight.grad is None
     pair = model_of("BertForPreTraining")
     assert_same_step(pair, stepped(pair), example("pairs", [7, 9], "packed"))
-    assert pair.cls.predictions.bias.grad is None  # which the loss does not use
+    assert pair.cls.predictions.bias.grad is None  # unused by this loss
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_training(optimizer):
-    """Twenty steps: the weights are those of the same training without graphs."""
+    """After 21 steps the weights are those of the same training without graphs."""
     models = [model_of("BertForMaskedLM")]
     models.append(copy.deepcopy(models[0]))
     step, runs = stepped(models[0]), []
@@ -376,7 +376,7 @@ def test_losses_are_the_callers():
 
 
 def test_evaluation_mode_trains_too():
-    """Without dropout; its graph is no graph of training mode."""
+    """Evaluation mode trains without dropout; its graph is refused once the model is in training mode."""
     model = model_of("BertForMaskedLM").eval()
     step, inputs = stepped(model), example("words", [7, 9], "packed")
     assert_same_step(model, step, inputs)
@@ -386,7 +386,7 @@ def test_evaluation_mode_trains_too():
 
 
 def test_autocast():
-    """A graph of its own, and the casts of weights that autocast keeps are left alone."""
+    """Autocast gets a separate graph, which does not use the casts of weights that autocast caches."""
     model = model_of("BertForMaskedLM", dtype=torch.float32)
     step, inputs = stepped(model), example("words", [7, 9], "packed")
     step(**inputs)
@@ -411,7 +411,7 @@ def test_autocast():
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_what_is_captured_asks_for_no_value(name, form, backend, monkeypatch):
-    """In the forward and the backward; checks apart, which look at values on CPUs only."""
+    """No op of forward or backward reads a value on the host. Argument checks, which do so on CPUs only, are off."""
     model = model_of(name, form).cpu()
     inputs = to_device(example(form, [5, 3], "packed"), "cpu")
     monkeypatch.setattr(checks, "values_visible", lambda tensor: False)
@@ -422,7 +422,7 @@ def test_what_is_captured_asks_for_no_value(name, form, backend, monkeypatch):
 
 
 def test_a_graph_of_the_models_own_may_live(monkeypatch):
-    """A capture differentiates with respect to leaves of its own: the parameters' remember the stream of that graph."""
+    """The capture uses leaves of its own: parameters in a living autograd graph remember the stream of that graph."""
     model, seen, grad = model_of("BertForMaskedLM"), [], torch.autograd.grad
 
     def watched(loss, leaves, *more, **options):
@@ -503,7 +503,7 @@ def test_the_smallest_bucket_with_room_for_the_labels():
 
 
 def test_no_text_runs_the_model():
-    """Where some gradients are None, which a graph would make 0."""
+    """Some gradients are None then, which a graph would make 0."""
     model = model_of("BertForSequenceClassification")
     inputs = {"input_ids": torch.empty(2, 5, dtype=torch.int64), "attention_mask": torch.zeros(2, 5)}
     inputs = {name: x.to(DEVICE) for name, x in inputs.items()} | {"labels": torch.tensor([0, 1], device=DEVICE)}
@@ -514,7 +514,7 @@ def test_no_text_runs_the_model():
 
 @pytest.mark.filterwarnings("ignore:fastbert.graph")
 def test_one_autocast_around_the_loop():
-    """PyTorch keeps casts of weights until autocast ends: a step never computes with old ones, graph or not."""
+    """PyTorch caches casts of weights until autocast ends; a step never uses outdated ones, in a graph or directly."""
     for max_tokens in (16, 8):  # in a graph, and directly
         losses = []
         for around in (True, False):
@@ -543,7 +543,7 @@ def test_one_autocast_around_the_loop():
 
 @pytest.mark.filterwarnings("ignore:fastbert.graph")
 def test_threads_take_turns():
-    """No gradient is lost, of replays or of direct runs."""
+    """No gradient is lost when threads call the same step, by replays or by direct runs."""
     model = model_of("BertForTokenClassification", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     step = stepped(model)
     work = [example("tokens", lengths, "packed") for lengths in ([7, 1], [12, 12], [12] * 4, [3])] * 3
@@ -667,7 +667,7 @@ def test_bad_batches():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_input_on_the_host():
-    """The same bits as from the device, dropout included."""
+    """Input on the host gives the same bits as input on the device, dropout included."""
     model = model_of("BertForMaskedLM", dtype=torch.float16)
     step = graph(model, **SIZES, training=True)
     inputs, results = example("rows", [7, 9], "packed"), []

@@ -1,4 +1,4 @@
-"""The heads against transformers: logits, losses, gradients, checkpoints; padded and packed."""
+"""The heads compared with transformers: logits, losses, gradients and checkpoints; padded and packed."""
 
 import copy
 
@@ -56,7 +56,7 @@ def our(model):
 
 
 def example(name, lengths=LENGTHS, side="right"):
-    """A padded batch and its labels. Question answering has no padding: transformers scores it, fastbert does not."""
+    """A padded batch and labels. Question answering has no padding: transformers scores padding, fastbert does not."""
     size = len(lengths)
     inputs = batch([SEQLEN] * size if name == "BertForQuestionAnswering" else lengths, SEQLEN, side=side)
     visible = inputs["attention_mask"].bool()
@@ -95,7 +95,7 @@ def run(model, inputs, labels):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", HEADS)
 def test_as_accurate_as_transformers(name, dtype):
-    """Logits, loss and gradients; the loss, which is float32 here, to the dtype of transformers'."""
+    """Logits, loss and gradients. Our loss is float32 or float64; it is rounded to the dtype of transformers' loss."""
     theirs = their(name).to(dtype)
     eager = their(name, attention="eager").to(dtype)
     eager.load_state_dict(theirs.state_dict())
@@ -139,7 +139,7 @@ def test_records_are_those_of_the_body(name):
 
 
 def test_outputs_are_tuples_whose_slices_hold_what_was_computed():
-    """transformers.Trainer evaluates output[1:]."""
+    """transformers.Trainer evaluates output[1:], which must not contain None."""
     model, (inputs, labels) = our(their("BertForTokenClassification")), example("BertForTokenClassification")
     out = model(**inputs, **labels)
     assert isinstance(out, tuple) and out[0] is out.loss and out[1] is out.logits and out[2] is None
@@ -152,7 +152,7 @@ def test_outputs_are_tuples_whose_slices_hold_what_was_computed():
 @pytest.mark.parametrize("form", ["padded", "packed"])
 @pytest.mark.parametrize("name", MASKED_LM)
 def test_labelled_tokens_alone_give_the_whole_loss(name, form):
-    """The head runs on them and nothing else, and loss and gradients are those of all logits."""
+    """The head runs on labelled tokens only, and loss and gradients are those computed from all logits."""
     model = our(their(name, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).double()).train()
     inputs, labels = example(name)
     arguments = inputs | labels if form == "padded" else packed(inputs, labels)
@@ -206,7 +206,7 @@ def test_labels_of_padding_are_left_out(name):
 
 
 def test_frozen_parameters_cost_no_gradient(monkeypatch):
-    """A head on a frozen body: no parameter of the body gets a gradient; the tied weight's is not computed."""
+    """With a frozen body, its parameters get no gradient, and the gradient of the tied weight is not even computed."""
     model, (inputs, labels) = our(their("BertForMaskedLM")), example("BertForMaskedLM")
     model.train()(**inputs, **labels).loss.backward()
     expected = model.cls.predictions.bias.grad.clone()
@@ -269,7 +269,7 @@ def test_problem_types(problem, classes, labels):
     ],
 )
 def test_what_the_labels_were_is_saved(tmp_path, problem, classes, labels):
-    """As transformers does; a configuration shared by several models is not changed."""
+    """problem_type is noted, as transformers does; a configuration shared by several models is not changed."""
     config = CONFIG.changed(num_labels=classes, num_hidden_layers=1)
     model, other = (fastbert.BertForSequenceClassification(config).to(DEVICE) for _ in range(2))
     inputs, _ = example("BertForSequenceClassification")
@@ -300,7 +300,7 @@ def test_integers_as_regression_targets():
 
 
 def test_answers_are_scored_within_their_sequence():
-    """Padding takes no part in the loss: it is the mean over the sequences alone, whatever the padding's side."""
+    """Padding on either side takes no part in the loss, which is the mean of the losses of the sequences alone."""
     theirs = their("BertForQuestionAnswering").double()
     model = our(theirs)
     for side in ("right", "left"):
@@ -321,7 +321,7 @@ def test_answers_are_scored_within_their_sequence():
 
 
 def test_answers_outside_the_text_are_left_out():
-    """The first sequence has seven tokens: with no answer there, the second alone is scored."""
+    """The first sequence has seven tokens: if its answer lies outside them, only the second sequence is scored."""
     model = our(their("BertForQuestionAnswering"))
     inputs = batch([7, 12], SEQLEN)
     for arguments in (inputs, packed(inputs, {})):
@@ -339,7 +339,7 @@ def test_answers_outside_the_text_are_left_out():
 
 @pytest.mark.parametrize("name", HEADS)
 def test_nothing_labelled_gives_zero_and_zero_gradients(name):
-    """transformers gives NaN."""
+    """transformers gives NaN here."""
     model, (inputs, labels) = our(their(name)).train(), example(name)
     nothing = {key: torch.full_like(value, 99 if "positions" in key else -100) for key, value in labels.items()}
     out = model(**inputs, **nothing)
@@ -350,7 +350,7 @@ def test_nothing_labelled_gives_zero_and_zero_gradients(name):
 
 @pytest.mark.parametrize("name", MASKED_LM)
 def test_labelled_tokens_are_looked_for_before_the_body_runs(name, monkeypatch):
-    """On a GPU the host waits for their number, and would wait for the whole body."""
+    """On a GPU the host waits for their number; after the body was launched, it would wait for the body too."""
     model, (inputs, labels), seen = our(their(name)).train(), example(name), []
     find = heads.labelled_rows
     monkeypatch.setattr(heads, "labelled_rows", lambda labels: seen.append("rows") or find(labels))
@@ -427,7 +427,7 @@ def test_packed_labels_have_the_packed_shape():
 
 
 def test_a_packing_that_is_handed_down():
-    """In place of a mask, for inputs that it packed: labels and outputs stay packed."""
+    """It replaces the mask, for inputs that it packed; labels and outputs stay packed."""
     model, inputs = fastbert.BertForTokenClassification(CONFIG).eval().to(DEVICE), batch([4, 6], 6)
     ids, packing = model.bert.pack(inputs["input_ids"], inputs["attention_mask"], *[None] * 5)
     packing, visible = packing._replace(seqlen=None, indices=None), inputs["attention_mask"].bool()

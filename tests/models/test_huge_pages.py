@@ -1,4 +1,4 @@
-"""Where packed weights lie: apart from each other, for as long as somebody has them, and where huge pages may be."""
+"""Memory of packed weights: no two share any, it lasts as long as they are in use, and it may have huge pages."""
 
 import gc
 import mmap
@@ -26,7 +26,7 @@ def overlap(tensors):
 
 
 def flags_of(address):
-    """Of the mapping that an address is in, as Linux has them."""
+    """Linux's flags of the mapping that an address is in."""
     found = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([^\n]*)", SMAPS.read_text(), re.M | re.S)
     return next(flags.split() for begin, end, flags in found if int(begin, 16) <= address < int(end, 16))
 
@@ -34,12 +34,12 @@ def flags_of(address):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int8), ids=str)
 @pytest.mark.parametrize("shape", ((1,), (3, 5, 7), (0, 4), (), (2, huge_pages.REGION // 4 + 3)), ids=str)
 def test_a_tensor_like_any_other(shape, dtype):
-    with torch.device("meta"):  # the default, as while a model is built without memory
+    with torch.device("meta"):  # the default device while a model is built without memory
         made = huge_pages.empty(shape, dtype)
     assert made.shape == shape and made.dtype == dtype and made.device.type == "cpu" and made.is_contiguous()
     assert made.data_ptr() % 64 == 0
     assert torch.equal(made.fill_(3), torch.full(shape, 3, dtype=dtype))
-    assert made.untyped_storage().nbytes() == made.nbytes  # so that a saved one is no larger
+    assert made.untyped_storage().nbytes() == made.nbytes  # so that a saved tensor takes no more
 
 
 def test_none_has_memory_of_another():
@@ -72,7 +72,7 @@ def test_none_has_memory_of_another_threads():
 @needs_linux
 def test_a_region_goes_with_the_last_of_its_tensors():
     large = huge_pages.REGION - (1 << 20)
-    huge_pages._last = None  # so that others' tensors are in another one
+    huge_pages._last = None  # begins a new region, without other tests' tensors
     first = huge_pages.empty((large,), torch.int8)
     second = huge_pages.empty((1000,), torch.int8).fill_(7)
     region = huge_pages._last

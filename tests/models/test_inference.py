@@ -1,4 +1,4 @@
-"""Predictions against transformers' pipelines on the same small checkpoints, and against all spans, one by one."""
+"""Predictions compared with transformers' pipelines on the same small checkpoints, and with loops over all spans."""
 
 import itertools
 import json
@@ -50,7 +50,7 @@ MERGES = ["Ġ t", "h e", "Ġt he", "i n", "Ġ a", "e r", "o n", "Ġ s", "l e", "
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """A WordPiece, a byte-level BPE and a SentencePiece, written out: training gives another vocabulary each time."""
+    """WordPiece, byte-level BPE and SentencePiece, written out: training would give another vocabulary each time."""
     wordpiece, bpe = (tmp_path_factory.mktemp(kind) for kind in ("wordpiece", "bpe"))
     words = Counter(re.findall("[a-z]+|[^a-z ]", " ".join(TEXTS).lower()))
     characters = sorted({character for word in words for character in word if not character.isspace()})
@@ -67,7 +67,7 @@ def tokenizers(tmp_path_factory):
 
 
 def sentencepiece(characters, words):
-    """As XLM-RoBERTa has it: a space is a part of the word after it."""
+    """A tokenizer like XLM-RoBERTa's, in which a space is part of the word after it."""
     special = ["<s>", "<pad>", "</s>", "<unk>"]
     scores = {token: 0.0 for token in special} | {token: -9.0 for token in ["▁", *characters]}
     scores |= {f"▁{word}": -2.0 for word in words} | {"▁at": -2.0, "ing": -3.0}
@@ -83,7 +83,7 @@ def sentencepiece(characters, words):
 
 @pytest.fixture
 def checkpoint(tmp_path, tokenizers):
-    """Writes a small checkpoint of transformers with its tokenizer."""
+    """A function that writes a small checkpoint of transformers with its tokenizer."""
 
     def write(head, family="bert", **changes):
         kind, config, own = FAMILIES[family]
@@ -147,7 +147,7 @@ def test_a_mask_of_bytes_takes_its_space_along(checkpoint):
     assert {"go the, at once", "gohe, at once"} <= found
     theirs = {fill["sequence"] for fill in pipeline("fill-mask", directory)(text, top_k=every)}
     whole = {text for text in found if text.isascii() and not re.search("<.+>", text)}
-    theirs = {text for text in theirs if text.isascii()} - {"go, at once"}  # they leave special tokens out
+    theirs = {text for text in theirs if text.isascii()} - {"go, at once"}  # transformers drops special tokens
     assert whole == theirs
 
 
@@ -157,17 +157,17 @@ def test_a_mask_of_sentencepiece_takes_its_space_along(checkpoint, tokenizers):
     fills = MaskFiller.from_pretrained(directory)([text, "<mask> at"], top_k=every)
     found = {fill.token_id: fill.text for fill in fills[0][0]}
     assert {"walk the at once", "walking at once"} <= set(found.values())
-    assert "the at" in {fill.text for fill in fills[1][0]}  # nothing is before it
+    assert "the at" in {fill.text for fill in fills[1][0]}  # no text before the mask
     of_pipeline = pipeline("fill-mask", directory)(text, top_k=every)
     assert {fill.token_id: fill.token for fill in fills[0][0]} == {f["token"]: f["token_str"] for f in of_pipeline}
     theirs = {fill["token"]: fill["sequence"] for fill in of_pipeline}
-    special = {0, 1, 2, 3, get_tokenizer(directory).token_to_id("<mask>")}  # they leave those out
+    special = {0, 1, 2, 3, get_tokenizer(directory).token_to_id("<mask>")}  # transformers drops those
     assert found.keys() == theirs.keys() and len(found) == every
     assert all(found[token] == theirs[token] for token in found.keys() - special)
 
 
 def test_a_token_that_the_tokenizer_does_not_have_fills_in_nothing(checkpoint, tokenizers):
-    """A vocabulary of weights is often padded to a round size."""
+    """The model's vocabulary is often padded to a round size, so it may have ids that the tokenizer lacks."""
     known = tokenizers["sentencepiece"].get_vocab_size()
     directory = checkpoint("XLMRobertaForMaskedLM", "xlm-roberta", vocab_size=known + 3)
     fills = MaskFiller.from_pretrained(directory)(["walk <mask> at once"], top_k=known + 3)[0][0]
@@ -237,7 +237,7 @@ def test_scores_are_of_what_the_model_was_trained_for(tmp_path, tokenizers, labe
 
 @pytest.mark.parametrize("kind", ["wordpiece", "byte-level-bpe"])
 def test_texts_are_cut_as_tokenizers_cuts_them(checkpoint, tokenizers, kind):
-    """tokenizers' own truncation would make all pairs of all parts of the last pair: 150 million tokens."""
+    """For the last pair, tokenizers' own truncation would make all pairs of all parts: 150 million tokens."""
     family, names = {"wordpiece": ("bert", "Bert"), "byte-level-bpe": ("roberta", "Roberta")}[kind]
     classify = TextClassifier.from_pretrained(checkpoint(f"{names}ForSequenceClassification", family), max_length=16)
     texts = ["a b", "a " * 40, ("a " * 40, "b"), ("a", "b " * 40), ("a " * 40, "b " * 41), ("a b", "c d")]
@@ -264,7 +264,7 @@ def test_one_batch_or_many(checkpoint):
 
 def test_entities_as_transformers_finds_them(checkpoint):
     texts = [text[:120] for text in TEXTS[:12]]
-    for seed in range(20):  # until there is a model that says several labels
+    for seed in range(20):  # until a model predicts several labels
         torch.manual_seed(seed)
         directory = checkpoint("BertForTokenClassification", id2label=NER, label2id={n: i for i, n in NER.items()})
         found = EntityTagger.from_pretrained(directory)(texts)
@@ -284,7 +284,7 @@ def test_entities_as_transformers_finds_them(checkpoint):
     ("labels", "expected"),
     [
         ("B-PER I-PER O B-LOC", [("PER", 0, 2), ("LOC", 3, 4)]),
-        ("B-PER B-PER I-PER", [("PER", 0, 1), ("PER", 1, 3)]),  # B- begins another one
+        ("B-PER B-PER I-PER", [("PER", 0, 1), ("PER", 1, 3)]),  # B- begins another entity
         ("I-PER I-LOC I-LOC", [("PER", 0, 1), ("LOC", 1, 3)]),  # I- without B-, and another type
         ("MISC MISC O MISC", [("MISC", 0, 2), ("MISC", 3, 4)]),  # a scheme without prefixes
         ("O O", []),
@@ -298,7 +298,7 @@ def test_labels_of_words_become_entities(labels, expected):
 
 
 def test_words_of_a_byte_level_tokenizer(checkpoint):
-    """Offsets without the space that belongs to a token; a word in pieces has one label."""
+    """Offsets leave out the space that belongs to a token; a word of several tokens has one label."""
     tag = EntityTagger.from_pretrained(checkpoint("RobertaForTokenClassification", "roberta", num_labels=1))
     tag.config.extra["id2label"] = {"0": "B-X"}
     text = "Zürich, unbelievable places"
@@ -309,7 +309,7 @@ def test_words_of_a_byte_level_tokenizer(checkpoint):
 
 
 def all_spans(model, tokenizer, question, context, max_length, stride, longest):
-    """Spans by their characters, best first, no answer, the number of windows: transformers' windows, and loops."""
+    """By loops over transformers' windows: probabilities of spans, best first, and of no answer; number of windows."""
     cut = {"truncation": "only_second", "max_length": max_length, "stride": stride}
     windows = tokenizer(question, context, **cut, return_overflowing_tokens=True)
     names = [name for name in ("input_ids", "token_type_ids") if name in windows]
@@ -367,7 +367,7 @@ def test_probabilities_of_all_answers_are_one(checkpoint):
     ("head", "predictor", "words"),
     [
         ("BertModel", MaskFiller, "architectures is BertModel; expected BertForMaskedLM or BertForPreTraining"),
-        ("BertForTokenClassification", TextClassifier, "expected BertForSequenceClassification"),  # names are the same
+        ("BertForTokenClassification", TextClassifier, "expected BertForSequenceClassification"),  # equal names
         ("BertForSequenceClassification", EntityTagger, "expected BertForTokenClassification"),
         ("BertForMaskedLM", QuestionAnswerer, "expected BertForQuestionAnswering"),
     ],
@@ -458,7 +458,7 @@ def test_similarity_is_the_cosine(checkpoint):
 
 
 def test_sentences_of_another_family(checkpoint):
-    """RoBERTa's positions begin after the padding's: 128 tokens are the longest of 130."""
+    """RoBERTa's positions begin after pad_token_id, so of 130 positions 128 remain for tokens."""
     directory = checkpoint("RobertaModel", "roberta")
     encoder = SentenceEncoder.from_pretrained(directory)
     assert encoder.max_length == 128
@@ -483,7 +483,7 @@ def test_attention_is_transformers_own(checkpoint):
     ids = torch.tensor([tokenizer.encode("the cat sat on the mat").ids])
     with torch.no_grad():
         expected = torch.cat(theirs(ids, output_attentions=True).attentions)
-    assert (weights - expected).abs().max() < CLOSE and model.training  # as it was, but drawn without dropout
+    assert (weights - expected).abs().max() < CLOSE and model.training  # restored; computed without dropout
     assert tokens[0] == "[CLS]" and weights.shape == (2, 4, len(tokens), len(tokens))
 
 

@@ -1,4 +1,4 @@
-"""Hard negatives, by plain loops over all scores, and as sentence-transformers mines them."""
+"""Hard negatives compared with plain loops over all scores and with those that sentence-transformers mines."""
 
 import random
 import warnings
@@ -21,7 +21,7 @@ def texts_of(seed, count, words=3):
 
 
 ANCHORS, ANSWERS = texts_of(0, 12, 2), texts_of(1, 30)
-PAIRS = {  # three anchors have several answers, one of them has one twice; two anchors share one
+PAIRS = {  # three anchors have several answers, one of them has one twice; some anchors share one
     "question": [*ANCHORS[:10], ANCHORS[0], ANCHORS[3], ANCHORS[5], ANCHORS[0], ANCHORS[0]],
     "answer": [*ANSWERS[:9], ANSWERS[2], ANSWERS[10], ANSWERS[0], ANSWERS[11], ANSWERS[10], ANSWERS[2]],
 }
@@ -48,7 +48,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def encoder():
-    """similarity: of vectors of length 1 all the same."""
+    """Its vectors are not normalised. Mining normalises them, after which "dot" equals the cosine of `scores_of`."""
     return sentence_encoder(prompts={"query": "find: "}, normalize=False, similarity="dot")
 
 
@@ -66,7 +66,7 @@ def scores_of(encoder, reranker, anchor, texts):
 
 
 def by_loops(encoder, reranker, corpus, num_negatives=3, range_min=0, range_max=None, **given):
-    """Every score of every anchor, then the rules one by one."""
+    """Computes every score of every anchor, then applies the rules one by one."""
     own = {}
     for anchor, answer in zip(*PAIRS.values(), strict=True):
         own.setdefault(anchor, []).append(answer)
@@ -118,7 +118,7 @@ def test_negatives_by_plain_loops(encoder, reranker, name, rescored):
     assert list(zip(*triplets.columns.values(), strict=True)) == expected
     assert list(triplets.columns) == ["question", "answer", "negative"]
     assert [len(row) for row in triplets.scores] == [2] * len(expected)
-    if not rescored:  # the case shows what it is for
+    if not rescored:  # the options have an effect, or none, as intended
         assert expected and (len(whole) < len(rows)) == (name not in ("plain", "ranks", "max", "random"))
 
 
@@ -154,7 +154,7 @@ def test_negatives_of_sentence_transformers(tmp_path, encoder, reranker, name, r
 
 def test_without_a_corpus_the_positives_are_it(encoder):
     found = mine_hard_negatives(encoder, PAIRS)
-    assert set(found.columns["negative_1"]) <= set(PAIRS["answer"]) and len(found.scores) == 14  # a pair is there twice
+    assert set(found.columns["negative_1"]) <= set(PAIRS["answer"]) and len(found.scores) == 14  # 15 rows, 1 repeated
     own = {anchor: {b for a, b in zip(*PAIRS.values(), strict=True) if a == anchor} for anchor in PAIRS["question"]}
     for anchor, *_, negative in zip(*found.columns.values(), strict=True):
         assert negative not in own[anchor]

@@ -1,4 +1,4 @@
-"""The packed model against transformers and the reference, for every kind of input."""
+"""The packed model compared with transformers and the reference, for every kind of input."""
 
 import copy
 
@@ -28,7 +28,7 @@ def outputs(model, inputs, visible):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_forward_is_as_accurate_as_pytorch(dtype, side):
-    """Hidden states 3 e, e being the worse of transformers' eager and SDPA models in the same dtype."""
+    """Errors are at most 3 e, where e is the worse of transformers' eager and SDPA models in the same dtype."""
     models = [hugging_face()]
     models.append(hugging_face(attention="sdpa"))
     models[1].load_state_dict(models[0].state_dict())
@@ -100,7 +100,7 @@ def test_padding_leaks_into_nothing(poison):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
 def test_ugly_values_in_padding_leak_into_nothing(value):
-    """Neither forward nor into any parameter's gradient: not a bit changes."""
+    """They change no bit of the output or of any parameter's gradient."""
     model = ours(hugging_face())
     mask = batch(LENGTHS, SEQLEN)["attention_mask"]
     clean = torch.randn(3, SEQLEN, 48, device=DEVICE)
@@ -217,7 +217,7 @@ SLOW = [("packed", False), ("packed", True), ("padded", False)]
     "kind, training", [("padded", True), *(pytest.param(*c, marks=pytest.mark.slow) for c in SLOW)]
 )
 def test_compiles_to_one_graph(kind, training):
-    """Forward and backward as in eager code, and compiled a few times at most as lengths change."""
+    """Forward and backward are those of eager code, and changing lengths cause few compilations."""
     config = BertConfig.from_dict({**TINY.to_dict(), "num_hidden_layers": 1})
     model = BertModel(config).to(DEVICE).train(training)
     torch._dynamo.reset()
@@ -238,7 +238,7 @@ def test_compiles_to_one_graph(kind, training):
             results.append([last.detach(), pooled.detach(), *(p.grad.clone() for p in model.parameters())])
         largest = max(float(t.abs().max()) for t in results[0])
         for a, b in zip(*results, strict=True):
-            assert (a - b).abs().max() <= 1e-6 * largest  # padded graphs keep padding rows: sums have other shapes
+            assert (a - b).abs().max() <= 1e-6 * largest  # padded graphs keep padding rows: other sums
     assert counter.frame_count <= 4
 
 
@@ -286,9 +286,9 @@ CONTAINERS = ("attention", "attention.output", "intermediate", "output")
 
 @pytest.mark.parametrize("name", [*LEAVES, "encoder.layer.0", *(f"encoder.layer.0.{name}" for name in CONTAINERS)])
 def test_hooks_on_parts_see_packed_tensors_and_count(name):
-    """A part with a hook is called: the same numbers, and what the hook returns takes the place of the output.
+    """A part with a hook is called as a module, with the same numbers; what the hook returns replaces the output.
 
-    An nn.Dropout that is called draws its own masks, so those are compared without dropout.
+    An nn.Dropout that is called as a module draws its own masks, so dropouts are compared in evaluation mode.
     """
     model, inputs, seen = ours(hugging_face().double()), batch(LENGTHS, SEQLEN), []
     model.train(not name.endswith("dropout"))
@@ -321,7 +321,7 @@ def test_hooks_on_parts_see_packed_tensors_and_count(name):
     ],
 )
 def test_options_of_an_embedding_count(table, option, value):
-    theirs, inputs, gradients = hugging_face().double(), batch([9, 9], 9), []  # padding would count in frequencies
+    theirs, inputs, gradients = hugging_face().double(), batch([9, 9], 9), []  # transformers counts padding too
     for each in (ours(theirs), theirs):
         setattr(getattr(each.embeddings, table), option, value)
         each(**inputs).last_hidden_state.sin().sum().backward()
@@ -332,7 +332,7 @@ def test_options_of_an_embedding_count(table, option, value):
 
 
 def test_hooks_on_attentions_dropout_are_refused():
-    """It drops inside the kernel, so nothing could call the hook. In evaluation there is nothing to drop."""
+    """Attention drops inside the kernel, where a hook cannot be called. In evaluation nothing is dropped."""
     model, inputs = ours(hugging_face()), batch(LENGTHS, SEQLEN)
     expected = model(**inputs).last_hidden_state
     model.encoder.layer[0].attention.dropout.register_forward_hook(lambda *a: None)
@@ -353,9 +353,9 @@ def test_attention_dropout_that_rounds_to_nothing_is_refused():
     "name", ["embeddings", "encoder", "encoder.layer.1", *(f"encoder.layer.0.{c}" for c in CONTAINERS)]
 )
 def test_parts_may_be_wrapped(name):
-    """By something that passes no attributes on, as DistributedDataParallel.
+    """The wrapper may hide the attributes of a part, as DistributedDataParallel does.
 
-    A layer whose parts are called apart may run on several backends of a GPU, which round in other places.
+    Parts of a layer that are called separately may run on several backends of a GPU, which round in other places.
     """
 
     class Wrapper(torch.nn.Module):
@@ -410,13 +410,13 @@ def test_replaced_leaves_are_called(name):
 
 
 def test_lora():
-    """Adapters on our own modules: gradients of the adapters alone, and merging them changes nothing but rounding."""
+    """With adapters on our own modules, only the adapters get gradients, and merging them changes only rounding."""
     peft = pytest.importorskip("peft", reason="LoRA is peft's")
     config = peft.LoraConfig(target_modules=["qkv", "dense"], r=4, lora_dropout=0.0, init_lora_weights=False)
     original = fastbert.BertForSequenceClassification(TINY.changed(num_labels=3)).double().to(DEVICE).train()
     model, inputs = peft.get_peft_model(copy.deepcopy(original), config), batch(LENGTHS, SEQLEN)
     adapters = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert len([name for name in adapters if "lora_A" in name]) == 4 * TINY.num_hidden_layers + 1  # and the pooler's
+    assert len([name for name in adapters if "lora_A" in name]) == 4 * TINY.num_hidden_layers + 1  # 1: the pooler's
 
     def run(each):
         torch.manual_seed(5)
@@ -447,7 +447,7 @@ def test_frozen_parts_get_no_gradient(frozen):
 
 
 def test_a_dropout_can_be_switched_on_alone():
-    """Monte Carlo dropout: the nn.Dropout modules decide, as in transformers."""
+    """This is Monte Carlo dropout: the mode of each nn.Dropout decides, as in transformers."""
     model, inputs = ours(hugging_face()), batch(LENGTHS, SEQLEN)
     expected = model(**inputs).last_hidden_state
     model.encoder.layer[1].output.dropout.train()
@@ -507,7 +507,7 @@ def test_encoder_refuses_bad_input():
 
 
 def test_minilm_against_transformers():
-    """A real checkpoint, float32: as close to float64 as transformers is."""
+    """On a real checkpoint, float32 is as close to float64 as transformers is, by the accuracy rule."""
     theirs = HuggingFaceModel.from_pretrained(minilm(), attn_implementation="sdpa").float().eval().to(DEVICE)
     model = BertModel.from_pretrained(minilm()).to(DEVICE)
     inputs = batch([60, 17, 3], 60, 30522)
@@ -519,7 +519,7 @@ def test_minilm_against_transformers():
 
 
 def test_a_subclass_with_a_dropout_of_its_own_gets_the_key():
-    """What a subclass computes, what it inherits does not know: then all of its modules are looked at."""
+    """Inherited code does not know what a subclass computes, so all modules of the subclass are examined."""
 
     class Mine(fastbert.model.BertOutput):
         def forward(self, x, residual, rng, site):

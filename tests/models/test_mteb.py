@@ -116,7 +116,7 @@ def scores_of(model, task):
 
 
 def assert_equal(found, expected):
-    """Ranks are equal, so that only correlations of float32 similarities differ, by their rounding."""
+    """Ranks are equal, so only correlations of float32 similarities may differ, by rounding."""
     assert found == pytest.approx(expected, rel=1e-5, abs=2e-6, nan_ok=True) and len(set(found.values())) > 3
 
 

@@ -1,4 +1,4 @@
-"""Multi-vector encoders: MaxSim by its formula, encodings and directories as sentence-transformers', in float64."""
+"""Multi-vector encoders: MaxSim against its formula, encodings and directories against sentence-transformers."""
 
 import copy
 import itertools
@@ -27,14 +27,14 @@ def ends(*lengths):
 
 
 def by_formula(queries, documents):
-    """One number after the other."""
+    """MaxSim by plain loops."""
     rows = [[sum(max(float(a @ b) for b in d) for a in q) if len(d) else EMPTY for d in documents] for q in queries]
     return torch.tensor(rows, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("block", [1, 40, 1 << 24])
 def test_maxsim_by_its_formula(block):
-    """Whole numbers, so that equality is exact; documents and queries without a token; blocks of any size."""
+    """Whole numbers make equality exact. Some documents and queries have no token; blocks may have any size."""
     of_queries, of_documents = [3, 0, 5, 1], [4, 7, 0, 1, 2]
     queries, documents = (torch.randint(-9, 9, (n, 6)).double() for n in (9, 14))
     truth = by_formula(queries.split(of_queries), documents.split(of_documents))
@@ -48,7 +48,7 @@ def test_maxsim_by_its_formula(block):
 
 @pytest.mark.parametrize("block", [1, 30, 1 << 24])
 def test_gradients_of_maxsim(block):
-    """By differences; of equal products the first token alone gets it; no block holds more products than it may."""
+    """Gradients agree with finite differences; if products are equal, only the first token gets the gradient."""
     one, two = ends(2, 0, 3), ends(4, 0, 5)
     queries, documents = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (5, 9))
     for measure in (maxsim.maxsim, maxsim_pairs):
@@ -100,7 +100,7 @@ def test_what_maxsim_refuses():
 @pytest.mark.parametrize("attend", [False, True])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "deberta-v2"])
 def test_expanded_queries_are_those_of_transformers(name, attend):
-    """Its mask hides the tokens behind a query as keys, and computes them all the same; positions count them."""
+    """transformers' mask hides tokens after a query as keys, but computes them all the same; positions count them."""
     theirs = AutoModel.from_config(AutoConfig.for_model(name, **CONFIGS[name])).double().eval()
     torch.manual_seed(1)
     for parameter in theirs.parameters():
@@ -112,7 +112,7 @@ def test_expanded_queries_are_those_of_transformers(name, attend):
     vectors = TokenVectors(model, normalize=False, expansion=Expansion(7, 6, attend, False), skip_ids=[9])
     lengths = [3, 9, 7]
     texts = [torch.randint(10, 99, (n,)) for n in lengths]
-    texts[0][1] = 9  # which documents alone leave out
+    texts[0][1] = 9  # a skipped id, which only documents leave out
     found, found_ends = vectors(torch.cat(texts), ends(*lengths), query=True)
     assert found_ends.tolist() == [0, 7, 16, 23]
     ids = torch.full((3, 9), 6)
@@ -128,7 +128,7 @@ def test_expanded_queries_are_those_of_transformers(name, attend):
 
 
 def test_training_with_expansion_drops_by_the_contract(monkeypatch):
-    """Values and gradients of plain PyTorch with the same masks, attention's too."""
+    """Values and gradients are those of plain PyTorch with the same dropout masks, including attention's."""
     torch.manual_seed(0)
     model = BertModel(TINY, add_pooling_layer=False).double().train()
     twin = reference.BertModel(TINY).double()
@@ -170,7 +170,7 @@ MARKED = {"query": "[unused0] ", "document": "[unused1] "}
 
 
 def theirs(directory):
-    """In float32 and in float64."""
+    """sentence-transformers' model of a directory, in float32 and in float64."""
     from sentence_transformers import MultiVectorEncoder
 
     model = MultiVectorEncoder(str(directory), device="cpu")
@@ -178,7 +178,7 @@ def theirs(directory):
 
 
 def assert_same(directory, models=None):
-    """That what we make of a directory is what sentence-transformers makes of it; the vectors in float64."""
+    """Our encoder and sentence-transformers' of a directory compute the same vectors, in float64. Returns ours."""
     models = models or theirs(directory)
     exact = MultiVectorEncoder.from_pretrained(directory, dtype=torch.float64)
     plain = MultiVectorEncoder.from_pretrained(directory)
@@ -232,7 +232,7 @@ def test_both_read_what_either_saves(tmp_path, kind):
 
 
 def pylate(directory, encoder, **settings):
-    """As PyLate writes it: [Q] and [D] are tokens that were added to the vocabulary, with the space behind them."""
+    """Writes a directory as PyLate does: "[Q] " and "[D] ", with the space, are tokens added to the vocabulary."""
     encoder.save_pretrained(directory)
     tokenizer = encoder.tokenizer
     tokenizer.add_tokens(["[Q] ", "[D] "])
@@ -270,7 +270,7 @@ def test_directories_of_pylate(tmp_path, settings):
 
 
 def colbert(directory, metadata=None, pickled=False):
-    """As ColBERT's own code writes it; metadata None leaves artifact.metadata out."""
+    """Writes a directory as ColBERT's own code does; metadata None leaves artifact.metadata out."""
     encoder = small()
     encoder.save_pretrained(directory)
     for path in ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"):
@@ -318,7 +318,7 @@ def test_directories_of_colbert(tmp_path, metadata, pickled):
 
 
 def test_tokens_of_colbert_are_those_of_its_code(tmp_path):
-    """There a text gets ". " before it, whose token the marker replaces, and padding becomes [MASK]."""
+    """ColBERT's code puts ". " before a text and replaces its token by the marker; there, padding becomes [MASK]."""
     colbert(tmp_path, METADATA)
     encoder, raw = MultiVectorEncoder.from_pretrained(tmp_path), small_tokenizer()
     for task, texts, marker in (("query", QUERIES[:2], "[unused0]"), ("document", DOCUMENTS[:3], "[unused1]")):
@@ -330,7 +330,7 @@ def test_tokens_of_colbert_are_those_of_its_code(tmp_path):
 
 @pytest.mark.parametrize("attend", [False, True])
 def test_what_is_saved_for_colbert(tmp_path, attend):
-    """Read by sentence-transformers and by us as what it was; and transformers finds all of BERT in it."""
+    """sentence-transformers and fastbert read the same encoder from it, and transformers finds all of BERT in it."""
     colbert(tmp_path / "first", METADATA | {"attend_to_mask_tokens": attend})
     made = MultiVectorEncoder.from_pretrained(tmp_path / "first")
     made.save_pretrained(tmp_path / "second", format="colbert")
@@ -456,7 +456,7 @@ def test_batches_prompts_and_rank():
 
 
 def test_prepared(tmp_path):
-    """With packed weights on a processor."""
+    """Encoders with packed weights on a CPU obey the accuracy rule."""
     made = small(expansion=QueryExpansion(12), prompts=MARKED)
     made.save_pretrained(tmp_path)
     prepared = MultiVectorEncoder.from_pretrained(tmp_path, precision="fp32")
@@ -467,7 +467,7 @@ def test_prepared(tmp_path):
 
 
 def test_what_is_wanted_from_the_hub(monkeypatch, tmp_path):
-    """All that a directory of ours, of ColBERT's or of BGE-M3's holds and is read; of two forms of weights the safe."""
+    """Every file that is read from directories of ours, ColBERT's or BGE-M3's; of two forms of weights the safe one."""
     import huggingface_hub
     from huggingface_hub.utils import filter_repo_objects
 

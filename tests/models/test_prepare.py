@@ -1,4 +1,4 @@
-"""`fastbert.prepare`: what it gives, as exact as its precision says; frozen, saved, loaded; and what it refuses."""
+"""`fastbert.prepare`: results are as exact as the precision; models are frozen, saved and loaded; what is refused."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ def inputs():
 
 
 def prepare(model, precision, **options):
-    """In fp8 on a GPU, or where there is none on the CPU, whose tests run the CUDA kernels."""
+    """Prepares a copy: in fp8 on a GPU or, where there is none, on the CPU, where the tests run the CUDA kernels."""
     device = torch.device("cuda" if precision == "fp8" and torch.cuda.is_available() else "cpu")
     if precision == "fp8" and (reason := problem_on(device)):
         pytest.skip(reason)
@@ -54,7 +54,7 @@ def on_device_of(model, inputs):
 
 @torch.no_grad()
 def states(model, inputs):
-    """At visible tokens."""
+    """All hidden states, at visible tokens."""
     visible = inputs["attention_mask"].bool()
     found = model(**on_device_of(model, inputs), output_hidden_states=True).hidden_states
     return Result({f"state {i}": state.cpu()[visible] for i, state in enumerate(found)}, {})
@@ -71,7 +71,7 @@ def runs(primitive):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_floats_are_as_accurate_as_pytorch(theirs, model, inputs, precision):
-    """Hidden states 3 e; truth are the weights of that precision in float64."""
+    """Errors of hidden states are at most 3 e. The truth has weights rounded to the precision, in float64."""
     rounded = copy.deepcopy(theirs).to(PRECISIONS[precision])
     truth = states(copy.deepcopy(rounded).double(), inputs)
     found = states(fastbert.prepare(model, precision), inputs)
@@ -98,7 +98,7 @@ def test_the_layers_are_one_call(model, inputs, precision):
 
 
 def test_layers_in_fp8_hand_on_their_rows(theirs, inputs):
-    """Of a model with three projections, whose tensors are parts of one, in copies too."""
+    """Ops hand scaled rows on to the next. The tensors of three projections are parts of one, in copies too."""
     prepared, names = prepare(theirs, "fp8"), ("scaled_rows_fwd", "scaled_layer_norm_fwd")
     before, layers = [runs(name) for name in names], len(prepared.encoder.layer)
     hidden(prepared, inputs)
@@ -135,7 +135,7 @@ def test_a_graph_refuses_other_weights_in_fp8(model):
 
 @every_precision
 def test_single_dense_layers_give_the_same(model, inputs, precision):
-    """Attention weights have every dense layer called by itself."""
+    """If attention weights are asked for, every dense layer is called separately."""
     prepared = prepare(model, precision)
     with torch.no_grad():
         singly = prepared(**on_device_of(prepared, inputs), output_attentions=True).last_hidden_state.cpu()
@@ -168,14 +168,14 @@ def test_every_family_as_transformers_has_it(family, inputs):
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_autocast_has_no_say(family, inputs, autocast):
-    """It has in what is not prepared: what was skipped, and DeBERTa's convolution."""
+    """Autocast affects only what is not prepared: skipped parts, and DeBERTa's convolution."""
     config = transformers.AutoConfig.for_model(family, **CONFIGS[family])
     theirs = transformers.AutoModel.from_config(config).eval()
     inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     visible, convolves = inputs["attention_mask"].bool(), bool(getattr(config, "conv_kernel_size", 0))
     for precision in ("fp32", "bf16", "int8"):
         if convolves and (precision, autocast) == ("bf16", torch.float16):
-            continue  # PyTorch mixes no bfloat16 and float16
+            continue  # PyTorch does not mix bfloat16 and float16
         prepared = fastbert.prepare(theirs, precision)
         for skip in [(), *parts_to_skip(prepared)]:
             model = fastbert.prepare(theirs, precision, skip=skip)
@@ -187,7 +187,7 @@ def test_autocast_has_no_say(family, inputs, autocast):
 
 
 def parts_to_skip(prepared):
-    """All attention; what comes before the layers or, where that is nothing, the first of them."""
+    """Two lists of parts: all attention; what is outside the layers or, where that is nothing, the first layer."""
     names = [name for name, module in prepared.named_modules() if isinstance(module, PreparedLinear)]
     layers = [name[: name.index(".0.") + 2] for name in names if ".0." in name]
     attention = {name.rpartition(".")[0] for name in names if name.endswith(("q_lin", "query_proj", ".q", "query"))}
@@ -195,7 +195,7 @@ def parts_to_skip(prepared):
 
 
 def test_autocast_has_no_say_where_a_part_has_a_hook(model, inputs):
-    """Values beyond float16."""
+    """Values beyond float16's range stay finite, so the part with the hook does not compute in float16."""
     with torch.no_grad():
         model.encoder.layer[0].attention.qkv.weight[-48:] *= 1e6
     prepared = fastbert.prepare(model, "fp32")
@@ -206,7 +206,7 @@ def test_autocast_has_no_say_where_a_part_has_a_hook(model, inputs):
 
 
 def test_accelerated_models_fall_back_to_their_own_computation(theirs, inputs):
-    """Left padding, with a pooler: transformers' code calls the prepared layers."""
+    """With left padding and a pooler, transformers' own code runs and calls the prepared layers."""
     left = inputs | {"attention_mask": inputs["attention_mask"].flip(1)}
     visible, prepared = left["attention_mask"].bool(), fastbert.prepare(theirs, "fp32")
     with pytest.warns(RuntimeWarning, match="run transformers' own computation"):
@@ -243,7 +243,7 @@ def test_saved_and_loaded_it_is_the_same(model, inputs, tmp_path, precision, ski
 
 
 def test_another_class_loads_its_part(inputs, tmp_path):
-    """A name to skip is that of the part in the base model too."""
+    """The name of a skipped part also refers to that part in the base model, without its prefix."""
     head = fastbert.BertForSequenceClassification(ours(hugging_face()).config).cpu().eval()
     prepared = fastbert.prepare(head, "int8", skip="bert.encoder.layer.1")
     prepared.save_pretrained(tmp_path)
@@ -269,7 +269,7 @@ def test_skipped_layers_are_exact(model):
 
 
 def test_weights_take_the_room_of_their_precision(model):
-    width, _ = layout(torch.float32)  # of a panel; widths fill their groups
+    width, _ = layout(torch.float32)  # the width of a panel; inputs fill whole groups
     dense = [part for part in model.encoder.modules() if isinstance(part, nn.Linear)]
     numbers = sum(-(-part.out_features // width) * width * part.in_features for part in dense)
     for precision, size in (("fp32", 4), ("bf16", 2), ("int8", 1)):

@@ -1,4 +1,4 @@
-"""Corpora embedded on a local cluster of Ray: the files of one process, also when a worker is killed."""
+"""Corpora embedded on a local Ray cluster give the files of a single process, even if a worker is killed."""
 
 import os
 import random
@@ -70,7 +70,7 @@ def test_what_a_worker_finds_wrong_is_raised(directory, file, tmp_path):
 
 
 def test_a_part_that_kills_its_workers_ends_the_job(directory, file, tmp_path, monkeypatch):
-    """As one does that is too large for a machine's memory."""
+    """A part that is too large for a machine's memory would do so."""
     encoder = SentenceEncoder.from_pretrained(directory)
 
     class Dies(fastbert.inference.ray._Worker):

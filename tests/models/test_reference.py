@@ -1,4 +1,4 @@
-"""reference.py, which everything else is compared with, agrees with transformers in float64."""
+"""reference.py, with which everything else is compared, agrees with transformers in float64."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_gradients_agree_with_transformers():
 
 
 def test_masks_replace_dropout():
-    """All ones is no dropout; zeros at a layer's two outputs leave only its LayerNorms."""
+    """Masks of ones mean no dropout; masks of zeros at a layer's two outputs leave only its LayerNorms."""
     model = reference.BertModel(TINY).to(DEVICE).double().train()
     inputs = batch([5, 5], 5)
     ones = {site: torch.ones((), device=DEVICE) for site in range(3 * TINY.num_hidden_layers + 1)}

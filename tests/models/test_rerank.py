@@ -1,4 +1,4 @@
-"""Cross encoders against sentence-transformers': directories that both read and write, and equal scores."""
+"""Cross encoders give the scores of sentence-transformers', and each library reads what the other writes."""
 
 import copy
 import json
@@ -39,7 +39,7 @@ def tokenizers():
 
 @pytest.fixture
 def small(tokenizers):
-    """A model of random weights, in which every part counts."""
+    """Makes models with random weights, large enough for every part to matter."""
 
     def make(labels=1, family="bert", config=None, **options):
         torch.manual_seed(labels)
@@ -58,7 +58,7 @@ def theirs(directory):
 
 
 def exact(model):
-    """Theirs in float64."""
+    """A copy of sentence-transformers' model in float64."""
     model = copy.deepcopy(model)
     model.model.double()
     return model
@@ -66,7 +66,7 @@ def exact(model):
 
 def scores_of(encoder, pairs=PAIRS):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # some are cut
+        warnings.simplefilter("ignore", UserWarning)  # some texts are cut
         return encoder.predict(pairs)
 
 
@@ -118,7 +118,7 @@ def test_scores_are_those_of_sentence_transformers(tmp_path, small, family, labe
     ids=["one label", "several", "old", "new", "both", "version alone", "null"],
 )
 def test_the_activation_is_the_one_that_config_json_names(tmp_path, small, labels, entries):
-    """As releases before 6 wrote it."""
+    """config.json is as releases of sentence-transformers before 6 wrote it."""
     small(labels).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config.pop("sentence_transformers") and config.pop(OLD)
@@ -127,7 +127,7 @@ def test_the_activation_is_the_one_that_config_json_names(tmp_path, small, label
 
 
 def test_what_is_saved_last_counts(tmp_path, small):
-    """Release 6 names the activation beside modules.json, which goes before config.json."""
+    """sentence-transformers 6 names the activation beside modules.json; that takes precedence over config.json."""
     small().save_pretrained(tmp_path)
     theirs(tmp_path).save_pretrained(str(tmp_path))
     edit(tmp_path / "config_sentence_transformers.json", activation_fn=PATHS["GELU"])
@@ -154,7 +154,7 @@ def test_rank(tmp_path, small):
         assert_like(ours, truth, contender)
         assert found == ranked[0] == ranked[1]
     order = [one["corpus_id"] for one in found]
-    assert order.index(0) + 1 == order.index(4)  # of equal scores
+    assert order.index(0) + 1 == order.index(4)  # equal scores keep their order
     assert made.rank(QUERY, []) == other.rank(QUERY, []) == []
     assert made.predict([]).shape == (0,) and small(3).predict([]).shape == (0, 3)
 

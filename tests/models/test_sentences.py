@@ -1,4 +1,4 @@
-"""Sentence embeddings of a real model on real text, against numbers that sentence-transformers published."""
+"""Sentence embeddings of a real model on real text, compared with numbers published by sentence-transformers."""
 
 import copy
 import json
@@ -95,14 +95,14 @@ def test_modules_are_honoured_or_refused(tmp_path, modules, pooling, expected):
         assert (found.pooling, found.normalize) == expected
 
 
-# ---- directories of sentence-transformers, both ways; independent: its own classes read and compute
+# ---- directories of sentence-transformers, both ways: its own classes read them and compute
 
 TEXTS = ["", "word", "a text of some more words", "what, again? " * 9]
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 
 
 def small(encoder, **options):
-    """A model of random weights with MiniLM's tokenizer, in which every part counts."""
+    """A model with MiniLM's tokenizer and random weights, large enough for every part to matter."""
     torch.manual_seed(0)
     config = TINY.changed(vocab_size=30522, hidden_dropout_prob=0.0, initializer_range=0.3)
     model = BertModel(config, add_pooling_layer=False)
@@ -110,7 +110,7 @@ def small(encoder, **options):
 
 
 def theirs(directory):
-    """In float32, in float64, and in float32 with plain attention."""
+    """sentence-transformers' model of a directory in float32, in float64, and in float32 with eager attention."""
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(directory), device="cpu")
@@ -137,7 +137,7 @@ def test_sentence_transformers_reads_what_is_saved(tmp_path, encoder, pooling):
 @pytest.mark.parametrize("skip", [0, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_pooling_of_packed_tokens(mode, skip):
-    """Beside the formula on each sequence alone; an empty one, and one that is all prompt, give zeros."""
+    """Pooling equals the formula on each sequence alone; an empty sequence and one that is all prompt give zeros."""
     cu_seqlens = torch.tensor([0, 5, 5, 7, 11], dtype=torch.int32)
     hidden = torch.randn(11, 3, dtype=torch.float64, requires_grad=True)
     formulas = {
@@ -159,7 +159,7 @@ def test_pooling_of_packed_tokens(mode, skip):
 @pytest.mark.parametrize("include_prompt", [True, False])
 @pytest.mark.parametrize("pooling", ["mean", "weightedmean", "cls"])
 def test_dense_layers_prompts_and_similarity(tmp_path, encoder, include_prompt, pooling):
-    """Written by us, read by both; then written by sentence-transformers, read by us."""
+    """We write a directory that both libraries read; then sentence-transformers writes one that we read."""
     width = TINY.hidden_size
     dense = [Dense(width, 24, activation="GELU"), Dense(24, 10, bias=False, activation="Identity")]
     options = {"prompts": {"query": "find: ", "none": ""}, "default_prompt_name": "query", "similarity": "manhattan"}
@@ -202,11 +202,11 @@ def test_quantize(precision, width):
     from sentence_transformers.util.quantization import quantize_embeddings
 
     vectors, calibration = torch.randn(9, width), torch.randn(500, width) * 3
-    calibration[:9] = vectors  # theirs wraps around beyond the ends
+    calibration[:9] = vectors  # theirs wraps around outside this range
     expected = quantize_embeddings(vectors.numpy(), precision, calibration_embeddings=calibration.numpy())
     found = quantize(vectors, precision, calibration)
     assert str(found.dtype) == f"torch.{expected.dtype}"
-    assert (found.int() - torch.from_numpy(expected).int()).abs().max() <= precision.endswith("int8")  # a step's border
+    assert (found.int() - torch.from_numpy(expected).int()).abs().max() <= precision.endswith("int8")  # 1 off at steps
     if precision.endswith("int8"):
         ends = quantize(torch.stack([calibration.amax(0) + 9, calibration.amin(0) - 9]), precision, calibration)
         assert (ends == torch.tensor([[255], [0]]) - 128 * (precision == "int8")).all()
@@ -287,7 +287,7 @@ def test_batches_keep_to_the_budget_and_lose_nothing():
 
 
 def test_empty_text_and_no_text(encoder):
-    assert encoder.encode([""]).norm() == pytest.approx(1)  # [CLS] [SEP]
+    assert encoder.encode([""]).norm() == pytest.approx(1)  # of [CLS] and [SEP] alone
     assert encoder.encode([]).shape == (0, 384)
     with pytest.raises(TypeError, match="texts is a str; expected several strings"):
         encoder.encode("one text")
@@ -309,7 +309,7 @@ def test_the_mean_is_over_a_text_s_own_tokens(encoder):
     assert len({len(ids) for ids in plain.tokenize(texts)}) == 3
 
     def means(model):
-        """Of each text alone."""
+        """The mean of each text, computed alone."""
         hidden = [model(torch.tensor([ids])).last_hidden_state[0] for ids in plain.tokenize(texts)]
         return Result({"mean": torch.stack([of_text.mean(0) for of_text in hidden]).detach()}, {})
 
@@ -366,7 +366,7 @@ def test_embed_writes_an_array(tmp_path, capsys, encoder):
 
     (tmp_path / "text").write_text("\n".join(WEATHER) + "\n\nsplit\u2028by\x0cnothing\n", encoding="utf-8")
     status, output = run(capsys, "embed", "--text", str(tmp_path / "text"), "--output", str(tmp_path / "vectors"))
-    vectors = numpy.load(tmp_path / "vectors")[:3]  # one row a line, blank lines too
+    vectors = numpy.load(tmp_path / "vectors")[:3]  # a row for each line, also for blank ones
     assert status == 0 and f"{tmp_path / 'vectors'}: (5, 384) float32" in output.out
     assert abs(vectors @ vectors.T - numpy.array(PUBLISHED_WEATHER)).max() <= 0.5e-4 + 1e-6
 

@@ -23,7 +23,7 @@ def tokenizer():
 
 
 def model_of(config=TINY, **options):
-    """Random weights in which every part counts, and about half of all logits are negative."""
+    """A model with random weights, large enough for every part to matter; about half of all logits are negative."""
     torch.manual_seed(0)
     model = BertForSparseEmbedding(config.changed(initializer_range=0.3), **options).eval()
     nn.init.normal_(model.cls.predictions.bias)
@@ -36,7 +36,7 @@ def encoder(tokenizer):
 
 
 def theirs(directory):
-    """In float32 and in float64."""
+    """sentence-transformers' model of a directory, in float32 and in float64."""
     from sentence_transformers import SparseEncoder as Theirs
 
     model = Theirs(str(directory), device="cpu")
@@ -44,7 +44,7 @@ def theirs(directory):
 
 
 def close(found, truth):
-    """1e-12, and zeros in the same places."""
+    """Equal to 1e-12, with zeros in the same places."""
     found, truth = found.to_dense().cpu(), truth.to_dense().cpu()
     assert found.dtype == truth.dtype == torch.float64 and torch.equal(found == 0, truth == 0)
     assert (found - truth).abs().max() <= 1e-12 * truth.abs().max()
@@ -66,7 +66,7 @@ def test_vectors_are_those_of_the_logits(activation):
     vectors = model(ids, mask)
     logits = logits_of(ids, mask).logits.relu().log1p()
     logits = logits.log1p() if activation == "log1p_relu" else logits
-    expected = logits.masked_fill(~mask[..., None], 0).max(1).values  # [PAD] has equal logits everywhere: amax differs
+    expected = logits.masked_fill(~mask[..., None], 0).max(1).values  # [PAD]'s logits are all equal: amax would differ
     assert (vectors - expected).abs().max() <= 1e-12 * expected.max()
     assert (vectors[2] == 0).all() and 0.2 < (vectors[0] == 0).float().mean() < 0.8
     ends = torch.tensor([0, 12, 17, 17, 18], dtype=torch.int32, device=DEVICE)
@@ -92,7 +92,7 @@ def test_the_fused_op_runs_and_padding_changes_no_bit():
 
 @pytest.mark.parametrize("family", ("roberta", "distilbert", "electra", "deberta-v2"))
 def test_families(family, tmp_path):
-    """transformers' masked-LM models, by their names and heads."""
+    """Masked-LM models of transformers are read, with the names and heads of their families."""
     import transformers
 
     config = transformers.AutoConfig.for_model(family, **CONFIGS[family])
@@ -138,7 +138,7 @@ def test_sentence_transformers_reads_what_is_saved(tmp_path, tokenizer, activati
 
 
 def test_what_sentence_transformers_saves_is_read(tmp_path, encoder):
-    """As release 6 writes it; and without modules.json, as the first SPLADE models are."""
+    """A directory as release 6 writes it, and one without modules.json, as the first SPLADE models have it."""
     from sentence_transformers import SparseEncoder as Theirs
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sparse_encoder.modules import SpladePooling
@@ -154,7 +154,7 @@ def test_what_sentence_transformers_saves_is_read(tmp_path, encoder):
         found, (_, truth) = SparseEncoder.from_pretrained(directory, dtype=torch.float64), theirs(directory)
         assert close(found.encode(TEXTS), truth.encode(TEXTS))
         vectors = found.encode(TEXTS)
-        assert (found.similarity(vectors) - truth.similarity(vectors, vectors)).abs().max() < 1e-5  # theirs: float32
+        assert (found.similarity(vectors) - truth.similarity(vectors, vectors)).abs().max() < 1e-5  # theirs is float32
     assert found.similarity_name == "dot" and found.prompts == {} and found.max_active_dims is None
 
 
@@ -198,7 +198,7 @@ def test_words_by_weight(tmp_path, encoder):
 def test_similarities(encoder, measure):
     encoder.similarity_name = measure
     a, b = encoder.encode(TEXTS), encoder.encode(TEXTS[1:] + ["more words"])
-    a = torch.cat([a, torch.zeros(1, 99).to_sparse()]).double()  # with a vector without a word
+    a = torch.cat([a, torch.zeros(1, 99).to_sparse()]).double()  # and a vector of zeros
     b = b.double()
     x, y = a.to_dense(), b.to_dense()
     if measure == "cosine":
@@ -212,7 +212,7 @@ def test_similarities(encoder, measure):
 
 
 def test_accelerated_sentence_transformers(tmp_path, encoder):
-    """Its own class goes on working; it computes all logits."""
+    """Their own class goes on working when accelerated; it still computes all logits."""
     encoder.save_pretrained(tmp_path)
     model, truth = theirs(tmp_path)
     contender = model.encode(TEXTS).to_dense()

@@ -1,4 +1,4 @@
-"""A SentenceEncoder on several processes: the same vectors, and an end to every failure."""
+"""A SentenceEncoder on several processes gives the same vectors, and no failure ends in a hang."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ TEXTS = [f"{'word ' * (i % 7)}number {i}" for i in range(40)]
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Here as in the workers: the library's products are its own."""
+    """One thread here, as in each worker: a library's matrix products may depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -52,7 +52,7 @@ def test_two_processes_give_the_same_bits(encoder, workers):
 
 
 def test_weights_are_shared(encoder, workers):
-    """With the processes that have begun already: what changes here changes there."""
+    """They are shared with workers that run already: a change here takes effect there."""
     weight = encoder.model.encoder.layer[0].output.dense.bias
     assert weight.is_shared() and encoder.dense[0].linear.weight.is_shared()
     before = encoder.encode(TEXTS, workers=workers)
@@ -69,7 +69,7 @@ def test_weights_are_shared(encoder, workers):
 def test_a_failure_is_raised_and_the_workers_go_on(encoder, workers):
     with pytest.raises(TypeError, match=r"texts\[1\] is a int; expected a string"):
         encoder.encode(["a", 1], workers=workers)
-    with pytest.raises(IndexError, match="30522"):  # in a worker, between batches that are right
+    with pytest.raises(IndexError, match="30522"):  # in a worker, between valid batches
         list(workers.embed([[[101, 102]], [[101, 30522, 102]], *[[[101, 102]]] * 50]))
     with pytest.raises(ValueError, match="workers are those of another encoder"):
         sentence_encoder().encode(TEXTS, workers=workers)
@@ -77,9 +77,9 @@ def test_a_failure_is_raised_and_the_workers_go_on(encoder, workers):
 
 
 def test_a_worker_that_is_killed_is_an_error():
-    """In a pool of its own, in the middle of its work, and before it; nobody waits for what will not come."""
+    """Killed in the middle of its work or before it, it causes an error, and nothing hangs. The pool is its own."""
     encoder = sentence_encoder()
-    with fastbert.backend("reference"):  # is the workers' too
+    with fastbert.backend("reference"):  # the workers take it over
         workers = encoder.workers(1)
     assert set(dict(workers._submit(backends.forced).result()).values()) == {"reference"}
     assert workers._submit(torch.get_num_threads).result() == torch.get_num_threads()
@@ -142,7 +142,7 @@ def main():
 @pytest.mark.slow
 @pytest.mark.parametrize("guarded", [True, False])
 def test_from_a_script(tmp_path, guarded):
-    """Without a guard its processes would start processes: an error, not a hang."""
+    """Without a __main__ guard, workers would start workers of their own: an error, not a hang."""
     sentence_encoder().save_pretrained(tmp_path / "encoder")
     call = 'if __name__ == "__main__":\n    main()' if guarded else "main()"
     (tmp_path / "script.py").write_text(SCRIPT.replace("{call}", call))
