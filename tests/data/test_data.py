@@ -22,7 +22,7 @@ masking = functools.partial(
 
 
 def examples(lengths, seed=0, **more):
-    """[CLS] words [SEP], as a tokenizer gives them."""
+    """Examples of [CLS] words [SEP], as a tokenizer gives them."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(4, WORDS, (length,), generator=generator) for length in lengths]
     for row in rows:
@@ -34,7 +34,7 @@ def examples(lengths, seed=0, **more):
 
 
 def padded(batch, name):
-    """A packed entry of a batch as transformers would have it, (B, S)."""
+    """A packed entry of a batch in padded form, (B, S)."""
     ends = batch["cu_seqlens"].tolist()
     rows = [batch[name][start:end] for start, end in zip(ends, ends[1:], strict=False)]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -61,7 +61,7 @@ def test_a_packed_batch():
     assert batch.pop("max_seqlen") == 3 and batch.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(batch[name], tensor) and batch[name].dtype == tensor.dtype, name
-    assert "position_ids" not in PackingCollator()([{"input_ids": [1, 2]}])  # RoBERTa counts from elsewhere
+    assert "position_ids" not in PackingCollator()([{"input_ids": [1, 2]}])  # RoBERTa counts from another number
 
 
 def test_a_packed_batch_of_roberta_has_the_right_positions():
@@ -186,7 +186,7 @@ def test_masking_has_the_right_statistics():
     assert share(int(masked.sum()), total, 0.8 + 0.1 / WORDS) and share(int(kept.sum()), total, 0.1 + 0.1 / WORDS)
     words = after[chosen & ~masked & ~kept]
     counts = torch.bincount(words, minlength=WORDS)
-    assert counts.shape[0] == WORDS and (counts[[i for i in range(WORDS) if i != MASK]] > 0).all()  # from all of them
+    assert counts.shape[0] == WORDS and (counts[[i for i in range(WORDS) if i != MASK]] > 0).all()  # all occur
     assert (counts.double() - counts.double().mean()).abs().max() <= 6 * counts.double().mean().sqrt()
 
 
@@ -250,20 +250,20 @@ def test_masking_that_makes_no_sense_is_refused(arguments, words):
 
 
 def runs(words):
-    """(first, after the last) of each run of equal numbers that are not -1."""
+    """(start, end) of each run of equal numbers other than -1."""
     edges = [0, *((words[1:] != words[:-1]).nonzero().flatten() + 1).tolist(), len(words)]
     return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if words[a] != -1]
 
 
 def of_words(count, seed=0):
-    """Examples of words of 1 to 6 tokens, of which some would look like going on in the next example."""
+    """Examples of words with 1 to 6 tokens. Some words could be mistaken for one that goes on in the next example."""
     generator = torch.Generator().manual_seed(seed)
     rows = examples(torch.randint(8, 60, (count,), generator=generator).tolist(), seed)
     for row in rows:
         inner = len(row["input_ids"]) - 2
         sizes = torch.randint(1, 7, (inner,), generator=generator)
         row["word_ids"] = [-1, *torch.arange(inner).repeat_interleave(sizes)[:inner].tolist(), -1]
-    rows[0]["word_ids"][0] = rows[0]["word_ids"][-1] = None  # as tokenizers have it
+    rows[0]["word_ids"][0] = rows[0]["word_ids"][-1] = None  # tokenizers give None there
     return rows
 
 
@@ -278,26 +278,26 @@ def test_whole_words_have_the_right_statistics():
     assert not (chosen & (words == -1)).any() and torch.equal(batch["labelled_rows"], chosen.nonzero().squeeze(-1))
     spans = runs(words)
     whole = [bool(chosen[a]) for a, b in spans]
-    assert all(bool((chosen[a:b] == chosen[a]).all()) for a, b in spans)  # as a whole or not at all
+    assert all(bool((chosen[a:b] == chosen[a]).all()) for a, b in spans)  # words are chosen as a whole or not at all
     assert share(sum(whole), len(spans), 0.15)
     by_size = [[hit for hit, (a, b) in zip(whole, spans, strict=True) if b - a == size] for size in range(1, 7)]
     assert all(share(sum(hits), len(hits), 0.15) for hits in by_size)  # long words no more often than short ones
     total, masked, kept = int(chosen.sum()), (after == MASK) & chosen, (after == before) & chosen
     assert share(int(masked.sum()), total, 0.8 + 0.1 / WORDS) and share(int(kept.sum()), total, 0.1 + 0.1 / WORDS)
-    # Token by token: what becomes of one token of a word says nothing of the next.
+    # Each token is masked, replaced or kept independently of the others in its word.
     pairs = torch.tensor([i for hit, (a, b) in zip(whole, spans, strict=True) if hit for i in range(a, b - 1)])
     assert share(int((masked[pairs] & masked[pairs + 1]).sum()), len(pairs), (0.8 + 0.1 / WORDS) ** 2)
 
 
 def test_a_word_ends_with_its_example():
-    """Also without a special token between two words of the same number."""
+    """This holds even without a special token between two words that have the same number."""
     rows = [{"input_ids": [7, 8], "word_ids": [0, 0]}] * 50
     first, second = (masking(seed=1, whole_words=True)(rows)["labels"] != -100).view(50, 2).T
     assert torch.equal(first, second) and 0 < first.sum() < 50
 
 
 def test_words_of_a_wordpiece_are_the_tokenizer_s():
-    """`##` alone gives what word_ids give, also where an example begins in the middle of a word."""
+    """`##` alone gives the same words as word_ids, even if an example begins in the middle of a word."""
     tokenizer = tokenizers.Tokenizer.from_file(str(minilm() / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.enable_truncation(24)
@@ -307,16 +307,16 @@ def test_words_of_a_wordpiece_are_the_tokenizer_s():
     assert any(part.tokens[1].startswith("##") for part in parts)
     rows = [{"input_ids": part.ids} for part in parts]
     numbered = [row | {"word_ids": part.word_ids} for row, part in zip(rows, parts, strict=True)]
-    for seed in range(8):  # one alone may choose [CLS] and the `##` after it alike
+    for seed in range(8):  # with one seed, [CLS] and the `##` after it may be drawn alike
         collator = PackingCollator(tokenizer, mlm_probability=0.5, whole_words=True, seed=seed)
         assert torch.equal(collator(numbered)["labels"], collator(rows)["labels"])
     all_of_them = PackingCollator(tokenizer, mlm_probability=1.0, whole_words=True)(rows)
     special = torch.isin(torch.tensor([i for row in rows for i in row["input_ids"]]), collator.special_ids)
-    assert torch.equal(all_of_them["labels"] == -100, special)  # also those that are in the text
+    assert torch.equal(all_of_them["labels"] == -100, special)  # special tokens in the text too
 
 
 def test_words_are_those_of_transformers_collator():
-    """Where punctuation stands alone: theirs go by the spaces between words."""
+    """transformers' words are what spaces separate, so the text here has no punctuation next to a word."""
     tokenizer = tokenizers.Tokenizer.from_file(str(minilm() / "tokenizer.json"))
     tokenizer.no_padding()
     text = "unbelievable embeddings and tokenisation of antidisestablishmentarianism"
@@ -362,7 +362,7 @@ def test_a_budget_is_kept_and_filled(shuffle):
     sums = [sum(LENGTHS[i] for i in batch) for batch in batches]
     assert max(sums) <= 128
     for batch, after, total in zip(batches, batches[1:], sums, strict=False):
-        assert total + LENGTHS[after[0]] > 128, batch  # no batch ends before it has to
+        assert total + LENGTHS[after[0]] > 128, batch  # a batch ends only when the next example does not fit
     assert shuffle or [i for batch in batches for i in batch] == list(range(500))
 
 
@@ -395,7 +395,7 @@ def test_ranks_share_examples_without_overlap_or_loss(sampler, world_size):
             made.set_epoch(epoch)
             ranks.append(list(made))
             assert len(ranks[-1]) == len(made)
-        assert len(set(map(len, ranks))) == 1  # as many steps: nobody waits for a batch that does not come
+        assert len(set(map(len, ranks))) == 1  # equally many steps: no rank waits for another
         batches = [batch for rank in ranks for batch in rank]
         assert sorted(i for batch in batches for i in batch) == list(range(500)) and all(batches)
         assert max(sum(LENGTHS[i] for i in batch) for batch in batches) <= 128 or sampler == "examples"
@@ -404,7 +404,7 @@ def test_ranks_share_examples_without_overlap_or_loss(sampler, world_size):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_start_is_counted_in_batches_of_the_rank(rank):
-    """As a resume on two ranks has it: the first two batches of each rank are left out, once."""
+    """As when two ranks resume: each rank leaves out its own first two batches."""
     ranks = {"rank": rank, "world_size": 2}
     for sampler in (TokenBudgetSampler(LENGTHS, 128, **ranks), BatchSizeSampler(500, 8, **ranks)):
         whole = list(sampler)
@@ -418,7 +418,7 @@ def test_batches_of_a_number_of_examples():
     assert list(BatchSizeSampler(6, 3, shuffle=False)) == [[0, 1, 2], [3, 4, 5]] and list(BatchSizeSampler(0, 3)) == []
     one, other = BatchSizeSampler(50, 7), BatchSizeSampler(50, 7, seed=1)
     assert sorted(i for batch in one for i in batch) == list(range(50)) and list(one) == list(one) != list(other)
-    two = BatchSizeSampler(9, 4, shuffle=False, rank=1, world_size=2)  # of [0..4) [4..8) [8..9), the first is halved
+    two = BatchSizeSampler(9, 4, shuffle=False, rank=1, world_size=2)  # of [0, 4), [4, 8), [8, 9), the first is halved
     assert list(two) == [[2, 3], [8]]
 
 
@@ -437,11 +437,11 @@ def test_samplers_that_make_no_sense_are_refused(arguments, more, words):
         BatchSizeSampler(*arguments, **more)
 
 
-# ---- with the rest of the world
+# ---- with DataLoader and transformers' Trainer
 
 
 def loaded(workers, seed=None, epochs=1, persistent=False):
-    """Labels of every batch that a DataLoader gives, epoch after epoch."""
+    """The labels of all batches of a DataLoader, by epoch."""
     rows, collator = examples(LENGTHS[:60]), masking(seed=seed, max_tokens=128)
     sampler = TokenBudgetSampler(LENGTHS[:60], 128, shuffle=False)
     torch.manual_seed(11)
@@ -459,7 +459,7 @@ def same(one, two):
 
 
 def test_two_workers():
-    """torch's generator: reproducible with the same number of workers, other masks in each epoch."""
+    """With torch's generator, masks are reproducible for a given number of workers, and differ from epoch to epoch."""
     first, again = loaded(2, epochs=2), loaded(2, epochs=2)
     assert same(first[0], again[0]) and same(first[1], again[1]) and not same(first[0], first[1])
 
@@ -484,7 +484,7 @@ def losses_of(trainer):
 
 
 def test_trainer(tmp_path):
-    """A masked LM in transformers.Trainer: reproducible, evaluated, saved and loaded."""
+    """transformers.Trainer trains a masked LM reproducibly, evaluates and saves it, and its weights can be loaded."""
     pytest.importorskip("accelerate")
     runs = []
     for name in "ab":
@@ -502,7 +502,7 @@ def test_trainer(tmp_path):
 
 
 class PackedTrainer:
-    """The recipe of docs/heads.md, to be mixed into transformers.Trainer."""
+    """The recipe of docs/heads.md, as a mixin for transformers.Trainer."""
 
     def loader(self, dataset, shuffle):
         lengths = [len(example["input_ids"]) for example in dataset]

@@ -1,4 +1,4 @@
-"""Token files and loaders: nothing lost, nothing twice, the same batches after a stop, whatever reads them."""
+"""Token files and loaders: no example is lost or repeated, and batches are the same after a stop, with any workers."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ def same(one, two):
 
 
 def test_lines_of_files(tmp_path):
-    (tmp_path / "a").write_bytes("\ufeffone\r\n\ntwo \u2028 é\n".encode())  # U+2028 ends no line
+    (tmp_path / "a").write_bytes("\ufeffone\r\n\ntwo \u2028 é\n".encode())  # U+2028 does not end a line
     (tmp_path / "b").write_bytes(b"three")
     assert list(read_texts([tmp_path / "a", str(tmp_path / "b")])) == ["one", "", "two \u2028 é", "three"]
     assert list(read_texts(tmp_path / "b")) == ["three"]
@@ -187,14 +187,14 @@ def corpus(tmp_path_factory):
 
 
 def loader(corpus, **more):
-    """24 tokens an example at most, by a budget of tokens, with masks of whole words."""
+    """A loader of examples of at most 24 tokens, with whole-word masks, by a budget of tokens or by batch_size."""
     file, budget = TokenFile(corpus.directory, 24), {} if "batch_size" in more else {"max_tokens": 200}
     collator = PackingCollator(BPE, mlm_probability=0.3, whole_words=True, seed=5, packed=more.pop("packed", True))
     return create_dataloader(file, collator, seed=3, **budget | more)
 
 
 def seen(batches):
-    """The sequences of packed batches, unmasked, in some order."""
+    """The sequences of packed batches, unmasked and sorted."""
     rows = []
     for batch in batches:
         ids = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
@@ -250,7 +250,7 @@ def test_a_loader_goes_on_where_it_stopped(corpus, stop, workers, later, persist
     other = loader(corpus, num_workers=later, persistent_workers=persistent)
     other.load_state_dict(state)
     assert other.state_dict() == state
-    other.set_epoch(2)  # as a loop over epochs does: the epoch goes on
+    other.set_epoch(2)  # as a loop over epochs does; the epoch continues
     again = list(other)
     assert len(again) == len(rest) and all(map(same, again, rest))
     assert other.state_dict()["batch"] == len(other)
@@ -282,7 +282,7 @@ for epoch in range(loader.state_dict()["epoch"], 2):
 
 @pytest.mark.slow
 def test_a_killed_process_goes_on_with_the_same_batches(corpus, tmp_path):
-    """Two workers in the first process, none in the second: together, the batches of one process that ran on."""
+    """Two workers in the first process, none in the second. Together they give an uninterrupted process's batches."""
     command = [sys.executable, "-c", KILLED, str(corpus.directory), str(tmp_path / "state"), str(tmp_path / "batches")]
     assert subprocess.run([*command, "6", "2"]).returncode == -signal.SIGKILL
     assert subprocess.run([*command, "-1", "0"]).returncode == 0
@@ -296,7 +296,7 @@ def test_a_killed_process_goes_on_with_the_same_batches(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_spawned_workers_that_live_on_see_the_epoch(corpus):
-    """The data set, the collator and its epoch reach them by pickle."""
+    """The data set, the collator and its epoch reach the workers by pickle."""
     more = {"multiprocessing_context": "spawn", "persistent_workers": True, "num_workers": 1}
     one, other = loader(corpus), loader(corpus, **more)
     for epoch in (0, 1):
@@ -325,7 +325,7 @@ def test_states_of_other_loaders_are_refused(corpus):
 
 
 def test_a_state_of_another_vocabulary_is_refused(tmp_path):
-    """Two tokens have changed places: nothing else would tell. From texts, from a file, and within other data sets."""
+    """Only the ids of two tokens are swapped. The data are from texts, from a file, and inside other data sets."""
     other = json.loads(BPE.to_str())
     vocabulary = other["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
@@ -353,7 +353,7 @@ def test_a_state_of_another_vocabulary_is_refused(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torch_s_generator_is_left_alone(corpus, workers):
-    """So the dropout of a run that goes on is that of a run that never stopped."""
+    """Therefore a resumed run draws the same dropout as an uninterrupted one."""
     torch.manual_seed(0)
     expected = torch.get_rng_state()
     list(loader(corpus, num_workers=workers))
@@ -382,7 +382,7 @@ def test_a_masked_lm_from_texts(tokenizer, packed):
     expected = [collator([rows[i] for i in batch]) for batch in BatchSizeSampler(len(rows), 16, seed=1)]
     assert all(itertools.starmap(same, zip(batches, expected, strict=True)))
     share = torch.cat([batch["labels"].flatten() != -100 for batch in batches]).sum() / rows.lengths.sum()
-    assert 0.2 < share < 0.35  # of all tokens; special ones have no label
+    assert 0.2 < share < 0.35  # of all tokens, including special ones, which have no label
     config = TINY.changed(vocab_size=30522, max_position_embeddings=40)
     assert fastbert.BertForMaskedLM(config)(**batches[0]).loss.isfinite()
 
@@ -430,5 +430,5 @@ def test_accelerate_takes_a_loader(corpus, accelerate):
     prepared = accelerate.Accelerator(cpu=True).prepare(loader(corpus))
     prepared.set_epoch(1)
     expected = loader(corpus)
-    expected.batch_sampler.set_epoch(1)  # accelerate knows of the sampler alone
+    expected.batch_sampler.set_epoch(1)  # accelerate tells the epoch to the sampler only
     assert all(itertools.starmap(same, zip(prepared, expected, strict=True)))

@@ -1,4 +1,4 @@
-"""Tokenizers from files and trained ones are those of transformers, token for token."""
+"""Tokenizers from files, and trained ones, give the same tokens as transformers'."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ TEXTS = [
     "Café naïve İSTANBUL ẞ straße",  # accents, and letters whose lower case is longer
     "日本語 and 中文 text",
     "a [MASK] b <mask> c </s>",  # special tokens in the text
-    "x" * 300 + " tabs\tand\u00a0spaces \u200b\ufffd\x00end",  # one word too long for a WordPiece; controls
+    "x" * 300 + " tabs\tand\u00a0spaces \u200b\ufffd\x00end",  # one word too long for WordPiece; control characters
     "😀 emoji 👩‍👩‍👧",
 ]
 
@@ -31,7 +31,7 @@ def trained(request):
 
 
 def same_as(ours, theirs, texts=TEXTS):
-    """Ids of texts and of pairs, token types of pairs, and places in the text."""
+    """Asserts that ids of texts and pairs are equal, and token types and offsets of pairs."""
     for text, pair in zip(texts, texts[1:], strict=False):
         single, both = ours.encode(text), ours.encode(text, pair)
         expected = theirs(text, pair, return_token_type_ids=True, return_offsets_mapping=True)
@@ -58,7 +58,7 @@ def test_tokenizer_json_as_it_stands_without_truncation_and_padding():
         {"do_lower_case": False},
         {"do_lower_case": False, "strip_accents": True},
         {"tokenize_chinese_chars": False, "strip_accents": False},
-        {"mask_token": {"content": "[unused7]", "__type": "AddedToken"}},  # as older files write them
+        {"mask_token": {"content": "[unused7]", "__type": "AddedToken"}},  # as in older files
     ],
 )
 def test_vocab_txt_is_transformers_bert_tokenizer(tmp_path, config):
@@ -92,12 +92,12 @@ def test_files_by_themselves_with_a_name_before_theirs(tmp_path):
         (["vocab.txt"], "ElectraTokenizer", True),
         (["vocab.txt"], "PreTrainedTokenizerFast", True),
         (["vocab.txt"], None, True),
-        (["vocab.json", "merges.txt"], "HerbertTokenizerFast", False),  # a BERT with a BPE that is not of bytes
+        (["vocab.json", "merges.txt"], "HerbertTokenizerFast", False),  # a BERT whose BPE is not byte-level
         (["vocab.json", "merges.txt"], "RobertaTokenizerFast", True),
     ],
 )
 def test_files_of_other_tokenizers_are_refused(tmp_path, place, names, given, fits):
-    """The files have the same names."""
+    """Only the class that a configuration names tells them apart: the files have the same names."""
     if "vocab.txt" in names:
         shutil.copy(minilm() / "vocab.txt", tmp_path)
     else:
@@ -114,7 +114,7 @@ def test_files_of_other_tokenizers_are_refused(tmp_path, place, names, given, fi
 def test_merges_are_transformers_roberta_tokenizer(tmp_path, config):
     train_tokenizer(PASSAGES, "byte-level-bpe", vocab_size=1500).model.save(str(tmp_path))  # vocab.json, merges.txt
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "RobertaTokenizer", **config}))
-    texts = [text for text in TEXTS if " <mask>" not in text]  # transformers 5 leaves that space to a token of its own
+    texts = [text for text in TEXTS if " <mask>" not in text]  # transformers 5 makes that space a token
     same_as(get_tokenizer(tmp_path), transformers.RobertaTokenizer.from_pretrained(tmp_path), texts)
     masked = get_tokenizer(tmp_path).encode("a <mask>").ids
     assert masked[-2:] == [get_tokenizer(tmp_path).token_to_id(token) for token in ("<mask>", "</s>")]
@@ -140,15 +140,15 @@ def spm(tmp_path_factory):
 
 
 def test_spm_model_is_sentencepiece_s(spm):
-    """Ids of texts, spaces and characters of other scripts among them; [MASK] comes behind the pieces."""
+    """Ids are equal, for unusual spaces and other scripts too; [MASK] comes after the pieces."""
     import sentencepiece
 
     theirs, ours = sentencepiece.SentencePieceProcessor(model_file=str(spm)), get_tokenizer(spm.parent)
     odd = ["", "  two  spaces ", " ", "ｆｕｌｌ　ｗｉｄｔｈ", "ﬁ ² ½ Å e\u0301", "\ttabs\n and lines", "a\u200bb"]
     for text in [*PASSAGES, *TEXTS[-6:-4], *TEXTS[-2:], *odd]:
-        if "[" not in text:  # where ours sees special tokens
+        if "[" not in text:  # ours may find special tokens there
             mine, other = ours.encode(text, add_special_tokens=False).ids, theirs.encode(text)
-            # The same pieces in another order are as likely: then either order is right.
+            # The same pieces in another order are equally likely, so either order is right.
             tie = sorted(mine) == sorted(other) and theirs.decode(mine) == theirs.decode(other)
             assert mine == other or tie, text
     assert ours.token_to_id("[MASK]") == len(theirs)
@@ -224,7 +224,7 @@ def test_a_trained_tokenizer(trained):
 
 @pytest.mark.slow
 def test_every_process_trains_the_same_vocabulary():
-    """In each of which a hash table has another order."""
+    """Processes differ in the order of their hash tables, which must not matter."""
     code = """
 import hashlib, sys
 from fastbert.cli.demo import python_documentation
@@ -238,7 +238,7 @@ for kind in ("wordpiece", "byte-level-bpe"):
 
 
 def test_a_trained_wordpiece_vocabulary_is_the_library_s():
-    """But for pairs that are equally frequent, of which the library takes a random one first."""
+    """Except for equally frequent pairs, of which the library merges a random one first."""
     theirs = tokenizers.BertWordPieceTokenizer(lowercase=True)
     theirs.train_from_iterator(PASSAGES, vocab_size=1500, min_frequency=2, show_progress=False)
     ours = train_tokenizer(iter(PASSAGES), vocab_size=1500)
@@ -268,7 +268,7 @@ def test_transformers_reads_what_is_saved(trained, tmp_path, model_beside):
     _, tokenizer = trained
     if model_beside:
         (tmp_path / "config.json").write_text(json.dumps(TINY.to_dict()))
-    tokenizer.enable_truncation(5)  # belongs to a use, not to the tokenizer
+    tokenizer.enable_truncation(5)  # a setting of one use, which is not saved
     save_tokenizer(tokenizer, tmp_path)
     tokenizer.no_truncation()
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -277,12 +277,12 @@ def test_transformers_reads_what_is_saved(trained, tmp_path, model_beside):
     roles = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
     assert {getattr(theirs, f"{role}_id") for role in roles} == set(range(5)) and len(theirs) == 1500
     assert get_tokenizer(tmp_path).to_str() == tokenizer.to_str()
-    save_tokenizer(theirs, tmp_path / "again")  # one of transformers
+    save_tokenizer(theirs, tmp_path / "again")  # a tokenizer of transformers
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "again").mask_token == theirs.mask_token
 
 
 def test_transformers_knows_where_to_cut(tmp_path):
-    """At the length of the model, less what RoBERTa's positions leave out, or at that of a tokenizer of theirs."""
+    """At the model's length, less the positions that RoBERTa cannot use, or at that of transformers' tokenizer."""
     theirs = transformers.AutoTokenizer.from_pretrained(minilm())
     unknown = transformers.PreTrainedTokenizerFast(tokenizer_object=get_tokenizer(minilm()))
     roberta = TINY.changed(model_type="roberta", pad_token_id=1, type_vocab_size=1)  # of 32 positions
@@ -323,15 +323,15 @@ def test_training_that_makes_no_sense_is_refused(texts, more, error, words):
         train_tokenizer(texts, **more)
 
 
-# ---- the model that it is for
+# ---- with a model's configuration
 
 
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused(trained):
     kind, tokenizer = trained
     pad = tokenizer.token_to_id("[PAD]" if kind == "wordpiece" else "<pad>")
     check_tokenizer(tokenizer, BertConfig(vocab_size=1500, pad_token_id=pad))
-    check_tokenizer(tokenizer, BertConfig(vocab_size=1536, pad_token_id=None))  # rows to spare, as models have them
-    check_tokenizer(tokenizer, BertConfig(vocab_size=1536, pad_token_id=1500))  # no token's row
+    check_tokenizer(tokenizer, BertConfig(vocab_size=1536, pad_token_id=None))  # spare rows, as models have them
+    check_tokenizer(tokenizer, BertConfig(vocab_size=1536, pad_token_id=1500))  # a row without a token
     check_tokenizer(get_tokenizer(minilm()), BertConfig.from_pretrained(minilm()))
     check_tokenizer(transformers.AutoTokenizer.from_pretrained(minilm()), BertConfig.from_pretrained(minilm()))
     with pytest.raises(ValueError, match="the tokenizer has .* at 1499; expected ids below the vocab_size .*, 1499"):

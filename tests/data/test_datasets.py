@@ -1,4 +1,4 @@
-"""Data sets against tokenizers and transformers on the same texts, and properties that hold exactly."""
+"""Compares data sets with tokenizers and transformers on the same texts, and checks properties that hold exactly."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ def ids(dataset):
 
 
 def content(tokenizer, row):
-    """Without special tokens, which these texts do not hold."""
+    """A row of ids without its special tokens; the texts contain none."""
     special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     return [token for token in row if token not in special]
 
@@ -103,7 +103,7 @@ def test_a_tokenizer_s_own_truncation_and_padding_do_not_count():
     theirs.backend_tokenizer.enable_padding(length=64)
     dataset = quiet(MLMDataset, ["one two three four five six seven eight nine ten"], theirs)
     assert dataset.lengths.tolist() == [12]
-    assert theirs.backend_tokenizer.truncation["max_length"] == 8  # it is a copy that is used
+    assert theirs.backend_tokenizer.truncation["max_length"] == 8  # the data set uses a copy
 
 
 def test_empty_lines_of_a_corpus_are_skipped_and_counted():
@@ -139,7 +139,7 @@ DOCUMENTS = [[f"document {d} sentence {s}" for s in range(size)] for d, size in 
 
 
 def texts_of_pairs(dataset):
-    """(first, second, label): the document's and the sentence's number of both."""
+    """Yields (first, second, label); first and second are (document number, sentence number)."""
     for example in dataset:
         sides = (example["input_ids"][example["token_type_ids"] == side].tolist() for side in (0, 1))
         first, second = (tuple(int(w) for w in WORDPIECE.decode(side).split() if w.isdigit()) for side in sides)
@@ -150,7 +150,7 @@ def test_pairs_are_adjacent_or_of_two_documents():
     dataset = quiet(NSPDataset, DOCUMENTS, WORDPIECE)
     pairs = list(texts_of_pairs(dataset))
     starts = [(d, s) for d, document in enumerate(DOCUMENTS) for s in range(len(document) - 1)]
-    assert [first for first, _, _ in pairs] == starts  # each text that another follows, once
+    assert [first for first, _, _ in pairs] == starts  # each text that has a next one, once
     for (document, sentence), second, label in pairs:
         assert second == (document, sentence + 1) if label == 0 else second[0] != document
     random = [second for _, second, label in pairs if label]
@@ -175,7 +175,7 @@ def test_a_seed_decides_the_pairs():
 @pytest.mark.parametrize("first, second", [(40, 4), (4, 40), (40, 41), (41, 40), (40, 40), (9, 9), (10, 9), (9, 10)])
 @pytest.mark.parametrize("max_length", [20, 21])
 def test_the_longer_text_of_a_pair_is_cut(first, second, max_length):
-    """As tokenizers does it. Lengths on both sides of half of the room; rooms even and odd."""
+    """It is cut as tokenizers does it. Lengths are on both sides of half the room; the room is even or odd."""
     documents = [["cat " * first, "dog " * second], ["a fish"]]
     made = (_cut_pairs(documents, max_length, seed) for seed in itertools.count())
     dataset = next(pairs for pairs in made if not pairs[0]["labels"])
@@ -197,7 +197,7 @@ def _cut_pairs(documents, max_length, seed):
 
 
 def test_very_long_pairs_take_no_more_than_their_length():
-    """The parts that tokenizers' own truncation makes of such a pair would be 500 x 500."""
+    """tokenizers' own truncation would make 500 x 500 parts of such a pair."""
     with pytest.warns(UserWarning, match="1 of 1 pairs have more than max_length, 128"):
         texts, others = ["a b c d e " * 10000], ["1 2 3 4 5 " * 10000]
         dataset = ClassificationDataset(texts, [0], WORDPIECE, pairs=others, max_length=128)
@@ -246,7 +246,7 @@ def test_documents_that_make_no_sense_are_refused(documents, more, error, words)
         (np.array([7, 0, 1], np.uint8), {}, [7, 0, 1]),
         (torch.tensor([1, 0, 1]), {"num_labels": 2}, [1, 0, 1]),
         ([0.5, -1, 3], {}, [0.5, -1.0, 3.0]),
-        ([5, -1, 3], {"num_labels": 1}, [5.0, -1.0, 3.0]),  # one label is a regression
+        ([5, -1, 3], {"num_labels": 1}, [5.0, -1.0, 3.0]),  # num_labels 1 is a regression
         ([[1, 0], [0, 0], [1, 1]], {"num_labels": 2}, [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]),
     ],
 )
@@ -331,7 +331,7 @@ def run_ner(tokenizer, words, labels):
 def test_words_and_labels_are_run_ner_s(tokenizer, tmp_path):
     save_tokenizer(tokenizer, tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    if tokenizer is BPE:  # what transformers demands of RoBERTa's for words
+    if tokenizer is BPE:  # transformers demands this of RoBERTa's tokenizer for text in words
         theirs.backend_tokenizer.pre_tokenizer.add_prefix_space = True
     expected = run_ner(theirs, SENTENCES, TAGS)
     dataset = quiet(TokenClassificationDataset, SENTENCES, TAGS, tokenizer, max_length=64, num_labels=5)
@@ -344,7 +344,7 @@ def test_words_and_labels_are_run_ner_s(tokenizer, tmp_path):
     for name in ("input_ids", "attention_mask", "labels"):
         assert torch.equal(padded[name], other[name]), name
     assert torch.equal(packed["labels"], other["labels"][other["attention_mask"].bool()])
-    for example, words, tags in zip(dataset, SENTENCES, TAGS, strict=True):  # and the way back
+    for example, words, tags in zip(dataset, SENTENCES, TAGS, strict=True):  # and back: from labels to tags
         first = example["word_ids"] != torch.cat([torch.tensor([-1]), example["word_ids"][:-1]])
         first &= example["word_ids"] >= 0
         assert example["labels"][first].tolist() == tags and len(tags) == len(words)
@@ -388,7 +388,7 @@ def test_words_and_labels_that_do_not_fit_are_refused(words, labels, more, error
 
 
 def questions():
-    """Passages as contexts, with some of their words as answers: at both ends, long, in the middle, or none."""
+    """Yields question, context and answer: up to four words at either end or in the middle of the context, or none."""
     generator = torch.Generator().manual_seed(0)
     for number, context in enumerate([*PASSAGES[:40], "Zoë's naïve café — 日本語 in Ōsaka; 😀 costs 5€. " * 9]):
         words = [match.span() for match in re.finditer(r"\w+", context)]
@@ -432,7 +432,7 @@ def run_qa(tokenizer, questions, contexts, answers, max_length, stride):
             starts.append(cls_index)
             ends.append(cls_index)
         else:
-            # run_qa.py runs on to [SEP] here, whose offset is (0, 0), where an answer begins with a window's last token
+            # If an answer begins with a window's last token, run_qa.py runs on to [SEP], whose offset is (0, 0).
             after = token_end_index + 1
             while token_start_index < after and offsets[token_start_index][0] <= start_char:
                 token_start_index += 1
@@ -483,12 +483,12 @@ def test_answers_are_found_again_in_the_text(tokenizer):
         assert bool(start) == bool(end) and dataset.answer(index, 0, 0) == ""
     assert found.keys() == {i for i, answer in enumerate(answers) if answer is not None and answer["text"]}
     for index, texts in found.items():
-        answer = answers[index]["text"][0]  # of whole words; a token of the BPE may hold more, as in `(__init__`
+        answer = answers[index]["text"][0]  # whole words; a BPE token may hold more, as in `(__init__`
         assert texts == {answer} if tokenizer is WORDPIECE else all(answer in text for text in texts)
 
 
 def test_a_character_of_several_tokens_is_covered_by_all_of_them():
-    """Bytes of BPE; the answer is every token that overlaps it, by their offsets."""
+    """BPE may split a character's bytes into several tokens. The answer is all tokens whose offsets overlap it."""
     context = "the sign 😀 and 北京 x."
     asked = ["😀", "北京", "北", "京 x"]
     answers = [{"text": [text], "answer_start": [context.index(text)]} for text in asked]
@@ -511,7 +511,7 @@ def test_white_space_around_an_answer_does_not_count():
 
 
 def test_an_answer_without_a_token_is_none():
-    """A WordPiece drops U+200B, as it does control characters."""
+    """WordPiece drops U+200B, as it drops control characters."""
     context = "a \u200b b"
     dataset = QADataset(["what?"], [context], [{"text": ["\u200b"], "answer_start": [2]}], WORDPIECE)
     assert (dataset[0]["start_positions"], dataset[0]["end_positions"]) == (0, 0)
@@ -520,7 +520,7 @@ def test_an_answer_without_a_token_is_none():
 def test_the_head_s_loss_is_transformers_s():
     asked, contexts, answers = zip(*questions(), strict=True)
     dataset = QADataset(asked, contexts, answers, WORDPIECE, max_length=64, stride=16)
-    rows = [example for example in dataset if len(example["input_ids"]) == 64][:6]  # no padding, which differs there
+    rows = [example for example in dataset if len(example["input_ids"]) == 64][:6]  # no padding: it changes their loss
     config = TINY.changed(vocab_size=30522, max_position_embeddings=64)
     theirs = transformers.BertForQuestionAnswering(transformers.BertConfig(**config.to_dict())).double().eval()
     ours = fastbert.BertForQuestionAnswering(config).double().eval()
@@ -556,7 +556,7 @@ def test_questions_that_make_no_sense_are_refused(change, error, words):
         QADataset(tokenizer=WORDPIECE, max_length=24, **given)
 
 
-# ---- with the rest of the world
+# ---- with transformers' collators and workers
 
 
 def test_transformers_collators_take_the_examples():

@@ -1,4 +1,4 @@
-"""Filters of a corpus: what is left out, how it is counted, and that texts pass one by one."""
+"""Corpus filters: which texts they leave out, how these are counted, and that texts pass one by one."""
 
 import json
 import random
@@ -44,7 +44,7 @@ def test_lengths_and_letters_at_their_borders():
 
 
 def test_texts_pass_one_by_one_and_only_hashes_stay():
-    """A text of 100 kB each: kept, they would take 100 MB."""
+    """The texts have about 100 kB each, so keeping them would take 100 MB."""
 
     def texts():
         for i in range(1000):
@@ -68,7 +68,7 @@ def jaccard(one, two):
 
 
 def test_near_duplicates_are_left_out_and_others_are_not():
-    """The truth is the Jaccard index, computed; between 0.5 and 0.95 chance decides."""
+    """The truth is the computed Jaccard index: above 0.95 or below 0.5, because between these chance decides."""
     pytest.importorskip("datasketch")
     random.seed(0)
     words = ["".join(random.choices("abcdefghij", k=random.randint(2, 9))) for _ in range(500)]

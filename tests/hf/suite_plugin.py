@@ -1,9 +1,9 @@
-"""A plugin of pytest for the tests of other projects: it seeds each test, and writes what came of them to a file.
+"""A pytest plugin for the tests of other projects: it seeds each test, and writes the outcomes to a file.
 
     python -m pytest -p hf.suite_plugin --results=results.json --accelerate tests/models/bert
 
-With --accelerate, every model of the seven families that a test makes, from its class or by from_pretrained, alone or
-within sentence-transformers' models, goes through fastbert.accelerate as soon as it has its weights.
+With --accelerate, every model of fastbert's families that a test makes, from its class or by from_pretrained, alone or
+inside a sentence-transformers model, goes through fastbert.accelerate as soon as it has its weights.
 """
 
 import functools
@@ -20,8 +20,8 @@ from torch import nn
 from fastbert import backends, families, hf
 
 outcomes: dict[str, str] = {}
-forwards: Counter[str] = Counter()  # "packed", or why they fell back; of all models, copies too
-making = 0  # how many models are being made, one within the other
+forwards: Counter[str] = Counter()  # "packed", or the reason for falling back, over all models and their copies
+making = 0  # how many nested calls that make a model are running
 
 
 def pytest_addoption(parser):
@@ -35,7 +35,7 @@ def pytest_configure(config):
 
 
 def pytest_runtest_setup(item):
-    """Inputs are random in many of these tests, and some fail by chance: with a seed they do so in every run."""
+    """Seeds each test: inputs are often random, and tests that fail by chance then fail in every run or in none."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
     if common := sys.modules.get("tests.test_modeling_common"):
@@ -43,7 +43,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_runtest_logreport(report):
-    """A failure anywhere (set-up, a subtest, tear-down) is the test's; otherwise its own outcome comes last."""
+    """A failure in set-up, a subtest or tear-down fails the test; else its last outcome before tear-down counts."""
     if report.failed or (report.when != "teardown" and outcomes.get(report.nodeid) != "failed"):
         outcomes[report.nodeid] = report.outcome
 
@@ -55,7 +55,7 @@ def pytest_sessionfinish(session):
         json.dump(results, file, indent=1)
 
 
-# ---- fastbert.accelerate for what is made
+# ---- fastbert.accelerate for every model that is made
 
 
 def accelerate_what_is_made():
@@ -78,7 +78,7 @@ def counted(method):
 
 
 def classes() -> list[type]:
-    """Those of the families' models, and those of sentence-transformers around them, that have an __init__."""
+    """The classes with an __init__ among the families' models and sentence-transformers' models around them."""
     import sentence_transformers
     from transformers import PreTrainedModel
 
@@ -91,7 +91,7 @@ def classes() -> list[type]:
 
 
 def accelerated(make):
-    """make: an __init__, or from_pretrained. A model that is made within another comes with that one, as its head."""
+    """Wraps `make`, an __init__ or from_pretrained. A model made inside another is accelerated with the outer one."""
 
     @functools.wraps(make)
     def wrapper(first, *args, **kwargs):
@@ -109,7 +109,7 @@ def accelerated(make):
 
 
 def accelerate(made: nn.Module | tuple) -> None:
-    """made: from_pretrained may give the model and how it was loaded. On the meta device it has no weights yet."""
+    """made: a model, or from_pretrained's tuple of it and loading info. One on the meta device has no weights yet."""
     model = made[0] if isinstance(made, tuple) else made
     known = any(families.key_of(module) for module in model.modules())
     if known and not any(parameter.is_meta for parameter in model.parameters()):

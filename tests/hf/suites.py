@@ -1,14 +1,14 @@
-"""Gets the tests of transformers and sentence-transformers, which test_suites.py runs through fastbert.
+"""Downloads the tests of transformers and sentence-transformers, which test_suites.py runs through fastbert.
 
     PYTHONPATH=tests python -m hf.suites [transformers=PATH] [sentence-transformers=PATH]
 
-does so, and `make suites` after it has installed what they import. PATH is a git repository on this machine, in place
-of the one on GitHub. The tests go to the directory that FASTBERT_SUITES names, else to ~/.cache/fastbert/suites, never
-into this repository. With them goes what sentence-transformers' tests load from the hub, under the same names: tiny
-models of random weights, and pairs of texts.
+`make suites` runs this too, after it has installed what those tests import. PATH is a local git repository to use in
+place of the one on GitHub. The tests go to the directory that FASTBERT_SUITES names, or else to
+~/.cache/fastbert/suites, never into this repository. Beside them go stand-ins for what sentence-transformers' tests
+load from the hub, under the same names: tiny models with random weights, and pairs of texts.
 
-transformers' common tests are of one version, and in its source package; the models' tests, which use them, are in its
-repository alone. Those of CamemBERT and XLM-RoBERTa all need the network: the two get RoBERTa's as well.
+transformers' common tests come from the source package of the installed version. The models' tests, which use them, are
+only in the repository. As all tests of CamemBERT and XLM-RoBERTa need the network, these two get RoBERTa's as well.
 """
 
 import io
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from small_models import minilm
 
-REPOSITORIES = {  # URL, commit, what is needed of it
+REPOSITORIES = {  # URL, commit, the paths that are needed
     "transformers": (
         "https://github.com/huggingface/transformers",
         "decba1d2ea4ed3cbf0495d1828abad4b2dba1846",
@@ -48,7 +48,7 @@ def tests_of(project: str) -> Path:
 
 
 def fill(repositories: dict[str, str]) -> None:
-    """repositories: paths or URLs by name. Nothing in the cache is replaced before all is there."""
+    """Fills the cache. repositories: paths or URLs by name. The cache is replaced only once everything is there."""
     cache().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache()) as directory:
         new = Path(directory)
@@ -64,7 +64,7 @@ def fill(repositories: dict[str, str]) -> None:
 
 
 def take(source: str, commit: str, paths: tuple[str, ...], into: Path) -> None:
-    """The files of one commit."""
+    """Unpacks the files of one commit."""
     with tempfile.TemporaryDirectory() as fetched:
         if not Path(source).is_dir():
             subprocess.run(["git", "init", "--quiet", "--bare", fetched], check=True)
@@ -76,7 +76,7 @@ def take(source: str, commit: str, paths: tuple[str, ...], into: Path) -> None:
 
 
 def of_installed_version(into: Path) -> None:
-    """The common tests of the transformers that is installed, which they expect beside them."""
+    """Adds the common tests of the installed transformers, which the models' tests expect beside them."""
     with tempfile.TemporaryDirectory() as fetched:
         wanted = f"transformers=={version('transformers')}"
         options = ["--quiet", "--no-deps", "--no-binary=:all:", "--dest", fetched]
@@ -107,7 +107,7 @@ def like_roberta(models: Path) -> None:
 
 
 def hub(root: Path) -> None:
-    """A cache of the hub: BERTs of two layers, random weights, and all-MiniLM-L6-v2's vocabulary, which is BERT's."""
+    """Makes a hub cache of BERTs with two layers, random weights and all-MiniLM-L6-v2's vocabulary, which is BERT's."""
     import torch
     from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
@@ -132,7 +132,7 @@ def hub(root: Path) -> None:
 
 
 def bert(cls: type, directory: str) -> str:
-    """A model and its tokenizer, saved."""
+    """Saves a model and its tokenizer, and returns the directory."""
     from transformers import AutoTokenizer, BertConfig
 
     sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
@@ -142,7 +142,7 @@ def bert(cls: type, directory: str) -> str:
 
 
 def save(model, root: Path, name: str) -> None:
-    """As the hub's cache keeps a model of that name."""
+    """Saves a model where the hub's cache keeps the model of that name."""
     kept = root / f"models--{name.replace('/', '--')}"
     commit = "0" * 40
     (kept / "refs").mkdir(parents=True)
@@ -151,7 +151,10 @@ def save(model, root: Path, name: str) -> None:
 
 
 def stsb(root: Path) -> None:
-    """A cache of data sets: pairs of texts in place of the STS benchmark. The score is how many words they share."""
+    """Makes a cache of data sets with pairs of texts in place of the STS benchmark.
+
+    A pair's score is the share of the words that its texts have in common.
+    """
     from datasets import load_dataset
 
     words = [word for word in (minilm() / "vocab.txt").read_text().split() if word.isalpha()]
@@ -167,7 +170,7 @@ def stsb(root: Path) -> None:
                     other = text[:shared] + choose.choices(words, k=8 - shared)
                     print(" ".join(text), " ".join(other), shared / 8, sep=",", file=file)
         load_dataset(str(files), cache_dir=str(root))
-    (root / "stsb").rename(root / "sentence-transformers___stsb")  # as it looks for it without a network
+    (root / "stsb").rename(root / "sentence-transformers___stsb")  # the name that is looked up without a network
 
 
 if __name__ == "__main__":

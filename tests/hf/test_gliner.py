@@ -1,4 +1,4 @@
-"""GLiNER's encoder, a client of DeBERTa, accelerated. `make suites` installs it; without it these are skipped."""
+"""Accelerates GLiNER's encoder, which uses DeBERTa. Skipped unless GLiNER is installed, as by `make suites`."""
 
 from types import SimpleNamespace
 
@@ -39,7 +39,7 @@ def test_texts_of_any_length(model):
 
 
 def test_texts_that_gliner_packed_itself(model):
-    """Two in a row, with a mask for each pair of tokens: what it does then calls parts of the model by itself."""
+    """Two texts in one row, with a mask over pairs of tokens: GLiNER then calls parts of the model itself."""
     ids = torch.randint(1, 100, (1, 20))
     first = torch.arange(20) < 8
     pairs = (first[:, None] == first)[None]

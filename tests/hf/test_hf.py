@@ -1,4 +1,4 @@
-"""`accelerate`, `restore` and `register` against the unmodified transformers model, in all that people do with it."""
+"""Compares `accelerate`, `restore` and `register` with the unmodified transformers model, in all its usual uses."""
 
 import copy
 import functools
@@ -30,13 +30,13 @@ CONFIGS = {
     "roberta": SIZES | {"pad_token_id": 1},
     "xlm-roberta": SIZES | {"pad_token_id": 1},
     "camembert": SIZES | {"pad_token_id": 1},
-    "electra": SIZES | {"embedding_size": 32},  # unequal widths: a projection between
+    "electra": SIZES | {"embedding_size": 32},  # the widths differ, so a projection follows the embeddings
     "distilbert": DISTILBERT,
     "albert": SIZES | {"embedding_size": 32, "num_hidden_layers": 4, "num_hidden_groups": 2, "inner_group_num": 2},
     "deberta-v2": small_models.CONFIGS["deberta-v2"] | SIZES,
     "mpnet": SIZES,
 }
-RELATIVE = ("deberta-v2", "mpnet")  # which transformers computes in one way
+RELATIVE = ("deberta-v2", "mpnet")  # for these, transformers' attention is eager
 HEADS = {
     "base": transformers.AutoModel,
     "sequence": transformers.AutoModelForSequenceClassification,
@@ -53,7 +53,7 @@ DROPOUTS = (
 
 
 def build(family="bert", head="base", dtype=torch.float64, attention="sdpa", dropout=None, **changes):
-    """A tiny model of transformers, random weights with biases and LayerNorms that are not trivial."""
+    """A tiny transformers model with random weights, including nontrivial biases and LayerNorm parameters."""
     config = transformers.AutoConfig.for_model(family, **CONFIGS[family] | changes)
     for name in DROPOUTS if dropout is not None else ():
         if hasattr(config, name):
@@ -63,7 +63,7 @@ def build(family="bert", head="base", dtype=torch.float64, attention="sdpa", dro
 
 
 def batch(model, lengths=LENGTHS, side="right", seqlen=SEQLEN):
-    """Random ids and a mask, with the family's padding token in padding."""
+    """Random ids and their attention mask; padding holds the family's padding token."""
     mask = (torch.arange(seqlen) < torch.tensor(lengths)[:, None]).long()
     mask = mask.flip(1) if side == "left" else mask
     ids = torch.randint(2, 99, mask.shape)
@@ -72,7 +72,7 @@ def batch(model, lengths=LENGTHS, side="right", seqlen=SEQLEN):
 
 
 def labels(model, head, inputs):
-    """Labels of the head's shape, -100 at padding."""
+    """Labels for heads of tokens, -100 at padding, and of sequences; none for other heads."""
     mask = inputs["attention_mask"]
     if head in ("mlm", "tokens"):
         return {"labels": torch.randint(2, mask.shape, device=DEVICE).masked_fill(mask == 0, -100)}
@@ -80,7 +80,7 @@ def labels(model, head, inputs):
 
 
 def accelerated(model):
-    """An accelerated copy, and its report."""
+    """An accelerated copy of the model, and the copy's report."""
     copied = copy.deepcopy(model)
     return copied, fastbert.accelerate(copied)
 
@@ -92,7 +92,7 @@ def pair(*args, train=False, side="right", **options):
 
 
 def visible(output, inputs):
-    """The floating-point tensors of an output by name; those with a row for each token at visible tokens only."""
+    """The tensors of an output by name. Tensors with a row for each token keep only the rows of visible tokens."""
     mask = inputs["attention_mask"].bool()
     result = {}
     for name, value in output.items():
@@ -103,7 +103,7 @@ def visible(output, inputs):
 
 
 def assert_packed(report, times=1):
-    """Exactly so many forwards were packed, and none fell back."""
+    """Asserts that exactly `times` forwards ran packed, and that none fell back."""
     assert (report.packed, report.fallbacks.total()) == (times, 0), report
 
 
@@ -113,7 +113,7 @@ def assert_fell_back(report, words):
 
 
 def equal(one, two, bound=1e-12):
-    """Equal by the accuracy rule for float64."""
+    """Asserts that two sets of tensors are equal by the accuracy rule for float64."""
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         assert tensor.shape == two[name].shape, name
@@ -126,7 +126,7 @@ def equal(one, two, bound=1e-12):
 @pytest.mark.parametrize("head", [name for name in HEADS if name not in ("choice", "pretraining")])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_family_and_head(family, head):
-    """Outputs, loss and gradients of the original, in float64, in training without dropout."""
+    """Outputs, loss and gradients equal the original's, in float64, in training mode without dropout."""
     original, model, report, inputs = pair(family, head, dropout=0.0, train=True)
     targets = labels(model, head, inputs)
     results = [each(**inputs, **targets) for each in (model, original)]
@@ -140,7 +140,7 @@ def test_every_family_and_head(family, head):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_question_answering_loss_over_padding_runs_the_original(family):
-    """Its softmax counts the logits of padding, which are not computed on packed tokens."""
+    """The softmax of this loss includes the logits of padding, which the packed forward does not compute."""
     original, model, report, inputs = pair(family, "question")
     places = torch.tensor([1, 0, 3], device=DEVICE)
     targets = {"start_positions": places, "end_positions": places}
@@ -166,15 +166,15 @@ def test_labels_of_masked_tokens_count_as_ignored(head):
 @pytest.mark.parametrize(
     ("family", "head"), [*((name, "mlm") for name in CONFIGS), ("bert", "pretraining"), ("albert", "pretraining")]
 )
-@pytest.mark.parametrize("side", ["right", "left"])  # left: the pooler of pretraining runs the original
+@pytest.mark.parametrize("side", ["right", "left"])  # left: pretraining's pooler makes the original run
 def test_skipped_logits(family, head, side):
-    """Loss and gradients of the original, from the labelled rows alone, and the logits left out."""
+    """Loss and gradients equal the original's; logits are computed for labelled rows only, and not returned."""
     original = build(family, head, dropout=0.0).train()
     model = copy.deepcopy(original)
     report = fastbert.accelerate(model, skip_logits=True)
     inputs = batch(model, [7, 3, 12], side)
     chosen = torch.rand(3, SEQLEN, device=DEVICE) < 0.3
-    chosen[0, SEQLEN // 2] = True  # visible on either side
+    chosen[0, SEQLEN // 2] = True  # visible with padding on either side
     targets = torch.randint(2, 99, (3, SEQLEN), device=DEVICE).masked_fill(~chosen, -100)
     ignored = targets.masked_fill(inputs["attention_mask"] == 0, -100)
     more = {} if head == "mlm" else {"bert": "next_sentence_label", "albert": "sentence_order_label"}
@@ -243,7 +243,7 @@ def test_forms_of_gelu(activation):
 
 
 def test_training_with_dropout_is_exact(monkeypatch):
-    """The masks of fastbert.random in the reference give the same hidden states and gradients, one key a forward."""
+    """Hidden states and gradients equal the reference's with fastbert.random's masks; a forward draws one key."""
     model = build().train()
     truth = reference.BertModel(fastbert.BertConfig.from_dict(model.config.to_dict())).to(DEVICE).double().train()
     truth.load_state_dict(model.state_dict())
@@ -253,7 +253,7 @@ def test_training_with_dropout_is_exact(monkeypatch):
     monkeypatch.setattr(random, "new_key", lambda device: keys.append(keys[0]) or keys[0])
     last = model(**inputs).last_hidden_state
     result = model(**inputs, output_hidden_states=True)
-    assert torch.equal(last, result.last_hidden_state)  # however layers exchange tensors
+    assert torch.equal(last, result.last_hidden_state)  # however layers pass tensors on to each other
     states, pooled = truth(**inputs, masks=reference_masks(model, keys[0], LENGTHS, SEQLEN))
     seen = inputs["attention_mask"].bool()
     for state, expected in zip(result.hidden_states, states, strict=True):
@@ -279,11 +279,11 @@ def test_seed_decides_dropout(family):
 
 @pytest.mark.parametrize("module", ["attention", "hidden"])
 def test_dropout_follows_its_own_module(module):
-    """Monte Carlo dropout: eval() but for some modules, as transformers' code reads `training`."""
+    """Monte Carlo dropout: in eval(), single modules may be in training mode, by the flags that transformers reads."""
     _, model, report, inputs = pair(dropout=0.3)
     still = model(**inputs)[0]
     layer = model.encoder.layer[0]
-    layer.attention.self.dropout.train()  # which transformers does not ask
+    layer.attention.self.dropout.train()  # transformers does not read this module's mode
     assert torch.equal(model(**inputs)[0], still)
     (layer.attention.self if module == "attention" else layer.output.dropout).train()
     assert not torch.equal(model(**inputs)[0], still)
@@ -331,7 +331,7 @@ def test_a_row_without_tokens_gives_zeros():
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
 def test_ugly_values_in_padding_leak_into_nothing(value):
-    """Neither forward nor into any gradient: not a bit changes, and padding rows are zeros."""
+    """Neither the output nor any gradient changes by a single bit, and padding rows of the output are zeros."""
     model, report = accelerated(build(dtype=torch.float32))
     mask = batch(model)["attention_mask"]
     clean = torch.randn(3, SEQLEN, 48, device=DEVICE)
@@ -358,7 +358,7 @@ def test_forms_of_masks():
 
 
 def test_visible_padding_tokens_get_roberta_s_gradients():
-    """Without a mask, RoBERTa's padding tokens are seen at position padding_idx, whose embedding gets no gradient."""
+    """Without a mask, RoBERTa's padding tokens are visible at position padding_idx, whose embedding has no gradient."""
     original, model, report, inputs = pair("roberta", dropout=0.0, train=True)
     for each in (model, original):
         each(inputs["input_ids"]).last_hidden_state.sin().sum().backward()
@@ -368,7 +368,7 @@ def test_visible_padding_tokens_get_roberta_s_gradients():
     assert_packed(report)
 
 
-# ---- what a transformers model can do, it still can
+# ---- an accelerated model can still do whatever a transformers model can
 
 
 def test_it_keeps_class_parameters_names_and_state():
@@ -395,7 +395,7 @@ def test_checkpoints(tmp_path):
 
 def test_hidden_states_and_attentions():
     original, model, report, inputs = pair(attention="eager")
-    model.set_attn_implementation("sdpa")  # under which transformers itself returns no attentions
+    model.set_attn_implementation("sdpa")  # with which transformers itself returns no attentions
     with torch.no_grad():
         one = model(**inputs, output_hidden_states=True, output_attentions=True)
     two = original(**inputs, output_hidden_states=True, output_attentions=True)
@@ -418,7 +418,10 @@ def test_hidden_states_and_attentions():
 @pytest.mark.parametrize("lengths", [LENGTHS, [12, 12, 12]])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_attention_weights_are_in_the_graph_of_the_output(family, lengths):
-    """Gradients with respect to them explain the output; a projection that a loss does not use gets no gradient."""
+    """The output has gradients with respect to its attention weights, by which people explain it.
+
+    A projection that the loss does not use gets no gradient.
+    """
     original = build(family, attention="eager").train()
     for module in original.modules():
         if isinstance(module, nn.Dropout):
@@ -431,11 +434,11 @@ def test_attention_weights_are_in_the_graph_of_the_output(family, lengths):
         output = each(**inputs, output_attentions=True)
         loss = output.last_hidden_state[seen].square().sum()
         gradients = torch.autograd.grad(loss, output.attentions, retain_graph=True)
-        both = seen[:, None, :, None] & seen[:, None, None, :]  # transformers has gradients to weights of padding too
+        both = seen[:, None, :, None] & seen[:, None, None, :]  # transformers also gives gradients at padding
         results[each] = {f"attention {i}": gradient * both for i, gradient in enumerate(gradients)}
         (output.attentions[-1] * both).square().sum().backward()
         parameters = torch.cat([p.grad.flatten() for p in each.parameters() if p.grad is not None])
-        results[each]["parameters"] = parameters  # together, for those of key biases are rounding alone
+        results[each]["parameters"] = parameters  # concatenated: key biases' gradients alone are mere rounding
     equal(results[model], results[original], 1e-11)
     assert [p.grad is None for p in model.parameters()] == [p.grad is None for p in original.parameters()]
     assert_packed(report)
@@ -463,7 +466,7 @@ def test_return_dict():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("family", [name for name in CONFIGS if name not in ("albert", "mpnet")])  # which have none
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name not in ("albert", "mpnet")])  # they lack it
 def test_gradient_checkpointing_drops_the_same_elements(family, reentrant):
     if reentrant and family == "deberta-v2":
         pytest.skip("transformers cannot: every layer's backward goes through the relative embeddings' LayerNorm")
@@ -477,7 +480,7 @@ def test_gradient_checkpointing_drops_the_same_elements(family, reentrant):
         runs = backends.calls().get(("encoder_layer_fwd", "cpu"), 0)
         model(**inputs).last_hidden_state.sin().sum().backward()
         runs = backends.calls().get(("encoder_layer_fwd", "cpu"), 0) - runs
-        assert DEVICE != "cpu" or runs in (0, 6 if checkpointing else 3)  # 0: another backend
+        assert DEVICE != "cpu" or runs in (0, 6 if checkpointing else 3)  # 0: another backend ran the layers
         results.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert_packed(report, 2)
@@ -515,7 +518,8 @@ def test_inputs_embeds_get_gradients():
 
 
 def test_weights_that_change_are_seen():
-    """By an optimizer, through .data, by load_state_dict and by a resized vocabulary: nothing is kept between calls."""
+    """Weights changed through .data or in place, replaced Linears and a resized vocabulary take effect: nothing is
+    cached between calls."""
     original, model, report, inputs = pair()
 
     def check():
@@ -540,7 +544,7 @@ def test_weights_that_change_are_seen():
 
 
 def test_planted_fault_a_cached_weight_is_noticed(monkeypatch):
-    """If the projection kept its packed weights, the test above would fail."""
+    """If the projection cached its concatenated weights, the test above would fail."""
     kept = {}
 
     def stale(hidden, projections, heads):
@@ -549,7 +553,7 @@ def test_planted_fault_a_cached_weight_is_noticed(monkeypatch):
         return nn.functional.linear(hidden, weight, bias).view(hidden.shape[0], 3, heads, -1)
 
     monkeypatch.setattr("fastbert.layer.project_qkv", stale)
-    monkeypatch.setattr(backends, "find", lambda *args, **kwargs: None)  # the single ops
+    monkeypatch.setattr(backends, "find", lambda *args, **kwargs: None)  # so that the single ops run
     with pytest.raises(AssertionError):
         test_weights_that_change_are_seen()
 
@@ -583,7 +587,7 @@ def test_hooks_on_layers_see_padded_tensors():
     seen = []
 
     def of_a_framework(module, args):
-        """Such hooks alone would leave the tensors packed."""
+        """A hook as FSDP has them. If there were only such hooks, layers would get packed tensors."""
 
     of_a_framework.__module__ = "torch.distributed.fsdp"
     model.encoder.layer[1].register_forward_pre_hook(of_a_framework)
@@ -593,7 +597,7 @@ def test_hooks_on_layers_see_padded_tensors():
     equal(visible({"in, out": seen[0]}, inputs), visible({"in, out": states[1:3]}, inputs))
     handle.remove()
     assert torch.equal(model(**inputs).last_hidden_state, out.last_hidden_state)
-    model.encoder.layer[1].register_forward_hook(lambda _, args, out: out * 0)  # what a hook returns counts
+    model.encoder.layer[1].register_forward_hook(lambda _, args, out: out * 0)  # a hook's return value is used
     assert not torch.equal(model(**inputs).last_hidden_state, out.last_hidden_state)
     assert_packed(report, 3)
 
@@ -635,7 +639,7 @@ def test_hooks_on_the_model_and_the_pooler_change_nothing():
 
 
 def test_a_fallback_within_a_packed_forward_is_its_own():
-    """A hook runs a second accelerated model, which falls back: the first one's packing is none of its business."""
+    """A hook runs a second accelerated model, which falls back and must not see the first model's packing."""
     outer, outer_report = accelerated(build())
     original = build(hidden_act="relu")
     inner, inner_report = accelerated(original)
@@ -680,7 +684,7 @@ def test_fallbacks_are_the_original_bit_for_bit(case):
         for each in (model, original):
             try:
                 results.append(each(**inputs).last_hidden_state)
-            except Exception as error:  # what the original refuses is refused in its own words
+            except Exception as error:  # if the original raises, the accelerated model raises the same message
                 results.append(str(error))
     same = torch.equal if isinstance(results[0], torch.Tensor) else str.__eq__
     assert same(*results)
@@ -690,7 +694,7 @@ def test_fallbacks_are_the_original_bit_for_bit(case):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_arguments_that_transformers_ignores_do_not_unpack(family):
-    """sentence-transformers hands on a whole dictionary of features; tokenizers of DistilBERT make token types."""
+    """sentence-transformers passes its whole dictionary of features on; DistilBERT's tokenizers make token types."""
     original, model, report, inputs = pair(family)
     ignored = {"token_embeddings": torch.randn(3, 12, 48), "sentence": ["a", "b", "c"]}
     if family == "distilbert":
@@ -746,7 +750,7 @@ def test_a_reason_is_said_once_and_counted_every_time():
 
 
 def test_planted_fault_a_fallback_is_not_taken_for_packed():
-    """The helper on which the tests rely fails when a forward fell back."""
+    """`assert_packed`, on which these tests rely, fails if a forward fell back."""
     model, report = accelerated(build(hidden_act="relu"))
     with pytest.warns(RuntimeWarning):
         model(**batch(model))
@@ -769,7 +773,7 @@ def test_modules_put_in_later_are_noticed(name):
 
 @pytest.mark.parametrize("name", ["embeddings", "layer"])
 def test_a_shallow_copy_of_a_module_is_noticed(name):
-    """It has the forward of the one that it was copied from."""
+    """The copy has the replaced forward of the module that it was copied from."""
     original, model, report, inputs = pair()
     if name == "layer":
         model.encoder.layer[1] = copy.copy(model.encoder.layer[1])
@@ -840,7 +844,7 @@ def test_restore_puts_everything_back(family):
 
 
 def test_restore_under_a_wrapper_of_someone_else():
-    """A wrapper put around forward later, as Hugging Face's accelerate does, stays and calls the original."""
+    """A wrapper put around forward later, as Hugging Face's accelerate does, stays, and then calls the original."""
     original, model, report, inputs = pair()
     inner = model.forward
     model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
@@ -897,7 +901,7 @@ def test_torch_export_sees_the_original(family, strict):
 
 
 def test_accelerator_wraps_and_unwraps(accelerate):
-    """Its unwrap_model binds the forward that it finds to the model once more."""
+    """Accelerator.unwrap_model binds the forward that it finds to the model a second time, which must not matter."""
     original, model, report, inputs = pair("bert", "tokens", dtype=torch.float32)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     inputs = {name: x.cpu() for name, x in inputs.items()}
@@ -915,7 +919,7 @@ def test_accelerator_wraps_and_unwraps(accelerate):
 
 
 def test_a_model_that_was_wrapped_and_restored_may_be_accelerated_again():
-    """Its replacement stays in the wrapper, idle."""
+    """The first replacement stays inside the wrapper, unused."""
     model, _ = accelerated(build())
     forward = model.forward
     model.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
@@ -995,18 +999,18 @@ def test_bad_input_is_said_and_changes_nothing():
     with pytest.warns(RuntimeWarning), pytest.raises(ValueError, match="exactly one of input_ids"):
         model()
     model(**inputs)
-    assert report.packed == 2  # the one whose labels were wrong, and the last
+    assert report.packed == 2  # the call with wrong labels, and the last one
 
 
 def test_every_family_of_the_table_is_tested():
     assert len(FAMILIES) == len(CONFIGS)
 
 
-# ---- with the libraries around
+# ---- together with other libraries
 
 
 def test_compiled_model_is_right():
-    """Forward and backward, over changing lengths, with few compilations."""
+    """Forward and backward equal the original's while lengths change, with at most four compilations."""
     original = build("bert", "tokens", dropout=0.0, num_hidden_layers=1).train()
     model, _ = accelerated(original)
     torch._dynamo.reset()
@@ -1041,7 +1045,7 @@ def test_trainer(tmp_path):
 
 @pytest.mark.parametrize("order", ["accelerate, peft", "peft, accelerate"])
 def test_lora(order):
-    """Adapters run on packed tokens, in whatever order they came, and train as they do on the original."""
+    """Adapters run on packed tokens, in either order of acceleration and LoRA, with the original's gradients."""
     peft = pytest.importorskip("peft", reason="LoRA is peft's")
     targets = ["query", "value", "dense", "word_embeddings"]
     config = peft.LoraConfig(target_modules=targets, r=4, lora_dropout=0.0, init_lora_weights=False)
@@ -1095,7 +1099,7 @@ def test_cross_encoders_of_sentence_transformers(labels, tmp_path):
 
 @pytest.mark.parametrize("loss", ["CachedMultipleNegativesRankingLoss", "CoSENTLoss"])
 def test_sentence_transformers_losses(loss, tmp_path):
-    """Their gradients through an accelerated model, and within MatryoshkaLoss, are those through the original."""
+    """Each loss, inside MatryoshkaLoss, has the same value and gradients with an accelerated model as before."""
     library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     from sentence_transformers.sentence_transformer import losses, modules
 
@@ -1179,7 +1183,8 @@ def test_registered_attention(family):
 
 
 def test_registered_attention_leaves_dropout_that_is_too_small_to_sdpa():
-    """0.001 of 2**8 is nothing. Compiled too, where a packing says which of its tokens are real."""
+    """With 8 random bits, a dropout of 0.001 rounds to 0, so SDPA runs. The compiled model gives the same result, with
+    a packing that says which of its tokens are real."""
     model = build(dropout=0.001)
     model.set_attn_implementation(fastbert.hf.register())
     for layer in model.encoder.layer:

@@ -1,6 +1,6 @@
-"""transformers' own tests of the seven families, and sentence-transformers', through fastbert.accelerate.
+"""Runs transformers' own tests of seven families, and sentence-transformers' tests, through fastbert.accelerate.
 
-What passes without it has to pass with it. The tests themselves are not part of this repository: suites.py gets them.
+Every test that passes without it has to pass with it. The tests are not in this repository: suites.py downloads them.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hf import suites
 
-SUITES = {  # name: the project, and what pytest is to run of it
+SUITES = {  # name: the project, and the tests of it to run
     "bert": ("transformers", "tests/models/bert/test_modeling_bert.py"),
     "roberta": ("transformers", "tests/models/roberta/test_modeling_roberta.py"),
     "xlm-roberta": ("transformers", "tests/models/xlm_roberta/test_modeling_like_roberta.py"),
@@ -39,7 +39,7 @@ def test_passes_accelerated_what_passes_without(suite, tmp_path):
 
 
 def run(suite: str, results: Path, *options: str) -> dict:
-    """What suite_plugin.py wrote of one run. Without a network, so that it says the same everywhere."""
+    """Returns what suite_plugin.py wrote about one run, which has no network, so that results are alike everywhere."""
     project, tests = SUITES[suite]
     root = suites.tests_of(project)
     if not root.is_dir():

@@ -1,4 +1,4 @@
-"""sentence-transformers' own trainers on accelerated models: the losses of each step, and the weights after them."""
+"""sentence-transformers' own trainers give accelerated models the same losses at each step, and the same weights."""
 
 import copy
 
@@ -17,7 +17,7 @@ STEPS = 5
 
 @pytest.fixture
 def directory(tmp_path):
-    """transformers' BERT, small, without dropout, in whose masks no two implementations agree."""
+    """A small BERT of transformers, without dropout, because no two implementations draw the same dropout masks."""
     torch.manual_seed(0)
     values = TINY.to_dict() | {"vocab_size": 30522, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.BertConfig(**values | {"num_labels": 1, "initializer_range": 0.1})
@@ -39,7 +39,7 @@ def cross_encoder(library, directory):
     from sentence_transformers.cross_encoder import losses
 
     def loss_of(model):
-        """Labels in the dtype of the logits: with float32 ones a float64 loss would be float32."""
+        """Casts labels to the dtype of the logits: float32 labels would give a float32 loss in a float64 model."""
         loss = losses.BinaryCrossEntropyLoss(model)
         loss.bce_with_logits_loss.register_forward_pre_hook(lambda module, x: (x[0], x[1].to(x[0].dtype)))
         return loss
@@ -49,7 +49,7 @@ def cross_encoder(library, directory):
 
 
 def trained(library, kind, model, loss_of, columns, path):
-    """The loss of each step, and what they changed, of all weights one after the other."""
+    """Trains the model; returns the loss of each step, and the change of all weights, concatenated."""
     datasets = pytest.importorskip("datasets")
     trainer_of, arguments_of = (getattr(library, f"{kind}{name}") for name in ("Trainer", "TrainingArguments"))
     options = {"max_steps": STEPS, "per_device_train_batch_size": 8, "learning_rate": 0.02, "report_to": "none"}

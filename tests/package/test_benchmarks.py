@@ -1,5 +1,5 @@
-"""The measuring is measured: no time for a wrong result, ratios by hand, every contender right or reported as absent,
-tables that say what the files say, and a run on a GPU machine rehearsed."""
+"""Tests of the benchmarks: wrong results are not timed, ratios equal those computed by hand, every contender is right
+or reported as absent, and tables show what the results files contain."""
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ SDPA = contenders.HF_SDPA.name
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """On a busy machine the threads of tiny ops wait for each other far longer than they work."""
+    """Uses one thread: on a busy machine, the threads of tiny ops wait for each other far longer than they work."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -60,12 +60,12 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def quick_ceilings(monkeypatch):
-    """From one sample each: no test looks at what they are."""
+    """Measures each ceiling with a single sample: no test depends on their values."""
     monkeypatch.setattr(floor, "_seconds", lambda call, device: max(harness.host_timer()(call, 1), 1e-9))
 
 
 def without(monkeypatch, *missing):
-    """As if these modules were not installed."""
+    """Makes these modules look as if they were not installed."""
     known = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else known(name))
 
@@ -79,7 +79,7 @@ def needs(*modules):
 
 
 class Clock:
-    """Stands still but for what the contenders say that they take."""
+    """A clock that advances only by the durations that its contenders state."""
 
     def __init__(self):
         self.now, self.order = 0.0, []
@@ -99,7 +99,7 @@ class Clock:
 
 
 def measure(clock, people, *, verify=lambda name: [RIGHT], rounds=5, **how):
-    """people: calls, or seconds."""
+    """Runs harness.measure. people: for each contender its call, or the seconds that its call takes."""
     calls = {name: call if callable(call) else clock.contender(name, call) for name, call in people.items()}
     how = {"work": Work(tokens=100), "baseline": "base", "sample": 0.0, "pause": 0.0, "case": {"op": "sleep"}} | how
     return harness.measure(calls, verify=verify, rounds=rounds, timer=harness.host_timer(clock), **how)
@@ -124,7 +124,7 @@ def test_a_wrong_contender_is_not_timed():
 
 
 def test_a_contender_that_fails_leaves_the_others_their_times():
-    """At once, or while it is timed."""
+    """Whether it fails at once or only while it is timed."""
 
     def broken():
         raise RuntimeError("/some/where/kernel.so has no image; a/b is 1/2\nand a long story")
@@ -154,12 +154,12 @@ def test_nobody_is_timed_beside_threads_of_another_that_still_spin():
 
     people = {"base": leaves_a_thread_behind, "ours": looks}
     measure(Clock(), people, verify=lambda name: [RIGHT], pause=0.02)
-    assert len(shared) > 5 and not any(shared[-5:])  # those before are not timed
+    assert len(shared) > 5 and not any(shared[-5:])  # earlier calls are not timed
 
 
 @pytest.mark.parametrize(("seconds", "is_warm"), [(0.05, True), (0.3, False)])
 def test_a_brief_contender_is_warm_when_it_is_timed(seconds, is_warm):
-    """The first call after another contender's takes twice as long."""
+    """Here a contender's first call after another's takes twice as long; for brief calls, it is not counted."""
     clock, last = Clock(), []
 
     def call(name):
@@ -180,7 +180,7 @@ def test_a_wrong_baseline_gives_no_ratios():
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_accuracy_rule_decides(wrong):
-    """By the rule itself, on a real op: a result that is off by 1e-5 of the largest value is refused."""
+    """With the accuracy rule itself, on a real op: a result that is off by 1e-5 is refused."""
     inputs = {"x": torch.randn(64), "bias": torch.randn(64)}
     plain = lambda x, bias: torch.nn.functional.gelu(x + bias)  # noqa: E731
     ways = {"base": plain, "ours": (lambda x, bias: plain(x, bias) + 1e-5) if wrong else plain}
@@ -192,7 +192,7 @@ def test_the_accuracy_rule_decides(wrong):
 
 
 def test_a_yardstick_that_fails_is_none():
-    """Of PyTorch's own the first has to work; another that runs out of memory takes nobody with it."""
+    """Only the first yardstick has to work. If another one fails, say out of memory, the rest are still verified."""
     results = {"base": testing.Result({"y": torch.ones(2)}, {})}
     verify = harness.by_the_rule(results.__getitem__, lambda: results["base"], ["base", "eager"])
     assert verify("base")[0].ok
@@ -208,11 +208,11 @@ def test_contenders_are_interleaved_in_changing_order():
 
 
 def test_medians_percentiles_and_ratios_by_hand():
-    """The machine is ten times slower in the third round: the ratio of that round, and so the median, do not care."""
+    """The machine is ten times slower in the third round, which changes neither that round's ratio nor the median."""
     clock = Clock()
     base, ours = (2.0, 4.0, 40.0, 6.0, 8.0), (1.0, 1.0, 10.0, 3.0, 2.0)  # ratios 2, 4, 4, 2, 4
     people = {"base": clock.contender("base", 9.0, 9.0, *base), "ours": clock.contender("ours", 9.0, 9.0, *ours)}
-    found = measure(clock, people, work=Work(tokens=100, flops=6e12, bytes=3e9, floor=0.5))  # 9.0: warm-up, memory
+    found = measure(clock, people, work=Work(tokens=100, flops=6e12, bytes=3e9, floor=0.5))  # 9.0: warm-up and memory
     facts = line(found, "ours")
     assert facts["samples"] == [1e6 * seconds for seconds in ours] and facts["median"] == 2e6
     assert (facts["p20"], facts["p80"]) == (1e6, 4.4e6)  # sorted 1 1 2 3 10: places 0.8 and 3.2
@@ -223,8 +223,10 @@ def test_medians_percentiles_and_ratios_by_hand():
 
 
 def test_the_floor_of_a_library_is_its_own_products_and_the_rest():
-    """Products 2 s as the faster library ran them, 1 s of anything else: a contender of 6 s is at half of it. Bounds
-    are timed, but no contenders."""
+    """Products take 2 s in the faster library and the rest 1 s, so a contender of 6 s reaches 50 % of that floor.
+
+    Bounds are timed, but they are not contenders.
+    """
     bounds, clock = {harness.PRODUCTS: 2.5, f"{harness.PRODUCTS}, oneDNN": 2.0}, Clock()
     bounds = {name: clock.contender(name, seconds) for name, seconds in bounds.items()}
     work = Work(tokens=100, floor=1.5, rest=1.0)
@@ -236,12 +238,13 @@ def test_the_floor_of_a_library_is_its_own_products_and_the_rest():
 
 
 def test_samples_and_rounds():
-    """Short calls are repeated; five rounds whatever the limit; without rounds nothing is timed."""
+    """Short calls are repeated; five rounds run whatever the limit; with 0 rounds nothing is timed."""
     clock = Clock()
     found = measure(clock, {"base": 0.001, "long": 5.0}, sample=0.0095)
     assert (found.row("base").repeats, found.row("long").repeats) == (10, 1)
     assert line(found, "base")["median"] == 1000
-    # Before them verified, warmed up and looked at; with a short one in the case all samples follow others.
+    # Three calls come first: to warm up, to measure memory and to choose the repeats. With a short call in the case, an
+    # uncounted sample precedes each sample.
     assert (clock.order.count("base"), clock.order.count("long")) == (3 + 2 * 5 * 10, 3 + 2 * 5)
     measure(clock := Clock(), {"base": 0.3, "long": 5.0}, sample=0.0095)
     assert (clock.order.count("base"), clock.order.count("long")) == (3 + 5, 3 + 5)
@@ -294,7 +297,7 @@ def test_other_peoples_code_sees_a_processor_without_avx512(tmp_path, monkeypatc
     monkeypatch.setattr(avx2, "LIBRARY", tmp_path / "cpuid.so")
     monkeypatch.setattr(avx2, "ENGINES", ())
     assert avx2.mask(program) > 0 and avx2.mask(program) == 0
-    assert ask(env=avx2.environment()) == "1 0\n"  # AVX2 and AVX-512's foundation
+    assert ask(env=avx2.environment()) == "1 0\n"  # it has AVX2, and no AVX-512F
 
 
 # ---- batches: real tokens are counted
@@ -324,7 +327,7 @@ def test_lengths_of_text_are_measured():
     found = [lengths[round(percent * (len(lengths) - 1) / 100)] for percent in range(101)]
     if sys.version_info[:3] == (3, 11, 7):
         assert tuple(found) == batch.TEXT
-    assert all(abs(a - b) <= max(1, b // 20) for a, b in zip(found, batch.TEXT, strict=True))  # other releases' texts
+    assert all(abs(a - b) <= max(1, b // 20) for a, b in zip(found, batch.TEXT, strict=True))  # other releases vary
 
 
 def test_padding_is_nobody_s_token():
@@ -346,9 +349,9 @@ def test_a_wrong_shape_is_refused(shape):
         batch.size_of(shape)
 
 
-# ---- contenders: each is right, or says why it is not there
+# ---- contenders: each is right, or says why it cannot run
 
-# Kernels for GPUs, emulated here, have their own tests, and take long.
+# GPU kernels are emulated here, which is slow, and have tests of their own.
 NAMES = [c.name for c in contenders.ALL if not c.slow_to_make and c.name not in ("fastbert, triton", "fastbert, cuda")]
 VERIFIED, TIMED = How("cpu", rounds=0, names=NAMES), How("cpu", rounds=2, names=NAMES)
 
@@ -357,10 +360,10 @@ def tiny(part, distribution="half", direction=FORWARD, dtype="float32"):
     return Spec(part, batch.SMALL["tiny"], distribution, dtype, direction)
 
 
-# every part and direction; every distribution with an engine in it; half precision, where not everybody takes part
+# every part and direction; every distribution of lengths, with engines too; half precision, which not all support
 EVERYBODY = [
     tiny(MODEL, "half"),
-    tiny(MODEL, "full"),  # nobody gets a mask
+    tiny(MODEL, "full"),  # no contender gets a mask
     tiny(MODEL, "text"),
     tiny(MODEL, "half", DROPOUT),
     tiny(MODEL, "half", FORWARD, "bfloat16"),
@@ -380,7 +383,7 @@ def test_every_contender_is_right_or_says_why_not(spec):
     assert [row.problem for row in found.rows if row.problem] == []
     expected = {c.name: c.why_not(spec.kind, "cpu", spec.backward) for c in contenders.of(spec.part, NAMES)}
     rows = {row.name: row for row in found.rows}
-    twins = expected.keys() - rows.keys()  # only forced backends repeat others
+    twins = expected.keys() - rows.keys()  # only forced backends that repeat others have no row
     assert twins <= {f"fastbert, {name}" for name in backends.BACKENDS} and rows.keys() <= expected.keys()
     assert {name: row.absent for name, row in rows.items()} == {name: expected[name] for name in rows}
     assert all(row.accuracy for row in rows.values() if not row.absent)
@@ -400,8 +403,8 @@ def test_every_part_has_its_people_and_every_op_is_measured():
         assert people[0] is contenders.baseline(part) and people[0].yardstick
         assert "fastbert" in [contender.name for contender in people]
     assert len(set(contenders.NAMES)) == len(contenders.NAMES)
-    public = {name for name in ops.__all__ if not name.endswith("_ref")} - {"attention_weights"}  # for looking at only
-    public -= {"encoder_layer", "after_attention"}  # measured as the encoder
+    public = {name for name in ops.__all__ if not name.endswith("_ref")} - {"attention_weights"}  # for inspection only
+    public -= {"encoder_layer", "after_attention"}  # measured as part of the encoder
     public -= {"relative_attention", "RelativePositions"}  # measured in models
     public -= {"packed_linear", "pack_weight", "unpack_weight", "scaled_linear"}  # measured in prepared models
     assert set(OPS) == set(bench_ops.INPUTS) == set(bench_ops.MOVED) == set(cases.LENGTHS) == public
@@ -446,7 +449,7 @@ def test_a_set_up_that_fails_concerns_nobody_else(monkeypatch):
 
 
 def test_torch_s_encoder_takes_its_fast_path_on_nested_tensors(monkeypatch):
-    """Not the slow path, which would be right too; and with q and k swapped it is refused."""
+    """The slow path would be right too, so the test sees which one runs. With q and k swapped it is refused."""
     forward, nested, name = torch._transformer_encoder_layer_fwd, [], "torch.nn.TransformerEncoder"
     only, right = dataclasses.replace(VERIFIED, names=[name]), engines._weights
 
@@ -482,7 +485,7 @@ def test_eager_attention_is_eager(monkeypatch):
 
 
 def test_sdpa_by_one_kernel_alone_or_the_reason():
-    """On a CPU PyTorch has FlashAttention's and not cuDNN's."""
+    """On a CPU, PyTorch has FlashAttention's kernel and not cuDNN's."""
     full, half = (bench_ops.setup(tiny("attention", n, BACKWARD, "bfloat16"), "cpu").exact for n in ("full", "half"))
     flash = pytorch.sdpa_by(SDPBackend.FLASH_ATTENTION, full).result(full.inputs, True)
     expected = pytorch.plain(full).result(full.inputs, True)
@@ -505,7 +508,7 @@ def test_onnx_runtime_is_refused_unless_its_optimizer_knew_the_graph(monkeypatch
 
 
 def test_a_planted_fault_is_not_timed(monkeypatch):
-    """In an op: off by 1e-4; in a model: sequences that see each other."""
+    """An op whose results are off by a factor of 1 + 1e-4, and a model whose sequences attend to each other."""
     layer_norm, attention, whole = ops.layer_norm, layer.attention_unchecked, layer.run_layer
     with monkeypatch.context() as patch:
         patch.setattr(ops, "layer_norm", lambda *args, **how: layer_norm(*args, **how) * (1 + 1e-4))
@@ -539,7 +542,7 @@ def test_floor_formulas_by_hand():
     assert work().flops == 5 * (384 + 80) and work(step=True).flops == 5 * (3 * 384 + 3.5 * 80)
     assert work(vocab=7, labelled=2).flops == 5 * (384 + 80) + 2 * (8 + 28)
     assert work().bytes == 5 * (52 * 2 * 4 + 24 * 4) and work(step=True).bytes == 5 * (168 * 2 * 4 + 72 * 4)
-    adamw = 7 * 4 * 10  # bytes: of the rest; a masked-LM head's products are products
+    adamw = 7 * 4 * 10  # bytes, in the rest; a masked-LM head's products are not
     assert work(element=4, parameters=10).bytes - work(element=4).bytes == adamw
     assert work(element=4, parameters=10).rest - work(element=4).rest == adamw
     head, plain = work(step=True, vocab=7, labelled=2), work(step=True)
@@ -561,8 +564,8 @@ BASE, LARGE = (12, 768), (24, 1024)
     ],
 )
 def test_floor_on_an_h100(bert, size, seqlen, step, teraflops, milliseconds):
-    """Figures worked out by hand from the formulas, before this code: three digits, so 0.6 % apart at most (2.5 % at
-    two digits)."""
+    """The figures were computed by hand from the formulas, before this code was written. With three digits, they may be
+    off by 0.6 % (with two, by 2.5 %)."""
     work = floor.of_model(*bert, [seqlen] * size, floor.H100, step=step)
     assert work.flops / 1e12 == pytest.approx(teraflops, rel=0.025 if teraflops < 0.1 else 6e-3)
     assert work.floor * 1e3 == pytest.approx(milliseconds, rel=6e-3)
@@ -577,7 +580,7 @@ def test_floor_on_an_h100(bert, size, seqlen, step, teraflops, milliseconds):
     ],
 )
 def test_a_run_measures_its_ceilings(monkeypatch, capability, dtype, attention):
-    """On any GPU: only attention in half precision on a Hopper is held to what others have published for one."""
+    """Ceilings are measured on any GPU; only attention's, in half precision on a Hopper, comes from published rates."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(floor, "product_rate", lambda device, dtype: 700e12 if dtype.itemsize == 2 else 50e12)
     monkeypatch.setattr(floor, "bandwidth", lambda device: 2.9e12)
@@ -588,7 +591,7 @@ def test_a_run_measures_its_ceilings(monkeypatch, capability, dtype, attention):
 
 
 def test_ceilings_come_from_a_file_of_this_device(monkeypatch, tmp_path, capsys):
-    """What `benchmarks.gpu.ceilings` writes, `benchmarks.run --ceilings` takes; not another device's."""
+    """`benchmarks.run --ceilings` takes the file of `benchmarks.gpu.ceilings`, and refuses that of another device."""
     monkeypatch.setattr(floor, "_kept", {})
     file = tmp_path / "ceilings.json"
     monkeypatch.setattr(sys, "argv", ["ceilings", "--out", str(file)])
@@ -607,7 +610,8 @@ def test_ceilings_come_from_a_file_of_this_device(monkeypatch, tmp_path, capsys)
 
 
 def test_the_floor_of_a_backward_alone():
-    """Two of a product's three products, 2.5 of attention's 3.5; what both directions move, less the forward's."""
+    """It has two of three matrix products and 2.5 of attention's 3.5, and moves what both directions move, less the
+    forward's bytes."""
     ceilings = floor.Ceilings(1.0, 2.0, 5.0, 1.0, "")
     parts = [floor.of_op(1, 10, 100, 0, *way, ceilings) for way in ((True, False), (False, True), (True, True))]
     assert [part.flops for part in parts] == [110, 20 + 250, 30 + 350]
@@ -626,10 +630,10 @@ def test_a_backward_alone_runs_no_forward():
 
 
 class Device:
-    """A GPU for `harness.busy_timer`: it sleeps and works one after the other, while the host goes on."""
+    """A fake GPU for `harness.busy_timer`: it sleeps and works in stream order, while the host goes on."""
 
     def __init__(self, monkeypatch):
-        self.host = self.busy = 0.0  # seconds: what the host's clock says, and when the device is done
+        self.host = self.busy = 0.0  # seconds: the host's clock, and when the device will be done
         self.slept = []
         device = self
 
@@ -668,7 +672,7 @@ class Device:
 
 
 def test_device_time_is_without_the_host(monkeypatch):
-    """A host that takes long is given a longer sleep, once; a call that waits for the device has no such time."""
+    """For a slow host the sleep is prolonged, once; a call that waits for the device has no device time (NaN)."""
     device = Device(monkeypatch)
     timer, slow = harness.busy_timer("cpu"), device.call(host=3e-3, device=2e-5)
     assert timer(slow, 1) == pytest.approx(2e-5) and len(device.slept) == 3  # 1, 2 and 4 ms
@@ -684,7 +688,7 @@ def test_device_time_is_without_the_host(monkeypatch):
     facts = line(found, "slow")
     assert facts["device"] == pytest.approx(20) and len(facts["device_samples"]) == 5
     assert "device ms" in shown(found) and "0.02000" in shown(found)
-    assert report.share({**facts, "floor": 5}, "floor") == pytest.approx(25)  # of an op, of the device's time
+    assert report.share({**facts, "floor": 5}, "floor") == pytest.approx(25)  # for an op, of its device time
     assert "device" not in line(measure(Clock(), {"base": 1.0}), "base")
 
 
@@ -696,7 +700,8 @@ def chosen(*words):
 
 
 def test_the_default_on_a_cpu_is_what_matters():
-    """Latency, padding and none, text, training, every op; never what takes longer than all of it."""
+    """The default has latency, batches with and without padding, text, training and every op, but not `growth`, which
+    takes longer than all of that."""
     found = chosen("--dtypes", "float32")
     assert list(dict.fromkeys(group for group, _ in found)) == list(cases.DEFAULT) and "growth" not in cases.DEFAULT
     first = found[0][1]
@@ -714,7 +719,7 @@ def test_gpu_cases_have_the_sizes_that_were_asked_for():
     assert sizes_of(768) == {(1, 128), (8, 128), (32, 128), (8, 512), (32, 512)}
     assert sizes_of(1024) == {(1, 128), (32, 128), (32, 512)}
     assert {spec.dtype for spec in specs} == set(cases.DTYPES)
-    assert [spec.dtype for spec in specs][:3] == ["bfloat16"] * 3  # the device's own type first
+    assert [spec.dtype for spec in specs][:3] == ["bfloat16"] * 3  # the type that the device is best at comes first
 
 
 def test_options_take_the_place_of_what_the_table_has():
@@ -780,7 +785,7 @@ def reasons(head):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Cases take no time. `quick.before` is called before each."""
+    """Replaces the measurement of a case by one that takes no time. `quick.before` is called before each case."""
     hooks = SimpleNamespace(before=lambda: None)
 
     def measured(spec, how):
@@ -792,7 +797,7 @@ def quick(monkeypatch):
 
 
 def nth(number, act):
-    """Acts in the call of that number, and in no other."""
+    """A function that calls `act` in its call of that number, and in no other."""
     left = [number]
 
     def call(*args):
@@ -811,7 +816,7 @@ def raising(error):
 
 
 def test_results_name_commit_versions_and_machine_but_no_host_and_no_path(tmp_path):
-    """A real run; and what it writes is what the report reads."""
+    """A real run, whose file the report can read."""
     assert run.main([*ROW_OPS, "--rounds", "2", "--seed", "5", "--out", str(tmp_path / "cpu")]) == 0
     path = tmp_path / "cpu" / "ops_tiny.jsonl"
     head, lines = read(path)
@@ -840,7 +845,7 @@ def test_commit_is_git_s(monkeypatch):
     assert provenance.git_state() == ("abc", True)
     answers["status"] = ""
     assert provenance.git_state() == ("abc", False)
-    answers["status"] = None  # an index that git cannot read, say
+    answers["status"] = None  # for example, git cannot read the index
     assert provenance.git_state() == ("abc", None)
     answers.clear()
     assert provenance.git_state() == (None, None) and provenance.head("def")["commit"] == "def"
@@ -854,11 +859,11 @@ def test_a_run_that_is_cut_short_leaves_what_it_has_and_replaces_no_whole_one(tm
     assert run.main([*ROW_OPS, "--out", str(tmp_path)]) == 0
     head, lines = read(path)
     assert len(lines) == 2 and reasons(head) == ["interrupted"] * 2
-    quick.before = nth(2, raising(torch.OutOfMemoryError("CUDA out of memory")))  # the others are worth having
+    quick.before = nth(2, raising(torch.OutOfMemoryError("CUDA out of memory")))  # others are kept
     assert run.main([*ROW_OPS, "--out", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert "wrong or failed:" in shown and "stays: see ops_tiny.partial.jsonl" in shown
-    head, lines = read(partial)  # the second case is one that the file has had
+    head, lines = read(partial)  # `path` has the second case, so it is not replaced
     assert len(lines) == 3 and reasons(head) == ["failed: OutOfMemoryError: CUDA out of memory"]
     assert len(read(path)[1]) == 2
     assert run.main([*ROW_OPS, "--seed", "7", "--out", str(tmp_path)]) == 0
@@ -873,7 +878,7 @@ def test_a_run_that_is_cut_short_leaves_what_it_has_and_replaces_no_whole_one(tm
 
 
 def test_a_lost_gpu_costs_one_case(tmp_path, quick, monkeypatch, capsys):
-    """The run ends; the next one goes on behind it in the same file, unless that is an earlier run's."""
+    """The run ends there. The next one continues after that case, in the same file if it is of the same commit."""
     words = [*ROW_OPS, "--out", str(tmp_path)]
     monkeypatch.setattr(run, "require_device", nth(2, raising(run.GpuLost("failed: AcceleratorError: illegal access"))))
     assert run.main(words) == 3
@@ -884,7 +889,7 @@ def test_a_lost_gpu_costs_one_case(tmp_path, quick, monkeypatch, capsys):
     head, lines = read(tmp_path / "ops_tiny.jsonl")
     assert len({json.dumps(found["case"]) for found in lines}) == len(lines) == 4 and head["left_out"] == []
     assert [set(more) for more in head["continued"]] == [{"date", "command", "seed"}]
-    assert run.main([*words, "--skip", "3", "--add"]) == 0  # the last case once more: in place of what it had
+    assert run.main([*words, "--skip", "3", "--add"]) == 0  # the last case again: its lines are replaced
     assert len(read(tmp_path / "ops_tiny.jsonl")[1]) == 4
     monkeypatch.setattr(provenance, "git_state", lambda: ("another", False))
     assert run.main([*words, "--skip", "2", "--add"]) == 0  # another commit's file is not added to
@@ -902,7 +907,7 @@ def test_one_file_for_all_groups_and_none_for_a_verification(tmp_path, quick):
 
 @pytest.mark.slow
 def test_pytest_benchmark_runs_the_same_cases():
-    """And skips, with the reason, who does not do one."""
+    """A contender that does not do a case is skipped, with the reason."""
     words = ["-q", "-rs", "--size", "tiny", "--benchmark-disable", "-p", "no:cacheprovider"]
     words += ["-k", "(layer_norm and forward and not backward) or (masked and full and step)"]
     words += ["benchmarks/bench_ops.py", "benchmarks/bench_models.py"]
@@ -927,7 +932,7 @@ OP_CASE |= {"batch": 8, "seqlen": 128, "hidden": 768}
 
 
 def written(path, *found, **more):
-    """A results file as benchmarks.run writes one. found: (case, lines), of which the first is the baseline's."""
+    """Writes a results file as benchmarks.run does. found: (case, lines); the first line is the baseline's."""
     head = {"date": "2030-01-02T03:04:05+00:00", "commit": "0123456789abcdef", "dirty": False, "load": 0.1}
     head |= {"machine": "Abacus, 2 threads, AVX2", "versions": {"torch": "2.13.0"}, "left_out": []} | more
     lines = [{"case": case, **line} for case, (first, *rest) in found for line in ({**first, "baseline": True}, *rest)]
@@ -937,7 +942,7 @@ def written(path, *found, **more):
 
 @pytest.fixture
 def results(tmp_path):
-    """A folder of results: an engine that is faster in one case, one that is within the noise, and one that is gone."""
+    """A folder of results: one engine is faster in a case, one is within the noise, and one is not installed."""
     folder, op = tmp_path / "results" / "cpu", [timed("PyTorch", [4e5] * 3), timed("fastbert", [2e5] * 3)]
     rows = [timed(SDPA, [2e6] * 5), timed("fastbert", [1e6] * 5, memory=5e6)]
     rows += [timed("fastbert, packed input", [5e5] * 5)]
@@ -979,7 +984,7 @@ def test_tables_have_a_ratio_for_each_contender(results):
     assert found["case"] == "model base, 2 layers, forward, 8 × 128, half" and found["ms"] == "1000"
     assert (found["HF SDPA"], found["OpenVINO"], found["packed"]) == ("2.00", "0.80", "0.50")
     assert (found["% floor"], found["% library"], found["memory"]) == ("50", "80", "0.50")
-    assert "HF eager" not in header  # was wrong everywhere
+    assert "HF eager" not in header  # it was wrong everywhere
     assert report_main(results, "--check") == 0
     (results / "page.md").write_text(text.replace("| 2.00", "| 3.00"))
     assert report_main(results, "--check") == 1
@@ -990,7 +995,7 @@ def test_tables_have_a_ratio_for_each_contender(results):
 
 
 def test_prepared_models_have_rows_of_their_own(results):
-    """With everybody's ratio to them; what is quantised stands beside nothing that is not."""
+    """Each has every contender's ratio to it, but quantised contenders are compared with quantised forms only."""
     header, *lines = cells(page_of(results), "case", "model base, 2 layers, forward, 8 × 128, half")[:4]
     own, prepared, int8 = (dict(zip(header, line, strict=True)) for line in lines)
     assert [row["type"] for row in (own, prepared, int8)] == ["float32", "float32, prepared", "int8, prepared"]
@@ -1006,8 +1011,8 @@ def test_a_commit_is_clean_where_somebody_looked(tmp_path, dirty, words):
 
 
 def test_every_slower_case_is_listed_the_worst_first(results):
-    """Neither what is equal to a hundredth or faster in some rounds only, nor a bound, nor another of our forms, nor
-    what is quantised beside what is not."""
+    """Not listed: what is equal to a hundredth or faster in some rounds only, a bound, another form of fastbert, and a
+    quantised contender beside a form that is not quantised."""
     title = "model base, 2 layers, forward, 8 × 128, half, float32"
     assert cells(page_of(results).partition("### Slower: cpu\n")[2], "model", "layer_norm") == [
         [title, "fastbert.prepare, int8", "CTranslate2, int8 1.50 (1.50–1.50)", "encoder.jsonl"],
@@ -1018,7 +1023,7 @@ def test_every_slower_case_is_listed_the_worst_first(results):
 
 
 def test_a_wrong_result_of_ours_is_nobody_else_s_line(tmp_path):
-    """It is said, and another form of fastbert does not stand in for it."""
+    """The page says that it is wrong, and shows no other form of fastbert in its place."""
     rows = [timed(SDPA, [2e6, 2e6]), {"name": "fastbert", "problem": "wrong: output"}]
     rows += [timed("fastbert.accelerate", [1e6, 1e6])]
     written(tmp_path / "results" / "cpu" / "encoder.jsonl", (MODEL_CASE, rows))
@@ -1032,7 +1037,7 @@ def test_the_plot_is_the_same_bytes_for_the_same_results(results):
     page_of(results)
     first = plot.read_bytes()
     assert page_of(results).count("/results/cpu/speedup.svg)") == 1
-    assert first == plot.read_bytes() and b"<svg" in first and b"OpenVINO" in first  # text stays text
+    assert first == plot.read_bytes() and b"<svg" in first and b"OpenVINO" in first  # text is not drawn as paths
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "", '{"a": 1}\n{"b": 2}'])

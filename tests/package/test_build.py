@@ -1,4 +1,4 @@
-"""The build: what setup.py decides, what it leaves behind, and that the facts beside `_C` are true."""
+"""The build: what setup.py decides, what is in its wheels and archives, and that `_build.py` is true about `_C`."""
 
 import ctypes
 import importlib.util
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs 
 
 @pytest.fixture
 def setup_py(monkeypatch):
-    """setup.py as a module, in an environment without the variables that it reads."""
+    """setup.py as a module; the environment has none of the variables that it reads."""
     for name in READ_BY_SETUP:
         monkeypatch.delenv(name, raising=False)
     spec = importlib.util.spec_from_file_location("fastbert_setup", ROOT / "setup.py")
@@ -36,7 +36,7 @@ def setup_py(monkeypatch):
 
 
 def source(copy):
-    """A copy of what an install needs, without what builds have left in the source tree."""
+    """Copies the files that an install needs, without what earlier builds left in the source tree."""
     left_behind = shutil.ignore_patterns("_C.*", "_build.py", "__pycache__")
     for folder in ("csrc", "fastbert"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=left_behind)
@@ -50,11 +50,11 @@ def tree(tmp_path):
     return source(tmp_path / "tree")
 
 
-# ---- what is decided
+# ---- decisions
 
 
 def fake_torch(folder: Path, source: str) -> str:
-    """A folder that shadows torch when it is on PYTHONPATH."""
+    """Makes a folder that shadows torch when it is on PYTHONPATH."""
     (folder / "torch").mkdir(parents=True)
     (folder / "torch" / "__init__.py").write_text(source)
     return str(folder)
@@ -152,7 +152,7 @@ def test_otherwise_the_architectures_are_those_of_the_list_or_the_default(setup_
 
 @pytest.mark.parametrize(
     "processors, gibibytes, expected",
-    [(64, 8, 4), (4, 64, 4), (64, 1, 1)],  # memory binds; processors bind; never none
+    [(64, 8, 4), (4, 64, 4), (64, 1, 1)],  # limited by memory; by processors; at least one
 )
 def test_jobs_fit_in_memory(setup_py, monkeypatch, processors, gibibytes, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
@@ -163,7 +163,7 @@ def test_jobs_fit_in_memory(setup_py, monkeypatch, processors, gibibytes, expect
 
 
 def configured(folder: Path, architectures: str) -> dict:
-    """What `_build.py` will say, after CMake has configured that folder."""
+    """The contents of `_build.py`, after CMake has configured the build in that folder."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
     if not (cmake := shutil.which("cmake", path=path)) or not shutil.which("ninja", path=path):
         pytest.skip("needs cmake and ninja")
@@ -196,7 +196,7 @@ def test_one_build_folder_with_cuda_and_then_without(tmp_path):
     assert "nvcc" not in (tmp_path / "build.ninja").read_text()
 
 
-# ---- what is left behind
+# ---- wheels and archives
 
 
 def test_pure_wheel_holds_nothing_of_an_earlier_build(tree, tmp_path):
@@ -216,7 +216,7 @@ def test_pure_wheel_holds_nothing_of_an_earlier_build(tree, tmp_path):
 
 
 def test_a_source_distribution_holds_all_that_its_tests_need(tmp_path):
-    """Every file under version control but those of the repository itself; from it the tests, docs and examples run."""
+    """It has every file under version control, except hidden ones, so that tests, docs and examples run from it."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
         pytest.skip("needs a git checkout")
@@ -266,11 +266,11 @@ def test_best_instruction_set_of_this_processor_is_active(built):
         if best == "avx512_vnni" and "avx512_bf16" in flags:
             best = "avx512_bf16"
         if best == "avx512_bf16" and "amx_tile" in flags and ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0:
-            best = "amx"  # the kernel lets this process use it
+            best = "amx"  # the kernel granted this process AMX
     assert built[1]["cpu_set"] == best
 
 
-# ---- whole installs, isolated as pip does it; they fetch the build tools
+# ---- whole installs in pip's build isolation, which downloads the build tools
 
 REPORT = """
 import importlib, json, torch
@@ -284,7 +284,7 @@ print(json.dumps([_build.__file__, _build.TORCH_VERSION, _build.NOT_BUILT, libra
 
 
 def install(tree: Path, folder: Path, **env: str) -> list:
-    """pip install of `tree` into a fresh environment that has this one's packages; REPORT's list."""
+    """Installs `tree` with pip into a new environment that sees this one's packages; returns what REPORT prints."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "outer.pth").write_text(str(Path(torch.__file__).parents[1]))
@@ -327,7 +327,7 @@ def test_a_compile_error_is_an_error(tree, tmp_path):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel of this source tree with the kernels for CPUs."""
+    """A wheel of this source tree, with kernels for CPUs only."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder]
     env = CLEAN_ENV | {"FASTBERT_BUILD": "1", "USE_CUDA": "0"}

@@ -1,4 +1,4 @@
-"""`fastbert check` on small checkpoints of every head, on planted faults, and on what a user can mend."""
+"""`fastbert check` on small checkpoints of every head, on planted faults, and on mistakes that a user can correct."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from fastbert.families import BY_MODEL_TYPE
 
 WORDS = "the cat sat on a mat while it rained and nobody came to see what had become of him".split()
 TEXTS = ["the cat sat", "nobody came to see what had become of the cat", "it rained", "a mat and a cat on him"]
-CLASSES = [  # all heads of one family, and two of each other one; the others are slow
+CLASSES = [  # all heads of BERT, the bare model and the masked LM of the other families; the rest is slow
     pytest.param(
         family.model_type,
         family.class_name(kind),
@@ -40,13 +40,13 @@ def tokenizer():
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Writes a checkpoint of that class with its tokenizer, as transformers does."""
+    """A function that writes a checkpoint of a transformers class, with its tokenizer and a file of texts."""
 
     def write(name="BertModel", model_type="bert", times=1, **changes):
         changes = {"pad_token_id": 1 if model_type == "mpnet" else 0} | changes
         config = transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type] | changes)
         model = getattr(transformers, name)(config)
-        for parameter in model.parameters():  # biases and LayerNorms that are not trivial
+        for parameter in model.parameters():  # so that biases and LayerNorms are not trivial
             parameter.data += 0.1 * torch.randn_like(parameter)
         model.save_pretrained(tmp_path)
         tokenizer().save(str(tmp_path / "tokenizer.json"))
@@ -73,7 +73,7 @@ def test_every_head_obeys(model_type, name, checkpoint):
     of_two = name.endswith("QuestionAnswering") or (model_type, name) == ("albert", "AlbertForPreTraining")
     changes = {} if of_two else {"num_labels": 3}
     if name.endswith("MultipleChoice"):
-        changes["times"] = 4  # the gradient of its last bias is nothing but the rounding of a few numbers
+        changes["times"] = 4  # with few texts, its last bias's gradient is mere rounding
     status, report = command(checkpoint(name, model_type, **changes), "--dtypes", "float32", "--backends", DEFAULT)
     assert status == 0 and report["ok"] and report["architecture"] == name
     found, headless = lines(report), name.endswith("Model")
@@ -91,7 +91,7 @@ def test_other_losses_of_a_classifier(checkpoint, labels, problem):
 
 
 def test_every_dtype_and_backend_is_there_or_said_not_to_be(checkpoint, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")  # names are whole on a narrow terminal too
+    monkeypatch.setenv("COLUMNS", "40")  # names are printed in full even on a narrow terminal
     status, report = command(checkpoint(), "--max-length", "6", "--batch", "2")
     assert status == 0 and report["versions"]["torch"] == torch.__version__ and report["machine"]["system"]
     there = {(found["dtype"], found["backend"]) for found in report["checks"]}
@@ -166,7 +166,7 @@ def test_a_bare_model_without_a_pooler(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "name", "layers", "counts"),  # counts: of texts; of tokens, for a masked LM those with labels
+    ("model_type", "name", "layers", "counts"),  # counts: texts, or tokens; for a masked LM, tokens with labels
     [
         ("bert", "BertForSequenceClassification", 8, {"logits": 4}),
         ("bert", "BertForMultipleChoice", 8, {"logits": 2}),
@@ -195,7 +195,7 @@ def test_what_preparing_costs_every_head(model_type, name, layers, counts, check
 
 
 def test_the_layer_that_int8_spoils_is_named_and_skipping_it_helps(checkpoint):
-    """An input that is always 0 has huge weights: with them in one scale the others are rounded to 0."""
+    """An input that is always 0 has huge weights. They share a scale with the other weights, which round to 0."""
     directory, name = checkpoint(), "encoder.layer.1.intermediate.dense"
     model = transformers.BertModel.from_pretrained(directory)
     before = model.encoder.layer[1].attention.output.LayerNorm
@@ -233,7 +233,7 @@ def test_the_rule_holds_for_what_keeps_it(precision, checkpoint, monkeypatch):
 def test_labels_that_change_are_counted(checkpoint, monkeypatch):
     directory = checkpoint("BertForSequenceClassification", num_labels=3)
     model = transformers.BertForSequenceClassification.from_pretrained(directory)
-    model.classifier.bias.data = torch.tensor([0.0, 9.0, 0.0])  # label 1 is the likeliest of every text
+    model.classifier.bias.data = torch.tensor([0.0, 9.0, 0.0])  # label 1 is the likeliest for every text
     model.save_pretrained(directory)
     _, report = command(directory, "--prepare", "int8")
     assert report["changes"][0]["same"] == 1

@@ -1,4 +1,4 @@
-"""The command: what it prints for people and for machines, and what a user can mend, in one line with status 2."""
+"""The command: its output as text and as JSON, and errors that a user can correct, in one line and with status 2."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ NAMES = {"id2label": {"0": "O", "1": "B-PER", "2": "I-PER"}, "num_labels": 3}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A small checkpoint of each head, and a reranker, with the tokenizer of all-MiniLM-L6-v2."""
+    """Small checkpoints of the bare model, each head and a reranker, with all-MiniLM-L6-v2's tokenizer."""
     torch.manual_seed(0)
     folder, tokenizer = tmp_path_factory.mktemp("models"), get_tokenizer(minilm())
     changes = {"BertForTokenClassification": NAMES, "BertReranker": {"num_labels": 1}}
@@ -124,7 +124,7 @@ def test_half_precision(models, capsys):
 
 
 def test_a_directory_of_a_prepared_model(models, capsys, tmp_path):
-    """In the dtype that it was prepared in, without an option."""
+    """It runs in the dtype that it was prepared in, without an option for that."""
     directory = models / "BertForSequenceClassification"
     shutil.copytree(directory, tmp_path / "bf16")
     model = fastbert.BertForSequenceClassification.from_pretrained(directory, dtype="float32")
@@ -135,7 +135,7 @@ def test_a_directory_of_a_prepared_model(models, capsys, tmp_path):
 
 
 def test_precision(models, capsys, tmp_path):
-    """Of every command with a model: the layers that run are prepared, and the results those of the keyword."""
+    """With --precision, every command that has a model runs prepared layers, and gives what `precision=` gives."""
     (tmp_path / "texts").write_text("the cat sat on the mat\nthe dog too\n")
     text = ("--text", tmp_path / "texts")
 
@@ -172,7 +172,7 @@ def test_a_prepared_model_is_on_the_processor_by_default(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     args = argparse.Namespace(device=None)
     assert device_of(args, "int8") == "cpu" and device_of(args, None) == "cuda"
-    for precision, device in (("int8", "cpu"), ("bf16", "cpu"), (None, "cuda")):  # of a model that was saved so
+    for precision, device in (("int8", "cpu"), ("bf16", "cpu"), (None, "cuda")):  # a model saved after prepare
         config = fastbert.BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=48)
         model = fastbert.BertModel(config.changed(vocab_size=50)).eval()
         (fastbert.prepare(model, precision) if precision else model).save_pretrained(tmp_path / str(precision))
@@ -182,7 +182,7 @@ def test_a_prepared_model_is_on_the_processor_by_default(monkeypatch, tmp_path):
 
 
 def test_batches_lengths_and_threads(models, capsys, tmp_path, monkeypatch):
-    """Of every command with a model; the numbers of tokens are those that reach it."""
+    """The options apply to every command with a model. The numbers of tokens are read where they reach the model."""
     (tmp_path / "texts").write_text("the cat sat on the mat\nthe dog too\n")
     seen, forward, threads = [], fastbert.BertModel.forward, torch.get_num_threads()
 
@@ -215,7 +215,7 @@ def test_batches_lengths_and_threads(models, capsys, tmp_path, monkeypatch):
 
 
 def test_progress_is_lines_where_there_is_no_terminal(capsys, monkeypatch):
-    """At most one in ten seconds; by a clock that is set."""
+    """There is at most one line in ten seconds, by a clock that the test sets."""
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     for total, expected in (
@@ -257,7 +257,7 @@ def test_export(models, capsys, tmp_path):
     assert (found["logits"] - model(ids).logits).abs().max() < 1e-5
 
 
-# As the files on the Hub have them, without heads.
+# The numbers of parameters in the Hub's files, without heads.
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -293,7 +293,7 @@ def test_the_module_runs():
     assert answer.stdout == f"fastbert {fastbert.__version__}\n"
 
 
-# ---- what a user can mend
+# ---- errors that a user can correct
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_a_text_that_is_cut_is_said(models, capsys):
 
 
 def test_ids_out_of_range_are_one_line(models, tmp_path, capsys, monkeypatch):
-    """A tokenizer with ids that the model does not have is refused; so are ids that only the model can judge."""
+    """A tokenizer with ids that the model does not have is refused; without that check, the model refuses the ids."""
     directory = models / "BertForSequenceClassification"
     monkeypatch.setattr("fastbert.inference.predict.check_tokenizer", lambda tokenizer, config: None)
     small = fastbert.BertForSequenceClassification(SMALL.changed(vocab_size=500))

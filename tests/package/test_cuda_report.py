@@ -1,4 +1,4 @@
-"""What the CUDA kernels compile to: benchmarks/gpu/cuda_report.py and docs/cuda_report.md. No GPU needed."""
+"""benchmarks/gpu/cuda_report.py and docs/cuda_report.md: what the CUDA kernels compile to. Needs no GPU."""
 
 import subprocess
 import sys

@@ -1,13 +1,13 @@
-"""The documentation holds: the Python of README.md and docs/ runs, without a network; links and paths exist.
+"""The documentation is right: the Python in README.md and docs/ runs, without a network, and links and paths exist.
 
 A page is one program: its blocks share a namespace and a directory, which is empty at first. Comments that do not
 render, on the lines before a block, say what it needs:
 
-    <!-- small: steps = 3; size = 64 -->    values for its own, with which it is quick; test-all runs it as it stands
-    <!-- needs: cuda onnx -->               a GPU, or packages; the page is skipped from there on where they are missing
+    <!-- small: steps = 3; size = 64 -->    smaller values, for a quick run; test-all runs the block as it stands
+    <!-- needs: cuda onnx -->               a GPU, or packages; without them the page is skipped from here on
     <!-- fragment: why -->                  the block does not run
 
-Excerpts begin with what their reader has already, a model or a batch: that is in GIVEN.
+Excerpts assume that their reader has, say, a model or a batch: GIVEN defines these.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^(?P<marks>(?:<!-- [^\n]* -->\n)*)```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"<!-- (small|needs|fragment): (.+) -->")
 
-# By page and the beginning of a block: what comes before it.
+# Code to run before a block, by the page and the block's beginning.
 GIVEN = {
     ("docs/accelerate.md", "report = fastbert.accelerate(model)"): """
 import fastbert
@@ -71,12 +71,12 @@ from fastbert.data import TokenBudgetSampler
 
 
 class Block(NamedTuple):
-    line: int  # of its first line of code, in the page
+    line: int  # number of its first line of code in the page
     code: str
     marks: dict[str, str]
 
     def smaller(self) -> str:
-        """The code with the values of its `small`, each the value of one line that assigns the name."""
+        """The code with the values of `small`: each replaces the value in the one line that assigns that name."""
         code = self.code
         for assignment in self.marks["small"].split("; "):
             name = re.escape(assignment.split(" = ")[0])
@@ -123,13 +123,13 @@ def run(name: str, small: bool) -> None:
             exec(given, namespace)
         if small and "small" in marks:
             code = Block(line, code, marks).smaller()
-        # After as many empty lines as there are lines before it in the page, so that tracebacks point there.
+        # With an empty line for each line of the page before it, so that tracebacks show the page's line numbers.
         exec(compile("\n" * (line - 1) + code, str(ROOT / name), "exec"), namespace)
 
 
 @pytest.fixture
 def as_people_run_it(tmp_path, monkeypatch):
-    """An empty directory, no network, memory that is not filled."""
+    """Sets up an empty directory, no network, and memory that is not filled."""
     connect = socket.socket.connect
 
     def local(self, address):
@@ -142,12 +142,12 @@ def as_people_run_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.use_deterministic_algorithms(False)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # at this size they mostly wait for each other
+    torch.set_num_threads(1)  # at this size, threads mostly wait for each other
     yield
     torch.set_num_threads(threads)
 
 
-# They export, prepare and train, as tests of models and of training do.
+# Slow pages, which export, prepare and train. Tests of models and of training do that too.
 SLOW = {"docs/export.md"} | {
     f"docs/tasks/{name}.md"
     for name in ("embeddings", "multi_vector", "question_answering", "sentence_encoders", "serving", "tagging")
@@ -167,7 +167,7 @@ def test_page_runs_as_it_stands(as_people_run_it, name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_block_is_found(name):
-    """Fences and comments in a form that is not understood would leave a block out."""
+    """A fence or comment in a form that BLOCK or MARK does not match would silently leave a block out."""
     text = (ROOT / name).read_text(encoding="utf-8")
     assert len(re.findall(r"^ *(?:```+|~~~+) *(?:python|py)\b", text, re.MULTILINE | re.IGNORECASE)) == len(PAGES[name])
     marks = sum(len(block.marks) for block in PAGES[name])
@@ -187,7 +187,7 @@ def test_readme_is_the_first_minute():
 
 
 def test_readme_runs_as_pasted(tmp_path):
-    """In a fresh interpreter, an empty directory and without anything given: its blocks one after the other."""
+    """Its blocks run one after the other, in a new interpreter and an empty directory, without anything from GIVEN."""
     pytest.importorskip("transformers")
     code = "\n".join(block.code for block in PAGES["README.md"])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -196,7 +196,7 @@ def test_readme_runs_as_pasted(tmp_path):
     assert "forwards packed: 1, fallen back: 0" in done.stdout and "backends" in done.stdout
 
 
-# The rows of README's first table, in docs/performance.md: the cases, and against whom.
+# Where the rows of README's first table are in docs/performance.md: the cases, and the contender.
 MEASURED = (
     (("classifier base, 12 layers, forward, 8 × 128, half",), "HF SDPA"),
     (("classifier base, 12 layers, forward+backward, dropout 0.1, 8 × 128, half",), "HF SDPA"),
@@ -224,7 +224,7 @@ def test_readmes_speeds_are_the_measured_ones():
 
 
 def measured(case: str, dtype: str, contender: str) -> list[str]:
-    """A number of the tables of docs/performance.md, as it stands there, from every run that measured it."""
+    """The numbers in docs/performance.md for a case, dtype and contender, one from every run that measured it."""
     lines = (ROOT / "docs/performance.md").read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")]
     found = [i for i, row in enumerate(rows) if row[:2] == [case, dtype]]
@@ -235,7 +235,7 @@ def measured(case: str, dtype: str, contender: str) -> list[str]:
 # ---- links and paths
 
 LINKING = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-REPORTS = {"cuda_report.md", "triton_report.md"}  # of a compiler: tables, nothing to follow
+REPORTS = {"cuda_report.md", "triton_report.md"}  # tables of compiler output, without paths to check
 
 
 def prose(page: Path) -> str:
@@ -243,7 +243,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub makes of a page's headings."""
+    """The anchors that GitHub makes of a page's headings."""
     heads = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -261,7 +261,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", [p for p in LINKING if p.name not in REPORTS], ids=lambda p: str(p.relative_to(ROOT)))
 def test_paths_exist(page):
-    """What a page calls by its place in the repository is there; <op> and * stand for any name."""
+    """Files that a page names by their path in the repository exist; <op> and * stand for any name."""
     rooms = r"(?:fastbert|csrc|tests|benchmarks|examples|docs)"
     for path in re.findall(rf"`({rooms}/[^`\s:]+)(?:::[^`]*)?`", prose(page)):
         pattern = re.sub(r"<\w+>", "*", path)
@@ -270,7 +270,7 @@ def test_paths_exist(page):
 
 
 def alternatives(pattern: str) -> list[str]:
-    """a/{b,c}.md: both."""
+    """Expands braces: a/{b,c}.md gives a/b.md and a/c.md."""
     found = re.search(r"\{([^}]*)\}", pattern)
     if not found:
         return [pattern]
@@ -297,7 +297,7 @@ PUBLIC = (
 
 
 def public_names(module) -> dict[str, object]:
-    """What `from module import *` gives, but for modules: its __all__, or what it defines without an underscore."""
+    """What `from module import *` imports, except modules: its __all__, or callables it defines without underscore."""
     names = getattr(module, "__all__", None) or [
         name
         for name, value in vars(module).items()
@@ -308,14 +308,14 @@ def public_names(module) -> dict[str, object]:
 
 
 def in_the_reference() -> dict[str, object]:
-    """The names that docs/api has, by the heading where one is given, and what they are."""
+    """The names in docs/api (the heading, if one is given) and the objects that they stand for."""
     text = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "api").glob("*.md")))
     names = re.findall(r"^::: (\S+)(?:\n    options:\n      heading: (\S+))?", text, re.MULTILINE)
     return {heading or name: located(heading or name) for name, heading in names}
 
 
 def located(name: str) -> object:
-    """What a dotted name stands for; None where it stands for nothing."""
+    """The object that a dotted name stands for, or None if there is none."""
     package, *parts = name.split(".")
     found = importlib.import_module(package)
     for part in parts:
@@ -339,7 +339,7 @@ def test_the_api_reference_has_no_unknown_name():
 
 
 def make_site(folder: Path, *words: str) -> subprocess.CompletedProcess:
-    """What `make docs` runs, into a folder. (Not --quiet: then warnings are not counted, and strict is not.)"""
+    """Builds the site into a folder as `make docs` does. (Not --quiet: it hides warnings from --strict.)"""
     for need in ("mkdocs", "mkdocstrings", "material"):
         pytest.importorskip(need)
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder), *words]

@@ -1,4 +1,4 @@
-"""A short run of each example: it trains, draws its curves, and fails on the faults that it exists to notice."""
+"""Short runs of the examples: each trains, draws its curves, and fails on the faults that it is there to notice."""
 
 import copy
 import importlib
@@ -21,16 +21,16 @@ from fastbert.data import PackingCollator, QADataset, create_mlm_dataloader, get
 from fastbert.inference import SentenceEncoder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TASKS = {"classes": "classify", "tags": "tag", "answers": "answer"}  # of compare_training, and the commands for them
+TASKS = {"classes": "classify", "tags": "tag", "answers": "answer"}  # compare_training's tasks: the command for each
 
 
 @pytest.fixture
 def examples(monkeypatch):
-    """Makes the examples importable, with the settings that people run them with."""
+    """Makes the examples importable, with the settings that users run them with."""
     for package in ("matplotlib", "sklearn"):
         pytest.importorskip(package)
     monkeypatch.syspath_prepend(EXAMPLES)
-    torch.use_deterministic_algorithms(False)  # as people run it: memory is not filled
+    torch.use_deterministic_algorithms(False)  # as users run it: memory is not filled
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # steps this small mostly wait for the other thread
     yield
@@ -39,7 +39,7 @@ def examples(monkeypatch):
 
 @pytest.fixture
 def run(examples, monkeypatch, capsys):
-    """Runs an example with arguments, on one passage in `every`: its status, and what it prints."""
+    """Runs an example with arguments, on every `every`-th passage; returns its status and what it prints."""
 
     def run(name, *arguments, every=1):
         example = importlib.import_module(name)
@@ -56,7 +56,7 @@ def run(examples, monkeypatch, capsys):
 
 @pytest.fixture
 def example(run, tmp_path):
-    """Runs one that draws two curves for so many steps."""
+    """Runs an example that draws two curves for a number of steps."""
 
     def steps(name, steps):
         alone = ["--alone", "0"] if name == "pretrain_mlm" else []
@@ -69,7 +69,7 @@ def example(run, tmp_path):
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_is_short(path):
-    """Apart from common.py."""
+    """Each has fewer than 120 lines, except common.py."""
     assert path.stem == "common" or len(path.read_text().splitlines()) < 120
 
 
@@ -84,7 +84,7 @@ def test_twenty_steps_coincide(example, name):
 
 @pytest.mark.slow
 def test_other_masks_are_noticed(example, monkeypatch):
-    """The plain run draws another key: same statistics, other elements."""
+    """The plain run uses another dropout key: the statistics are the same, the dropped elements are not."""
     common = importlib.import_module("common")
     right = common.dropout_masks
     monkeypatch.setattr(common, "dropout_masks", lambda config, key, visible: right(config, key + 1, visible))
@@ -93,7 +93,7 @@ def test_other_masks_are_noticed(example, monkeypatch):
 
 
 def test_a_gradient_that_is_wrong_is_noticed(example, monkeypatch):
-    """One percent off in half of each layer, and nothing wrong in any forward."""
+    """The gradient is one percent off in half of each layer; every forward is right."""
     right = fastbert.ops.dense_gelu
 
     def wrong(*arguments):
@@ -108,7 +108,7 @@ def test_a_gradient_that_is_wrong_is_noticed(example, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [False, True])
 def test_tagging_with_a_deberta(run, tmp_path, monkeypatch, wrong):
-    """In a few steps; and with scores of positions that are 1 % off in every layer."""
+    """A few steps, as it stands and with the scores of positions 1 % off in every layer."""
     right = fastbert.layer.disentangled_scaling
     if wrong:
         monkeypatch.setattr(fastbert.layer, "disentangled_scaling", lambda *arguments: 1.01 * right(*arguments))
@@ -141,7 +141,7 @@ def test_the_student_begins_as_every_other_layer(examples):
 
 
 def test_a_perfect_student_has_the_masked_lm_loss_alone(examples):
-    """Nothing is left of the other two; and no gradient reaches the teacher."""
+    """A student equal to its teacher has zero for the other two losses. No gradient reaches the teacher."""
     distill = importlib.import_module("distill")
     teacher = fastbert.BertForMaskedLM(TINY)
     distillation = distill.Distillation(copy.deepcopy(teacher), teacher).train()
@@ -161,7 +161,7 @@ def test_a_perfect_student_has_the_masked_lm_loss_alone(examples):
 
 
 def test_pretraining_in_a_few_steps(run, tmp_path, capsys):
-    """Too few to beat the frequencies: it says so. The command fills masks with it."""
+    """Two steps are too few to beat token frequencies, and it says so. `fill-mask` can use the saved model."""
     status, output = run("pretrain_bert", "--steps", 2, "--output", tmp_path, every=10)
     assert status == 1 and "NOT the" in output and "next sentences" in output
     text = "the list is [MASK]."
@@ -170,7 +170,7 @@ def test_pretraining_in_a_few_steps(run, tmp_path, capsys):
 
 
 def test_loss_by_frequency(examples):
-    """The same sum, token by token."""
+    """It equals the same sum computed token by token."""
     pretrain = importlib.import_module("pretrain_bert")
     training, held_out = ([text for _, text in python_documentation()[part]] for part in (slice(9), slice(9, 12)))
     tokenizer = get_tokenizer(minilm())
@@ -193,7 +193,7 @@ def test_held_out_paragraphs_are_in_no_training_document(examples):
 
 @pytest.mark.slow
 def test_comparison_in_one_step(run, tmp_path, capsys):
-    """And the commands take what it keeps."""
+    """One step of every task and seed; the commands can use the models that it saves."""
     minilm()
     kept = ["--output", tmp_path, "--json", tmp_path / "found.json"]
     status, output = run("compare_training", "--steps", 1, "--seeds", 2, *kept, every=24)
@@ -203,8 +203,8 @@ def test_comparison_in_one_step(run, tmp_path, capsys):
     for found in tasks.values():
         assert [result["seed"] for result in found["seeds"]] == [0, 1]
         for result in found["seeds"]:
-            # One step from the same weights on the same batch: the losses differ by dropout; and by padding, which
-            # competes for answers in transformers.
+            # After one step from the same weights on the same batch, losses differ by dropout, and for answers also by
+            # padding, which is part of the softmax in transformers.
             apart = abs(result["fastbert"]["last_loss"] - result["transformers"]["last_loss"])
             assert apart < (0.3 if found is not tasks["answers"] else 1)
     text = "If len() is called without an argument, TypeError is raised."
@@ -226,7 +226,7 @@ def test_marks_become_tags(examples):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_answers_are_read_from_scores(examples, packed):
-    """A model that knows them, and whose likeliest end is before the answer: that is none."""
+    """A model that knows the answers, although its likeliest end is before the start, which is not an answer."""
     minilm()
     tasks = importlib.import_module("compare_tasks")
     tokenizer = get_tokenizer(minilm())
@@ -318,8 +318,8 @@ def test_comparison_of_retrieval_in_one_step(examples, monkeypatch, tmp_path, ca
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["distill", "pretrain_bert", "compare_training"])
 def test_full_size(run, tmp_path, name):
-    """It proves what it claims: its exit status says so. compare_retrieval takes three quarters of an hour on one core:
-    examples/results has what it found, and the test above one step of it."""
+    """The exit status says that the example proves its claim. compare_retrieval takes three quarters of an hour on one
+    core: examples/results has its results, and the test above runs one step of it."""
     if name.startswith("compare"):
         minilm()
     status, output = run(name, "--output", tmp_path)
@@ -331,14 +331,14 @@ def test_full_size(run, tmp_path, name):
 
 @pytest.fixture
 def search(examples, monkeypatch, capsys):
-    """Runs the demo on a few of its passages: its status, and what it prints."""
+    """Runs the demo on a few of its passages; returns its status and what it prints."""
     minilm()
     demo = importlib.import_module("search_python_docs")
     monkeypatch.setattr(sys, "argv", ["search_python_docs", "what does a function return without a return statement?"])
     monkeypatch.setattr(demo, "documentation_passages", lambda: documentation_passages()[::40])
     monkeypatch.setattr(demo, "BATCH", 4)
     monkeypatch.setattr(demo, "EVERY", 2)
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # which the demo replaces
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # the demo replaces it
     return lambda: (demo.main(), capsys.readouterr().out)
 
 
@@ -363,7 +363,7 @@ def test_the_demo_fails_where_embeddings_differ(search, monkeypatch):
 
 
 def test_padding_of_batches(examples):
-    """Lengths 4 and 2, then 3: of 8 + 3 places 9 are tokens."""
+    """Batches with lengths 4 and 2, and 3: of 8 + 3 places, 9 are tokens."""
     padding = importlib.import_module("search_python_docs").padding
     assert padding([[0, 1], [2]], ["aaaa", "bb", "ccc"]) == pytest.approx(2 / 11)
 
@@ -389,7 +389,7 @@ def test_the_notebook_is_short_and_without_outputs():
 
 @pytest.mark.slow
 def test_cells_of_the_notebook(examples, tmp_path, monkeypatch, capsys):
-    """One after another, with few steps of training; a slow test has a kernel run it as it stands."""
+    """Runs the cells one after another, with few training steps; the next test runs the notebook as it stands."""
     pytest.importorskip("IPython")
     minilm()
     monkeypatch.chdir(tmp_path)
@@ -409,5 +409,5 @@ def test_the_notebook_runs(tmp_path):
     nbformat.validate(notebook)
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert any("image/png" in output.get("data", {}) for output in outputs)  # attention
+    assert any("image/png" in output.get("data", {}) for output in outputs)  # the plot of attention
     assert not any(output.output_type == "error" for output in outputs)

@@ -1,4 +1,4 @@
-"""What a GPU's measurements are made into, from made-up ones: gaps, the worst ops, the tiles that kernels take."""
+"""Tools that evaluate GPU measurements, here made-up ones: gaps between kernels, the worst ops, attention's tiles."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_gaps_are_where_no_kernel_runs():
-    """Streams overlap from 10 to 14, one kernel within another; the device idles from 18 to 20 and from 21 to 26."""
+    """Kernels overlap from 10 to 14, one inside another; the device idles from 18 to 20 and from 21 to 26."""
     spans = [Span("b", 10, 18), Span("a", 4, 14), Span("d", 11, 13), Span("a", 20, 21), Span("c", 26, 27)]
     found = host_gaps.summary(spans)
     assert (found["span"], found["idle"], found["launches"]) == (23, 7, 5)
@@ -56,9 +56,9 @@ def op_case(op, direction, floor, median, **more):
 def test_the_worst_three_are_by_share_of_the_floor_in_device_time():
     cases = [
         op_case("pack", "forward", 50, 100),
-        op_case("linear", "forward", 10, 100, device=12),  # 83 %: the host took the rest
+        op_case("linear", "forward", 10, 100, device=12),  # 83 % of device time: the host took the rest
         op_case("attention", "forward", 20, 100),
-        op_case("attention", "forward", 30, 100),  # no two of one op and direction
+        op_case("attention", "forward", 30, 100),  # only the worst of an op and direction
         op_case("attention", "backward alone", 40, 100),
         op_case("bias_gelu", "forward", 60, 100),
         report.Case({"op": "unpack", "direction": "forward"}, {"fastbert": {"name": "fastbert", "problem": "wrong"}}),
@@ -68,7 +68,7 @@ def test_the_worst_three_are_by_share_of_the_floor_in_device_time():
 
 
 def test_the_worst_are_run_again_as_they_were(tmp_path, monkeypatch, capsys):
-    """From a results file, and once for the profiler."""
+    """Cases are taken from a results file, and each runs once for the profiler."""
     words = ["--size", "tiny", "--groups", "ops", "--parts", "bias_gelu", "layer_norm", "--rounds", "2"]
     words += ["--directions", "forward", "alone", "--dtypes", "float32", "--contenders", "fastbert"]
     assert run.main([*words, "--device", "cpu", "--out", str(tmp_path)]) == 0
@@ -89,7 +89,7 @@ def test_the_worst_are_run_again_as_they_were(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def tuned():
-    """The table as it is, restored."""
+    """An empty table of tuned choices; the real one is restored afterwards."""
     before = dict(TUNED)
     TUNED.clear()
     yield TUNED
@@ -104,7 +104,7 @@ def target(candidates, kernel="forward", seqlen=65):
 
 
 def launched(call):
-    """The tiles with which the call would launch its kernels."""
+    """The tiles with which a call would launch its kernels; nothing is launched."""
     with pytest.MonkeyPatch.context() as patch:
         configs = []
         patch.setattr(common, "_launcher", lambda kernel, grid, args, config, constants: configs.append(config))
@@ -128,8 +128,8 @@ def test_the_fastest_tiles_are_written_where_the_kernel_reads_them(tuned, tmp_pa
     spec = importlib.util.spec_from_file_location("written", tmp_path / "written.py")
     written = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(written)
-    assert written.TUNED == tuned  # the same file says it to the next process
-    seconds[64] = 0.99  # within the noise: what is in use stays
+    assert written.TUNED == tuned  # the next process will read the same from it
+    seconds[64] = 0.99  # within the noise: the tiles in use stay
     tuned.clear()
     sweep.sweep([one], clock)
     assert tuned == {}
@@ -154,7 +154,7 @@ def key(choice):
 
 
 def test_the_backward_takes_its_choices_too(tuned):
-    """dK and dV, dQ, and how long sequences may be for both in one kernel."""
+    """The choices are dK and dV's tiles, dQ's tiles, and up to which length one kernel computes all three."""
     keys, queries = Config({"M": 64, "N": 64}, 4, 1), Config({"M": 128, "N": 32}, 4, 1)
     one = target([], "keys")
     default = launched(one.calls[0])
@@ -168,7 +168,7 @@ def test_the_committed_table_is_as_the_sweep_writes_it():
 
 
 def test_tiles_that_do_not_fit_are_out_before_anything_runs(tuned, monkeypatch):
-    """What compiles, spills nothing and has the shared memory; both with dropout and without."""
+    """Tiles stay only if both variants, with dropout and without, compile, spill nothing and fit in shared memory."""
     small, large = (Config({"M": 64, "N": 64, "RELOAD": False}, 4, stages) for stages in (2, 9))
     monkeypatch.setattr(sweep.triton.knobs.runtime, "interpret", False)
 

@@ -1,4 +1,4 @@
-"""A run on a GPU machine, rehearsed: every part ends as it should, and what it was leaves its results."""
+"""Rehearses a run on a GPU machine: every part ends as it should, and leaves its results even if it is cut off."""
 
 import importlib.util
 import json
@@ -35,7 +35,7 @@ def test_parts_end_as_they_should(tmp_path, monkeypatch):
     monkeypatch.setattr(on_gpu, "GRACE", 0.3)
     child = tmp_path / "child"
     sleeper = f"import pathlib, os, time; pathlib.Path({str(child)!r}).write_text(str(os.getpid())); time.sleep(60)"
-    stubborn = python(  # ignores the first signal, and has a child
+    stubborn = python(  # ignores SIGINT, and has a child
         "import signal, subprocess, sys, time",
         "signal.signal(signal.SIGINT, signal.SIG_IGN)",
         f"subprocess.Popen([sys.executable, '-c', {sleeper!r}])",
@@ -63,7 +63,7 @@ def test_parts_end_as_they_should(tmp_path, monkeypatch):
 
 
 def gone(pid, patience=5.0):
-    """Whether a process ends soon; an orphan may stay a zombie where nobody reaps."""
+    """Whether a process ends soon. A zombie counts as ended: an orphan may stay one if nothing reaps it."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         try:
@@ -105,7 +105,7 @@ def test_a_benchmark_goes_on_behind_a_case_that_lost_the_gpu(tmp_path):
 
 
 def test_a_later_call_goes_on_where_an_earlier_one_ended(tmp_path):
-    """On another machine, with a copy of the folder: what is ok is left out, but for what the machine needs."""
+    """On another machine with a copy of the folder: parts that are ok are skipped, except those that it needs again."""
     begun = tmp_path / "begun"
     told = python(
         "import sys, time",
@@ -135,7 +135,7 @@ def test_a_later_call_goes_on_where_an_earlier_one_ended(tmp_path):
     parts[2] = Part("cut", told, 0, 20, told=True, ceilings=tmp_path / "second" / "ceilings.json")
     second, log = rehearse(parts, tmp_path / "second", minutes=2, earlier=earlier)
     assert second["ok"] == first["ok"] and (second["cut"].state, second["cut"].behind) == ("ok", 0)
-    assert second["hung"].state == "timed out" and "==== hung behind case 2" in log  # and asks for what comes then
+    assert second["hung"].state == "timed out" and "==== hung behind case 2" in log  # and resumes after that case
     assert (second["lost"].state, second["lost"].reason) == ("failed", "GPU lost in case 1: an op; exit status 3")
     words = begun.read_text().splitlines()
     assert [line for line in words if not line.startswith("--")] == ["ok", "build", "build"]
@@ -166,7 +166,7 @@ def test_a_toolkit_that_is_not_on_the_path_is_found(tmp_path, monkeypatch):
     assert on_gpu.toolkit() == {"CUDA_HOME": str(found.parent), "PATH": f"{tmp_path}{os.pathsep}{found}"}
     monkeypatch.setenv("CUDA_HOME", str(named.parent))
     assert on_gpu.toolkit()["CUDA_HOME"] == str(named.parent)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # none there: CMake says so
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # no nvcc there: CMake will say so
     assert on_gpu.toolkit() == {}
     monkeypatch.delenv("CUDA_HOME")
     monkeypatch.setenv("PATH", str(listed))
@@ -193,7 +193,7 @@ def test_tests_that_are_cut_off_leave_what_has_failed(tmp_path):
     (tmp_path / "test_broken.py").write_text("import no_such_module\n")
     options = [word for word in on_gpu.parity() if not word.endswith(".py")]
     files = [str(tmp_path / name) for name in ("test_broken.py", "test_slow.py")]
-    for limit in (8, 50):  # where much else runs, the first is over before the tests begin
+    for limit in (8, 50):  # on a busy machine the first limit may pass before the tests begin
         outcomes, log = rehearse([Part("parity", [*options, *files], 0, limit)], tmp_path)
         assert outcomes["parity"].state == "timed out" and outcomes["parity"].seconds < limit + on_gpu.GRACE + 5
         if "FAILED" in log:
@@ -203,11 +203,11 @@ def test_tests_that_are_cut_off_leave_what_has_failed(tmp_path):
     assert "assert 'this' == 'that'" in end and "No module named 'no_such_module'" in log
 
 
-# The environment without what pytest-xdist tells its workers: else a test in one would be taken for one.
+# The environment without pytest-xdist's variables: with them, a pytest that is started here would act as a worker.
 ALONE = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
 
 
-# What the last of these tests does to the GPU that is put in PyTorch's place is an error of every later test.
+# Test number 3 loses the GPU, which is faked in torch.cuda: after it every call of synchronize raises.
 FAULT = """
 import pytest, torch
 
@@ -228,7 +228,7 @@ def test_kernel(number):
 
 
 def with_a_fault(folder, *words, **environment):
-    """tests/conftest.py over tests of which number 1 fails and number 3 loses the GPU."""
+    """Runs, with tests/conftest.py, tests of which number 1 fails and number 3 loses the GPU."""
     (folder / "test_fault.py").write_text(FAULT)
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     words = ["-p", "conftest", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder), "-v", *words]
@@ -261,11 +261,11 @@ def test_a_worker_that_lost_the_gpu_is_gone_after_its_report(tmp_path):
 def test_a_worker_that_lost_the_gpu_is_replaced(tmp_path):
     code, output = with_a_fault(tmp_path, "-n", "1")
     assert code == 1 and "replacing crashed worker" in output and "test_kernel[5]" in output
-    assert "3 failed, 4 passed" in output  # the one that lost it counts twice, as failed and as crashed
+    assert "3 failed, 4 passed" in output  # test 3 counts twice, as failed and as crashed
 
 
 def test_a_part_hears_the_signal_that_its_caller_ignores(tmp_path):
-    """As under nohup: pytest has to be asked to stop, or it does not print what has failed."""
+    """The caller ignores SIGINT, as under nohup. The part must still get it: pytest then prints what has failed."""
     asked = python("import time", "print('begun', flush=True)", "time.sleep(60)")
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -297,19 +297,19 @@ def test_the_real_parts_are_few_files_and_small_without_a_gpu(architecture, tmp_
     written = {"log.txt", "summary.json", sweep.FILE.name}
     written |= {Path(word).name for part in parts.values() for word in part.command if word.endswith(".json")}
     for part in parts.values():
-        if "benchmarks.run" in part.command:  # options that exist
+        if "benchmarks.run" in part.command:  # its options have to exist
             words = part.words(100)
             options = run.arguments(words[words.index("benchmarks.run") + 1 :])
             assert options.specs and 0 < options.minutes * 60 < 100
             assert part.name != "memcheck" or {spec.dtype for _, spec in options.specs} == {"bfloat16", "float32"}
             written |= {file.path.name for file in run.Run(options).files.values() if not options.verify_only}
-    assert len(written) <= 8  # as many as come back from a machine that is lent
+    assert len(written) <= 8  # no more come back from a lent machine
     assert sum(part.least for part in parts.values()) < 540
 
 
 def test_what_matters_most_has_time_even_if_everything_before_takes_all_of_its_own(tmp_path):
-    """Three calls, each on a bare machine: what is measured of ops and models, then where it can be faster, then
-    whether it is right."""
+    """Calls on bare machines: the first measures ops and models, the second finds what can be faster, and the third
+    tests whether results are right."""
     left, parts, calls = 9 * 60 - on_gpu.GRACE - 15, on_gpu.all_parts("9.0", tmp_path, None), []  # 15: PyTorch's import
     again = sum(part.most for part in parts if part.again)
     for part in (part for part in parts if not part.again):
@@ -323,7 +323,7 @@ def test_what_matters_most_has_time_even_if_everything_before_takes_all_of_its_o
 
 @pytest.mark.slow
 def test_a_benchmark_ends_with_its_time(tmp_path):
-    """What the machine runs, on one small case: it is told its limit, concludes, and leaves its results."""
+    """The machine's command on one small case: the benchmark gets its limit, concludes, and leaves its results."""
     words = ["--size", "tiny", "--groups", "ops", "--parts", "bias_gelu", "--contenders", "fastbert"]
     command = [sys.executable, "-m", "benchmarks.run", *words, "--dtypes", "float32", "--out", str(tmp_path)]
     outcomes, log = rehearse([Part("ops", command, 5, 55, told=True)], tmp_path, minutes=1.2)

@@ -1,4 +1,4 @@
-"""The installed packages are as new as pyproject.toml asks: pip may settle for an older one that it can build."""
+"""Installed packages are as new as pyproject.toml requires: pip may settle for an older one that it can build."""
 
 import re
 from importlib.metadata import PackageNotFoundError, version
@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 
 try:
     import tomllib
-except ModuleNotFoundError:  # Python 3.10, where pytest brings its predecessor
+except ModuleNotFoundError:  # Python 3.10, where pytest installs tomli
     import tomli as tomllib
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not PYPROJECT.exists(), reason="needs the source
 
 
 def requirements_of(project: dict, *extras: str) -> list[Requirement]:
-    """What the project needs with these extras, and with the extras that they name."""
+    """The project's requirements with these extras, and with the extras that they name."""
     found = [Requirement(line) for line in project["dependencies"]]
     for line in (line for extra in extras for line in project["optional-dependencies"][extra]):
         requirement = Requirement(line)
@@ -29,7 +29,7 @@ def requirements_of(project: dict, *extras: str) -> list[Requirement]:
 
 
 def problem(requirement: Requirement) -> str | None:
-    """Why the installed package does not do, or None."""
+    """Why the installed package does not meet the requirement, or None if it does."""
     try:
         installed = version(requirement.name)
     except PackageNotFoundError:

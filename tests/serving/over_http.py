@@ -1,4 +1,4 @@
-"""A service on a real socket. What imports this is skipped where the packages of a service are missing."""
+"""A service on a real socket. Tests that import this are skipped if the packages of a service are missing."""
 
 import contextlib
 import socket
@@ -11,12 +11,12 @@ httpx, uvicorn, fastapi = (pytest.importorskip(needed) for needed in ("httpx", "
 for needed in ("orjson", "prometheus_client"):
     pytest.importorskip(needed)
 
-NAMES = "sentences", "reranker", "classes", "tags", "masks"  # of save_models
+NAMES = "sentences", "reranker", "classes", "tags", "masks"  # the models that save_models saves
 
 
 @contextlib.contextmanager
 def listening(app):
-    """Its address, while it is served."""
+    """Serves an application; yields its address."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)

@@ -1,4 +1,4 @@
-"""Small models of every task, and when results of theirs are the same."""
+"""Small models of every task, a comparison of their results, and helpers for threads."""
 
 import threading
 import time
@@ -17,13 +17,16 @@ ROUNDING = 2 * np.finfo(np.float32).eps
 
 
 def same(found, expected):
-    """Models in float64 give the same numbers in any batch, but for the last rounding to float32."""
+    """Asserts equality up to the last rounding to float32; models in float64 are as exact as that in any batch."""
     found, expected = (np.asarray(numbers, np.float64) for numbers in (found, expected))
     np.testing.assert_allclose(found, expected, rtol=ROUNDING, atol=ROUNDING)
 
 
 def save_models(directory):
-    """Of each task one, under its name, in float64: only the last rounding depends on a batch. max_length is 32."""
+    """Saves one model of each task, under its name, in float64, so that only the last rounding depends on the batch.
+
+    max_length is 32.
+    """
     torch.manual_seed(0)
     tokenizer = train_tokenizer(TEXTS, "wordpiece", vocab_size=200)
 
@@ -47,7 +50,7 @@ def save_models(directory):
 
 
 def in_threads(work, count, seconds):
-    """Runs work(0), work(1), ... at the same time, each of which ends within so many seconds."""
+    """Runs work(0), work(1), ... in threads at the same time, and asserts that each ends within `seconds`."""
     threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()

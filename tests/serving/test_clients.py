@@ -1,4 +1,4 @@
-"""Other people's clients, against a real socket: each gets what sentence-transformers or the predictors compute."""
+"""Clients of other projects over a real socket: each gets what fastbert's predictors compute."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ KEY = "a key"
 
 @pytest.fixture(scope="module")
 def served(directory):
-    """Its address."""
+    """The address of the service."""
     with listening(create_app(Service([load(directory / name) for name in NAMES]), [KEY])) as address:
         yield address
 
@@ -31,7 +31,7 @@ def vectors(directory):
 def test_openai(served, vectors):
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{served}/v1", api_key=KEY) as client:
-        found = client.embeddings.create(model="sentences", input=TEXTS)  # asks for base64
+        found = client.embeddings.create(model="sentences", input=TEXTS)  # this client asks for base64
         same([one.embedding for one in found.data], vectors)
         found = client.embeddings.create(model="sentences", input=TEXTS[0], encoding_format="float", dimensions=4)
         same(found.data[0].embedding, vectors[0, :4])
@@ -49,7 +49,7 @@ def test_openai(served, vectors):
 
 @pytest.fixture
 def hub_client(monkeypatch):
-    """InferenceClient of an address; tests are otherwise offline, which its requests obey."""
+    """Makes an InferenceClient for an address. Its requests obey the offline mode of the tests, so that is lifted."""
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
     return lambda address: hub.InferenceClient(address, token=KEY)

@@ -23,7 +23,7 @@ from fastbert.serving.app import Facts
 
 
 def started(*arguments):
-    """The process, and its address, once it listens."""
+    """Starts `fastbert serve`; returns the process, its first line and its address, once it listens."""
     command = [sys.executable, "-m", "fastbert.cli", "serve", "--port", "0", *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     threading.Timer(120, process.kill).start()
@@ -75,7 +75,7 @@ def test_lines_of_the_log_are_json():
 
 @pytest.mark.slow
 def test_idle_connections_stay_open_longer_than_clients_keep_them(directory):
-    """httpx closes them after five seconds, as uvicorn would: whoever asks then would meet a closed one."""
+    """httpx drops idle connections after five seconds. If the server did too, a request could meet a closed one."""
     process, _, address = started("--model", directory / "tags")
     connection = http.client.HTTPConnection(address.removeprefix("http://"))
     for pause in (6, 0):

@@ -28,7 +28,7 @@ def fields_of(schema, definitions):
 
 
 def requests(description):
-    """Strategies of (path, body): each route with values of any kind in its fields, some of them right."""
+    """Yields a strategy of (path, body) for each route, with values of any kind in its fields, some of them right."""
     definitions = description["components"]["schemas"]
     near = st.sampled_from([*TEXTS, *NAMES, "The [MASK].", "", "\x00", "\ud800", "query", "float", "base64"])
     leaf = near | st.none() | st.booleans() | st.integers() | st.integers(-2, 60) | st.floats() | st.text(max_size=30)

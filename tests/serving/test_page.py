@@ -1,4 +1,4 @@
-"""The page at /ui: what it asks the service for, and all its tabs in a real browser."""
+"""The page at /ui: the routes that it calls, and all its tabs in a real browser."""
 
 import base64
 import re
@@ -19,7 +19,7 @@ KEY = "Schlüssel 鍵"
 
 @pytest.fixture(scope="module")
 def address(directory):
-    """Of the service in another application, below a path."""
+    """The address of the service, mounted below a path of another application."""
     service, outer = Service([load(directory / name) for name in NAMES]), fastapi.FastAPI()
     outer.mount("/below", create_app(service, [KEY]))
     with listening(outer) as address:
@@ -94,7 +94,7 @@ class Page:
         return WebDriverWait(self.browser, 20).until(lambda _: condition())
 
     def do(self, tab, model=None, **fields):
-        """What a tab answers: the element, and a picture of the page is kept."""
+        """Fills in and submits a tab; returns the element of the result, and saves a picture of the page."""
         next(button for button in self.all("nav button") if button.text == tab).click()
         section = next(section for section in self.all("section") if section.get_attribute("id") == tab)
         for name, value in fields.items():

@@ -1,4 +1,4 @@
-"""The line of requests: its order, its batches, and what becomes of requests that are given up."""
+"""The queue of requests: its order, its batches, and what becomes of requests that are cancelled."""
 
 import random
 import sys
@@ -15,7 +15,7 @@ from fastbert.serving.queue import TokenQueue
 
 
 class Slow:
-    """A lane that computes -row, batch by batch, as often as it is let."""
+    """A lane that computes -row; each batch waits for `go`."""
 
     def __init__(self):
         self.batches, self.gate = [], threading.Semaphore(0)
@@ -45,7 +45,7 @@ def make():
 
 
 def busy(queue, lane):
-    """Until `go`, all that is submitted afterwards waits."""
+    """Keeps the queue busy: whatever is submitted afterwards waits until `go`."""
     first = queue.submit(lane, [0], [1])
     wait_for(lambda: lane.batches)
     return first
@@ -107,7 +107,7 @@ def test_too_much_is_refused_with_the_time_it_will_take(make):
     alone = queue.submit(lane, [4], [90])
     lane.go()
     assert fits.result(20).results == [-2] and alone.result(20).results == [-4]
-    huge = queue.submit(lane, [5], [500])  # nothing waits: it would never be let in otherwise
+    huge = queue.submit(lane, [5], [500])  # admitted as nothing else waits; else it never would be
     assert huge.result(20).results == [-5]
 
 
@@ -176,7 +176,7 @@ def test_several_threads_share_the_parts_of_a_request(make):
     lane.go(1)
     wait_for(lambda: [5] in lane.batches)
     lane.go(1)
-    wait_for(lambda: other.batches)  # the thread that computed a part has gone on
+    wait_for(lambda: other.batches)  # so the thread that computed a part has gone on to it
     assert not future.done()
     other.go()
     lane.go()
@@ -207,7 +207,7 @@ def test_a_stall_of_one_thread_of_several_is_seen(make):
 
 
 def test_what_is_counted_is_what_waits(make):
-    """Whatever is cancelled, whenever."""
+    """The counts end at zero, whatever is cancelled, and whenever."""
     queue, lane, rng = make(workers=2, batch_tokens=5), Slow(), random.Random(0)
     lane.go(10**6)
     futures = [queue.submit(lane, [1] * n, [n] * n) for n in (rng.randrange(1, 5) for _ in range(500))]
@@ -246,7 +246,7 @@ def test_bad_numbers_are_refused(options):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_many_threads_at_once(make, workers):
-    """Each gets its own results, whatever the batches were."""
+    """Each thread gets its own results, however its rows were batched."""
     queue, lane, wrong = make(workers=workers, batch_tokens=7), Slow(), []
     lane.go(10**6)
 

@@ -1,4 +1,4 @@
-"""The application on Ray Serve: two replicas answer what one process answers, also when one of them is killed."""
+"""The application on Ray Serve: two replicas answer what one process answers, even if one of them is killed."""
 
 import os
 import signal

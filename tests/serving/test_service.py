@@ -1,4 +1,4 @@
-"""The service over a real socket: what it answers is what the predictors say, and what it refuses."""
+"""The service over a real socket: its answers equal the predictors' results, and it refuses bad requests."""
 
 import base64
 import http.client
@@ -65,7 +65,7 @@ def encoder(directory):
 
 
 def test_no_thread_that_loaded_a_model_stays(directory, monkeypatch):
-    """Its OpenMP threads would stay too, and have those of the inference sleep after each loop."""
+    """Its OpenMP threads would stay too, and would make those of the inference sleep after each loop."""
     loaders, read = [], SentenceEncoder.from_pretrained
 
     def noted(*args, **options):
@@ -208,7 +208,7 @@ def metrics(client):
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
-# ---- OpenAI, Cohere and its kin, TensorFlow Serving
+# ---- OpenAI, Cohere and similar APIs, TensorFlow Serving
 
 
 def test_openai(post, client, encoder):
@@ -425,7 +425,7 @@ def test_probes_need_no_key_and_names_may_have_slashes(directory):
 
 
 def test_below_a_path_of_another_application(service):
-    """What is open stays open, and errors have the form of their protocol."""
+    """Routes that need no key still need none, and errors have the form of their protocol."""
     outer = fastapi.FastAPI()
     outer.mount("/below", create_app(service, ["key"]))
     key = {"authorization": "Bearer key"}
@@ -443,7 +443,7 @@ def test_below_a_path_of_another_application(service):
 
 
 class Held:
-    """Holds the computation of a model until it is let go."""
+    """Makes the computation of a model wait until `gate` is set."""
 
     def __init__(self, service, monkeypatch):
         self.encoder, self.calls, self.gate = service.models["sentences"].any, [], threading.Event()
@@ -459,7 +459,7 @@ class Held:
 
 @contextmanager
 def holding(directory, monkeypatch, **limits):
-    """A service of its own, whose one model waits: the service, what holds the model, the address."""
+    """A new service whose only model waits; yields the service, the Held of the model, and the address."""
     service = Service([load(directory / "sentences")], Limits(**limits))
     held = Held(service, monkeypatch)
     with listening(create_app(service)) as address:
@@ -525,11 +525,11 @@ def test_too_much_that_waits_to_be_tokenized(slow, monkeypatch):
     for thread in threads:
         thread.join(20)
     assert [response.status_code for response in results] == [503] * 3
-    assert service._characters == 2 * len(text)  # two threads are still at it, whoever has left
+    assert service._characters == 2 * len(text)  # two threads go on, though the requests have ended
     gate.set()
     wait_for(lambda: service._characters == 0)
     assert httpx.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
-    assert len(begun) == 3  # two threads; what waited for them was given up
+    assert len(begun) == 3  # two threads; the request that waited for them was given up
 
 
 def test_a_body_that_does_not_arrive(slow):
@@ -624,7 +624,7 @@ def test_a_model_that_fails_is_said_and_survived(directory, monkeypatch):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_many_clients_at_once_get_their_own_answers(directory, encoder, workers):
-    """Batches are small, so that all workers are at it."""
+    """Batches are small, so that all workers take part."""
     app = create_app(Service([load(directory / "sentences")], Limits(workers=workers, batch_tokens=50)))
     texts = [f"{text} {number}" for number in range(10) for text in TEXTS]
     expected, wrong = encoder.encode(texts).numpy(), []

@@ -1,7 +1,7 @@
-"""python contrastive_process.py DIR RANK PROCESSES, once for each rank: a step of all processes against that of one.
+"""python contrastive_process.py DIR RANK PROCESSES, once for each rank: compares a step of all with a step of one.
 
-In float64, with unequally many tuples in each process, and unequally many chunks. DIR is for the processes to meet.
-Prints "equal" for each case.
+In float64, with different numbers of tuples and of chunks in the processes, which find each other through a file in
+DIR. Prints "equal" for each case, and "refused" for each of the two errors that are expected.
 """
 
 import copy
@@ -30,8 +30,8 @@ from fastbert.training import (
 )
 
 CONFIG = LARGER.changed(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
-SHARES = {2: [4, 2], 3: [1, 3, 2]}  # tuples of each process, of two batches: the second has them in reverse
-CASES = {  # loss, texts of a tuple, scores of a tuple, kind, max_tokens
+SHARES = {2: [4, 2], 3: [1, 3, 2]}  # tuples of each process in the first of two batches; reversed in the second
+CASES = {  # loss, texts in a tuple, scores of a tuple, kind, max_tokens
     "negatives": (InBatchNegatives(), 3, 0, "ddp", 20),
     "symmetric": (InBatchNegatives(symmetric=True), 2, 0, "ddp", None),
     "order": (CoSENT(), 2, 1, "ddp", 15),
@@ -89,7 +89,7 @@ def check(directory: Path, name: str, rank: int, processes: int) -> None:
 
 
 def refused(rank: int, processes: int) -> None:
-    """In all processes: tuples of another size in one of them."""
+    """All processes raise if the first one's tuples have another size, and for max_tokens with FSDP2."""
     model = ContrastiveModel(BertModel(CONFIG, add_pooling_layer=False).double(), InBatchNegatives())
     try:
         model(**batch_of(*tuples(0, 6, 3 if rank else 2, 0)))

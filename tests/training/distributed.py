@@ -1,6 +1,6 @@
-"""torchrun --nproc-per-node 2 tests/training/distributed.py ddp|fsdp: gradients of two processes against those of one.
+"""torchrun --nproc-per-node 2 tests/training/distributed.py ddp|fsdp: gradients of two processes equal those of one.
 
-On GPUs, where there is one for each process, with NCCL; else on the CPU with gloo. Prints "equal" from each process.
+Runs on GPUs with NCCL if there is one for each process, else on the CPU with gloo. Each process prints "equal".
 """
 
 import os
@@ -17,7 +17,7 @@ from fastbert import BertConfig, BertModel
 SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CONFIG = BertConfig(vocab_size=99, max_position_embeddings=32, **SIZES, **NO_DROPOUT)
-LENGTHS = [7, 1, 12, 5]  # of two sequences for each process
+LENGTHS = [7, 1, 12, 5]  # two sequences for each process
 
 
 def packed(lengths: list[int], ids: torch.Tensor, device: torch.device) -> dict[str, object]:
@@ -70,10 +70,10 @@ def main(kind: str) -> None:
 
 
 def leave() -> None:
-    """Ends this process, once all are done, without destructors.
+    """Ends this process without running destructors, once all processes are done.
 
-    PyTorch's gloo group joins its thread with the GIL held, and that thread may wait for the GIL to drop an object: now
-    and then a process would never end.
+    PyTorch's gloo group joins its thread while it holds the GIL, and that thread may need the GIL to release an object:
+    now and then a process would never end.
     """
     dist.barrier()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Contrastive training: losses as sentence-transformers', GradCache and processes as one plain batch, data."""
+"""Contrastive training: losses equal sentence-transformers', GradCache and processes equal one plain batch; data."""
 
 import copy
 import gzip
@@ -64,7 +64,7 @@ def batch(seed=0, count=6, columns=2, scores=0):
 
 
 class Given(nn.Module):
-    """Stands for a model of sentence-transformers whose embeddings are known."""
+    """Takes the place of a sentence-transformers model, and returns the given embeddings."""
 
     def forward(self, features):
         return {"sentence_embedding": features["embeddings"]}
@@ -89,7 +89,7 @@ def dims_of_margins(losses, model):
     return losses.MatryoshkaLoss(model, losses.MarginMSELoss(model), [12, 4])
 
 
-TWINS = {  # ours, sentence-transformers', columns, scores of an example (None for no scores)
+TWINS = {  # our loss, sentence-transformers', number of columns, shape of an example's scores (None for no scores)
     "pairs": (InBatchNegatives(), in_batch, 2, None),
     "hard negatives": (InBatchNegatives(scale=5.0), lambda x, m: in_batch(x, m, scale=5.0), 4, None),
     "dot products": (InBatchNegatives(1.0, similarity="dot"), dot_products, 3, None),
@@ -119,7 +119,7 @@ TWINS = {  # ours, sentence-transformers', columns, scores of an example (None f
 
 
 def assert_twins(ours, theirs, embeddings, scores):
-    """Equal losses, and equal gradients to the embeddings."""
+    """Asserts that the losses are equal, and their gradients with respect to the embeddings."""
     found = []
     for loss_of in (ours, theirs):
         leaf = embeddings.clone().requires_grad_()
@@ -137,7 +137,7 @@ def test_losses_are_those_of_sentence_transformers(name):
 
     ours, theirs, columns, scores = TWINS[name]
     embeddings = torch.randn(columns, 7, 12, dtype=torch.float64)
-    embeddings[1] += embeddings[0]  # so that positives are the nearest, more or less
+    embeddings[1] += embeddings[0]  # so that most positives are the nearest
     scores = None if scores is None else torch.randint(0, 5, (7, *scores)).double() / 4  # some equal, exact in float32
     twin = theirs(losses, Given())
     assert_twins(ours, lambda columns, scores: twin([{"embeddings": x} for x in columns], scores), embeddings, scores)
@@ -157,8 +157,8 @@ def test_contrastive_loss_by_its_formula():
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_equal_texts_are_no_negatives(symmetric):
-    """By the formula of each anchor alone. Pairs 0 and 3 share an answer, 1 and 4 a question; a hard negative of pair 2
-    is its own answer, one of pair 5 is that of pairs 0 and 3."""
+    """The truth is the formula, anchor by anchor. Pairs 0 and 3 share an answer, pairs 1 and 4 a question; a hard
+    negative of pair 2 is its own answer, and one of pair 5 is the answer of pairs 0 and 3."""
     keys = torch.tensor([[0, 1, 2, 3, 1, 5], [10, 11, 12, 10, 14, 15], [20, 21, 12, 23, 24, 10]])
     embeddings = torch.randn(3, 6, 5, dtype=torch.float64)
     unit = F.normalize(embeddings, dim=-1).tolist()
@@ -198,7 +198,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_the_model_is_transformers_and_plain_pytorch(pooling):
-    """Padded, pooled by the mask, and the formula of in-batch negatives with hard ones."""
+    """The truth is a padded forward of transformers, pooled with the mask, and the formula with hard negatives."""
     theirs = hugging_face(**NO_DROPOUT).double()
     mine = ours(theirs)
     mine.pooler = theirs.pooler = None
@@ -221,7 +221,7 @@ def test_the_model_is_transformers_and_plain_pytorch(pooling):
 
 
 def test_a_trained_encoder_gives_its_embeddings():
-    """What SentenceEncoder makes of it is what training compared."""
+    """SentenceEncoder gives the embeddings that training compared."""
     tokenizer = get_tokenizer(minilm())
     model = ContrastiveModel(BertModel(TINY.changed(vocab_size=30522), add_pooling_layer=False), CosineMSE()).eval()
     texts = {"first": ["One text.", "Another."], "second": ["A third, which is longer.", "4"]}
@@ -234,7 +234,7 @@ def test_a_trained_encoder_gives_its_embeddings():
 
 
 def test_under_autocast_the_loss_is_float32():
-    """PyTorch's float32 may multiply by the scale before the product or after it."""
+    """Both float32 computations of PyTorch contend: with the scale applied before the product, and after it."""
     model, inputs = ContrastiveModel(encoder().float(), InBatchNegatives()).eval(), batch()
     with torch.autocast(DEVICE, torch.bfloat16):
         out = model(**inputs)
@@ -253,7 +253,7 @@ def test_under_autocast_the_loss_is_float32():
 
 @pytest.mark.parametrize("max_tokens", [1, 20, 45, 10_000])
 def test_cached_gradients_are_those_of_all_activations(max_tokens):
-    """With dropout, which differs from chunk to chunk: that of one chunk after the other."""
+    """With dropout, which must be drawn as for one chunk after the other."""
     model, inputs = encoder().train(), batch(columns=3)
     ids, ends = inputs["input_ids"], inputs["cu_seqlens"].tolist()
 
@@ -263,7 +263,7 @@ def test_cached_gradients_are_those_of_all_activations(max_tokens):
         return pool(model(ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).last_hidden_state, cu_seqlens, "mean")
 
     def plain():
-        """Chunks by the rule, written out again: as many whole texts as fit, or one."""
+        """The chunks, written out independently: each has as many whole texts as fit, or one text."""
         parts, first = [], 0
         while first < len(ends) - 1:
             last = max([i for i in range(first, len(ends)) if ends[i] - ends[first] <= max_tokens] + [first + 1])
@@ -288,7 +288,7 @@ def test_cached_gradients_are_those_of_all_activations(max_tokens):
 
 
 def test_the_cache_keeps_no_activations():
-    """Nothing of a chunk but its embeddings, until the backward computes it again."""
+    """Of a chunk, only the embeddings are kept until the backward recomputes it."""
     kept = []
 
     def keep(x):
@@ -303,8 +303,8 @@ def test_the_cache_keeps_no_activations():
         if max_tokens is None:
             whole, kept = sum(kept), []
     tokens, size = len(inputs["input_ids"]), TINY.hidden_size
-    assert whole > 3 * 5 * tokens * size  # several (T, C) of each layer
-    assert sum(kept) <= 12 * 40 * size  # some (B, C) of the loss
+    assert whole > 3 * 5 * tokens * size  # several (T, C) tensors in each layer
+    assert sum(kept) <= 12 * 40 * size  # some (B, C) tensors in the loss
 
 
 # ---- in AMPTrainer
@@ -325,7 +325,7 @@ def sgd(model, path, batches, **options):
 
 
 def test_accumulated_unequal_batches_are_one_big_batch(tmp_path):
-    """Of a loss that is a mean over pairs; so is the loss of a loader."""
+    """For a loss that is a mean over pairs. The loss over a loader equals that of one big batch too."""
     texts, scores = tuples(0, 7, 2, 1)
     model = ContrastiveModel(without_dropout(), CosineMSE(), max_tokens=15)
     whole = copy.deepcopy(model)
@@ -339,13 +339,13 @@ def test_accumulated_unequal_batches_are_one_big_batch(tmp_path):
 
 
 def test_training_learns_to_pair(tmp_path):
-    """Texts of the same words in another order; from random weights, with dropout, by chunks, in bfloat16."""
+    """Pairs have the same words in another order. From random weights, with dropout, in chunks, in bfloat16."""
     tokenizer, words = get_tokenizer(minilm()), "red blue green sun moon star tree leaf root sand sea sky".split()
     anchors = [f"{a} {b}" for i, a in enumerate(words) for b in words[:i]]
     columns = {"query": anchors, "answer": [" ".join(reversed(text.split())) for text in anchors]}
     dataset = ContrastiveDataset(columns, tokenizer, prompts={"query": "find: "})
     loader = create_dataloader(dataset, ContrastiveCollator(), 33, drop_last=True)
-    assert [len(batch["cu_seqlens"]) - 1 for batch in loader] == [66, 66]  # 12 of 78 pairs are left out
+    assert [len(batch["cu_seqlens"]) - 1 for batch in loader] == [66, 66]  # 66 pairs: none is left out
     model = ContrastiveModel(
         BertModel(TINY.changed(vocab_size=30522), add_pooling_layer=False).to(DEVICE),
         Matryoshka(InBatchNegatives(symmetric=True), (48, 16)),
@@ -362,7 +362,7 @@ def test_training_learns_to_pair(tmp_path):
 
 
 class Ranks:
-    """Stands for torch.distributed: ranks are threads, which meet to exchange tensors."""
+    """Takes the place of torch.distributed: ranks are threads, which wait for each other to exchange tensors."""
 
     def __init__(self, count):
         self.here, self.barrier, self.slots = threading.local(), threading.Barrier(count, timeout=30), [None] * count
@@ -394,8 +394,10 @@ class Ranks:
 
 
 def assert_ranks_add_up(monkeypatch, whole, texts, of_texts, completed=lambda batch: batch):
-    """Three unequal shares of seven texts: the sums of losses and of gradients are those of the whole. Returns the
-    models and the losses of the ranks. completed: a batch with what else the loss reads."""
+    """Asserts that three ranks with unequal shares of seven tuples have, in sum, the loss and gradients of the whole.
+
+    Returns the ranks' models and losses. completed: adds to a batch what else the loss reads.
+    """
     expected = whole(**completed(batch_of(texts, of_texts))).loss
     expected.backward()
     ranks, shares = Ranks(3), [slice(0, 1), slice(1, 5), slice(5, 7)]
@@ -418,7 +420,7 @@ def assert_ranks_add_up(monkeypatch, whole, texts, of_texts, completed=lambda ba
 
 
 def with_keys(batch):
-    """As ContrastiveCollator has them, by the tokens of the texts."""
+    """Adds keys to a batch as ContrastiveCollator does, here made of each text's first eight tokens."""
     texts = batch["input_ids"].split(batch["cu_seqlens"].diff().tolist())
     keys = torch.tensor([sum(token * 99**place for place, token in enumerate(text.tolist()[:8])) for text in texts])
     return batch | {"keys": keys.view(batch["columns"], -1)}
@@ -434,12 +436,12 @@ def with_keys(batch):
 )
 def test_negatives_of_all_ranks(monkeypatch, loss, columns, scores):
     texts, of_texts = tuples(0, 7, columns, scores)
-    texts[6][1] = texts[0][1]  # an answer of two ranks
+    texts[6][1] = texts[0][1]  # two ranks share an answer
     whole = ContrastiveModel(without_dropout().cpu(), loss).train()
     models, losses = assert_ranks_add_up(monkeypatch, whole, texts, of_texts, with_keys)
     of_own_anchors = not isinstance(getattr(loss, "loss", loss), CoSENT)
     assert (len({round(loss.item(), 9) for loss in losses}) == 3) == of_own_anchors
-    models[0].eval()  # an evaluation waits for nobody
+    models[0].eval()  # evaluation does not wait for other ranks
     with torch.no_grad():
         assert models[0](**with_keys(batch_of(texts[:3], of_texts if of_texts is None else of_texts[:3]))).loss > 0
 
@@ -447,7 +449,7 @@ def test_negatives_of_all_ranks(monkeypatch, loss, columns, scores):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
 def test_processes_train_as_one(tmp_path, processes):
-    """By gloo, in AMPTrainer, DDP and FSDP2: to 1e-12 the step of one process with the whole batch."""
+    """With gloo, AMPTrainer, DDP and FSDP2, the step equals that of one process with the whole batch, to 1e-12."""
     command = [sys.executable, str(HERE / "contrastive_process.py"), str(tmp_path)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     options["env"] = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -461,7 +463,7 @@ def test_processes_train_as_one(tmp_path, processes):
 
 
 def test_columns_become_packed_texts(tmp_path):
-    """Each text with its prompt, as the tokenizer encodes it; all anchors first, then all positives, then negatives."""
+    """Each text is encoded with its prompt; all anchors come first, then all positives, then all negatives."""
     lines = [
         {"anchor": "how warm?", "positive": "Thirty degrees, and rising.", "negative": "no", "score": 1},
         {"anchor": "é", "positive": "The letter e with an acute accent", "negative": "a b c", "score": 0.5},
@@ -505,7 +507,7 @@ def test_columns_from_text_files(tmp_path):
 
 
 def test_columns_of_several_files(tmp_path):
-    """JSON lines, compressed ones and Parquet give the same; so do numbers and lists of them."""
+    """JSON lines, compressed JSON lines and Parquet give the same columns, of strings and of lists of numbers."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     columns = {"anchor": ["a", "é"], "positive": ["b", "c\nd"], "scores": [[1.0, 0.5], [0.25, 2.0]]}
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

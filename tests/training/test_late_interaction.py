@@ -1,4 +1,4 @@
-"""Multi-vector encoders in training: losses and steps as sentence-transformers', with scores in float64."""
+"""Training multi-vector encoders: losses and steps equal sentence-transformers', with scores in float64."""
 
 import copy
 import warnings
@@ -27,21 +27,21 @@ from fastbert.training import (
 
 
 def pairwise(queries, documents, queries_mask, documents_mask, mean=False):
-    """MaxSim of padded texts in their own dtype, which sentence-transformers' own brings to float32."""
+    """MaxSim of padded texts in the dtype of their vectors; sentence-transformers' own function casts to float32."""
     products = (queries @ documents.mT).masked_fill(~documents_mask[:, None], -torch.inf)
     scores = (products.amax(-1) * queries_mask).sum(-1)
     return scores / queries_mask.sum(-1) if mean else scores
 
 
 def of_columns(queries, documents, queries_mask, documents_mask, mean=False):
-    """(B, N, L, D) -> (B, N): of each query's own documents."""
+    """(B, N, L, D) -> (B, N): the scores of each query with its own documents."""
     columns = range(documents.shape[1])
     scored = [pairwise(queries, documents[:, j], queries_mask, documents_mask[:, j], mean) for j in columns]
     return torch.stack(scored, 1)
 
 
 def of_all(queries, documents, queries_mask, documents_mask, mean=False):
-    """(B, N, L, D) -> (B, B * N): of all documents."""
+    """(B, N, L, D) -> (B, B * N): the scores of each query with all documents."""
     documents, documents_mask = documents.flatten(0, 1), documents_mask.flatten(0, 1)
     scored = [
         pairwise(queries, d.expand(len(queries), -1, -1), queries_mask, m.expand(len(queries), -1), mean)
@@ -55,7 +55,7 @@ def mean_of(scorer):
 
 
 RANKING = "MultipleNegativesRankingLoss"
-TWINS = {  # ours, sentence-transformers', columns, scores of an example (None for no scores)
+TWINS = {  # our loss, sentence-transformers', number of columns, shape of an example's scores (None for no scores)
     "pairs": (MaxSimNegatives(), (RANKING, {"similarity_fct": of_all}), 2, None),
     "hard negatives": (MaxSimNegatives(3.0), (RANKING, {"similarity_fct": of_all, "scale": 3.0}), 4, None),
     "means": (MaxSimNegatives(20.0, mean=True), (RANKING, {"similarity_fct": mean_of(of_all), "scale": 20.0}), 3, None),
@@ -76,7 +76,7 @@ TWINS = {  # ours, sentence-transformers', columns, scores of an example (None f
 
 
 class Given(nn.Module):
-    """Stands for a model of sentence-transformers whose vectors are known."""
+    """Takes the place of a sentence-transformers model, and returns the given vectors."""
 
     def forward(self, features, task=None):
         return {"token_embeddings": features["vectors"], "attention_mask": features["attention_mask"]}
@@ -104,7 +104,7 @@ def test_losses_are_those_of_sentence_transformers(name):
 
 
 def test_negatives_with_the_scores_of_sentence_transformers():
-    """Its own MaxSim, which is float32."""
+    """Here sentence-transformers' own MaxSim, which is float32, contends under the accuracy rule."""
     from sentence_transformers.multi_vector_encoder import losses
 
     leaf, masks = torch.randn(3, 5, 6, 8), torch.arange(6) < torch.randint(1, 7, (3, 5, 1))
@@ -142,7 +142,7 @@ def ours_and_theirs(directory, **options):
 @pytest.mark.parametrize("max_tokens", [None, 25])
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_a_step_is_that_of_sentence_transformers(tmp_path, kind, max_tokens):
-    """From texts to the gradient of each parameter: prompts, cuts, expansion, punctuation; at once and by GradCache."""
+    """From texts (prompts, truncation, expansion, punctuation) to all parameters' gradients; with GradCache or not."""
     from sentence_transformers.multi_vector_encoder import losses
 
     made, twin = ours_and_theirs(tmp_path, **OPTIONS[kind])
@@ -186,7 +186,7 @@ def test_the_output_and_autocast():
 
 
 def test_training_learns(tmp_path):
-    """A step in AMPTrainer, again and again on one batch."""
+    """AMPTrainer takes 30 steps on the same batch."""
     torch.manual_seed(0)
     model, inputs = model_of(MaxSimNegatives(), max_tokens=40), batch_of(*tuples(1, 6, 2, 0))
     before = model.eval()(**to_device(inputs, DEVICE)).loss.item()
@@ -229,7 +229,7 @@ def test_lengths_by_column():
 
 
 def test_cached_vectors_are_those_computed_at_once():
-    """Without dropout, in float64; with scores of a teacher."""
+    """Without dropout, in float64, with a teacher's scores."""
     inputs = to_device(batch_of(*tuples(2, 5, 3, 2)), DEVICE)
     plain = model_of(MaxSimDistillation()).double().eval()
     cached = MultiVectorModel(copy.deepcopy(plain.vectors), MaxSimDistillation(), max_tokens=15)

@@ -1,4 +1,4 @@
-"""Memory stays flat where every batch has another size."""
+"""Memory use stays flat although every batch has another size."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Metrics against literal numbers, scikit-learn called directly, and torchmetrics; what is refused; plots."""
+"""Compares metrics with numbers worked out by hand, scikit-learn, torchmetrics and pytrec_eval; errors; plots."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from small_models import DEVICE, TINY
 from fastbert import BertConfig, BertForSequenceClassification, BertForTokenClassification, metrics
 from fastbert.data import PackingCollator
 
-# Class 0 is found twice of three times, 1 always, 2 never; 0 is predicted three times, 1 twice.
+# Class 0 is found in two of three cases, class 1 always, class 2 never. 0 is predicted three times, 1 twice.
 LABELS, PREDICTIONS = [0, 0, 0, 1, 2], [0, 0, 1, 1, 0]
 MATRIX = [[2, 1, 0], [0, 1, 0], [1, 0, 0]]
 
@@ -81,7 +81,7 @@ def config(**changes):
 
 
 def examples(of_tokens):
-    """Seven of 2 to 14 tokens; of the labels, some are -100."""
+    """Seven examples of 2 to 14 tokens; some labels are -100."""
     found = []
     for i, length in enumerate([3, 9, 2, 14, 5, 7, 4]):
         labels = torch.randint(3, (length,))
@@ -92,7 +92,7 @@ def examples(of_tokens):
 
 
 def padded(rows):
-    """A padded batch; padding has the label 1, which must not count."""
+    """A padded batch, where padding has the label 1, which must not count."""
     width = max(len(row["input_ids"]) for row in rows)
     fill = {"input_ids": 0, "labels": 1, "attention_mask": 0}
     rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
@@ -106,7 +106,7 @@ def padded(rows):
 @pytest.mark.parametrize("collate", [PackingCollator(), padded], ids=["packed", "padded"])
 @pytest.mark.parametrize("kind", [BertForSequenceClassification, BertForTokenClassification])
 def test_a_classifier_over_a_loader(kind, collate):
-    """Against scikit-learn, on logits computed one row at a time. Modules go back to the modes they were in."""
+    """Equals scikit-learn on logits computed row by row. Modules return to the modes that they were in."""
     from sklearn.metrics import accuracy_score, confusion_matrix, precision_recall_fscore_support
 
     of_tokens = kind is BertForTokenClassification
@@ -131,7 +131,7 @@ def test_a_classifier_over_a_loader(kind, collate):
 
 
 def test_a_batch_without_labels_counts_for_nothing():
-    """Though its mean is NaN in transformers' models."""
+    """This holds although transformers' models return NaN as its loss."""
     model = transformers.BertForTokenClassification(transformers.BertConfig(**config().to_dict())).to(DEVICE)
     first, *others = (PackingCollator(packed=False, pad_token_id=0)([row]) for row in examples(True)[1:4])
     nothing = first | {"labels": torch.full_like(first["labels"], -100)}
@@ -174,7 +174,7 @@ def test_entities_count_whole():
 
 
 def test_schemes_differ_in_what_begins_an_entity():
-    """conlleval takes I-PER for the beginning of one; in BIO it is none."""
+    """conlleval lets I-PER begin an entity; strict BIO does not."""
     truth, found = [["B-PER", "I-PER"]], [["I-PER", "I-PER"]]
     assert metrics.compute_entity_metrics(found, truth)["f1"] == 1.0
     assert metrics.compute_entity_metrics(found, truth, "BIO")["f1"] == 0.0
@@ -183,7 +183,7 @@ def test_schemes_differ_in_what_begins_an_entity():
 def test_bioes():
     truth = [["B-PER", "I-PER", "E-PER", "O", "S-LOC"]]
     assert metrics.compute_entity_metrics(truth, truth, "BIOES")["f1"] == 1.0
-    found = [["B-PER", "I-PER", "I-PER", "O", "S-LOC"]]  # without an end, it is no entity
+    found = [["B-PER", "I-PER", "I-PER", "O", "S-LOC"]]  # without an E- tag, the first is no entity
     scores = metrics.compute_entity_metrics(found, truth, "BIOES")
     assert scores == pytest.approx({"precision": 1.0, "recall": 1 / 2, "f1": 2 / 3})
 
@@ -206,7 +206,7 @@ def test_tags_that_make_no_sense_are_refused(found, truth, scheme, message):
 
 @pytest.mark.parametrize("form", ["packed", "padded"])
 def test_entities_of_a_model(form):
-    """Sentences are told apart, later pieces of a word and padding are left out; two batches."""
+    """Sentences are kept apart, and later pieces of a word and padding are ignored, over two batches."""
     names = ["O", "B-PER", "I-PER", "B-LOC"]
     sentences = [([1, 2, 2, 0], [1, 2, -100, 0]), ([2, 3], [2, 3]), ([1], [3])]
     rows = [{"input_ids": ids, "labels": labels} for ids, labels in sentences]
@@ -218,7 +218,7 @@ def test_entities_of_a_model(form):
 
     loader = [collate(rows[:2]), collate(rows[2:])]
     scores = metrics.evaluate_entity_metrics(Tagger(), loader, "cpu", names)
-    # Four entities found: PER in both first sentences, LOC in the second, and in the last PER in place of LOC.
+    # Four entities are found: PER in the first two sentences, LOC in the second, and PER instead of LOC in the third.
     assert scores == pytest.approx({"precision": 3 / 4, "recall": 3 / 4, "f1": 3 / 4})
     strict = metrics.evaluate_entity_metrics(Tagger(), loader, "cpu", dict(enumerate(names)), "BIO")
     assert strict == pytest.approx({"precision": 2 / 3, "recall": 2 / 3, "f1": 2 / 3})
@@ -233,13 +233,13 @@ def test_entities_of_a_model(form):
     "prediction, answers, exact, f1",
     [
         ("The  Eiffel-Tower!", ["eiffeltower"], 100, 100),  # case, articles, punctuation, white space
-        ("the cat sat", ["a dog", "cat on a mat"], 0, 100 * 2 * 1 / (2 + 3)),  # the best of both
-        ("to be or not to be", ["be be be"], 0, 100 * 2 * 2 / (6 + 3)),  # a word counts as often as both have it
-        ("theory", ["ory"], 0, 0),  # an article is a word of its own
-        ("", [], 100, 100),  # no answer, and rightly
+        ("the cat sat", ["a dog", "cat on a mat"], 0, 100 * 2 * 1 / (2 + 3)),  # the better of the two answers counts
+        ("to be or not to be", ["be be be"], 0, 100 * 2 * 2 / (6 + 3)),  # a word counts as often as it is in both
+        ("theory", ["ory"], 0, 0),  # only whole words are articles
+        ("", [], 100, 100),  # rightly no answer
         ("something", [], 0, 0),
         ("", ["something"], 0, 0),
-        ("", ["the", "cat"], 0, 0),  # where others have an answer, one of articles alone does not count
+        ("", ["the", "cat"], 0, 0),  # if others have an answer, one of articles alone does not count
         ("the", ["a", "..."], 100, 100),  # nothing but articles and punctuation is no answer
     ],
 )
@@ -300,12 +300,12 @@ def test_rankings_by_plain_formulas(k):
 
 
 def test_rankings_are_those_of_trec_eval_with_ties():
-    """trec_eval puts equal scores in falling order of the documents' names: names that fall keep the given order."""
+    """trec_eval sorts equal scores by descending document name, so descending names keep the given order."""
     trec = pytest.importorskip("pytrec_eval")
     generator = np.random.default_rng(0)
     scores = generator.integers(0, 4, (40, 25)) / 4
     relevance = generator.integers(0, 4, (40, 25)) * (generator.random((40, 25)) < 0.3)
-    relevance[:, -1] = 1  # trec_eval knows no query without a relevant document
+    relevance[:, -1] = 1  # trec_eval has no value for queries without relevant documents
     name = lambda i: f"{99 - i:02}"  # noqa: E731
     of_query = lambda table, number: {  # noqa: E731
         str(q): {name(i): number(x) for i, x in enumerate(row)} for q, row in enumerate(table.tolist())
@@ -320,7 +320,7 @@ def test_rankings_are_those_of_trec_eval_with_ties():
 
 
 def test_rankings_of_hand_made_cases():
-    """Queries with different numbers of documents, equal scores, a document without a judgement."""
+    """Queries have different numbers of documents, equal scores, and a document without a judgement."""
     scores, relevance = [[0.9, 0.8, 0.7], [1.0, 1.0], [3.0, 2.0, 1.0]], [[0, 3, 1], [0, 1], [-100, 0, 1]]
     first = (3 / np.log2(3) + 1 / 2) / (3 + 1 / np.log2(3))
     assert metrics.ndcg_at_k(scores, relevance) == pytest.approx((first + 2 / np.log2(3)) / 3)

@@ -1,4 +1,4 @@
-"""SPLADE's training: losses as sentence-transformers', one model with GradCache and processes, sparser vectors."""
+"""Training SPLADE models: losses equal sentence-transformers', GradCache and ranks change nothing; sparser vectors."""
 
 import copy
 import math
@@ -46,7 +46,7 @@ def margins(losses, model):
     return losses.SparseMarginMSELoss(model)
 
 
-TWINS = {  # ours; sentence-transformers' inner loss and options; columns, scores of an example (None for no scores)
+TWINS = {  # our loss; sentence-transformers' inner loss and options; number of columns; shape of an example's scores
     "pairs": (Splade(RANKING, 0.3, 0.7), ranking, {"query_regularizer_weight": 0.7}, 2, None),
     "documents alone": (Splade(RANKING, 0.3), ranking, {}, 2, None),
     "hard negatives": (Splade(RANKING, 0.3, 0.7), ranking, {"query_regularizer_weight": 0.7}, 4, None),
@@ -163,7 +163,7 @@ def test_warmup_of_the_weights_alone():
 
 
 def test_training_makes_vectors_sparser_while_the_loss_falls(tmp_path):
-    """Texts of the same words in another order: they find each other by fewer words than before."""
+    """Pairs have the same words in another order, and in the end find each other with fewer active words."""
     words = "red blue green sun moon star tree leaf root sand sea sky".split()
     tokenizer = train_tokenizer([" ".join(words)] * 3, vocab_size=99)
     anchors = [f"{a} {b}" for i, a in enumerate(words) for b in words[:i]]
@@ -172,7 +172,7 @@ def test_training_makes_vectors_sparser_while_the_loss_falls(tmp_path):
     model = model_of(Splade(RANKING, 0.1, 0.1)).float()
 
     def measured():
-        """Words a text, and the contrastive loss."""
+        """The active words per text, and the contrastive loss."""
         vectors = [SparseEncoder(model.encoder, tokenizer).encode(texts) for texts in columns.values()]
         active = sum(len(each.values()) for each in vectors) / 2 / len(anchors)
         return active, float(RANKING(torch.stack([each.to_dense() for each in vectors])))

@@ -1,4 +1,4 @@
-"""AMPTrainer and what it stands on: weighted losses, groups, ELECTRA, precision, exact resuming, several processes."""
+"""AMPTrainer and what it uses: weighted losses, parameter groups, ELECTRA, precision, exact resuming, processes."""
 
 import copy
 import csv
@@ -57,7 +57,7 @@ EXACT, CONFIG = process.EXACT, process.CONFIG
 
 
 def sgd(model, tmp_path, **options):
-    """Plain steps of length 1 against the gradient, not clipped: weights tell what the gradient was."""
+    """A trainer of plain SGD with lr 1 and without clipping: the change of the weights is minus the gradient."""
     options = {"max_grad_norm": None, "progress": False, **options}
     return AMPTrainer(model, torch.optim.SGD(model.parameters(), lr=1.0), output_dir=tmp_path, **options)
 
@@ -68,24 +68,24 @@ def rows(path):
 
 
 def assert_stepped(before, after, length=1.0):
-    """By that length against the gradients of `before`."""
+    """Asserts that `after` is `before` less `length` times the gradients of `before`."""
     largest = max(float(p.grad.abs().max()) for p in before.parameters())
     for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True):
         assert ((old - new) - length * old.grad).abs().max() <= 1e-12 * largest, name
 
 
 class Loss:
-    """The output of a model that has nothing else."""
+    """A model's output that has a loss and nothing else."""
 
     def __init__(self, loss):
         self.loss = loss
 
 
-# ---- the loss of unequal batches is that of one big batch
+# ---- unequal batches have the loss of one big batch
 
 
 def examples():
-    """Six of unequal lengths, with labels for every head; some are -100, one example has none."""
+    """Six examples of unequal lengths, with labels for every head; some labels are -100, and one example has none."""
     found = []
     for i, length in enumerate([3, 12, 5, 9, 2, 7]):
         ids = torch.randint(5, 99, (length,))
@@ -107,14 +107,14 @@ def examples():
 
 
 def collate(part, labels, *others):
-    """Packed, with that entry as labels."""
+    """A packed batch with the entry `labels` as its labels, and the entries `others`."""
     kept = [{"input_ids": e["input_ids"]} | {name: e[name] for name in others} for e in part]
     pairs = zip(kept, part, strict=True)
     return PackingCollator()([{**row, "labels": e[labels]} if labels else row for row, e in pairs])
 
 
 def padded(part, labels, *others):
-    """Padded, with a label of 0 at padding, which is to count for nothing."""
+    """The same batch padded; padding has the label 0, which must not count."""
     batch = collate(part, labels, *others)
     lengths = batch.pop("cu_seqlens").diff()
     visible = torch.arange(batch.pop("max_seqlen")) < lengths[:, None]
@@ -139,7 +139,7 @@ HEADS = {
 @pytest.mark.parametrize("form", [collate, padded], ids=["packed", "padded"])
 @pytest.mark.parametrize("head", HEADS)
 def test_an_accumulated_step_is_that_of_one_big_batch(tmp_path, head, form):
-    """In float64. Micro-batches of one, two and three examples; the truth is autograd on one batch of all six."""
+    """In float64, with micro-batches of one, two and three examples. The truth is autograd on one batch of all six."""
     kind, changes, labels = HEADS[head]
     model = kind(BertConfig.from_dict({**EXACT.to_dict(), **changes})).double()
     before, all_six = copy.deepcopy(model), examples()
@@ -150,12 +150,12 @@ def test_an_accumulated_step_is_that_of_one_big_batch(tmp_path, head, form):
     sgd(model, tmp_path, gradient_accumulation_steps=3).train(parts, max_steps=1)
     assert float(rows(tmp_path / "train.csv")[0]["loss"]) == pytest.approx(loss.item(), rel=1e-12)
     assert_stepped(before, model)
-    with pytest.raises(AssertionError), evaluating(before):  # the mean of means is something else
+    with pytest.raises(AssertionError), evaluating(before):  # the mean of the batches' means differs
         assert sum(before(**part).loss for part in parts) / 3 == pytest.approx(loss.item(), rel=1e-9)
 
 
 def test_a_batch_without_labels_counts_for_nothing(tmp_path):
-    """Also where the model calls the mean of nothing NaN, as those of transformers do."""
+    """This holds even if the model's mean over no labels is NaN, as in transformers."""
     config = transformers.BertConfig(**EXACT.changed(num_labels=3).to_dict())
     model, all_six = transformers.BertForTokenClassification(config).double(), examples()
     parts = [padded(part, "tag") for part in (all_six[:2], all_six[2:3], all_six[3:])]
@@ -183,7 +183,7 @@ def test_the_loss_of_a_loader_is_that_of_one_big_batch(head):
 
 
 def test_mlm_losses_are_those_of_transformers():
-    """On a padded batch, labels at padding -100, in float64; a loader, and next-sentence labels, change nothing."""
+    """In float64, on a padded batch with -100 at padding. A loader and next-sentence labels do not change the loss."""
     model, all_six = BertForPreTraining(EXACT).double(), examples()
     theirs = transformers.BertForMaskedLM(transformers.BertConfig(**EXACT.to_dict())).double().eval()
     state = {name: x for name, x in hf.state_dict(model).items() if "pooler" not in name and "seq_rel" not in name}
@@ -204,7 +204,7 @@ def test_a_classification_loss_is_that_of_its_logits():
 
 
 def test_labels_are_counted():
-    """By hand: -100, padding, and answers beyond the text or at padding do not count; floats all do."""
+    """Counted by hand: -100, padding, and answers beyond the text or at padding do not count; all float labels do."""
     model = nn.Module()
 
     def counts(**batch):
@@ -230,7 +230,7 @@ def test_a_batch_without_labels_is_refused(call):
 
 
 def test_shares_of_labels_count(tmp_path):
-    """A quarter in all: a mean is divided by what there is, not by 1."""
+    """Two counts of 0.125: the sum is divided by their total, 0.25, not by 1."""
 
     class Shares(nn.Module):
         def __init__(self):
@@ -261,7 +261,7 @@ def test_albert_of_transformers_calls_its_pairs_otherwise():
 
 
 def test_a_model_without_a_loss_is_refused(tmp_path):
-    """transformers' BertForPreTraining has none with one of its labels alone."""
+    """transformers' BertForPreTraining gives no loss if only one of its two labels is given."""
     model = transformers.BertForPreTraining(transformers.BertConfig(**EXACT.to_dict()))
     batch = padded(examples(), "tag")
     message = "the batch has attention_mask, input_ids, labels, and the model gave no loss"
@@ -287,14 +287,14 @@ def test_clipping_is_of_the_whole_step(tmp_path):
     trainer = sgd(model, tmp_path, gradient_accumulation_steps=2, max_grad_norm=norm / 10)
     trainer.train([collate(all_six[:2], "of_tokens"), collate(all_six[2:], "of_tokens")], max_steps=1)
     assert float(rows(tmp_path / "train.csv")[0]["gradient_norm"]) == pytest.approx(norm, rel=1e-12)
-    assert_stepped(before, model, norm / 10 / (norm + 1e-6))  # that 1e-6 is PyTorch's
+    assert_stepped(before, model, norm / 10 / (norm + 1e-6))  # PyTorch adds 1e-6 to the norm
 
 
 # ---- parameters
 
 
 def test_rates_fall_layer_by_layer():
-    """Of three layers, at 0.5 a layer, by hand."""
+    """The rates for three layers and a decay of 0.5 a layer, computed by hand."""
     model = BertForSequenceClassification(EXACT.changed(num_hidden_layers=3))
     names = {parameter: name for name, parameter in model.named_parameters()}
     rates = {names[p]: group["lr"] for group in parameter_groups(model, 1.0, layer_decay=0.5) for p in group["params"]}
@@ -372,7 +372,7 @@ def test_every_precision_learns(tmp_path, precision):
 
 
 def test_clipping_in_fp16_is_that_of_fp32(tmp_path):
-    """Small integers, exact in fp16: the norm is of gradients without the scale, and so is the clipped step."""
+    """With small integers, exact in fp16: the norm and the clipped step are those of the unscaled gradients."""
 
     class Product(nn.Linear):
         def forward(self, x, labels):
@@ -391,7 +391,7 @@ def test_clipping_in_fp16_is_that_of_fp32(tmp_path):
 
 
 def test_an_overflow_is_skipped_counted_and_not_an_error(tmp_path):
-    """A scale at which the first steps overflow, and later ones do not."""
+    """With this scale the first steps overflow and later ones do not."""
     model = BertForMaskedLM(CONFIG)
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -426,7 +426,7 @@ def test_a_loss_that_is_not_finite_stops_before_its_step(tmp_path, precision):
 
 def test_gradients_that_are_not_finite_stop_too(tmp_path):
     class Root(nn.Module):
-        """Its loss is 0, and its slope infinite."""
+        """A model whose loss is 0 and whose gradient is infinite."""
 
         def __init__(self):
             super().__init__()
@@ -443,7 +443,7 @@ def test_gradients_that_are_not_finite_stop_too(tmp_path):
 
 
 def test_evaluation_changes_nothing_in_training(tmp_path):
-    """Not a bit, though the loader that is evaluated draws random numbers."""
+    """Training is the same bit for bit, although the evaluated loader draws random numbers."""
 
     def run(name, **options):
         process.seed()
@@ -463,7 +463,7 @@ def test_a_metric_may_be_any_function(tmp_path):
     loader = [collate(examples(), "of_sequence")]
     metric = functools.partial(metrics.evaluate_classification_metrics, num_classes=3)
     found = sgd(model, tmp_path).train(loader, max_steps=1, eval_loader=loader, metric=metric)
-    assert found.keys() == {"loss", "accuracy", "precision", "recall", "f1"}  # numbers are kept, the matrix is not
+    assert found.keys() == {"loss", "accuracy", "precision", "recall", "f1"}  # only numbers are kept
     assert found["loss"] == pytest.approx(compute_loader_loss(model, loader, "cpu"))
 
 
@@ -481,7 +481,7 @@ def test_a_finished_run_is_evaluated_again(tmp_path):
 
 
 class StandIn(nn.Module):
-    """A discriminator that notes what it is given."""
+    """A discriminator that records its inputs."""
 
     def __init__(self):
         super().__init__()
@@ -500,7 +500,7 @@ def electra_batch():
 
 
 def test_the_discriminator_sees_what_the_generator_drew(monkeypatch):
-    """It draws from its logits of masked tokens; a draw that is the token of the text is not a replacement."""
+    """The generator draws from its logits at masked tokens. A draw that equals the original is no replacement."""
     model = ElectraPretraining(BertForMaskedLM(EXACT).double(), StandIn().double(), weight=7.0)
     (batch, original), drawn = electra_batch(), []
 
@@ -531,7 +531,7 @@ def test_the_discriminator_sees_what_the_generator_drew(monkeypatch):
 
 
 def test_samples_have_the_distribution_of_the_logits():
-    """Chi-square over four tokens, 40 000 draws: 16.3 is exceeded once in a thousand."""
+    """A chi-square test over four tokens with 40 000 draws: 16.3 is exceeded once in a thousand."""
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0])
     drawn = sample(logits.expand(40_000, 4)).bincount(minlength=4)
     expected = 40_000 * logits.softmax(-1)
@@ -539,7 +539,7 @@ def test_samples_have_the_distribution_of_the_logits():
 
 
 def test_an_accumulated_step_of_electra_is_that_of_one_big_batch(tmp_path, monkeypatch):
-    """With the likeliest token in place of a random one, which would depend on the order of draws."""
+    """The likeliest token replaces the random draw, which would depend on the order of draws."""
     monkeypatch.setattr(electra, "sample", lambda logits: logits.argmax(-1))
     model = electra_of().double()
     before, all_six = copy.deepcopy(model), examples()
@@ -552,7 +552,7 @@ def test_an_accumulated_step_of_electra_is_that_of_one_big_batch(tmp_path, monke
 
 
 def test_electra_learns_with_shared_embeddings_and_resumes(tmp_path):
-    """A narrower generator, and tables that both models read."""
+    """The generator is narrower, and both models share the embedding tables."""
 
     def new(directory):
         process.seed()
@@ -583,13 +583,13 @@ def test_electra_refuses_padded_input():
 
 
 def shuffled(workers=0):
-    """Order and masks from torch's own generator; with workers, masks from theirs."""
+    """Draws order and masks from torch's global generator; with workers, the masks from the workers' generators."""
     loader = process.masking_loader()
     return DataLoader(loader.dataset, 2, shuffle=True, collate_fn=loader.collate_fn, num_workers=workers)
 
 
 def by_python_and_numpy():
-    """A loader that is no DataLoader, and draws from everything that has a state."""
+    """A loader that is not a DataLoader, and draws from Python's and NumPy's generators."""
 
     class Batches:
         def __iter__(self):
@@ -609,7 +609,7 @@ def with_a_generator():
 
 
 def seeded():
-    """By a budget of tokens, order and masks of each epoch decided by set_epoch."""
+    """Batches by a budget of tokens; set_epoch determines the order and the masks of each epoch."""
     data = process.examples()
     sampler = TokenBudgetSampler([len(example["input_ids"]) for example in data], 40)
     collator = PackingCollator(mlm_probability=0.3, mask_token_id=4, vocab_size=99, special_ids=[0], seed=7)
@@ -617,13 +617,13 @@ def seeded():
 
 
 def resumable():
-    """Knows its own place: nothing is read twice."""
+    """A loader that saves its position, so that no batch is read twice."""
     collator = PackingCollator(mlm_probability=0.3, mask_token_id=4, vocab_size=99, special_ids=[0], seed=7)
     return create_dataloader(process.examples(), collator, batch_size=2, seed=3)
 
 
 def with_a_worker_that_stays():
-    """Whose seed is drawn when it starts: once in an uninterrupted run, and again in one that goes on."""
+    """The worker's seed is drawn when it starts: once in an uninterrupted run, and again when a run resumes."""
     return DataLoader(seeded().dataset, 2, True, collate_fn=seeded().collate_fn, num_workers=1, persistent_workers=True)
 
 
@@ -640,9 +640,9 @@ LOADERS = {
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_an_interrupted_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path, loader):
-    """After a checkpoint at the end of an epoch, and one within; with dropout, scaler, schedule and evaluation.
+    """Resumes from a checkpoint at the end of an epoch and from one within, with dropout, scaler, schedule, evaluation.
 
-    Logs are the same as well: what was logged after the checkpoint is logged anew.
+    The logs are the same as well: rows that were logged after the checkpoint are logged again.
     """
 
     def run(name, stop=None):
@@ -675,7 +675,7 @@ def test_an_interrupted_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp
 
 
 def test_epochs_are_told_to_the_loader_or_to_its_parts_before_their_first_batch(tmp_path):
-    """By name: a loader that knows epochs tells its parts itself. After resuming within an epoch, its number again."""
+    """A loader with set_epoch is expected to tell its parts itself. Resuming within an epoch tells its number again."""
     told = []
 
     class Telling:
@@ -719,7 +719,7 @@ def test_training_may_go_on_in_the_same_process(tmp_path):
 
 
 def trained(directory, loader, start=None, hook=None, **options):
-    """A trainer after 15 steps, of which an epoch has 12 at most; from a checkpoint, where one is given."""
+    """A trainer after 15 steps, where an epoch has at most 12. start: a checkpoint to start from."""
     process.seed()
     trainer = process.trainer_of(BertForMaskedLM(CONFIG), directory, 16, save_total_limit=99)
     if start is not None:
@@ -735,7 +735,7 @@ def trained(directory, loader, start=None, hook=None, **options):
 
 @pytest.mark.parametrize("kind", ["a generator of its own", "resumable"])
 def test_the_loader_of_training_may_be_evaluated(tmp_path, kind):
-    """In the middle of an epoch, where it goes on afterwards."""
+    """Evaluation happens in the middle of an epoch, which then continues where it was."""
 
     def run(name, start=None):
         loader = LOADERS[kind]()
@@ -761,7 +761,7 @@ def test_workers_that_stay_serve_one_iteration_at_a_time(tmp_path):
 @pytest.mark.parametrize("loader", ["shuffled by torch", "a generator of its own", "resumable"])
 @pytest.mark.parametrize("stop", [5, 12], ids=["within an epoch", "in the first step of one"])
 def test_a_run_that_is_interrupted_by_hand_can_be_saved(tmp_path, loader, stop):
-    """In the middle of a step: its batch and its dropout have been drawn, and are drawn again."""
+    """In the middle of a step, whose batch and dropout have been drawn, and are drawn again after resuming."""
 
     def interrupt(trainer, *_):
         if trainer.step == stop:
@@ -777,7 +777,7 @@ def test_a_run_that_is_interrupted_by_hand_can_be_saved(tmp_path, loader, stop):
 
 @pytest.mark.parametrize("loader", ["shuffled by torch", "resumable"])
 def test_a_metric_may_save_the_best_model(tmp_path, loader):
-    """After it has drawn random numbers of its own."""
+    """The checkpoint is saved within the metric, after that has drawn random numbers."""
 
     def metric(model, batches, device):
         loss = compute_loader_loss(model, batches, device)
@@ -832,9 +832,9 @@ def launch(*arguments, torchrun=False):
 
 @pytest.mark.slow
 def test_a_killed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path):
-    """SIGKILL in the middle of a step, and then while a checkpoint is being written."""
+    """The run gets SIGKILL in the middle of a step, and then while it writes a checkpoint."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the processes have
+    torch.set_num_threads(1)  # as in the launched processes
     uninterrupted = process.alone(tmp_path / "one", 6)
     torch.set_num_threads(threads)
     assert launch(tmp_path / "two", 6, "--die", "step").returncode == -signal.SIGKILL
@@ -849,7 +849,7 @@ def test_a_killed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path)
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
-    """The operating system ends the write halfway, as a full disk does."""
+    """A limit on the file size makes the write fail halfway, as a full disk does."""
     trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 10)
     trainer.train(shuffled(), max_steps=2)
     (checkpoint,) = trainer.checkpoints()
@@ -857,7 +857,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) // 2, limits[1]))
     try:
         with pytest.raises(OSError, match="checkpoint-00000002.pt"):
-            trainer.save()  # over the old one
+            trainer.save()  # overwrites the old one
         assert checkpoint.read_bytes() == whole
         with pytest.raises(OSError, match="checkpoint-00000003.pt") as raised:
             trainer.train(shuffled(), max_steps=3)
@@ -873,7 +873,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
 
 def test_the_newest_checkpoints_are_kept(tmp_path):
     trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 20, save_total_limit=3)
-    (tmp_path / "checkpoint-best.pt").touch()  # somebody else's
+    (tmp_path / "checkpoint-best.pt").touch()  # not the trainer's
     assert not trainer.resume()
     trainer.train(shuffled(), max_steps=11, save_steps=2)
     assert [int(path.stem[-8:]) for path in trainer.checkpoints()] == [8, 10, 11]
@@ -951,7 +951,7 @@ def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch, pack
     assert trainer.step == 0
 
 
-# ---- what makes no sense
+# ---- invalid arguments
 
 
 @pytest.mark.parametrize(
@@ -983,12 +983,13 @@ def test_a_loader_or_a_period_that_makes_no_sense_is_refused(tmp_path):
         distribute(nn.Linear(1, 1), "dp")
 
 
-# ---- several processes, and other people's loops
+# ---- several processes, and other libraries' loops
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
-    """In float64, to rounding, with unequal numbers of labels, in DDP and FSDP2; a checkpoint serves one process."""
+    """In float64, up to rounding, with unequal numbers of labels, in DDP and FSDP2. One process can load the checkpoint
+    of two."""
     answer = launch(tmp_path, torchrun=True)
     assert answer.returncode == 0 and answer.stdout.count("resumed") == 4, answer.stderr[-3000:]
     assert answer.stdout.count("ended") == 2
@@ -1011,7 +1012,7 @@ def test_two_processes_train_as_one(tmp_path):
 
 
 def test_accelerate_trains_the_same_model(accelerate):
-    """Its own loop, with our head, groups and schedule; the truth is a plain one."""
+    """A loop with accelerate and fastbert's head and parameter groups gives the weights of a plain loop."""
     accelerator, weights = accelerate.Accelerator(cpu=True), []
     for accelerated in (True, False):
         process.seed()

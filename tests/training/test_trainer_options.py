@@ -1,4 +1,4 @@
-"""What a trainer offers beside its steps: schedules, a seed, the best checkpoint, early ends, callbacks, signals."""
+"""AMPTrainer's options: schedules, a seed, the best checkpoint, early stopping, callbacks, loggers, signals."""
 
 import multiprocessing
 import os
@@ -49,7 +49,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("warmup, steps", [(0, 7), (3, 10), (9, 10)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_are_those_of_transformers(name, warmup, steps):
-    """To rounding, up to the last step, for each group's rate; behind it ours stay where they are."""
+    """Each group's rate is the same, up to rounding, until the last step; after it our rates stay constant."""
     make, options = SCHEDULES[name]
     kind = name.partition(" ")[0]
     more = {"lr_end": 0.0, **options} if kind == "polynomial" else {}
@@ -60,7 +60,7 @@ def test_schedules_are_those_of_transformers(name, warmup, steps):
 
 
 def test_a_polynomial_ends_at_its_share_of_each_rate():
-    """transformers divides lr_end by the optimizer's default rate, here that of the first group."""
+    """transformers divides lr_end by the optimizer's default rate, which here is the first group's."""
     theirs = transformers.get_polynomial_decay_schedule_with_warmup(optimizer(), 2, 9, lr_end=0.2, power=1.5)
     found = rates(polynomial_schedule(optimizer(), 2, 9, power=1.5, end=0.1), 10)
     assert found == [pytest.approx(row, rel=1e-12, abs=1e-15) for row in rates(theirs, 10)]
@@ -87,7 +87,7 @@ def test_schedules_that_make_no_sense_are_refused(make, message):
 
 
 def trainer_of(tmp_path, name="run", **options):
-    """Of a small masked LM with dropout, whose weights are always the same."""
+    """A trainer of a small masked LM with dropout, with the same initial weights each time."""
     process.seed()
     return process.trainer_of(BertForMaskedLM(process.CONFIG), tmp_path / name, 12, **options)
 
@@ -97,7 +97,7 @@ def digest(trainer):
 
 
 def test_a_seed_decides_what_training_draws(tmp_path):
-    """Dropout, order and masks; whatever was drawn before."""
+    """A seed determines dropout, order and masks, whatever was drawn before."""
 
     def run(name, draws, seed):
         trainer = trainer_of(tmp_path, name)
@@ -113,7 +113,7 @@ def test_a_seed_decides_what_training_draws(tmp_path):
 def test_a_seed_that_is_none_is_refused(tmp_path, seed):
     with pytest.raises(ValueError, match=f"seed is {seed!r}; expected an integer from 0 to"):
         set_seed(seed)
-    if seed is not True:  # which is a number with a rank added to it
+    if seed is not True:  # the trainer adds its rank, which makes True a number
         with pytest.raises(ValueError, match="expected an integer from 0 to"):
             trainer_of(tmp_path, seed=seed)
 
@@ -122,7 +122,7 @@ def test_a_seed_that_is_none_is_refused(tmp_path, seed):
 
 
 def scripted(values):
-    """A metric that gives these values, the first after the first step."""
+    """A metric that gives these values in turn, the first one after the first step."""
     return lambda model, loader, device: {"f1": values[trainers[-1].step - 1], "loss": 1.0}
 
 
@@ -171,7 +171,7 @@ def test_the_best_checkpoint_is_written_when_none_is_due(tmp_path):
 
 
 def test_a_run_stops_when_no_evaluation_is_better(tmp_path):
-    """Also if it is interrupted while it waits; and it stays ended, unless it is given more patience."""
+    """It stops as well if it was interrupted while it waited, and does not go on later unless it gets more patience."""
     values = [0.1, 0.5, 0.2, 0.5, 0.55, 0.9, 0.9, 0.9, 0.9]
 
     def new(name, patience=3):
@@ -227,11 +227,11 @@ def test_a_checkpoint_of_another_metric_is_refused_and_one_of_none_is_not(tmp_pa
     assert trainer_of(tmp_path).resume()
 
 
-# ---- another vocabulary
+# ---- resuming with another vocabulary
 
 
 def test_a_run_does_not_go_on_with_another_vocabulary(tmp_path):
-    """As a script that trains its tokenizer anew, on other texts, would have it."""
+    """That happens if a script trains its tokenizer anew, on other texts."""
 
     def run(texts):
         tokenizer = train_tokenizer(texts, vocab_size=99)
@@ -272,7 +272,7 @@ def test_callbacks_are_told_in_order_and_may_stop(tmp_path):
         ("end", 3, "loss"),
     ]
     assert result["loss"] == float(rows(tmp_path / "run" / "evaluation.csv")[0]["loss"])
-    trainer.train(shuffled(), max_steps=4)  # a stop is for one call
+    trainer.train(shuffled(), max_steps=4)  # a stop ends only that call
     assert trainer.step == 4 and told[-1] == ("end", 4)
 
 
@@ -312,7 +312,7 @@ def test_what_cannot_be_called_is_refused(tmp_path, name):
 
 
 def signalling(number, at, times=1):
-    """Sends this process a signal in the middle of a step."""
+    """A forward hook that sends this process a signal in the middle of a step."""
 
     def hook(*_):
         if trainers[-1].step == at:
@@ -328,7 +328,7 @@ class Terminated(Exception):
 
 @pytest.fixture
 def handlers():
-    """SIGTERM raises; afterwards, all is as before."""
+    """SIGINT and SIGTERM raise during the test; afterwards, the handlers are restored."""
 
     def terminated(*_):
         raise Terminated
@@ -370,7 +370,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path, handlers, capfd):
 
 
 def test_signals_are_as_they_were_after_a_run_an_error_and_in_threads(tmp_path, handlers):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a job of nohup's: it stays ignored
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as under nohup: it stays ignored
     trainers.append(trainer_of(tmp_path))
     trainers[-1].model.register_forward_hook(signalling(signal.SIGINT, at=0))
     trainers[-1].train(shuffled(), max_steps=2)
@@ -385,7 +385,7 @@ def test_signals_are_as_they_were_after_a_run_an_error_and_in_threads(tmp_path, 
 
 
 def test_workers_outlive_the_signal_of_the_terminal(tmp_path, handlers):
-    """It goes to them too; the step that is finished may still need them."""
+    """A terminal's signal reaches the workers too, but the step that is being finished may still need them."""
     loader = shuffled(workers=1)
     loader = DataLoader(loader.dataset, 2, shuffle=True, collate_fn=loader.collate_fn, num_workers=1, prefetch_factor=1)
     trainers.append(trainer_of(tmp_path, gradient_accumulation_steps=6))
@@ -401,7 +401,7 @@ def test_workers_outlive_the_signal_of_the_terminal(tmp_path, handlers):
 
 
 class Stuck(torch.utils.data.Dataset):
-    """Its fifth example never comes."""
+    """A data set whose fifth example never arrives."""
 
     def __len__(self):
         return 8
@@ -411,17 +411,17 @@ class Stuck(torch.utils.data.Dataset):
         return process.examples()[i]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, of the worker that died
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, about the dead worker
 @pytest.mark.parametrize("event", ["train", "save"], ids=["in a step", "while it waits for data"])
 def test_a_signal_that_workers_die_of_is_saved_too(tmp_path, handlers, event):
-    """A cluster's scheduler signals all processes of a job."""
+    """A cluster's scheduler sends the signal to all processes of a job, workers included."""
 
     def terminate(trainer, now, values):
         if now == event and trainer.step == 2:
             everyone = os.getpid(), *(child.pid for child in multiprocessing.active_children())
-            # From another process: workers take their parent's SIGTERM for the usual end.
+            # Sent by another process, because workers take SIGTERM from their parent for a normal end.
             subprocess.run(f"kill -TERM {' '.join(map(str, everyone))}", shell=True, check=True)
-            time.sleep(0.2)  # they die
+            time.sleep(0.2)  # until they are dead
 
     collator = process.masking_loader().collate_fn
     loader = DataLoader(Stuck(), 2, collate_fn=collator, num_workers=1, prefetch_factor=1, timeout=2)
@@ -432,10 +432,10 @@ def test_a_signal_that_workers_die_of_is_saved_too(tmp_path, handlers, event):
     again = trainer_of(tmp_path)
     again.resume()
     again.train([collator(process.examples()[:2])] * 3, max_steps=3)
-    assert callable(signal.getsignal(signal.SIGCHLD))  # torch's own, again
+    assert callable(signal.getsignal(signal.SIGCHLD))  # torch's own handler is back
 
 
-@pytest.mark.slow  # beside the above, which SIGTERM does not end
+@pytest.mark.slow  # only here does SIGTERM end the process, unlike above
 def test_a_terminated_process_has_saved(tmp_path):
     ended = launch(tmp_path, 6, "--die", "terminated")
     assert ended.returncode == -signal.SIGTERM, ended.stderr

@@ -1,4 +1,4 @@
-"""Training as people do it: mixed precision, frozen layers, export, several processes. test_trainer.py has the rest."""
+"""Training without AMPTrainer (see test_trainer.py): mixed precision, frozen layers, export, several processes."""
 
 import copy
 import math
@@ -44,7 +44,7 @@ def test_autocast_gradients_are_as_accurate_as_pytorch(dtype):
     for model, enabled in ((truth, False), (mine, True), (theirs, True)):
         with torch.autocast(DEVICE, dtype, enabled=enabled):
             loss = loss_of(model, inputs)
-        (loss * 2**10).backward()  # what a GradScaler does; without it fp16's smallest gradients are 0
+        (loss * 2**10).backward()  # as a GradScaler does: unscaled, fp16's smallest gradients would be 0
         assert all(p.grad.dtype == p.dtype for p in model.parameters())
         results.append(Result({}, {name: grad / 2**10 for name, grad in gradients(model).items()}))
     rows = testing.compare(results[1], results[0], results[2:], factor=3.0)
@@ -55,10 +55,8 @@ def test_autocast_gradients_are_as_accurate_as_pytorch(dtype):
 
 
 def test_nothing_is_computed_for_frozen_layers(monkeypatch):
-    """Frozen from below, the backward ends where the gradients do; frozen throughout, weights cost nothing.
-
-    Within a layer in one call `tests/ops/test_encoder_layer.py` looks at that.
-    """
+    """If the lower layers are frozen, the backward stops above them; a layer with frozen weights computes no gradients
+    for them. `tests/ops/test_encoder_layer.py` tests this for a layer that runs in one call."""
     monkeypatch.setattr(backends, "find", lambda *args, **kwargs: None)
     model, inputs = ours(hugging_face()).train(), batch(LENGTHS, SEQLEN)
 
@@ -85,12 +83,12 @@ def test_nothing_is_computed_for_frozen_layers(monkeypatch):
     assert top < everything / 2.5
 
     model.requires_grad_(False)
-    model.encoder.layer[0].output.LayerNorm.requires_grad_(True)  # the layers above are passed, their weights are not
+    model.encoder.layer[0].output.LayerNorm.requires_grad_(True)  # gradients pass the layers above, without dw
     ran, passed = backward()
     assert ran["attention_bwd"] == 2
     products = [
         2 * sum(LENGTHS) * 48 * n for n in (3 * 48, 48)
-    ] * 2  # dx of qkv and output; the FFN's are in dense_gelu
+    ] * 2  # dx of qkv and output in two layers; the second term below is the FFN's
     assert 0 < passed <= sum(products) + 2 * 2 * 2 * sum(LENGTHS) * 48 * 96
 
 

@@ -1,14 +1,14 @@
-"""Runs of AMPTrainer that need a process of their own, for test_trainer.py.
+"""Runs of AMPTrainer in separate processes, for test_trainer.py.
 
     python trainer_process.py DIR STEPS [--die step|save|terminated]
     torchrun --nproc-per-node 2 trainer_process.py DIR
 
-The first trains to STEPS, from the newest checkpoint in DIR where there is one, and prints a digest of all that
-training goes on from; with --die it kills itself (SIGKILL) in the fourth step's forward, or while it writes the fourth
-step's checkpoint, or sends itself SIGTERM in that forward. The second does two things with DDP and with FSDP2: it
-trains without dropout into DIR/KIND/exact, for the test to compare with one process; and it checks that a resumed run
-ends where an uninterrupted one does, bit for bit: "resumed" from each process. With DDP it also checks that all
-processes end together, where one of them is told to: "ended".
+The first command trains up to STEPS, from the newest checkpoint in DIR if there is one, and prints a digest of the last
+checkpoint. With --die it kills itself (SIGKILL) in the fourth step's forward, or while it writes the fourth step's
+checkpoint, or sends itself SIGTERM in that forward. The second command does two things with DDP and with FSDP2: it
+trains without dropout into DIR/KIND/exact, which the test compares with one process; and it checks that a resumed run
+ends where an uninterrupted one does, bit for bit: each process then prints "resumed". It also checks, with DDP, that
+all processes end together if one of them is told to: each prints "ended".
 """
 
 import argparse
@@ -30,7 +30,7 @@ from fastbert.training import AMPTrainer, Best, compute_mlm_loader_loss, distrib
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 CONFIG = BertConfig(vocab_size=99, max_position_embeddings=32, **SIZES)
 EXACT = BertConfig.from_dict({**CONFIG.to_dict(), "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
-ACCUMULATION = 4  # batches of a step, over all processes
+ACCUMULATION = 4  # batches in a step, over all processes together
 
 
 def examples(count: int = 24) -> list[dict]:
@@ -40,7 +40,7 @@ def examples(count: int = 24) -> list[dict]:
 
 
 def labelled_batches() -> list[dict]:
-    """Twelve of two examples each, with 0 to 11 masked tokens and one or two labelled pairs."""
+    """Twelve batches of two examples each, with 0 to 11 labelled tokens and one or two labelled pairs."""
     batches = []
     for i in range(12):
         pair = [{**example, "next_sentence_label": i % 2} for example in examples()[2 * i : 2 * i + 2]]
@@ -53,21 +53,21 @@ def labelled_batches() -> list[dict]:
 
 
 def masking_loader(rank: int = 0, processes: int = 1) -> DataLoader:
-    """Shuffled and masked by torch's own generator: the hardest to resume."""
+    """A loader shuffled and masked by torch's global generator: the hardest kind to resume."""
     collator = PackingCollator(mlm_probability=0.3, mask_token_id=4, vocab_size=99, special_ids=[0])
     return DataLoader(examples()[rank::processes], 2, shuffle=True, collate_fn=collator)
 
 
 def trainer_of(model: torch.nn.Module, directory: Path, steps: int, layer_decay: float = 0.8, **options) -> AMPTrainer:
     groups = parameter_groups(model, lr=1e-2, layer_decay=layer_decay)
-    # With AdamW's usual eps, rounding errors of gradients near 0 are divided by as much.
+    # With AdamW's usual eps, rounding errors of gradients near 0 would be divided by numbers as small as they are.
     optimizer = torch.optim.AdamW(groups, eps=1e-3, fused=True)
     schedule = linear_schedule(optimizer, 2, steps + 1)
     return AMPTrainer(model, optimizer, schedule, output_dir=directory, progress=False, **options)
 
 
 def exact_run(directory: Path, kind: str = "ddp", rank: int = 0, processes: int = 1) -> AMPTrainer:
-    """Two epochs and a half of labelled_batches, in float64, shared out to the processes."""
+    """Trains two and a half epochs of labelled_batches, in float64, with the batches divided among the processes."""
     seed()
     model = distribute(BertForPreTraining(EXACT).double(), kind)
     trainer = trainer_of(model, directory, 8, gradient_accumulation_steps=ACCUMULATION // processes, max_grad_norm=0.1)
@@ -76,7 +76,7 @@ def exact_run(directory: Path, kind: str = "ddp", rank: int = 0, processes: int 
 
 
 def digest(checkpoint: Path) -> str:
-    """Of all that is in it: weights, moments, rates, scale, random numbers, position."""
+    """A hash of all that a checkpoint holds: weights, moments, rates, scale, random states, position."""
     parts, found = [torch.load(checkpoint, weights_only=True)], hashlib.sha256()
     while parts:
         part = parts.pop()
@@ -101,12 +101,12 @@ def alone(directory: Path, steps: int, die: str | None = None) -> str:
     def kill(*_) -> None:
         if trainer.step == (4 if die == "save" else 3):
             os.kill(os.getpid(), signal.SIGTERM if die == "terminated" else signal.SIGKILL)
-            hook.remove()  # a second SIGTERM would end the step
+            hook.remove()  # a second SIGTERM would end the run at once
 
     if die in ("step", "terminated"):
         hook = model.register_forward_hook(kill)
     elif die == "save":
-        os.fsync = kill  # the temporary file is written, and not yet renamed
+        os.fsync = kill  # by then the temporary file is written, but not yet renamed
     trainer.train(masking_loader(), max_steps=steps, save_steps=1)
     return digest(trainer.checkpoints()[-1])
 
@@ -118,7 +118,7 @@ def resumed(directory: Path, kind: str, rank: int, processes: int) -> None:
         trainer = trainer_of(model, directory / name, 6, gradient_accumulation_steps=2, mixed_precision="bf16")
         if start is not None:
             trainer.load(start)
-        held_out = labelled_batches()[:3]  # the whole of it in every process
+        held_out = labelled_batches()[:3]  # the same in every process
         trainer.train(
             masking_loader(rank, processes),
             max_steps=6,
@@ -147,7 +147,7 @@ class Terminated(Exception):
 
 
 def ended(directory: Path, rank: int, processes: int) -> None:
-    """One process gets a signal, a callback of one stops, and evaluations differ: all do the same."""
+    """One process gets a signal, one's callback stops, and evaluations differ; yet all processes do the same."""
 
     def terminated(*_) -> None:
         raise Terminated
@@ -173,7 +173,7 @@ def ended(directory: Path, rank: int, processes: int) -> None:
     assert run("signal", callbacks=[signalled]).step == 3
     assert signal.getsignal(signal.SIGTERM) is terminated
     assert run("stop", callbacks=[stopped]).step == 2
-    # The larger of 1 and -1, 2 and -2, ... grows: the first is the best, and two are waited for.
+    # The larger of 1 and -1, 2 and -2, ... counts, and grows: the first is the best, and patience waits for two more.
     best = run("best", best=Best(patience=2), seed=0).best
     assert (best.step, best.value, best.waited) == (1, 1.0, 2)
     assert torch.initial_seed() == rank
