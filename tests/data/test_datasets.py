@@ -38,12 +38,6 @@ def ids(dataset):
     return [example["input_ids"].tolist() for example in dataset]
 
 
-def content(tokenizer, row):
-    """A row of ids without its special tokens; the texts contain none."""
-    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    return [token for token in row if token not in special]
-
-
 def quiet(make, *arguments, **more):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -129,7 +129,8 @@ def test_json_round_trip_keeps_unknown_fields(tmp_path):
 
 
 def test_null_fields_mean_the_default():
-    BertConfig.from_dict({"is_decoder": None, "position_embedding_type": None, "add_cross_attention": None})
+    nothing = {"is_decoder": None, "position_embedding_type": None, "add_cross_attention": None}
+    assert dataclasses.replace(BertConfig.from_dict(nothing), extra={}) == BertConfig()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"hidden_size": "big"}', "\xff\xfe"])

@@ -332,7 +332,7 @@ def test_an_index_finds_what_search_finds(directory, tmp_path, measure):
     torch.testing.assert_close(found[0], expected[0], rtol=rounding, atol=rounding)
     assert corpus.search(encoder, queries[:1], 4, index=True)[1].shape == (1, 4)
     (corpus.directory / "index.usearch").write_bytes(b"no index")
-    with pytest.raises((ValueError, RuntimeError)):
+    with pytest.raises((ValueError, RuntimeError), match="file"):
         EmbeddedCorpus(corpus.directory).search(encoder, queries, 1, index=True)
 
 

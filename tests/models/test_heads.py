@@ -364,7 +364,8 @@ def test_an_empty_batch(name):
     model = our(their(name))
     ids = torch.zeros(0, *((2,) if name == "BertForMultipleChoice" else ()), 5, dtype=torch.int64, device=DEVICE)
     out = model(ids)
-    assert out.loss is None and out[1:] != ()
+    assert out.loss is None
+    assert [len(x) for x in out[1:] if isinstance(x, torch.Tensor)] in ([0], [0, 0])
 
 
 # ---- bad input
@@ -444,14 +445,13 @@ def test_a_packing_that_is_handed_down():
 # ---- checkpoints
 
 
-@pytest.mark.parametrize("source", ["BertModel", "BertForMaskedLM"])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    ("name", "source"), [(name, s) for name in HEADS for s in ("BertModel", "BertForMaskedLM") if name != s]
+)
 def test_what_a_checkpoint_lacks_is_new_and_named(name, source, tmp_path):
     theirs = (hugging_face(CONFIG) if source == "BertModel" else their(source)).to("cpu")
     theirs.save_pretrained(tmp_path)
     cls = getattr(fastbert, name)
-    if name == source:
-        return
     with pytest.warns(UserWarning, match="initialised anew, to be trained") as caught:
         model = cls.from_pretrained(tmp_path)
     expected = {key.removeprefix("bert."): t for key, t in theirs.state_dict().items() if not key.startswith("cls")}

@@ -529,7 +529,8 @@ def test_inputs_are_random_and_real(op):
     for name, tensor in one.inputs.items():
         if tensor.is_floating_point():
             real = one.batch.tokens / one.batch.mask.numel()
-            assert not torch.equal(tensor, two.inputs[name]) and tensor.count_nonzero() >= real
+            assert not torch.equal(tensor, two.inputs[name])
+            assert tensor.count_nonzero() >= 0.9 * real * tensor.numel()
 
 
 # ---- floor

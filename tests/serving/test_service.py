@@ -282,7 +282,7 @@ BAD = {  # path, status, body, and what the answer says
     "ids too long": ("/embed", 413, {"inputs": [[5] * 33]}, "has 33 tokens; expected at most 32"),
     "ids out of range": ("/embed", 422, {"inputs": [[5, 999]]}, r"texts\[0\] has a token outside the vocabulary"),
     "negative ids": ("/embed", 422, {"inputs": [[-1]]}, "outside the vocabulary"),
-    "half a surrogate pair": ("/embed", 422, {"inputs": "\ud800"}, "."),
+    "half a surrogate pair": ("/embed", 422, {"inputs": "\ud800"}, "surrogate"),
     "half a pair to tokenize": ("/tokenize", 422, {"inputs": ["a", "\ud800"]}, r"inputs\[1\]: has half a surrogate"),
     "half a pair to draw": ("/ui/attention", 422, {"inputs": "\ud800"}, "half a surrogate"),
     "ids of no token": ("/decode", 422, {"ids": [[5, -1]]}, "ids: has -1; expected 0 to"),

@@ -340,12 +340,12 @@ def test_accumulated_unequal_batches_are_one_big_batch(tmp_path):
 
 def test_training_learns_to_pair(tmp_path):
     """Pairs have the same words in another order. From random weights, with dropout, in chunks, in bfloat16."""
-    tokenizer, words = get_tokenizer(minilm()), "red blue green sun moon star tree leaf root sand sea sky".split()
+    tokenizer, words = get_tokenizer(minilm()), "red blue green sun moon star tree leaf root sand sea sky fox".split()
     anchors = [f"{a} {b}" for i, a in enumerate(words) for b in words[:i]]
     columns = {"query": anchors, "answer": [" ".join(reversed(text.split())) for text in anchors]}
     dataset = ContrastiveDataset(columns, tokenizer, prompts={"query": "find: "})
     loader = create_dataloader(dataset, ContrastiveCollator(), 33, drop_last=True)
-    assert [len(batch["cu_seqlens"]) - 1 for batch in loader] == [66, 66]  # 66 pairs: none is left out
+    assert [len(batch["cu_seqlens"]) - 1 for batch in loader] == [66, 66]  # of 78 pairs 12 are left out
     model = ContrastiveModel(
         BertModel(TINY.changed(vocab_size=30522), add_pooling_layer=False).to(DEVICE),
         Matryoshka(InBatchNegatives(symmetric=True), (48, 16)),
