@@ -1,4 +1,4 @@
-"""AMX's instructions on a processor that has AVX-512 BF16 but no matrix unit: emulator.c, for LD_PRELOAD."""
+"""Emulates AMX on a processor that has AVX-512 BF16 but no matrix unit: emulator.c, loaded by LD_PRELOAD."""
 
 import os
 import platform
@@ -26,7 +26,7 @@ def problem() -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """What a process needs to have AMX, in addition to this one's environment. Compiles the emulator."""
+    """The variables that give a process AMX, in addition to this one's environment. Compiles the emulator."""
     if cpu_set() == "amx":
         return {}
     if not LIBRARY.exists() or LIBRARY.stat().st_mtime < SOURCE.stat().st_mtime:

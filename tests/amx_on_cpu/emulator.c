@@ -1,13 +1,13 @@
-// AMX's instructions on a processor without them, for LD_PRELOAD: each of them raises SIGILL there, whose handler reads
-// it, does what it says and goes on behind it. The library under test is the one that users have, bit for bit.
+// Emulates AMX's instructions on a processor without them, loaded by LD_PRELOAD. Each instruction raises SIGILL there;
+// the handler decodes it, executes it and continues. The library under test is exactly the one that users have.
 //
-// The kernel would refuse the permission to use tiles: syscall() grants it. Python's faulthandler would take SIGILL:
-// sigaction() does not let it. An instruction that is not known, tiles that are not configured, or whose shapes do not
-// fit, end the process with a message. For tests amx_dots, amx_loads and amx_configurations count, and amx_awake is how
-// many threads have not released their tiles.
+// Linux would refuse the permission to use tiles, so syscall() grants it. Python's faulthandler would take over SIGILL,
+// so sigaction() does not let it. An unknown instruction, and tiles that are not configured or whose shapes do not fit,
+// end the process with a message. For tests, amx_dots, amx_loads and amx_configurations count instructions, and
+// amx_awake counts the threads that have not released their tiles.
 //
-// What instructions do: Intel's Software Developer's Manual, volume 2; bf16 sums are even and odd products apart, added
-// to the tile at the end, and numbers below 2^-126 are 0.
+// The semantics are those of Intel's Software Developer's Manual, volume 2. bf16 products at even and at odd places are
+// summed separately, and added to the tile at the end; numbers below 2^-126 are 0.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <immintrin.h>
@@ -51,10 +51,10 @@ static void fail(const char* what, const uint8_t* at) {
 // ---- one instruction
 
 typedef struct {
-  int prefix, opcode, reg, rm, third, length;  // prefix: 0, or of 66, F3, F2: 1, 2, 3
+  int prefix, opcode, reg, rm, third, length;  // prefix: 0 for none, 1 for 66, 2 for F3, 3 for F2
   int in_memory;
-  uint8_t* address;  // and, from row to row:
-  int64_t apart;
+  uint8_t* address;  // of the first row
+  int64_t apart;     // bytes from row to row
 } Instruction;
 
 static int64_t general(const greg_t* registers, int number) {
@@ -63,7 +63,7 @@ static int64_t general(const greg_t* registers, int number) {
   return registers[order[number]];
 }
 
-// 0: not one of AMX's.
+// Decodes the instruction at `at`. Returns 0 if it is not one of AMX's.
 static int read_instruction(const uint8_t* at, const greg_t* registers, Instruction* found) {
   if (at[0] != 0xc4 || (at[1] & 31) != 2 || at[2] & 0x84) return 0;  // VEX.128, map 0F38, W0
   const int high_reg = !(at[1] & 0x80), high_index = !(at[1] & 0x40), high_base = !(at[1] & 0x20);
@@ -89,7 +89,7 @@ static int read_instruction(const uint8_t* at, const greg_t* registers, Instruct
     address += (int8_t)at[found->length], found->length += 1;
   }
   if (mod == 0 && base == 5) {
-    if (rm == 5) address += (int64_t)(at + found->length);  // from the next instruction on
+    if (rm == 5) address += (int64_t)(at + found->length);  // relative to the next instruction
   } else {
     address += general(registers, base + 8 * high_base);
   }
@@ -97,7 +97,7 @@ static int read_instruction(const uint8_t* at, const greg_t* registers, Instruct
   return 1;
 }
 
-// ---- what it does
+// ---- executing it
 
 static void set_awake(int awake) {
   if (awake != (now.palette != 0)) __atomic_add_fetch(&amx_awake, awake ? 1 : -1, __ATOMIC_RELAXED);
@@ -143,7 +143,7 @@ static void dot_bf16(const Row* left, const Row* right, Row* sums, int rows, int
   }
 }
 
-// Of uint8 (a signed number where its bit of `has_sign` is set: 1 of the left, 2 of the right factor).
+// The bytes are unsigned, or signed where a bit of has_sign is set: 1 for the left, 2 for the right factor.
 static void dot_int8(const Row* left, const Row* right, Row* sums, int rows, int steps, int columns, int has_sign) {
   for (int row = 0; row < rows; ++row)
     for (int k = 0; k < steps; ++k)
@@ -163,7 +163,7 @@ static void dot(const Instruction* i, const uint8_t* at) {
     fail("shapes that do not fit", at);
   __atomic_add_fetch(&amx_dots, 1, __ATOMIC_RELAXED);
   if (i->opcode == 0x5e) {
-    static const int has_sign[4] = {0, 2, 1, 3};  // of no prefix, 66, F3, F2: uu, us, su, ss
+    static const int has_sign[4] = {0, 2, 1, 3};  // for no prefix, 66, F3, F2: uu, us, su, ss
     return dot_int8(tiles[left], tiles[right], tiles[i->reg], rows, steps, columns, has_sign[i->prefix]);
   }
   if (i->prefix != 2) fail("no product of bf16", at);
@@ -201,15 +201,15 @@ static void on_illegal_instruction(int signal, siginfo_t* information, void* con
   Instruction found;
   const uint8_t* at = (const uint8_t*)registers[REG_RIP];
   if (!read_instruction(at, registers, &found)) fail("not an instruction of AMX", at);
-  _mm_setcsr(0x9fc0);  // to the nearest, no denormal numbers; the interrupted code's own comes back with its registers
-  do {  // those behind it too: a signal takes longer than they do
+  _mm_setcsr(0x9fc0);  // round to nearest, no denormals; the interrupted code's MXCSR is restored with its registers
+  do {  // also AMX's instructions right after it: a signal takes longer than they do
     carry_out(&found, at);
     at += found.length;
   } while (read_instruction(at, registers, &found));
   registers[REG_RIP] = (greg_t)at;
 }
 
-// ---- in the place of the C library's
+// ---- functions that replace the C library's
 
 static int (*real_sigaction)(int, const struct sigaction*, struct sigaction*);
 

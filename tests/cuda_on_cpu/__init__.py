@@ -126,7 +126,7 @@ def thread_order(order: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shared_memory(kibibytes: int) -> Iterator[None]:
-    """Within this `with`, a block of threads can have so much: 227 on sm_90, 163 on sm_80, 99 on sm_86, 89 and 120."""
+    """Within this `with`, a thread block can use this many KiB: 227 on sm_90, 163 on sm_80, 99 on sm_86, 89 and 120."""
     library().cuda_on_cpu_set_shared_memory(kibibytes << 10)
     try:
         yield
@@ -145,18 +145,18 @@ def _architecture(major: int, kibibytes: int) -> Iterator[None]:
 
 
 def turing() -> contextlib.AbstractContextManager[None]:
-    """Within this `with`, the device is an sm_75: 64 KiB for a block, no cp.async, fp16 products half as deep."""
+    """Within this `with`, the device is an sm_75: 64 KiB per thread block, no cp.async, fp16 products half as deep."""
     return _architecture(7, 64)
 
 
 def ampere(kibibytes: int = 163) -> contextlib.AbstractContextManager[None]:
-    """Within this `with`, the device is an sm_80, or of 99 KiB for a block an sm_86: no products of warpgroups."""
+    """Within this `with`, the device is an sm_80, or, with 99 KiB per thread block, an sm_86: no warpgroup products."""
     return _architecture(8, kibibytes)
 
 
 @contextlib.contextmanager
 def multiprocessors(count: int) -> Iterator[None]:
-    """Within this `with`, the device has so many, instead of 3."""
+    """Within this `with`, the device has this many multiprocessors instead of 3."""
     library().cuda_on_cpu_set_multiprocessors(count)
     try:
         yield
@@ -166,7 +166,7 @@ def multiprocessors(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def overlap() -> Iterator[None]:
-    """Within this `with`, threads may write to the same global addresses: for invalid inputs."""
+    """Within this `with`, threads may write to the same global addresses, as they do for invalid inputs."""
     if backends._PROBLEMS["cuda"] is not problem or problem():
         yield
         return

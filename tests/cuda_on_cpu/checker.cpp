@@ -1,7 +1,7 @@
 // Checks every memory access of a kernel. In shared memory: races, reads of bytes that were never written, accesses
 // outside of arrays. In global memory: two threads that write to one address. In both: vectors that are not aligned.
 //
-// The functions that GCC calls are at the end. They are named as ThreadSanitizer's, whose library is not linked.
+// The functions that GCC calls are at the end. They have the names of ThreadSanitizer's, whose library is not linked.
 #include "checker.h"
 
 #include <string.h>
@@ -25,8 +25,8 @@ struct Cell {
   uint32_t write_epoch, read_epoch;
   uint32_t write_where, read_where;
   uint16_t writer, write_clock;
-  uint16_t read_clock, other_reader;  // other_reader: of a warp other than read_warp
-  uint32_t read_lanes;                // of read_warp
+  uint16_t read_clock, other_reader;  // other_reader: in a warp other than read_warp
+  uint32_t read_lanes;                // those of read_warp that read
   uint8_t read_warp, declared, in_flight, is_atomic;
 };
 static_assert(sizeof(Cell) == 32);
@@ -43,7 +43,7 @@ struct Word {
   uint32_t launch, where;
   uint32_t writer[4];  // 0: none
 };
-constexpr size_t kWords = 1 << 19;  // a direct-mapped table: of words with the same place the latest is known
+constexpr size_t kWords = 1 << 19;  // a direct-mapped table: of the words that share a place it keeps the latest
 
 Cell cells[kArena];
 Clocks clocks[kWarps];
@@ -53,9 +53,9 @@ const char* stacks;
 size_t stacks_bytes;
 int threads;
 int64_t block;
-uint32_t launch, epoch = 1, first_epoch;  // first_epoch: of the block
+uint32_t launch, epoch = 1, first_epoch;  // first_epoch: the block's first
 bool fenced, overlap_allowed;
-size_t declared_end[2];  // of static and dynamic memory, in this launch
+size_t declared_end[2];  // ends of static and of dynamic memory in this launch
 
 Clocks& clocks_of(int warp) {
   Clocks& it = clocks[warp];
@@ -69,7 +69,7 @@ Clocks& clocks_of(int warp) {
 
 uint16_t clock() { return clocks_of(running / kWarp).known[running % kWarp][running % kWarp]; }
 
-// Whether what another thread did in this epoch, at `time` of its clock, happened before what the running one does now.
+// Whether what another thread did in this epoch, at `time` of its clock, happened before what the running thread does.
 bool has_happened(int other, uint16_t time) {
   return other / kWarp == running / kWarp && clocks_of(running / kWarp).known[running % kWarp][other % kWarp] >= time;
 }
@@ -114,8 +114,7 @@ void read_cell(Cell& cell, size_t offset, const void* where) {
     cell.other_reader = uint16_t(running);
     return;
   }
-  // Forget earlier reads that happened before this one: a write that is ordered after this one is ordered after them
-  // too.
+  // Forget earlier reads that happened before this one: a write ordered after this one is ordered after them too.
   if (cell.read_lanes && cell.read_clock != now) {
     for (int i = 0; i < kWarp; ++i) {
       if (cell.read_lanes >> i & 1 && has_happened(warp * kWarp + i, cell.read_clock)) cell.read_lanes &= ~(1u << i);
@@ -154,7 +153,7 @@ void write_cell(Cell& cell, size_t offset, const void* where, bool is_atomic = f
   cell.is_atomic = is_atomic;
 }
 
-// Calls f on the cells of an access. Most often they are equal: then f is called on one, which is copied to the others.
+// Calls f on the cells of an access. Most often they are equal: then it calls f on one and copies that to the others.
 template <class F>
 void for_cells(size_t offset, size_t bytes, const F& f) {
   Cell* const first = cells + offset;
@@ -192,7 +191,7 @@ void for_words(uintptr_t address, size_t bytes, const F& f) {
 }
 
 void read_global(uintptr_t address, size_t bytes, const void* where) {
-  const uint32_t first = uint32_t(block * threads + 1);  // of this block's numbers
+  const uint32_t first = uint32_t(block * threads + 1);  // this block's first number
   for_words(address, bytes, [&](const Word& word, uintptr_t, bool known, int begin, int end) {
     if (!known || fenced) return;
     for (int i = begin; i < end; ++i) {
@@ -275,8 +274,8 @@ void sync_warp(int warp, unsigned mask) {
   }
 }
 
-// A block may read what other blocks have written if it knows, by an atomic, that they have, and has a fence before it
-// reads. The checker requires the fence only.
+// A block may read what other blocks have written if an atomic tells it that they have, and a fence comes before the
+// reads. The checker requires only the fence.
 void thread_fence() { fenced = true; }
 
 void read(const void* address, size_t bytes, const void* where) { on_read(address, bytes, where); }
@@ -331,7 +330,7 @@ void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 
-// Called with -fsanitize=alignment: the compiler knows which alignment an access needs.
+// Called because of -fsanitize=alignment: the compiler knows which alignment an access needs.
 struct Mismatch {
   struct {
     const char* file;

@@ -1,7 +1,7 @@
 // The checker of the kernels' memory accesses, and the shared memory that it checks.
 //
 // Kernels are compiled with -fsanitize=thread, so that the compiler calls a function before every load and store. In
-// ordinary tests checker.cpp has these functions. With a real sanitizer they are its own, or are not called.
+// ordinary tests checker.cpp defines these functions. ThreadSanitizer has its own; other sanitizers call none.
 #pragma once
 
 #include <stddef.h>
@@ -29,7 +29,7 @@ constexpr size_t kDynamic = 128 << 10, kArena = kDynamic + kSharedLimit + 1024;
 extern char arena[kArena];
 
 constexpr int kNobody = -1;
-extern constinit thread_local int running [[gnu::tls_model("initial-exec")]];  // the thread of the block that runs
+extern constinit thread_local int running [[gnu::tls_model("initial-exec")]];  // running thread's number in its block
 
 // ---- functions of the scheduler that the checker calls
 

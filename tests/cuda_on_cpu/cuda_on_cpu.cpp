@@ -1,5 +1,5 @@
 // Runs a grid: its blocks one after the other, the threads of a block as fibers that yield at barriers and collectives.
-// PTX is at the end.
+// The PTX instructions are at the end.
 #include "cuda_on_cpu.h"
 
 #include <dlfcn.h>
@@ -25,7 +25,7 @@ namespace {
 
 constexpr int kWarp = 32, kMostThreads = 1024;
 
-// An operation of the lanes of a warp together. The last lane to arrive runs it on all operands; they are nullptr for
+// An operation that lanes of a warp do together. The last lane to arrive runs it on all operands, which are nullptr for
 // lanes outside the mask.
 struct Collective {
   const char* name;
@@ -46,7 +46,7 @@ struct Thread {
   const char* waits_at = nullptr;  // for messages; nullptr: it does not wait
   bool exited = false;
   std::vector<Copy> copies;                                 // issued and not yet waited for
-  unsigned groups = 0;                                      // of copies, committed
+  unsigned groups = 0;                                      // committed groups of copies
   std::vector<std::pair<GroupProduct, unsigned>> products;  // issued and not yet waited for, each with its group
   unsigned product_groups = 0, multiplied = 0;              // multiplied: products so far
 };
@@ -85,10 +85,10 @@ struct Device {
   Fiber host;
   std::vector<Thread> threads{kMostThreads};
   Warp warps[kMostThreads / kWarp];
-  std::vector<int> ready;  // the next one last
+  std::vector<int> ready;  // the next thread is the last element
 
   dim3 grid, block;
-  int count;  // of threads in a block
+  int count;  // threads in a block
   uint3 block_index;
   int64_t block_number;
   void (*kernel)(const void*);
@@ -123,7 +123,7 @@ uint3 unflatten(int64_t number, dim3 size) {
 
 std::string me() { return thread_name(running, device.block_number); }
 
-// They tell ThreadSanitizer: what came before arrive() happens before what follows leave() of the same address.
+// arrive() and leave() tell ThreadSanitizer: what precedes arrive() happens before what follows leave() of its address.
 // Successive barriers have different addresses, because a thread may reach the next before another has left this one.
 [[maybe_unused]] char launched, ended, at_barriers[2], at_rendezvous[kMostThreads / kWarp][64];
 
@@ -208,7 +208,7 @@ void run_others() {
   if (number != running) switch_to(number);
 }
 
-// A warpgroup's four warps multiply together: between two barriers of the block all threads do so as often.
+// The four warps of a warpgroup multiply together, so its threads must all have run as many products at a barrier.
 void require_whole_groups() {
   for (int i = 0; i < device.count; ++i) {
     const int first = i / (4 * kWarp) * (4 * kWarp);
@@ -218,7 +218,7 @@ void require_whole_groups() {
   }
 }
 
-// A thread from its first instruction to its last.
+// Runs a thread from its first instruction to its last.
 void thread_main() {
   self().fiber.arrived();
   leave(&launched);
@@ -265,7 +265,7 @@ void run_block() {
   leave(&ended);
 }
 
-int shared_limit = kSharedLimit;  // bytes that a block may have
+int shared_limit = kSharedLimit;  // bytes of shared memory that a block may have
 int processors = 3;
 int architecture = 9;
 
@@ -406,7 +406,7 @@ void* shared_array(const void* here, const char* name, size_t bytes) {
          std::to_string(device.dynamic_bytes) + " dynamic");
   }
   constexpr size_t kBetween = 128;
-  const size_t offset = (device.static_end + kBetween) / 32 * 32 + 16;  // aligned to 16 bytes and to no more
+  const size_t offset = (device.static_end + kBetween) / 32 * 32 + 16;  // aligned to 16 bytes and no more
   if (offset + bytes + kBetween > kDynamic) fail("too many shared arrays");
   device.arrays.push_back({here, name, offset, bytes});
   device.static_end = offset + bytes;
@@ -520,7 +520,7 @@ uint64_t shuffle(Shuffle how, unsigned mask, uint64_t bits, int lanes, int width
     case Shuffle::up: source -= lanes; break;
     case Shuffle::down: source += lanes; break;
   }
-  // Outside its segment a lane gets its own value; only __shfl_xor_sync can read earlier segments.
+  // A lane whose source is outside its segment gets its own value; only __shfl_xor_sync can read earlier segments.
   if (source > last || (source < first && how != Shuffle::across)) source = lane();
   Shuffled mine{bits, 0, source};
   wait_for_lanes(kShuffle, mask, &mine);
@@ -648,7 +648,7 @@ float from_f16(uint16_t bits) {
 
 struct Fragments {
   float* d;           // [4]
-  const uint32_t* a;  // [4], or [2] of a product half as deep
+  const uint32_t* a;  // [4], or [2] for a product half as deep
   uint32_t b[2];
 };
 
@@ -704,7 +704,7 @@ void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
 
 namespace {
 
-// Where the tensor cores find what would be at `at` if nothing were swizzled.
+// Where tensor cores look for the element that would be at `at` without swizzling.
 const char* swizzled(const char* at) {
   const char* const base = static_cast<const char*>(dynamic_shared());
   const size_t offset = at - base;
@@ -720,7 +720,7 @@ uint16_t element(uint64_t descriptor, int row, int column, const void* where) {
   return bits;
 }
 
-// Rows 2t and the next of column g of a fragment, 8 rows further on for the second register.
+// A register of a fragment: the element at (row, column) and the next one, of the next row if along_rows.
 uint32_t pair_of(uint64_t descriptor, int row, int column, bool along_rows, const void* where) {
   const uint32_t low = element(descriptor, row, column, where);
   return low | uint32_t(element(descriptor, row + along_rows, column + !along_rows, where)) << 16;

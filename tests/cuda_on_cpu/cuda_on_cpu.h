@@ -1,7 +1,7 @@
 // Replaces nvcc's keywords and the CUDA runtime where csrc/cuda is compiled as host C++ (FB_CUDA_ON_CPU). A CUDA thread
 // is a fiber, one block runs at a time, and launch() returns what went wrong: docs/cuda_on_cpu.md.
 //
-// Of the CUDA toolkit it uses headers only: the vector types, and __nv_bfloat16 and __half, which work on the host.
+// It uses only headers of the CUDA toolkit: the vector types, and __nv_bfloat16 and __half, which work on the host.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -115,10 +115,10 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   mma(d, a, b0, b1, std::is_same_v<T, __nv_bfloat16>);
 }
 
-void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0);  // of __half
+void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0);  // for __half
 
-// As csrc/cuda/wgmma.cuh declares it. A descriptor is the address. Products are computed at the wait.
-inline void sync_group(int) { sync_warp(); }  // a warp computes with its own rows alone
+// As csrc/cuda/wgmma.cuh declares them. A descriptor is an address. Products are computed at the wait.
+inline void sync_group(int) { sync_warp(); }  // a warp computes only its own rows
 inline void hold(float (&)[8][4]) {}
 inline void hold(uint32_t (&)[4]) {}
 inline void wgmma_fence() {}
@@ -133,7 +133,7 @@ inline uint64_t advance(uint64_t descriptor, int bytes) { return descriptor + by
 
 struct GroupProduct {
   float (*d)[4];      // [8]
-  const uint32_t* a;  // [4]; nullptr: in shared memory
+  const uint32_t* a;  // [4]; nullptr if it is in shared memory
   uint64_t shared_a, b;
   bool by_row, adds, is_bf16;
 };

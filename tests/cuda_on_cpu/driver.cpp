@@ -1,8 +1,8 @@
-// The CUDA kernels on the processor without torch: each at a few shapes, in three orders of its threads, in buffers of
-// exactly the promised sizes. tests/sanitizers/run.py builds it with ThreadSanitizer, which knows fibers.
+// The CUDA kernels on the CPU without torch: each at a few shapes, in three orders of its threads.
+// tests/sanitizers/run.py builds this program with ThreadSanitizer, which supports fibers.
 //
-//   driver          all launches; 1 if one fails or an order changes a bit
-//   driver FAULT    a kernel of faults.cu, with a race that has to be reported
+//   cuda_on_cpu          all launches; exits with 1 if one fails or an order changes a bit
+//   cuda_on_cpu FAULT    a kernel of faults.cu, with a race that has to be reported
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -35,7 +35,7 @@ namespace {
 constexpr int64_t kRows = 13;
 const int64_t kKey[] = {0x0123456789ABCDEF};
 
-// ---- buffers: of exactly as many bytes as asked for, aligned for vectors
+// ---- buffers: aligned for vectors, and rounded up to whole vectors
 
 struct alignas(16) Chunk {
   unsigned char byte[16];
@@ -263,12 +263,12 @@ void check_all() {
     }
     for (const int64_t classes : {1, 77, 4100}) check_cross_entropy(classes, dtype);
     for (const bool tanh : {false, true}) {
-      if (dtype == DType::f32) continue;  // its products are the library's
+      if (dtype == DType::f32) continue;  // a library multiplies fp32
       check_dense_gelu(70, 72, 136, dtype, tanh);
       check_dense_gelu(130, 136, 200, dtype, tanh);
     }
     for (const bool dropout : {false, true}) {
-      check_attention({1, 33, 70}, 64, dtype, dropout);  // by warpgroups, in 16 bits
+      check_attention({1, 33, 70}, 64, dtype, dropout);  // for 16 bits, by warpgroups
       check_attention({1, 33, 70}, 32, dtype, dropout);
       check_attention({17}, 24, dtype, dropout);
       check_relative_attention({1, 33, 40}, 24, dtype, dropout);

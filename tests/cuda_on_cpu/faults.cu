@@ -1,5 +1,5 @@
-// Kernels with one fault each, which tests/test_cuda_on_cpu.py expects to be reported. Most give right results in some
-// order of the threads. `memory` is 4096 bytes of zeros on the device.
+// Kernels with one fault each, which tests/ops/test_cuda_on_cpu.py expects to be reported. Most give right results in
+// some order of the threads. `memory` is 4096 bytes of zeros on the device.
 #include "../../csrc/cuda/wgmma.cuh"
 
 namespace fastbert::cuda {
@@ -18,7 +18,7 @@ __global__ void missing_barrier(float* memory) {
   memory[threadIdx.x] = values[kThreads - 1 - threadIdx.x];
 }
 
-// The second sum overwrites what others may still read of the first; both sums are the same.
+// The second round overwrites what others may still read in the first; both rounds write the same.
 __global__ void reused_buffer(float* memory) {
   FB_SHARED(float, warp_sums, kThreads / 32);
   float sum = 0;
@@ -152,7 +152,7 @@ __global__ void misaligned_ldmatrix(float*) {
   ptx::ldmatrix_x4(r, rows + 4 * threadIdx.x + 1);
 }
 
-// Zeros, multiplied as they are not meant to be.
+// Multiplies zeros; by default correctly, else from an unaligned address, without a wait, or with a warp missing.
 template <int kOffset, bool kWaits, int kThreadsThatMultiply = 128>
 __global__ void matrix(float* memory) {
   FB_TILES(shared);
@@ -171,7 +171,7 @@ __global__ void matrix(float* memory) {
 __global__ void blocks_collide(float* memory) { memory[threadIdx.x] = 1; }
 
 __global__ void block_reads_another(float* memory) {
-  const float sum = memory[(1 - blockIdx.x) * kThreads + threadIdx.x];  // in one of the orders of two blocks
+  const float sum = memory[(1 - blockIdx.x) * kThreads + threadIdx.x];  // the block that ran first wrote it
   memory[blockIdx.x * kThreads + threadIdx.x] = sum + 1;
 }
 

@@ -1,4 +1,4 @@
-// Fibers: stacks to switch between, and what the sanitizers must be told about that. Only the scheduler includes it.
+// Fibers: stacks to switch between, and what sanitizers must be told about switches. Only the scheduler includes this.
 //
 // On x86-64 a switch is a dozen instructions; elsewhere it is ucontext's, with two system calls.
 #pragma once
@@ -13,7 +13,7 @@
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
-#ifdef FB_THREAD_SANITIZER  // of the kernels: the scheduler itself is not instrumented
+#ifdef FB_THREAD_SANITIZER  // for the kernels: the scheduler itself is not instrumented
 #include <sanitizer/tsan_interface.h>
 #endif
 
@@ -109,7 +109,7 @@ class Fiber {
     arrived();
   }
 
-  // entry must call it first.
+  // entry must call this first.
   void arrived() {
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_finish_switch_fiber(fake_stack_, &left_->bottom_, &left_->size_);

@@ -63,5 +63,5 @@ C = """
 28.2 28.3 29.2 29.3 30.2 30.3 31.2 31.3
 """
 
-# each of the matrices, and its transposed form: as the upper halves of C and of B
+# each matrix of ldmatrix, and its transposed form: they are laid out as the upper halves of C and B
 LDMATRIX, LDMATRIX_TRANS = ("\n".join(figure.split("\n")[:9]) for figure in (C, B))

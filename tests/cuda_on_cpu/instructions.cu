@@ -1,5 +1,5 @@
-// A kernel for each instruction, for tests/ops/test_cuda_on_cpu.py: on the CPU, and on a GPU where there is one. Each
-// runs in one warp, wgmma in four; memory is [lane][register]. And one for attention's order of sequences.
+// A kernel for each instruction, for tests/ops/test_cuda_on_cpu.py: they run on the CPU, and on a GPU if there is one.
+// Each runs in one warp, wgmma in four; memory is [lane][register]. One more shows attention's order of sequences.
 #include "../../csrc/cuda/attention.cuh"
 #include "../../csrc/cuda/tiles.cuh"
 #include "../../csrc/cuda/wgmma.cuh"
@@ -20,7 +20,7 @@ __global__ void mma(const uint32_t* a, const uint32_t* b, float* d) {
   for (int i = 0; i < 4; ++i) d[lane * 4 + i] = to[i];
 }
 
-// The first half of the inner dimension.
+// Multiplies the first half of the inner dimension.
 __global__ void mma_of_eight(const uint32_t* a, const uint32_t* b, float* d) {
   const int lane = threadIdx.x;
   float to[4];
@@ -55,7 +55,7 @@ __global__ void wgmma(const T* a, const T* b, float* d, bool a_is_shared, bool b
     right[swizzle<64>(i / 8, i % 8)] = reinterpret_cast<const Chunk*>(b)[i];
   }
 #ifndef FB_CUDA_ON_CPU
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");  // for stores; attention's tiles are copied
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");  // for the stores; attention copies its tiles
 #endif
   __syncthreads();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -114,7 +114,7 @@ __global__ void shuffles(int* to) {
   to[192 + lane] = int(__shfl_sync(~0u, double(lane), 31 - lane));
 }
 
-// to: [5][32]; the odd lanes vote apart from the even ones.
+// to: [5][32]. In the second vote, odd and even lanes vote separately.
 __global__ void votes(unsigned* to) {
   const int lane = threadIdx.x;
   to[lane] = __ballot_sync(~0u, lane % 3 == 0);

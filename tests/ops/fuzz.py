@@ -1,8 +1,8 @@
-"""Direct calls of the C++ primitives on CPU tensors, with arguments that somebody got wrong.
+"""Direct calls of the C++ primitives on CPU tensors, with wrong arguments.
 
-A call raises a Python exception, or returns tensors of the shapes and dtypes that the fake promises. It never crashes:
-all memory of the arguments ends at a page that cannot be read, so that a kernel that reads on is killed at once.
-Before each call its description is written to a file, for the process that started this one (test_fuzz.py).
+Each call must raise a Python exception, or return tensors of the shapes and dtypes that the fake promises. It must
+never crash: an unreadable page follows the memory of each argument, so a kernel that reads beyond it is killed at once.
+A description of each call is written to a file first, for the process that started this one (test_fuzz.py).
 
     python tests/ops/fuzz.py EXAMPLES FILE
 """
@@ -29,12 +29,12 @@ DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.comp
 ON_CPU = [name for name in PRIMITIVES if torch._C._dispatch_has_kernel_for_dispatch_key(f"fastbert::{name}", "CPU")]
 
 
-# ---- right calls
+# ---- correct calls
 
 
 @dataclass
 class Sizes:
-    """Dimensions and dtypes of a right call. wide: of statistics and sums."""
+    """Dimensions and dtypes of a correct call. wide: the dtype of statistics and sums."""
 
     T: int
     C: int
@@ -72,7 +72,7 @@ def below(end: int, *shape: int) -> Tensor:
 
 
 def right_call(name: str, n: Sizes) -> list:
-    """The arguments of a call that is as it should be, in the order of the schema."""
+    """The arguments of a correct call, in the order of the schema."""
     op, direction = name.rsplit("_", 1)
     x, rows, key = normal(n.dtype, n.T, n.C), [normal(n.wide, n.T).abs() for _ in range(2)], torch.tensor([7])
     channels = [normal(n.parameters, n.C) for _ in range(3)]
@@ -133,7 +133,7 @@ def right_call(name: str, n: Sizes) -> list:
 
 
 def right_layer(direction: str, n: Sizes, x: Tensor, ends: Tensor, key: Tensor) -> list:
-    """Of an odd number of heads the whole layer, of an even number what follows attention."""
+    """Arguments of the whole layer if the number of heads is odd, else of the part that follows attention."""
     whole = n.H % 2
     context = None if whole else normal(n.dtype, n.T, n.H * n.D)
     ends = ends if whole else None
@@ -149,12 +149,12 @@ def right_layer(direction: str, n: Sizes, x: Tensor, ends: Tensor, key: Tensor) 
 
 
 def packable(n: Sizes) -> torch.dtype:
-    """A dtype that packed products take."""
+    """The dtype of x for packed products, which do not take float64."""
     return torch.float32 if n.dtype == torch.float64 else n.dtype
 
 
 def packed(n: Sizes, channels: int, inner: int) -> tuple[Tensor, Tensor | None]:
-    """A packed weight and its scale: of int8 beside float16, and of an odd number of heads."""
+    """A packed weight and its scale. The weight is int8 if x is float16 or the number of heads is odd."""
     if packable(n) != torch.float16 and n.H % 2 == 0:
         return pack_weight(normal(packable(n), channels, inner)), None
     weight = (normal(torch.float32, channels, inner) * 40).to(torch.int8)
@@ -162,7 +162,7 @@ def packed(n: Sizes, channels: int, inner: int) -> tuple[Tensor, Tensor | None]:
 
 
 def right_packed_layer(n: Sizes, x: Tensor, ends: Tensor) -> list:
-    """Of three projections, one or none, and the product after attention is plain for a head size of 3, 6 and so on."""
+    """A layer with three projections, one or none. If 3 divides the head size, its weight after attention is plain."""
     projections, width = (3, n.H * n.D) if n.H < 3 else (1, 3 * n.H * n.D)
     parameters, scales = [], []
     for place, size in enumerate([(width, n.C)] * projections + [(n.C, n.H * n.D), None, (n.K, n.C), (n.C, n.K), None]):
@@ -187,11 +187,11 @@ def right_packed_layer(n: Sizes, x: Tensor, ends: Tensor) -> list:
 
 @st.composite
 def other(draw, value: object) -> object:
-    """Something in the place of a right argument."""
+    """Something else in place of a correct argument."""
     if isinstance(value, Tensor):
         try:
             return draw(st.sampled_from(TENSORS))(draw, value)
-        except (RuntimeError, IndexError):  # no such thing of this tensor
+        except (RuntimeError, IndexError):  # the change does not apply to this tensor
             return value
     if isinstance(value, list) and value and isinstance(value[0], Tensor):
         place = draw(st.integers(0, len(value) - 1))
@@ -228,7 +228,7 @@ def shorter(draw, tensor: Tensor) -> Tensor:
 
 def filled(draw, tensor: Tensor) -> Tensor:
     wild = (-1, 2, 11, 300, -(2**31), 2**31 - 1) + (2**40,) * (tensor.dtype == torch.int64)
-    if tensor.dtype == torch.bool:  # bools of other bytes than 0 and 1
+    if tensor.dtype == torch.bool:  # bools whose bytes are neither 0 nor 1
         return (tensor.to(torch.uint8) * draw(st.sampled_from((2, 128, 255)))).view(torch.bool)
     return torch.full_like(tensor, draw(st.sampled_from(wild if not tensor.is_floating_point() else (0, 1e30))))
 
@@ -294,7 +294,7 @@ def calls(draw) -> Call:
 
 
 def guarded(tensor: Tensor) -> Tensor:
-    """The tensor in memory that ends with its last element: what lies behind cannot be read."""
+    """A copy with the same strides, whose last element is followed by an unreadable page."""
     reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if not tensor.numel():
         return tensor
@@ -310,7 +310,8 @@ def guarded(tensor: Tensor) -> Tensor:
 
 
 def fake_results(call: Call) -> tuple[Tensor, ...]:
-    """What the fake promises. padding_plan's number of tokens is in the values, which a fake cannot see."""
+    """The results that the fake promises. For padding_plan they are built here, as a fake does not see the values that
+    give the number of tokens."""
     if call.name == "padding_plan":
         (mask,) = call.args
         places = mask.flatten().view(torch.uint8).count_nonzero()
@@ -320,10 +321,10 @@ def fake_results(call: Call) -> tuple[Tensor, ...]:
 
 
 def check(call: Call) -> bool:
-    """Whether the call returned."""
+    """Whether the call returned. Asserts that its results then are what the fake promises."""
     try:
         found = getattr(torch.ops.fastbert, call.name)(*call.args)
-    except Exception:  # as promised
+    except Exception:  # which is allowed
         return False
     for real, fake in zip(tree_leaves(found), fake_results(call), strict=True):
         assert (real.shape, real.dtype) == (fake.shape, fake.dtype), f"{real.shape} {real.dtype}, not {fake}"
@@ -333,7 +334,7 @@ def check(call: Call) -> bool:
 
 def main(examples: int, file: Path) -> None:
     returned, quiet = [], {"suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
-    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))  # 2**31 rows of a result raise, and fill no machine
+    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))  # results of 2**31 rows raise, and fill no memory
     with open(file, "r+b", buffering=0) as place:
 
         @settings(max_examples=examples, derandomize=True, deadline=None, **quiet)

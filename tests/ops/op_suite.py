@@ -1,4 +1,4 @@
-"""What every op has to pass, on every backend. A test file subclasses `OpSuite` and says what its op is."""
+"""The tests that every op has to pass on every backend. A test file subclasses `OpSuite` and describes its op."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from fastbert.ops.op import PRIMITIVES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HALF = (torch.bfloat16, torch.float16)
-# For cases that take Triton's interpreter seconds, where a smaller one runs the same code.
+# For cases that take Triton's interpreter seconds, although a smaller case runs the same code.
 slow_interpreted = pytest.mark.slow_on("triton")
 
 
@@ -22,9 +22,9 @@ def normal(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> 
 
 
 def one_element_in(call: Callable, only: str | None = None) -> Callable:
-    """`call`, on tensors (or one of them) that start one element into their memory: no place for vectors.
+    """Wraps `call` so that its tensors start one element into their memory, where vectors are not aligned.
 
-    only="dy": the gradient of its result.
+    only: the name of the one tensor to shift, "dy" for the gradient of the result. None shifts all of them.
     """
 
     def shift(name, value):
@@ -42,18 +42,18 @@ def one_element_in(call: Callable, only: str | None = None) -> Callable:
 
 
 class OpSuite:
-    """op: its name. shapes: pytest.params with a reason as id; the first is the one for everything but accuracy.
+    """op: its name. shapes: pytest.params whose ids are the reasons for them; tests other than accuracy use the first.
 
-    `inputs` builds keyword arguments of `ours`, floating-point tensors among them; `truth` is independent of our
-    kernels and run in float64; `contenders` are PyTorch's own ways, in the given dtypes. `parameters` names the inputs
-    that may be float32 beside half-precision activations.
+    `inputs` builds the keyword arguments of `ours`, some of them floating-point tensors. `truth` does not use our
+    kernels, and runs in float64. `contenders` are PyTorch's own implementations, which run in the given dtypes.
+    `parameters` names the inputs that may be float32 beside half-precision activations.
     """
 
     op: str
     shapes: list
     parameters: tuple[str, ...] = ()
     factor = 2.0
-    multiplies = False  # dense matrices, by a library where the device is a GPU
+    multiplies = False  # True if the op multiplies dense matrices, which a library does on a GPU
 
     def inputs(self, shape, dtype: torch.dtype, device: str) -> dict:
         raise AssertionError("a suite has inputs")
@@ -68,21 +68,21 @@ class OpSuite:
         raise AssertionError("a suite has contenders")
 
     def primitive_calls(self, inputs: dict) -> list[tuple]:
-        """(name of a primitive, arguments) that cover the op's primitives, for the fakes."""
+        """Yields (name, arguments) of calls that cover the op's primitives, to test their fakes and schemas."""
         raise AssertionError("a suite has primitives")
 
     def empty(self, dtype: torch.dtype, device: str) -> dict:
-        """Inputs with no token."""
+        """Inputs without tokens."""
         raise AssertionError("a suite has an empty input")
 
     def assert_accurate(self, backend, inputs: dict, dtype: torch.dtype, *calls: Callable) -> None:
-        """Each call, of none the op, by the accuracy rule; gradients too where the backend has them."""
+        """Asserts the accuracy rule for each call, or else for the op; with gradients if the backend has them."""
         both = backend.why_not(dtype, True) is None
         for call in calls or (self.ours,):
             assert testing.assert_accurate(call, self.truth, self.contenders(), inputs, gradients=both)
 
     def assert_accurate_unaligned(self, backend, inputs: dict, dtype: torch.dtype, *names: str) -> None:
-        """Where memory begins off a vector's place: of all tensors, and of each of these."""
+        """`assert_accurate` for aligned tensors, for all shifted by one element, and for each of `names` shifted."""
         calls = (one_element_in(self.ours, only) for only in (None, *names))
         self.assert_accurate(backend, inputs, dtype, self.ours, *calls)
 
@@ -111,9 +111,9 @@ class OpSuite:
         assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
 
     def test_non_contiguous_input(self, backend):
-        """Inputs and gradients that lie apart in memory, with NaN between them: the bits are those of copies.
+        """Inputs and gradients with NaN between their elements in memory give the bits of contiguous ones.
 
-        A GPU's library has other kernels for products of other strides: there the accuracy rule holds.
+        A GPU's library may use another kernel for other strides, so there products follow the accuracy rule.
         """
         backend.require(torch.float32)
         inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)
@@ -202,7 +202,7 @@ class OpSuite:
 
 
 class ProductSuite(OpSuite):
-    """Of an op that begins with a matrix product. shapes: (tokens, inner, outer). gain: the spread of its results."""
+    """An op that begins with a matrix product of `shapes` (tokens, inner, outer) and of standard deviation `gain`."""
 
     parameters = ("weight", "bias")
     multiplies = True
@@ -220,6 +220,6 @@ class ProductSuite(OpSuite):
         return self.inputs((0, 8, 4), dtype, device)
 
 
-def pytest_generate_tests(metafunc):  # imported by the test files: one test a shape
+def pytest_generate_tests(metafunc):  # imported by the test files: one test for each shape
     if "shape" in metafunc.fixturenames and hasattr(metafunc.cls, "shapes"):
         metafunc.parametrize("shape", metafunc.cls.shapes)

@@ -17,7 +17,7 @@ def ends(lengths, device="cpu"):
 
 @pytest.fixture(params=[True, False], ids=["by-length", "any-length"])
 def tiles(request, backend, monkeypatch):
-    """Short sequences also in Triton's kernels for any length: they have kernels of their own."""
+    """The test also runs in Triton's kernels for any length, which short sequences otherwise do not reach."""
     if not request.param:
         if backend.name != "triton":
             backend.skip("only Triton's are chosen in Python")
@@ -56,7 +56,7 @@ class AttentionSuite(OpSuite):
         return {}
 
     def factors(self, qkv, sequence, length):
-        """Dropout's factors for the attention weights of one sequence, (H, S, S)."""
+        """The factors by which dropout multiplies the attention weights of one sequence, (H, S, S)."""
         return 1
 
     def ours(self, qkv, cu_seqlens):
@@ -136,7 +136,7 @@ class AttentionSuite(OpSuite):
         ],
     )
     def test_on_sm_75(self, backend, lengths, head_dim, dtype):
-        """Where there is no cp.async, and tensor cores multiply fp16 alone: the emulator fails if others are used."""
+        """sm_75 has no cp.async, and its tensor cores multiply only fp16: the emulator fails if a kernel uses more."""
         if backend.name != "cuda" or backend.device != "cpu":
             backend.skip("for CUDA kernels on the CPU")
         inputs = self.inputs((lengths, 2, head_dim), dtype, backend.device)
@@ -155,7 +155,7 @@ class AttentionSuite(OpSuite):
         ],
     )
     def test_on_sm_80(self, backend, kibibytes, lengths, head_dim, dtype):
-        """Where warps multiply by themselves what warpgroups do on sm_90."""
+        """On sm_80 each warp computes products by itself; on sm_90 warpgroups do."""
         if backend.name != "cuda" or backend.device != "cpu":
             backend.skip("for CUDA kernels on the CPU")
         inputs = self.inputs((lengths, 2, head_dim), dtype, backend.device)
@@ -175,12 +175,12 @@ class TestAttention(AttentionSuite):
     @pytest.mark.parametrize("scale", [8**-0.5, 30.0], ids=["usual", "scores of hundreds"])
     @pytest.mark.parametrize("dtype", (torch.float32, *HALF), ids=("float32", "bfloat16", "float16"))
     def test_lse(self, backend, dtype, scale):
-        """The saved log-sum-exp is part of the contract: one backend's forward may meet another's backward. Weights
-        that become bfloat16 are right to 2**-18."""
+        """The saved log-sum-exp is part of the contract: the backward may run on another backend than the forward.
+        Weights that are rounded to bfloat16 are computed with a relative error of 2**-18."""
         backend.require(dtype)
         inputs = self.inputs(((5, 0, 3), 2, 8), dtype, backend.device)
         if scale == 30:
-            inputs["qkv"][:5, 1] = inputs["qkv"][0, 1]  # else the largest score is all of it
+            inputs["qkv"][:5, 1] = inputs["qkv"][0, 1]  # equal scores: else lse is the largest score
         _, lse = PRIMITIVES["attention_fwd"](backend.name, *inputs.values(), 5, scale, 0.0, None, 0)
         q, k, _ = inputs["qkv"][:5].double().permute(1, 2, 0, 3)
         truth = (q @ k.transpose(-1, -2) * scale).logsumexp(-1)
@@ -201,7 +201,7 @@ class TestAttention(AttentionSuite):
             assert torch.equal(out, expected.to(dtype))
 
     def with_scale(self, scale):
-        """Ours, and PyTorch's with the scale after the product and before it."""
+        """Our op, and plain PyTorch with the scale after the product and before it."""
 
         def after(q, k, v, _):
             return (q @ k.transpose(-1, -2) * scale).softmax(-1) @ v
@@ -227,7 +227,7 @@ class TestAttention(AttentionSuite):
     @pytest.mark.parametrize(("size", "scale"), [(1.5e19, 0.0), (1.5e19, 5e-39), (1e-19, 3e38)])
     @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("float32", "bfloat16"))
     def test_scores_at_the_end_of_the_range(self, backend, dtype, size, scale):
-        """Finite ones, whose differences or whose scale in another base are not."""
+        """Finite scores give finite results even if their differences overflow, or the scale times log2(e) does."""
         backend.require(dtype)
         if scale > 1 and backend.name in ("triton", "cuda"):
             backend.skip("scale times log2(e) is infinite there")
@@ -240,8 +240,9 @@ class TestAttention(AttentionSuite):
         testing.assert_accurate(ours, plain, [plain], inputs, gradients=False)
 
     def test_large_logits(self, backend):
-        """Logits of hundreds, where exp overflows without the maximum taken off. The backward has exp(score - lse) of
-        two float32 numbers of that size, so its weights, and gradients, are right to 2**-23 of the largest logit."""
+        """Logits of hundreds, where exp overflows unless the maximum is subtracted. The backward computes
+        exp(score - lse) from two float32 numbers of that size, so the error of its weights, and so of the gradients,
+        is 2**-23 of the largest logit."""
         inputs = self.inputs(((9, 4), 2, 16), torch.float32, backend.device)
         ours, (plain, _) = self.with_scale(30.0)
         logit = 30 * (inputs["qkv"][:, 0, None] * inputs["qkv"][None, :, 1]).sum(-1).abs().max()
@@ -270,7 +271,8 @@ class TestAttention(AttentionSuite):
         torch.testing.assert_close(dqkv[:, 2], dout.mean(0).expand_as(dout), rtol=2**-21, atol=2**-22)
 
     def test_every_row_has_its_own_sum(self, backend):
-        """Small scores in one tile of queries, of hundreds in the next, whatever its size; the bounds as above."""
+        """The first 64 queries have small scores, the others scores of hundreds, so tiles of any size have both as
+        neighbours. The bounds are those of test_large_logits."""
         backend.require(torch.float32, backward=True)
         inputs = self.inputs(((112,), 1, 16), torch.float32, backend.device)
         inputs["qkv"][:64, 0] *= 0.01
@@ -294,7 +296,7 @@ class TestAttention(AttentionSuite):
     )
     @pytest.mark.parametrize("dtype", (torch.float32, *HALF), ids=("float32", "bfloat16", "float16"))
     def test_sequences_and_heads_do_not_see_each_other(self, backend, dtype, size, rows, heads):
-        """NaN, infinity and 1e30 in one of them leave the others' bits alone, forward and backward."""
+        """NaN, infinity and 1e30 in one sequence or head do not change the bits of the others, forward and backward."""
         backend.require(dtype)
         inputs = self.inputs(size, dtype, backend.device)
         both = backend.why_not(dtype, True) is None
@@ -316,7 +318,7 @@ class TestAttention(AttentionSuite):
     @pytest.mark.usefixtures("tiles")
     @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
     def test_token_outside_every_sequence_gets_zeros(self, backend, dtype):
-        """On a GPU, a cu_seqlens that ends early gives defined output, never what memory held."""
+        """A GPU does not check that cu_seqlens covers all tokens. The rest gets zeros, not what memory held before."""
         backend.require(dtype)
         heads = 33 if backend.name == "cuda" else 2  # more than a warp has lanes
         qkv, cu_seqlens = self.inputs(((5, 3), heads, 8), dtype, backend.device)["qkv"], ends((5,), backend.device)
@@ -326,7 +328,7 @@ class TestAttention(AttentionSuite):
         assert torch.equal(lse[:, 5:], torch.zeros_like(lse[:, 5:]))
         dqkv = PRIMITIVES["attention_bwd"](backend.name, torch.ones_like(out), qkv, out, lse, cu_seqlens, *rest)
         assert torch.equal(dqkv[5:], torch.zeros_like(dqkv[5:])) and not dqkv[:5].isnan().any()
-        if backend.name != "cpu":  # where a cu_seqlens that does not begin with 0 is refused
+        if backend.name != "cpu":  # the CPU refuses a cu_seqlens that does not begin with 0
             later = torch.tensor([2, 5], dtype=torch.int32, device=backend.device)
             out, _ = PRIMITIVES["attention_fwd"](backend.name, qkv, later, *rest)
             assert torch.equal(out[:2], torch.zeros_like(out[:2])) and out[2:5].abs().amax(-1).all()
@@ -344,15 +346,16 @@ class TestAttention(AttentionSuite):
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
     @pytest.mark.parametrize("length", [85, 1109], ids=["one block of keys", "blocks of keys"])
     def test_the_largest_score_anywhere(self, backend, length, dtype):
-        """Whatever block, vector, slot or thread has the key of the largest score, its weight is 1, others are 0.
+        """The key with the largest score has weight 1 and all others 0, whichever block, vector, slot or thread has it.
 
-        Behind 64 keys, or blocks of the kernel on CPUs, are a whole vector and a part of one, whatever their size.
+        After 64 keys, or after the blocks of the CPU kernel, follow a whole vector and a part of one, whatever the
+        vector size.
         """
         if length > 85 and backend.name != "cpu":
             backend.skip("for the kernel on CPUs, which takes keys in blocks")
         backend.require(dtype)
         few = backend.rounds_fma_twice or length > 85  # the interpreter is slow
-        places = torch.arange(0, length, 21 if few else 1)  # one a head
+        places = torch.arange(0, length, 21 if few else 1)  # one for each head
         qkv = torch.randn(length, 3, len(places), 8).to(dtype)
         qkv[:, 0], qkv[:, 1] = 1, 0
         qkv[places, 1, torch.arange(len(places)), 0] = 400
@@ -366,8 +369,8 @@ class TestAttention(AttentionSuite):
         testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs, gradients=False)
 
     def test_what_lies_behind_an_odd_number_of_keys(self, backend):
-        """Products of pairs read one number more: of the row's own scores in the forward, where one is -inf, and of
-        what another sequence left behind in the backward, where that is NaN."""
+        """With an odd number of keys, products of pairs read one number too many: in the forward from the row's own
+        scores, one of which is -inf here, and in the backward what another sequence left behind, NaN here."""
         backend.require(torch.bfloat16, backward=True)
         alone = normal(5, 3, 1, 8, dtype=torch.bfloat16, device=backend.device)
         alone[:, 0], alone[:, 1], alone[2, 1] = 1e19, 0, -1e19
@@ -389,9 +392,10 @@ class TestAttention(AttentionSuite):
     @pytest.mark.parametrize("factor", [30.0, 8e3])
     @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))
     def test_equal_logits_of_any_size_in_half_precision(self, backend, dtype, factor, small):
-        """As above; 64 products of 8000 x 8000 are too large for a fused multiply-add to subtract exactly.
+        """Like test_equal_logits_of_any_size; a fused multiply-add does not subtract sums of 64 products of 8000 x 8000
+        exactly.
 
-        small: rows before them whose logits are 0.
+        small: the number of rows before the others whose logits are 0.
         """
         backend.require(dtype, backward=True)
         if backend.name == "triton":
@@ -418,12 +422,11 @@ class TestAttention(AttentionSuite):
 
     @pytest.mark.usefixtures("tiles")
     def test_every_row_is_written_whatever_max_seqlen_says(self, backend):
-        """A GPU does not check the values: a max_seqlen that is too small loses tokens, but reads no memory of others.
-
-        The CPU's kernel takes the lengths from cu_seqlens and loses none.
+        """A GPU does not check max_seqlen: one that is too small loses tokens, whose rows are zeros, and reads nothing
+        outside the tensors. The CPU kernel takes the lengths from cu_seqlens and loses none.
         """
         inputs = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)
-        inputs["qkv"][3:5] *= 1 if backend.name == "cpu" else torch.nan  # nobody sees what is lost
+        inputs["qkv"][3:5] *= 1 if backend.name == "cpu" else torch.nan  # lost tokens must not reach the output
         out, whole = (
             PRIMITIVES["attention_fwd"](backend.name, *inputs.values(), n, 0.3, 0.0, None, 0)[0] for n in (3, 5)
         )
@@ -432,14 +435,14 @@ class TestAttention(AttentionSuite):
 
     @pytest.mark.usefixtures("tiles")
     def test_foreign_cu_seqlens_are_clamped(self, backend):
-        """Compiled code does not check the values: every row is written, and no memory of others is read."""
+        """Compiled code does not check cu_seqlens: every row is written, and nothing outside the tensors is read."""
         if backend.name == "reference":
             backend.skip("plain PyTorch indexes with what it is given")
         qkv = self.inputs(((5, 3), 2, 8), torch.float32, backend.device)["qkv"]
         for ends in ([0, 5, 2, 5], [0, 5, 800], [-7, 5, 8], [0, 5, 3], [3, 5, 5], [2**31 - 1, -(2**31), 8]):
             cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=backend.device)
             args = (qkv, cu_seqlens, 8, 0.3, 0.0, None, 0)
-            with cuda_on_cpu.overlap():  # of the sequences
+            with cuda_on_cpu.overlap():  # the sequences overlap
                 out, lse = PRIMITIVES["attention_fwd"](backend.name, *args)
                 args = (torch.ones_like(out), qkv, out, lse, cu_seqlens, *args[2:])
                 dqkv = PRIMITIVES["attention_bwd"](backend.name, *args)
@@ -497,7 +500,7 @@ class TestAttentionDropout(AttentionSuite):
     @pytest.mark.parametrize("length", [27, 70])
     @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
     def test_dropped_weights_are_the_contract_s(self, backend, dtype, length, p):
-        """Values that name their key show which keys were dropped, and so do their gradients."""
+        """One-hot values show in the output which keys were dropped. The values' gradients show it for the diagonal."""
         backend.require(dtype, backward=True)
         threshold, arguments = round(p * 256), self.dropout_arguments(torch.empty(0, device=backend.device))
         qkv = torch.zeros(length, 3, 1, 128 if length > 64 else 32, device=backend.device, dtype=dtype)
@@ -507,7 +510,7 @@ class TestAttentionDropout(AttentionSuite):
         key = torch.tensor([self.key])
         kept = random.attention_bits(key, self.site, 1, 1, length, length)[0, 0].to(backend.device) >= threshold
         assert torch.equal(out[:, 0, :length] > 0, kept)
-        (gradient,) = torch.autograd.grad(out[:, 0, :length].diagonal().sum(), qkv)  # query i asks about key i
+        (gradient,) = torch.autograd.grad(out[:, 0, :length].diagonal().sum(), qkv)  # query i's weight of key i
         assert torch.equal(gradient[:, 2, 0, :length].diagonal() > 0, kept.diagonal())
 
 

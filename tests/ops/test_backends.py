@@ -1,4 +1,4 @@
-"""Which kernel runs, and what is said when none can."""
+"""Which backend runs, and what the message says if none can."""
 
 import subprocess
 import sys
@@ -137,7 +137,7 @@ def test_the_environment_forces_a_backend():
         "import torch, fastbert; fastbert.ops.bias_gelu(torch.ones(2, 2), torch.ones(2));"
         "print(fastbert.backends.calls())\n"
         "with fastbert.backend('cpu'): pass\n"
-        "print(set(fastbert.backends._latest.values()))"  # in compiled code
+        "print(set(fastbert.backends._latest.values()))"  # what compiled code follows
     )
     calls, latest = run_python(code, FASTBERT_BACKEND="reference").stdout.splitlines()
     assert "'reference'): 1" in calls and latest == "{'reference'}"
@@ -181,7 +181,7 @@ def test_compiled_code_follows_the_block():
     ],
 )
 def test_an_extension_that_does_not_fit_is_refused_and_others_take_over(tmp_path, build, words):
-    """With a torch that is too old `_C` is not even loaded; a message says, once and at the first call, what to run."""
+    """With a torch that is too old `_C` is not even loaded. One warning, at the first call, says what to run."""
     code = f"""
 import sys, types, warnings, torch
 module = types.ModuleType("fastbert._build")
@@ -222,7 +222,7 @@ WITHOUT_IT = "without it in CUDA_VISIBLE_DEVICES it would do"
         ("86-real", (8, 0), False),
         ("75-real", (7, 5), True),
         ("75-virtual", (7, 5), True),
-        ("75-virtual", (8, 0), False),  # it leaves out what launchers choose there
+        ("75-virtual", (8, 0), False),  # its PTX lacks kernels that launchers choose there
         ("75-virtual", (9, 0), False),
         ("90-virtual", (9, 0), True),
         ("90-virtual", (12, 0), True),  # PTX runs on everything later
@@ -266,7 +266,7 @@ def test_which_drivers_and_gpus_a_build_runs_on(monkeypatch, driver, gpus, probl
     ],
 )
 def test_which_gpus_triton_serves(monkeypatch, gpus, problem):
-    """All that PyTorch sees, whichever is the current one."""
+    """Every GPU that PyTorch sees counts, not only the current one."""
     pytest.importorskip("triton")
     machine_with(monkeypatch, gpus)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
@@ -301,7 +301,7 @@ def machine_with(monkeypatch, gpus):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpus[index])
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu"])  # another than here, and the same
+@pytest.mark.parametrize("name", ["reference", "cpu"])  # not this thread's backend, and the same one
 def test_compiled_code_follows_blocks_that_are_open_in_other_threads(name):
     """Leaving a `with` block in one thread does not undo one that is still open in another."""
     opened, finish = threading.Event(), threading.Event()
@@ -325,7 +325,7 @@ def test_the_table_says_what_its_order_rests_on():
     root = Path(fastbert.__file__).parent.parent
     for op, kernels in backends.KERNELS.items():
         names = {*backends.BACKENDS, *backends.LIBRARIES}
-        assert kernels.keys() <= names and hasattr(ops, op) or op == "padding"
+        assert kernels.keys() <= names and (hasattr(ops, op) or op == "padding")
         measured = {kernel.measured for kernel in kernels.values()} - {"not yet measured"}
         assert all((root / path).exists() for path in measured)
 
@@ -336,10 +336,10 @@ def test_the_table_says_what_its_order_rests_on():
 )
 def test_attention_is_tritons_where_ours_does_not_multiply_by_warpgroups(monkeypatch, capability, first):
     machine_with(monkeypatch, [capability])
-    order = backends.order.__wrapped__  # not what this machine has remembered
+    order = backends.order.__wrapped__  # without the cache
     assert order("cuda", "attention")[0] == first
     assert order("cuda", "layer_norm") == ("cuda", "triton", "reference")
-    assert order("cuda", "linear") == ("reference",)  # Triton's is there to be forced
+    assert order("cuda", "linear") == ("reference",)  # Triton's kernel runs only if it is forced
     assert order("cpu", "attention") == ("cpu", "reference")
     assert order("xpu", "attention") == ("reference",)
 

@@ -10,7 +10,7 @@ class TestBiasGelu(OpSuite):
     op = "bias_gelu"
     parameters = ("bias",)
     shapes = [
-        pytest.param((5, 7), id="odd-columns"),  # no multiple of any vector width
+        pytest.param((5, 7), id="odd-columns"),  # not a multiple of any vector width
         pytest.param((1, 1), id="one-element"),
         pytest.param((17, 3072), id="bert-base"),
         pytest.param((2, 3, 40), id="three-dimensions"),  # leading dimensions, tail after a vector
@@ -54,7 +54,7 @@ class TestBiasGelu(OpSuite):
         assert y[-1].isnan()
 
     def test_negative_tail_keeps_its_digits(self, backend):
-        """v (1 + erf(v / sqrt 2)) / 2 cancels for v < 0: no digit is left at -6. A kernel can do better."""
+        """v (1 + erf(v / sqrt 2)) / 2 cancels for v < 0: at -6 no digit is left. Kernels have to do better."""
         if backend.name == "reference":
             backend.skip("the reference is F.gelu, which cancels")
         x = torch.linspace(-12, 0, 4801, dtype=torch.float64)
@@ -65,9 +65,9 @@ class TestBiasGelu(OpSuite):
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=("bfloat16", "float16"))
     def test_every_number_of_16_bits(self, backend, dtype):
-        """Beside the rounding of the result, GELU may be off by 2^-12.7 of its distance to max(v, 0), and the
-        derivative by 2^-12 of (1 + v²) times the tail: kernels compute both by shorter polynomials here. AVX-512's
-        own rounding to bfloat16 makes what is below the smallest normal number, 2^-126, zero."""
+        """For 16 bits kernels use shorter polynomials. Beside the rounding of the result, GELU may be off by 2^-12.7
+        times its distance to max(v, 0), and the derivative by 2^-12 (1 + v²) times the tail. AVX-512's rounding to
+        bfloat16 also flushes numbers below the smallest normal one, 2^-126, to zero."""
         backend.require(dtype, backward=True)
         if backend.name == "reference":
             backend.skip("the reference is F.gelu, which cancels")
@@ -109,7 +109,7 @@ class TestBiasGelu(OpSuite):
         self.assert_accurate_unaligned(backend, inputs, dtype, *inputs)
 
     def test_forward_mode_is_refused(self, backend):
-        """An operator would drop the tangent in silence."""
+        """jvp raises an error; the operator alone would drop the tangent without one."""
         inputs = self.inputs((3, 8), torch.float64, backend.device)
         backend.require(torch.float64, backward=True)
         self.ours(**inputs)
@@ -124,7 +124,7 @@ class TestBiasGelu(OpSuite):
 
 
 class TestBiasGeluTanh(TestBiasGelu):
-    """gelu_new, the tanh form."""
+    """gelu_new, the tanh form of GELU."""
 
     test_negative_tail_keeps_its_digits = test_every_number_of_16_bits = None  # the tanh form has its own tail
 

@@ -1,4 +1,4 @@
-"""What is checked: the arguments of C++ primitives, called without Python's checks, and values in tensor subclasses."""
+"""The checks that C++ primitives make when Python's are bypassed, and the checks of values in tensor subclasses."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from fastbert import ops
 
 SIZES = fuzz.Sizes(T=5, C=7, K=3, H=2, D=4, dtype=torch.float32, parameters=torch.float32, residual=torch.float32)
 REFUSALS = (ValueError, IndexError)
-# (primitive, argument): what is free in it, given all other arguments.
+# (primitive, argument): arguments whose dtype or size is free while all other arguments stay the same.
 ANY_DTYPE = {("padding_pack", "x"), ("padding_unpack", "x"), ("attention_fwd", "qkv")}
 ANY_ROWS = {("padding_plan", "visible"), ("padding_pack", "x"), ("padding_pack", "indices")} | {
     (f"{op}_{direction}", name)
@@ -40,7 +40,8 @@ ANY_COLUMNS = {("padding_plan", "visible"), ("padding_pack", "x"), ("padding_unp
 
 
 def tensor_arguments():
-    """With sizes: a layer with an odd number of heads is a whole one, with an even number what follows attention."""
+    """All tensor arguments. encoder_layer also gets 3 heads: it is a whole layer for an odd number of heads, and for an
+    even one the part that follows attention."""
     for primitive in fuzz.ON_CPU:
         for sizes in (SIZES, replace(SIZES, H=3)) if primitive.startswith("encoder_layer") else (SIZES,):
             args = fuzz.right_call(primitive, sizes)
@@ -52,23 +53,23 @@ def tensor_arguments():
 
 
 def call(primitive, place, change, sizes=SIZES):
-    """A right call but for one argument, every other one in memory that ends with it."""
+    """A call that is correct except for one argument. An unreadable page follows each tensor."""
     args = [fuzz.guarded(a) if isinstance(a, Tensor) else a for a in fuzz.right_call(primitive, sizes)]
     args[place] = fuzz.guarded(change(args[place]))
     return getattr(torch.ops.fastbert, primitive)(*args)
 
 
 def wrong_dtypes(name, tensor):
-    """Those that no call takes in place of this one, given that all others stay."""
+    """The dtypes that have to be refused for this argument while all others stay the same."""
     if not tensor.is_floating_point():
         return (torch.float32, torch.uint8, torch.int16, torch.complex64)
-    exact = ("dy", "dout", "mean", "rstd", "lse", "out", "preactivation")  # others may be narrower
+    exact = ("dy", "dout", "mean", "rstd", "lse", "out", "preactivation")  # other arguments may be narrower
     return (torch.float64, torch.int64, torch.complex64) + (torch.float16, torch.bfloat16) * (name in exact)
 
 
 @pytest.mark.parametrize(("primitive", "place", "name", "sizes"), list(tensor_arguments()))
 def test_a_wrong_tensor_is_refused(primitive, place, name, sizes):
-    """Of another dtype, with a dimension more, a row or a column more or less."""
+    """Tensors of another dtype, with an additional dimension, or with a row or column more or less raise an error."""
     refused = pytest.raises(REFUSALS)
     tensor = fuzz.right_call(primitive, sizes)[place]
     call(primitive, place, lambda tensor: tensor, sizes)
@@ -81,7 +82,7 @@ def test_a_wrong_tensor_is_refused(primitive, place, name, sizes):
     for dim in range(tensor.dim()):
         free = (primitive, name) in (ANY_ROWS, ANY_COLUMNS, ANY_HEADS, ANY_HEADS)[dim]
         beside_context = primitive == "encoder_layer_fwd" and name == "hidden" and sizes.H % 2 == 0
-        if free and not beside_context:  # which has as many rows
+        if free and not beside_context:  # a context has as many rows as hidden
             continue
         with refused:
             call(primitive, place, lambda tensor, dim=dim: torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim), sizes)
@@ -118,7 +119,7 @@ def test_a_mask_of_other_bytes_than_0_and_1():
 
 
 class Tagged(Tensor):
-    """A subclass that adds nothing, as libraries have them for images or for metadata."""
+    """A subclass that adds nothing, like the subclasses that libraries have for images or for metadata."""
 
 
 def tagged(tensor):

@@ -67,7 +67,7 @@ class TestCrossEntropy(OpSuite):
 
     @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))
     def test_many_rows_and_a_number_of_classes_that_is_no_multiple_of_8(self, backend, dtype):
-        """On a GPU they are multiplied by a weight with classes of zeros behind it, rows without a label among them."""
+        """On a GPU all rows, even those without a label, are multiplied by a weight padded with classes of zeros."""
         backend.require(dtype, backward=True)
         inputs = self.inputs((257, 16, 1030), dtype, backend.device)
         self.assert_accurate(backend, inputs, dtype, cross_entropy_of_rows)
@@ -79,7 +79,8 @@ class TestCrossEntropy(OpSuite):
 
     @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))
     def test_classes_of_zeros_stay_zeros(self, backend, dtype):
-        """Beside rows that hold NaN, which have no label; and a gradient of the logits that was copied has none."""
+        """The classes that pad the weight keep a gradient of zero, even if rows without a label hold NaN. A contiguous
+        copy of the logits' gradient, which lacks these classes, gives the same gradients."""
         backend.require(dtype, backward=True)
         if backend.name not in ("cuda", "triton"):
             backend.skip("it multiplies by the weight as it is")
@@ -119,9 +120,9 @@ class TestCrossEntropy(OpSuite):
         assert loss.item() == 3e4
 
     def test_float16_gradients_survive_loss_scaling_and_its_absence(self, backend):
-        """Softmax gives each of 9000 classes 1e-6: divided by 64 rows before it is rounded, it would be 0 in float16.
+        """Softmax gives each of 9000 classes 1e-6, which would be 0 in float16 if divided by 64 rows before rounding.
 
-        Together they weigh as much as the label does: over the first channel, where all weights are 1, they cancel it.
+        Together they weigh as much as the label: over the first channel, where all weights are 1, they cancel it.
         """
         backend.require(torch.float16, backward=True)
         inputs = self.inputs((96, 16, 9001), torch.float16, backend.device)
@@ -138,7 +139,7 @@ class TestCrossEntropy(OpSuite):
             error = (found["dhidden"] - truth["dhidden"]).abs().max()
             assert error <= 0.02 * truth["dhidden"].abs().max()
             assert torch.isfinite(found["dweight"]).all()
-            small, right = found["dweight"][1:, 0], truth["dweight"][1:, 0]  # the means of those 1e-6
+            small, right = found["dweight"][1:, 0], truth["dweight"][1:, 0]  # means of those 1e-6
             assert (small - right).abs().max() <= 0.1 * right.abs().max()
 
     def test_other_ignore_index(self, backend):
@@ -150,7 +151,7 @@ class TestCrossEntropy(OpSuite):
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=("float32", "float16"))
     def test_unaligned_memory(self, backend, dtype):
-        """Of rows that all have a label: others would be left out, by a copy, which is aligned."""
+        """All rows have a label: otherwise those that have one would be copied, and the copy is aligned."""
         backend.require(dtype)
         inputs = self.inputs((9, 8, 16), dtype, backend.device)
         inputs["labels"].clamp_(min=0)
@@ -158,7 +159,7 @@ class TestCrossEntropy(OpSuite):
 
     @pytest.mark.parametrize("labels", (torch.int64, torch.int32), ids=("int64", "int32"))
     def test_rows_without_a_label_that_nobody_left_out(self, backend, labels):
-        """As in compiled graphs. Nothing changes when they hold NaN, or when no row has a label."""
+        """Compiled graphs pass rows without a label to the primitive. These may hold NaN, and may be all the rows."""
         inputs = self.inputs((9, 7, 5000), torch.float32, backend.device)
         inputs["labels"] = inputs["labels"].to(labels)
         labelled = inputs["labels"] != -100
@@ -172,13 +173,14 @@ class TestCrossEntropy(OpSuite):
 
     @pytest.mark.parametrize("shift", [0.0, -88.7, -443.5, -1e30], ids=str)
     def test_classes_that_bias_rules_out(self, backend, shift):
-        """Whole vectors and tiles of -inf, from the first class on, change nothing for the others, large or small."""
+        """Logits of -inf that fill whole vectors and tiles, from the first class on, do not change the other classes,
+        whose logits may be large or small."""
         if shift < -1e9 and backend.name != "cpu":
             backend.skip("its log-sum-exp is rounded at the size of the logits, and loses the logarithm")
         inputs = self.inputs((9, 7, 5000), torch.float32, backend.device)
         inputs["labels"][inputs["labels"] != -100] = 4990
         inputs["bias"][:4500] = -torch.inf
-        truth = self.truth(**inputs) if shift > -1e9 else torch.tensor(math.log(500))  # that loses all other digits
+        truth = self.truth(**inputs) if shift > -1e9 else torch.tensor(math.log(500))  # no other digit is left
         inputs["bias"] += shift
         loss, dlogits = PRIMITIVES["cross_entropy_fwd"](backend.name, *inputs.values(), -100, True)
         bound = 1e-5 * max(1, min(-shift, 100))  # logits, or their log-sum-exp, are rounded at the shift's size
@@ -189,7 +191,7 @@ class TestCrossEntropy(OpSuite):
     @pytest.mark.parametrize(("dtype", "labels"), ((torch.float32, torch.int64), (torch.float16, torch.int32)))
     @pytest.mark.parametrize("classes", (1, 11, 77))
     def test_every_class_as_a_label(self, backend, dtype, labels, classes):
-        """Equal logits: within vectors of any type, and behind the last whole one."""
+        """With equal logits, each class is a label: within vectors of any type, and after the last whole vector."""
         backend.require(dtype)
         hidden = torch.zeros(classes, 3, dtype=dtype, device=backend.device)
         target = torch.arange(classes, dtype=labels, device=backend.device)

@@ -1,6 +1,6 @@
 """CUDA on the CPU: its instructions agree with the PTX manual, and it reports every planted fault.
 
-The instructions run on a GPU too, where there is one.
+If there is a GPU, the instructions run on it too.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from fastbert.ops.op import PRIMITIVES
 
 
 def run(library: ctypes.CDLL, name: str, *args) -> None:
-    """Calls a launcher of instructions.cu or faults.cu; RuntimeError is what it says."""
+    """Calls a launcher of instructions.cu or faults.cu; raises RuntimeError with the message that it returns."""
     launcher = getattr(library, name)
     launcher.restype = ctypes.c_char_p
     error = launcher(*(ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, Tensor) else arg for arg in args))
@@ -38,7 +38,7 @@ def emulated() -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def compiled() -> ctypes.CDLL:
-    """instructions.cu for the GPU."""
+    """instructions.cu, compiled for the GPU."""
     if not torch.cuda.is_available() or not shutil.which("nvcc"):
         pytest.skip("this takes a GPU and nvcc")
     library = cuda_on_cpu.ROOT / "build" / "instructions.so"
@@ -52,7 +52,7 @@ def compiled() -> ctypes.CDLL:
 
 @pytest.fixture(params=("emulated", "compiled"))
 def machine(request):
-    """instruction(name, *tensors) runs one and leaves the results in the tensors."""
+    """A function (name, *tensors) that runs an instruction and leaves its results in the tensors."""
     library = request.getfixturevalue(request.param)
 
     def instruction(name: str, *args) -> None:
@@ -71,13 +71,13 @@ def machine(request):
 
 
 def places(figure: str) -> tuple[Tensor, Tensor]:
-    """Lane and element at each place of a matrix."""
+    """The lane, and the element of the lane, at each place of a matrix."""
     entries = [[entry.split(".") for entry in line.split()] for line in figure.split("\n") if line]
     return torch.tensor([[[int(n) for n in entry] for entry in row] for row in entries]).unbind(-1)
 
 
 def distribute(matrix: Tensor, figure: str) -> Tensor:
-    """[lane, element]"""
+    """The matrix as registers, [lane, element]."""
     lane, element = places(figure)
     registers = matrix.new_zeros(32, int(element.max()) + 1)
     registers[lane, element] = matrix
@@ -102,7 +102,7 @@ def test_mma(machine, dtype):
 
 
 def test_mma_half_as_deep(machine):
-    """Of m16n8k8 the figures are the first 8 columns of A, and the first 8 rows of B."""
+    """m16n8k8 has the layout of the first 8 columns of A and the first 8 rows of B."""
     a, b = integers(16, 16, dtype=torch.float16), integers(16, 8, dtype=torch.float16)
     c = integers(16, 8, dtype=torch.float32)
     d = distribute(c, fragments.C)
@@ -111,7 +111,7 @@ def test_mma_half_as_deep(machine):
 
 
 def test_mma_with_two_registers_exchanged_is_wrong(machine):
-    """The tests above notice mixed-up indices."""
+    """This shows that the tests above notice mixed-up indices."""
     a, b = integers(16, 16, dtype=torch.float16), integers(16, 8, dtype=torch.float16)
     exchanged = distribute(a, fragments.A)[:, [0, 1, 4, 5, 2, 3, 6, 7]].contiguous()
     d = torch.zeros(32, 4)
@@ -133,7 +133,7 @@ def test_mma_of_one_value(machine, dtype, value):
 @pytest.mark.parametrize("left", ("shared", "registers", "registers, by row"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_wgmma(machine, request, dtype, left):
-    """A product of 64 x 64 by four warps; where it does not add, what was in the accumulator is gone."""
+    """Four warps multiply 64 x 64 matrices. A product that does not add discards what was in the accumulator."""
     if "compiled" in request.node.name and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("wgmma is for sm_90")
     a, b = integers(64, 64, dtype=dtype), integers(64, 64, dtype=dtype)
@@ -170,14 +170,14 @@ def test_shuffles(machine):
     machine("run_shuffles", results)
     assert results.tolist() == [
         [5] * 32,  # from lane 5
-        [1] * 8 + [9] * 8 + [17] * 8 + [25] * 8,  # from lane 9 in segments of 8: the second of each
+        [1] * 8 + [9] * 8 + [17] * 8 + [25] * 8,  # from lane 9 in segments of 8: from the second lane of each
         [3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8, 15, 14, 13, 12]
         + [19, 18, 17, 16, 23, 22, 21, 20, 27, 26, 25, 24, 31, 30, 29, 28],  # xor 3
         [0, 1, 0, 1, 2, 3, 4, 5, 8, 9, 8, 9, 10, 11, 12, 13]
         + [16, 17, 16, 17, 18, 19, 20, 21, 24, 25, 24, 25, 26, 27, 28, 29],  # up 2 in segments of 8
         [2, 3, 4, 5, 6, 7, 6, 7, 10, 11, 12, 13, 14, 15, 14, 15]
         + [18, 19, 20, 21, 22, 23, 22, 23, 26, 27, 28, 29, 30, 31, 30, 31],  # down 2
-        # xor 4 in segments of 4: earlier segments can be read, later ones give the own value
+        # xor 4 in segments of 4: earlier segments can be read; for later ones a lane gets its own value
         [0, 1, 2, 3, 0, 1, 2, 3, 8, 9, 10, 11, 8, 9, 10, 11]
         + [16, 17, 18, 19, 16, 17, 18, 19, 24, 25, 26, 27, 24, 25, 26, 27],
         list(range(31, -1, -1)),  # 8 bytes
@@ -193,7 +193,7 @@ def test_votes(machine):
 
 @pytest.mark.parametrize(("sequences", "most"), ((5, 1), (33, 3), (32, 700), (256, 700)))
 def test_attention_takes_the_longest_sequence_first(machine, sequences, most):
-    """Each sequence has one rank, whatever is as long as it; a length beyond max_seqlen counts as that."""
+    """Sequences of the same length have different ranks; a length beyond max_seqlen counts as max_seqlen."""
     lengths, longest = torch.randint(0, most + 1, (sequences,)), max(1, most - most // 8)
     cu_seqlens, step = F.pad(lengths.cumsum(0), (1, 0)).int(), max(1, sequences // 16)
     found = torch.zeros(sequences, dtype=torch.int32)
@@ -342,9 +342,9 @@ def test_sums_over_more_blocks_than_a_tile_of_partial_sums(emulated):
 
 
 def exact(dtype: torch.dtype) -> list[tuple]:
-    """(primitive, arguments) whose results are exact, whatever the machine's exponential and square root round to.
+    """(primitive, arguments) with exact results, however the machine rounds exponentials and square roots.
 
-    That far from 0, GELU is the identity or 0; rows of 1 and -1 have a variance of 1; equal scores give means.
+    GELU is the identity or 0 so far from 0; rows of 1 and -1 have a variance of 1; equal scores give means.
     """
     rows, channels = 5, 64
     x, bias = integers(rows, channels, dtype=dtype) * 16, integers(channels, dtype=dtype) * 16
@@ -380,4 +380,4 @@ def test_both_machines_are_exact_where_that_is_possible(emulated, device, dtype)
             r if isinstance(r, tuple) else (r,) for r in (run(*args), PRIMITIVES[name].reference(*args))
         )
         for i, (a, b) in enumerate(zip(results, expected, strict=True)):
-            assert torch.equal(a, b) or (name, i) == ("attention_fwd", 1), (name, i)  # which is a logarithm
+            assert torch.equal(a, b) or (name, i) == ("attention_fwd", 1), (name, i)  # the lse, a logarithm

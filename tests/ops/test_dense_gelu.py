@@ -16,8 +16,8 @@ class TestDenseGelu(ProductSuite):
     shapes = [
         pytest.param((5, 7, 11), id="odd"),
         pytest.param((33, 768, 3072), id="bert-base", marks=pytest.mark.slow_on("triton", "cuda")),
-        pytest.param((70, 72, 136), id="tails-of-small-tiles"),  # of the CUDA kernel, whose tests see 3 multiprocessors
-        pytest.param((130, 136, 200), id="tails-of-large-tiles", marks=slow_interpreted),  # ends in the first slot
+        pytest.param((70, 72, 136), id="tails-of-small-tiles"),  # of the CUDA kernel; tests have 3 multiprocessors
+        pytest.param((130, 136, 200), id="tails-of-large-tiles", marks=slow_interpreted),  # its last step is in slot 0
         pytest.param((1, 64, 16), id="one-token"),
     ]
     approximate = "none"
@@ -63,7 +63,7 @@ class TestDenseGelu(ProductSuite):
 
     @pytest.mark.parametrize("frozen", [("weight", "bias"), ("x",)])
     def test_frozen_inputs_cost_no_product(self, backend, frozen):
-        """The backward returns empty tensors in place of gradients that nobody asked for."""
+        """The backward returns empty tensors for gradients that are not needed; autograd asks only for the others."""
         backend.require(torch.float32, backward=True)
         inputs = self.inputs((6, 7, 11), torch.float32, backend.device)
         self.ours(**inputs)
@@ -81,17 +81,17 @@ class TestDenseGelu(ProductSuite):
         assert ("dense_gelu_bwd", need) in seen
 
     def test_the_backward_differentiates_where_the_forward_was(self, backend):
-        """y is GELU of the saved, rounded pre-activation: of this form, not the other, which the rule cannot tell."""
+        """y is GELU of the saved, rounded pre-activation, and of the right form, which the rule cannot tell."""
         backend.require(torch.float16, backward=True)
         inputs = self.inputs((70, 72, 136), torch.float16, backend.device)
         y, saved = PRIMITIVES["dense_gelu_fwd"](backend.name, *inputs.values(), self.approximate, True)
         expected = F.gelu(saved.double(), approximate=self.approximate)
-        # half a unit of the last place, and what GELU may be off for 16 bits
+        # half a unit in the last place, and GELU's error for 16 bits
         assert ((y - expected).abs() <= 1.3 * 2**-11 * expected.abs() + 2**-18).all()
         assert torch.equal(PRIMITIVES["dense_gelu_fwd"](backend.name, *inputs.values(), self.approximate, False)[0], y)
 
     def test_the_cuda_kernel_takes_rows_of_whole_16_bytes(self, backend):
-        """The others are the library's product and a pass, which need no shared memory."""
+        """Other inputs take the library's product and an elementwise kernel, which need no shared memory."""
         if backend.name != "cuda" or backend.device != "cpu":
             backend.skip("for CUDA kernels on the CPU")
         with cuda_on_cpu.shared_memory(16):
@@ -105,11 +105,11 @@ class TestDenseGelu(ProductSuite):
 
     @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=("float16", "bfloat16"))
     def test_on_sm_75(self, backend, dtype):
-        """fp16 by products half as deep and copies that are not asynchronous; bf16 by the library."""
+        """fp16 takes products half as deep and synchronous copies; bf16 takes the library's product."""
         if backend.name != "cuda" or backend.device != "cpu":
             backend.skip("for CUDA kernels on the CPU")
         with cuda_on_cpu.turing():
-            for shape in ((70, 72, 136), (130, 40, 264)):  # by small tiles, and by large ones
+            for shape in ((70, 72, 136), (130, 40, 264)):  # small tiles, and large ones
                 testing.assert_accurate(self.ours, self.truth, self.contenders(), self.inputs(shape, dtype, "cpu"))
 
 

@@ -7,7 +7,7 @@ from fastbert import backends, ops, random, testing
 from fastbert.ops.op import PRIMITIVES
 
 EPS = 1e-12
-PADDING, POSITION_PADDING = 3, 2  # the rows of words and of positions without a gradient
+PADDING, POSITION_PADDING = 3, 2  # the rows of the word and position tables without a gradient
 
 
 class TestEmbedding(OpSuite):
@@ -69,7 +69,7 @@ class TestEmbedding(OpSuite):
     def contenders(self):
         def fused(**inputs):
             z = self.summed(**inputs)
-            wide = inputs["weight"].dtype  # float32 parameters: as autocast has it
+            wide = inputs["weight"].dtype  # float32 parameters: as under autocast
             y = F.layer_norm(z.to(wide), z.shape[-1:], inputs["weight"], inputs["bias"], EPS).to(z.dtype)
             return y * self.factor_of(y)
 
@@ -85,7 +85,7 @@ class TestEmbedding(OpSuite):
             yield "embedding_bwd", (dy, *tables, weight, *stats, rng, 0.1, 0, PADDING, need)
 
     def test_gradcheck(self, backend, monkeypatch):
-        """On ids without padding, whose gradient is cut off: finite differences do not know that."""
+        """The ids have no padding: padding rows get no gradient, and finite differences would disagree."""
         build = self.inputs
 
         def without_padding(*arguments):
@@ -125,7 +125,7 @@ class TestEmbedding(OpSuite):
 
     @pytest.mark.parametrize("channels", [7, 16])
     def test_tables_of_several_dtypes(self, backend, channels):
-        """As if all were float32, with the gradients rounded: the conversion loses nothing."""
+        """The results are those of float32 tables, with the gradients rounded: converting to float32 loses nothing."""
         for dtype in HALF:
             backend.require(dtype, backward=True)
         inputs = self.inputs(((9,), 11, channels), torch.float32, backend.device)
@@ -160,13 +160,13 @@ class TestEmbeddingDropout(TestEmbedding):
 
 
 TABLE_ROWS = 9
-RUNS = {  # of (id, how often), in chunks of 128 sorted ids and tiles of 16 chunks
+RUNS = {  # (id, how often); Triton's kernels have chunks of 128 sorted ids and tiles of 16 chunks
     "one-id-in-every-row": [(4, 2400)],
     "more-chunks-than-a-tile-to-the-row": [(0, 1), (1, 128 * 17), (2, 128)],
     "runs-that-end-with-chunks": [(1, 128), (2, 256), (5, 127), (6, 1)],
     "runs-that-end-a-row-off": [(0, 127), (1, 129), (2, 1), (3, 128), (8, 2)],
     "both-ends-of-the-table": [(0, 130), (8, 130)],
-    "out-of-range": [(-7, 70), (0, 70), (8, 3), (9, 200), (2**40, 1)],  # nearest in range
+    "out-of-range": [(-7, 70), (0, 70), (8, 3), (9, 200), (2**40, 1)],  # these count as the nearest id in range
 }
 
 
@@ -215,7 +215,7 @@ def test_a_run_over_more_chunks_than_are_read_at_once_in_triton(triton_device, m
 
 
 def test_table_gradients_in_triton_are_added_up_in_float32(triton_device):
-    """2048 and 300 ones: a sum in float16 would stay at 2048. Over more columns than a tile has."""
+    """2048 and 300 ones: a sum in float16 would stay at 2048. There are more columns than a tile has."""
     dz, ids = torch.ones(301, 300), torch.ones(301, dtype=torch.int32)
     dz[0] = 2048
     gradient = triton_table_gradient(dz, ids, torch.zeros(2, 300, device=triton_device, dtype=torch.float16), -1)
@@ -224,7 +224,7 @@ def test_table_gradients_in_triton_are_added_up_in_float32(triton_device):
 
 @pytest.fixture(params=["triton", "cuda"])
 def on_device(request):
-    """A backend of devices, whose operators do not look at ids, and the device to run it on."""
+    """A backend for GPUs, whose operators do not check ids, and the device to run it on."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if reason := backends.why_not(request.param, "embedding", device, torch.float32):
         pytest.skip(f"{request.param}: {reason}")
@@ -255,7 +255,7 @@ def test_table_gradients_in_cuda_are_exact_for_integers(runs, rows, halves):
     dy = torch.randint(-9, 10, (ids.shape[1], halves)).float()
     dy = torch.cat([dy, -dy], 1)
     truths = [torch.zeros(n, 2 * halves).index_add_(0, i.clamp(0, n - 1), dy) for n, i in zip(rows, ids, strict=True)]
-    truths[0][4] = 0  # the padding's
+    truths[0][4] = 0  # the padding row
     tables = [torch.zeros(n, 2 * halves, device=device) for n in rows]
     weight, zeros, ones = torch.ones(2 * halves), torch.zeros(ids.shape[1]), torch.ones(ids.shape[1])
     weight, zeros, ones, ids, dy = (x.to(device) for x in (weight, zeros, ones, ids, dy))
@@ -269,7 +269,8 @@ def test_table_gradients_in_cuda_are_exact_for_integers(runs, rows, halves):
 
 
 def test_table_gradients_in_cuda_are_added_up_in_float32():
-    """2048 and 300 ones, of a sorted table, a listed one, and in passing: in float16 a sum would stay at 2048."""
+    """2048 and 300 ones: in float16 a sum would stay at 2048. The tokens of one table are sorted, those of another are
+    listed, and those of the third are added up in passing."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if reason := backends.why_not("cuda", "embedding", device, torch.float16, backward=True):
         pytest.skip(reason)

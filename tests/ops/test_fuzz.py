@@ -1,4 +1,4 @@
-"""Thousands of wrong calls of the C++ primitives, in a process of their own: a crash names the call that caused it."""
+"""Thousands of wrong calls of the C++ primitives, in another process: if it crashes, the message names the call."""
 
 import os
 import signal

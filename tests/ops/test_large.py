@@ -1,7 +1,8 @@
-"""Tensors of more than 2**31 elements: offsets do not fit 32 bits, in bytes from 2**30 elements on already.
+"""Tensors of more than 2**31 elements, whose offsets do not fit 32 bits; in bytes they do not from 2**30 elements on.
 
-All rows but some are zeros, which on a CPU take no memory before they are written. The others lie at the beginning,
-around 2**30 and 2**31 elements, and at the end; what an op makes of them is compared with the reference on these alone.
+All rows but a few are zeros, which take no memory on a CPU before they are written. The few, the probes, lie at the
+beginning, around 2**30 and 2**31 elements, and at the end. The results for them are compared with the reference, which
+gets only these rows.
 """
 
 import fcntl
@@ -14,7 +15,7 @@ import torch
 import fastbert
 from fastbert import backends, ops, testing
 
-C = 1000  # no power of two: a row has element 2**31 in its middle
+C = 1000  # not a power of two: element 2**31 lies within a row
 ROWS = 2**31 // C + 3
 PROBED = torch.tensor([0, 1, *[2**n // C + i for n in (30, 31) for i in (-1, 0, 1)], ROWS - 1])
 GIB = 2**30
@@ -32,18 +33,19 @@ def free_memory(device):
 
 @pytest.fixture(params=[name for name in backends.BACKENDS if name != "reference"])
 def backend(request):
-    """The name, and where its tensors are. Kernels for GPUs run on a GPU alone here: as text they would take hours."""
+    """The name, and the device of its tensors. Kernels for GPUs run only on a GPU here: on the CPU they take hours."""
     name, device = request.param, "cpu" if request.param == "cpu" else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip(f"{name}: no GPU")
-    torch.use_deterministic_algorithms(False)  # which fills what is allocated, and so writes inputs
+    torch.use_deterministic_algorithms(False)  # they fill allocated memory, and so write inputs
     with open(Path(tempfile.gettempdir(), "fastbert-large-tensors"), "w") as turn, fastbert.backend(name):
         fcntl.flock(turn, fcntl.LOCK_EX)  # one at a time, however many processes run tests
         yield name, device
 
 
 def room_for(backend, op, tensors, on_gpu):
-    """Skips by name. tensors, on_gpu: how many large ones are written on a CPU, and held on a GPU."""
+    """Skips the test if the backend or memory is missing. tensors, on_gpu: how many large tensors are written on a CPU,
+    and held on a GPU."""
     name, device = backend
     if reason := backends.why_not(name, op, device, torch.bfloat16, True):
         pytest.skip(f"{name}: {reason}")
@@ -68,7 +70,7 @@ def rows_of(x):
 
 
 def assert_rows(found, call, inputs):
-    """found: the outputs, or gradients, of the probed rows. call: the reference, which makes them of `inputs`."""
+    """found: the outputs, or gradients, of the probed rows. call: the reference, which computes them from `inputs`."""
     truth = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
     results = [
         testing.Result(dict(zip("abc", out, strict=False)), {}) for out in (found, call(**truth), call(**inputs))
@@ -144,7 +146,7 @@ def test_a_table_of_many_rows(backend):
 
 
 def test_pack_and_unpack(backend):
-    """Few rows out of many and back, and all of them: rows are copied, bit for bit."""
+    """A few rows out of many and back, and all of them in reverse: rows are copied bit for bit."""
     room_for(backend, "padding", tensors=1, on_gpu=2)
     x, places = normal(len(PROBED), C, device=backend[1]), PROBED.to(backend[1])
     assert torch.equal(ops.pack(large(x)[None], places), x)
@@ -156,7 +158,7 @@ def test_pack_and_unpack(backend):
 
 
 def test_attention(backend):
-    """Sequences of 16 tokens; those with probed rows, in place of zeros, have values of their own."""
+    """Sequences of 16 tokens; the probed sequences have random values, all others are zeros."""
     room_for(backend, "attention", tensors=1, on_gpu=2)
     length, heads, head_dim, device = 16, 4, 80, backend[1]
     row = 3 * heads * head_dim

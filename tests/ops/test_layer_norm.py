@@ -15,7 +15,7 @@ def plain(x, weight, bias, eps=EPS):
 
 
 def fused(x, weight, bias, eps=EPS):
-    """PyTorch's kernel; mixed dtypes as autocast has it."""
+    """PyTorch's kernel; mixed dtypes are computed in float32, as under autocast."""
     if weight.dtype != x.dtype:
         return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -104,7 +104,7 @@ class TestLayerNorm(Rows):
         inputs = self.inputs((9, 768), torch.float32, backend.device)
         inputs["x"] = (inputs["x"] - 0.5) * torch.logspace(-8, -4, 9, device=backend.device)[:, None]
         y, truth = self.ours(**inputs), self.truth(**{n: t.double() for n, t in inputs.items()})
-        assert (y - truth).abs().max() <= 1e-6 * truth.abs().max()  # rounding of float32, no more: the mean is near 0
+        assert (y - truth).abs().max() <= 1e-6 * truth.abs().max()  # only float32's rounding: the mean is near 0
 
     def test_offset_rows(self, backend):
         """Mean 1e4, deviation 1: the input holds 1e4 to 2**-10, so differences from the mean are exact to 2**-11."""
@@ -115,9 +115,9 @@ class TestLayerNorm(Rows):
 
     @pytest.mark.parametrize("columns", [64, 768, *(pytest.param(n, marks=slow_interpreted) for n in (1500, 4100))])
     def test_a_mean_that_float32_does_not_hold(self, backend, columns):
-        """Eighths above 2**20, the finest that float32 has there: the rounded mean is off by a fifth of the deviation.
+        """Eighths above 2**20, the finest of float32 there: the rounded mean is off by a fifth of the deviation.
 
-        The kernel has to subtract what rounding left of the mean, forward and backward; PyTorch is off by a half.
+        The kernel has to subtract the mean's rounding error too, forward and backward; PyTorch is off by a half.
         """
         inputs = self.inputs((32, columns), torch.float32, backend.device)
         inputs["x"] = 2.0**20 + torch.randint(0, 8, (32, columns), device=backend.device) / 8
@@ -135,8 +135,8 @@ class TestLayerNorm(Rows):
     @pytest.mark.parametrize("size", [1e4, 1e8, *(pytest.param(n, marks=slow_interpreted) for n in (10, 1e2, 1e6))])
     @pytest.mark.parametrize("place", [0, -1])
     def test_one_outlier_in_a_row(self, backend, size, place):
-        """BERT's hidden states have such channels. One number holds all of dweight's error, so PyTorch's is the worst
-        over several orders of the rows."""
+        """BERT's hidden states have such channels. All of dweight's error is in one number, so PyTorch's error is the
+        worst over several orders of the rows."""
         both = backend.why_not(torch.float32, True) is None
         orders = [
             lambda f=f, by=by, **i: f(**i | {"x": i["x"].roll(by, 0)}).roll(-by, 0)
@@ -181,7 +181,7 @@ class TestAddLayerNorm(Rows):
         return {}
 
     def factor_of(self, x):
-        """Dropout's factors for x."""
+        """The factors by which dropout multiplies x."""
         return 1
 
     def truth(self, x, residual, weight, bias, x_bias):
@@ -208,7 +208,7 @@ class TestAddLayerNorm(Rows):
                 yield "add_layer_norm_bwd", (x, x, residual, weight, *stats, b, rng, 0.1, 3, need)
 
     def test_autocast_residual_stream(self, backend):
-        """Under autocast x is half precision and the residual float32: so are the result and its accuracy."""
+        """Under autocast x is half precision and the residual float32. The result is float32 and as accurate."""
         backend.require(torch.bfloat16)
         inputs = self.inputs((17, 768), torch.float32, backend.device)
         inputs["x"] = inputs["x"].bfloat16()
@@ -265,7 +265,7 @@ class TestAddLayerNormDropout(TestAddLayerNorm):
         return factor.to(x.dtype)
 
     def test_dropped_elements_are_the_contract_s(self, backend):
-        """x = 1 beside residual = 0 shows the mask itself: only two values leave LayerNorm."""
+        """x = 1 and residual = 0 show the mask itself: in each row LayerNorm's output has only two values."""
         x = torch.ones(300, 200, device=backend.device)  # every row loses some, and more rows than a thread's share
         one, zero = torch.ones(200, device=backend.device), torch.zeros(200, device=backend.device)
         y = ops.add_layer_norm(x, x * 0, one, zero, EPS, **self.dropout_arguments(x))
@@ -273,7 +273,7 @@ class TestAddLayerNormDropout(TestAddLayerNorm):
 
     @slow_interpreted
     def test_rows_whose_number_takes_more_than_16_bits(self, backend):
-        """They lose other elements than the first rows. A row that loses none is constant, and 0."""
+        """Rows from 2**16 on drop other elements than the first rows. A row that drops none is constant and gives 0."""
         x = torch.ones(2**16 + 8, 8, device=backend.device)
         one, zero = torch.ones(8, device=backend.device), torch.zeros(8, device=backend.device)
         y = ops.add_layer_norm(x, x * 0, one, zero, EPS, **self.dropout_arguments(x))

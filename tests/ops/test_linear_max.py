@@ -12,7 +12,7 @@ def ends_of(lengths, device):
 
 
 def of_each(x, weight, bias, cu_seqlens, largest):
-    """largest() of the logits of each sequence, which is not empty."""
+    """largest() of the logits of each sequence; no sequence may be empty."""
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     texts = x.split(cu_seqlens.diff().tolist()) if len(cu_seqlens) > 1 else []
     tops = [largest(F.linear(text, weight, bias)) for text in texts]
@@ -66,13 +66,13 @@ class TestLinearMax(OpSuite):
             yield "linear_max_bwd", (dy, x, weight, rows, *need)
 
     def integers(self, device, lengths=(4, 0, 70, 1, 0), channels=5, classes=70, dtype=torch.float32):
-        """Small ones: logits are exact, and many are equal."""
+        """Inputs of small integers: logits are exact, and many are equal."""
         draw = lambda *shape: torch.randint(-1, 2, shape).to(device, dtype)  # noqa: E731
         x, weight, bias = draw(sum(lengths), channels), draw(classes, channels), draw(classes)
         return {"x": x, "weight": weight, "bias": bias, "cu_seqlens": ends_of(lengths, device)}
 
     def test_first_of_equal_rows_wins_and_empty_sequences_are_infinitely_low(self, backend):
-        """torch.max gives the first of equal rows, amax would share the gradient."""
+        """As with torch.max, the first of equal rows gets the gradient; amax would share it among them."""
         inputs = self.integers(backend.device)
         leaves = {n: t.clone().requires_grad_() if t.is_floating_point() else t for n, t in inputs.items()}
         y = self.ours(**leaves)
@@ -147,7 +147,7 @@ class TestLinearMax(OpSuite):
 
     @pytest.mark.parametrize("channels", (1, 64))
     def test_a_nan_row_among_many(self, backend, channels):
-        """A NaN stays in its sequence, whichever tile it is in, and after it nothing wins."""
+        """A NaN stays in its sequence, whichever tile it is in, and no later row replaces it."""
         inputs = self.integers(backend.device, lengths=(70, 90, 5), channels=channels)
         inputs["x"][100], inputs["x"][103] = torch.nan, torch.nan
         y, rows = PRIMITIVES["linear_max_fwd"](backend.name, *inputs.values(), True)
@@ -155,12 +155,12 @@ class TestLinearMax(OpSuite):
         assert (rows[1] == 100).all()
 
     def test_zero_gradients_and_live_ones_do_not_mix(self, backend):
-        """What relu leaves: a few gradients, in some sequences none."""
+        """A relu after the op leaves only a few gradients, in some sequences none. The zeros must not spread NaN."""
         inputs = self.integers(backend.device, lengths=(70, 4, 30))
         _, rows = PRIMITIVES["linear_max_fwd"](backend.name, *inputs.values(), True)
         dy = torch.zeros(3, 70, device=backend.device)
         dy[0, 3], dy[0, 69], dy[2, 5] = 2, -1, 3
-        inputs["weight"][6], inputs["x"][71] = torch.nan, torch.nan  # of these, nothing is asked for
+        inputs["weight"][6], inputs["x"][71] = torch.nan, torch.nan  # the gradients of these are 0
         dx, dweight = PRIMITIVES["linear_max_bwd"](backend.name, dy, inputs["x"], inputs["weight"], rows, True, True)
         expected = torch.zeros_like(dx)
         expected[rows[0, 3]] += 2 * inputs["weight"][3]
@@ -170,7 +170,7 @@ class TestLinearMax(OpSuite):
         of_weight[3], of_weight[69], of_weight[5] = (
             factor * inputs["x"][rows[place]] for factor, place in ((2, (0, 3)), (-1, (0, 69)), (3, (2, 5)))
         )
-        if backend.name == "reference":  # whose products are whole, and give NaN
+        if backend.name == "reference":  # it multiplies whole matrices, so NaN spreads
             assert dx.isnan().all() and dweight.isnan().all()
         else:
             assert torch.equal(dx, expected) and torch.equal(dweight, of_weight)

@@ -1,4 +1,4 @@
-"""packed_linear and packed_layer: in floats by the accuracy rule, in int8 by the sums of integers, which are exact."""
+"""packed_linear and packed_layer: floats follow the accuracy rule; int8 results are exact, being sums of integers."""
 
 import os
 import subprocess
@@ -16,10 +16,10 @@ from fastbert import backends, ops, testing
 from fastbert.ops import packed_layer
 from fastbert.ops.packed_linear import FWD, layout, quantize_weight, with_sums
 
-FLOATS = (torch.float32, torch.bfloat16)  # of weights
-OF_X = (*FLOATS, torch.float16)  # beside int8 weights
+FLOATS = (torch.float32, torch.bfloat16)  # dtypes of weights
+OF_X = (*FLOATS, torch.float16)  # dtypes of x beside int8 weights
 GELUS = (None, "none", "tanh")
-PANEL = layout(torch.float32)[0]  # channels
+PANEL = layout(torch.float32)[0]  # channels in a panel
 needs_kernels = pytest.mark.skipif(backends._cpu_problem() is not None, reason=str(backends._cpu_problem()))
 
 # Rows, K and C.
@@ -38,7 +38,7 @@ def product(x, weight, bias=None, approximate=None):
 
 
 def product8(x, weight, factor=None, bias=None, approximate=None):
-    """weight: (C, K) of int8. factor: of its channels, 1 by default."""
+    """weight: (C, K), int8. factor: one for each channel, 1 by default."""
     factor = torch.ones(len(weight)) if factor is None else factor
     return ops.packed_linear(x, ops.pack_weight(weight), with_sums(factor, weight), bias, len(weight), approximate)
 
@@ -48,7 +48,7 @@ def integers(most, *shape):
 
 
 def in_int8(rows, inner):
-    """Integers (rows, inner) that int8 holds as they are: the largest magnitude of each row is 127."""
+    """Integers (rows, inner) that quantisation does not change: the largest magnitude of each row is 127."""
     x = integers(127, rows, inner)
     x[torch.arange(rows), torch.arange(rows) % inner] = 127
     return x
@@ -59,8 +59,8 @@ def identity(size):
 
 
 def assert_rounded_once(y, before, wide, approximate):
-    """y, of 16 bits, is the float32 result `wide`; with erf GELU, which kernels compute by a shorter polynomial here,
-    GELU of `before`, up to 2^-12.7 of its distance to max(before, 0), and float32's rounding of that."""
+    """Asserts that y, of 16 bits, is the float32 result `wide`, rounded. GELU with erf has a shorter polynomial for 16
+    bits: there y is GELU of `before` up to 2^-12.7 of its distance to max(before, 0), and float32's rounding."""
     if approximate != "none":
         assert torch.equal(y, wide.to(y.dtype))
         return
@@ -75,7 +75,7 @@ class TestFloats:
     op = "packed_linear"
 
     def inputs(self, size, dtype):
-        """The bias is float32, of numbers that the other dtypes hold too."""
+        """The bias is float32, with numbers that bfloat16 represents too."""
         rows, inner, channels = size
         return {
             "x": normal(rows, inner, dtype=dtype, device="cpu"),
@@ -204,13 +204,13 @@ class TestInt8:
 
     @pytest.mark.parametrize("dtype", OF_X, ids=str)
     def test_rows_are_quantised_by_their_largest_magnitude_ties_to_even(self, backend, dtype):
-        """x of 2 to 127 and the half: what int8 makes of it are the results of an identity, times factors."""
+        """Rows of multiples of 1/4 up to 127, times a factor: a product with the identity shows their int8 numbers."""
         halves = [127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 62.5, -63.5, 126.5, -126.5, 0.25, -0.75, -127]
         nearest = [127, 0, 2, 2, 0, -2, -2, 62, -64, 126, -126, 0, -1, -127]
         rows = torch.tensor(halves)[None] * torch.tensor([[1.0], [-1.0], [2.0], [0.5], [2.0**-20]])
         expected = torch.tensor(nearest)[None] * torch.tensor([[1.0], [-1.0], [2.0], [0.5], [2.0**-20]])
         if dtype == torch.float16:
-            rows, expected = rows[:4], expected[:4]  # the last are no numbers of float16
+            rows, expected = rows[:4], expected[:4]  # float16 does not represent the last row
         got = product8(rows.to(dtype), identity(len(halves)))
         assert torch.equal(rows.to(dtype).float(), rows) and torch.equal(got, expected.to(dtype))
 
@@ -249,7 +249,7 @@ class TestInt8:
         assert torch.equal(product8(x, identity(4)), expected)
 
     def test_more_than_35_dB_of_a_random_product(self, backend):
-        """Rounding to max / 127 costs 43 dB where the largest of 768 normal numbers is 3.2; two factors of that, 40."""
+        """Rounding to max / 127 leaves 43 dB if the largest of 768 normal numbers is 3.2; two such factors leave 40."""
         x, weight = (normal(rows, 768, dtype=torch.float32, device="cpu") for rows in (64, 96))
         truth = x.double() @ weight.double().T
         error = product8(x, *quantize_weight(weight)).double() - truth
@@ -257,7 +257,7 @@ class TestInt8:
 
     @pytest.mark.parametrize("approximate", GELUS[1:])
     def test_gelu_by_the_rule(self, backend, approximate):
-        """Of what the product without it gives."""
+        """The fused GELU is compared with GELU of the result without it."""
         inputs = self.inputs((145, 300, 33), torch.float32)
         inputs["factor"] /= 20
         before = product8(**inputs)
@@ -280,7 +280,7 @@ class TestInt8:
             assert product8(**self.inputs((rows, inner, channels), torch.float32)).shape == (rows, channels)
         inputs = self.inputs((33, 0, 19), torch.float32)
         for rows in 33, 400, 1000, 33:
-            [torch.full((rows,), torch.nan) for _ in range(12)]  # where factors of rows will be
+            [torch.full((rows,), torch.nan) for _ in range(12)]  # NaN where the factors of rows will be
             assert torch.equal(product8(**inputs | {"x": torch.zeros(rows, 0)}), inputs["bias"].expand(rows, 19))
 
     def test_leading_dimensions_and_x_that_lies_apart_in_memory(self, backend):
@@ -290,7 +290,7 @@ class TestInt8:
         assert torch.equal(product8(testing.strided(x), **inputs), flat)
 
 
-# ---- the kernels beside plain PyTorch, and beside themselves
+# ---- the kernels compared with plain PyTorch, and with themselves
 
 
 def on_cpu(call, *args, **kwargs):
@@ -308,13 +308,13 @@ def _quantized(size, dtype):
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_int8_gives_the_bits_of_plain_pytorch(size, dtype, with_bias):
     x, weight, factor, bias = _quantized(size, dtype).values()
-    x *= torch.logspace(-3, 3, len(x))[:, None].to(dtype)  # no two rows have one factor
+    x *= torch.logspace(-3, 3, len(x))[:, None].to(dtype)  # no two rows have the same factor
     call = (x, ops.pack_weight(weight), with_sums(factor, weight), bias if with_bias else None, len(weight))
     assert torch.equal(on_cpu(ops.packed_linear, *call), ops.packed_linear_ref(*call))
 
 
 def _calls(size):
-    """name -> a call for x, that is of every kind of weight, and x."""
+    """Kind of weight -> (a call for x, x)."""
     floats, quantized = TestFloats().inputs(size, torch.float32), _quantized(size, torch.bfloat16)
     x, weight, bias = floats.values()
     packed, halves = ops.pack_weight(weight), ops.pack_weight(weight.bfloat16())
@@ -352,7 +352,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(kind):
         assert torch.equal(on_cpu(call, x[row : row + 1]), together[row : row + 1])
 
 
-# The numbers are integers by 64: torch's own random normal numbers are others on another instruction set.
+# The numbers are integers divided by 64: torch's random normal numbers depend on the instruction set.
 INT8_RESULTS = """
 import hashlib, torch
 from fastbert import backends, ops
@@ -372,7 +372,7 @@ results = digest.hexdigest()
 @needs_kernels
 @pytest.mark.parametrize("cpu_set", [*backends.build_info().get("cpu_sets", ()), None])
 def test_every_instruction_set_gives_the_same_int8_results(cpu_set):
-    """None is plain PyTorch; the best of this processor runs here."""
+    """The best set runs in this process, each other one in a process of its own. None stands for plain PyTorch."""
     if cpu_set == backends.build_info()["cpu_set"]:
         pytest.skip("that is what the tests above run on")
     code = INT8_RESULTS + "print(backends.build_info()['cpu_set'], {name for _, name in backends.calls()}, results)"
@@ -394,7 +394,7 @@ def test_every_instruction_set_gives_the_same_int8_results(cpu_set):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("size", [(1, 1), (17, 3), (16, 4), (33, 257), (63, 6), (0, 4), (5, 0)], ids=str)
 def test_unpacking_gives_back_every_bit(size, dtype):
-    """Of random bits, NaN and infinities among them."""
+    """The weights are random bits, NaN and infinities among them."""
     bits = {4: torch.int32, 2: torch.int16, 1: torch.int8}[dtype.itemsize]
     information = torch.iinfo(bits)
     weight = torch.randint(information.min, information.max + 1, size).to(bits).view(dtype)
@@ -422,7 +422,7 @@ def test_quantised_weights_are_the_nearest():
     weight = torch.randn(40, 77) * torch.logspace(-12, 12, 40)[:, None]
     weight[3], weight[4] = 0, 1e-44
     quantized, factor = quantize_weight(weight)
-    usual = torch.arange(40) != 4  # whose factor would be a number that float32 does not have
+    usual = torch.arange(40) != 4  # its factor would be too small for float32
     assert quantized.dtype == torch.int8 and (quantized.abs().amax(1)[usual] == 127 * (factor[usual] != 0)).all()
     error = weight.double() - quantized.double() * factor.double()[:, None]
     assert (error.abs() <= factor[:, None].double() * (0.5 + 2**-16) + 1e-44).all()
@@ -446,7 +446,7 @@ def test_a_weight_that_cannot_be_packed_is_refused():
 
 
 X, BIAS, SCALE = torch.zeros(5, 7), torch.zeros(11), torch.zeros(2, 11)
-OTHER = torch.zeros(1, 4, PANEL * 2, 4, dtype=torch.int8)  # of an instruction set that no processor has
+OTHER = torch.zeros(1, 4, PANEL * 2, 4, dtype=torch.int8)  # the layout of no instruction set
 GIVEN = {"x": X, "weight": torch.zeros(11, 7), "scale": None, "bias": BIAS, "channels": 11, "approximate": None}
 BYTES = {"weight": torch.zeros(11, 7, dtype=torch.int8), "scale": SCALE}
 
@@ -533,12 +533,12 @@ def test_the_operator_is_what_its_schema_and_its_fake_say(kind):
 # ---- packed_layer
 
 LENGTHS, WIDTH, HEADS, WIDE = (70, 0, 1, 31), 24, 3, 40
-KINDS = {  # the dtype of the hidden state, and that of packed weights
+KINDS = {  # the dtypes of the hidden state and of packed weights
     "fp32": (torch.float32, torch.float32),
     "bf16": (torch.bfloat16, torch.bfloat16),
     "int8": (torch.float32, torch.int8),
     "int8 beside bf16": (torch.bfloat16, torch.int8),
-    "some int8": (torch.bfloat16, torch.int8),  # but for IN_BF16
+    "some int8": (torch.bfloat16, torch.int8),  # except IN_BF16
 }
 IN_BF16 = "k", "up"
 PLAIN = {"all packed": (), "the last is plain": ("down",), "one is packed": ("q", "k", "qkv", "out", "down")}
@@ -553,7 +553,7 @@ class Layer:
         self.hidden = normal(sum(lengths), WIDTH, dtype=dtype, device="cpu")
         self.ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         self.longest = max(lengths, default=0)
-        self.plain, self.parameters, self.scales = [], [], []  # plain: weights and biases as they were
+        self.plain, self.parameters, self.scales = [], [], []  # plain: weights and biases before packing
         for name in f"{projections} {REST}".split()[::2]:
             part = name.split("_")[0]
             if part in ("norm", "last"):
@@ -581,7 +581,7 @@ class Layer:
 
 
 def by_single_ops(layer, approximate="none"):
-    """The layer's ops one after the other."""
+    """Computes the layer by calling its ops one after the other."""
 
     def between(x, *products):
         quantized = all(weight.dtype == torch.int8 for weight, _ in products)
@@ -623,7 +623,7 @@ def test_a_layer_gives_the_bits_of_the_single_ops(projections, kind, plain):
 @pytest.mark.parametrize("plain", PLAIN)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_would_share_sets_of_the_cache(kind, plain, monkeypatch):
-    """What GELU gives lies apart there."""
+    """At an intermediate size of 2048, GELU's output has a longer row stride within the layer."""
     monkeypatch.setitem(globals(), "WIDE", 2048)
     approximate = "tanh" if kind == "int8" else "none"
     layer = Layer(ONE, kind, PLAIN[plain], lengths=(20, 1, 13))
@@ -656,7 +656,7 @@ def test_what_follows_attention_gives_the_bits_of_the_single_ops(kind):
 @pytest.mark.parametrize("projections", [ONE, THREE], ids=["one projection", "three"])
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_kernels)])
 def test_a_layer_is_accurate(backend, projections):
-    """The kernels and the plain PyTorch beside them, by the rule for whole models."""
+    """The kernels and the reference follow the accuracy rule for whole models."""
     layer = Layer(projections, "fp32")
     options = {"eps": 1e-5, "approximate": "none", "attention_dropout_p": 0.0, "dropout_p": 0.0, "rng": None, "site": 0}
 
@@ -689,7 +689,7 @@ def test_several_layers_in_one_call(backend):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_in_blocks_give_the_bits_of_the_single_ops(kind, threads):
-    """With enough rows for a thread to take blocks of them through a layer: from 64 for each on."""
+    """From 64 rows for each thread on, a thread takes blocks of rows through a whole layer."""
     first, second = (Layer(THREE, kind, lengths=(300, 0, 1, 151)) for _ in range(2))
     hidden, _, parameters, scales, *rest, _ = first.call("tanh")
     before = torch.get_num_threads()
@@ -703,7 +703,7 @@ def test_rows_in_blocks_give_the_bits_of_the_single_ops(kind, threads):
         after = packed_layer.FWD("cpu", *given)
     finally:
         torch.set_num_threads(before)
-    cut = slice(7, 80)  # the same without blocks
+    cut = slice(7, 80)  # too few rows for blocks
     assert torch.equal(after[cut], packed_layer.FWD("cpu", hidden[cut], context[cut], *given[2:]))
 
 

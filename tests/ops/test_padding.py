@@ -72,8 +72,8 @@ CAUSAL = torch.ones(4, 4).tril().bool()
         (torch.where(CAUSAL, 0.0, -1e4).expand(3, 1, -1, -1), ValueError, "is no key-padding mask"),
         (torch.stack([RIGHT, LEFT], 1)[:, :, None].expand(-1, -1, 4, -1), ValueError, "is no key-padding mask"),
         (torch.randn(3, 1, 1, 4), ValueError, "is no key-padding mask"),  # a bias
-        (-torch.rand(3, 1, 1, 4), ValueError, "is no key-padding mask"),  # one of penalties alone
-        (torch.tensor([[0.0, 0.0, -1e4, -1e4]] * 3), ValueError, "is no key-padding mask"),  # additive in 2-D
+        (-torch.rand(3, 1, 1, 4), ValueError, "is no key-padding mask"),  # a bias that has only penalties
+        (torch.tensor([[0.0, 0.0, -1e4, -1e4]] * 3), ValueError, "is no key-padding mask"),  # an additive mask in 2-D
         (torch.ones(3, 5), ValueError, r"attention_mask has shape \(3, 5\); expected \(B, S\) = \(3, 4\)"),
         (torch.ones(4), ValueError, r"attention_mask has shape \(4,\)"),
         (torch.ones(3, 12, 4, 5), ValueError, r"expected \(B, S\), \(B, 1, 1, S\)"),
@@ -115,7 +115,7 @@ def test_where_the_tokens_are(backend):
 
 @pytest.mark.parametrize("name", [name for name in backends.BACKENDS if name != "cpu"])
 def test_what_a_gpu_reads_at_once_is_what_the_host_finds(name):
-    """The code for GPUs, with its one synchronisation, run on a CPU as well."""
+    """The path for GPUs, with its one host synchronisation, finds what the host's finds. It also runs on a CPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if reason := backends.why_not(name, "padding", device, torch.bool):
         pytest.skip(f"{name}: {reason}")
@@ -133,7 +133,7 @@ def test_what_a_gpu_reads_at_once_is_what_the_host_finds(name):
 
 @pytest.mark.parametrize("name", [name for name in backends.BACKENDS if name != "cpu"])
 def test_a_row_that_is_alone_among_many(name):
-    """Only one of 300 begins with a gap, only one has a gap within, only one is long: none is with a thread's first."""
+    """Of 300 rows only one begins with a gap, only one has a gap within, and only one is long: 40, 290 and 299."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if reason := backends.why_not(name, "padding", device, torch.bool):
         pytest.skip(f"{name}: {reason}")
@@ -145,7 +145,7 @@ def test_a_row_that_is_alone_among_many(name):
 
 
 def test_places_of_all_tokens(backend):
-    """Of those that are not visible too, in order after the others; and of bytes of a mask other than 0 and 1."""
+    """Tokens that are not visible follow the visible ones, in order. Mask bytes other than 0 and 1 count as visible."""
     if backend == "cpu" and backends.choose("padding", backend, torch.bool, backward=False) == "cpu":
         pytest.skip("a CPU looks at the mask at once")
     mask = torch.tensor([[2, 0, 255], [0, 128, 0]], dtype=torch.uint8, device=backend).view(torch.bool)
@@ -175,7 +175,7 @@ def test_operators_and_their_fakes(backend):
         visible = torch.rand(3, 4, device=backend) < 0.5
         torch.library.opcheck(
             operators.padding_places.default, (visible,), test_utils=("test_schema", "test_faketensor")
-        )  # a GPU's values are not looked at: places out of range are left out
+        )  # places on a GPU are not checked: those out of range are left out
         places = torch.tensor([-1, 12, 2, 1], device=backend)
         out = operators.padding_unpack(torch.ones(4, 2, device=backend), places, 1, 2)
         assert out.tolist() == [[[0, 0], [1, 1]]]
@@ -189,7 +189,7 @@ def test_operators_and_their_fakes(backend):
 @pytest.mark.parametrize("width", (1, 1500), ids=("scalars", "rows-wider-than-a-tile"))
 @pytest.mark.parametrize("dtype", (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16))
 def test_every_dtype_over_many_places(backend, dtype, width):
-    """More tokens than a tile of the Triton kernels, and in another order than their places."""
+    """More tokens than a tile of the Triton kernels has, in another order than their places."""
     batch, seqlen, shape = (30, 50, ()) if width == 1 else (3, 4, (width,))
     x = torch.randint(0, 100, (batch, seqlen, *shape), device=backend).to(dtype)
     indices = torch.randperm(batch * seqlen, device=backend)[: batch * seqlen * 4 // 5]

@@ -13,7 +13,7 @@ from fastbert.ops.op import PRIMITIVES
 
 
 def log_buckets(longest, buckets):
-    """DeBERTa's: exact to buckets / 2, then wider and wider; 2 * buckets slots, of distances up to longest - 1."""
+    """DeBERTa's 2 * buckets slots, for distances up to longest - 1: exact up to buckets / 2, then wider and wider."""
     distance = torch.arange(1 - longest, longest)
     middle = buckets // 2
     far = (distance.abs().double() / middle).clamp(min=1).log() / math.log((longest - 1) / middle) * (middle - 1)
@@ -22,7 +22,7 @@ def log_buckets(longest, buckets):
 
 
 def two_sided(longest, buckets):
-    """As T5's and MPNet's: keys before the query in one half of the slots, after it in the other; so not monotone."""
+    """Slots like T5's and MPNet's: one half for keys before the query, one for keys after it. They are not monotone."""
     distance = torch.arange(1 - longest, longest)
     return (distance.abs().clamp(max=buckets - 1) + buckets * (distance < 0)).int()
 
@@ -75,7 +75,7 @@ class RelativeSuite(AttentionSuite):
         return ops.relative_attention(qkv, cu_seqlens, longest, positions, **self.dropout_arguments(qkv))
 
     def one_sequence(self, q, k, v, sequence, slots, keys, queries, bias):
-        """By indexing the tables for every pair of tokens."""
+        """Attention of one sequence that indexes the tables for every pair of tokens."""
         place, farthest = torch.arange(q.shape[1], device=q.device), len(slots) // 2
         slot = slots[(place[:, None] - place).clamp(-farthest, farthest) + farthest].long()
         scores = q @ k.mT
@@ -93,7 +93,7 @@ class RelativeSuite(AttentionSuite):
         return self.by_sequence(attend, qkv, cu_seqlens)
 
     def of_positions(self, q, k, slots, keys, queries, bias):
-        """The positions' scores of one sequence, (H, S, S): products with whole tables, of which some are gathered."""
+        """The positions' scores of one sequence, (H, S, S), gathered from products with whole tables."""
         place, farthest = torch.arange(q.shape[1], device=q.device), len(slots) // 2
         slot = slots[(place[:, None] - place).clamp(-farthest, farthest) + farthest].long()
         scores = q.new_zeros(q.shape[0], *slot.shape)
@@ -105,7 +105,7 @@ class RelativeSuite(AttentionSuite):
         return scores if bias is None else scores + bias[:, slot].to(q.dtype)
 
     def as_sdpa(self, qkv, cu_seqlens, **tables):
-        """With the positions' scores as SDPA's mask, one sequence at a time."""
+        """SDPA with the positions' scores as its mask, one sequence at a time."""
 
         def attend(q, k, v, _):
             mask = self.of_positions(q, k, **tables)
@@ -114,7 +114,7 @@ class RelativeSuite(AttentionSuite):
         return self.by_sequence(attend, qkv, cu_seqlens)
 
     def gathered(self, qkv, cu_seqlens, **tables):
-        """As transformers' DeBERTa, with the contract's dropout, which SDPA does not have."""
+        """Attention as in transformers' DeBERTa, with the contract's dropout, which SDPA does not have."""
 
         def attend(q, k, v, sequence):
             scores = q @ k.mT * q.shape[-1] ** -0.5 + self.of_positions(q, k, **tables)
@@ -166,7 +166,7 @@ class TestRelativeAttention(RelativeSuite):
         assert (out - plain).abs().max() <= 2**-22 * plain.abs().max()
 
     def test_a_large_bias_that_is_everywhere_the_same_changes_nothing(self, backend):
-        """A tile's rows behind a sequence's end have it too, and exp(300) is infinite: it must not reach others."""
+        """A tile's rows after a sequence's end have that bias too: exp(300) is infinite, and must not reach others."""
         backend.require(torch.float32, backward=True)
         qkv = normal(8, 3, 2, 8, dtype=torch.float32, device=backend.device).requires_grad_()
         cu_seqlens, bias = ends((5, 3), backend.device), torch.full((2, 1), 300.0, device=backend.device)
@@ -175,10 +175,10 @@ class TestRelativeAttention(RelativeSuite):
         plain = ops.attention(qkv, cu_seqlens, 5)
         gradients = [torch.autograd.grad(x.square().sum(), qkv)[0] for x in (shifted, plain)]
         for one, two in ((shifted, plain), gradients):
-            assert (one - two).abs().max() <= 300 * 2**-22 * two.abs().max()  # of the scores' rounding
+            assert (one - two).abs().max() <= 300 * 2**-22 * two.abs().max()  # the scores' rounding
 
     def test_alibi(self, backend):
-        """Press et al., 2022: slopes 2**(-8 h / H) times the distance, both ways."""
+        """Press et al., 2022: slopes 2**(-8 h / H) times the distance, in both directions."""
         heads, length = 4, 37
         qkv = normal(length, 3, heads, 16, dtype=torch.float32, device=backend.device)
         slopes = torch.tensor([2 ** (-8 * (h + 1) / heads) for h in range(heads)], device=backend.device)
@@ -212,7 +212,7 @@ class TestRelativeAttention(RelativeSuite):
 
     @slow_interpreted
     def test_slots_out_of_range_are_clamped(self, backend):
-        """In compiled code, whose values are not looked at, no memory of others is read."""
+        """Compiled code does not check slots: nothing outside the tables may be read."""
         if backend.name == "reference":
             backend.skip("plain PyTorch indexes with what it is given")
         qkv, cu_seqlens, slots, *tables = self.inputs(self.shapes[0].values[0], torch.float32, backend.device).values()
@@ -224,7 +224,7 @@ class TestRelativeAttention(RelativeSuite):
             assert not out.isnan().any() and not any(grad.isnan().any() for grad in grads)
 
     def test_primitives_refuse_what_they_would_read_out_of_bounds(self, backend):
-        """Compiled code calls them without the checks of Python."""
+        """Compiled code calls primitives without Python's checks."""
         if backend.name == "reference":
             backend.skip("plain PyTorch checks its own indices")
         if backend.name == "triton":
@@ -250,14 +250,14 @@ class TestRelativeAttention(RelativeSuite):
 
     @slow_interpreted
     def test_every_row_is_written_whatever_cu_seqlens_holds(self, backend):
-        """In compiled code, whose values are not looked at. Tokens outside every sequence have no gradients either."""
+        """Compiled code does not check cu_seqlens. Tokens outside every sequence get zeros, also as gradients."""
         if backend.name == "reference":
             backend.skip("plain PyTorch indexes with what it is given")
         qkv, _, *tables = self.inputs(((5, 3), 2, 8, "log", KQB), torch.float32, backend.device).values()
         for last in ([0, 5], [0, 5, 2, 5], [0, 5, 800], [-7, 5, 8], [3, 5, 5], [2**31 - 1, -(2**31), 8], [0]):
             cu_seqlens = torch.tensor(last, dtype=torch.int32, device=backend.device)
             args = (*tables, cu_seqlens, 8, 0.3, 0.0, None, 0)
-            with cuda_on_cpu.overlap():  # of the sequences
+            with cuda_on_cpu.overlap():  # the sequences overlap
                 out, lse = PRIMITIVES["relative_attention_fwd"](backend.name, qkv, *args)
                 grads = PRIMITIVES["relative_attention_bwd"](backend.name, out + 1, qkv, out, lse, *args, True)
             assert not out.isnan().any() and not any(grad.isnan().any() for grad in grads)
@@ -267,7 +267,7 @@ class TestRelativeAttention(RelativeSuite):
 
     @pytest.mark.parametrize("tables", (KQB, K, Q, B), ids=("all", "keys", "queries", "bias"))
     def test_what_no_distance_needs_is_not_looked_at(self, backend, tables):
-        """Slots of distances that no two tokens have, say of a table that is only in part initialised."""
+        """Entries for distances that no two tokens have may be NaN, say in a table that is only partly initialised."""
         if backend.name != "cuda":
             backend.skip("for kernels that take tables by tiles of distances")
         inputs = self.inputs(((5, 3), 2, 8, "one each", tables), torch.float32, backend.device)
@@ -283,7 +283,7 @@ class TestRelativeAttention(RelativeSuite):
             assert all(torch.equal({**r.outputs, **r.gradients}[name], value) for r in results), name
 
     def test_longer_max_seqlen_changes_nothing_but_rounding(self, backend):
-        """On a GPU it leaves fewer groups of sequences, which hold 3, 3 and 2 here, for the tables' gradients."""
+        """On a GPU a longer max_seqlen makes fewer groups of sequences for gradients of tables, here of 3, 3 and 2."""
         backend.require(torch.float32, backward=True)
         if backend.name == "reference":
             backend.skip("plain PyTorch computes a grid of 522 by 522")
@@ -324,7 +324,7 @@ class TestRelativeAttention(RelativeSuite):
     @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-5, 1e-35, 2.0])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_scales(self, backend, dtype, scale, tables):
-        """What scale does not multiply, the bias, has its part of the scores whatever scale is."""
+        """The bias, which scale does not multiply, is part of the scores whatever scale is."""
         backend.require(dtype, backward=True)
         inputs = self.inputs(((5, 0, 21), 2, 24, "log", tables), dtype, backend.device)
         inputs = {n: x.float() if n == "bias" else x for n, x in inputs.items() if x is not None}
@@ -345,12 +345,12 @@ class TestRelativeAttention(RelativeSuite):
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_a_bias_at_the_end_of_the_range(self, backend, dtype):
-        """Everywhere the same, it changes nothing: scores are 0 here, so the weights are those of equal ones."""
+        """A bias that is the same everywhere changes nothing: the other scores are 0, so all weights are equal."""
         backend.require(dtype)
         qkv = torch.randn(4, 3, 1, 64, device=backend.device, dtype=dtype)
         qkv[:, 1] = 0
         slots = torch.zeros(1, dtype=torch.int32, device=backend.device)
-        bias = torch.full((1, 1), -2e38, device=backend.device)  # Triton's scores are times log2(e)
+        bias = torch.full((1, 1), -2e38, device=backend.device)  # Triton multiplies scores by log2(e)
         positions = RelativePositions(slots, bias=bias)
 
         def ours(qkv):
@@ -363,9 +363,9 @@ class TestRelativeAttention(RelativeSuite):
 
     @pytest.mark.parametrize("logit", [1e3, 1e8, -1e8])
     def test_equal_logits_of_any_size(self, backend, logit):
-        """Ill-conditioned, as of `attention`: rounding the log-sum-exp loses ln 4, and still the weights are 1 / 4.
+        """Ill-conditioned, as for `attention`: rounding the log-sum-exp loses ln 4, but the weights still are 1 / 4.
 
-        Here the distances make the scores large.
+        Here the table of distances makes the scores large.
         """
         backend.require(torch.float32, backward=True)
         qkv = torch.randn(4, 3, 1, 8, device=backend.device)

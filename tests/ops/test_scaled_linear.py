@@ -31,7 +31,7 @@ def some(device, *shape, scale=1.0):
 
 
 def rows_near(rows, factors, truth):
-    """Whether rows are truth / factors as e4m3 holds it: 4 bits, of 2**-9 and more."""
+    """Whether rows are truth / factors rounded to e4m3, which has 4 bits of precision, and numbers from 2**-9 on."""
     expected = truth.double() / factors.double()
     allowed = (expected.abs() * 2**-4).clamp(min=2.0**-10) * (1 + 1e-6)
     return bool(((rows.double() - expected).abs() <= allowed).all())
@@ -55,9 +55,9 @@ class TestScaledLinear:
     @pytest.mark.parametrize("approximate", GELUS)
     @pytest.mark.parametrize("size", SIZES)
     def test_gelu_first(self, backend, size, approximate, with_bias):
-        """The rows of a GELU that bfloat16 holds: a unit of its last place apart where two roundings differ.
+        """The rows are those of GELU rounded to bfloat16, which may be a unit in the last place away from the truth.
 
-        A factor is that of one number of bfloat16, so it has that number's rounding, half a unit: 2**-8.
+        A factor comes from one bfloat16 number, so it has that number's rounding error, half a unit: 2**-8.
         """
         x, bias = some(backend.device, *size), some(backend.device, size[-1]) if with_bias else None
         truth = x.double() if bias is None else x.double() + bias.double()
@@ -90,7 +90,7 @@ class TestScaledLinear:
         assert torch.equal(rows.float(), expected[0].float()) and torch.equal(factors, expected[1])
 
     def test_rows_without_a_scale(self, backend):
-        """One that is not finite spoils itself only; numbers that are next to nothing are nothing."""
+        """A row that is not finite spoils only itself. Rows of zeros, or of numbers like 2**-101, become zeros."""
         x = some(backend.device, 5, 48)
         x[0, 3], x[1, 47], x[2] = torch.nan, -torch.inf, 0
         x[3] = 2.0**-101
@@ -107,7 +107,7 @@ class TestScaledLinear:
             assert torch.equal(found[0].float(), expected[0].float()) and torch.equal(found[1], expected[1])
 
     def test_products_of_small_integers_are_exact(self, backend):
-        """Rows that e4m3 holds as they are: integers to 7, and 448 for the factor 1."""
+        """Rows that e4m3 represents exactly: integers up to 7, and a 448 that makes the factor 1."""
         x, weight = (torch.randint(-7, 8, (n, 32), device=backend.device).to(BFLOAT16) for n in (5, 48))
         x[:, 0] = weight[:, 1] = 448
         x[:, 1] = weight[:, 0] = 0
@@ -120,7 +120,7 @@ class TestScaledLinear:
         assert torch.equal(leading.view(5, 48), (expected + bias).to(BFLOAT16))
 
     def test_error_of_a_product(self, backend):
-        """25 dB and more: each factor has a relative error of 2**-4 at most, uniform for the most part."""
+        """25 dB and more: the relative error of each factor is at most 2**-4, and mostly uniform."""
         x, weight = some(backend.device, 64, 768), some(backend.device, 96, 768, scale=0.04)
         truth = x.double() @ weight.double().T
         error = ops.scaled_linear(x, *quantize_weight(weight, E4M3), None).double() - truth
@@ -175,7 +175,7 @@ def test_what_is_refused(changes, error, message):
 
 
 def test_older_gpus_are_refused(monkeypatch):
-    """By the choice, and by the launcher."""
+    """Both the choice of a backend and the launcher refuse GPUs before sm_90."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (8, 9))
     monkeypatch.setitem(backends._PROBLEMS, "cuda", lambda: None)

@@ -1,4 +1,4 @@
-"""Products on the matrix unit (AMX). A processor without one runs all of this again where one is emulated."""
+"""Products on the matrix unit (AMX). On a processor without one, a test runs this file again with an emulated one."""
 
 import ctypes
 import os
@@ -38,7 +38,7 @@ def pack(weight):
 @needs_tiles
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 31, 33, 47, 64, 143, 145, 177, 300])
 def test_small_integers_are_exact(rows):
-    """Around the sizes of tiles, of blocks of them and of chains of sums; NaN and infinity stay in their rows."""
+    """Sizes around those of tiles, blocks of tiles and chains of sums. NaN and infinity stay in their rows."""
     for inner in (1, 2, 31, 32, 33, 64, 80, 511, 513, 546, 1100):
         x, bad = signs(rows, inner), rows // 2
         x[bad] = torch.tensor([torch.inf, torch.nan])[torch.randint(2, (inner,))]
@@ -60,7 +60,7 @@ def test_rows_are_the_same_among_any_others():
 
 @needs_tiles
 def test_attention_through_blocks_of_keys():
-    """Sums that rows have to multiply differently, because their largest scores come in different blocks."""
+    """Each row rescales its sums differently, because the rows' largest scores come in different blocks."""
     keys, D = 1100, 32
     qkv = torch.randn(keys, 3, 1, D).bfloat16()
     qkv[:, 1] *= torch.linspace(0.5, 3, keys)[:, None, None]
@@ -108,12 +108,12 @@ def test_tiles_are_used_and_released(name):
 @counts_instructions
 @pytest.mark.parametrize("rows, loads", [(144, 1), (16, 1.5)], ids=["whole blocks", "one tile of rows"])
 def test_no_product_is_computed_twice(rows, loads):
-    """As many multiplications as there are tiles, and no more loads than the unit has time for."""
+    """There are as many multiplications as tiles, and no more loads than the unit has time for."""
     before = counted("dots"), counted("loads")
     ops.packed_linear(signs(rows, 768), *pack(signs(3072, 768)))
     dots = counted("dots") - before[0]
     assert dots == rows // 16 * 3072 // 16 * 768 // 32
-    # 144 rows are four blocks and half a one; sums are loaded again twice, after 8 steps of a tile.
+    # 144 rows are four and a half blocks; sums are loaded again twice, after 8 steps of a tile.
     assert counted("loads") - before[1] <= dots * (loads * 1.06 + 2 / 24)
 
 
@@ -121,7 +121,7 @@ def test_no_product_is_computed_twice(rows, loads):
 
 
 def run(*words: str, **environment: str) -> str:
-    """Of Python, with a matrix unit; its output, where it succeeds."""
+    """Runs Python with a matrix unit and returns its output. Asserts that it succeeds."""
     if problem := amx_on_cpu.problem():
         pytest.skip(problem)
     environment = {**os.environ, **amx_on_cpu.environment(), **environment}
@@ -147,13 +147,13 @@ def test_this_file_with_a_matrix_unit():
 
 
 def test_half_precision_with_a_matrix_unit():
-    run_tests(*OPS, select="cpu and (bfloat16 or int8) and not long_sequences and not largest_score")
+    run_tests(*OPS, select="(cpu or packed_layer) and (bfloat16 or int8) and not long_sequences and not largest_score")
 
 
 @pytest.mark.slow
 def test_everything_with_a_matrix_unit():
-    """Models in bf16 and int8 too; the ops without the tests above."""
-    run_tests(*OPS, "models/test_prepare", select="(cpu or prepare) and not half_precision")
+    """All tests of the ops on the CPU, except those named half_precision, and models in bf16 and int8."""
+    run_tests(*OPS, "models/test_prepare", select="(cpu or packed_layer or prepare) and not half_precision")
 
 
 def test_a_matrix_unit_can_be_turned_off():

@@ -1,4 +1,4 @@
-"""What the Triton kernels share, and what each compiles to."""
+"""The code that Triton kernels share, and what each kernel compiles to."""
 
 import dataclasses
 import itertools
@@ -57,7 +57,7 @@ def test_recording_ends_with_its_block():
 
 @pytest.mark.parametrize("programs", [1, 32, 33, 70, 528])
 def test_sums_of_any_number_of_programs(programs):
-    """The interpreter's kernels leave at most 16 partial sums, a GPU's hundreds. Integers add up exactly."""
+    """Kernels leave at most 16 partial sums in the interpreter, and hundreds on a GPU. Integers add up exactly."""
     partials = torch.randint(-9, 10, (programs, 2, 67), device=DEVICE).float()
     one, other = sums.add_up(partials, [torch.float32, torch.float16])
     assert torch.equal(one, partials[:, 0].sum(0)) and torch.equal(other, partials[:, 1].sum(0).half())
@@ -111,7 +111,7 @@ def _order(out, cu_seqlens, batch, tokens, longest):
     ("batch", "longest", "ordered"), [(128, 65, True), (7, 300, True), (129, 65, False), (9, 64, False)]
 )
 def test_the_longest_sequence_comes_first(batch, longest, ordered):
-    """Each sequence has one rank, whatever is as long as it; a length beyond max_seqlen counts as that."""
+    """Sequences of the same length have different ranks; a length beyond max_seqlen counts as max_seqlen."""
     lengths = torch.randint(0, longest + 9, (batch,))
     cu_seqlens, out = F.pad(lengths.cumsum(0), (1, 0)).int(), torch.full((batch,), -1, device=DEVICE)
     with triton_device():
@@ -153,7 +153,8 @@ def _row_keep(out, rng, site, tokens, first_channel, threshold, ROWS: tl.constex
 @pytest.mark.parametrize("first_channel", [0, 24])
 @pytest.mark.parametrize("site", [0, 1, 37])
 def test_row_keep_is_the_contract(first_channel, site):
-    """Tokens beyond 2**32 have their own counters; random.py, whose tokens begin at 0, is asked word by word there."""
+    """Tokens beyond 2**32 have their own counters. For these the words come from random.philox, as random.row_keep has
+    only tokens from 0 on."""
     rows, channels, p = 8, 32, 0.3
     rng = random.new_key(DEVICE)
     out = torch.zeros(rows, channels, dtype=torch.bool, device=DEVICE)
@@ -169,7 +170,7 @@ def test_row_keep_is_the_contract(first_channel, site):
 
 
 def row_keep(rng, site, token, first_channel, channels, p):
-    """random.row_keep of any tokens and channels, from random.philox."""
+    """random.row_keep for any tokens and channels, made of random.philox."""
     group = first_channel // 8 + torch.arange(channels // 8, device=token.device)
     counter = group[None, :], token[:, None] & 0xFFFFFFFF, token[:, None] >> 32, 0
     words = torch.stack(random.philox(counter, random.site_key(rng, site)), -1)
@@ -228,7 +229,7 @@ def test_dense_gelu_reads_rows_that_begin_anywhere():
 
 
 def test_dense_gelu_is_gelu_of_what_its_backward_differentiates_at():
-    """The rounded sum, as in the reference: not the sum before it was rounded."""
+    """The forward applies GELU to the rounded sum, as the reference does, not to the sum before rounding."""
     x, weight, bias = (torch.randn(*shape, device=DEVICE).half() for shape in ((9, 32), (40, 32), (40,)))
     y, preactivation = KERNELS["dense_gelu_fwd"](x, weight, bias, "none", True)
     assert torch.equal(y, KERNELS["bias_gelu_fwd"](preactivation, bias * 0, "none"))
@@ -242,7 +243,7 @@ def test_the_backward_in_one_pass_repeats_bit_for_bit(monkeypatch):
     gpu, dtype = DEVICE == "cuda", torch.bfloat16 if DEVICE == "cuda" else torch.float16
     lengths, times = (range(65, 513), 100) if gpu else ((65, 129), 2)
     heads = 12 if gpu else 1
-    batch = -(-common.multiprocessors(torch.device(DEVICE)) // heads)  # as many programs as fill it
+    batch = -(-common.multiprocessors(torch.device(DEVICE)) // heads)  # as many programs as fill the device
     passes, launch = [], common._launcher
     monkeypatch.setattr(common, "_launcher", lambda *a: (passes.append(a[4].get("NEED_DQ")), launch(*a)))
     for length, p in itertools.product(lengths, (0.0, 0.1)):
@@ -283,8 +284,9 @@ def test_the_longest_sequence_chooses_the_kernels_of_attention(monkeypatch, long
 
 @SHORT
 def test_a_short_sequence_has_the_same_bits_in_any_company(lengths):
-    """Among tokens that are NaN; and before one sequence of NaN, so long that the kernels are the same: a product of 16
-    rows is not always, to the bit, a part of one of 32 (numpy's, in the interpreter, is not with AVX2).
+    """Each sequence runs among tokens that are NaN; and before one sequence of NaN, which is long enough to choose the
+    same kernels: a product of 16 rows does not always have the bits of a part of one of 32 (numpy's in the interpreter
+    does not, with AVX2).
     """
     qkv, rest = short(lengths, 2, 40)
     dout = qkv[:, 0].flip(0)
@@ -302,7 +304,7 @@ def test_a_short_sequence_has_the_same_bits_in_any_company(lengths):
 
 @SHORT
 def test_short_sequences_drop_what_the_contract_says(lengths):
-    """Values that name their key, and gradients that name their query, show the mask, forward and backward."""
+    """One-hot values and one-hot output gradients show the mask, in the forward and in the backward."""
     qkv, rest = short(lengths, 2, max(lengths), 0.4)
     names = torch.cat([torch.eye(max(lengths))[:n] for n in lengths]).to(DEVICE).half()[:, None].expand(-1, 2, -1)
     qkv[:, 0], qkv[:, 2] = 0, names
@@ -319,7 +321,7 @@ def test_short_sequences_drop_what_the_contract_says(lengths):
 
 
 def python(*words: str, **more: str) -> subprocess.CompletedProcess:
-    """Runs in another process: this one may interpret kernels. more: of its environment."""
+    """Runs Python in another process, as this one may interpret kernels. more: environment variables for it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | more
     return subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
 
@@ -329,7 +331,7 @@ def triton_report(*words: str) -> subprocess.CompletedProcess:
 
 
 def rows(text: str) -> list[dict[str, str]]:
-    """The lines of all tables of a report, by the names of the columns."""
+    """The rows of all tables of a report, as dictionaries by column name."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return [dict(zip(lines[0], line, strict=True)) for line in lines if line != lines[0] and set(line) != {"---"}]
 
@@ -360,7 +362,7 @@ def test_a_configuration_that_spills_fails_the_report():
 
 @pytest.mark.slow
 def test_what_the_report_compiles_is_what_a_launch_finds_in_the_cache(tmp_path):
-    """Without a GPU: another process with the same Triton compiles nothing again."""
+    """Another process with the same Triton compiles nothing again. This needs no GPU."""
     script = (
         "import sys; from benchmarks.gpu import triton_report; from benchmarks.gpu.triton_calls import BF16, new\n"
         "from fastbert.triton import KERNELS, common; from triton.runtime import driver\n"

@@ -1,6 +1,6 @@
-"""Backend "varlen": PyTorch's varlen_attn where a user asks for it by name, and nowhere else.
+"""Backend "varlen": PyTorch's varlen_attn, which runs only if a user asks for it by name.
 
-On a CPU, `varlen_on_cpu` stands in for FlashAttention's operators; torch.nn.attention.varlen above them is the real.
+On a CPU, `varlen_on_cpu` stands in for FlashAttention's operators; their caller, torch.nn.attention.varlen, is real.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ NEAR = 2**-20  # of the largest value, for float32 sums of at most 130 terms
 
 @pytest.fixture
 def on_cpu():
-    torch.use_deterministic_algorithms(False)  # it is refused with gradients
+    torch.use_deterministic_algorithms(False)  # with gradients the backend refuses them
     with varlen_on_cpu.installed():
         yield
 
@@ -161,7 +161,7 @@ def test_the_installed_pytorch_has_what_is_called():
 
 
 def test_explain_says_that_it_is_there_by_name(capsys, on_cpu):
-    with cuda_on_cpu.uninstalled():  # else its kernels would be built
+    with cuda_on_cpu.uninstalled():  # else the CUDA kernels would be built
         fastbert.explain()
     text = capsys.readouterr().out
     line = next(line for line in text.splitlines() if line.startswith("  attention") and "varlen" in line)
@@ -186,7 +186,7 @@ def ran_for(model, **block):
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("gradients", [False, True], ids=["no-gradients", "gradients"])
 def test_a_models_attention_alone_runs_elsewhere(training, gradients):
-    """Though the layer's op, and that of all layers, have an attention of their own."""
+    """A forced attention runs, although the op for a layer, and the one for all layers, have their own."""
     model = model_of().train(training).requires_grad_(gradients)
     out, ran = ran_for(model, attention="reference")
     layers = TINY.num_hidden_layers
@@ -214,7 +214,7 @@ def test_the_layer_alone_is_forced_as_a_whole():
 
 
 def test_the_layers_op_does_not_take_what_it_cannot_run():
-    """On a CPU "varlen" is refused, not passed over, whatever path a model takes."""
+    """On a CPU "varlen" is refused, not ignored, whatever path a model takes."""
     prepared = fastbert.prepare(model_of().eval(), "fp32") if backends.EXTENSION else model_of().eval()
     for model in (model_of().eval(), model_of().train(), prepared):
         with pytest.raises(RuntimeError, match="backend 'varlen' cannot run attention: it does not serve cpu tensors"):
@@ -269,7 +269,7 @@ def test_a_scale_that_turns_the_order_round_is_refused(on_cpu, scale):
 
 @pytest.mark.parametrize("max_seqlen", [70, 1], ids=["the longest", "too small"])
 def test_rows_outside_every_sequence_are_zeros(on_cpu, max_seqlen):
-    """The stand-in leaves NaN there, and beyond max_seqlen in whole tiles; lse is (H, T), as our kernels save it."""
+    """The stand-in leaves NaN there, or writes whole tiles beyond max_seqlen. lse is (H, T), as our kernels save it."""
     qkv, cu_seqlens, rest = torch.randn(90, 3, 2, 8), ends((70, 5)), (max_seqlen, 0.3, 0.0, None, 0)
     out, lse = FWD("varlen", qkv, cu_seqlens, *rest)
     dqkv = BWD("varlen", torch.ones_like(out), qkv, out, lse, cu_seqlens, *rest)
@@ -296,7 +296,7 @@ def test_no_token_no_sequence_and_ends_outside_the_tensor(on_cpu):
 
 
 def test_forward_and_backward_of_different_backends_fit(on_cpu):
-    """The saved lse means the same: one backend's forward may meet another's backward."""
+    """The saved lse means the same on both, so the backward may run on another backend than the forward."""
     qkv, cu_seqlens, rest = torch.randn(12, 3, 2, 8), ends((7, 5)), (7, 0.3, 0.0, None, 0)
     grads, dout = {}, torch.randn(12, 2, 8)
     for first in ("varlen", "reference"):
@@ -308,7 +308,7 @@ def test_forward_and_backward_of_different_backends_fit(on_cpu):
 
 
 def test_strides_and_addresses_of_any_kind(on_cpu):
-    """FlashAttention reads 16 bytes at once; the stand-in refuses what is not aligned, or not dense."""
+    """FlashAttention reads 16 bytes at once; the stand-in refuses tensors that are not aligned, or not dense."""
     whole = torch.randn(9 * 3 * 2 * 8 + 1)
     qkv, cu_seqlens = whole[1:].view(9, 3, 2, 8), ends((6, 3))
     expected = attend(qkv.clone(), cu_seqlens)
@@ -393,7 +393,7 @@ def test_on_a_gpu(repeatable_or_not, implementation, dtype, head_dim):
 
 @contextlib.contextmanager
 def activated(implementation):
-    """Skips where it is not installed, or not for this GPU."""
+    """Activates it within the block; skips the test if it is not installed, or not for this GPU."""
     if implementation is None:
         yield
         return

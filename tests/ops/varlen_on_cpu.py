@@ -1,6 +1,6 @@
-"""FlashAttention's two operators of torch.ops.aten, for CPU tensors, in float32: what torch.nn.attention.varlen calls.
+"""FlashAttention's two operators of torch.ops.aten, which torch.nn.attention.varlen calls, for CPU tensors, in float32.
 
-They take what the real ones take and refuse the rest, and like them write only rows of sequences: others are NaN.
+They take what the real ones take and refuse the rest. Like these they write only rows of sequences: others are NaN.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import torch
 
 from fastbert import backends
 
-ROWS = 64  # of a tile of queries: as many as fit in whole tiles are written, whatever max_q is
+ROWS = 64  # of a tile of queries: rows up to max_q are written in whole tiles
 HALF = (torch.bfloat16, torch.float16)
 
 

@@ -20,13 +20,13 @@ from fastbert import backends
 
 
 def is_sanitized(folder: str) -> None:
-    """Checks that fastbert comes from `folder`. It stays so: pytest changes sys.path later, after the import."""
+    """Asserts that fastbert comes from `folder`. Later changes of sys.path by pytest come after the import."""
     assert Path(fastbert.__file__).is_relative_to(Path(folder).resolve()), f"{fastbert.__file__} is not in {folder}"
     assert backends.EXTENSION, backends.EXTENSION_PROBLEM
 
 
 def overread(backend: str) -> None:
-    """A tensor of 17 elements in memory for 16."""
+    """Calls bias_gelu on a tensor of 17 elements in memory for 16."""
     malloc = ctypes.CDLL(None).malloc
     malloc.restype = ctypes.c_void_p
     elements = (ctypes.c_float * 17).from_address(malloc(ctypes.c_size_t(16 * 4)))

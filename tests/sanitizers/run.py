@@ -1,8 +1,8 @@
 """make test-sanitizers: the C++ and CUDA under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer.
 
-1. loops.cpp runs csrc/cpu/loops without torch: for races, and on buffers of exactly the required size; also with
-   vectors of 64 bytes, so that AVX-512's width is tested on every processor, with tiles as AMX's, in plain C++, and
-   with AVX2's VNNI.
+1. loops.cpp runs csrc/cpu/loops without torch: for races, and on buffers of exactly the required size. It also runs
+   with vectors of 64 bytes, which tests AVX-512's width on every processor, with AMX's tiles in plain C++, and with
+   AVX2's VNNI.
 2. The CUDA kernels on the CPU (tests/cuda_on_cpu) without torch: for races between the threads of a block.
 3. The whole `_C`, and the CUDA kernels on the CPU, in Python, on the tests of their ops.
 
@@ -43,7 +43,7 @@ OPS = (
     "cross_entropy linear_max"
 ).split()
 TESTS = [f"tests/ops/test_{op}.py" for op in OPS]
-SELECTION = "{} and not compile and not opcheck"
+SELECTION = "({} or packed_layer or few_rows or products_of_gradients) and not compile and not opcheck"
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ MEMORY = {
     "overflow": "runtime error: signed integer overflow",
 }
 CUDA_RACES = ("missing_barrier", "reused_buffer", "missing_syncwarp", "wait_without_barrier")
-CUDA_MEMORY = {  # shared memory
+CUDA_MEMORY = {  # faults in shared memory
     "row_guard": "runtime error: index 63 out of bounds",
     "beyond_dynamic": "AddressSanitizer: use-after-poison",
     "misaligned_shared": "runtime error: store to misaligned address",
 }
 EVEX = OUT / "evex"
 DRIVERS = [Driver("loops-threads", "thread", RACES), Driver("loops-memory", "address,undefined", MEMORY)]
-if X86:  # compiled with AVX2's flags, and named by namespaces that have all loops
+if X86:  # compiled with AVX2's flags; isa is just a namespace that has all loops
     WIDE = "-DFB_VECTOR_BYTES=64"
     DRIVERS += [Driver("loops-memory-wide", "address,undefined", MEMORY, "avx512", (WIDE,))]
     DRIVERS += [Driver("loops-memory-tiles", "address,undefined", MEMORY, "avx512", (WIDE, "-DFB_TILES"))]
@@ -121,7 +121,7 @@ def build(driver: Driver) -> None:
 
 
 def write_assembler() -> None:
-    """Of `-B`: `as`, which leaves AVX-VNNI's instruction in AVX-512's encoding where processors have that alone."""
+    """Writes the `as` that `-B` names. If the processor has VNNI only in AVX-512's encoding, it assembles that one."""
     EVEX.mkdir(parents=True, exist_ok=True)
     without = "" if "avx_vnni" in PROCESSOR else 'for file; do :; done; sed -i "s/{vex} vpdp/vpdp/" "$file"\n'
     (EVEX / "as").write_text(f'#!/bin/sh\n{without}exec as "$@"\n')
@@ -188,7 +188,7 @@ def test_package(package: Path, cuda: Path | None, prefix: list[str]) -> None:
 
 
 def preload() -> str:
-    """LD_PRELOAD of a Python without sanitizers: their runtimes, and libstdc++, whose exceptions they intercept."""
+    """LD_PRELOAD for a Python without sanitizers: their runtimes, and libstdc++, whose exceptions they intercept."""
     libraries = ("libasan.so", "libubsan.so", "libstdc++.so")
     return " ".join(subprocess.check_output([CXX, f"-print-file-name={name}"], text=True).strip() for name in libraries)
 
