@@ -49,7 +49,7 @@ Tensor with_columns(const Tensor& dlogits, int64_t columns) {
   int64_t bytes = 0;
   check_call(aoti_torch_get_storage_size(dlogits.get(), &bytes), "storage_size");
   const int64_t end = dlogits.storage_offset() + (rows - 1) * stride + columns;
-  return end * dlogits.element_size() > bytes ? dlogits : strided(dlogits, {rows, columns}, {stride, 1}, 0);
+  return end * int64_t(dlogits.element_size()) > bytes ? dlogits : strided(dlogits, {rows, columns}, {stride, 1}, 0);
 }
 
 cuda::Labels labels_of(const Tensor& labels, int64_t ignored) {

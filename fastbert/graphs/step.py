@@ -195,16 +195,19 @@ def _add_gradients(
     graph has intermediate results.
     """
     pairs = list(zip(parameters, gradients, strict=True))
-    live = [(p.grad, g) for p, g in pairs if p.grad is not None]
-    at_risk = [(mine, g) for mine, g in live if _memory(mine) in written]
-    others = [(mine, g) for mine, g in live if g is not None and _memory(mine) not in written]
+    at_risk, sums = [], []
+    for p, g in pairs:
+        if p.grad is not None and _memory(p.grad) in written:
+            at_risk.append((p.grad, g))
+        elif p.grad is not None and g is not None:
+            sums.append((p.grad, g))
     with torch.no_grad():
         kept = torch._foreach_mul([mine for mine, _ in at_risk], 1) if at_risk else []
     replay()
-    others += [(old, g) for (_, g), old in zip(at_risk, kept, strict=True) if g is not None]
+    sums += [(old, g) for (_, g), old in zip(at_risk, kept, strict=True) if g is not None]
     with torch.no_grad():
-        if others:
-            torch._foreach_add_(*map(list, zip(*others, strict=True)))
+        if sums:
+            torch._foreach_add_(*map(list, zip(*sums, strict=True)))
         if at_risk:
             torch._foreach_copy_([mine for mine, _ in at_risk], kept)
     for p, g in pairs:

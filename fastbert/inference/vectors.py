@@ -106,9 +106,9 @@ def _steps(vectors: Tensor, precision: str, calibration: Tensor) -> Tensor:
     if calibration.dim() != 2 or calibration.shape[1] != vectors.shape[1] or not len(calibration):
         expected = f"(M, {vectors.shape[1]}), M > 0"
         raise ValueError(f"quantize: calibration has shape {tuple(calibration.shape)}; expected {expected}")
-    least, largest = calibration.amin(0), calibration.amax(0)
-    if not (largest - least).isfinite().all():
+    if not calibration.isfinite().all():
         raise ValueError("quantize: calibration holds numbers that are not finite")
+    least, largest = calibration.amin(0), calibration.amax(0)
     step = (largest - least) / 255
     places = ((vectors - least) / torch.where(step > 0, step, 1)).clamp(0, 255)
     return (places - 128).to(torch.int8) if precision == "int8" else places.to(torch.uint8)

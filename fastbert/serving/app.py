@@ -28,7 +28,7 @@ from fastbert.serving.service import Gone, Service
 LOG = logging.getLogger("fastbert.serving")
 TYPE = re.compile(r"str$|int$|(list|constrained|function-\w+)\b|[A-Z]\w*$")  # type names in pydantic's locations
 OPEN = ("/health", "/ping", "/ui")  # without a key: for load balancers, and the page, which asks its user for a key
-FORMS = {  # error formats by path prefix
+FORMS = {  # error formats by path prefix; the first that fits counts
     "/v1/embeddings": openai.error,
     "/v1/models/": tensorflow.error,
     "/v1/models": openai.error,
