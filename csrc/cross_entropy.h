@@ -30,13 +30,13 @@ struct CrossEntropyRoom {
   int64_t part;     // bytes per entry of CrossEntropy::parts
 };
 
-FB_FOR_EACH_ISA_AND_TILES(
-    bool cross_entropy_takes_pairs(DType dtype, int64_t inner);
-    CrossEntropyRoom cross_entropy_room(DType dtype, int64_t inner);
-    // Rows begin to end. First the logits of one task's classes; then, once all tasks have those of a row, its loss and
-    // gradient.
-    void cross_entropy_logits(const CrossEntropy& op, int64_t task, int64_t begin, int64_t end, void* scratch);
-    void cross_entropy_rows(const CrossEntropy& op, int64_t tasks, int64_t begin, int64_t end);)
+FB_FOR_EACH_ISA_AND_TILES(bool cross_entropy_takes_pairs(DType dtype, int64_t inner);
+                          CrossEntropyRoom cross_entropy_room(DType dtype, int64_t inner);
+                          // Rows begin to end. First the logits of one task's classes; then, once all tasks have those
+                          // of a row, its loss and gradient.
+                          void cross_entropy_logits(const CrossEntropy& op, int64_t task, int64_t begin, int64_t end,
+                                                    void* scratch);
+                          void cross_entropy_rows(const CrossEntropy& op, int64_t tasks, int64_t begin, int64_t end);)
 
 }  // namespace cpu
 

@@ -1,5 +1,4 @@
-// The interface between the torch side of float32 products of plain matrices and their loops: c = a b + bias, or
-// with transposes of a or b.
+// The interface between the torch side of float32 products of plain matrices and their loops: c = a b, or a^T b.
 #pragma once
 
 #include <stdint.h>
@@ -9,12 +8,11 @@
 namespace fastbert::cpu {
 
 struct MatrixProduct {
-  const float *a, *b;            // (rows, inner) and (inner, columns), or transposed (inner, rows) and (columns, inner)
-  const float* bias;             // (columns,), or null
+  const float *a, *b;            // (rows, inner) or transposed (inner, rows), and (inner, columns)
   float* c;                      // (rows, columns), contiguous
   int64_t rows, inner, columns;  // inner: at least 1
   int64_t a_stride, b_stride;    // elements from one row in memory to the next
-  bool a_transposed, b_transposed;
+  bool a_transposed;
 };
 
 FB_FOR_EACH_ISA(

@@ -2,9 +2,9 @@
 
     python examples/search_python_docs.py ["a question" ...]
 
-The ratio depends on the order of the texts, so two are measured: as they arrive, where transformers pads short texts to the
-longest in the batch; and sorted by length, as sentence-transformers does with all texts at once, with hardly any padding.
-Both libraries encode each batch, in turn; padding does not count as tokens. Exit status 1: embeddings differ.
+The ratio depends on the order of the texts, so two are measured: as they arrive, where transformers pads short texts to
+the longest in the batch; and sorted by length, as sentence-transformers does with all texts at once, when hardly any
+padding is left. Both libraries take the same batches in turn; padding is not counted. Exit status 1: embeddings differ.
 """
 
 import sys

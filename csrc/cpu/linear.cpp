@@ -5,9 +5,11 @@
 #include <vector>
 
 #include "../checks.h"
+#include "../few_rows.h"
 #include "../tensor.h"
 #include "blas.h"
 #include "matrix_product.h"
+#include "product_blocks.h"
 
 // Functions that not every build of torch has. oneDNN's inner product:
 extern "C" AOTITorchError aoti_torch_cpu__linear_pointwise(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*,
@@ -58,12 +60,41 @@ bool is_small(const Tensor& rows, const Tensor& weight) {
   return has_blas() && weight.numel() > 0 && rows.size(0) * weight.numel() <= kSmallProduct;
 }
 
-// Whether our own loops take less time than oneDNN, which arranges all weights in memory first.
-bool has_few_rows(const Tensor& rows, const Tensor& weight) {
-  constexpr int64_t kFewest = 4;
+// Up to how many rows our own loops take less time than a library, which arranges all weights in memory first.
+int64_t most_few_rows(ScalarType dtype) {
+  constexpr int64_t kMost = 48;
   const cpu::Isa isa = cpu::best_isa();
-  const int64_t most = isa < cpu::Isa::avx2 ? 0 : isa < cpu::Isa::avx512 ? 128 : 64;
-  return rows.size(0) >= kFewest && rows.size(0) <= most && std::min(weight.size(0), weight.size(1)) >= kThin;
+  switch (dtype) {
+    case ScalarType::Float: return kMost;
+    case ScalarType::Half: return isa == cpu::Isa::amx ? 16 : kMost;  // processors with AMX compute in float16, too
+    case ScalarType::BFloat16: return isa == cpu::Isa::amx ? 4 : isa == cpu::Isa::avx512_bf16 ? kMost : 8;
+    default: return 0;
+  }
+}
+
+bool has_few_rows(const Tensor& x, const Tensor& weight) {
+  if (!FB_BEST_ISA(few_rows) || weight.numel() == 0 || !user_wants_onednn()) return false;
+  const int64_t inner = weight.size(1), rows = x.numel() / inner, most = most_few_rows(type_of(x));
+  return rows > 0 && rows <= std::min(most, inner / 4);  // with a short inner dimension, sums of lanes take too long
+}
+
+// By csrc/cpu/loops/few_rows.cpp.
+Tensor few_rows_product(const Tensor& rows, const Tensor& weight, const Tensor* bias) {
+  const int64_t channels = weight.size(0);
+  const Tensor y = empty_rows({rows.size(0), channels}, rows);
+  const cpu::FewRows op{rows.const_data_ptr(),
+                        weight.const_data_ptr(),
+                        bias ? bias->const_data_ptr() : nullptr,
+                        y.mutable_data_ptr(),
+                        rows.size(0),
+                        rows.size(1),
+                        channels,
+                        dtype_of(rows)};
+  const ProductBlocks blocks{op.rows, op.inner, channels, op.rows, FB_BEST_ISA(few_rows_width)()};
+  blocks.run(0, [&](int64_t, int64_t, int64_t channel, int64_t channel_end, void*) {
+    FB_BEST_ISA(few_rows)(op, channel, channel_end);
+  });
+  return y;
 }
 
 // Calls MKL directly: the bias is copied to each row of y, then one call adds the product.
@@ -83,7 +114,8 @@ Tensor small_product(const Tensor& rows, const Tensor& weight, const Tensor* bia
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   const NoGrad guard;
-  if (!use_onednn(x, weight)) {
+  const bool few = has_few_rows(x, weight);
+  if (!few && !use_onednn(x, weight)) {
     const Tensor y = contiguous(call("aten::linear", "", x, weight, bias));
     return view(y, y.sizes());  // y may be a view that autograd knows of, which could not be changed in place
   }
@@ -91,8 +123,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
   const Tensor b = bias ? contiguous(*bias) : w;  // oneDNN ignores the bias's stride
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = w.size(0);
+  if (few) return view(few_rows_product(rows, w, bias ? &b : nullptr), shape);
   if (is_small(rows, w)) return view(small_product(rows, w, bias ? &b : nullptr), shape);
-  if (has_few_rows(rows, w)) return view(own_product(rows, false, w, true, bias ? &b : nullptr), shape);
   return view(onednn_product(in_whole_blocks(rows), w, bias ? &b : nullptr), shape);
 }
 

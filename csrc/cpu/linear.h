@@ -5,8 +5,8 @@
 
 namespace fastbert {
 
-// x (..., K) weight (C, K)^T + bias (C,) on the CPU, for checked arguments. In fp32, if this torch has oneDNN: small
-// products by MKL, few rows by our own loops, the rest by oneDNN. Otherwise as F.linear. docs/linear.md has the
+// x (..., K) weight (C, K)^T + bias (C,) on the CPU, for checked arguments. Few rows by our own loops; in fp32, if this
+// torch has oneDNN, small products by MKL and the rest by oneDNN. Otherwise as F.linear. docs/linear.md has the
 // measurements.
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
 

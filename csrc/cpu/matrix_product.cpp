@@ -12,6 +12,9 @@ namespace fastbert {
 
 namespace {
 
+// Products with fewer rows, columns or steps than this leave most of a panel or tile of our loops empty.
+constexpr int64_t kThin = 16;
+
 // MKL uses no more than AVX2 on processors that are not Intel's (docs/linear.md), so our loops are faster there.
 bool mkl_is_slow() {
 #ifdef __x86_64__
@@ -41,29 +44,28 @@ Tensor small_product(const Tensor& a, bool transposed, const Tensor& b) {
   return c;
 }
 
-}  // namespace
-
-Tensor own_product(const Tensor& a, bool a_transposed, const Tensor& b, bool b_transposed, const Tensor* bias) {
+// By csrc/cpu/loops/matrix_product.cpp.
+Tensor own_product(const Tensor& a, bool transposed, const Tensor& b) {
   FB_CHECK(FB_BEST_ISA(matrix_product), kNoIsa);
-  const int64_t rows = a.size(a_transposed), inner = a.size(!a_transposed), columns = b.size(!b_transposed);
+  const int64_t rows = a.size(transposed), inner = b.size(0), columns = b.size(1);
   const Tensor c = empty({rows, columns}, a);
   cpu::MatrixProduct op{};
-  op.a = a.const_data_ptr<float>(), op.a_stride = row_stride(a), op.a_transposed = a_transposed;
-  op.b = b.const_data_ptr<float>(), op.b_stride = row_stride(b), op.b_transposed = b_transposed;
-  op.bias = bias ? bias->const_data_ptr<float>() : nullptr, op.c = c.mutable_data_ptr<float>();
+  op.a = a.const_data_ptr<float>(), op.a_stride = row_stride(a), op.a_transposed = transposed;
+  op.b = b.const_data_ptr<float>(), op.b_stride = row_stride(b), op.c = c.mutable_data_ptr<float>();
   op.rows = rows, op.inner = inner, op.columns = columns;
   const ProductBlocks blocks{rows, inner, columns, FB_BEST_ISA(product_rows)(), FB_BEST_ISA(product_width)()};
   blocks.run(FB_BEST_ISA(product_scratch)(), [&](const auto&... block) { FB_BEST_ISA(matrix_product)(op, block...); });
   return c;
 }
 
+}  // namespace
+
 Tensor matrix_product(const Tensor& a, bool a_transposed, const Tensor& b) {
   const int64_t rows = a.size(a_transposed), inner = a.size(!a_transposed), columns = b.size(1);
   if (is_in_rows(a) && is_in_rows(b) && b.size(0) == inner) {
     if (has_blas() && rows * inner * columns <= kSmallProduct && std::max(row_stride(a), row_stride(b)) <= INT_MAX)
       return small_product(a, a_transposed, b);
-    if (mkl_is_slow() && std::min({rows, inner, columns}) >= kThin)
-      return own_product(a, a_transposed, b, false, nullptr);
+    if (mkl_is_slow() && std::min({rows, inner, columns}) >= kThin) return own_product(a, a_transposed, b);
   }
   return call("aten::mm", "", a_transposed ? transposed(a) : a, b);
 }

@@ -14,16 +14,8 @@ constexpr int64_t kSmallProduct = 1 << 20;
 // csrc/cpu/loops/matrix_product.cpp where that is faster than MKL.
 Tensor matrix_product(const Tensor& a, bool transposed, const Tensor& b);
 
-// a b + bias, or with transposes of a or b, by csrc/cpu/loops/matrix_product.cpp. All are float32. Each row in memory
-// is contiguous; rows may lie apart. The inner dimension is at least 1.
-Tensor own_product(const Tensor& a, bool a_transposed, const Tensor& b, bool b_transposed, const Tensor* bias);
-
 // dx and dweight of a dense layer, from its checked x (..., K) and weight (C, K), and dy (..., C), the gradient of its
 // output. Empty where not needed.
 std::tuple<Tensor, Tensor> dense_gradients(const Tensor& dy, const Tensor& x, const Tensor& weight, bool need_dx,
                                            bool need_dweight);
-
-// Products with fewer rows, columns or steps than this leave most of a panel or tile of own_product empty.
-constexpr int64_t kThin = 16;
-
 }  // namespace fastbert

@@ -186,7 +186,7 @@ class TableGradients {
     for (const int64_t keys : batch_.length) all += double(keys) * keys;
     for (int64_t b = 0; b < batch_.sequences; ++b) {
       done += double(batch_.length[b]) * batch_.length[b];
-      if (b + 1 == batch_.sequences || done * most >= all * double(groups() + 1)) ends_.push_back(b + 1);
+      if (b + 1 == batch_.sequences || (all > 0 && done * most >= all * double(groups() + 1))) ends_.push_back(b + 1);
     }
   }
 

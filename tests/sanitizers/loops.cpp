@@ -23,6 +23,7 @@
 #include "bias_gelu.h"
 #include "cross_entropy.h"
 #include "embedding.h"
+#include "few_rows.h"
 #include "layer_norm.h"
 #include "linear_max.h"
 #include "matrix_product.h"
@@ -559,43 +560,68 @@ struct Integers {
   }
 };
 
-// c = a b, or of their transposes, with a bias for every other kind; and what integer arithmetic gives.
+// c = a b, or a^T b; and what integer arithmetic gives.
 void check_matrix_product(int64_t rows, int64_t inner, int64_t columns) {
-  for (int kind = 0; kind < 4; ++kind) {
-    const bool across = kind & 1, down = kind & 2;
-    const Integers a(across ? inner : rows, across ? rows : inner), b(down ? columns : inner, down ? inner : columns),
-        bias(1, columns);
+  for (const bool across : {false, true}) {
+    const Integers a(across ? inner : rows, across ? rows : inner), b(inner, columns);
     std::vector<float> expected;
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < columns; ++c) {
-        float sum = kind % 3 ? 0 : bias.numbers[c];
-        for (int64_t k = 0; k < inner; ++k) sum += a.at(r, k, across) * b.at(k, c, down);
+        float sum = 0;
+        for (int64_t k = 0; k < inner; ++k) sum += a.at(r, k, across) * b.at(k, c, false);
         expected.push_back(sum);
       }
-    same(name("matrix_product", inner, DType::f32, " of kind ") + std::to_string(kind), [&](int threads) {
+    same(name("matrix_product", inner, DType::f32, across ? " of a transpose" : ""), [&](int threads) {
       std::vector<float> c(rows * columns, float(threads));
-      const cpu::MatrixProduct op{a.numbers.data(),
-                                  b.numbers.data(),
-                                  kind % 3 ? nullptr : bias.numbers.data(),
-                                  c.data(),
-                                  rows,
-                                  inner,
-                                  columns,
-                                  a.stride,
-                                  b.stride,
-                                  across,
-                                  down};
+      const cpu::MatrixProduct op{a.numbers.data(), b.numbers.data(), c.data(), rows,  inner,
+                                  columns,          a.stride,         b.stride, across};
       in_blocks(threads, rows, loops::product_rows(), columns, loops::product_width(), loops::product_scratch(),
                 [&](auto... block) { loops::matrix_product(op, block...); });
       if (c != expected) {
         ++differences;
-        fprintf(stderr, "%d by %d by %d, kind %d: not what integers give\n", int(rows), int(inner), int(columns), kind);
+        fprintf(stderr, "%d by %d by %d: not what integers give\n", int(rows), int(inner), int(columns));
       }
       Bytes bytes(c.size() * sizeof(float));
       if (!c.empty()) memcpy(bytes.data(), c.data(), bytes.size());
       return Results{bytes};
     });
   }
+}
+
+// ---- few_rows
+
+// y = x weight^T, with a bias if the number of rows is even; and what integer arithmetic gives.
+void check_few_rows(int64_t rows, int64_t inner, int64_t channels, DType dtype) {
+  const int most = inner > 60 ? 1 : 2;  // so that bf16 has all sums
+  const auto integers = [&](int64_t count) {
+    std::vector<int> of;
+    while (int64_t(of.size()) < count) of.push_back(PackedLayer::number(most));
+    return of;
+  };
+  const std::vector<int> x = integers(rows * inner), weight = integers(channels * inner), bias = integers(channels);
+  std::vector<int> sums;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t channel = 0; channel < channels; ++channel) {
+      int sum = rows % 2 ? 0 : bias[channel];
+      for (int64_t k = 0; k < inner; ++k) sum += x[row * inner + k] * weight[channel * inner + k];
+      sums.push_back(sum);
+    }
+  const Bytes xs = PackedLayer::as(x, dtype), weights = PackedLayer::as(weight, dtype),
+              biases = PackedLayer::as(bias, dtype);
+  same(name("few_rows", inner, dtype, " to ") + std::to_string(channels), [&](int threads) {
+    Bytes y = filled(rows * channels, dtype, threads);
+    const cpu::FewRows op{xs.data(), weights.data(), rows % 2 ? nullptr : biases.data(), y.data(), rows, inner,
+                          channels,  dtype};
+    const int64_t width = loops::few_rows_width();
+    in_threads(threads, (channels + width - 1) / width, [&](int64_t begin, int64_t end) {
+      loops::few_rows(op, begin * width, std::min(channels, end * width));
+    });
+    if (y != PackedLayer::as(sums, dtype)) {
+      ++differences;
+      fprintf(stderr, "few_rows, %d by %d by %d: not what integers give\n", int(rows), int(inner), int(channels));
+    }
+    return Results{y};
+  });
 }
 
 // ---- cross_entropy
@@ -722,6 +748,10 @@ void check_all() {
   check_matrix_product(loops::product_rows() + 1, 300, 33);  // two blocks of rows, and of what a chain adds up
   check_matrix_product(3, 7, 600);                           // and of columns
   check_matrix_product(2, 5, 0), check_matrix_product(0, 5, 2);
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
+    for (const int64_t inner : {1, 2, 31, 32, 33, 64, 66, 129})
+      for (const int64_t rows : {1, 2, 3, 4, 11})
+        for (const int64_t channels : {1, 3, 4, 18}) check_few_rows(rows, inner, channels, dtype);
   for (const DType dtype : kTypes) {
     for (const int64_t classes : kSizes)
       for (const int64_t inner : {9, 10}) check_cross_entropy(kRows, inner, classes, dtype);

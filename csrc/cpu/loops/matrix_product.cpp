@@ -1,4 +1,4 @@
-// Computes a block of c = a b, where a or b may be transposed. For each part of the inner dimension it copies that part
+// Computes a block of c = a b, where a may be transposed. For each part of the inner dimension it copies that part
 // of the block's a, then packs and multiplies b, one panel at a time.
 #include "../../matrix_product.h"
 
@@ -54,12 +54,10 @@ Left<transposed, float> copy_left(const MatrixProduct& op, int64_t row, int64_t 
 
 // Packs a panel of b, from step k on.
 void pack_right(const MatrixProduct& op, int64_t k, int64_t column, int64_t columns, Panels<float> to) {
-  if (op.b_transposed) return pack_transposed(op.b + column * op.b_stride + k, op.b_stride, columns, to);
   pack(op.b + k * op.b_stride + column, op.b_stride, columns, 1.0f, to);
 }
 RowsAhead right_ahead(const MatrixProduct& op, int64_t k, int64_t column, int64_t steps) {
   constexpr int64_t kWidth = kPanel<float>;
-  if (op.b_transposed) return RowsAhead::of(op.b + column * op.b_stride + k, op.b_stride, kWidth, steps, steps);
   return RowsAhead::of(op.b + k * op.b_stride + column, op.b_stride, steps, kWidth, steps);
 }
 
@@ -82,19 +80,6 @@ void sum_up(const MatrixProduct& op, int64_t row, int64_t rows, int64_t column, 
   }
 }
 
-// c = sums, plus the bias if there is one.
-void finish(const MatrixProduct& op, int64_t row, int64_t rows, int64_t column, int64_t columns, const float* sums) {
-  for (int64_t r = 0; r < rows; ++r, sums += kStride) {
-    float* const c = op.c + (row + r) * op.columns + column;
-    if (!op.bias) {
-      __builtin_memcpy(c, sums, columns * sizeof(float));
-    } else {
-      for_vectors<float>(columns,
-                         [&](int64_t i, auto n) { store(load(sums + i) + load(op.bias + column + i, n), c + i, n); });
-    }
-  }
-}
-
 }  // namespace
 
 int64_t product_rows() { return kRows; }
@@ -111,7 +96,8 @@ void matrix_product(const MatrixProduct& op, int64_t row, int64_t row_end, int64
     const int64_t rows = row_end - row, columns = least(kColumns, column_end - column);
     op.a_transposed ? sum_up<true>(op, row, rows, column, columns, sums)
                     : sum_up<false>(op, row, rows, column, columns, sums);
-    finish(op, row, rows, column, columns, sums);
+    for (int64_t r = 0; r < rows; ++r)
+      __builtin_memcpy(op.c + (row + r) * op.columns + column, sums + r * kStride, columns * sizeof(float));
   }
 }
 
