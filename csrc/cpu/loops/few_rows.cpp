@@ -18,23 +18,10 @@ constexpr int kRows = 3;
 
 typedef FB_VECTOR(float, 16) vfour;
 
-// Adds up the quarters, eighths, ... of v that are four lanes.
-template <class V>
-inline vfour to_four(V v) {
-  if constexpr (sizeof(V) == sizeof(vfour)) {
-    return (vfour)v;
-  } else {
-    using M = decltype(v[0] + 0);
-    typedef FB_VECTOR(M, sizeof(V) / 2) Half;
-    Half halves[2];
-    __builtin_memcpy(halves, &v, sizeof v);
-    return to_four(halves[0] + halves[1]);
-  }
-}
-
 // The sum of each of the four vectors.
 inline vfour sums_of(const vfloat (&of)[kChannels]) {
-  vfour parts[] = {to_four(of[0]), to_four(of[1]), to_four(of[2]), to_four(of[3])};
+  vfour parts[kChannels];
+  for (int i = 0; i < kChannels; ++i) parts[i] = folded_to_16_bytes(of[i], [](auto a, auto b) { return a + b; });
   transpose(parts);
   return (parts[0] + parts[1]) + (parts[2] + parts[3]);
 }
@@ -86,10 +73,11 @@ void run(const FewRows& op, int64_t channel, int64_t channel_end) {
   const int64_t bytes_a_step = kChannels * kLanes<float> * int64_t(sizeof(T));  // of the channels' weights
   for (; channel < channel_end; channel += kChannels) {
     const Channels<T, Y> channels(op, inner, channel);
-    Ahead ahead = Ahead::of_bytes(channels.weight[0] + kChannels * inner, 0);
+    Ahead ahead = Ahead::of_bytes(channels.weight[0] + kChannels * inner, bytes_a_step);
+    const int64_t all_rows_step = ahead.step;
     int64_t row = 0;
     const auto run_tiles = [&](auto count) {
-      ahead.step = Ahead::of_bytes(nullptr, bytes_a_step).step * count / op.rows;
+      ahead.step = all_rows_step * count / op.rows;
       for (; row + count <= op.rows; row += count)
         tile<count>(channels, static_cast<const T*>(op.x) + row * inner, inner,
                     static_cast<Y*>(op.y) + row * op.channels + channel, op.channels, ahead);

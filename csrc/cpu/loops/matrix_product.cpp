@@ -1,5 +1,5 @@
-// Computes a block of c = a b, where a may be transposed. For each part of the inner dimension it copies that part
-// of the block's a, then packs and multiplies b, one panel at a time.
+// Computes a block of c = a b, where a may be transposed. For each part of the inner dimension it copies that part of
+// the block's a, then packs and multiplies b, one panel at a time.
 #include "../../matrix_product.h"
 
 #include "product.h"
@@ -52,10 +52,6 @@ Left<transposed, float> copy_left(const MatrixProduct& op, int64_t row, int64_t 
   return {to, kApart};
 }
 
-// Packs a panel of b, from step k on.
-void pack_right(const MatrixProduct& op, int64_t k, int64_t column, int64_t columns, Panels<float> to) {
-  pack(op.b + k * op.b_stride + column, op.b_stride, columns, 1.0f, to);
-}
 RowsAhead right_ahead(const MatrixProduct& op, int64_t k, int64_t column, int64_t steps) {
   constexpr int64_t kWidth = kPanel<float>;
   return RowsAhead::of(op.b + k * op.b_stride + column, op.b_stride, steps, kWidth, steps);
@@ -72,7 +68,7 @@ void sum_up(const MatrixProduct& op, int64_t row, int64_t rows, int64_t column, 
         k ? product<Onto::sums, transposed, float, RowsAhead> : product<Onto::nothing, transposed, float, RowsAhead>;
     for (int64_t i = 0; i < columns; i += kWidth) {
       const Panels<float> panel{packed, steps};
-      pack_right(op, k, column + i, least(kWidth, columns - i), panel);
+      pack(op.b + k * op.b_stride + column + i, op.b_stride, least(kWidth, columns - i), 1.0f, panel);
       const bool last = i + kWidth >= columns;
       const RowsAhead ahead = right_ahead(op, last ? k + kInner : k, column + (last ? 0 : i + kWidth), steps);
       add(rows, kWidth, steps, left, panel, sums + i, kStride, nullptr, ahead);

@@ -309,19 +309,29 @@ inline V greater(V a, V b) {
 inline vfloat absolute(vfloat v) { return reinterpret<vfloat>(reinterpret<vint>(v) & 0x7fffffff); }
 inline vdouble absolute(vdouble v) { return v < 0 ? -v : v; }
 
-// Reduces the lanes to one number: f combines their two halves until one lane is left.
+// Reduces the lanes to a vector of 16 bytes: f combines their two halves until that is left.
 template <class V, class F>
-inline auto folded(V v, F f) {
-  using M = decltype(v[0] + 0);
+inline auto folded_to_16_bytes(V v, F f) {
   if constexpr (sizeof(V) > 16) {
+    using M = decltype(v[0] + 0);
     typedef FB_VECTOR(M, sizeof(V) / 2) Half;
     Half halves[2];
     __builtin_memcpy(halves, &v, sizeof v);
-    return folded(f(halves[0], halves[1]), f);
-  } else if constexpr (sizeof(M) == 8) {
-    return f(M(v[0]), M(v[1]));
+    return folded_to_16_bytes(f(halves[0], halves[1]), f);
   } else {
-    return f(f(M(v[0]), M(v[2])), f(M(v[1]), M(v[3])));
+    return v;
+  }
+}
+
+// Reduces the lanes to one number in the same way.
+template <class V, class F>
+inline auto folded(V v, F f) {
+  using M = decltype(v[0] + 0);
+  const auto last = folded_to_16_bytes(v, f);
+  if constexpr (sizeof(M) == 8) {
+    return f(M(last[0]), M(last[1]));
+  } else {
+    return f(f(M(last[0]), M(last[2])), f(M(last[1]), M(last[3])));
   }
 }
 
