@@ -22,10 +22,15 @@ class Team {
 
   int64_t members() const { return members_; }
 
-  // The team whose program this thread is running; nullptr in its loops, and in all other threads.
-  static Team*& current() {
-    static thread_local Team* team = nullptr;
-    return team;
+  // The team whose program this thread is running; in a loop, a team of this thread alone; otherwise nullptr.
+  static Team* current() { return current_; }
+
+  // Calls f(), part of a loop: loops within it are this thread's alone.
+  template <class F>
+  static void run_part(const F& f) {
+    static Team alone(1);
+    const Current current(&alone);
+    f();
   }
 
   // For member 0: calls f(), whose loops are shared with the members that stand by, now or later.
@@ -54,12 +59,12 @@ class Team {
   // late can take its part until this thread takes it instead. An exception is rethrown when all parts are done.
   template <class F>
   void share(int64_t n, int64_t grain, const F& f) {
+    if (members_ == 1) return n > 0 ? f(int64_t(0), n) : void();
     const int64_t least = std::max<int64_t>(1, grain);
     const int64_t parts = std::clamp<int64_t>((n + least - 1) / least, 1, members_);
     loop_ = {n, (n + parts - 1) / parts, &f,
              [](const void* f, int64_t begin, int64_t end) { (*static_cast<const F*>(f))(begin, end); }};
     for (int64_t i = 1; i < parts; ++i) seats_[i].state.store(kOpen, std::memory_order_release);
-    const Current none(nullptr);
     take(0);
     for (int64_t i = 1; i < parts; ++i) finish(i);
     for (int64_t i = 0; i < parts; ++i)
@@ -79,8 +84,8 @@ class Team {
     void (*call)(const void* f, int64_t begin, int64_t end);
   };
   struct Current {
-    explicit Current(Team* team) : before(std::exchange(current(), team)) {}
-    ~Current() { current() = before; }
+    explicit Current(Team* team) : before(std::exchange(current_, team)) {}
+    ~Current() { current_ = before; }
     Team* const before;
   };
   struct End {
@@ -111,7 +116,7 @@ class Team {
     const int64_t begin = part * loop_.part, end = std::min(loop_.n, begin + loop_.part);
     seat.error = nullptr;
     try {
-      if (begin < end) loop_.call(loop_.f, begin, end);
+      if (begin < end) run_part([&] { loop_.call(loop_.f, begin, end); });
     } catch (...) {
       seat.error = std::current_exception();
     }
@@ -124,6 +129,8 @@ class Team {
     if (state.compare_exchange_strong(open, kTaken, std::memory_order_acquire)) return take(part);
     for (Patience patience; state.load(std::memory_order_acquire) != kIdle;) patience.wait();
   }
+
+  inline static thread_local Team* current_ = nullptr;
 
   const int64_t members_;
   const std::unique_ptr<Seat[]> seats_;

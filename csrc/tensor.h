@@ -140,7 +140,9 @@ inline int64_t threads() {
 template <class F>
 void parallel_for(int64_t n, int64_t grain, const F& f) {
   if (Team* const team = Team::current()) return team->share(n, grain, f);
-  const auto range = [](int64_t begin, int64_t end, void* f) { (*static_cast<const F*>(f))(begin, end); };
+  const auto range = [](int64_t begin, int64_t end, void* f) {
+    Team::run_part([&] { (*static_cast<const F*>(f))(begin, end); });
+  };
   check_call(torch_parallel_for(0, n, grain, range, const_cast<F*>(&f)), "parallel_for");
 }
 

@@ -8,6 +8,7 @@
 
 #include "../attention.h"
 #include "../checks.h"
+#include "../ranges.h"
 #include "../tensor.h"
 
 namespace fastbert {
@@ -74,28 +75,29 @@ struct Batch {
   }
 
   // Calls f(head, task, part, room) in all threads, for each of the `parts` parts of each task. room_of returns the
-  // size of room in bytes. Neighbouring tasks are heads of the same sequence, which are neighbours in memory; threads
-  // get equal shares of the work.
+  // size of room in bytes. Neighbouring tasks are heads of the same sequence, which are neighbours in memory;
+  // threads take ranges of them by the work.
   template <class F>
   void for_tasks(const Tensor& qkv, int64_t parts, int64_t (*room_of)(const cpu::AttentionHead&), const F& f) const {
     if (covered == 0 || D == 0) return;
-    std::vector<double> before{0};  // the work of the sequences before each one, in all their heads
-    for (const int64_t keys : length) before.push_back(before.back() + double(keys) * (keys + kPacking) * heads);
-    const double work = before.back() * D / double(grain() * 16);
-    const int64_t shares = std::max<int64_t>(1, std::min<int64_t>(threads(), int64_t(work)));
-    const auto first = [&](int64_t share) {  // the first part of a share, counted over all tasks
-      if (share == shares) return tasks() * parts;
-      const double wanted = before.back() * double(share) / double(shares);
+    std::vector<int64_t> before{0};  // the work of the sequences before each one, in all their heads
+    for (const int64_t keys : length) before.push_back(before.back() + keys * (keys + kPacking) * heads);
+    const int64_t work = before.back(), least = std::max<int64_t>(1, grain() * 16 / D);
+    const int64_t shares = std::clamp<int64_t>(work / least, 1, threads());
+    const auto first = [&](int64_t wanted) {  // the first part after so much work, counted over all tasks
+      if (wanted == work) return tasks() * parts;
       const int64_t b = std::upper_bound(before.begin(), before.end() - 1, wanted) - before.begin() - 1;
-      const double within = before[b + 1] > before[b] ? (wanted - before[b]) / (before[b + 1] - before[b]) : 0;
+      const double within = double(wanted - before[b]) / double(before[b + 1] - before[b]);
       return b * heads * parts + int64_t(within * double(heads * parts));
     };
     const char* const q = bytes_of(qkv);
     const Rooms rooms(shares, room_of(largest()), qkv);
-    parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
-      void* const room = rooms.at(begin);
-      for (int64_t i = first(begin); i < first(end); ++i)
-        if (length[i / parts / heads]) f(head(i / parts, q), i / parts, i % parts, room);
+    Ranges ranges(work, shares, least);
+    parallel_for(shares, 1, [&](int64_t share, int64_t) {
+      ranges.take([&](int64_t begin, int64_t end) {
+        for (int64_t i = first(begin); i < first(end); ++i)
+          if (length[i / parts / heads]) f(head(i / parts, q), i / parts, i % parts, rooms.at(share));
+      });
     });
   }
 
@@ -106,7 +108,7 @@ struct Batch {
   }
 
  private:
-  static constexpr double kPacking = 64;  // the work for a key besides its scores, as a number of scores
+  static constexpr int64_t kPacking = 64;  // the work for a key besides its scores, as a number of scores
 };
 
 // out: (tokens, heads, D), contiguous, of qkv's type; lse: (heads, tokens), contiguous, of its math_type.

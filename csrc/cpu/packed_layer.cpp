@@ -160,10 +160,10 @@ Input finish(const Tensor& attended, const Tensor& x, const Layer& layer, const 
   return normed(wide, to, layer.down, layer.down_norm, settings.down_eps, y, next, workspace);
 }
 
-// How threads share the ops between one attention and the next. Either the rows are split into blocks, and a thread
-// takes a block through all the ops: the output of each op is still in its cache when the next one reads it, and no
-// thread waits for another. Or all rows go through one op after the other, and threads share each op. The latter is for
-// few rows, for which each thread would read all weights, and for plain weights, whose products are torch's.
+// How threads share the ops between one attention and the next. Either a thread takes a block of rows through all the
+// ops: the output of each op is still in its cache when the next one reads it, and no thread waits for another. Or all
+// rows go through one op after the other, and threads share each op: then they wait for each other less if one is
+// slower, and for few rows not each of them reads all weights. Products with plain weights are torch's, which share.
 class Blocks {
  public:
   Blocks(int64_t rows, const std::vector<Layer>& layers) : rows_(rows) {
@@ -171,29 +171,27 @@ class Blocks {
       FB_CHECK(FB_BEST_ISA(packed_linear), kNoIsa);
       const Tensor& weight = layers[0].out.weight;
       const Weights weights = weights_of(weight);
-      if (rows / threads() >= FB_BEST_ISA(packed_fewest_rows)(weights, layers[0].numbers() * weight.element_size())) {
-        const int64_t most = FB_BEST_ISA(packed_rows)();
-        shares_ = threads(), blocks_ = (rows + shares_ * most - 1) / (shares_ * most);
-      }
+      if (rows / threads() >= FB_BEST_ISA(packed_fewest_rows)(weights, layers[0].numbers() * weight.element_size()))
+        threads_ = threads(), most_ = FB_BEST_ISA(packed_rows)();
     }
-    workspaces_.resize(shares_);
+    workspaces_.resize(threads_);
   }
 
   // Calls f(first row, number of rows, workspace) for each block, or once for all rows.
   template <class F>
   void run(const F& f) {
-    if (shares_ * blocks_ == 1) return f(int64_t(0), rows_, workspaces_[0]);
-    parallel_for(shares_, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t share = begin; share < end; ++share)
-        for (int64_t block = share * blocks_; block < (share + 1) * blocks_; ++block) {
-          const int64_t all = shares_ * blocks_, first = cpu::first_row(block, all, rows_);
-          f(first, cpu::first_row(block + 1, all, rows_) - first, workspaces_[share]);
-        }
+    if (threads_ == 1 && rows_ <= most_) return f(int64_t(0), rows_, workspaces_[0]);
+    constexpr int64_t kUnit = cpu::kRowsTogether;
+    Ranges ranges(cpu::whole_tiles(rows_) / kUnit, threads_, most_ / kUnit / 2, most_ / kUnit);
+    parallel_for(threads_, 1, [&](int64_t thread, int64_t) {
+      ranges.take([&](int64_t begin, int64_t end) {
+        f(begin * kUnit, std::min(rows_, end * kUnit) - begin * kUnit, workspaces_[thread]);
+      });
     });
   }
 
  private:
-  int64_t rows_, shares_ = 1, blocks_ = 1;  // blocks_: in each share
+  int64_t rows_, threads_ = 1, most_ = rows_;  // most_: rows of a block
   std::vector<Workspace> workspaces_;
 };
 

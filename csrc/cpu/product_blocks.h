@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "../packed_linear.h"
+#include "../ranges.h"
 #include "../tensor.h"
 
 namespace fastbert {
@@ -12,23 +13,25 @@ namespace fastbert {
 struct ProductBlocks {
   int64_t rows, inner, columns, max_rows, width;
 
-  // Calls f(row, row end, column, column end, scratch); threads get equal shares of the panels of all blocks.
+  // Calls f(row, row end, column, column end, scratch); threads take ranges of the panels of all blocks.
   template <class F>
   void run(int64_t scratch_bytes, const F& f) const {
     const int64_t blocks = (rows + max_rows - 1) / max_rows, panels = (columns + width - 1) / width,
                   units = blocks * panels;
     if (units == 0) return;
-    const int64_t work = rows * columns * std::max<int64_t>(1, inner) / kShareOfProducts;
-    const int64_t shares = std::clamp<int64_t>(work, 1, std::min(threads(), units));
-    parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
+    const int64_t work = std::max<int64_t>(1, rows * columns * std::max<int64_t>(1, inner) / kShareOfProducts);
+    const int64_t shares = std::min({work, threads(), units});
+    Ranges ranges(units, shares, std::max<int64_t>(1, 8 * units / work));
+    parallel_for(shares, 1, [&](int64_t, int64_t) {
       const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
-      const int64_t last = units * end / shares;
-      for (int64_t unit = units * begin / shares; unit < last;) {
-        const int64_t block = unit / panels, panel = unit % panels, count = std::min(panels - panel, last - unit);
-        f(cpu::first_row(block, blocks, rows), cpu::first_row(block + 1, blocks, rows), panel * width,
-          std::min(columns, (panel + count) * width), static_cast<void*>(scratch.get()));
-        unit += count;
-      }
+      ranges.take([&](int64_t unit, int64_t last) {
+        while (unit < last) {
+          const int64_t block = unit / panels, panel = unit % panels, count = std::min(panels - panel, last - unit);
+          f(cpu::first_row(block, blocks, rows), cpu::first_row(block + 1, blocks, rows), panel * width,
+            std::min(columns, (panel + count) * width), static_cast<void*>(scratch.get()));
+          unit += count;
+        }
+      });
     });
   }
 };

@@ -28,6 +28,7 @@
 #include "linear_max.h"
 #include "matrix_product.h"
 #include "packed_linear.h"
+#include "ranges.h"
 #include "team.h"
 
 using namespace fastbert;
@@ -695,8 +696,10 @@ void check_team(int64_t numbers, int late) {
       team.run([&] {
         for (int loop = 0; loop < 300; ++loop) {
           half_done = loop >= 150;
-          Team::current()->share(numbers, loop % 5, [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) y[i] = 31 * x[(7 * i + 3) % numbers] + uint64_t(i);
+          Team::current()->share(numbers, loop % 5, [&](int64_t first, int64_t last) {
+            Team::current()->share(last - first, 1, [&](int64_t begin, int64_t end) {  // in this thread alone
+              for (int64_t i = first + begin; i < first + end; ++i) y[i] = 31 * x[(7 * i + 3) % numbers] + uint64_t(i);
+            });
           });
           x.swap(y);
         }
@@ -733,12 +736,39 @@ void check_team_throws(int64_t thrower) {
   fprintf(stderr, "a team whose member %d throws: %d of 25 were caught\n", int(thrower), caught);
 }
 
+// Threads take each number once, in ranges of at most `most`; those of each size are as many as threads, so that
+// threads that take turns get equal shares, but for the rounding of the last sizes.
+void check_ranges(int64_t n, int64_t least, int64_t most) {
+  std::vector<int> taken(n);
+  Ranges ranges(n, kThreads, least, most);
+  in_threads(kThreads, kThreads, [&](int64_t, int64_t) {
+    ranges.take([&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) ++taken[i];
+    });
+  });
+  std::vector<int64_t> sizes, shares(kThreads);
+  Ranges(n, kThreads, least, most).take([&](int64_t begin, int64_t end) {
+    shares[sizes.size() % kThreads] += end - begin;
+    sizes.push_back(end - begin);
+  });
+  const auto [low, high] = std::minmax_element(shares.begin(), shares.end());
+  ++checks;
+  if (taken == std::vector<int>(n, 1) && std::is_sorted(sizes.rbegin(), sizes.rend()) &&
+      (sizes.empty() || sizes[0] <= most) && (n < 100 || 4 * (*high - *low) < *high))
+    return;
+  ++differences;
+  fprintf(stderr, "ranges of 0 to %d, of %d to %d: differ\n", int(n), int(least), int(most));
+}
+
 // ---- all of them
 
 void check_all() {
   for (const int64_t numbers : {0, 1, 3, 64})
     for (const int late : {0, 1, 3}) check_team(numbers, late);
   for (const int64_t thrower : {0, 2}) check_team_throws(thrower);
+  for (const int64_t n : {0, 1, 5, 64, 1000})
+    for (const int64_t least : {1, 4, 30})
+      for (const int64_t most : {30, 2000}) check_ranges(n, least, most);
   check_packed_linears(DType::f32, Weights::f32, " by f32");
   check_packed_linears(DType::bf16, Weights::bf16, " by bf16");
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
