@@ -1,6 +1,7 @@
 #include "linear.h"
 
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -60,38 +61,46 @@ bool is_small(const Tensor& rows, const Tensor& weight) {
   return has_blas() && weight.numel() > 0 && rows.size(0) * weight.numel() <= kSmallProduct;
 }
 
-// Up to how many rows our own loops take less time than a library, which arranges all weights in memory first.
+constexpr int64_t kFewRows = 48;
+
+// Up to how many rows our own loops take less time than a library, which arranges all weights in memory first, or, for
+// 16-bit types that the processor has no instructions for, computes far more slowly.
 int64_t most_few_rows(ScalarType dtype) {
-  constexpr int64_t kMost = 48;
+  constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
   const cpu::Isa isa = cpu::best_isa();
+  const bool x86 = isa != cpu::Isa::generic;
   switch (dtype) {
-    case ScalarType::Float: return kMost;
-    case ScalarType::Half: return isa == cpu::Isa::amx ? 16 : kMost;  // processors with AMX compute in float16, too
-    case ScalarType::BFloat16: return isa == cpu::Isa::amx ? 4 : isa == cpu::Isa::avx512_bf16 ? kMost : 8;
+    case ScalarType::Float: return kFewRows;
+    case ScalarType::Half: return isa == cpu::Isa::amx ? 16 : x86 ? kAny : kFewRows;  // with AMX there is AVX-512 FP16
+    case ScalarType::BFloat16: {
+      static const bool slow = x86 && !cpu::processor_has(cpu::Isa::avx512);
+      return isa == cpu::Isa::amx ? 4 : isa == cpu::Isa::avx512_bf16 ? kFewRows : slow ? kAny : 8;
+    }
     default: return 0;
   }
 }
 
 bool has_few_rows(const Tensor& x, const Tensor& weight) {
   if (!FB_BEST_ISA(few_rows) || weight.numel() == 0 || !user_wants_onednn()) return false;
-  const int64_t inner = weight.size(1), rows = x.numel() / inner, most = most_few_rows(type_of(x));
-  return rows > 0 && rows <= std::min(most, inner / 4);  // with a short inner dimension, sums of lanes take too long
+  const int64_t inner = weight.size(1), rows = x.numel() / inner;
+  const bool long_enough = std::min(rows, kFewRows) <= inner / 4;  // for the sums of lanes
+  return rows > 0 && rows <= most_few_rows(type_of(x)) && long_enough;
 }
 
-// By csrc/cpu/loops/few_rows.cpp.
+// By csrc/cpu/loops/few_rows.cpp, in blocks of few rows.
 Tensor few_rows_product(const Tensor& rows, const Tensor& weight, const Tensor* bias) {
-  const int64_t channels = weight.size(0);
+  const int64_t inner = rows.size(1), channels = weight.size(0), element = rows.element_size();
   const Tensor y = empty_rows({rows.size(0), channels}, rows);
-  const cpu::FewRows op{rows.const_data_ptr(),
-                        weight.const_data_ptr(),
-                        bias ? bias->const_data_ptr() : nullptr,
-                        y.mutable_data_ptr(),
-                        rows.size(0),
-                        rows.size(1),
-                        channels,
-                        dtype_of(rows)};
-  const ProductBlocks blocks{op.rows, op.inner, channels, op.rows, FB_BEST_ISA(few_rows_width)()};
-  blocks.run(0, [&](int64_t, int64_t, int64_t channel, int64_t channel_end, void*) {
+  const ProductBlocks blocks{rows.size(0), inner, channels, kFewRows, FB_BEST_ISA(few_rows_width)()};
+  blocks.run(0, [&](int64_t row, int64_t row_end, int64_t channel, int64_t channel_end, void*) {
+    const cpu::FewRows op{static_cast<const char*>(rows.const_data_ptr()) + row * inner * element,
+                          weight.const_data_ptr(),
+                          bias ? bias->const_data_ptr() : nullptr,
+                          static_cast<char*>(y.mutable_data_ptr()) + row * channels * element,
+                          row_end - row,
+                          inner,
+                          channels,
+                          dtype_of(rows)};
     FB_BEST_ISA(few_rows)(op, channel, channel_end);
   });
   return y;

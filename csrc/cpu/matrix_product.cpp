@@ -15,11 +15,11 @@ namespace {
 // Products with fewer rows, columns or steps than this leave most of a panel or tile of our loops empty.
 constexpr int64_t kThin = 16;
 
-// MKL uses no more than AVX2 on processors that are not Intel's (docs/linear.md), so our loops are faster there.
+// MKL uses no more than AVX2 on processors that are not Intel's (docs/linear.md), so with AVX-512 our loops are faster.
 bool mkl_is_slow() {
 #ifdef __x86_64__
   static const bool amd = __builtin_cpu_is("amd");
-  return amd && cpu::best_isa() >= cpu::Isa::avx2;
+  return amd && cpu::best_isa() >= cpu::Isa::avx512;
 #else
   return false;
 #endif
