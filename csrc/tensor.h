@@ -9,6 +9,7 @@
 
 #include "dropout.h"
 #include "dtype.h"
+#include "ranges.h"
 #include "stable.h"
 #include "team.h"
 
@@ -165,6 +166,17 @@ void together(const F& f) {
     }
   });
   if (error) std::rethrow_exception(error);
+}
+
+// Calls f(begin, end, scratch) on Ranges of 0 to n in `shares` threads, each of which has its own scratch of
+// scratch_bytes. For loops that compute: loops that wait for memory gain nothing over parallel_for.
+template <class F>
+void parallel_ranges(int64_t n, int64_t shares, int64_t least, int64_t scratch_bytes, const F& f) {
+  Ranges ranges(n, shares, std::max<int64_t>(1, least));
+  parallel_for(shares, 1, [&](int64_t, int64_t) {
+    const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
+    ranges.take([&](int64_t begin, int64_t end) { f(begin, end, static_cast<void*>(scratch.get())); });
+  });
 }
 
 // Calls f(begin, end, scratch) on ranges of rows in all threads; each call gets its own scratch of scratch_bytes.

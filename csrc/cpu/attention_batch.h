@@ -8,7 +8,6 @@
 
 #include "../attention.h"
 #include "../checks.h"
-#include "../ranges.h"
 #include "../tensor.h"
 
 namespace fastbert {

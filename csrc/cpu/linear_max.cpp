@@ -46,12 +46,13 @@ std::tuple<Tensor, Tensor> linear_max_fwd_cpu(const Tensor& x, const Tensor& wei
                           sequences,
                           dtype_of(x)};
   const int64_t width = FB_BEST_ISA(linear_max_width)(op.dtype), tasks = (classes + width - 1) / width;
-  const int64_t work = std::max<int64_t>(1, tokens * inner * width);
-  parallel_for(tasks, std::max<int64_t>(1, kShareOfProducts / work), [&](int64_t begin, int64_t end) {
-    const std::unique_ptr<char[]> scratch(new char[FB_BEST_ISA(linear_max_scratch)(inner, op.dtype)]);
-    for (int64_t task = begin; task < end; ++task)
-      loop(op, task * width, std::min(classes, (task + 1) * width), scratch.get());
-  });
+  const int64_t work = std::max<int64_t>(1, tokens * inner * width), least = kShareOfProducts / work + 1;
+  const int64_t shares = std::clamp<int64_t>(tasks / least, 1, threads());
+  parallel_ranges(tasks, shares, least, FB_BEST_ISA(linear_max_scratch)(inner, op.dtype),
+                  [&](int64_t begin, int64_t end, void* scratch) {
+                    for (int64_t task = begin; task < end; ++task)
+                      loop(op, task * width, std::min(classes, (task + 1) * width), scratch);
+                  });
   return {y, rows};
 }
 

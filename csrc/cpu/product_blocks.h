@@ -1,10 +1,7 @@
 // How the threads share a product.
 #pragma once
 
-#include <memory>
-
 #include "../packed_linear.h"
-#include "../ranges.h"
 #include "../tensor.h"
 
 namespace fastbert {
@@ -21,17 +18,14 @@ struct ProductBlocks {
     if (units == 0) return;
     const int64_t work = std::max<int64_t>(1, rows * columns * std::max<int64_t>(1, inner) / kShareOfProducts);
     const int64_t shares = std::min({work, threads(), units});
-    Ranges ranges(units, shares, std::max<int64_t>(1, 8 * units / work));
-    parallel_for(shares, 1, [&](int64_t, int64_t) {
-      const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
-      ranges.take([&](int64_t unit, int64_t last) {
-        while (unit < last) {
-          const int64_t block = unit / panels, panel = unit % panels, count = std::min(panels - panel, last - unit);
-          f(cpu::first_row(block, blocks, rows), cpu::first_row(block + 1, blocks, rows), panel * width,
-            std::min(columns, (panel + count) * width), static_cast<void*>(scratch.get()));
-          unit += count;
-        }
-      });
+    const int64_t least = std::min(units / (8 * shares), 64 * units / work);  // less work is over before it pays
+    parallel_ranges(units, shares, least, scratch_bytes, [&](int64_t unit, int64_t last, void* scratch) {
+      while (unit < last) {
+        const int64_t block = unit / panels, panel = unit % panels, count = std::min(panels - panel, last - unit);
+        f(cpu::first_row(block, blocks, rows), cpu::first_row(block + 1, blocks, rows), panel * width,
+          std::min(columns, (panel + count) * width), scratch);
+        unit += count;
+      }
     });
   }
 };

@@ -155,9 +155,12 @@ class TableGradients {
   void run(const AttentionBackward& backward) const {
     const int64_t tasks = groups() * batch_.heads, shares = std::min(tasks, threads());
     const Rooms rooms(shares, FB_BEST_ISA(attention_bwd_room)(batch_.largest()), like_);
-    parallel_for(shares, 1, [&](int64_t first, int64_t last) {
-      for (int64_t task = tasks * first / shares; task < tasks * last / shares; ++task)
-        run_task(backward, task / batch_.heads, task % batch_.heads, rooms.at(first));
+    Ranges ranges(tasks, shares, 1);
+    parallel_for(shares, 1, [&](int64_t share, int64_t) {
+      ranges.take([&](int64_t begin, int64_t end) {
+        for (int64_t task = begin; task < end; ++task)
+          run_task(backward, task / batch_.heads, task % batch_.heads, rooms.at(share));
+      });
     });
   }
 
