@@ -28,8 +28,7 @@ class Team {
   // Calls f(), part of a loop: loops within it are this thread's alone.
   template <class F>
   static void run_part(const F& f) {
-    static Team alone(1);
-    const Current current(&alone);
+    const Current current(&alone());
     f();
   }
 
@@ -94,6 +93,11 @@ class Team {
       for (int64_t i = 0; i < team.members_; ++i) team.seats_[i].state.store(kEnded, std::memory_order_release);
     }
   };
+
+  static Team& alone() {
+    static Team team(1);
+    return team;
+  }
 
   // Spins, and after a while yields the processor to other threads.
   class Patience {

@@ -223,9 +223,8 @@ int64_t packed_group(Weights weights) { return group_of(weights); }
 int64_t packed_rows() { return kRows; }
 int64_t packed_fewest_rows(Weights weights, int64_t bytes) {
   constexpr int64_t kFewest = 64, kMeanwhile = 1 << 16;  // bytes that memory delivers while the matrix unit takes a row
-  // Slower: docs/packed_linear.md. With AVX2, because the second-level cache is too small or threads wait for each
-  // other.
-  if (FB_VECTOR_BYTES < 64 || (weights == Weights::bf16 && !kTiles)) return int64_t(1) << 62;
+  const bool slower = FB_VECTOR_BYTES == 32 || (weights == Weights::bf16 && !kTiles);  // docs/packed_linear.md
+  if (slower) return int64_t(1) << 62;
   const int64_t rows = kTiles && weights != Weights::f32 ? bytes / kMeanwhile : 0;
   return rows > kFewest ? rows : kFewest;
 }
