@@ -63,19 +63,25 @@ bool is_small(const Tensor& rows, const Tensor& weight) {
 
 constexpr int64_t kFewRows = 48;
 
-// Up to how many rows our own loops take less time than a library, which arranges all weights in memory first, or, for
-// 16-bit types that the processor has no instructions for, computes far more slowly.
+// Whether PyTorch multiplies this 16-bit type in simple loops of its own, because the processor lacks the instructions
+// without which it does not call oneDNN.
+bool library_is_missing(ScalarType dtype) {
+#ifdef __x86_64__
+  static const bool float16 = !cpu::has_avx512_fp16(), bfloat16 = !cpu::processor_has(cpu::Isa::avx512);
+  return dtype == ScalarType::Half ? float16 : dtype == ScalarType::BFloat16 && bfloat16;
+#else
+  return false;
+#endif
+}
+
+// Up to how many rows our own loops take less time than a library, which arranges all weights in memory first.
 int64_t most_few_rows(ScalarType dtype) {
-  constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
   const cpu::Isa isa = cpu::best_isa();
-  const bool x86 = isa != cpu::Isa::generic;
+  if (library_is_missing(dtype)) return std::numeric_limits<int64_t>::max();
   switch (dtype) {
     case ScalarType::Float: return kFewRows;
-    case ScalarType::Half: return isa == cpu::Isa::amx ? 16 : x86 ? kAny : kFewRows;  // with AMX there is AVX-512 FP16
-    case ScalarType::BFloat16: {
-      static const bool slow = x86 && !cpu::processor_has(cpu::Isa::avx512);
-      return isa == cpu::Isa::amx ? 4 : isa == cpu::Isa::avx512_bf16 ? kFewRows : slow ? kAny : 8;
-    }
+    case ScalarType::Half: return isa == cpu::Isa::amx ? 16 : kFewRows;
+    case ScalarType::BFloat16: return isa == cpu::Isa::amx ? 4 : isa == cpu::Isa::avx512_bf16 ? kFewRows : 8;
     default: return 0;
   }
 }
