@@ -26,7 +26,7 @@ struct CrossEntropy {
 
 struct CrossEntropyRoom {
   int64_t classes;  // per task
-  int64_t scratch;  // bytes per task
+  int64_t scratch;  // bytes per thread
   int64_t part;     // bytes per entry of CrossEntropy::parts
 };
 

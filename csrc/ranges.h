@@ -16,18 +16,22 @@ namespace fastbert {
 
 class Ranges {
  public:
-  // 0 to n in ranges of `least` to `most`. They are smaller than `least` only where equal shares would be, too.
-  Ranges(int64_t n, int64_t threads, int64_t least, int64_t most = std::numeric_limits<int64_t>::max()) {
+  // 0 to n in ranges of `least` (at least 1) to `most`, for at most `threads` threads. Ranges are smaller than `least`
+  // only where equal shares would be, too, and fewer threads share what is less than `least` for each of them.
+  Ranges(int64_t n, int64_t threads, int64_t least, int64_t most = std::numeric_limits<int64_t>::max())
+      : threads_(std::clamp<int64_t>(n / least, 1, threads)) {
     for (int64_t left = n; left > 0;) {
-      const int64_t share = ratio(left, threads), half = std::clamp(ratio(share, 2), least, most);
-      const bool last = threads == 1 || share - half < least;
+      const int64_t share = ratio(left, threads_), half = std::clamp(ratio(share, 2), least, most);
+      const bool last = threads_ == 1 || share - half < least;
       const int64_t size = last ? ratio(share, ratio(share, most)) : half;
-      for (int64_t i = 0; i < threads && left > 0; ++i) {
+      for (int64_t i = 0; i < threads_ && left > 0; ++i) {
         left -= std::min(size, left);
         ends_.push_back(n - left);
       }
     }
   }
+
+  int64_t threads() const { return threads_; }
 
   // Calls f(begin, end) on ranges that no other thread has taken, until none is left.
   template <class F>
@@ -39,6 +43,7 @@ class Ranges {
  private:
   static int64_t ratio(int64_t a, int64_t b) { return a / b + (a % b > 0); }  // rounded up
 
+  int64_t threads_;
   std::vector<int64_t> ends_;
   std::atomic<size_t> next_{0};
 };

@@ -147,7 +147,7 @@ void parallel_for(int64_t n, int64_t grain, const F& f) {
   check_call(torch_parallel_for(0, n, grain, range, const_cast<F*>(&f)), "parallel_for");
 }
 
-// The number of elements that are worth another thread: fewer if the thread is standing by in a team.
+// The number of elements that are worth another thread: fewer where a team's threads stand by.
 inline int64_t grain() { return Team::current() ? kGrain / 8 : kGrain; }
 
 // Calls f() once, in this thread, while the other threads stand by for its calls of parallel_for. Anything else in f()
@@ -168,13 +168,25 @@ void together(const F& f) {
   if (error) std::rethrow_exception(error);
 }
 
-// Calls f(begin, end, scratch) on Ranges of 0 to n in `shares` threads, each of which has its own scratch of
-// scratch_bytes. For loops that compute: loops that wait for memory gain nothing over parallel_for.
+// Calls f(begin, end, thread) on ranges, which threads take; they are numbered from 0 to ranges.threads(). For loops
+// that compute: loops that wait for memory gain nothing over parallel_for.
 template <class F>
-void parallel_ranges(int64_t n, int64_t shares, int64_t least, int64_t scratch_bytes, const F& f) {
-  Ranges ranges(n, shares, std::max<int64_t>(1, least));
-  parallel_for(shares, 1, [&](int64_t, int64_t) {
-    const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
+void parallel_ranges(Ranges&& ranges, const F& f) {
+  parallel_for(ranges.threads(), 1, [&](int64_t thread, int64_t) {
+    ranges.take([&](int64_t begin, int64_t end) { f(begin, end, thread); });
+  });
+}
+
+// The same with f(begin, end, scratch): each thread has its own scratch of scratch_bytes, which begins at a cache line.
+template <class F>
+void parallel_ranges(Ranges&& ranges, int64_t scratch_bytes, const F& f) {
+  constexpr int64_t kLine = 64;
+  struct alignas(kLine) Line {
+    char bytes[kLine];
+  };
+  parallel_for(ranges.threads(), 1, [&](int64_t, int64_t) {
+    // By each thread itself: one block for many threads is so large that malloc would ask the system for it every time.
+    const std::unique_ptr<Line[]> scratch(new Line[(scratch_bytes + kLine - 1) / kLine]);
     ranges.take([&](int64_t begin, int64_t end) { f(begin, end, static_cast<void*>(scratch.get())); });
   });
 }

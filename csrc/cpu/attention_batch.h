@@ -9,24 +9,13 @@
 #include "../attention.h"
 #include "../checks.h"
 #include "../tensor.h"
+#include "sequences.h"
 
 namespace fastbert {
 
 constexpr int64_t kFewestQueries = cpu::kAttentionQueries / 2;  // of a part of a task; parts begin at multiples of it
 
 inline const char* bytes_of(const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); }
-
-// Memory for each of `count` threads, beginning at a multiple of 64 bytes.
-class Rooms {
- public:
-  Rooms(int64_t count, int64_t bytes, const Tensor& like)
-      : bytes_((bytes + 63) / 64 * 64), memory_(empty({count, bytes_}, like, ScalarType::Byte)) {}
-  char* at(int64_t i) const { return static_cast<char*>(memory_.mutable_data_ptr()) + i * bytes_; }
-
- private:
-  int64_t bytes_;
-  Tensor memory_;
-};
 
 // The arguments of a call, checked, for all of its tasks.
 struct Batch {
@@ -35,7 +24,7 @@ struct Batch {
   DType dtype;
   double scale;
   Dropout drop;
-  std::vector<int64_t> start, length;     // of each sequence: within the tokens and disjoint, whatever cu_seqlens holds
+  std::vector<int64_t> start, length;     // of each sequence; start also has the end of the last one
   std::vector<cpu::Positions> positions;  // of each head, for relative_attention; else empty
 
   Batch(const Tensor& qkv, const Tensor& cu_seqlens, double scale_, Dropout drop_)
@@ -43,11 +32,9 @@ struct Batch {
     check_attention(qkv, cu_seqlens);
     FB_CHECK(FB_BEST_ISA(attention_fwd), kNoIsa);
     tokens = qkv.size(0), heads = qkv.size(2), D = qkv.size(3), sequences = cu_seqlens.numel() - 1;
-    const Tensor ends = contiguous(cu_seqlens);
-    const int32_t* const end = ends.const_data_ptr<int32_t>();
+    start = bounds_of(cu_seqlens, tokens);
     for (int64_t b = 0; b < sequences; ++b) {
-      start.push_back(std::clamp<int64_t>(end[b], b ? start[b - 1] + length[b - 1] : 0, tokens));
-      length.push_back(std::clamp<int64_t>(end[b + 1], start[b], tokens) - start[b]);
+      length.push_back(start[b + 1] - start[b]);
       longest = std::max(longest, length[b]), covered += length[b];
     }
   }
@@ -78,11 +65,10 @@ struct Batch {
   // threads take ranges of them by the work.
   template <class F>
   void for_tasks(const Tensor& qkv, int64_t parts, int64_t (*room_of)(const cpu::AttentionHead&), const F& f) const {
-    if (covered == 0 || D == 0) return;
+    if (covered == 0) return;
     std::vector<int64_t> before{0};  // the work of the sequences before each one, in all their heads
     for (const int64_t keys : length) before.push_back(before.back() + keys * (keys + kPacking) * heads);
     const int64_t work = before.back(), least = std::max<int64_t>(1, grain() * 16 / D);
-    const int64_t shares = std::clamp<int64_t>(work / least, 1, threads());
     const auto first = [&](int64_t wanted) {  // the first part after so much work, counted over all tasks
       if (wanted == work) return tasks() * parts;
       const int64_t b = std::upper_bound(before.begin(), before.end() - 1, wanted) - before.begin() - 1;
@@ -90,13 +76,9 @@ struct Batch {
       return b * heads * parts + int64_t(within * double(heads * parts));
     };
     const char* const q = bytes_of(qkv);
-    const Rooms rooms(shares, room_of(largest()), qkv);
-    Ranges ranges(work, shares, least);
-    parallel_for(shares, 1, [&](int64_t share, int64_t) {
-      ranges.take([&](int64_t begin, int64_t end) {
-        for (int64_t i = first(begin); i < first(end); ++i)
-          if (length[i / parts / heads]) f(head(i / parts, q), i / parts, i % parts, rooms.at(share));
-      });
+    parallel_ranges({work, threads(), least}, room_of(largest()), [&](int64_t begin, int64_t end, void* room) {
+      for (int64_t i = first(begin); i < first(end); ++i)
+        if (length[i / parts / heads]) f(head(i / parts, q), i / parts, i % parts, room);
     });
   }
 

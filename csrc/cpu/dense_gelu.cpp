@@ -18,7 +18,7 @@ std::tuple<Tensor, Tensor> dense_gelu_fwd_cpu(const Tensor& x, const Tensor& wei
                                               std::string_view approximate, bool save) {
   check_dense("dense_gelu", x, weight, bias);
   check_approximate("dense_gelu", approximate);
-  const Tensor preactivation = contiguous(linear(x, weight, bias));
+  const Tensor preactivation = linear(x, weight, bias);
   const Tensor y = save ? empty_rows(preactivation.sizes(), preactivation) : preactivation;
   gelu_cpu(preactivation, std::nullopt, approximate, y);
   return {y, save ? preactivation : empty({0}, x)};

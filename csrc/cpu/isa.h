@@ -76,12 +76,6 @@ inline bool has_avx_vnni() {
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax >> 4 & 1;
 }
 
-// Arithmetic in float16, which no set of ours uses but other libraries do.
-inline bool has_avx512_fp16() {
-  unsigned eax, ebx, ecx, edx;
-  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && edx >> 23 & 1;
-}
-
 inline bool processor_has(Isa isa) {
   switch (isa) {
     case Isa::avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

@@ -1,7 +1,5 @@
 #include "linear.h"
 
-#include <cstring>
-#include <limits>
 #include <optional>
 #include <vector>
 
@@ -63,21 +61,10 @@ bool is_small(const Tensor& rows, const Tensor& weight) {
 
 constexpr int64_t kFewRows = 48;
 
-// Whether PyTorch multiplies this 16-bit type in simple loops of its own, because the processor lacks the instructions
-// without which it does not call oneDNN.
-bool library_is_missing(ScalarType dtype) {
-#ifdef __x86_64__
-  static const bool float16 = !cpu::has_avx512_fp16(), bfloat16 = !cpu::processor_has(cpu::Isa::avx512);
-  return dtype == ScalarType::Half ? float16 : dtype == ScalarType::BFloat16 && bfloat16;
-#else
-  return false;
-#endif
-}
-
-// Up to how many rows our own loops take less time than a library, which arranges all weights in memory first.
+// Up to how many rows few_rows takes less time than a library or own_product, which first arrange all weights.
 int64_t most_few_rows(ScalarType dtype) {
   const cpu::Isa isa = cpu::best_isa();
-  if (library_is_missing(dtype)) return std::numeric_limits<int64_t>::max();
+  if (library_is_missing(dtype)) return 12;
   switch (dtype) {
     case ScalarType::Float: return kFewRows;
     case ScalarType::Half: return isa == cpu::Isa::amx ? 16 : kFewRows;
@@ -89,39 +76,33 @@ int64_t most_few_rows(ScalarType dtype) {
 bool has_few_rows(const Tensor& x, const Tensor& weight) {
   if (!FB_BEST_ISA(few_rows) || weight.numel() == 0 || !user_wants_onednn()) return false;
   const int64_t inner = weight.size(1), rows = x.numel() / inner;
-  const bool long_enough = std::min(rows, kFewRows) <= inner / 4;  // for the sums of lanes
-  return rows > 0 && rows <= most_few_rows(type_of(x)) && long_enough;
+  // A shorter inner dimension leaves too little work between the sums of lanes.
+  const int64_t most = std::min(most_few_rows(type_of(x)), inner / 4);
+  return rows > 0 && rows <= most;
 }
 
-// By csrc/cpu/loops/few_rows.cpp, in blocks of few rows.
+// For 16-bit types that torch has no fast product of.
+bool use_own_product(const Tensor& x, const Tensor& weight) {
+  return library_is_missing(type_of(x)) && FB_BEST_ISA(few_rows) && x.numel() > 0 && weight.numel() > 0 &&
+         user_wants_onednn();
+}
+
+// By csrc/cpu/loops/few_rows.cpp.
 Tensor few_rows_product(const Tensor& rows, const Tensor& weight, const Tensor* bias) {
-  const int64_t inner = rows.size(1), channels = weight.size(0), element = rows.element_size();
+  const int64_t channels = weight.size(0);
   const Tensor y = empty_rows({rows.size(0), channels}, rows);
-  const ProductBlocks blocks{rows.size(0), inner, channels, kFewRows, FB_BEST_ISA(few_rows_width)()};
-  blocks.run(0, [&](int64_t row, int64_t row_end, int64_t channel, int64_t channel_end, void*) {
-    const cpu::FewRows op{static_cast<const char*>(rows.const_data_ptr()) + row * inner * element,
-                          weight.const_data_ptr(),
-                          bias ? bias->const_data_ptr() : nullptr,
-                          static_cast<char*>(y.mutable_data_ptr()) + row * channels * element,
-                          row_end - row,
-                          inner,
-                          channels,
-                          dtype_of(rows)};
+  const cpu::FewRows op{rows.const_data_ptr(),
+                        weight.const_data_ptr(),
+                        bias ? bias->const_data_ptr() : nullptr,
+                        y.mutable_data_ptr(),
+                        rows.size(0),
+                        rows.size(1),
+                        channels,
+                        dtype_of(rows)};
+  const ProductBlocks blocks{op.rows, op.inner, channels, op.rows, FB_BEST_ISA(few_rows_width)()};
+  blocks.run(0, [&](int64_t, int64_t, int64_t channel, int64_t channel_end, void*) {
     FB_BEST_ISA(few_rows)(op, channel, channel_end);
   });
-  return y;
-}
-
-// Calls MKL directly: the bias is copied to each row of y, then one call adds the product.
-Tensor small_product(const Tensor& rows, const Tensor& weight, const Tensor* bias) {
-  const int64_t tokens = rows.size(0), K = rows.size(1), channels = weight.size(0);
-  const Tensor y = empty_rows({tokens, channels}, rows);
-  float* const to = y.mutable_data_ptr<float>();
-  if (bias)
-    for (int64_t row = 0; row < tokens; ++row)
-      std::memcpy(to + row * channels, bias->const_data_ptr<float>(), channels * sizeof(float));
-  const Matrix<const float> x{rows.const_data_ptr<float>(), K}, w{weight.const_data_ptr<float>(), K};
-  product(Op::as_is, Op::transposed, tokens, channels, K, x, w, bias ? 1 : 0, {to, channels});
   return y;
 }
 
@@ -129,8 +110,8 @@ Tensor small_product(const Tensor& rows, const Tensor& weight, const Tensor* bia
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   const NoGrad guard;
-  const bool few = has_few_rows(x, weight);
-  if (!few && !use_onednn(x, weight)) {
+  const bool few = has_few_rows(x, weight), own = !few && use_own_product(x, weight);
+  if (!few && !own && !use_onednn(x, weight)) {
     const Tensor y = contiguous(call("aten::linear", "", x, weight, bias));
     return view(y, y.sizes());  // y may be a view that autograd knows of, which could not be changed in place
   }
@@ -139,7 +120,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = w.size(0);
   if (few) return view(few_rows_product(rows, w, bias ? &b : nullptr), shape);
-  if (is_small(rows, w)) return view(small_product(rows, w, bias ? &b : nullptr), shape);
+  if (own) return view(own_product({rows, false}, {w, true}, bias ? &b : nullptr), shape);
+  if (is_small(rows, w)) return view(small_product({rows, false}, {w, true}, bias ? &b : nullptr), shape);
   return view(onednn_product(in_whole_blocks(rows), w, bias ? &b : nullptr), shape);
 }
 

@@ -6,19 +6,11 @@
 
 #include "../checks.h"
 #include "../tensor.h"
+#include "sequences.h"
 
 namespace fastbert {
 
 namespace {
-
-// Where sequences begin and end: within the tokens, and never decreasing, whatever cu_seqlens holds.
-std::vector<int64_t> bounds_of(const Tensor& cu_seqlens, int64_t tokens) {
-  const Tensor ends = contiguous(cu_seqlens);
-  std::vector<int64_t> bounds;
-  for (int64_t i = 0; i < ends.numel(); ++i)
-    bounds.push_back(std::clamp<int64_t>(ends.const_data_ptr<int32_t>()[i], i ? bounds.back() : 0, tokens));
-  return bounds;
-}
 
 std::tuple<Tensor, Tensor> linear_max_fwd_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                                               const Tensor& cu_seqlens, bool need_rows) {
@@ -47,8 +39,7 @@ std::tuple<Tensor, Tensor> linear_max_fwd_cpu(const Tensor& x, const Tensor& wei
                           dtype_of(x)};
   const int64_t width = FB_BEST_ISA(linear_max_width)(op.dtype), tasks = (classes + width - 1) / width;
   const int64_t work = std::max<int64_t>(1, tokens * inner * width), least = kShareOfProducts / work + 1;
-  const int64_t shares = std::clamp<int64_t>(tasks / least, 1, threads());
-  parallel_ranges(tasks, shares, least, FB_BEST_ISA(linear_max_scratch)(inner, op.dtype),
+  parallel_ranges({tasks, threads(), least}, FB_BEST_ISA(linear_max_scratch)(inner, op.dtype),
                   [&](int64_t begin, int64_t end, void* scratch) {
                     for (int64_t task = begin; task < end; ++task)
                       loop(op, task * width, std::min(classes, (task + 1) * width), scratch);

@@ -1,8 +1,8 @@
 #include "matrix_product.h"
 
 #include <climits>
+#include <cstring>
 
-#include "../checks.h"
 #include "../matrix_product.h"
 #include "../tensor.h"
 #include "blas.h"
@@ -25,47 +25,71 @@ bool mkl_is_slow() {
 #endif
 }
 
+// The answer of an operator that has no arguments, or false if this build of torch does not have it.
+[[maybe_unused]] bool answer_of(const char* name) {
+  StableIValue answer[1]{};
+  return torch_call_dispatcher(name, "", answer, TORCH_ABI_VERSION) == TORCH_SUCCESS &&
+         torch::stable::detail::to<bool>(answer[0]);
+}
+
 // Elements from one row to the next. A single row may have any stride, so there it is the row's length.
 int64_t row_stride(const Tensor& x) { return x.size(0) == 1 ? x.size(1) : x.stride(0); }
 
-// Whether x is float32 and not empty, with contiguous rows that do not overlap.
+// Whether x is not empty, and its rows are contiguous and do not overlap.
 bool is_in_rows(const Tensor& x) {
-  return type_of(x) == ScalarType::Float && x.numel() > 0 && (x.size(1) == 1 || x.stride(1) == 1) &&
-         row_stride(x) >= x.size(1);
+  return x.numel() > 0 && (x.size(1) == 1 || x.stride(1) == 1) && row_stride(x) >= x.size(1);
 }
 
-// Calls MKL directly.
-Tensor small_product(const Tensor& a, bool transposed, const Tensor& b) {
-  const int64_t rows = a.size(transposed), inner = b.size(0), columns = b.size(1);
-  const Tensor c = empty({rows, columns}, a);
-  product(transposed ? Op::transposed : Op::as_is, Op::as_is, rows, columns, inner,
-          {a.const_data_ptr<float>(), row_stride(a)}, {b.const_data_ptr<float>(), row_stride(b)}, 0,
-          {c.mutable_data_ptr<float>(), columns});
+}  // namespace
+
+Tensor small_product(const Factor& a, const Factor& b, const Tensor* bias) {
+  const int64_t rows = a.rows(), columns = b.columns();
+  const Tensor c = empty_rows({rows, columns}, a.matrix);
+  float* const to = c.mutable_data_ptr<float>();
+  if (bias)
+    for (int64_t row = 0; row < rows; ++row)
+      std::memcpy(to + row * columns, bias->const_data_ptr<float>(), columns * sizeof(float));
+  const auto as_given = [](const Factor& x) { return x.transposed ? Op::transposed : Op::as_is; };
+  const auto numbers = [](const Factor& x) {
+    return Matrix<const float>{x.matrix.const_data_ptr<float>(), row_stride(x.matrix)};
+  };
+  product(as_given(a), as_given(b), rows, columns, a.columns(), numbers(a), numbers(b), bias ? 1 : 0, {to, columns});
   return c;
 }
 
-// By csrc/cpu/loops/matrix_product.cpp.
-Tensor own_product(const Tensor& a, bool transposed, const Tensor& b) {
-  FB_CHECK(FB_BEST_ISA(matrix_product), kNoIsa);
-  const int64_t rows = a.size(transposed), inner = b.size(0), columns = b.size(1);
-  const Tensor c = empty({rows, columns}, a);
+Tensor own_product(const Factor& a, const Factor& b, const Tensor* bias) {
+  const int64_t rows = a.rows(), inner = a.columns(), columns = b.columns();
+  const Tensor c = empty({rows, columns}, a.matrix);
   cpu::MatrixProduct op{};
-  op.a = a.const_data_ptr<float>(), op.a_stride = row_stride(a), op.a_transposed = transposed;
-  op.b = b.const_data_ptr<float>(), op.b_stride = row_stride(b), op.c = c.mutable_data_ptr<float>();
-  op.rows = rows, op.inner = inner, op.columns = columns;
+  op.a = a.matrix.const_data_ptr(), op.a_stride = row_stride(a.matrix), op.a_transposed = a.transposed;
+  op.b = b.matrix.const_data_ptr(), op.b_stride = row_stride(b.matrix), op.b_transposed = b.transposed;
+  op.bias = bias ? bias->const_data_ptr() : nullptr, op.c = c.mutable_data_ptr();
+  op.inner = inner, op.columns = columns, op.dtype = dtype_of(a.matrix);
   const ProductBlocks blocks{rows, inner, columns, FB_BEST_ISA(product_rows)(), FB_BEST_ISA(product_width)()};
   blocks.run(FB_BEST_ISA(product_scratch)(), [&](const auto&... block) { FB_BEST_ISA(matrix_product)(op, block...); });
   return c;
 }
 
-}  // namespace
+bool library_is_missing(ScalarType dtype) {
+#ifdef __x86_64__
+  if (dtype != ScalarType::Half && dtype != ScalarType::BFloat16) return false;
+  static const bool float16 = !answer_of("mkldnn::_is_mkldnn_fp16_supported"),
+                    bfloat16 = !answer_of("mkldnn::_is_mkldnn_bf16_supported");
+  return dtype == ScalarType::Half ? float16 : bfloat16;
+#else
+  return false;  // torch has loops for them that use the processor's instructions
+#endif
+}
 
 Tensor matrix_product(const Tensor& a, bool a_transposed, const Tensor& b) {
   const int64_t rows = a.size(a_transposed), inner = a.size(!a_transposed), columns = b.size(1);
-  if (is_in_rows(a) && is_in_rows(b) && b.size(0) == inner) {
-    if (has_blas() && rows * inner * columns <= kSmallProduct && std::max(row_stride(a), row_stride(b)) <= INT_MAX)
-      return small_product(a, a_transposed, b);
-    if (mkl_is_slow() && std::min({rows, inner, columns}) >= kThin) return own_product(a, a_transposed, b);
+  const ScalarType type = type_of(a);
+  if (is_in_rows(a) && is_in_rows(b) && b.size(0) == inner && type_of(b) == type) {
+    const bool is_float = type == ScalarType::Float, is_small = rows * inner * columns <= kSmallProduct;
+    if (is_float && is_small && has_blas() && std::max(row_stride(a), row_stride(b)) <= INT_MAX)
+      return small_product({a, a_transposed}, {b, false}, nullptr);
+    const bool own = is_float ? mkl_is_slow() && std::min({rows, inner, columns}) >= kThin : library_is_missing(type);
+    if (own && FB_BEST_ISA(matrix_product)) return own_product({a, a_transposed}, {b, false}, nullptr);
   }
   return call("aten::mm", "", a_transposed ? transposed(a) : a, b);
 }

@@ -10,8 +10,29 @@ namespace fastbert {
 // Products of up to this many multiplications call MKL directly (docs/linear.md has the measurement).
 constexpr int64_t kSmallProduct = 1 << 20;
 
-// a b, or a^T b if transposed. Like at::mm, but float32 products call MKL directly if they are small, and
-// csrc/cpu/loops/matrix_product.cpp where that is faster than MKL.
+// Whether PyTorch multiplies this 16-bit type in simple loops of its own, because the processor lacks the instructions
+// without which it does not call oneDNN: a hundredth of the speed.
+bool library_is_missing(ScalarType dtype);
+
+// A factor of a product: a matrix, which is not empty and whose rows are contiguous and do not overlap, or its
+// transpose.
+struct Factor {
+  const Tensor& matrix;
+  bool transposed;
+
+  int64_t rows() const { return matrix.size(transposed); }
+  int64_t columns() const { return matrix.size(!transposed); }
+};
+
+// a b + bias (columns,), if there is one, by MKL: float32, and the bias is copied to each row before the product is
+// added.
+Tensor small_product(const Factor& a, const Factor& b, const Tensor* bias);
+
+// The same by csrc/cpu/loops/matrix_product.cpp, in any type but float64.
+Tensor own_product(const Factor& a, const Factor& b, const Tensor* bias);
+
+// a b, or a^T b if transposed. Like at::mm, but small float32 products call MKL directly, and our own loops
+// (csrc/cpu/loops/matrix_product.cpp) multiply where they are faster than PyTorch's library or where it has none.
 Tensor matrix_product(const Tensor& a, bool transposed, const Tensor& b);
 
 // dx and dweight of a dense layer, from its checked x (..., K) and weight (C, K), and dy (..., C), the gradient of its

@@ -102,7 +102,7 @@ Tensor apply(Input x, const Dense& dense, std::string_view approximate, bool wit
                   gelu_of(approximate));
     return y;
   }
-  const Tensor y = contiguous(linear(contiguous(x.rows), dense.weight, bias));
+  const Tensor y = linear(x.rows, dense.weight, bias);
   if (!approximate.empty()) gelu_cpu(y, std::nullopt, approximate, y);
   return y;
 }
@@ -182,12 +182,11 @@ class Blocks {
   void run(const F& f) {
     if (threads_ == 1 && rows_ <= most_) return f(int64_t(0), rows_, workspaces_[0]);
     constexpr int64_t kUnit = cpu::kRowsTogether;
-    Ranges ranges(cpu::whole_tiles(rows_) / kUnit, threads_, most_ / kUnit / 2, most_ / kUnit);
-    parallel_for(threads_, 1, [&](int64_t thread, int64_t) {
-      ranges.take([&](int64_t begin, int64_t end) {
-        f(begin * kUnit, std::min(rows_, end * kUnit) - begin * kUnit, workspaces_[thread]);
-      });
-    });
+    const int64_t units = cpu::whole_tiles(rows_) / kUnit, most = most_ / kUnit;
+    parallel_ranges({units, threads_, std::min(most / 2, units / threads_), most},
+                    [&](int64_t begin, int64_t end, int64_t thread) {
+                      f(begin * kUnit, std::min(rows_, end * kUnit) - begin * kUnit, workspaces_[thread]);
+                    });
   }
 
  private:

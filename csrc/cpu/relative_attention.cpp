@@ -153,14 +153,9 @@ class TableGradients {
 
   // Computes all of the backward, dqkv included.
   void run(const AttentionBackward& backward) const {
-    const int64_t tasks = groups() * batch_.heads, shares = std::min(tasks, threads());
-    const Rooms rooms(shares, FB_BEST_ISA(attention_bwd_room)(batch_.largest()), like_);
-    Ranges ranges(tasks, shares, 1);
-    parallel_for(shares, 1, [&](int64_t share, int64_t) {
-      ranges.take([&](int64_t begin, int64_t end) {
-        for (int64_t task = begin; task < end; ++task)
-          run_task(backward, task / batch_.heads, task % batch_.heads, rooms.at(share));
-      });
+    const int64_t bytes = FB_BEST_ISA(attention_bwd_room)(batch_.largest());
+    parallel_ranges({groups() * batch_.heads, threads(), 1}, bytes, [&](int64_t begin, int64_t end, void* room) {
+      for (int64_t task = begin; task < end; ++task) run_task(backward, task / batch_.heads, task % batch_.heads, room);
     });
   }
 

@@ -4,7 +4,6 @@ import platform
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,10 @@ from op_suite import ProductSuite, normal, pytest_generate_tests  # noqa: F401
 from fastbert import backends, ops, testing
 from fastbert.ops.op import PRIMITIVES
 
-FLOAT16_IS_FAST = platform.machine() != "x86_64" or "avx512_fp16" in Path("/proc/cpuinfo").read_text()
+ONEDNN_TAKES = {
+    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+}
 
 
 class TestLinear(ProductSuite):
@@ -123,11 +125,12 @@ class TestLinear(ProductSuite):
 @pytest.mark.skipif(backends.EXTENSION is None, reason="without kernels, F.linear's own library computes")
 def test_onednn_meets_few_different_numbers_of_rows():
     """It keeps code for each, for good. Products of few rows are our own."""
-    code = """
+    some = [*range(1, 300), *range(300, 2001, 17)]
+    code = f"""
 import torch
 from fastbert import ops
 weight, bias = torch.randn(128, 200), torch.randn(128)
-for rows in range(1, 2001):
+for rows in {some}:
     out = ops.linear(torch.randn(rows, 200), weight, bias)
     assert out.shape == (rows, 128)
 """
@@ -138,7 +141,7 @@ for rows in range(1, 2001):
         pytest.skip("oneDNN computes no float32 product here, or is silent")
     assert platform.machine() != "x86_64" or min(met) > 48
     assert len(met) < 180
-    for rows in range(129, 2001):
+    for rows in some[128:]:
         assert min(number for number in met if number >= rows) <= max(1.062 * rows, rows + 1)
 
 
@@ -149,10 +152,7 @@ for rows in range(1, 2001):
         (torch.float32, (12, 2000, 700)),
         (torch.float32, (31, 301, 519)),
         (torch.float32, (48, 768, 768)),
-        (torch.float16, (16, 301, 519)),
-        pytest.param(
-            torch.float16, (131, 301, 519), marks=pytest.mark.skipif(FLOAT16_IS_FAST, reason="oneDNN computes")
-        ),
+        (torch.float16, (12, 301, 519)),
         (torch.bfloat16, (4, 300, 519)),
         (torch.bfloat16, (4, 301, 519)),
     ],
@@ -172,12 +172,25 @@ def test_few_rows_have_the_same_bits_in_any_company_and_with_any_number_of_threa
         assert torch.equal(ops.linear(x[:few], weight, bias), expected[:few])
 
 
+@pytest.mark.skipif(backends.EXTENSION is None or platform.machine() != "x86_64", reason="of the C++ kernels")
+@pytest.mark.parametrize("dtype", ONEDNN_TAKES, ids=str)
+def test_16_bit_products_are_our_own_where_pytorch_s_are_slow(dtype):
+    x, weight, dy = (normal(*shape, dtype=dtype, device="cpu") for shape in ((70, 96), (80, 96), (70, 80)))
+    with torch.profiler.profile() as profile:
+        ops.linear(x, weight)
+        PRIMITIVES["linear_bwd"]("cpu", dy, x, weight, True, True)
+    called = {event.key for event in profile.key_averages()} & {"aten::linear", "aten::mm"}
+    assert called == ({"aten::linear", "aten::mm"} if ONEDNN_TAKES[dtype]() else set())
+
+
 @pytest.mark.skipif(backends.EXTENSION is None, reason="of the C++ kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, *ONEDNN_TAKES], ids=str)
 @pytest.mark.parametrize("shape", [(290, 300, 530), (1, 2000, 700), (517, 33, 65)], ids=str)
-def test_products_of_gradients_stay_in_their_rows(shape):
+def test_products_of_gradients_stay_in_their_rows(shape, dtype):
     """A number that is not finite reaches what depends on it, and nothing else."""
     rows, inner, channels = shape
-    dy, x, weight = torch.randn(rows, channels), torch.randn(rows, inner), torch.randn(channels, inner)
+    sizes = (rows, channels), (rows, inner), (channels, inner)
+    dy, x, weight = (normal(*size, dtype=dtype, device="cpu") for size in sizes)
     plain = PRIMITIVES["linear_bwd"]("cpu", dy, x, weight, True, True)
     dy[-1, 2] = float("nan")
     dx, dweight = PRIMITIVES["linear_bwd"]("cpu", dy, x, weight, True, True)

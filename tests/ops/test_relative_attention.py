@@ -321,7 +321,9 @@ class TestRelativeAttention(RelativeSuite):
                 self.ours(**larger).sum().backward()
 
     @pytest.mark.parametrize("tables", [KQB, B], ids=["all tables", "bias"])
-    @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-5, 1e-35, 2.0])
+    @pytest.mark.parametrize(
+        "scale", [0.0, -0.3, *(pytest.param(x, marks=slow_interpreted) for x in (1e-5, 1e-35, 2.0))]
+    )
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_scales(self, backend, dtype, scale, tables):
         """The bias, which scale does not multiply, is part of the scores whatever scale is."""

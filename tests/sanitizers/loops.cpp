@@ -550,41 +550,47 @@ void check_packed_linears(DType dtype, Weights weights, const char* kind) {
 struct Integers {
   static constexpr int64_t gap = 5;
   const int64_t rows, columns, stride = columns + gap;
-  std::vector<float> numbers;
+  std::vector<int> numbers;
 
   Integers(int64_t rows_, int64_t columns_) : rows(rows_), columns(columns_) {
     const int64_t count = rows && columns ? (rows - 1) * stride + columns : 0;
-    for (int64_t i = 0; i < count; ++i) numbers.push_back(float(PackedLayer::number(4)));
+    for (int64_t i = 0; i < count; ++i) numbers.push_back(PackedLayer::number(4));
   }
-  float at(int64_t row, int64_t column, bool transposed) const {
+  int at(int64_t row, int64_t column, bool transposed = false) const {
     return transposed ? numbers[column * stride + row] : numbers[row * stride + column];
   }
 };
 
-// c = a b, or a^T b; and what integer arithmetic gives.
-void check_matrix_product(int64_t rows, int64_t inner, int64_t columns) {
-  for (const bool across : {false, true}) {
-    const Integers a(across ? inner : rows, across ? rows : inner), b(inner, columns);
-    std::vector<float> expected;
+// c = a b, with a bias if the number of rows is even, where a or b may be transposed; and what integer arithmetic
+// gives.
+void check_matrix_product(int64_t rows, int64_t inner, int64_t columns, DType dtype) {
+  for (const int transposed : {0, 1, 2, 3}) {
+    const bool a_transposed = transposed & 1, b_transposed = transposed & 2;
+    const Integers a(a_transposed ? inner : rows, a_transposed ? rows : inner),
+        b(b_transposed ? columns : inner, b_transposed ? inner : columns), bias(1, columns);
+    std::vector<int> sums;
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < columns; ++c) {
-        float sum = 0;
-        for (int64_t k = 0; k < inner; ++k) sum += a.at(r, k, across) * b.at(k, c, false);
-        expected.push_back(sum);
+        int sum = rows % 2 ? 0 : bias.at(0, c);
+        for (int64_t k = 0; k < inner; ++k) sum += a.at(r, k, a_transposed) * b.at(k, c, b_transposed);
+        sums.push_back(sum);
       }
-    same(name("matrix_product", inner, DType::f32, across ? " of a transpose" : ""), [&](int threads) {
-      std::vector<float> c(rows * columns, float(threads));
-      const cpu::MatrixProduct op{a.numbers.data(), b.numbers.data(), c.data(), rows,  inner,
-                                  columns,          a.stride,         b.stride, across};
+    const Bytes as = PackedLayer::as(a.numbers, dtype), bs = PackedLayer::as(b.numbers, dtype),
+                biases = PackedLayer::as(bias.numbers, dtype);
+    constexpr const char* kWhich[] = {"", ", a transposed", ", b transposed", ", both transposed"};
+    same(name("matrix_product", inner, dtype, kWhich[transposed]), [&](int threads) {
+      Bytes c = filled(rows * columns, dtype, threads);
+      const cpu::MatrixProduct op{as.data(),    bs.data(), rows % 2 ? nullptr : biases.data(),
+                                  c.data(),     inner,     columns,
+                                  a.stride,     b.stride,  a_transposed,
+                                  b_transposed, dtype};
       in_blocks(threads, rows, loops::product_rows(), columns, loops::product_width(), loops::product_scratch(),
                 [&](auto... block) { loops::matrix_product(op, block...); });
-      if (c != expected) {
+      if (c != PackedLayer::as(sums, dtype)) {
         ++differences;
         fprintf(stderr, "%d by %d by %d: not what integers give\n", int(rows), int(inner), int(columns));
       }
-      Bytes bytes(c.size() * sizeof(float));
-      if (!c.empty()) memcpy(bytes.data(), c.data(), bytes.size());
-      return Results{bytes};
+      return Results{c};
     });
   }
 }
@@ -774,10 +780,13 @@ void check_all() {
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     check_packed_linears(dtype, Weights::s8, " by int8");
   }
-  for (const int64_t size : kSizes) check_matrix_product(kRows, size, 19), check_matrix_product(size, 11, size);
-  check_matrix_product(loops::product_rows() + 1, 300, 33);  // two blocks of rows, and of what a chain adds up
-  check_matrix_product(3, 7, 600);                           // and of columns
-  check_matrix_product(2, 5, 0), check_matrix_product(0, 5, 2);
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    for (const int64_t size : kSizes)
+      check_matrix_product(kRows, size, 19, dtype), check_matrix_product(size, 11, size, dtype);
+    check_matrix_product(loops::product_rows() + 1, 300, 33, dtype);  // two blocks of rows, and of what a chain adds up
+    check_matrix_product(3, 7, 600, dtype);                           // and of columns
+    check_matrix_product(2, 5, 0, dtype), check_matrix_product(0, 5, 2, dtype);
+  }
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
     for (const int64_t inner : {1, 2, 31, 32, 33, 64, 66, 129})
       for (const int64_t rows : {1, 2, 3, 4, 11})

@@ -42,7 +42,7 @@ struct Channels {
   void store_row(vfour sums, Y* y) const {
     vfloat whole{};
     __builtin_memcpy(&whole, &sums, sizeof sums);
-    count == kChannels ? store(whole + bias, y, kChannels) : store(whole + bias, y, count);
+    count == kChannels ? store(whole + bias, y, kChannels) : store(whole + bias, y, count);  // a constant is faster
   }
 };
 
@@ -92,12 +92,10 @@ int64_t few_rows_width() { return kChannels; }
 
 void few_rows(const FewRows& op, int64_t channel, int64_t channel_end) {
   if (takes_pairs(op.dtype, op.inner)) return run<pair, bf16>(op, channel, channel_end);
-  switch (op.dtype) {
-    case DType::f32: return run<float, float>(op, channel, channel_end);
-    case DType::bf16: return run<bf16, bf16>(op, channel, channel_end);
-    case DType::f16: return run<f16, f16>(op, channel, channel_end);
-    case DType::f64: break;
-  }
+  for_dtype_up_to_f32(op.dtype, [&](auto element) {
+    using T = decltype(element);
+    run<T, T>(op, channel, channel_end);
+  });
 }
 
 }  // namespace fastbert::cpu::FB_ISA

@@ -1,5 +1,5 @@
-// Computes a block of c = a b, where a may be transposed. For each part of the inner dimension it copies that part of
-// the block's a, then packs and multiplies b, one panel at a time.
+// Computes a block of c = a b + bias, where a or b may be transposed. For each part of the inner dimension it copies
+// that part of the block's a as floats, then packs b as floats and multiplies, one panel at a time.
 #include "../../matrix_product.h"
 
 #include "product.h"
@@ -13,22 +13,24 @@ constexpr int64_t kInner = 256, kColumns = 16 * kPanel<float>;
 // Row strides: of sums, of a's copy, of the copy of a transposed a. Powers of two would use only few sets of the cache.
 constexpr int64_t kStride = kColumns + 16, kCopyStride = kInner + 16, kTransposedStride = kRows + 16;
 
-// Like Ahead, but fetches `width` floats of each row; rows are `stride` apart.
+// Like Ahead, but fetches `width` bytes of each row; rows are `stride` bytes apart.
 struct RowsAhead {
-  static constexpr int64_t kFloatsPerLine = Ahead::kLine / int64_t(sizeof(float));
-  const float* from;
+  const char* from;
   int64_t stride, width, step;  // step: lines that a step of a tile fetches, times kPart
   int64_t at = 0, due = 0;
 
-  static int64_t lines(int64_t width) { return (width + kFloatsPerLine - 1) / kFloatsPerLine; }
+  static int64_t lines(int64_t width) { return (width + Ahead::kLine - 1) / Ahead::kLine; }
   // steps: how many steps the prefetches of all rows are spread over.
-  static RowsAhead of(const float* from, int64_t stride, int64_t rows, int64_t width, int64_t steps) {
-    return {from, stride, width, Ahead::kPart * rows * lines(width) / steps};
+  template <class T>
+  static RowsAhead of(const T* from, int64_t stride, int64_t rows, int64_t width, int64_t steps) {
+    constexpr int64_t kBytes = sizeof(T);
+    const int64_t step = Ahead::kPart * rows * lines(width * kBytes) / steps;
+    return {reinterpret_cast<const char*>(from), stride * kBytes, width * kBytes, step};
   }
   void fetch(int64_t steps) {
     for (due += steps * step; due >= Ahead::kPart; due -= Ahead::kPart) {
       __builtin_prefetch(from + at, 0, 2);
-      at += kFloatsPerLine;
+      at += Ahead::kLine;
       if (at >= width) at = 0, from += stride;
     }
   }
@@ -36,43 +38,66 @@ struct RowsAhead {
   RowsAhead share(int64_t row, int64_t count, int64_t rows, int64_t steps) const {
     const int64_t before = steps * step / Ahead::kPart * row / rows;
     return {from + before / lines(width) * stride, stride, width, step * count / rows,
-            before % lines(width) * kFloatsPerLine};
+            before % lines(width) * Ahead::kLine};
   }
 };
 
 // Copies `steps` steps of `rows` rows of a.
-template <bool transposed>
+template <bool transposed, class T>
 Left<transposed, float> copy_left(const MatrixProduct& op, int64_t row, int64_t rows, int64_t k, int64_t steps,
                                   float* to) {
   const int64_t count = transposed ? steps : rows, elements = transposed ? rows : steps;
-  const float* const from = op.a + (transposed ? k * op.a_stride + row : row * op.a_stride + k);
+  const T* const from = static_cast<const T*>(op.a) + (transposed ? k * op.a_stride + row : row * op.a_stride + k);
   constexpr int64_t kApart = transposed ? kTransposedStride : kCopyStride;
-  for (int64_t i = 0; i < count; ++i)
-    __builtin_memcpy(to + i * kApart, from + i * op.a_stride, elements * sizeof(float));
+  for (int64_t i = 0; i < count; ++i) convert(from + i * op.a_stride, elements, to + i * kApart);
   return {to, kApart};
 }
 
-RowsAhead right_ahead(const MatrixProduct& op, int64_t k, int64_t column, int64_t steps) {
-  constexpr int64_t kWidth = kPanel<float>;
-  return RowsAhead::of(op.b + k * op.b_stride + column, op.b_stride, steps, kWidth, steps);
+// Packs some steps of a panel of `columns` columns of b.
+template <class T>
+void pack_right(const MatrixProduct& op, const T* from, int64_t columns, Panels<float> to) {
+  op.b_transposed ? pack_transposed(from, op.b_stride, columns, to) : pack(from, op.b_stride, columns, 1.0f, to);
 }
 
-template <bool transposed>
+template <bool transposed, class T>
 void sum_up(const MatrixProduct& op, int64_t row, int64_t rows, int64_t column, int64_t columns, float* sums) {
   constexpr int64_t kWidth = kPanel<float>;
   float *const copy = sums + kRows * kStride, *const packed = copy + kRows * kCopyStride;
+  const auto right = [&](int64_t k, int64_t i) {
+    const T* const b = static_cast<const T*>(op.b);
+    return op.b_transposed ? b + (column + i) * op.b_stride + k : b + k * op.b_stride + column + i;
+  };
   for (int64_t k = 0; k < op.inner; k += kInner) {
     const int64_t steps = least(kInner, op.inner - k);
-    const Left<transposed, float> left = copy_left<transposed>(op, row, rows, k, steps, copy);
+    const Left<transposed, float> left = copy_left<transposed, T>(op, row, rows, k, steps, copy);
     const auto add =
         k ? product<Onto::sums, transposed, float, RowsAhead> : product<Onto::nothing, transposed, float, RowsAhead>;
     for (int64_t i = 0; i < columns; i += kWidth) {
       const Panels<float> panel{packed, steps};
-      pack(op.b + k * op.b_stride + column + i, op.b_stride, least(kWidth, columns - i), 1.0f, panel);
-      const bool last = i + kWidth >= columns;
-      const RowsAhead ahead = right_ahead(op, last ? k + kInner : k, column + (last ? 0 : i + kWidth), steps);
+      pack_right(op, right(k, i), least(kWidth, columns - i), panel);
+      const T* const next = i + kWidth < columns ? right(k, i + kWidth) : right(k + kInner, 0);
+      const RowsAhead ahead = op.b_transposed ? RowsAhead::of(next, op.b_stride, kWidth, steps, steps)
+                                              : RowsAhead::of(next, op.b_stride, steps, kWidth, steps);
       add(rows, kWidth, steps, left, panel, sums + i, kStride, nullptr, ahead);
     }
+  }
+}
+
+template <class T>
+void finish_row(const float* sums, const T* bias, int64_t columns, T* c) {
+  if (!bias) return convert(sums, columns, c);
+  for_vectors<float>(columns, [&](int64_t i, auto n) { store(load(sums + i, n) + load(bias + i, n), c + i, n); });
+}
+
+template <bool transposed, class T>
+void run(const MatrixProduct& op, int64_t row, int64_t row_end, int64_t column, int64_t column_end, float* sums) {
+  const T* const bias = static_cast<const T*>(op.bias);
+  T* const c = static_cast<T*>(op.c);
+  for (; column < column_end; column += kColumns) {
+    const int64_t rows = row_end - row, columns = least(kColumns, column_end - column);
+    sum_up<transposed, T>(op, row, rows, column, columns, sums);
+    for (int64_t r = 0; r < rows; ++r)
+      finish_row(sums + r * kStride, bias ? bias + column : nullptr, columns, c + (row + r) * op.columns + column);
   }
 }
 
@@ -87,14 +112,11 @@ int64_t product_scratch() {
 
 void matrix_product(const MatrixProduct& op, int64_t row, int64_t row_end, int64_t column, int64_t column_end,
                     void* scratch) {
-  float* const sums = static_cast<float*>(scratch);
-  for (; column < column_end; column += kColumns) {
-    const int64_t rows = row_end - row, columns = least(kColumns, column_end - column);
-    op.a_transposed ? sum_up<true>(op, row, rows, column, columns, sums)
-                    : sum_up<false>(op, row, rows, column, columns, sums);
-    for (int64_t r = 0; r < rows; ++r)
-      __builtin_memcpy(op.c + (row + r) * op.columns + column, sums + r * kStride, columns * sizeof(float));
-  }
+  for_dtype_up_to_f32(op.dtype, [&](auto element) {
+    using T = decltype(element);
+    const auto loop = op.a_transposed ? run<true, T> : run<false, T>;
+    loop(op, row, row_end, column, column_end, static_cast<float*>(scratch));
+  });
 }
 
 }  // namespace fastbert::cpu::FB_ISA

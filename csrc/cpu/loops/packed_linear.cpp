@@ -17,14 +17,6 @@ constexpr int64_t kColumns = (kTiles ? 8 : 16) * kPanel<float>;  // columns that
 constexpr int64_t kStride = kColumns + 16;  // row stride of sums: a power of two would use few sets of the cache
 constexpr int64_t kNear = kInner + 16;      // row stride of copied rows of x (nearby), for the same reason
 
-// Calls f with a value of x's or y's type.
-template <class F>
-void for_type(DType dtype, const F& f) {
-  if (dtype == DType::f32) f(float{});
-  if (dtype == DType::bf16) f(bf16{});
-  if (dtype == DType::f16) f(f16{});
-}
-
 bool in_pairs(Weights weights) { return kPairs && weights == Weights::bf16; }
 
 // How many numbers of each channel one step of a product takes.
@@ -35,11 +27,6 @@ int64_t steps(const PackedLinear& op) {
 }
 
 // ---- rows of x as the products take them
-
-template <class T>
-void widen(const T* x, int64_t elements, float* to) {
-  for_vectors<float>(elements, [&](int64_t i, auto n) { store(load(x + i, n), to + i, n); });
-}
 
 // The largest magnitude of a row, or an infinity or NaN if it has one. Magnitudes are compared by their bits, which
 // have the same order, with infinity and then NaN last.
@@ -116,7 +103,7 @@ E* multiplied(const E* panel, int64_t, float*) {
   return const_cast<E*>(panel);
 }
 [[maybe_unused]] inline float* multiplied(const bf16* panel, int64_t steps, float* room) {
-  widen(panel, steps * kPanel<float>, room);
+  convert(panel, steps * kPanel<float>, room);
   return room;
 }
 
@@ -236,7 +223,7 @@ int64_t packed_left_bytes(int64_t inner, DType x_dtype, Weights weights) {
 }
 
 void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
-  for_type(op.x_dtype, [&](auto element) {
+  for_dtype_up_to_f32(op.x_dtype, [&](auto element) {
     using T = decltype(element);
     for (int64_t row = begin; row < end; ++row) {
       const T* const x = static_cast<const T*>(op.x) + row * op.x_stride;
@@ -246,7 +233,7 @@ void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
       } else if (in_pairs(op.weights)) {
         put_pairs(x, op.inner, static_cast<pair*>(op.left) + row * steps(op));
       } else {
-        widen(x, op.inner, static_cast<float*>(op.left) + row * op.inner);
+        convert(x, op.inner, static_cast<float*>(op.left) + row * op.inner);
       }
     }
   });
@@ -257,7 +244,7 @@ int64_t packed_scratch() { return (kRows * (kStride + kNear) + kInner * kPanel<f
 void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
                    void* scratch) {
   const Tiles tiles(in_pairs(op.weights) || op.weights == Weights::s8);
-  for_type(op.y_dtype, [&](auto element) {
+  for_dtype_up_to_f32(op.y_dtype, [&](auto element) {
     using T = decltype(element);
     for (; channel < channel_end; channel += kColumns) {
       const int64_t rows = row_end - row, channels = least(kColumns, channel_end - channel);

@@ -72,6 +72,17 @@ inline void for_dtype(DType dtype, F&& f) {
   }
 }
 
+// The same for a dtype that is not f64.
+template <class F>
+inline void for_dtype_up_to_f32(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::f32: return f(float{});
+    case DType::bf16: return f(bf16{});
+    case DType::f16: return f(f16{});
+    case DType::f64: return;
+  }
+}
+
 // ---- vectors
 
 #define FB_VECTOR(element, bytes) element __attribute__((vector_size(bytes)))
@@ -215,6 +226,12 @@ inline void for_vectors(int64_t elements, F&& f) {
   int64_t i = 0;
   for (; i + kLanes<M> <= elements; i += kLanes<M>) f(i, Whole{});
   if (i < elements) f(i, int(elements - i));
+}
+
+// Converts a row of one type to another that has the same type of arithmetic.
+template <class From, class To>
+inline void convert(const From* from, int64_t elements, To* to) {
+  for_vectors<math_t<From>>(elements, [&](int64_t i, auto n) { store(load(from + i, n), to + i, n); });
 }
 
 // A reduction over a row has kSlots independent accumulators, whose shorter chains are faster and more exact.
