@@ -9,6 +9,7 @@ for one op.
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -478,6 +480,21 @@ def forced() -> tuple[tuple[str, str], ...]:
     return tuple(_here.forced.items())
 
 
+def as_forced_here(run: Callable) -> Callable:
+    """`run` for other threads, or for later: it follows what is forced here and now. Compiled code needs no such care.
+
+    Gradient checkpointing needs it: on a GPU, autograd computes layers again in a thread of its own.
+    """
+    return run if torch.compiler.is_compiling() else functools.partial(_run_as_forced, run, _here.forced)
+
+
+def _run_as_forced(run: Callable, forced: Forced, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or _here.forced == forced:
+        return run(*args, **kwargs)
+    with backend(None, **forced):
+        return run(*args, **kwargs)
+
+
 def forced_apart(whole: str, *ops: str) -> bool:
     """Whether one of these ops is forced to another backend than `whole`, the op that contains them. Then `whole`
     cannot replace them."""
@@ -624,11 +641,18 @@ def _instructions() -> str:
     return f"{info['cpu_set']}; it multiplies float16 as float32, bfloat16 {bfloat16}, int8 by {at_once['int8']}{tiles}"
 
 
+# op -> its primitives, forward and backward, where their names are not the op's
+_COUNTED = {
+    "padding": (["padding_pack"], ["padding_unpack"]),
+    "scaled_linear": (["scaled_rows_fwd", "scaled_layer_norm_fwd"], []),
+}
+
+
 def _explain_one(op: str, name: str, device_type: str) -> str:
     names = order(device_type, op)
     preferred = next(n for n in names if why_not(n, op, device_type, torch.float32) is None)
-    parts = ("pack", "unpack") if op == "padding" else ("fwd", "bwd")
-    runs = " + ".join(str(_calls[f"{op}_{part}", name]) for part in parts)
+    directions = _COUNTED.get(op, ([f"{op}_fwd"], [f"{op}_bwd"]))
+    runs = " + ".join(str(sum(_calls[primitive, name] for primitive in primitives)) for primitives in directions)
     kernel = KERNELS[op].get(name)
     reason = why_not(name, op, device_type, kernel.dtypes[0] if kernel else torch.float32)
     remarks = [f"unusable: {reason}"] if reason else []

@@ -15,6 +15,15 @@ MOST_LAYERS = 10_000  # a damaged or malicious file with more would take minutes
 # hidden_act of config.json -> the `approximate` of the GELU ops
 GELU_FORMS = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 ACTIVATIONS = ("tanh", "relu", *GELU_FORMS)  # for a pooler or a convolution
+# Fields that any family's config.json may have, and the only value that fastbert computes.
+EXPECTED = {
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "inner_group_num": 1,
+}
+LABEL_NAMES = ("id2label", "label2id")
+DTYPES = ("dtype", "torch_dtype")  # in a config.json, where they follow from the weights
 
 
 @dataclass(init=False)
@@ -118,13 +127,7 @@ class BertConfig:
 
     def _check_family(self) -> None:
         """Raises ValueError for what fastbert does not compute, or the family does not have."""
-        for name, expected in (
-            ("model_type", self.model_type),
-            ("position_embedding_type", "absolute"),
-            ("is_decoder", False),
-            ("add_cross_attention", False),
-            ("inner_group_num", 1),
-        ):
+        for name, expected in {"model_type": self.model_type, **EXPECTED}.items():
             _require(name, self.extra.get(name), repr(expected), lambda v, e=expected: v is None or v == e)
         for name, only in self.family.fixed.items():
             if name != "embedding_size":
@@ -275,11 +278,23 @@ class BertConfig:
         return cls.from_dict(values)
 
     def changed(self, **fields) -> "BertConfig":
-        """A copy with these fields changed. Label names are dropped if the number of labels changes."""
+        """A copy with these fields changed. Label names are dropped if the number of labels changes.
+
+        Fields beyond those of the family may be changed if config.json has them, or if they are label names. Raises
+        TypeError for any other keyword, ValueError as the constructor does.
+        """
+        self._check_names(fields)
         values = {**self.extra, **self._fields(), **_in_our_names(fields, self.family)}
-        if len(values.get("id2label") or ()) != values["num_labels"] and not {"id2label", "label2id"} & fields.keys():
-            values = {name: value for name, value in values.items() if name not in ("id2label", "label2id")}
+        if len(values.get("id2label") or ()) != values["num_labels"] and not {*LABEL_NAMES} & fields.keys():
+            values = {name: value for name, value in values.items() if name not in LABEL_NAMES}
         return self.from_dict(values)
+
+    def _check_names(self, fields: dict[str, Any]) -> None:
+        families = self.family, BY_MODEL_TYPE.get(str(fields.get("model_type")), self.family)
+        known = {*self._fields(), *self.extra, *EXPECTED, *LABEL_NAMES, "tie_word_embeddings"}
+        known.update(*(family.own for family in families), *(family.config_names.values() for family in families))
+        if unknown := [name for name in fields if name not in known or name in DTYPES]:
+            raise TypeError(f"BertConfig: {', '.join(unknown)}: no field of a {self.model_type} configuration")
 
     def to_dict(self) -> dict:
         """The fields of a config.json for `transformers`, under the family's names."""

@@ -218,8 +218,9 @@ class _BertWithHead(Saveable):
         The checkpoint may be a bare BertModel's or another head's. Parameters of this head and of the pooler that it
         lacks are initialised, with a UserWarning that names them; heads that this model does not have are left out.
         config: fields of the configuration to change, as in `num_labels=3`.
-        Raises FileNotFoundError, ValueError (a corrupt file, a configuration that makes no sense) and RuntimeError (a
-        parameter of the encoder that is missing or unexpected, or of any part that has another shape).
+        Raises FileNotFoundError, TypeError (an unknown keyword), ValueError (a corrupt file, a configuration that makes
+        no sense) and RuntimeError (a parameter of the encoder that is missing or unexpected, or of any part that has
+        another shape).
         """
         return checkpoint.load(source).make(lambda found: cls(found.changed(**config)), dtype)
 
@@ -632,7 +633,7 @@ class BertForMultipleChoice(_Classifier):
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         cu_seqlens, packing = options.get("cu_seqlens"), options.get("packing")
         if cu_seqlens is None and packing is None:
-            num_choices = self._choices(input_ids, inputs_embeds)
+            num_choices = self._choices(input_ids, inputs_embeds, num_choices)
             inputs = tuple(None if x is None else x.flatten(0, 1) for x in inputs)
         else:
             sequences = cu_seqlens.shape[0] - 1 if packing is None else packing.batch
@@ -646,12 +647,16 @@ class BertForMultipleChoice(_Classifier):
         return BertHeadOutput(None if labels is None else self._loss(logits, labels), logits, *records)
 
     @staticmethod
-    def _choices(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> int | None:
+    def _choices(input_ids: Tensor | None, inputs_embeds: Tensor | None, num_choices: int | None) -> int | None:
         given, sizes = (input_ids, "(B, N, S)") if inputs_embeds is None else (inputs_embeds, "(B, N, S, C)")
         if given is not None and given.dim() != sizes.count(",") + 1:
             raise ValueError(
                 f"BertForMultipleChoice: the input has shape {tuple(given.shape)}; expected {sizes}, or packed tokens "
                 "with cu_seqlens"
+            )
+        if given is not None and num_choices not in (None, given.shape[1]):
+            raise ValueError(
+                f"BertForMultipleChoice: num_choices is {num_choices}; expected that of the input, {given.shape[1]}"
             )
         return None if given is None else given.shape[1]
 

@@ -166,8 +166,9 @@ class Reading:
         self._module = weakref.ref(module)  # weak: the module may hold this object
         modules = list(module.modules())[1:]
         self._own = [vars(each) for each in modules]
-        tables = [module._modules, *(table[name] for table in self._own for name in _TABLES)]
-        entries = [(vars(module), "_modules"), *((table, name) for table in tables for name in table)]
+        self._children = module._modules  # an entry for it would hold vars(module), which may hold this object
+        tables = [self._children, *(table[name] for table in self._own for name in _TABLES)]
+        entries = [(table, name) for table in tables for name in table]
         entries += [(table, name) for table in self._own for name in {"forward": 0, **table} if name not in _UNREAD]
         entries += [(table, name) for table in self._own for name in _HOOKS]
         owners, names = zip(*entries, strict=True)
@@ -191,7 +192,9 @@ class Reading:
 
     def holds(self, module: nn.Module) -> bool:
         """Whether the cached parts are still those of this module."""
-        if module is not self._module() or not _as_before(*self._before):
+        if module is not self._module() or module._modules is not self._children:
+            return False
+        if not _as_before(*self._before):
             return False
         if self._hooks and self._hooks_now() != self._hooks:
             return False

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from fastbert import checkpoint, layer, padding, random
+from fastbert import backends, checkpoint, layer, padding, random
 from fastbert.config import BertConfig
 from fastbert.distances import MPNET_BUCKETS
 from fastbert.families import OURS, groups_of
@@ -548,7 +548,9 @@ class BertEncoder(_Loadable):
         if not self._recomputes():
             return module
         every, arguments = self.recomputing
-        return functools.partial(recompute, module, **arguments) if turn % every == 0 else module
+        if turn % every:
+            return module
+        return functools.partial(recompute, backends.as_forced_here(module), **arguments)
 
     def _packing(
         self, hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None

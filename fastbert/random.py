@@ -61,6 +61,11 @@ def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int
     return c0, c1, c2, c3
 
 
+def is_expressible(p: float, bits: int) -> bool:
+    """Whether `bits` random bits an element can drop with probability p: not where p > 0 rounds to 0 or 1."""
+    return p == 0 or 0 < round(p * 2**bits) < 2**bits
+
+
 def threshold(p: float, bits: int) -> int:
     """round(p * 2**bits), half to even: an element is dropped if its `bits` random bits are below this number.
 
@@ -69,7 +74,7 @@ def threshold(p: float, bits: int) -> int:
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout_p is {p}; expected 0 <= dropout_p < 1")
     dropped = round(p * 2**bits)
-    if p > 0 and not 0 < dropped < 2**bits:
+    if not is_expressible(p, bits):
         raise ValueError(f"dropout_p is {p}, which {bits} random bits an element round to {dropped} / {2**bits}")
     return dropped
 

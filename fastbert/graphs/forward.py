@@ -119,6 +119,8 @@ class GraphedModel(Graphed):
             return given, None
         ids, cu_seqlens = given["input_ids"], given["cu_seqlens"]
         if cu_seqlens is None and isinstance(ids, Tensor) and ids.dim() == 3:
+            if num_choices not in (None, ids.shape[1]):
+                raise ValueError(f"{NAME}: num_choices is {num_choices}; expected that of the input, {ids.shape[1]}")
             flat = {key: value.flatten(0, 1) if isinstance(value, Tensor) else value for key, value in given.items()}
             return flat, ids.shape[1]
         if not isinstance(cu_seqlens, Tensor) or not num_choices or (cu_seqlens.numel() - 1) % num_choices:

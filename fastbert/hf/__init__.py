@@ -1,13 +1,15 @@
 """Hugging Face in and out: state dicts, and live `transformers` models on our kernels."""
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
 from fastbert import families
-from fastbert.families import FAMILIES, follow
+from fastbert.families import FAMILIES, Family, follow
 from fastbert.hf import attention, forwards
-from fastbert.hf.forwards import Report
+from fastbert.hf.forwards import Acceleration, Replacement, Report
 from fastbert.model import BertEncoder, BertModel
 
 OLDEST = (5, 0)  # transformers
@@ -37,34 +39,39 @@ def accelerate(model: nn.Module, *, skip_logits: bool = False) -> Report:
     if not isinstance(model, nn.Module):
         raise TypeError(f"fastbert.accelerate: given a {type(model).__name__}; expected a transformers model")
     _check_version()
-    bases = {name: module for name, module in model.named_modules() if families.key_of(module)}
+    bases = _bases(model)
     _check_supported(model, bases)
     if skip_logits and not any(type(_around(model, name)).__name__.endswith(forwards.MASKED_LM) for name in bases):
         raise ValueError(f"fastbert.accelerate: skip_logits is for masked-LM heads; {type(model).__name__} has none")
-    known = [replacement.report for base in bases.values() if (replacement := forwards.of(base))]
-    report = next((report for report in known if report.active), None) or Report()
+    known = {name: _acceleration(base) for name, base in bases.items()}
+    report = next((each.report for each in known.values() if each), None) or Report()
+    new = {name: _replacements(model, name, base, report) for name, base in bases.items() if known[name] is None}
     report.not_replaced |= _left_out(model, bases)
     report.skip_logits = skip_logits
-    for name, base in bases.items():
-        replacement = forwards.of(base)
-        if replacement is None or not replacement.report.active:
-            _replace(model, name, base, report)
+    for name, replacements in new.items():
+        for replacement in replacements:
+            if _active(replacement.module) is None:  # else two base models share it
+                replacement.install()
+        report.accelerations.append(replacements[0].shared)
+        report.replaced[name] = _description(bases[name])
     return report
 
 
 def restore(model: nn.Module) -> None:
-    """Undoes `accelerate`: puts every original `forward` back. Raises ValueError if the model is not accelerated."""
+    """Undoes `accelerate`: puts every original `forward` back. Models that were accelerated with this one stay so.
+
+    Raises ValueError if the model is not accelerated.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fastbert.restore: given a {type(model).__name__}; expected a transformers model")
-    found = [
-        replacement for module in model.modules() if (replacement := forwards.of(module)) and replacement.report.active
-    ]
+    found = [replacement for module in model.modules() if (replacement := _active(module))]
     if not found:
         raise ValueError(f"fastbert.restore: this {type(model).__name__} is not accelerated")
+    accelerations = [each for base in _bases(model).values() if (each := _acceleration(base))]
     for replacement in found:
         replacement.remove()
-    for report in {id(replacement.report): replacement.report for replacement in found}.values():
-        report.active = False
+    for each in accelerations:
+        each.active = False
 
 
 def register() -> str:
@@ -128,23 +135,57 @@ def _within(inner: str, outer: str) -> bool:
     return outer in ("", inner) or inner.startswith(f"{outer}.")
 
 
-def _replace(model: nn.Module, name: str, base: nn.Module, report: Report) -> None:
-    key = families.key_of(base)
-    family = FAMILIES[key]
-    layers = list(dict.fromkeys(family.layers_in_order(base)))
+def _bases(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if families.key_of(module)}
+
+
+def _active(module: nn.Module) -> Replacement | None:
+    """The module's replacement; None if it has none that runs."""
+    replacement = forwards.of(module)
+    return replacement if replacement is not None and replacement.active else None
+
+
+def _acceleration(base: nn.Module) -> Acceleration | None:
+    """A base model's; None if it has none that runs. Where somebody has wrapped its forward, its encoder tells."""
+    found = _active(base)
+    if found is None and "forward" in vars(base):
+        found = _active(getattr(base, FAMILIES[families.key_of(base)].encoder))
+    return found and found.shared
+
+
+def _replacements(model: nn.Module, name: str, base: nn.Module, report: Report) -> list[Replacement]:
+    """Those of a base model and of its parts. Nothing is installed yet."""
+    shared = Acceleration(families.key_of(base), report)
+    family, layers = FAMILIES[shared.key], _layers(base)
     head = _around(model, name)
     # Any head that is not known to read all tokens alike may read the first token.
     first_token = head is not None and not type(head).__name__.endswith(forwards.TOKEN_HEADS)
-    forwards.ModelForward(base, key, report, first_token).install()
-    forwards.EmbeddingsForward(base.embeddings, key, report).install()
     encoder = forwards.EncoderForward if family.relative is None else forwards.RelativeEncoderForward
-    encoder(getattr(base, family.encoder), key, report).install()
+    found = [
+        forwards.ModelForward(base, shared, first_token),
+        forwards.EmbeddingsForward(base.embeddings, shared),
+        encoder(getattr(base, family.encoder), shared),
+        *(forwards.LayerForward(layer, shared) for layer in layers),
+        *(forwards.AttentionForward(module, shared) for module in _attentions(layers, family)),
+    ]
+    if type(head).__name__.endswith(forwards.ALL_POSITIONS):
+        found.append(forwards.HeadForward(head, shared))
+    return found
+
+
+def _layers(base: nn.Module) -> list[nn.Module]:
+    return list(dict.fromkeys(FAMILIES[families.key_of(base)].layers_in_order(base)))
+
+
+def _description(base: nn.Module) -> str:
+    return f"{type(base).__name__} ({FAMILIES[families.key_of(base)].name}), {len(_layers(base))} layers"
+
+
+def _attentions(layers: list[nn.Module], family: Family) -> Iterator[nn.Module]:
+    """The attention module of each layer. A layer of someone else may have none; forwards then run the original."""
     for layer in layers:
-        forwards.LayerForward(layer, key, report).install()
-        forwards.AttentionForward(follow(layer, family.layer.attention), key, report).install()
-    if type(head).__name__.endswith(forwards.ALL_POSITIONS) and forwards.of(head) is None:
-        forwards.HeadForward(head, key, report).install()
-    report.replaced[name] = f"{type(base).__name__} ({family.name}), {len(layers)} layers"
+        with contextlib.suppress(AttributeError):
+            yield follow(layer, family.layer.attention)
 
 
 def _around(model: nn.Module, name: str) -> nn.Module | None:

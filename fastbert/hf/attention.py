@@ -2,7 +2,8 @@
 
 transformers builds a mask once per forward and passes it to every layer's attention. Our mask is a `Packing`: the
 places of the tokens are found once, and each attention packs and unpacks with them. Everything except an encoder's
-self-attention with a key-padding mask runs transformers' SDPA attention.
+self-attention with a key-padding mask runs transformers' SDPA attention. In cross-attention the mask is that of the
+keys, so packing would drop queries, even where there are as many queries as keys.
 """
 
 from typing import Any
@@ -52,7 +53,7 @@ def attention(
     packing = attention_mask
     if packing is None and not causal:
         packing = padding.plan(None, query.shape[0], query.shape[2], query.device)
-    if causal or not _serves(packing, query, key, value, dropout):
+    if causal or _may_cross(module) or not _serves(packing, query, key, value, dropout):
         return _sdpa(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     qkv = packing.pack(torch.stack([x.transpose(1, 2) for x in (query, key, value)], 2))  # (T, 3, H, D)
     arguments = {
@@ -67,10 +68,18 @@ def attention(
     return out, packing.unpack_weights(ops.attention_weights(qkv, *sequences, **arguments))
 
 
+def _may_cross(module: nn.Module) -> bool:
+    """Whether the queries may belong to other tokens than the keys. Attention of an encoder-decoder model counts unless
+    it says that it is the encoder's."""
+    config = getattr(module, "config", None)
+    if getattr(config, "is_decoder", False) or "Cross" in type(module).__name__:
+        return True
+    return getattr(module, "is_decoder", getattr(config, "is_encoder_decoder", False))
+
+
 def _serves(packing: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     same = query.shape == key.shape == value.shape
-    expressible = dropout == 0 or 0 < round(dropout * 2**random.ATTENTION_BITS) < 2**random.ATTENTION_BITS
-    return isinstance(packing, padding.Packing) and same and expressible
+    return isinstance(packing, padding.Packing) and same and random.is_expressible(dropout, random.ATTENTION_BITS)
 
 
 def _sdpa(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs):

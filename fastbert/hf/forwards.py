@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbert import layer, padding, random
+from fastbert import backends, layer, padding, random
 from fastbert.families import FAMILIES, Family
 from fastbert.hf import supported
 from fastbert.hf.supported import Fallback
@@ -52,7 +52,7 @@ class Report:
     replaced: what was replaced, by module name. not_replaced: the reason, by module name. packed: the number of
     forwards on packed tokens. fallbacks: the number of forwards that ran the original computation, by reason. Compiled
     forwards are not counted, because torch.compile would recompile for every count. skip_logits: as given to
-    `accelerate`.
+    `accelerate`. active: whether any of its models is still accelerated.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,11 @@ class Report:
         self.not_replaced: dict[str, str] = {}
         self.packed = 0
         self.fallbacks: Counter[str] = Counter()
-        self.active = True
+        self.accelerations: list[Acceleration] = []
+
+    @property
+    def active(self) -> bool:
+        return any([each.active for each in self.accelerations])
 
     def ran_packed(self) -> None:
         if not torch.compiler.is_compiling():
@@ -81,6 +85,17 @@ class Report:
         lines += [f"forwards packed: {self.packed}, fallen back: {self.fallbacks.total()}"]
         lines += [f"  {count} where {reason}" for reason, count in self.fallbacks.items()]
         return "\n".join(lines)
+
+
+class Acceleration:
+    """What the replacements of one base model share.
+
+    key: the model's in FAMILIES. active: whether its replacements run. They ask this, because `restore` cannot remove a
+    replacement that somebody has wrapped.
+    """
+
+    def __init__(self, key: str, report: Report) -> None:
+        self.key, self.report, self.active = key, report, True
 
 
 class Call:
@@ -106,6 +121,7 @@ class Call:
         has to be called there."""
         self.packing, self.key, self.parts, self.padded, self.attentions = packing, key, parts, padded, attentions
         self.layers, self.watched, self.kept = layers, watched, kept
+        self.encoder_layer = backends.as_forced_here(layer.encoder_layer)  # checkpointing may call it in another thread
         self.ahead: Tensor | None = None  # (1, T, C), the last layer's output, if the first layer has computed all
         self.distances: layer.Distances | None = None
         self.weights: dict[int, Tensor] = {}  # attention weights by turn, if no hook of transformers records them
@@ -175,12 +191,13 @@ class Replacement:
     the original.
     """
 
-    def __init__(self, module: nn.Module, key: str, report: Report) -> None:
-        self.module, self.key, self.report = module, key, report
+    def __init__(self, module: nn.Module, shared: Acceleration) -> None:
+        self.module, self.shared, self.report = module, shared, shared.report
         own = vars(module).get("forward")
         # transformers 5.0 leaves the class's forward as a bound method in modules whose outputs it has recorded
         self.before = None if getattr(own, "__func__", None) is type(module).forward else own
-        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        self.names = tuple(each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD))
         self.kept = Kept()
         self.__doc__, self.__module__ = self.__wrapped__.__doc__, self.__wrapped__.__module__
 
@@ -210,10 +227,18 @@ class Replacement:
 
     @property
     def family(self) -> Family:
-        return FAMILIES[self.key]
+        return FAMILIES[self.shared.key]
 
-    def named(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        return dict(zip(self.names, args, strict=False))
+    @property
+    def active(self) -> bool:
+        return self.shared.active
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(self.names, args, strict=False)) | kwargs
+
+    def refuses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether there are too many arguments, or one is given twice: the original then raises TypeError."""
+        return len(args) > len(self.names) or any([name in kwargs for name in self.names[: len(args)]])
 
     def install(self) -> None:
         self.module.forward = self
@@ -252,14 +277,14 @@ def _checked(module: nn.Module) -> Replacement:
 class ModelForward(Replacement):
     """The base model: decides whether to pack, packs, and runs the original on one sequence of all T tokens."""
 
-    def __init__(self, module: nn.Module, key: str, report: Report, first_token: bool) -> None:
-        super().__init__(module, key, report)
+    def __init__(self, module: nn.Module, shared: Acceleration, first_token: bool) -> None:
+        super().__init__(module, shared)
         self.first_token = first_token  # whether something around the model may read position 0 by itself
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.report.active:
+        if not self.active or self.refuses(args, kwargs):
             return self.original(*args, **kwargs)
-        inputs = self.named(args) | kwargs
+        inputs = self.named(args, kwargs)
         try:
             call, packed = self._prepare(inputs)
         except Fallback as reason:
@@ -292,6 +317,8 @@ class ModelForward(Replacement):
         call = Call(packing, key, layers, parts, padded, attentions, watched, self.kept)
         tensors = {name: inputs.get(name) for name in TENSORS if name != "token_type_ids" or self.family.token_types}
         tensors["position_ids"] = self._positions(inputs, shape)
+        if tensors.get("token_type_ids") is not None:
+            tensors["token_type_ids"] = tensors["token_type_ids"].expand(shape)  # may be one row, like position_ids
         packed = {name: None if x is None else call.pack(x) for name, x in tensors.items()}
         if packed["position_ids"] is None:
             packed["position_ids"] = packing.positions()[None]
@@ -351,7 +378,7 @@ class ModelForward(Replacement):
             raise Fallback(f"the input has {given.dim()} dimensions")
         for name in ("token_type_ids", "position_ids"):
             value = inputs.get(name)
-            if value is not None and (value.dim() != 2 or value.shape[1] != shape[1]):
+            if value is not None and tuple(value.shape) not in (tuple(shape), (1, shape[1])):
                 raise Fallback(f"{name} is not of the input's shape")
         table = self.module.embeddings.position_embeddings
         first = self.module.embeddings.padding_idx + 1 if self.family.padding_positions else 0
@@ -441,9 +468,9 @@ class HeadForward(Replacement):
     """
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.report.active:
+        if not self.active or self.refuses(args, kwargs):
             return self.original(*args, **kwargs)
-        inputs = self.named(args) | kwargs
+        inputs = self.named(args, kwargs)
         mask, labels = inputs.get("attention_mask"), inputs.get("labels")
         if isinstance(mask, Tensor) and isinstance(labels, Tensor) and mask.shape == labels.shape:
             inputs["labels"] = labels.masked_fill(mask == 0, -100)
@@ -483,7 +510,7 @@ class EmbeddingsForward(Replacement):
         call = _active.call
         if call is None:
             return self.original(*args, **kwargs)
-        given = self.named(args) | kwargs
+        given = self.named(args, kwargs)
         if "input_embeds" in given:  # its name in transformers 5.0's DistilBERT
             given["inputs_embeds"] = given.pop("input_embeds")
         tensors = [None if (x := given.get(name)) is None else x[0] for name in TENSORS]
@@ -500,7 +527,7 @@ class EmbeddingsForward(Replacement):
             if getattr(module, name) is not None:
                 supported.check_embedding(getattr(module, name))
         supported.check_norm(module.LayerNorm)
-        supported.check_dropout(module.dropout, random.ROW_BITS)
+        supported.check_dropout(module.dropout)
         return EmbeddingParts.of(module)
 
 
@@ -530,7 +557,7 @@ class RelativeEncoderForward(Replacement):
         call, encoder = _active.call, self.module
         if call is None:
             return self.original(*args, **kwargs)
-        given = self.named(args) | kwargs
+        given = self.named(args, kwargs)
         call.distances = layer.distances_of(encoder, call.packing)
         embedded = given["hidden_states"]
         hidden = call.unpack(embedded) if call.padded else embedded
@@ -590,7 +617,7 @@ class LayerForward(Replacement):
         """(1, T, C) to (1, T, C)."""
         parts = call.parts[id(self.module)]
         given = call.packing, call.key, turn, call.attentions, call.distances
-        y, weights = layer.encoder_layer(parts, hidden.squeeze(0), *given)
+        y, weights = call.encoder_layer(parts, hidden.squeeze(0), *given)
         if call.attentions and self.family.relative is not None:
             call.weights[turn] = weights
         elif call.attentions:  # handed to the attention module, whose output transformers records
@@ -616,11 +643,11 @@ class LayerForward(Replacement):
             leaves = zip(parts.leaves, parts.kinds(), strict=True)
             parts.plain = all([supported.check_leaf(module, kind) for module, kind in leaves])
         supported.check_activation(parts.activation)
-        supported.check_dropout(parts.attention.dropout, random.ATTENTION_BITS)
+        supported.check_attention_dropout(parts.attention)
         if self.family.layer.of_positions:
             supported.check_attention_to_positions(parts.attention.module)
         for dropout in (parts.out_dropout, parts.down_dropout):
-            supported.check_dropout(dropout, random.ROW_BITS)
+            supported.check_dropout(dropout)
         return parts
 
 

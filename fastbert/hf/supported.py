@@ -8,8 +8,18 @@ might mix tokens. Checks belong to every forward, because users hook, wrap and r
 from torch import nn
 
 from fastbert.distances import MPNET_BUCKETS
-from fastbert.layer import ACTIVATIONS, GELU_FORMS, hooks, is_plain, is_prepared, ordinary, unchanged
-from fastbert.random import ROW_BITS
+from fastbert.layer import (
+    ACTIVATIONS,
+    GELU_FORMS,
+    AttentionParts,
+    hooks,
+    is_plain,
+    is_prepared,
+    ordinary,
+    probability,
+    unchanged,
+)
+from fastbert.random import ATTENTION_BITS, ROW_BITS, is_expressible
 
 # Hooks of these libraries work with packed tensors as well: FSDP2's gather weights, transformers' record outputs.
 FRAMEWORKS = ("transformers.", "torch.distributed.")
@@ -72,13 +82,22 @@ def check_activation(module: nn.Module) -> None:
         raise Fallback(f"the activation is {type(module).__name__}, not GELU, or has hooks")
 
 
-def check_dropout(module: nn.Module | None, bits: int) -> None:
-    if module is None:
-        return
+def check_dropout(module: nn.Module | None) -> None:
+    """Checks the dropout before a sum or after the embeddings."""
+    if module is not None:
+        _check_dropout(module, probability(module), ROW_BITS)
+
+
+def check_attention_dropout(attention: AttentionParts) -> None:
+    _check_dropout(attention.dropout, attention.p, ATTENTION_BITS)
+
+
+def _check_dropout(module: nn.Module, p: float, bits: int) -> None:
+    """p: the probability with which the module drops now."""
     if type(module) is not nn.Dropout or not is_plain(module, nn.Dropout):
         raise Fallback(_instead_of(module, nn.Dropout))
-    if module.p and not 0 < round(module.p * 2**bits) < 2**bits:
-        raise Fallback(f"dropout of {module.p} is not a multiple of 2**-{bits}, nor near one between 0 and 1")
+    if not is_expressible(p, bits):
+        raise Fallback(f"dropout of {p} is not a multiple of 2**-{bits}, nor near one between 0 and 1")
 
 
 def check_embedding(module: nn.Module) -> None:
@@ -111,7 +130,7 @@ def check_attention_to_positions(attention: nn.Module) -> None:
     for name in ("pos_key_proj", "pos_query_proj"):
         if hasattr(attention, name):
             check_linear(getattr(attention, name))
-    check_dropout(getattr(attention, "pos_dropout", None), ROW_BITS)
+    check_dropout(getattr(attention, "pos_dropout", None))
 
 
 def check_convolution(module: nn.Module) -> None:
@@ -122,7 +141,7 @@ def check_convolution(module: nn.Module) -> None:
     if module.conv_act not in ACTIVATIONS:
         raise Fallback(f"conv_act is {module.conv_act!r}")
     check_norm(module.LayerNorm)
-    check_dropout(module.dropout, ROW_BITS)
+    check_dropout(module.dropout)
 
 
 def check_own(module: nn.Module, but_of: tuple[str, ...] = ()) -> None:

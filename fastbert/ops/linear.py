@@ -1,4 +1,4 @@
-"""linear: a dense layer, computed by the fastest of the libraries that PyTorch carries."""
+"""linear: a dense layer, computed by our own kernel or by a library that PyTorch carries, whichever is faster."""
 
 import functools
 

@@ -5,6 +5,7 @@ import functools
 import inspect
 import pickle
 import sys
+import threading
 import typing
 import warnings
 
@@ -486,6 +487,20 @@ def test_gradient_checkpointing_drops_the_same_elements(family, reentrant):
     assert_packed(report, 2)
 
 
+def test_a_layer_that_another_thread_recomputes_runs_on_the_forced_backend():
+    _, model, report, inputs = pair(train=True)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with fastbert.backend("reference"):
+        loss = model(**inputs).last_hidden_state.sum()
+    before = backends.calls()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    ran = {key for key, n in backends.calls().items() if n > before.get(key, 0)}
+    assert ("attention_fwd", "reference") in ran and {name for _, name in ran} == {"reference"}
+    assert model.encoder.layer[0].output.dense.weight.grad is not None
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_embeddings_positions_and_types_of_ones_own(family):
     original, model, report, inputs = pair(family)
@@ -503,6 +518,14 @@ def test_embeddings_positions_and_types_of_ones_own(family):
     for case in cases:
         equal(visible(model(**case), inputs), visible(original(**case), inputs))
     assert_packed(report, len(cases))
+
+
+def test_one_row_of_types_or_positions_serves_every_sequence():
+    original, model, report, inputs = pair(type_vocab_size=2)
+    for name in ("token_type_ids", "position_ids"):
+        row = torch.randint(2, (1, SEQLEN), device=DEVICE)
+        equal(*(visible(each(**inputs, **{name: row}), inputs) for each in (model, original)))
+    assert_packed(report, 2)
 
 
 def test_inputs_embeds_get_gradients():
@@ -663,7 +686,6 @@ FALLBACKS = {
     "a decoder": (decoder(), {}, "decoder"),
     "an encoder that looks back only": ({"is_causal": True}, {}, "decoder"),
     "another activation": ({"hidden_act": "relu"}, {}, "activation"),
-    "a dropout of almost 1": ({"attention_probs_dropout_prob": 0.9999}, {}, "dropout"),
     "relative positions": ({"position_embedding_type": "relative_key"}, {}, "position_embedding_type"),
     "a per-query mask": ({}, {"attention_mask": torch.ones(12, 12, dtype=torch.bool).tril()}, "no key-padding mask"),
     "too long": ({"max_position_embeddings": 8}, {}, "longer than the position"),
@@ -690,6 +712,30 @@ def test_fallbacks_are_the_original_bit_for_bit(case):
     assert same(*results)
     assert sum(words in str(each.message) for each in said) == 1
     assert_fell_back(report, words)
+
+
+@pytest.mark.parametrize("name", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
+def test_a_dropout_of_almost_1_runs_the_original_in_training_alone(name):
+    original, model, report, inputs = pair(**{name: 1 - 1e-6})
+    model(**inputs)
+    assert_packed(report)
+    found = []
+    with pytest.warns(RuntimeWarning, match="dropout of 0.999999 is not"):
+        for each in (model, original):
+            torch.manual_seed(3)
+            found.append(each.train()(**inputs)[0])
+    assert torch.equal(*found) and report.packed == report.fallbacks.total() == 1
+
+
+def test_arguments_given_twice_are_refused_as_transformers_does():
+    for head in ("base", "tokens"):
+        _, model, report, inputs = pair("bert", head)
+        ids, mask = inputs.values()
+        with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
+            model(ids, mask, input_ids=ids)
+        with pytest.raises(TypeError):
+            model(ids, mask, *[None] * 20)
+        assert report.packed == report.fallbacks.total() == 0
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -848,11 +894,12 @@ def test_restore_under_a_wrapper_of_someone_else():
     original, model, report, inputs = pair()
     inner = model.forward
     model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    assert fastbert.accelerate(model) is report
     model(**inputs)
     assert_packed(report)
     fastbert.restore(model)
     assert torch.equal(model(**inputs)[0], original(**inputs)[0])
-    assert report.packed == 1
+    assert_packed(report)
 
 
 def test_restore_brings_back_a_forward_that_was_there_before():
@@ -935,6 +982,53 @@ def test_accelerating_twice_gives_the_same_report():
     model(**batch(model))
     assert_packed(report)
     assert list(report.replaced) == ["bert"] and report.not_replaced == {}
+
+
+def test_one_of_two_models_may_be_restored():
+    both = nn.ModuleDict({"one": build(), "two": build()})
+    report = fastbert.accelerate(both)
+    fastbert.restore(both["one"])
+    for each in both.values():
+        each(**batch(each))
+    assert_packed(report)
+    assert report.active and fastbert.accelerate(both["two"]) is report
+    fastbert.restore(both)
+    assert not report.active and not any("forward" in vars(module) for module in both.modules())
+
+
+def test_models_may_share_embeddings():
+    both = nn.ModuleDict({"one": build(), "two": build()})
+    both["two"].embeddings = both["one"].embeddings
+    report = fastbert.accelerate(both)
+    for each in both.values():
+        each(**batch(each))
+    assert_packed(report, 2)
+    fastbert.restore(both)
+    assert not report.active and not any("forward" in vars(module) for module in both.modules())
+
+
+def test_a_layer_without_attention_runs_the_original():
+    class Skip(nn.Module):
+        def forward(self, hidden, *_, **__):
+            return hidden
+
+    original = build()
+    original.encoder.layer[1] = Skip()
+    model, report = accelerated(original)
+    inputs = batch(model)
+    with pytest.warns(RuntimeWarning, match="a Skip computes something of its own"):
+        assert torch.equal(model(**inputs)[0], original(**inputs)[0])
+    assert_fell_back(report, "Skip")
+    fastbert.restore(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_that_cannot_be_read_is_unchanged():
+    both = nn.ModuleDict({"one": build(), "two": build()})
+    del both["two"].encoder.layer
+    with pytest.raises(AttributeError):
+        fastbert.accelerate(both)
+    assert not any("forward" in vars(module) for module in both.modules())
 
 
 def gpt2():
@@ -1206,6 +1300,27 @@ def test_registered_attention_is_causal_where_the_model_is():
     for case in (inputs, {"input_ids": inputs["input_ids"]}):
         one, two = (visible(each(**case), inputs) for each in (model, original))
         equal(one, two)
+
+
+@pytest.mark.parametrize("name", ["bart", "bert"])
+def test_registered_attention_leaves_cross_attention_to_sdpa(name):
+    """Also where there are as many queries as keys, so that only the model says what it is."""
+    sizes = {"d_model": 16, "vocab_size": 99, "decoder_layers": 1, "encoder_layers": 1}
+    heads = {"decoder_attention_heads": 2, "encoder_attention_heads": 2, "decoder_ffn_dim": 16, "encoder_ffn_dim": 16}
+    if name == "bart":
+        original = randomised(transformers.BartModel(transformers.BartConfig(**sizes, **heads))).double()
+    else:
+        original = build(**decoder(add_cross_attention=True))
+    model = copy.deepcopy(original)
+    model.set_attn_implementation(fastbert.hf.register())
+    inputs = batch(original, [6, 3], seqlen=6)
+    if name == "bart":
+        inputs["decoder_input_ids"] = inputs["input_ids"].flip(1)
+    else:
+        states = torch.randn(2, 6, 48, dtype=torch.float64, device=DEVICE)
+        inputs |= {"encoder_hidden_states": states, "encoder_attention_mask": inputs.pop("attention_mask")}
+    one, two = (each(**inputs).last_hidden_state for each in (model, original))
+    assert (one - two).abs().max() <= 1e-12 * two.abs().max()
 
 
 def test_registered_attention_drops_in_training():

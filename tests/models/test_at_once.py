@@ -5,6 +5,7 @@ import copy
 import functools
 import gc
 import pickle
+import threading
 import weakref
 from collections import OrderedDict
 
@@ -249,6 +250,21 @@ def test_layers_that_are_computed_again(kind, monkeypatch):
     assert times == calls() - before == count(model)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_that_another_thread_recomputes_runs_on_the_forced_backend(reentrant):
+    model = model_of("own").train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with fastbert.backend("reference"):
+        hidden, _ = run(model, grad=True)
+    before = backends.calls()
+    thread = threading.Thread(target=hidden.sum().backward)
+    thread.start()
+    thread.join()
+    ran = {key for key, n in backends.calls().items() if n > before.get(key, 0)}
+    assert ("attention_fwd", "reference") in ran and {name for _, name in ran} == {"reference"}
+    assert layers_of(model)[0].output.dense.weight.grad is not None
+
+
 @pytest.mark.parametrize("kind", ["own", "accelerated", "fp32"])
 def test_hidden_states_and_attentions(kind, monkeypatch):
     model = model_of(kind)
@@ -348,10 +364,15 @@ def other_table(model):
     dense.LayerNorm = nn.LayerNorm(dense.LayerNorm.normalized_shape, eps=0.1)
 
 
+def other_parts(model):
+    model.embeddings._modules = dict(model.embeddings._modules)
+    model.embeddings.LayerNorm = nn.LayerNorm(model.embeddings.LayerNorm.normalized_shape, eps=0.1)
+
+
 BETWEEN_FORWARDS = [
     other_values, other_parameter, other_norm, other_eps, other_scaling, other_embeddings, other_positions,
     words_of_a_greatest_norm, a_dropout_that_trains, a_forward_of_its_own, a_forward_for_a_class, other_hooks,
-    other_table,
+    other_table, other_parts,
 ]  # fmt: skip
 
 
@@ -412,10 +433,11 @@ def test_a_shallow_copy_of_a_layer_with_another_part():
     assert not torch.equal(run(model)[0], before)
 
 
-def test_what_was_read_goes_with_the_model():
+@pytest.mark.parametrize("name", ["embeddings.word_embeddings.weight", "encoder.layer.0.output.dense.weight"])
+def test_what_was_read_goes_with_the_model(name):
     model = model_of("own")
     run(model), run(model)
-    weight = weakref.ref(model.encoder.layer[0].output.dense.weight)
+    weight = weakref.ref(model.get_parameter(name))
     gc.collect()
     gc.disable()
     try:

@@ -107,6 +107,17 @@ def test_unknown_keywords_are_refused():
             BertConfig(**fields)
 
 
+def test_changes_of_unknown_fields_are_refused():
+    config = BertConfig.from_dict({"my_note": 1, "torch_dtype": "float16"})
+    changes = {"my_note": 2, "num_labels": 1, "id2label": {0: "a"}, "label2id": {"a": 0}}
+    assert config.changed(**changes).to_dict() == config.to_dict() | changes
+    albert = {"model_type": "albert", "num_hidden_groups": 2, "classifier_dropout_prob": 0.1}
+    assert config.changed(**albert).layer_groups == 2
+    for name in ("num_lables", "qa_dropout", "dim", "torch_dtype", "extra"):
+        with pytest.raises(TypeError, match=f"BertConfig: {name}: no field of a bert configuration"):
+            config.changed(**{name: None})
+
+
 def test_a_family_s_own_names_are_understood_and_written():
     config = BertConfig.from_dict({"model_type": "distilbert", "dim": 24, "n_heads": 2, "seq_classif_dropout": 0.3})
     assert (config.hidden_size, config.num_attention_heads, config.classifier_dropout) == (24, 2, 0.3)

@@ -616,6 +616,8 @@ def test_choices():
     for inputs in ({"input_ids": ids}, flat, {**flat, "num_choices": 3}):
         with pytest.raises(ValueError, match="BertForMultipleChoice takes"):
             replayed(**inputs)
+    with pytest.raises(ValueError, match=f"num_choices is 8; expected that of the input, {len(ids)}"):
+        replayed(ids[None], num_choices=8)
     with pytest.raises(TypeError, match="num_choices goes with BertForMultipleChoice"):
         graphed(our())(**flat, num_choices=2)
 

@@ -412,6 +412,13 @@ def test_packed_choices_need_their_number():
             model(IDS.flatten(), cu_seqlens=ends, num_choices=choices)
 
 
+def test_the_number_of_padded_choices_is_checked():
+    model, ids = fastbert.BertForMultipleChoice(CONFIG).eval(), IDS[None]
+    assert torch.equal(model(ids, num_choices=len(IDS)).logits, model(ids).logits)
+    with pytest.raises(ValueError, match=f"num_choices is 8; expected that of the input, {len(IDS)}"):
+        model(ids, num_choices=8)
+
+
 def test_packed_choices_may_come_with_their_packing():
     model, inputs = fastbert.BertForMultipleChoice(CONFIG).eval().to(DEVICE), batch([4, 6, 2, 5], 6)
     ids, packing = model.bert.pack(inputs["input_ids"], inputs["attention_mask"], *[None] * 5)
@@ -490,6 +497,14 @@ def test_another_number_of_labels(tmp_path):
     model.save_pretrained(tmp_path / "five")
     assert transformers.BertConfig.from_pretrained(tmp_path / "five").num_labels == 5
     assert fastbert.BertConfig.from_pretrained(tmp_path / "five").num_labels == 5
+
+
+def test_unknown_keywords_are_refused(tmp_path):
+    their("BertForTokenClassification").save_pretrained(tmp_path)
+    for given in ({"num_lables": 3}, {"torch_dtype": torch.bfloat16}, {"device_map": "cpu"}):
+        for kind in (fastbert.BertForTokenClassification, fastbert.AutoModelForTokenClassification):
+            with pytest.raises(TypeError, match=f"{next(iter(given))}: no field of a bert configuration"):
+                kind.from_pretrained(tmp_path, **given)
 
 
 def test_names_of_labels_survive(tmp_path):

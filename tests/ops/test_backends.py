@@ -1,8 +1,10 @@
 """Which backend runs, and what the message says if none can."""
 
+import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import torch
 
 import fastbert
 from fastbert import backends, ops
+from fastbert.ops.op import PRIMITIVES
 
 X, BIAS = torch.randn(3, 8), torch.randn(8)
 
@@ -208,6 +211,15 @@ def test_explain_names_every_op_and_backend(capsys):
     for name in (*backends.OPS, *backends.BACKENDS, *backends.LIBRARIES):
         assert name in text
     assert "does not serve cpu tensors" in text or torch.cuda.is_available()
+
+
+def test_explain_counts_every_forward_and_backward(capsys, monkeypatch):
+    runs = {(name, "reference"): 1 for name in PRIMITIVES if name.endswith(("_fwd", "_bwd", "_pack", "_unpack"))}
+    monkeypatch.setattr(backends, "_calls", Counter(runs))
+    fastbert.explain()
+    rows = [line for line in capsys.readouterr().out.splitlines() if "reference " in line and " + " in line]
+    counted = [int(number) for row in rows for number in re.findall(r"(\d+) \+ (\d+)", row)[0]]
+    assert len(rows) == len(backends.OPS) and sum(counted) == len(runs)
 
 
 WITHOUT_IT = "without it in CUDA_VISIBLE_DEVICES it would do"
