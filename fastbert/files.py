@@ -18,9 +18,14 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
 
     The file is opened before the block runs, so a missing folder is reported before any work is done. The block may
     also let a library write to the file's name. Threads and processes may replace one path at the same time: the last
-    one wins. The file gets the mode of any new file. Raises OSError that names `path` if writing fails.
+    one wins. The file gets the mode of any new file. A link to a file is replaced, not the file, which in a cache may
+    belong to others; a device or a pipe is written to as it is. Raises OSError that names `path` if writing fails.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     _remove_leftovers(path)
     try:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 # configurations and tokenizers, also in sentence-transformers' folders, and ColBERT's settings
-FILES = ("*.json", "vocab.txt", "merges.txt", "artifact.metadata")
+FILES = ("*.json", "vocab.txt", "merges.txt", "spm.model", "artifact.metadata")
 # weights of the model and of layers after it: sentence-transformers' Dense, BGE-M3's linear layers
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "*_Dense/model.safetensors", "*_linear.pt")
 PICKLED = ("pytorch_model.bin", "*_Dense/pytorch_model.bin")

@@ -40,7 +40,7 @@ _LOGITS = {  # our name -> transformers', where they differ
     for name in ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
 }
 _OF_TOKENS = {"ForQuestionAnswering", "ForReplacedTokenDetection"}  # logits (B, S), no classes
-_TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
+_TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "spm.model", "sentencepiece.bpe.model", "spiece.model")
 
 
 @dataclass(frozen=True)

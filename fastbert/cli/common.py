@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from fastbert import checkpoint
+from fastbert.data.corpus import read_texts
 from fastbert.prepared import CONFIG_ENTRY, PRECISIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -95,11 +96,14 @@ def no_files(texts: list[str], option: str = "--text") -> list[str]:
 
 def lines(path: Path) -> list[str]:
     """All lines of a file, blank ones included, so that row i of an array belongs to line i."""
-    text = read(path)
-    return text.removesuffix("\n").split("\n")
+    texts = list(read_texts(path))
+    if not any(text.strip() for text in texts):
+        raise ValueError(f"{path} holds no text")
+    return texts
 
 
 def read(path: Path) -> str:
+    """The text of a whole file."""
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
     except UnicodeDecodeError as error:

@@ -93,11 +93,9 @@ def _search_corpus(args: argparse.Namespace) -> None:
 def show_results(
     encoder, vectors, passages: list[tuple[str, str]], questions: list[str], top: int, prompt_name: str | None = None
 ) -> None:
-    """Prints the best passages for each question by cosine similarity. passages: (title, text). vectors: (N, C)."""
-    from fastbert.inference import similarity
-
+    """Prints the best passages for each question by the encoder's measure. passages: (title, text). vectors: (N, C)."""
     asked = encoder.encode_query(questions, prompt_name=prompt_name)
-    for question, row in zip(questions, similarity(asked, vectors), strict=True):
+    for question, row in zip(questions, encoder.similarity(asked, vectors), strict=True):
         best = row.topk(min(top, len(passages)))
         found = zip(best.values.tolist(), best.indices.tolist(), strict=True)
         _show(question, [(score, *passages[index]) for score, index in found])
@@ -142,6 +140,8 @@ def _embed_files(args: argparse.Namespace) -> None:
     from fastbert.inference import embed_corpus
     from fastbert.inference.corpus import count_texts
 
+    if args.text:
+        raise ValueError(f"--text {args.text} is beside files; expected all files before --output, or --text alone")
     if missing := [text for text in args.texts if not os.path.isfile(text)]:
         what = f"{missing[0]!r} is none; for texts: PATH.npy"
         raise ValueError(f"--output {args.output} is a directory, for files: {what}")

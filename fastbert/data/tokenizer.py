@@ -223,7 +223,7 @@ def _add_tokens(tokenizer: "Tokenizer", path: Path, special: dict[str, "AddedTok
     tokenizer.add_special_tokens(list(special.values()))
 
 
-# ---- the two families
+# ---- the kinds
 
 
 def _wordpiece(model: Any, *, lowercase: bool, strip_accents: bool | None = None, handle_chinese_chars: bool = True):
@@ -425,9 +425,15 @@ def copy_of(tokenizer: Any) -> "Tokenizer":
 
 
 def special_token(tokenizer: Any, role: str) -> str | None:
-    """The special token for a role ("mask_token", ...) in a `tokenizers.Tokenizer`, or None."""
+    """The special token for a role ("mask_token", ...) in a `tokenizers.Tokenizer`, or None.
+
+    A name that the tokenizer declares special goes before one that is only in its vocabulary: MPNet's holds BERT's
+    [MASK] besides its own <mask>.
+    """
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     names = (tokens[role] for tokens in SPECIAL_TOKENS.values())
-    return next((name for name in names if tokenizer.token_to_id(name) is not None), None)
+    known = [name for name in names if tokenizer.token_to_id(name) is not None]
+    return next((name for name in known if name in special), known[0] if known else None)
 
 
 def special_token_id(tokenizer: Any, role: str) -> int | None:
@@ -449,19 +455,23 @@ def check_tokenizer(tokenizer: Any, config: Any) -> None:
     Every id must be below config.vocab_size, and config.pad_token_id, whose embedding is not trained, must not be
     another token's id. config: a BertConfig, or one of `transformers`.
     """
-    vocabulary = tokenizer.get_vocab()
-    token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", -1))
-    if largest >= config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {token!r} at {largest}; expected ids below the vocab_size of the model, "
-            f"{config.vocab_size}"
-        )
+    check_ids(tokenizer, config)
     pad, untrained = special_token_id(tokenizer, "pad_token"), getattr(config, "pad_token_id", None)
-    names = [token for token, index in vocabulary.items() if index == untrained != pad]
+    names = [token for token, index in tokenizer.get_vocab().items() if index == untrained != pad]
     if names:
         raise ValueError(
             f"pad_token_id of the model is {untrained}, which is {names[0]!r} in the tokenizer; expected {pad}, its "
             "own padding (the embedding of pad_token_id is not trained)"
+        )
+
+
+def check_ids(tokenizer: Any, config: Any) -> None:
+    """Raises ValueError if a tokenizer has an id that is not below config.vocab_size."""
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if largest >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {token!r} at {largest}; expected ids below the vocab_size of the model, "
+            f"{config.vocab_size}"
         )
 
 

@@ -15,16 +15,16 @@ from fastbert import hub
 from fastbert.checkpoint import read_pickled
 from fastbert.data.collator import PackingCollator
 from fastbert.data.encode import COLUMNS, cut_encodings
-from fastbert.data.tokenizer import copy_of, get_tokenizer, save_tokenizer, special_token_id, strings
+from fastbert.data.tokenizer import check_ids, copy_of, get_tokenizer, save_tokenizer, special_token_id, strings
 from fastbert.files import replacing
 from fastbert.inference import sentence_files
 from fastbert.inference.loading import load
+from fastbert.inference.multi_vector import late_scores
 from fastbert.inference.rerank import pairs_of
 from fastbert.inference.texts import batches
 from fastbert.maxsim import maxsim, maxsim_pairs
 from fastbert.model import BertModel
 from fastbert.ops.numbers import wide
-from fastbert.ops.padding import cu_seqlens_of
 from fastbert.padding import packed_positions
 from fastbert.pooling import pool
 
@@ -84,9 +84,7 @@ class M3Encoder:
             if (layer.in_features, layer.out_features) != (config.hidden_size, rows):
                 given = f"{layer.in_features} to {layer.out_features}"
                 raise ValueError(f"M3Encoder: {name} is {given}; expected {config.hidden_size} to {rows}")
-        if tokenizer.get_vocab_size() > config.vocab_size:
-            given = f"the tokenizer has {tokenizer.get_vocab_size()} tokens"
-            raise ValueError(f"M3Encoder: {given}, the model embeds {config.vocab_size}")
+        check_ids(tokenizer, config)
         if max_length is not None and not 2 < max_length <= longest:
             raise ValueError(f"M3Encoder: max_length is {max_length}; expected 3 to {longest}, the model's")
         self.tokenizer, self.max_length = copy_of(tokenizer), max_length or longest
@@ -256,14 +254,8 @@ class M3Encoder:
             )
 
     def _late(self, measure: Callable[..., Tensor], queries: M3Embeddings, documents: M3Embeddings) -> Tensor:
-        packed = []
-        for rows in (queries.multi_vector, documents.multi_vector):
-            empty = self.multi_vector.weight.new_empty(0, self.multi_vector.out_features)
-            lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64, device=empty.device)
-            packed += [torch.cat([empty, *rows]), cu_seqlens_of(lengths)]
-        scores = measure(*packed)
-        counts = packed[1].diff().clamp(min=1).to(scores)
-        return scores / counts.view(-1, *[1] * (scores.dim() - 1))
+        no_vector = self.multi_vector.weight.new_empty(0, self.multi_vector.out_features)
+        return late_scores(measure, queries.multi_vector, documents.multi_vector, no_vector, mean=True)
 
 
 def _combined(dense: Tensor, sparse: Tensor, multi_vector: Tensor, weights: Sequence[float]) -> M3Scores:

@@ -11,10 +11,11 @@ from fastbert import hub
 from fastbert.data.collator import PackingCollator
 from fastbert.data.contrastive import ContrastiveDataset
 from fastbert.data.encode import COLUMNS, cut_encodings
-from fastbert.data.tokenizer import copy_of, get_tokenizer, save_tokenizer, special_token_id, strings, text_of
+from fastbert.data.tokenizer import check_ids, copy_of, save_tokenizer, special_token_id, strings
 from fastbert.inference import multi_vector_files, sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.multi_vector_files import FORMATS, SIMILARITIES, TASKS, QueryExpansion, Recipe
+from fastbert.inference.rerank import ranked
 from fastbert.inference.sentence_files import Dense
 from fastbert.inference.texts import batches
 from fastbert.maxsim import maxsim, maxsim_pairs
@@ -60,10 +61,7 @@ class MultiVectorEncoder:
         invalid values.
         """
         config, special = model.config, tokenizer.num_special_tokens_to_add(False)
-        if tokenizer.get_vocab_size() > config.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {tokenizer.get_vocab_size()} tokens, the model embeds {config.vocab_size}"
-            )
+        check_ids(tokenizer, config)
         given = {"max_length": max_length, "query_length": query_length, "document_length": document_length}
         for name, length in given.items():
             if length is not None and (not isinstance(length, int) or length <= special):
@@ -122,7 +120,7 @@ class MultiVectorEncoder:
         def read(dtype: torch.dtype | str | None) -> BertModel:
             return BertModel.from_pretrained(recipe.folder, add_pooling_layer=False, dtype=dtype)
 
-        options, tokenizer = recipe._asdict(), get_tokenizer(recipe.folder)
+        options, tokenizer = recipe._asdict(), sentence_files.read_tokenizer(recipe.folder)
         _add_markers(tokenizer, options.pop("markers"))
         options.pop("folder")
         return cls(load(read, dtype, device, precision), tokenizer, **options)
@@ -236,21 +234,8 @@ class MultiVectorEncoder:
         return self._measured(maxsim_pairs, queries, documents)
 
     def _measured(self, measure: Callable[..., Tensor], queries: list[Tensor], documents: list[Tensor]) -> Tensor:
-        (q, q_ends), (d, d_ends) = self._packed(queries), self._packed(documents)
-        scores = measure(q, q_ends, d, d_ends)
-        if self.similarity_name == "maxsim":
-            return scores
-        counts = q_ends.diff().clamp(min=1).to(scores)
-        return scores / counts.view(-1, *[1] * (scores.dim() - 1))
-
-    def _packed(self, vectors: list[Tensor]) -> tuple[Tensor, Tensor]:
-        if not vectors:
-            vectors, lengths = [torch.zeros(0, self.width, device=self.device)], []
-        else:
-            lengths = [len(each) for each in vectors]
-        return torch.cat(list(vectors)), cu_seqlens_of(
-            torch.tensor(lengths, dtype=torch.int64, device=vectors[0].device)
-        )
+        no_vector, mean = torch.empty(0, self.width, device=self.device), self.similarity_name == "meanmaxsim"
+        return late_scores(measure, queries, documents, no_vector, mean=mean)
 
     def rank(
         self,
@@ -263,16 +248,12 @@ class MultiVectorEncoder:
     ) -> list[dict[str, Any]]:
         """The documents, or the top_k best, best first: {"corpus_id": its index, "score": a float}, as
         `CrossEncoder.rank`. Raises ValueError for a top_k below 1, TypeError for anything but strings."""
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"MultiVectorEncoder: top_k is {top_k}; expected at least 1")
-        text_of("MultiVectorEncoder", "query", query)
-        documents = list(strings("MultiVectorEncoder", "documents", documents))
-        found = self.encode_document(documents, progress=progress)
-        scores = self.similarity(self.encode_query([query]), found)[0].tolist()
-        best = sorted(range(len(scores)), key=lambda i: -scores[i])[:top_k]
-        return [
-            {"corpus_id": i, "score": scores[i]} | ({"text": documents[i]} if return_documents else {}) for i in best
-        ]
+
+        def score(documents: list[str]) -> Tensor:
+            found = self.encode_document(documents, progress=progress)
+            return self.similarity(self.encode_query([query]), found)[0]
+
+        return ranked("MultiVectorEncoder", score, query, documents, top_k, return_documents)
 
     @property
     def model(self) -> BertModel:
@@ -287,6 +268,23 @@ class MultiVectorEncoder:
     @property
     def device(self) -> torch.device:
         return self.model.embeddings.word_embeddings.weight.device
+
+
+def late_scores(
+    measure: Callable[..., Tensor], queries: list[Tensor], documents: list[Tensor], no_vector: Tensor, *, mean: bool
+) -> Tensor:
+    """The scores of texts by their vectors, (tokens, D) each. measure: `maxsim` or `maxsim_pairs`. no_vector: (0, D),
+    for an empty list. mean: divides a score by the number of the query's vectors."""
+    packed = []
+    for texts in (queries, documents):
+        vectors = torch.cat(list(texts) or [no_vector])
+        lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64, device=vectors.device)
+        packed += [vectors, cu_seqlens_of(lengths)]
+    scores = measure(*packed)
+    if not mean:
+        return scores
+    counts = packed[1].diff().clamp(min=1).to(scores)
+    return scores / counts.view(-1, *[1] * (scores.dim() - 1))
 
 
 def _check_widths(width: int, dense: Sequence[Dense]) -> None:

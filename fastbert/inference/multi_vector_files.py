@@ -17,10 +17,12 @@ from torch import nn
 from fastbert import checkpoint
 from fastbert.files import write_text
 from fastbert.inference.sentence_files import (
+    SETTINGS,
     Dense,
     max_length_of,
     read_dense,
     read_json,
+    read_modules,
     write_dense,
     write_json,
     write_modules,
@@ -80,7 +82,7 @@ class Recipe(NamedTuple):
 
 def read(directory: Path) -> Recipe:
     """The settings in a directory. Raises ValueError if its kind, or a module or setting in it, is not supported."""
-    modules = read_json(directory / "modules.json")
+    modules = read_modules(directory)
     if modules:
         return _modules(directory, modules)
     if "HF_ColBERT" in (read_json(directory / "config.json").get("architectures") or []):
@@ -151,7 +153,7 @@ def _check_normalize(folder: Path | None) -> None:
 
 
 def _lengths(folder: Path) -> dict[str, Any]:
-    settings = read_json(folder / "sentence_bert_config.json")
+    settings = read_json(folder / SETTINGS)
     expansion = _expansion(folder, settings.get("query_expansion"))
     return {name: settings.get(name) for name in ("query_length", "document_length")} | {"expansion": expansion}
 
@@ -241,7 +243,7 @@ def write(recipe: Recipe) -> None:
         write_json(directory / paths[-1], tokens)
     lengths = {"max_seq_length": recipe.max_length, "query_length": recipe.query_length}
     lengths |= {"document_length": recipe.document_length, "query_expansion": _settings(recipe.expansion)}
-    write_json(directory, lengths, "sentence_bert_config.json")
+    write_json(directory, lengths, SETTINGS)
     settings = {"model_type": "MultiVectorEncoder", "prompts": dict(recipe.prompts), "default_prompt_name": None}
     write_json(directory, settings | {"similarity_fn_name": recipe.similarity}, "config_sentence_transformers.json")
     types = {

@@ -178,7 +178,11 @@ class Predictor:
         directory = hub.directory_of(source)
         model = load(lambda dtype: trained_model(directory, cls.classes, dtype=dtype), dtype, device, precision)
         given = {name: value for name, value in arguments.items() if value is not None}
-        return cls(model, get_tokenizer(directory), **cls._options(directory, model.config) | given)
+        return cls(model, cls._tokenizer(directory), **cls._options(directory, model.config) | given)
+
+    @classmethod
+    def _tokenizer(cls, directory: Path) -> Any:
+        return get_tokenizer(directory)
 
     @classmethod
     def _options(cls, directory: Path, config: BertConfig) -> dict[str, Any]:

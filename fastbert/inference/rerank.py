@@ -38,6 +38,11 @@ class CrossEncoder(Predictor):
         self.activation = new_activation("CrossEncoder", activation or _configured(self.config) or default)
 
     @classmethod
+    def _tokenizer(cls, directory: Path) -> Any:
+        with_modules = (directory / "modules.json").exists()  # else sentence-transformers does not read its other files
+        return sentence_files.read_tokenizer(directory) if with_modules else super()._tokenizer(directory)
+
+    @classmethod
     def _options(cls, directory: Path, config: BertConfig) -> dict[str, Any]:
         found, longest = sentence_files.read_cross_encoder(directory), config.max_sequence_length
         return found | {"max_length": min(found["max_length"] or longest, longest)}
@@ -98,15 +103,29 @@ class CrossEncoder(Predictor):
         """
         if self.config.num_labels != 1:
             raise ValueError(f"CrossEncoder: rank of a model with {self.config.num_labels} labels; expected one label")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"CrossEncoder: top_k is {top_k}; expected at least 1")
-        text_of("CrossEncoder", "query", query)
-        documents = list(strings("CrossEncoder", "documents", documents))
-        scores = self.predict([(query, document) for document in documents], progress=progress).tolist()
-        best = sorted(range(len(scores)), key=lambda i: -scores[i])[:top_k]
-        return [
-            {"corpus_id": i, "score": scores[i]} | ({"text": documents[i]} if return_documents else {}) for i in best
-        ]
+
+        def score(documents: list[str]) -> Tensor:
+            return self.predict([(query, document) for document in documents], progress=progress)
+
+        return ranked("CrossEncoder", score, query, documents, top_k, return_documents)
+
+
+def ranked(
+    owner: str,
+    score: Callable[[list[str]], Tensor],
+    query: str,
+    documents: Iterable[str],
+    top_k: int | None,
+    return_documents: bool,
+) -> list[dict[str, Any]]:
+    """What `CrossEncoder.rank` returns, and its errors. score: gives each of the documents its score, (N,)."""
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"{owner}: top_k is {top_k}; expected at least 1")
+    text_of(owner, "query", query)
+    documents = list(strings(owner, "documents", documents))
+    scores = score(documents).tolist()
+    best = sorted(range(len(scores)), key=lambda i: -scores[i])[:top_k]
+    return [{"corpus_id": i, "score": scores[i]} | ({"text": documents[i]} if return_documents else {}) for i in best]
 
 
 def _configured(config: BertConfig) -> str | None:

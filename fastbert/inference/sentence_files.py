@@ -3,18 +3,23 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fastbert import checkpoint
+from fastbert.data.tokenizer import get_tokenizer
 from fastbert.files import replacing, write_text
 from fastbert.heads import SPARSE_ACTIVATIONS
 from fastbert.pooling import check_mode
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "LeakyReLU", "ELU", "Mish", "ReLU6", "Softplus")
+SETTINGS = "sentence_bert_config.json"  # sentence-transformers', of the model and its tokenizer, in the model's folder
 _LEGACY = {  # names before sentence-transformers 5.4, in the order in which vectors are concatenated
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -91,7 +96,7 @@ class SparseRecipe(NamedTuple):
 def read(directory: Path) -> Recipe:
     """The settings in a directory; mean pooling, normalised, without modules.json. Raises ValueError for what is not
     supported."""
-    modules = read_json(directory / "modules.json")
+    modules = read_modules(directory)
     if not modules:
         _check_whole(directory, "1_Pooling")
         return Recipe(directory, max_length=max_length_of(directory, directory))
@@ -101,6 +106,7 @@ def read(directory: Path) -> Recipe:
         expected = "Transformer, Pooling[, Dense ...][, Normalize]"
         raise ValueError(f"{directory} has the modules {', '.join(kinds)}; expected {expected}")
     folders = [directory / module["path"] for module in modules]
+    _check_one_length(folders[0])
     pooling = read_json(folders[1] / "config.json")
     more = read_json(directory / "config_sentence_transformers.json")
     return Recipe(
@@ -119,6 +125,16 @@ def read(directory: Path) -> Recipe:
 def _check_whole(directory: Path, pooling: str) -> None:
     if (directory / pooling / "config.json").exists():
         raise ValueError(f"{directory} has a pooling and no modules.json: saving was interrupted; save it again")
+
+
+def read_modules(directory: Path) -> list[dict[str, Any]]:
+    """The modules that modules.json lists; none without it. Raises ValueError if one has no type or no path."""
+    path = directory / "modules.json"
+    modules = read_json(path, list)
+    for module in modules:
+        if not isinstance(module, dict) or not all(isinstance(module.get(key), str) for key in ("type", "path")):
+            raise ValueError(f"{path} lists {module}; expected modules with a type and a path")
+    return modules
 
 
 def _kinds(modules: list[dict[str, Any]]) -> list[str]:
@@ -140,14 +156,15 @@ def read_dense(folder: Path, feature: str = "sentence_embedding") -> Dense:
     if names != {feature}:
         raise ValueError(f"{folder}: a Dense of {', '.join(sorted(names))}; expected one of {feature} alone")
     activation = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
+    if missing := [key for key in ("in_features", "out_features") if not isinstance(settings.get(key), int)]:
+        raise ValueError(f"{folder / 'config.json'} has no {missing[0]}; expected a number")
     sizes = settings["in_features"], settings["out_features"], settings.get("bias", True)
     residual = settings.get("use_residual", False)
     dense = Dense(*sizes, activation_name(folder, "activation_function", activation), residual)
-    if (folder / "model.safetensors").exists():
-        state = load_file(folder / "model.safetensors")
-    else:
-        state = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    dense.load_state_dict(state)
+    try:
+        dense.load_state_dict(checkpoint.read(folder))
+    except RuntimeError as error:
+        raise RuntimeError(f"{folder}: {error}") from None
     return dense
 
 
@@ -161,7 +178,7 @@ def activation_name(owner: object, name: str, path: str) -> str:
 def read_sparse(directory: Path) -> SparseRecipe:
     """The settings in a directory; activation "relu" without modules.json, as for the first SPLADE models. Raises
     ValueError for what is not supported."""
-    modules = read_json(directory / "modules.json")
+    modules = read_modules(directory)
     if not modules:
         _check_whole(directory, "1_SpladePooling")
         return SparseRecipe(directory, max_length=max_length_of(directory, directory))
@@ -169,7 +186,8 @@ def read_sparse(directory: Path) -> SparseRecipe:
     if len(kinds) != 2 or kinds[0] not in ("MLMTransformer", "Transformer") or kinds[1] != "SpladePooling":
         expected = "MLMTransformer (or Transformer for fill-mask), SpladePooling"
         raise ValueError(f"{directory} has the modules {', '.join(kinds)}; expected {expected}")
-    task = read_json(folders[0] / "sentence_bert_config.json").get("transformer_task")
+    _check_one_length(folders[0])
+    task = read_json(folders[0] / SETTINGS).get("transformer_task")
     if task != "fill-mask" and (task or kinds[0] == "Transformer"):
         raise ValueError(f"{directory}: transformer_task is {task!r}; expected 'fill-mask'")
     pooling, more = read_json(folders[1] / "config.json"), read_json(directory / "config_sentence_transformers.json")
@@ -194,7 +212,7 @@ def read_cross_encoder(directory: Path) -> dict[str, Any]:
 
     Since release 5.4, sentence-transformers writes modules.json, with the activation in a configuration file beside it.
     """
-    modules = read_json(directory / "modules.json")
+    modules = read_modules(directory)
     if not modules:
         return {"activation": None, "max_length": _tokenizer_length(directory)}
     kinds = _kinds(modules)
@@ -208,9 +226,31 @@ def read_cross_encoder(directory: Path) -> dict[str, Any]:
     return {"activation": activation, "max_length": max_length_of(directory, directory)}
 
 
+def read_tokenizer(folder: Path) -> "Tokenizer":
+    """The tokenizer in the model's folder, with texts put into lower case first if sentence-transformers' file says so,
+    unless a step of its own does."""
+    from tokenizers import normalizers
+
+    tokenizer = get_tokenizer(folder)
+    given = tokenizer.normalizer
+    steps = list(given) if isinstance(given, normalizers.Sequence) else [] if given is None else [given]
+    lowers = any(isinstance(step, normalizers.Lowercase) for step in steps)
+    if read_json(folder / SETTINGS).get("do_lower_case") and not lowers:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
+    return tokenizer
+
+
+def _check_one_length(folder: Path) -> None:
+    settings = read_json(folder / SETTINGS)
+    for name in ("query_length", "document_length"):
+        if settings.get(name) is not None:
+            expected = "max_seq_length alone, for queries and documents"
+            raise ValueError(f"{folder / SETTINGS}: {name} is {settings[name]}; expected {expected}")
+
+
 def max_length_of(folder: Path, directory: Path) -> int | None:
     """The maximum length in sentence-transformers' file or else, as since release 6, in the tokenizer's; or None."""
-    settings = read_json(folder / "sentence_bert_config.json") or read_json(directory / "sentence_bert_config.json")
+    settings = read_json(folder / SETTINGS) or read_json(directory / SETTINGS)
     return settings.get("max_seq_length") or _tokenizer_length(folder)
 
 
@@ -219,9 +259,17 @@ def _tokenizer_length(folder: Path) -> int | None:
     return None if longest is None or longest >= 1e20 else int(longest)  # larger values mean "unknown"
 
 
-def read_json(path: Path) -> Any:
-    """The file's content; {} if there is no file. Raises ValueError for invalid JSON."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The file's content; empty without a file. Raises ValueError for invalid JSON, and for content of another kind."""
+    if not path.exists():
+        return kind()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, kind):
+        raise ValueError(f"{path} holds a {type(content).__name__}; expected a {kind.__name__}")
+    return content
 
 
 # ---- writing: modules.json is deleted first and written last, so that a directory is refused if a save was interrupted
@@ -263,7 +311,7 @@ def write_sparse(recipe: SparseRecipe, width: int) -> None:
 def _write_shared(recipe: Recipe | SparseRecipe, modules: Mapping[str, str], more: Mapping[str, Any]) -> None:
     """modules: the class of each by its folder. more: further entries of config_sentence_transformers.json."""
     directory = recipe.folder
-    write_json(directory, {"max_seq_length": recipe.max_length, "do_lower_case": False}, "sentence_bert_config.json")
+    write_json(directory, {"max_seq_length": recipe.max_length, "do_lower_case": False}, SETTINGS)
     settings = {"prompts": dict(recipe.prompts), "default_prompt_name": recipe.default_prompt_name}
     settings["similarity_fn_name"] = recipe.similarity
     write_json(directory, settings | more, "config_sentence_transformers.json")

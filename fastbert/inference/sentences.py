@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import hub
-from fastbert.data.tokenizer import get_tokenizer, save_tokenizer
+from fastbert.data.tokenizer import save_tokenizer
 from fastbert.inference import sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.sentence_files import Dense, Recipe
@@ -96,7 +96,7 @@ class SentenceEncoder(TextEncoder):
         model = load(read, dtype, device, precision)
         check_length("SentenceEncoder", max_length, model)
         options = recipe._asdict() | ({} if max_length is None else {"max_length": max_length})
-        return cls(model, get_tokenizer(options.pop("folder")), **options)
+        return cls(model, sentence_files.read_tokenizer(options.pop("folder")), **options)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes a directory that `from_pretrained` and sentence-transformers' SentenceTransformer read.

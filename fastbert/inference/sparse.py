@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastbert import hub
 from fastbert.auto import trained_model
-from fastbert.data.tokenizer import get_tokenizer, save_tokenizer
+from fastbert.data.tokenizer import save_tokenizer
 from fastbert.heads import BertForSparseEmbedding
 from fastbert.inference import sentence_files
 from fastbert.inference.loading import load
@@ -89,7 +89,7 @@ class SparseEncoder(TextEncoder):
         model = load(read, dtype, device, precision)
         check_length("SparseEncoder", max_length, model)
         options |= {} if max_length is None else {"max_length": max_length}
-        return cls(model, get_tokenizer(folder), **options)
+        return cls(model, sentence_files.read_tokenizer(folder), **options)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes a directory that `from_pretrained` and sentence-transformers' SparseEncoder read.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastbert.data.collator import PackingCollator
 from fastbert.data.encode import COLUMNS, cut_encodings
-from fastbert.data.tokenizer import copy_of, strings
+from fastbert.data.tokenizer import check_ids, copy_of, strings
 from fastbert.inference.sentence_files import SIMILARITIES
 from fastbert.model import Saveable
 
@@ -28,10 +28,7 @@ class TextEncoder:
     ) -> None:
         """Raises ValueError for a tokenizer with ids that the model lacks, and for invalid values."""
         config, special = model.config, tokenizer.num_special_tokens_to_add(False)
-        if tokenizer.get_vocab_size() > config.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {tokenizer.get_vocab_size()} tokens, the model embeds {config.vocab_size}"
-            )
+        check_ids(tokenizer, config)
         if max_length is not None and (not isinstance(max_length, int) or max_length <= special):
             raise ValueError(f"max_length is {max_length!r}; expected a number above the {special} special tokens")
         if similarity not in SIMILARITIES:

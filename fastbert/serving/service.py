@@ -75,6 +75,9 @@ class Service:
             stall_seconds=limits.stall,
             on_batch=lambda batch, seconds: self.metrics.computed(batch, seconds),
         )
+        for predictor in (each for model in models for each in model.predictors.values()):
+            if hasattr(predictor, "tokens_per_batch"):  # a SentenceEncoder embeds a whole batch anyway
+                predictor.tokens_per_batch = self.queue.batch_tokens
         self.metrics = Metrics(self.queue.waiting)
         self._encoding = ThreadPoolExecutor(2, "fastbert-encoding")
         self._counting = threading.Lock()

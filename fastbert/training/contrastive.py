@@ -90,8 +90,8 @@ class ContrastiveModel(nn.Module):
         return found if self.pooling is None else pool(found.last_hidden_state, cu_seqlens, self.pooling)
 
     def _loss_of(self, embeddings: Tensor, scores: Tensor | None, keys: Tensor | None) -> Tensor:
-        together = self.training and self.all_processes and getattr(self.loss, "in_batch", False)
-        own = WHOLE
+        in_batch, own = getattr(self.loss, "in_batch", False), WHOLE
+        together = in_batch and self.training and self.all_processes
         if together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             counts = _counts(embeddings)
             before = sum(counts[: dist.get_rank()])
@@ -99,7 +99,7 @@ class ContrastiveModel(nn.Module):
             embeddings = _Gather.apply(embeddings.transpose(0, 1), counts).transpose(0, 1)
             scores = None if scores is None else _Gather.apply(scores, counts)
             keys = None if keys is None else _Gather.apply(keys.T, counts).T
-        more = (own, keys) if keys is not None else () if own is WHOLE else (own,)
+        more = (own, keys) if keys is not None else (own,) if in_batch else ()
         return self.loss(embeddings, scores, *more)
 
     @staticmethod

@@ -180,15 +180,11 @@ class MarginMSE:
         negatives), or (B,) with one negative. Raises ValueError for other scores, and without negatives."""
         negatives = len(embeddings) - 2
         _check("MarginMSE", embeddings, columns=max(len(embeddings), 3))
-        count = embeddings.shape[1]
-        shapes = [(count, 1 + negatives), (count, negatives), *([(count,)] if negatives == 1 else [])]
-        scores = _scores("MarginMSE", scores, embeddings, *shapes).view(count, -1)
-        if scores.shape[1] > negatives:
-            scores = scores[:, :1] - scores[:, 1:]
+        margins = _margins("MarginMSE", scores, embeddings, embeddings.shape[1], negatives)
         if self.similarity == "cosine":
             embeddings = F.normalize(embeddings, dim=-1)
         products = (embeddings[:1] * embeddings[1:]).sum(-1)
-        return F.mse_loss((products[:1] - products[1:]).T, scores)
+        return F.mse_loss((products[:1] - products[1:]).T, margins)
 
 
 class Matryoshka:
@@ -246,3 +242,10 @@ def _scores(owner: str, scores: Tensor | None, embeddings: Tensor, *shapes: Sequ
     if values_visible(scores) and not scores.isfinite().all():
         raise ValueError(f"{owner}: scores have NaN or infinity; expected finite numbers")
     return scores.to(embeddings.dtype)
+
+
+def _margins(owner: str, scores: Tensor | None, embeddings: Tensor, count: int, negatives: int) -> Tensor:
+    """(count, negatives): the teacher's margins, given as such or as scores, positives first. Raises as _scores."""
+    shapes = [(count, 1 + negatives), (count, negatives), *([(count,)] if negatives == 1 else [])]
+    scores = _scores(owner, scores, embeddings, *shapes).view(count, -1)
+    return scores[:, :1] - scores[:, 1:] if scores.shape[1] > negatives else scores

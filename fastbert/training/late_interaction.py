@@ -15,7 +15,7 @@ from fastbert.maxsim import maxsim, maxsim_pairs
 from fastbert.ops.padding import cu_seqlens_of
 from fastbert.token_vectors import TokenVectors
 from fastbert.training.contrastive import ContrastiveModel, GradCache, _Gather
-from fastbert.training.contrastive_losses import _scores
+from fastbert.training.contrastive_losses import _margins, _scores
 
 
 class Texts(NamedTuple):
@@ -169,12 +169,8 @@ class MaxSimMargins:
         """Returns a scalar. scores: the teacher's, (B, 1 + negatives), the positive's first; or its margins, (B,
         negatives), or (B,) with one negative. Raises ValueError for other scores, and without negatives."""
         found = _own_scores("MaxSimMargins", queries, documents, self.mean)
-        count, negatives = len(found), found.shape[1] - 1
-        shapes = [(count, 1 + negatives), (count, negatives), *([(count,)] if negatives == 1 else [])]
-        scores = _scores("MaxSimMargins", scores, found, *shapes).view(count, -1)
-        if scores.shape[1] > negatives:
-            scores = scores[:, :1] - scores[:, 1:]
-        return F.mse_loss(found[:, :1] - found[:, 1:], scores)
+        margins = _margins("MaxSimMargins", scores, found, len(found), found.shape[1] - 1)
+        return F.mse_loss(found[:, :1] - found[:, 1:], margins)
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,10 @@ def set_random_state(
 def keeping_random_state(device: torch.device, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
     """Restores the random state when the block ends: numbers drawn within it change nothing after it."""
     before = random_state(device, generators)
-    yield
-    set_random_state(before, device, generators)
+    try:
+        yield
+    finally:
+        set_random_state(before, device, generators)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -91,7 +91,8 @@ class AMPTrainer:
         self.step = self.skipped_steps = 0  # steps taken, and how many of these the scaler skipped
         self.epoch = self.position = 0  # position: batches that this process has used in this epoch
         self.epoch_random = self.loader_state = None  # random state at the epoch's start; the loader's state
-        self.place: dict[str, Any] | None = None  # the above after the last whole step, for checkpoints
+        self.loader: Iterable[Batch] | None = None  # the one that the position is in; None after `load`
+        self.place: dict[str, Any] | None = None  # the counters and states after the last whole step, for checkpoints
         if seed is not None:
             set_seed(seed + self.rank)
 
@@ -107,10 +108,11 @@ class AMPTrainer:
     ) -> dict[str, float]:
         """Trains until step max_steps, in as many epochs as that takes. Returns the last evaluation.
 
-        loader: this process's share of the batches; an epoch ends with the shortest share. metric(model, eval_loader,
-        device): returns the loss, or a dictionary whose numbers are kept. It runs in every process, every eval_steps
-        and at max_steps, and once if training had already ended before this call. Checkpoints are written every
-        save_steps, for the best evaluation, and at the end.
+        loader: this process's share of the batches; an epoch ends with the shortest share. Another loader than in the
+        call before starts a new epoch, except after `load`. metric(model, eval_loader, device): returns the loss, or a
+        dictionary whose numbers are kept. It runs in every process, every eval_steps and at max_steps, and once if
+        training had already ended before this call. Checkpoints are written every save_steps, for the best evaluation,
+        and at the end.
         Training also ends if `stop` is called, if `best` has waited long enough, and, in all processes, if one of them
         gets SIGINT or SIGTERM: the step is finished and saved, then the signal takes its usual course
         (KeyboardInterrupt, or the end of the process). A second signal takes its usual course at once.
@@ -222,6 +224,9 @@ class AMPTrainer:
     def _require_finite(self, loss: float, norm: float) -> None:
         """Raises FloatingPointError. Infinite gradients are left to the scaler, if there is one."""
         if not math.isfinite(loss) or not (self.scaler.is_enabled() or math.isfinite(norm)):
+            state = self.scaler.state_dict()  # in a new scaler, as this one cannot unscale again without a step
+            self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.scaler.is_enabled())
+            self.scaler.load_state_dict(state)
             raise FloatingPointError(
                 f"step {self.step + 1}: the loss is {loss}, the norm of its gradients {norm}; expected finite numbers. "
                 f"The step was not taken: the weights are those of step {self.step}"
@@ -278,6 +283,9 @@ class AMPTrainer:
         """Iterates over the rest of the epoch. A loader without a state starts over with the epoch's random state, and
         the batches that were used before are skipped."""
         now = random_state(self.device)
+        if self.position > 0 and self.loader is not None and self.loader is not loader:
+            self._end_epoch()
+        self.loader = loader
         self._begin_epoch(loader)
         has_state = self.position > 0 and self.loader_state is not None
         if has_state:
@@ -386,6 +394,7 @@ class AMPTrainer:
                 part.load_state_dict(state[name])
         for name in _COUNTERS:
             setattr(self, name, state[name])
+        self.loader = None
         everyone = state["processes"]
         if len(everyone) == self.processes:
             own = everyone[self.rank]

@@ -13,6 +13,7 @@ from small_models import TINY, minilm
 from fastbert import BertConfig
 from fastbert.cli.demo import python_documentation
 from fastbert.data import check_tokenizer, get_tokenizer, save_tokenizer, train_tokenizer
+from fastbert.data.tokenizer import special_token_id
 
 PASSAGES = [text for _, text in python_documentation(2000)][:150]
 TEXTS = [
@@ -324,6 +325,21 @@ def test_training_that_makes_no_sense_is_refused(texts, more, error, words):
 
 
 # ---- with a model's configuration
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_declared_special_token_goes_before_one_that_is_only_in_the_vocabulary(tmp_path, declared):
+    names = ["<s>", "<pad>", "</s>", "<unk>", "[PAD]", "[CLS]", "[SEP]", "[MASK]", "<mask>", "a"]  # as MPNet has them
+    model = tokenizers.models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>", "<mask>"] if declared else [])
+    own = [special_token_id(tokenizer, role) for role in ("cls_token", "pad_token", "sep_token", "mask_token")]
+    assert own == ([0, 1, 2, 8] if declared else [5, 4, 6, 7])
+    save_tokenizer(tokenizer, tmp_path)
+    written = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert written["mask_token"] == ("<mask>" if declared else "[MASK]")
+    if declared:
+        check_tokenizer(tokenizer, BertConfig(vocab_size=10, pad_token_id=1))
 
 
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused(trained):

@@ -367,6 +367,16 @@ def rewritten(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def test_texts_are_put_into_lower_case_if_the_settings_say_so(tmp_path):
+    made = small()
+    made.tokenizer.normalizer.lowercase = False
+    made.save_pretrained(tmp_path)
+    rewritten(tmp_path / "sentence_bert_config.json", do_lower_case=True)
+    found = MultiVectorEncoder.from_pretrained(tmp_path)
+    upper, lower = (["Something ELSE"], ["something else"])
+    assert found.tokenize(upper, "query") == made.tokenize(lower, "query") != made.tokenize(upper, "query")
+
+
 def test_directories_that_are_refused(tmp_path):
     small(expansion=QueryExpansion(12)).save_pretrained(tmp_path / "good")
     listed = json.loads((tmp_path / "good" / "modules.json").read_text())
@@ -471,7 +481,14 @@ def test_what_is_wanted_from_the_hub(monkeypatch, tmp_path):
     import huggingface_hub
     from huggingface_hub.utils import filter_repo_objects
 
-    named = ["config.json", "modules.json", "1_Dense/config.json", "artifact.metadata", "2_MultiVectorMask/config.json"]
+    named = [
+        "config.json",
+        "modules.json",
+        "spm.model",
+        "1_Dense/config.json",
+        "artifact.metadata",
+        "2_MultiVectorMask/config.json",
+    ]
     safe = ["model.safetensors", "1_Dense/model.safetensors", "sparse_linear.pt", "colbert_linear.pt"]
     pickled = ["pytorch_model.bin", "1_Dense/pytorch_model.bin"]
     (tmp_path / "model.safetensors").touch()

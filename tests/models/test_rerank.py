@@ -222,6 +222,21 @@ def test_a_score_that_is_not_a_number_is_an_error(small):
         made.predict([("a", "b"), ("a", "outside"), ("it is a long one", "b")])
 
 
+def test_texts_are_put_into_lower_case_if_a_file_beside_modules_json_says_so(tmp_path, small):
+    made, modules = small(), [{"type": "a.Transformer", "path": ""}]
+    made.tokenizer.normalizer.lowercase = False
+    made.save_pretrained(tmp_path)
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+
+    def ids(encoder, *pair):
+        return encoder.encode([pair])[0]["input_ids"].tolist()
+
+    upper, lower = ids(made, "The Cat", "It Sits"), ids(made, "the cat", "it sits")
+    assert ids(CrossEncoder.from_pretrained(tmp_path), "The Cat", "It Sits") == upper != lower
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert ids(CrossEncoder.from_pretrained(tmp_path), "The Cat", "It Sits") == lower
+
+
 def test_directories_that_are_not_supported_are_refused(tmp_path, small):
     with pytest.raises(ValueError, match="activation is 'Linear'; expected Identity, Tanh"):
         small(activation="Linear")
@@ -242,7 +257,11 @@ def test_directories_that_are_not_supported_are_refused(tmp_path, small):
             {"prompts": {"query": "q: "}, "default_prompt_name": "query"},
             "has the default prompt 'q: '; expected none",
         ),
-        ("modules", [{"type": "a.Transformer"}, {"type": "a.Dense"}], "has the modules Transformer, Dense; expected"),
+        (
+            "modules",
+            [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": ""}],
+            "has the modules Transformer, Dense; expected",
+        ),
     ):
         path = tmp_path / f"{name}.json"
         before = path.read_text()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_models import TINY, assert_like, minilm
+from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoTokenizer
 from transformers import BertModel as HuggingFaceModel
 
@@ -156,6 +157,38 @@ def test_pooling_of_packed_tokens(mode, skip):
     assert pool(hidden[:0], cu_seqlens[:1].expand(3), mode, skip).tolist() == [[0.0] * 3] * 2
 
 
+def rewritten(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("normalizer", ["BertNormalizer", "Sequence", "Lowercase", None])
+def test_texts_are_put_into_lower_case_where_sentence_transformers_does_so(tmp_path, encoder, normalizer):
+    kinds = {
+        "BertNormalizer": normalizers.BertNormalizer(lowercase=False),
+        "Sequence": normalizers.Sequence([normalizers.NFC(), normalizers.StripAccents()]),
+        "Lowercase": normalizers.Lowercase(),
+    }
+    made = small(encoder)
+    made.tokenizer.normalizer = kinds.get(normalizer)
+    made.save_pretrained(tmp_path)
+    rewritten(tmp_path / "sentence_bert_config.json", do_lower_case=True)
+    found, texts = SentenceEncoder.from_pretrained(tmp_path), ["Paris and CAFÉS", "paris"]
+    assert_encodes(found.encode(texts), theirs(tmp_path), texts)
+    assert found.tokenize(["Paris"]) == found.tokenize(["paris"])
+    found.save_pretrained(tmp_path / "again")
+    assert torch.equal(SentenceEncoder.from_pretrained(tmp_path / "again").encode(texts), found.encode(texts))
+
+
+@pytest.mark.parametrize("name", ["query_length", "document_length"])
+def test_a_length_of_queries_or_documents_alone_is_refused(tmp_path, encoder, name):
+    small(encoder).save_pretrained(tmp_path)
+    rewritten(tmp_path / "sentence_bert_config.json", **{name: 32})
+    with pytest.raises(ValueError, match=f"sentence_bert_config.json: {name} is 32; expected max_seq_length alone"):
+        SentenceEncoder.from_pretrained(tmp_path)
+    rewritten(tmp_path / "sentence_bert_config.json", **{name: None})
+    SentenceEncoder.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("include_prompt", [True, False])
 @pytest.mark.parametrize("pooling", ["mean", "weightedmean", "cls"])
 def test_dense_layers_prompts_and_similarity(tmp_path, encoder, include_prompt, pooling):
@@ -257,6 +290,34 @@ def test_what_does_not_fit_is_refused(tmp_path, encoder):
         path.write_text(before)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("modules.json", b'[{"idx": 0', "modules.json is not valid JSON"),
+        ("modules.json", b"\xff\xfe[", "modules.json is not valid JSON"),
+        ("modules.json", b'{"idx": 0}', "modules.json holds a dict; expected a list"),
+        ("modules.json", b'[{"path": ""}]', "modules.json lists {'path': ''}; expected modules with a type and a path"),
+        ("modules.json", b'[{"type": "a.Transformer"}]', "expected modules with a type and a path"),
+        ("config_sentence_transformers.json", b"[]", "config_sentence_transformers.json holds a list; expected a dict"),
+        ("1_Pooling/config.json", b"", "config.json is not valid JSON"),
+        ("2_Dense/config.json", b"{}", "config.json has no in_features; expected a number"),
+        ("2_Dense/model.safetensors", b"cut off", "model.safetensors is corrupt or truncated"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, encoder, file, content, words):
+    small(encoder, dense=[Dense(TINY.hidden_size, 4)]).save_pretrained(tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{tmp_path}.*{words}"):
+        SentenceEncoder.from_pretrained(tmp_path)
+
+
+def test_dense_weights_that_do_not_fit_are_named(tmp_path, encoder):
+    small(encoder, dense=[Dense(TINY.hidden_size, 4)]).save_pretrained(tmp_path)
+    rewritten(tmp_path / "2_Dense" / "config.json", out_features=5)
+    with pytest.raises(RuntimeError, match=f"(?s){tmp_path / '2_Dense'}: .*size mismatch"):
+        SentenceEncoder.from_pretrained(tmp_path)
+
+
 def test_saving_that_is_cut_off_leaves_a_directory_that_is_refused(tmp_path, encoder, monkeypatch):
     small(encoder).save_pretrained(tmp_path)
     with monkeypatch.context() as patch:
@@ -329,8 +390,11 @@ def test_first_token_pooling(tmp_path, encoder):
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(encoder):
-    with pytest.raises(ValueError, match="the tokenizer has 30522 tokens, the model embeds 99"):
+    with pytest.raises(ValueError, match="at 30521; expected ids below the vocab_size of the model, 99"):
         SentenceEncoder(BertModel(TINY), encoder.tokenizer)
+    few = Tokenizer(models.WordLevel({"a": 0, "b": 1, "far": 500}, "a"))
+    with pytest.raises(ValueError, match="the tokenizer has 'far' at 500; expected ids below"):
+        SentenceEncoder(BertModel(TINY), few)
     with pytest.raises(ValueError, match="max_length is 2; expected a number above the 2 special tokens"):
         SentenceEncoder(encoder.model, encoder.tokenizer, max_length=2)
     with pytest.raises(ValueError, match="pooling is 'median'"):

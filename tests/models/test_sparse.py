@@ -278,6 +278,18 @@ def test_modules_are_honoured_or_refused(tmp_path, encoder, kinds, pooling, task
         assert found.model.activation == pooling.get("activation_function", "relu")
 
 
+def test_settings_of_the_texts_are_honoured_or_refused(tmp_path, encoder):
+    encoder.tokenizer.normalizer.lowercase = False
+    encoder.save_pretrained(tmp_path)
+    settings = tmp_path / "sentence_bert_config.json"
+    settings.write_text(json.dumps({"do_lower_case": True}))
+    found = SparseEncoder.from_pretrained(tmp_path)
+    assert found.tokenize(["Some Words"]) == encoder.tokenize(["some words"]) != encoder.tokenize(["Some Words"])
+    settings.write_text(json.dumps({"document_length": 9}))
+    with pytest.raises(ValueError, match="document_length is 9; expected max_seq_length alone"):
+        SparseEncoder.from_pretrained(tmp_path)
+
+
 def test_a_saving_that_was_cut_off_is_refused(tmp_path, encoder, monkeypatch):
     encoder.save_pretrained(tmp_path)
 
@@ -317,7 +329,9 @@ REFUSED = {
         torch.zeros(2, 99), torch.zeros(99)
     ),
     "texts is a str; expected several strings": lambda e: e.encode("one text"),
-    "the model embeds 9": lambda e: SparseEncoder(BertForSparseEmbedding(TINY.changed(vocab_size=9)), e.tokenizer),
+    "expected ids below the vocab_size of the model, 9": lambda e: SparseEncoder(
+        BertForSparseEmbedding(TINY.changed(vocab_size=9)), e.tokenizer
+    ),
 }
 
 

@@ -297,6 +297,14 @@ def test_what_a_user_can_mend_is_one_line(checkpoint, capsys, spoil, arguments, 
     assert error.count("\n") == 1
 
 
+def test_sentencepiece_s_file_is_a_tokenizer(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda directory, **_: read.append(directory))
+    (tmp_path / "spm.model").touch()
+    check._tokenizer(tmp_path)
+    assert read == [tmp_path]
+
+
 def test_files_that_do_not_fit_are_refused(checkpoint, capsys):
     directory = checkpoint("BertModel", vocab_size=12)
     assert command(directory)[0] == 2 and "the model embeds 12 tokens" in capsys.readouterr().err

@@ -1,7 +1,9 @@
 """The command: its output as text and as JSON, and errors that a user can correct, in one line and with status 2."""
 
 import argparse
+import gzip
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +18,8 @@ from fastbert import cli
 from fastbert.cli.common import device_of, model_options
 from fastbert.cli.progress import progress
 from fastbert.config import PRESETS
-from fastbert.data import get_tokenizer, save_tokenizer
+from fastbert.data import get_tokenizer, read_texts, save_tokenizer
+from fastbert.files import write_text
 from fastbert.inference import CrossEncoder, EntityTagger, MaskFiller, QuestionAnswerer, SentenceEncoder, TextClassifier
 
 HEADS = ["BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification", "BertForQuestionAnswering"]
@@ -326,6 +329,7 @@ def test_the_module_runs():
         (["embed", "a", "--output", "x.npy", "--column", "b"], "--column is for files; expected `fastbert embed FILE"),
         (["embed", "a", "--output", "x.npy", "--shard-rows", "2"], "--shard-rows is for files"),
         (["embed", "a", "--output", "x.npy", "--no-texts"], "--no-texts is for files"),
+        (["embed", "TEXT", "--text", "TEXT", "--output", "vectors"], "--text TEXT is beside files; expected"),
         (["embed", "a", "--output", "x.npy", "--prompt-name", "nobody", "--model", "BertModel"], "'nobody'"),
         (["search", "a", "--index"], "--index is of a corpus; expected --corpus DIR with it"),
         (["search", "a", "--corpus", "EMPTY", "--text", "TEXT"], "--text and --corpus are both given"),
@@ -378,6 +382,39 @@ def test_an_earlier_output_outlives_an_error(tmp_path, capsys, monkeypatch):
     status, output = run(capsys, *arguments)
     assert status == 2 and output.err == "fastbert: out of memory\n" and path.read_bytes() == whole
     assert sorted(tmp_path.iterdir()) == [tmp_path / "texts", path]
+
+
+def test_an_output_that_is_a_pipe_is_written_to_and_a_link_to_a_file_is_replaced(tmp_path):
+    pipe, to_pipe, target, link = (tmp_path / name for name in ("a pipe", "a link to it", "target", "to target"))
+    os.mkfifo(pipe)
+    target.write_text("of others")
+    to_pipe.symlink_to(pipe), link.symlink_to(target)
+    reader = os.open(pipe, os.O_RDWR)  # else opening it for writing waits
+    for path in (pipe, to_pipe, link):
+        write_text(path, "text")
+    assert pipe.is_fifo() and to_pipe.is_symlink() and os.read(reader, 9) == b"texttext"
+    os.close(reader)
+    assert not link.is_symlink() and (link.read_text(), target.read_text()) == ("text", "of others")
+    assert sorted(tmp_path.iterdir()) == sorted([pipe, to_pipe, target, link])
+
+
+def test_lines_are_those_of_read_texts(models, capsys, tmp_path):
+    data, directory = b"a\rb\r\nanother\n", models / HEADS[1]
+    (tmp_path / "texts").write_bytes(data)
+    (tmp_path / "texts.gz").write_bytes(gzip.compress(data))
+    for name in ("texts", "texts.gz"):
+        found = json_of(capsys, "classify", "--text", tmp_path / name, "--model", directory)
+        assert [entry["text"] for entry in found] == list(read_texts(tmp_path / name)) == ["a\rb", "another"]
+
+
+def test_passages_of_a_file_rank_by_the_encoder_s_own_measure(models, capsys, tmp_path):
+    (tmp_path / "texts").write_text("the cat\n")
+    encoder = SentenceEncoder.from_pretrained(models / "BertModel")
+    dot = SentenceEncoder(encoder.model, encoder.tokenizer, normalize=False, similarity="dot")
+    dot.save_pretrained(tmp_path / "dot")
+    _, output = run(capsys, "search", "a dog", "--text", tmp_path / "texts", "--model", tmp_path / "dot")
+    expected = dot.similarity(dot.encode_query(["a dog"]), dot.encode_document(["the cat"])).item()
+    assert abs(expected) > 1 and f"{expected:.3f}" in output.out
 
 
 def test_a_byte_order_mark_is_no_text(models, capsys, tmp_path):

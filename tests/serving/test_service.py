@@ -622,6 +622,15 @@ def test_a_model_that_fails_is_said_and_survived(directory, monkeypatch):
     assert "input 0 is not finite" in answers[1].json()["error"]
 
 
+def test_a_batch_of_the_queue_is_one_forward(directory):
+    model = load(directory / "reranker")
+    service = Service([model], Limits(batch_tokens=50))
+    try:
+        assert [each.tokens_per_batch for each in model.predictors.values()] == [50, 50]
+    finally:
+        service.close()
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_many_clients_at_once_get_their_own_answers(directory, encoder, workers):
     """Batches are small, so that all workers take part."""

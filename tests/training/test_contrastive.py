@@ -599,6 +599,18 @@ REFUSED = {
 }
 
 
+def test_a_loss_of_one_s_own_with_in_batch_gets_its_rows():
+    class Own:
+        in_batch = True
+
+        def __call__(self, embeddings, scores, own):
+            return InBatchNegatives()(embeddings, scores, own)
+
+    made = without_dropout()
+    found, expected = (ContrastiveModel(made, loss)(**batch()).loss for loss in (Own(), InBatchNegatives()))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("message", REFUSED)
 def test_refused(message):
     with pytest.raises(ValueError, match=message):

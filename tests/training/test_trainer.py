@@ -417,11 +417,15 @@ def test_a_loss_that_is_not_finite_stops_before_its_step(tmp_path, precision):
     loader = [collate(examples(), "tag")] * 4
     trainer.train(loader, max_steps=3)
     before = copy.deepcopy(model.state_dict())
-    model.classifier.register_forward_hook(lambda *call: call[2] * float("nan"))
-    with pytest.raises(FloatingPointError, match="step 4: the loss is nan.* weights are those of step 3"):
-        trainer.train(loader, max_steps=9)
+    scale = trainer.scaler.get_scale()
+    with model.classifier.register_forward_hook(lambda *call: call[2] * float("nan")):
+        with pytest.raises(FloatingPointError, match="step 4: the loss is nan.* weights are those of step 3"):
+            trainer.train(loader, max_steps=9)
     assert [row["step"] for row in rows(tmp_path / "train.csv")] == ["1", "2", "3"]
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert trainer.scaler.get_scale() == scale
+    trainer.train(loader, max_steps=4)  # once the cause is mended
+    assert trainer.step == 4
 
 
 def test_gradients_that_are_not_finite_stop_too(tmp_path):
@@ -456,6 +460,13 @@ def test_evaluation_changes_nothing_in_training(tmp_path):
     assert plain == evaluated and nothing == {}
     logged = [float(row["loss"]) for row in rows(tmp_path / "evaluated" / "evaluation.csv")]
     assert len(logged) == 6 and logged[-1] == found["loss"] > 0
+
+
+def test_an_evaluation_that_fails_changes_nothing_in_training(tmp_path):
+    trainer, before = sgd(BertForMaskedLM(CONFIG), tmp_path), torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError):
+        trainer.evaluate([], lambda *_: torch.rand(1) and 1 // 0)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_metric_may_be_any_function(tmp_path):
@@ -710,12 +721,35 @@ def test_epochs_are_told_to_the_loader_or_to_its_parts_before_their_first_batch(
 def test_training_may_go_on_in_the_same_process(tmp_path):
     def run(name, *ends):
         process.seed()
-        trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path / name, 12)
+        trainer, loader = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path / name, 12), shuffled()
         for end in ends:
-            trainer.train(shuffled(), max_steps=end)
+            trainer.train(loader, max_steps=end)
         return process.digest(trainer.checkpoints()[-1])
 
     assert run("one", 15) == run("two", 7, 12, 15)
+
+
+def test_another_loader_is_used_from_its_first_batch(tmp_path):
+    first, second = ([{"labels": torch.tensor([number + i])} for i in range(4)] for number in (1, 11))
+    seen = []
+
+    class Noted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.x = nn.Parameter(torch.zeros(1))
+
+        def forward(self, labels):
+            seen.append(int(labels))
+            return Loss(self.x.sum())
+
+    trainer = sgd(Noted(), tmp_path)
+    trainer.train(first, max_steps=3)
+    trainer.train(second, max_steps=5)
+    trainer.train(second, max_steps=6)
+    assert seen == [1, 2, 3, 11, 12, 13] and (trainer.epoch, trainer.position) == (1, 3)
+    trainer.load(trainer.checkpoints()[-1])
+    trainer.train(list(second), max_steps=7)
+    assert seen[6:] == [14] and trainer.epoch == 1
 
 
 def trained(directory, loader, start=None, hook=None, **options):
@@ -909,6 +943,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_changes(tmp_path, damag
 def test_a_loader_that_has_shrunk_is_refused(tmp_path):
     trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 20)
     trainer.train(shuffled(), max_steps=10)
+    trainer.resume()
     with pytest.raises(ValueError, match="the run is at batch 10 of its epoch; the loader has 4 batches"):
         trainer.train(list(shuffled())[:4], max_steps=11)
 
