@@ -92,8 +92,7 @@ struct LayerGradients {
 //   linear_into(y, x, weight, bias)     y: (T, C), whose rows may lie apart in memory
 //   matrix_product(a, transposed, b)    a b or a^T b
 //   joins_weights(tokens, channels)     whether the three projections are one product, with concatenated weights
-//   kBiasInProduct                      whether the MLP's first product adds its bias; if not, the GELU's pass does
-//   gelu(x, bias, approximate, keep)    keep: x must not be overwritten
+//   gelu(x, approximate, keep)          keep: x must not be overwritten
 //   gelu_bwd(dy, x, bias, approximate, need_dbias)
 //   attention_fwd, attention_bwd, add_layer_norm_fwd, add_layer_norm_bwd   like their operators
 template <class Ops>
@@ -143,8 +142,6 @@ struct EncoderLayer {
     const auto [weight, bias] = beside(x, dense, with_bias);
     return Ops::linear(x, weight, bias);
   }
-
-  OptionalTensor gelu_bias() const { return Ops::kBiasInProduct ? std::nullopt : std::optional(p.up.bias); }
 
   // ---- the projections to queries, keys and values: (T, K) -> (T, 3, H, D), one tensor for attention
 
@@ -210,8 +207,8 @@ std::tuple<Tensor, Tensors> one_layer_fwd(const Tensor& hidden, const OptionalTe
   const Tensor projected = layer.apply(context, p.out, false);
   const auto [middle, mean, rstd] = Ops::add_layer_norm_fwd(projected, hidden, p.out_norm.weight, p.out_norm.bias,
                                                             p.out.bias, rng, out_eps, out_p, site + 1);
-  const Tensor product = contiguous(layer.apply(layer.cast(middle), p.up, Ops::kBiasInProduct));
-  const Tensor down = layer.apply(Ops::gelu(product, layer.gelu_bias(), approximate, save), p.down, false);
+  const Tensor product = contiguous(layer.apply(layer.cast(middle), p.up, true));
+  const Tensor down = layer.apply(Ops::gelu(product, approximate, save), p.down, false);
   const auto [y, mean2, rstd2] = Ops::add_layer_norm_fwd(down, middle, p.down_norm.weight, p.down_norm.bias,
                                                          p.down.bias, rng, down_eps, down_p, site + 2);
   if (save)
@@ -276,15 +273,13 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
   const Tensor& product = kept(kProduct);
   // dweight needs the GELU's output, dbias does not.
   const bool wide = gradients.wants(down);
-  gradients.set_dense(down, ddown, wide ? Ops::gelu(product, layer.gelu_bias(), approximate, true) : product,
-                      ddown_bias);
+  gradients.set_dense(down, ddown, wide ? Ops::gelu(product, approximate, true) : product, ddown_bias);
   if (!below_up) return without_inputs();
 
   {  // a scope, so that tensors as wide as the MLP are freed before attention allocates
     const Tensor dwide = Ops::matrix_product(ddown, false, layer.cast(p.down.weight));
     check_gradient("encoder_layer", "the saved product", product, dwide);
-    const auto [dproduct, dup_bias] =
-        Ops::gelu_bwd(dwide, product, layer.gelu_bias(), approximate, gradients.wants(up + 1));
+    const auto [dproduct, dup_bias] = Ops::gelu_bwd(dwide, product, std::nullopt, approximate, gradients.wants(up + 1));
     gradients.set_dense(up, dproduct, layer.cast(kept(kMiddle)), dup_bias);
     if (!below_middle) return without_inputs();
     dmiddle = add(dmiddle, Ops::matrix_product(dproduct, false, layer.cast(p.up.weight)));

@@ -12,7 +12,6 @@ namespace fastbert {
 namespace {
 
 struct CpuOps {
-  static constexpr bool kBiasInProduct = true;
   static constexpr auto linear = fastbert::linear;
   static constexpr auto matrix_product = fastbert::matrix_product;
   static constexpr auto attention_fwd = attention_fwd_cpu;
@@ -36,9 +35,9 @@ struct CpuOps {
   }
 
   // keep: x must not be overwritten.
-  static Tensor gelu(const Tensor& x, const OptionalTensor& bias, std::string_view approximate, bool keep) {
+  static Tensor gelu(const Tensor& x, std::string_view approximate, bool keep) {
     const Tensor y = keep ? empty_rows(x.sizes(), x) : x;
-    gelu_cpu(x, bias, approximate, y);
+    gelu_cpu(x, std::nullopt, approximate, y);
     return y;
   }
 

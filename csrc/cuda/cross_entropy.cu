@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocksOnProcessor)
   constexpr int kVec = 16 / sizeof(T);
   using Pack = Vec<T, kVec>;
   const int64_t row = blockIdx.x, given = label_of(labels, row), packs = classes / kVec;
-  const int64_t label = given < 0 ? 0 : given < classes ? given : classes - 1;
+  const int64_t label = min(max(given, int64_t(0)), classes - 1);  // -1 where there are no classes
   const bool labelled = given != labels.ignored;
   Pack* const x = reinterpret_cast<Pack*>(logits) + row * (stride / kVec);
   const Pack* const b = reinterpret_cast<const Pack*>(bias);

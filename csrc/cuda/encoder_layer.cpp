@@ -6,7 +6,6 @@ namespace fastbert {
 namespace {
 
 struct CudaOps {
-  static constexpr bool kBiasInProduct = false;
   static constexpr auto attention_fwd = attention_fwd_cuda;
   static constexpr auto attention_bwd = attention_bwd_cuda;
   static constexpr auto add_layer_norm_fwd = add_layer_norm_fwd_cuda;
@@ -26,8 +25,8 @@ struct CudaOps {
     return call("aten::mm", "", is_transposed ? transposed(a) : a, b);
   }
 
-  static Tensor gelu(const Tensor& x, const OptionalTensor& bias, std::string_view approximate, bool) {
-    return gelu_cuda(x, bias, approximate);
+  static Tensor gelu(const Tensor& x, std::string_view approximate, bool) {
+    return gelu_cuda(x, std::nullopt, approximate);
   }
 
   static constexpr auto gelu_bwd = gelu_bwd_cuda;

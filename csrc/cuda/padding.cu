@@ -6,10 +6,10 @@
 // own, and writes its tokens' places in order, by ballots. To add up, at most 1024 blocks read 8 bytes a row each, from
 // the L2 cache. No host synchronisation.
 //
-// pack is a gather. unpack is a gather too: invert_kernel first writes, for each row of the output, its token + 1, or
-// 0. So each row of the output is written once, with a token or with zeros. Rows are copied 16, 8, 4, 2 or 1 bytes at a
-// time, the most that divides their size and the addresses; a warp copies neighbouring pieces, and a thread has up to
-// four loads in flight.
+// pack is a gather. unpack is a gather too: invert_kernel first writes token + 1 for each row of the output that has a
+// token, among zeros. So each row of the output is written once, with a token or with zeros. Rows are copied 16, 8, 4,
+// 2 or 1 bytes at a time, the most that divides their size and the addresses; a warp copies neighbouring pieces, and a
+// thread has up to four loads in flight.
 //
 // Bytes moved: the plan reads the mask twice, and writes 8 bytes per place. pack and unpack read the tokens once, write
 // the output once, and move 8 bytes per index; unpack moves 24 more bytes per row of the output.

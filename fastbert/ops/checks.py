@@ -130,6 +130,8 @@ def sequences(op: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> None
         raise ValueError(f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)}; expected (sequences + 1,)")
     if isinstance(max_seqlen, (Tensor, bool)) or not isinstance(max_seqlen, (Integral, torch.SymInt)):
         raise TypeError(f"{op}: max_seqlen is a {type(max_seqlen).__name__}; expected an int")
+    if tokens >= 2**31:
+        raise ValueError(f"{op}: {tokens} tokens; expected fewer than 2**31, which cu_seqlens can count")
     if not values_visible(cu_seqlens):
         return
     ends = cu_seqlens.tolist()

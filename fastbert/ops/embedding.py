@@ -7,7 +7,7 @@ from torch import Tensor
 from fastbert import backends, random
 from fastbert.ops import checks
 from fastbert.ops.layer_norm import drop_rows, norm_backward, norm_forward, statistics
-from fastbert.ops.numbers import narrow, wide
+from fastbert.ops.numbers import in_one_dtype, narrow, wide
 from fastbert.ops.op import Primitive, first_derivative_only, needs_grad
 
 # ---- plain PyTorch
@@ -210,6 +210,7 @@ def embedding(
     rows = {"padding_idx": padding_idx, "position_padding_idx": position_padding_idx}
     _check(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, **rows)
     checks.dropout("embedding", dropout_p, rng, word.device, random.ROW_BITS)
+    weight, bias = in_one_dtype(weight, bias)
     live = needs_grad(word, position, token_type, weight, bias)
     backend = backends.choose("embedding", word.device.type, word.dtype, backward=live, size=word.shape[1])
     if backend != "cpu":  # the cpu kernel checks the ids itself

@@ -225,8 +225,9 @@ def encoder_layer(
     float32. cu_seqlens, max_seqlen, scale and rng as in `attention`. eps: of both LayerNorms. site: that of attention;
     site + 1 and site + 2 are those of the dropouts before the residual sums, with probability dropout_p. Returns (T, C)
     in hidden's dtype; under autocast the products have autocast's dtype, and a float32 hidden still gives float32.
-    The result has the same bits as that of the separate ops on the same backend. Saved for backward are, per token,
-    hidden, 7C + I numbers, four statistics and one number per head; the GELU is computed again.
+    The result has the same bits as that of the separate ops on the same backend (on a GPU, `dense_gelu` may round
+    differently). Saved for backward are, per token, hidden, 7C + I numbers, four statistics and one number per head;
+    the GELU is computed again.
     Raises ValueError (shapes, devices, cu_seqlens, dropout) and TypeError (dtypes).
 
     Equivalent to::

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastbert import backends, random
 from fastbert.ops import checks
-from fastbert.ops.numbers import narrow, wide
+from fastbert.ops.numbers import in_one_dtype, narrow, wide
 from fastbert.ops.op import Primitive, first_derivative_only, needs_grad
 
 # ---- plain PyTorch
@@ -231,6 +231,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-12) -> T
         F.layer_norm(x, weight.shape, weight, bias, eps)
     """
     _check("layer_norm", {"x": x}, {"weight": weight, "bias": bias}, eps)
+    weight, bias = in_one_dtype(weight, bias)
     live = needs_grad(x, weight, bias)
     backend = backends.choose("layer_norm", x.device.type, x.dtype, backward=live, size=x.shape[-1])
     return _LayerNorm.apply(backend, x, weight, bias, eps) if live else FWD(backend, x, weight, bias, eps)[0]
@@ -265,6 +266,7 @@ def add_layer_norm(
     parameters = {"weight": weight, "bias": bias} | ({} if x_bias is None else {"x_bias": x_bias})
     _check("add_layer_norm", {"x": x, "residual": residual}, parameters, eps)
     checks.dropout("add_layer_norm", dropout_p, rng, x.device, random.ROW_BITS)
+    weight, bias = in_one_dtype(weight, bias)
     live = needs_grad(x, residual, weight, bias, x_bias)
     backend = backends.choose("add_layer_norm", x.device.type, x.dtype, backward=live, size=x.shape[-1])
     args = (x, residual, weight, bias, x_bias, rng, eps, dropout_p, site)

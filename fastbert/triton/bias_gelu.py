@@ -59,8 +59,8 @@ def _backward(
     BIAS: tl.constexpr, TANH: tl.constexpr, SHORT: tl.constexpr, NEED_DBIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    program = tl.program_id(1).to(tl.int64)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, share, ROWS):
         row = program * share + first + tl.arange(0, ROWS)
@@ -86,7 +86,7 @@ def backward(dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str, need_
     share, programs = sums.share(rows, config.tiles["ROWS"], sums.programs(x.device, PROGRAMS) // max(1, across))
     partials = x.new_empty((programs, 1, channels) if need_dbias else (0,), dtype=torch.float32)
     launch(
-        _backward, (programs, across), dy, x, bias, dx, partials, rows, channels, share,
+        _backward, (across, programs), dy, x, bias, dx, partials, rows, channels, share,
         config=config, BIAS=bias is not None, TANH=approximate == "tanh", NEED_DBIAS=need_dbias,
         SHORT=dtype.itemsize == 2,  # dbias sums the derivative before it is rounded
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """padding in Triton: rows are copied as integers, so one kernel serves all dtypes of the same element size.
 
 pack is a gather. unpack is a gather too: it first stores, for each row of the output, the index of its token or -1, so
-that each row is written once, as a token or as zeros. Bytes moved: the tokens read, the output written, 16 bytes per
-index.
+that each row is written once, as a token or as zeros. Bytes moved: the tokens read, the output written, and 8 bytes per
+index; unpack moves 8 more per index, and 16 per row of the output.
 """
 
 import torch

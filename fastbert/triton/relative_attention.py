@@ -498,7 +498,7 @@ def _table_gradients(call: "_Call", inputs: tuple) -> list[Tensor]:
     M, N = config.tiles["M"], config.tiles["N"]
     before = (call.tiles(N) - 1) * (N // M)
     diagonals = before + call.tiles(M)
-    programs = triton.cdiv(sums.programs(call.qkv.device, 4), diagonals * call.heads)
+    programs = triton.cdiv(sums.programs(call.qkv.device, 4), max(1, diagonals * call.heads))
     each, groups = sums.share(call.batch, 1, programs)
     partials = [
         None if table is None else table.new_empty((groups, diagonals * 2 * N, call.heads, size), dtype=torch.float32)

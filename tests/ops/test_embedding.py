@@ -42,6 +42,14 @@ class TestEmbedding(OpSuite):
     def empty(self, dtype, device):
         return self.inputs(((0,), 5, 8), dtype, device)
 
+    def test_a_float32_bias_beside_a_16_bit_weight_gets_a_float32_gradient(self, backend):
+        backend.require(torch.bfloat16, backward=True)
+        inputs = self.inputs(((257,), 5, 8), torch.bfloat16, backend.device)
+        inputs["bias"] = inputs["bias"].float().requires_grad_()
+        y = ops.embedding(**inputs)
+        y.backward(torch.ones_like(y))
+        assert inputs["bias"].grad.tolist() == [257.0] * 8  # bfloat16 has 256 and 258
+
     def dropout_arguments(self, ids):
         return {}
 

@@ -427,6 +427,23 @@ def test_an_encoder_whose_layers_are_cuda_kernels(kind):
     testing.assert_rows(testing.compare(found, truth, [theirs], factor=3.0))
 
 
+@pytest.mark.parametrize("name", ["cpu", "cuda", "reference"])
+def test_the_bias_of_the_mlp_is_added_before_its_product_is_rounded(name):
+    """The product is 257, which bfloat16 does not have, the bias -256: GELU(1), of which nothing may be lost."""
+    device = "cuda" if torch.cuda.is_available() and name != "cpu" else "cpu"
+    if reason := backends.why_not(name, "encoder_layer", device, torch.bfloat16):
+        pytest.skip(reason)
+    square, zero, one = torch.zeros(2, 2), torch.zeros(2), torch.ones(2)
+    up, down = torch.tensor([[128.0, -129.0]]), torch.tensor([[-4.0], [0.0]])
+    attention = torch.zeros(6, 2), torch.zeros(6), square, zero, one, zero
+    parameters = [*attention, up, torch.tensor([-256.0]), down, zero, one, zero]
+    parameters = [x.to(device, torch.bfloat16) for x in parameters]
+    hidden = torch.tensor([[1.0, -1.0]], device=device, dtype=torch.bfloat16)
+    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    with fastbert.backend(name):
+        assert ops.encoder_layer(hidden, parameters, 1, cu_seqlens, 1).tolist() == [[-1.0, 1.0]]
+
+
 def test_a_parameter_elsewhere_is_refused():
     """A model that is half loaded has parameters on the meta device, for which torch would only compute shapes."""
     ours, ids = model().eval(), torch.randint(1, 50, (2, 5))

@@ -34,6 +34,14 @@ SHAPES = [
 class Rows(OpSuite):
     """Tests that depend on how a row is split over threads."""
 
+    def test_a_float32_bias_beside_a_16_bit_weight_gets_a_float32_gradient(self, backend):
+        backend.require(torch.bfloat16, backward=True)
+        inputs = self.inputs((257, 8), torch.bfloat16, backend.device)
+        inputs["bias"] = inputs["bias"].float().requires_grad_()
+        y = self.ours(**inputs)
+        y.backward(torch.ones_like(y))
+        assert inputs["bias"].grad.tolist() == [257.0] * 8  # bfloat16 has 256 and 258
+
     @pytest.mark.parametrize(
         "size",
         [
