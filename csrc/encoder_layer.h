@@ -37,7 +37,13 @@ struct LayerParameters {
     size_t next = 0;
     const auto take = [&] { return next += 2, Dense{all[next - 2], all[next - 1]}; };
     while (next < all.size() - 10) projections.push_back(take());
-    out = take(), out_norm = take(), up = take(), down = take(), down_norm = take();
+    out = take(), out_norm = in_one_dtype(take()), up = take(), down = take(), down_norm = in_one_dtype(take());
+  }
+
+  // As in fastbert/ops/numbers.py.
+  static Dense in_one_dtype(const Dense& norm) {
+    if (type_of(norm.weight) == type_of(norm.bias)) return norm;
+    return {contiguous(norm.weight, ScalarType::Float), contiguous(norm.bias, ScalarType::Float)};
   }
 };
 

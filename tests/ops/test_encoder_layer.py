@@ -427,21 +427,39 @@ def test_an_encoder_whose_layers_are_cuda_kernels(kind):
     testing.assert_rows(testing.compare(found, truth, [theirs], factor=3.0))
 
 
+def small_layer(name):
+    """A backend's device, and bfloat16 parameters of a layer of width 2 that lets hidden pass."""
+    device = "cuda" if torch.cuda.is_available() and name != "cpu" else "cpu"
+    if reason := backends.why_not(name, "encoder_layer", device, torch.bfloat16, True):
+        pytest.skip(reason)
+    square, zero, one = torch.zeros(2, 2), torch.zeros(2), torch.ones(2)
+    attention = torch.zeros(6, 2), torch.zeros(6), square, zero, one, zero
+    parameters = [*attention, torch.zeros(1, 2), torch.zeros(1), torch.zeros(2, 1), zero, one, zero]
+    return device, [x.to(device, torch.bfloat16, copy=True) for x in parameters]
+
+
 @pytest.mark.parametrize("name", ["cpu", "cuda", "reference"])
 def test_the_bias_of_the_mlp_is_added_before_its_product_is_rounded(name):
     """The product is 257, which bfloat16 does not have, the bias -256: GELU(1), of which nothing may be lost."""
-    device = "cuda" if torch.cuda.is_available() and name != "cpu" else "cpu"
-    if reason := backends.why_not(name, "encoder_layer", device, torch.bfloat16):
-        pytest.skip(reason)
-    square, zero, one = torch.zeros(2, 2), torch.zeros(2), torch.ones(2)
-    up, down = torch.tensor([[128.0, -129.0]]), torch.tensor([[-4.0], [0.0]])
-    attention = torch.zeros(6, 2), torch.zeros(6), square, zero, one, zero
-    parameters = [*attention, up, torch.tensor([-256.0]), down, zero, one, zero]
-    parameters = [x.to(device, torch.bfloat16) for x in parameters]
+    device, parameters = small_layer(name)
+    for parameter, value in zip(parameters[6:9], ([[128, -129]], [-256], [[-4], [0]]), strict=True):
+        parameter.copy_(torch.tensor(value))
     hidden = torch.tensor([[1.0, -1.0]], device=device, dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
     with fastbert.backend(name):
         assert ops.encoder_layer(hidden, parameters, 1, cu_seqlens, 1).tolist() == [[-1.0, 1.0]]
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "reference"])
+def test_a_float32_bias_beside_a_16_bit_weight_gets_a_float32_gradient(name):
+    device, parameters = small_layer(name)
+    parameters[-1] = parameters[-1].float().requires_grad_()
+    hidden = normal(257, 2, dtype=torch.bfloat16, device=device)
+    cu_seqlens = torch.tensor([0, 257], dtype=torch.int32, device=device)
+    with fastbert.backend(name):
+        y = ops.encoder_layer(hidden, parameters, 1, cu_seqlens, 257)
+        y.backward(torch.ones_like(y))
+    assert parameters[-1].grad.tolist() == [257.0] * 2  # bfloat16 has 256 and 258
 
 
 def test_a_parameter_elsewhere_is_refused():
