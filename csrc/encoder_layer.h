@@ -99,7 +99,7 @@ struct LayerGradients {
 //   matrix_product(a, transposed, b)    a b or a^T b
 //   joins_weights(tokens, channels)     whether the three projections are one product, with concatenated weights
 //   gelu(x, approximate, keep)          keep: x must not be overwritten
-//   gelu_bwd(dy, x, bias, approximate, need_dbias)
+//   gelu_bwd(dy, x, approximate, need_dbias)
 //   attention_fwd, attention_bwd, add_layer_norm_fwd, add_layer_norm_bwd   like their operators
 template <class Ops>
 struct EncoderLayer {
@@ -285,7 +285,7 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
   {  // a scope, so that tensors as wide as the MLP are freed before attention allocates
     const Tensor dwide = Ops::matrix_product(ddown, false, layer.cast(p.down.weight));
     check_gradient("encoder_layer", "the saved product", product, dwide);
-    const auto [dproduct, dup_bias] = Ops::gelu_bwd(dwide, product, std::nullopt, approximate, gradients.wants(up + 1));
+    const auto [dproduct, dup_bias] = Ops::gelu_bwd(dwide, product, approximate, gradients.wants(up + 1));
     gradients.set_dense(up, dproduct, layer.cast(kept(kMiddle)), dup_bias);
     if (!below_middle) return without_inputs();
     dmiddle = add(dmiddle, Ops::matrix_product(dproduct, false, layer.cast(p.up.weight)));

@@ -9,7 +9,6 @@ for one op.
 
 import contextlib
 import ctypes
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -20,7 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -485,7 +484,7 @@ def as_forced_here(run: Callable) -> Callable:
 
     Gradient checkpointing needs it: on a GPU, autograd computes layers again in a thread of its own.
     """
-    return run if torch.compiler.is_compiling() else functools.partial(_run_as_forced, run, _here.forced)
+    return run if torch.compiler.is_compiling() else partial(_run_as_forced, run, _here.forced)
 
 
 def _run_as_forced(run: Callable, forced: Forced, *args: Any, **kwargs: Any) -> Any:

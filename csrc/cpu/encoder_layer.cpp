@@ -41,9 +41,9 @@ struct CpuOps {
     return y;
   }
 
-  static std::tuple<Tensor, Tensor> gelu_bwd(const Tensor& dy, const Tensor& x, const OptionalTensor& bias,
-                                             std::string_view approximate, bool need_dbias) {
-    return gelu_bwd_cpu(dy, x, bias, approximate, need_dbias ? std::optional(type_of(x)) : std::nullopt);
+  static std::tuple<Tensor, Tensor> gelu_bwd(const Tensor& dy, const Tensor& x, std::string_view approximate,
+                                             bool need_dbias) {
+    return gelu_bwd_cpu(dy, x, std::nullopt, approximate, need_dbias ? std::optional(type_of(x)) : std::nullopt);
   }
 };
 

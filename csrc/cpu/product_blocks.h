@@ -19,16 +19,15 @@ struct ProductBlocks {
     const int64_t work = std::max<int64_t>(1, rows * columns * std::max<int64_t>(1, inner) / kShareOfProducts);
     const int64_t shares = std::min({work, threads(), units});
     // An eighth of a thread's share, or 2^23 multiplications if that is less.
-    const int64_t least = std::min(units / (8 * shares), 64 * units / work);
-    parallel_ranges(
-        {units, shares, std::max<int64_t>(1, least)}, scratch_bytes, [&](int64_t unit, int64_t last, void* scratch) {
-          while (unit < last) {
-            const int64_t block = unit / panels, panel = unit % panels, count = std::min(panels - panel, last - unit);
-            f(cpu::first_row(block, blocks, rows), cpu::first_row(block + 1, blocks, rows), panel * width,
-              std::min(columns, (panel + count) * width), scratch);
-            unit += count;
-          }
-        });
+    const int64_t least = std::max<int64_t>(1, std::min(units / (8 * shares), 64 * units / work));
+    parallel_ranges({units, shares, least}, scratch_bytes, [&](int64_t unit, int64_t last, void* scratch) {
+      while (unit < last) {
+        const int64_t block = unit / panels, panel = unit % panels, count = std::min(panels - panel, last - unit);
+        f(cpu::first_row(block, blocks, rows), cpu::first_row(block + 1, blocks, rows), panel * width,
+          std::min(columns, (panel + count) * width), scratch);
+        unit += count;
+      }
+    });
   }
 };
 

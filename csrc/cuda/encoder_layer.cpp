@@ -29,7 +29,10 @@ struct CudaOps {
     return gelu_cuda(x, std::nullopt, approximate);
   }
 
-  static constexpr auto gelu_bwd = gelu_bwd_cuda;
+  static std::tuple<Tensor, Tensor> gelu_bwd(const Tensor& dy, const Tensor& x, std::string_view approximate,
+                                             bool need_dbias) {
+    return gelu_bwd_cuda(dy, x, std::nullopt, approximate, need_dbias);
+  }
 };
 
 }  // namespace

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from fastbert import checkpoint
-from fastbert.data.corpus import read_texts
 from fastbert.prepared import CONFIG_ENTRY, PRECISIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -96,6 +95,8 @@ def no_files(texts: list[str], option: str = "--text") -> list[str]:
 
 def lines(path: Path) -> list[str]:
     """All lines of a file, blank ones included, so that row i of an array belongs to line i."""
+    from fastbert.data.corpus import read_texts
+
     texts = list(read_texts(path))
     if not any(text.strip() for text in texts):
         raise ValueError(f"{path} holds no text")

@@ -455,9 +455,9 @@ def check_tokenizer(tokenizer: Any, config: Any) -> None:
     Every id must be below config.vocab_size, and config.pad_token_id, whose embedding is not trained, must not be
     another token's id. config: a BertConfig, or one of `transformers`.
     """
-    check_ids(tokenizer, config)
+    vocabulary = check_ids(tokenizer, config)
     pad, untrained = special_token_id(tokenizer, "pad_token"), getattr(config, "pad_token_id", None)
-    names = [token for token, index in tokenizer.get_vocab().items() if index == untrained != pad]
+    names = [token for token, index in vocabulary.items() if index == untrained != pad]
     if names:
         raise ValueError(
             f"pad_token_id of the model is {untrained}, which is {names[0]!r} in the tokenizer; expected {pad}, its "
@@ -465,14 +465,16 @@ def check_tokenizer(tokenizer: Any, config: Any) -> None:
         )
 
 
-def check_ids(tokenizer: Any, config: Any) -> None:
-    """Raises ValueError if a tokenizer has an id that is not below config.vocab_size."""
-    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+def check_ids(tokenizer: Any, config: Any) -> dict[str, int]:
+    """Returns a tokenizer's ids by token. Raises ValueError if one of them is not below config.vocab_size."""
+    vocabulary = tokenizer.get_vocab()
+    token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", -1))
     if largest >= config.vocab_size:
         raise ValueError(
             f"the tokenizer has {token!r} at {largest}; expected ids below the vocab_size of the model, "
             f"{config.vocab_size}"
         )
+    return vocabulary
 
 
 def strings(owner: str, name: str, texts: Iterable[str]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_models import TINY, assert_like, minilm
+from test_multi_vector import rewritten
 from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoTokenizer
 from transformers import BertModel as HuggingFaceModel
@@ -155,10 +156,6 @@ def test_pooling_of_packed_tokens(mode, skip):
     assert_like(pool(hidden, cu_seqlens, mode, skip), torch.stack(truth), torch.stack(truth))
     torch.autograd.gradcheck(lambda x: pool(x, cu_seqlens, mode, skip), (hidden,))
     assert pool(hidden[:0], cu_seqlens[:1].expand(3), mode, skip).tolist() == [[0.0] * 3] * 2
-
-
-def rewritten(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.mark.parametrize("normalizer", ["BertNormalizer", "Sequence", "Lowercase", None])

@@ -61,18 +61,7 @@ using math_t = either<kSame<T, double>, double, float>;
 template <class T>
 constexpr int kLanes = FB_VECTOR_BYTES / sizeof(math_t<T>);
 
-// Calls f with a value of the element type that dtype names.
-template <class F>
-inline void for_dtype(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::f32: return f(float{});
-    case DType::f64: return f(double{});
-    case DType::bf16: return f(bf16{});
-    case DType::f16: return f(f16{});
-  }
-}
-
-// The same for a dtype that is not f64.
+// Calls f with a value of the element type that dtype names, which is not f64.
 template <class F>
 inline void for_dtype_up_to_f32(DType dtype, F&& f) {
   switch (dtype) {
@@ -81,6 +70,12 @@ inline void for_dtype_up_to_f32(DType dtype, F&& f) {
     case DType::f16: return f(f16{});
     case DType::f64: return;
   }
+}
+
+// The same for any dtype.
+template <class F>
+inline void for_dtype(DType dtype, F&& f) {
+  dtype == DType::f64 ? f(double{}) : for_dtype_up_to_f32(dtype, f);
 }
 
 // ---- vectors
