@@ -1,4 +1,4 @@
-# make demo | examples | test | test-all | suites | test-sanitizers | wheel | bench | bench-gpu | compile-report | docs | lint. All run in .venv, which is made on the first call.
+# make demo | examples | test | test-all | suites | test-sanitizers | test-avx512 | wheel | bench | bench-gpu | compile-report | docs | lint. All run in .venv, which is made on the first call.
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -10,7 +10,7 @@ SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*) setup.py CMakeLists.txt 
 # The demo uses the full installation if there is one; otherwise a smaller one is enough.
 DEMO := $(if $(wildcard $(VENV)/installed),installed,demo)
 
-.PHONY: demo examples test test-all suites test-sanitizers wheel bench bench-gpu compile-report docs lint clean
+.PHONY: demo examples test test-all suites test-sanitizers test-avx512 wheel bench bench-gpu compile-report docs lint clean
 
 demo: $(VENV)/$(DEMO)
 	$(BIN)/python examples/search_python_docs.py
@@ -44,7 +44,11 @@ suites: $(VENV)/installed
 	PYTHONPATH=tests $(BIN)/python -m hf.suites
 
 test-sanitizers: $(VENV)/installed
-	$(BIN)/python tests/sanitizers/run.py
+	PYTHONPATH=tests $(BIN)/python -m sanitizers.run
+
+# The loops for AVX-512 and AMX on any x86 processor, compiled for AVX2 in build/avx512_on_cpu.
+test-avx512: $(VENV)/installed
+	PYTHONPATH=tests $(BIN)/python -m avx512_on_cpu
 
 # dist/*.whl, for this and later releases of torch and Python; the audits fail if it needs more, and name the oldest glibc.
 wheel: $(VENV)/torch
@@ -78,7 +82,7 @@ lint: $(VENV)/installed
 	$(BIN)/pip install --quiet "ruff>=0.12" "clang-format>=20"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* tests/sanitizers/*.cpp tests/cuda_on_cpu/*.cpp tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cu)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* tests/sanitizers/*.cpp tests/cuda_on_cpu/*.cpp tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cu tests/avx512_on_cpu/*.h)
 
 clean:
 	rm -rf $(VENV) build fastbert/_build.py fastbert/_C.*.so *.egg-info

@@ -1,8 +1,8 @@
 """make test-sanitizers: the C++ and CUDA under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer.
 
 1. loops.cpp runs csrc/cpu/loops without torch: for races, and on buffers of exactly the required size. It also runs
-   with vectors of 64 bytes, which tests AVX-512's width on every processor, with AMX's tiles in plain C++, and with
-   AVX2's VNNI.
+   with the loops for AVX-512 and for AVX-512 BF16, whose intrinsics avx512.h computes on every processor, with AMX's
+   tiles in plain C++, and with AVX2's VNNI.
 2. The CUDA kernels on the CPU (tests/cuda_on_cpu) without torch: for races between the threads of a block.
 3. The whole `_C`, and the CUDA kernels on the CPU, in Python, on the tests of their ops.
 
@@ -23,10 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-HERE, OUT = Path(__file__).resolve().parent, ROOT / "build" / "sanitize"
+import cuda_on_cpu
+from build_copy import JOBS, ROOT, build_copy
+
+HERE, OUT = ROOT / "tests" / "sanitizers", ROOT / "build" / "sanitize"
 CXX = os.environ.get("CXX", "g++")
-JOBS = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
 X86 = platform.machine() == "x86_64"
 PROCESSOR = set(Path("/proc/cpuinfo").read_text().split())
 
@@ -77,9 +78,11 @@ CUDA_MEMORY = {  # faults in shared memory
 EVEX = OUT / "evex"
 DRIVERS = [Driver("loops-threads", "thread", RACES), Driver("loops-memory", "address,undefined", MEMORY)]
 if X86:  # compiled with AVX2's flags; isa is just a namespace that has all loops
-    WIDE = "-DFB_VECTOR_BYTES=64"
-    DRIVERS += [Driver("loops-memory-wide", "address,undefined", MEMORY, "avx512", (WIDE,))]
-    DRIVERS += [Driver("loops-memory-tiles", "address,undefined", MEMORY, "avx512", (WIDE, "-DFB_TILES"))]
+    WIDE = ("-include", str(HERE.parent / "avx512_on_cpu" / "avx512.h"))
+    DRIVERS += [Driver("loops-memory-avx512", "address,undefined", MEMORY, "avx512", (*WIDE, "-DFB_AVX512_ON_CPU=1"))]
+    BF16 = (*WIDE, "-DFB_AVX512_ON_CPU=3")
+    DRIVERS += [Driver("loops-memory-bf16", "address,undefined", MEMORY, "avx512", BF16)]
+    DRIVERS += [Driver("loops-memory-tiles", "address,undefined", MEMORY, "avx512", (*BF16, "-DFB_TILES"))]
     if {"avx_vnni", "avx512_vnni"} & PROCESSOR:
         DRIVERS += [Driver("loops-memory-vnni", "address,undefined", MEMORY, options=("-mavxvnni", f"-B{EVEX}/"))]
 
@@ -131,7 +134,7 @@ def write_assembler() -> None:
 
 def build_drivers() -> None:
     write_assembler()
-    with ThreadPoolExecutor(JOBS) as pool:
+    with ThreadPoolExecutor(int(JOBS)) as pool:
         list(pool.map(build, reversed(DRIVERS)))  # the longest first
 
 
@@ -142,36 +145,6 @@ def self_test(prefix: list[str]) -> None:
 
 
 # ---- the whole of _C
-
-
-def configure(cmake: str, ninja: str, tree: Path) -> None:
-    import torch
-
-    variables = {
-        "CMAKE_MAKE_PROGRAM": ninja,
-        "CMAKE_BUILD_TYPE": "Release",
-        "CMAKE_CXX_COMPILER": CXX,
-        "CMAKE_CUDA_COMPILER": "NOTFOUND",
-        "Python_EXECUTABLE": sys.executable,
-        "TORCH_VERSION": torch.__version__,
-        "TORCH_DIR": Path(torch.__file__).parent,
-        "FASTBERT_SANITIZE": "address,undefined",
-    }
-    run([cmake, "-S.", f"-B{tree}", "-GNinja", *(f"-D{name}={value}" for name, value in variables.items())])
-
-
-def build_package() -> Path:
-    """Builds a copy of fastbert with a sanitized _C and returns its folder."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    cmake, ninja = (shutil.which(tool, path=path) for tool in ("cmake", "ninja"))
-    tree, package = OUT / "cmake", OUT / "package"
-    configure(cmake, ninja, tree)
-    run([cmake, "--build", str(tree), "--parallel", str(JOBS)])
-    shutil.rmtree(package, ignore_errors=True)
-    without = shutil.ignore_patterns("_C.*", "_build.py", "__pycache__")
-    shutil.copytree(ROOT / "fastbert", package / "fastbert", ignore=without)
-    run([cmake, "--install", str(tree), "--prefix", str(package / "fastbert")])
-    return package
 
 
 def test_package(package: Path, cuda: Path | None, prefix: list[str]) -> None:
@@ -198,9 +171,6 @@ def preload() -> str:
 
 
 def build_cuda_kernels(sanitizer: str) -> Path | None:
-    sys.path.insert(0, str(HERE.parent))
-    import cuda_on_cpu
-
     tree = OUT / f"cuda-{sanitizer.replace(',', '-')}"
     print(f"+ building {tree}", flush=True)
     if reason := cuda_on_cpu.build(tree, CMAKE_CXX_COMPILER=CXX, FASTBERT_SANITIZE=sanitizer):
@@ -230,7 +200,8 @@ def main() -> None:
         for driver in DRIVERS:
             run([*prefix, driver.program], **OPTIONS)
         test_cuda_threads(prefix)
-        test_package(build_package(), build_cuda_kernels("address,undefined"), prefix)
+        package = build_copy(OUT, CMAKE_CXX_COMPILER=CXX, FASTBERT_SANITIZE="address,undefined")
+        test_package(package, build_cuda_kernels("address,undefined"), prefix)
     what = "planted faults reported" if only_self_test else "no fault but the planted ones"
     print(f"test-sanitizers: {what}, {time.monotonic() - start:.0f} s")
 

@@ -17,9 +17,8 @@ constexpr int kTile = 12;  // rows of a tile: its sums take 24 of 32 vector regi
 constexpr int kTile = 6;  // 12 of 16
 #endif
 
-// Whether bf16 is multiplied in pairs: where that is faster than in floats and, for tests, in plain C++ on 64-byte
-// vectors.
-#if defined(__AVX512BF16__) || (FB_VECTOR_BYTES == 64 && !defined(__AVX512F__))
+// Whether bf16 is multiplied in pairs: where that is faster than in floats.
+#ifdef __AVX512BF16__
 constexpr bool kPairs = true;
 #else
 constexpr bool kPairs = false;

@@ -15,7 +15,7 @@ inline void multiply(vuint a, uint32_t m, vuint& high, vuint& low) {
   const __m512i even = _mm512_mul_epu32(v, factor), odd = _mm512_mul_epu32(_mm512_srli_epi64(v, 32), factor);
   high = (vuint)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
   low = (vuint)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
-#elif defined(__AVX2__) && FB_VECTOR_BYTES == 32
+#elif defined(__AVX2__)
   const __m256i v = (__m256i)a, factor = _mm256_set1_epi32(int(m));
   const __m256i even = _mm256_mul_epu32(v, factor), odd = _mm256_mul_epu32(_mm256_srli_epi64(v, 32), factor);
   high = (vuint)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);

@@ -9,8 +9,7 @@
 
 namespace fastbert::cpu::FB_ISA {
 
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__AVX2__) || \
-    (FB_VECTOR_BYTES == 64 && !defined(__AVX512F__))
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__AVX2__)
 
 using Left8 = uint8_t;
 constexpr int kOffset = 128;

@@ -14,14 +14,12 @@
 
 namespace fastbert::cpu::FB_ISA {
 
-#ifndef FB_VECTOR_BYTES
 #ifdef __AVX512F__
 #define FB_VECTOR_BYTES 64
 #elif defined(__AVX2__)
 #define FB_VECTOR_BYTES 32
 #else
 #define FB_VECTOR_BYTES 16
-#endif
 #endif
 
 // ---- types
@@ -111,7 +109,7 @@ inline vuint widen(vbytes v) { return (vuint)_mm512_cvtepu8_epi32((__m128i)v); }
 inline vhalves low_halves(vuint v) { return (vhalves)_mm512_cvtepi32_epi16((__m512i)v); }
 inline vbytes low_bytes(vuint v) { return (vbytes)_mm512_cvtepi32_epi8((__m512i)v); }
 #else
-#if defined(__AVX2__) && FB_VECTOR_BYTES == 32
+#ifdef __AVX2__
 inline vuint widen(vhalves v) { return (vuint)_mm256_cvtepu16_epi32((__m128i)v); }
 inline vuint widen(vbytes v) { return (vuint)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(__builtin_bit_cast(int64_t, v))); }
 #else
@@ -152,32 +150,20 @@ inline void store(vfloat v, f16* dst) {
   const __m256i halves = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
   __builtin_memcpy(dst, &halves, sizeof halves);
 }
+#elif defined(__F16C__)
+inline vfloat load(const f16* src) { return (vfloat)_mm256_cvtph_ps(load_bits<__m128i>(src)); }
+inline void store(vfloat v, f16* dst) {
+  const __m128i halves = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+  __builtin_memcpy(dst, &halves, sizeof halves);
+}
 #else
-#ifdef __F16C__
-static_assert(FB_VECTOR_BYTES % 32 == 0, "eight at a time");
-#endif
 inline vfloat load(const f16* src) {
   vfloat v;
-#ifdef __F16C__
-  for (int i = 0; i < kLanes<float>; i += 8) {
-    const __m256 eight = _mm256_cvtph_ps(load_bits<__m128i>(src + i));
-    __builtin_memcpy(reinterpret_cast<float*>(&v) + i, &eight, sizeof eight);
-  }
-#else
   for (int i = 0; i < kLanes<float>; ++i) v[i] = __builtin_bit_cast(_Float16, src[i].bits);
-#endif
   return v;
 }
 inline void store(vfloat v, f16* dst) {
-#ifdef __F16C__
-  for (int i = 0; i < kLanes<float>; i += 8) {
-    const __m256 eight = load_bits<__m256>(reinterpret_cast<const float*>(&v) + i);
-    const __m128i halves = _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT);
-    __builtin_memcpy(dst + i, &halves, sizeof halves);
-  }
-#else
   for (int i = 0; i < kLanes<float>; ++i) dst[i].bits = __builtin_bit_cast(uint16_t, static_cast<_Float16>(v[i]));
-#endif
 }
 #endif
 
@@ -273,7 +259,7 @@ inline V splat(double value) {
 }
 
 // fma; lesser is a < b ? a : b and greater is a > b ? a : b, so a NaN in b is returned.
-#if defined(__AVX512F__) || (defined(__FMA__) && FB_VECTOR_BYTES == 32)
+#if defined(__AVX512F__) || defined(__FMA__)
 #ifdef __AVX512F__
 #define FB_INTRINSIC(name) _mm512_##name
 typedef __m512 native_float;

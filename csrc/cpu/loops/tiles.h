@@ -2,7 +2,7 @@
 // factor, whose rows are 16 steps of four bytes (two bf16, or four int8), with a tile of the right factor, 16 steps of
 // 16 columns as in packed panels, and adds the products to a tile of 16 x 16 sums.
 //
-// If FB_TILES is defined, plain C++ does the same on vectors of 64 bytes, for the sanitizers.
+// If FB_TILES is defined, plain C++ does the same, for the sanitizers.
 #pragma once
 
 #include "simd.h"
