@@ -47,7 +47,7 @@ test-sanitizers: $(VENV)/installed
 	PYTHONPATH=tests $(BIN)/python -m sanitizers.run
 
 # The loops for AVX-512 and AMX on any x86 processor, compiled for AVX2 in build/avx512_on_cpu.
-test-avx512: $(VENV)/installed
+test-avx512: $(VENV)/cuda-on-cpu
 	PYTHONPATH=tests $(BIN)/python -m avx512_on_cpu
 
 # dist/*.whl, for this and later releases of torch and Python; the audits fail if it needs more, and name the oldest glibc.

@@ -3,10 +3,12 @@
 `test_each_instruction_set_passes` is slow because it runs the tests of the ops with each set in turn.
 """
 
+import os
 import shutil
 import subprocess
 import sys
 
+import cuda_on_cpu
 from build_copy import ROOT, build_copy
 
 TESTS = [
@@ -21,7 +23,8 @@ def main() -> None:
         shutil.copytree(ROOT / name, package / name)
     shutil.copy(ROOT / "pyproject.toml", package)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
-    sys.exit(subprocess.run(command, cwd=package).returncode)
+    environment = os.environ | {"FB_CUDA_ON_CPU_FOLDER": str(cuda_on_cpu.folder())}
+    sys.exit(subprocess.run(command, cwd=package, env=environment).returncode)
 
 
 if __name__ == "__main__":
