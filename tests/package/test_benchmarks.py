@@ -36,7 +36,7 @@ from benchmarks import (
 from benchmarks.avx2 import __main__ as avx2
 from benchmarks.cases import ALONE, BACKWARD, DROPOUT, FORWARD, STEP, Spec
 from benchmarks.comparison import How
-from benchmarks.contenders import engines, hugging_face, pytorch
+from benchmarks.contenders import engines, hugging_face, ours, pytorch
 from benchmarks.contenders.interface import CLASSIFIER, ENCODER, MASKED_LM, MODEL, OPS
 from benchmarks.gpu import ceilings as gpu_ceilings
 from benchmarks.harness import Row, Work
@@ -198,6 +198,15 @@ def test_a_yardstick_that_fails_is_none():
     assert verify("base")[0].ok
     with pytest.raises(KeyError, match="eager"):
         verify("eager")
+
+
+def test_a_yardstick_that_is_wrong_excuses_nobody():
+    """A result with 50 % too much stays wrong beside a yardstick with 30 %; PyTorch's ways differ by a few times."""
+    sizes = {"base": 1 + 1e-6, "eager": 1.3, "oneDNN": 1 + 5e-6, "ours": 1.5, "near": 1 + 9e-6}
+    results = {name: testing.Result({"y": torch.full((2,), size)}, {}) for name, size in sizes.items()}
+    truth = testing.Result({"y": torch.ones(2, dtype=torch.float64)}, {})
+    verify = harness.by_the_rule(results.__getitem__, lambda: truth, ["base", "eager", "oneDNN"])
+    assert [verify(name)[0].ok for name in sizes] == [True, False, True, False, True]
 
 
 def test_contenders_are_interleaved_in_changing_order():
@@ -446,6 +455,18 @@ def test_a_set_up_that_fails_concerns_nobody_else(monkeypatch):
     found = run.measured(tiny(MODEL), dataclasses.replace(TIMED, names=["fastbert", engine]))
     assert {row.name for row in found.rows if not row.bound} == {SDPA, "transformers eager", "fastbert", engine}
     assert found.row(engine).problem == "failed: RuntimeError: no such instruction" and found.row("fastbert").seconds
+
+
+def test_a_set_up_that_fails_is_no_reason_to_skip_a_contender_that_runs_alone(monkeypatch):
+    """Only who is absent is skipped; at either set-up, that for the results and that for the times."""
+    spec = tiny("layer_norm", "full")
+    setup = bench_ops.setup(spec, "cpu")
+    assert comparison.alone(spec, setup, "Liger") == (None, "runs on cuda only")
+    with pytest.raises(RuntimeError, match="fastbert: failed: RuntimeError: no kernel"):
+        comparison.alone(spec, dataclasses.replace(setup, start=raising(RuntimeError("no kernel"))), "fastbert")
+    monkeypatch.setattr(ours, "call", raising(RuntimeError("no op")))
+    with pytest.raises(RuntimeError, match="fastbert: failed: RuntimeError: no op"):
+        comparison.alone(spec, setup, "fastbert")
 
 
 def test_torch_s_encoder_takes_its_fast_path_on_nested_tensors(monkeypatch):
@@ -1021,6 +1042,19 @@ def test_every_slower_case_is_listed_the_worst_first(results):
     ]
     (results / "results" / "cpu" / "encoder.jsonl").unlink()
     assert "In no case that was measured." in page_of(results) and "No results." in report.page({})
+
+
+@pytest.mark.parametrize(
+    ("times", "is_listed"),
+    [
+        ([1.5, 1.5, 1.5, 1.5, 0.9], True),  # the 20th percentile is below 1: it lies between the first two
+        ([1.5, 1.5, 0.99], False),  # and here above 1
+        ([1.006] * 5, False),  # 1.01, but only rounded
+        ([1.01] * 5, True),
+    ],
+)
+def test_slower_is_a_hundredth_in_the_median_and_four_of_five_rounds(times, is_listed):
+    assert report.is_slower(times) == is_listed
 
 
 def test_a_wrong_result_of_ours_is_nobody_else_s_line(tmp_path):
