@@ -159,14 +159,18 @@ def read_file(path: Path) -> File:
     """Raises ValueError for a file that is no results file, with its name."""
     try:
         head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        return File(path.name, {"left_out": [], **head}, cases_of(lines))
-    except (ValueError, TypeError, KeyError) as error:
+        found = File(path.name, {"left_out": [], **head}, cases_of(lines))
+        in_page(found)  # fails where something is missing that the page needs
+        return found
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is no results file of benchmarks.run: {error!r}") from error
 
 
 def read(folder: Path) -> dict[str, list[File]]:
-    """The results files by device."""
+    """The results files by device. Raises ValueError if there are none, or one is no results file."""
     paths = [p for p in sorted(folder.glob("*/*.jsonl")) if not any(part in p.stem for part in NO_RESULTS)]
+    if not paths:
+        raise ValueError(f"there are no results in {folder}/<device>")
     return {device: list(map(read_file, of)) for device, of in itertools.groupby(paths, lambda p: p.parent.name)}
 
 
@@ -295,7 +299,7 @@ accuracy rule; quantised contenders, which do not, are listed only beside quanti
 
 
 def page(results: Mapping[str, Sequence[File]]) -> str:
-    parts = [section(device, files) for device, files in results.items()] or ["No results."]
+    parts = [section(device, files) for device, files in results.items()]
     losses = [part for device, files in results.items() for part in lost(device, files)]
     return "\n\n".join([HEAD, *parts, LOSSES, *(losses or ["In no case that was measured."])]) + "\n"
 
@@ -388,12 +392,12 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     try:
         results = read(options.results)
+        old = options.page.read_text(encoding="utf-8") if options.check else ""
     except (OSError, ValueError) as error:
         print(f"benchmarks.report: {error}", file=sys.stderr)
         return 2
     new = page(results)
     if options.check:
-        old = options.page.read_text(encoding="utf-8")
         sys.stdout.writelines(difflib.unified_diff(*(t.splitlines(True) for t in (old, new)), "page", "results"))
         return 0 if old == new else 1
     for device, files in results.items():
