@@ -779,6 +779,9 @@ def test_growth():
         (["--shapes", "8by128"], "'8by128' is no shape"),
         (["--contenders", "TensorRT"], "invalid choice: 'TensorRT'"),
         (["--layers", "0"], "'0' is no number above 0"),
+        (["--minutes", "nan"], "'nan' is no time above 0"),
+        (["--minutes", "-1"], "'-1' is no time above 0"),
+        (["--groups", "mlm", "--dtypes", "float32", "--device", "cpu", "--skip", "3"], "--skip 3: there are 2 cases"),
         (["--quick", "--shapes", "8x128"], "--shapes goes with --size full; quick is one small shape"),
         (["--groups", "growth", "--lengths", "half"], "--lengths does not go with the group growth"),
         (["--groups", "ops", "--directions", "step"], "no case of the groups ops is left"),
@@ -875,8 +878,9 @@ def test_commit_is_git_s(monkeypatch):
 
 def test_a_run_that_is_cut_short_leaves_what_it_has_and_replaces_no_whole_one(tmp_path, quick, monkeypatch, capsys):
     path, partial = tmp_path / "ops_tiny.jsonl", tmp_path / "ops_tiny.partial.jsonl"
-    assert run.main([*ROW_OPS, "--minutes", "0", "--out", str(tmp_path)]) == 0 and not path.exists()
-    assert "0 cases; 4 left out" in capsys.readouterr().out
+    assert run.main([*ROW_OPS, "--minutes", "1e-9", "--out", str(tmp_path)]) == 0 and not path.exists()
+    shown = capsys.readouterr().out
+    assert "0 cases; 4 left out" in shown and "fastbert took no part" in shown and "was right" not in shown
     quick.before = nth(3, raising(KeyboardInterrupt))
     assert run.main([*ROW_OPS, "--out", str(tmp_path)]) == 0
     head, lines = read(path)
@@ -910,12 +914,60 @@ def test_a_lost_gpu_costs_one_case(tmp_path, quick, monkeypatch, capsys):
     assert run.main([*words, "--skip", "2", "--add"]) == 0
     head, lines = read(tmp_path / "ops_tiny.jsonl")
     assert len({json.dumps(found["case"]) for found in lines}) == len(lines) == 4 and head["left_out"] == []
-    assert [set(more) for more in head["continued"]] == [{"date", "command", "seed"}]
+    assert [set(more) for more in head["continued"]] == [{"date", "command", "seed", "ceilings"}]
     assert run.main([*words, "--skip", "3", "--add"]) == 0  # the last case again: its lines are replaced
     assert len(read(tmp_path / "ops_tiny.jsonl")[1]) == 4
     monkeypatch.setattr(provenance, "git_state", lambda: ("another", False))
     assert run.main([*words, "--skip", "2", "--add"]) == 0  # another commit's file is not added to
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["ops_tiny.jsonl", "ops_tiny.partial.jsonl"]
+
+
+def test_only_runs_of_one_kind_share_a_file(tmp_path, quick, monkeypatch, capsys):
+    """Of one machine, with the same versions; each keeps the ceilings that its floors were computed from."""
+    words, path = [*ROW_OPS, "--add", "--out", str(tmp_path)], tmp_path / "ops_tiny.jsonl"
+    assert run.main(words) == 0
+    floor.ceilings.cache_clear()
+    assert run.main(words) == 0
+    head, before = read(path)[0], path.read_bytes()
+    assert head["ceilings"]["float32"] != head["continued"][0]["ceilings"]["float32"]
+    for name, other in (("machine", "Abacus"), ("versions", {"torch": "1.0"})):
+        with monkeypatch.context() as patch:
+            patch.setattr(provenance, name, lambda found=other: found)
+            assert run.main(words) == 2
+        assert f"ops_tiny.jsonl cannot be added to: its {name} is" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_a_narrower_run_does_not_replace_a_richer_one(tmp_path, quick, monkeypatch):
+    words, path, people = (
+        [*ROW_OPS, "--out", str(tmp_path)],
+        tmp_path / "ops_tiny.jsonl",
+        {"base": 1.0, "fastbert": 1.0},
+    )
+    monkeypatch.setattr(run, "measured", lambda spec, how: measure(Clock(), people, case=spec.facts()))
+    assert run.main(words) == 0
+    del people["fastbert"]
+    assert run.main(words) == 0
+    assert (len(read(path)[1]), len(read(tmp_path / "ops_tiny.partial.jsonl")[1])) == (8, 4)
+
+
+@pytest.mark.parametrize("content", ['{"commit": "a"}\n{"case"', '{"a": 1}\n{"b": 2}'])
+def test_a_file_that_cannot_be_read_is_not_overwritten(tmp_path, quick, content, capsys):
+    path = tmp_path / "ops_tiny.jsonl"
+    path.write_text(content)
+    assert run.main([*ROW_OPS, "--out", str(tmp_path)]) == 2 and path.read_text() == content
+    assert "ops_tiny.jsonl is no results file" in capsys.readouterr().err
+
+
+def test_a_run_that_could_keep_no_results_does_not_begin(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "measured", raising(AssertionError("it began")))
+    file = tmp_path / "file"
+    file.touch()
+    for out in (file, file / "folder"):
+        assert run.main([*ROW_OPS, "--out", str(out)]) == 2 and str(file) in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run.main([*ROW_OPS, "--device", "cuda", "--out", str(tmp_path)]) == 2
+    assert "PyTorch finds no GPU" in capsys.readouterr().err
 
 
 def test_one_file_for_all_groups_and_none_for_a_verification(tmp_path, quick):
@@ -1041,7 +1093,7 @@ def test_every_slower_case_is_listed_the_worst_first(results):
         [title, "fastbert", "OpenVINO 1.25 (1.25–1.25)", "encoder.jsonl"],
     ]
     (results / "results" / "cpu" / "encoder.jsonl").unlink()
-    assert "In no case that was measured." in page_of(results) and "No results." in report.page({})
+    assert "In no case that was measured." in page_of(results)
 
 
 @pytest.mark.parametrize(
@@ -1075,10 +1127,28 @@ def test_the_plot_is_the_same_bytes_for_the_same_results(results):
     assert first == plot.read_bytes() and b"<svg" in first and b"OpenVINO" in first  # text is not drawn as paths
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "", '{"a": 1}\n{"b": 2}'])
+NO_DIRECTION = {name: fact for name, fact in OP_CASE.items() if name != "direction"}
+HEADLESS = json.dumps({}) + "\n" + json.dumps({"case": OP_CASE, **timed("PyTorch", [1.0])})
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "", '{"a": 1}\n{"b": 2}', HEADLESS, (NO_DIRECTION, [timed("A", [1.0])])]
+)
 def test_a_file_that_is_no_result_is_refused(results, content, capsys):
-    (results / "results" / "cpu" / "zz.jsonl").write_text(content)
+    file = results / "results" / "cpu" / "zz.jsonl"
+    file.write_text(content) if isinstance(content, str) else written(file, content)
     assert report_main(results) == 2 and "zz.jsonl is no results file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [(), ("--check",)])
+def test_a_page_is_not_replaced_by_an_empty_one(tmp_path, words, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("before")
+    assert report_main(tmp_path, *words) == 2 and page.read_text() == "before"
+    assert "there are no results in" in capsys.readouterr().err
+    written(tmp_path / "results" / "cpu" / "ops.jsonl", (OP_CASE, [timed("PyTorch", [1.0])]))
+    page.unlink()
+    assert report_main(tmp_path, "--check") == 2 and "page.md" in capsys.readouterr().err
 
 
 def test_small_sizes_and_runs_cut_short_are_no_results(results):
