@@ -191,8 +191,7 @@ def measure(
     timed = [row for row in rows if not row.problem]
     shortest = math.inf
     for row in timed if rounds and sample else []:
-        for seconds in _timed(row, calls[row.name], timer):
-            row.repeats, shortest = max(1, math.ceil(sample / max(seconds, 1e-9))), min(shortest, seconds)
+        shortest = min(shortest, _uncounted(row, calls[row.name], timer, sample))
     order, deadline = random.Random(0), time.monotonic() + limit
     for done in range(rounds):
         if done >= LEAST and time.monotonic() > deadline:
@@ -200,7 +199,7 @@ def measure(
         for row in order.sample(timed, len(timed)):
             _rest(pause)
             if shortest < WARMED:
-                _timed(row, calls[row.name], timer)
+                _uncounted(row, calls[row.name], timer, sample)
             row.seconds.extend(_timed(row, calls[row.name], timer))
             row.device.extend(_timed(row, calls[row.name], device_timer) if device_timer else [])
     return Report(dict(case), work, baseline, [*rows, *others])
@@ -214,6 +213,14 @@ def _rest(pause: float) -> None:
         time.sleep(pause)
         if time.process_time() - busy < pause / 10:
             return
+
+
+def _uncounted(row: Row, call: Call, timer: Timer, sample: float) -> float:
+    """The seconds of a call in a sample that does not count; infinite if it fails. If the sample was too short, because
+    the one before was disturbed, the next ones have more repeats."""
+    seconds = min(_timed(row, call, timer), default=math.inf)
+    row.repeats = max(row.repeats, math.ceil(sample / max(seconds, 1e-9)))
+    return seconds
 
 
 def _timed(row: Row, call: Call, timer: Timer) -> list[float]:

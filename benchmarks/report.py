@@ -334,7 +334,7 @@ def pictured(cases: Iterable[Case]) -> list[Case]:
 def in_page(file: File) -> list[str]:
     """Origin, tables, and what was left out."""
     found, left_out = tables(file.cases), file.head["left_out"]
-    parts = [f"### {file.name}", origin(file.head)]
+    parts = [f"### {file.name}", origin(file)]
     parts += [found["modules"]] if "modules" in found else []
     parts += [folded("Operations", found["ops"])] if "ops" in found else []
     parts += [folded("How cost grows with tokens and with length", found["growth"])] if "growth" in found else []
@@ -342,11 +342,14 @@ def in_page(file: File) -> list[str]:
     return [*parts, *[folded(f"Left out: {len(left_out)} cases", listed)] * bool(left_out)]
 
 
-def origin(head: Mapping) -> str:
+def origin(file: File) -> str:
     """Where the numbers of a file come from."""
+    head, counts = file.head, [len(line["samples"]) for case in file.cases for line in case.timed.values()]
+    least, most = min(counts, default=0), max(counts, default=0)
+    rounds = f"{most} rounds" if least == most else f"{least} to {most} rounds"
     commit = (head["commit"] or "unknown")[:9] + TREE[head["dirty"]]
     facts = [head["date"][:10], f"commit {commit}", f"torch {head['versions']['torch']}", head["machine"]]
-    return f"{', '.join(facts)}; load before: {head['load']}"
+    return f"{', '.join(facts)}; {rounds}; load before: {head['load']}"
 
 
 def folded(title: str, text: str) -> str:

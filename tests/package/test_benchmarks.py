@@ -265,6 +265,13 @@ def test_samples_and_rounds():
         measure(Clock(), {"ours": 1.0})
 
 
+def test_a_disturbed_call_does_not_decide_how_long_samples_are():
+    """The call that chooses the repeats takes a hundred times as long as the others."""
+    clock = Clock()
+    found = measure(clock, {"base": clock.contender("base", 1e-4, 1e-4, 1e-2, 1e-4)}, sample=0.01)
+    assert found.row("base").repeats in (100, 101) and len(clock.order) >= 3 + 5 * 100
+
+
 def test_who_is_absent_is_in_the_table_and_in_the_results():
     others = [Row("engine", absent="not installed: pip install engine"), Row("broken", problem="failed: OSError: no")]
     found = measure(Clock(), {"base": 1.0}, others=others)
@@ -1082,7 +1089,7 @@ def test_tables_have_a_ratio_for_each_contender(results):
     (results / "page.md").write_text(text.replace("| 2.00", "| 3.00"))
     assert report_main(results, "--check") == 1
     assert "bias_gelu forward (no time was left)" in text and "Liger (`pip install liger-kernel`)" in text
-    facts = "2030-01-02, commit 012345678, torch 2.13.0, Abacus, 2 threads, AVX2; load before: 0.1"
+    facts = "2030-01-02, commit 012345678, torch 2.13.0, Abacus, 2 threads, AVX2; 3 rounds; load before: 0.1"
     assert f"### ops.jsonl\n\n{facts}\n" in text
     assert len(cells(text, "layer_norm")) == 1 + 2
 
