@@ -283,12 +283,16 @@ Every case that was measured, and everybody it was measured against. `make bench
 hour; `python -m benchmarks.report` then writes this page from the files under `benchmarks/results`.
 
 A row is a case and a form of fastbert: its own modules where they took part, and models after `fastbert.prepare` (type:
-"prepared"). ms: its median. % floor: of what peak rate and bandwidth, measured in the same run, allow. % library: of
-what the library's own matrix products, timed in the same case, allow. memory: its peak over the baseline's (HF SDPA,
-PyTorch). Under a contender's name: that contender's time over fastbert's, so above 1 fastbert is faster (median over
-the rounds of one interleaved run). Quantised models are compared with every contender, others only with contenders that
-are not quantised. `wrong`: not timed, because the result was wrong.
-[benchmarks.md](benchmarks.md) says how it is measured."""
+"prepared"). ms: its median. % floor: of what peak rate and bandwidth, measured on that machine before the cases, allow.
+% library: of what the library's own matrix products, timed in the same case, allow. memory: its peak over the
+baseline's (HF SDPA, PyTorch). Under a contender's name: that contender's time over fastbert's, so above 1 fastbert is
+faster (median over the rounds of one interleaved run). Quantised models are compared with every contender, others only
+with contenders that are not quantised. `wrong`: not timed, because the result was wrong.
+[benchmarks.md](benchmarks.md) says how it is measured.
+
+Some floors were computed before `benchmarks/floor.py` had its present rules and are higher, and % floor and % library
+with them: of `linear_max` with a backward (as products of all tokens), of 16-bit attention on the H200 (at a rate that
+is published for 512 tokens, whatever the length) and of "model 32" (its feed-forward twice as wide as it is)."""
 
 LOSSES = """\
 ## When is it slower
