@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import harness
+from benchmarks import harness, provenance
 from benchmarks.harness import Work
 from fastbert import testing
 
@@ -166,6 +166,8 @@ _kept: dict = {}  # what `use` has read
 def use(file: Path) -> None:
     """Lets `ceilings` return those in a file of benchmarks.gpu.ceilings. Raises ValueError for another device's."""
     found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or not {"device", "products", "bandwidth"} <= found.keys():
+        raise ValueError(f"{file} is no file of benchmarks.gpu.ceilings")
     here = device_name("cuda" if torch.cuda.is_available() else "cpu")
     if found["device"] != here:
         raise ValueError(f"{file.name} has the ceilings of {found['device']}, and this is {here}")
@@ -174,7 +176,7 @@ def use(file: Path) -> None:
 
 
 def device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    return torch.cuda.get_device_name() if device == "cuda" else provenance.machine()  # its threads count, too
 
 
 @functools.cache
