@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import re
 import shutil
 import socket
@@ -316,6 +317,15 @@ def test_other_peoples_code_sees_a_processor_without_avx512(tmp_path, monkeypatc
     monkeypatch.setattr(avx2, "ENGINES", ())
     assert avx2.mask(program) > 0 and avx2.mask(program) == 0
     assert ask(env=avx2.environment()) == "1 0\n"  # it has AVX2, and no AVX-512F
+
+
+def test_a_library_that_cannot_be_read_to_its_end_is_not_used(tmp_path, monkeypatch):
+    tool = tmp_path / "objdump"
+    tool.write_text("#!/bin/sh\necho '  12: cpuid'\nexit 1\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(subprocess.CalledProcessError):
+        avx2.addresses(tmp_path / "library.so")
 
 
 # ---- batches: real tokens are counted
@@ -637,10 +647,16 @@ def test_ceilings_come_from_a_file_of_this_device(monkeypatch, tmp_path, capsys)
     assert run.main(words) == 0
     head, _ = read(tmp_path / "ops_tiny.jsonl")
     assert (head["ceilings"]["float32"]["product"], head["ceilings"]["float32"]["bandwidth"]) == (3e11, 7e9)
-    file.write_text(json.dumps(kept | {"device": "NVIDIA H200"}))
-    with pytest.raises(SystemExit):
-        run.main(words)
-    assert "has the ceilings of NVIDIA H200, and this is cpu" in capsys.readouterr().err
+    for wrong, message in (
+        (kept | {"device": "NVIDIA H200"}, f"has the ceilings of NVIDIA H200, and this is {provenance.machine()}"),
+        (kept | {"device": kept["device"].replace("1 threads", "64 threads")}, "has the ceilings of"),
+        ([], "is no file of benchmarks.gpu.ceilings"),
+        ({}, "is no file of benchmarks.gpu.ceilings"),
+    ):
+        file.write_text(json.dumps(wrong))
+        with pytest.raises(SystemExit):
+            run.main(words)
+        assert message in capsys.readouterr().err
     floor.ceilings.cache_clear()
 
 
