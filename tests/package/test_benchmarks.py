@@ -493,6 +493,45 @@ def test_a_set_up_that_fails_is_no_reason_to_skip_a_contender_that_runs_alone(mo
         comparison.alone(spec, setup, "fastbert")
 
 
+def timed_calls(spec, *names):
+    """The subject that is timed, and the calls of some contenders."""
+    setup = bench_models.setup(spec, "cpu")
+    people = contenders.of(spec.part, list(names))
+    subject = setup.to_time() if setup.to_time else setup.exact
+    found = comparison.gather([person for person in people if person.name in names], subject)
+    return subject, comparison.start(found, dataclasses.replace(setup, to_time=lambda: subject), people)
+
+
+@pytest.mark.parametrize("name", [SDPA, "fastbert", "fastbert, packed input", "fastbert.accelerate"])
+def test_what_is_timed_is_the_case(name):
+    """Dropout differs from call to call, every parameter has a gradient, and a forward is in evaluation without one."""
+    subject, calls = timed_calls(tiny(MODEL, "half", DROPOUT), name)
+    first, second = calls[name](), calls[name]()
+    assert not torch.equal(first[0], second[0])
+    assert len(first) >= len(list(subject.ours.parameters()))
+    _, calls = timed_calls(tiny(MODEL, "half", FORWARD), name)
+    assert torch.equal(calls[name](), calls[name]()) and not calls[name]().requires_grad
+
+
+def test_a_step_changes_every_weight():
+    subject, calls = timed_calls(tiny(MASKED_LM, "half", STEP), "fastbert")
+    before = [weight.clone() for weight in subject.ours.parameters()]
+    calls["fastbert"]()
+    assert not any(map(torch.equal, before, subject.ours.parameters()))
+
+
+@needs("openvino")
+def test_openvino_has_as_many_threads_as_pytorch():
+    model = bench_models.setup(tiny(MODEL), "cpu").exact.theirs
+    assert engines.openvino_model(model, torch.float32, True).get_property("INFERENCE_NUM_THREADS") == 1
+
+
+@needs("onnxruntime", "onnx", "onnxscript")
+def test_onnx_runtime_has_as_many_threads_as_pytorch():
+    options = engines.onnx_session(bench_models.setup(tiny(MODEL), "cpu").exact.theirs).get_session_options()
+    assert (options.intra_op_num_threads, options.inter_op_num_threads) == (1, 1)
+
+
 def test_torch_s_encoder_takes_its_fast_path_on_nested_tensors(monkeypatch):
     """The slow path would be right too, so the test sees which one runs. With q and k swapped it is refused."""
     forward, nested, name = torch._transformer_encoder_layer_fwd, [], "torch.nn.TransformerEncoder"
