@@ -2,10 +2,9 @@
 
 Per layer, T real tokens, hidden size h, S2 = sum of squared lengths; a multiply-add is two operations; `element` bytes
 an element. Products with h by h weights: 3 for q, k and v, 1 for the output projection, 4 for each half of a
-feed-forward that is 4 h wide (12 in all, so 24 T h^2 operations). DeBERTa's products with relative positions are not
-counted. Attention: Q K^T and P V, 4 h S2. Every fused pass reads and writes
-device memory once. A step (forward and backward) takes the products three times, and attention 3.5 times, because the
-backward computes the scores again.
+feed-forward that is 4 h wide (12 in all, so 24 T h^2 operations). Attention: Q K^T and P V, 4 h S2; DeBERTa's products
+with relative positions are not counted. Every fused pass reads and writes device memory once. A step (forward and
+backward) takes the products three times, and attention 3.5 times, because the backward computes the scores again.
 """
 
 import functools
@@ -68,9 +67,9 @@ def of_model(
     labelled: int = 0,
     parameters: int = 0,
 ) -> Work:
-    """The work of a model's forward. intermediate: the width of the feed-forward, if it is not four times the hidden
-    size. step: forward and backward. labelled: tokens through a masked-LM head. parameters:
-    of an AdamW step, all in the weights' type: weight and two moments are read and written, the gradient is read."""
+    """The work of a model's forward. intermediate: the width of the feed-forward; None for four times the hidden size.
+    step: forward and backward. labelled: tokens through a masked-LM head. parameters: of an AdamW step, all in the
+    weights' type: weight and two moments are read and written, the gradient is read."""
     tokens, scores, times = sum(lengths), attention_flops(hidden, lengths), 3 if step else 1
     row, weights = tokens * hidden * element, hidden**2 * element  # bytes: a pass over the residual stream; h^2
     head, optimizer = labelled * (2 * hidden**2 + 2 * hidden * vocab), 7 * element * parameters

@@ -291,8 +291,9 @@ with contenders that are not quantised. `wrong`: not timed, because the result w
 [benchmarks.md](benchmarks.md) says how it is measured.
 
 Some floors were computed before `benchmarks/floor.py` had its present rules and are higher, and % floor and % library
-with them: of `linear_max` with a backward (as products of all tokens), of 16-bit attention on the H200 (at a rate that
-is published for 512 tokens, whatever the length) and of "model 32" (its feed-forward twice as wide as it is)."""
+with them: of `linear_max` with a backward (as products of all tokens), of 16-bit attention on the H200, also in
+models (at a rate that is published for 512 tokens, whatever the length), and of "model 32" (its feed-forward twice as
+wide as it is)."""
 
 LOSSES = """\
 ## When is it slower

@@ -27,7 +27,6 @@ from benchmarks import (
     contenders,
     floor,
     harness,
-    options,
     provenance,
     report,
     retrieval,
@@ -35,6 +34,7 @@ from benchmarks import (
 from benchmarks.cases import LIBRARY, Spec
 from benchmarks.comparison import How
 from benchmarks.contenders.interface import OPS
+from benchmarks.options import count, duration, positive, writable
 from fastbert import files
 
 SAME = ("machine", "versions", "dirty", "kernels")  # beside the commit, what a run that adds to another has to share
@@ -52,7 +52,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--parts", nargs="+", metavar="PART", help="of the groups: model, encoder, 'masked LM', attention, ...")
     add("--models", nargs="+", choices=batch.MODELS, help="this and the next five: in place of what the table has")
     add("--shapes", nargs="+", metavar="BxS", help="batch x sequence length, as in 8x128")
-    add("--layers", type=options.positive, help="of the models")
+    add("--layers", type=positive, help="of the models")
     add("--lengths", nargs="+", choices=batch.DISTRIBUTIONS)
     add("--directions", nargs="+", choices=DIRECTIONS)
     add("--dtypes", nargs="+", choices=cases.DTYPES, help="default: what the device is good for")
@@ -60,37 +60,28 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--quick", dest="size", action="store_const", const="quick", help="small shapes, few rounds")
     add("--contenders", nargs="+", choices=contenders.NAMES, metavar="NAME", help="only these, beside PyTorch's own")
     add("--compile", action="store_true", help="also contenders that take minutes to make: torch.compile")
-    add("--skip", type=options.count, default=0, metavar="N", help="go on behind case N")
-    add(
-        "--add",
-        action="store_true",
-        help="to what the results file has, if it is of the same commit; then machine and versions must be",
-    )
+    add("--skip", type=count, default=0, metavar="N", help="go on behind case N")
+    add("--add", action="store_true", help="to what the results file has, if it is of the same commit and machine")
     add("--ceilings", type=Path, help="file of benchmarks.gpu.ceilings, in place of measuring them again")
-    add(
-        "--minutes",
-        type=options.duration,
-        default=math.inf,
-        help="no case begins after that; what is left out is named",
-    )
-    add("--rounds", type=options.positive, help="at most; default: 5 for small sizes, 20")
+    add("--minutes", type=duration, default=math.inf, help="no case begins after that; others are named")
+    add("--rounds", type=positive, help="at most; default: 5 for small sizes, 20")
     add("--verify-only", action="store_true", help="accuracy of every contender, no times, no files")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, help="folder of the results; default benchmarks/results/<device>")
     add("--name", help="of one file for all groups; default: one for each group")
     add("--seed", type=int, help="of weights and inputs; default: a new one")
     add("--commit", help="for the results, where git does not know the tree's")
-    given = parser.parse_args(words)
-    given.directions = [DIRECTIONS[name] for name in given.directions or ()]
+    options = parser.parse_args(words)
+    options.directions = [DIRECTIONS[name] for name in options.directions or ()]
     try:
-        floor.use(given.ceilings) if given.ceilings else None
-        specs = cases.specs(given)
+        floor.use(options.ceilings) if options.ceilings else None
+        specs = cases.specs(options)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    if given.skip > len(specs):
-        parser.error(f"--skip {given.skip}: there are {len(specs)} cases")
-    given.specs = specs[given.skip :]
-    return given
+    if options.skip > len(specs):
+        parser.error(f"--skip {options.skip}: there are {len(specs)} cases")
+    options.specs = specs[options.skip :]
+    return options
 
 
 # ---- results files
@@ -99,18 +90,18 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 class Results:
     """One results file: a head, and a line for each contender and case."""
 
-    def __init__(self, name: str, given: argparse.Namespace, head: dict[str, object]) -> None:
+    def __init__(self, name: str, options: argparse.Namespace, head: dict[str, object]) -> None:
         """Results of small sizes, and with torch.compile, go to files with names of their own."""
-        ending = [given.size] * (given.size != "full") + ["compile"] * (given.compile and not given.name)
-        self.path = (given.out or RESULTS / given.device) / f"{'_'.join([name, *ending])}.jsonl"
+        ending = [options.size] * (options.size != "full") + ["compile"] * (options.compile and not options.name)
+        self.path = (options.out or RESULTS / options.device) / f"{'_'.join([name, *ending])}.jsonl"
         self.partial = self.path.with_suffix(".partial.jsonl")
         self.ceilings: dict[str, dict] = {}
         self.head, self.lines = head | {"ceilings": self.ceilings, "left_out": []}, []
         self.before = _tried(_read(self.path)[1])  # in the file of an older run
-        for path in (self.partial, self.path) if given.add else ():
+        for path in (self.partial, self.path) if options.add else ():
             old, lines = _read(path)
             if lines and old["commit"] == head["commit"] and not self.lines:
-                self._continue(path, old, lines, {str(spec) for _, spec in given.specs})
+                self._continue(path, old, lines, {str(spec) for _, spec in options.specs})
 
     def _continue(self, path: Path, old: dict, lines: list[dict], to_do: set[str]) -> None:
         """Adds to an older run's lines. Raises ValueError unless its numbers can stand beside this run's."""
@@ -187,16 +178,16 @@ def measured(spec: Spec, how: How) -> harness.Report:
 class Run:
     """One run over cases."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         """Raises ValueError and OSError if the device is missing, or the results have no place to go."""
-        if given.device == "cuda" and not torch.cuda.is_available():
+        if options.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: PyTorch finds no GPU")
-        self.options, self.deadline = given, time.monotonic() + 60 * given.minutes
-        head = json.loads(json.dumps(provenance.head(given.commit, given.seed)))  # as a file gives it back
-        names = dict.fromkeys(given.name or group for group in given.groups)
-        self.files = {name: Results(name, given, head) for name in names}
-        for results in self.files.values() if not given.verify_only else ():
-            options.writable(results.path.parent)
+        self.options, self.deadline = options, time.monotonic() + 60 * options.minutes
+        head = json.loads(json.dumps(provenance.head(options.commit, options.seed)))  # as a file gives it back
+        names = dict.fromkeys(options.name or group for group in options.groups)
+        self.files = {name: Results(name, options, head) for name in names}
+        for results in self.files.values() if not options.verify_only else ():
+            writable(results.path.parent)
         self.done: list[harness.Report] = []
         self.bad: list[str] = []
         self.lost: str | None = None
@@ -275,14 +266,14 @@ class Run:
 def main(words: list[str] | None = None) -> int:
     """Returns 1 if one of fastbert's contenders was wrong or failed, or a whole case failed; 3 if the GPU was lost; 2,
     before anything is measured, if results could not be written."""
-    given = arguments(words)
-    given.seed = torch.seed() if given.seed is None else given.seed
-    torch.manual_seed(given.seed)
+    options = arguments(words)
+    options.seed = torch.seed() if options.seed is None else options.seed
+    torch.manual_seed(options.seed)
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > 0.5 * cores:
         print(f"warning: load {load:.2f} on {cores} cores: others are busy, times will be too long\n")
     try:
-        run = Run(given)
+        run = Run(options)
     except (OSError, ValueError) as error:
         print(f"benchmarks.run: {error}", file=sys.stderr)
         return 2
