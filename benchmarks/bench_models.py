@@ -127,6 +127,7 @@ def work(spec: Spec, batch: Batch, labelled: int = 0, parameters: int = 0) -> Wo
         config.hidden_size,
         batch.lengths,
         floor.ceilings(batch.device, spec.kind),
+        intermediate=config.intermediate_size,
         step=spec.backward,
         element=spec.kind.itemsize,
         vocab=config.vocab_size,

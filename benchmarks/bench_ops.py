@@ -71,7 +71,9 @@ def setup(spec: Spec, device: str) -> Setup:
     inputs = inputs_of(op, batch, n, spec.kind)
     n.M = int((inputs["labels"] != -100).sum()) if op == "cross_entropy" else 0
     product = tuple(getattr(n, letter) for letter in PRODUCT.get(op, ""))
-    bounds = floor.products_alone([product], spec.kind, device, spec.backward, spec.forward) if product else {}
+    backward = spec.backward and op != "linear_max"  # a maximum's gradient is few rows, and no product of matrices
+    is_bound = product and (spec.forward or backward)
+    bounds = floor.products_alone([product], spec.kind, device, backward, spec.forward) if is_bound else {}
     subject = Subject(op, spec.size.config, batch, spec.kind, spec.backward, inputs)
     start = Runnable.timed if spec.forward else Runnable.timed_backward
     to_do = functools.partial(work, spec, batch, n, product)
@@ -119,7 +121,8 @@ def work(spec: Spec, batch: Batch, n: SimpleNamespace, product: tuple[int, ...])
     moved = ((both if spec.backward else forward) - (0 if spec.forward else forward)) * spec.kind.itemsize
     scores = floor.attention_flops(n.C, batch.lengths) if "attention" in spec.part else 0
     flops = 2 * product[0] * product[1] * product[2] if product else 0
-    return floor.of_op(n.T, flops, scores, moved, spec.forward, spec.backward, ceilings)
+    sparse = 4 * n.B * n.V * n.C if spec.part == "linear_max" else None  # to both factors, a row for each maximum
+    return floor.of_op(n.T, flops, scores, moved, spec.forward, spec.backward, ceilings, sparse)
 
 
 # ---- pytest-benchmark

@@ -264,14 +264,20 @@ def _changed(pick: Pick, group: str, options: argparse.Namespace) -> Pick | None
     if pick.part in LIBRARY:  # of which only the shapes can change
         only = pick.lengths[0], "float32", pick.directions[0]
         asked = zip((options.lengths, options.dtypes, options.directions), only, strict=True)
-        return (
-            replace(pick, shapes=options.shapes or pick.shapes)
-            if all(one in (named or [one]) for named, one in asked)
-            else None
-        )
+        if not all(one in (named or [one]) for named, one in asked):
+            return None
+        _refuse(("models", "layers"), pick, options)
+        return replace(pick, shapes=options.shapes or pick.shapes)
+    _refuse(("layers",) if pick.part in OPS else (), pick, options)
     named = {name: getattr(options, name) for name in ("shapes", "models", "layers", "lengths", "dtypes")}
     found = replace(pick, **{name: value for name, value in named.items() if value})
     return replace(found, directions=directions) if options.directions else found
+
+
+def _refuse(names: tuple[str, ...], pick: Pick, options: argparse.Namespace) -> None:
+    for name in names:
+        if getattr(options, name):
+            raise ValueError(f"--{name} does not go with {pick.part}; choose --groups or --parts without it")
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -127,14 +127,19 @@ def report(spec: Spec, setup: Setup, how: How) -> harness.Report:
 
 
 def alone(spec: Spec, setup: Setup, who: str) -> tuple[harness.Call | None, str]:
-    """The verified call of one contender, or None and the reason. Raises AssertionError if its result is wrong."""
+    """The verified call of one contender, or None and the reason why it takes no part. Raises AssertionError if its
+    result is wrong, and RuntimeError if its set-up fails."""
     people = [c for c in contenders.of(spec.part, slow=True) if c.yardstick or c.name == who]
     found = gather(people, setup.exact)
-    for row in found.others:
-        if row.name == who:
-            return None, row.absent or row.problem
     if who not in found.runnables:
-        return None, "repeats another contender"
+        return None, _why_absent(who, found) or "repeats another contender"
     testing.assert_rows(verifier(found, setup)(who))
     calls = start(found, setup, people)
-    return calls.get(who), "" if who in calls else next(r.absent or r.problem for r in found.others if r.name == who)
+    return calls.get(who), _why_absent(who, found) or ""
+
+
+def _why_absent(who: str, found: Field) -> str | None:
+    row = next((row for row in found.others if row.name == who), harness.Row(who))
+    if row.problem:
+        raise RuntimeError(f"{who}: {row.problem}")
+    return row.absent

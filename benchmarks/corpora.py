@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks import provenance
+from benchmarks.options import output, positive
 from fastbert.cli.demo import minilm, python_documentation
 from fastbert.inference import SentenceEncoder, embed_corpus
 from fastbert.inference.corpus import SHARD_ROWS, Engine, Part, Progress, Recipe, count_texts
@@ -28,12 +29,12 @@ from fastbert.require import require
 NODES, CORPUS_GB = (1, 10, 100), 100.0
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=int, default=4000, help="(default: 4000)")
-    parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines")
-    options = parser.parse_args()
+    parser.add_argument("--texts", type=positive, default=4000, help="(default: 4000)")
+    parser.add_argument("--rounds", type=positive, default=3, help="(default: 3)")
+    parser.add_argument("--output", type=output, metavar="FILE", help="JSON lines")
+    options = parser.parse_args(words)
     head, encoder = provenance.head(), SentenceEncoder.from_pretrained(minilm())
     require("ray", "ray").init(include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:

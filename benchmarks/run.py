@@ -1,12 +1,12 @@
 """python -m benchmarks.run: cases with contenders interleaved, a table for each, one results file for each group.
 
 A file is written anew after every case, so a run that is stopped keeps its results: in NAME.partial.jsonl if NAME.jsonl
-has cases that the run did not reach. The last table has one line for each case. `pytest benchmarks` runs cases one
-contender at a time under pytest-benchmark. docs/benchmarks.md says what the numbers mean.
+has cases, or contenders in them, that the run does not have. The last table has one line for each case.
+`pytest benchmarks` runs cases one contender at a time under pytest-benchmark. docs/benchmarks.md says what the numbers
+mean.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import math
@@ -34,8 +34,10 @@ from benchmarks import (
 from benchmarks.cases import LIBRARY, Spec
 from benchmarks.comparison import How
 from benchmarks.contenders.interface import OPS
+from benchmarks.options import count, duration, positive, writable
 from fastbert import files
 
+SAME = ("machine", "versions", "dirty", "kernels")  # beside the commit, what a run that adds to another has to share
 RESULTS = Path(__file__).resolve().parent / "results"
 DIRECTIONS = {"forward": cases.FORWARD, "backward": cases.BACKWARD, "alone": cases.ALONE}
 DIRECTIONS |= {"dropout": cases.DROPOUT, "step": cases.STEP}
@@ -50,7 +52,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--parts", nargs="+", metavar="PART", help="of the groups: model, encoder, 'masked LM', attention, ...")
     add("--models", nargs="+", choices=batch.MODELS, help="this and the next five: in place of what the table has")
     add("--shapes", nargs="+", metavar="BxS", help="batch x sequence length, as in 8x128")
-    add("--layers", type=_positive, help="of the models")
+    add("--layers", type=positive, help="of the models")
     add("--lengths", nargs="+", choices=batch.DISTRIBUTIONS)
     add("--directions", nargs="+", choices=DIRECTIONS)
     add("--dtypes", nargs="+", choices=cases.DTYPES, help="default: what the device is good for")
@@ -58,11 +60,11 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--quick", dest="size", action="store_const", const="quick", help="small shapes, few rounds")
     add("--contenders", nargs="+", choices=contenders.NAMES, metavar="NAME", help="only these, beside PyTorch's own")
     add("--compile", action="store_true", help="also contenders that take minutes to make: torch.compile")
-    add("--skip", type=_count, default=0, metavar="N", help="go on behind case N")
-    add("--add", action="store_true", help="to what the results file has, if it is of the same commit")
+    add("--skip", type=count, default=0, metavar="N", help="go on behind case N")
+    add("--add", action="store_true", help="to what the results file has, if it is of the same commit and machine")
     add("--ceilings", type=Path, help="file of benchmarks.gpu.ceilings, in place of measuring them again")
-    add("--minutes", type=float, default=math.inf, help="no case begins after that; what is left out is named")
-    add("--rounds", type=_positive, help="at most; default: 5 for small sizes, 20")
+    add("--minutes", type=duration, default=math.inf, help="no case begins after that; others are named")
+    add("--rounds", type=positive, help="at most; default: 5 for small sizes, 20")
     add("--verify-only", action="store_true", help="accuracy of every contender, no times, no files")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, help="folder of the results; default benchmarks/results/<device>")
@@ -73,20 +75,13 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     options.directions = [DIRECTIONS[name] for name in options.directions or ()]
     try:
         floor.use(options.ceilings) if options.ceilings else None
-        options.specs = cases.specs(options)[options.skip :]
+        specs = cases.specs(options)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    if options.skip > len(specs):
+        parser.error(f"--skip {options.skip}: there are {len(specs)} cases")
+    options.specs = specs[options.skip :]
     return options
-
-
-def _count(word: str) -> int:
-    return 0 if word == "0" else _positive(word)
-
-
-def _positive(word: str) -> int:
-    if not word.isdecimal() or not int(word):
-        raise argparse.ArgumentTypeError(f"{word!r} is no number above 0")
-    return int(word)
 
 
 # ---- results files
@@ -100,27 +95,35 @@ class Results:
         ending = [options.size] * (options.size != "full") + ["compile"] * (options.compile and not options.name)
         self.path = (options.out or RESULTS / options.device) / f"{'_'.join([name, *ending])}.jsonl"
         self.partial = self.path.with_suffix(".partial.jsonl")
-        self.head, self.lines = head | {"ceilings": {}, "left_out": []}, []
-        self.before = _keys(_read(self.path)[1])  # cases in the file of an older run
-        to_do = {str(spec) for _, spec in options.specs}
+        self.ceilings: dict[str, dict] = {}
+        self.head, self.lines = head | {"ceilings": self.ceilings, "left_out": []}, []
+        self.before = _tried(_read(self.path)[1])  # in the file of an older run
         for path in (self.partial, self.path) if options.add else ():
             old, lines = _read(path)
-            kept = [left for left in old.get("left_out", ()) if left["case"] not in to_do]
             if lines and old["commit"] == head["commit"] and not self.lines:
-                again = {name: head[name] for name in ("date", "command", "seed")}
-                self.head, self.lines = old | {"left_out": kept, "continued": [*old.get("continued", ()), again]}, lines
+                self._continue(path, old, lines, {str(spec) for _, spec in options.specs})
+
+    def _continue(self, path: Path, old: dict, lines: list[dict], to_do: set[str]) -> None:
+        """Adds to an older run's lines. Raises ValueError unless its numbers can stand beside this run's."""
+        for name in SAME:
+            if old.get(name) != self.head[name]:
+                known = f"its {name} is {old.get(name)}, this run's {self.head[name]}"
+                raise ValueError(f"{path} cannot be added to: {known}")
+        again = {name: self.head[name] for name in ("date", "command", "seed", "ceilings")}
+        kept = [left for left in old["left_out"] if left["case"] not in to_do]
+        self.head, self.lines = old | {"left_out": kept, "continued": [*old.get("continued", ()), again]}, lines
 
     @property
     def target(self) -> Path:
-        """The file to write: results do not replace an older file unless they have all its cases."""
-        return self.path if self.before <= _keys(self.lines) else self.partial
+        """The file to write: results do not replace an older file unless they have all its cases and contenders."""
+        return self.path if self.before <= _tried(self.lines) else self.partial
 
     def add(self, done: harness.Report, device: str) -> None:
         found = done.lines()
         self.lines = [line for line in self.lines if line["case"] != found[0]["case"]] + found
         dtype = done.case["dtype"]
         rates = dataclasses.asdict(floor.ceilings(device, cases.DTYPES[dtype]))
-        self.head["ceilings"][dtype] = {k: v if isinstance(v, str) else harness.rounded(v) for k, v in rates.items()}
+        self.ceilings[dtype] = {k: v if isinstance(v, str) else harness.rounded(v) for k, v in rates.items()}
 
     def write(self) -> None:
         """Writes nothing without a case: an older file is worth more than an empty one."""
@@ -136,16 +139,17 @@ class Results:
 GPU_LOST = "the GPU was lost in case"
 
 
-def _keys(lines: list[dict]) -> set[str]:
-    return {json.dumps(line["case"], sort_keys=True) for line in lines}
+def _tried(lines: list[dict]) -> set[tuple[str, str]]:
+    """(case, contender) of all that were not absent."""
+    return {(json.dumps(line["case"], sort_keys=True), line["name"]) for line in lines if "absent" not in line}
 
 
 def _read(path: Path) -> tuple[dict, list[dict]]:
-    """Head and lines of a results file; both empty if it is missing or is not JSON lines."""
-    with contextlib.suppress(OSError, ValueError):
-        head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        return head, lines
-    return {}, []
+    """Head and lines of a results file; both empty if it is missing. Raises ValueError if it is no results file."""
+    if not path.exists():
+        return {}, []
+    file = report.read_file(path)
+    return dict(file.head), [line for case in file.cases for line in case.lines.values()]
 
 
 # ---- running
@@ -175,14 +179,20 @@ class Run:
     """One run over cases."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        """Raises ValueError and OSError if the device is missing, or the results have no place to go."""
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: PyTorch finds no GPU")
         self.options, self.deadline = options, time.monotonic() + 60 * options.minutes
-        head = provenance.head(options.commit, options.seed)
+        head = json.loads(json.dumps(provenance.head(options.commit, options.seed)))  # as a file gives it back
         names = dict.fromkeys(options.name or group for group in options.groups)
         self.files = {name: Results(name, options, head) for name in names}
+        for results in self.files.values() if not options.verify_only else ():
+            writable(results.path.parent)
         self.done: list[harness.Report] = []
         self.bad: list[str] = []
         self.lost: str | None = None
         self.cut: str | None = None
+        self.right = 0  # results of fastbert
 
     def run(self) -> None:
         """Runs all cases in turn. A case that fails is left out; after an interrupt, so are all remaining ones."""
@@ -223,7 +233,9 @@ class Run:
         done = measured(spec, How(options.device, rounds, limit, options.contenders, options.compile))
         print(report.in_full(report.cases_of(done.lines())[0]), end="\n\n", flush=True)
         self.done.append(done)
-        self.bad += [f"{row.name}: {spec}" for row in done.rows if row.problem and report.is_ours(row.name)]
+        ours = [row for row in done.rows if report.is_ours(row.name)]
+        self.bad += [f"{row.name}: {spec}" for row in ours if row.problem]
+        self.right += sum(bool(row.accuracy) and not row.problem for row in ours)
         if rounds:
             results.add(done, options.device)
             self.write(results)
@@ -241,23 +253,30 @@ class Run:
             fastbert.explain()
         left_out = sum(len(results.head["left_out"]) for results in self.files.values())
         print(f"\n{len(found)} cases" + f"; {left_out} left out" * bool(left_out))
-        print("\n".join(["wrong or failed:", *self.bad]) if self.bad else "fastbert was right everywhere")
+        good = "fastbert was right everywhere" if self.right else "fastbert took no part"
+        print("\n".join(["wrong or failed:", *self.bad]) if self.bad else good)
         for results in self.files.values():
             if results.lines and results.target != results.path:
-                print(f"{results.path} has cases that this run did not come to, and stays: see {results.target.name}")
+                lacks = f"{results.path} has cases or contenders that this run lacks, and stays"
+                print(f"{lacks}: see {results.target.name}")
         print(self.lost or self.cut or "", end="\n" if self.lost or self.cut else "")
         return 3 if self.lost else 1 if self.bad else 0
 
 
 def main(words: list[str] | None = None) -> int:
-    """Returns 1 if one of fastbert's contenders was wrong or failed, or a whole case failed; 3 if the GPU was lost."""
+    """Returns 1 if one of fastbert's contenders was wrong or failed, or a whole case failed; 3 if the GPU was lost; 2,
+    before anything is measured, if results could not be written."""
     options = arguments(words)
     options.seed = torch.seed() if options.seed is None else options.seed
     torch.manual_seed(options.seed)
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > 0.5 * cores:
         print(f"warning: load {load:.2f} on {cores} cores: others are busy, times will be too long\n")
-    run = Run(options)
+    try:
+        run = Run(options)
+    except (OSError, ValueError) as error:
+        print(f"benchmarks.run: {error}", file=sys.stderr)
+        return 2
     run.run()
     return run.conclude()
 

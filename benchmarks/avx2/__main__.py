@@ -70,8 +70,13 @@ def mask(library: Path) -> int:
 
 
 def addresses(library: Path) -> list[int]:
-    listing = subprocess.Popen(["objdump", "-d", "--no-show-raw-insn", library], stdout=subprocess.PIPE, text=True)
-    return [int(line.partition(":")[0], 16) for line in listing.stdout if line.endswith("cpuid\n")]
+    """Raises CalledProcessError if objdump fails: the rest of the library would go unmasked."""
+    words = ["objdump", "-d", "--no-show-raw-insn", library]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as listing:  # of gigabytes
+        found = [int(line.partition(":")[0], 16) for line in listing.stdout if line.endswith("cpuid\n")]
+    if listing.returncode:
+        raise subprocess.CalledProcessError(listing.returncode, words)
+    return found
 
 
 def segments(library: Path) -> list[tuple[int, int, int]]:

@@ -88,6 +88,8 @@ def main(
     parser.add_argument("--only", nargs="+", metavar="TEXT", default=[], help="print variants that have one in them")
     parser.add_argument("--check", action="store_true", help=f"compare with docs/{name}.md instead of writing it")
     options = parser.parse_args()
+    if options.check and options.only:
+        parser.error("--check compares all kernels; expected it without --only")
     kernels = compile_all(options.arch, options.only)
     every = [(gpu, variant) for gpu, variants in kernels.items() for variant in variants]
     found = [f"sm_{gpu}: {v.problem}: {' | '.join(v.cells)}" for gpu, v in every if v.problem]

@@ -19,7 +19,7 @@ from benchmarks.report import Case
 
 def worst(cases: Iterable[Case], number: int) -> list[tuple[float, Case]]:
     """(percent of the floor, case), the lowest first, with only one case for each op and direction."""
-    found = [(report.share(case.own, "floor"), case) for case in cases if "floor" in case.own]
+    found = [(report.share(case.own, "floor"), case) for case in cases if "floor" in case.own and "op" in case.facts]
     first: dict[tuple, tuple[float, Case]] = {}
     for share, case in sorted(found, key=lambda one: one[0]):
         first.setdefault((case.facts["op"], case.facts["direction"]), (share, case))
@@ -27,10 +27,13 @@ def worst(cases: Iterable[Case], number: int) -> list[tuple[float, Case]]:
 
 
 def spec_of(case: Case, size: str) -> run.Spec:
+    """Raises ValueError for a case that the table of cases does not have, such as one of --shapes."""
     words = ["--groups", "ops", "--size", size, "--dtypes", case.facts["dtype"]]
     words += ["--directions", next(word for word, name in run.DIRECTIONS.items() if name == case.facts["direction"])]
-    specs = (spec for _, spec in run.arguments(words).specs)
-    return next(spec for spec in specs if spec.facts().items() <= case.facts.items())
+    for _, spec in run.arguments(words).specs:
+        if spec.facts().items() <= case.facts.items():
+            return spec
+    raise ValueError(f"{case.title} is no case of --groups ops --size {size}, and cannot be run again")
 
 
 def listened_to(spec: run.Spec, device: str) -> None:
@@ -54,9 +57,16 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=3)
     parser.add_argument("--size", choices=(*batch.SMALL, "full"), default="full", help="as of the results")
     options = parser.parse_args()
-    for share, case in worst(report.read_file(options.results).cases, options.number):
+    try:
+        found = worst(report.read_file(options.results).cases, options.number)
+        specs = [spec_of(case, options.size) for _, case in found]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if not specs:
+        parser.error(f"{options.results} has no op with a floor")
+    for (share, case), spec in zip(found, specs, strict=True):
         print(f"{case.title}, {case.facts['dtype']}: {share:.0f} % of the floor", flush=True)
-        listened_to(spec_of(case, options.size), "cuda" if torch.cuda.is_available() else "cpu")
+        listened_to(spec, "cuda" if torch.cuda.is_available() else "cpu")
     return 0
 
 

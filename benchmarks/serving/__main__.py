@@ -32,6 +32,7 @@ import httpx
 import numpy as np
 
 from benchmarks import provenance
+from benchmarks.options import duration, output, positive
 from benchmarks.serving.client import PATH, body_of, load
 from fastbert.cli.demo import minilm, python_documentation
 from fastbert.data import get_tokenizer
@@ -190,17 +191,17 @@ def _versions(program: str) -> dict[str, str]:
     return json.loads(subprocess.check_output([Path(found).with_name("python"), "-c", look]))
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--infinity", metavar="PROGRAM", help="infinity_emb, in an environment of its own")
-    parser.add_argument("--workers", type=int, metavar="N", help="of fastbert, which runs once more with them")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--seconds", type=float, default=10.0, help="of a round (default: 10)")
-    parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
-    parser.add_argument("--endurance", type=float, metavar="SECONDS", help="fastbert alone, so long")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each service (default: all)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines")
-    options = parser.parse_args()
+    parser.add_argument("--workers", type=positive, metavar="N", help="of fastbert, which runs once more with them")
+    parser.add_argument("--clients", type=positive, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--seconds", type=duration, default=10.0, help="of a round (default: 10)")
+    parser.add_argument("--rounds", type=positive, default=3, help="(default: 3)")
+    parser.add_argument("--endurance", type=duration, metavar="SECONDS", help="fastbert alone, so long")
+    parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="of each service (default: all)")
+    parser.add_argument("--output", type=output, metavar="FILE", help="JSON lines")
+    options = parser.parse_args(words)
     if options.endurance and (options.infinity or options.workers):
         parser.error("--endurance is of fastbert alone; expected it without --infinity and --workers")
     head, texts, rows = provenance.head(), texts_of_all_lengths(0), []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import report, run
-from benchmarks.gpu import host_gaps, worst
+from benchmarks.gpu import compiled, host_gaps, worst
 from benchmarks.gpu.host_gaps import Span
 
 pytest.importorskip("triton")
@@ -82,6 +82,32 @@ def test_the_worst_are_run_again_as_they_were(tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     worst.listened_to(ran[0], "cpu")
     assert capsys.readouterr().out.count("% of the floor") == 4
+
+
+def test_results_that_cannot_be_run_again_are_refused(tmp_path, monkeypatch, capsys):
+    """Of models, of shapes that the table of cases does not have, and a file that is missing."""
+    path = tmp_path / "ops_tiny.jsonl"
+    words = ["--size", "tiny", "--dtypes", "float32", "--contenders", "fastbert", "--out", str(tmp_path)]
+    words += ["--rounds", "1", "--device", "cpu", "--directions", "forward"]
+    monkeypatch.setattr(sys, "argv", ["worst", "--results", str(path), "--size", "quick"])
+    for more, message in (
+        ([], "No such file"),
+        (["--groups", "encoder", "--parts", "encoder", "--name", "ops"], "has no op with a floor"),
+        (["--groups", "ops", "--parts", "pack"], "is no case of --groups ops --size quick"),
+    ):
+        assert not more or run.main([*words, *more]) == 0
+        with pytest.raises(SystemExit) as error:
+            worst.main()
+        assert error.value.code == 2 and message in capsys.readouterr().err
+        path.unlink(missing_ok=True)
+
+
+def test_a_part_is_not_compared_with_the_whole(monkeypatch, capsys):
+    """By cuda_report and triton_report, which are the same program."""
+    monkeypatch.setattr(sys, "argv", ["cuda_report", "--check", "--only", "layer_norm"])
+    with pytest.raises(SystemExit) as error:
+        compiled.main("cuda_report", "Title.", (90,), None, None, ())
+    assert error.value.code == 2 and "without --only" in capsys.readouterr().err
 
 
 # ---- the sweep
