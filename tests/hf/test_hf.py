@@ -1276,6 +1276,19 @@ def test_registered_attention(family):
             assert (a - b * both).abs().max() <= 1e-12
 
 
+def test_registered_attention_ignores_no_keyword():
+    """A bias of scores, as T5 has, is SDPA's; what changes results and SDPA ignores, such as sinks, is refused."""
+    original = build()
+    model = copy.deepcopy(original)
+    model.set_attn_implementation(fastbert.hf.register())
+    inputs, bias = batch(model), torch.randn(1, 4, SEQLEN, SEQLEN, dtype=torch.float64, device=DEVICE)
+    one, two = (visible(each(**inputs, position_bias=bias, position_ids=None), inputs) for each in (model, original))
+    equal(one, two)
+    for name in ("s_aux", "softcap", "sinks"):
+        with pytest.raises(ValueError, match=name):
+            model(**inputs, **{name: 2.0})
+
+
 def test_registered_attention_leaves_dropout_that_is_too_small_to_sdpa():
     """With 8 random bits, a dropout of 0.001 rounds to 0, so SDPA runs. The compiled model gives the same result, with
     a packing that says which of its tokens are real."""
