@@ -125,6 +125,10 @@ class ModelSnapshot:
 
     def refuse_python(self) -> None:
         """Raises RuntimeError if the model has hooks or foreign modules, whose Python code a replay would not run."""
+        if torch.nn.modules.module._has_any_global_hook():
+            raise RuntimeError(
+                f"{NAME}: hooks are registered for all modules; a replay runs no Python, so they would not run"
+            )
         if any(module._forward_hooks or module._forward_pre_hooks for module in self.modules):
             raise RuntimeError(f"{NAME}: the model has forward hooks; a replay runs no Python, so they would not run")
         if others := sorted({type(module).__name__ for module in self.modules[1:] if not _replays(module)}):
