@@ -161,7 +161,9 @@ class Graphed:
         if (graph := self._graphs.get(settings)) is None:
             self._snapshot.refuse_a_change()  # what is captured now is replayed beside what was captured before
             self._refuse_model()
-            graph = self._graphs[settings] = self._capture(bucket, *key)
+            graph = self._capture(bucket, *key)
+            self._snapshot.hold_what_was_made()
+            self._graphs[settings] = graph
             self.report.captures[bucket.tokens] += 1
         return graph
 
