@@ -89,7 +89,7 @@ def _tensor(slots: Sequence[int], device: torch.device) -> Tensor:
         return torch.tensor(slots, dtype=torch.int32, device=device)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache  # without a limit: CUDA graphs read these tensors, and keep only their addresses
 def _kept(slots: tuple[int, ...], reach: int, device: torch.device) -> tuple[Tensor, int, int]:
     """The slots of distances up to `reach`, counted from the lowest; the lowest slot, and the one after the highest."""
     middle = len(slots) // 2

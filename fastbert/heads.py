@@ -27,7 +27,7 @@ from typing_extensions import Self, Unpack
 from fastbert import checkpoint, layer, ops
 from fastbert.config import BertConfig
 from fastbert.families import Head
-from fastbert.model import BertModel, ModelInputs, ModelOptions, Saveable, initialize, output_item
+from fastbert.model import BertModel, ModelInputs, ModelOptions, Saveable, exportable, initialize, output_item
 from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy_of_rows, labelled_rows
 from fastbert.ops.numbers import wide
@@ -40,6 +40,7 @@ SPARSE_ACTIVATIONS = ("relu", "log1p_relu")
 # ---- outputs
 
 
+@exportable
 class BertHeadOutput(NamedTuple):
     """Output of a model with a head; items as in BertModelOutput.
 
@@ -54,6 +55,7 @@ class BertHeadOutput(NamedTuple):
     __getitem__ = output_item
 
 
+@exportable
 class BertForPreTrainingOutput(NamedTuple):
     """BertHeadOutput with the logits of both pre-training heads."""
 
@@ -66,6 +68,7 @@ class BertForPreTrainingOutput(NamedTuple):
     __getitem__ = output_item
 
 
+@exportable
 class BertForQuestionAnsweringOutput(NamedTuple):
     """BertHeadOutput with logits for the first and for the last token of the answer."""
 

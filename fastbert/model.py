@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint as recompute
 
 from fastbert import backends, checkpoint, layer, padding, random
@@ -21,6 +22,7 @@ from fastbert.distances import MPNET_BUCKETS
 from fastbert.families import OURS, groups_of
 from fastbert.layer import AttentionParts, Distances, EmbeddingParts, Kept, LayerParts
 from fastbert.padding import Packing
+from fastbert.prepared import PreparedLinear
 
 T = TypeVar("T")
 
@@ -36,6 +38,14 @@ def output_item(fields: tuple, at: int | slice | str) -> Any:
     return tuple(field for field in part if field is not None) if isinstance(at, slice) else part
 
 
+def exportable(output: type[T]) -> type[T]:
+    """Gives an output's class a name in files: without one, torch.export.save and AOTInductor refuse it."""
+    if (register := getattr(_pytree, "_register_namedtuple", None)) is not None:  # private to PyTorch
+        register(output, serialized_type_name=f"fastbert.{output.__name__}")
+    return output
+
+
+@exportable
 class BertEncoderOutput(NamedTuple):
     """The encoder's output; items by position, by name and by string key. Fields that were not asked for are None, and
     slices leave them out.
@@ -51,6 +61,7 @@ class BertEncoderOutput(NamedTuple):
     __getitem__ = output_item
 
 
+@exportable
 class BertModelOutput(NamedTuple):
     """BertEncoderOutput with pooler_output (B, C), None without a pooling layer."""
 
@@ -327,11 +338,15 @@ class Saveable(_Loadable):
         return next(self.parameters()).dtype
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """The number of parameters; shared ones count once. exclude_embeddings: without embedding tables."""
+        """The number of parameters; shared ones count once. exclude_embeddings: without embedding tables.
+
+        Those of a prepared model count, too, but as none that can be trained.
+        """
         tables = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
         left_out = set(map(id, tables)) if exclude_embeddings else ()
         counted = (p for p in self.parameters() if id(p) not in left_out)
-        return sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
+        packed = sum(m.numbers() for m in self.modules() if isinstance(m, PreparedLinear) and not only_trainable)
+        return packed + sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self._body.embeddings.word_embeddings

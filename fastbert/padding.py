@@ -201,7 +201,7 @@ def plan(
     if attention_mask is None:
         ends = torch.arange(batch + 1, device=device, dtype=torch.int32) * seqlen
         return Packing(ends, seqlen, batch * seqlen, batch, seqlen)
-    visible, only_keys = _visible_keys(attention_mask, batch, seqlen, device)
+    visible, only_keys = visible_keys(attention_mask, batch, seqlen, device)
     if torch.compiler.is_compiling():
         if only_keys is not None:
             raise ValueError("attention_mask: compiled code cannot look at a mask's values; pass a (B, S) mask")
@@ -253,7 +253,7 @@ def _compiled_plan(visible: Tensor) -> Packing:
     return Packing(cu_seqlens, seqlen, batch * seqlen, batch, seqlen, indices, real)
 
 
-def _visible_keys(mask: Tensor, batch: int, seqlen: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def visible_keys(mask: Tensor, batch: int, seqlen: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """(B, S) bool, and whether the mask masks keys and nothing else: a bool scalar, or None if its form implies it."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask is a {type(mask).__name__}; expected a tensor")

@@ -35,8 +35,9 @@ def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn
     training mode, a change of dtype or device and load_state_dict raise RuntimeError. `save_pretrained` of fastbert's
     models writes plain tensors, which any machine packs when it loads them.
     Raises TypeError for a module without such a model, ValueError for an unknown precision or name, for a model that is
-    in training mode, prepared already or on a device that the precision is not for, for weights that are not finite,
-    and for a dense layer, which it names, that is not a plain nn.Linear or has sizes that "fp8" products do not take.
+    in training mode, prepared already or on a device that the precision is not for, for weights and biases that are
+    not finite, and for a dense layer, which it names, that is not a plain nn.Linear or has sizes that "fp8" products do
+    not take.
     """
     skip = check_names(model, precision, skip)
     prepared = copy.deepcopy(model).to(PRECISIONS[precision])

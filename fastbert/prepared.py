@@ -21,19 +21,20 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float
 QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # -> the dtype of weights with one factor per channel
 SCALE = "weight_scale"  # the name of these factors in state dicts
 CONFIG_ENTRY = "fastbert_prepare"  # the field in config.json
+LOADING = "_load_from_state_dict"  # what a module's load_state_dict calls in every module below it
 
 
 class PreparedLinear(nn.Module):
     """nn.Linear for inference on a CPU. precision: "fp32", "bf16" or "int8".
 
-    Its state dict has the plain weight and bias, and for int8 weight_scale (out_features,), because the packed layout
-    depends on the processor. Once it is filled it is frozen: training, a change of dtype or device and load_state_dict
-    raise RuntimeError.
+    Its state dict has the plain weight, the bias if the layer has one, and for int8 weight_scale (out_features,),
+    because the packed layout depends on the processor. Once it is filled it is frozen: training, a change of dtype or
+    device and load_state_dict raise RuntimeError.
     """
 
-    def __init__(self, in_features: int, out_features: int, precision: str) -> None:
+    def __init__(self, in_features: int, out_features: int, precision: str, biased: bool = True) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.precision = in_features, out_features, precision
+        self.in_features, self.out_features, self.precision, self.biased = in_features, out_features, precision, biased
         # The arguments of `ops.packed_linear`. They are not buffers, because nothing may convert them.
         self.weight: Tensor | None = None
         self.scale: Tensor | None = None
@@ -45,11 +46,15 @@ class PreparedLinear(nn.Module):
     def empty(linear: nn.Linear, precision: str) -> "PreparedLinear":
         """A module to replace `linear`, without weights yet."""
         kind = ScaledLinear if precision == "fp8" else PreparedLinear
-        return kind(linear.in_features, linear.out_features, precision)
+        return kind(linear.in_features, linear.out_features, precision, linear.bias is not None)
 
     @classmethod
     def of(cls, linear: nn.Linear, precision: str) -> "PreparedLinear":
+        """`linear`, which has been converted to the precision's dtype. Raises ValueError for numbers that are not
+        finite."""
         made = cls.empty(linear, precision)
+        if not all([parameter.isfinite().all() for parameter in linear.parameters()]):
+            raise ValueError(f"fastbert.prepare: {linear} has numbers that are not finite in {precision}")
         if precision in QUANTIZED:
             weight, factor = quantize_weight(linear.weight, QUANTIZED[precision])
         else:
@@ -85,6 +90,10 @@ class PreparedLinear(nn.Module):
                 known = self.kept = versions, make()
         return known[1]
 
+    def numbers(self) -> int:
+        """How many numbers the plain weight and bias have."""
+        return self.out_features * (self.in_features + self.biased)
+
     def bytes(self) -> int:
         """The memory of its tensors, in bytes."""
         tensors = self.weight, self.scale, self.bias, *(self.kept[1].values() if self.kept else ())
@@ -104,7 +113,7 @@ class PreparedLinear(nn.Module):
         else:
             weight, factor = self._unpacked()
             bias = self.bias
-        plain = {"weight": weight, "bias": bias.to(PRECISIONS[self.precision])}
+        plain = {"weight": weight} | ({"bias": bias.to(PRECISIONS[self.precision])} if self.biased else {})
         return plain | ({SCALE: factor} if self.precision in QUANTIZED else {})
 
     def _unpacked(self) -> tuple[Tensor, Tensor | None]:
@@ -126,7 +135,7 @@ class PreparedLinear(nn.Module):
         if given["weight"].dtype != self.dtype:
             errors.append(f"{prefix}weight is {given['weight'].dtype}; expected {self.dtype}")
             return
-        self.fill(given["weight"], given.get(SCALE), given["bias"])
+        self.fill(given["weight"], given.get(SCALE), given.get("bias"))
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"weight": None, "scale": None, "bias": None, "kept": None}
@@ -136,7 +145,7 @@ class PreparedLinear(nn.Module):
         plain = state.pop("plain", None)
         super().__setstate__(state)
         if plain is not None:
-            self.fill(plain["weight"], plain.get(SCALE), plain["bias"])
+            self.fill(plain["weight"], plain.get(SCALE), plain.get("bias"))
 
     # ---- frozen
 
@@ -246,18 +255,19 @@ def _frozen(what: str) -> RuntimeError:
 
 
 class Frozen:
-    """Replaces a method of a prepared model, and raises before any part of the model changes. It is an object in the
-    module's `__dict__`, so that it is copied and pickled with the module."""
+    """Replaces a method of a module that holds prepared layers, and raises before any part of it changes. It is an
+    object in the module's `__dict__`, so that it is copied and pickled with the module."""
 
     def __init__(self, module: nn.Module, method: str, dtype: torch.dtype) -> None:
         self.module, self.method, self.dtype = module, method, dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.method == "_apply":
-            device = next(self.module.parameters()).device
+            held = (*self.module.parameters(), *(layer.weight for layer in _layers(self.module)))
+            device = held[0].device
             check_conversion(args[0], self.dtype, device, device.type)
         elif self.method != "train" or (args or tuple(kwargs.values()) or (True,))[0]:
-            raise _frozen("training mode" if self.method == "train" else self.method)
+            raise _frozen({"train": "training mode", LOADING: "load_state_dict"}.get(self.method, self.method))
         done = getattr(type(self.module), self.method)(self.module, *args, **kwargs)
         if self.method == "_apply":
             join(self.module)
@@ -269,14 +279,19 @@ def freeze(model: nn.Module, precision: str) -> nn.Module:
     now raise."""
     model.requires_grad_(False)
     join(model)
-    for method in ("train", "_apply", "load_state_dict"):
-        setattr(model, method, Frozen(model, method, PRECISIONS[precision]))
     for module in model.modules():
+        if not isinstance(module, PreparedLinear) and _layers(module):
+            for method in ("train", "_apply", "load_state_dict", LOADING):
+                setattr(module, method, Frozen(module, method, PRECISIONS[precision]))
         if type(module).__module__.startswith(("transformers.", "sentence_transformers.")):
             for method in ("save_pretrained", "save"):
                 if hasattr(module, method):
                     setattr(module, method, Frozen(module, method, PRECISIONS[precision]))
     return model
+
+
+def _layers(model: nn.Module) -> list[PreparedLinear]:
+    return [module for module in model.modules() if isinstance(module, PreparedLinear)]
 
 
 def home(precision: str) -> torch.device:
@@ -316,7 +331,9 @@ def replace(model: nn.Module, skip: tuple[str, ...], make: Callable[[nn.Linear],
     for name in linears(model):
         if not is_skipped(name, skip):
             owner, _, last = name.rpartition(".")
-            setattr(follow(model, owner) if owner else model, last, make(follow(model, name)))
+            part = follow(model, name)
+            if not isinstance(part, PreparedLinear):  # else two layers share it, and it has been replaced
+                setattr(follow(model, owner) if owner else model, last, make(part))
 
 
 # ---- checkpoints

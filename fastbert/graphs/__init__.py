@@ -26,10 +26,11 @@ def graph(
 ) -> GraphedModel | GraphedStep:
     """Captures a model as CUDA graphs: for inference with low latency, called like the model, or as a training step.
 
-    model: a BertModel or BertFor... of any family on one GPU, in evaluation mode. max_tokens: the sizes of the buckets.
-    A call replays the smallest bucket for its tokens, not counting padding, if it has at most max_sequences sequences
-    of at most max_seqlen tokens (default: the model's maximum); other calls run the model itself. All buckets are
-    captured here, which runs the model a few times each; capture before other threads use the GPU (docs/graph.md).
+    model: a BertModel or BertFor... (not BertForSparseEmbedding) of any family on one GPU, in evaluation mode.
+    max_tokens: the sizes of the buckets. A call replays the smallest bucket for its tokens, not counting padding,
+    if it has at most max_sequences sequences of at most max_seqlen tokens (default: the model's maximum); other
+    calls run the model itself. All buckets are captured here, which runs the model a few times each; capture before
+    other threads use the GPU (docs/graph.md).
 
     training: returns a GraphedStep instead, `step(**batch)` for `loss = model(**batch).loss; loss.backward()`, of a
     BertFor... (not BertForMultipleChoice) in either mode. A bucket is captured when a batch first needs it. max_labels:

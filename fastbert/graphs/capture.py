@@ -98,6 +98,7 @@ class ModelSnapshot:
         self.tensors = [tensor for tensor in self._entries() if tensor is not None]
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.memory = [tensor.detach() for tensor in self.tensors]  # replays read it even if the model no longer does
+        self.made: dict[PreparedLinear, Any] = {}  # what prepared layers have made of their weights, once captured
         self.then = self._state()
 
     def _entries(self) -> list[Tensor | None]:
@@ -109,12 +110,19 @@ class ModelSnapshot:
         return [(id(module), module.training) for module in self.model.modules()], tensors
 
     def refuse_a_change(self) -> None:
-        """Raises RuntimeError if a module or tensor was replaced, moved or frozen. Values may change in place."""
-        if self._state() != self.then:
+        """Raises RuntimeError if a module or tensor was replaced, moved or frozen. Values may change in place, except
+        those of which prepared layers have made others."""
+        if self._state() != self.then or any([module.kept is not made for module, made in self.made.items()]):
             raise RuntimeError(
                 f"{NAME}: a module or tensor of the model was replaced, moved or frozen, or changed its mode; make a "
                 "new graph"
             )
+
+    def hold_what_was_made(self) -> None:
+        """To be called after a capture, which reads what prepared layers keep (position keys, for one) or has made it
+        anew. Raises RuntimeError as `refuse_a_change`."""
+        self.refuse_a_change()
+        self.made |= {m: m.kept for m in self.modules if isinstance(m, PreparedLinear) and m.kept is not None}
 
     def device(self) -> torch.device:
         devices = {tensor.device for tensor in self.tensors}
@@ -125,6 +133,10 @@ class ModelSnapshot:
 
     def refuse_python(self) -> None:
         """Raises RuntimeError if the model has hooks or foreign modules, whose Python code a replay would not run."""
+        if torch.nn.modules.module._has_any_global_hook():
+            raise RuntimeError(
+                f"{NAME}: hooks are registered for all modules; a replay runs no Python, so they would not run"
+            )
         if any(module._forward_hooks or module._forward_pre_hooks for module in self.modules):
             raise RuntimeError(f"{NAME}: the model has forward hooks; a replay runs no Python, so they would not run")
         if others := sorted({type(module).__name__ for module in self.modules[1:] if not _replays(module)}):

@@ -97,7 +97,7 @@ class Graphed:
         raise NotImplementedError
 
     def _look_at_model(self) -> None:
-        """Checks the modes; that the model's structure is unchanged is checked under FASTBERT_CHECK=1 only."""
+        """Checks the modes; the model's structure is checked before each capture, and here under FASTBERT_CHECK=1."""
         self._refuse_call()
         if checking():
             self._snapshot.refuse_a_change()
@@ -159,7 +159,11 @@ class Graphed:
         """The graph of a bucket under the current settings, captured if it is new. key: what else it depends on."""
         settings = bucket, backends.forced(), torch.backends.cuda.matmul.fp32_precision, key
         if (graph := self._graphs.get(settings)) is None:
-            graph = self._graphs[settings] = self._capture(bucket, *key)
+            self._snapshot.refuse_a_change()  # what is captured now is replayed beside what was captured before
+            self._refuse_model()
+            graph = self._capture(bucket, *key)
+            self._snapshot.hold_what_was_made()
+            self._graphs[settings] = graph
             self.report.captures[bucket.tokens] += 1
         return graph
 

@@ -75,7 +75,7 @@ class GraphedStep(Graphed):
         super()._refuse_model()
         kind, given = next(kind for kind in self.MODELS if isinstance(self.model, kind)), type(self.model)
         for name in ("forward", "_classify", "_loss", "_predict"):
-            if getattr(given, name, None) is not getattr(kind, name, None):
+            if name in vars(self.model) or getattr(given, name, None) is not getattr(kind, name, None):
                 raise TypeError(f"{NAME}: {given.__name__} has a {name} of its own; a step takes {kind.__name__}'s")
         if not self._snapshot.parameters:
             raise RuntimeError(f"{NAME}: no parameter of the model requires a gradient")

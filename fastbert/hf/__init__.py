@@ -20,7 +20,7 @@ def state_dict(model: BertModel | BertEncoder) -> dict[str, Tensor]:
     return model.to_hugging_face(model.state_dict())
 
 
-def accelerate(model: nn.Module, *, skip_logits: bool = False) -> Report:
+def accelerate(model: nn.Module, *, skip_logits: bool | None = None) -> Report:
     """Makes a live `transformers` model run on fastbert's kernels, with padding removed once for the whole stack.
 
     model: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ALBERT, DeBERTa-v2 (v3 too) or MPNet, with any
@@ -30,7 +30,7 @@ def accelerate(model: nn.Module, *, skip_logits: bool = False) -> Report:
     already, its existing report.
 
     skip_logits: masked-LM heads in training with labels run on the labelled tokens alone, and their outputs have a loss
-    and no logits. Without it, outputs have all fields of the original's.
+    and no logits. False, as at first: outputs have all fields of the original's. None leaves it as it was.
 
     Raises TypeError for an object that is no nn.Module or contains no transformers model, RuntimeError for transformers
     below 5.0, and ValueError for a model without a supported family or on the meta device, and for skip_logits without
@@ -47,7 +47,7 @@ def accelerate(model: nn.Module, *, skip_logits: bool = False) -> Report:
     report = next((each.report for each in known.values() if each), None) or Report()
     new = {name: _replacements(model, name, base, report) for name, base in bases.items() if known[name] is None}
     report.not_replaced |= _left_out(model, bases)
-    report.skip_logits = skip_logits
+    report.skip_logits = report.skip_logits if skip_logits is None else skip_logits
     for name, replacements in new.items():
         for replacement in replacements:
             if _active(replacement.module) is None:  # else two base models share it

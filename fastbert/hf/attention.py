@@ -4,6 +4,9 @@ transformers builds a mask once per forward and passes it to every layer's atten
 places of the tokens are found once, and each attention packs and unpacks with them. Everything except an encoder's
 self-attention with a key-padding mask runs transformers' SDPA attention. In cross-attention the mask is that of the
 keys, so packing would drop queries, even where there are as many queries as keys.
+
+A keyword that nobody here knows is refused: models pass what changes their attention (sinks, a selection of keys) by
+keyword, and SDPA ignores what it does not know.
 """
 
 from typing import Any
@@ -14,6 +17,14 @@ from torch import Tensor, nn
 from fastbert import ops, padding, random
 
 NAME = "fastbert"  # without "flash": sentence-transformers has a loader of its own for such names
+# Keywords of transformers' attention functions that change the weights, and that SDPA computes, or refuses itself.
+FOR_SDPA = ("position_bias", "softcap")
+# Those that change no result here: settings, and what masks have said already.
+HARMLESS = frozenset(
+    "output_attentions output_hidden_states output_router_logits return_dict use_cache num_items_in_batch "
+    "cache_position position_ids seq_idx sliding_window cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k "
+    "deterministic".split()
+)
 
 
 def register() -> str:
@@ -48,12 +59,19 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function for transformers: query, key and value (B, H, S, D) to the output, (B, S, H, D), and the
-    attention weights if `output_attentions` asks for them."""
+    attention weights if `output_attentions` asks for them. Raises ValueError for keywords that it does not know."""
+    given = {name for name, value in kwargs.items() if value is not None}
+    if unknown := given - HARMLESS - set(FOR_SDPA):
+        raise ValueError(
+            f"fastbert: {type(module).__name__} passes {', '.join(sorted(unknown))} to its attention, which fastbert's "
+            'does not know; use another one, as with set_attn_implementation("eager")'
+        )
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     packing = attention_mask
     if packing is None and not causal:
         packing = padding.plan(None, query.shape[0], query.shape[2], query.device)
-    if causal or _may_cross(module) or not _serves(packing, query, key, value, dropout):
+    theirs = causal or _may_cross(module) or not given.isdisjoint(FOR_SDPA)
+    if theirs or not _serves(packing, query, key, value, dropout):
         return _sdpa(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     qkv = packing.pack(torch.stack([x.transpose(1, 2) for x in (query, key, value)], 2))  # (T, 3, H, D)
     arguments = {

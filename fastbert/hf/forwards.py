@@ -472,8 +472,8 @@ class HeadForward(Replacement):
             return self.original(*args, **kwargs)
         inputs = self.named(args, kwargs)
         mask, labels = inputs.get("attention_mask"), inputs.get("labels")
-        if isinstance(mask, Tensor) and isinstance(labels, Tensor) and mask.shape == labels.shape:
-            inputs["labels"] = labels.masked_fill(mask == 0, -100)
+        if isinstance(mask, Tensor) and isinstance(labels, Tensor) and labels.dim() == 2:
+            inputs["labels"] = _of_visible_tokens(labels, mask)
         skips = self._skips_logits(inputs)
         before = _active.obstacle, _active.rows
         if inputs.get("start_positions") is not None:
@@ -495,6 +495,21 @@ class HeadForward(Replacement):
         ids, labels = inputs.get("input_ids"), inputs.get("labels")
         batch = inputs.get("inputs_embeds") if ids is None else ids
         return isinstance(labels, Tensor) and isinstance(batch, Tensor) and labels.shape == batch.shape[:2]
+
+
+def _of_visible_tokens(labels: Tensor, mask: Tensor) -> Tensor:
+    """Labels (B, S), -100 at masked tokens. A mask that is no key-padding mask, which only the original takes, masks
+    none."""
+    if mask.shape == labels.shape:
+        return labels.masked_fill(mask == 0, -100)
+    if mask.dim() != 4 or not (mask.is_floating_point() or mask.dtype == torch.bool):
+        return labels
+    try:
+        visible, only_keys = padding.visible_keys(mask, *labels.shape, labels.device)
+    except ValueError:
+        return labels
+    known = only_keys is None or (not torch.compiler.is_compiling() and bool(only_keys))
+    return labels.masked_fill(~visible, -100) if known else labels
 
 
 def _without_logits(output: Any) -> Any:

@@ -27,6 +27,7 @@ from fastbert.config import BertConfig
 from fastbert.files import replacing
 from fastbert.model import Saveable
 from fastbert.modes import evaluating
+from fastbert.prepared import PreparedLinear
 from fastbert.testing import Result, Row
 
 FACTOR = 4.0  # an exported model's error against float64 may be this many times the model's own
@@ -66,7 +67,9 @@ def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
     """
     path = Path(path)
     _check(model, path, format)
-    with evaluating(model), _quiet(), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+    beside = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
+    # The caller's autocast would become part of the file, where inputs have other dtypes than when it was traced.
+    with torch.autocast("cpu", enabled=False), evaluating(model), _quiet(), beside as folder:
         batches = _batches(model)
         program = _trace(model, batches[0])
         names = tuple(batches[0]), tuple(_Inference(model)(**batches[0]))
@@ -83,6 +86,11 @@ def _check(model: Saveable, path: Path, format: str) -> None:
         raise ValueError(f"export: format is {format!r}; expected one of {', '.join(map(repr, FORMATS))}")
     if not isinstance(model, Saveable):
         raise TypeError(f"export: model is a {type(model).__name__}; expected a fastbert.BertModel, or one with a head")
+    if any(isinstance(module, PreparedLinear) for module in model.modules()):
+        raise ValueError(
+            "export: fastbert.prepare has packed the model's weights for this processor; export the original, and "
+            "quantise the file with its runtime's tools"
+        )
     devices = {str(parameter.device) for parameter in model.parameters()}
     if devices != {"cpu"}:
         raise ValueError(f"export: the model is on {', '.join(sorted(devices))}; expected it on the CPU")

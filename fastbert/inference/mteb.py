@@ -164,7 +164,7 @@ def _open(
             "revision": revision or fingerprint(model),
             "loader": type(owner),
             "framework": ["PyTorch"],
-            "n_parameters": sum(parameter.numel() for parameter in model.model.parameters()),
+            "n_parameters": model.model.num_parameters(),
             "max_tokens": model.max_length,
             **owner._facts(),
         }

@@ -159,9 +159,14 @@ def test_labels_of_masked_tokens_count_as_ignored(head):
     original, model, report, inputs = pair("bert", head)
     targets = torch.randint(2, (3, SEQLEN), device=DEVICE)
     ignored = targets.masked_fill(inputs["attention_mask"] == 0, -100)
-    one, two = model(**inputs, labels=targets).loss, original(**inputs, labels=ignored).loss
-    assert (one - two).abs() <= 1e-12 * two
-    assert_packed(report)
+    two, wide = original(**inputs, labels=ignored).loss, inputs["attention_mask"][:, None, None].bool()
+    for mask in (inputs["attention_mask"], wide, wide.double().log()):
+        one = model(inputs["input_ids"], mask, labels=targets).loss
+        assert (one - two).abs() <= 1e-12 * two
+    causal = wide & torch.ones(SEQLEN, SEQLEN, dtype=torch.bool, device=DEVICE).tril()
+    with pytest.warns(RuntimeWarning, match="no key-padding mask"):  # the original runs, with all labels
+        one, two = (each(inputs["input_ids"], causal, labels=targets).loss for each in (model, original))
+    assert torch.equal(one, two) and report.packed == 3
 
 
 @pytest.mark.parametrize(
@@ -195,6 +200,8 @@ def test_skipped_logits(family, head, side):
     short = model(**inputs, labels=targets, **more, return_dict=False)
     assert len(short) == len(original(**inputs, labels=targets, **more, return_dict=False)) - 1
     assert report.packed == (0 if side == "left" and head == "pretraining" else 2)
+    assert fastbert.accelerate(model).skip_logits and not fastbert.accelerate(model, skip_logits=False).skip_logits
+    fastbert.accelerate(model, skip_logits=True)
     for output in (model(**inputs), model.eval()(**inputs, labels=targets, **more)):
         assert (output["logits" if head == "mlm" else "prediction_logits"]).shape == (3, SEQLEN, 99)
 
@@ -1274,6 +1281,19 @@ def test_registered_attention(family):
         both = (seen[:, None, :, None] & seen[:, None, None, :]).double()
         for a, b in zip(one.attentions, two.attentions, strict=True):
             assert (a - b * both).abs().max() <= 1e-12
+
+
+def test_registered_attention_ignores_no_keyword():
+    """A bias of scores, as T5 has, is SDPA's; what changes results and SDPA ignores, such as sinks, is refused."""
+    original = build()
+    model = copy.deepcopy(original)
+    model.set_attn_implementation(fastbert.hf.register())
+    inputs, bias = batch(model), torch.randn(1, 4, SEQLEN, SEQLEN, dtype=torch.float64, device=DEVICE)
+    one, two = (visible(each(**inputs, position_bias=bias, position_ids=None), inputs) for each in (model, original))
+    equal(one, two)
+    for name in ("s_aux", "softcap", "sinks"):
+        with pytest.raises(ValueError, match=name):
+            model(**inputs, **{name: 2.0})
 
 
 def test_registered_attention_leaves_dropout_that_is_too_small_to_sdpa():

@@ -1,6 +1,7 @@
 """What people expect of a model class: its device and dtype, its vocabulary, recomputation, outputs by key."""
 
 import copy
+import io
 import subprocess
 import sys
 
@@ -31,6 +32,8 @@ def test_device_dtype_and_parameters(kind):
     assert tables and model.num_parameters(exclude_embeddings=True) == model.num_parameters() - tables
     model.get_input_embeddings().weight.requires_grad_(False)
     assert model.num_parameters(only_trainable=True) == model.num_parameters() - 99 * 48
+    prepared = fastbert.prepare(kind(TINY).eval(), "int8")
+    assert prepared.num_parameters() == model.num_parameters() and prepared.num_parameters(only_trainable=True) == 0
 
 
 @pytest.mark.parametrize("rows", [120, 50])
@@ -106,6 +109,23 @@ def test_outputs_by_position_name_and_key(kind):
     assert all(field is not None for field in output[:])
     with pytest.raises(KeyError, match="has no 'nonsense'; expected one of"):
         output["nonsense"]
+
+
+OUTPUTS = [getattr(fastbert, name) for name in fastbert.__all__ if name.endswith("Output")]
+
+
+class Outputs(torch.nn.Module):
+    def forward(self, x):
+        return tuple(kind(x) for kind in OUTPUTS)
+
+
+def test_outputs_are_saved_with_an_exported_program():
+    file, x = io.BytesIO(), torch.ones(2)
+    torch.export.save(torch.export.export(Outputs(), (x,)), file)
+    file.seek(0)
+    found = torch.export.load(file).module()(x)
+    assert [type(output) for output in found] == [type(output) for output in Outputs()(x)]
+    assert all(torch.equal(output[0], x) for output in found)
 
 
 def test_transformers_trainer_switches_recomputation_on(tmp_path):

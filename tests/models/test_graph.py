@@ -6,22 +6,24 @@ again, so that everything but the capture itself is tested.
 
 import copy
 import random
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
 import small_models
 import torch
-from replays import RECORDER, AgainWithoutWaiting
+from replays import RECORDER, Again, AgainWithoutWaiting
 from small_models import DEVICE, TINY, batch, hugging_face, ours, packed
 
 import fastbert
-from fastbert import BertConfig, BertModel, testing
+from fastbert import BertConfig, BertModel, distances, testing
 from fastbert.families import BY_MODEL_TYPE
 from fastbert.graphs import GraphedModel, graph
 from fastbert.graphs.buckets import Bucket, Field, Form
 from fastbert.ops import checks
 from fastbert.padding import Packing
+from fastbert.prepared import PreparedLinear
 from fastbert.testing import Result
 from fastbert.triton.common import recorded
 
@@ -425,7 +427,7 @@ def no_bias(model):
     [assign, new_data, new_classifier, fewer_layers, no_bias, lambda m: m.float(), lambda m: m.float().double()],
     ids=["assign", "data", "module", "layers", "bias", "dtype", "dtype and back"],
 )
-def test_replaced_tensors_and_modules_are_noticed_in_debugging(change, monkeypatch):
+def test_replaced_tensors_and_modules_are_noticed_in_debugging_and_captures(change, monkeypatch):
     """A replay itself does not look: it reads the weights that were captured, which therefore stay in memory."""
     model, inputs = our("BertForSequenceClassification"), batch([7, 1], 7)
     replayed, weights = graphed(model), [parameter.detach().clone() for parameter in model.parameters()]
@@ -433,11 +435,32 @@ def test_replaced_tensors_and_modules_are_noticed_in_debugging(change, monkeypat
     with torch.inference_mode():
         replayed(**inputs)
         change(model)
-        monkeypatch.setenv("FASTBERT_CHECK", "1")
-        with pytest.raises(RuntimeError, match="replaced, moved or frozen, or changed its mode; make a new graph"):
-            replayed(**inputs)
+        for debugging in ("0", "1"):
+            monkeypatch.setenv("FASTBERT_CHECK", debugging)
+            with (
+                fastbert.backend("reference"),
+                pytest.raises(RuntimeError, match="or changed its mode; make a new graph"),
+            ):
+                replayed(**inputs)
     kept = {tensor.data_ptr(): tensor for tensor in replayed._snapshot.memory}
     assert all(torch.equal(kept[address], weight) for address, weight in zip(addresses, weights, strict=True))
+
+
+def test_what_graphs_read_and_the_model_may_drop_is_kept():
+    """Position keys of a prepared DeBERTa, which a call makes anew after a change, and slots of many distances."""
+    config = BertConfig.from_dict({**small_models.CONFIGS["deberta-v2"], "model_type": "deberta-v2"})
+    model, inputs = fastbert.prepare(BertModel(config).eval(), "fp32"), {"input_ids": IDS}
+    replayed, parts = graphed(model, Again), [m for m in model.modules() if isinstance(m, PreparedLinear) and m.kept]
+    read = [weakref.ref(tensor) for part in parts for tensor in part.kept[1].values()]
+    read.append(weakref.ref(distances.disentangled(8, 16, 16, IDS.device)[0]))
+    with torch.no_grad():
+        model.encoder.rel_embeddings.weight.mul_(2)
+        model(**inputs)
+        for slot in range(1100):
+            distances._kept((slot,), 0, IDS.device)
+        assert len(read) > 1 and all(tensor() is not None for tensor in read)
+        with fastbert.backend("reference"), pytest.raises(RuntimeError, match="make a new graph"):
+            replayed(**inputs)
 
 
 @torch.inference_mode()

@@ -576,31 +576,41 @@ def test_models_without_a_step():
     with pytest.raises(TypeError, match="Own has a _loss of its own; a step takes BertForSequenceClassification's"):
         own = {"_loss": lambda *a: None}
         stepped(type("Own", (fastbert.BertForSequenceClassification,), own)(CONFIG).to(DEVICE))
+    model = model_of("BertForSequenceClassification")
+    model._loss = lambda *a: None
+    with pytest.raises(TypeError, match="BertForSequenceClassification has a _loss of its own"):
+        stepped(model)
     for sizes in ({"max_labels": 0}, {"max_labels": 2.0}, {"max_tokens": ()}, {"max_sequences": 0}):
         with pytest.raises(ValueError, match=next(iter(sizes))):
             stepped(model_of("BertForMaskedLM"), **sizes)
 
 
 def test_what_a_replay_would_not_do(monkeypatch):
+    """It is refused when a step is made, before each capture and, with FASTBERT_CHECK=1, in every call."""
     model, inputs = model_of("BertForMaskedLM"), example("words", [7, 9], "packed")
     step = stepped(model)
 
     def refused(match):
         with pytest.raises(RuntimeError, match=match):
             stepped(model)
-        monkeypatch.setenv("FASTBERT_CHECK", "1")
-        with pytest.raises(RuntimeError, match=match):
-            step(**inputs)
-        monkeypatch.delenv("FASTBERT_CHECK")
+        refused_in_calls(match)
+
+    def refused_in_calls(match):
+        for debugging in ("0", "1"):
+            monkeypatch.setenv("FASTBERT_CHECK", debugging)
+            with pytest.raises(RuntimeError, match=match):
+                step(**inputs)
 
     weight = model.bert.encoder.layer[0].output.dense.weight
-    for handle in (
-        model.bert.register_forward_hook(print),
-        model.bert.encoder.register_full_backward_hook(print),
-        model.bert.encoder.register_full_backward_pre_hook(print),
-        weight.register_hook(print),
-        weight.register_post_accumulate_grad_hook(print),
+    for register in (
+        model.bert.register_forward_hook,
+        model.bert.encoder.register_full_backward_hook,
+        model.bert.encoder.register_full_backward_pre_hook,
+        weight.register_hook,
+        weight.register_post_accumulate_grad_hook,
+        torch.nn.modules.module.register_module_forward_hook,
     ):
+        handle = register(print)
         refused("hooks")
         handle.remove()
     model.gradient_checkpointing_enable()
@@ -608,10 +618,11 @@ def test_what_a_replay_would_not_do(monkeypatch):
     model.gradient_checkpointing_disable()
     with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are off"):
         step(**inputs)
-    monkeypatch.setenv("FASTBERT_CHECK", "1")
+    model.bert.eval()
+    refused_in_calls("changed its mode")
+    model.train()
     model.bert.embeddings.requires_grad_(False)
-    with pytest.raises(RuntimeError, match="replaced, moved or frozen"):
-        step(**inputs)
+    refused_in_calls("replaced, moved or frozen")
 
 
 IDS = torch.tensor([3, 99])

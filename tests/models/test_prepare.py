@@ -277,29 +277,60 @@ def test_weights_take_the_room_of_their_precision(model):
         assert sum(part.weight.nbytes for part in parts) == numbers * size
 
 
+def load_zeros(module):
+    module.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in module.state_dict().items()})
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        lambda model: model.train(),
-        lambda model: model.encoder.train(),
-        lambda model: nn.Sequential(model).train(),
-        lambda model: model.half(),
-        lambda model: model.to(torch.float64),
-        lambda model: model.to("meta"),
-        lambda model: model.encoder.to("meta"),
-        lambda model: model.encoder.layer[0].to_empty(device="meta"),
-        lambda model: model.encoder.layer[0].half(),
-        lambda model: model.load_state_dict(model.state_dict()),
-        lambda model: model.encoder.load_state_dict(model.encoder.state_dict()),
+        lambda head: head.train(),
+        lambda head: head.bert.train(),
+        lambda head: head.bert.encoder.train(),
+        lambda head: nn.Sequential(head).train(),
+        lambda head: head.half(),
+        lambda head: head.bert.half(),
+        lambda head: nn.Sequential(head).half(),
+        lambda head: head.to(torch.float64),
+        lambda head: head.to("meta"),
+        lambda head: head.bert.to("meta"),
+        lambda head: head.bert.encoder.to("meta"),
+        lambda head: head.bert.encoder.layer[0].to_empty(device="meta"),
+        lambda head: head.bert.encoder.layer[0].half(),
+        lambda head: load_zeros(head),
+        lambda head: load_zeros(head.bert),
+        lambda head: load_zeros(head.bert.encoder),
+        lambda head: load_zeros(nn.Sequential(head)),
     ],
 )
 @quantized
 def test_nothing_changes_it(model, inputs, change, precision):
-    prepared = prepare(model, precision)
-    expected = hidden(prepared, inputs)
+    head = fastbert.BertForSequenceClassification(model.config).eval()
+    head.bert = model
+    prepared = prepare(head, precision)
+    expected = hidden(prepared.bert, inputs)
     with pytest.raises(RuntimeError, match="frozen; use the original"):
         change(prepared)
-    assert torch.equal(hidden(prepared.eval().to(next(prepared.parameters()).device), inputs), expected)
+    assert torch.equal(hidden(prepared.bert, inputs), expected)
+
+
+@quantized
+def test_layers_that_share_modules_are_prepared_once(model, inputs, precision):
+    model.encoder.layer[1] = model.encoder.layer[0]
+    found = hidden(prepare(model, precision), inputs)
+    assert (
+        F.cosine_similarity(found.float(), hidden(model, inputs), dim=-1)[inputs["attention_mask"].bool()].min() > 0.99
+    )
+
+
+def test_a_layer_without_a_bias_gets_none(inputs, tmp_path):
+    config = BertConfig.from_dict({**CONFIGS["deberta-v2"], "model_type": "deberta-v2", "embedding_size": 32})
+    model, inputs = fastbert.BertModel(config).eval(), {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    prepared = fastbert.prepare(model, "fp32")
+    prepared.save_pretrained(tmp_path)
+    loaded = fastbert.BertModel.from_pretrained(tmp_path)
+    assert model.state_dict().keys() == prepared.state_dict().keys() == loaded.state_dict().keys()
+    assert torch.equal(hidden(loaded, inputs), hidden(pickle.loads(pickle.dumps(prepared)), inputs))
 
 
 @every_precision
@@ -320,6 +351,11 @@ def without_finite_weights(model):
     return model
 
 
+def with_a_bias_beyond_bfloat16(model):
+    model.encoder.layer[0].output.dense.bias.data[0] = torch.finfo(torch.float32).max
+    return model
+
+
 def with_a_hook(model):
     model.encoder.layer[1].intermediate.dense.register_forward_hook(lambda *args: None)
     return model
@@ -337,6 +373,8 @@ def with_a_hook(model):
         (lambda m: m, {"skip": "encoder.layer.7"}, ValueError, "skip has 'encoder.layer.7', which holds none of"),
         (lambda m: m, {"skip": ["encoder"]}, ValueError, "something is left"),
         (without_finite_weights, {}, ValueError, "numbers that are not finite"),
+        (without_finite_weights, {"precision": "fp32"}, ValueError, "numbers that are not finite"),
+        (with_a_bias_beyond_bfloat16, {"precision": "bf16"}, ValueError, "numbers that are not finite"),
         (with_a_hook, {}, ValueError, "encoder.layer.1.intermediate.dense is a Linear, or has hooks"),
     ],
 )
