@@ -2,6 +2,7 @@
 quantised for a GPU, and models that hold them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -263,13 +264,12 @@ class Frozen:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.method == "_apply":
-            held = (*self.module.parameters(), *(layer.weight for layer in _layers(self.module)))
-            device = held[0].device
+            device = next(chain(self.module.parameters(), (layer.weight for layer in _layers(self.module)))).device
             check_conversion(args[0], self.dtype, device, device.type)
         elif self.method != "train" or (args or tuple(kwargs.values()) or (True,))[0]:
             raise _frozen({"train": "training mode", LOADING: "load_state_dict"}.get(self.method, self.method))
         done = getattr(type(self.module), self.method)(self.module, *args, **kwargs)
-        if self.method == "_apply":
+        if self.method == "_apply" and key_of(self.module):
             join(self.module)
         return done
 
@@ -280,7 +280,7 @@ def freeze(model: nn.Module, precision: str) -> nn.Module:
     model.requires_grad_(False)
     join(model)
     for module in model.modules():
-        if not isinstance(module, PreparedLinear) and _layers(module):
+        if not isinstance(module, PreparedLinear) and any(_layers(module)):
             for method in ("train", "_apply", "load_state_dict", LOADING):
                 setattr(module, method, Frozen(module, method, PRECISIONS[precision]))
         if type(module).__module__.startswith(("transformers.", "sentence_transformers.")):
@@ -290,8 +290,8 @@ def freeze(model: nn.Module, precision: str) -> nn.Module:
     return model
 
 
-def _layers(model: nn.Module) -> list[PreparedLinear]:
-    return [module for module in model.modules() if isinstance(module, PreparedLinear)]
+def _layers(model: nn.Module) -> Iterator[PreparedLinear]:
+    return (module for module in model.modules() if isinstance(module, PreparedLinear))
 
 
 def home(precision: str) -> torch.device:
