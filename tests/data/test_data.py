@@ -546,3 +546,12 @@ def test_trainer_with_a_budget_of_tokens(tmp_path, head, monkeypatch):
     assert (metrics["eval_rows"], metrics["eval_classes"]) == (expected, 3)
     flat = [label for row in rows for label in (row["labels"] if of_tokens else [row["labels"]])]
     assert metrics["eval_labels"].tolist() == flat
+
+
+def test_masks_change_from_epoch_to_epoch():
+    rows = [{"input_ids": list(range(5, 25))} for _ in range(4)]
+    collator = PackingCollator(mlm_probability=0.5, mask_token_id=MASK, vocab_size=99, special_ids=[], seed=1)
+    loader = fastbert.data.create_dataloader(rows, collator, 4, shuffle=False)
+    first = next(iter(loader))["labels"]
+    loader.set_epoch(1)
+    assert not torch.equal(next(iter(loader))["labels"], first)

@@ -1354,3 +1354,42 @@ def test_registered_attention_drops_in_training():
     one = model(**inputs)[0]
     torch.manual_seed(0)
     assert torch.equal(one, model(**inputs)[0]) and not torch.equal(one, still)
+
+
+def tagger(**changes):
+    config = transformers.BertConfig(**SIZES, num_labels=3, **changes)
+    return transformers.BertForTokenClassification(config).eval()
+
+
+def test_the_caller_s_labels_stay_as_they_are():
+    model, labels = tagger(), torch.ones(2, 5, dtype=torch.int64)
+    fastbert.accelerate(model)
+    model(labels, torch.tensor([[1] * 5, [1] * 3 + [0] * 2]), labels=labels)
+    assert (labels == 1).all()
+
+
+@pytest.mark.parametrize("what", ["an attention of its own", "a bool mask for eager attention"])
+def test_what_only_the_original_computes_it_does(what):
+    ids, mask = torch.randint(1, 99, (2, 5)), None
+    if what == "an attention of its own":
+        transformers.AttentionInterface.register("zero", lambda module, query, *_, **__: (0 * query.mT, None))
+        model, reason = tagger(), "attention implementation is 'zero'"
+        model.set_attn_implementation("zero")
+    else:
+        model, mask = tagger(attn_implementation="eager"), torch.tensor([[1] * 5, [1] * 3 + [0] * 2])
+        mask, reason = mask.bool()[:, None, None], "4-D torch.bool"
+    other = copy.deepcopy(model)
+    fastbert.accelerate(other)
+    with pytest.warns(RuntimeWarning, match=reason):
+        assert torch.equal(other(ids, mask).logits, model(ids, mask).logits)
+
+
+def test_vmap_and_trace_run_the_original():
+    model = tagger()
+    other, ids = copy.deepcopy(model), torch.randint(1, 99, (3, 1, 5))
+    fastbert.accelerate(other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = [torch.func.vmap(lambda x, m=m: m(x).logits)(ids) for m in (model, other)]
+        torch.jit.trace(other, (ids[0],), strict=False)
+    assert torch.equal(*found)

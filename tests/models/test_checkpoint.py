@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -436,3 +437,32 @@ def test_minilm_round_trip(tmp_path):
     original.pop("embeddings.position_ids", None)
     assert original.keys() == copy.keys() and all(torch.equal(t, copy[name]) for name, t in original.items())
     assert BertConfig.from_pretrained(tmp_path).to_dict().items() >= {"hidden_size": 384, "use_cache": True}.items()
+
+
+def test_an_index_that_names_a_file_outside_is_refused(tmp_path):
+    inner = tmp_path / "model"
+    hugging_face().save_pretrained(inner, max_shard_size="50KB")
+    index = inner / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    save_file({"new": torch.zeros(1)}, tmp_path / "outside.safetensors")
+    index.write_text(json.dumps({"weight_map": names | {"new": "../outside.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match="names ../outside.safetensors, which"):
+        BertModel.from_pretrained(inner)
+
+
+def test_a_whole_file_comes_before_an_index(tmp_path):
+    hugging_face().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
+    BertModel.from_pretrained(tmp_path)
+
+
+def test_saving_again_and_saving_transposed_memory(tmp_path):
+    model = BertModel(TINY)
+    weight = model.encoder.layer[0].output.dense.weight
+    weight.data = weight.data.T.contiguous().T
+    for _ in range(2):
+        model.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = BertModel.from_pretrained(tmp_path)
+    assert torch.equal(again.encoder.layer[0].output.dense.weight, weight)

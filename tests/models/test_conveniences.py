@@ -173,3 +173,31 @@ def test_infinity_and_nan_are_no_mask_s(value):
     mask[0, 1] = value
     with pytest.raises(ValueError, match="no key-padding mask"):
         BertModel(TINY)(torch.ones(2, 3).long(), mask)
+
+
+def test_a_resized_vocabulary_keeps_dtype_and_mode():
+    model = BertModel(TINY).bfloat16().eval()
+    table = model.resize_token_embeddings(120)
+    assert table.weight.dtype == torch.bfloat16 and not table.training
+    fastbert.prepare(model, "fp32")
+
+
+def test_initializer_range_is_that_of_embeddings_too():
+    model = BertModel(TINY.changed(initializer_range=0.3))
+    assert 0.2 < model.embeddings.position_embeddings.weight.std() < 0.4
+
+
+def test_each_second_layer_is_computed_again():
+    model, ran = BertModel(TINY.changed(num_hidden_layers=3)).train(), []
+    model.gradient_checkpointing_enable(every_n_layers=2)
+    for turn, layer in enumerate(model.encoder.layer):
+        layer.register_forward_pre_hook(lambda *_, turn=turn: ran.append(turn))
+    model(torch.randint(1, 99, (1, 5))).last_hidden_state.sum().backward()
+    assert sorted(ran) == [0, 0, 1, 2, 2]
+
+
+def test_a_batch_of_padding_alone():
+    ids = torch.ones(2, 5, dtype=torch.int64)
+    out = BertModel(TINY).eval()(ids, torch.zeros_like(ids), output_attentions=True)
+    assert not out.last_hidden_state.any()
+    assert all(weights.shape == (2, TINY.num_attention_heads, 5, 5) and not weights.any() for weights in out.attentions)

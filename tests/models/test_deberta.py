@@ -458,3 +458,10 @@ def test_the_scale_has_its_root_in_float32():
         root = torch.sqrt(torch.tensor(size, dtype=torch.float) * kinds).item()
         assert layer.disentangled_scaling(size, given) == 1 / root != 0.0
     assert math.isclose(layer.disentangled_scaling(64, None), 0.125)
+
+
+def test_a_batch_of_padding_alone():
+    ids = torch.ones(2, 5, dtype=torch.int64)
+    model = BertModel(BertConfig.from_dict({"model_type": "deberta-v2"} | V3 | VARIANTS["conv"])).eval()
+    assert not model.encoder.conv.conv.bias.any()
+    assert not model(ids, torch.zeros_like(ids)).last_hidden_state.any()

@@ -569,3 +569,25 @@ def test_packed_training_does_not_synchronise(name):
         model(**arguments).loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_new_head_is_initialised_as_transformers_does_in_the_body_s_dtype(tmp_path):
+    hugging_face().bfloat16().save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="initialised anew"):
+        model = fastbert.BertForMaskedLM.from_pretrained(tmp_path)
+    transform = model.cls.predictions.transform
+    assert (transform.LayerNorm.weight == 1).all() and not transform.dense.bias.any()
+    assert 0.01 < transform.dense.weight.float().std() < 0.03
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_resized_vocabulary_stays_frozen():
+    model = fastbert.BertForMaskedLM(TINY).requires_grad_(False)
+    model.resize_token_embeddings(120)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_batch_of_one_label():
+    model = fastbert.BertForSequenceClassification(TINY).eval()
+    out = model(torch.randint(1, 99, (1, 5)), labels=torch.tensor([1]))
+    torch.testing.assert_close(out.loss, F.cross_entropy(out.logits, torch.tensor([1])))

@@ -270,3 +270,10 @@ def test_directories_that_are_not_supported_are_refused(tmp_path, small):
             CrossEncoder.from_pretrained(tmp_path)
         path.write_text(before)
     assert scores_of(CrossEncoder.from_pretrained(tmp_path)).shape == (len(PAIRS), 3)
+
+
+def test_scores_that_are_nan_are_refused(small):
+    made = small(labels=3)
+    made.model.classifier.bias.data[1] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        made.predict([("a", "b")])

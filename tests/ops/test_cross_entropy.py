@@ -265,3 +265,11 @@ def test_bad_input_is_refused(change, error, words):
 def test_a_bias_is_needed():
     with pytest.raises(TypeError, match=r"cross_entropy: bias is a NoneType; expected a tensor, \(V,\)"):
         ops.cross_entropy(torch.randn(4, 8), torch.randn(9, 8), None, torch.ones(4).long())
+
+
+def test_only_the_bias_may_need_a_gradient():
+    hidden, weight, labels = torch.randn(5, 8), torch.randn(9, 8), torch.tensor([1, -100, 3, 0, 8])
+    ours, theirs = (torch.zeros(9, requires_grad=True) for _ in range(2))
+    ops.cross_entropy(hidden, weight, ours, labels).backward()
+    F.cross_entropy(hidden @ weight.T + theirs, labels).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)

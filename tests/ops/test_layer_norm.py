@@ -317,3 +317,8 @@ def test_bad_input_is_refused(change, error, words):
     if not change.keys() - {"x", "weight", "eps"} and "float64" not in words:
         with pytest.raises(error, match=words):
             ops.layer_norm(**{n: v for n, v in (BAD | change).items() if n != "residual"})
+
+
+def test_an_eps_that_is_nan_is_refused():
+    with pytest.raises(ValueError, match="eps is nan"):
+        ops.layer_norm(torch.randn(2, 8), torch.ones(8), torch.zeros(8), float("nan"))
