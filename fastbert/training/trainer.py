@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler
 from fastbert.files import replacing
 from fastbert.training.best import Best
 from fastbert.training.distributed import sharded, whole
@@ -118,13 +119,15 @@ class AMPTrainer:
         (KeyboardInterrupt, or the end of the process). A second signal takes its usual course at once.
         Raises FloatingPointError for a loss that is not finite, before its step is taken; FileExistsError if output_dir
         has checkpoints of later steps; ValueError for a loader without batches or labels or that can be iterated only
-        once, for a loader with persistent workers that is also eval_loader, and for `best` without evaluations.
+        once, for a loader of fastbert.data that is shared by another number of processes, for a loader with persistent
+        workers that is also eval_loader, and for `best` without evaluations.
         """
         _at_least_one(max_steps=max_steps, eval_steps=eval_steps, save_steps=save_steps)
         if eval_loader is loader and getattr(loader, "persistent_workers", False):  # it would silently end the epoch
             raise ValueError("train: eval_loader is loader, whose persistent workers serve one iteration at a time")
         if self.best is not None and (eval_loader is None or eval_steps is None):
             raise ValueError("train: best needs evaluations to choose from; expected eval_loader and eval_steps")
+        self._require_a_share(loader)
         self._clear_up()
         self.model.train()
         self.stopping = False
@@ -260,6 +263,15 @@ class AMPTrainer:
         """DDP exchanges gradients once a step; FSDP2 after every micro-batch, or it would hold whole gradients."""
         wait = not now and isinstance(self.model, DistributedDataParallel)
         return self.model.no_sync() if wait else contextlib.nullcontext()
+
+    def _require_a_share(self, loader: Iterable[Batch]) -> None:
+        """Raises ValueError for a loader whose batches are divided among another number of processes."""
+        sampler = getattr(loader, "batch_sampler", None)
+        if isinstance(sampler, (BatchSizeSampler, TokenBudgetSampler)) and sampler.world_size != self.processes:
+            raise ValueError(
+                f"train: the loader's batches are divided among {sampler.world_size} processes, and there are "
+                f"{self.processes}; expected a loader that was made after `distribute`"
+            )
 
     # -- the place in the data
 

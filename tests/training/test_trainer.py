@@ -1011,6 +1011,9 @@ def test_a_loader_or_a_period_that_makes_no_sense_is_refused(tmp_path):
         sgd(BertForMaskedLM(CONFIG), tmp_path / "once").train(iter([collate(examples(), "of_tokens")]), max_steps=2)
     with pytest.raises(ValueError, match="expected labels"):
         trainer.train([PackingCollator()(process.examples(2))], max_steps=1)
+    half = create_dataloader(process.examples(), PackingCollator(), 4, rank=0, world_size=2)
+    with pytest.raises(ValueError, match="divided among 2 processes, and there are 1; expected a loader .* after `dist"):
+        trainer.train(half, max_steps=1)
     for name in ("eval_steps", "save_steps"):
         with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
             trainer.train(shuffled(), **{"max_steps": 1, name: 0})
