@@ -92,6 +92,7 @@ class AMPTrainer:
         self.step = self.skipped_steps = 0  # steps taken, and how many of these the scaler skipped
         self.epoch = self.position = 0  # position: batches that this process has used in this epoch
         self.epoch_random = self.loader_state = None  # random state at the epoch's start; the loader's state
+        self.labelled = False  # whether a step of this call of `train` had a label
         self.loader: Iterable[Batch] | None = None  # the one that the position is in; None after `load`
         self.place: dict[str, Any] | None = None  # the counters and states after the last whole step, for checkpoints
         if seed is not None:
@@ -132,6 +133,7 @@ class AMPTrainer:
         self.model.train()
         self.stopping = False
         ended = self._ends(max_steps)
+        self.labelled = ended or self.position > 0  # what was in earlier steps of this epoch is not known
         result = self.evaluate(eval_loader, metric) if ended and eval_loader is not None else {}
         with signals_put_off() as signalled, self._telling(max_steps) as tell:
             tell("begin", {})
@@ -139,6 +141,8 @@ class AMPTrainer:
                 for batches in self._steps_of_the_epoch(loader, signalled):
                     row = self._step(batches)
                     self._record_position(loader, len(batches))
+                    if self.step == max_steps:
+                        self._require_labels()
                     tell("train", row)
                     improved = False
                     if eval_loader is not None and (self.step == max_steps or _due(self.step, eval_steps)):
@@ -157,6 +161,7 @@ class AMPTrainer:
                         tell("save", {})
                     else:
                         self._end_epoch()
+                        self._require_labels()
             tell("end", result)
         return result
 
@@ -184,14 +189,18 @@ class AMPTrainer:
         waited = self.best is not None and self.best.waited_long_enough
         return self.step >= max_steps or bool(stopping or number) or waited
 
+    def _require_labels(self) -> None:
+        if not self.labelled:
+            raise ValueError("train: the loader has no label in any step so far; expected at least one")
+
     # -- one step
 
     def _step(self, batches: list[Batch]) -> dict[str, float]:
         """One optimizer step over several micro-batches; returns what to log."""
         start = time.perf_counter()
         counts = [label_counts(self.model, batch).to(self.device) for batch in batches]
-        total = self._over_processes(torch.stack(counts).sum(0))
-        total = total.where(total > 0, 1)  # counts may be fractions
+        labels = self._over_processes(torch.stack(counts).sum(0))
+        total = labels.where(labels > 0, 1)  # counts may be fractions
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.optimizer.zero_grad()
         for i, (batch, count) in enumerate(zip(batches, counts, strict=True)):
@@ -204,11 +213,15 @@ class AMPTrainer:
                 self.scaler.scale(part * self.processes).backward()
             loss += part.detach()
         norm = self._clip()
-        loss, norm = torch.stack([self._over_processes(loss), norm]).tolist()  # the host waits for the GPU here
+        # The host waits for the GPU here.
+        loss, norm, labelled = torch.stack([self._over_processes(loss), norm, labels.sum()]).tolist()
         self._require_finite(loss, norm)
         rate = self.optimizer.param_groups[-1]["lr"]
         self._update()
+        self.labelled |= labelled > 0
         row = {"epoch": self.epoch, "loss": loss, "learning_rate": rate, "gradient_norm": norm}
+        if not labelled:
+            del row["loss"]  # 0 would look perfect; the cell in train.csv stays empty
         return row | {"skipped_steps": self.skipped_steps, "seconds": time.perf_counter() - start}
 
     def _autocast(self) -> contextlib.AbstractContextManager:
