@@ -13,7 +13,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 import torch
 import transformers
@@ -36,6 +36,13 @@ def options(doc: str, **more: int) -> argparse.Namespace:
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     return args
+
+
+def writable(name: str) -> Path:
+    """A path, as an option's `type`. Its folder is created at once, so that nothing fails after hours of training."""
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def fit(model: nn.Module, loader, steps: int, lr: float) -> None:
@@ -93,7 +100,7 @@ class Run:
 
     def __init__(self, name: str, model: nn.Module, loss, steps: int, lr: float, seed: int = 0) -> None:
         self.name, self.model, self.loss, self.seed = name, model.train(), loss, seed
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(parameter_groups(model, lr=lr))
         warm = max(1, steps // 10)
         schedule = lambda step: min((step + 1) / warm, (steps - step) / (steps - warm + 1))  # noqa: E731
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
@@ -162,14 +169,21 @@ def verdict(runs: list[Run], path: Path) -> int:
     return 0 if ok else 1
 
 
-def agreement(what: str, scores: dict[str, list[float]]) -> dict:
-    """Prints and returns each library's mean over the seeds, and whether the means are as near as either's seeds."""
+def agreement(what: str, scores: dict[str, list[float]], margin: float) -> dict:
+    """Prints and returns two libraries' means over the seeds, and whether they agree within a margin.
+
+    Of one seed both have the same weights and batches, so their differences are compared, seed by seed. The mean of the
+    differences must be within the margin, and its standard error within half of it, lest noise hides a difference.
+    """
     means = {name: mean(of_seeds) for name, of_seeds in scores.items()}
-    apart = max(means.values()) - min(means.values())
+    differences = [ours - theirs for ours, theirs in zip(*scores.values(), strict=True)]
+    apart, error = abs(mean(differences)), stdev(differences) / len(differences) ** 0.5
+    agree = apart <= margin and error <= margin / 2
     spread = max(max(of_seeds) - min(of_seeds) for of_seeds in scores.values())
     shown = (f"{name} {means[name]:.3f} ({min(x):.3f} to {max(x):.3f})" for name, x in scores.items())
-    print(f"{what}: {', '.join(shown)}: {'they agree' if apart <= spread else 'TOO FAR'}")
-    return means | {"apart": apart, "spread": spread, "agree": apart <= spread}
+    found = f"{apart:.3f} ± {error:.3f} apart, {margin} allowed: {'they agree' if agree else 'TOO FAR, OR TOO NOISY'}"
+    print(f"{what}: {', '.join(shown)}; {found}")
+    return means | {"apart": apart, "standard_error": error, "spread": spread, "agree": agree}
 
 
 def write_json(path: Path, found: dict) -> None:

@@ -24,7 +24,7 @@ from compare_tasks import TAGS, tag_examples
 import fastbert
 from fastbert import BertConfig, metrics
 from fastbert.cli.demo import minilm
-from fastbert.data import TokenClassificationDataset, create_dataloader, get_tokenizer
+from fastbert.data import TokenClassificationDataset, create_dataloader, get_tokenizer, save_tokenizer
 from fastbert.training import to_device
 
 BATCH_SIZE, LEARNING_RATE, LONGEST = 8, 3e-4, 64
@@ -81,6 +81,7 @@ def main() -> int:
     print("F1 of entities held out:", ", ".join(f"{name} {score:.3f}" for name, score in scores.items()))
     status = verdict(runs, args.output / "loss.png")
     models["fastbert"].save_pretrained(args.output)
+    save_tokenizer(get_tokenizer(args.model or minilm()), args.output)
     return status or int(abs(scores["fastbert"] - scores["plain"]) > 0.02)
 
 

@@ -24,10 +24,11 @@ def read_columns(files: str | Path | Iterable[str | Path]) -> dict[str, list[Any
     read as JSON lines: one object a line, all with the same names; blank lines are skipped; x.jsonl.gz is decompressed.
     If each column is a text file with one text a line: {"anchor": list(read_texts(file)), ...}. Raises
     FileNotFoundError; ValueError that names a damaged file, the line or row (from 1) if it is not an object with the
-    same names as the others, and also the column if a value is null.
+    same names as the others, the column if a value is null or a name is there twice, and a file without a row.
     """
     columns: dict[str, list[Any]] = {}
     for path in [files] if isinstance(files, (str, Path)) else files:
+        place = None
         for place, row in (reader_of(path) or json_rows)(path):
             if not isinstance(row, dict) or not row or (columns and row.keys() != columns.keys()):
                 expected = ", ".join(columns) or "an object"
@@ -36,6 +37,8 @@ def read_columns(files: str | Path | Iterable[str | Path]) -> dict[str, list[Any
                 if value is None:
                     raise ValueError(f"read_columns: {place} of {path} has null for {name}; expected a value")
                 columns.setdefault(name, []).append(value)
+        if place is None:
+            raise ValueError(f"read_columns: {path} has no row; expected at least one")
     return columns
 
 

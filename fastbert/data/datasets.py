@@ -167,7 +167,7 @@ class ClassificationDataset(TokenizedDataset):
         num_labels: int | None = None,
     ) -> None:
         """labels: for each text a class (an int; -100 means no label), a float (regression), or a number for each class
-        (a text may have several classes); None for prediction. pairs: the second text of each example.
+        (a text may have several classes; -100 is refused); None for prediction. pairs: the second text of each example.
 
         num_labels: if given, classes must be below it; 1 means regression. truncation: True cuts at max_length, the
         longer text of a pair first, and warns once with the count; False raises ValueError.
@@ -208,6 +208,9 @@ def _label_array(owner: str, labels: Sequence[Any], num_labels: int | None) -> n
         raise TypeError(f"{owner}: labels are floats; expected ints, for num_labels {num_labels}")
     if not np.isfinite(array).all():
         raise ValueError(f"{owner}: labels[{np.argwhere(~np.isfinite(array))[0][0]}] is not finite")
+    if array.ndim == 2 and (array == IGNORED).any():  # other numbers may be several regressions
+        row, column = np.argwhere(array == IGNORED)[0]
+        raise ValueError(f"{owner}: labels[{row}][{column}] is {IGNORED}; expected a number for each class")
     return array.astype(np.float32)
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,22 @@ def json_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(read_texts(path), 1):
         if line.strip():
             try:
-                row = json.loads(line)
+                row = json.loads(line, object_pairs_hook=partial(_object, f"line {number} of {path}"))
             except (json.JSONDecodeError, RecursionError) as error:
                 raise ValueError(f"line {number} of {path} is no JSON: {error}") from None
             yield f"line {number}", row
+
+
+def _object(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _require_distinct(place, [name for name, _ in pairs])
+    return dict(pairs)
+
+
+def _require_distinct(place: str | Path, names: list[str]) -> None:
+    """Raises ValueError for a name that is there twice: a row, which is a dict, would keep only the last value."""
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{place} has {twice!r} twice; expected each name once")
 
 
 def csv_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -51,8 +64,10 @@ def csv_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     separator = "\t" if str(path).lower().removesuffix(".gz").endswith(".tsv") else ","
     csv.field_size_limit(2**31 - 1)  # some texts are longer than the default, 128 KiB
     lines = (line + "\n" for line in read_texts(path))
+    rows = csv.DictReader(lines, delimiter=separator, strict=True)
     try:
-        for number, row in enumerate(csv.DictReader(lines, delimiter=separator, strict=True), 1):
+        _require_distinct(path, rows.fieldnames or [])
+        for number, row in enumerate(rows, 1):
             if None in row or None in row.values():
                 count = "more" if None in row else "fewer"
                 raise ValueError(f"row {number} of {path} has {count} fields than the first line; expected as many")
@@ -67,6 +82,7 @@ def parquet_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iter
     number = 0
     try:
         with require("pyarrow.parquet", "pyarrow").ParquetFile(path) as file:
+            _require_distinct(path, file.schema_arrow.names)
             for batch in file.iter_batches(columns=columns):
                 for row in batch.to_pylist():
                     number += 1

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler
 from fastbert.files import replacing
 from fastbert.training.best import Best
 from fastbert.training.distributed import sharded, whole
@@ -91,6 +92,7 @@ class AMPTrainer:
         self.step = self.skipped_steps = 0  # steps taken, and how many of these the scaler skipped
         self.epoch = self.position = 0  # position: batches that this process has used in this epoch
         self.epoch_random = self.loader_state = None  # random state at the epoch's start; the loader's state
+        self.labelled = False  # whether a step of this call of `train` had a label
         self.loader: Iterable[Batch] | None = None  # the one that the position is in; None after `load`
         self.place: dict[str, Any] | None = None  # the counters and states after the last whole step, for checkpoints
         if seed is not None:
@@ -118,17 +120,20 @@ class AMPTrainer:
         (KeyboardInterrupt, or the end of the process). A second signal takes its usual course at once.
         Raises FloatingPointError for a loss that is not finite, before its step is taken; FileExistsError if output_dir
         has checkpoints of later steps; ValueError for a loader without batches or labels or that can be iterated only
-        once, for a loader with persistent workers that is also eval_loader, and for `best` without evaluations.
+        once, for a loader of fastbert.data that is shared by another number of processes, for a loader with persistent
+        workers that is also eval_loader, and for `best` without evaluations.
         """
         _at_least_one(max_steps=max_steps, eval_steps=eval_steps, save_steps=save_steps)
         if eval_loader is loader and getattr(loader, "persistent_workers", False):  # it would silently end the epoch
             raise ValueError("train: eval_loader is loader, whose persistent workers serve one iteration at a time")
         if self.best is not None and (eval_loader is None or eval_steps is None):
             raise ValueError("train: best needs evaluations to choose from; expected eval_loader and eval_steps")
+        self._require_a_share(loader)
         self._clear_up()
         self.model.train()
         self.stopping = False
         ended = self._ends(max_steps)
+        self.labelled = ended or self.position > 0  # what was in earlier steps of this epoch is not known
         result = self.evaluate(eval_loader, metric) if ended and eval_loader is not None else {}
         with signals_put_off() as signalled, self._telling(max_steps) as tell:
             tell("begin", {})
@@ -136,6 +141,8 @@ class AMPTrainer:
                 for batches in self._steps_of_the_epoch(loader, signalled):
                     row = self._step(batches)
                     self._record_position(loader, len(batches))
+                    if self.step == max_steps:
+                        self._require_labels()
                     tell("train", row)
                     improved = False
                     if eval_loader is not None and (self.step == max_steps or _due(self.step, eval_steps)):
@@ -154,6 +161,7 @@ class AMPTrainer:
                         tell("save", {})
                     else:
                         self._end_epoch()
+                        self._require_labels()
             tell("end", result)
         return result
 
@@ -181,14 +189,18 @@ class AMPTrainer:
         waited = self.best is not None and self.best.waited_long_enough
         return self.step >= max_steps or bool(stopping or number) or waited
 
+    def _require_labels(self) -> None:
+        if not self.labelled:
+            raise ValueError("train: the loader has no label in any step so far; expected at least one")
+
     # -- one step
 
     def _step(self, batches: list[Batch]) -> dict[str, float]:
         """One optimizer step over several micro-batches; returns what to log."""
         start = time.perf_counter()
         counts = [label_counts(self.model, batch).to(self.device) for batch in batches]
-        total = self._over_processes(torch.stack(counts).sum(0))
-        total = total.where(total > 0, 1)  # counts may be fractions
+        labels = self._over_processes(torch.stack(counts).sum(0))
+        total = labels.where(labels > 0, 1)  # counts may be fractions
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.optimizer.zero_grad()
         for i, (batch, count) in enumerate(zip(batches, counts, strict=True)):
@@ -201,11 +213,15 @@ class AMPTrainer:
                 self.scaler.scale(part * self.processes).backward()
             loss += part.detach()
         norm = self._clip()
-        loss, norm = torch.stack([self._over_processes(loss), norm]).tolist()  # the host waits for the GPU here
+        # The host waits for the GPU here.
+        loss, norm, labelled = torch.stack([self._over_processes(loss), norm, labels.sum()]).tolist()
         self._require_finite(loss, norm)
         rate = self.optimizer.param_groups[-1]["lr"]
         self._update()
+        self.labelled |= labelled > 0
         row = {"epoch": self.epoch, "loss": loss, "learning_rate": rate, "gradient_norm": norm}
+        if not labelled:
+            del row["loss"]  # 0 would look perfect; the cell in train.csv stays empty
         return row | {"skipped_steps": self.skipped_steps, "seconds": time.perf_counter() - start}
 
     def _autocast(self) -> contextlib.AbstractContextManager:
@@ -260,6 +276,15 @@ class AMPTrainer:
         """DDP exchanges gradients once a step; FSDP2 after every micro-batch, or it would hold whole gradients."""
         wait = not now and isinstance(self.model, DistributedDataParallel)
         return self.model.no_sync() if wait else contextlib.nullcontext()
+
+    def _require_a_share(self, loader: Iterable[Batch]) -> None:
+        """Raises ValueError for a loader whose batches are divided among another number of processes."""
+        sampler = getattr(loader, "batch_sampler", None)
+        if isinstance(sampler, (BatchSizeSampler, TokenBudgetSampler)) and sampler.world_size != self.processes:
+            raise ValueError(
+                f"train: the loader's batches are divided among {sampler.world_size} processes, and there are "
+                f"{self.processes}; expected a loader that was made after `distribute`"
+            )
 
     # -- the place in the data
 

@@ -272,6 +272,7 @@ def test_pairs_are_the_tokenizer_s_own(tokenizer):
         (["good", "bad"], {}, TypeError, "labels are 'good', 'bad'; expected an int, a float"),
         ([0, None], {}, TypeError, "labels are 0, None; expected"),
         ([[0, 1], [1]], {}, TypeError, r"labels are \[0, 1\], \[1\]; expected"),
+        ([[0, 1], [1, -100]], {}, ValueError, r"labels\[1\]\[1\] is -100; expected a number for each class"),
         ([[0, 1], [1, 1]], {"num_labels": 3}, ValueError, "labels have 2 numbers each; expected num_labels, 3"),
         ([0.5, 1.0], {"num_labels": 3}, TypeError, "labels are floats; expected ints, for num_labels 3"),
         ([0.5, math.nan], {}, ValueError, r"labels\[1\] is not finite"),

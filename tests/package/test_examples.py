@@ -115,6 +115,7 @@ def test_tagging_with_a_deberta(run, tmp_path, monkeypatch, wrong):
     status, output = run("tag_with_deberta", "--steps", 4, "--output", tmp_path, every=20)
     assert status == int(wrong) and ("DO NOT COINCIDE" in output) == wrong
     loaded = fastbert.BertForTokenClassification.from_pretrained(tmp_path)
+    assert get_tokenizer(tmp_path).get_vocab_size() == loaded.config.vocab_size
     assert loaded.config.model_type == "deberta-v2" and (tmp_path / "loss.png").exists()
 
 
@@ -213,6 +214,21 @@ def test_comparison_in_one_step(run, tmp_path, capsys):
         asked = ["Which exception does it name?", "--context", str(tmp_path / "text")] if task == "answers" else [text]
         assert fastbert.cli.main([command, *asked, "--model", str(tmp_path / task)]) == 0
         assert text in capsys.readouterr().out or task == "answers"
+
+
+def test_what_agrees(examples, tmp_path):
+    """The results that are kept do. What is worse in every seed, or too noisy to tell, does not."""
+    common, training, retrieval = map(importlib.import_module, ("common", "compare_training", "compare_retrieval"))
+    results = EXAMPLES / "results"
+    found = json.loads((results / "compare_training.json").read_text())
+    assert all(training.verdict(task, found[task]["seeds"])["agree"] for task in TASKS)
+    found = json.loads((results / "compare_retrieval.json").read_text())
+    before = {kind: found[kind]["before"] for kind in retrieval.KINDS}
+    assert retrieval.verdict(before, dict.fromkeys(before, 0.0), found["seeds"])["proved"]
+    theirs = [0.9, 0.5, 0.7]
+    for ours in ([score - 0.19 for score in theirs], [0.8, 0.7, 0.6]):
+        assert not common.agreement("score", {"ours": ours, "theirs": theirs}, 0.05)["agree"]
+    assert common.writable(str(tmp_path / "new" / "found.json")).parent.is_dir()
 
 
 def test_marks_become_tags(examples):

@@ -661,6 +661,21 @@ def test_refused_lines(tmp_path, text, message):
         read_columns(tmp_path / "x.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.csv", "a,b,a\n1,2,3\n", "x.csv has 'a' twice; expected each name once"),
+        ("x.jsonl", '{"a": 1}\n{"a": 2, "a": 3}\n', "line 2 of .*x.jsonl has 'a' twice"),
+        ("x.csv", "a,b\n", "x.csv has no row; expected at least one"),
+        ("x.jsonl", "", "x.jsonl has no row"),
+    ],
+)
+def test_columns_that_would_be_lost_are_refused(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_columns(tmp_path / name)
+
+
 def test_refused_tuples():
     pair, triple = ({"input_ids": [1] * n, "column_lengths": [1] * n} for n in (2, 3))
     for examples in ([pair, triple], [{"input_ids": [1]}]):

@@ -279,6 +279,17 @@ def test_a_loader_without_labels_is_refused():
             compute_mlm_loader_loss(model, loader, "cpu")
 
 
+def test_training_without_a_label_is_refused(tmp_path):
+    """It would have a loss of 0. One step without labels is no fault, and has no loss in the table."""
+    model, without = BertForMaskedLM(EXACT), PackingCollator()([{"input_ids": [1, 2], "labels": [-100, -100]}])
+    for name, steps in (("an epoch", 5), ("all steps", 1)):
+        with pytest.raises(ValueError, match="train: the loader has no label in any step so far"):
+            sgd(model, tmp_path / name).train([without] * 2, max_steps=steps)
+    loader, path = [without, collate(examples(), "of_tokens")], tmp_path / "train.csv"
+    sgd(model, tmp_path).train(loader, max_steps=2)
+    assert [row["loss"] != "" for row in rows(path)] == [False, True]
+
+
 def test_clipping_is_of_the_whole_step(tmp_path):
     model = BertForMaskedLM(EXACT).double()
     before, all_six = copy.deepcopy(model), examples()
@@ -1011,6 +1022,9 @@ def test_a_loader_or_a_period_that_makes_no_sense_is_refused(tmp_path):
         sgd(BertForMaskedLM(CONFIG), tmp_path / "once").train(iter([collate(examples(), "of_tokens")]), max_steps=2)
     with pytest.raises(ValueError, match="expected labels"):
         trainer.train([PackingCollator()(process.examples(2))], max_steps=1)
+    half = create_dataloader(process.examples(), PackingCollator(), 4, rank=0, world_size=2)
+    with pytest.raises(ValueError, match="divided among 2 processes, and there are 1; expected a loader .* after"):
+        trainer.train(half, max_steps=1)
     for name in ("eval_steps", "save_steps"):
         with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
             trainer.train(shuffled(), **{"max_steps": 1, name: 0})
