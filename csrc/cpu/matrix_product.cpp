@@ -12,9 +12,6 @@ namespace fastbert {
 
 namespace {
 
-// Products with fewer rows, columns or steps than this leave most of a panel or tile of our loops empty.
-constexpr int64_t kThin = 16;
-
 // MKL uses no more than AVX2 on processors that are not Intel's (docs/linear.md), so with AVX-512 our loops are faster.
 bool mkl_is_slow() {
 #ifdef __x86_64__

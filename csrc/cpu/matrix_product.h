@@ -10,6 +10,9 @@ namespace fastbert {
 // Products of up to this many multiplications call MKL directly (docs/linear.md has the measurement).
 constexpr int64_t kSmallProduct = 1 << 20;
 
+// Products with fewer rows, columns or steps than this leave most of a panel or tile of our loops empty.
+constexpr int64_t kThin = 16;
+
 // Whether PyTorch multiplies this 16-bit type in simple loops of its own, because the processor lacks the instructions
 // without which it does not call oneDNN: a hundredth of the speed.
 bool library_is_missing(ScalarType dtype);

@@ -129,14 +129,14 @@ def test_onednn_meets_few_different_numbers_of_rows():
     code = f"""
 import torch
 from fastbert import ops
-weight, bias = torch.randn(128, 200), torch.randn(128)
+weight, bias = torch.randn(12, 2000), torch.randn(12)  # so few channels are the library's on every processor
 for rows in {some}:
-    out = ops.linear(torch.randn(rows, 200), weight, bias)
-    assert out.shape == (rows, 128)
+    out = ops.linear(torch.randn(rows, 2000), weight, bias)
+    assert out.shape == (rows, 12)
 """
     env = os.environ | {"ONEDNN_VERBOSE": "1"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
-    met = set(map(int, re.findall(r",inner_product,.*,mb(\d+)ic200oc128", run.stdout)))
+    met = set(map(int, re.findall(r",inner_product,.*,mb(\d+)ic2000oc12", run.stdout)))
     if not met:
         pytest.skip("oneDNN computes no float32 product here, or is silent")
     assert platform.machine() != "x86_64" or min(met) > 48
@@ -170,6 +170,29 @@ def test_few_rows_have_the_same_bits_in_any_company_and_with_any_number_of_threa
         torch.set_num_threads(threads)
     for few in (1, rows // 3 + 1):
         assert torch.equal(ops.linear(x[:few], weight, bias), expected[:few])
+
+
+@pytest.mark.skipif(
+    backends.build_info().get("cpu_set") not in ("avx2", "avx2_vnni"), reason="elsewhere libraries compute"
+)
+@pytest.mark.parametrize("shape", [(700, 301, 33), (433, 768, 770), (289, 5000, 40), (9000, 17, 16)], ids=str)
+def test_many_rows_have_the_same_bits_in_any_company_and_with_any_number_of_threads(shape):
+    """With more threads than panels of channels, threads share the rows too."""
+    rows, inner, channels = shape
+    sizes = (rows, inner), (channels, inner), (channels,)
+    x, weight, bias = (normal(*size, dtype=torch.float32, device="cpu") for size in sizes)
+    expected, threads = ops.linear(x, weight, bias), torch.get_num_threads()
+    truth = F.linear(x.double(), weight.double(), bias.double())
+    assert (expected - truth).abs().max() <= 2e-7 * inner**0.5 * truth.abs().max()
+    try:
+        for number in (1, 2, 3, 40):
+            torch.set_num_threads(number)
+            assert torch.equal(ops.linear(x, weight, bias), expected)
+            assert torch.equal(ops.linear(x, weight), ops.linear(x, weight, torch.zeros_like(bias)))
+    finally:
+        torch.set_num_threads(threads)
+    few = rows // 2 + 1  # still too many for MKL's small products
+    assert torch.equal(ops.linear(x[:few], weight, bias), expected[:few])
 
 
 @pytest.mark.skipif(backends.EXTENSION is None or platform.machine() != "x86_64", reason="of the C++ kernels")

@@ -239,6 +239,10 @@ void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
   });
 }
 
+void pack_weight(const float* weight, int64_t inner, int64_t channels, float* packed) {
+  pack_transposed(weight, inner, channels, Panels<float>{packed, inner});
+}
+
 int64_t packed_scratch() { return (kRows * (kStride + kNear) + kInner * kPanel<float>)*int64_t(sizeof(float)); }
 
 void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
