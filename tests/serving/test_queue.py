@@ -51,6 +51,18 @@ def busy(queue, lane):
     return first
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_how_long_waiting_tokens_take(make, workers):
+    """As long as those of the last batch took, shared by the threads; the number of rows does not count."""
+    took, lane = [], Slow()
+    queue = make(workers=workers, on_batch=lambda batch, seconds: took.append(seconds))
+    assert queue.seconds_of(8000) == 1
+    lane.go()
+    queue.submit(lane, [1] * 8, [1000] * 8).result(20)
+    wait_for(lambda: took and queue.seconds_of(8000) != 1)
+    assert queue.seconds_of(8000 * workers) == pytest.approx(max(took[0], 1e-6))
+
+
 def test_what_waits_is_computed_together_in_its_order_up_to_the_budget(make):
     queue, lane = make(batch_tokens=10), Slow()
     first = busy(queue, lane)

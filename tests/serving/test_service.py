@@ -113,6 +113,9 @@ def test_similarity(post, encoder):
     found = post("/similarity", inputs={"source_sentence": TEXTS[0], "sentences": TEXTS[1:]})
     vectors = F.normalize(encoder.encode(TEXTS), dim=-1)
     same(found, vectors[1:] @ vectors[0])
+    body = {"source_sentence": TEXTS[0], "sentences": TEXTS[1:]}
+    vectors = F.normalize(encoder.encode(TEXTS, prompt_name="query"), dim=-1)
+    same(post("/similarity", inputs=body, parameters={"prompt_name": "query"}), vectors[1:] @ vectors[0])
 
 
 def test_rerank(post, directory):
@@ -179,7 +182,12 @@ def test_tokens(post, encoder):
     assert [one["id"] for one in post("/tokenize", inputs=TEXTS[2], add_special_tokens=False)[0]] == [
         one["id"] for one in inner
     ]
-    assert post("/decode", ids=[one["id"] for one in found]) == [encoder.tokenizer.decode([i["id"] for i in found])]
+    ids = [one["id"] for one in found]
+    assert post("/decode", ids=ids) == [encoder.tokenizer.decode(ids)]
+    whole = post("/decode", ids=ids, skip_special_tokens=False)
+    assert whole == [encoder.tokenizer.decode(ids, skip_special_tokens=False)] and whole[0].startswith("[CLS]")
+    (prompted,) = post("/tokenize", inputs=TEXTS[1], prompt_name="query")
+    assert [one["id"] for one in prompted] == encoder.tokenize([encoder.prompts["query"] + TEXTS[1]])[0]
 
 
 def test_reports(client, service):
@@ -187,6 +195,7 @@ def test_reports(client, service):
     info = client.get("/info").json()
     assert info["model_id"] == "sentences" and info["model_type"] == {"embedding": {"pooling": "mean"}}
     assert (info["max_input_length"], info["max_client_batch_size"], info["model_dtype"]) == (32, 8, "float64")
+    assert info["max_waiting_tokens"] == LIMITS.waiting_tokens
     assert info["max_batch_tokens"] == (16384 if service.models["sentences"].any.device.type == "cuda" else 4096)
     assert client.get("/info", params={"model": "classes"}).json()["model_type"] == {
         "classifier": {"id2label": {"0": "good", "1": "bad"}, "label2id": {"good": 0, "bad": 1}}
@@ -236,6 +245,9 @@ def test_rerank_of_others(post, path):
     assert list(scores) == sorted(logits, key=lambda i: -logits[i])[:3]
     same(list(scores.values()), [logits[i] for i in scores])
     assert all(one["document"]["text"] == TEXTS[one["index"]] for one in found["results"])
+    assert found["meta"]["tokens"]["input_tokens"] == found["usage"]["prompt_tokens"] > 4 * len("rain?".split())
+    bare = post(path, query="rain?", documents=documents, model="reranker")["results"]
+    assert all(one.keys() == {"index", "relevance_score"} for one in bare)
     assert "message" in post("/v2/rerank", 422, query="", documents=["a"])
 
 
@@ -350,6 +362,24 @@ def test_texts_are_cut_where_that_is_asked(post, encoder):
     with pytest.warns(UserWarning, match="cut there"):
         expected = encoder.encode([LONG])
     same(post("/embed", inputs=LONG, truncate=True, normalize=False), expected)
+    ids = encoder.tokenizer.encode(LONG).ids
+    same(post("/embed", inputs=ids, truncate=True, normalize=False), encoder.embed([ids[:32]]))
+
+
+PAIR = {"source_sentence": LONG, "sentences": [LONG]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "truncate"),
+    [
+        ("/similarity", {"inputs": PAIR}, {"parameters": {"truncate": True}}),
+        ("/predict", {"inputs": LONG}, {"truncate": True}),
+        ("/rerank", {"query": "rain?", "texts": [LONG]}, {"truncate": True}),
+    ],
+)
+def test_long_texts_are_refused_unless_they_may_be_cut(post, path, body, truncate):
+    assert "expected at most 32" in post(path, 413, **body)["error"]
+    assert post(path, **body, **truncate)
 
 
 @pytest.mark.parametrize(
@@ -405,6 +435,7 @@ def test_keys(directory, caplog):
         assert [status(header) for header in accepted] == [200] * 3
         wrong = [None, "", "first", "Bearer", "Bearer firs", "Bearer first1", "Basic first", "Bearer wrong"]
         assert [status(header) for header in wrong] == [401] * len(wrong)
+        assert httpx.post(f"{address}/v1/embeddings", json={}).json()["error"]["code"] == "invalid_api_key"
         assert httpx.get(f"{address}/health").status_code == 200 and httpx.get(f"{address}/metrics").status_code == 401
         wait_for(lambda: sum('"status": 401' in line for line in caplog.messages) >= len(wrong) + 1)
     assert not any("wrong" in line for line in caplog.messages)
