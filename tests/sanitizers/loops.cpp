@@ -498,6 +498,16 @@ struct PackedLayer {
   Results run(int threads, Gelu gelu) const {
     const Bytes elements = as(x, dtype), panels_ = packed(), biases = as(bias, DType::f32);
     const std::vector<float> factors = scale();
+    if (weights == Weights::f32) {
+      const Bytes plain = as(weight, DType::f32);
+      Bytes made(panels_.size());
+      loops::pack_weight(reinterpret_cast<const float*>(plain.data()), inner, channels,
+                         reinterpret_cast<float*>(made.data()));
+      if (made != panels_) {
+        ++differences;
+        fprintf(stderr, "pack_weight: %d to %d: not packed\n", int(inner), int(channels));
+      }
+    }
     const int64_t left_bytes = loops::packed_left_bytes(inner, dtype, weights);
     // The last tile is not all written.
     Bytes left(cpu::whole_tiles(rows) * left_bytes, 0), y = filled(rows * (channels + gap), dtype, threads);
