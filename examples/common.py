@@ -10,6 +10,7 @@ import argparse
 import copy
 import itertools
 import json
+import platform
 import tempfile
 import time
 from pathlib import Path
@@ -189,6 +190,7 @@ def agreement(what: str, scores: dict[str, list[float]], margin: float) -> dict:
 def write_json(path: Path, found: dict) -> None:
     """Writes JSON with a line for each entry, and with the versions, device and threads of the measurement."""
     found = found | {part.__name__: part.__version__ for part in (fastbert, torch, transformers)}
+    found |= {"python": platform.python_version()}  # its documentation is the text of some examples
     found |= {"device": "cuda" if torch.cuda.is_available() else "cpu", "threads": torch.get_num_threads()}
     lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in found.items())
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")

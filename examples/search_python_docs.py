@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from fastbert import backends
 from fastbert.cli import show_results
-from fastbert.cli.demo import documentation_passages, minilm
+from fastbert.cli.demo import minilm, python_documentation
 from fastbert.inference import SentenceEncoder
 
 QUESTIONS = [
@@ -82,7 +82,7 @@ def main():
     warnings.filterwarnings("once", message=".* texts are longer than")
     warnings.showwarning = lambda message, *where, **more: print(message)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    passages = documentation_passages()
+    passages = python_documentation(300)
     texts = [text for _, text in passages]
     ours = SentenceEncoder.from_pretrained(minilm(), dtype=torch.float32, device=device)
     encoders = {"transformers": TransformersEncoder(minilm(), device), "fastbert": ours}

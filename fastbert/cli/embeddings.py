@@ -58,7 +58,7 @@ def add(commands) -> None:
 
 
 def _search(args: argparse.Namespace) -> None:
-    from fastbert.cli.demo import documentation_passages
+    from fastbert.cli.demo import python_documentation
 
     if args.top < 1:
         raise ValueError(f"--top is {args.top}; expected at least 1")
@@ -71,7 +71,7 @@ def _search(args: argparse.Namespace) -> None:
     if args.text:
         passages = [(args.text.name, line) for line in lines(args.text) if line.strip()]
     else:
-        passages = documentation_passages()
+        passages = python_documentation(300)  # all-MiniLM-L6-v2 cuts texts at 256 tokens, and was trained on 128
     encoder = _encoder(args)
     vectors = _encode(args, encoder, [passage for _, passage in passages])
     show_results(encoder, vectors, passages, args.question, args.top, args.prompt_name)

@@ -423,11 +423,11 @@ def test_a_file_without_a_scale_is_refused(model, tmp_path):
 
 @pytest.mark.parametrize(("precision", "cosine"), [("int8", 0.995), ("fp8", 0.995)])
 def test_minilm_s_embeddings_stay_near(precision, cosine):
-    from fastbert.cli.demo import documentation_passages
+    from fastbert.cli.demo import python_documentation
     from fastbert.inference import SentenceEncoder
 
     encoder = SentenceEncoder.from_pretrained(minilm(), device="cpu")
-    texts = [passage for _, passage in documentation_passages()[::40]]
+    texts = [passage for _, passage in python_documentation(300)[::40]]
     expected = encoder.encode(texts)
     encoder.model = prepare(encoder.model, precision)
     assert F.cosine_similarity(encoder.encode(texts).float().cpu(), expected).mean() >= cosine

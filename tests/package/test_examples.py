@@ -16,7 +16,7 @@ import torch
 from small_models import TINY, minilm
 
 import fastbert.cli
-from fastbert.cli.demo import documentation_passages, python_documentation
+from fastbert.cli.demo import python_documentation
 from fastbert.data import PackingCollator, QADataset, create_mlm_dataloader, get_tokenizer
 from fastbert.inference import SentenceEncoder
 
@@ -351,7 +351,7 @@ def search(examples, monkeypatch, capsys):
     minilm()
     demo = importlib.import_module("search_python_docs")
     monkeypatch.setattr(sys, "argv", ["search_python_docs", "what does a function return without a return statement?"])
-    monkeypatch.setattr(demo, "documentation_passages", lambda: documentation_passages()[::40])
+    monkeypatch.setattr(demo, "python_documentation", lambda size: python_documentation(size)[::40])
     monkeypatch.setattr(demo, "BATCH", 4)
     monkeypatch.setattr(demo, "EVERY", 2)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # the demo replaces it
@@ -384,9 +384,12 @@ def test_padding_of_batches(examples):
     assert padding([[0, 1], [2]], ["aaaa", "bb", "ccc"]) == pytest.approx(2 / 11)
 
 
-def test_passages_are_there_once():
-    texts = [text for _, text in documentation_passages()]
-    assert len(set(texts)) == len(texts) and set(texts) == {text for _, text in python_documentation(300)}
+@pytest.mark.parametrize("size", [1, 100, 600])
+def test_no_paragraph_of_the_documentation_is_there_twice(size):
+    """The pages and examples divide passages into those for training and those held out."""
+    passages = [text for _, text in python_documentation(size)]
+    paragraphs = [" ".join(paragraph.split()) for text in passages for paragraph in text.split("\n\n")]
+    assert len(paragraphs) > 1500 and len(set(paragraphs)) == len(paragraphs)
 
 
 # ---- the notebook
