@@ -19,7 +19,7 @@ from small_models import sentence_encoder
 
 from fastbert import cli
 from fastbert.data.rows import texts_of_file
-from fastbert.inference import EmbeddedCorpus, SentenceEncoder, embed_corpus
+from fastbert.inference import Dense, EmbeddedCorpus, SentenceEncoder, embed_corpus
 from fastbert.inference.fingerprint import fingerprint
 from fastbert.inference.vectors import nearest
 
@@ -245,6 +245,14 @@ def test_a_configuration_that_the_weights_do_not_show_is_another_encoder(encoder
     model.load_state_dict(encoder.model.state_dict())
     one, other = (fingerprint(SentenceEncoder(given, encoder.tokenizer)) for given in (encoder.model, model))
     assert one != other
+
+
+def test_other_dense_layers_are_another_encoder():
+    one, other = (sentence_encoder(dense=[Dense(48, 8)]) for _ in range(2))
+    other.dense[0].linear.load_state_dict(one.dense[0].linear.state_dict())
+    assert fingerprint(one) == fingerprint(other)
+    other.dense[0].linear.weight.data[0, 0] += 1
+    assert fingerprint(one) != fingerprint(other)
 
 
 def test_an_encoder_that_was_saved_is_the_same(tmp_path):

@@ -465,6 +465,13 @@ def test_batches_prompts_and_rank():
     assert made.rank("what is it?", DOCUMENTS, top_k=1)[0]["score"] == float(scores.max())
 
 
+def test_the_mean_of_a_query_without_vectors_is_zero():
+    made = small(similarity="meanmaxsim")
+    queries = [torch.zeros(0, made.width), torch.randn(2, made.width)]
+    found = made.similarity(queries, [torch.randn(3, made.width)])
+    assert found[0].item() == 0 and found[1].isfinite()
+
+
 def test_prepared(tmp_path):
     """Encoders with packed weights on a CPU obey the accuracy rule."""
     made = small(expansion=QueryExpansion(12), prompts=MARKED)

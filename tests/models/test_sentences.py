@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from small_models import TINY, assert_like, minilm, sentence_encoder
 from test_multi_vector import rewritten
-from tokenizers import Tokenizer, models, normalizers
+from tokenizers import Tokenizer, models, normalizers, processors
 from transformers import AutoTokenizer
 from transformers import BertModel as HuggingFaceModel
 
@@ -224,6 +224,17 @@ def test_similarities(encoder, similarity):
     assert_like(made.similarity(vectors, vectors[1:]), truth, contender)
     with pytest.raises(ValueError, match=r"others \(2, 3\); expected \(N, C\) and \(M, C\)"):
         made.similarity(vectors, torch.zeros(2, 3))
+
+
+def test_a_prompt_is_left_out_where_no_special_token_ends_a_text():
+    made = sentence_encoder(include_prompt=False, normalize=False, prompts={"query": "find: "})
+    cls = ("[CLS]", made.tokenizer.token_to_id("[CLS]"))
+    made.tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[cls])
+    skipped, ids = len(made.tokenizer.encode("find: ").ids), made.tokenize(["find: word"])
+    hidden = made.model(torch.tensor(ids)).last_hidden_state[0]
+    assert 1 < skipped < len(ids[0])
+    expected = hidden[skipped:].mean(0)
+    torch.testing.assert_close(made.encode(["word"], prompt_name="query")[0], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["int8", "uint8", "binary", "ubinary"])
