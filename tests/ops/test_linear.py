@@ -159,17 +159,7 @@ for rows in {some}:
     ids=str,
 )
 def test_few_rows_have_the_same_bits_in_any_company_and_with_any_number_of_threads(dtype, shape):
-    rows, inner, channels = shape
-    x, weight, bias = (normal(*size, dtype=dtype, device="cpu") for size in (shape[:2], shape[:0:-1], shape[2:]))
-    expected, threads = ops.linear(x, weight, bias), torch.get_num_threads()
-    try:
-        for number in (1, 2, 3, 5):
-            torch.set_num_threads(number)
-            assert torch.equal(ops.linear(x, weight, bias), expected)
-    finally:
-        torch.set_num_threads(threads)
-    for few in (1, rows // 3 + 1):
-        assert torch.equal(ops.linear(x[:few], weight, bias), expected[:few])
+    assert_same_bits_in_any_company(dtype, shape, fewer=(1, shape[0] // 3 + 1), threads=(1, 2, 3, 5))
 
 
 @pytest.mark.skipif(
@@ -177,22 +167,30 @@ def test_few_rows_have_the_same_bits_in_any_company_and_with_any_number_of_threa
 )
 @pytest.mark.parametrize("shape", [(700, 301, 33), (433, 768, 770), (289, 5000, 40), (9000, 17, 16)], ids=str)
 def test_many_rows_have_the_same_bits_in_any_company_and_with_any_number_of_threads(shape):
-    """With more threads than panels of channels, threads share the rows too."""
+    """With more threads than panels of channels, threads share the rows too. Half of the rows are still too many for
+    MKL's small products."""
+    inputs = assert_same_bits_in_any_company(torch.float32, shape, fewer=(shape[0] // 2 + 1,), threads=(1, 2, 3, 40))
+    testing.assert_accurate(ops.linear, F.linear, [F.linear, testing.onednn_linear], inputs, gradients=False)
+    without = ops.linear(inputs["x"], inputs["weight"])
+    assert torch.equal(without, ops.linear(**inputs | {"bias": torch.zeros_like(inputs["bias"])}))
+
+
+def assert_same_bits_in_any_company(dtype, shape, fewer, threads):
+    """Rows have the same bits with `fewer` rows, and in any number of threads; returns the inputs."""
     rows, inner, channels = shape
-    sizes = (rows, inner), (channels, inner), (channels,)
-    x, weight, bias = (normal(*size, dtype=torch.float32, device="cpu") for size in sizes)
-    expected, threads = ops.linear(x, weight, bias), torch.get_num_threads()
-    truth = F.linear(x.double(), weight.double(), bias.double())
-    assert (expected - truth).abs().max() <= 2e-7 * inner**0.5 * truth.abs().max()
+    x, weight, bias = (
+        normal(*size, dtype=dtype, device="cpu") for size in ((rows, inner), (channels, inner), (channels,))
+    )
+    expected, before = ops.linear(x, weight, bias), torch.get_num_threads()
     try:
-        for number in (1, 2, 3, 40):
+        for number in threads:
             torch.set_num_threads(number)
             assert torch.equal(ops.linear(x, weight, bias), expected)
-            assert torch.equal(ops.linear(x, weight), ops.linear(x, weight, torch.zeros_like(bias)))
     finally:
-        torch.set_num_threads(threads)
-    few = rows // 2 + 1  # still too many for MKL's small products
-    assert torch.equal(ops.linear(x[:few], weight, bias), expected[:few])
+        torch.set_num_threads(before)
+    for few in fewer:
+        assert torch.equal(ops.linear(x[:few], weight, bias), expected[:few])
+    return {"x": x, "weight": weight, "bias": bias}
 
 
 @pytest.mark.skipif(backends.EXTENSION is None or platform.machine() != "x86_64", reason="of the C++ kernels")
