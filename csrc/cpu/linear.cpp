@@ -28,9 +28,14 @@ bool user_wants_onednn() {
   return !torch_context || !torch_user_enabled_mkldnn || torch_user_enabled_mkldnn(torch_context());
 }
 
-bool use_onednn(const Tensor& x, const Tensor& weight) {
+// Whether the product is float32, not empty, and may be another than F.linear's.
+bool is_free_float(const Tensor& x, const Tensor& weight) {
   return type_of(x) == ScalarType::Float && type_of(weight) == ScalarType::Float && x.numel() > 0 &&
-         aoti_torch_cpu__linear_pointwise && user_wants_onednn();
+         user_wants_onednn();
+}
+
+bool use_onednn(const Tensor& x, const Tensor& weight) {
+  return aoti_torch_cpu__linear_pointwise && is_free_float(x, weight);
 }
 
 Tensor onednn_product(const Tensor& x, const Tensor& weight, const Tensor* bias) {
@@ -111,9 +116,8 @@ Tensor few_rows_product(const Tensor& rows, const Tensor& weight, const Tensor* 
 // AVX2 (docs/linear.md).
 bool use_packing_product(const Tensor& x, const Tensor& weight) {
   const cpu::Isa isa = cpu::best_isa();
-  return (isa == cpu::Isa::avx2 || isa == cpu::Isa::avx2_vnni) && type_of(x) == ScalarType::Float &&
-         type_of(weight) == ScalarType::Float && x.numel() > 0 && std::min(weight.size(0), weight.size(1)) >= kThin &&
-         user_wants_onednn();
+  return (isa == cpu::Isa::avx2 || isa == cpu::Isa::avx2_vnni) && is_free_float(x, weight) &&
+         std::min(weight.size(0), weight.size(1)) >= kThin;
 }
 
 // x weight^T + bias by csrc/cpu/loops/packed_linear.cpp. Each thread packs the panels that it takes, some at a time,

@@ -472,6 +472,16 @@ struct PackedLayer {
     return as(all, weights == Weights::f32 ? DType::f32 : DType::bf16);
   }
 
+  void check_packing() const {
+    const Bytes plain = as(weight, DType::f32), expected = packed();
+    Bytes made(expected.size());
+    loops::pack_weight(reinterpret_cast<const float*>(plain.data()), inner, channels,
+                       reinterpret_cast<float*>(made.data()));
+    if (made == expected) return;
+    ++differences;
+    fprintf(stderr, "pack_weight: %d to %d: not packed\n", int(inner), int(channels));
+  }
+
   // The factor of each channel, 1, and the sum of its weights.
   std::vector<float> scale() const {
     std::vector<float> all(2 * channels, 1.f);
@@ -498,16 +508,6 @@ struct PackedLayer {
   Results run(int threads, Gelu gelu) const {
     const Bytes elements = as(x, dtype), panels_ = packed(), biases = as(bias, DType::f32);
     const std::vector<float> factors = scale();
-    if (weights == Weights::f32) {
-      const Bytes plain = as(weight, DType::f32);
-      Bytes made(panels_.size());
-      loops::pack_weight(reinterpret_cast<const float*>(plain.data()), inner, channels,
-                         reinterpret_cast<float*>(made.data()));
-      if (made != panels_) {
-        ++differences;
-        fprintf(stderr, "pack_weight: %d to %d: not packed\n", int(inner), int(channels));
-      }
-    }
     const int64_t left_bytes = loops::packed_left_bytes(inner, dtype, weights);
     // The last tile is not all written.
     Bytes left(cpu::whole_tiles(rows) * left_bytes, 0), y = filled(rows * (channels + gap), dtype, threads);
@@ -544,6 +544,7 @@ struct PackedLayer {
 void check_packed_linears(DType dtype, Weights weights, const char* kind) {
   const auto check = [&](int64_t rows, int64_t inner, int64_t channels, bool extreme = false) {
     const PackedLayer layer(rows, inner, channels, dtype, weights, extreme);
+    if (weights == Weights::f32) layer.check_packing();
     for (const Gelu gelu : {Gelu::none, Gelu::erf, Gelu::tanh})
       same(name("packed_linear", inner, dtype, kind) + " to " + std::to_string(channels),
            [&](int threads) { return layer.run(threads, gelu); });
