@@ -13,35 +13,6 @@ constexpr int64_t kInner = 256, kColumns = 16 * kPanel<float>;
 // Row strides: of sums, of a's copy, of the copy of a transposed a. Powers of two would use only few sets of the cache.
 constexpr int64_t kStride = kColumns + 16, kCopyStride = kInner + 16, kTransposedStride = kRows + 16;
 
-// Like Ahead, but fetches `width` bytes of each row; rows are `stride` bytes apart.
-struct RowsAhead {
-  const char* from;
-  int64_t stride, width, step;  // step: lines that a step of a tile fetches, times kPart
-  int64_t at = 0, due = 0;
-
-  static int64_t lines(int64_t width) { return (width + Ahead::kLine - 1) / Ahead::kLine; }
-  // steps: how many steps the prefetches of all rows are spread over.
-  template <class T>
-  static RowsAhead of(const T* from, int64_t stride, int64_t rows, int64_t width, int64_t steps) {
-    constexpr int64_t kBytes = sizeof(T);
-    const int64_t step = Ahead::kPart * rows * lines(width * kBytes) / steps;
-    return {reinterpret_cast<const char*>(from), stride * kBytes, width * kBytes, step};
-  }
-  void fetch(int64_t steps) {
-    for (due += steps * step; due >= Ahead::kPart; due -= Ahead::kPart) {
-      __builtin_prefetch(from + at, 0, 2);
-      at += Ahead::kLine;
-      if (at >= width) at = 0, from += stride;
-    }
-  }
-  int64_t undisturbed() const { return step <= Ahead::kPart / 8 ? 64 : 8; }
-  RowsAhead share(int64_t row, int64_t count, int64_t rows, int64_t steps) const {
-    const int64_t before = steps * step / Ahead::kPart * row / rows;
-    return {from + before / lines(width) * stride, stride, width, step * count / rows,
-            before % lines(width) * Ahead::kLine};
-  }
-};
-
 // Copies `steps` steps of `rows` rows of a.
 template <bool transposed, class T>
 Left<transposed, float> copy_left(const MatrixProduct& op, int64_t row, int64_t rows, int64_t k, int64_t steps,

@@ -107,14 +107,34 @@ E* multiplied(const E* panel, int64_t, float*) {
   return room;
 }
 
-// Some steps of rows of x: in x itself, or copied to `room` if a tile's rows would share one set of the first-level
-// cache and exceed its eight ways.
+// Whether a tile's rows would share one set of the first-level cache and exceed its eight ways.
+constexpr bool kMayCollide = kTile > 8;
+template <class E>
+bool rows_collide(int64_t stride, int64_t rows) {
+  return kMayCollide && rows > 8 && stride * int64_t(sizeof(E)) % 4096 == 0;
+}
+
+// Some steps of rows of x: in x itself or, if the rows collide, copied to `room`.
 template <class E>
 Left<false, E> nearby(const E* x, int64_t stride, int64_t rows, int64_t steps, void* room) {
-  if (kTile <= 8 || rows <= 8 || !steps || stride * int64_t(sizeof(E)) % 4096) return {x, stride};
+  if (!rows_collide<E>(stride, rows)) return {x, stride};
   E* const to = static_cast<E*>(room);
   for (int64_t row = 0; row < rows; ++row) __builtin_memcpy(to + row * kNear, x + row * stride, steps * sizeof(E));
   return {to, kNear};
+}
+
+// The prefetches during the panel of a column: `panel` and, if the rows collide, the panel's share of the `width` steps
+// of x that are copied next, because the copy would wait for memory.
+template <class E>
+auto with_rows(Ahead panel, const E* next, int64_t stride, int64_t rows, int64_t width, int64_t column, int64_t columns,
+               int64_t steps) {
+  if constexpr (kMayCollide) {
+    const int64_t row = rows * column / columns, end = rows * least(column + kPanel<float>, columns) / columns;
+    if (!steps || !rows_collide<E>(stride, rows)) return BothAhead{panel, {}};
+    return BothAhead{panel, RowsAhead::of(next + row * stride, stride, end - row, width, steps)};
+  } else {
+    return panel;
+  }
 }
 
 // Computes the sums of a block in float. W: the type of a channel's step: float, pair, or bf16, which is converted to
@@ -132,14 +152,18 @@ void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel
   for (int64_t k = 0; k == 0 || k < all; k += kInner) {
     const int64_t inner = least(kInner, all - k);
     const Left<false, E> left = nearby(x + k, stride, rows, inner, near);
-    const auto add = k ? product<Onto::sums, false, E, Ahead> : product<Onto::nothing, false, E, Ahead>;
+    const int64_t then = k + inner < all ? k + inner : 0;  // the next steps
     for (int64_t column = 0; column < channels; column += kWidth) {
       const bool last = column + kWidth >= channels;
       const W* const next = !last             ? panel_at(column + kWidth, k)
                             : k + inner < all ? panel_at(0, k + inner)
                                               : panel_at(channels, 0);  // the next block's or the next layer's
+      const auto ahead = with_rows(Ahead::of_bytes(next, kWidth * int64_t(sizeof(W))), x + then, stride, rows,
+                                   least(kInner, all - then), column, channels, inner);
+      using A = either<kMayCollide, BothAhead, Ahead>;
+      const auto add = k ? product<Onto::sums, false, E, A> : product<Onto::nothing, false, E, A>;
       add(rows, kWidth, inner, left, {multiplied(panel_at(column, k), inner, room), inner}, sums + column, kStride,
-          nullptr, Ahead::of_bytes(next, kWidth * int64_t(sizeof(W))));
+          nullptr, ahead);
     }
   }
 }

@@ -181,6 +181,49 @@ struct Ahead {
     return {from + steps * step / kPart * row / rows * kLine, step * count / rows};
   }
 };
+// Like Ahead, but fetches `width` bytes of each row; rows are `stride` bytes apart.
+struct RowsAhead {
+  const char* from;
+  int64_t stride, width, step;  // step: lines that a step of a tile fetches, times Ahead::kPart
+  int64_t at = 0, due = 0;
+
+  static int64_t lines(int64_t width) { return (width + Ahead::kLine - 1) / Ahead::kLine; }
+  // steps: how many steps the prefetches of all rows are spread over.
+  template <class T>
+  static RowsAhead of(const T* from, int64_t stride, int64_t rows, int64_t width, int64_t steps) {
+    constexpr int64_t kBytes = sizeof(T);
+    const int64_t step = Ahead::kPart * rows * lines(width * kBytes) / steps;
+    return {reinterpret_cast<const char*>(from), stride * kBytes, width * kBytes, step};
+  }
+  void fetch(int64_t steps) {
+    for (due += steps * step; due >= Ahead::kPart; due -= Ahead::kPart) {
+      __builtin_prefetch(from + at, 0, 2);
+      at += Ahead::kLine;
+      if (at >= width) at = 0, from += stride;
+    }
+  }
+  int64_t undisturbed() const { return step <= Ahead::kPart / 8 ? 64 : 8; }
+  RowsAhead after(int64_t steps) const { return beyond(steps * step / Ahead::kPart, step); }
+  RowsAhead share(int64_t row, int64_t count, int64_t rows, int64_t steps) const {
+    return beyond(steps * step / Ahead::kPart * row / rows, step * count / rows);
+  }
+  // Without the first lines.
+  RowsAhead beyond(int64_t first, int64_t lines_a_step) const {
+    if (!first) return {from, stride, width, lines_a_step};
+    return {from + first / lines(width) * stride, stride, width, lines_a_step, first % lines(width) * Ahead::kLine};
+  }
+};
+// Prefetches of a panel and of rows at a time.
+struct BothAhead {
+  Ahead panel;
+  RowsAhead rows;
+  void fetch(int64_t steps) { panel.fetch(steps), rows.fetch(steps); }
+  int64_t undisturbed() const { return least(panel.undisturbed(), rows.undisturbed()); }
+  BothAhead after(int64_t steps) const { return {panel.after(steps), rows.after(steps)}; }
+  BothAhead share(int64_t row, int64_t count, int64_t all, int64_t steps) const {
+    return {panel.share(row, count, all, steps), rows.share(row, count, all, steps)};
+  }
+};
 struct NothingAhead {
   static int64_t undisturbed() { return 1 << 10; }
   void fetch(int64_t) {}

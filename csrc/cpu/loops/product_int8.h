@@ -67,14 +67,15 @@ template <int rows>
 inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner, int32_t* c, int64_t c_stride,
                   Ahead ahead) {
   constexpr int L = kLanes<float>;
+  TileLeft<rows, false, pair> left_rows({reinterpret_cast<const pair*>(a), stride / kGroup});
   vint sums[rows][2]{};
   for (int64_t k = 0, end; k < inner; k = end) {
     end = least(k + ahead.undisturbed() * kGroup, inner);
-    for (int64_t step = k; step < end; step += kGroup, b += 2 * L * kGroup, a += kGroup) {
+    for (int64_t step = k; step < end; step += kGroup, b += 2 * L * kGroup, left_rows.advance()) {
       const vint first = load_group(b), second = load_group(b + L * kGroup);
 #pragma GCC unroll 12
       for (int row = 0; row < rows; ++row) {
-        const vint left = vint{} + load_bits<int32_t>(a + row * stride);
+        const vint left = broadcast(left_rows.at(row));
         sums[row][0] = dot(left, first, sums[row][0]);
         sums[row][1] = dot(left, second, sums[row][1]);
       }
