@@ -35,19 +35,24 @@ def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn
     training mode, a change of dtype or device and load_state_dict raise RuntimeError. `save_pretrained` of fastbert's
     models writes plain tensors, which any machine packs when it loads them.
     Raises TypeError for a module without such a model, ValueError for an unknown precision or name, for a model that is
-    in training mode, prepared already or on a device that the precision is not for, for weights and biases that are
-    not finite, and for a dense layer, which it names, that is not a plain nn.Linear or has sizes that "fp8" products do
-    not take.
+    in training mode, prepared already or on a device that the precision is not for, and for a dense layer, which it
+    names, that is not finite, is not a plain nn.Linear or has sizes that "fp8" products do not take.
     """
     skip = check_names(model, precision, skip)
     prepared = copy.deepcopy(model).to(PRECISIONS[precision])
     if any(key_of(module) for module in prepared.modules()):
         hf.accelerate(prepared)
-    replace(prepared, skip, lambda part: PreparedLinear.of(part, precision))
+    replace(prepared, skip, lambda name, part: _packed(name, part, precision))
     for config in {id(c): c for m in prepared.modules() if (c := getattr(m, "config", None))}.values():
         if hasattr(config, "extra"):
             config.extra |= config_entries(precision, skip)
     return freeze(prepared, precision)
+
+
+def _packed(name: str, linear: nn.Linear, precision: str) -> PreparedLinear:
+    if not all([parameter.isfinite().all() for parameter in linear.parameters()]):
+        raise ValueError(f"fastbert.prepare: {name} has numbers that are not finite in {precision}")
+    return PreparedLinear.of(linear, precision)
 
 
 def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[str, ...]:

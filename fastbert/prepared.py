@@ -51,11 +51,8 @@ class PreparedLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, precision: str) -> "PreparedLinear":
-        """`linear`, which has been converted to the precision's dtype. Raises ValueError for numbers that are not
-        finite."""
+        """`linear`, which has been converted to the precision's dtype and is finite."""
         made = cls.empty(linear, precision)
-        if not all([parameter.isfinite().all() for parameter in linear.parameters()]):
-            raise ValueError(f"fastbert.prepare: {linear} has numbers that are not finite in {precision}")
         if precision in QUANTIZED:
             weight, factor = quantize_weight(linear.weight, QUANTIZED[precision])
         else:
@@ -326,14 +323,14 @@ def is_skipped(name: str, skip: tuple[str, ...]) -> bool:
     return any(part == each or part.startswith(f"{each}.") for part in (name, bare) for each in skip)
 
 
-def replace(model: nn.Module, skip: tuple[str, ...], make: Callable[[nn.Linear], PreparedLinear]) -> None:
-    """Replaces each layer of `linears` by make(layer), except those in `skip`."""
+def replace(model: nn.Module, skip: tuple[str, ...], make: Callable[[str, nn.Linear], PreparedLinear]) -> None:
+    """Replaces each layer of `linears` by make(name, layer), except those in `skip`."""
     for name in linears(model):
         if not is_skipped(name, skip):
             owner, _, last = name.rpartition(".")
             part = follow(model, name)
             if not isinstance(part, PreparedLinear):  # else two layers share it, and it has been replaced
-                setattr(follow(model, owner) if owner else model, last, make(part))
+                setattr(follow(model, owner) if owner else model, last, make(name, part))
 
 
 # ---- checkpoints
@@ -357,5 +354,5 @@ def outline(model: nn.Module, config: "BertConfig") -> str | None:
     if precision not in PRECISIONS or not isinstance(skip, list) or not all(isinstance(name, str) for name in skip):
         expected = f"a precision of {', '.join(PRECISIONS)} and a list `skip` of names"
         raise ValueError(f"config.json: {CONFIG_ENTRY} is {entry!r}; expected {expected}")
-    replace(model, tuple(skip), lambda part: PreparedLinear.empty(part, precision))
+    replace(model, tuple(skip), lambda _, part: PreparedLinear.empty(part, precision))
     return precision

@@ -24,7 +24,8 @@ ORDERS = ("forward", "reverse", "random:1")
 
 def build(folder: Path, **variables: str) -> str | None:
     """Compiles what has changed. Returns why that is not possible here, or None; raises if the compiler fails."""
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
+    # The environment's tools first, whether it is activated or not: another ninja would compile everything again.
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     cmake, ninja = shutil.which("cmake", path=path), shutil.which("ninja", path=path)
     if not cmake or not ninja:
         return "running CUDA kernels on the CPU takes cmake and ninja"
