@@ -112,8 +112,8 @@ Tensor few_rows_product(const Tensor& rows, const Tensor& weight, const Tensor* 
   return y;
 }
 
-// Whether our product is faster than the libraries even though it packs the weight in each call: it is with AVX2, and
-// not with AVX-512 on Zen 4, the only one measured (docs/linear.md).
+// Whether our product is faster than the libraries even though it packs the weight in each call: it is with AVX2. With
+// AVX-512 only Zen 4 was measured, and oneDNN is faster there (docs/linear.md).
 bool use_packing_product(const Tensor& x, const Tensor& weight) {
   const cpu::Isa isa = cpu::best_isa();
   return (isa == cpu::Isa::avx2 || isa == cpu::Isa::avx2_vnni) && is_free_float(x, weight) &&

@@ -117,18 +117,19 @@ bool rows_collide(int64_t stride, int64_t rows) {
 // Some steps of rows of x: in x itself or, if the rows collide, copied to `room`.
 template <class E>
 Left<false, E> nearby(const E* x, int64_t stride, int64_t rows, int64_t steps, void* room) {
-  if (!rows_collide<E>(stride, rows)) return {x, stride};
+  if (!steps || !rows_collide<E>(stride, rows)) return {x, stride};
   E* const to = static_cast<E*>(room);
   for (int64_t row = 0; row < rows; ++row) __builtin_memcpy(to + row * kNear, x + row * stride, steps * sizeof(E));
   return {to, kNear};
 }
 
 // The prefetches during the panel of a column: `panel` and, if the rows collide, the panel's share of the `width` steps
-// of x that are copied next, because the copy would wait for memory.
+// of x that are copied next, because the copy would wait for memory. On the matrix unit only `panel`: its loop has no
+// registers left for both.
 template <class E>
 auto with_rows(Ahead panel, const E* next, int64_t stride, int64_t rows, int64_t width, int64_t column, int64_t columns,
                int64_t steps) {
-  if constexpr (kMayCollide) {
+  if constexpr (kMayCollide && !(kTiles && kSame<E, pair>)) {
     const int64_t row = rows * column / columns, end = rows * least(column + kPanel<float>, columns) / columns;
     if (!steps || !rows_collide<E>(stride, rows)) return BothAhead{panel, {}};
     return BothAhead{panel, RowsAhead::of(next + row * stride, stride, end - row, width, steps)};
@@ -152,15 +153,15 @@ void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel
   for (int64_t k = 0; k == 0 || k < all; k += kInner) {
     const int64_t inner = least(kInner, all - k);
     const Left<false, E> left = nearby(x + k, stride, rows, inner, near);
-    const int64_t then = k + inner < all ? k + inner : 0;  // the next steps
+    const int64_t then = k + inner < all ? k + inner : 0;  // where the next steps of x begin, 0 for the next channels
     for (int64_t column = 0; column < channels; column += kWidth) {
       const bool last = column + kWidth >= channels;
       const W* const next = !last             ? panel_at(column + kWidth, k)
                             : k + inner < all ? panel_at(0, k + inner)
                                               : panel_at(channels, 0);  // the next block's or the next layer's
-      const auto ahead = with_rows(Ahead::of_bytes(next, kWidth * int64_t(sizeof(W))), x + then, stride, rows,
-                                   least(kInner, all - then), column, channels, inner);
-      using A = either<kMayCollide, BothAhead, Ahead>;
+      auto ahead = with_rows(Ahead::of_bytes(next, kWidth * int64_t(sizeof(W))), x + then, stride, rows,
+                             least(kInner, all - then), column, channels, inner);
+      using A = decltype(ahead);
       const auto add = k ? product<Onto::sums, false, E, A> : product<Onto::nothing, false, E, A>;
       add(rows, kWidth, inner, left, {multiplied(panel_at(column, k), inner, room), inner}, sums + column, kStride,
           nullptr, ahead);

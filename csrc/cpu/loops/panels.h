@@ -203,14 +203,11 @@ struct RowsAhead {
     }
   }
   int64_t undisturbed() const { return step <= Ahead::kPart / 8 ? 64 : 8; }
-  RowsAhead after(int64_t steps) const { return beyond(steps * step / Ahead::kPart, step); }
   RowsAhead share(int64_t row, int64_t count, int64_t rows, int64_t steps) const {
-    return beyond(steps * step / Ahead::kPart * row / rows, step * count / rows);
-  }
-  // Without the first lines.
-  RowsAhead beyond(int64_t first, int64_t lines_a_step) const {
-    if (!first) return {from, stride, width, lines_a_step};
-    return {from + first / lines(width) * stride, stride, width, lines_a_step, first % lines(width) * Ahead::kLine};
+    const int64_t before = steps * step / Ahead::kPart * row / rows;
+    if (!before) return {from, stride, width, step * count / rows};
+    return {from + before / lines(width) * stride, stride, width, step * count / rows,
+            before % lines(width) * Ahead::kLine};
   }
 };
 // Prefetches of a panel and of rows at a time.
@@ -219,7 +216,6 @@ struct BothAhead {
   RowsAhead rows;
   void fetch(int64_t steps) { panel.fetch(steps), rows.fetch(steps); }
   int64_t undisturbed() const { return least(panel.undisturbed(), rows.undisturbed()); }
-  BothAhead after(int64_t steps) const { return {panel.after(steps), rows.after(steps)}; }
   BothAhead share(int64_t row, int64_t count, int64_t all, int64_t steps) const {
     return {panel.share(row, count, all, steps), rows.share(row, count, all, steps)};
   }

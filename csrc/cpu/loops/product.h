@@ -23,7 +23,8 @@ struct Left {
 
 // Rows of the left factor for a tile: pointers to every fourth row, as the next three are one to three strides away.
 // From one pointer compilers would compute an offset for each row, and with 12 rows they keep one in a vector register:
-// moving it back in each step took up to 2 % of the time of a product (Zen 4).
+// moving it back in each step took up to 2 % of the time of a product (Zen 4). Across, rows are neighbours, and one
+// pointer does.
 template <int rows, bool across, class E>
 struct TileLeft {
   static constexpr int kApart = across ? rows : 4;
