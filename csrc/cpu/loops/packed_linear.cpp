@@ -107,31 +107,32 @@ E* multiplied(const E* panel, int64_t, float*) {
   return room;
 }
 
-// Whether a tile's rows would share one set of the first-level cache and exceed its eight ways.
-constexpr bool kMayCollide = kTile > 8;
+// Whether steps of rows of x are copied: if a tile's rows would share one set of the first-level cache and exceed its
+// eight ways.
+constexpr bool kMayCopy = kTile > 8;
 template <class E>
-bool rows_collide(int64_t stride, int64_t rows) {
-  return kMayCollide && rows > 8 && stride * int64_t(sizeof(E)) % 4096 == 0;
+bool is_copied(int64_t stride, int64_t rows, int64_t steps) {
+  return kMayCopy && rows > 8 && steps && stride * int64_t(sizeof(E)) % 4096 == 0;
 }
 
-// Some steps of rows of x: in x itself or, if the rows collide, copied to `room`.
+// Some steps of rows of x: in x itself or copied to `room`.
 template <class E>
 Left<false, E> nearby(const E* x, int64_t stride, int64_t rows, int64_t steps, void* room) {
-  if (!steps || !rows_collide<E>(stride, rows)) return {x, stride};
+  if (!is_copied<E>(stride, rows, steps)) return {x, stride};
   E* const to = static_cast<E*>(room);
   for (int64_t row = 0; row < rows; ++row) __builtin_memcpy(to + row * kNear, x + row * stride, steps * sizeof(E));
   return {to, kNear};
 }
 
-// The prefetches during the panel of a column: `panel` and, if the rows collide, the panel's share of the `width` steps
+// The prefetches during the panel of a column: `panel` and, if rows are copied, the panel's share of the `width` steps
 // of x that are copied next, because the copy would wait for memory. On the matrix unit only `panel`: its loop has no
 // registers left for both.
 template <class E>
 auto with_rows(Ahead panel, const E* next, int64_t stride, int64_t rows, int64_t width, int64_t column, int64_t columns,
                int64_t steps) {
-  if constexpr (kMayCollide && !(kTiles && kSame<E, pair>)) {
+  if constexpr (kMayCopy && !(kTiles && kSame<E, pair>)) {
     const int64_t row = rows * column / columns, end = rows * least(column + kPanel<float>, columns) / columns;
-    if (!steps || !rows_collide<E>(stride, rows)) return BothAhead{panel, {}};
+    if (!is_copied<E>(stride, rows, steps)) return BothAhead{panel, {}};
     return BothAhead{panel, RowsAhead::of(next + row * stride, stride, end - row, width, steps)};
   } else {
     return panel;

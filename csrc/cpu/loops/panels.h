@@ -205,7 +205,7 @@ struct RowsAhead {
   int64_t undisturbed() const { return step <= Ahead::kPart / 8 ? 64 : 8; }
   RowsAhead share(int64_t row, int64_t count, int64_t rows, int64_t steps) const {
     const int64_t before = steps * step / Ahead::kPart * row / rows;
-    if (!before) return {from, stride, width, step * count / rows};
+    if (!before) return {from, stride, width, step * count / rows};  // also where there are no lines
     return {from + before / lines(width) * stride, stride, width, step * count / rows,
             before % lines(width) * Ahead::kLine};
   }
