@@ -33,6 +33,7 @@ struct PackedLinear {
   // and for int8 the factor of each row. Null if the products read x itself.
   void* left;
   float* left_scale;
+  const void* next;  // prefetched: the weights that the thread reads after these channels'; null: those that follow
 };
 
 constexpr int64_t kRowsTogether = 16;  // blocks begin at multiples of it: all but the last are whole AMX tiles

@@ -14,6 +14,11 @@
 
 namespace fastbert {
 
+struct Range {
+  int64_t begin, end;
+  int64_t next;  // where the thread's next range begins if all threads are equally fast; the end of all if none is left
+};
+
 class Ranges {
  public:
   // 0 to n in ranges of `least` (at least 1) to `most`, for at most `threads` threads. Ranges are smaller than `least`
@@ -33,11 +38,11 @@ class Ranges {
 
   int64_t threads() const { return threads_; }
 
-  // Calls f(begin, end) on ranges that no other thread has taken, until none is left.
+  // Calls f(range) on ranges that no other thread has taken, until none is left.
   template <class F>
   void take(const F& f) {
     for (size_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < ends_.size();)
-      f(i ? ends_[i - 1] : 0, ends_[i]);
+      f(Range{i ? ends_[i - 1] : 0, ends_[i], ends_[std::min(i + size_t(threads_), ends_.size()) - 1]});
   }
 
  private:

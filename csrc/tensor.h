@@ -168,16 +168,15 @@ void together(const F& f) {
   if (error) std::rethrow_exception(error);
 }
 
-// Calls f(begin, end, thread) on ranges, which threads take; they are numbered from 0 to ranges.threads(). For loops
+// Calls f(range, thread) on ranges, which threads take; they are numbered from 0 to ranges.threads(). For loops
 // that compute: loops that wait for memory gain nothing over parallel_for.
 template <class F>
 void parallel_ranges(Ranges&& ranges, const F& f) {
-  parallel_for(ranges.threads(), 1, [&](int64_t thread, int64_t) {
-    ranges.take([&](int64_t begin, int64_t end) { f(begin, end, thread); });
-  });
+  parallel_for(ranges.threads(), 1,
+               [&](int64_t thread, int64_t) { ranges.take([&](const Range& range) { f(range, thread); }); });
 }
 
-// The same with f(begin, end, scratch): each thread has its own scratch of scratch_bytes, which begins at a cache line.
+// The same with f(range, scratch): each thread has its own scratch of scratch_bytes, which begins at a cache line.
 template <class F>
 void parallel_ranges(Ranges&& ranges, int64_t scratch_bytes, const F& f) {
   constexpr int64_t kLine = 64;
@@ -187,7 +186,7 @@ void parallel_ranges(Ranges&& ranges, int64_t scratch_bytes, const F& f) {
   parallel_for(ranges.threads(), 1, [&](int64_t, int64_t) {
     // By each thread itself: one block for many threads is so large that malloc would ask the system for it every time.
     const std::unique_ptr<Line[]> scratch(new Line[(scratch_bytes + kLine - 1) / kLine]);
-    ranges.take([&](int64_t begin, int64_t end) { f(begin, end, static_cast<void*>(scratch.get())); });
+    ranges.take([&](const Range& range) { f(range, static_cast<void*>(scratch.get())); });
   });
 }
 

@@ -76,8 +76,8 @@ struct Batch {
       return b * heads * parts + int64_t(within * double(heads * parts));
     };
     const char* const q = bytes_of(qkv);
-    parallel_ranges({work, threads(), least}, room_of(largest()), [&](int64_t begin, int64_t end, void* room) {
-      for (int64_t i = first(begin); i < first(end); ++i)
+    parallel_ranges({work, threads(), least}, room_of(largest()), [&](const Range& range, void* room) {
+      for (int64_t i = first(range.begin); i < first(range.end); ++i)
         if (length[i / parts / heads]) f(head(i / parts, q), i / parts, i % parts, room);
     });
   }

@@ -58,8 +58,8 @@ void run(cpu::CrossEntropy op, const Tensor& like) {
                                              std::max<int64_t>(1, op.rows / kFewestRows));
   const int64_t work = std::max<int64_t>(1, op.rows * op.inner * std::min(room.classes, op.classes) / shares);
   const int64_t units = tasks * shares, least = kShareOfProducts / work + 1;
-  parallel_ranges({units, threads(), least}, room.scratch, [&](int64_t begin, int64_t end, void* scratch) {
-    for (int64_t unit = begin; unit < end; ++unit) {
+  parallel_ranges({units, threads(), least}, room.scratch, [&](const Range& range, void* scratch) {
+    for (int64_t unit = range.begin; unit < range.end; ++unit) {
       const int64_t share = unit % shares, first = op.rows * share / shares, last = op.rows * (share + 1) / shares;
       FB_BEST_ISA(cross_entropy_logits)(op, unit / shares, first, last, scratch);
     }

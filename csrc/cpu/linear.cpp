@@ -106,9 +106,8 @@ Tensor few_rows_product(const Tensor& rows, const Tensor& weight, const Tensor* 
                         channels,
                         dtype_of(rows)};
   const ProductBlocks blocks{op.rows, op.inner, channels, op.rows, FB_BEST_ISA(few_rows_width)()};
-  blocks.run(0, [&](int64_t, int64_t, int64_t channel, int64_t channel_end, void*) {
-    FB_BEST_ISA(few_rows)(op, channel, channel_end);
-  });
+  blocks.run(
+      0, [&](const ProductBlocks::Block& block, void*) { FB_BEST_ISA(few_rows)(op, block.column, block.column_end); });
   return y;
 }
 
@@ -135,17 +134,17 @@ Tensor packing_product(const Tensor& x, const Tensor& weight, const Tensor* bias
   op.x = x.const_data_ptr(), op.x_stride = inner, op.x_dtype = op.y_dtype = DType::f32;
   op.rows = rows, op.inner = inner, op.y_stride = channels, op.weights = Weights::f32, op.gelu = Gelu::none;
   const ProductBlocks parts{rows, inner, channels, (rows + shares - 1) / shares, width};
-  parts.run(room + packed, [&](int64_t row, int64_t row_end, int64_t begin, int64_t end, void* scratch) {
+  parts.run(room + packed, [&](const ProductBlocks::Block& all, void* scratch) {
     cpu::PackedLinear part = op;
     float* const panel = reinterpret_cast<float*>(static_cast<char*>(scratch) + room);
     part.weight = panel;
-    for (int64_t channel = begin; channel < end; channel += group) {
-      part.channels = std::min(group, end - channel);
+    for (int64_t channel = all.column; channel < all.column_end; channel += group) {
+      part.channels = std::min(group, all.column_end - channel);
       part.y = y.mutable_data_ptr<float>() + channel;
       part.bias = bias ? bias->const_data_ptr<float>() + channel : nullptr;
       FB_BEST_ISA(pack_weight)(weight.const_data_ptr<float>() + channel * inner, inner, part.channels, panel);
-      for (int64_t first = row; first < row_end; first += block)
-        FB_BEST_ISA(packed_linear)(part, first, std::min(first + block, row_end), 0, part.channels, scratch);
+      for (int64_t first = all.row; first < all.row_end; first += block)
+        FB_BEST_ISA(packed_linear)(part, first, std::min(first + block, all.row_end), 0, part.channels, scratch);
     }
   });
   return y;

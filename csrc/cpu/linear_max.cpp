@@ -40,8 +40,8 @@ std::tuple<Tensor, Tensor> linear_max_fwd_cpu(const Tensor& x, const Tensor& wei
   const int64_t width = FB_BEST_ISA(linear_max_width)(op.dtype), tasks = (classes + width - 1) / width;
   const int64_t work = std::max<int64_t>(1, tokens * inner * width), least = kShareOfProducts / work + 1;
   parallel_ranges({tasks, threads(), least}, FB_BEST_ISA(linear_max_scratch)(inner, op.dtype),
-                  [&](int64_t begin, int64_t end, void* scratch) {
-                    for (int64_t task = begin; task < end; ++task)
+                  [&](const Range& range, void* scratch) {
+                    for (int64_t task = range.begin; task < range.end; ++task)
                       loop(op, task * width, std::min(classes, (task + 1) * width), scratch);
                   });
   return {y, rows};

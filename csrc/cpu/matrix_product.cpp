@@ -63,7 +63,9 @@ Tensor own_product(const Factor& a, const Factor& b, const Tensor* bias) {
   op.bias = bias ? bias->const_data_ptr() : nullptr, op.c = c.mutable_data_ptr();
   op.inner = inner, op.columns = columns, op.dtype = dtype_of(a.matrix);
   const ProductBlocks blocks{rows, inner, columns, FB_BEST_ISA(product_rows)(), FB_BEST_ISA(product_width)()};
-  blocks.run(FB_BEST_ISA(product_scratch)(), [&](const auto&... block) { FB_BEST_ISA(matrix_product)(op, block...); });
+  blocks.run(FB_BEST_ISA(product_scratch)(), [&](const ProductBlocks::Block& block, void* scratch) {
+    FB_BEST_ISA(matrix_product)(op, block.row, block.row_end, block.column, block.column_end, scratch);
+  });
   return c;
 }
 

@@ -184,8 +184,9 @@ class Blocks {
     constexpr int64_t kUnit = cpu::kRowsTogether;
     const int64_t units = cpu::whole_tiles(rows_) / kUnit, most = most_ / kUnit;
     parallel_ranges({units, threads_, std::min(most / 2, units / threads_), most},
-                    [&](int64_t begin, int64_t end, int64_t thread) {
-                      f(begin * kUnit, std::min(rows_, end * kUnit) - begin * kUnit, workspaces_[thread]);
+                    [&](const Range& range, int64_t thread) {
+                      const int64_t first = range.begin * kUnit;
+                      f(first, std::min(rows_, range.end * kUnit) - first, workspaces_[thread]);
                     });
   }
 

@@ -144,29 +144,58 @@ struct Product {
   Packed factor;
 };
 
+// Products of the same rows as if they were one: each one's columns, in whole panels, follow those of the one before.
+class Joined {
+ public:
+  void add(const PackedLinear& op, const Tensor& weight) {
+    const int64_t panels = weight.size(0), width = weight.size(2);
+    column_bytes_ = weight.size(1) * weight.size(3) * weight.element_size();
+    parts_.push_back({op, columns(), columns() + panels * width});
+  }
+  int64_t columns() const { return parts_.empty() ? 0 : parts_.back().end; }
+
+  void run(const ProductBlocks::Block& block, void* scratch) const {
+    for (auto [op, begin, end] : parts_) {
+      const int64_t from = std::max(block.column, begin), to = std::min(block.column_end, end);
+      if (from >= to) continue;
+      op.next = weights_from(block.column_end > end ? end : block.next);
+      const int64_t channel_end = std::min(to - begin, op.channels);
+      FB_BEST_ISA(packed_linear)(op, block.row, block.row_end, from - begin, channel_end, scratch);
+    }
+  }
+
+ private:
+  struct Part {
+    PackedLinear op;
+    int64_t begin, end;  // its columns
+  };
+
+  // The weights from a column on. Behind the last column: the memory after them, often the next layer's weights.
+  const void* weights_from(int64_t column) const {
+    const Part& part = *std::find_if(parts_.begin(), parts_.end() - 1, [&](const Part& p) { return column < p.end; });
+    return static_cast<const char*>(part.op.weight) + (column - part.begin) * column_bytes_;
+  }
+
+  std::vector<Part> parts_;
+  int64_t column_bytes_ = 0;  // of the weights; all products have the same inner dimension and kind of weights
+};
+
 // Computes the products, from checked arguments. Threads share all of them as if they were one product.
 inline void products_into(const Left& left, const std::vector<Product>& products, Gelu gelu) {
-  const int64_t width = FB_BEST_ISA(packed_width)();
-  const auto columns_of = [&](int64_t channels) { return (channels + width - 1) / width * width; };
-  std::vector<PackedLinear> ops;
-  int64_t columns = 0;
+  Joined joined;
   for (const auto& [y, p] : products) {
-    PackedLinear& op = ops.emplace_back(left.call());
+    PackedLinear op = left.call();
     op.weight = p.weight.const_data_ptr();
     op.scale = p.scale ? p.scale->const_data_ptr<float>() : nullptr;
     op.bias = p.bias ? p.bias->const_data_ptr<float>() : nullptr;
     op.y = y.mutable_data_ptr(), op.y_stride = y.stride(0), op.y_dtype = dtype_of(y);
     op.channels = p.channels, op.gelu = gelu;
-    columns += columns_of(op.channels);
+    joined.add(op, p.weight);
   }
-  const ProductBlocks blocks{left.call().rows, left.call().inner, columns, FB_BEST_ISA(packed_rows)(), width};
-  blocks.run(FB_BEST_ISA(packed_scratch)(), [&](int64_t row, int64_t row_end, int64_t begin, int64_t end, void* room) {
-    for (const PackedLinear& op : ops) {
-      const int64_t first = std::max<int64_t>(begin, 0), last = std::min(end, op.channels);
-      if (first < last) FB_BEST_ISA(packed_linear)(op, row, row_end, first, last, room);
-      begin -= columns_of(op.channels), end -= columns_of(op.channels);
-    }
-  });
+  const ProductBlocks blocks{left.call().rows, left.call().inner, joined.columns(), FB_BEST_ISA(packed_rows)(),
+                             FB_BEST_ISA(packed_width)()};
+  blocks.run(FB_BEST_ISA(packed_scratch)(),
+             [&](const ProductBlocks::Block& block, void* scratch) { joined.run(block, scratch); });
 }
 
 }  // namespace fastbert::packed

@@ -154,8 +154,9 @@ class TableGradients {
   // Computes all of the backward, dqkv included.
   void run(const AttentionBackward& backward) const {
     const int64_t bytes = FB_BEST_ISA(attention_bwd_room)(batch_.largest());
-    parallel_ranges({groups() * batch_.heads, threads(), 1}, bytes, [&](int64_t begin, int64_t end, void* room) {
-      for (int64_t task = begin; task < end; ++task) run_task(backward, task / batch_.heads, task % batch_.heads, room);
+    parallel_ranges({groups() * batch_.heads, threads(), 1}, bytes, [&](const Range& range, void* room) {
+      for (int64_t task = range.begin; task < range.end; ++task)
+        run_task(backward, task / batch_.heads, task % batch_.heads, room);
     });
   }
 

@@ -527,7 +527,8 @@ struct PackedLayer {
                                weights,
                                gelu,
                                left_bytes ? left.data() : nullptr,
-                               weights == Weights::s8 ? left_scale.data() : nullptr};
+                               weights == Weights::s8 ? left_scale.data() : nullptr,
+                               nullptr};
     if (left_bytes) in_threads(threads, rows, [&](int64_t begin, int64_t end) { loops::packed_left(op, begin, end); });
     in_blocks(threads, rows, loops::packed_rows(), channels, width, loops::packed_scratch(),
               [&](auto... block) { loops::packed_linear(op, block...); });
@@ -754,23 +755,29 @@ void check_team_throws(int64_t thrower) {
 }
 
 // Threads take each number once, in ranges of at most `most`; those of each size are as many as threads, so that
-// threads that take turns get equal shares, but for the rounding of the last sizes.
+// threads that take turns get equal shares, but for the rounding of the last sizes. They know what their next turn
+// gives.
 void check_ranges(int64_t n, int64_t least, int64_t most) {
   std::vector<int> taken(n);
   Ranges ranges(n, kThreads, least, most);
   in_threads(kThreads, kThreads, [&](int64_t, int64_t) {
-    ranges.take([&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) ++taken[i];
+    ranges.take([&](const Range& range) {
+      for (int64_t i = range.begin; i < range.end; ++i) ++taken[i];
     });
   });
+  std::vector<Range> all;
+  Ranges(n, kThreads, least, most).take([&](const Range& range) { all.push_back(range); });
   std::vector<int64_t> sizes, shares(kThreads);
-  Ranges(n, kThreads, least, most).take([&](int64_t begin, int64_t end) {
-    shares[sizes.size() % kThreads] += end - begin;
-    sizes.push_back(end - begin);
-  });
+  bool knew = true;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const int64_t size = all[i].end - all[i].begin;
+    const size_t then = i + size_t(ranges.threads());
+    shares[i % kThreads] += size, sizes.push_back(size);
+    knew &= all[i].next == (then < all.size() ? all[then].begin : n);
+  }
   const auto [low, high] = std::minmax_element(shares.begin(), shares.end());
   ++checks;
-  if (taken == std::vector<int>(n, 1) && std::is_sorted(sizes.rbegin(), sizes.rend()) &&
+  if (knew && taken == std::vector<int>(n, 1) && std::is_sorted(sizes.rbegin(), sizes.rend()) &&
       (sizes.empty() || sizes[0] <= most) && (n < 100 || 4 * (*high - *low) < *high))
     return;
   ++differences;

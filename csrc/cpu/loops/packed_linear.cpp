@@ -159,7 +159,8 @@ void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel
       const bool last = column + kWidth >= channels;
       const W* const next = !last             ? panel_at(column + kWidth, k)
                             : k + inner < all ? panel_at(0, k + inner)
-                                              : panel_at(channels, 0);  // the next block's or the next layer's
+                            : op.next         ? static_cast<const W*>(op.next)
+                                              : panel_at(channels, 0);
       auto ahead = with_rows(Ahead::of_bytes(next, kWidth * int64_t(sizeof(W))), x + then, stride, rows,
                              least(kInner, all - then), column, channels, inner);
       using A = decltype(ahead);
@@ -173,9 +174,12 @@ void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel
 void multiply8(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, int32_t* sums) {
   const int64_t inner = whole_groups(op.inner), stride = left8_stride(op.inner);
   const Left8* const left = static_cast<const Left8*>(op.left) + left8_row(row, stride);
-  const int8_t* const weight = static_cast<const int8_t*>(op.weight);
-  for (int64_t column = 0; column < channels; column += kPanel<float>)
-    product8(rows, inner, left, stride, weight + (channel + column) * inner, sums + column, kStride);
+  const auto panel_at = [&](int64_t column) { return static_cast<const int8_t*>(op.weight) + column * inner; };
+  for (int64_t end = channel + channels; channel < end; channel += kPanel<float>, sums += kPanel<float>) {
+    const int64_t after = channel + kPanel<float>;
+    product8(rows, inner, left, stride, panel_at(channel), sums, kStride,
+             after < end || !op.next ? panel_at(after) : op.next);
+  }
 }
 
 // ---- from sums to y
@@ -276,13 +280,15 @@ void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t
   const Tiles tiles(in_pairs(op.weights) || op.weights == Weights::s8);
   for_dtype_up_to_f32(op.y_dtype, [&](auto element) {
     using T = decltype(element);
+    PackedLinear part = op;
     for (; channel < channel_end; channel += kColumns) {
+      part.next = channel + kColumns < channel_end ? nullptr : op.next;
       const int64_t rows = row_end - row, channels = least(kColumns, channel_end - channel);
-      if (op.weights == Weights::s8) int8_block<T>(op, row, rows, channel, channels, static_cast<int32_t*>(scratch));
+      if (op.weights == Weights::s8) int8_block<T>(part, row, rows, channel, channels, static_cast<int32_t*>(scratch));
       if (op.weights == Weights::f32)
-        float_block<T, float>(op, row, rows, channel, channels, static_cast<float*>(scratch));
+        float_block<T, float>(part, row, rows, channel, channels, static_cast<float*>(scratch));
       if (op.weights == Weights::bf16)
-        float_block<T, either<kPairs, pair, bf16>>(op, row, rows, channel, channels, static_cast<float*>(scratch));
+        float_block<T, either<kPairs, pair, bf16>>(part, row, rows, channel, channels, static_cast<float*>(scratch));
     }
   });
 }

@@ -88,11 +88,10 @@ inline void tile8(const Left8* a, int64_t stride, const int8_t* b, int64_t inner
       __builtin_memcpy(c + row * c_stride + half * L, &sums[row][half], sizeof(vint));
 }
 
-// c (rows, a panel) = a (rows, inner) times a panel of b; inner is a multiple of kGroup. Meanwhile the memory after the
-// panel is prefetched. On the matrix unit a begins at the first row of a tile, and c has room for whole tiles.
+// c (rows, a panel) = a (rows, inner) times a panel of b; inner is a multiple of kGroup. Meanwhile a panel at `next` is
+// prefetched. On the matrix unit a begins at the first row of a tile, and c has room for whole tiles.
 inline void product8(int64_t rows, int64_t inner, const Left8* a, int64_t stride, const int8_t* b, int32_t* c,
-                     int64_t c_stride) {
-  const int8_t* const next = b + inner * kPanel<float>;
+                     int64_t c_stride, const void* next) {
   if constexpr (kTiles) {  // tiles take four int8 as one element
     const auto fours = [](const void* data) { return static_cast<const int32_t*>(data); };
     return tile_product<Onto::nothing>(rows, inner / 4, TileRows<true, int32_t>{fours(a), stride / 4}, fours(b),
