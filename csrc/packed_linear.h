@@ -57,8 +57,9 @@ FB_FOR_EACH_ISA_TILES_AND_VNNI(
     int64_t packed_left_bytes(int64_t inner, DType x_dtype, Weights weights);
     void packed_left(const PackedLinear& op, int64_t begin, int64_t end);
 
-    // Packs a float weight (channels, inner).
-    void pack_weight(const float* weight, int64_t inner, int64_t channels, float* packed);
+    // Packs a float weight (channels, inner), or with `across` (inner, channels), whose rows are `stride` numbers
+    // apart.
+    void pack_weight(const float* weight, int64_t stride, bool across, int64_t inner, int64_t channels, float* packed);
 
     // The bytes of a thread's scratch.
     int64_t packed_scratch();

@@ -5,7 +5,6 @@
 
 #include "../checks.h"
 #include "../few_rows.h"
-#include "../packed_linear.h"
 #include "../tensor.h"
 #include "blas.h"
 #include "matrix_product.h"
@@ -28,14 +27,9 @@ bool user_wants_onednn() {
   return !torch_context || !torch_user_enabled_mkldnn || torch_user_enabled_mkldnn(torch_context());
 }
 
-// Whether the product is float32, not empty, and may be another than F.linear's.
-bool is_free_float(const Tensor& x, const Tensor& weight) {
-  return type_of(x) == ScalarType::Float && type_of(weight) == ScalarType::Float && x.numel() > 0 &&
-         user_wants_onednn();
-}
-
 bool use_onednn(const Tensor& x, const Tensor& weight) {
-  return aoti_torch_cpu__linear_pointwise && is_free_float(x, weight);
+  return aoti_torch_cpu__linear_pointwise && type_of(x) == ScalarType::Float && type_of(weight) == ScalarType::Float &&
+         x.numel() > 0 && user_wants_onednn();
 }
 
 Tensor onednn_product(const Tensor& x, const Tensor& weight, const Tensor* bias) {
@@ -111,51 +105,12 @@ Tensor few_rows_product(const Tensor& rows, const Tensor& weight, const Tensor* 
   return y;
 }
 
-// Whether our product is faster than the libraries even though it packs the weight in each call: it is with AVX2. With
-// AVX-512 only Zen 4 was measured, and oneDNN is faster there (docs/linear.md).
-bool use_packing_product(const Tensor& x, const Tensor& weight) {
-  const cpu::Isa isa = cpu::best_isa();
-  return (isa == cpu::Isa::avx2 || isa == cpu::Isa::avx2_vnni) && is_free_float(x, weight) &&
-         std::min(weight.size(0), weight.size(1)) >= kThin;
-}
-
-// x weight^T + bias by csrc/cpu/loops/packed_linear.cpp. Each thread packs the panels that it takes, some at a time,
-// and multiplies all rows by them; threads share the rows only where there are too few panels for all of them.
-Tensor packing_product(const Tensor& x, const Tensor& weight, const Tensor* bias) {
-  constexpr int64_t kPacked = 1 << 19, kChannels = 256, kUnitsPerThread = 4;
-  const int64_t rows = x.size(0), inner = x.size(1), channels = weight.size(0);
-  const int64_t width = FB_BEST_ISA(packed_width)(), block = FB_BEST_ISA(packed_rows)();
-  const int64_t group = std::clamp(kPacked / inner / width * width, width, kChannels);
-  const int64_t panels = (channels + width - 1) / width, blocks = (rows + block - 1) / block;
-  const int64_t shares = std::clamp<int64_t>(kUnitsPerThread * threads() / panels, 1, blocks);
-  const int64_t room = (FB_BEST_ISA(packed_scratch)() + 63) / 64 * 64, packed = group * inner * int64_t(sizeof(float));
-  const Tensor y = empty_rows({rows, channels}, x);
-  cpu::PackedLinear op{};
-  op.x = x.const_data_ptr(), op.x_stride = inner, op.x_dtype = op.y_dtype = DType::f32;
-  op.rows = rows, op.inner = inner, op.y_stride = channels, op.weights = Weights::f32, op.gelu = Gelu::none;
-  const ProductBlocks parts{rows, inner, channels, (rows + shares - 1) / shares, width};
-  parts.run(room + packed, [&](const ProductBlocks::Block& all, void* scratch) {
-    cpu::PackedLinear part = op;
-    float* const panel = reinterpret_cast<float*>(static_cast<char*>(scratch) + room);
-    part.weight = panel;
-    for (int64_t channel = all.column; channel < all.column_end; channel += group) {
-      part.channels = std::min(group, all.column_end - channel);
-      part.y = y.mutable_data_ptr<float>() + channel;
-      part.bias = bias ? bias->const_data_ptr<float>() + channel : nullptr;
-      FB_BEST_ISA(pack_weight)(weight.const_data_ptr<float>() + channel * inner, inner, part.channels, panel);
-      for (int64_t first = all.row; first < all.row_end; first += block)
-        FB_BEST_ISA(packed_linear)(part, first, std::min(first + block, all.row_end), 0, part.channels, scratch);
-    }
-  });
-  return y;
-}
-
 }  // namespace
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   const NoGrad guard;
   const bool few = has_few_rows(x, weight), own = !few && use_own_product(x, weight),
-             packing = !few && !own && use_packing_product(x, weight);
+             packing = !few && !own && user_wants_onednn() && use_packing_product(x, {weight, true});
   if (!few && !own && !packing && !use_onednn(x, weight)) {
     const Tensor y = contiguous(call("aten::linear", "", x, weight, bias));
     return view(y, y.sizes());  // y may be a view that autograd knows of, which could not be changed in place
@@ -167,7 +122,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
   if (few) return view(few_rows_product(rows, w, bias ? &b : nullptr), shape);
   if (own) return view(own_product({rows, false}, {w, true}, bias ? &b : nullptr), shape);
   if (is_small(rows, w)) return view(small_product({rows, false}, {w, true}, bias ? &b : nullptr), shape);
-  if (packing) return view(packing_product(rows, w, bias ? &b : nullptr), shape);
+  if (packing) return view(packing_product(rows, {w, true}, bias ? &b : nullptr), shape);
   return view(onednn_product(in_whole_blocks(rows), w, bias ? &b : nullptr), shape);
 }
 

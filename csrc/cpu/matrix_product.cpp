@@ -29,9 +29,6 @@ bool mkl_is_slow() {
          torch::stable::detail::to<bool>(answer[0]);
 }
 
-// Elements from one row to the next. A single row may have any stride, so there it is the row's length.
-int64_t row_stride(const Tensor& x) { return x.size(0) == 1 ? x.size(1) : x.stride(0); }
-
 // Whether x is not empty, and its rows are contiguous and do not overlap.
 bool is_in_rows(const Tensor& x) {
   return x.numel() > 0 && (x.size(1) == 1 || x.stride(1) == 1) && row_stride(x) >= x.size(1);
@@ -89,6 +86,8 @@ Tensor matrix_product(const Tensor& a, bool a_transposed, const Tensor& b) {
       return small_product({a, a_transposed}, {b, false}, nullptr);
     const bool own = is_float ? mkl_is_slow() && std::min({rows, inner, columns}) >= kThin : library_is_missing(type);
     if (own && FB_BEST_ISA(matrix_product)) return own_product({a, a_transposed}, {b, false}, nullptr);
+    if (!a_transposed && rows >= kThin && use_packing_product(a, {b, false}))
+      return packing_product(a, {b, false}, nullptr);
   }
   return call("aten::mm", "", a_transposed ? transposed(a) : a, b);
 }

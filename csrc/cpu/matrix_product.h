@@ -27,6 +27,9 @@ struct Factor {
   int64_t columns() const { return matrix.size(!transposed); }
 };
 
+// Elements from one row to the next. A single row may have any stride, so there it is the row's length.
+inline int64_t row_stride(const Tensor& x) { return x.size(0) == 1 ? x.size(1) : x.stride(0); }
+
 // a b + bias (columns,), if there is one, by MKL: float32, and the bias is copied to each row before the product is
 // added.
 Tensor small_product(const Factor& a, const Factor& b, const Tensor* bias);
@@ -34,8 +37,13 @@ Tensor small_product(const Factor& a, const Factor& b, const Tensor* bias);
 // The same by csrc/cpu/loops/matrix_product.cpp, in any type but float64.
 Tensor own_product(const Factor& a, const Factor& b, const Tensor* bias);
 
-// a b, or a^T b if transposed. Like at::mm, but small float32 products call MKL directly, and our own loops
-// (csrc/cpu/loops/matrix_product.cpp) multiply where they are faster than PyTorch's library or where it has none.
+// The same by csrc/cpu/loops/packed_linear.cpp, in float32, and whether it is faster than the libraries even though it
+// packs b in each call. The rows of a are contiguous and do not overlap.
+bool use_packing_product(const Tensor& a, const Factor& b);
+Tensor packing_product(const Tensor& a, const Factor& b, const Tensor* bias);
+
+// a b, or a^T b if transposed. Like at::mm, but small float32 products call MKL directly, and our own loops multiply
+// where they are faster than PyTorch's library or where it has none.
 Tensor matrix_product(const Tensor& a, bool transposed, const Tensor& b);
 
 // dx and dweight of a dense layer, from its checked x (..., K) and weight (C, K), and dy (..., C), the gradient of its

@@ -170,27 +170,47 @@ def test_many_rows_have_the_same_bits_in_any_company_and_with_any_number_of_thre
     """With more threads than panels of channels, threads share the rows too. Half of the rows are still too many for
     MKL's small products."""
     inputs = assert_same_bits_in_any_company(torch.float32, shape, fewer=(shape[0] // 2 + 1,), threads=(1, 2, 3, 40))
-    testing.assert_accurate(ops.linear, F.linear, [F.linear, testing.onednn_linear], inputs, gradients=False)
+    testing.assert_accurate(ops.linear, F.linear, [F.linear, testing.onednn_linear], inputs)
     without = ops.linear(inputs["x"], inputs["weight"])
     assert torch.equal(without, ops.linear(**inputs | {"bias": torch.zeros_like(inputs["bias"])}))
 
 
+@pytest.mark.skipif(
+    backends.build_info().get("cpu_set") not in ("avx2", "avx2_vnni"), reason="elsewhere libraries compute"
+)
+@pytest.mark.parametrize("shape", [(700, 33, 301), (433, 770, 768), (9000, 16, 17)], ids=str)
+def test_dx_of_many_rows_has_the_same_bits_in_any_company_and_with_any_number_of_threads(shape):
+    rows, inner, channels = shape
+    sizes = (rows, channels), (rows, inner), (channels, inner)
+    dy, x, weight = (normal(*size, dtype=torch.float32, device="cpu") for size in sizes)
+    assert_same_bits_of_rows(
+        lambda dy: PRIMITIVES["linear_bwd"]("cpu", dy, x[: len(dy)], weight, True, False)[0],
+        dy,
+        fewer=(rows // 2 + 1,),
+        threads=(1, 2, 3, 40),
+    )
+
+
 def assert_same_bits_in_any_company(dtype, shape, fewer, threads):
-    """Rows have the same bits with `fewer` rows, and in any number of threads; returns the inputs."""
     rows, inner, channels = shape
     x, weight, bias = (
         normal(*size, dtype=dtype, device="cpu") for size in ((rows, inner), (channels, inner), (channels,))
     )
-    expected, before = ops.linear(x, weight, bias), torch.get_num_threads()
+    assert_same_bits_of_rows(lambda x: ops.linear(x, weight, bias), x, fewer, threads)
+    return {"x": x, "weight": weight, "bias": bias}
+
+
+def assert_same_bits_of_rows(product, x, fewer, threads):
+    """Rows of product(x) have the same bits with `fewer` rows, and in any number of threads."""
+    expected, before = product(x), torch.get_num_threads()
     try:
         for number in threads:
             torch.set_num_threads(number)
-            assert torch.equal(ops.linear(x, weight, bias), expected)
+            assert torch.equal(product(x), expected)
     finally:
         torch.set_num_threads(before)
     for few in fewer:
-        assert torch.equal(ops.linear(x[:few], weight, bias), expected[:few])
-    return {"x": x, "weight": weight, "bias": bias}
+        assert torch.equal(product(x[:few]), expected[:few])
 
 
 @pytest.mark.skipif(backends.EXTENSION is None or platform.machine() != "x86_64", reason="of the C++ kernels")

@@ -473,13 +473,18 @@ struct PackedLayer {
   }
 
   void check_packing() const {
-    const Bytes plain = as(weight, DType::f32), expected = packed();
-    Bytes made(expected.size());
-    loops::pack_weight(reinterpret_cast<const float*>(plain.data()), inner, channels,
-                       reinterpret_cast<float*>(made.data()));
-    if (made == expected) return;
-    ++differences;
-    fprintf(stderr, "pack_weight: %d to %d: not packed\n", int(inner), int(channels));
+    std::vector<int> transposed(weight.size());
+    for (int64_t i = 0; i < channels * inner; ++i) transposed[i % inner * channels + i / inner] = weight[i];
+    const Bytes expected = packed();
+    for (const bool across : {false, true}) {
+      const Bytes plain = as(across ? transposed : weight, DType::f32);
+      Bytes made(expected.size());
+      loops::pack_weight(reinterpret_cast<const float*>(plain.data()), across ? channels : inner, across, inner,
+                         channels, reinterpret_cast<float*>(made.data()));
+      if (made == expected) continue;
+      ++differences;
+      fprintf(stderr, "pack_weight: %d to %d: not packed\n", int(inner), int(channels));
+    }
   }
 
   // The factor of each channel, 1, and the sum of its weights.

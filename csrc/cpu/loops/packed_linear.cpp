@@ -269,8 +269,14 @@ void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
   });
 }
 
-void pack_weight(const float* weight, int64_t inner, int64_t channels, float* packed) {
-  pack_transposed(weight, inner, channels, Panels<float>{packed, inner});
+void pack_weight(const float* weight, int64_t stride, bool across, int64_t inner, int64_t channels, float* packed) {
+  constexpr int64_t kRowsAtOnce = 16, kWidth = kPanel<float>;  // few rows: panels may share a set of the cache
+  const Panels<float> panels{packed, inner};
+  if (!across) return pack_transposed(weight, stride, channels, panels);
+  for (int64_t row = 0; row < inner; row += kRowsAtOnce)
+    for (int64_t channel = 0; channel < channels; channel += kWidth)
+      pack(weight + row * stride + channel, stride, least(kWidth, channels - channel), 1.0f,
+           Panels<float>{panels.at(channel, row), least(kRowsAtOnce, inner - row)});
 }
 
 int64_t packed_scratch() { return (kRows * (kStride + kNear) + kInner * kPanel<float>)*int64_t(sizeof(float)); }

@@ -1,0 +1,76 @@
+// Products with many rows: the loops of packed weights, for a right factor that is packed in each call.
+#include "../packed_linear.h"
+#include "../tensor.h"
+#include "matrix_product.h"
+#include "product_blocks.h"
+
+namespace fastbert {
+
+namespace {
+
+// How a thread takes its columns: it packs some panels of b at a time and multiplies all its rows by them. Threads
+// share the rows only where there are too few panels for all of them.
+struct PackingProduct {
+  static constexpr int64_t kPacked = 1 << 19, kColumns = 256;  // floats, and columns, that are packed at a time
+  static constexpr int64_t kUnitsPerThread = 4;
+
+  cpu::PackedLinear op{};  // but for the columns
+  const float *b, *bias;
+  float* c;
+  int64_t b_stride;
+  bool across;  // whether b is (inner, columns), not its transpose
+
+  const float* b_at(int64_t column) const { return b + (across ? column : column * b_stride); }
+  int64_t columns_at_once() const {
+    const int64_t width = FB_BEST_ISA(packed_width)();
+    return std::clamp(kPacked / op.inner / width * width, width, kColumns);
+  }
+  static int64_t loop_scratch() { return (FB_BEST_ISA(packed_scratch)() + 63) / 64 * 64; }
+  int64_t scratch() const { return loop_scratch() + columns_at_once() * op.inner * int64_t(sizeof(float)); }
+
+  ProductBlocks blocks(int64_t columns) const {
+    const int64_t width = FB_BEST_ISA(packed_width)(), block = FB_BEST_ISA(packed_rows)();
+    const int64_t panels = (columns + width - 1) / width, most = (op.rows + block - 1) / block;
+    const int64_t shares = std::clamp<int64_t>(kUnitsPerThread * threads() / panels, 1, most);
+    return {op.rows, op.inner, columns, (op.rows + shares - 1) / shares, width};
+  }
+
+  void run(const ProductBlocks::Block& all, void* scratch) const {
+    const int64_t block = FB_BEST_ISA(packed_rows)(), at_once = columns_at_once();
+    float* const packed = reinterpret_cast<float*>(static_cast<char*>(scratch) + loop_scratch());
+    cpu::PackedLinear part = op;
+    part.weight = packed;
+    for (int64_t column = all.column; column < all.column_end; column += at_once) {
+      part.channels = std::min(at_once, all.column_end - column);
+      part.y = c + column, part.bias = bias ? bias + column : nullptr;
+      FB_BEST_ISA(pack_weight)(b_at(column), b_stride, across, op.inner, part.channels, packed);
+      for (int64_t row = all.row; row < all.row_end; row += block)
+        FB_BEST_ISA(packed_linear)(part, row, std::min(row + block, all.row_end), 0, part.channels, scratch);
+    }
+  }
+};
+
+}  // namespace
+
+// It is with AVX2. With AVX-512 only Zen 4 was measured, and the libraries are faster there (docs/linear.md).
+bool use_packing_product(const Tensor& a, const Factor& b) {
+  const cpu::Isa isa = cpu::best_isa();
+  return (isa == cpu::Isa::avx2 || isa == cpu::Isa::avx2_vnni) && type_of(a) == ScalarType::Float &&
+         type_of(b.matrix) == ScalarType::Float && a.numel() > 0 && std::min(b.rows(), b.columns()) >= kThin;
+}
+
+Tensor packing_product(const Tensor& a, const Factor& b, const Tensor* bias) {
+  const int64_t rows = a.size(0), inner = a.size(1), columns = b.columns();
+  const Tensor c = empty_rows({rows, columns}, a);
+  PackingProduct product{};
+  cpu::PackedLinear& op = product.op;
+  op.x = a.const_data_ptr(), op.x_stride = row_stride(a), op.x_dtype = op.y_dtype = DType::f32;
+  op.rows = rows, op.inner = inner, op.y_stride = columns, op.weights = Weights::f32, op.gelu = Gelu::none;
+  product.b = b.matrix.const_data_ptr<float>(), product.b_stride = row_stride(b.matrix), product.across = !b.transposed;
+  product.bias = bias ? bias->const_data_ptr<float>() : nullptr, product.c = c.mutable_data_ptr<float>();
+  product.blocks(columns).run(product.scratch(),
+                              [&](const ProductBlocks::Block& all, void* scratch) { product.run(all, scratch); });
+  return c;
+}
+
+}  // namespace fastbert
