@@ -52,7 +52,7 @@ struct PackingProduct {
 
 }  // namespace
 
-// It is with AVX2. With AVX-512 only Zen 4 was measured, and the libraries are faster there (docs/linear.md).
+// Ours is faster with AVX2. With AVX-512 only Zen 4 was measured, and the libraries are faster there (docs/linear.md).
 bool use_packing_product(const Tensor& a, const Factor& b) {
   const cpu::Isa isa = cpu::best_isa();
   return (isa == cpu::Isa::avx2 || isa == cpu::Isa::avx2_vnni) && type_of(a) == ScalarType::Float &&
