@@ -162,9 +162,12 @@ def test_few_rows_have_the_same_bits_in_any_company_and_with_any_number_of_threa
     assert_same_bits_in_any_company(dtype, shape, fewer=(1, shape[0] // 3 + 1), threads=(1, 2, 3, 5))
 
 
-@pytest.mark.skipif(
+packs_in_each_call = pytest.mark.skipif(
     backends.build_info().get("cpu_set") not in ("avx2", "avx2_vnni"), reason="elsewhere libraries compute"
 )
+
+
+@packs_in_each_call
 @pytest.mark.parametrize("shape", [(700, 301, 33), (433, 768, 770), (289, 5000, 40), (9000, 17, 16)], ids=str)
 def test_many_rows_have_the_same_bits_in_any_company_and_with_any_number_of_threads(shape):
     """With more threads than panels of channels, threads share the rows too. Half of the rows are still too many for
@@ -175,9 +178,7 @@ def test_many_rows_have_the_same_bits_in_any_company_and_with_any_number_of_thre
     assert torch.equal(without, ops.linear(**inputs | {"bias": torch.zeros_like(inputs["bias"])}))
 
 
-@pytest.mark.skipif(
-    backends.build_info().get("cpu_set") not in ("avx2", "avx2_vnni"), reason="elsewhere libraries compute"
-)
+@packs_in_each_call
 @pytest.mark.parametrize("shape", [(700, 33, 301), (433, 770, 768), (9000, 16, 17)], ids=str)
 def test_dx_of_many_rows_has_the_same_bits_in_any_company_and_with_any_number_of_threads(shape):
     rows, inner, channels = shape

@@ -270,7 +270,7 @@ void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
 }
 
 void pack_weight(const float* weight, int64_t stride, bool across, int64_t inner, int64_t channels, float* packed) {
-  constexpr int64_t kRowsAtOnce = 16, kWidth = kPanel<float>;  // few rows: panels may share a set of the cache
+  constexpr int64_t kRowsAtOnce = 16, kWidth = kPanel<float>;  // row by row, panels may share a set of the cache
   const Panels<float> panels{packed, inner};
   if (!across) return pack_transposed(weight, stride, channels, panels);
   for (int64_t row = 0; row < inner; row += kRowsAtOnce)
