@@ -240,11 +240,14 @@ def check_conversion(
     convert: Any, dtype: torch.dtype, device: torch.device | str, others: str = "cuda"
 ) -> torch.device:
     """The device to which `convert`, the function that nn.Module.to and its like apply to tensors, moves them. Raises
-    RuntimeError if it changes their dtype, or moves them to a device type other than their own and `others`."""
+    RuntimeError if it changes their dtype, moves them to a device type other than their own and `others`, or replaces
+    them on their own device, as `to_empty` does."""
     probe = torch.empty(1, dtype=dtype, device=device)
     after = convert(probe)
     if after.dtype != dtype or after.device.type not in (probe.device.type, others):
         raise _frozen(f"{after.dtype} on {after.device}")
+    if after is not probe and after.device == probe.device:
+        raise _frozen("new tensors")
     return after.device
 
 

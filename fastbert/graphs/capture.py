@@ -93,8 +93,10 @@ def prepared(module: nn.Module) -> tuple[Tensor | None, ...]:
 class ModelSnapshot:
     """What a capture depends on: a model's modules and their modes, and its tensors, whose memory it keeps alive."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, gradients: bool = False) -> None:
+        """gradients: whether a capture has a backward, which depends on what is frozen."""
         self.model, self.modules, self.training = model, list(model.modules()), model.training
+        self.gradients = gradients
         self.tensors = [tensor for tensor in self._entries() if tensor is not None]
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.memory = [tensor.detach() for tensor in self.tensors]  # replays read it even if the model no longer does
@@ -105,13 +107,14 @@ class ModelSnapshot:
         modules = self.model.modules()
         return list(chain.from_iterable((*m._parameters.values(), *m._buffers.values(), *prepared(m)) for m in modules))
 
-    def _state(self) -> tuple[list[Any], list[Any]]:
-        tensors = [None if t is None else (id(t), t.data_ptr(), t.dtype, t.requires_grad) for t in self._entries()]
-        return [(id(module), module.training) for module in self.model.modules()], tensors
+    def _state(self) -> tuple[list[Any], list[Any], list[bool]]:
+        modules = [(id(module), module.training) for module in self.model.modules()]
+        tensors = [None if t is None else (id(t), t.data_ptr(), t.dtype) for t in self._entries()]
+        return modules, tensors, [t is not None and t.requires_grad for t in self._entries() if self.gradients]
 
     def refuse_a_change(self) -> None:
-        """Raises RuntimeError if a module or tensor was replaced, moved or frozen. Values may change in place, except
-        those of which prepared layers have made others."""
+        """Raises RuntimeError if a module or tensor was replaced, moved or, if it matters, frozen. Values may change in
+        place, except those of which prepared layers have made others."""
         if self._state() != self.then or any([module.kept is not made for module, made in self.made.items()]):
             raise RuntimeError(
                 f"{NAME}: a module or tensor of the model was replaced, moved or frozen, or changed its mode; make a "

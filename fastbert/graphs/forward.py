@@ -101,7 +101,7 @@ class GraphedModel(Graphed):
             )
 
     def _refuse_gradients(self) -> None:
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._snapshot.parameters):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._snapshot.tensors):
             raise RuntimeError(
                 f"{NAME}: gradients are live, and a replay records none; call it under torch.inference_mode() or "
                 "torch.no_grad(), or freeze the model with model.requires_grad_(False)"

@@ -58,6 +58,7 @@ class Graphed:
     """A model, its buckets, and the graphs that were captured of it. Attributes: model, buckets, report."""
 
     MODELS: tuple[type[nn.Module], ...]  # the classes of models that are accepted
+    GRADIENTS = False  # whether graphs compute gradients
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Graphed:
         longest = model.config.max_sequence_length if max_seqlen is None else max_seqlen
         self.buckets = buckets_of(max_tokens, max_sequences, longest)
         self._body = model if isinstance(model, BertModel) else model.bert
-        self._snapshot = ModelSnapshot(model)
+        self._snapshot = ModelSnapshot(model, self.GRADIENTS)
         self._device = self._snapshot.device()
         self._recorder, self._lock = recorder(self._device), threading.Lock()
         self._graphs: dict[Any, Graph] = {}

@@ -35,6 +35,7 @@ class GraphedStep(Graphed):
     """
 
     MODELS = tuple(kind for kind in HEADS if kind is not BertForMultipleChoice)
+    GRADIENTS = True
 
     def _start(self, max_labels: int | None = None) -> None:
         self._reader = LabelReader(self.model, max_labels)

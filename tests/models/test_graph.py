@@ -570,6 +570,20 @@ def test_what_a_replay_would_not_do(monkeypatch):
     assert_same(replayed(**inputs), model(**inputs))
 
 
+def test_a_model_may_be_frozen_later():
+    """As the error advises: the calls that follow replay, and capture what they need for other settings."""
+    model, inputs = our(), batch([7, 1], 7)
+    replayed = graphed(model)
+    for backend in (None, "reference"):
+        model.requires_grad_(True)
+        with fastbert.backend(backend):
+            with pytest.raises(RuntimeError, match="gradients are live"):
+                replayed(**inputs)
+            model.requires_grad_(False)
+            assert_same(replayed(**inputs), model(**inputs))
+    assert replayed.report.replays.total() == 2
+
+
 @pytest.mark.parametrize("more", [{"output_attentions": True}, {"labels": torch.tensor([0])}, {"inputs_embeds": None}])
 @torch.inference_mode()
 def test_other_arguments(more):

@@ -296,6 +296,8 @@ def load_zeros(module):
         lambda head: head.bert.to("meta"),
         lambda head: head.bert.encoder.to("meta"),
         lambda head: head.bert.encoder.layer[0].to_empty(device="meta"),
+        lambda head: head.to_empty(device="cpu"),
+        lambda head: nn.Sequential(head).to_empty(device="cpu"),
         lambda head: head.bert.encoder.layer[0].half(),
         lambda head: load_zeros(head),
         lambda head: load_zeros(head.bert),
