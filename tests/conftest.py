@@ -1,6 +1,7 @@
 """Fixtures: NaN in uninitialised memory, one seed, and every backend in turn."""
 
 import ctypes
+import gc
 import os
 from dataclasses import dataclass
 
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items):
             continue
         if any(backend in mark.args for mark in item.iter_markers("slow_on")):
             item.add_marker("slow")
+
+
+def pytest_collection_finish():
+    """Exempts what was imported from garbage collection: a full collection would walk over millions of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

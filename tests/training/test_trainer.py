@@ -677,12 +677,13 @@ def test_an_interrupted_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp
             if trainer.step == stop:
                 raise KeyboardInterrupt
 
-        model.register_forward_hook(interrupt)
+        hook = model.register_forward_hook(interrupt)
         trainer.resume()
         try:
             trainer.train(LOADERS[loader](), max_steps=10, eval_loader=[held_out], eval_steps=3, save_steps=2)
         except KeyboardInterrupt:
             assert stop is not None
+        hook.remove()  # else a cycle, and torch waits 5 s for each worker of a loader that the garbage collector frees
         return trainer
 
     held_out = electra_batch()[0]
