@@ -53,6 +53,10 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # or Triton's bindings report at the end that their functions leaked
+
+
 @pytest.fixture(autouse=True)
 def strict():
     """Unwritten memory is NaN, nondeterministic operators are errors, and random numbers are the same in each run."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastbert import huge_pages
+from fastbert import huge_pages, ops
 from fastbert.prepared import PreparedLinear
 
 needs_linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="huge pages are asked for on Linux alone")
@@ -100,11 +100,34 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parents():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
 
 
+def skip_without_huge_pages():
+    """Skips if this kernel has none, and fails if it has."""
+    with mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE) as plain, pytest.raises(OSError):
+        plain.madvise(mmap.MADV_HUGEPAGE)
+    pytest.skip("this kernel has no huge pages")
+
+
 @needs_linux
 @pytest.mark.skipif(not SMAPS.exists(), reason="no /proc/self/smaps")
 def test_linux_is_asked_for_huge_pages():
     made = PreparedLinear.of(nn.Linear(1024, 1024), "fp32")
     if "hg" not in flags_of(made.weight.data_ptr()):
-        with mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE) as plain, pytest.raises(OSError):
-            plain.madvise(mmap.MADV_HUGEPAGE)
-        pytest.skip("this kernel has no huge pages")
+        skip_without_huge_pages()
+
+
+@needs_linux
+@pytest.mark.skipif(not SMAPS.exists(), reason="no /proc/self/smaps")
+def test_the_gradient_of_a_large_vocabulary():
+    """It is that of a table with only the rows that are used, zero elsewhere, and in huge pages."""
+    ids, positions = torch.tensor([7, 19_999, 7, 12_345]), torch.arange(4)
+    weight, bias = torch.ones(1024), torch.zeros(1024)
+    small, of_positions = torch.randn(3, 1024), torch.randn(4, 1024)
+    large = torch.zeros(20_000, 1024).index_copy(0, ids[[0, 1, 3]], small)
+    gradients = []
+    for table, rows in ((large, ids), (small, torch.tensor([0, 1, 0, 2]))):
+        y = ops.embedding(rows, positions, None, table.requires_grad_(), of_positions, None, weight, bias)
+        gradients += torch.autograd.grad(y, table, torch.arange(4096.0).view(4, 1024).sin())
+    assert torch.equal(gradients[0][ids[[0, 1, 3]]], gradients[1]) and gradients[1].all(1).all()
+    assert gradients[0].count_nonzero() == gradients[1].count_nonzero()
+    if "hg" not in flags_of(gradients[0][10_000].data_ptr()):
+        skip_without_huge_pages()
