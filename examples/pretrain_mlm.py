@@ -4,7 +4,8 @@
 
 A WordPiece vocabulary is trained first, with `tokenizers`. Batches are packed: they hold no padding. The same training
 runs in pure PyTorch beside it, with the same dropout; exit status 1 if the two loss curves do not coincide. After
---steps fastbert goes on alone: a BERT takes about a thousand steps to learn more than which words are common.
+--steps fastbert goes on alone: a BERT takes about a thousand steps to learn more than which words are common. Exit
+status 1 also if it has learned no more than that.
 """
 
 import itertools
@@ -103,10 +104,11 @@ def main() -> int:
     train(runs[:1], stream, args.alone)
     loss, found, commonest = validate(model, held_out)
     print(f"held-out loss {before[0]:.2f} -> {loss:.2f}")
-    print(f"masked tokens found: {found:.0%} (the commonest everywhere: {commonest:.0%})")
+    learned = found > commonest or not args.alone
+    print(f"masked tokens found: {found:.0%} (the commonest everywhere: {commonest:.0%}){'' if learned else ' TOO FEW'}")
     for sentence in SENTENCES:
         print(f"  {sentence}  {fill(model, tokenizer, sentence)}")
-    return verdict(runs, args.output / "pretrain_mlm.png")
+    return verdict(runs, args.output / "pretrain_mlm.png") or int(not learned)
 
 
 if __name__ == "__main__":

@@ -202,8 +202,9 @@ def test_comparison_in_one_step(run, tmp_path, capsys):
     kept = ["--output", tmp_path, "--json", tmp_path / "found.json"]
     status, output = run("compare_training", "--steps", 1, "--seeds", 2, *kept, every=24)
     tasks = {name: found for name, found in json.loads((tmp_path / "found.json").read_text()).items() if name in TASKS}
-    assert list(tasks) == list(TASKS) and status == (0 if all(found["agree"] for found in tasks.values()) else 1)
-    assert ("TOO FAR" in output) == (status == 1)
+    assert list(tasks) == list(TASKS)
+    agree, learned = (all(found[what] for found in tasks.values()) for what in ("agree", "learned"))
+    assert status == 1 and not learned and "NOT LEARNED" in output and ("TOO FAR" in output) == (not agree)
     for found in tasks.values():
         assert [result["seed"] for result in found["seeds"]] == [0, 1]
         for result in found["seeds"]:
@@ -224,7 +225,8 @@ def test_what_agrees(examples, tmp_path):
     common, training, retrieval = map(importlib.import_module, ("common", "compare_training", "compare_retrieval"))
     results = EXAMPLES / "results"
     found = json.loads((results / "compare_training.json").read_text())
-    assert all(training.verdict(task, found[task]["seeds"])["agree"] for task in TASKS)
+    kept = {task: training.verdict(task, found[task]["seeds"]) for task in TASKS}
+    assert all(one["agree"] and one["learned"] for one in kept.values())
     found = json.loads((results / "compare_retrieval.json").read_text())
     before = {kind: found[kind]["before"] for kind in retrieval.KINDS}
     assert retrieval.verdict(before, dict.fromkeys(before, 0.0), found["seeds"])["proved"]
