@@ -105,7 +105,8 @@ def main() -> int:
     loss, found, commonest = validate(model, held_out)
     print(f"held-out loss {before[0]:.2f} -> {loss:.2f}")
     learned = found > commonest or not args.alone
-    print(f"masked tokens found: {found:.0%} (the commonest everywhere: {commonest:.0%}){'' if learned else ' TOO FEW'}")
+    few = "" if learned else ", TOO FEW"
+    print(f"masked tokens found: {found:.0%}{few} (the commonest everywhere: {commonest:.0%})")
     for sentence in SENTENCES:
         print(f"  {sentence}  {fill(model, tokenizer, sentence)}")
     return verdict(runs, args.output / "pretrain_mlm.png") or int(not learned)
