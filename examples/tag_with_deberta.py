@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from common import Run, endless, nudge, train, verdict
+from common import Run, endless, train, verdict
 from compare_tasks import TAGS, tag_examples
 
 import fastbert
@@ -68,7 +68,7 @@ def main() -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     plain, (training, held_out) = new_model(args.model).to(DEVICE), loaders(args.model)
-    models = {"fastbert": copy.deepcopy(plain), "plain": plain, "nudged": nudge(copy.deepcopy(plain))}
+    models = {"fastbert": copy.deepcopy(plain), "plain": plain, "nudged": copy.deepcopy(plain)}
     report = fastbert.accelerate(models["fastbert"])
     runs = [
         Run(name, model, lambda batch, model=model: model(**batch).loss, args.steps, LEARNING_RATE)
