@@ -107,10 +107,12 @@ class ModelSnapshot:
         modules = self.model.modules()
         return list(chain.from_iterable((*m._parameters.values(), *m._buffers.values(), *prepared(m)) for m in modules))
 
-    def _state(self) -> tuple[list[Any], list[Any], list[bool]]:
-        modules = [(id(module), module.training) for module in self.model.modules()]
-        tensors = [None if t is None else (id(t), t.data_ptr(), t.dtype) for t in self._entries()]
-        return modules, tensors, [t is not None and t.requires_grad for t in self._entries() if self.gradients]
+    def _state(self) -> tuple[list[Any], list[Any]]:
+        tensors = [
+            None if t is None else (id(t), t.data_ptr(), t.dtype, self.gradients and t.requires_grad)
+            for t in self._entries()
+        ]
+        return [(id(module), module.training) for module in self.model.modules()], tensors
 
     def refuse_a_change(self) -> None:
         """Raises RuntimeError if a module or tensor was replaced, moved or, if it matters, frozen. Values may change in

@@ -227,6 +227,10 @@ def test_what_agrees(examples, tmp_path):
     found = json.loads((results / "compare_training.json").read_text())
     kept = {task: training.verdict(task, found[task]["seeds"]) for task in TASKS}
     assert all(one["agree"] and one["learned"] for one in kept.values())
+    for result in found["tags"]["seeds"]:  # as after one step
+        result["fastbert"]["scores"] = result["transformers"]["scores"] = {"f1": 0.02}
+    unlearned = training.verdict("tags", found["tags"]["seeds"])
+    assert unlearned["agree"] and not unlearned["learned"]
     found = json.loads((results / "compare_retrieval.json").read_text())
     before = {kind: found[kind]["before"] for kind in retrieval.KINDS}
     assert retrieval.verdict(before, dict.fromkeys(before, 0.0), found["seeds"])["proved"]
