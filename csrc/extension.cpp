@@ -1,5 +1,5 @@
 // The module fastbert._C. Loading it registers the kernels with torch. Its functions describe the build, and check
-// whether modules have changed, which every forward asks (fastbert/layer.py).
+// whether modules have changed, which every forward asks (fastbert/parts.py).
 #include <Python.h>
 #include <torch/headeronly/version.h>
 

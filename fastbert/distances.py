@@ -15,6 +15,7 @@ from torch import Tensor
 
 MPNET_BUCKETS = 32  # transformers computes this many, whatever relative_attention_num_buckets is
 _MPNET_FARTHEST = 128
+KINDS = ("c2p", "p2c")  # the tokens' queries times position keys, the tokens' keys times position queries
 
 
 def float32(x: float) -> float:
@@ -63,6 +64,13 @@ def _logarithmic(distance: int, half: int) -> int:
         return distance
     share = float32(float32(math.log(float32(distance / exact))) / float32(math.log(_MPNET_FARTHEST / exact)))
     return min(exact + int(float32(share * (half - exact))), half - 1)
+
+
+def disentangled_scaling(head_size: int, kinds: Sequence[str] | None) -> float:
+    """DeBERTa's scale, 1 / sqrt(D n): n is 1, plus 1 for each kind of product with positions. The root is in float32,
+    as in transformers."""
+    terms = 1 + sum([kind in (kinds or ()) for kind in KINDS])
+    return 1 / float32(math.sqrt(head_size * terms))
 
 
 # ---- as tensors

@@ -1,6 +1,6 @@
 """The families that fastbert knows: where `transformers` keeps the parts of each, and how it differs from BERT.
 
-This file holds facts only, as data. `fastbert/layer.py` finds the parts of a layer by them, our own modules
+This file holds facts only, as data. `fastbert/parts.py` finds the parts of a layer by them, our own modules
 (`fastbert/model.py`, `fastbert/heads.py`) read how a family differs from BERT, and `fastbert/checkpoint.py` reads
 names.
 """

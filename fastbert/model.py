@@ -18,10 +18,21 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from fastbert import backends, checkpoint, layer, padding, random
 from fastbert.config import BertConfig
-from fastbert.distances import MPNET_BUCKETS
+from fastbert.distances import MPNET_BUCKETS, disentangled_scaling
 from fastbert.families import OURS, groups_of
-from fastbert.layer import AttentionParts, Distances, EmbeddingParts, Kept, LayerParts
+from fastbert.layer import Distances
 from fastbert.padding import Packing
+from fastbert.parts import (
+    AttentionParts,
+    EmbeddingParts,
+    Kept,
+    LayerParts,
+    is_plain,
+    may_drop,
+    position_dropout,
+    probability,
+    unchanged,
+)
 from fastbert.prepared import PreparedLinear
 
 T = TypeVar("T")
@@ -117,7 +128,7 @@ class BertEmbeddings(nn.Module):
         self._kept = Kept()
 
     def drops(self) -> bool:
-        return layer.probability(self.dropout) > 0
+        return probability(self.dropout) > 0
 
     def dense_layers(self) -> list[str]:
         """The names of the dense layers that `fastbert.prepare` packs."""
@@ -148,7 +159,7 @@ class BertOutput(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob if drops else 0.0)
 
     def drops(self) -> bool:
-        return layer.probability(self.dropout) > 0
+        return probability(self.dropout) > 0
 
     def forward(self, x: Tensor, residual: Tensor, rng: Tensor | None, site: int) -> Tensor:
         return layer.project_add_norm(x, residual, self.dense, self.dropout, self.LayerNorm, rng, site)
@@ -167,7 +178,7 @@ class BertAttention(nn.Module):
     def _add_positions(self, config: BertConfig) -> None:
         """Adds what only DeBERTa-v2's attention has, under transformers' names."""
         self.pos_att_type, self.share_att_key = config.position_kinds, config.extra["share_att_key"]
-        self.scaling = layer.disentangled_scaling(config.head_dim, self.pos_att_type)
+        self.scaling = disentangled_scaling(config.head_dim, self.pos_att_type)
         if not config.extra["relative_attention"]:
             return
         self.pos_dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -177,7 +188,7 @@ class BertAttention(nn.Module):
 
     def drops(self) -> bool:
         inside = self.training and getattr(self.dropout, "p", 0.0) > 0
-        return inside or layer.position_dropout(self) > 0 or layer.drops(self.output)
+        return inside or position_dropout(self) > 0 or may_drop(self.output)
 
     def forward(
         self,
@@ -241,7 +252,7 @@ class BertLayer(nn.Module):
         attention, output = self.attention, self.output
         if type(attention).forward is BertAttention.forward and type(output).forward is BertOutput.forward:
             return attention.drops() or output.drops()
-        return any([layer.drops(part) for part in self.children()])
+        return any([may_drop(part) for part in self.children()])
 
     def _parts(self) -> LayerParts | None:
         """The parts, if the modules around the leaves are the original ones without hooks, so that they need not be
@@ -250,9 +261,9 @@ class BertLayer(nn.Module):
             parts = LayerParts.of(self, OURS)
         except AttributeError:
             return None
-        plain = layer.is_plain(parts.attention.module, BertAttention)
+        plain = is_plain(parts.attention.module, BertAttention)
         for module, kind in zip(parts.containers, (BertOutput, BertIntermediate, BertOutput), strict=True):
-            plain = plain and layer.is_plain(module, kind)
+            plain = plain and is_plain(module, kind)
         return parts if plain else None
 
 
@@ -268,7 +279,7 @@ class BertConvolution(nn.Module):
         self.conv_act = config.extra["conv_act"]
 
     def drops(self) -> bool:
-        return layer.probability(self.dropout) > 0
+        return probability(self.dropout) > 0
 
     def forward(self, embedded: Tensor, hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor:
         """(T, C) each to (T, C)."""
@@ -422,7 +433,7 @@ def initialize(module: nn.Module, std: float) -> None:
 def _is_readable(module: nn.Module) -> bool:
     """Whether the layer's parts may be read: calling a subclass, a compiled layer or one with hooks may do more than
     BertLayer.forward."""
-    return type(module) is BertLayer and module._compiled_call_impl is None and layer.is_plain(module, BertLayer)
+    return type(module) is BertLayer and module._compiled_call_impl is None and is_plain(module, BertLayer)
 
 
 class BertEncoder(_Loadable):
@@ -465,10 +476,10 @@ class BertEncoder(_Loadable):
         return self._drops(self._readable())
 
     def _drops(self, readable: list[LayerParts | None]) -> bool:
-        if self.conv is not None and layer.drops(self.conv):
+        if self.conv is not None and may_drop(self.conv):
             return True
         layers = zip(self.layer, readable, strict=True)
-        return any([layer.drops(each) if parts is None else parts.drops() for each, parts in layers])
+        return any([may_drop(each) if parts is None else parts.drops() for each, parts in layers])
 
     def _readable(self) -> list[LayerParts | None]:
         """The parts of each module in `layer`; None for one that has to be called."""
@@ -646,8 +657,8 @@ class BertModel(Saveable):
             given = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
             inputs, packing = self.pack(*given)
         # A BertEncoder draws its dropout key itself, once it has read its layers.
-        draws = type(self.encoder) is BertEncoder and layer.unchanged(self.encoder, BertEncoder)
-        drops = layer.drops(self.embeddings) or (not draws and layer.drops(self.encoder))
+        draws = type(self.encoder) is BertEncoder and unchanged(self.encoder, BertEncoder)
+        drops = may_drop(self.embeddings) or (not draws and may_drop(self.encoder))
         rng = random.new_key(packing.cu_seqlens.device) if drops else None
         hidden, states, attentions = self.encoder(
             self.embeddings(*inputs, rng),

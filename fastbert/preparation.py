@@ -5,9 +5,10 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from fastbert import backends, hf, layer
+from fastbert import backends, hf
 from fastbert.families import follow, key_of
 from fastbert.ops.scaled_linear import MULTIPLE, problem_on
+from fastbert.parts import is_plain
 from fastbert.prepared import (
     PRECISIONS,
     PreparedLinear,
@@ -77,7 +78,7 @@ def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[
         raise ValueError(f"fastbert.prepare: skip is {skip}; expected that something is left to prepare")
     for name in left:
         part = _find(model, name)
-        if part is None or not layer.is_plain(part, nn.Linear):
+        if part is None or not is_plain(part, nn.Linear):
             raise ValueError(f"fastbert.prepare: {name} is a {type(part).__name__}, or has hooks; expected nn.Linear")
         if precision == "fp8":
             _check_sizes(name, part.in_features, part.out_features)

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fastbert import layer
 from fastbert.graphs.buckets import NAME
+from fastbert.parts import unchanged
 from fastbert.prepared import PreparedLinear
 
 
@@ -82,7 +82,7 @@ def _replays(module: nn.Module) -> bool:
     """Whether a module is fastbert's own or a plain PyTorch one, which does the same work in every forward."""
     leaves = (nn.Linear, nn.Conv1d, nn.Embedding, nn.LayerNorm, nn.Dropout)
     own = type(module).__module__.startswith("fastbert.") or isinstance(module, nn.ModuleList)
-    return own or any(layer.unchanged(module, kind) for kind in leaves)
+    return own or any(unchanged(module, kind) for kind in leaves)
 
 
 def prepared(module: nn.Module) -> tuple[Tensor | None, ...]:

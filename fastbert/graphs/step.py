@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert import layer
 from fastbert.graphs import labels as labelling
 from fastbert.graphs.buckets import IDS, NAME, Bucket, Field, Form
 from fastbert.graphs.graphed import Graph, Graphed
@@ -15,6 +14,7 @@ from fastbert.heads import HEADS, BertForMultipleChoice
 from fastbert.model import ModelInputs
 from fastbert.ops.op import autocast_on
 from fastbert.padding import Packing
+from fastbert.parts import hooks
 
 INPUTS = (*IDS, "attention_mask", "cu_seqlens", "max_seqlen", *labelling.NAMES, "labelled_rows")
 MODES = {True: "training", False: "evaluation"}
@@ -82,7 +82,7 @@ class GraphedStep(Graphed):
             raise RuntimeError(f"{NAME}: no parameter of the model requires a gradient")
         if self._body.encoder.recomputing is not None:
             raise RuntimeError(f"{NAME}: gradient checkpointing is on, and reads random states, which no capture may")
-        hooked = any(map(layer.hooks, self._snapshot.modules))
+        hooked = any(map(hooks, self._snapshot.modules))
         if hooked or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._snapshot.parameters):
             raise RuntimeError(f"{NAME}: the model has backward hooks; a replay runs no Python, so they would not run")
 

@@ -27,7 +27,7 @@ from fastbert import backends, layer, padding, random
 from fastbert.families import FAMILIES, Family
 from fastbert.hf import supported
 from fastbert.hf.supported import Fallback
-from fastbert.layer import EmbeddingParts, Kept, LayerParts
+from fastbert.parts import EmbeddingParts, Kept, LayerParts, hooks, plain_parameters, prepared_parameters, probability
 
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "fastbert")
 TENSORS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
@@ -311,7 +311,7 @@ class ModelForward(Replacement):
         parts, drops = self._check_modules(layers)
         packing = self._plan(inputs.get("attention_mask"), shape, device)
         attentions, padded = (bool(self._wants(f"output_{kind}", inputs)) for kind in ("attentions", "hidden_states"))
-        padded = padded or any([layer.hooks(each, supported.FRAMEWORKS) for each in layers])
+        padded = padded or any([hooks(each, supported.FRAMEWORKS) for each in layers])
         watched = padded or attentions or self._has_calls_between(layers)
         key = random.new_key(device) if drops else None
         call = Call(packing, key, layers, parts, padded, attentions, watched, self.kept)
@@ -333,7 +333,7 @@ class ModelForward(Replacement):
             return True
         containers = self.family.containers(self.module)
         groups = containers[2:]  # after the embeddings and the encoder, whose forwards are replaced
-        if any([layer.hooks(each, supported.CAPTURING) for each in (*layers, *containers)]):
+        if any([hooks(each, supported.CAPTURING) for each in (*layers, *containers)]):
             return True
         if not all([isinstance(vars(each).get("forward"), Replacement) for each in (*layers, *containers[:2])]):
             return True
@@ -530,7 +530,7 @@ class EmbeddingsForward(Replacement):
             given["inputs_embeds"] = given.pop("input_embeds")
         tensors = [None if (x := given.get(name)) is None else x[0] for name in TENSORS]
         inside = self.module.embed_proj if self.family.projects_sum else None
-        return layer.embed(call.parts[id(self.module)], *tensors, call.key, inside)[None]
+        return _whole(self.module, layer.embed(call.parts[id(self.module)], *tensors, call.key, inside)[None])
 
     def check(self) -> EmbeddingParts:
         """The parts. Raises Fallback if packed ids would not get the same embeddings as padded ones."""
@@ -607,7 +607,7 @@ class RelativeEncoderForward(Replacement):
             return False
         supported.check_own(conv)
         supported.check_convolution(conv)
-        return layer.probability(conv.dropout) > 0
+        return probability(conv.dropout) > 0
 
 
 class LayerForward(Replacement):
@@ -622,7 +622,7 @@ class LayerForward(Replacement):
         hidden = fastbert.pack(hidden_states) if fastbert.padded else hidden_states
         run = functools.partial(self._run, call=fastbert, turn=turn)
         hidden = self.module._gradient_checkpointing_func(run, hidden) if self._checkpoints() else run(hidden)
-        return fastbert.unpack(hidden) if fastbert.padded else hidden
+        return _whole(self.module, fastbert.unpack(hidden) if fastbert.padded else hidden)
 
     def _checkpoints(self) -> bool:
         """Whether to checkpoint here: transformers 5.0 does it around the module's call, later versions in forward."""
@@ -654,7 +654,7 @@ class LayerForward(Replacement):
             supported.check_own(container)
         supported.check_own(parts.attention.module, but_of=("transformers.",))
         _checked(parts.attention.module)
-        if layer.plain_parameters(parts) is None and layer.prepared_parameters(parts) is None:
+        if plain_parameters(parts) is None and prepared_parameters(parts) is None:
             leaves = zip(parts.leaves, parts.kinds(), strict=True)
             parts.plain = all([supported.check_leaf(module, kind) for module, kind in leaves])
         supported.check_activation(parts.activation)
@@ -677,6 +677,12 @@ def _does_more(module: nn.Module) -> bool:
     """Whether calling the module may do more than run its forward."""
     own = type(module).__module__.startswith("transformers.models.")
     return not own or module._compiled_call_impl is not None or _checkpoints(module)
+
+
+def _whole(module: nn.Module, output: Tensor) -> Tensor:
+    """A copy of the output where FSDP2 wraps the module: its hooks get lost if a view is changed in place."""
+    sharded = type(module).__module__.startswith("torch.distributed.")
+    return output.clone() if sharded and output.requires_grad else output
 
 
 def _checkpoints(module: nn.Module) -> bool:

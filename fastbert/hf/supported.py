@@ -2,15 +2,14 @@
 
 A check raises Fallback with the reason: hooks would see packed tensors; a replaced module, or one with its own forward,
 might mix tokens. Checks belong to every forward, because users hook, wrap and replace modules between forwards; `Kept`
-(`fastbert/layer.py`) skips them for modules that have not changed since the last one.
+(`fastbert/parts.py`) skips them for modules that have not changed since the last one.
 """
 
 from torch import nn
 
 from fastbert.distances import MPNET_BUCKETS
-from fastbert.layer import (
-    ACTIVATIONS,
-    GELU_FORMS,
+from fastbert.layer import ACTIVATIONS, GELU_FORMS
+from fastbert.parts import (
     AttentionParts,
     hooks,
     is_plain,

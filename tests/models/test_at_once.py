@@ -16,7 +16,7 @@ from small_models import CONFIGS, DEVICE, batch
 from torch import nn
 
 import fastbert
-from fastbert import backends, layer
+from fastbert import backends, layer, parts
 
 LENGTHS, SEQLEN = [7, 1, 12], 12
 FAMILIES = [name for name in CONFIGS if name not in ("deberta-v2", "mpnet")]  # whose attention depends on distances
@@ -383,7 +383,7 @@ def test_what_changes_between_forwards(kind, change, monkeypatch):
     """A model that has run caches what it has read from its modules, and notices changes; a copy has cached nothing."""
     kind, _, in_python = kind.partition(", ")
     if in_python:  # the version used where there are no kernels
-        monkeypatch.setattr(layer, "_as_before", layer.as_before)
+        monkeypatch.setattr(parts, "_as_before", parts.as_before)
     model = model_of(kind)
     before, again = run(model)[0], run(model)[0]
     monkeypatch.setattr(Own, "forward", Own.forward)  # so that monkeypatch restores it
@@ -397,7 +397,7 @@ def test_the_look_in_cpp_is_that_in_python():
     given |= {"owners": ({"a": 1.5}, {}), "names": ("a", "b")}
     given["values"] = given["owners"][0]["a"], None
     in_cpp = backends.EXTENSION.as_before
-    assert in_cpp(*given.values()) is layer.as_before(**given) is True
+    assert in_cpp(*given.values()) is parts.as_before(**given) is True
     for change in (
         {"sizes": (1, 1)},
         {"types": (int, int)},
@@ -405,7 +405,7 @@ def test_the_look_in_cpp_is_that_in_python():
         {"owners": (*given["owners"][:1], {"b": 1})},
         {"values": (*given["values"][:1], 1)},
     ):
-        assert in_cpp(*(given | change).values()) is layer.as_before(**given | change) is False
+        assert in_cpp(*(given | change).values()) is parts.as_before(**given | change) is False
     for wrong, error in ((given["values"][:1], ValueError), (list(given["values"]), TypeError)):
         with pytest.raises(error):
             in_cpp(*(given | {"values": wrong}).values())
@@ -512,9 +512,9 @@ def test_a_wrapped_encoder_that_swaps_weights_for_its_call():
 @pytest.mark.parametrize("kind", ["own", "accelerated"])
 def test_what_was_read_is_not_read_again(kind, monkeypatch):
     """This holds with transformers' recorders too, which stay attached after the first forward that records."""
-    model, reads, of = model_of(kind), [], layer.LayerParts.of
+    model, reads, of = model_of(kind), [], parts.LayerParts.of
     run(model, output_attentions=True), run(model), run(model)
-    monkeypatch.setattr(layer.LayerParts, "of", lambda *args: reads.append(1) or of(*args))
+    monkeypatch.setattr(parts.LayerParts, "of", lambda *args: reads.append(1) or of(*args))
     run(model)
     assert not reads
 

@@ -456,8 +456,8 @@ def test_the_scale_has_its_root_in_float32():
     for size, kinds in ((12, 3), (64, 3), (16, 2), (24, 1)):
         given = ["c2p", "p2c"][: kinds - 1]
         root = torch.sqrt(torch.tensor(size, dtype=torch.float) * kinds).item()
-        assert layer.disentangled_scaling(size, given) == 1 / root != 0.0
-    assert math.isclose(layer.disentangled_scaling(64, None), 0.125)
+        assert distances.disentangled_scaling(size, given) == 1 / root != 0.0
+    assert math.isclose(distances.disentangled_scaling(64, None), 0.125)
 
 
 def test_a_batch_of_padding_alone():

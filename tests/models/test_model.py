@@ -255,6 +255,7 @@ def test_parts_in_training_mode_draw_a_key_and_parts_without_dropout_leave_the_g
     assert torch.equal(state(), before)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_drops_the_same(reentrant):
     model = ours(hugging_face()).train()

@@ -397,7 +397,7 @@ def test_an_encoder_whose_layers_are_cuda_kernels(kind):
         pytest.skip(reason)
     torch.manual_seed(2)
     ours = model().encoder.to(device)
-    parts = [fastbert.layer.LayerParts.of(each, fastbert.families.OURS) for each in ours.layer]
+    parts = [fastbert.parts.LayerParts.of(each, fastbert.families.OURS) for each in ours.layer]
     x, ends = torch.randn(20, 48, device=device), torch.tensor([0, 13, 13, 20], dtype=torch.int32, device=device)
     packing = fastbert.padding.Packing(ends, 13, 20, 3)
     if kind == "three projections":

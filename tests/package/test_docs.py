@@ -154,6 +154,7 @@ SLOW = {"docs/export.md"} | {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*initialised anew, to be trained:UserWarning")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in RUNNABLE])
 def test_page_runs(as_people_run_it, name):
     run(name, small=True)

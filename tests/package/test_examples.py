@@ -109,9 +109,9 @@ def test_a_gradient_that_is_wrong_is_noticed(example, monkeypatch):
 @pytest.mark.parametrize("wrong", [False, True])
 def test_tagging_with_a_deberta(run, tmp_path, monkeypatch, wrong):
     """A few steps, as it stands and with the scores of positions 1 % off in every layer."""
-    right = fastbert.layer.disentangled_scaling
+    right = fastbert.distances.disentangled_scaling
     if wrong:
-        monkeypatch.setattr(fastbert.layer, "disentangled_scaling", lambda *arguments: 1.01 * right(*arguments))
+        monkeypatch.setattr(fastbert.distances, "disentangled_scaling", lambda *arguments: 1.01 * right(*arguments))
     status, output = run("tag_with_deberta", "--steps", 4, "--output", tmp_path, every=20)
     assert status == int(wrong) and ("DO NOT COINCIDE" in output) == wrong
     loaded = fastbert.BertForTokenClassification.from_pretrained(tmp_path)

@@ -151,6 +151,7 @@ def test_a_stall_is_seen(make):
     wait_for(lambda: queue.stalled is None)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nothing_is_admitted_once_the_threads_have_ended(make):
     queue, lane = make(), Slow()
     lane.compute = lambda rows: sys.exit()

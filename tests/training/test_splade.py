@@ -137,8 +137,10 @@ def test_strength_grows_and_a_run_that_is_resumed_goes_on(tmp_path):
         assert model.loss.strength == 0
         return AMPTrainer(model, optimizer, warmup, output_dir=tmp_path / name, progress=False)
 
-    strengths, warmup = [], trainer("none").scheduler
+    alone = trainer("none")
+    strengths, warmup = [], alone.scheduler
     for _ in range(6):
+        alone.optimizer.step()
         warmup.step()
         strengths.append(warmup.loss.strength)
     assert strengths == [1 / 16, 1 / 4, 9 / 16, 1, 1, 1] and warmup.scheduler.last_epoch == 6
