@@ -33,7 +33,8 @@ struct PackedLinear {
   // and for int8 the factor of each row. Null if the products read x itself.
   void* left;
   float* left_scale;
-  const void* next;  // prefetched: the weights that the thread reads after these channels'; null: those that follow
+  const void* next;   // prefetched: the weights that the thread reads after these channels'; null: those that follow
+  const void* later;  // not null: memory that is prefetched in place of weights, as many bytes as weights are read
 };
 
 constexpr int64_t kRowsTogether = 16;  // blocks begin at multiples of it: all but the last are whole AMX tiles

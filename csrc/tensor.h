@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "dropout.h"
 #include "dtype.h"
@@ -176,17 +177,39 @@ void parallel_ranges(Ranges&& ranges, const F& f) {
                [&](int64_t thread, int64_t) { ranges.take([&](const Range& range) { f(range, thread); }); });
 }
 
-// The same with f(range, scratch): each thread has its own scratch of scratch_bytes, which begins at a cache line.
-template <class F>
-void parallel_ranges(Ranges&& ranges, int64_t scratch_bytes, const F& f) {
-  constexpr int64_t kLine = 64;
+// Memory for one loop of a thread, from a cache line on. The thread keeps it for its next loop: malloc gives blocks of
+// this size back to the system, and new pages for them would take a few percent of a model's time.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) : own_(std::exchange(kept_, Block{})) {
+    const int64_t lines = (bytes + kLine - 1) / kLine;
+    if (own_.lines < lines) own_ = {std::unique_ptr<Line[]>(new Line[lines]), lines};
+  }
+  Scratch(const Scratch&) = delete;
+  ~Scratch() {
+    if (kept_.lines < own_.lines && own_.lines <= kMost) kept_ = std::move(own_);
+  }
+  void* get() const { return own_.memory.get(); }
+
+ private:
+  static constexpr int64_t kLine = 64, kMost = (1 << 22) / kLine;
   struct alignas(kLine) Line {
     char bytes[kLine];
   };
+  struct Block {
+    std::unique_ptr<Line[]> memory;
+    int64_t lines;
+  };
+  inline static thread_local Block kept_{};  // empty while it is in use: a loop within the loop has another block
+  Block own_;
+};
+
+// The same with f(range, scratch): each thread has its own scratch of scratch_bytes, which begins at a cache line.
+template <class F>
+void parallel_ranges(Ranges&& ranges, int64_t scratch_bytes, const F& f) {
   parallel_for(ranges.threads(), 1, [&](int64_t, int64_t) {
-    // By each thread itself: one block for many threads is so large that malloc would ask the system for it every time.
-    const std::unique_ptr<Line[]> scratch(new Line[(scratch_bytes + kLine - 1) / kLine]);
-    ranges.take([&](const Range& range) { f(range, static_cast<void*>(scratch.get())); });
+    const Scratch scratch(scratch_bytes);
+    ranges.take([&](const Range& range) { f(range, scratch.get()); });
   });
 }
 

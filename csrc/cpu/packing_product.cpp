@@ -17,7 +17,7 @@ struct PackingProduct {
   cpu::PackedLinear op{};  // but for the columns
   const float *b, *bias;
   float* c;
-  int64_t b_stride;
+  int64_t b_stride, columns;
   bool across;  // whether b is (inner, columns), not its transpose
 
   const float* b_at(int64_t column) const { return b + (across ? column : column * b_stride); }
@@ -28,7 +28,7 @@ struct PackingProduct {
   static int64_t loop_scratch() { return (FB_BEST_ISA(packed_scratch)() + 63) / 64 * 64; }
   int64_t scratch() const { return loop_scratch() + columns_at_once() * op.inner * int64_t(sizeof(float)); }
 
-  ProductBlocks blocks(int64_t columns) const {
+  ProductBlocks blocks() const {
     const int64_t width = FB_BEST_ISA(packed_width)(), block = FB_BEST_ISA(packed_rows)();
     const int64_t panels = (columns + width - 1) / width, most = (op.rows + block - 1) / block;
     const int64_t shares = std::clamp<int64_t>(kUnitsPerThread * threads() / panels, 1, most);
@@ -37,15 +37,21 @@ struct PackingProduct {
 
   void run(const ProductBlocks::Block& all, void* scratch) const {
     const int64_t block = FB_BEST_ISA(packed_rows)(), at_once = columns_at_once();
+    const bool dense = !across && b_stride == op.inner;  // columns follow one another in memory, as panels do
     float* const packed = reinterpret_cast<float*>(static_cast<char*>(scratch) + loop_scratch());
     cpu::PackedLinear part = op;
     part.weight = packed;
     for (int64_t column = all.column; column < all.column_end; column += at_once) {
-      part.channels = std::min(at_once, all.column_end - column);
+      const int64_t end = std::min(column + at_once, all.column_end), then = end < all.column_end ? end : all.next;
+      part.channels = end - column;
       part.y = c + column, part.bias = bias ? bias + column : nullptr;
       FB_BEST_ISA(pack_weight)(b_at(column), b_stride, across, op.inner, part.channels, packed);
-      for (int64_t row = all.row; row < all.row_end; row += block)
-        FB_BEST_ISA(packed_linear)(part, row, std::min(row + block, all.row_end), 0, part.channels, scratch);
+      for (int64_t row = all.row; row < all.row_end; row += block) {
+        const int64_t row_end = std::min(row + block, all.row_end);
+        // The last rows are multiplied while what is packed next is on its way.
+        part.later = dense && row_end == all.row_end && then < columns ? b_at(then) : nullptr;
+        FB_BEST_ISA(packed_linear)(part, row, row_end, 0, part.channels, scratch);
+      }
     }
   }
 };
@@ -68,8 +74,9 @@ Tensor packing_product(const Tensor& a, const Factor& b, const Tensor* bias) {
   op.rows = rows, op.inner = inner, op.y_stride = columns, op.weights = Weights::f32, op.gelu = Gelu::none;
   product.b = b.matrix.const_data_ptr<float>(), product.b_stride = row_stride(b.matrix), product.across = !b.transposed;
   product.bias = bias ? bias->const_data_ptr<float>() : nullptr, product.c = c.mutable_data_ptr<float>();
-  product.blocks(columns).run(product.scratch(),
-                              [&](const ProductBlocks::Block& all, void* scratch) { product.run(all, scratch); });
+  product.columns = columns;
+  product.blocks().run(product.scratch(),
+                       [&](const ProductBlocks::Block& all, void* scratch) { product.run(all, scratch); });
   return c;
 }
 

@@ -423,6 +423,7 @@ def test_a_byte_order_mark_is_no_text(models, capsys, tmp_path):
     assert [entry["text"] for entry in found] == ["one", "another"]
 
 
+@pytest.mark.filterwarnings("default")
 def test_a_text_that_is_cut_is_said(models, capsys):
     long = "word " * 100
     status, output = run(capsys, "classify", "a", long, "--model", models / "BertForSequenceClassification", "--json")

@@ -533,6 +533,7 @@ struct PackedLayer {
                                gelu,
                                left_bytes ? left.data() : nullptr,
                                weights == Weights::s8 ? left_scale.data() : nullptr,
+                               nullptr,
                                nullptr};
     if (left_bytes) in_threads(threads, rows, [&](int64_t begin, int64_t end) { loops::packed_left(op, begin, end); });
     in_blocks(threads, rows, loops::packed_rows(), channels, width, loops::packed_scratch(),

@@ -148,16 +148,16 @@ void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel
   using E = either<kSame<W, bf16>, float, W>;
   const int64_t all = steps(op), stride = op.left ? all : op.x_stride / group_of(op.weights);
   const E* const x = static_cast<const E*>(op.left ? op.left : op.x) + row * stride;
-  const auto panel_at = [&](int64_t column, int64_t k) {
-    return static_cast<const W*>(op.weight) + (channel + column) * all + k * kWidth;
-  };
+  const W* const weight = static_cast<const W*>(op.weight);
+  const auto panel_at = [&](int64_t column, int64_t k) { return weight + (channel + column) * all + k * kWidth; };
   for (int64_t k = 0; k == 0 || k < all; k += kInner) {
     const int64_t inner = least(kInner, all - k);
     const Left<false, E> left = nearby(x + k, stride, rows, inner, near);
     const int64_t then = k + inner < all ? k + inner : 0;  // where the next steps of x begin, 0 for the next channels
     for (int64_t column = 0; column < channels; column += kWidth) {
       const bool last = column + kWidth >= channels;
-      const W* const next = !last             ? panel_at(column + kWidth, k)
+      const W* const next = op.later          ? static_cast<const W*>(op.later) + (panel_at(column, k) - weight)
+                            : !last           ? panel_at(column + kWidth, k)
                             : k + inner < all ? panel_at(0, k + inner)
                             : op.next         ? static_cast<const W*>(op.next)
                                               : panel_at(channels, 0);
