@@ -33,8 +33,7 @@ struct PackedLinear {
   // and for int8 the factor of each row. Null if the products read x itself.
   void* left;
   float* left_scale;
-  const void* next;   // prefetched: the weights that the thread reads after these channels'; null: those that follow
-  const void* later;  // not null: memory that is prefetched in place of weights, as many bytes as weights are read
+  const void* next;  // prefetched: the weights that the thread reads after these channels'; null: those that follow
 };
 
 constexpr int64_t kRowsTogether = 16;  // blocks begin at multiples of it: all but the last are whole AMX tiles
@@ -67,6 +66,11 @@ FB_FOR_EACH_ISA_TILES_AND_VNNI(
     // Computes rows `row` to `row_end` of y, at most packed_rows() of them, and channels `channel` to `channel_end`,
     // where `channel` is a multiple of packed_width().
     void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
+                       void* scratch);
+    // The same for floats, with the factors exchanged: x is the weight, and `weight` the packed rows that it
+    // multiplies, which are the channels here. y is (channels, rows), bias (rows,). next: rows of x that the thread
+    // reads next.
+    void turned_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
                        void* scratch);)
 
 }  // namespace cpu

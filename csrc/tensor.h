@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "dropout.h"
 #include "dtype.h"
@@ -181,13 +182,14 @@ void parallel_ranges(Ranges&& ranges, const F& f) {
 // this size back to the system, and new pages for them would take a few percent of a model's time.
 class Scratch {
  public:
-  explicit Scratch(int64_t bytes) : own_(std::exchange(kept_, Block{})) {
+  explicit Scratch(int64_t bytes) {
     const int64_t lines = (bytes + kLine - 1) / kLine;
+    if (!kept_.empty()) own_ = std::move(kept_.back()), kept_.pop_back();
     if (own_.lines < lines) own_ = {std::unique_ptr<Line[]>(new Line[lines]), lines};
   }
   Scratch(const Scratch&) = delete;
   ~Scratch() {
-    if (kept_.lines < own_.lines && own_.lines <= kMost) kept_ = std::move(own_);
+    if (own_.lines <= kMost) kept_.push_back(std::move(own_));
   }
   void* get() const { return own_.memory.get(); }
 
@@ -200,8 +202,8 @@ class Scratch {
     std::unique_ptr<Line[]> memory;
     int64_t lines;
   };
-  inline static thread_local Block kept_{};  // empty while it is in use: a loop within the loop has another block
-  Block own_;
+  inline static thread_local std::vector<Block> kept_;  // a loop within another loop takes the second last, and so on
+  Block own_{};
 };
 
 // The same with f(range, scratch): each thread has its own scratch of scratch_bytes, which begins at a cache line.

@@ -1,4 +1,4 @@
-// Products with many rows: the loops of packed weights, for a right factor that is packed in each call.
+// Products in float32 by the loops of packed weights, which pack one of the factors in each call.
 #include "../packed_linear.h"
 #include "../tensor.h"
 #include "matrix_product.h"
@@ -17,7 +17,7 @@ struct PackingProduct {
   cpu::PackedLinear op{};  // but for the columns
   const float *b, *bias;
   float* c;
-  int64_t b_stride, columns;
+  int64_t b_stride;
   bool across;  // whether b is (inner, columns), not its transpose
 
   const float* b_at(int64_t column) const { return b + (across ? column : column * b_stride); }
@@ -28,7 +28,7 @@ struct PackingProduct {
   static int64_t loop_scratch() { return (FB_BEST_ISA(packed_scratch)() + 63) / 64 * 64; }
   int64_t scratch() const { return loop_scratch() + columns_at_once() * op.inner * int64_t(sizeof(float)); }
 
-  ProductBlocks blocks() const {
+  ProductBlocks blocks(int64_t columns) const {
     const int64_t width = FB_BEST_ISA(packed_width)(), block = FB_BEST_ISA(packed_rows)();
     const int64_t panels = (columns + width - 1) / width, most = (op.rows + block - 1) / block;
     const int64_t shares = std::clamp<int64_t>(kUnitsPerThread * threads() / panels, 1, most);
@@ -37,21 +37,15 @@ struct PackingProduct {
 
   void run(const ProductBlocks::Block& all, void* scratch) const {
     const int64_t block = FB_BEST_ISA(packed_rows)(), at_once = columns_at_once();
-    const bool dense = !across && b_stride == op.inner;  // columns follow one another in memory, as panels do
     float* const packed = reinterpret_cast<float*>(static_cast<char*>(scratch) + loop_scratch());
     cpu::PackedLinear part = op;
     part.weight = packed;
     for (int64_t column = all.column; column < all.column_end; column += at_once) {
-      const int64_t end = std::min(column + at_once, all.column_end), then = end < all.column_end ? end : all.next;
-      part.channels = end - column;
+      part.channels = std::min(at_once, all.column_end - column);
       part.y = c + column, part.bias = bias ? bias + column : nullptr;
       FB_BEST_ISA(pack_weight)(b_at(column), b_stride, across, op.inner, part.channels, packed);
-      for (int64_t row = all.row; row < all.row_end; row += block) {
-        const int64_t row_end = std::min(row + block, all.row_end);
-        // The last rows are multiplied while what is packed next is on its way.
-        part.later = dense && row_end == all.row_end && then < columns ? b_at(then) : nullptr;
-        FB_BEST_ISA(packed_linear)(part, row, row_end, 0, part.channels, scratch);
-      }
+      for (int64_t row = all.row; row < all.row_end; row += block)
+        FB_BEST_ISA(packed_linear)(part, row, std::min(row + block, all.row_end), 0, part.channels, scratch);
     }
   }
 };
@@ -65,7 +59,53 @@ bool use_packing_product(const Tensor& a, const Factor& b) {
          type_of(b.matrix) == ScalarType::Float && a.numel() > 0 && std::min(b.rows(), b.columns()) >= kThin;
 }
 
+namespace {
+
+// Whether to pack a rather than b: if that is little beside the product, and a nearly fills its panels
+// (docs/linear.md).
+bool packs_rows(const Tensor& a, const Factor& b) {
+  constexpr int64_t kMostRows = 192;
+  const int64_t rows = a.size(0), width = FB_BEST_ISA(packed_width)(), whole = (rows + width - 1) / width * width;
+  return b.transposed && rows <= std::min(kMostRows, b.columns() / 5) && 8 * whole <= 9 * rows;
+}
+
+// The product with a packed: the loops multiply rows of b's matrix by all rows of a. The bits are the same as with b
+// packed, because each element is the same sum.
+Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor* bias) {
+  constexpr int64_t kUnit = 24;  // rows of b that are multiplied at a time: whole tiles of 6 or 12
+  const int64_t rows = a.size(0), inner = a.size(1), columns = b.size(0), width = FB_BEST_ISA(packed_width)();
+  const int64_t panels = (rows + width - 1) / width, panel = width * inner;
+  const Tensor c = empty_rows({rows, columns}, a);
+  const Scratch memory(panels * panel * int64_t(sizeof(float)));
+  float* const packed = static_cast<float*>(memory.get());
+  const float *const a_rows = a.const_data_ptr<float>(), *const b_rows = b.const_data_ptr<float>();
+  parallel_for(panels, std::max<int64_t>(1, grain() / panel), [&](int64_t begin, int64_t end) {
+    const int64_t row = begin * width, count = std::min(end * width, rows) - row;
+    FB_BEST_ISA(pack_weight)
+    (a_rows + row * row_stride(a), row_stride(a), false, inner, count, packed + begin * panel);
+  });
+  cpu::PackedLinear op{};
+  op.x = b_rows, op.x_stride = row_stride(b), op.x_dtype = op.y_dtype = DType::f32;
+  op.rows = columns, op.inner = inner, op.channels = rows, op.weights = Weights::f32, op.gelu = Gelu::none;
+  op.weight = packed, op.bias = bias ? bias->const_data_ptr<float>() : nullptr;
+  op.y = c.mutable_data_ptr(), op.y_stride = columns;
+  ProductBlocks{rows, inner, columns, rows, kUnit}.run(
+      FB_BEST_ISA(packed_scratch)(), [&](const ProductBlocks::Block& all, void* scratch) {
+        cpu::PackedLinear part = op;
+        for (int64_t row = all.column, end; row < all.column_end; row = end) {
+          end = std::min(row + kUnit, all.column_end);
+          const int64_t next = end < all.column_end ? end : all.next;
+          part.next = next < columns ? b_rows + next * op.x_stride : nullptr;
+          FB_BEST_ISA(turned_linear)(part, row, end, 0, rows, scratch);
+        }
+      });
+  return c;
+}
+
+}  // namespace
+
 Tensor packing_product(const Tensor& a, const Factor& b, const Tensor* bias) {
+  if (packs_rows(a, b)) return turned_product(a, b.matrix, bias);
   const int64_t rows = a.size(0), inner = a.size(1), columns = b.columns();
   const Tensor c = empty_rows({rows, columns}, a);
   PackingProduct product{};
@@ -74,9 +114,8 @@ Tensor packing_product(const Tensor& a, const Factor& b, const Tensor* bias) {
   op.rows = rows, op.inner = inner, op.y_stride = columns, op.weights = Weights::f32, op.gelu = Gelu::none;
   product.b = b.matrix.const_data_ptr<float>(), product.b_stride = row_stride(b.matrix), product.across = !b.transposed;
   product.bias = bias ? bias->const_data_ptr<float>() : nullptr, product.c = c.mutable_data_ptr<float>();
-  product.columns = columns;
-  product.blocks().run(product.scratch(),
-                       [&](const ProductBlocks::Block& all, void* scratch) { product.run(all, scratch); });
+  product.blocks(columns).run(product.scratch(),
+                              [&](const ProductBlocks::Block& all, void* scratch) { product.run(all, scratch); });
   return c;
 }
 

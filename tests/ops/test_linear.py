@@ -179,6 +179,17 @@ def test_many_rows_have_the_same_bits_in_any_company_and_with_any_number_of_thre
 
 
 @packs_in_each_call
+@pytest.mark.parametrize("inner", [301, 768])
+def test_rows_have_the_same_bits_whether_they_or_the_weights_are_packed(inner):
+    """From 57 to 192 rows that nearly fill their panels, rows are packed."""
+    rows = (57, 64, 127, 128, 144, 192)
+    inputs = assert_same_bits_in_any_company(torch.float32, (300, inner, 970), fewer=rows, threads=())
+    for few in rows:
+        assert_same_bits_in_any_company(torch.float32, (few, inner, 970), fewer=(), threads=(1, 2, 3, 40))
+    testing.assert_accurate(ops.linear, F.linear, [F.linear, testing.onednn_linear], inputs | {"x": inputs["x"][:127]})
+
+
+@packs_in_each_call
 @pytest.mark.parametrize("shape", [(700, 33, 301), (433, 770, 768), (9000, 16, 17)], ids=str)
 def test_dx_of_many_rows_has_the_same_bits_in_any_company_and_with_any_number_of_threads(shape):
     rows, inner, channels = shape

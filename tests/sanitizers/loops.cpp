@@ -533,18 +533,41 @@ struct PackedLayer {
                                gelu,
                                left_bytes ? left.data() : nullptr,
                                weights == Weights::s8 ? left_scale.data() : nullptr,
-                               nullptr,
                                nullptr};
     if (left_bytes) in_threads(threads, rows, [&](int64_t begin, int64_t end) { loops::packed_left(op, begin, end); });
     in_blocks(threads, rows, loops::packed_rows(), channels, width, loops::packed_scratch(),
               [&](auto... block) { loops::packed_linear(op, block...); });
-    if (gelu == Gelu::none && y != in_integers(threads)) {
-      ++differences;
-      fprintf(stderr, "%d rows, %d to %d: not what integers give\n", int(rows), int(inner), int(channels));
-    }
+    if (gelu == Gelu::none) check_integers(y, threads);
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = channels; c < channels + gap; ++c) write(0, y, r * (channels + gap) + c, dtype);
     return {left, y};
+  }
+
+  void check_integers(const Bytes& y, int with) const {
+    if (y == in_integers(with)) return;
+    ++differences;
+    fprintf(stderr, "%d rows, %d to %d: not what integers give\n", int(rows), int(inner), int(channels));
+  }
+
+  // With the rows of x packed in place of the weight, in float.
+  void check_turned(int threads) const {
+    constexpr int64_t kUnit = 24;
+    const Bytes elements = as(x, DType::f32), weights_ = as(weight, DType::f32), biases = as(bias, DType::f32);
+    Bytes packed_x((rows + width - 1) / width * width * inner * int64_t(sizeof(float))), y;
+    loops::pack_weight(reinterpret_cast<const float*>(elements.data()), inner, false, inner, rows,
+                       reinterpret_cast<float*>(packed_x.data()));
+    y = filled(rows * (channels + gap), DType::f32, threads);
+    const auto* const b = reinterpret_cast<const float*>(biases.data());
+    const cpu::PackedLinear op{weights_.data(), packed_x.data(), nullptr,      b,          y.data(),
+                               channels,        inner,           rows,         inner,      channels + gap,
+                               DType::f32,      DType::f32,      Weights::f32, Gelu::none, nullptr,
+                               nullptr,         nullptr};
+    in_threads(threads, (channels + kUnit - 1) / kUnit, [&](int64_t begin, int64_t end) {
+      Bytes scratch(loops::packed_scratch(), char(threads));
+      for (int64_t row = begin * kUnit; row < std::min(end * kUnit, channels); row += kUnit)
+        loops::turned_linear(op, row, std::min(row + kUnit, channels), 0, rows, scratch.data());
+    });
+    check_integers(y, threads);
   }
 };
 
@@ -552,12 +575,13 @@ void check_packed_linears(DType dtype, Weights weights, const char* kind) {
   const auto check = [&](int64_t rows, int64_t inner, int64_t channels, bool extreme = false) {
     const PackedLayer layer(rows, inner, channels, dtype, weights, extreme);
     if (weights == Weights::f32) layer.check_packing();
+    if (weights == Weights::f32 && dtype == DType::f32 && inner) layer.check_turned(2);
     for (const Gelu gelu : {Gelu::none, Gelu::erf, Gelu::tanh})
       same(name("packed_linear", inner, dtype, kind) + " to " + std::to_string(channels),
            [&](int threads) { return layer.run(threads, gelu); });
   };
   for (const int64_t size : kSizes) check(kRows, size, 19), check(kRows, 11, size);
-  check(loops::packed_rows() + 1, 300, 33);  // two blocks of rows, and of what a chain adds up
+  check(loops::packed_rows() + 1, 300, 53);  // two blocks of rows, and of what a chain adds up
   check(2, 5, 0), check(2, 0, 5);
   if (weights == Weights::s8 && dtype == DType::f32) check(2, 1 << 16, 3, true);  // the largest sums
 }

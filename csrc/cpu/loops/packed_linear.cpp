@@ -139,36 +139,73 @@ auto with_rows(Ahead panel, const E* next, int64_t stride, int64_t rows, int64_t
   }
 }
 
-// Computes the sums of a block in float. W: the type of a channel's step: float, pair, or bf16, which is converted to
-// float one part of a panel at a time, once for all rows.
+// The factors of a block's product. W: the type of a channel's step: float, pair, or bf16, which is converted to float
+// one part of a panel at a time, once for all rows.
+template <class W>
+struct Factors {
+  using E = either<kSame<W, bf16>, float, W>;
+  int64_t all, stride;  // steps of a row of x; from one row to the next
+  const E* x;
+  const W* weight;
+
+  Factors(const PackedLinear& op, int64_t row, int64_t channel)
+      : all(steps(op)),
+        stride(op.left ? all : op.x_stride / group_of(op.weights)),
+        x(static_cast<const E*>(op.left ? op.left : op.x) + row * stride),
+        weight(static_cast<const W*>(op.weight) + channel * all) {}
+
+  const W* panel_at(int64_t column, int64_t k) const { return weight + column * all + k * kPanel<float>; }
+  int64_t inner_at(int64_t k) const { return least(kInner, all - k); }
+};
+
+// Computes the sums of a block in float. ahead_of(column, k): the prefetches during a panel's steps from k on.
+template <class W, class F>
+void multiply(const Factors<W>& factors, int64_t rows, int64_t channels, float* sums, const F& ahead_of) {
+  using E = typename Factors<W>::E;
+  float *const near = sums + kRows * kStride, *const room = near + kRows * kNear;
+  for (int64_t k = 0; k == 0 || k < factors.all; k += kInner) {
+    const int64_t inner = factors.inner_at(k);
+    const Left<false, E> left = nearby(factors.x + k, factors.stride, rows, inner, near);
+    for (int64_t column = 0; column < channels; column += kPanel<float>) {
+      auto ahead = ahead_of(column, k);
+      using A = decltype(ahead);
+      const auto add = k ? product<Onto::sums, false, E, A> : product<Onto::nothing, false, E, A>;
+      add(rows, kPanel<float>, inner, left, {multiplied(factors.panel_at(column, k), inner, room), inner},
+          sums + column, kStride, nullptr, ahead);
+    }
+  }
+}
+
+// The same, prefetching the panel that is read next, and rows of x that are copied next.
 template <class W>
 void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
   constexpr int64_t kWidth = kPanel<float>;
-  float *const near = sums + kRows * kStride, *const room = near + kRows * kNear;
-  using E = either<kSame<W, bf16>, float, W>;
-  const int64_t all = steps(op), stride = op.left ? all : op.x_stride / group_of(op.weights);
-  const E* const x = static_cast<const E*>(op.left ? op.left : op.x) + row * stride;
-  const W* const weight = static_cast<const W*>(op.weight);
-  const auto panel_at = [&](int64_t column, int64_t k) { return weight + (channel + column) * all + k * kWidth; };
-  for (int64_t k = 0; k == 0 || k < all; k += kInner) {
-    const int64_t inner = least(kInner, all - k);
-    const Left<false, E> left = nearby(x + k, stride, rows, inner, near);
+  const Factors<W> factors(op, row, channel);
+  const int64_t all = factors.all;
+  multiply(factors, rows, channels, sums, [&](int64_t column, int64_t k) {
+    const int64_t inner = factors.inner_at(k);
     const int64_t then = k + inner < all ? k + inner : 0;  // where the next steps of x begin, 0 for the next channels
-    for (int64_t column = 0; column < channels; column += kWidth) {
-      const bool last = column + kWidth >= channels;
-      const W* const next = op.later          ? static_cast<const W*>(op.later) + (panel_at(column, k) - weight)
-                            : !last           ? panel_at(column + kWidth, k)
-                            : k + inner < all ? panel_at(0, k + inner)
-                            : op.next         ? static_cast<const W*>(op.next)
-                                              : panel_at(channels, 0);
-      auto ahead = with_rows(Ahead::of_bytes(next, kWidth * int64_t(sizeof(W))), x + then, stride, rows,
-                             least(kInner, all - then), column, channels, inner);
-      using A = decltype(ahead);
-      const auto add = k ? product<Onto::sums, false, E, A> : product<Onto::nothing, false, E, A>;
-      add(rows, kWidth, inner, left, {multiplied(panel_at(column, k), inner, room), inner}, sums + column, kStride,
-          nullptr, ahead);
-    }
-  }
+    const bool last = column + kWidth >= channels;
+    const W* const next = !last             ? factors.panel_at(column + kWidth, k)
+                          : k + inner < all ? factors.panel_at(0, k + inner)
+                          : op.next         ? static_cast<const W*>(op.next)
+                                            : factors.panel_at(channels, 0);
+    return with_rows(Ahead::of_bytes(next, kWidth * int64_t(sizeof(W))), factors.x + then, factors.stride, rows,
+                     factors.inner_at(then), column, channels, inner);
+  });
+}
+
+// The same for floats, prefetching the next steps of rows of x, then op.next.
+void multiply_turned(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels,
+                     float* sums) {
+  const Factors<float> factors(op, row, channel);
+  const int64_t all = factors.all, stride = factors.stride;
+  multiply(factors, rows, channels, sums, [&](int64_t column, int64_t k) {
+    const int64_t inner = factors.inner_at(k), then = k + inner < all ? k + inner : 0;
+    const float* const next = then ? factors.x + then : op.next ? static_cast<const float*>(op.next) : factors.x;
+    const int64_t begin = rows * column / channels, end = rows * least(column + kPanel<float>, channels) / channels;
+    return RowsAhead::of(next + begin * stride, stride, end - begin, factors.inner_at(then), inner);
+  });
 }
 
 void multiply8(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, int32_t* sums) {
@@ -212,6 +249,23 @@ void float_block(const PackedLinear& op, int64_t row, int64_t rows, int64_t chan
   multiply<W>(op, row, rows, channel, channels, sums);
   finish<T>(op, row, rows, channel, channels,
             [&](int64_t r) { return [sums = sums + r * kStride](int64_t i, auto n) { return load(sums + i, n); }; });
+}
+
+// Stores the sums of a block turned: those of a row in one channel of y, those of a channel in one row.
+void store_turned(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels,
+                  const float* sums) {
+  constexpr int L = kLanes<float>;
+  static_assert(kRows % L == 0);  // so that the rows of a last block are read from sums, but not stored
+  for (int64_t c = 0; c < channels; c += L)
+    for_vectors<float>(rows, [&](int64_t r, auto n) {
+      vfloat block[L];
+      for (int i = 0; i < L; ++i) block[i] = load(sums + (r + i) * kStride + c);
+      transpose(block);
+      const vfloat bias = op.bias ? load(op.bias + row + r, n) : vfloat{};
+      float* const y = static_cast<float*>(op.y) + (channel + c) * op.y_stride + row + r;
+      for (int i = 0; i < least<int64_t>(L, channels - c); ++i)
+        store(op.bias ? block[i] + bias : block[i], y + i * op.y_stride, n);
+    });
 }
 
 template <class T>
@@ -297,6 +351,16 @@ void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t
         float_block<T, either<kPairs, pair, bf16>>(part, row, rows, channel, channels, static_cast<float*>(scratch));
     }
   });
+}
+
+void turned_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
+                   void* scratch) {
+  float* const sums = static_cast<float*>(scratch);
+  for (; channel < channel_end; channel += kColumns) {
+    const int64_t rows = row_end - row, channels = least(kColumns, channel_end - channel);
+    multiply_turned(op, row, rows, channel, channels, sums);
+    store_turned(op, row, rows, channel, channels, sums);
+  }
 }
 
 }  // namespace fastbert::cpu::FB_ISA
