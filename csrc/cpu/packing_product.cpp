@@ -61,18 +61,20 @@ bool use_packing_product(const Tensor& a, const Factor& b) {
 
 namespace {
 
-// Whether to pack a rather than b: if that is little beside the product, and a nearly fills its panels
-// (docs/linear.md).
+constexpr int64_t kTurnedRows = 24;  // rows of b's matrix that are multiplied at a time: whole tiles of 6 or 12
+
+// Whether to pack a rather than b: if that is little beside the product, a nearly fills its panels, and all threads
+// have enough rows of b's matrix (docs/linear.md).
 bool packs_rows(const Tensor& a, const Factor& b) {
   constexpr int64_t kMostRows = 192;
   const int64_t rows = a.size(0), width = FB_BEST_ISA(packed_width)(), whole = (rows + width - 1) / width * width;
-  return b.transposed && rows <= std::min(kMostRows, b.columns() / 5) && 8 * whole <= 9 * rows;
+  return b.transposed && rows <= std::min(kMostRows, b.columns() / 5) && 8 * whole <= 9 * rows &&
+         b.columns() >= 2 * kTurnedRows * threads();
 }
 
 // The product with a packed: the loops multiply rows of b's matrix by all rows of a. The bits are the same as with b
 // packed, because each element is the same sum.
 Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor* bias) {
-  constexpr int64_t kUnit = 24;  // rows of b that are multiplied at a time: whole tiles of 6 or 12
   const int64_t rows = a.size(0), inner = a.size(1), columns = b.size(0), width = FB_BEST_ISA(packed_width)();
   const int64_t panels = (rows + width - 1) / width, panel = width * inner;
   const Tensor c = empty_rows({rows, columns}, a);
@@ -89,11 +91,11 @@ Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor* bias) {
   op.rows = columns, op.inner = inner, op.channels = rows, op.weights = Weights::f32, op.gelu = Gelu::none;
   op.weight = packed, op.bias = bias ? bias->const_data_ptr<float>() : nullptr;
   op.y = c.mutable_data_ptr(), op.y_stride = columns;
-  ProductBlocks{rows, inner, columns, rows, kUnit}.run(
+  ProductBlocks{rows, inner, columns, rows, kTurnedRows}.run(
       FB_BEST_ISA(packed_scratch)(), [&](const ProductBlocks::Block& all, void* scratch) {
         cpu::PackedLinear part = op;
         for (int64_t row = all.column, end; row < all.column_end; row = end) {
-          end = std::min(row + kUnit, all.column_end);
+          end = std::min(row + kTurnedRows, all.column_end);
           const int64_t next = end < all.column_end ? end : all.next;
           part.next = next < columns ? b_rows + next * op.x_stride : nullptr;
           FB_BEST_ISA(turned_linear)(part, row, end, 0, rows, scratch);
