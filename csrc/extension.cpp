@@ -33,7 +33,7 @@ PyObject* build_info(PyObject*, PyObject*) {
                        "cuda_architectures", words(FB_CUDA_ARCHITECTURES));
 }
 
-// fastbert.layer.as_before, whose arguments have to be seven tuples.
+// fastbert.parts.as_before, whose arguments have to be seven tuples.
 PyObject* as_before(PyObject*, PyObject* args) {
   PyObject *tables, *sizes, *typed, *types, *owners, *names, *values, *const tuple = (PyObject*)&PyTuple_Type;
   if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!O!", tuple, &tables, tuple, &sizes, tuple, &typed, tuple, &types, tuple,
@@ -69,7 +69,7 @@ PyMODINIT_FUNC PyInit__C() {
       {"build_info", build_info, METH_NOARGS,
        "What this library was built with, and cpu_set: the instruction set that its CPU loops use on this processor, "
        "or None if it has none of cpu_sets."},
-      {"as_before", as_before, METH_VARARGS, "fastbert.layer.as_before, of tuples."},
+      {"as_before", as_before, METH_VARARGS, "fastbert.parts.as_before, of tuples."},
       {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);

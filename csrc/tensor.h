@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -178,18 +179,21 @@ void parallel_ranges(Ranges&& ranges, const F& f) {
                [&](int64_t thread, int64_t) { ranges.take([&](const Range& range) { f(range, thread); }); });
 }
 
-// Memory for one loop of a thread, from a cache line on. The thread keeps it for its next loop: malloc gives blocks of
-// this size back to the system, and new pages for them would take a few percent of a model's time.
+// Memory for a loop, from a cache line on. The thread that asked for it keeps it for its next loop: malloc may give
+// blocks of this size back to the system, and new pages for them would take a few percent of a model's time.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) {
     const int64_t lines = (bytes + kLine - 1) / kLine;
-    if (!kept_.empty()) own_ = std::move(kept_.back()), kept_.pop_back();
+    if (!kept_.empty() && lines <= kMost) own_ = std::move(kept_.back()), kept_.pop_back();
     if (own_.lines < lines) own_ = {std::unique_ptr<Line[]>(new Line[lines]), lines};
   }
   Scratch(const Scratch&) = delete;
   ~Scratch() {
-    if (own_.lines <= kMost) kept_.push_back(std::move(own_));
+    try {
+      if (own_.lines <= kMost) kept_.push_back(std::move(own_));
+    } catch (const std::bad_alloc&) {  // then it is freed
+    }
   }
   void* get() const { return own_.memory.get(); }
 

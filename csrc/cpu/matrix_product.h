@@ -38,7 +38,7 @@ Tensor small_product(const Factor& a, const Factor& b, const Tensor* bias);
 Tensor own_product(const Factor& a, const Factor& b, const Tensor* bias);
 
 // The same by csrc/cpu/loops/packed_linear.cpp, in float32, and whether it is faster than the libraries even though it
-// packs b in each call. The rows of a are contiguous and do not overlap.
+// packs a factor in each call. The rows of a are contiguous and do not overlap.
 bool use_packing_product(const Tensor& a, const Factor& b);
 Tensor packing_product(const Tensor& a, const Factor& b, const Tensor* bias);
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from fastbert import backends, layer, padding, random
 from fastbert.families import FAMILIES, Family
@@ -204,7 +205,7 @@ class Replacement:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.module:  # bound to it as a method, as Accelerator.unwrap_model does
             args = args[1:]
-        return self.run(*args, **kwargs)
+        return _without_views(self.module, self.run(*args, **kwargs))
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         if self.before is not None:
@@ -261,6 +262,15 @@ def of(module: nn.Module) -> Replacement | None:
 
 def _unbound(forward: Any) -> Any:
     return forward.__func__ if isinstance(forward, MethodType) else forward
+
+
+def _without_views(module: nn.Module, output: Any) -> Any:
+    """The output of a module; where FSDP2 wraps it, with copies of tensors that are views: FSDP2 has hooks on outputs,
+    which get lost if a view is changed in place, and warns of views."""
+    if torch.compiler.is_compiling() or not type(module).__module__.startswith("torch.distributed."):
+        return output
+    viewed = lambda x: isinstance(x, Tensor) and x.requires_grad and x._base is not None  # noqa: E731
+    return tree_map(lambda x: x.clone() if viewed(x) else x, output)
 
 
 def _checked(module: nn.Module) -> Replacement:
@@ -530,7 +540,7 @@ class EmbeddingsForward(Replacement):
             given["inputs_embeds"] = given.pop("input_embeds")
         tensors = [None if (x := given.get(name)) is None else x[0] for name in TENSORS]
         inside = self.module.embed_proj if self.family.projects_sum else None
-        return _whole(self.module, layer.embed(call.parts[id(self.module)], *tensors, call.key, inside)[None])
+        return layer.embed(call.parts[id(self.module)], *tensors, call.key, inside)[None]
 
     def check(self) -> EmbeddingParts:
         """The parts. Raises Fallback if packed ids would not get the same embeddings as padded ones."""
@@ -622,7 +632,7 @@ class LayerForward(Replacement):
         hidden = fastbert.pack(hidden_states) if fastbert.padded else hidden_states
         run = functools.partial(self._run, call=fastbert, turn=turn)
         hidden = self.module._gradient_checkpointing_func(run, hidden) if self._checkpoints() else run(hidden)
-        return _whole(self.module, fastbert.unpack(hidden) if fastbert.padded else hidden)
+        return fastbert.unpack(hidden) if fastbert.padded else hidden
 
     def _checkpoints(self) -> bool:
         """Whether to checkpoint here: transformers 5.0 does it around the module's call, later versions in forward."""
@@ -677,12 +687,6 @@ def _does_more(module: nn.Module) -> bool:
     """Whether calling the module may do more than run its forward."""
     own = type(module).__module__.startswith("transformers.models.")
     return not own or module._compiled_call_impl is not None or _checkpoints(module)
-
-
-def _whole(module: nn.Module, output: Tensor) -> Tensor:
-    """A copy of the output where FSDP2 wraps the module: its hooks get lost if a view is changed in place."""
-    sharded = type(module).__module__.startswith("torch.distributed.")
-    return output.clone() if sharded and output.requires_grad else output
 
 
 def _checkpoints(module: nn.Module) -> bool:

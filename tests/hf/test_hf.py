@@ -1235,20 +1235,20 @@ def one_process(tmp_path):
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_fsdp2(one_process, when):
+@pytest.mark.parametrize(("when", "lengths"), [("before", LENGTHS), ("after", LENGTHS), ("after", [SEQLEN] * 2)])
+def test_fsdp2(one_process, when, lengths):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     original = build(dtype=torch.float32)
     model, mesh = copy.deepcopy(original), init_device_mesh(DEVICE, (1,))
     report = fastbert.accelerate(model) if when == "before" else None
-    for module in (model.embeddings, *model.encoder.layer, model):
+    for module in (model.embeddings, *model.encoder.layer, model.encoder, model):
         fully_shard(module, mesh=mesh)
     report = report or fastbert.accelerate(model)
-    inputs = batch(model)
+    inputs = batch(model, lengths)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # as torch warns of outputs that are views
+        warnings.filterwarnings("error", ".*returned a view tensor")
         one = model(**inputs)
     equal(visible(one, inputs), visible(original(**inputs), inputs), bound=1e-5)
     one.last_hidden_state.sum().backward()

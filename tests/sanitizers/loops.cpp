@@ -561,12 +561,13 @@ struct PackedLayer {
     const cpu::PackedLinear op{weights_.data(), packed_x.data(), nullptr,      b,          y.data(),
                                channels,        inner,           rows,         inner,      channels + gap,
                                DType::f32,      DType::f32,      Weights::f32, Gelu::none, nullptr,
-                               nullptr,         nullptr};
+                               nullptr,         weights_.data()};
     in_threads(threads, (channels + kUnit - 1) / kUnit, [&](int64_t begin, int64_t end) {
       Bytes scratch(loops::packed_scratch(), char(threads));
       for (int64_t row = begin * kUnit; row < std::min(end * kUnit, channels); row += kUnit)
         loops::turned_linear(op, row, std::min(row + kUnit, channels), 0, rows, scratch.data());
     });
+    ++checks;
     check_integers(y, threads);
   }
 };

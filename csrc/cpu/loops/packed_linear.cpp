@@ -1,5 +1,5 @@
-// Computes a block of y = gelu(x W^T + bias) with packed W: its sums are accumulated in scratch, then one pass turns
-// them into y while they are in the cache.
+// Computes a block of y = gelu(x W^T + bias) with packed W, or without GELU with packed x: its sums are accumulated in
+// scratch, then one pass turns them into y while they are in the cache.
 #include "../../packed_linear.h"
 
 #include "../../gelu.h"
