@@ -67,11 +67,10 @@ FB_FOR_EACH_ISA_TILES_AND_VNNI(
     // where `channel` is a multiple of packed_width().
     void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
                        void* scratch);
-    // The same for floats, with the factors exchanged: x is the weight, and `weight` the packed rows that it
-    // multiplies, which are the channels here. y is (channels, rows), bias (rows,). next: rows of x that the thread
-    // reads next. inner is at least 1.
-    void turned_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
-                       void* scratch);)
+    // The same for floats and all channels, with the factors exchanged: x is the weight, and `weight` the packed rows
+    // that it multiplies, which are the channels here. y is (channels, rows), bias (rows,). next: rows of x that the
+    // thread reads next. inner is at least 1.
+    void turned_linear(const PackedLinear& op, int64_t row, int64_t row_end, void* scratch);)
 
 }  // namespace cpu
 

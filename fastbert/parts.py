@@ -170,8 +170,12 @@ def ordinary(weight: Tensor | None) -> bool:
 
     None: a parametrization computes the weight when it is read.
     """
-    kind = type(weight)
-    return kind in _ORDINARY or kind.__module__.startswith("torch.distributed.")
+    return type(weight) in _ORDINARY or is_distributed(weight)
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether torch.distributed made its class: of modules that FSDP2 wraps, and of tensors that it shards."""
+    return type(value).__module__.startswith("torch.distributed.")
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:

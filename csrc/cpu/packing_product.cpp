@@ -8,6 +8,15 @@ namespace fastbert {
 
 namespace {
 
+// What a product of the rows of x, in float and without GELU, is known to be before the other factor is packed.
+cpu::PackedLinear product_of_rows(const Tensor& x, const Tensor& y) {
+  cpu::PackedLinear op{};
+  op.x = x.const_data_ptr(), op.x_stride = row_stride(x), op.rows = x.size(0), op.inner = x.size(1);
+  op.y = y.mutable_data_ptr(), op.y_stride = y.size(1), op.x_dtype = op.y_dtype = DType::f32;
+  op.weights = Weights::f32, op.gelu = Gelu::none;
+  return op;
+}
+
 // How a thread takes its columns: it packs some panels of b at a time and multiplies all its rows by them. Threads
 // share the rows only where there are too few panels for all of them.
 struct PackingProduct {
@@ -50,17 +59,6 @@ struct PackingProduct {
   }
 };
 
-}  // namespace
-
-// Ours is faster with AVX2. With AVX-512 only Zen 4 was measured, and the libraries are faster there (docs/linear.md).
-bool use_packing_product(const Tensor& a, const Factor& b) {
-  const cpu::Isa isa = cpu::best_isa();
-  return (isa == cpu::Isa::avx2 || isa == cpu::Isa::avx2_vnni) && type_of(a) == ScalarType::Float &&
-         type_of(b.matrix) == ScalarType::Float && a.numel() > 0 && std::min(b.rows(), b.columns()) >= kThin;
-}
-
-namespace {
-
 constexpr int64_t kTurnedRows = 24;  // rows of b's matrix that are multiplied at a time: whole tiles of 6 or 12
 
 // Whether to pack a rather than b: if that is little beside the product, a nearly fills its panels, and all threads
@@ -86,11 +84,8 @@ Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor* bias) {
     FB_BEST_ISA(pack_weight)
     (a_rows + row * row_stride(a), row_stride(a), false, inner, count, packed + begin * panel);
   });
-  cpu::PackedLinear op{};
-  op.x = b_rows, op.x_stride = row_stride(b), op.x_dtype = op.y_dtype = DType::f32;
-  op.rows = columns, op.inner = inner, op.channels = rows, op.weights = Weights::f32, op.gelu = Gelu::none;
-  op.weight = packed, op.bias = bias ? bias->const_data_ptr<float>() : nullptr;
-  op.y = c.mutable_data_ptr(), op.y_stride = columns;
+  cpu::PackedLinear op = product_of_rows(b, c);
+  op.channels = rows, op.weight = packed, op.bias = bias ? bias->const_data_ptr<float>() : nullptr;
   ProductBlocks{rows, inner, columns, rows, kTurnedRows}.run(
       FB_BEST_ISA(packed_scratch)(), [&](const ProductBlocks::Block& all, void* scratch) {
         cpu::PackedLinear part = op;
@@ -98,7 +93,7 @@ Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor* bias) {
           end = std::min(row + kTurnedRows, all.column_end);
           const int64_t next = end < all.column_end ? end : all.next;
           part.next = next < columns ? b_rows + next * op.x_stride : nullptr;
-          FB_BEST_ISA(turned_linear)(part, row, end, 0, rows, scratch);
+          FB_BEST_ISA(turned_linear)(part, row, end, scratch);
         }
       });
   return c;
@@ -106,14 +101,19 @@ Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor* bias) {
 
 }  // namespace
 
+// Ours is faster with AVX2. With AVX-512 only Zen 4 was measured, and the libraries are faster there (docs/linear.md).
+bool use_packing_product(const Tensor& a, const Factor& b) {
+  const cpu::Isa isa = cpu::best_isa();
+  return (isa == cpu::Isa::avx2 || isa == cpu::Isa::avx2_vnni) && type_of(a) == ScalarType::Float &&
+         type_of(b.matrix) == ScalarType::Float && a.numel() > 0 && std::min(b.rows(), b.columns()) >= kThin;
+}
+
 Tensor packing_product(const Tensor& a, const Factor& b, const Tensor* bias) {
   if (packs_rows(a, b)) return turned_product(a, b.matrix, bias);
-  const int64_t rows = a.size(0), inner = a.size(1), columns = b.columns();
-  const Tensor c = empty_rows({rows, columns}, a);
+  const int64_t columns = b.columns();
+  const Tensor c = empty_rows({a.size(0), columns}, a);
   PackingProduct product{};
-  cpu::PackedLinear& op = product.op;
-  op.x = a.const_data_ptr(), op.x_stride = row_stride(a), op.x_dtype = op.y_dtype = DType::f32;
-  op.rows = rows, op.inner = inner, op.y_stride = columns, op.weights = Weights::f32, op.gelu = Gelu::none;
+  product.op = product_of_rows(a, c);
   product.b = b.matrix.const_data_ptr<float>(), product.b_stride = row_stride(b.matrix), product.across = !b.transposed;
   product.bias = bias ? bias->const_data_ptr<float>() : nullptr, product.c = c.mutable_data_ptr<float>();
   product.blocks(columns).run(product.scratch(),

@@ -28,7 +28,16 @@ from fastbert import backends, layer, padding, random
 from fastbert.families import FAMILIES, Family
 from fastbert.hf import supported
 from fastbert.hf.supported import Fallback
-from fastbert.parts import EmbeddingParts, Kept, LayerParts, hooks, plain_parameters, prepared_parameters, probability
+from fastbert.parts import (
+    EmbeddingParts,
+    Kept,
+    LayerParts,
+    hooks,
+    is_distributed,
+    plain_parameters,
+    prepared_parameters,
+    probability,
+)
 
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "fastbert")
 TENSORS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
@@ -267,7 +276,7 @@ def _unbound(forward: Any) -> Any:
 def _without_views(module: nn.Module, output: Any) -> Any:
     """The output of a module; where FSDP2 wraps it, with copies of tensors that are views: FSDP2 has hooks on outputs,
     which get lost if a view is changed in place, and warns of views."""
-    if torch.compiler.is_compiling() or not type(module).__module__.startswith("torch.distributed."):
+    if torch.compiler.is_compiling() or not is_distributed(module):
         return output
     viewed = lambda x: isinstance(x, Tensor) and x.requires_grad and x._base is not None  # noqa: E731
     return tree_map(lambda x: x.clone() if viewed(x) else x, output)

@@ -565,7 +565,7 @@ struct PackedLayer {
     in_threads(threads, (channels + kUnit - 1) / kUnit, [&](int64_t begin, int64_t end) {
       Bytes scratch(loops::packed_scratch(), char(threads));
       for (int64_t row = begin * kUnit; row < std::min(end * kUnit, channels); row += kUnit)
-        loops::turned_linear(op, row, std::min(row + kUnit, channels), 0, rows, scratch.data());
+        loops::turned_linear(op, row, std::min(row + kUnit, channels), scratch.data());
     });
     ++checks;
     check_integers(y, threads);

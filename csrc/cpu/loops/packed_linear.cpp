@@ -124,6 +124,14 @@ Left<false, E> nearby(const E* x, int64_t stride, int64_t rows, int64_t steps, v
   return {to, kNear};
 }
 
+// The share of a column's panel in the prefetches of `width` steps of `rows` rows, beside `steps` steps of the panel.
+template <class E>
+RowsAhead share_of_rows(const E* next, int64_t stride, int64_t rows, int64_t width, int64_t column, int64_t columns,
+                        int64_t steps) {
+  const int64_t row = rows * column / columns, end = rows * least(column + kPanel<float>, columns) / columns;
+  return RowsAhead::of(next + row * stride, stride, end - row, width, steps);
+}
+
 // The prefetches during the panel of a column: `panel` and, if rows are copied, the panel's share of the `width` steps
 // of x that are copied next, because the copy would wait for memory. On the matrix unit only `panel`: its loop has no
 // registers left for both.
@@ -131,9 +139,8 @@ template <class E>
 auto with_rows(Ahead panel, const E* next, int64_t stride, int64_t rows, int64_t width, int64_t column, int64_t columns,
                int64_t steps) {
   if constexpr (kMayCopy && !(kTiles && kSame<E, pair>)) {
-    const int64_t row = rows * column / columns, end = rows * least(column + kPanel<float>, columns) / columns;
     if (!is_copied<E>(stride, rows, steps)) return BothAhead{panel, {}};
-    return BothAhead{panel, RowsAhead::of(next + row * stride, stride, end - row, width, steps)};
+    return BothAhead{panel, share_of_rows(next, stride, rows, width, column, columns, steps)};
   } else {
     return panel;
   }
@@ -156,6 +163,7 @@ struct Factors {
 
   const W* panel_at(int64_t column, int64_t k) const { return weight + column * all + k * kPanel<float>; }
   int64_t inner_at(int64_t k) const { return least(kInner, all - k); }
+  int64_t after(int64_t k) const { return all - k > kInner ? k + kInner : 0; }  // the next steps, 0 after the last
 };
 
 // Computes the sums of a block in float. ahead_of(column, k): the prefetches during a panel's steps from k on.
@@ -181,17 +189,15 @@ template <class W>
 void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
   constexpr int64_t kWidth = kPanel<float>;
   const Factors<W> factors(op, row, channel);
-  const int64_t all = factors.all;
   multiply(factors, rows, channels, sums, [&](int64_t column, int64_t k) {
-    const int64_t inner = factors.inner_at(k);
-    const int64_t then = k + inner < all ? k + inner : 0;  // where the next steps of x begin, 0 for the next channels
+    const int64_t then = factors.after(k);
     const bool last = column + kWidth >= channels;
-    const W* const next = !last             ? factors.panel_at(column + kWidth, k)
-                          : k + inner < all ? factors.panel_at(0, k + inner)
-                          : op.next         ? static_cast<const W*>(op.next)
-                                            : factors.panel_at(channels, 0);
+    const W* const next = !last     ? factors.panel_at(column + kWidth, k)
+                          : then    ? factors.panel_at(0, then)
+                          : op.next ? static_cast<const W*>(op.next)
+                                    : factors.panel_at(channels, 0);
     return with_rows(Ahead::of_bytes(next, kWidth * int64_t(sizeof(W))), factors.x + then, factors.stride, rows,
-                     factors.inner_at(then), column, channels, inner);
+                     factors.inner_at(then), column, channels, factors.inner_at(k));
   });
 }
 
@@ -199,12 +205,10 @@ void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel
 void multiply_turned(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels,
                      float* sums) {
   const Factors<float> factors(op, row, channel);
-  const int64_t all = factors.all, stride = factors.stride;
   multiply(factors, rows, channels, sums, [&](int64_t column, int64_t k) {
-    const int64_t inner = factors.inner_at(k), then = k + inner < all ? k + inner : 0;
+    const int64_t then = factors.after(k);
     const float* const next = then ? factors.x + then : op.next ? static_cast<const float*>(op.next) : factors.x;
-    const int64_t begin = rows * column / channels, end = rows * least(column + kPanel<float>, channels) / channels;
-    return RowsAhead::of(next + begin * stride, stride, end - begin, factors.inner_at(then), inner);
+    return share_of_rows(next, factors.stride, rows, factors.inner_at(then), column, channels, factors.inner_at(k));
   });
 }
 
@@ -353,11 +357,10 @@ void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t
   });
 }
 
-void turned_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
-                   void* scratch) {
+void turned_linear(const PackedLinear& op, int64_t row, int64_t row_end, void* scratch) {
   float* const sums = static_cast<float*>(scratch);
-  for (; channel < channel_end; channel += kColumns) {
-    const int64_t rows = row_end - row, channels = least(kColumns, channel_end - channel);
+  for (int64_t channel = 0; channel < op.channels; channel += kColumns) {
+    const int64_t rows = row_end - row, channels = least(kColumns, op.channels - channel);
     multiply_turned(op, row, rows, channel, channels, sums);
     store_turned(op, row, rows, channel, channels, sums);
   }
