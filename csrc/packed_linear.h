@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "cpu/isa.h"
+#include "division.h"
 #include "dtype.h"
 
 namespace fastbert {
@@ -39,7 +40,7 @@ struct PackedLinear {
 constexpr int64_t kRowsTogether = 16;  // blocks begin at multiples of it: all but the last are whole AMX tiles
 
 // rows, rounded up to a multiple of kRowsTogether.
-constexpr int64_t whole_tiles(int64_t rows) { return (rows + kRowsTogether - 1) / kRowsTogether * kRowsTogether; }
+constexpr int64_t whole_tiles(int64_t rows) { return round_up(rows, kRowsTogether); }
 // The first row of a block, where the rows are split into `blocks` blocks. For block == blocks: the number of rows.
 constexpr int64_t first_row(int64_t block, int64_t blocks, int64_t rows) {
   const int64_t row = whole_tiles(rows) / kRowsTogether * block / blocks * kRowsTogether;

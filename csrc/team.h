@@ -14,6 +14,8 @@
 #include <thread>
 #include <utility>
 
+#include "division.h"
+
 namespace fastbert {
 
 class Team {
@@ -60,8 +62,8 @@ class Team {
   void share(int64_t n, int64_t grain, const F& f) {
     if (members_ == 1) return n > 0 ? f(int64_t(0), n) : void();
     const int64_t least = std::max<int64_t>(1, grain);
-    const int64_t parts = std::clamp<int64_t>((n + least - 1) / least, 1, members_);
-    loop_ = {n, (n + parts - 1) / parts, &f,
+    const int64_t parts = std::clamp<int64_t>(divide_up(n, least), 1, members_);
+    loop_ = {n, divide_up(n, parts), &f,
              [](const void* f, int64_t begin, int64_t end) { (*static_cast<const F*>(f))(begin, end); }};
     for (int64_t i = 1; i < parts; ++i) seats_[i].state.store(kOpen, std::memory_order_release);
     take(0);

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "division.h"
 #include "dropout.h"
 #include "dtype.h"
 #include "ranges.h"
@@ -119,7 +120,7 @@ inline const void* data(const OptionalTensor& tensor) { return tensor ? tensor->
 inline int64_t whole_blocks(int64_t rows) {
   int64_t block = rows > 256 ? 16 : 1;
   while (64 * block < rows) block *= 2;
-  return (rows + block - 1) / block * block;
+  return round_up(rows, block);
 }
 
 // An uninitialised tensor of `sizes`, (..., channels), followed in its storage by rows of zeros up to whole_blocks():
@@ -184,7 +185,7 @@ void parallel_ranges(Ranges&& ranges, const F& f) {
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) {
-    const int64_t lines = (bytes + kLine - 1) / kLine;
+    const int64_t lines = divide_up(bytes, kLine);
     if (!kept_.empty() && lines <= kMost) own_ = std::move(kept_.back()), kept_.pop_back();
     if (own_.lines < lines) own_ = {std::unique_ptr<Line[]>(new Line[lines]), lines};
   }
@@ -243,7 +244,7 @@ Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t scra
   constexpr int64_t kBlock = 64, kChunks = 64;
   const int64_t columns = quantities * channels,
                 smallest = std::max<int64_t>(32, kGrain / std::max<int64_t>(1, channels));
-  const int64_t chunk = std::max(smallest, (rows + kChunks - 1) / kChunks), chunks = (rows + chunk - 1) / chunk;
+  const int64_t chunk = std::max(smallest, divide_up(rows, kChunks)), chunks = divide_up(rows, chunk);
   const Tensor sums = zeros({chunks, quantities, channels}, x, math_type(x));
   const int64_t bytes = columns * sums.element_size();
   char* const data = static_cast<char*>(sums.mutable_data_ptr());

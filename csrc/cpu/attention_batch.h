@@ -84,7 +84,7 @@ struct Batch {
 
   // The number of parts that the queries of a task are split into. Each part packs the keys and values anew.
   int64_t parts() const {
-    const int64_t wanted = (2 * threads() + tasks() - 1) / std::max<int64_t>(1, tasks());
+    const int64_t wanted = divide_up(2 * threads(), std::max<int64_t>(1, tasks()));
     return threads() == 1 ? 1 : std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, longest / kFewestQueries));
   }
 

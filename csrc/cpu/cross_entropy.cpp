@@ -49,12 +49,12 @@ Tensor number(double value, const Tensor& x) {
 // Fills op's losses and gradients.
 void run(cpu::CrossEntropy op, const Tensor& like) {
   const cpu::CrossEntropyRoom room = FB_BEST_ISA(cross_entropy_room)(op.dtype, op.inner);
-  const int64_t tasks = (op.classes + room.classes - 1) / room.classes;
+  const int64_t tasks = divide_up(op.classes, room.classes);
   const Tensor parts = empty({tasks, op.rows, room.part}, like, ScalarType::Byte);
   const Tensor targets = empty({op.rows}, like, math_type(like));
   op.parts = parts.mutable_data_ptr(), op.targets = targets.mutable_data_ptr();
   // Where there are fewer tasks than threads, each task is split by rows, and each share packs the weights anew.
-  const int64_t shares = std::clamp<int64_t>((threads() + tasks - 1) / std::max<int64_t>(1, tasks), 1,
+  const int64_t shares = std::clamp<int64_t>(divide_up(threads(), std::max<int64_t>(1, tasks)), 1,
                                              std::max<int64_t>(1, op.rows / kFewestRows));
   const int64_t work = std::max<int64_t>(1, op.rows * op.inner * std::min(room.classes, op.classes) / shares);
   const int64_t units = tasks * shares, least = kShareOfProducts / work + 1;
@@ -74,7 +74,7 @@ std::tuple<Tensor, Tensor> cross_entropy_fwd_cpu(const Tensor& hidden, const Ten
   FB_CHECK(FB_BEST_ISA(cross_entropy_logits), kNoIsa);
   const NoGrad guard;
   const int64_t rows = hidden.size(0), inner = hidden.size(1), classes = weight.size(0);
-  const int64_t line = 128 / hidden.element_size(), stride = (classes + line - 1) / line * line;
+  const int64_t line = 128 / hidden.element_size(), stride = round_up(classes, line);
   const Tensor dlogits =
       need_dlogits ? empty_strided({rows, classes}, {stride, 1}, hidden, type_of(hidden)) : empty({0}, hidden);
   const bool pairs = FB_BEST_ISA(cross_entropy_takes_pairs)(dtype_of(hidden), inner);

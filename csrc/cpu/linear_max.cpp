@@ -37,7 +37,7 @@ std::tuple<Tensor, Tensor> linear_max_fwd_cpu(const Tensor& x, const Tensor& wei
                           classes,
                           sequences,
                           dtype_of(x)};
-  const int64_t width = FB_BEST_ISA(linear_max_width)(op.dtype), tasks = (classes + width - 1) / width;
+  const int64_t width = FB_BEST_ISA(linear_max_width)(op.dtype), tasks = divide_up(classes, width);
   const int64_t work = std::max<int64_t>(1, tokens * inner * width), least = kShareOfProducts / work + 1;
   parallel_ranges({tasks, threads(), least}, FB_BEST_ISA(linear_max_scratch)(inner, op.dtype),
                   [&](const Range& range, void* scratch) {

@@ -115,10 +115,10 @@ inline void check_packed(const Tensor& x, const Packed& p) {
                  " beside a weight of ", type_of(p.weight), "; expected one type");
   FB_CHECK_VALUE(p.channels >= 0, "packed_linear: channels is ", p.channels, "; expected 0 or more");
   const int64_t width = FB_BEST_ISA(packed_width)(), group = FB_BEST_ISA(packed_group)(weights), inner = x.size(-1);
-  const int64_t panels = (p.channels + width - 1) / width;
+  const int64_t panels = divide_up(p.channels, width);
   FB_CHECK_VALUE(weights != Weights::s8 || inner <= 1 << 16, "packed_linear: K is ", inner,
                  "; expected at most 2**16 beside int8 weights");
-  check_shape("packed_linear", "weight", p.weight, {panels, (inner + group - 1) / group, width, group});
+  check_shape("packed_linear", "weight", p.weight, {panels, divide_up(inner, group), width, group});
   if (weights == Weights::s8) {
     FB_CHECK_VALUE(p.scale.has_value(), "packed_linear: scale is None beside int8 weights");
     check_shape("packed_linear", "scale", *p.scale, {2, p.channels});

@@ -34,14 +34,14 @@ struct PackingProduct {
     const int64_t width = FB_BEST_ISA(packed_width)();
     return std::clamp(kPacked / op.inner / width * width, width, kColumns);
   }
-  static int64_t loop_scratch() { return (FB_BEST_ISA(packed_scratch)() + 63) / 64 * 64; }
+  static int64_t loop_scratch() { return round_up(FB_BEST_ISA(packed_scratch)(), 64); }
   int64_t scratch() const { return loop_scratch() + columns_at_once() * op.inner * int64_t(sizeof(float)); }
 
   ProductBlocks blocks(int64_t columns) const {
     const int64_t width = FB_BEST_ISA(packed_width)(), block = FB_BEST_ISA(packed_rows)();
-    const int64_t panels = (columns + width - 1) / width, most = (op.rows + block - 1) / block;
+    const int64_t panels = divide_up(columns, width), most = divide_up(op.rows, block);
     const int64_t shares = std::clamp<int64_t>(kUnitsPerThread * threads() / panels, 1, most);
-    return {op.rows, op.inner, columns, (op.rows + shares - 1) / shares, width};
+    return {op.rows, op.inner, columns, divide_up(op.rows, shares), width};
   }
 
   void run(const ProductBlocks::Block& all, void* scratch) const {
@@ -65,7 +65,7 @@ constexpr int64_t kTurnedRows = 24;  // rows of b's matrix that are multiplied a
 // have enough rows of b's matrix (docs/linear.md).
 bool packs_rows(const Tensor& a, const Factor& b) {
   constexpr int64_t kMostRows = 192;
-  const int64_t rows = a.size(0), width = FB_BEST_ISA(packed_width)(), whole = (rows + width - 1) / width * width;
+  const int64_t rows = a.size(0), width = FB_BEST_ISA(packed_width)(), whole = round_up(rows, width);
   return b.transposed && rows <= std::min(kMostRows, b.columns() / 5) && 8 * whole <= 9 * rows &&
          b.columns() >= 2 * kTurnedRows * threads();
 }
@@ -74,7 +74,7 @@ bool packs_rows(const Tensor& a, const Factor& b) {
 // packed, because each element is the same sum.
 Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor* bias) {
   const int64_t rows = a.size(0), inner = a.size(1), columns = b.size(0), width = FB_BEST_ISA(packed_width)();
-  const int64_t panels = (rows + width - 1) / width, panel = width * inner;
+  const int64_t panels = divide_up(rows, width), panel = width * inner;
   const Tensor c = empty_rows({rows, columns}, a);
   const Scratch memory(panels * panel * int64_t(sizeof(float)));
   float* const packed = static_cast<float*>(memory.get());

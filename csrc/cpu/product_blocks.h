@@ -18,8 +18,7 @@ struct ProductBlocks {
   // Calls f(block, scratch); threads take ranges of the panels of all blocks.
   template <class F>
   void run(int64_t scratch_bytes, const F& f) const {
-    const int64_t blocks = (rows + max_rows - 1) / max_rows, panels = (columns + width - 1) / width,
-                  units = blocks * panels;
+    const int64_t blocks = divide_up(rows, max_rows), panels = divide_up(columns, width), units = blocks * panels;
     if (units == 0) return;
     const int64_t work = std::max<int64_t>(1, rows * columns * std::max<int64_t>(1, inner) / kShareOfProducts);
     const int64_t shares = std::min({work, threads(), units});

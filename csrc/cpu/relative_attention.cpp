@@ -146,7 +146,7 @@ class TableGradients {
       : batch_(batch), packed_(packed), tables_(tables), like_(like) {
     const int64_t number = math_type(like) == ScalarType::Double ? 8 : 4;
     key_bytes_ = tables.keys ? packed.table_bytes() : 0, query_bytes_ = tables.queries ? packed.table_bytes() : 0;
-    bytes_ = (key_bytes_ + query_bytes_ + packed.steps() * number + 63) / 64 * 64;
+    bytes_ = round_up(key_bytes_ + query_bytes_ + packed.steps() * number, 64);
     make_groups();
     memory_ = empty({groups() * batch.heads, bytes_}, like, ScalarType::Byte);
   }

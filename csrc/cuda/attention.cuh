@@ -114,7 +114,7 @@ __device__ __forceinline__ bool is_covered(const Attention& a, int token) {
   return bounds.start <= token && token - bounds.start < bounds.length;
 }
 
-__host__ __device__ __forceinline__ int fill_blocks(const Attention& a) { return int((a.tokens + kFill - 1) / kFill); }
+__host__ __device__ __forceinline__ int fill_blocks(const Attention& a) { return int(divide_up(a.tokens, kFill)); }
 
 // Returns whether this block is one of those at the end of the grid that only fill. If so, it has written zeros to the
 // uncovered ones among its kFill tokens: rows of x [T, columns] and, unless lse is nullptr, columns of lse [H, T].

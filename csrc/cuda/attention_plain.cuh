@@ -127,7 +127,7 @@ __device__ __forceinline__ float weight_of(float score, float& largest, float& t
 template <class... Params, class... Args>
 const char* run(const Attention& a, int64_t other_blocks, int tiles, void* stream, void (*kernel)(Params...),
                 Args... args) {
-  const int parts = (a.longest + kBlock - 1) / kBlock;
+  const int parts = int(divide_up(a.longest, kBlock));
   const int64_t blocks = other_blocks + int64_t(parts) * a.heads * a.sequences;
   if (blocks == 0) return nullptr;
   if (blocks > INT32_MAX) return "too many heads and sequences for one launch";

@@ -16,6 +16,7 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "../division.h"
 #include "../dtype.h"
 
 namespace fastbert::cuda {
@@ -94,8 +95,6 @@ template <int N>
 struct Constant {
   static constexpr int value = N;
 };
-
-__host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Calls f with a value of the element type that dtype names; fp64 has no kernels.
 template <class F>

@@ -22,13 +22,13 @@ constexpr int64_t kPaddedRows = 256, kPaddedClasses = 1024, kPadding = 8;
 int64_t padded_classes(const Tensor& hidden, const Tensor& weight) {
   const int64_t classes = weight.size(0), inner = weight.size(1);
   const bool pays = hidden.element_size() == 2 && hidden.size(0) >= kPaddedRows && classes >= kPaddedClasses;
-  return pays && inner % kPadding == 0 ? (classes + kPadding - 1) / kPadding * kPadding : classes;
+  return pays && inner % kPadding == 0 ? round_up(classes, kPadding) : classes;
 }
 
 // The distance from one row of logits to the next, in elements.
 int64_t stride_of(int64_t classes, const Tensor& hidden) {
   const int64_t line = 128 / hidden.element_size();
-  return (classes + line - 1) / line * line;
+  return round_up(classes, line);
 }
 
 // The weight, contiguous, followed by rows of zeros up to `rows`.

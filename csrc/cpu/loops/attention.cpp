@@ -24,19 +24,24 @@ int64_t row_stride(int64_t keys) {
 }
 
 template <class T>
-const T* row_of(const void* data, int64_t stride, int64_t row) {
-  return static_cast<const T*>(data) + row * stride;
+T* writable(const T* data) {
+  return const_cast<T*>(data);
 }
 
-// Writes rows of M, which are whole panels, as rows of T, multiplied by factor(row).
-template <class T, class M, class F>
-void store_rows(const M* from, int64_t rows, int64_t columns, T* to, int64_t stride, const F& factor) {
-  for (int64_t row = 0; row < rows; ++row) {
-    const M* const source = from + row * whole_panels<M>(columns);
-    const M by = factor(row);
-    for_vectors<M>(columns, [&](int64_t i, auto n) { store(load(source + i, n) * by, to + row * stride + i, n); });
-  }
+// Writes rows of M, which are whole panels, to a tensor, multiplied by factor(row).
+template <class M, class F>
+void store_rows(const M* from, int64_t rows, int64_t columns, Rows to, const F& factor) {
+  to.read<M>([&](auto* data) {
+    for (int64_t row = 0; row < rows; ++row) {
+      const M* const source = from + row * whole_panels<M>(columns);
+      auto* const target = writable(data) + row * to.stride;
+      const M by = factor(row);
+      for_vectors<M>(columns, [&](int64_t i, auto n) { store(load(source + i, n) * by, target + i, n); });
+    }
+  });
 }
+
+Rows rows_of(const AttentionHead& a, const void* data) { return {data, a.stride, a.dtype}; }
 
 void make_bits(const AttentionHead& a, int64_t query, int64_t first_key, int64_t keys, uint8_t* bits) {
   attention_bits(bits, first_key, keys, uint32_t(query), uint32_t(a.head), uint32_t(a.sequence), a.drop.key);
@@ -79,8 +84,10 @@ struct SoFar {
 
 // Replaces a row's scores for one block of keys by e^((score - the largest so far) x late scale), or 0 where dropped.
 // Returns the factor for the sums of earlier blocks. A NaN spreads to the whole row through its sum of weights.
-template <bool kDrop, class N, class M = typename N::M>
-M weigh(M* scores, int64_t keys, M late_scale, const uint8_t* bits, const Dropout& drop, SoFar<M>& so_far) {
+template <bool kDrop, class N>
+typename N::M weigh(typename N::M* scores, int64_t keys, typename N::M late_scale, const uint8_t* bits,
+                    const Dropout& drop, SoFar<typename N::M>& so_far) {
+  using M = typename N::M;
   using V = vec<M>;
   const Dropout unscaled{drop.key, drop.threshold, 1};  // keep_scale is applied to the finished row
   V most[kSlots];
@@ -114,10 +121,8 @@ void in_chains(int64_t rows, int64_t columns, int64_t steps, Left<false, E> a, P
                         b.rows_from(step), c, stride);
 }
 
-template <bool kDrop, class N, class P>
-void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int64_t out_stride, void* lse,
-             void* memory) {
-  using T = typename N::T;
+template <class N, class P>
+void forward(const AttentionHead& a, int64_t first, int64_t last, Rows out, void* lse, void* memory) {
   using M = typename N::M;
   using E = typename N::E;
   Room all(memory);
@@ -126,11 +131,12 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
   const P positions(a, all);
   const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(least(kKeys, a.keys));
   const M scale = N::late_scale(a);
-  N::pack_across(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.keys);
-  N::pack_along(row_of<T>(a.v, a.stride, 0), a.stride, a.keys, D, 1, room.values);
+  const auto weigh_row = a.drop.threshold ? weigh<true, N> : weigh<false, N>;
+  N::pack_across(rows_of(a, a.k), a.keys, room.keys);
+  N::pack_along(rows_of(a, a.v), a.keys, D, 1, room.values);
   for (int64_t query = first; query < last; query += kQueries) {
     const int64_t rows = least(kQueries, last - query);
-    N::put_rows(row_of<T>(a.q, a.stride, query), a.stride, rows, D, N::query_factor(a), room.queries);
+    N::put_rows(rows_of(a, a.q).from(query), rows, D, N::query_factor(a), room.queries);
     SoFar<M> so_far[kQueries];
     for (int64_t row = 0; row < rows; ++row) so_far[row] = {-M(__builtin_inf()), 0};
     for_blocks(a.keys, [&](int64_t key, int64_t keys) {
@@ -139,9 +145,9 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
       product<Onto::nothing>(rows, keys, block.inner, queries, block, room.scores, stride);
       positions.add(Block<M>{query, rows, key, keys, room.scores, stride}, room.queries);
       for (int64_t row = 0; row < rows; ++row) {
-        if (kDrop) make_bits(a, query + row, key, keys, room.bits);
+        if (a.drop.threshold) make_bits(a, query + row, key, keys, room.bits);
         M* const scores = room.scores + row * stride;
-        room.factors[row] = weigh<kDrop, N>(scores, keys, scale, room.bits, a.drop, so_far[row]);
+        room.factors[row] = weigh_row(scores, keys, scale, room.bits, a.drop, so_far[row]);
       }
       const auto add = key ? in_chains<Onto::scaled, E> : in_chains<Onto::nothing, E>;
       add(rows, D, N::steps(keys), N::weights(room.scores, stride), room.values.rows_from(N::steps(key)), room.sums,
@@ -149,7 +155,7 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
     });
     for (int64_t row = 0; row < rows; ++row)
       static_cast<M*>(lse)[query + row] = so_far[row].high * scale + logarithm(so_far[row].total);
-    store_rows(room.sums, rows, D, static_cast<T*>(out) + query * out_stride, out_stride,
+    store_rows(room.sums, rows, D, out.from(query),
                [&](int64_t row) { return M(a.drop.keep_scale) / so_far[row].total; });
   }
 }
@@ -160,7 +166,6 @@ void forward(const AttentionHead& a, int64_t first, int64_t last, void* out, int
 // The factors of relative positions in the backward, in the type of arithmetic even where the rest is in pairs of bf16.
 template <class N, class P>
 struct WideFactors {
-  using T = typename N::T;
   using M = typename N::M;
   static constexpr bool kNeeded = !kSame<P, NoPositions> && !kSame<typename N::E, M>;
   Panels<M> keys{}, queries{};
@@ -175,15 +180,11 @@ struct WideFactors {
   }
 
   void pack_keys(const AttentionHead& a) const {
-    if constexpr (kNeeded) pack(row_of<T>(a.k, a.stride, 0), a.stride, a.D, M(1), keys);
+    if constexpr (kNeeded) Widened<M>::pack_along(rows_of(a, a.k), a.keys, a.D, 1, keys);
   }
   void pack_queries(const AttentionHead& a, int64_t query, int64_t rows) {
     queries.inner = rows;
-    if constexpr (kNeeded) pack(row_of<T>(a.q, a.stride, query), a.stride, a.D, M(1), queries);
-  }
-  template <class V, class I>
-  void keep(V gradients, int64_t row, int64_t i, I n) const {
-    if constexpr (kNeeded) store(gradients, scores + row * stride + i, n);
+    if constexpr (kNeeded) Widened<M>::pack_along(rows_of(a, a.q).from(query), rows, a.D, 1, queries);
   }
 };
 
@@ -212,11 +213,18 @@ struct BackwardRoom {
   }
 };
 
-template <class T>
-math_t<T> dot(const T* a, const T* b, int64_t columns) {
-  vec<math_t<T>> total{};
-  for_vectors<math_t<T>>(columns, [&](int64_t i, auto n) { total = fma(load(a + i, n), load(b + i, n), total); });
-  return sum(total);
+// The products of neighbouring rows of two tensors of the same strides and type.
+template <class M>
+void dot_rows(Rows a, Rows b, int64_t rows, int64_t columns, M* products) {
+  a.read<M>([&](auto* of_a) {
+    const auto* const of_b = static_cast<decltype(of_a)>(b.data);
+    for (int64_t row = 0; row < rows; ++row) {
+      const auto *const left = of_a + row * a.stride, *const right = of_b + row * b.stride;
+      vec<M> total{};
+      for_vectors<M>(columns, [&](int64_t i, auto n) { total = fma(load(left + i, n), load(right + i, n), total); });
+      products[row] = sum(total);
+    }
+  });
 }
 
 // Replaces scores by P and returns the sum of P, which need not be 1 because lse is rounded.
@@ -241,10 +249,40 @@ BothGradients<M> differentiate(vec<M> p, vec<M> dp, const uint8_t* bits, const D
   return {weight * factor, weight * (dp * factor - delta)};
 }
 
-template <bool kDrop, class N, class P>
-void backward(const AttentionHead& a, const void* dout, const void* out, int64_t out_stride, const void* lse, void* dq,
-              void* dk, void* dv, void* memory) {
-  using T = typename N::T;
+// What the gradients of a block's scores are made from, row by row.
+template <class N>
+struct Differences {
+  using M = typename N::M;
+  const AttentionHead& a;
+  int64_t query, key;
+  const M *total, *delta;  // of each row
+  uint8_t* bits;           // room for the dropout bits of two rows
+  typename N::E* along;
+  M* kept;  // where dS is written in M too, if it is needed
+  int64_t kept_stride;
+};
+
+template <bool kDrop, bool kKept, class N>
+LeftGradients<typename N::E> put_gradients(const GradientBlock<typename N::M>& block, const Differences<N>& d) {
+  using M = typename N::M;
+  const int64_t room = key_bits_room(least(kKeys, d.a.keys));
+  return N::put_gradients(block, d.along, [&](int64_t row) {
+    uint8_t* const bits = d.bits + row % 2 * room;
+    if (kDrop) make_bits(d.a, d.query + row, d.key, block.keys, bits);
+    const M *const p = block.weights + row * block.stride, *const dp = block.scores + row * block.stride;
+    M* const kept = kKept ? d.kept + row * d.kept_stride : nullptr;
+    const auto of_row = [=, drop = d.a.drop, rescale = M(1) / d.total[row], delta = d.delta[row]](int64_t i, auto n) {
+      const auto both = differentiate<kDrop, M>(load(p + i, n), load(dp + i, n), bits + i, drop, rescale, delta);
+      if constexpr (kKept) store(both.scores, kept + i, n);
+      return both;
+    };
+    return of_row;
+  });
+}
+
+template <class N, class P>
+void backward(const AttentionHead& a, Rows dout, Rows out, const void* lse, void* dq, void* dk, void* dv,
+              void* memory) {
   using M = typename N::M;
   using E = typename N::E;
   Room all(memory);
@@ -252,23 +290,24 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
   const Tiles tiles(kSame<E, pair>);
   const P positions(a, all);
   const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(a.keys), across = N::steps(D);
-  const int64_t bits_room = key_bits_room(least(kKeys, a.keys));
-  N::pack_across(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, room.across_keys);
-  N::pack_across(row_of<T>(a.v, a.stride, 0), a.stride, a.keys, room.across_values);
-  N::pack_along(row_of<T>(a.k, a.stride, 0), a.stride, a.keys, D, 1, room.keys);
+  const WideFactors<N, P>& wide = room.wide;
+  constexpr bool kKept = WideFactors<N, P>::kNeeded;
+  const auto put = a.drop.threshold ? put_gradients<true, kKept, N> : put_gradients<false, kKept, N>;
+  N::pack_across(rows_of(a, a.k), a.keys, room.across_keys);
+  N::pack_across(rows_of(a, a.v), a.keys, room.across_values);
+  N::pack_along(rows_of(a, a.k), a.keys, D, 1, room.keys);
   room.wide.pack_keys(a);
   for (int64_t query = 0; query < a.keys; query += kQueries) {
     const int64_t rows = least(kQueries, a.keys - query);
-    const T *const q = row_of<T>(a.q, a.stride, query), *const grad = row_of<T>(dout, out_stride, query);
-    const T* const result = row_of<T>(out, out_stride, query);
-    N::put_rows(q, a.stride, rows, D, N::query_factor(a), room.left_queries);
-    N::put_rows(grad, out_stride, rows, D, 1, room.left_grads);
+    const Rows q = rows_of(a, a.q).from(query), grad = dout.from(query);
+    N::put_rows(q, rows, D, N::query_factor(a), room.left_queries);
+    N::put_rows(grad, rows, D, 1, room.left_grads);
     const Panels<E> queries{room.queries.data, N::steps(rows)}, grads{room.grads.data, N::steps(rows)};
-    N::pack_along(q, a.stride, rows, D, N::query_factor(a), queries);
-    N::pack_along(grad, out_stride, rows, D, 1, grads);
+    N::pack_along(q, rows, D, N::query_factor(a), queries);
+    N::pack_along(grad, rows, D, 1, grads);
     room.wide.pack_queries(a, query, rows);
     M total[kQueries]{}, delta[kQueries];
-    for (int64_t row = 0; row < rows; ++row) delta[row] = dot(grad + row * out_stride, result + row * out_stride, D);
+    dot_rows(grad, out.from(query), rows, D, delta);
     for_blocks(a.keys, [&](int64_t key, int64_t keys) {
       const Left<false, E> left_queries{room.left_queries, across}, left_grads{room.left_grads, across};
       M *const scores = room.scores + key, *const dp = room.dp + key;
@@ -284,35 +323,24 @@ void backward(const AttentionHead& a, const void* dout, const void* out, int64_t
     });
     for_blocks(a.keys, [&](int64_t key, int64_t keys) {
       const GradientBlock<M> block{room.scores + key, room.dp + key, stride, rows, keys};
-      const auto bits = [&](int64_t row) { return room.bits + row % 2 * bits_room; };
-      const auto start = [&](int64_t row) {
-        if (kDrop) make_bits(a, query + row, key, keys, bits(row));
-      };
-      const LeftGradients<E> left = N::put_gradients(block, room.along, start, [&](int64_t row, int64_t i, auto n) {
-        const M *const p = block.weights + row * stride + i, *const dp = block.scores + row * stride + i;
-        const auto both =
-            differentiate<kDrop, M>(load(p, n), load(dp, n), bits(row) + i, a.drop, M(1) / total[row], delta[row]);
-        room.wide.keep(both.scores, row, i, n);
-        return both;
-      });
+      const LeftGradients<E> left =
+          put(block, {a, query, key, total, delta, room.bits, room.along, wide.scores, wide.stride});
       const auto across = query ? product<Onto::sums, true, E> : product<Onto::nothing, true, E>;
       across(keys, D, queries.inner, left.weights, grads, room.dvalues + key * panels, panels, nullptr, {});
       across(keys, D, queries.inner, left.scores, queries, room.dkeys + key * panels, panels, nullptr, {});
       const auto along = key ? in_chains<Onto::sums, E> : in_chains<Onto::nothing, E>;
       along(rows, D, N::steps(keys), left.along, room.keys.rows_from(N::steps(key)), room.dqueries, panels, nullptr);
-      const WideFactors<N, P>& wide = room.wide;
-      if constexpr (WideFactors<N, P>::kNeeded)
+      if constexpr (kKept)
         positions.differentiate({query, rows, key, keys, wide.scores, wide.stride}, wide.queries, wide.keys,
                                 room.dqueries, room.dkeys);
       else
         positions.differentiate(Block<M>{query, rows, key, keys, room.dp + key, stride}, queries, room.keys,
                                 room.dqueries, room.dkeys);
     });
-    store_rows(room.dqueries, rows, D, static_cast<T*>(dq) + query * a.stride, a.stride,
-               [&](int64_t) { return M(a.scale); });
+    store_rows(room.dqueries, rows, D, rows_of(a, dq).from(query), [&](int64_t) { return M(a.scale); });
   }
-  store_rows(room.dkeys, a.keys, D, static_cast<T*>(dk), a.stride, [&](int64_t) { return N::late_scale(a); });
-  store_rows(room.dvalues, a.keys, D, static_cast<T*>(dv), a.stride, [](int64_t) { return M(1); });
+  store_rows(room.dkeys, a.keys, D, rows_of(a, dk), [&](int64_t) { return N::late_scale(a); });
+  store_rows(room.dvalues, a.keys, D, rows_of(a, dv), [](int64_t) { return M(1); });
 }
 
 template <template <class...> class Parts>
@@ -337,7 +365,7 @@ void attention_fwd(const AttentionHead& a, int64_t first, int64_t last, void* ou
   for_products(a, [&](auto factors, auto positions) {
     using N = decltype(factors);
     using P = typename decltype(positions)::type;
-    (a.drop.threshold ? forward<true, N, P> : forward<false, N, P>)(a, first, last, out, out_stride, lse, room);
+    forward<N, P>(a, first, last, Rows{out, out_stride, a.dtype}, lse, room);
   });
 }
 
@@ -346,29 +374,36 @@ void attention_bwd(const AttentionHead& a, const void* dout, const void* out, in
   for_products(a, [&](auto factors, auto positions) {
     using N = decltype(factors);
     using P = typename decltype(positions)::type;
-    (a.drop.threshold ? backward<true, N, P> : backward<false, N, P>)(a, dout, out, out_stride, lse, dq, dk, dv, room);
+    const Rows grads{dout, out_stride, a.dtype}, result{out, out_stride, a.dtype};
+    backward<N, P>(a, grads, result, lse, dq, dk, dv, room);
   });
 }
 
 // ---- the tables of relative positions
 
+static Rows rows_of(const PositionTable& table) { return {table.data, table.stride, table.dtype}; }
+
+// Calls f with a value of the type of arithmetic.
+template <class F>
+static void for_math(DType dtype, const F& f) {
+  dtype == DType::f64 ? f(double{}) : f(float{});
+}
+
 PositionRoom position_room(int64_t columns, int64_t D, DType dtype) {
   PositionRoom room;
-  for_dtype(dtype, [&](auto element) {
-    using M = math_t<decltype(element)>;
+  for_math(dtype, [&](auto zero) {
+    using M = decltype(zero);
     room = {D * whole_panels<M>(columns) * int64_t(sizeof(M)), columns * whole_panels<M>(D) * int64_t(sizeof(M))};
   });
   return room;
 }
 
 void pack_positions(const PositionTable& table, double factor, void* across, void* rows, void* room) {
-  for_dtype(table.dtype, [&](auto element) {
-    using T = decltype(element);
-    using M = math_t<T>;
+  for_math(table.dtype, [&](auto zero) {
+    using M = decltype(zero);
     M* const gathered = static_cast<M*>(room);
     for (int64_t column = 0; column < table.columns; ++column)
-      load_rows(row_of<T>(table.data, table.stride, table.slot[column]), 0, 1, table.D, M(factor),
-                gathered + column * table.D);
+      Widened<M>::put_rows(rows_of(table).from(table.slot[column]), 1, table.D, M(factor), gathered + column * table.D);
     if (across) pack_transposed(gathered, table.D, table.columns, Panels<M>{static_cast<M*>(across), table.D});
     if (rows) pack(gathered, table.D, table.D, M(1), Panels<M>{static_cast<M*>(rows), table.columns});
   });
@@ -380,16 +415,16 @@ void pack_position_pairs(const PositionTable& table, void* across, void* room) {
   if constexpr (kPairs) {
     bf16* const gathered = static_cast<bf16*>(room);
     for (int64_t column = 0; column < table.columns; ++column)
-      __builtin_memcpy(gathered + column * table.D, row_of<bf16>(table.data, table.stride, table.slot[column]),
+      __builtin_memcpy(gathered + column * table.D, rows_of(table).from(table.slot[column]).data,
                        table.D * sizeof(bf16));
-    Paired::pack_across(gathered, table.D, table.columns, Panels<pair>{static_cast<pair*>(across), table.D / 2});
+    Paired::pack_across(Rows{gathered, table.D, DType::bf16}, table.columns,
+                        Panels<pair>{static_cast<pair*>(across), table.D / 2});
   }
 }
 
 void add_up_positions(const void* const* parts, int64_t count, double factor, const PositionTable& table, void* room) {
-  for_dtype(table.dtype, [&](auto element) {
-    using T = decltype(element);
-    using M = math_t<T>;
+  for_math(table.dtype, [&](auto zero) {
+    using M = decltype(zero);
     const int64_t panels = whole_panels<M>(table.D);
     M* const sums = static_cast<M*>(room);
     for (int64_t i = 0; i < table.slots * panels; ++i) sums[i] = 0;
@@ -400,8 +435,7 @@ void add_up_positions(const void* const* parts, int64_t count, double factor, co
         for (int64_t i = 0; i < panels; ++i) to[i] += from[i];
       }
     }
-    store_rows(sums, table.slots, table.D, static_cast<T*>(const_cast<void*>(table.data)), table.stride,
-               [&](int64_t) { return M(factor); });
+    store_rows(sums, table.slots, table.D, rows_of(table), [&](int64_t) { return M(factor); });
   });
 }
 

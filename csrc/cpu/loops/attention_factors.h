@@ -1,6 +1,6 @@
-// The two ways in which attention multiplies: Widened converts elements to the type of arithmetic M, Paired multiplies
-// bf16 in pairs without conversion. Scores, their gradients and all sums have type M either way. Where they become left
-// factors, Widened uses them unchanged and Paired rounds them to pairs in the same memory.
+// The two ways in which attention multiplies: Widened converts elements of any type to the type of arithmetic M, Paired
+// multiplies bf16 in pairs without conversion. Scores, their gradients and all sums have type M either way. Where they
+// become left factors, Widened uses them unchanged and Paired rounds them to pairs in the same memory.
 #pragma once
 
 #include "../../attention.h"
@@ -31,10 +31,9 @@ struct LeftGradients {
   Left<false, E> along;
 };
 
-template <class T_>
+template <class M_>
 struct Widened {
-  using T = T_;
-  using M = math_t<T>;
+  using M = M_;
   using E = M;  // elements of the factors
 
   static int64_t steps(int64_t inner) { return inner; }  // of a product's inner dimension
@@ -44,14 +43,14 @@ struct Widened {
   static vec<M> scaled(vec<M> score, M) { return score; }
   static vec<M> weight(vec<M> difference, M) { return exp_nonpositive(difference); }  // e^(difference x late scale)
 
-  static void pack_across(const T* from, int64_t stride, int64_t rows, Panels<E> to) {
-    pack_transposed(from, stride, rows, to);
+  static void pack_across(Rows from, int64_t rows, Panels<E> to) {
+    from.read<M>([&](auto* data) { pack_transposed(data, from.stride, rows, to); });
   }
-  static void pack_along(const T* from, int64_t stride, int64_t /*rows*/, int64_t D, M factor, Panels<M> to) {
-    pack(from, stride, D, factor, to);
+  static void pack_along(Rows from, int64_t /*rows*/, int64_t D, M factor, Panels<M> to) {
+    from.read<M>([&](auto* data) { pack(data, from.stride, D, factor, to); });
   }
-  static void put_rows(const T* from, int64_t stride, int64_t rows, int64_t D, M factor, M* to) {
-    load_rows(from, stride, rows, D, factor, to);
+  static void put_rows(Rows from, int64_t rows, int64_t D, M factor, M* to) {
+    from.read<M>([&](auto* data) { load_rows(data, from.stride, rows, D, factor, to); });
   }
 
   template <class N>
@@ -63,14 +62,14 @@ struct Widened {
 
   static constexpr int64_t kAlongRoom = 0;
 
-  // Calls start(row) for each row, then gradients(row, i, n), which returns P F and dS, for each vector of the row.
-  template <class S, class F>
-  static LeftGradients<E> put_gradients(const GradientBlock<M>& b, E*, const S& start, const F& gradients) {
+  // gradients_of(row) returns a function of (i, n): P F and dS for one vector of the row.
+  template <class F>
+  static LeftGradients<E> put_gradients(const GradientBlock<M>& b, E*, const F& gradients_of) {
     for (int64_t row = 0; row < b.rows; ++row) {
-      start(row);
+      const auto gradients = gradients_of(row);
       M *const weights = b.weights + row * b.stride, *const scores = b.scores + row * b.stride;
       for_vectors<M>(b.keys, [&](int64_t i, auto n) {
-        const BothGradients<M> both = gradients(row, i, n);
+        const BothGradients<M> both = gradients(i, n);
         store(both.weights, weights + i, n), store(both.scores, scores + i, n);
       });
     }
@@ -81,7 +80,6 @@ struct Widened {
 // For even D, where scores can be scaled after the product (can_scale_late). They may then overflow where scaled ones
 // would not, as torch's do.
 struct Paired {
-  using T = bf16;
   using M = float;
   using E = pair;
 
@@ -91,14 +89,16 @@ struct Paired {
   static vfloat scaled(vfloat score, float scale) { return score * scale; }
   static vfloat weight(vfloat difference, float scale) { return exp2_roughly(difference * (scale * kLog2e)); }
 
-  static void pack_across(const bf16* from, int64_t stride, int64_t rows, Panels<pair> to) {
-    pack_transposed<pair, pair>(reinterpret_cast<const pair*>(from), stride / 2, rows, to);
+  static void pack_across(Rows from, int64_t rows, Panels<pair> to) {
+    pack_transposed<pair, pair>(static_cast<const pair*>(from.data), from.stride / 2, rows, to);
   }
-  static void pack_along(const bf16* from, int64_t stride, int64_t rows, int64_t D, float, Panels<pair> to) {
-    pack_pairs(from, stride, rows, D, to);
+  static void pack_along(Rows from, int64_t rows, int64_t D, float, Panels<pair> to) {
+    pack_pairs(static_cast<const bf16*>(from.data), from.stride, rows, D, to);
   }
-  static void put_rows(const bf16* from, int64_t stride, int64_t rows, int64_t D, float, pair* to) {
-    for (int64_t row = 0; row < rows; ++row) __builtin_memcpy(to + row * D / 2, from + row * stride, D * sizeof(bf16));
+  static void put_rows(Rows from, int64_t rows, int64_t D, float, pair* to) {
+    const bf16* const data = static_cast<const bf16*>(from.data);
+    for (int64_t row = 0; row < rows; ++row)
+      __builtin_memcpy(to + row * D / 2, data + row * from.stride, D * sizeof(bf16));
   }
 
   template <class N>
@@ -117,20 +117,18 @@ struct Paired {
 
   // Two rows become one row of pairs of queries. The gradients of scores are also written to `along`, as two rows of
   // pairs of keys.
-  template <class S, class F>
-  static LeftGradients<pair> put_gradients(const GradientBlock<float>& b, pair* along, const S& start,
-                                           const F& gradients) {
+  template <class F>
+  static LeftGradients<pair> put_gradients(const GradientBlock<float>& b, pair* along, const F& gradients_of) {
     for (int64_t row = 0; row < b.rows; row += 2) {
       const bool alone = row + 1 == b.rows;
-      start(row);
-      if (!alone) start(row + 1);
+      const auto of_first_row = gradients_of(row), of_second_row = gradients_of(alone ? row : row + 1);
       pair* const weights = reinterpret_cast<pair*>(b.weights + row * b.stride);
       pair* const scores = reinterpret_cast<pair*>(b.scores + row * b.stride);
       bf16* const first_row = reinterpret_cast<bf16*>(along + row * kAlong);
       bf16* const second_row = reinterpret_cast<bf16*>(along + (row + 1) * kAlong);
       for_vectors<float>(b.keys, [&](int64_t i, auto n) {
-        const BothGradients<float> first = gradients(row, i, n),
-                                   second = alone ? BothGradients<float>{} : gradients(row + 1, i, n);
+        const BothGradients<float> first = of_first_row(i, n),
+                                   second = alone ? BothGradients<float>{} : of_second_row(i, n);
         const vhalves of_first = rounded(first.scores), of_second = rounded(second.scores);
         store(of_first, first_row + i, n), store(of_second, second_row + i, n);
         store(paired(of_first, of_second), scores + i, n);
@@ -152,15 +150,15 @@ struct Type {
 // Calls f(Widened or Paired, Type of the relative positions).
 template <class F>
 void for_products(const AttentionHead& a, const F& f) {
-  for_dtype(a.dtype, [&](auto element) {
-    using T = decltype(element);
-    if constexpr (kPairs && kSame<T, bf16>) {
-      if (!a.positions && can_scale_late(a.scale) && takes_pairs(a.dtype, a.D)) return f(Paired{}, Type<NoPositions>{});
-      if (a.positions && a.positions->pairs) return f(Paired{}, Type<Relative<Paired>>{});
-    }
-    if (a.positions) return f(Widened<T>{}, Type<Relative<Widened<T>>>{});
-    f(Widened<T>{}, Type<NoPositions>{});
-  });
+  const auto with = [&](auto factors) {
+    if (a.positions) return f(factors, Type<Relative<decltype(factors)>>{});
+    f(factors, Type<NoPositions>{});
+  };
+  if constexpr (kPairs) {
+    const bool plain = !a.positions && can_scale_late(a.scale) && takes_pairs(a.dtype, a.D);
+    if (plain || (a.positions && a.positions->pairs)) return with(Paired{});
+  }
+  a.dtype == DType::f64 ? with(Widened<double>{}) : with(Widened<float>{});
 }
 
 }  // namespace fastbert::cpu::FB_ISA

@@ -159,8 +159,8 @@ void for_types(const LayerNorm& op, F&& f) {
     };
     if (op.residual_type == op.x_type) return for_sum(x, x);
     if constexpr (sizeof(x) != 8)
-      for_dtype(op.residual_type, [&](auto residual) {  // two different types promote to fp32
-        if constexpr (sizeof(residual) != 8) for_sum(residual, float{});
+      for_dtype_up_to_f32(op.residual_type, [&](auto residual) {  // two different types promote to fp32
+        if constexpr (!kSame<decltype(x), decltype(residual)>) for_sum(residual, float{});
       });
   });
 }

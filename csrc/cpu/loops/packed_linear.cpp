@@ -21,10 +21,7 @@ bool in_pairs(Weights weights) { return kPairs && weights == Weights::bf16; }
 
 // How many numbers of each channel one step of a product takes.
 int64_t group_of(Weights weights) { return weights == Weights::s8 ? kGroup : in_pairs(weights) ? 2 : 1; }
-int64_t steps(const PackedLinear& op) {
-  const int64_t group = group_of(op.weights);
-  return (op.inner + group - 1) / group;
-}
+int64_t steps(const PackedLinear& op) { return divide_up(op.inner, group_of(op.weights)); }
 
 // ---- rows of x as the products take them
 
@@ -248,9 +245,10 @@ void finish(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, 
   finish<Gelu::tanh, T>(op, row, rows, channel, channels, sums_of);
 }
 
-template <class T, class W>
+template <class T>
 void float_block(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
-  multiply<W>(op, row, rows, channel, channels, sums);
+  const auto add_up = op.weights == Weights::f32 ? multiply<float> : multiply<either<kPairs, pair, bf16>>;
+  add_up(op, row, rows, channel, channels, sums);
   finish<T>(op, row, rows, channel, channels,
             [&](int64_t r) { return [sums = sums + r * kStride](int64_t i, auto n) { return load(sums + i, n); }; });
 }
@@ -348,11 +346,10 @@ void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t
     for (; channel < channel_end; channel += kColumns) {
       part.next = channel + kColumns < channel_end ? nullptr : op.next;
       const int64_t rows = row_end - row, channels = least(kColumns, channel_end - channel);
-      if (op.weights == Weights::s8) int8_block<T>(part, row, rows, channel, channels, static_cast<int32_t*>(scratch));
-      if (op.weights == Weights::f32)
-        float_block<T, float>(part, row, rows, channel, channels, static_cast<float*>(scratch));
-      if (op.weights == Weights::bf16)
-        float_block<T, either<kPairs, pair, bf16>>(part, row, rows, channel, channels, static_cast<float*>(scratch));
+      if (op.weights == Weights::s8)
+        int8_block<T>(part, row, rows, channel, channels, static_cast<int32_t*>(scratch));
+      else
+        float_block<T>(part, row, rows, channel, channels, static_cast<float*>(scratch));
     }
   });
 }

@@ -43,7 +43,7 @@ inline vfloat fma(vint a, vint b, vfloat sums) {
 
 template <class M>
 constexpr int64_t whole_panels(int64_t columns) {
-  return (columns + kPanel<M> - 1) / kPanel<M> * kPanel<M>;
+  return round_up(columns, kPanel<M>);
 }
 
 template <class M>
@@ -89,7 +89,7 @@ inline void pack_pairs(const bf16* from, int64_t stride, int64_t rows, int64_t c
     for_vectors<float>(columns, [&](int64_t column, auto n) {
       store(paired(halves(first + column, n), second ? halves(second + column, n) : vhalves{}), at(column));
     });
-    const int64_t next = (columns + L - 1) / L * L;
+    const int64_t next = round_up(columns, L);
     if (next < whole_panels<pair>(columns)) store(vint{}, at(next));
   }
 }
@@ -187,7 +187,7 @@ struct RowsAhead {
   int64_t stride, width, step;  // step: lines that a step of a tile fetches, times Ahead::kPart
   int64_t at = 0, due = 0;
 
-  static int64_t lines(int64_t width) { return (width + Ahead::kLine - 1) / Ahead::kLine; }
+  static int64_t lines(int64_t width) { return divide_up(width, Ahead::kLine); }
   // steps: how many steps the prefetches of all rows are spread over.
   template <class T>
   static RowsAhead of(const T* from, int64_t stride, int64_t rows, int64_t width, int64_t steps) {

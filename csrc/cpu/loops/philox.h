@@ -47,8 +47,8 @@ inline Words philox(uint32_t group, uint32_t c1, uint32_t c2, uint32_t c3, uint6
 }
 
 // Room for the bits of a row, in elements: they are written for whole vectors of counters.
-constexpr int64_t row_bits_room(int64_t channels) { return (channels + 8 * kGroups - 1) / (8 * kGroups) * 8 * kGroups; }
-constexpr int64_t key_bits_room(int64_t keys) { return (keys + 16 * kGroups - 1) / (16 * kGroups) * 16 * kGroups; }
+constexpr int64_t row_bits_room(int64_t channels) { return round_up(channels, 8 * kGroups); }
+constexpr int64_t key_bits_room(int64_t keys) { return round_up(keys, 16 * kGroups); }
 
 // Writes 16 random bits for each channel of a token.
 inline void row_bits(uint16_t* bits, int64_t channels, uint64_t token, uint64_t key) {

@@ -28,7 +28,7 @@ struct Left {
 template <int rows, bool across, class E>
 struct TileLeft {
   static constexpr int kApart = across ? rows : 4;
-  Left<across, E> from[(rows + kApart - 1) / kApart];
+  Left<across, E> from[divide_up(rows, kApart)];
 
   explicit TileLeft(Left<across, E> left) {
     for (int row = 0; row < rows; row += kApart) {

@@ -50,14 +50,12 @@ inline vint dot(vint left, vint weights, vint sums) {
 
 constexpr int kGroup = 4 / sizeof(Left8);
 
-constexpr int64_t whole_groups(int64_t inner) { return (inner + kGroup - 1) / kGroup * kGroup; }
+constexpr int64_t whole_groups(int64_t inner) { return round_up(inner, kGroup); }
 
 // The layout of the left factor: how many numbers a row takes, where a row begins, and where in it the i-th number is.
 // For the matrix unit rows are stored in tiles (TileRows).
 constexpr int64_t kTileBytes = kTileSteps * 4;
-constexpr int64_t left8_stride(int64_t inner) {
-  return kTiles ? (inner + kTileBytes - 1) / kTileBytes * kTileBytes : whole_groups(inner);
-}
+constexpr int64_t left8_stride(int64_t inner) { return kTiles ? round_up(inner, kTileBytes) : whole_groups(inner); }
 constexpr int64_t left8_row(int64_t row, int64_t stride) {
   return kTiles ? row / kTileRows * kTileRows * stride + row % kTileRows * kTileBytes : row * stride;
 }

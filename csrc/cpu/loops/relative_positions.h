@@ -20,7 +20,7 @@ class Room {
   template <class E>
   E* take(int64_t elements) {
     char* const part = memory_ ? memory_ + used_ : nullptr;
-    used_ += (elements * int64_t(sizeof(E)) + 63) / 64 * 64;
+    used_ += round_up(elements * int64_t(sizeof(E)), 64);
     return reinterpret_cast<E*>(part);
   }
   int64_t used() const { return used_; }
@@ -28,6 +28,26 @@ class Room {
  private:
   char* const memory_;
   int64_t used_ = 0;
+};
+
+// Rows of a tensor of any type, `stride` elements apart.
+struct Rows {
+  const void* data;
+  int64_t stride;
+  DType dtype;
+
+  Rows from(int64_t row) const {
+    const int64_t bytes = dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
+    return {static_cast<const char*>(data) + row * stride * bytes, stride, dtype};
+  }
+  // Calls f(data), with data of the tensor's type, whose type of arithmetic has to be M.
+  template <class M, class F>
+  void read(const F& f) const {
+    for_dtype(dtype, [&](auto element) {
+      using T = decltype(element);
+      if constexpr (kSame<math_t<T>, M>) f(static_cast<const T*>(data));
+    });
+  }
 };
 
 // Copies rows of T, or a block of them, to contiguous rows of M, multiplied by a factor.
@@ -94,7 +114,6 @@ inline void collect(vec<M> v, M* row, const int32_t* column, int n) {
 // N: how the factors of scores are multiplied, Widened or Paired (attention_factors.h).
 template <class N>
 class Relative {
-  using T = typename N::T;
   using M = typename N::M;
   using E = typename N::E;
   using V = vec<M>;
@@ -190,7 +209,7 @@ class Relative {
   void add_b(const Block<M>& band) const {
     const int32_t* const column = by_query(band);
     const Columns columns = columns_of(column, band.keys, band.queries);
-    N::put_rows(static_cast<const T*>(a_.k) + band.key * a_.stride, a_.stride, band.keys, a_.D, 1, keys_);
+    N::put_rows(Rows{a_.k, a_.stride, a_.dtype}.from(band.key), band.keys, a_.D, 1, keys_);
     product<Onto::nothing>(band.keys, columns.count, inner_, Left<false, E>{keys_, inner_},
                            from_column(r_.queries, columns.first), band_, kStride);
     for (int64_t i = 0; i < band.queries; i += L) {

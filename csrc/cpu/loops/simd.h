@@ -10,6 +10,7 @@
 #include <immintrin.h>
 #endif
 
+#include "../../division.h"
 #include "../../dtype.h"
 
 namespace fastbert::cpu::FB_ISA {
