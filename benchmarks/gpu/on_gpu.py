@@ -107,12 +107,12 @@ def toolkit() -> dict[str, str]:
 # about machines without one, and are run there.
 FIRST = ("attention", "layer_norm", "bias_gelu", "dense_gelu", "embedding", "cross_entropy", "linear", "padding")
 FIRST += ("encoder_layer", "relative_attention", "linear_max", "scaled_linear", "triton", "varlen", "random")
-FIRST += ("model", "graph", "graph_step", "heads", "family", "deberta", "hf", "training")
-ELSEWHERE = ("at_once", "benchmarks", "build", "check", "checkpoint", "cli", "clients", "command", "config", "corpus")
-ELSEWHERE += ("cpu", "cuda_on_cpu", "cuda_report", "data", "data_corpus", "data_tokenizers", "datasets", "docs")
-ELSEWHERE += ("examples", "export", "filters", "gpu_tools", "huge_pages", "malformed", "metrics", "on_gpu")
-ELSEWHERE += ("packed_linear", "page", "queue", "ray", "ray_serve", "requirements", "sentences", "service", "suites")
-ELSEWHERE += ("testing", "tiles", "workers")
+FIRST += ("model", "graph", "graph_step", "heads", "family", "deberta", "accelerate", "still_transformers", "training")
+ELSEWHERE = ("as_avx2", "at_once", "batches", "build", "check", "checkpoint", "cli", "clients", "command", "config")
+ELSEWHERE += ("contenders", "corpus", "cpu", "cuda_on_cpu", "cuda_report", "data", "data_corpus", "data_tokenizers")
+ELSEWHERE += ("datasets", "docs", "examples", "export", "filters", "floor", "gpu_tools", "harness", "huge_pages")
+ELSEWHERE += ("malformed", "metrics", "on_gpu", "packed_linear", "page", "queue", "ray", "ray_serve", "report")
+ELSEWHERE += ("requirements", "runs", "sentences", "service", "suites", "testing", "tiles", "workers")
 COMPILED = ("--contenders", "fastbert", "fastbert.graph", "transformers, torch.compile", "PyTorch, torch.compile")
 SMALL = ("--dtypes", "float32", "--rounds", "2", "--contenders", "fastbert", "fastbert.accelerate")  # of a rehearsal
 OURS = ("--contenders", "fastbert", "fastbert, triton", "fastbert, cuda")

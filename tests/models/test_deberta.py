@@ -1,6 +1,6 @@
 """What is special about DeBERTa-v2 (v3) and MPNet, compared with transformers and with a formula written here.
 
-What they share with the other families is in test_family.py and tests/hf/test_hf.py.
+What they share with the other families is in test_family.py and tests/hf.
 """
 
 import copy

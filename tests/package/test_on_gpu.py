@@ -337,4 +337,4 @@ def test_parity_is_every_test_that_a_gpu_is_for():
     assert [file.stem for file in files[:2]] == ["test_attention", "test_layer_norm"] and len(set(files)) == len(files)
     assert all((ROOT / file).exists() for file in files)
     left_out = {path.stem for path in ROOT.glob("tests/**/test_*.py")} - {file.stem for file in files}
-    assert left_out <= {f"test_{name}" for name in on_gpu.ELSEWHERE} and "test_benchmarks" in left_out
+    assert left_out <= {f"test_{name}" for name in on_gpu.ELSEWHERE} and "test_harness" in left_out
