@@ -321,19 +321,25 @@ def section(device: str, files: Sequence[File]) -> str:
     """A device's files: whole models first, as they are what people run."""
     cases = [case for file in files for case in file.cases]
     parts = [f"## {device}"]
-    if pictured(cases):
+    if pictured(files):
         parts += [f"![time of each contender over fastbert's](../benchmarks/results/{device}/speedup.svg)"]
-    parts += [part for file in sorted(files, key=lambda file: not pictured(file.cases)) for part in in_page(file)]
+    parts += [part for file in sorted(files, key=lambda file: not pictured([file])) for part in in_page(file)]
     wrong = [f"{n} in {case.title}" for case in cases for n, at in case.lines.items() if is_ours(n) and "problem" in at]
     parts += [f"**Wrong or failed, and so not timed: {'; '.join(wrong)}.**"] if wrong else []
     missing = not_installed(cases)
     return "\n\n".join([*parts, *[f"Not installed: {'; '.join(missing)}."] * bool(missing)])
 
 
-def pictured(cases: Iterable[Case]) -> list[Case]:
-    """Those of the plot: models of 12 layers, or all where there are none."""
-    modules = [case for case in cases if case.family == "modules" and case.rows[0].ratios]
-    return [case for case in modules if case.facts.get("layers") == 12] or modules
+def pictured(files: Sequence[File]) -> list[tuple[str, Case]]:
+    """The cases of the plot, with their files' names: 12 layers and texts of up to 128 tokens or more, or all models if
+    there are none of these. The tables have the others too."""
+    modules = [(file.name, case) for file in files for case in file.cases if case.family == "modules"]
+    modules = [(name, case) for name, case in modules if case.rows[0].ratios]
+    return [(name, case) for name, case in modules if is_usual(case.facts)] or modules
+
+
+def is_usual(facts: Mapping) -> bool:
+    return facts.get("layers") == 12 and facts["seqlen"] >= 128
 
 
 def in_page(file: File) -> list[str]:
@@ -362,8 +368,8 @@ def folded(title: str, text: str) -> str:
     return f"<details>\n<summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
-def draw(cases: Sequence[Case], path: Path) -> None:
-    """A line for each row of a table, a dot for each contender: its time over fastbert's.
+def draw(cases: Sequence[tuple[str, Case]], path: Path) -> None:
+    """A line for each row of a table of a file, a dot for each contender: its time over fastbert's.
 
     The same results give the same bytes.
     """
@@ -371,7 +377,8 @@ def draw(cases: Sequence[Case], path: Path) -> None:
     from matplotlib.figure import Figure
 
     matplotlib.rcParams |= {"svg.hashsalt": "fastbert", "svg.fonttype": "none", "font.size": 8}
-    rows = [row for case in cases for row in case.rows]
+    rows = [row for _, case in cases for row in case.rows]
+    labels = [f"{row.case.title}, {row.dtype} ({Path(name).stem})" for name, case in cases for row in case.rows]
     figure = Figure(figsize=(8, 1.5 + 0.28 * len(rows)))
     axes = figure.subplots()
     for name in dict.fromkeys(name for row in rows for name in row.ratios if not is_ours(name)):
@@ -379,7 +386,7 @@ def draw(cases: Sequence[Case], path: Path) -> None:
         medians = [median for median, _, _ in ratios.values()]
         axes.plot(medians, list(ratios), "o", markersize=4, label=SHORT.get(name, name))
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [f"{row.case.title}, {row.dtype}" for row in rows])
+    axes.set_yticks(range(len(rows)), labels)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.invert_yaxis()
@@ -409,8 +416,8 @@ def main(words: list[str] | None = None) -> int:
         sys.stdout.writelines(difflib.unified_diff(*(t.splitlines(True) for t in (old, new)), "page", "results"))
         return 0 if old == new else 1
     for device, files in results.items():
-        cases = pictured(case for file in files for case in file.cases)
-        draw(cases, options.results / device / "speedup.svg") if cases else None
+        if cases := pictured(files):
+            draw(cases, options.results / device / "speedup.svg")
     options.page.write_text(new, encoding="utf-8")
     return 0
 
