@@ -4,9 +4,9 @@
 #include <stdint.h>
 
 #ifdef __CUDACC__
-#define FB_DIVISION static __host__ __device__ constexpr
+#define FB_DIVISION __host__ __device__ __forceinline__ constexpr
 #else
-#define FB_DIVISION static constexpr  // static: loops for different instruction sets must not share code
+#define FB_DIVISION [[gnu::always_inline]] constexpr  // loops for different instruction sets must not share code
 #endif
 
 namespace fastbert {

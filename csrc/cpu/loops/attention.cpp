@@ -31,7 +31,7 @@ T* writable(const T* data) {
 // Writes rows of M, which are whole panels, to a tensor, multiplied by factor(row).
 template <class M, class F>
 void store_rows(const M* from, int64_t rows, int64_t columns, Rows to, const F& factor) {
-  to.read<M>([&](auto* data) {
+  to.typed<M>([&](auto* data) {
     for (int64_t row = 0; row < rows; ++row) {
       const M* const source = from + row * whole_panels<M>(columns);
       auto* const target = writable(data) + row * to.stride;
@@ -40,8 +40,6 @@ void store_rows(const M* from, int64_t rows, int64_t columns, Rows to, const F& 
     }
   });
 }
-
-Rows rows_of(const AttentionHead& a, const void* data) { return {data, a.stride, a.dtype}; }
 
 void make_bits(const AttentionHead& a, int64_t query, int64_t first_key, int64_t keys, uint8_t* bits) {
   attention_bits(bits, first_key, keys, uint32_t(query), uint32_t(a.head), uint32_t(a.sequence), a.drop.key);
@@ -213,10 +211,10 @@ struct BackwardRoom {
   }
 };
 
-// The products of neighbouring rows of two tensors of the same strides and type.
+// products[i]: row i of a times row i of b. Both have one type.
 template <class M>
 void dot_rows(Rows a, Rows b, int64_t rows, int64_t columns, M* products) {
-  a.read<M>([&](auto* of_a) {
+  a.typed<M>([&](auto* of_a) {
     const auto* const of_b = static_cast<decltype(of_a)>(b.data);
     for (int64_t row = 0; row < rows; ++row) {
       const auto *const left = of_a + row * a.stride, *const right = of_b + row * b.stride;
@@ -249,34 +247,34 @@ BothGradients<M> differentiate(vec<M> p, vec<M> dp, const uint8_t* bits, const D
   return {weight * factor, weight * (dp * factor - delta)};
 }
 
-// What the gradients of a block's scores are made from, row by row.
+// What a block's P and dO V^T are turned into gradients with.
 template <class N>
-struct Differences {
+struct ForGradients {
   using M = typename N::M;
   const AttentionHead& a;
   int64_t query, key;
   const M *total, *delta;  // of each row
   uint8_t* bits;           // room for the dropout bits of two rows
   typename N::E* along;
-  M* kept;  // where dS is written in M too, if it is needed
-  int64_t kept_stride;
+  M* wide;  // where dS is written in M too, if it is needed
+  int64_t wide_stride;
 };
 
-template <bool kDrop, bool kKept, class N>
-LeftGradients<typename N::E> put_gradients(const GradientBlock<typename N::M>& block, const Differences<N>& d) {
+template <bool kDrop, bool kWide, class N>
+LeftGradients<typename N::E> put_gradients(const GradientBlock<typename N::M>& block, const ForGradients<N>& with) {
   using M = typename N::M;
-  const int64_t room = key_bits_room(least(kKeys, d.a.keys));
-  return N::put_gradients(block, d.along, [&](int64_t row) {
-    uint8_t* const bits = d.bits + row % 2 * room;
-    if (kDrop) make_bits(d.a, d.query + row, d.key, block.keys, bits);
+  const int64_t room = key_bits_room(least(kKeys, with.a.keys));
+  return N::put_gradients(block, with.along, [&](int64_t row) {
+    uint8_t* const bits = with.bits + row % 2 * room;
+    if (kDrop) make_bits(with.a, with.query + row, with.key, block.keys, bits);
     const M *const p = block.weights + row * block.stride, *const dp = block.scores + row * block.stride;
-    M* const kept = kKept ? d.kept + row * d.kept_stride : nullptr;
-    const auto of_row = [=, drop = d.a.drop, rescale = M(1) / d.total[row], delta = d.delta[row]](int64_t i, auto n) {
+    M* const wide = kWide ? with.wide + row * with.wide_stride : nullptr;
+    const M rescale = M(1) / with.total[row], delta = with.delta[row];
+    return [=, drop = with.a.drop](int64_t i, auto n) {
       const auto both = differentiate<kDrop, M>(load(p + i, n), load(dp + i, n), bits + i, drop, rescale, delta);
-      if constexpr (kKept) store(both.scores, kept + i, n);
+      if constexpr (kWide) store(both.scores, wide + i, n);
       return both;
     };
-    return of_row;
   });
 }
 
@@ -290,13 +288,13 @@ void backward(const AttentionHead& a, Rows dout, Rows out, const void* lse, void
   const Tiles tiles(kSame<E, pair>);
   const P positions(a, all);
   const int64_t D = a.D, panels = whole_panels<M>(D), stride = row_stride<M>(a.keys), across = N::steps(D);
-  const WideFactors<N, P>& wide = room.wide;
-  constexpr bool kKept = WideFactors<N, P>::kNeeded;
-  const auto put = a.drop.threshold ? put_gradients<true, kKept, N> : put_gradients<false, kKept, N>;
+  WideFactors<N, P>& wide = room.wide;
+  constexpr bool kWide = WideFactors<N, P>::kNeeded;
+  const auto put_block = a.drop.threshold ? put_gradients<true, kWide, N> : put_gradients<false, kWide, N>;
   N::pack_across(rows_of(a, a.k), a.keys, room.across_keys);
   N::pack_across(rows_of(a, a.v), a.keys, room.across_values);
   N::pack_along(rows_of(a, a.k), a.keys, D, 1, room.keys);
-  room.wide.pack_keys(a);
+  wide.pack_keys(a);
   for (int64_t query = 0; query < a.keys; query += kQueries) {
     const int64_t rows = least(kQueries, a.keys - query);
     const Rows q = rows_of(a, a.q).from(query), grad = dout.from(query);
@@ -305,7 +303,7 @@ void backward(const AttentionHead& a, Rows dout, Rows out, const void* lse, void
     const Panels<E> queries{room.queries.data, N::steps(rows)}, grads{room.grads.data, N::steps(rows)};
     N::pack_along(q, rows, D, N::query_factor(a), queries);
     N::pack_along(grad, rows, D, 1, grads);
-    room.wide.pack_queries(a, query, rows);
+    wide.pack_queries(a, query, rows);
     M total[kQueries]{}, delta[kQueries];
     dot_rows(grad, out.from(query), rows, D, delta);
     for_blocks(a.keys, [&](int64_t key, int64_t keys) {
@@ -323,14 +321,22 @@ void backward(const AttentionHead& a, Rows dout, Rows out, const void* lse, void
     });
     for_blocks(a.keys, [&](int64_t key, int64_t keys) {
       const GradientBlock<M> block{room.scores + key, room.dp + key, stride, rows, keys};
-      const LeftGradients<E> left =
-          put(block, {a, query, key, total, delta, room.bits, room.along, wide.scores, wide.stride});
+      const ForGradients<N> with{.a = a,
+                                 .query = query,
+                                 .key = key,
+                                 .total = total,
+                                 .delta = delta,
+                                 .bits = room.bits,
+                                 .along = room.along,
+                                 .wide = wide.scores,
+                                 .wide_stride = wide.stride};
+      const LeftGradients<E> left = put_block(block, with);
       const auto across = query ? product<Onto::sums, true, E> : product<Onto::nothing, true, E>;
       across(keys, D, queries.inner, left.weights, grads, room.dvalues + key * panels, panels, nullptr, {});
       across(keys, D, queries.inner, left.scores, queries, room.dkeys + key * panels, panels, nullptr, {});
       const auto along = key ? in_chains<Onto::sums, E> : in_chains<Onto::nothing, E>;
       along(rows, D, N::steps(keys), left.along, room.keys.rows_from(N::steps(key)), room.dqueries, panels, nullptr);
-      if constexpr (kKept)
+      if constexpr (kWide)
         positions.differentiate({query, rows, key, keys, wide.scores, wide.stride}, wide.queries, wide.keys,
                                 room.dqueries, room.dkeys);
       else
@@ -380,14 +386,6 @@ void attention_bwd(const AttentionHead& a, const void* dout, const void* out, in
 }
 
 // ---- the tables of relative positions
-
-static Rows rows_of(const PositionTable& table) { return {table.data, table.stride, table.dtype}; }
-
-// Calls f with a value of the type of arithmetic.
-template <class F>
-static void for_math(DType dtype, const F& f) {
-  dtype == DType::f64 ? f(double{}) : f(float{});
-}
 
 PositionRoom position_room(int64_t columns, int64_t D, DType dtype) {
   PositionRoom room;

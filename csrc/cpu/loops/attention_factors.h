@@ -44,13 +44,13 @@ struct Widened {
   static vec<M> weight(vec<M> difference, M) { return exp_nonpositive(difference); }  // e^(difference x late scale)
 
   static void pack_across(Rows from, int64_t rows, Panels<E> to) {
-    from.read<M>([&](auto* data) { pack_transposed(data, from.stride, rows, to); });
+    from.typed<M>([&](auto* data) { pack_transposed(data, from.stride, rows, to); });
   }
   static void pack_along(Rows from, int64_t /*rows*/, int64_t D, M factor, Panels<M> to) {
-    from.read<M>([&](auto* data) { pack(data, from.stride, D, factor, to); });
+    from.typed<M>([&](auto* data) { pack(data, from.stride, D, factor, to); });
   }
   static void put_rows(Rows from, int64_t rows, int64_t D, M factor, M* to) {
-    from.read<M>([&](auto* data) { load_rows(data, from.stride, rows, D, factor, to); });
+    from.typed<M>([&](auto* data) { load_rows(data, from.stride, rows, D, factor, to); });
   }
 
   template <class N>
@@ -62,7 +62,8 @@ struct Widened {
 
   static constexpr int64_t kAlongRoom = 0;
 
-  // gradients_of(row) returns a function of (i, n): P F and dS for one vector of the row.
+  // gradients_of(row) returns a function of (i, n): P F and dS for one vector of the row. The functions of two
+  // neighbouring rows can be used at a time.
   template <class F>
   static LeftGradients<E> put_gradients(const GradientBlock<M>& b, E*, const F& gradients_of) {
     for (int64_t row = 0; row < b.rows; ++row) {
@@ -121,7 +122,8 @@ struct Paired {
   static LeftGradients<pair> put_gradients(const GradientBlock<float>& b, pair* along, const F& gradients_of) {
     for (int64_t row = 0; row < b.rows; row += 2) {
       const bool alone = row + 1 == b.rows;
-      const auto of_first_row = gradients_of(row), of_second_row = gradients_of(alone ? row : row + 1);
+      const auto of_first_row = gradients_of(row),
+                 of_second_row = gradients_of(alone ? row : row + 1);  // alone: not called
       pair* const weights = reinterpret_cast<pair*>(b.weights + row * b.stride);
       pair* const scores = reinterpret_cast<pair*>(b.scores + row * b.stride);
       bf16* const first_row = reinterpret_cast<bf16*>(along + row * kAlong);
@@ -158,7 +160,7 @@ void for_products(const AttentionHead& a, const F& f) {
     const bool plain = !a.positions && can_scale_late(a.scale) && takes_pairs(a.dtype, a.D);
     if (plain || (a.positions && a.positions->pairs)) return with(Paired{});
   }
-  a.dtype == DType::f64 ? with(Widened<double>{}) : with(Widened<float>{});
+  for_math(a.dtype, [&](auto zero) { with(Widened<decltype(zero)>{}); });
 }
 
 }  // namespace fastbert::cpu::FB_ISA

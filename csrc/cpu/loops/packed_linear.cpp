@@ -165,7 +165,7 @@ struct Factors {
 
 // Computes the sums of a block in float. ahead_of(column, k): the prefetches during a panel's steps from k on.
 template <class W, class F>
-void multiply(const Factors<W>& factors, int64_t rows, int64_t channels, float* sums, const F& ahead_of) {
+void add_products(const Factors<W>& factors, int64_t rows, int64_t channels, float* sums, const F& ahead_of) {
   using E = typename Factors<W>::E;
   float *const near = sums + kRows * kStride, *const room = near + kRows * kNear;
   for (int64_t k = 0; k == 0 || k < factors.all; k += kInner) {
@@ -186,7 +186,7 @@ template <class W>
 void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels, float* sums) {
   constexpr int64_t kWidth = kPanel<float>;
   const Factors<W> factors(op, row, channel);
-  multiply(factors, rows, channels, sums, [&](int64_t column, int64_t k) {
+  add_products(factors, rows, channels, sums, [&](int64_t column, int64_t k) {
     const int64_t then = factors.after(k);
     const bool last = column + kWidth >= channels;
     const W* const next = !last     ? factors.panel_at(column + kWidth, k)
@@ -202,7 +202,7 @@ void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel
 void multiply_turned(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels,
                      float* sums) {
   const Factors<float> factors(op, row, channel);
-  multiply(factors, rows, channels, sums, [&](int64_t column, int64_t k) {
+  add_products(factors, rows, channels, sums, [&](int64_t column, int64_t k) {
     const int64_t then = factors.after(k);
     const float* const next = then ? factors.x + then : op.next ? static_cast<const float*>(op.next) : factors.x;
     return share_of_rows(next, factors.stride, rows, factors.inner_at(then), column, channels, factors.inner_at(k));

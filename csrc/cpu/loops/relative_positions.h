@@ -6,6 +6,8 @@
 // of queries needs is then a product with a few more columns than there are keys. From one key to the next, a row's
 // column increases by one or, within a shared column, stays the same, so mostly whole vectors are added as they lie in
 // memory. B is computed for bands of keys and transposed in registers.
+//
+// What all of attention uses comes first: Room, Rows, Block.
 #pragma once
 
 #include "../../attention.h"
@@ -40,15 +42,17 @@ struct Rows {
     const int64_t bytes = dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
     return {static_cast<const char*>(data) + row * stride * bytes, stride, dtype};
   }
-  // Calls f(data), with data of the tensor's type, whose type of arithmetic has to be M.
+  // Calls f(data) with data of the tensor's type. M: its type of arithmetic.
   template <class M, class F>
-  void read(const F& f) const {
-    for_dtype(dtype, [&](auto element) {
-      using T = decltype(element);
-      if constexpr (kSame<math_t<T>, M>) f(static_cast<const T*>(data));
-    });
+  void typed(const F& f) const {
+    if constexpr (kSame<M, double>)
+      f(static_cast<const double*>(data));
+    else
+      for_dtype_up_to_f32(dtype, [&](auto element) { f(static_cast<const decltype(element)*>(data)); });
   }
 };
+inline Rows rows_of(const AttentionHead& a, const void* data) { return {data, a.stride, a.dtype}; }
+inline Rows rows_of(const PositionTable& table) { return {table.data, table.stride, table.dtype}; }
 
 // Copies rows of T, or a block of them, to contiguous rows of M, multiplied by a factor.
 template <class T, class M>
@@ -209,7 +213,7 @@ class Relative {
   void add_b(const Block<M>& band) const {
     const int32_t* const column = by_query(band);
     const Columns columns = columns_of(column, band.keys, band.queries);
-    N::put_rows(Rows{a_.k, a_.stride, a_.dtype}.from(band.key), band.keys, a_.D, 1, keys_);
+    N::put_rows(rows_of(a_, a_.k).from(band.key), band.keys, a_.D, 1, keys_);
     product<Onto::nothing>(band.keys, columns.count, inner_, Left<false, E>{keys_, inner_},
                            from_column(r_.queries, columns.first), band_, kStride);
     for (int64_t i = 0; i < band.queries; i += L) {

@@ -77,6 +77,12 @@ inline void for_dtype(DType dtype, F&& f) {
   dtype == DType::f64 ? f(double{}) : for_dtype_up_to_f32(dtype, f);
 }
 
+// The same with a value of the type of arithmetic.
+template <class F>
+inline void for_math(DType dtype, F&& f) {
+  dtype == DType::f64 ? f(double{}) : f(float{});
+}
+
 // ---- vectors
 
 #define FB_VECTOR(element, bytes) element __attribute__((vector_size(bytes)))
