@@ -280,10 +280,16 @@ class BertConfig:
     def changed(self, **fields) -> "BertConfig":
         """A copy with these fields changed. Label names are dropped if the number of labels changes.
 
-        Fields beyond those of the family may be changed if config.json has them, or if they are label names. Raises
-        TypeError for any other keyword, ValueError as the constructor does.
+        Fields beyond those of the family may be changed if config.json has them, or if they are label names, which also
+        give the number of labels. Raises TypeError for any other keyword, ValueError as the constructor does and for
+        more or fewer label names than num_labels.
         """
         self._check_names(fields)
+        for name in LABEL_NAMES:
+            if fields.get(name) and fields.setdefault("num_labels", len(fields[name])) != len(fields[name]):
+                raise ValueError(
+                    f"BertConfig: {name} has {len(fields[name])} labels; expected num_labels, {fields['num_labels']}"
+                )
         values = {**self.extra, **self._fields(), **_in_our_names(fields, self.family)}
         if len(values.get("id2label") or ()) != values["num_labels"] and not {*LABEL_NAMES} & fields.keys():
             values = {name: value for name, value in values.items() if name not in LABEL_NAMES}

@@ -19,11 +19,11 @@ def directory_of(source: str | Path, *, weights: bool = True) -> Path:
     `weights`. Raises FileNotFoundError for a directory that does not exist, and for a name that is neither in the cache
     nor available; the message says how to put it there.
     """
-    if Path(source).is_dir():
+    if source and Path(source).is_dir():
         return Path(source)
     name = NAME.fullmatch(source) if isinstance(source, str) else None
     if name is None:
-        raise FileNotFoundError(f"there is no directory {source}")
+        raise FileNotFoundError(f"there is no directory {source or repr(source)}")
     folder = _snapshot(*name.groups(), (*FILES, *WEIGHTS) if weights else FILES)
     if weights and (missing := _without_safetensors(folder)):
         folder = _snapshot(*name.groups(), missing)

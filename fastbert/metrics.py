@@ -229,8 +229,9 @@ def compute_squad_metrics(
 ) -> dict[str, float]:
     """exact_match and f1 of answers in percent; each question counts with the best score over its correct answers.
 
-    predictions: a text for each question, by id or in order; "" for no answer. answers: a list of correct answers for
-    each question, empty if it is unanswerable. Raises ValueError for empty input and for questions that do not match.
+    predictions: a text for each question, by id or in order; "" for no answer. answers: for each question a list of
+    correct answers, empty if it is unanswerable, or {"text": the list, ...} as in the data set. Raises ValueError for
+    empty input and for questions that do not match.
     Equivalent to SQuAD's evaluate-v2.0.py (Rajpurkar et al., 2018) and, if all answers have words, evaluate-v1.1.py.
     """
     by_id = [given if isinstance(given, Mapping) else dict(enumerate(given)) for given in (predictions, answers)]
@@ -245,8 +246,9 @@ def compute_squad_metrics(
     return {"exact_match": float(exact), "f1": float(f1)}
 
 
-def _answer_scores(prediction: str, right: Sequence[str]) -> tuple[float, float]:
-    if isinstance(right, str):
+def _answer_scores(prediction: str, right: Sequence[str] | Mapping[str, Any]) -> tuple[float, float]:
+    right = right.get("text") if isinstance(right, Mapping) else right
+    if right is None or isinstance(right, str):
         raise ValueError(f"compute_squad_metrics: the answers to a question are {right!r}; expected a list of texts")
     found = _words(prediction)
     answers = [words for answer in right if (words := _words(answer))] or [[]]  # one without words counts as none
@@ -398,6 +400,8 @@ def _grades(caller: str, queries: Mapping, corpus: Mapping, relevant: Mapping) -
     found = []
     for query in queries:
         of_query = relevant[query]
+        if isinstance(of_query, (str, bytes)):
+            raise TypeError(f"{caller}: the relevant documents of {query!r} are {of_query!r}; expected a list of ids")
         found.append(dict(of_query) if isinstance(of_query, Mapping) else dict.fromkeys(of_query, 1))
         if unknown := found[-1].keys() - corpus.keys():
             raise ValueError(f"{caller}: query {query!r} has the document {unknown.pop()!r}, which corpus lacks")

@@ -321,6 +321,17 @@ class _Loadable(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+def class_name(x: object) -> str:
+    """The class with its package, as transformers' classes have the same names as ours: "transformers.BertModel"."""
+    return f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}"
+
+
+def require_ours(owner: str, model: object) -> None:
+    """Raises TypeError for a model of another library. One that is compiled or wrapped is ours as well."""
+    if not isinstance(getattr(model, "config", None), BertConfig):
+        raise TypeError(f"{owner}: model is a {class_name(model)}; expected a model of fastbert")
+
+
 class Saveable(_Loadable):
     """A whole model, which can be saved to a directory. kind: what follows "Bert" in the name of its class."""
 
@@ -608,6 +619,8 @@ class BertModel(Saveable):
 
     def __init__(self, config: BertConfig, add_pooling_layer: bool | None = None) -> None:
         super().__init__()
+        if not isinstance(config, BertConfig):
+            raise TypeError(f"BertModel: config is a {class_name(config)}; expected a fastbert.BertConfig")
         if add_pooling_layer and config.family.pooler_dense is None:
             raise ValueError(f"BertModel: add_pooling_layer is {add_pooling_layer}; {config.family.name} has no pooler")
         if add_pooling_layer is None:

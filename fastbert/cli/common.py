@@ -12,6 +12,7 @@ from fastbert import checkpoint
 from fastbert.prepared import CONFIG_ENTRY, PRECISIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
+TEXT_FILE = 'texts, one a line, or in the column "text" of x.jsonl, x.csv, x.tsv or x.parquet'
 
 
 def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
@@ -75,7 +76,7 @@ def add_json(command: argparse.ArgumentParser) -> None:
 
 def add_texts(command: argparse.ArgumentParser, what: str) -> None:
     command.add_argument("texts", nargs="*", metavar="TEXT", help=what)
-    command.add_argument("--text", type=Path, metavar="FILE", help="texts, one a line")
+    command.add_argument("--text", type=Path, metavar="FILE", help=TEXT_FILE)
 
 
 def texts_of(args: argparse.Namespace, blank: bool = False) -> list[str]:
@@ -94,10 +95,10 @@ def no_files(texts: list[str], option: str = "--text") -> list[str]:
 
 
 def lines(path: Path) -> list[str]:
-    """All lines of a file, blank ones included, so that row i of an array belongs to line i."""
-    from fastbert.data.corpus import read_texts
+    """All texts of a file, blank lines included, so that row i of an array belongs to line i."""
+    from fastbert.data.rows import texts_of_file
 
-    texts = list(read_texts(path))
+    texts = list(texts_of_file(path))
     if not any(text.strip() for text in texts):
         raise ValueError(f"{path} holds no text")
     return texts

@@ -6,7 +6,17 @@ import sys
 import time
 from pathlib import Path
 
-from fastbert.cli.common import add_json, add_model, add_texts, lines, model_options, no_files, texts_of, write_json
+from fastbert.cli.common import (
+    TEXT_FILE,
+    add_json,
+    add_model,
+    add_texts,
+    lines,
+    model_options,
+    no_files,
+    texts_of,
+    write_json,
+)
 from fastbert.cli.progress import progress
 
 OF_FILES = {
@@ -22,7 +32,7 @@ OF_FILES = {
 def add(commands) -> None:
     search = commands.add_parser("search", help="find the passages that answer a question")
     search.add_argument("question", nargs="+", help="one or several, in quotes")
-    search.add_argument("--text", type=Path, help="passages to search, one a line (default: Python's documentation)")
+    search.add_argument("--text", type=Path, help=f"{TEXT_FILE} (default: Python's documentation)")
     search.add_argument("--corpus", type=Path, metavar="DIR", help="embeddings of `fastbert embed FILE --output DIR`")
     search.add_argument("--index", action="store_true", help="by the corpus's index, approximately, not by all of it")
     search.add_argument("--prompt-name", metavar="NAME", help="of the questions (default: the model's for queries)")

@@ -4,14 +4,16 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
+from fastbert.cli.common import TEXT_FILE
 from fastbert.cli.progress import progress
 
 
 def add(commands) -> None:
     prepare = commands.add_parser("prepare", help="tokenise text files for training, without duplicates if you like")
-    prepare.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="texts, one a line")
+    prepare.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help=TEXT_FILE)
     prepare.add_argument("--tokenizer", required=True, metavar="DIR", help="a directory, or a name on the hub")
     prepare.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new directory, for TokenFile")
     prepare.add_argument("--min-characters", type=int, default=1, metavar="N", help="of a text (default: 1)")
@@ -25,10 +27,12 @@ def add(commands) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    from fastbert.data import Filtered, get_tokenizer, read_texts, write_tokens
+    from fastbert.data import Filtered, get_tokenizer, write_tokens
+    from fastbert.data.rows import texts_of_file
 
     with progress("preparing") as advance:
-        kept = Filtered(_counted(read_texts(args.text), advance), *_filters(args))
+        texts = chain.from_iterable(map(texts_of_file, args.text))
+        kept = Filtered(_counted(texts, advance), *_filters(args))
         write_tokens(kept, get_tokenizer(args.tokenizer), args.output)
     counts = json.loads((args.output / "tokens.json").read_text())
     print(kept)

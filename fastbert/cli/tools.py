@@ -11,7 +11,7 @@ import torch
 
 import fastbert
 from fastbert import backends
-from fastbert.cli.common import DTYPES, add_device, add_json, device_of, lines, write_json
+from fastbert.cli.common import DTYPES, TEXT_FILE, add_device, add_json, device_of, lines, no_files, write_json
 from fastbert.config import BertConfig
 from fastbert.prepared import PRECISIONS, home
 
@@ -47,7 +47,7 @@ def _add_check(commands) -> None:
 
     check = commands.add_parser("check", help="compare your model on your text with float64 and with transformers")
     check.add_argument("--model", help="a directory or a name on the hub (default: all-MiniLM-L6-v2, if installed)")
-    check.add_argument("--text", type=Path, help="texts, one a line (default: Python's documentation)")
+    check.add_argument("--text", type=Path, help=f"{TEXT_FILE} (default: Python's documentation)")
     check.add_argument("--json", type=Path, metavar="OUT", help="write the report there as well")
     add_device(check)
     check.add_argument("--dtypes", nargs="+", choices=[*DTYPES, "float64"], help="(default: all)")
@@ -116,6 +116,7 @@ def _plot_attention(args: argparse.Namespace) -> None:
     from fastbert.data.tokenizer import check_tokenizer
     from fastbert.inference import plot_attention
 
+    no_files([args.text], "its text instead of")
     directory = hub.directory_of(args.model)
     model = AutoModel.from_pretrained(directory, add_pooling_layer=False, dtype=torch.float32)
     tokenizer = get_tokenizer(directory)

@@ -401,7 +401,8 @@ def _span(index: int, answer: Mapping[str, Any] | None, context: str) -> tuple[i
     """
     if answer is None:
         return -1, -1
-    if not isinstance(answer, Mapping) or not {"text", "answer_start"} <= answer.keys():
+    parts = [answer.get(name) for name in ("text", "answer_start")] if isinstance(answer, Mapping) else [None]
+    if not all(hasattr(part, "__len__") and not isinstance(part, str) for part in parts) or len({*map(len, parts)}) > 1:
         raise TypeError(
             f"QADataset: answers[{index}] is {answer!r}; expected {{'text': [...], 'answer_start': [...]}}, or None"
         )

@@ -103,9 +103,10 @@ def encode(
                 f"{owner}: {where(index, 0)} has {len(encoding)} tokens; expected at most max_length, {max_length}"
             )
         cut += len(encoding) > max_length and truncation != "split"
+        whole = {name: COLUMNS[name](encoding) for name in columns}
         for piece in pieces(encoding, max_length, truncation == "split"):
-            for name in columns:
-                rows[name].append(COLUMNS[name](encoding)[piece])
+            for name, column in whole.items():
+                rows[name].append(column[piece])
     of_all = f"of {seen} {'pairs' if pairs else 'texts'} have"
     for count, what in ((cut, f"more than max_length, {max_length}, tokens: cut there"), (empty, "no token: skipped")):
         if count:

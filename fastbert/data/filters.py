@@ -21,7 +21,9 @@ class Filtered:
     """
 
     def __init__(self, texts: Iterable[str], *filters: Filter) -> None:
-        """Raises TypeError for a filter that cannot be called."""
+        """Raises TypeError for a single string, and for a filter that cannot be called."""
+        if isinstance(texts, str):
+            raise TypeError("Filtered: texts is a str; expected several strings")
         if wrong := [each for each in filters if not callable(each)]:
             raise TypeError(f"Filtered: a filter is {wrong[0]!r}; expected a function from a text to True or False")
         self.texts, self.read, self._begun = texts, 0, False

@@ -1,8 +1,11 @@
 """A DataLoader that can resume within an epoch, and functions that make one from texts."""
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -63,7 +66,13 @@ class BatchLoader(DataLoader):
 
     def _identity(self) -> dict[str, Any]:
         more = {"mask_seed": getattr(self.collate_fn, "seed", None), "vocabulary": _vocabulary(self.dataset)}
-        return {**self.batch_sampler.identity(), **more}
+        return {**self.batch_sampler.identity(), **more, "lengths": self._lengths_hash}
+
+    @cached_property
+    def _lengths_hash(self) -> str | None:
+        """16 hexadecimal digits, which change with the number of tokens of any example; None if it is not known."""
+        lengths = getattr(self.dataset, "lengths", None)
+        return None if lengths is None else hashlib.sha256(np.asarray(lengths, np.int64).tobytes()).hexdigest()[:16]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state: the next iteration yields the rest of its epoch, which may be empty.

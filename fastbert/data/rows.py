@@ -62,6 +62,7 @@ def csv_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     In x.tsv, tabs separate the fields."""
     separator = "\t" if str(path).lower().removesuffix(".gz").endswith(".tsv") else ","
+    number = 0
     csv.field_size_limit(2**31 - 1)  # some texts are longer than the default, 128 KiB
     lines = (line + "\n" for line in read_texts(path))
     rows = csv.DictReader(lines, delimiter=separator, strict=True)
@@ -73,7 +74,7 @@ def csv_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise ValueError(f"row {number} of {path} has {count} fields than the first line; expected as many")
             yield f"row {number}", row
     except csv.Error as error:
-        raise ValueError(f"{path} is no CSV: {error}") from None
+        raise ValueError(f"row {number + 1} of {path} is no CSV: {error}") from None
 
 
 def parquet_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:

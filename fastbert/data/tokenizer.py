@@ -6,7 +6,7 @@ DeBERTa-v3 (BERT's template), which can be read but not trained.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -479,7 +479,7 @@ def check_ids(tokenizer: Any, config: Any) -> dict[str, int]:
 
 def strings(owner: str, name: str, texts: Iterable[str]) -> Iterator[str]:
     """Yields the texts. Raises as `text_of` does, and TypeError for a single string."""
-    if isinstance(texts, (str, bytes)):
+    if isinstance(texts, (str, bytes, Mapping)):  # a mapping would be read as its keys
         raise TypeError(f"{owner}: {name} is a {type(texts).__name__}; expected several strings")
     for index, text in enumerate(texts):
         yield text_of(owner, f"{name}[{index}]", text)

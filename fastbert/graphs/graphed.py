@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastbert import backends
 from fastbert.graphs.buckets import IDS, NAME, Bucket, Form, buckets_of
 from fastbert.graphs.capture import CudaGraphs, ModelSnapshot, Recorder
-from fastbert.model import BertModel, ModelInputs
+from fastbert.model import BertModel, ModelInputs, class_name
 from fastbert.ops import checks
 from fastbert.padding import Packing
 
@@ -71,8 +71,8 @@ class Graphed:
     ) -> None:
         """recorder: makes the Recorder for a device; tests replace it. The other arguments are those of `graph`."""
         if not isinstance(model, self.MODELS):
-            known = ", ".join(kind.__name__ for kind in self.MODELS)
-            raise TypeError(f"{NAME}: given a {type(model).__name__}; expected one of {known}")
+            known = ", ".join(f"fastbert.{kind.__name__}" for kind in self.MODELS)
+            raise TypeError(f"{NAME}: given a {class_name(model)}; expected one of {known}")
         self.model, self.report = model, Report()
         longest = model.config.max_sequence_length if max_seqlen is None else max_seqlen
         self.buckets = buckets_of(max_tokens, max_sequences, longest)

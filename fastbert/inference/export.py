@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fastbert import backends, testing
 from fastbert.config import BertConfig
 from fastbert.files import replacing
-from fastbert.model import Saveable
+from fastbert.model import Saveable, class_name
 from fastbert.modes import evaluating
 from fastbert.prepared import PreparedLinear
 from fastbert.testing import Result, Row
@@ -85,7 +85,7 @@ def _check(model: Saveable, path: Path, format: str) -> None:
     if format not in FORMATS:
         raise ValueError(f"export: format is {format!r}; expected one of {', '.join(map(repr, FORMATS))}")
     if not isinstance(model, Saveable):
-        raise TypeError(f"export: model is a {type(model).__name__}; expected a fastbert.BertModel, or one with a head")
+        raise TypeError(f"export: model is a {class_name(model)}; expected a fastbert.BertModel, or one with a head")
     if any(isinstance(module, PreparedLinear) for module in model.modules()):
         raise ValueError(
             "export: fastbert.prepare has packed the model's weights for this processor; export the original, and "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastbert.data.tokenizer import copy_of
 from fastbert.figures import new_figure, save_figure
-from fastbert.model import Saveable
+from fastbert.model import Saveable, require_ours
 from fastbert.modes import evaluating
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ def attention_of(model: Saveable, tokenizer: Any, text: str) -> tuple[list[str],
     """The tokens of a text, and their attention weights (layers, heads, T, T) float32.
 
     model: BertModel or one with a head. Row q of a head is the softmax over the tokens that token q attends to. Raises
-    ValueError for a text without tokens or longer than the model's positions, TypeError unless text is a string.
+    ValueError for a text without tokens or longer than the model's positions, TypeError for another model or text.
     """
+    require_ours("attention_of", model)
     if not isinstance(text, str):
         raise TypeError(f"attention_of: text is a {type(text).__name__}; expected a string")
     encoding, longest = copy_of(tokenizer).encode(text), model.config.max_sequence_length

@@ -9,7 +9,7 @@ Each class takes a trained checkpoint and refuses one that lacks its head, as ne
 lists the differences from `transformers`' pipelines for these tasks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -43,7 +43,7 @@ from fastbert.heads import (
 )
 from fastbert.inference.loading import load
 from fastbert.inference.texts import batches
-from fastbert.model import Saveable
+from fastbert.model import Saveable, class_name
 from fastbert.ops.numbers import wide
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ class Predictor:
         """
         name = type(self).__name__
         if not isinstance(model, self.classes):
-            expected = " or ".join(known.__name__ for known in self.classes)
-            raise TypeError(f"{name}: model is a {type(model).__name__}; expected a {expected}")
+            expected = " or ".join(f"fastbert.{known.__name__}" for known in self.classes)
+            raise TypeError(f"{name}: model is a {class_name(model)}; expected a {expected}")
         self.model, self.config, self.tokenizer = model.eval(), model.config, copy_of(tokenizer)
         check_tokenizer(self.tokenizer, self.config)
         longest, special = self.config.max_sequence_length, self.tokenizer.num_special_tokens_to_add(True)
@@ -323,6 +323,9 @@ class TextClassifier(Predictor):
 
 def _texts_or_pairs(texts: Sequence[str | tuple[str, str]]) -> list[str | tuple[str, str]]:
     """The checked list. Raises TypeError for anything but a list of texts or pairs, and ValueError as text_of does."""
+    if isinstance(texts, Mapping):
+        raise TypeError("TextClassifier: texts is a mapping; expected a list of strings, or of pairs of strings")
+    texts = texts if isinstance(texts, str) else list(texts)
     for index, text in enumerate([texts] if isinstance(texts, str) else texts):
         parts = text if isinstance(text, (tuple, list)) and len(text) == 2 else [text]
         if isinstance(texts, str) or not all(isinstance(part, str) for part in parts):
@@ -447,6 +450,7 @@ class QuestionAnswerer(Predictor):
         for name, value in (("top_k", top_k), ("max_answer_length", max_answer_length)):
             if value < 1:
                 raise ValueError(f"QuestionAnswerer: {name} is {value}; expected at least 1")
+        questions, contexts = (texts if isinstance(texts, str) else list(texts) for texts in (questions, contexts))
         if not len(questions):
             return []
         windows = QADataset(questions, contexts, None, self.tokenizer, max_length=self.max_length, stride=self.stride)

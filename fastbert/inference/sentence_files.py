@@ -107,6 +107,8 @@ def read(directory: Path) -> Recipe:
         raise ValueError(f"{directory} has the modules {', '.join(kinds)}; expected {expected}")
     folders = [directory / module["path"] for module in modules]
     _check_one_length(folders[0])
+    if not (folders[1] / "config.json").exists():
+        raise ValueError(f"{directory} has a pooling, but no {folders[1].name}/config.json; expected one")
     pooling = read_json(folders[1] / "config.json")
     more = read_json(directory / "config_sentence_transformers.json")
     return Recipe(

@@ -15,7 +15,7 @@ from fastbert.inference.sentence_files import Dense, Recipe
 from fastbert.inference.texts import TextEncoder, batches, check_length
 from fastbert.inference.vectors import check_vectors, similarity
 from fastbert.inference.workers import EncoderWorkers
-from fastbert.model import BertModel
+from fastbert.model import BertModel, class_name
 from fastbert.pooling import check_mode, pool
 
 
@@ -46,8 +46,10 @@ class SentenceEncoder(TextEncoder):
         are cut. prompts: what goes before a text, by name; default_prompt_name: the one that `encode` uses if it is
         given none. include_prompt: False leaves the prompt's tokens out of the pooling. similarity: "cosine", "dot",
         "euclidean" or "manhattan", for the method `similarity`. Raises ValueError for a tokenizer with ids that the
-        model lacks, for dense layers that do not fit, and for invalid values.
+        model lacks, for dense layers that do not fit, and for invalid values, TypeError for another model.
         """
+        if hasattr(model, "bert"):
+            raise TypeError(f"SentenceEncoder: model is a {class_name(model)}; expected a fastbert.BertModel")
         super().__init__(
             model, tokenizer, max_length=max_length, prompts=prompts, default_prompt_name=default_prompt_name,
             similarity=similarity,

@@ -10,7 +10,7 @@ from fastbert.data.collator import PackingCollator
 from fastbert.data.encode import COLUMNS, cut_encodings
 from fastbert.data.tokenizer import check_ids, copy_of, strings
 from fastbert.inference.sentence_files import SIMILARITIES
-from fastbert.model import Saveable
+from fastbert.model import Saveable, require_ours
 
 
 class TextEncoder:
@@ -26,7 +26,9 @@ class TextEncoder:
         default_prompt_name: str | None,
         similarity: str,
     ) -> None:
-        """Raises ValueError for a tokenizer with ids that the model lacks, and for invalid values."""
+        """Raises ValueError for a tokenizer with ids that the model lacks, and for invalid values; TypeError for
+        another library's model."""
+        require_ours(type(self).__name__, model)
         config, special = model.config, tokenizer.num_special_tokens_to_add(False)
         check_ids(tokenizer, config)
         if max_length is not None and (not isinstance(max_length, int) or max_length <= special):
@@ -97,7 +99,10 @@ class TextEncoder:
 
 
 def batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
-    """Indices sorted by length, longest first, in batches of at most `budget` tokens (or of one text)."""
+    """Indices sorted by length, longest first, in batches of at most `budget` tokens (or of one text). Raises
+    ValueError for a budget below 1."""
+    if budget < 1:
+        raise ValueError(f"tokens_per_batch is {budget}; expected at least 1")
     batch, tokens = [], 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batch and tokens + lengths[index] > budget:

@@ -12,15 +12,24 @@ PRECISIONS = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
 def similarity(vectors: Tensor, others: Tensor | None = None) -> Tensor:
     """(N, M): cosines of vectors (N, C) with others (M, C), or with each other; 0 for a zero vector.
 
-    Equivalent to `F.cosine_similarity(vectors[:, None], others[None], dim=-1)`. Raises ValueError for other shapes.
+    Equivalent to `F.cosine_similarity(vectors[:, None], others[None], dim=-1)`. Raises ValueError for other shapes,
+    TypeError for other types; the integers of `quantize` are for indexes that read them.
     """
     others = check_vectors(vectors, others)
+    if not (vectors.is_floating_point() and vectors.dtype == others.dtype):
+        raise TypeError(
+            f"similarity: vectors are {vectors.dtype}, others {others.dtype}; expected one floating-point type"
+        )
     return F.normalize(vectors, dim=-1) @ F.normalize(others, dim=-1).T
 
 
 def check_vectors(vectors: Tensor, others: Tensor | None) -> Tensor:
-    """Returns others, or vectors if others is None. Raises ValueError unless both are matrices of one width."""
+    """Returns others, or vectors if others is None. Raises ValueError unless both are matrices of one width, TypeError
+    unless they are tensors."""
     others = vectors if others is None else others
+    for given in (vectors, others):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"similarity: given a {type(given).__name__}; expected a Tensor (torch.from_numpy)")
     if vectors.dim() != 2 or others.dim() != 2 or vectors.shape[1] != others.shape[1]:
         raise ValueError(
             f"similarity: vectors has shape {tuple(vectors.shape)}, others {tuple(others.shape)}; expected (N, C) "

@@ -10,14 +10,15 @@ from typing import Any
 class Best:
     """For `AMPTrainer(best=...)`: keeps the checkpoint of the best evaluation, and can stop early.
 
-    metric: the name of a number in the evaluation. larger_is_better: True for accuracy, say, and False for a loss.
+    metric: the name of a number in the evaluation. larger_is_better: None means False for names that end in "loss",
+    "perplexity" or "error", and True for others, such as "f1".
     patience: training ends after this many evaluations in a row without an improvement; None never ends it.
     min_improvement: an evaluation has to be better than the best one by more than this. Raises ValueError for a
     patience below 1 or a min_improvement below 0.
     """
 
     metric: str = "loss"
-    larger_is_better: bool = False
+    larger_is_better: bool | None = None
     patience: int | None = None
     min_improvement: float = 0.0
     value: float | None = field(default=None, init=False)  # of the best evaluation so far
@@ -25,6 +26,8 @@ class Best:
     waited: int = field(default=0, init=False)  # evaluations since then
 
     def __post_init__(self) -> None:
+        if self.larger_is_better is None:
+            self.larger_is_better = not self.metric.endswith(("loss", "perplexity", "error"))
         if self.patience is not None and self.patience < 1:
             raise ValueError(f"Best: patience is {self.patience}; expected at least 1, or None")
         if not 0 <= self.min_improvement < math.inf:

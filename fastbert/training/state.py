@@ -32,6 +32,11 @@ def set_random_state(
     state: dict[str, Any], device: torch.device, generators: Sequence[torch.Generator] | None = None
 ) -> None:
     """Restores what `random_state` returned. generators: None leaves a loader's generators unchanged."""
+    if generators is not None and len(generators) != len(state["loader"]):
+        raise ValueError(
+            f"the state is of a loader with {len(state['loader'])} random generators, this one has {len(generators)}; "
+            "expected a loader of the same kind"
+        )
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -10,6 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ class AMPTrainer:
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = 1.0,
-        save_total_limit: int = 2,
+        save_total_limit: int | None = 2,
         best: Best | None = None,
         seed: int | None = None,
         callbacks: Iterable[Callback] = (),
@@ -59,14 +60,15 @@ class AMPTrainer:
     ) -> None:
         """mixed_precision: None computes in the parameters' dtype, "bf16" and "fp16" under autocast, "fp16" with a
         GradScaler. scheduler: None for constant learning rates. save_total_limit: how many checkpoints to keep, besides
-        the best one. best: which evaluation's checkpoint to keep, and when to stop early.
+        the best one; None keeps all. best: which evaluation's checkpoint to keep, and when to stop early.
 
         seed: seeds Python, NumPy and torch from here on, differently in each process; the model's weights were drawn
         before. callbacks: called as callback(trainer, event, values) in every process. Events: "begin"; "train" after
         each step and "evaluation" after each evaluation, with their numbers; "save" after a checkpoint; "end". loggers:
         called as log(values, step) in the first process, with names such as "train/loss" and "evaluation/f1".
 
-        Raises ValueError for invalid values, and if there are several processes but `distribute` was not called;
+        Raises ValueError for invalid values, for an optimizer that has none of the model's parameters, and if there are
+        several processes but `distribute` was not called;
         TypeError for callbacks and loggers that cannot be called, and a `best` that is no Best.
         """
         dtypes = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -82,6 +84,8 @@ class AMPTrainer:
         if self.processes > 1 and not isinstance(model, (DistributedDataParallel, FSDPModule)):
             raise ValueError(f"AMPTrainer: {self.processes} processes, each with its own model; expected `distribute`")
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        if {*map(id, self._parameters())}.isdisjoint(map(id, model.parameters())):
+            raise ValueError("AMPTrainer: the optimizer has no parameter of the model; expected one made from them")
         self.device, self.dtype = next(model.parameters()).device, dtypes[mixed_precision]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=mixed_precision == "fp16")
         self.accumulation, self.max_grad_norm = gradient_accumulation_steps, max_grad_norm
@@ -126,6 +130,8 @@ class AMPTrainer:
         _at_least_one(max_steps=max_steps, eval_steps=eval_steps, save_steps=save_steps)
         if eval_loader is loader and getattr(loader, "persistent_workers", False):  # it would silently end the epoch
             raise ValueError("train: eval_loader is loader, whose persistent workers serve one iteration at a time")
+        if eval_loader is None and (eval_steps is not None or metric is not compute_loader_loss):
+            raise ValueError("train: eval_steps and metric are for evaluations; expected an eval_loader")
         if self.best is not None and (eval_loader is None or eval_steps is None):
             raise ValueError("train: best needs evaluations to choose from; expected eval_loader and eval_steps")
         self._require_a_share(loader)
@@ -174,7 +180,9 @@ class AMPTrainer:
         with keeping_random_state(self.device, _generators(loader)), self._autocast():  # it may be training's loader
             found = metric(unwrapped(self.model), loader, self.device)
         values = found if isinstance(found, Mapping) else {"loss": found}
-        numbers = {name: x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for name, x in values.items()}
+        numbers = {n: x.item() if isinstance(x, (Tensor, np.ndarray)) and x.ndim == 0 else x for n, x in values.items()}
+        if not isinstance(found, Mapping) and not isinstance(numbers["loss"], Real):
+            raise TypeError(f"evaluate: metric returned {found!r}; expected a number, or numbers by name")
         return {name: float(x) for name, x in numbers.items() if isinstance(x, Real)}
 
     def _improves(self, evaluation: dict[str, float]) -> bool:
@@ -313,6 +321,8 @@ class AMPTrainer:
         self.loader = loader
         self._begin_epoch(loader)
         has_state = self.position > 0 and self.loader_state is not None
+        if has_state and not hasattr(loader, "load_state_dict"):
+            raise ValueError("train: the run is in an epoch of a loader with a state; expected a loader of that kind")
         if has_state:
             loader.load_state_dict(self.loader_state)
         if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None:
@@ -385,8 +395,10 @@ class AMPTrainer:
         path = self._path(place["step"])
         if self.rank == 0:
             with replacing(path) as file:
-                torch.save({**state, **place, "processes": everyone}, file)
-            for old in self.checkpoints()[: -self.save_total_limit]:
+                kind = type(self.optimizer).__name__
+                torch.save({**state, **place, "optimizer_class": kind, "processes": everyone}, file)
+            older = self.checkpoints()[: -self.save_total_limit] if self.save_total_limit else []
+            for old in older:
                 if old != self.best_checkpoint():
                     old.unlink()
         if self.processes > 1:
@@ -404,9 +416,9 @@ class AMPTrainer:
         """Continues from a checkpoint, bit for bit if there are as many processes as wrote it.
 
         With another number of processes the epoch starts over with new random numbers, and a UserWarning says so.
-        Raises FileNotFoundError; ValueError, before anything changes, for a corrupt file, if only one of checkpoint
-        and trainer has a scheduler or a scaler, or if `best` had another metric; RuntimeError and ValueError for
-        another model or optimizer.
+        Raises FileNotFoundError; ValueError, before anything changes, for a corrupt file, for another class of
+        optimizer, if only one of checkpoint and trainer has a scheduler or a scaler, or if `best` had another metric;
+        RuntimeError and ValueError for another model or other parameter groups.
         """
         state = read_checkpoint(Path(path))
         self._require_the_same_parts(path, state)
@@ -437,6 +449,9 @@ class AMPTrainer:
     def _require_the_same_parts(self, path: str | Path, state: dict[str, Any]) -> None:
         here = {"a scheduler": self.scheduler is not None, 'mixed_precision="fp16"': self.scaler.is_enabled()}
         there = {"a scheduler": "scheduler" in state, 'mixed_precision="fp16"': bool(state["scaler"])}
+        made_by, ours = state.get("optimizer_class"), type(self.optimizer).__name__
+        if made_by not in (None, ours):
+            raise ValueError(f"{path} was saved with {made_by} as its optimizer, and this trainer has {ours}")
         for name, saved in there.items():
             if saved != here[name]:
                 was, has = ("with", "without") if saved else ("without", "with")
@@ -502,8 +517,8 @@ def _callables(name: str, given: Iterable[Any]) -> list[Any]:
 
 def _at_least_one(**numbers: int | None) -> None:
     for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"AMPTrainer: {name} is {number}; expected at least 1")
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise ValueError(f"AMPTrainer: {name} is {number!r}; expected a whole number, at least 1")
 
 
 def _due(step: int, every: int | None) -> bool:

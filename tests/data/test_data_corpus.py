@@ -324,6 +324,17 @@ def test_states_of_other_loaders_are_refused(corpus):
         one.load_state_dict({name: value for name, value in state.items() if name != "epoch"})
 
 
+def test_a_state_of_texts_of_other_lengths_is_refused():
+    """As many examples, of the same vocabulary, by batches of examples."""
+    one, same, other = (
+        create_dataloader(MLMDataset(texts, BPE), PackingCollator(), 2)
+        for texts in (["a b", "c"], ["b a", "d"], ["a b c d", "c"])
+    )
+    same.load_state_dict(one.state_dict())
+    with pytest.raises(ValueError, match="the state is of another loader: lengths"):
+        other.load_state_dict(one.state_dict())
+
+
 def test_a_state_of_another_vocabulary_is_refused(tmp_path):
     """Only the ids of two tokens are swapped. The data are from texts, from a file, and inside other data sets."""
     other = json.loads(BPE.to_str())

@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers
 
+import fastbert
 from fastbert import BertConfig, BertModel
 from fastbert.families import BY_MODEL_TYPE
 
@@ -149,3 +150,20 @@ def test_a_bad_config_file_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError):
         BertConfig.from_pretrained(tmp_path)
+
+
+def test_label_names_give_the_number_of_labels():
+    """As in transformers' configurations; a number that contradicts them is refused."""
+    names = {0: "neg", 1: "neu", 2: "pos"}
+    assert BertConfig().changed(id2label=names).num_labels == 3
+    assert BertConfig().changed(label2id={"a": 0}).num_labels == 1
+    named = BertConfig().changed(id2label=names)
+    assert named.changed(hidden_size=48, num_attention_heads=4).extra["id2label"] == names
+    assert "id2label" not in named.changed(num_labels=2).extra
+    with pytest.raises(ValueError, match="id2label has 3 labels; expected num_labels, 2"):
+        BertConfig().changed(id2label=names, num_labels=2)
+
+
+def test_another_library_s_configuration_is_named():
+    with pytest.raises(TypeError, match=r"config is a transformers\.BertConfig; expected a fastbert\.BertConfig"):
+        fastbert.BertModel(transformers.BertConfig())

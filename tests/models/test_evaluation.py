@@ -156,6 +156,7 @@ def test_graded_documents_count_by_their_grade(tokenizer):
         (({"q": "a"}, {"d": "a"}, {"q": {"e": 1}}), ValueError, "query 'q' has the document 'e'"),
         ((["a", "b"], ["a"], [[0]]), ValueError, "2 queries, relevant documents for 1; only one of them has 1;"),
         (([], ["a"], []), ValueError, "0 queries, .*; expected the same, and at least one"),
+        (({"q": "a"}, {"1": "a"}, {"q": "1"}), TypeError, "the relevant documents of 'q' are '1'; expected a list"),
         ((["a"], ["a"], [[0]], 0), ValueError, "k is 0; expected at least 1"),
         ((["a"], ["a"], [{0: -1}]), ValueError, "no relevance below 0"),
     ],

@@ -13,7 +13,7 @@ import tokenizers as tokenizers_library
 import torch
 import torch.nn.functional as F
 import transformers
-from small_models import TINY, assert_like
+from small_models import SIZES, TINY, assert_like
 from tokenizers.pre_tokenizers import ByteLevel
 
 from fastbert import AutoModel, BertForMaskedLM, BertForSequenceClassification
@@ -394,8 +394,12 @@ def test_what_does_not_fit_is_refused(checkpoint, tokenizers):
     fill, model = MaskFiller.from_pretrained(directory), trained_model(directory)
     with pytest.raises(ValueError, match="expected ids below the vocab_size of the model, 99"):
         MaskFiller(BertForMaskedLM(TINY), tokenizer)
-    with pytest.raises(TypeError, match="model is a BertForMaskedLM; expected a BertForSequenceClassification"):
-        TextClassifier(model, tokenizer)
+    theirs = transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES))
+    for other, name in ((model, "fastbert.BertForMaskedLM"), (theirs, "transformers.BertForSequenceClassification")):
+        with pytest.raises(TypeError, match=f"model is a {name}; expected a fastbert.BertForSequenceClassification"):
+            TextClassifier(other, tokenizer)
+    with pytest.raises(TypeError, match="attention_of: model is a transformers.Bert"):
+        attention_of(theirs, tokenizer, "a")
     with pytest.raises(ValueError, match="max_length is 131; expected more than 4 and at most 130"):
         MaskFiller(model, tokenizer, max_length=131)
     with pytest.raises(ValueError, match="tokens_per_batch is 0"):
@@ -425,6 +429,9 @@ def test_texts_that_cannot_be_used(checkpoint):
     for texts in ("text", [("a", "b", "c")], [b"text"]):
         with pytest.raises(TypeError, match="expected a list of strings, or of pairs of strings"):
             classify(texts)
+    with pytest.raises(TypeError, match="texts is a mapping; expected a list"):
+        classify({"text": ["a"]})
+    assert classify(text for text in ("a", "b")) == classify(["a", "b"])
     with pytest.warns(UserWarning, match="1 of 2 texts are longer than 130 tokens: cut there"):
         labels = classify(["short", "word " * 200])
     assert len(labels) == 2
@@ -439,6 +446,7 @@ def test_questions_that_cannot_be_asked(checkpoint):
         answer(["why " * 140], ["because"])
     with pytest.raises(ValueError, match="has no token"):
         answer(["why?"], [" "])
+    assert answer(iter(["why?"]), iter(["because"])) == answer(["why?"], ["because"])
     with pytest.raises(ValueError, match="contexts"):
         answer(["why?"], ["a", "b"])
     with pytest.raises(ValueError, match="max_answer_length is 0"):

@@ -8,16 +8,17 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import TINY, assert_like, minilm, sentence_encoder
+import transformers
+from small_models import SIZES, TINY, assert_like, minilm, sentence_encoder
 from test_multi_vector import rewritten
 from tokenizers import Tokenizer, models, normalizers, processors
 from transformers import AutoTokenizer
 from transformers import BertModel as HuggingFaceModel
 
-from fastbert import BertModel, cli, testing
+from fastbert import BertForSequenceClassification, BertModel, cli, testing
 from fastbert.cli import demo
 from fastbert.cli.demo import python_documentation
-from fastbert.inference import Dense, quantize, sentence_files
+from fastbert.inference import Dense, quantize, sentence_files, similarity
 from fastbert.inference.sentences import SentenceEncoder
 from fastbert.inference.texts import batches
 from fastbert.pooling import pool
@@ -95,6 +96,13 @@ def test_modules_are_honoured_or_refused(tmp_path, modules, pooling, expected):
     else:
         found = SentenceEncoder.from_pretrained(tmp_path)
         assert (found.pooling, found.normalize) == expected
+
+
+def test_a_pooling_without_its_settings_is_refused(tmp_path):
+    shutil.copytree(minilm(), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "1_Pooling" / "config.json").unlink()
+    with pytest.raises(ValueError, match="has a pooling, but no 1_Pooling/config.json"):
+        SentenceEncoder.from_pretrained(tmp_path)
 
 
 # ---- directories of sentence-transformers, both ways: its own classes read them and compute
@@ -285,6 +293,13 @@ def test_what_does_not_fit_is_refused(tmp_path, encoder):
     ):
         with pytest.raises(ValueError, match=words):
             made.encode(TEXTS, **options)
+    with pytest.raises(ValueError, match="tokens_per_batch is -5; expected at least 1"):
+        made.encode(TEXTS, tokens_per_batch=-5)
+    with pytest.raises(TypeError, match="texts is a dict; expected several strings"):
+        made.encode({"text": TEXTS})  # a slice of a data set: its keys are no texts
+    for model in (BertForSequenceClassification(TINY), transformers.BertModel(transformers.BertConfig(**SIZES))):
+        with pytest.raises(TypeError, match=rf"SentenceEncoder: model is a \w+\.{type(model).__name__}; expected"):
+            SentenceEncoder(model, encoder.tokenizer)
     with pytest.raises(ValueError, match="activation is 'Linear'; expected Identity"):
         Dense(3, 4, activation="Linear")
     made.save_pretrained(tmp_path)
@@ -528,3 +543,12 @@ def test_a_dtype_beside_a_precision_is_refused(tmp_path):
     sentence_encoder().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="beside precision"):
         SentenceEncoder.from_pretrained(tmp_path, dtype="bfloat16", precision="int8")
+
+
+def test_what_cannot_be_compared_is_refused():
+    vectors = torch.randn(3, 8)
+    with pytest.raises(TypeError, match="given a ndarray; expected a Tensor"):
+        similarity(vectors.numpy())
+    for other in (quantize(vectors, "int8"), quantize(vectors, "float16")):
+        with pytest.raises(TypeError, match="expected one floating-point type"):
+            similarity(vectors, other)

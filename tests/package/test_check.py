@@ -106,6 +106,12 @@ def test_every_dtype_and_backend_is_there_or_said_not_to_be(checkpoint, capsys, 
     assert all(line["name"] in output for check in report["checks"] for line in check["lines"])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs there")
+def test_a_check_of_nothing_fails(checkpoint, capsys):
+    status, report = command(checkpoint(), "--backends", "triton", "--dtypes", "float32")
+    assert status == 1 and not report["ok"] and "no backend was checked" in capsys.readouterr().out
+
+
 def test_a_weight_that_is_read_wrongly_is_found(checkpoint, monkeypatch, capsys):
     read = fastbert.checkpoint.read
 

@@ -18,7 +18,7 @@ from fastbert import cli
 from fastbert.cli.common import device_of, model_options
 from fastbert.cli.progress import progress
 from fastbert.config import PRESETS
-from fastbert.data import get_tokenizer, read_texts, save_tokenizer
+from fastbert.data import TokenFile, get_tokenizer, read_texts, save_tokenizer
 from fastbert.files import write_text
 from fastbert.inference import CrossEncoder, EntityTagger, MaskFiller, QuestionAnswerer, SentenceEncoder, TextClassifier
 
@@ -322,6 +322,8 @@ def test_the_module_runs():
         (["answer", "why?", "--context", "BLANK", "--model", "BertForQuestionAnswering"], "holds no text"),
         (["answer", "", "--context", "TEXT", "--model", "BertForQuestionAnswering"], "has no token"),
         (["rerank", "TEXT", "a", "--model", "BertReranker"], "TEXT is a file; expected a text"),
+        (["plot-attention", "TEXT", "--model", "BertModel", "--output", "x.png"], "TEXT is a file; expected a text"),
+        (["info", ""], "there is no directory ''"),
         (["rerank", "a?", "--model", "BertReranker"], "expected texts, or --text FILE"),
         (["rerank", "a?", "b", "--model", "BertReranker", "--top", "0"], "top_k is 0"),
         (["rerank", "a?", "b", "--model", "BertForSequenceClassification"], "with 2 labels; expected one label"),
@@ -405,6 +407,18 @@ def test_lines_are_those_of_read_texts(models, capsys, tmp_path):
     for name in ("texts", "texts.gz"):
         found = json_of(capsys, "classify", "--text", tmp_path / name, "--model", directory)
         assert [entry["text"] for entry in found] == list(read_texts(tmp_path / name)) == ["a\rb", "another"]
+
+
+def test_the_ending_of_a_file_says_where_its_texts_are(models, capsys, tmp_path):
+    """For `prepare`, too, which makes a corpus of them."""
+    directory, found, tokens = models / HEADS[1], [], []
+    for name, content in (("x.jsonl", '{"text": "a mat"}\n{"text": "a cat"}\n'), ("x", "a mat\na cat\n")):
+        (tmp_path / name).write_text(content)
+        found.append(json_of(capsys, "classify", "--text", tmp_path / name, "--model", directory))
+        output = tmp_path / f"tokens of {name}"
+        assert run(capsys, "prepare", "--text", tmp_path / name, "--tokenizer", directory, "--output", output)[0] == 0
+        tokens.append([example["input_ids"].tolist() for example in TokenFile(output, 24)])
+    assert found[0] == found[1] and tokens[0] == tokens[1] and len(tokens[0]) == len(found[0]) == 2
 
 
 def test_passages_of_a_file_rank_by_the_encoder_s_own_measure(models, capsys, tmp_path):

@@ -241,6 +241,7 @@ def test_entities_of_a_model(form):
         ("", ["something"], 0, 0),
         ("", ["the", "cat"], 0, 0),  # if others have an answer, one of articles alone does not count
         ("the", ["a", "..."], 100, 100),  # nothing but articles and punctuation is no answer
+        ("cat", {"text": ["a cat"], "answer_start": [4]}, 100, 100),  # as data sets have them
     ],
 )
 def test_answers_of_squad(prediction, answers, exact, f1):

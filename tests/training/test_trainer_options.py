@@ -19,7 +19,15 @@ from torch.utils.data import DataLoader
 
 from fastbert import BertForMaskedLM
 from fastbert.data import create_mlm_dataloader, train_tokenizer
-from fastbert.training import Best, constant_schedule, cosine_schedule, linear_schedule, polynomial_schedule, set_seed
+from fastbert.training import (
+    AMPTrainer,
+    Best,
+    constant_schedule,
+    cosine_schedule,
+    linear_schedule,
+    polynomial_schedule,
+    set_seed,
+)
 
 # ---- schedules
 
@@ -203,6 +211,48 @@ def test_a_run_stops_when_no_evaluation_is_better(tmp_path):
 def test_a_best_that_makes_no_sense_is_refused(options, message):
     with pytest.raises(ValueError, match=f"Best: {message}"):
         Best(**options)
+
+
+@pytest.mark.parametrize("metric, larger", [("loss", False), ("mlm_loss", False), ("perplexity", False), ("f1", True)])
+def test_the_name_of_a_metric_tells_which_is_better(metric, larger):
+    best = Best(metric)
+    assert [best.improves(value, step) for step, value in enumerate((0.5, 0.9, 0.1), 1)] == [True, larger, not larger]
+    assert best.value == (0.9 if larger else 0.1)
+
+
+def test_options_of_train_that_cannot_be_followed_are_refused(tmp_path):
+    trainer = trainer_of(tmp_path)
+    for options in ({"eval_steps": 1}, {"metric": lambda *_: 0.0}):
+        with pytest.raises(ValueError, match="are for evaluations; expected an eval_loader"):
+            trainer.train(shuffled(), 1, **options)
+    with pytest.raises(ValueError, match="max_steps is 2.5; expected a whole number"):
+        trainer.train(shuffled(), 2.5)
+    with pytest.raises(TypeError, match="metric returned None; expected a number"):
+        trainer.evaluate(shuffled(), lambda *_: None)
+    assert trainer.evaluate(shuffled(), lambda *_: {"f1": np.array(0.5)}) == {"f1": 0.5}
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match="the optimizer has no parameter of the model"):
+        AMPTrainer(trainer.model, other, output_dir=tmp_path)
+
+
+def test_every_checkpoint_may_be_kept(tmp_path):
+    trainer = trainer_of(tmp_path, save_total_limit=None)
+    trainer.train(shuffled(), 4, save_steps=1)
+    assert len(trainer.checkpoints()) == 4
+
+
+def test_another_kind_of_optimizer_or_loader_is_refused(tmp_path):
+    trainer_of(tmp_path).train(shuffled(), 1)
+    trainer = trainer_of(tmp_path)
+    trainer.optimizer = torch.optim.Adagrad(trainer.model.parameters())
+    with pytest.raises(ValueError, match=r"was saved with \w+ as its optimizer, and this trainer has Adagrad"):
+        trainer.resume()
+    loader = create_mlm_dataloader(["one two three"] * 8, train_tokenizer(["one two three"], vocab_size=99), 2)
+    trainer_of(tmp_path / "loader").train(loader, 1)
+    again = trainer_of(tmp_path / "loader")
+    again.resume()
+    with pytest.raises(ValueError, match="this one has 0; expected a loader of the same kind"):
+        again.train(list(loader), 2)
 
 
 def test_a_best_without_its_metric_is_refused(tmp_path):
