@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -52,7 +53,7 @@ class TokenizedDataset(Dataset):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, Tensor | int | float | list[float]]:
-        index = range(len(self))[index]  # raises IndexError, resolves negative indices
+        index = range(len(self))[operator.index(index)]  # raises IndexError, resolves negative indices
         tokens = {name: torch.from_numpy(self.rows(name, index).astype(np.int64)) for name in self._tokens}
         return tokens | {name: values[index].tolist() for name, values in self._of_examples.items()}
 

@@ -208,7 +208,7 @@ def test_custom_operators_are_not_written(earlier, monkeypatch):
         ({"format": "tflite"}, ValueError, "format is 'tflite'; expected one of 'onnx', 'torch-export'"),
         ({"path": "model.onnx"}, ValueError, "expected a name that ends in .pt2"),
         ({"path": "nowhere/model.pt2"}, ValueError, "in an existing folder"),
-        ({"model": transformers.BertModel}, TypeError, "model is a BertModel; expected a fastbert.BertModel"),
+        ({"model": transformers.BertModel}, TypeError, "a transformers.BertModel; expected a fastbert.BertModel"),
         ({"model": "meta"}, ValueError, "the model is on meta; expected it on the CPU"),
         ({"model": "prepared"}, ValueError, "has packed the model's weights .* export the original"),
         ({"positions": 1}, ValueError, "has max_position_embeddings 1, .* expected 2 or more"),

@@ -562,9 +562,9 @@ def test_threads_take_turns():
 
 
 def test_models_without_a_step():
-    with pytest.raises(TypeError, match="given a BertModel; expected one of BertForPreTraining"):
+    with pytest.raises(TypeError, match="given a fastbert.BertModel; expected one of fastbert.BertForPreTraining"):
         stepped(fastbert.BertModel(CONFIG))
-    with pytest.raises(TypeError, match="given a BertForMultipleChoice"):
+    with pytest.raises(TypeError, match="given a fastbert.BertForMultipleChoice"):
         stepped(fastbert.BertForMultipleChoice(CONFIG))
     with pytest.raises(ValueError, match="CUDA graphs need a GPU"):
         graph(fastbert.BertForMaskedLM(CONFIG), training=True)

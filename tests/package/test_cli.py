@@ -323,7 +323,7 @@ def test_the_module_runs():
         (["answer", "", "--context", "TEXT", "--model", "BertForQuestionAnswering"], "has no token"),
         (["rerank", "TEXT", "a", "--model", "BertReranker"], "TEXT is a file; expected a text"),
         (["plot-attention", "TEXT", "--model", "BertModel", "--output", "x.png"], "TEXT is a file; expected a text"),
-        (["info", ""], "there is no directory ''"),
+        (["classify", "a", "--model", ""], "there is no directory ''"),
         (["rerank", "a?", "--model", "BertReranker"], "expected texts, or --text FILE"),
         (["rerank", "a?", "b", "--model", "BertReranker", "--top", "0"], "top_k is 0"),
         (["rerank", "a?", "b", "--model", "BertForSequenceClassification"], "with 2 labels; expected one label"),

@@ -1005,8 +1005,8 @@ def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch, pack
     "options, message",
     [
         ({"mixed_precision": "half"}, "mixed_precision is 'half'; expected None, 'bf16' or 'fp16'"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0; expected at least 1"),
-        ({"save_total_limit": 0}, "save_total_limit is 0; expected at least 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0; expected a whole number, at least 1"),
+        ({"save_total_limit": 0}, "save_total_limit is 0; expected a whole number, at least 1"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; expected a positive number, or None"),
     ],
 )
@@ -1027,7 +1027,7 @@ def test_a_loader_or_a_period_that_makes_no_sense_is_refused(tmp_path):
     with pytest.raises(ValueError, match="divided among 2 processes, and there are 1; expected a loader .* after"):
         trainer.train(half, max_steps=1)
     for name in ("eval_steps", "save_steps"):
-        with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
+        with pytest.raises(ValueError, match=f"{name} is 0; expected a whole number, at least 1"):
             trainer.train(shuffled(), **{"max_steps": 1, name: 0})
     with pytest.raises(ValueError, match="kind is 'dp'; expected 'ddp' or 'fsdp'"):
         distribute(nn.Linear(1, 1), "dp")
