@@ -120,7 +120,7 @@ class Predictor:
     """A model in evaluation mode and its tokenizer. classes: the model classes that are accepted, the default first.
 
     A call runs `compute(encode(texts))`. A service encodes each request separately, and computes several together.
-    encode(texts, truncation=False) raises ValueError for a text beyond max_length.
+    encode(texts, truncation=False) raises ValueError for a text beyond max_length, compute for NaN in the output.
     takes_empty: whether a text without a token is accepted, and computed from special tokens alone, or refused.
     """
 
@@ -193,6 +193,12 @@ class Predictor:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    def _numbers(self, logits: Tensor) -> Tensor:
+        """The logits in float32 or wider. Raises ValueError for NaN, beside which nothing is likely or unlikely."""
+        if logits.isnan().any():
+            raise ValueError(f"{type(self).__name__}: the model's output has NaN; expected numbers")
+        return wide(logits)
+
     def _encode(self, texts: Sequence[Any], *more: str, truncation: bool = True) -> list[Row]:
         """input_ids, token_type_ids and `more` columns of each text or pair of texts, cut at max_length."""
         names, rows = ("input_ids", "token_type_ids", *more), []
@@ -263,7 +269,7 @@ class MaskFiller(Predictor):
         """(masks, V): probabilities for each mask of the batch."""
         body, head = self.model.bert, self.model.cls.predictions
         hidden = body(**inputs).last_hidden_state[inputs["input_ids"] == self.mask_id]
-        return wide(head(hidden, body.embeddings.word_embeddings.weight)).softmax(-1)
+        return self._numbers(head(hidden, body.embeddings.word_embeddings.weight)).softmax(-1)
 
     def _fill(self, text: str, span: Sequence[int], score: float, token: int) -> Fill:
         word, (start, end) = self.tokenizer.decode([token], skip_special_tokens=False), span
@@ -305,7 +311,7 @@ class TextClassifier(Predictor):
         names = label_names(self.config)
         results: list[list[Label]] = [[] for _ in rows]
         for batch in self._batches(rows):
-            logits = wide(self.model(**batch.inputs).logits)
+            logits = self._numbers(self.model(**batch.inputs).logits)
             scores = (logits if raw else self._scores(logits)).tolist()
             for text, row in zip(batch.texts, scores, strict=True):
                 labels = [Label(name, score) for name, score in zip(names, row, strict=True)]
@@ -367,7 +373,7 @@ class EntityTagger(Predictor):
     def compute(self, rows: Sequence[Row]) -> list[list[Entity]]:
         results: list[list[Entity]] = [[] for _ in rows]
         for batch in self._batches(rows):
-            best = wide(self.model(**batch.inputs).logits).softmax(-1).max(-1)
+            best = self._numbers(self.model(**batch.inputs).logits).softmax(-1).max(-1)
             for (i, scores), (_, labels) in zip(batch.split(best.values), batch.split(best.indices), strict=True):
                 words = _words(rows[i]["word_ids"].tolist(), rows[i]["offsets"].tolist())
                 results[i] = self._entities(rows[i]["text"], words, scores.tolist(), labels.tolist())
@@ -467,7 +473,8 @@ class QuestionAnswerer(Predictor):
         scores = [np.empty((0, 2))] * len(windows)
         for batch in self._batches(rows):
             output = self.model(**batch.inputs)
-            for window, logits in batch.split(torch.stack([output.start_logits, output.end_logits], -1)):
+            both = self._numbers(torch.stack([output.start_logits, output.end_logits], -1))
+            for window, logits in batch.split(both):
                 scores[window] = logits.double().cpu().numpy()
         return scores
 

@@ -418,6 +418,16 @@ def test_what_does_not_fit_is_refused(checkpoint, tokenizers):
             fill(texts)
 
 
+@pytest.mark.parametrize("head", ["MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_nan_is_no_prediction(checkpoint, head):
+    kinds = {kind.classes[0].kind: kind for kind in (MaskFiller, TextClassifier, EntityTagger, QuestionAnswerer)}
+    predict = kinds[f"For{head}"].from_pretrained(checkpoint(f"BertFor{head}"))
+    list(predict.model.parameters())[-1].data.fill_(torch.nan)
+    texts = [["a [MASK]"], ["a [MASK]"]]
+    with pytest.raises(ValueError, match=rf"{type(predict).__name__}: the model's output has NaN"):
+        predict(*texts[: 1 + (head == "QuestionAnswering")])
+
+
 def test_texts_that_cannot_be_used(checkpoint):
     classify = TextClassifier.from_pretrained(checkpoint("BertForSequenceClassification"))
     for texts in (["a", ""], [" "]):
