@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -517,7 +517,7 @@ def _callables(name: str, given: Iterable[Any]) -> list[Any]:
 
 def _at_least_one(**numbers: int | None) -> None:
     for name, number in numbers.items():
-        if number is not None and (not isinstance(number, int) or number < 1):
+        if number is not None and (not isinstance(number, Integral) or number < 1):
             raise ValueError(f"AMPTrainer: {name} is {number!r}; expected a whole number, at least 1")
 
 
