@@ -373,8 +373,11 @@ results = digest.hexdigest()
 @pytest.mark.parametrize("cpu_set", [*backends.build_info().get("cpu_sets", ()), None])
 def test_every_instruction_set_gives_the_same_int8_results(cpu_set):
     """The best set runs in this process, each other one in a process of its own. None stands for plain PyTorch."""
-    if cpu_set == backends.build_info()["cpu_set"]:
+    best, sets = backends.build_info()["cpu_set"], backends.build_info()["cpu_sets"]
+    if cpu_set == best:
         pytest.skip("that is what the tests above run on")
+    if cpu_set in sets[sets.index(best) :]:
+        pytest.skip(f"this processor has no {cpu_set}")
     code = INT8_RESULTS + "print(backends.build_info()['cpu_set'], {name for _, name in backends.calls()}, results)"
     env = os.environ | {"FASTBERT_CPU_SET": cpu_set or ""} | ({} if cpu_set else {"ATEN_CPU_CAPABILITY": "default"})
     there = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
