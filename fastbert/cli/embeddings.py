@@ -153,8 +153,10 @@ def _embed_files(args: argparse.Namespace) -> None:
     if args.text:
         raise ValueError(f"--text {args.text} is beside files; expected all files before --output, or --text alone")
     if missing := [text for text in args.texts if not os.path.isfile(text)]:
-        what = f"{missing[0]!r} is none; for texts: PATH.npy"
-        raise ValueError(f"--output {args.output} is a directory, for files: {what}")
+        where = f"--output {args.output} is a directory, for files; texts go to --output PATH.npy"
+        raise ValueError(f"there is no file {missing[0]!r} ({where})")
+    if args.output.is_file():
+        raise ValueError(f"--output {args.output} is a file; expected a directory")
     encoder, start = _encoder(args), time.perf_counter()
     with progress("encoding", count_texts(args.texts)) as advance:
         corpus = embed_corpus(

@@ -422,11 +422,15 @@ class ModelForward(Replacement):
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)}; expected that of the input, {tuple(shape)}"
             )
+        if shape[1] == 0:
+            raise Fallback("sequences are of length 0")
         wide = isinstance(mask, Tensor) and mask.dim() == 4
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() in (2, 4)):
             raise Fallback("attention_mask is no tensor of two or four dimensions")
         if wide and not (mask.is_floating_point() or (mask.dtype == torch.bool and self._attention != "eager")):
             raise Fallback(f"attention_mask is a 4-D {mask.dtype}")  # which eager attention adds to the scores
+        if wide and self.family.model_type == "deberta-v2":
+            raise Fallback("attention_mask is 4-D, and DeBERTa reads its numbers as true or false")
         if mask is not None and mask.device != device:
             raise Fallback("attention_mask is on another device")
         try:

@@ -1,6 +1,7 @@
 """Hard negatives: texts that an encoder finds similar to an anchor, and that are not among its positives."""
 
 import random
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -57,11 +58,11 @@ def mine_hard_negatives(
     candidates anew, and only its scores count from there on. query_prompt, corpus_prompt: texts; None as `encode_query`
     and `encode_document`. options: for `encode`.
 
-    A row has the columns "negative_1" to "negative_<num_negatives>"; rows with fewer negatives are dropped. triplets:
-    one row for each negative, in a column "negative". An anchor that is in the corpus is a candidate for itself;
-    max_score can exclude it. Equivalent to `sentence_transformers.util.mine_hard_negatives`, except that the latter
-    does not rescore if there are no bounds. Raises ValueError for invalid columns, numbers and sampling, and for scores
-    that are NaN; TypeError for anything but text.
+    A row has the columns "negative_1" to "negative_<num_negatives>"; rows with fewer negatives are dropped, with a
+    warning. triplets: one row for each negative, in a column "negative". An anchor that is in the corpus is a candidate
+    for itself; max_score can exclude it. Equivalent to `sentence_transformers.util.mine_hard_negatives`, except that
+    the latter does not rescore if there are no bounds. Raises ValueError for invalid columns, numbers and sampling, and
+    for scores that are NaN; TypeError for anything but text.
     """
     names, anchors, positives = _columns(pairs)
     bounds = _Bounds(max_score, min_score, absolute_margin, relative_margin)
@@ -91,6 +92,11 @@ def mine_hard_negatives(
         ranked = list(zip(found[left][order.indices].tolist(), order.values.tolist(), strict=True))
         negatives = [(corpus[i], score) for i, score in choose(ranked[range_min:range_max])]
         rows += [(anchor, corpus[i], score, negatives) for i, score in zip(places, of_own.tolist(), strict=True)]
+    least = 1 if triplets else num_negatives
+    if few := sum(len(negatives) < least for *_, negatives in rows):
+        warnings.warn(
+            f"mine_hard_negatives: {few} of {len(rows)} pairs have fewer than {least} negatives: left out", stacklevel=2
+        )
     return _result(names, rows, num_negatives, triplets)
 
 

@@ -111,6 +111,8 @@ class Triplet:
     distance: str = "euclidean"
 
     def __post_init__(self) -> None:
+        if not 0 <= self.margin < math.inf:
+            raise ValueError(f"Triplet: margin is {self.margin}; expected a number that is not negative")
         if self.distance not in ("euclidean", "cosine"):
             raise ValueError(f"Triplet: distance is {self.distance!r}; expected 'euclidean' or 'cosine'")
 

@@ -1,12 +1,14 @@
 """ELECTRA's two models, trained together."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastbert.heads import IGNORED, BertForMaskedLM
+from fastbert.heads import IGNORED, BertForMaskedLM, BertForReplacedTokenDetection
+from fastbert.model import Saveable, class_name
 from fastbert.ops.numbers import wide
 from fastbert.training.losses import Batch
 
@@ -24,11 +26,25 @@ class ElectraPretraining(nn.Module):
     loss = masked-LM loss + weight * replaced-token loss (Clark et al., "ELECTRA", 2020, section 2). generator: a
     BertForMaskedLM. discriminator: a BertForReplacedTokenDetection, or a module that takes the batch with labels (T,),
     1 for replaced tokens, and returns the mean loss over all tokens as `loss`. They may share embeddings, as in
-    `discriminator.bert.embeddings.word_embeddings = generator.bert.embeddings.word_embeddings`.
+    `discriminator.bert.embeddings.word_embeddings = generator.bert.embeddings.word_embeddings`. Raises TypeError for
+    another generator, or another of fastbert's models as discriminator; ValueError for different vocabularies and for a
+    weight that is negative or not finite.
     """
 
     def __init__(self, generator: BertForMaskedLM, discriminator: nn.Module, weight: float = 50.0) -> None:
         super().__init__()
+        if not isinstance(generator, BertForMaskedLM):
+            expected = "a fastbert.BertForMaskedLM"
+            raise TypeError(f"ElectraPretraining: generator is a {class_name(generator)}; expected {expected}")
+        if isinstance(discriminator, Saveable) and not isinstance(discriminator, BertForReplacedTokenDetection):
+            expected = "a fastbert.BertForReplacedTokenDetection"
+            raise TypeError(f"ElectraPretraining: discriminator is a {class_name(discriminator)}; expected {expected}")
+        drawn = generator.config.vocab_size
+        read = getattr(getattr(discriminator, "config", None), "vocab_size", drawn)
+        if drawn != read:
+            raise ValueError(f"ElectraPretraining: the models have {drawn} and {read} tokens; expected one vocabulary")
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"ElectraPretraining: weight is {weight}; expected a number that is not negative")
         self.generator, self.discriminator, self.weight = generator, discriminator, weight
 
     def forward(

@@ -250,3 +250,21 @@ def test_vmap_and_trace_run_the_original():
         found = [torch.func.vmap(lambda x, m=m: m(x).logits)(ids) for m in (model, other)]
         torch.jit.trace(other, (ids[0],), strict=False)
     assert torch.equal(*found)
+
+
+def test_what_deberta_reads_as_true_or_false_runs_the_original():
+    """A 4-D mask of numbers, which is added to the scores in the other families."""
+    original, model, report, inputs = pair("deberta-v2", conv_kernel_size=0)  # its convolution takes no such mask
+    visible_is_0 = torch.zeros(inputs["attention_mask"].shape, dtype=torch.float64, device=DEVICE)[:, None, None]
+    inputs["attention_mask"] = visible_is_0.masked_fill(inputs["attention_mask"][:, None, None] == 0, -1e9)
+    with pytest.warns(RuntimeWarning, match="DeBERTa reads its numbers as true or false"):
+        found = model(**inputs)[0]
+    assert torch.equal(found.nan_to_num(), original(**inputs)[0].nan_to_num())
+    assert_fell_back(report, "4-D")
+
+
+def test_sequences_of_length_0_run_the_original():
+    model, report = accelerated(build())
+    with pytest.warns(RuntimeWarning, match="sequences are of length 0"), pytest.raises((RuntimeError, IndexError)):
+        model(torch.zeros(2, 0, dtype=torch.int64, device=DEVICE))
+    assert_fell_back(report, "length 0")

@@ -195,6 +195,12 @@ def test_what_cannot_be_mined_is_refused(encoder, pairs, options, error, words):
         mine_hard_negatives(encoder, pairs, **options)
 
 
+def test_pairs_that_are_left_out_are_counted(encoder):
+    pairs = {"anchor": ["cat", "dog"], "positive": ["a cat sits", "a dog barks"]}
+    with pytest.warns(UserWarning, match="2 of 2 pairs have fewer than 9 negatives: left out"):
+        assert not mine_hard_negatives(encoder, pairs, num_negatives=9).columns["anchor"]
+
+
 def test_scores_that_are_no_numbers_are_an_error(encoder, monkeypatch):
     monkeypatch.setattr(encoder, "similarity", lambda a, b: torch.full((len(a), len(b)), torch.nan))
     with warnings.catch_warnings(), pytest.raises(ValueError, match="scores that are NaN; expected numbers"):

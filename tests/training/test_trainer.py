@@ -30,6 +30,7 @@ from fastbert import (
     BertForReplacedTokenDetection,
     BertForSequenceClassification,
     BertForTokenClassification,
+    BertModel,
     hf,
     metrics,
 )
@@ -593,6 +594,23 @@ def test_electra_learns_with_shared_embeddings_and_resumes(tmp_path):
     assert process.digest(one.checkpoints()[-1]) == process.digest(two.checkpoints()[-1])
     tables = {model.bert.embeddings.word_embeddings for model in (two.model.generator, two.model.discriminator)}
     assert len(tables) == 1
+
+
+@pytest.mark.parametrize(
+    ("generator", "discriminator", "weight", "error", "words"),
+    [
+        (BertModel, BertForReplacedTokenDetection, 1.0, TypeError, "generator is a fastbert.BertModel; expected"),
+        (BertForMaskedLM, BertModel, 1.0, TypeError, "discriminator is a fastbert.BertModel; expected"),
+        (BertForMaskedLM, BertForReplacedTokenDetection, -1.0, ValueError, "weight is -1.0"),
+        (BertForMaskedLM, BertForReplacedTokenDetection, float("nan"), ValueError, "weight is nan"),
+    ],
+)
+def test_electra_of_other_models_is_refused(generator, discriminator, weight, error, words):
+    config = EXACT.changed(model_type="electra")
+    with pytest.raises(error, match=words):
+        ElectraPretraining(generator(EXACT), discriminator(config), weight)
+    with pytest.raises(ValueError, match="the models have 99 and 98 tokens; expected one vocabulary"):
+        ElectraPretraining(BertForMaskedLM(EXACT), BertForReplacedTokenDetection(config.changed(vocab_size=98)))
 
 
 def test_electra_refuses_padded_input():
