@@ -326,6 +326,13 @@ def class_name(x: object) -> str:
     return f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}"
 
 
+def require_class(owner: str, name: str, value: object, *classes: type) -> None:
+    """Raises TypeError unless the argument called `name` is of one of these classes of fastbert."""
+    if not isinstance(value, classes):
+        expected = " or ".join(f"fastbert.{known.__name__}" for known in classes)
+        raise TypeError(f"{owner}: {name} is a {class_name(value)}; expected a {expected}")
+
+
 def require_ours(owner: str, model: object) -> None:
     """Raises TypeError for a model of another library. One that is compiled or wrapped is ours as well."""
     if not isinstance(getattr(model, "config", None), BertConfig):
@@ -619,8 +626,7 @@ class BertModel(Saveable):
 
     def __init__(self, config: BertConfig, add_pooling_layer: bool | None = None) -> None:
         super().__init__()
-        if not isinstance(config, BertConfig):
-            raise TypeError(f"BertModel: config is a {class_name(config)}; expected a fastbert.BertConfig")
+        require_class("BertModel", "config", config, BertConfig)
         if add_pooling_layer and config.family.pooler_dense is None:
             raise ValueError(f"BertModel: add_pooling_layer is {add_pooling_layer}; {config.family.name} has no pooler")
         if add_pooling_layer is None:

@@ -66,7 +66,12 @@ class TokenizedDataset(Dataset):
 def vocabulary_hash(tokenizer: Any) -> str:
     """16 hexadecimal digits, which change if any token has another id. tokenizer: as `copy_of` takes it."""
     vocabulary = getattr(tokenizer, "backend_tokenizer", tokenizer).get_vocab()
-    return hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()[:16]
+    return short_hash(json.dumps(vocabulary, sort_keys=True).encode())
+
+
+def short_hash(data: bytes) -> str:
+    """16 hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def encode(

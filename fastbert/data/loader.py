@@ -1,6 +1,5 @@
 """A DataLoader that can resume within an epoch, and functions that make one from texts."""
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fastbert.data.collator import PackingCollator
 from fastbert.data.datasets import ClassificationDataset, MLMDataset
+from fastbert.data.encode import short_hash
 from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler
 
 
@@ -70,9 +70,9 @@ class BatchLoader(DataLoader):
 
     @cached_property
     def _lengths_hash(self) -> str | None:
-        """16 hexadecimal digits, which change with the number of tokens of any example; None if it is not known."""
+        """Changes with the number of tokens of any example; None if these numbers are not known."""
         lengths = getattr(self.dataset, "lengths", None)
-        return None if lengths is None else hashlib.sha256(np.asarray(lengths, np.int64).tobytes()).hexdigest()[:16]
+        return None if lengths is None else short_hash(np.asarray(lengths, np.int64).tobytes())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state: the next iteration yields the rest of its epoch, which may be empty.

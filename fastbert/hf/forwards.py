@@ -429,7 +429,7 @@ class ModelForward(Replacement):
             raise Fallback("attention_mask is no tensor of two or four dimensions")
         if wide and not (mask.is_floating_point() or (mask.dtype == torch.bool and self._attention != "eager")):
             raise Fallback(f"attention_mask is a 4-D {mask.dtype}")  # which eager attention adds to the scores
-        if wide and self.family.model_type == "deberta-v2":
+        if wide and self.family.relative == "disentangled":
             raise Fallback("attention_mask is 4-D, and DeBERTa reads its numbers as true or false")
         if mask is not None and mask.device != device:
             raise Fallback("attention_mask is on another device")

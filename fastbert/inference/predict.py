@@ -43,7 +43,7 @@ from fastbert.heads import (
 )
 from fastbert.inference.loading import load
 from fastbert.inference.texts import batches
-from fastbert.model import Saveable, class_name
+from fastbert.model import Saveable, require_class
 from fastbert.ops.numbers import wide
 
 if TYPE_CHECKING:
@@ -138,9 +138,7 @@ class Predictor:
         invalid values.
         """
         name = type(self).__name__
-        if not isinstance(model, self.classes):
-            expected = " or ".join(f"fastbert.{known.__name__}" for known in self.classes)
-            raise TypeError(f"{name}: model is a {class_name(model)}; expected a {expected}")
+        require_class(name, "model", model, *self.classes)
         self.model, self.config, self.tokenizer = model.eval(), model.config, copy_of(tokenizer)
         check_tokenizer(self.tokenizer, self.config)
         longest, special = self.config.max_sequence_length, self.tokenizer.num_special_tokens_to_add(True)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert.heads import IGNORED, BertForMaskedLM, BertForReplacedTokenDetection
-from fastbert.model import Saveable, class_name
+from fastbert.model import Saveable, require_class
 from fastbert.ops.numbers import wide
 from fastbert.training.losses import Batch
 
@@ -33,12 +33,9 @@ class ElectraPretraining(nn.Module):
 
     def __init__(self, generator: BertForMaskedLM, discriminator: nn.Module, weight: float = 50.0) -> None:
         super().__init__()
-        if not isinstance(generator, BertForMaskedLM):
-            expected = "a fastbert.BertForMaskedLM"
-            raise TypeError(f"ElectraPretraining: generator is a {class_name(generator)}; expected {expected}")
-        if isinstance(discriminator, Saveable) and not isinstance(discriminator, BertForReplacedTokenDetection):
-            expected = "a fastbert.BertForReplacedTokenDetection"
-            raise TypeError(f"ElectraPretraining: discriminator is a {class_name(discriminator)}; expected {expected}")
+        require_class("ElectraPretraining", "generator", generator, BertForMaskedLM)
+        if isinstance(discriminator, Saveable):
+            require_class("ElectraPretraining", "discriminator", discriminator, BertForReplacedTokenDetection)
         drawn = generator.config.vocab_size
         read = getattr(getattr(discriminator, "config", None), "vocab_size", drawn)
         if drawn != read:

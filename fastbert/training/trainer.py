@@ -321,9 +321,10 @@ class AMPTrainer:
         self.loader = loader
         self._begin_epoch(loader)
         has_state = self.position > 0 and self.loader_state is not None
-        if has_state and not hasattr(loader, "load_state_dict"):
-            raise ValueError("train: the run is in an epoch of a loader with a state; expected a loader of that kind")
         if has_state:
+            if not hasattr(loader, "load_state_dict"):
+                place = "the run is in an epoch of a loader with a state"
+                raise ValueError(f"train: {place}; expected a loader of that kind")
             loader.load_state_dict(self.loader_state)
         if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None:
             # A resumed run starts its workers here, which draws their seed; running workers draw none. So draw it here.
