@@ -20,7 +20,7 @@ EVERYBODY = [
     tiny(MODEL, "full"),  # no contender gets a mask
     tiny(MODEL, "text"),
     tiny(MODEL, "half", DROPOUT),
-    tiny(MODEL, "half", FORWARD, "bfloat16"),
+    pytest.param(tiny(MODEL, "half", FORWARD, "bfloat16"), marks=pytest.mark.slow),
     tiny(ENCODER, "full"),
     tiny(ENCODER, "half", BACKWARD),
     tiny(MASKED_LM, "half", STEP),
@@ -31,7 +31,7 @@ EVERYBODY = [
 ]
 
 
-@pytest.mark.parametrize("spec", EVERYBODY, ids=map(str, EVERYBODY))
+@pytest.mark.parametrize("spec", EVERYBODY, ids=str)
 def test_every_contender_is_right_or_says_why_not(spec):
     found = run.measured(spec, VERIFIED)
     assert [row.problem for row in found.rows if row.problem] == []
@@ -81,7 +81,7 @@ def test_who_is_not_installed_is_reported_with_the_command(monkeypatch):
     [
         (cases.ENCODE, "text", 1),
         pytest.param(cases.RERANK, "text", 1, marks=pytest.mark.slow),
-        (cases.CONTRASTIVE, "half", 6 * 16 + 5),  # every gradient
+        pytest.param(cases.CONTRASTIVE, "half", 6 * 16 + 5, marks=pytest.mark.slow),  # every gradient
     ],
 )
 def test_calls_of_sentence_transformers(part, lengths, tensors, monkeypatch):
@@ -146,6 +146,7 @@ def test_a_step_changes_every_weight():
     assert not any(map(torch.equal, before, subject.ours.parameters()))
 
 
+@pytest.mark.slow
 @needs("openvino")
 def test_openvino_has_as_many_threads_as_pytorch():
     model = bench_models.setup(tiny(MODEL), "cpu").exact.theirs

@@ -321,7 +321,8 @@ def test_compiled_code(family):
             compiled(**inputs)
 
 
-@pytest.mark.parametrize("family", [pytest.param("deberta-v2", marks=pytest.mark.slow), "mpnet"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deberta-v2", "mpnet"])
 def test_compiled_code_of_accelerated_models(family):
     model = their(family)
     fastbert.accelerate(model)

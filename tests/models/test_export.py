@@ -108,6 +108,7 @@ def test_the_file_alone_computes_what_transformers_does(tmp_path, format):
         testing.assert_rows(testing.compare(mine, results[0], results[1:], factor=export.FACTOR))
 
 
+@pytest.mark.slow
 def test_a_head_with_two_outputs_that_are_lowest_at_padding(tmp_path):
     with torch.autocast("cpu", torch.bfloat16):  # which has no say
         check(tmp_path, "BertForQuestionAnswering", "bert", "torch-export", num_hidden_layers=1)
@@ -185,6 +186,7 @@ def test_a_wrong_file_is_not_kept(earlier, monkeypatch):
         export.export(model_of("BertModel", num_hidden_layers=1), earlier, "torch-export")
 
 
+@pytest.mark.slow
 def test_padding_that_differs_is_not_kept(earlier, monkeypatch):
     def wrong(file, names):
         program = torch.export.load(file).module()

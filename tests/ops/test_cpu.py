@@ -325,7 +325,7 @@ def test_older_processors_are_served_by_the_reference():
     assert result.stdout.strip() == "None {('layer_norm_fwd', 'reference'): 1}"
 
 
-@pytest.mark.parametrize("limit", [{}, {"ATEN_CPU_CAPABILITY": "avx2"}], ids=str)
+@pytest.mark.parametrize("limit", [{}, pytest.param({"ATEN_CPU_CAPABILITY": "avx2"}, marks=pytest.mark.slow)], ids=str)
 def test_an_instruction_set_can_be_named(limit):
     code = "from fastbert import backends; print(backends.build_info()['cpu_set'])"
     assert _run("-c", code, **limit, FASTBERT_CPU_SET="avx2").stdout.strip() == "avx2"
@@ -333,7 +333,7 @@ def test_an_instruction_set_can_be_named(limit):
         assert _run("-c", code, **limit, FASTBERT_CPU_SET="").stdout.startswith("avx2")
 
 
-@pytest.mark.parametrize("named", ["sse2", "AVX2", "avx512"])
+@pytest.mark.parametrize("named", ["avx512", *(pytest.param(n, marks=pytest.mark.slow) for n in ("sse2", "AVX2"))])
 def test_an_instruction_set_that_there_is_not_is_refused(named):
     result = _run("-c", "import fastbert", ATEN_CPU_CAPABILITY="avx2", FASTBERT_CPU_SET=named)
     assert f"ValueError: FASTBERT_CPU_SET={named}: it is not one of avx2, " in result.stderr

@@ -122,6 +122,7 @@ class TestLinear(ProductSuite):
         assert torch.equal(self.ours(**inputs | {"x": longer[:387].clone()}), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(backends.EXTENSION is None, reason="without kernels, F.linear's own library computes")
 def test_onednn_meets_few_different_numbers_of_rows():
     """It keeps code for each, for good. Products of few rows are our own."""

@@ -148,10 +148,8 @@ def as_people_run_it(tmp_path, monkeypatch):
 
 
 # Slow pages, which export, prepare and train. Tests of models and of training do that too.
-SLOW = {"docs/export.md"} | {
-    f"docs/tasks/{name}.md"
-    for name in ("embeddings", "multi_vector", "question_answering", "sentence_encoders", "serving", "tagging")
-}
+TASKS = "distillation electra embeddings multi_vector question_answering sentence_encoders serving tagging"
+SLOW = {"docs/export.md", *(f"docs/tasks/{name}.md" for name in TASKS.split())}
 
 
 @pytest.mark.filterwarnings("ignore:.*initialised anew, to be trained:UserWarning")
@@ -187,6 +185,7 @@ def test_readme_is_the_first_minute():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
+@pytest.mark.slow  # importing everything in a new process; the blocks run in test_page_runs
 def test_readme_runs_as_pasted(tmp_path):
     """Its blocks run one after the other, in a new interpreter and an empty directory, without anything from GIVEN."""
     pytest.importorskip("transformers")

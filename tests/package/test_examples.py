@@ -92,6 +92,7 @@ def test_other_masks_are_noticed(example, monkeypatch):
     assert status == 1 and "DO NOT COINCIDE" in output
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_wrong_is_noticed(example, monkeypatch):
     """The gradient is one percent off in half of each layer; every forward is right."""
     right = fastbert.ops.dense_gelu
@@ -381,6 +382,7 @@ def test_the_demo_shows_texts_as_they_arrive_and_sorted(search):
     )
 
 
+@pytest.mark.slow
 def test_the_demo_fails_where_embeddings_differ(search, monkeypatch):
     right = SentenceEncoder.embed
     monkeypatch.setattr(SentenceEncoder, "embed", lambda self, *given: right(self, *given) * 1.01)

@@ -138,6 +138,7 @@ def launched(call):
     return configs
 
 
+@pytest.mark.slow
 def test_the_fastest_tiles_are_written_where_the_kernel_reads_them(tuned, tmp_path, monkeypatch):
     slow, fast, faster = (Config({"M": m, "N": n, "RELOAD": False}, 4, 2) for m, n in ((128, 32), (64, 32), (64, 64)))
     one, seconds = target([slow, fast, faster]), {32: 5.0, 64: 0.9}

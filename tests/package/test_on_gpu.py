@@ -104,6 +104,7 @@ def test_a_benchmark_goes_on_behind_a_case_that_lost_the_gpu(tmp_path):
     assert re.findall(r"skipped (\d)", log) == ["0", "2", "4", "0"]
 
 
+@pytest.mark.slow
 def test_a_later_call_goes_on_where_an_earlier_one_ended(tmp_path):
     """On another machine with a copy of the folder: parts that are ok are skipped, except those that it needs again."""
     begun = tmp_path / "begun"
@@ -173,6 +174,7 @@ def test_a_toolkit_that_is_not_on_the_path_is_found(tmp_path, monkeypatch):
     assert on_gpu.toolkit() == {}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about kernels that cannot run")
 def test_kernels_that_are_missing_on_a_gpu_are_a_failure(tmp_path):
     explain = next(part for part in on_gpu.all_parts("9.0", tmp_path, None) if part.name == "explain")

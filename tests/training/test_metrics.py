@@ -1,6 +1,5 @@
 """Compares metrics with numbers worked out by hand, scikit-learn, torchmetrics and pytrec_eval; errors; plots."""
 
-import subprocess
 import sys
 
 import numpy as np
@@ -385,14 +384,3 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch, missing, comma
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ModuleNotFoundError, match=f"pip install {command}"):
         call()
-
-
-def test_importing_metrics_imports_none_of_them():
-    code = """
-import sys
-import fastbert.metrics
-heavy = {"sklearn", "seqeval", "matplotlib", "rich", "transformers", "triton", "tensorboard"}
-print(sorted(heavy & {name.split(".")[0] for name in sys.modules}))
-"""
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert answer.stdout.strip() == "[]", answer.stdout + answer.stderr

@@ -678,7 +678,9 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(
+    "loader", [pytest.param(name, marks=[pytest.mark.slow] * (name == "a worker that stays")) for name in LOADERS]
+)
 def test_an_interrupted_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path, loader):
     """Resumes from a checkpoint at the end of an epoch and from one within, with dropout, scaler, schedule, evaluation.
 
