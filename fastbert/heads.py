@@ -29,7 +29,7 @@ from fastbert.config import BertConfig
 from fastbert.families import Head
 from fastbert.model import BertModel, ModelInputs, ModelOptions, Saveable, exportable, initialize, output_item
 from fastbert.ops import checks
-from fastbert.ops.cross_entropy import cross_entropy_of_rows, labelled_rows
+from fastbert.ops.cross_entropy import cross_entropy_of_rows, find_labelled_rows
 from fastbert.ops.numbers import wide
 from fastbert.padding import Packing
 
@@ -301,6 +301,14 @@ class BertPreTrainingHeads(nn.Module):
         initialize(self, config.initializer_range)
 
 
+class MaskedLMOptions(ModelOptions, total=False):
+    """Keyword arguments of models with a masked-LM head; BertForMaskedLM explains them. labelled_rows is not named in
+    signatures, because transformers' Trainer takes every argument there with "label" in its name for labels, and gives
+    no loss for batches that lack one of them."""
+
+    labelled_rows: Tensor | None
+
+
 class _MaskedLM(_BertWithHead):
     loss_options = {"skip_logits": True}
 
@@ -316,8 +324,8 @@ class _MaskedLM(_BertWithHead):
         self,
         inputs: tuple,
         labels: Tensor | None,
-        rows: Tensor | None,
         skip_logits: bool | None,
+        labelled_rows: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         packing: Packing | None = None,
@@ -330,13 +338,13 @@ class _MaskedLM(_BertWithHead):
         """
         packed, packing = self._pack(inputs, cu_seqlens, max_seqlen, packing)
         words, op = self.bert.embeddings.word_embeddings.weight, type(self).__name__
-        if rows is not None and (labels is None or packing.seqlen is not None):
+        if labelled_rows is not None and (labels is None or packing.seqlen is not None):
             raise ValueError(f"{op}: labelled_rows goes with packed labels, (T,) with cu_seqlens")
         if labels is not None:
             labels = _token_labels(op, packing, labels, words.device, self.config.vocab_size)
-            rows = labelled_rows(labels) if rows is None else rows
+            labelled_rows = find_labelled_rows(labels) if labelled_rows is None else labelled_rows
         body, head = self._run(packed, packing, **records), self.cls.predictions
-        loss = None if labels is None else head.loss(body.hidden, words, labels, rows)
+        loss = None if labels is None else head.loss(body.hidden, words, labels, labelled_rows)
         if skip_logits is None:
             skip_logits = self.training and labels is not None
         return body, loss, None if skip_logits else packing.unpack(head(body.hidden, words))
@@ -361,9 +369,8 @@ class BertForMaskedLM(_MaskedLM):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         *,
-        labelled_rows: Tensor | None = None,
         skip_logits: bool | None = None,
-        **options: Unpack[ModelOptions],
+        **options: Unpack[MaskedLMOptions],
     ) -> BertHeadOutput:
         """Input as in BertModel. labels: (B, S) or packed (T,) integers, a token or -100. logits: (B, S, V) or (T, V).
 
@@ -373,7 +380,7 @@ class BertForMaskedLM(_MaskedLM):
         when None they are found before the encoder starts, with one host synchronisation on a GPU.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        body, loss, logits = self._predict(inputs, labels, labelled_rows, skip_logits, **options)
+        body, loss, logits = self._predict(inputs, labels, skip_logits, **options)
         return BertHeadOutput(loss, logits, *body.records)
 
 
@@ -440,9 +447,8 @@ class BertForPreTraining(_MaskedLM):
         next_sentence_label: Tensor | None = None,
         *,
         sentence_order_label: Tensor | None = None,
-        labelled_rows: Tensor | None = None,
         skip_logits: bool | None = None,
-        **options: Unpack[ModelOptions],
+        **options: Unpack[MaskedLMOptions],
     ) -> BertForPreTrainingOutput:
         """Arguments as in BertForMaskedLM, and a label (B,) of the sentence pair: in BERT next_sentence_label, 0 for
         the next sentence, 1 for a random one; in ALBERT sentence_order_label, 0 for the order of the text, 1 for the
@@ -454,7 +460,7 @@ class BertForPreTraining(_MaskedLM):
         """
         name, label = self._pair_label(next_sentence_label, sentence_order_label)
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        body, loss, prediction_logits = self._predict(inputs, labels, labelled_rows, skip_logits, **options)
+        body, loss, prediction_logits = self._predict(inputs, labels, skip_logits, **options)
         logits = self.cls.seq_relationship(body.pooled if self.dropout is None else self.dropout(body.pooled))
         if label is not None:
             labels = body.sequence_labels(name, label, 2)

@@ -10,6 +10,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,7 +165,8 @@ def compute_entity_metrics(
 
     predictions, labels: a list of tags for each sentence, such as ["B-PER", "I-PER", "O"]. scheme: None reads tags as
     conlleval does, the script for CoNLL's data sets, which accepts entities that begin with I-; "BIO" and "BIOES" are
-    strict. Raises ValueError for empty input, different lengths, and tags outside the scheme.
+    strict. Raises ValueError for empty input, different lengths, and tags outside the scheme; TypeError for a text
+    in place of a list of tags.
     Equivalent to `seqeval.metrics`, micro-averaged, in its default or its strict mode.
     """
     prefixes = {None: "BIES", "BIO": "BI", "BIOES": "BIES"}
@@ -178,6 +180,8 @@ def compute_entity_metrics(
         )
     tag = re.compile(rf"O|[{prefixes[scheme]}]-.+")
     for name, sentences in (("predictions", predictions), ("labels", labels)):
+        if text := next((tags for tags in sentences if isinstance(tags, str)), None):
+            raise TypeError(f"compute_entity_metrics: {name} has {text!r} for a sentence; expected a list of tags")
         wrong = next((found for tags in sentences for found in tags if not tag.fullmatch(found)), None)
         if wrong is not None:
             raise ValueError(f"compute_entity_metrics: {name} has the tag {wrong!r}; expected {tag.pattern}")
@@ -231,7 +235,7 @@ def compute_squad_metrics(
 
     predictions: a text for each question, by id or in order; "" for no answer. answers: for each question a list of
     correct answers, empty if it is unanswerable, or {"text": the list, ...} as in the data set. Raises ValueError for
-    empty input and for questions that do not match.
+    empty input and for questions that do not match, TypeError for an answer that is no text.
     Equivalent to SQuAD's evaluate-v2.0.py (Rajpurkar et al., 2018) and, if all answers have words, evaluate-v1.1.py.
     """
     by_id = [given if isinstance(given, Mapping) else dict(enumerate(given)) for given in (predictions, answers)]
@@ -250,6 +254,9 @@ def _answer_scores(prediction: str, right: Sequence[str] | Mapping[str, Any]) ->
     right = right.get("text") if isinstance(right, Mapping) else right
     if right is None or isinstance(right, str):
         raise ValueError(f"compute_squad_metrics: the answers to a question are {right!r}; expected a list of texts")
+    for text in (prediction, *right):
+        if not isinstance(text, str):
+            raise TypeError(f"compute_squad_metrics: an answer is a {type(text).__name__}; expected a text")
     found = _words(prediction)
     answers = [words for answer in right if (words := _words(answer))] or [[]]  # one without words counts as none
     return float(found in answers), max(_overlap(found, answer) for answer in answers)
@@ -309,13 +316,25 @@ def _gain(relevance: np.ndarray) -> float:
 
 def _ranked(caller: str, scores: Any, relevance: Any, k: int) -> list[np.ndarray]:
     """Checks the arguments. Returns each query's relevance, in the order of its documents' scores, the best first."""
-    if k < 1:
-        raise ValueError(f"{caller}: k is {k}; expected at least 1")
+    _check_k(caller, k)
     if len(scores) != len(relevance) or not len(scores):
         raise ValueError(
             f"{caller}: scores of {len(scores)} queries, relevance of {len(relevance)}; expected equal numbers above 0"
         )
     return [_by_score(caller, query, *pair) for query, pair in enumerate(zip(scores, relevance, strict=True))]
+
+
+def _check_k(caller: str, k: int) -> None:
+    if not isinstance(k, Integral) or k < 1:
+        raise ValueError(f"{caller}: k is {k}; expected a whole number, at least 1")
+
+
+def _several(caller: str, k: int | Sequence[int]) -> list[int]:
+    """k as a list, checked."""
+    ks = list(k) if isinstance(k, Iterable) else [k]
+    for one in ks or [0]:
+        _check_k(caller, one)
+    return ks
 
 
 def _floats(given: Any) -> np.ndarray:
@@ -359,9 +378,9 @@ def evaluate_retrieval_metrics(
     relevant: for each query, the ids (or indices) of its relevant documents, or a mapping from these to their
     relevance. query_prompt, corpus_prompt: texts; None uses the prompts of `encode_query` and `encode_document`.
     options: for `encode`. The vectors of all texts are in memory, scores only in blocks. Documents with equal scores
-    keep their order, and a query without a relevant document counts as 0. Raises TypeError for a single text,
-    ValueError for a relevant document that is not in the corpus and for queries that do not match, and what ndcg_at_k
-    raises.
+    keep their order, and a query without a relevant document counts as 0. Raises TypeError for a single text and for
+    relevant documents that are no ids, ValueError for one that is not in the corpus and for queries that do not match,
+    and what ndcg_at_k raises.
     """
     caller = "evaluate_retrieval_metrics"
     queries, corpus, relevant = (
@@ -369,7 +388,7 @@ def evaluate_retrieval_metrics(
         for name, given in (("queries", queries), ("corpus", corpus), ("relevant", relevant))
     )
     grades = _grades(caller, queries, corpus, relevant)
-    ks = [k] if isinstance(k, int) else list(k)
+    ks = _several(caller, k)
     asked = encoder.encode_query(list(queries.values()), prompt=query_prompt, **options)
     vectors = encoder.encode_document(list(corpus.values()), prompt=corpus_prompt, **options)
     places = {document: place for place, document in enumerate(corpus)}
@@ -400,9 +419,11 @@ def _grades(caller: str, queries: Mapping, corpus: Mapping, relevant: Mapping) -
     found = []
     for query in queries:
         of_query = relevant[query]
-        if isinstance(of_query, (str, bytes)):
+        if isinstance(of_query, (str, bytes)) or not isinstance(of_query, Iterable):
             raise TypeError(f"{caller}: the relevant documents of {query!r} are {of_query!r}; expected a list of ids")
         found.append(dict(of_query) if isinstance(of_query, Mapping) else dict.fromkeys(of_query, 1))
+        if flags := [document for document in found[-1] if isinstance(document, (bool, float, np.bool_))]:
+            raise TypeError(f"{caller}: a relevant document of {query!r} is {flags[0]!r}; expected an id or an index")
         if unknown := found[-1].keys() - corpus.keys():
             raise ValueError(f"{caller}: query {query!r} has the document {unknown.pop()!r}, which corpus lacks")
     return found
@@ -427,6 +448,7 @@ def evaluate_reranking_metrics(
     (documents with equal scores keep it). relevance: of the same documents, as for ndcg_at_k. options: for `predict` or
     `encode`. Raises ValueError for unequal numbers, and what ndcg_at_k raises.
     """
+    ks = _several("evaluate_reranking_metrics", k)
     counts = [len(of_query) for of_query in documents]
     if not len(queries) == len(documents) == len(relevance) or counts != [len(of_query) for of_query in relevance]:
         raise ValueError(
@@ -440,7 +462,6 @@ def evaluate_reranking_metrics(
     else:
         asked = ranker.encode_query(list(queries), **options)[owners]
         scores = ranker.similarity_pairwise(asked, ranker.encode_document(texts, **options))
-    ks = [k] if isinstance(k, int) else list(k)
     return _ranking_scores([part.tolist() for part in scores.split(counts)], relevance, ks)
 
 

@@ -20,7 +20,7 @@ from fastbert.cli.common import (
 from fastbert.cli.progress import progress
 
 OF_FILES = {
-    "column": "text",
+    "column": None,
     "vectors": "float32",
     "no_texts": False,
     "engine": None,
@@ -37,6 +37,7 @@ def add(commands) -> None:
     search.add_argument("--index", action="store_true", help="by the corpus's index, approximately, not by all of it")
     search.add_argument("--prompt-name", metavar="NAME", help="of the questions (default: the model's for queries)")
     search.add_argument("--top", type=int, default=3, help="passages to show for each question (default: 3)")
+    add_json(search)
     search.set_defaults(run=_search)
 
     embed = commands.add_parser("embed", help="embed texts to an array, or files larger than memory to Parquet")
@@ -84,7 +85,7 @@ def _search(args: argparse.Namespace) -> None:
         passages = python_documentation(300)  # all-MiniLM-L6-v2 cuts texts at 256 tokens, and was trained on 128
     encoder = _encoder(args)
     vectors = _encode(args, encoder, [passage for _, passage in passages])
-    show_results(encoder, vectors, passages, args.question, args.top, args.prompt_name)
+    _answer(args, _best(encoder, vectors, passages, args.question, args.top, args.prompt_name))
 
 
 def _search_corpus(args: argparse.Namespace) -> None:
@@ -95,24 +96,43 @@ def _search_corpus(args: argparse.Namespace) -> None:
     corpus, encoder = EmbeddedCorpus(args.corpus), _encoder(args)
     questions = encoder.encode_query(args.question, prompt_name=args.prompt_name)
     scores, rows = corpus.search(encoder, questions, args.top, index=args.index)
-    for question, values, found in zip(args.question, scores.tolist(), rows.tolist(), strict=True):
+    best = []
+    for values, found in zip(scores.tolist(), rows.tolist(), strict=True):
         texts = corpus.texts(found) if corpus.manifest["keep_texts"] else [""] * len(found)
-        _show(question, [(value, f"row {row}", text) for value, row, text in zip(values, found, texts, strict=True)])
+        best.append([(value, f"row {row}", text) for value, row, text in zip(values, found, texts, strict=True)])
+    _answer(args, best)
 
 
-def show_results(
-    encoder, vectors, passages: list[tuple[str, str]], questions: list[str], top: int, prompt_name: str | None = None
-) -> None:
+Passages = list[tuple[float, str, str]]  # score, source and text of each, the best first
+
+
+def _answer(args: argparse.Namespace, best: list[Passages]) -> None:
+    if args.json:
+        found = [[dict(zip(("score", "source", "text"), one, strict=True)) for one in passages] for passages in best]
+        write_json([{"question": q, "passages": p} for q, p in zip(args.question, found, strict=True)])
+        return
+    for question, passages in zip(args.question, best, strict=True):
+        _show(question, passages)
+
+
+def show_results(encoder, vectors, passages: list[tuple[str, str]], questions: list[str], top: int) -> None:
     """Prints the best passages for each question by the encoder's measure. passages: (title, text). vectors: (N, C)."""
+    for question, found in zip(questions, _best(encoder, vectors, passages, questions, top), strict=True):
+        _show(question, found)
+
+
+def _best(
+    encoder, vectors, passages: list[tuple[str, str]], questions: list[str], top: int, prompt_name: str | None = None
+) -> list[Passages]:
+    from fastbert.inference import nearest
+
     asked = encoder.encode_query(questions, prompt_name=prompt_name)
-    for question, row in zip(questions, encoder.similarity(asked, vectors), strict=True):
-        best = row.topk(min(top, len(passages)))
-        found = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        _show(question, [(score, *passages[index]) for score, index in found])
+    scores, places = nearest(asked, vectors, top, encoder.similarity)
+    pairs = (zip(*row, strict=True) for row in zip(scores.tolist(), places.tolist(), strict=True))
+    return [[(score, *passages[place]) for score, place in found] for found in pairs]
 
 
-def _show(question: str, found: list[tuple[float, str, str]]) -> None:
-    """Prints a question and its passages. found: score, source and text of each."""
+def _show(question: str, found: Passages) -> None:
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text

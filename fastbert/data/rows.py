@@ -12,17 +12,21 @@ from fastbert.data.tokenizer import text_of
 from fastbert.require import require
 
 
-def texts_of_file(path: str | Path, column: str = "text") -> Iterator[str]:
+def texts_of_file(path: str | Path, column: str | None = None) -> Iterator[str]:
     """Yields the texts of a file: x.jsonl and x.ndjson, x.csv and x.tsv, x.parquet (with `pyarrow`), else its lines.
 
-    column: the name of the texts' column; lines of text have none. All but Parquet may be compressed (x.gz). Blank
-    lines of a text file are texts; those of JSON lines are skipped. Raises FileNotFoundError; ValueError with file and
-    place if the file is damaged or not UTF-8, lacks the column, or holds something other than text in it.
+    column: the name of the texts' column, None for "text". All but Parquet may be compressed (x.gz). Blank lines of a
+    text file are texts; those of JSON lines are skipped. Raises FileNotFoundError; ValueError with file and place if
+    the file is damaged or not UTF-8, lacks the column, or holds something other than text in it, and for a column that
+    is named though the file has lines of text.
     """
     reader = reader_of(path)
     if reader is None:
+        if column is not None:
+            raise ValueError(f"{path} is read as lines of text; expected a file with columns, because of {column!r}")
         yield from read_texts(path)
         return
+    column = "text" if column is None else column
     rows = parquet_rows(path, [column]) if reader is parquet_rows else reader(path)
     for place, row in rows:
         text = row.get(column) if isinstance(row, dict) else None

@@ -86,7 +86,7 @@ class _Files:
 
     def __init__(self, source: str | Path | Iterable[str | Path]) -> None:
         if isinstance(source, (str, Path)):
-            source = [source if Path(source).exists() else hub.directory_of(source, weights=False)]
+            source = [source if source and Path(source).exists() else hub.directory_of(source, weights=False)]
         given = [Path(path) for path in source]
         for path in given:
             if not path.exists():

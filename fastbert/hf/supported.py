@@ -24,6 +24,8 @@ from fastbert.random import ATTENTION_BITS, ROW_BITS, is_expressible
 FRAMEWORKS = ("transformers.", "torch.distributed.")
 # Those of them by which transformers records: they stay after the first forward that records, and are idle in others.
 CAPTURING = ("transformers.utils.output_capturing",)
+# Those that embedding tables may have: they record, or let the inputs require gradients. NEFTune's counts tokens.
+ON_EMBEDDINGS = ("transformers.utils.", "transformers.modeling_utils")
 
 
 class Fallback(Exception):
@@ -100,10 +102,10 @@ def _check_dropout(module: nn.Module, p: float, bits: int) -> None:
 
 
 def check_embedding(module: nn.Module) -> None:
-    """Checks an embedding table, or an adapter around one: it may have no hooks but those of transformers."""
+    """Checks an embedding table, or an adapter around one."""
     base = getattr(module, "base_layer", module)
     plain = isinstance(base, nn.Embedding) and base.max_norm is None and not base.scale_grad_by_freq
-    if not plain or hooks(module, ("transformers.",)) or "forward" in vars(module):
+    if not plain or hooks(module, ON_EMBEDDINGS) or "forward" in vars(module):
         raise Fallback(_instead_of(module, nn.Embedding))
 
 

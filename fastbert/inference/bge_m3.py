@@ -206,7 +206,9 @@ class M3Encoder:
         return torch.sparse_coo_tensor(indices, both[1].to(dtype), shape, is_coalesced=True, check_invariants=False)
 
     def lexical_weights(self, sparse: Tensor) -> list[dict[str, float]]:
-        """For each text of `encode`'s sparse embeddings, its tokens, as the vocabulary has them, and their weights."""
+        """For each text of `encode`'s sparse embeddings, or of some of their rows, its tokens, as the vocabulary has
+        them, and their weights."""
+        sparse = sparse.to_sparse_coo().coalesce()
         result: list[dict[str, float]] = [{} for _ in range(sparse.shape[0])]
         for (text, token), weight in zip(sparse.indices().T.tolist(), sparse.values().tolist(), strict=True):
             result[text][self.tokenizer.id_to_token(token)] = weight

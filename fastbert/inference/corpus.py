@@ -27,7 +27,7 @@ from fastbert.data.rows import texts_of_file
 from fastbert.files import replacing, write_text
 from fastbert.inference.fingerprint import fingerprint
 from fastbert.inference.sentences import SentenceEncoder
-from fastbert.inference.vectors import best_of, nearest
+from fastbert.inference.vectors import best_of, nearest, require_tensor
 from fastbert.require import require
 
 SHARD_ROWS = 16384
@@ -68,7 +68,7 @@ def embed_corpus(
     files: Files,
     directory: str | Path,
     *,
-    column: str = "text",
+    column: str | None = None,
     prompt: str | None = None,
     prompt_name: str | None = None,
     precision: str = "float32",
@@ -103,7 +103,7 @@ def embed_corpus(
     manifest = recipe._asdict() | {
         "width": width,
         "similarity": encoder.similarity_name,
-        "column": column,
+        "column": "text" if column is None else column,
         "shard_rows": shard_rows,
         "files": [_identity(Path(file)) for file in files],
     }
@@ -273,10 +273,12 @@ class EmbeddedCorpus:
         column = _read(part, ["embedding"])["embedding"].combine_chunks()
         return torch.from_numpy(np.array(column.flatten()).reshape(-1, self.width))
 
-    def texts(self, rows: Sequence[int]) -> list[str]:
-        """The texts of rows. Raises IndexError for a row that does not exist, ValueError if texts were not kept."""
+    def texts(self, rows: Sequence[int] | Tensor) -> list[str]:
+        """The texts of rows, a list or a tensor (N,) of their numbers. Raises IndexError for a row that does not exist,
+        ValueError if texts were not kept."""
         if not self.manifest["keep_texts"]:
             raise ValueError(f"{self.directory} has no texts: they were not kept")
+        rows = rows.tolist() if isinstance(rows, Tensor) else rows
         if wrong := [row for row in rows if not 0 <= row < len(self)]:
             raise IndexError(f"there is no row {wrong[0]}; expected 0 to {len(self) - 1}")
         found: dict[int, str] = {}
@@ -293,12 +295,14 @@ class EmbeddedCorpus:
 
         encoder: made the queries, and its measure is used. Its fingerprint is compared with the corpus's the first time
         it is given. index: searches in the index of `build_index`, approximately, instead of all vectors. Raises
-        ValueError for an encoder other than the corpus's, other shapes and a k below 1.
+        ValueError for an encoder other than the corpus's, other shapes, a k below 1 and a score that is NaN; TypeError
+        for anything but a tensor.
         """
         if self._encoder is None or self._encoder() is not encoder:
             if fingerprint(encoder) != self.manifest["encoder"]:
                 raise ValueError(f"{self.directory} has embeddings of another encoder; expected the queries' own")
             self._encoder = weakref.ref(encoder)
+        require_tensor("search", queries)
         if queries.dim() != 2 or queries.shape[1] != self.width or k < 1:
             given = f"queries has shape {tuple(queries.shape)}, k is {k}"
             raise ValueError(f"search: {given}; expected (N, {self.width}) and at least 1")
@@ -348,9 +352,9 @@ class EmbeddedCorpus:
 
     def _in_index(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         found = self._index.search(queries.float().cpu().numpy(), min(k, len(self)))
-        shape = len(queries), -1
+        shape = len(queries), min(k, len(self))
         counts = np.atleast_1d(getattr(found, "counts", len(found)))
-        if counts.min() < min(k, len(self)):
+        if counts.min(initial=shape[1]) < min(k, len(self)):
             raise ValueError(
                 f"search: the index found {counts.min()} of {min(k, len(self))} rows; many equal vectors hide others "
                 "from it: search without it"

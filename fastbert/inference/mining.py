@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -61,8 +62,8 @@ def mine_hard_negatives(
     A row has the columns "negative_1" to "negative_<num_negatives>"; rows with fewer negatives are dropped, with a
     warning. triplets: one row for each negative, in a column "negative". An anchor that is in the corpus is a candidate
     for itself; max_score can exclude it. Equivalent to `sentence_transformers.util.mine_hard_negatives`, except that
-    the latter does not rescore if there are no bounds. Raises ValueError for invalid columns, numbers and sampling, and
-    for scores that are NaN; TypeError for anything but text.
+    the latter does not rescore if there are no bounds. Raises ValueError for invalid columns, numbers and sampling, for
+    a cross_encoder of several labels and for scores that are NaN; TypeError for anything but text.
     """
     names, anchors, positives = _columns(pairs)
     bounds = _Bounds(max_score, min_score, absolute_margin, relative_margin)
@@ -70,7 +71,8 @@ def mine_hard_negatives(
     most = max(Counter(anchors).values())
     if range_max is None:
         range_max = range_min + most + num_negatives * (10 if limited else 1)
-    _check(num_negatives, range_min, range_max, sampling)
+    _check(num_negatives, range_min, range_max, sampling, cross_encoder)
+    names += _negative_names(names, num_negatives, triplets)
     corpus = list(dict.fromkeys([*strings("mine_hard_negatives", "corpus", corpus), *positives]))
     own = _places(anchors, positives, corpus)
 
@@ -80,8 +82,6 @@ def mine_hard_negatives(
     right = _of_positives(encoder, asked, vectors, own)
     if cross_encoder is not None:
         scores, right = _rescored(cross_encoder, corpus, own, indices)
-    if scores.isnan().any():
-        raise ValueError("mine_hard_negatives: there are scores that are NaN; expected numbers")
     choose = partial(_top, count=num_negatives)
     if sampling == "random":
         choose = partial(_random, count=num_negatives, generator=random.Random(seed))
@@ -97,7 +97,7 @@ def mine_hard_negatives(
         warnings.warn(
             f"mine_hard_negatives: {few} of {len(rows)} pairs have fewer than {least} negatives: left out", stacklevel=2
         )
-    return _result(names, rows, num_negatives, triplets)
+    return _result(names, rows, triplets)
 
 
 class _Bounds(NamedTuple):
@@ -144,14 +144,25 @@ def _columns(pairs: Mapping[str, Sequence[str]]) -> tuple[list[str], list[str], 
     return list(pairs), anchors, positives
 
 
-def _check(count: int, first: int, last: int, sampling: str) -> None:
-    if count < 1 or first < 0 or last - first < count:
+def _negative_names(names: list[str], count: int, triplets: bool) -> list[str]:
+    """The columns of negatives beside those of the pairs."""
+    negatives = ["negative"] if triplets else [f"negative_{number + 1}" for number in range(count)]
+    if taken := [name for name in names if name in negatives]:
+        raise ValueError(f"mine_hard_negatives: pairs has a column {taken[0]!r}, as the negatives have in the result")
+    return negatives
+
+
+def _check(count: int, first: int, last: int, sampling: str, cross_encoder: CrossEncoder | None) -> None:
+    if not all(isinstance(n, Integral) for n in (count, first, last)) or count < 1 or first < 0 or last - first < count:
         raise ValueError(
-            f"mine_hard_negatives: num_negatives is {count}, range_min {first}, range_max {last}; expected at least 1, "
-            "at least 0, and room for num_negatives between them"
+            f"mine_hard_negatives: num_negatives is {count}, range_min {first}, range_max {last}; expected whole "
+            "numbers, at least 1, at least 0, and room for num_negatives between them"
         )
     if sampling not in ("top", "random"):
         raise ValueError(f"mine_hard_negatives: sampling is {sampling!r}; expected 'top' or 'random'")
+    if cross_encoder is not None and cross_encoder.config.num_labels != 1:
+        labels = cross_encoder.config.num_labels
+        raise ValueError(f"mine_hard_negatives: the cross_encoder's model has {labels} labels; expected one")
 
 
 def _places(anchors: Iterable[str], positives: Iterable[str], corpus: list[str]) -> dict[str, list[int]]:
@@ -183,13 +194,13 @@ def _rescored(
     return torch.stack(found), [score(anchor, places) for anchor, places in own.items()]
 
 
-def _result(names: list[str], rows: list[tuple[str, str, float, list]], count: int, triplets: bool) -> HardNegatives:
+def _result(names: list[str], rows: list[tuple[str, str, float, list]], triplets: bool) -> HardNegatives:
+    """names: of all columns of the result. Without triplets, rows that have not a negative for each are dropped."""
     if triplets:
         rows = [(*row, [negative]) for *row, negatives in rows for negative in negatives]
     else:
-        rows = [row for row in rows if len(row[3]) == count]
-    negatives = ["negative"] if triplets else [f"negative_{number + 1}" for number in range(count)]
+        rows = [row for row in rows if len(row[3]) == len(names) - 2]
     columns = {names[0]: [row[0] for row in rows], names[1]: [row[1] for row in rows]}
-    for number, name in enumerate(negatives):
+    for number, name in enumerate(names[2:]):
         columns[name] = [row[3][number][0] for row in rows]
     return HardNegatives(columns, [[row[2], *(score for _, score in row[3])] for row in rows])

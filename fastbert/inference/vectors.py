@@ -1,6 +1,7 @@
 """Compares, searches and quantises embeddings."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +24,17 @@ def similarity(vectors: Tensor, others: Tensor | None = None) -> Tensor:
     return F.normalize(vectors, dim=-1) @ F.normalize(others, dim=-1).T
 
 
+def require_tensor(caller: str, given: Any) -> None:
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{caller}: given a {type(given).__name__}; expected a Tensor (torch.from_numpy)")
+
+
 def check_vectors(vectors: Tensor, others: Tensor | None) -> Tensor:
     """Returns others, or vectors if others is None. Raises ValueError unless both are matrices of one width, TypeError
     unless they are tensors."""
     others = vectors if others is None else others
     for given in (vectors, others):
-        if not isinstance(given, Tensor):
-            raise TypeError(f"similarity: given a {type(given).__name__}; expected a Tensor (torch.from_numpy)")
+        require_tensor("similarity", given)
     if vectors.dim() != 2 or others.dim() != 2 or vectors.shape[1] != others.shape[1]:
         raise ValueError(
             f"similarity: vectors has shape {tuple(vectors.shape)}, others {tuple(others.shape)}; expected (N, C) "
@@ -51,14 +56,17 @@ def nearest(
     The best come first, ties in the order of others. measure: gives (n, m) scores of (n, C) and (m, C), larger for more
     similar, as `SentenceEncoder.similarity` does. block: rows and columns of scores that are in memory at once.
     Equivalent to the first k columns of `measure(vectors, others).sort(descending=True, stable=True)`. Raises
-    ValueError for other shapes, and a k or block below 1.
+    ValueError for other shapes, a k or block below 1, and a score that is NaN.
     """
     check_vectors(vectors, others)
     if min(k, *block) < 1:
         raise ValueError(f"nearest: k is {k}; expected at least 1; block is {block}; expected at least (1, 1)")
     found = [_nearest(rows, others, k, measure, block[1]) for rows in vectors.split(block[0])]
-    scores, indices = zip(*found, strict=True)
-    return torch.cat(scores), torch.cat(indices)
+    scores, indices = map(torch.cat, zip(*found, strict=True))
+    if len(wrong := scores.isnan().nonzero()):  # NaN counts as the largest, so it is among the best
+        vector, other = int(wrong[0, 0]), int(indices[tuple(wrong[0])])
+        raise ValueError(f"nearest: the score of vectors[{vector}] and others[{other}] is NaN; expected a number")
+    return scores, indices
 
 
 def _nearest(rows: Tensor, others: Tensor, k: int, measure: Callable, columns: int) -> tuple[Tensor, Tensor]:
@@ -89,10 +97,12 @@ def quantize(vectors: Tensor, precision: str, calibration: Tensor | None = None)
     the highest bit, (N, ceil(C / 8)) int8 or uint8. calibration: embeddings of typical texts; None takes the vectors
     themselves, but then the results of two calls cannot be compared. Equivalent to sentence-transformers'
     quantize_embeddings. Raises ValueError for another precision, for shapes that do not fit, and for vectors or a
-    calibration that are not finite.
+    calibration that are not finite; TypeError for anything but tensors.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"quantize: precision is {precision!r}; expected {', '.join(PRECISIONS)}")
+    for given in (vectors, vectors if calibration is None else calibration):
+        require_tensor("quantize", given)
     if vectors.dim() != 2:
         raise ValueError(f"quantize: vectors has shape {tuple(vectors.shape)}; expected (N, C)")
     if precision.startswith("float"):
@@ -119,5 +129,5 @@ def _steps(vectors: Tensor, precision: str, calibration: Tensor) -> Tensor:
         raise ValueError("quantize: calibration holds numbers that are not finite")
     least, largest = calibration.amin(0), calibration.amax(0)
     step = (largest - least) / 255
-    places = ((vectors - least) / torch.where(step > 0, step, 1)).clamp(0, 255)
-    return (places - 128).to(torch.int8) if precision == "int8" else places.to(torch.uint8)
+    places = ((vectors - least) / torch.where(step > 0, step, 1)).clamp(0, 255).to(torch.uint8)
+    return (places.to(torch.int16) - 128).to(torch.int8) if precision == "int8" else places

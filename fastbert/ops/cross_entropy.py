@@ -122,7 +122,7 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, 
         F.cross_entropy(F.linear(hidden, weight, bias).float(), labels, ignore_index=ignore_index)
     """
     _check(hidden, weight, bias, labels, ignore_index)
-    rows = labelled_rows(labels, ignore_index)
+    rows = find_labelled_rows(labels, ignore_index)
     if rows is not None and rows.shape[0] < labels.shape[0]:
         hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)
     return _apply(hidden, weight, bias, labels, ignore_index)
@@ -139,7 +139,7 @@ def cross_entropy_of_rows(
     return _apply(hidden, weight, bias, labels, ignore_index)
 
 
-def labelled_rows(labels: Tensor, ignore_index: int = -100) -> Tensor | None:
+def find_labelled_rows(labels: Tensor, ignore_index: int = -100) -> Tensor | None:
     """The indices of the rows with a label, (L,) int64, from labels (T,). One host synchronisation on a GPU.
 
     Returns None in compiled and captured graphs, where the number of these rows cannot be known.

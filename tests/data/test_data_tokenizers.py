@@ -200,9 +200,10 @@ def test_files_that_make_no_tokenizer_are_refused(tmp_path, files, error, words)
         get_tokenizer(tmp_path)
 
 
-def test_a_path_that_is_not_there():
-    with pytest.raises(FileNotFoundError, match="there is no directory nowhere"):
-        get_tokenizer("nowhere")
+@pytest.mark.parametrize(("path", "shown"), [("nowhere", "nowhere"), ("", "''")])
+def test_a_path_that_is_not_there(path, shown):
+    with pytest.raises(FileNotFoundError, match=f"there is no directory {shown}"):
+        get_tokenizer(path)
 
 
 # ---- trained

@@ -22,6 +22,7 @@ from hf.pairs import (
 from small_models import DEVICE
 from torch import nn
 from torch.nn.utils import prune
+from transformers.integrations import neftune
 
 import fastbert
 
@@ -239,6 +240,20 @@ def test_what_only_the_original_computes_it_does(what):
     fastbert.accelerate(other)
     with pytest.warns(RuntimeWarning, match=reason):
         assert torch.equal(other(ids, mask).logits, model(ids, mask).logits)
+
+
+def test_noise_on_embeddings_runs_the_original():
+    """NEFTune's hook is transformers' own, but reads the number of tokens from the shape, (B, S, C)."""
+    model, ids = tagger().train(), torch.randint(1, 99, (2, 5))
+    table = model.get_input_embeddings()
+    table.neftune_noise_alpha = 5.0
+    other = copy.deepcopy(model)
+    for each in (model, other):
+        each.get_input_embeddings().register_forward_hook(neftune.neftune_post_forward_hook)
+    fastbert.accelerate(other)
+    with pytest.warns(RuntimeWarning, match="Embedding"):
+        results = [(torch.manual_seed(0), each(ids).logits)[1] for each in (model, other)]
+    assert torch.equal(*results)
 
 
 def test_vmap_and_trace_run_the_original():

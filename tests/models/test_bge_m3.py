@@ -130,6 +130,9 @@ def test_kinds_lengths_and_no_text(original):
     assert alone.sparse is alone.multi_vector is None and alone.dense.shape == (2, 48)
     weights = encoder.encode(TEXTS[:2], dense=False, multi_vector=False)
     assert weights.dense is None and weights.sparse.shape == (2, 99)
+    assert encoder.lexical_weights(weights.sparse.index_select(0, torch.tensor([1, 0]))) == [
+        *reversed(encoder.lexical_weights(weights.sparse))
+    ]
     none = encoder.encode([])
     assert none.dense.shape == (0, 48) and none.sparse.shape == (0, 99) and none.multi_vector == []
     assert encoder.compute_score([]).total.shape == (0,)

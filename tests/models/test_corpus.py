@@ -290,6 +290,11 @@ def test_damaged_files(tmp_path, name, data, says):
         list(texts_of_file(tmp_path / name))
 
 
+def test_lines_of_text_have_no_column(tmp_path):
+    with pytest.raises(ValueError, match="x.txt is read as lines of text; .* because of 'text'"):
+        list(texts_of_file(write(tmp_path / "x.txt", ["a"]), "text"))
+
+
 def test_fields_with_line_ends_and_very_long_ones(tmp_path):
     texts = ['one, "quoted"\nand a second line', "x" * 1_000_000, "", "größer 🙂"]
     for name in ("x.csv", "x.tsv", "x.jsonl", "x.parquet"):
@@ -338,7 +343,8 @@ def test_an_index_finds_what_search_finds(directory, tmp_path, measure):
         other.search(encoder, queries, 4, index=True)
     rounding = encoder.width * torch.finfo(torch.float32).eps  # usearch adds up `width` products in its own order
     torch.testing.assert_close(found[0], expected[0], rtol=rounding, atol=rounding)
-    assert corpus.search(encoder, queries[:1], 4, index=True)[1].shape == (1, 4)
+    for some in (queries[:1], queries[:0]):
+        assert corpus.search(encoder, some, 4, index=True)[1].shape == (len(some), 4)
     (corpus.directory / "index.usearch").write_bytes(b"no index")
     with pytest.raises((ValueError, RuntimeError), match="file"):
         EmbeddedCorpus(corpus.directory).search(encoder, queries, 1, index=True)
@@ -349,7 +355,10 @@ def test_searches_that_make_no_sense(directory, encoder, corpus):
     for wrong, k in ((queries[0], 1), (queries[:, 1:], 1), (queries, 0)):
         with pytest.raises(ValueError, match="search: queries has shape"):
             corpus.search(encoder, wrong, k)
+    with pytest.raises(TypeError, match="search: given a ndarray; expected a Tensor"):
+        corpus.search(encoder, queries.numpy(), 1)
     found = corpus.search(encoder, queries, 1)
+    assert corpus.texts(found[1][:, 0]) == corpus.texts(found[1][:, 0].tolist())
     again = pickle.loads(pickle.dumps(corpus)).search(encoder, queries, 1)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
     with pytest.raises(ValueError, match="another encoder"):

@@ -66,6 +66,10 @@ def test_nearest_never_has_all_scores():
     for given, words in (({"k": 0}, "k is 0; expected"), ({"k": 1, "block": (0, 1)}, r"block is \(0, 1\)")):
         with pytest.raises(ValueError, match=f"nearest: .*{words}"):
             nearest(torch.randn(2, 3), torch.randn(2, 3), **given)
+    others = torch.randn(9, 3)
+    others[[4, 6]] = torch.nan
+    with pytest.raises(ValueError, match=r"score of vectors\[0\] and others\[4\] is NaN"):
+        nearest(torch.randn(2, 3), others, 3, block=(1, 2))
     with pytest.raises(ValueError, match=r"others \(2, 4\); expected \(N, C\)"):
         nearest(torch.randn(2, 3), torch.randn(2, 4), 1)
 
@@ -157,7 +161,11 @@ def test_graded_documents_count_by_their_grade(tokenizer):
         ((["a", "b"], ["a"], [[0]]), ValueError, "2 queries, relevant documents for 1; only one of them has 1;"),
         (([], ["a"], []), ValueError, "0 queries, .*; expected the same, and at least one"),
         (({"q": "a"}, {"1": "a"}, {"q": "1"}), TypeError, "the relevant documents of 'q' are '1'; expected a list"),
-        ((["a"], ["a"], [[0]], 0), ValueError, "k is 0; expected at least 1"),
+        ((["a"], ["a", "b"], [[True, False]]), TypeError, "a relevant document of 0 is True; expected an id"),
+        ((["a"], ["a", "b"], [[1.0]]), TypeError, "a relevant document of 0 is 1.0"),
+        (({"q": "a"}, ["a"], {"q": 0}), TypeError, "the relevant documents of 'q' are 0; expected a list"),
+        ((["a"], ["a"], [[0]], 0), ValueError, "k is 0; expected a whole number, at least 1"),
+        ((["a"], ["a"], [[0]], []), ValueError, "k is 0; expected a whole number"),
         ((["a"], ["a"], [{0: -1}]), ValueError, "no relevance below 0"),
     ],
 )

@@ -138,6 +138,24 @@ def test_records_are_those_of_the_body(name):
             assert all(map(torch.equal, getattr(out, field), getattr(expected, field)))
 
 
+@pytest.mark.parametrize(
+    ("name", "labels", "named"),
+    [
+        ("BertForMaskedLM", {"labels": [5, -100, 7]}, None),
+        ("BertForPreTraining", {"labels": [5, -100, 7], "next_sentence_label": 1}, ["labels", "next_sentence_label"]),
+    ],
+)
+def test_transformers_trainer_evaluates_padded_batches(name, labels, named, tmp_path):
+    """By default (None) it takes every argument with "label" in its name for labels, and needs all for a loss."""
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs Hugging Face's accelerate")
+    model, rows = getattr(fastbert, name)(TINY).to(DEVICE), [{"input_ids": [5, 6, 7]} | labels] * 3
+    options = {"report_to": [], "use_cpu": DEVICE == "cpu", "disable_tqdm": True, "label_names": named}
+    trainer = transformers.Trainer(model, transformers.TrainingArguments(str(tmp_path), **options), eval_dataset=rows)
+    inputs = {name: x.to(DEVICE) for name, x in transformers.default_data_collator(rows).items()}
+    found = trainer.evaluate()["eval_loss"]
+    assert found == pytest.approx(model.eval()(**inputs).loss.item(), rel=1e-5)
+
+
 def test_outputs_are_tuples_whose_slices_hold_what_was_computed():
     """transformers.Trainer evaluates output[1:], which must not contain None."""
     model, (inputs, labels) = our(their("BertForTokenClassification")), example("BertForTokenClassification")
@@ -352,8 +370,8 @@ def test_nothing_labelled_gives_zero_and_zero_gradients(name):
 def test_labelled_tokens_are_looked_for_before_the_body_runs(name, monkeypatch):
     """On a GPU the host waits for their number; after the body was launched, it would wait for the body too."""
     model, (inputs, labels), seen = our(their(name)).train(), example(name), []
-    find = heads.labelled_rows
-    monkeypatch.setattr(heads, "labelled_rows", lambda labels: seen.append("rows") or find(labels))
+    find = heads.find_labelled_rows
+    monkeypatch.setattr(heads, "find_labelled_rows", lambda labels: seen.append("rows") or find(labels))
     model.bert.register_forward_pre_hook(lambda *given: seen.append("body"))
     model(**inputs, **labels)
     assert seen == ["rows", "body"]

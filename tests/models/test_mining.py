@@ -183,9 +183,12 @@ def test_prompts_are_put_before_texts(encoder):
         ({"a": [], "c": []}, {}, ValueError, "0 anchors and 0 positives"),
         ({"a": "b", "c": ["d"]}, {}, TypeError, "a is a str; expected several strings"),
         ({"a": ["b"], "c": [None]}, {}, TypeError, r"c\[0\] is a NoneType"),
-        (PAIRS, {"num_negatives": 0}, ValueError, "num_negatives is 0, range_min 0, range_max 4; expected at least 1"),
+        (PAIRS, {"num_negatives": 0}, ValueError, "num_negatives is 0, range_min 0, range_max 4; expected whole"),
         (PAIRS, {"range_min": -1}, ValueError, "range_min -1"),
         (PAIRS, {"range_min": 3, "range_max": 5}, ValueError, "range_min 3, range_max 5; .*room for num_negatives"),
+        (PAIRS, {"num_negatives": 1.5}, ValueError, "num_negatives is 1.5.*; expected whole numbers"),
+        ({"a": ["b"], "negative_2": ["c"]}, {}, ValueError, "pairs has a column 'negative_2', as the negatives have"),
+        ({"a": ["b"], "negative": ["c"]}, {"triplets": True}, ValueError, "pairs has a column 'negative', as"),
         (PAIRS, {"sampling": "best"}, ValueError, "sampling is 'best'; expected 'top' or 'random'"),
         (PAIRS, {"corpus": "a text"}, TypeError, "corpus is a str; expected several strings"),
     ],
@@ -203,5 +206,5 @@ def test_pairs_that_are_left_out_are_counted(encoder):
 
 def test_scores_that_are_no_numbers_are_an_error(encoder, monkeypatch):
     monkeypatch.setattr(encoder, "similarity", lambda a, b: torch.full((len(a), len(b)), torch.nan))
-    with warnings.catch_warnings(), pytest.raises(ValueError, match="scores that are NaN; expected numbers"):
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=r"score of vectors\[0\] and others\[\d\] is NaN"):
         mine_hard_negatives(encoder, PAIRS)

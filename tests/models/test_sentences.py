@@ -257,7 +257,8 @@ def test_quantize(precision, width):
     expected = quantize_embeddings(vectors.numpy(), precision, calibration_embeddings=calibration.numpy())
     found = quantize(vectors, precision, calibration)
     assert str(found.dtype) == f"torch.{expected.dtype}"
-    assert (found.int() - torch.from_numpy(expected).int()).abs().max() <= precision.endswith("int8")  # 1 off at steps
+    apart = found.int() - torch.from_numpy(expected).int()
+    assert apart.abs().max() <= precision.endswith("int8") and apart.count_nonzero() <= 2  # 1 off where steps begin
     if precision.endswith("int8"):
         ends = quantize(torch.stack([calibration.amax(0) + 9, calibration.amin(0) - 9]), precision, calibration)
         assert (ends == torch.tensor([[255], [0]]) - 128 * (precision == "int8")).all()

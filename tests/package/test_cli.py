@@ -137,6 +137,16 @@ def test_a_directory_of_a_prepared_model(models, capsys, tmp_path):
     assert 0 < abs(scores[0] - scores[1]) < 0.02
 
 
+def test_search_as_json(models, capsys, tmp_path):
+    (tmp_path / "texts").write_text("the cat sat on the mat\n\nthe dog too\nthe sun\n")
+    options = "--text", tmp_path / "texts", "--model", models / "BertModel", "--top", 2
+    found = json_of(capsys, "search", "a dog", "the sun", *options)
+    assert [one["question"] for one in found] == ["a dog", "the sun"]
+    best = found[1]["passages"]
+    assert best[0]["text"] == "the sun" and best[0]["source"] == "texts" and len(best) == 2
+    assert best[0]["score"] == pytest.approx(1) and best[0]["score"] > best[1]["score"]
+
+
 def test_precision(models, capsys, tmp_path):
     """With --precision, every command that has a model runs prepared layers, and gives what `precision=` gives."""
     (tmp_path / "texts").write_text("the cat sat on the mat\nthe dog too\n")

@@ -196,10 +196,11 @@ def test_bioes():
         ([["PER"]], [["O"]], None, "predictions has the tag 'PER'"),
         ([["O"]], [["S-PER"]], "BIO", r"labels has the tag 'S-PER'; expected O|\[BI\]-.\+"),
         ([["O"]], [["O"]], "IOB", "scheme is 'IOB'; expected None, 'BIO' or 'BIOES'"),
+        (["O"], [["O"]], None, "predictions has 'O' for a sentence; expected a list of tags"),
     ],
 )
 def test_tags_that_make_no_sense_are_refused(found, truth, scheme, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         metrics.compute_entity_metrics(found, truth, scheme)
 
 
@@ -271,10 +272,12 @@ def test_answers_are_as_torchmetrics_counts_them():
         (["a", "b"], [["a"]], "2 predictions for 1 questions; only one of them has 1"),
         ({"q1": "x"}, {"q2": ["x"]}, "1 predictions for 1 questions; only one of them has 'q"),
         (["x"], ["x"], "the answers to a question are 'x'; expected a list"),
+        ([None], [["x"]], "an answer is a NoneType; expected a text"),
+        (["x"], [["x", 3]], "an answer is a int"),
     ],
 )
 def test_answers_that_do_not_match_questions_are_refused(found, right, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         metrics.compute_squad_metrics(found, right)
 
 
@@ -332,7 +335,8 @@ def test_rankings_of_hand_made_cases():
 @pytest.mark.parametrize(
     ("scores", "relevance", "k", "words"),
     [
-        ([[1.0]], [[1]], 0, "k is 0; expected at least 1"),
+        ([[1.0]], [[1]], 0, "k is 0; expected a whole number, at least 1"),
+        ([[1.0]], [[1]], 1.5, "k is 1.5; expected a whole number"),
         ([], [], 1, "scores of 0 queries, relevance of 0; expected equal numbers above 0"),
         ([[1.0]], [[1], [1]], 1, "scores of 1 queries, relevance of 2"),
         ([1.0], [1], 1, r"scores\[0\] has shape \(\), relevance\[0\] \(\); expected one number"),
