@@ -293,6 +293,14 @@ def _checked(module: nn.Module) -> Replacement:
     return replacement
 
 
+def _check_uncalled(module: nn.Module, but_of: tuple[str, ...] = ()) -> None:
+    """Checks a module that is not called, because fastbert computes what it does: nothing may be around its forward."""
+    supported.check_own(module, but_of)
+    own = _unbound(vars(module).get("forward"))
+    if not (own is None or isinstance(own, Replacement) or own is type(module).forward):
+        raise Fallback(f"a {type(module).__name__} has a forward of its own")
+
+
 class ModelForward(Replacement):
     """The base model: decides whether to pack, packs, and runs the original on one sequence of all T tokens."""
 
@@ -628,7 +636,7 @@ class RelativeEncoderForward(Replacement):
         supported.check_positions(encoder)
         if conv is None:
             return False
-        supported.check_own(conv)
+        _check_uncalled(conv)
         supported.check_convolution(conv)
         return probability(conv.dropout) > 0
 
@@ -674,8 +682,8 @@ class LayerForward(Replacement):
         except AttributeError:
             raise Fallback(f"a {type(module).__name__} has other parts than usual") from None
         for container in parts.containers:
-            supported.check_own(container)
-        supported.check_own(parts.attention.module, but_of=("transformers.",))
+            _check_uncalled(container)
+        _check_uncalled(parts.attention.module, but_of=("transformers.",))
         _checked(parts.attention.module)
         if plain_parameters(parts) is None and prepared_parameters(parts) is None:
             leaves = zip(parts.leaves, parts.kinds(), strict=True)

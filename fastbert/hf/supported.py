@@ -5,6 +5,8 @@ might mix tokens. Checks belong to every forward, because users hook, wrap and r
 (`fastbert/parts.py`) skips them for modules that have not changed since the last one.
 """
 
+from typing import Any
+
 from torch import nn
 
 from fastbert.distances import MPNET_BUCKETS
@@ -111,6 +113,7 @@ def check_embedding(module: nn.Module) -> None:
 
 def check_positions(encoder: nn.Module) -> None:
     """Checks the tables of relative positions, and how a DeBERTa maps distances to their rows."""
+    check_methods(encoder, "compute_position_bias", "get_rel_embedding", "get_rel_pos")
     if hasattr(encoder, "relative_attention_bias"):
         check_embedding(encoder.relative_attention_bias)
         rows = encoder.relative_attention_bias.weight.shape[0]
@@ -128,6 +131,7 @@ def check_positions(encoder: nn.Module) -> None:
 
 
 def check_attention_to_positions(attention: nn.Module) -> None:
+    check_methods(attention, "disentangled_attention_bias")
     for name in ("pos_key_proj", "pos_query_proj"):
         if hasattr(attention, name):
             check_linear(getattr(attention, name))
@@ -146,8 +150,24 @@ def check_convolution(module: nn.Module) -> None:
 
 
 def check_own(module: nn.Module, but_of: tuple[str, ...] = ()) -> None:
-    """Checks that the module runs transformers' own forward, and has no hooks but those of the libraries `but_of`."""
-    if not type(module).forward.__module__.startswith("transformers.models."):
+    """Checks that the module's class has transformers' own forward, and that it has no hooks but those of the libraries
+    `but_of`."""
+    if not _is_theirs(type(module).forward):
         raise Fallback(f"a {type(module).__name__} computes something of its own")
     if hooks(module, but_of):
         raise Fallback(f"a hook sits on a {type(module).__name__}, which would see packed tensors")
+
+
+def check_methods(module: nn.Module, *names: str) -> None:
+    """Checks that methods whose results fastbert computes itself are transformers' own, if the module has them."""
+    for name in names:
+        method = getattr(module, name, None)
+        if method is not None and not _is_theirs(getattr(method, "__func__", method)):
+            raise Fallback(f"a {type(module).__name__} has a {name} of its own")
+
+
+def _is_theirs(function: Any) -> bool:
+    """Whether transformers wrote the function. A wrapper that functools made has the name of its module, but not the
+    globals."""
+    written = getattr(function, "__globals__", {}).get("__name__", "")
+    return function.__module__.startswith("transformers.models.") and written.startswith("transformers.")

@@ -1,6 +1,7 @@
 """What the packed path cannot do runs the original, bit for bit, and the report says why."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -93,7 +94,23 @@ def test_arguments_that_transformers_ignores_do_not_unpack(family):
     assert_packed(report)
 
 
+def double(module, name="forward", around=functools.wraps):
+    """Puts a method on the object that gives twice as much. around: marks it as one around the method before it."""
+    method = getattr(module, name)
+
+    def twice(*args, **kwargs):
+        result = method(*args, **kwargs)
+        return (2 * result[0], *result[1:]) if isinstance(result, tuple) else 2 * result
+
+    setattr(module, name, around(method)(twice))
+
+
 REASONS = {
+    "a BertIntermediate has a forward of its own": lambda model: double(model.encoder.layer[0].intermediate),
+    "a BertSelfOutput has a forward of its own": lambda model: double(
+        model.encoder.layer[1].attention.output, around=lambda method: lambda function: function
+    ),
+    "a BertSelfAttention has a forward of its own": lambda model: double(model.encoder.layer[0].attention.self),
     "a torch.ao.nn.quantized.dynamic.modules.linear.Linear is in place of a Linear": lambda model: (
         torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True)
     ),
@@ -119,6 +136,24 @@ def test_reasons_say_what_was_met(reason):
     with pytest.warns(RuntimeWarning, match=reason):
         assert torch.equal(model(**inputs)[0], original(**inputs)[0])
     assert_fell_back(report, reason)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("mpnet", "compute_position_bias"),
+        ("deberta-v2", "get_rel_embedding"),
+        ("deberta-v2", "disentangled_attention_bias"),
+    ],
+)
+def test_methods_of_positions_that_somebody_wrapped_are_called(family, name):
+    original, model, report, inputs = pair(family)
+    for each in (original, model):
+        encoder = each.encoder
+        double(encoder if hasattr(encoder, name) else encoder.layer[0].attention.self, name)
+    with pytest.warns(RuntimeWarning, match=f"has a {name} of its own"):
+        assert torch.equal(model(**inputs)[0], original(**inputs)[0])
+    assert_fell_back(report, name)
 
 
 def test_cross_attention_runs_the_original():
