@@ -184,8 +184,10 @@ def _of_part(name: str, part: str) -> str:
 
 def check(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], names: Names = BERT) -> None:
     """Raises RuntimeError that lists names that are missing or unexpected, and wrong shapes."""
-    problems = _listed("missing", to_hugging_face_names(expected.keys() - given.keys(), names))
-    problems += _listed("unexpected", map(names.theirs, given.keys() - expected.keys()))
+    missing = set(to_hugging_face_names(expected.keys() - given.keys(), names))
+    unexpected = set(to_hugging_face_names(given.keys() - expected.keys(), names))
+    problems = _listed("missing", missing - unexpected)  # in both: of queries, keys and values not all are there
+    problems += _listed("unexpected", unexpected - missing)
     problems += _listed(
         "wrong shape",
         (
@@ -217,7 +219,13 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> BertConfig:
-        return BertConfig.read(self.directory, interrupted_save(self.directory))
+        """Without a prepared model's entry if its floats are no longer those that fastbert has written: transformers
+        reads these, and keeps entries that it does not know."""
+        config = BertConfig.read(self.directory, interrupted_save(self.directory))
+        written = _metadata(self.directory).get("config", "")
+        if "quantization_config" not in config.extra and prepared.CONFIG_ENTRY not in written:
+            config.extra = prepared.without_entries(config.extra)
+        return config
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -372,13 +380,18 @@ def write(directory: str | Path, config: dict, state: Mapping[str, Tensor]) -> N
     write_text(directory / "config.json", text)
 
 
-def interrupted_save(directory: Path) -> str | None:
-    """The configuration in the weights' file, if config.json is still the one that the save should have replaced."""
+def _metadata(directory: Path) -> dict[str, str]:
+    """What `write` has written into the weights' file beside the tensors."""
     try:
         with safe_open(directory / "model.safetensors", "pt") as file:
-            metadata = file.metadata() or {}
+            return file.metadata() or {}
     except (OSError, SafetensorError):  # `read` reports what is wrong
-        return None
+        return {}
+
+
+def interrupted_save(directory: Path) -> str | None:
+    """The configuration in the weights' file, if config.json is still the one that the save should have replaced."""
+    metadata = _metadata(directory)
     given, replaced = metadata.get("config"), metadata.get("replaces")
     if given is None or replaced != _digest(directory / "config.json") or replaced == _digest(given):
         return None

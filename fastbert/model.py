@@ -33,7 +33,7 @@ from fastbert.parts import (
     probability,
     unchanged,
 )
-from fastbert.prepared import PreparedLinear
+from fastbert.prepared import PreparedLinear, without_entries
 
 T = TypeVar("T")
 
@@ -348,7 +348,10 @@ class Saveable(_Loadable):
         """Writes config.json and model.safetensors under Hugging Face's names, each whole or not at all."""
         name = self.config.family.class_name(self.kind)
         dtype = str(self.dtype).removeprefix("torch.")
-        config = {**self.config.to_dict(), "architectures": [name], "dtype": dtype}
+        given = self.config.to_dict()
+        if not any(isinstance(module, PreparedLinear) for module in self.modules()):
+            given = without_entries(given)  # of a prepared model whose configuration this one was made from
+        config = {**given, "architectures": [name], "dtype": dtype}
         config.pop("torch_dtype", None)  # the older name of dtype
         checkpoint.write(directory, config, self.to_hugging_face(self.state_dict(), tied=False))
 
@@ -784,7 +787,8 @@ class BertModel(Saveable):
         """A checkpoint's state, without its pooler if this model has none. Raises RuntimeError for a missing pooler."""
         if self.pooler is None:
             return {name: tensor for name, tensor in state.items() if not name.startswith("pooler.")}
-        if not any(name.startswith("pooler.") for name in state):
+        has_body = any(name.startswith(checkpoint.BODY) for name in state)  # else `check` says which names are wrong
+        if has_body and not any(name.startswith("pooler.") for name in state):
             raise RuntimeError("the checkpoint has no pooler; pass add_pooling_layer=False")
         return state
 

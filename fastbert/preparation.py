@@ -7,6 +7,7 @@ from torch import nn
 
 from fastbert import backends, hf
 from fastbert.families import follow, key_of
+from fastbert.model import class_name
 from fastbert.ops.scaled_linear import MULTIPLE, problem_on
 from fastbert.parts import is_plain
 from fastbert.prepared import (
@@ -79,7 +80,8 @@ def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[
     for name in left:
         part = _find(model, name)
         if part is None or not is_plain(part, nn.Linear):
-            raise ValueError(f"fastbert.prepare: {name} is a {type(part).__name__}, or has hooks; expected nn.Linear")
+            given = "missing" if part is None else f"a {class_name(part)}, or has hooks"
+            raise ValueError(f"fastbert.prepare: {name} is {given}; expected a plain torch.nn.Linear (LoRA: merge it)")
         if precision == "fp8":
             _check_sizes(name, part.in_features, part.out_features)
     return skip

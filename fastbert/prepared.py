@@ -347,6 +347,13 @@ def config_entries(precision: str, skip: tuple[str, ...]) -> dict[str, Any]:
     return entries | ({"quantization_config": {"library": "fastbert"}} if precision in QUANTIZED else {})
 
 
+def without_entries(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's fields without those of `config_entries`."""
+    if CONFIG_ENTRY not in config:
+        return config
+    return {name: value for name, value in config.items() if name not in (CONFIG_ENTRY, "quantization_config")}
+
+
 def outline(model: nn.Module, config: "BertConfig") -> str | None:
     """If the configuration is that of a prepared model, puts modules without weights in place of its dense layers, to
     be filled from a state dict. Returns the precision, or None. Raises ValueError for an entry that makes no sense."""

@@ -78,11 +78,18 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether a gradient is live: recording is on and one of the tensors requires it.
 
     Also True within forward-mode differentiation: the autograd.Function then raises an error, because it does not
-    support it, where the bare operator would drop the tangent silently.
+    support it, where the bare operator would drop the tangent silently. Raises RuntimeError where torch.func would
+    differentiate, which takes other Functions than these.
     """
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    live = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if live and not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "torch.func cannot differentiate fastbert's operators; use torch.autograd.grad, or their twins in plain "
+            "PyTorch, as fastbert.ops.layer_norm_ref is one of fastbert.ops.layer_norm"
+        )
+    return live
 
 
 def autocast_on(device_type: str) -> bool:

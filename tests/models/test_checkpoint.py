@@ -100,6 +100,11 @@ def without(name):
 
 
 BIAS, KEY = "encoder.layer.1.output.dense.bias", "encoder.layer.1.attention.self.key.bias"
+ONE, MORE, QKV = (
+    "encoder.layer.1.attention.self.",
+    "encoder.layer.7.attention.self.",
+    ("query.bias", "key.bias", "value.bias"),
+)
 WORDS, EXTRA = "embeddings.word_embeddings.weight", "encoder.layer.7.output.dense.bias"
 
 
@@ -107,8 +112,13 @@ WORDS, EXTRA = "embeddings.word_embeddings.weight", "encoder.layer.7.output.dens
     ("change", "words"),
     [
         (without(BIAS), f"missing: {BIAS}"),
-        (without(KEY), f"missing: {KEY}"),
+        (without(KEY), f"missing: {KEY}$"),  # though without it queries' and values' are of no use either
         (lambda t: t | {EXTRA: torch.zeros(48)}, f"unexpected: {EXTRA}"),
+        (
+            lambda t: t | {MORE + n: t[ONE + n].clone() for n in QKV},
+            f"unexpected: {MORE}key.bias, {MORE}query.bias, {MORE}value",
+        ),
+        (lambda t: {f"model.{n}": x for n, x in t.items()}, "missing: .*; unexpected: model.embeddings.LayerNorm.bias"),
         (lambda t: t | {WORDS: torch.zeros(98, 48)}, rf"wrong shape: {WORDS}: \(98, 48\), expected \(99, 48\)"),
     ],
 )

@@ -242,6 +242,24 @@ def test_saved_and_loaded_it_is_the_same(model, inputs, tmp_path, precision, ski
     assert (f"{name}.weight_scale" in tensors) == (precision in QUANTIZED)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_model_made_from_its_configuration_is_an_ordinary_one(model, tmp_path, precision):
+    fastbert.BertModel(fastbert.prepare(model, precision).config).save_pretrained(tmp_path)
+    loaded = fastbert.BertModel.from_pretrained(tmp_path).train()
+    assert not any(isinstance(module, PreparedLinear) for module in loaded.modules())
+    assert "fastbert_prepare" not in (tmp_path / "config.json").read_text()
+
+
+def test_what_transformers_makes_of_it_is_an_ordinary_model(model, tmp_path):
+    """It reads a directory of "fp32" or "bf16", keeps the entry in config.json, and replaces the weights."""
+    fastbert.prepare(model, "fp32").save_pretrained(tmp_path / "prepared")
+    theirs = transformers.AutoModel.from_pretrained(tmp_path / "prepared")
+    theirs.save_pretrained(tmp_path / "tuned")
+    loaded = fastbert.BertModel.from_pretrained(tmp_path / "tuned").train()
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+    assert "fastbert_prepare" not in loaded.config.extra
+
+
 def test_another_class_loads_its_part(inputs, tmp_path):
     """The name of a skipped part also refers to that part in the base model, without its prefix."""
     head = fastbert.BertForSequenceClassification(ours(hugging_face()).config).cpu().eval()
@@ -380,7 +398,12 @@ def with_a_hook(model):
         (without_finite_weights, {}, ValueError, NOT_FINITE),
         (without_finite_weights, {"precision": "fp32"}, ValueError, NOT_FINITE),
         (with_a_bias_beyond_bfloat16, {"precision": "bf16"}, ValueError, NOT_FINITE),
-        (with_a_hook, {}, ValueError, "encoder.layer.1.intermediate.dense is a Linear, or has hooks"),
+        (
+            with_a_hook,
+            {},
+            ValueError,
+            "encoder.layer.1.intermediate.dense is a torch.Linear, or has hooks; expected a plain",
+        ),
     ],
 )
 def test_what_is_refused(model, given, arguments, error, message):

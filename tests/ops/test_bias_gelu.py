@@ -116,6 +116,13 @@ class TestBiasGelu(OpSuite):
         with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
             torch.func.jvp(lambda x: self.ours(x, inputs["bias"]), (inputs["x"],), (inputs["x"],))
 
+    def test_torch_func_does_not_differentiate(self, backend):
+        inputs = self.inputs((3, 8), torch.float64, backend.device)
+        backend.require(torch.float64, backward=True)
+        self.ours(**inputs)
+        with pytest.raises(RuntimeError, match="torch.func cannot differentiate .*layer_norm_ref"):
+            torch.func.grad(lambda x: self.ours(x, inputs["bias"]).sum())(inputs["x"])
+
     def test_gradient_at_the_edges(self, backend):
         backend.require(torch.float32, backward=True)
         x = torch.tensor([0.0, 1e30, -1e30, torch.inf, -torch.inf], device=backend.device, requires_grad=True)
