@@ -170,4 +170,4 @@ def _is_theirs(function: Any) -> bool:
     """Whether transformers wrote the function. A wrapper that functools made has the name of its module, but not the
     globals."""
     written = getattr(function, "__globals__", {}).get("__name__", "")
-    return function.__module__.startswith("transformers.models.") and written.startswith("transformers.")
+    return str(function.__module__).startswith("transformers.models.") and written.startswith("transformers.")
