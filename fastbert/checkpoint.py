@@ -221,9 +221,9 @@ class Checkpoint:
     def config(self) -> BertConfig:
         """Without a prepared model's entry if its floats are no longer those that fastbert has written: transformers
         reads these, and keeps entries that it does not know."""
-        config = BertConfig.read(self.directory, interrupted_save(self.directory))
-        written = _metadata(self.directory).get("config", "")
-        if "quantization_config" not in config.extra and prepared.CONFIG_ENTRY not in written:
+        metadata = _metadata(self.directory)
+        config = BertConfig.read(self.directory, interrupted_save(self.directory, metadata))
+        if "quantization_config" not in config.extra and prepared.CONFIG_ENTRY not in metadata.get("config", ""):
             config.extra = prepared.without_entries(config.extra)
         return config
 
@@ -389,9 +389,8 @@ def _metadata(directory: Path) -> dict[str, str]:
         return {}
 
 
-def interrupted_save(directory: Path) -> str | None:
+def interrupted_save(directory: Path, metadata: Mapping[str, str]) -> str | None:
     """The configuration in the weights' file, if config.json is still the one that the save should have replaced."""
-    metadata = _metadata(directory)
     given, replaced = metadata.get("config"), metadata.get("replaces")
     if given is None or replaced != _digest(directory / "config.json") or replaced == _digest(given):
         return None

@@ -332,7 +332,7 @@ def _check_k(caller: str, k: int) -> None:
 def _several(caller: str, k: int | Sequence[int]) -> list[int]:
     """k as a list, checked."""
     ks = list(k) if isinstance(k, Iterable) else [k]
-    for one in ks or [0]:
+    for one in ks or [k]:
         _check_k(caller, one)
     return ks
 

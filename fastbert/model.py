@@ -33,7 +33,7 @@ from fastbert.parts import (
     probability,
     unchanged,
 )
-from fastbert.prepared import PreparedLinear, without_entries
+from fastbert.prepared import PreparedLinear, holds_prepared, without_entries
 
 T = TypeVar("T")
 
@@ -349,7 +349,7 @@ class Saveable(_Loadable):
         name = self.config.family.class_name(self.kind)
         dtype = str(self.dtype).removeprefix("torch.")
         given = self.config.to_dict()
-        if not any(isinstance(module, PreparedLinear) for module in self.modules()):
+        if not holds_prepared(self):
             given = without_entries(given)  # of a prepared model whose configuration this one was made from
         config = {**given, "architectures": [name], "dtype": dtype}
         config.pop("torch_dtype", None)  # the older name of dtype

@@ -15,6 +15,7 @@ from fastbert.prepared import (
     PreparedLinear,
     config_entries,
     freeze,
+    holds_prepared,
     is_skipped,
     linears,
     replace,
@@ -66,7 +67,7 @@ def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[
     if any(module.training for module in model.modules()):
         raise ValueError("fastbert.prepare: the model is in training mode; call model.eval() first")
     _check_device(model, precision)
-    if any(isinstance(module, PreparedLinear) for module in model.modules()):
+    if holds_prepared(model):
         raise ValueError("fastbert.prepare: the model is prepared already; expected the original")
     names, skip = list(linears(model)), (skip,) if isinstance(skip, str) else tuple(skip)
     if not names:

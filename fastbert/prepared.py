@@ -280,7 +280,7 @@ def freeze(model: nn.Module, precision: str) -> nn.Module:
     model.requires_grad_(False)
     join(model)
     for module in model.modules():
-        if not isinstance(module, PreparedLinear) and any(_layers(module)):
+        if not isinstance(module, PreparedLinear) and holds_prepared(module):
             for method in ("train", "_apply", "load_state_dict", LOADING):
                 setattr(module, method, Frozen(module, method, PRECISIONS[precision]))
         if type(module).__module__.startswith(("transformers.", "sentence_transformers.")):
@@ -292,6 +292,11 @@ def freeze(model: nn.Module, precision: str) -> nn.Module:
 
 def _layers(model: nn.Module) -> Iterator[PreparedLinear]:
     return (module for module in model.modules() if isinstance(module, PreparedLinear))
+
+
+def holds_prepared(model: nn.Module) -> bool:
+    """Whether any dense layer is one that `fastbert.prepare` made."""
+    return next(_layers(model), None) is not None
 
 
 def home(precision: str) -> torch.device:

@@ -110,15 +110,13 @@ def _answer(args: argparse.Namespace, best: list[Passages]) -> None:
     if args.json:
         found = [[dict(zip(("score", "source", "text"), one, strict=True)) for one in passages] for passages in best]
         write_json([{"question": q, "passages": p} for q, p in zip(args.question, found, strict=True)])
-        return
-    for question, passages in zip(args.question, best, strict=True):
-        _show(question, passages)
+    else:
+        _show(args.question, best)
 
 
 def show_results(encoder, vectors, passages: list[tuple[str, str]], questions: list[str], top: int) -> None:
     """Prints the best passages for each question by the encoder's measure. passages: (title, text). vectors: (N, C)."""
-    for question, found in zip(questions, _best(encoder, vectors, passages, questions, top), strict=True):
-        _show(question, found)
+    _show(questions, _best(encoder, vectors, passages, questions, top))
 
 
 def _best(
@@ -132,15 +130,16 @@ def _best(
     return [[(score, *passages[place]) for score, place in found] for found in pairs]
 
 
-def _show(question: str, found: Passages) -> None:
+def _show(questions: list[str], best: list[Passages]) -> None:
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
 
     console = Console()
-    console.print(Text(f"\n{question}", style="bold"))
-    for score, source, passage in found:
-        console.print(Panel(Text(passage), title=Text(f"{score:.3f}  {source}"), title_align="left"))
+    for question, passages in zip(questions, best, strict=True):
+        console.print(Text(f"\n{question}", style="bold"))
+        for score, source, passage in passages:
+            console.print(Panel(Text(passage), title=Text(f"{score:.3f}  {source}"), title_align="left"))
 
 
 def _embed(args: argparse.Namespace) -> None:

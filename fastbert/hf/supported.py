@@ -113,13 +113,14 @@ def check_embedding(module: nn.Module) -> None:
 
 def check_positions(encoder: nn.Module) -> None:
     """Checks the tables of relative positions, and how a DeBERTa maps distances to their rows."""
-    check_methods(encoder, "compute_position_bias", "get_rel_embedding", "get_rel_pos")
     if hasattr(encoder, "relative_attention_bias"):
+        check_methods(encoder, "compute_position_bias")
         check_embedding(encoder.relative_attention_bias)
         rows = encoder.relative_attention_bias.weight.shape[0]
         if rows < MPNET_BUCKETS:
             raise Fallback(f"relative_attention_bias has {rows} rows, fewer than transformers reads")
         return
+    check_methods(encoder, "get_rel_embedding", "get_rel_pos")
     if not encoder.relative_attention:
         return
     check_embedding(encoder.rel_embeddings)

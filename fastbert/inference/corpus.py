@@ -351,13 +351,13 @@ class EmbeddedCorpus:
         return index
 
     def _in_index(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        found = self._index.search(queries.float().cpu().numpy(), min(k, len(self)))
-        shape = len(queries), min(k, len(self))
+        k = min(k, len(self))
+        found, shape = self._index.search(queries.float().cpu().numpy(), k), (len(queries), k)
         counts = np.atleast_1d(getattr(found, "counts", len(found)))
-        if counts.min(initial=shape[1]) < min(k, len(self)):
+        if counts.min(initial=k) < k:
             raise ValueError(
-                f"search: the index found {counts.min()} of {min(k, len(self))} rows; many equal vectors hide others "
-                "from it: search without it"
+                f"search: the index found {counts.min()} of {k} rows; many equal vectors hide others from it: search "
+                "without it"
             )
         distances = torch.from_numpy(np.asarray(found.distances, np.float32).reshape(shape))
         rows = torch.from_numpy(np.asarray(found.keys).astype(np.int64).reshape(shape))

@@ -27,7 +27,7 @@ from fastbert.config import BertConfig
 from fastbert.files import replacing
 from fastbert.model import Saveable, class_name
 from fastbert.modes import evaluating
-from fastbert.prepared import PreparedLinear
+from fastbert.prepared import holds_prepared
 from fastbert.testing import Result, Row
 
 FACTOR = 4.0  # an exported model's error against float64 may be this many times the model's own
@@ -86,7 +86,7 @@ def _check(model: Saveable, path: Path, format: str) -> None:
         raise ValueError(f"export: format is {format!r}; expected one of {', '.join(map(repr, FORMATS))}")
     if not isinstance(model, Saveable):
         raise TypeError(f"export: model is a {class_name(model)}; expected a fastbert.BertModel, or one with a head")
-    if any(isinstance(module, PreparedLinear) for module in model.modules()):
+    if holds_prepared(model):
         raise ValueError(
             "export: fastbert.prepare has packed the model's weights for this processor; export the original, and "
             "quantise the file with its runtime's tools"

@@ -81,10 +81,12 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     support it, where the bare operator would drop the tangent silently. Raises RuntimeError where torch.func would
     differentiate, which takes other Functions than these.
     """
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        return True
     live = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if live and not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling():
+        return live
+    if forward_ad._current_level >= 0:
+        return True
+    if live and torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
             "torch.func cannot differentiate fastbert's operators; use torch.autograd.grad, or their twins in plain "
             "PyTorch, as fastbert.ops.layer_norm_ref is one of fastbert.ops.layer_norm"

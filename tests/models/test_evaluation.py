@@ -165,7 +165,7 @@ def test_graded_documents_count_by_their_grade(tokenizer):
         ((["a"], ["a", "b"], [[1.0]]), TypeError, "a relevant document of 0 is 1.0"),
         (({"q": "a"}, ["a"], {"q": 0}), TypeError, "the relevant documents of 'q' are 0; expected a list"),
         ((["a"], ["a"], [[0]], 0), ValueError, "k is 0; expected a whole number, at least 1"),
-        ((["a"], ["a"], [[0]], []), ValueError, "k is 0; expected a whole number"),
+        ((["a"], ["a"], [[0]], []), ValueError, r"k is \[\]; expected a whole number, at least 1"),
         ((["a"], ["a"], [{0: -1}]), ValueError, "no relevance below 0"),
     ],
 )

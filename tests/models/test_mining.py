@@ -183,7 +183,12 @@ def test_prompts_are_put_before_texts(encoder):
         ({"a": [], "c": []}, {}, ValueError, "0 anchors and 0 positives"),
         ({"a": "b", "c": ["d"]}, {}, TypeError, "a is a str; expected several strings"),
         ({"a": ["b"], "c": [None]}, {}, TypeError, r"c\[0\] is a NoneType"),
-        (PAIRS, {"num_negatives": 0}, ValueError, "num_negatives is 0, range_min 0, range_max 4; expected whole"),
+        (
+            PAIRS,
+            {"num_negatives": 0},
+            ValueError,
+            "num_negatives is 0, range_min 0, range_max 4; expected whole numbers, at least 1",
+        ),
         (PAIRS, {"range_min": -1}, ValueError, "range_min -1"),
         (PAIRS, {"range_min": 3, "range_max": 5}, ValueError, "range_min 3, range_max 5; .*room for num_negatives"),
         (PAIRS, {"num_negatives": 1.5}, ValueError, "num_negatives is 1.5.*; expected whole numbers"),

@@ -143,7 +143,9 @@ class AttentionSuite(OpSuite):
         with cuda_on_cpu.turing():
             testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
 
-    @pytest.mark.parametrize("dtype", (HALF[0], pytest.param(HALF[1], marks=pytest.mark.slow)), ids=str)
+    @pytest.mark.parametrize(
+        "dtype", (HALF[0], pytest.param(HALF[1], marks=pytest.mark.slow)), ids=("bfloat16", "float16")
+    )
     @pytest.mark.parametrize(
         ("kibibytes", "lengths", "head_dim"),
         [
