@@ -91,8 +91,9 @@ FB_FOR_EACH_ISA_AND_TILES(int64_t attention_fwd_room(const AttentionHead& a);  /
 
 namespace cuda {
 
-// The arguments of one call: softmax(Q K^T scale) V within each sequence. Any values in cu_seqlens are safe: sequences
-// are cut to the tokens and to `longest`, and rows of tokens that are in no sequence become zeros.
+// The arguments of one call: softmax(Q K^T scale) V within each sequence. Rows of tokens that are in no sequence become
+// zeros. Any values in cu_seqlens are safe: sequences are cut to the tokens and to `longest`. But if they are not in
+// ascending order, several blocks may write the same row, and which of them is last can differ from run to run.
 struct Attention {
   const void* qkv;            // [T, 3, H, D], contiguous
   const int32_t* cu_seqlens;  // [B + 1], on the device

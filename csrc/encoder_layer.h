@@ -95,9 +95,9 @@ struct LayerGradients {
 
 // Ops: the functions with which a device computes the parts.
 //   linear(x, weight, bias)             all of one dtype
-//   linear_into(y, x, weight, bias)     y: (T, C), whose rows may lie apart in memory
 //   matrix_product(a, transposed, b)    a b or a^T b
 //   joins_weights(tokens, channels)     whether the three projections are one product, with concatenated weights
+//   linear_into(y, x, weight, bias)     y: (T, C), whose rows may lie apart; absent if weights are always joined
 //   gelu(x, approximate, keep)          keep: x must not be overwritten
 //   gelu_bwd(dy, x, approximate, need_dbias)
 //   attention_fwd, attention_bwd, add_layer_norm_fwd, add_layer_norm_bwd   like their operators
@@ -159,7 +159,7 @@ struct EncoderLayer {
       qkv = apply(x, each[0], true);
     } else if (Ops::joins_weights(tokens, x.size(1))) {
       qkv = apply(x, {joined(each, &Dense::weight), joined(each, &Dense::bias)}, true);
-    } else {
+    } else if constexpr (requires { &Ops::linear_into; }) {
       const int64_t width = each[0].weight.size(0);
       qkv = empty({tokens, 3 * width}, x);
       for (int64_t i = 0; i < 3; ++i) {

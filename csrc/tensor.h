@@ -274,10 +274,13 @@ inline std::vector<int64_t> shape_of_rows(const Tensor& x, int64_t from, std::ve
   return shape;
 }
 
-// x, or a copy if x is not contiguous or not aligned to the 16 bytes that kernels read at a time.
-inline Tensor aligned(const Tensor& x) {
-  const Tensor ordered = contiguous(x);
-  return reinterpret_cast<uintptr_t>(ordered.const_data_ptr()) % 16 ? copy_of(ordered, type_of(ordered)) : ordered;
+// x in `dtype`, copied if it is not contiguous or not aligned to the 16 bytes that kernels read at a time. Parameters
+// of a few channels are copied then (a part of a flat buffer may begin anywhere): reading activations element by
+// element, as kernels do if any pointer is not aligned, takes longer, and adds up a row in another order.
+inline Tensor aligned(const Tensor& x, ScalarType dtype) {
+  const Tensor ordered = contiguous(x, dtype);
+  return reinterpret_cast<uintptr_t>(ordered.const_data_ptr()) % 16 ? copy_of(ordered, dtype) : ordered;
 }
+inline Tensor aligned(const Tensor& x) { return aligned(x, type_of(x)); }
 
 }  // namespace fastbert

@@ -234,21 +234,36 @@ def cuda_name(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def _serves(architecture: str, capability: tuple[int, int]) -> bool:
-    """Whether code built for `architecture` ("90", "80-real", "90-virtual", "90a-real") runs on such a GPU.
+def _has_binary(architecture: str, capability: tuple[int, int]) -> bool:
+    """Whether code built for `architecture` ("90", "80-real", "90-virtual", "90a-real") holds binaries for a GPU."""
+    number, _, kind = architecture.partition("-")
+    major, minor = _version(number)
+    return kind != "virtual" and major == capability[0] and minor <= capability[1]
+
+
+def _has_ptx(architecture: str, capability: tuple[int, int]) -> bool:
+    """Whether it holds PTX that a driver compiles for such a GPU.
 
     PTX for sm_75 does not count for newer generations: it lacks kernels that launchers choose there
     (csrc/cuda/mma.cuh).
     """
     number, _, kind = architecture.partition("-")
-    major, minor = int(number.rstrip("af")[:-1]), int(number.rstrip("af")[-1])
-    binary = kind != "virtual" and major == capability[0] and minor <= capability[1]
+    major, minor = _version(number)
     ptx = kind != "real" and not number.endswith(("a", "f")) and (major, minor) <= capability
-    return binary or (ptx and (major > 7 or capability[0] == 7))
+    return ptx and (major > 7 or capability[0] == 7)
+
+
+def _version(number: str) -> tuple[int, int]:
+    return int(number.rstrip("af")[:-1]), int(number.rstrip("af")[-1])
 
 
 @cache
 def _cuda_problem() -> str | None:
+    """Why the CUDA kernels cannot be used.
+
+    A driver runs binaries of any CUDA version with its own major number, but compiles PTX of its own version at most.
+    https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+    """
     if EXTENSION is None:
         return EXTENSION_PROBLEM
     info = build_info()
@@ -257,12 +272,16 @@ def _cuda_problem() -> str | None:
     if not torch.cuda.is_available():
         return "PyTorch sees no GPU"
     major, minor = (int(part) for part in str(info["cuda_version"]).split(".")[:2])
-    if driver_version() // 1000 < major:
-        served = cuda_name(driver_version())
+    driver, served = driver_version(), cuda_name(driver_version())
+    if driver // 1000 < major:
         return f"driver: it serves CUDA {served}, the kernels were built with {major}.{minor}"
     built = info["cuda_architectures"]
-    served = lambda capability: any(_serves(architecture, capability) for architecture in built)  # noqa: E731
-    return _gpu_problem(served, f"built for {', '.join(built)}")
+    compiles = driver >= 1000 * major + 10 * minor
+    why = f"built for {', '.join(built)}"
+    if not compiles:
+        why += f" by CUDA {major}.{minor}, whose PTX a driver for CUDA {served} does not compile"
+    kinds = (_has_binary, _has_ptx)[: 1 + compiles]
+    return _gpu_problem(lambda gpu: any(has(architecture, gpu) for architecture in built for has in kinds), why)
 
 
 def _gpu_problem(served: Callable[[tuple[int, int]], bool], why: str) -> str | None:

@@ -74,10 +74,10 @@ def norm(x: Tensor, layer_norm: nn.Module) -> Tensor:
 def project_qkv(hidden: Tensor, projections: tuple[nn.Module, ...], heads: int) -> Tensor:
     """(T, C) -> (T, 3, H, D).
 
-    Three weights are concatenated in each call, because a cached copy would go stale. With few tokens their outputs are
-    smaller and are concatenated instead (csrc/cpu/encoder_layer.cpp does the same).
+    Three weights are concatenated in each call, because a cached copy would go stale. For few tokens on a CPU their
+    outputs are smaller and are concatenated instead (joins_weights in csrc/*/encoder_layer.cpp does the same).
     """
-    few = not torch.compiler.is_compiling() and hidden.shape[0] <= hidden.shape[1]
+    few = hidden.is_cpu and not torch.compiler.is_compiling() and hidden.shape[0] <= hidden.shape[1]
     if len(projections) == 1:
         qkv = dense(hidden, projections[0])
     elif all(map(_is_scaled, projections)):

@@ -33,7 +33,7 @@ if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc's
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
 def pytest_collection_modifyitems(items):
-    """Marks tests with `slow_on(*backends)` as `slow` for these backends; for Triton only where it is interpreted.
+    """Marks tests with `slow_on(*backends)` as `slow` for these backends; those of GPUs only where the CPU runs them.
 
     The slow tests of tests/package come first: they run whole pages and trainings for minutes each, and at the end one
     worker would be busy alone.
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not ("package" in item.path.parts and item.get_closest_marker("slow")))
     for item in items:
         backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
-        if backend == "triton" and torch.cuda.is_available():
+        if backend in ("triton", "cuda") and torch.cuda.is_available():
             continue
         if any(backend in mark.args for mark in item.iter_markers("slow_on")):
             item.add_marker("slow")

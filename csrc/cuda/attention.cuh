@@ -97,8 +97,8 @@ __device__ __forceinline__ Work work_of(const Attention& a, int parts) {
 
 // ---- tokens that no sequence covers
 
-// If cu_seqlens is not sorted, the bisection may find the wrong sequence; the last comparison is still right about the
-// sequence that it found.
+// If cu_seqlens is not in ascending order, the bisection may find the wrong sequence; the last comparison is still
+// right about the sequence that it found.
 __device__ __forceinline__ bool is_covered(const Attention& a, int token) {
   int sequence = 0, end = a.sequences;  // sequence .. end - 1 may hold the token
   while (sequence < end) {

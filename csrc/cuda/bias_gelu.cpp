@@ -20,7 +20,7 @@ void check(const Tensor& x, const Tensor& bias, std::string_view approximate) {
 // The bias in a type that the kernels take: x's, or float.
 OptionalTensor parameter(const OptionalTensor& bias, const Tensor& x) {
   if (!bias) return {};
-  return contiguous(*bias, type_of(*bias) == type_of(x) ? type_of(x) : ScalarType::Float);
+  return aligned(*bias, type_of(*bias) == type_of(x) ? type_of(x) : ScalarType::Float);
 }
 
 DType bias_type(const OptionalTensor& bias, const Tensor& x) { return dtype_of(bias ? *bias : x); }

@@ -12,9 +12,8 @@
 //
 // The kernel takes rows whose size is a multiple of 16 bytes. Everything else, and fp32, which obeys PyTorch's TF32
 // setting, is computed by the library's product and then bias_gelu's pass (dense_gelu.cpp). So are calls on sm_100 and
-// similar GPUs, which multiply many times faster with other instructions than with mma.sync. With mma.sync, sm_90
-// reaches some 60 % of its peak; the library's product is faster there, but that path moves y two more times. Neither
-// has been measured.
+// similar GPUs, which multiply many times faster with other instructions than with mma.sync. On sm_90, which reaches
+// some 60 % of its peak with mma.sync, the library's product and a pass are faster: docs/linear.md has the times.
 //
 // Bytes moved: x, weight and y once, and the pre-activation if it is kept; from L2, x once for every 128 channels and
 // weight once for every 128 rows. On sm_90 a step of a large tile takes 144 instructions per warp, of which 64 are mma

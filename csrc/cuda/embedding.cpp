@@ -40,8 +40,8 @@ struct Inputs {
     y_type = is(position) && (!token_type || is(*token_type)) ? type_of(word) : ScalarType::Float;
     const bool narrow = y_type == type_of(word) && is(weight_) && (!bias_ || is(*bias_));
     const ScalarType parameters = narrow ? y_type : ScalarType::Float;
-    weight = contiguous(weight_, parameters);
-    if (bias_) bias = contiguous(*bias_, parameters);
+    weight = aligned(weight_, parameters);
+    if (bias_) bias = aligned(*bias_, parameters);
     op.weight = weight.const_data_ptr(), op.parameters = dtype_of(weight);
     op.y_type = y_type == ScalarType::Float ? DType::f32 : dtype_of(word);
   }

@@ -43,9 +43,9 @@ struct Inputs {
                      ? type
                      : ScalarType::Float;
     x = contiguous(x_);
-    weight = contiguous(weight_, parameters);
-    if (bias_) bias = contiguous(*bias_, parameters);
-    if (x_bias_) x_bias = contiguous(*x_bias_, parameters);
+    weight = aligned(weight_, parameters);
+    if (bias_) bias = aligned(*bias_, parameters);
+    if (x_bias_) x_bias = aligned(*x_bias_, parameters);
     if (residual_) residual = contiguous(*residual_, y_type);
 
     op.x = x.const_data_ptr(), op.residual = data(residual), op.x_bias = data(x_bias);

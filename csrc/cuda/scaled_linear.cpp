@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor> scaled_rows_fwd_cuda(const Tensor& x, const OptionalT
   const Scaled made(x);
   if (x.numel() == 0) return {made.rows, made.factors};
   const Tensor in = contiguous(x);
-  const OptionalTensor b = bias ? OptionalTensor(contiguous(*bias)) : OptionalTensor();
+  const OptionalTensor b = bias ? OptionalTensor(aligned(*bias)) : OptionalTensor();
   const int64_t channels = x.size(-1);
   const char* const error = cuda::scaled_rows(in.const_data_ptr(), data(b), made.rows.mutable_data_ptr(),
                                               made.factors.mutable_data_ptr<float>(), x.numel() / channels, channels,
@@ -77,8 +77,8 @@ std::tuple<Tensor, Tensor, Tensor> scaled_layer_norm_fwd_cuda(const Tensor& x, c
   const Scaled made(x);
   const Tensor y = empty(x.sizes(), x);
   if (x.numel() == 0) return {y, made.rows, made.factors};
-  const Tensor in = contiguous(x), rest = contiguous(residual), w = contiguous(weight), b = contiguous(bias);
-  const OptionalTensor in_bias = x_bias ? OptionalTensor(contiguous(*x_bias)) : OptionalTensor();
+  const Tensor in = contiguous(x), rest = contiguous(residual), w = aligned(weight), b = aligned(bias);
+  const OptionalTensor in_bias = x_bias ? OptionalTensor(aligned(*x_bias)) : OptionalTensor();
   LayerNorm op{};
   op.x = in.const_data_ptr(), op.residual = rest.const_data_ptr(), op.x_bias = data(in_bias);
   op.weight = w.const_data_ptr(), op.bias = b.const_data_ptr();

@@ -6,7 +6,8 @@
 // (mma.cuh); d[j] holds columns 8j to 8j + 7. (PTX ISA, "Register Fragments and Shared Memory Matrix Layouts".) Between
 // wgmma_fence and the wgmma_wait for its group, do not touch registers that a product reads or writes, and do not write
 // the shared memory that it reads. PTX asks for a fence.proxy.async between the wait for data copied by cp.async and
-// the barrier. It costs 2 % (docs/attention.md) and is left out, as Triton leaves it out of such loops.
+// the barrier. It costs 2 % (docs/attention.md) and is left out, as in the loops that Triton and CUTLASS
+// (sm90_mma_multistage_gmma_ss_warpspecialized.hpp) build of cp.async and wgmma.
 #pragma once
 
 #include "mma.cuh"

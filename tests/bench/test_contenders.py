@@ -79,7 +79,7 @@ def test_who_is_not_installed_is_reported_with_the_command(monkeypatch):
 @pytest.mark.parametrize(
     ("part", "lengths", "tensors"),
     [
-        (cases.ENCODE, "text", 1),
+        pytest.param(cases.ENCODE, "text", 1, marks=pytest.mark.slow),
         pytest.param(cases.RERANK, "text", 1, marks=pytest.mark.slow),
         pytest.param(cases.CONTRASTIVE, "half", 6 * 16 + 5, marks=pytest.mark.slow),  # every gradient
     ],

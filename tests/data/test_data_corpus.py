@@ -202,7 +202,9 @@ def seen(batches):
     return sorted(rows)
 
 
-@pytest.mark.parametrize("more", [{}, {"batch_size": 7}], ids=["tokens", "examples"])
+@pytest.mark.parametrize(
+    "more", [pytest.param({}, marks=pytest.mark.slow, id="tokens"), pytest.param({"batch_size": 7}, id="examples")]
+)
 def test_two_ranks_of_two_workers_see_every_example_once(corpus, more):
     expected = sorted(tuple(example["input_ids"].tolist()) for example in TokenFile(corpus.directory, 24))
     ranks = [loader(corpus, rank=rank, world_size=2, num_workers=2, **more) for rank in (0, 1)]
@@ -230,10 +232,10 @@ def test_ranks_are_those_of_torch_distributed(corpus):
 @pytest.mark.parametrize(
     ("stop", "workers", "later", "persistent"),
     [
-        pytest.param(0, 0, 2, True, id="before the first batch"),
+        pytest.param(0, 0, 2, True, id="before the first batch", marks=pytest.mark.slow),
         pytest.param(1, 2, 0, False, id="after the first"),
         pytest.param(5, 0, 2, True, id="in between"),
-        pytest.param(-1, 2, 0, False, id="at the end of the epoch"),
+        pytest.param(-1, 2, 0, False, id="at the end of the epoch", marks=pytest.mark.slow),
     ],
 )
 def test_a_loader_goes_on_where_it_stopped(corpus, stop, workers, later, persistent):

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fastbert
 
 
+@pytest.mark.slow
 def test_compiled_model_is_right():
     """Forward and backward equal the original's while lengths change, with at most four compilations."""
     original = build("bert", "tokens", dropout=0.0, num_hidden_layers=1).train()

@@ -79,8 +79,9 @@ RUN = {  # arguments: the file, batches of NumPy arrays, where its outputs go
 }
 
 
-# PyTorch takes long to load a torch-export file in a new process; the test of a head below loads one in this process.
-@pytest.mark.parametrize("format", [pytest.param("torch-export", marks=pytest.mark.slow), FORMATS[1]])
+# A new process takes long to load either; the test of a head below loads files in this one.
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
 def test_the_file_alone_computes_what_transformers_does(tmp_path, format):
     """Shapes that the export did not check obey the same bound: export.FACTOR times transformers' own error."""
     theirs, sdpa = (hugging_face(attention=attention, num_hidden_layers=1).cpu() for attention in ("eager", "sdpa"))

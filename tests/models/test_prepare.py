@@ -449,7 +449,7 @@ def test_a_file_without_a_scale_is_refused(model, tmp_path):
         fastbert.BertModel.from_pretrained(tmp_path, dtype="bfloat16")
 
 
-@pytest.mark.parametrize(("precision", "cosine"), [("int8", 0.995), ("fp8", 0.995)])
+@pytest.mark.parametrize(("precision", "cosine"), [("int8", 0.995), pytest.param("fp8", 0.995, marks=pytest.mark.slow)])
 def test_minilm_s_embeddings_stay_near(precision, cosine):
     from fastbert.cli.demo import python_documentation
     from fastbert.inference import SentenceEncoder

@@ -135,7 +135,14 @@ def assert_encodes(vectors, models, texts, **options):
     assert_like(vectors, truth, contender, plain)
 
 
-@pytest.mark.parametrize("pooling", [*MODES, ("cls", "mean", "lasttoken")])
+@pytest.mark.parametrize(
+    "pooling",
+    [
+        "mean",
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "mean"),
+        ("cls", "mean", "lasttoken"),
+    ],
+)
 def test_sentence_transformers_reads_what_is_saved(tmp_path, encoder, pooling):
     made = small(encoder, pooling=pooling, normalize=False)
     made.save_pretrained(tmp_path)
@@ -195,7 +202,7 @@ def test_a_length_of_queries_or_documents_alone_is_refused(tmp_path, encoder, na
 
 
 @pytest.mark.parametrize("include_prompt", [True, False])
-@pytest.mark.parametrize("pooling", ["mean", "weightedmean", "cls"])
+@pytest.mark.parametrize("pooling", ["mean", pytest.param("weightedmean", marks=pytest.mark.slow), "cls"])
 def test_dense_layers_prompts_and_similarity(tmp_path, encoder, include_prompt, pooling):
     """We write a directory that both libraries read; then sentence-transformers writes one that we read."""
     width = TINY.hidden_size

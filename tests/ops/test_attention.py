@@ -84,7 +84,13 @@ class AttentionSuite(OpSuite):
         kinds = [self.explicit] if self.dropout_arguments(torch.empty(0)) else [self.explicit, fused]
         return [functools.update_wrapper(functools.partial(self.by_sequence, kind), kind) for kind in kinds]
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
+    @pytest.mark.parametrize(
+        "dtype",
+        [
+            pytest.param(torch.float32, id="float32"),
+            pytest.param(torch.bfloat16, id="bfloat16", marks=pytest.mark.slow),
+        ],
+    )
     @pytest.mark.parametrize(
         ("lengths", "head_dim"),
         [((1100, 3, 513), 72), ((4096,), 16)],

@@ -173,7 +173,11 @@ def test_compiled_code_follows_the_block():
     ("build", "words"),
     [
         ("torch.__version__, NOT_BUILT = '2.10.3', None", "need torch 2.11 or newer, this is 2.10.3"),
-        ("NOT_BUILT = 'FASTBERT_BUILD=0 was set'", "are not built, because FASTBERT_BUILD=0 was set"),
+        pytest.param(
+            "NOT_BUILT = 'FASTBERT_BUILD=0 was set'",
+            "are not built, because FASTBERT_BUILD=0 was set",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_extension_that_does_not_fit_is_refused_and_others_take_over(tmp_path, build, words):
@@ -239,23 +243,32 @@ WITHOUT_IT = "without it in CUDA_VISIBLE_DEVICES it would do"
     ],
 )
 def test_which_gpus_a_build_serves(architecture, capability, serves):
-    assert backends._serves(architecture, capability) is serves
+    assert (backends._has_binary(architecture, capability) or backends._has_ptx(architecture, capability)) is serves
+
+
+BUILT = "built for 80-real"
+TOO_OLD = "built for 80-real, 90 by CUDA 12.8, whose PTX a driver for CUDA 12.0 does not compile"
 
 
 @pytest.mark.parametrize(
-    ("driver", "gpus", "problem"),
+    ("architectures", "driver", "gpus", "problem"),
     [
-        (12000, [(8, 0)], None),  # older than the build, but of the same major version
-        (13000, [(8, 9)], None),
-        (13000, [(8, 9), (8, 0)], None),
-        (11080, [(8, 0)], "driver: it serves CUDA 11.8, the kernels were built with 12.8"),
-        (12080, [(9, 0)], "built for 80-real, this GPU is sm_90"),
-        (12080, [(8, 0), (9, 0)], f"built for 80-real, GPU 1 is sm_90; {WITHOUT_IT}"),
+        ("80-real", 12000, [(8, 0)], None),  # older than the build, but of the same major version
+        ("80-real", 13000, [(8, 9)], None),
+        ("80-real", 13000, [(8, 9), (8, 0)], None),
+        ("80-real", 11080, [(8, 0)], "driver: it serves CUDA 11.8, the kernels were built with 12.8"),
+        ("80-real", 12080, [(9, 0)], f"{BUILT}, this GPU is sm_90"),
+        ("80-real", 12080, [(8, 0), (9, 0)], f"{BUILT}, GPU 1 is sm_90; {WITHOUT_IT}"),
+        ("80-real 90", 12080, [(12, 0)], None),  # compiled by the driver
+        ("80-real 90", 12000, [(9, 0), (8, 6)], None),  # binaries, which it does not have to compile
+        ("80-real 90", 12000, [(12, 0)], f"{TOO_OLD}, this GPU is sm_120"),
+        ("80-real 90", 12000, [(9, 0), (12, 0)], f"{TOO_OLD}, GPU 1 is sm_120; {WITHOUT_IT}"),
     ],
 )
-def test_which_drivers_and_gpus_a_build_runs_on(monkeypatch, driver, gpus, problem):
+def test_which_drivers_and_gpus_a_build_runs_on(monkeypatch, architectures, driver, gpus, problem):
+    info = {"cuda_architectures": architectures.split(), "cuda_version": "12.8"}
     monkeypatch.setattr(backends, "EXTENSION", object())
-    monkeypatch.setattr(backends, "build_info", lambda: {"cuda_architectures": ["80-real"], "cuda_version": "12.8"})
+    monkeypatch.setattr(backends, "build_info", lambda: info)
     monkeypatch.setattr(backends, "driver_version", lambda: driver)
     machine_with(monkeypatch, gpus)
     assert backends._cuda_problem.__wrapped__() == problem

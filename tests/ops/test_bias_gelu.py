@@ -108,6 +108,10 @@ class TestBiasGelu(OpSuite):
         inputs = self.inputs((5, 264), dtype, backend.device)  # 264: one vector beyond what 32 threads hold
         self.assert_accurate_unaligned(backend, inputs, dtype, *inputs)
 
+    def test_a_bias_may_begin_anywhere(self, backend):
+        backend.require(torch.float16)
+        self.assert_bits_whatever_parameters_begin_at(backend, self.inputs((300, 40), torch.float16, backend.device))
+
     def test_forward_mode_is_refused(self, backend):
         """jvp raises an error; the operator alone would drop the tangent without one."""
         inputs = self.inputs((3, 8), torch.float64, backend.device)

@@ -155,6 +155,11 @@ class TestEmbedding(OpSuite):
         names = ("word", "position", "token_type", "weight", "bias", "dy")
         self.assert_accurate_unaligned(backend, inputs, dtype, *names)
 
+    def test_parameters_may_begin_anywhere(self, backend):
+        backend.require(torch.float16)
+        inputs = self.inputs(((3,), 5, 768), torch.float16, backend.device)
+        self.assert_bits_whatever_parameters_begin_at(backend, inputs)
+
 
 class TestEmbeddingDropout(TestEmbedding):
     key, p, site = 99, 0.25, 0

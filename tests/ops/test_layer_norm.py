@@ -68,6 +68,10 @@ class Rows(OpSuite):
         inputs = self.inputs((5, columns), dtype, backend.device)
         self.assert_accurate_unaligned(backend, inputs, dtype, *inputs, "dy")
 
+    def test_parameters_may_begin_anywhere(self, backend):
+        backend.require(torch.float16)
+        self.assert_bits_whatever_parameters_begin_at(backend, self.inputs((3, 768), torch.float16, backend.device))
+
 
 class TestLayerNorm(Rows):
     op = "layer_norm"

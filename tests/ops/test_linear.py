@@ -23,8 +23,8 @@ class TestLinear(ProductSuite):
     op = "linear"
     shapes = [
         pytest.param((5, 7, 11), id="odd"),
-        pytest.param((288, 768, 768), id="many-rows-of-a-good-number"),
-        pytest.param((287, 768, 768), id="many-rows-of-a-bad-number"),
+        pytest.param((288, 768, 768), id="many-rows-of-a-good-number", marks=pytest.mark.slow_on("reference")),
+        pytest.param((287, 768, 768), id="many-rows-of-a-bad-number", marks=pytest.mark.slow_on("reference")),
         pytest.param((1, 64, 16), id="one-token"),
         pytest.param((3, 259, 131), id="few-rows-of-odd-length"),
         pytest.param((45, 530, 131), id="few-rows"),

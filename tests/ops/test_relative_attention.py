@@ -51,7 +51,7 @@ class RelativeSuite(AttentionSuite):
         pytest.param(((21, 4), 3, 12, "log", Q), id="queries-alone", marks=slow_interpreted),
         pytest.param(((33,), 1, 8, "all alike", Q), id="one-slot"),
         pytest.param((SHORT, 2, 8, "any", KQB), id="sequences-that-share-a-program", marks=slow_interpreted),
-        pytest.param(((129, 3), 1, 64, "log", KQ), id="several-tiles", marks=slow_interpreted),
+        pytest.param(((129, 3), 1, 24, "log", KQ), id="several-tiles", marks=slow_interpreted),
     ]
 
     def inputs(self, shape, dtype, device):
@@ -132,7 +132,7 @@ class RelativeSuite(AttentionSuite):
             pytest.param((300, 500), 64, id="exact distances and wide buckets"),
         ],
     )
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
     def test_long_sequences(self, backend, lengths, size, dtype):
         if backend.name != "cpu":
             backend.skip("for the kernel on CPUs, which takes keys in blocks")
@@ -282,6 +282,7 @@ class TestRelativeAttention(RelativeSuite):
         for name, value in {**results[0].outputs, **results[0].gradients}.items():
             assert all(torch.equal({**r.outputs, **r.gradients}[name], value) for r in results), name
 
+    @pytest.mark.slow_on("cuda")
     def test_longer_max_seqlen_changes_nothing_but_rounding(self, backend):
         """On a GPU a longer max_seqlen makes fewer groups of sequences for gradients of tables, here of 3, 3 and 2."""
         backend.require(torch.float32, backward=True)

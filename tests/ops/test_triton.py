@@ -238,6 +238,7 @@ def test_dense_gelu_is_gelu_of_what_its_backward_differentiates_at():
 # ---- the backward of attention in one pass adds up dQ in global memory, tile of keys after tile of keys
 
 
+@pytest.mark.slow
 def test_the_backward_in_one_pass_repeats_bit_for_bit(monkeypatch):
     """With several tiles of keys, threads read sums that other threads wrote: a race would show in the bits of dQ."""
     gpu, dtype = DEVICE == "cuda", torch.bfloat16 if DEVICE == "cuda" else torch.float16

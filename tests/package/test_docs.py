@@ -148,8 +148,10 @@ def as_people_run_it(tmp_path, monkeypatch):
 
 
 # Slow pages, which export, prepare and train. Tests of models and of training do that too.
-TASKS = "distillation electra embeddings multi_vector question_answering sentence_encoders serving tagging"
-SLOW = {"docs/export.md", *(f"docs/tasks/{name}.md" for name in TASKS.split())}
+PAGES = "data export inference training"
+TASKS = "classification distillation electra embeddings multi_vector pretraining question_answering sentence_encoders"
+SLOW = {f"docs/{name}.md" for name in PAGES.split()}
+SLOW |= {f"docs/tasks/{name}.md" for name in f"{TASKS} serving tagging".split()}
 
 
 @pytest.mark.filterwarnings("ignore:.*initialised anew, to be trained:UserWarning")

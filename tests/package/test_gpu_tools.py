@@ -67,6 +67,7 @@ def test_the_worst_three_are_by_share_of_the_floor_in_device_time():
     assert found == [(20, "attention", "forward"), (40, "attention", "backward alone"), (50, "pack", "forward")]
 
 
+@pytest.mark.slow
 def test_the_worst_are_run_again_as_they_were(tmp_path, monkeypatch, capsys):
     """Cases are taken from a results file, and each runs once for the profiler."""
     words = ["--size", "tiny", "--groups", "ops", "--parts", "bias_gelu", "layer_norm", "--rounds", "2"]

@@ -266,6 +266,7 @@ def test_a_worker_that_lost_the_gpu_is_replaced(tmp_path):
     assert "3 failed, 4 passed" in output  # test 3 counts twice, as failed and as crashed
 
 
+@pytest.mark.slow
 def test_a_part_hears_the_signal_that_its_caller_ignores(tmp_path):
     """The caller ignores SIGINT, as under nohup. The part must still get it: pytest then prints what has failed."""
     asked = python("import time", "print('begun', flush=True)", "time.sleep(60)")

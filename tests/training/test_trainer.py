@@ -679,7 +679,7 @@ LOADERS = {
 
 
 @pytest.mark.parametrize(
-    "loader", [pytest.param(name, marks=[pytest.mark.slow] * (name == "a worker that stays")) for name in LOADERS]
+    "loader", [pytest.param(name, marks=[pytest.mark.slow] * ("worker" in name)) for name in LOADERS]
 )
 def test_an_interrupted_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path, loader):
     """Resumes from a checkpoint at the end of an epoch and from one within, with dropout, scaler, schedule, evaluation.
@@ -799,7 +799,7 @@ def trained(directory, loader, start=None, hook=None, **options):
     return trainer
 
 
-@pytest.mark.parametrize("kind", ["a generator of its own", "resumable"])
+@pytest.mark.parametrize("kind", ["a generator of its own", pytest.param("resumable", marks=pytest.mark.slow)])
 def test_the_loader_of_training_may_be_evaluated(tmp_path, kind):
     """Evaluation happens in the middle of an epoch, which then continues where it was."""
 
@@ -841,7 +841,7 @@ def test_a_run_that_is_interrupted_by_hand_can_be_saved(tmp_path, loader, stop):
     assert process.digest(one.checkpoints()[-1]) == process.digest(three.checkpoints()[-1])
 
 
-@pytest.mark.parametrize("loader", ["shuffled by torch", "resumable"])
+@pytest.mark.parametrize("loader", [pytest.param("shuffled by torch", marks=pytest.mark.slow), "resumable"])
 def test_a_metric_may_save_the_best_model(tmp_path, loader):
     """The checkpoint is saved within the metric, after that has drawn random numbers."""
 

@@ -129,7 +129,8 @@ def test_exports_packed_with_dynamic_shapes():
         assert (program(**some).last_hidden_state - model(**some).last_hidden_state).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_processes_give_the_gradients_of_one(kind):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     answer = subprocess.run(
