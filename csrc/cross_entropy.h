@@ -44,8 +44,8 @@ FB_FOR_EACH_ISA_AND_TILES(bool cross_entropy_takes_pairs(DType dtype, int64_t in
 // softmax - onehot.
 namespace cuda {
 
-// One label per row, int64_t or int32_t. Rows with the label `ignored` do not count; other labels are clamped to the
-// classes.
+// One label per row, int64_t or int32_t. Rows with the label `ignored` do not count. Of a label that is no
+// class, the nearest one is read, and the loss and the gradient of its row are NaN.
 struct Labels {
   const void* of_rows;
   bool is_long;

@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -257,6 +258,9 @@ def _version(number: str) -> tuple[int, int]:
     return int(number.rstrip("af")[:-1]), int(number.rstrip("af")[-1])
 
 
+NOT_FOR_AMD = "its kernels are for NVIDIA's GPUs, and this PyTorch is built for AMD's (ROCm)"
+
+
 @cache
 def _cuda_problem() -> str | None:
     """Why the CUDA kernels cannot be used.
@@ -271,6 +275,8 @@ def _cuda_problem() -> str | None:
         return "built without CUDA (USE_CUDA=0 was set, or nvcc was not found)"
     if not torch.cuda.is_available():
         return "PyTorch sees no GPU"
+    if torch.version.hip:
+        return NOT_FOR_AMD
     major, minor = (int(part) for part in str(info["cuda_version"]).split(".")[:2])
     driver, served = driver_version(), cuda_name(driver_version())
     if driver // 1000 < major:
@@ -318,6 +324,8 @@ def _triton_problem() -> str | None:
         return _interpreter_problem()
     if not torch.cuda.is_available():
         return "PyTorch sees no GPU (TRITON_INTERPRET=1 runs it on the CPU, for tests)"
+    if torch.version.hip:
+        return NOT_FOR_AMD
     if problem := _gpu_problem(
         lambda capability: capability >= (8, 0), "its configurations are for GPUs from sm_80 on"
     ):
@@ -457,13 +465,10 @@ def _from_environment(text: str) -> Forced:
     return _forcing({}, ",".join(names) or None, ops, everywhere=bool(names))
 
 
-class _Here(threading.local):
-    forced: Forced = _from_environment(os.environ.get("FASTBERT_BACKEND", ""))
-
-
-_here = _Here()
+_of_process = _from_environment(os.environ.get("FASTBERT_BACKEND", ""))
+_here = ContextVar("forced", default=_of_process)  # what is forced in this thread, or in this task of asyncio
 _blocks: list[list[Forced]] = []  # the backend(...) blocks that are open in any thread, latest last
-_latest = _here.forced  # that of the latest block: torch.compile guards on globals, but not on thread-locals
+_latest = _of_process  # that of the latest block: torch.compile guards on globals, but not on context variables
 _lock = threading.Lock()
 _calls: Counter[tuple[str, str]] = Counter()
 _announced = False
@@ -472,7 +477,7 @@ _UNCHANGED = object()
 
 @contextlib.contextmanager
 def backend(name: str | None = _UNCHANGED, **ops: str | None) -> Iterator[None]:
-    """Within this block, and in this thread, every op runs on one backend, backward passes included.
+    """Within this block, and in this thread or asyncio task, every op runs on one backend, backward passes included.
 
     name: "reference", "cpu", "triton" or "cuda"; None returns to the order of preference. ops: backends of single ops;
     all other ops stay as they are. `backend(attention="varlen")` computes attention by PyTorch's varlen_attn, which
@@ -481,21 +486,20 @@ def backend(name: str | None = _UNCHANGED, **ops: str | None) -> Iterator[None]:
     thread (and is compiled again for it). `FASTBERT_BACKEND` ("cuda", "attention=varlen") sets the same for a whole
     process. Raises ValueError for an unknown name.
     """
-    before = _here.forced
+    before = _here.get()
     block = [_forcing(before, name, ops, everywhere=name is not _UNCHANGED)]
-    _here.forced = block[0]
+    _here.set(block[0])
     _set_block(block, is_open=True)
     try:
         yield
     finally:
-        _here.forced = before
+        _here.set(before)  # not by a token: a generator may be closed in another context than it was opened in
         _set_block(block, is_open=False)
 
 
 def forced() -> tuple[tuple[str, str], ...]:
-    """What `backend` forces in this thread, as pairs (op, backend); `backend(None, **dict(forced()))` forces it
-    again."""
-    return tuple(_here.forced.items())
+    """What `backend` forces here, as pairs (op, backend); `backend(None, **dict(forced()))` forces it again."""
+    return tuple(_here.get().items())
 
 
 def as_forced_here(run: Callable) -> Callable:
@@ -503,11 +507,11 @@ def as_forced_here(run: Callable) -> Callable:
 
     Gradient checkpointing needs it: on a GPU, autograd computes layers again in a thread of its own.
     """
-    return run if torch.compiler.is_compiling() else partial(_run_as_forced, run, _here.forced)
+    return run if torch.compiler.is_compiling() else partial(_run_as_forced, run, _here.get())
 
 
 def _run_as_forced(run: Callable, forced: Forced, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or _here.forced == forced:
+    if torch.compiler.is_compiling() or _here.get() == forced:
         return run(*args, **kwargs)
     with backend(None, **forced):
         return run(*args, **kwargs)
@@ -516,7 +520,7 @@ def _run_as_forced(run: Callable, forced: Forced, *args: Any, **kwargs: Any) -> 
 def forced_apart(whole: str, *ops: str) -> bool:
     """Whether one of these ops is forced to another backend than `whole`, the op that contains them. Then `whole`
     cannot replace them."""
-    forced = _latest if torch.compiler.is_compiling() else _here.forced
+    forced = _latest if torch.compiler.is_compiling() else _here.get()
     return bool(forced) and any(forced.get(op) not in (None, forced.get(whole)) for op in ops)
 
 
@@ -524,7 +528,7 @@ def _set_block(block: list[Forced], is_open: bool) -> None:
     global _latest
     with _lock:
         _blocks[:] = [other for other in _blocks if other is not block] + [block] * is_open
-        _latest = _blocks[-1][0] if _blocks else _Here.forced
+        _latest = _blocks[-1][0] if _blocks else _of_process
 
 
 def _choose(
@@ -565,7 +569,7 @@ def choose(
     size: the row length, for attention the head size. head_size: for a whole layer, its attention's. drops: whether the
     call has dropout. Raises RuntimeError if a forced backend cannot run it.
     """
-    forced = (_latest if torch.compiler.is_compiling() else _here.forced).get(op)
+    forced = (_latest if torch.compiler.is_compiling() else _here.get()).get(op)
     return _choose(forced, op, device_type, dtype, backward, _unfit(op, size, head_size), drops)
 
 
@@ -586,7 +590,7 @@ def find(
     op: str, device_type: str, dtype: torch.dtype, *, backward: bool, size: int = 0, head_size: int = 0
 ) -> str | None:
     """`choose` for an op that can be replaced by smaller ones: None where no backend but `reference` can run it."""
-    forced = (_latest if torch.compiler.is_compiling() else _here.forced).get(op)
+    forced = (_latest if torch.compiler.is_compiling() else _here.get()).get(op)
     return _find(forced, op, device_type, dtype, backward, _unfit(op, size, head_size))
 
 

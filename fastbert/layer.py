@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fastbert import backends, config, distances, ops, random
 from fastbert.ops import checks
 from fastbert.ops.attention import RelativePositions, attention_to_seen, attention_unchecked
-from fastbert.ops.encoder_layer import Settings, run_layer
+from fastbert.ops.encoder_layer import OUT, Settings, run_layer
 from fastbert.ops.layer_norm import drop_rows
 from fastbert.ops.op import autocast_dtype, autocast_on, needs_grad
 from fastbert.ops.packed_layer import FWD as PACKED_LAYER
@@ -341,7 +341,10 @@ def encoder_layer(
 
 
 def _is_taken_apart() -> bool:
-    """Whether an op inside the layer, other than attention, is forced to another backend than the whole layer."""
+    """Whether ops have to run one by one: within vmap, which cannot batch operators that take lists of tensors, or
+    because an op inside the layer, other than attention, is forced to another backend than the whole layer."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
     of_layer = backends.forced_apart("encoder_layer", "linear", "dense_gelu", "add_layer_norm")
     return of_layer or backends.forced_apart("packed_layer", "packed_linear", "add_layer_norm")
 
@@ -369,11 +372,11 @@ def _as_one(
         return None
     attention.check_dropout()
     settings = _settings(parts, hidden, packing, rng, turn, dtype)
-    heads_width = parameters[-10].shape[1]
+    heads_width = parameters[OUT].shape[1]
     if context is None and attends_elsewhere(backend, device, dtype, live, heads_width // attention.heads):
         context, _ = attend(attention, hidden, packing, rng, turn, False)
     if context is not None:
-        return run_layer(backend, live, hidden, context, parameters[-10:], None, rng, settings)
+        return run_layer(backend, live, hidden, context, parameters[OUT:], None, rng, settings)
     return run_layer(backend, live, hidden, None, parameters, packing.cu_seqlens, rng, settings)
 
 
@@ -415,7 +418,7 @@ def _has_kernel(parts: LayerParts, hidden: Tensor) -> bool:
     if backend is None or device == "cpu":
         return backend is not None
     own = plain_parameters(parts)
-    heads_width = 0 if own is None else own[-10].shape[1]
+    heads_width = 0 if own is None else own[OUT].shape[1]
     return own is not None and not attends_elsewhere(
         backend, device, dtype, False, heads_width // parts.attention.heads
     )
@@ -445,7 +448,7 @@ def _join_plain(layers: list[LayerParts]) -> _Joined | None:
         return None
     for parts in layers:
         parts.attention.check_dropout()
-    facts = [(_facts(parts), _rates(parts), own[-10].shape[1]) for parts, own in zip(layers, found, strict=True)]
+    facts = [(_facts(parts), _rates(parts), own[OUT].shape[1]) for parts, own in zip(layers, found, strict=True)]
     return _join(layers, facts, found, None)
 
 

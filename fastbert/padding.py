@@ -127,10 +127,19 @@ def _like(real: Tensor, x: Tensor) -> Tensor:
 def first_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """(T, C) packed -> (B, C): the first token of each sequence, zeros for an empty sequence."""
     starts, empty = cu_seqlens[:-1], cu_seqlens[1:] == cu_seqlens[:-1]
-    if x.shape[0] == 0:
+    if _is_empty(x):
         return x.new_zeros(starts.shape[0], x.shape[1])
     rows = x[starts.clamp(max=x.shape[0] - 1).long()]
     return rows.masked_fill(empty.unsqueeze(-1), 0)
+
+
+def _is_empty(x: Tensor) -> bool:
+    """Whether there are no tokens; False if a compiled graph does not know their number."""
+    if not torch.compiler.is_compiling():
+        return x.shape[0] == 0
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # only then: it takes sympy
+
+    return guard_or_false(x.shape[0] == 0)
 
 
 def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -193,8 +202,9 @@ def plan(
     that is not a key-padding mask (causal, per query, a bias); TypeError for a dtype that no mask has; with in_runs
     Interrupted, a ValueError, for padding between tokens.
 
-    In code compiled by torch.compile, sizes cannot depend on the mask: all batch * seqlen rows stay, visible ones first
-    and zeros after them. There, and in programs of torch.export, a RuntimeError is raised in place of Interrupted.
+    In code compiled by torch.compile, and for fake tensors, sizes cannot depend on the mask: all batch * seqlen rows
+    stay, visible ones first and zeros after them. There, and in programs of torch.export, a RuntimeError is raised in
+    place of Interrupted.
     """
     if torch.jit.is_tracing():
         raise RuntimeError("torch.jit.trace would fix the mask that it sees; use torch.export or torch.compile")
@@ -202,9 +212,9 @@ def plan(
         ends = torch.arange(batch + 1, device=device, dtype=torch.int32) * seqlen
         return Packing(ends, seqlen, batch * seqlen, batch, seqlen)
     visible, only_keys = visible_keys(attention_mask, batch, seqlen, device)
-    if torch.compiler.is_compiling():
+    if checks.without_values(visible):
         if only_keys is not None:
-            raise ValueError("attention_mask: compiled code cannot look at a mask's values; pass a (B, S) mask")
+            raise ValueError("attention_mask: a compiled graph cannot look at a mask's values; pass a (B, S) mask")
         if in_runs:
             torch._assert_async(is_in_runs(visible), _INTERRUPTED)
         return _compiled_plan(visible)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fastbert import backends, distances
 from fastbert.families import LayerFacts
+from fastbert.ops.encoder_layer import DOWN_NORM, OUT_NORM
 from fastbert.prepared import PreparedLinear
 
 T = TypeVar("T")
@@ -290,7 +291,7 @@ def read_prepared(parts: LayerParts, before: int = 0) -> tuple[list[Tensor], lis
 def _over_rows(parameters: Sequence[Tensor]) -> bool:
     """Whether both LayerNorms have one-dimensional weights. parameters: a layer's, in the order of
     `ops.encoder_layer`."""
-    return parameters[-8].dim() == parameters[-2].dim() == 1
+    return parameters[OUT_NORM].dim() == parameters[DOWN_NORM].dim() == 1
 
 
 # ---- what a model keeps about its modules

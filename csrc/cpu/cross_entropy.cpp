@@ -15,14 +15,18 @@ namespace {
 
 constexpr int64_t kFewestRows = 48;  // for which packing the weights is worth it
 
-// The class of each row, clamped to the classes; -1 for rows that do not count.
+// The class of each row; -1 for rows that do not count.
 template <class I>
 std::vector<int64_t> classes_of(const Tensor& labels, int64_t ignored, int64_t classes) {
   const Tensor given = contiguous(labels);
   const I* const label = given.const_data_ptr<I>();
   std::vector<int64_t> found(given.numel());
-  for (size_t i = 0; i < found.size(); ++i)
-    found[i] = label[i] == ignored || !classes ? -1 : std::clamp<int64_t>(label[i], 0, classes - 1);
+  for (size_t i = 0; i < found.size(); ++i) {
+    const bool counts = label[i] != ignored;
+    FB_CHECK_INDEX(!counts || (0 <= label[i] && label[i] < classes), "cross_entropy: labels[", i, "] is ", label[i],
+                   "; expected 0 <= labels < ", classes);
+    found[i] = counts ? label[i] : -1;
+  }
   return found;
 }
 

@@ -41,15 +41,16 @@ Tensor with_rows(const Tensor& weight, int64_t rows) {
   return made;
 }
 
-// dlogits with the columns of zeros that the forward wrote after it. If dlogits is a copy that was made elsewhere and
-// has no such columns, it is returned unchanged.
+// dlogits with the columns of zeros that the forward wrote after it. A copy that was made elsewhere, such as by a hook
+// for saved tensors, lacks them, which shows in its strides or in the size of its memory; it is returned unchanged.
 Tensor with_columns(const Tensor& dlogits, int64_t columns) {
   const int64_t rows = dlogits.size(0), classes = dlogits.size(1), stride = stride_of(classes, dlogits);
-  if (columns == classes || dlogits.stride(0) != stride || dlogits.stride(1) != 1) return dlogits;
+  if (columns == classes || dlogits.stride(0) != stride || dlogits.stride(1) != 1 || dlogits.storage_offset())
+    return dlogits;
   int64_t bytes = 0;
   check_call(aoti_torch_get_storage_size(dlogits.get(), &bytes), "storage_size");
-  const int64_t end = dlogits.storage_offset() + (rows - 1) * stride + columns;
-  return end * int64_t(dlogits.element_size()) > bytes ? dlogits : strided(dlogits, {rows, columns}, {stride, 1}, 0);
+  const int64_t whole = ((rows - 1) * stride + columns) * int64_t(dlogits.element_size());
+  return bytes == whole ? strided(dlogits, {rows, columns}, {stride, 1}, 0) : dlogits;
 }
 
 cuda::Labels labels_of(const Tensor& labels, int64_t ignored) {

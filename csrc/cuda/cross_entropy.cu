@@ -99,6 +99,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocksOnProcessor)
     }
   }
   sum = join(sum);
+  if (labelled && given != label) sum.total = NAN;  // no such class: loss and gradient become NaN
   if (threadIdx.x == 0) losses[row] = labelled ? sum.largest - picked + logf(sum.total) : 0;
   if (!need_dlogits) return;
 

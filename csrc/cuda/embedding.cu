@@ -2,7 +2,8 @@
 // its gradients; channels <= 8192.
 //
 // A row belongs to one warp or to several, as in layer_norm.cu. If tables have different types, they are read by a
-// switch that takes the same branch in all threads. Ids are clamped to their table.
+// switch that takes the same branch in all threads. Of an id that is out of range, the nearest row is read, and y is
+// NaN.
 //
 // Backward: one block per multiprocessor loops over the rows, as in layer_norm.cu. It writes dz once, in fp32. The sums
 // of dz for the few token types stay in shared memory, which has a row of channels for each type and each row of the
@@ -35,12 +36,16 @@ namespace {
 
 // ---- tables
 
-// The row of the table for a token. The table has at least one row.
-__device__ __forceinline__ int64_t row_of(const Ids& ids, int64_t token) {
-  const int64_t id =
-      ids.narrow ? static_cast<const int32_t*>(ids.at)[token] : static_cast<const int64_t*>(ids.at)[token];
+__device__ __forceinline__ int64_t id_of(const Ids& ids, int64_t token) {
+  return ids.narrow ? static_cast<const int32_t*>(ids.at)[token] : static_cast<const int64_t*>(ids.at)[token];
+}
+
+// The row of the table for an id, or the nearest one. The table has at least one row.
+__device__ __forceinline__ int64_t nearest_row(const Ids& ids, int64_t id) {
   return id < 0 ? 0 : id < ids.rows ? id : ids.rows - 1;
 }
+
+__device__ __forceinline__ int64_t row_of(const Ids& ids, int64_t token) { return nearest_row(ids, id_of(ids, token)); }
 
 template <class T, int kVec, int kColumns, bool kVectors>
 __device__ __forceinline__ void add_row(float (&z)[kColumns][kVec], const void* table, int64_t row,
@@ -54,7 +59,7 @@ __device__ __forceinline__ void add_row(float (&z)[kColumns][kVec], const void* 
   }
 }
 
-// Computes z of a row. T: the type of all tables; kMixed: each table has its own type.
+// Computes z of a row; NaN if an id is out of range. T: the type of all tables; kMixed: each table has its own type.
 template <class T, bool kMixed, int kVec, int kColumns, bool kVectors>
 __device__ __forceinline__ void sum(float (&z)[kColumns][kVec], const Lookups& lookups,
                                     const Place<kVec, kVectors>& place) {
@@ -67,7 +72,8 @@ __device__ __forceinline__ void sum(float (&z)[kColumns][kVec], const Lookups& l
   for (int n = 0; n < 3; ++n) {
     const Lookup& lookup = lookups.of[n];
     if (!lookup.table) continue;
-    const int64_t row = row_of(lookup.ids, place.row);
+    const int64_t id = id_of(lookup.ids, place.row), row = nearest_row(lookup.ids, id);
+    if (row != id) z[0][0] = NAN;  // one channel is enough: the mean and all that follows become NaN
     if constexpr (!kMixed) {
       add_row<T>(z, lookup.table, row, place);
     } else {

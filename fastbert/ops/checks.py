@@ -98,9 +98,14 @@ def dropout(op: str, p: float, rng: Tensor | None, device: torch.device, bits: i
 
 def values_visible(tensor: Tensor) -> bool:
     """Whether checks may read values: on the CPU, and on a GPU under FASTBERT_CHECK=1; never in a compiled graph."""
-    if torch.compiler.is_compiling() or isinstance(tensor, (FakeTensor, FunctionalTensor)):  # they have no values
+    if without_values(tensor):
         return False
     return tensor.device.type == "cpu" or os.environ.get("FASTBERT_CHECK") == "1"
+
+
+def without_values(tensor: Tensor) -> bool:
+    """Whether it stands for tensors of its shape: in a graph that is being compiled, or as a fake or meta tensor."""
+    return torch.compiler.is_compiling() or isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta
 
 
 def index_range(op: str, name: str, index: Tensor | None, size: int, also: int | None = None) -> None:
@@ -130,7 +135,7 @@ def sequences(op: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> None
         raise ValueError(f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)}; expected (sequences + 1,)")
     if isinstance(max_seqlen, (Tensor, bool)) or not isinstance(max_seqlen, (Integral, torch.SymInt)):
         raise TypeError(f"{op}: max_seqlen is a {type(max_seqlen).__name__}; expected an int")
-    if tokens >= 2**31:
+    if not torch.compiler.is_compiling() and tokens >= 2**31:  # a compiled graph may not know the number
         raise ValueError(f"{op}: {tokens} tokens; expected fewer than 2**31, which cu_seqlens can count")
     if not values_visible(cu_seqlens):
         return

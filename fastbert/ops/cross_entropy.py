@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fastbert import backends
 from fastbert.ops import checks
+from fastbert.ops.checks import without_values
 from fastbert.ops.numbers import wide
 from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, needs_grad
 
@@ -93,7 +94,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, backend, hidden, weight, bias, labels, ignore_index):
         loss, dlogits = FWD(backend, hidden, weight, bias, labels, ignore_index, True)
-        ctx.save_for_backward(hidden, weight, labels, dlogits)
+        ctx.save_for_backward(hidden, weight, labels, dlogits, bias)
         ctx.backend, ctx.ignore_index = backend, ignore_index
         return loss
 
@@ -101,9 +102,10 @@ class _CrossEntropy(torch.autograd.Function):
     @first_derivative_only("cross_entropy")
     def backward(ctx, saved, dloss):
         need_dhidden, need_dweight, need_dbias = ctx.needs_input_grad[1:4]
-        dhidden, dweight, dbias = BWD(ctx.backend, dloss, *saved, ctx.ignore_index, need_dhidden, need_dweight)
+        *of_product, _ = saved  # the bias is saved because all gradients depend on it
+        dhidden, dweight, dbias = BWD(ctx.backend, dloss, *of_product, ctx.ignore_index, need_dhidden, need_dweight)
         if need_dbias and not need_dweight:  # a head on frozen embeddings trains its bias alone
-            dbias = _dbias(dloss, *saved, ctx.ignore_index)
+            dbias = _dbias(dloss, *of_product, ctx.ignore_index)
         return None, dhidden, dweight, dbias, None, None
 
 
@@ -142,9 +144,9 @@ def cross_entropy_of_rows(
 def find_labelled_rows(labels: Tensor, ignore_index: int = -100) -> Tensor | None:
     """The indices of the rows with a label, (L,) int64, from labels (T,). One host synchronisation on a GPU.
 
-    Returns None in compiled and captured graphs, where the number of these rows cannot be known.
+    Returns None in compiled and captured graphs, and for fake tensors: the number of these rows cannot be known there.
     """
-    if torch.compiler.is_compiling() or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if without_values(labels) or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     return (labels != ignore_index).nonzero().squeeze(-1)
 

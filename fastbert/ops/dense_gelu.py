@@ -65,18 +65,23 @@ BWD = Primitive(
 
 
 class _DenseGelu(torch.autograd.Function):
+    """Parameters are saved as they are given, and cast again in the backward (as in linear.py)."""
+
     @staticmethod
     def forward(ctx, backend, x, weight, bias, approximate):
-        y, preactivation = FWD(backend, x, weight, bias, approximate, True)
-        ctx.save_for_backward(x, weight, preactivation)
+        y, preactivation = FWD(backend, x, weight.to(x.dtype), bias.to(x.dtype), approximate, True)
+        ctx.save_for_backward(x, weight, preactivation, bias)
         ctx.backend, ctx.approximate = backend, approximate
         return y
 
     @staticmethod
     @first_derivative_only("dense_gelu")
     def backward(ctx, saved, dy):
+        x, weight, preactivation, bias = saved  # the gradients depend on the bias, by the pre-activation
         need_dx, need_dparams = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:4])
-        return None, *BWD(ctx.backend, dy, *saved, ctx.approximate, need_dx, need_dparams), None
+        made = BWD(ctx.backend, dy, x, weight.to(x.dtype), preactivation, ctx.approximate, need_dx, need_dparams)
+        dx, dweight, dbias = made
+        return None, dx, dweight.to(weight.dtype), dbias.to(bias.dtype), None
 
 
 def dense_gelu(x: Tensor, weight: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
@@ -93,9 +98,9 @@ def dense_gelu(x: Tensor, weight: Tensor, bias: Tensor, approximate: str = "none
     """
     checks.dense("dense_gelu", x, weight, bias)
     check_approximate("dense_gelu", approximate)
-    x, weight, bias = (t.to(autocast_dtype(x)) for t in (x, weight, bias))
+    x = x.to(autocast_dtype(x))
     live = needs_grad(x, weight, bias)
     backend = backends.choose("dense_gelu", x.device.type, x.dtype, backward=live)
     if live:
         return _DenseGelu.apply(backend, x, weight, bias, approximate)
-    return FWD(backend, x, weight, bias, approximate, False)[0]
+    return FWD(backend, x, weight.to(x.dtype), bias.to(x.dtype), approximate, False)[0]

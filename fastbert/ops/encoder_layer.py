@@ -32,6 +32,9 @@ class Settings(NamedTuple):
     down_eps: float
 
 
+# Where the weight of each part after attention is among a layer's parameters, from the end. Its bias comes next.
+OUT, OUT_NORM, UP, DOWN, DOWN_NORM = range(-10, 0, 2)
+
 # ---- plain PyTorch
 
 
@@ -129,9 +132,11 @@ def _check_devices(hidden, *others):
             raise ValueError(f"encoder_layer: an argument is on {tensor.device}; expected {hidden.device}")
 
 
-def _fake_forward(hidden, context, parameters, cu_seqlens, rng, max_seqlen, heads, *settings):
+def _fake_forward(
+    hidden, context, parameters, cu_seqlens, rng, max_seqlen, heads, scale, attention_p, out_p, down_p, site,
+    approximate, dtype, out_eps, down_eps, save, layers,
+):  # fmt: skip
     _check_devices(hidden, context, *parameters, cu_seqlens, rng)
-    *_, dtype, _, _, save, _ = settings
     y = hidden.new_empty(hidden.shape, dtype=torch.promote_types(hidden.dtype, dtype))
     if not save:
         return y, []
@@ -142,7 +147,7 @@ def _fake_forward(hidden, context, parameters, cu_seqlens, rng, max_seqlen, head
         inner = parameters[0].shape[0] // (3 if len(parameters) == 12 else 1)  # heads x head size
         out = empty(tokens, heads, inner // heads)
         attended = [empty(tokens, 3, heads, inner // heads), out, statistics(out).mT.contiguous()]
-    numbers, wide = [statistics(hidden) for _ in range(4)], empty(tokens, parameters[-6].shape[0])
+    numbers, wide = [statistics(hidden) for _ in range(4)], empty(tokens, parameters[UP].shape[0])
     rest = [empty(tokens, width), *numbers[:2], torch.empty_like(y), wide, empty(tokens, width), *numbers[2:]]
     return y, [*attended, *rest]
 
@@ -244,7 +249,7 @@ def encoder_layer(
     rates = attention_dropout_p, dropout_p
     settings = _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps)
     live = needs_grad(hidden, *parameters)
-    sizes = {"size": hidden.shape[1], "head_size": parameters[-10].shape[1] // num_heads}
+    sizes = {"size": hidden.shape[1], "head_size": parameters[OUT].shape[1] // num_heads}
     backend = backends.choose("encoder_layer", hidden.device.type, settings.dtype, backward=live, **sizes)
     live = live and backend != "reference"
     return run_layer(backend, live, hidden, None, parameters, cu_seqlens, rng, settings)
@@ -312,7 +317,7 @@ def run_layer(
 def _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps) -> Settings:
     """rates: the probabilities of attention's dropout, and of both dropouts before the residual sums."""
     attention_p, p = rates
-    scale = (parameters[-10].shape[1] // num_heads) ** -0.5 if scale is None else scale
+    scale = (parameters[OUT].shape[1] // num_heads) ** -0.5 if scale is None else scale
     dtype = autocast_dtype(hidden)
     return Settings(max_seqlen, num_heads, scale, attention_p, p, p, site, approximate, dtype, eps, eps)
 
@@ -340,9 +345,9 @@ def _check_parameters(op: str, hidden: Tensor, parameters: Sequence[Tensor], cou
         raise ValueError(f"{op}: {count} parameters; expected {expected}")
     checks.floats(op, {"hidden": hidden}, {f"parameters[{i}]": each for i, each in enumerate(parameters)})
     checks.shape(op, "hidden", hidden, (None, None), "(T, C)")
-    for i in (count - 10, count - 4):  # whose widths the others are compared with
+    for i in (count + OUT, count + DOWN):  # whose widths the others are compared with
         checks.shape(op, f"parameters[{i}]", parameters[i], (None, None), "its place's")
-    width, heads_width, inner = hidden.shape[1], parameters[-10].shape[1], parameters[-4].shape[1]
+    width, heads_width, inner = hidden.shape[1], parameters[OUT].shape[1], parameters[DOWN].shape[1]
     rows = {10: [], 12: [3 * heads_width], 16: [heads_width] * 3}[count]
     shapes = [(n, width) for n in rows] + [(width, heads_width), (width,), (inner, width), (width, inner), (width,)]
     for i, expected in enumerate(shapes):

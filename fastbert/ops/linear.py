@@ -35,20 +35,30 @@ BWD = Primitive(
 
 
 class _Linear(torch.autograd.Function):
-    """With create_graph, gradients are computed in plain PyTorch, which can be differentiated any number of times."""
+    """With create_graph, gradients are computed in plain PyTorch, which can be differentiated any number of times.
+
+    Parameters are saved as they are given and cast again in the backward: layers may share them (ALBERT), and a copy
+    for each call would be kept until then.
+    """
 
     @staticmethod
     def forward(ctx, backend, x, weight, bias):
         ctx.save_for_backward(x, weight)
-        ctx.backend = backend
-        return FWD(backend, x, weight, bias)
+        ctx.backend, ctx.bias_dtype = backend, None if bias is None else bias.dtype
+        return FWD(backend, x, *_cast(x, weight, bias))
 
     @staticmethod
     def backward(ctx, dy):
         _, *needed, need_dbias = ctx.needs_input_grad
+        x, weight = ctx.saved_tensors
         run = gradients if torch.is_grad_enabled() else functools.partial(BWD, ctx.backend)
-        dx, dweight = run(dy, *ctx.saved_tensors, *needed) if any(needed) else (None, None)
-        return None, dx, dweight, dy.flatten(0, -2).sum(0) if need_dbias else None
+        dx, dweight = run(dy, x, weight.to(x.dtype), *needed) if any(needed) else (None, None)
+        dweight = dweight.to(weight.dtype) if needed[1] else None
+        return None, dx, dweight, dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias_dtype) if need_dbias else None
+
+
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -64,9 +74,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         F.linear(x, weight, bias)
     """
     checks.dense("linear", x, weight, bias)
-    dtype = autocast_dtype(x)
-    x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    backend = backends.choose("linear", x.device.type, dtype, backward=needs_grad(x, weight, bias))
+    x = x.to(autocast_dtype(x))
+    backend = backends.choose("linear", x.device.type, x.dtype, backward=needs_grad(x, weight, bias))
     if backend == "reference" or not needs_grad(x, weight, bias):
-        return FWD(backend, x, weight, bias)
+        return FWD(backend, x, *_cast(x, weight, bias))
     return _Linear.apply(backend, x, weight, bias)

@@ -55,14 +55,14 @@ def _with_rows(weight: Tensor, rows: int) -> Tensor:
 
 
 def _with_columns(dlogits: Tensor, columns: int) -> Tensor:
-    """dlogits with the columns of zeros that the forward wrote after it. A copy made by other code may lack them."""
+    """dlogits with the columns of zeros that the forward wrote after it. A copy made by other code, such as a hook for
+    saved tensors, lacks them, which shows in its strides or in the size of its memory."""
     rows, classes = dlogits.shape
     strides = _stride(classes, dlogits.dtype), 1
-    if columns == classes or dlogits.stride() != strides:
+    if columns == classes or dlogits.stride() != strides or dlogits.storage_offset():
         return dlogits
-    end = dlogits.storage_offset() + (rows - 1) * strides[0] + columns
-    whole = end * dlogits.element_size() <= dlogits.untyped_storage().nbytes()
-    return dlogits.as_strided((rows, columns), strides) if whole else dlogits
+    bytes = ((rows - 1) * strides[0] + columns) * dlogits.element_size()
+    return dlogits.as_strided((rows, columns), strides) if dlogits.untyped_storage().nbytes() == bytes else dlogits
 
 
 # ---- forward
@@ -84,7 +84,7 @@ def _forward(
     logits += row * stride
     given = tl.load(labels + row).to(tl.int64)
     labelled = given != ignore_index
-    label = tl.minimum(tl.maximum(given, 0), classes - 1)  # -1 if there are no classes
+    label = tl.minimum(tl.maximum(given, 0), classes - 1)  # of which it is read; -1 if there are no classes
     known = labelled & (label >= 0)
     picked = tl.load(logits + label, known, other=0.0).to(tl.float32)
     picked += tl.load(bias + label, known, other=0.0).to(tl.float32)
@@ -100,6 +100,7 @@ def _forward(
         largest = tl.maximum(largest, x)
     top = tl.max(largest, 0)
     total = tl.where(labelled, tl.sum(total * tl.exp(largest - top), 0), 1.0)
+    total = tl.where(labelled & (given != label), float("nan"), total)  # no such class: NaN loss and gradient
     tl.store(losses + row, tl.where(labelled, top - picked + tl.log(total), 0.0))
     if NEED_DLOGITS:
         tl.debug_barrier()  # all warps have to read their logits before any are overwritten

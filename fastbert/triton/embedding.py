@@ -28,17 +28,24 @@ BY_ID = {80: lambda channels: Config({"CHUNK": 128, "ROWS": 16, "COLUMNS": 256},
 
 
 @triton.jit
-def _ids(ids, at, inside, rows):
+def _nearest(id, inside, rows):
     """Ids, clamped to the table's rows; -1 outside, or if the table is empty."""
-    id = tl.load(ids + at, inside, other=0).to(tl.int64)
     return tl.where(inside, tl.minimum(tl.maximum(id, 0), rows - 1), -1)
 
 
 @triton.jit
+def _ids(ids, at, inside, rows):
+    return _nearest(tl.load(ids + at, inside, other=0).to(tl.int64), inside, rows)
+
+
+@triton.jit
 def _rows(table, ids, token, tokens, column, rows, channels):
-    id = _ids(ids, token, token < tokens, rows)[:, None]
-    inside = (id >= 0) & (column < channels)[None, :]
-    return tl.load(table + id * channels + column[None, :], inside, other=0.0).to(tl.float32)
+    """The rows of ids; NaN for an id that is out of range."""
+    id = tl.load(ids + token, token < tokens, other=-1).to(tl.int64)
+    row = _nearest(id, token < tokens, rows)
+    inside = (row >= 0)[:, None] & (column < channels)[None, :]
+    x = tl.load(table + row[:, None] * channels + column[None, :], inside, other=0.0).to(tl.float32)
+    return tl.where((id == row)[:, None], x, float("nan"))
 
 
 @triton.jit

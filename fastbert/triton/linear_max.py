@@ -117,6 +117,21 @@ def forward(
 # ---- backward: dx[row[b, v]] += dy[b, v] weight[v], dweight[v] = sum of dy[b, v] x[row[b, v]]
 
 
+@triton.jit
+def _sequences_of(rows, first, end, classes, sequences):
+    """The sequences, from low to high - 1, that may have rows first to end - 1. Of each, one row is looked at, that of
+    class 0: sequences follow one another, so those before the last with an earlier row end before the tile, and those
+    after the first with a later row begin after it."""
+    low, high = tl.zeros((), tl.int32), tl.zeros((), tl.int32) + sequences
+    for group in range(0, sequences, 32):
+        sequence = group + tl.arange(0, 32)
+        known = sequence < sequences
+        place = tl.load(rows + sequence.to(tl.int64) * classes, known, other=-1)  # -1 for an empty sequence too
+        low = tl.maximum(low, tl.max(tl.where((place >= 0) & (place < first), sequence, 0), 0))
+        high = tl.minimum(high, tl.min(tl.where(place >= end, sequence + 1, sequences), 0))
+    return low, high
+
+
 @triton.jit(do_not_specialize=["tokens", "sequences"])
 def _dx(
     dy, rows, weight, dx, tokens, inner, classes, sequences,
@@ -127,8 +142,9 @@ def _dx(
     row = first + tl.arange(0, ROWS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     sums = tl.zeros((ROWS, CHANNELS), tl.float32)
-    before = tl.zeros((), tl.int64)  # of a sequence in dy
-    for _ in range(0, sequences):
+    low, high = _sequences_of(rows, first, first + ROWS, classes, sequences)
+    before = low.to(tl.int64) * classes  # of a sequence in dy
+    for _ in range(low, high):
         for start in range(0, classes, CLASSES):
             index = start + tl.arange(0, CLASSES)
             at = before + index

@@ -18,7 +18,7 @@ from fastbert import backends, layer, ops
 EVERYBODY = [
     tiny(MODEL, "half"),
     tiny(MODEL, "full"),  # no contender gets a mask
-    tiny(MODEL, "text"),
+    pytest.param(tiny(MODEL, "text"), marks=pytest.mark.slow),
     tiny(MODEL, "half", DROPOUT),
     pytest.param(tiny(MODEL, "half", FORWARD, "bfloat16"), marks=pytest.mark.slow),
     tiny(ENCODER, "full"),

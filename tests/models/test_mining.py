@@ -97,7 +97,7 @@ def by_loops(encoder, reranker, corpus, num_negatives=3, range_min=0, range_max=
     return rows
 
 
-@pytest.mark.parametrize("rescored", [False, True])
+@pytest.mark.parametrize("rescored", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_negatives_by_plain_loops(encoder, reranker, name, rescored):
     options, reranker = OPTIONS[name], reranker if rescored else None
@@ -122,7 +122,7 @@ def test_negatives_by_plain_loops(encoder, reranker, name, rescored):
         assert expected and (len(whole) < len(rows)) == (name not in ("plain", "ranks", "max", "random"))
 
 
-@pytest.mark.parametrize("rescored", [False, True])
+@pytest.mark.parametrize("rescored", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_negatives_of_sentence_transformers(tmp_path, encoder, reranker, name, rescored):
     datasets = pytest.importorskip("datasets", reason="sentence-transformers mines with the package datasets")

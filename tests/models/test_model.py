@@ -4,13 +4,25 @@ import copy
 
 import pytest
 import torch
-from small_models import DEVICE, TINY, assert_gradients, batch, gradients, hugging_face, minilm, ours, reference_masks
+from small_models import (
+    DEVICE,
+    TINY,
+    assert_gradients,
+    assert_like,
+    batch,
+    gradients,
+    hugging_face,
+    minilm,
+    ours,
+    reference_masks,
+)
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers import BertModel as HuggingFaceModel
 
 import fastbert
-from fastbert import BertConfig, BertEncoder, BertModel, backends, padding, random, reference, testing
+from fastbert import BertConfig, BertEncoder, BertForMaskedLM, BertModel, backends, padding, random, reference, testing
 from fastbert.checkpoint import to_hugging_face
 from fastbert.testing import Result
 
@@ -311,6 +323,42 @@ def test_hooks_on_parts_see_packed_tensors_and_count(name):
     assert (run() - expected).abs().max() > 1e-6
     doubled.remove()
     assert torch.equal(run(), expected)
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_compiled_graph_may_take_the_padding_out():
+    """So it does not know the number of tokens."""
+    model, ids = ours(hugging_face()), torch.randint(1, 9, (2, 8))
+    visible = torch.arange(8) < torch.tensor([[5], [8]])
+    ends = torch.tensor([0, 5, 13], dtype=torch.int32)
+    run = lambda: model(ids[visible], cu_seqlens=ends, max_seqlen=8)  # noqa: E731
+    torch._dynamo.reset()
+    found, expected = torch.compile(run, backend="aot_eager", fullgraph=True)(), run()
+    assert_like(found.last_hidden_state, expected.last_hidden_state.double(), expected.last_hidden_state)
+    assert_like(found.pooler_output, expected.pooler_output.double(), expected.pooler_output)
+
+
+@pytest.mark.parametrize("place", ["fake", "meta"])
+def test_shapes_and_memory_can_be_asked_for_without_values(place):
+    """A padded batch with labels, forward and backward."""
+    with FakeTensorMode() if place == "fake" else torch.device("meta"):
+        model = BertForMaskedLM(TINY.changed(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+        ids = torch.ones(2, 8, dtype=torch.long)
+        out = model(ids, torch.ones(2, 8, dtype=torch.long), labels=ids)
+        out.loss.backward()
+    assert out.loss.shape == () and model.bert.embeddings.word_embeddings.weight.grad.shape[1] == TINY.hidden_size
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_runs_over_batches_and_over_models():
+    models, ids = [ours(hugging_face()).eval() for _ in range(2)], torch.randint(1, 9, (2, 3, 8))
+    hidden = lambda model, some: model(some).last_hidden_state  # noqa: E731
+    with torch.no_grad():
+        found = torch.vmap(lambda some: hidden(models[0], some))(ids)
+        assert torch.equal(found, torch.stack([hidden(models[0], some) for some in ids]))
+        state = torch.func.stack_module_state(models)
+        call = lambda state: torch.func.functional_call(models[0], state, (ids[0],)).last_hidden_state  # noqa: E731
+        assert torch.equal(torch.vmap(call)(state), torch.stack([hidden(model, ids[0]) for model in models]))
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_every_family_as_transformers_has_it(family, inputs):
         assert F.cosine_similarity(found[visible], expected[visible], dim=-1).mean() >= cosine
 
 
-@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("autocast", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_autocast_has_no_say(family, inputs, autocast):
     """Autocast affects only what is not prepared: skipped parts, and DeBERTa's convolution."""

@@ -201,7 +201,7 @@ def test_a_length_of_queries_or_documents_alone_is_refused(tmp_path, encoder, na
     SentenceEncoder.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("include_prompt", [True, False])
+@pytest.mark.parametrize("include_prompt", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pooling", ["mean", pytest.param("weightedmean", marks=pytest.mark.slow), "cls"])
 def test_dense_layers_prompts_and_similarity(tmp_path, encoder, include_prompt, pooling):
     """We write a directory that both libraries read; then sentence-transformers writes one that we read."""

@@ -98,7 +98,12 @@ class OpSuite:
 
     # ---- numbers
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+    # The same code as float16's: other tests of a suite run it in both.
+    @pytest.mark.parametrize(
+        "dtype",
+        [pytest.param(d, marks=[pytest.mark.slow_on("cuda")] * (d is torch.bfloat16)) for d in DTYPES],
+        ids=lambda d: str(d).removeprefix("torch."),
+    )
     def test_accuracy(self, backend, shape, dtype):
         backend.require(dtype)
         inputs = self.inputs(shape, dtype, backend.device)
@@ -169,6 +174,15 @@ class OpSuite:
         with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(sum(g.sum() for g in first), floats, allow_unused=True)
 
+    def assert_no_second_derivative_by(self, backend, name: str) -> None:
+        """Also where `name` alone is trained, and the op's gradient by it depends on nothing else that is."""
+        backend.require(torch.float64, backward=True)
+        inputs = self.inputs(self.shapes[0].values[0], torch.float64, backend.device)
+        inputs[name].requires_grad_()
+        first = torch.autograd.grad(self.ours(**inputs).sum(), inputs[name], create_graph=True)[0]
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(first.square().sum(), inputs[name])
+
     def test_fakes_match(self, backend):
         backend.require(torch.bfloat16)
         inputs = self.inputs(self.shapes[0].values[0], torch.bfloat16, backend.device)
@@ -228,6 +242,23 @@ class ProductSuite(OpSuite):
 
     def empty(self, dtype, device):
         return self.inputs((0, 8, 4), dtype, device)
+
+    def test_a_weight_that_calls_share_is_not_saved_for_each_of_them(self, backend):
+        """Under autocast, which would make a copy in its dtype for every call. ALBERT's layers share their weights."""
+        backend.require(torch.bfloat16, backward=True)
+        if backend.name == "reference":
+            backend.skip("it may be PyTorch's own product")
+        inputs = {n: x.requires_grad_() for n, x in self.inputs((3, 64, 64), torch.float32, backend.device).items()}
+        saved, y = {}, inputs.pop("x")
+        keep = lambda tensor: saved.update({tensor.untyped_storage().data_ptr(): tensor}) or tensor  # noqa: E731
+        with torch.autocast(backend.device, torch.bfloat16):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                for _ in range(3):
+                    y = self.ours(y, **inputs)
+        weight = inputs["weight"]
+        assert [tensor.dtype for tensor in saved.values() if tensor.shape == weight.shape] == [torch.float32]
+        y.sum().backward()
+        assert weight.grad.dtype == torch.float32
 
 
 def pytest_generate_tests(metafunc):  # imported by the test files: one test for each shape

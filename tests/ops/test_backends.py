@@ -1,5 +1,6 @@
 """Which backend runs, and what the message says if none can."""
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -91,6 +92,43 @@ def test_counters_count():
         ops.bias_gelu(X, BIAS)
         ops.bias_gelu(X, BIAS)
     assert backends.calls()["bias_gelu_fwd", "reference"] == before + 2
+
+
+def test_a_task_does_not_see_the_blocks_of_another():
+    """Neither while they are open nor after the first of two has closed before the second."""
+    seen, opened = [], asyncio.Event()
+
+    async def first():
+        with fastbert.backend("reference"):
+            opened.set()
+            await asyncio.sleep(0)
+            seen.append(backends.forced())
+
+    async def second():
+        await opened.wait()
+        seen.append(backends.forced())
+        with fastbert.backend(bias_gelu="cpu"):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    async def both():
+        await asyncio.gather(first(), second())
+
+    asyncio.run(both())
+    assert sorted(map(len, seen)) == [0, len(backends.OPS)] and backends.forced() == ()
+
+
+@pytest.mark.parametrize("problem", [backends._cuda_problem, backends._triton_problem], ids=("cuda", "triton"))
+def test_gpus_of_amd_are_refused(monkeypatch, problem):
+    """PyTorch calls them cuda too, and gives them capabilities like (9, 4)."""
+    pytest.importorskip("triton")
+    machine_with(monkeypatch, [(9, 4)])
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(backends, "EXTENSION", object())
+    info = {"cuda_architectures": ["90"], "cuda_version": "12.8"}
+    monkeypatch.setattr(backends, "build_info", lambda: info)
+    assert problem.__wrapped__() == backends.NOT_FOR_AMD
 
 
 def test_unknown_names_are_refused():

@@ -41,6 +41,9 @@ class TestDenseGelu(ProductSuite):
 
         return [linear, product, onednn]
 
+    def test_second_derivative_by_the_bias_alone_is_refused(self, backend):
+        self.assert_no_second_derivative_by(backend, "bias")
+
     def primitive_calls(self, inputs):
         x, weight, bias = inputs.values()
         pre = x @ weight.T

@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -245,14 +247,22 @@ def on_device(request):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=("int64", "int32"))
-def test_ids_are_clamped(on_device, dtype):
+@pytest.mark.parametrize("channels", [7, 264])
+def test_an_id_out_of_range_gives_nan(on_device, dtype, channels):
+    """In its own row alone; and in the gradients, so that no training goes on with the wrong row."""
     backend, device = on_device
-    inputs = TestEmbedding().inputs(((3,), 11, 7), torch.float32, device)
     last = dict(input_ids=10, position_ids=5, token_type_ids=1)
-    ids = {n: torch.tensor([-1, r + 1, torch.iinfo(dtype).max], dtype=dtype, device=device) for n, r in last.items()}
-    ends = {n: torch.tensor([0, r, r], device=device) for n, r in last.items()}
-    wild, tame = (PRIMITIVES["embedding_fwd"](backend, *(inputs | i).values(), None, EPS, 0.0, 0) for i in (ids, ends))
-    assert all(torch.equal(a, b) for a, b in zip(wild, tame, strict=True))
+    inputs = TestEmbedding().inputs(((4,), 11, channels), torch.float32, device)
+    forward, backward = (functools.partial(PRIMITIVES[f"embedding_{d}"], backend) for d in ("fwd", "bwd"))
+    tame, *_ = forward(*inputs.values(), None, EPS, 0.0, 0)
+    for name, end in last.items():
+        for id in (-1, end + 1):
+            wild = inputs | {name: torch.cat([inputs[name][:3], torch.tensor([id], device=device)]).to(dtype)}
+            y, *statistics = forward(*wild.values(), None, EPS, 0.0, 0)
+            assert torch.equal(y[:3], tame[:3]) and y[3].isnan().all(), (name, id)
+            *args, _ = wild.values()
+            gradients = backward(torch.ones_like(y), *args, *statistics, None, 0.0, 0, -1, [True] * 4)
+            assert all(gradient.isnan().any() for gradient in gradients[:4]), (name, id)
 
 
 @pytest.mark.parametrize("halves", [3, 136], ids=["elements", "vectors-in-two-blocks"])
@@ -267,18 +277,21 @@ def test_table_gradients_in_cuda_are_exact_for_integers(runs, rows, halves):
     ids = torch.stack([ids[torch.randperm(ids.numel())] for _ in rows])
     dy = torch.randint(-9, 10, (ids.shape[1], halves)).float()
     dy = torch.cat([dy, -dy], 1)
-    truths = [torch.zeros(n, 2 * halves).index_add_(0, i.clamp(0, n - 1), dy) for n, i in zip(rows, ids, strict=True)]
+    wild = torch.stack([(i < 0) | (i >= n) for n, i in zip(rows, ids, strict=True)]).any(0)
+    dz = dy.masked_fill(wild[:, None], torch.nan)
+    truths = [torch.zeros(n, 2 * halves).index_add_(0, i.clamp(0, n - 1), dz) for n, i in zip(rows, ids, strict=True)]
     truths[0][4] = 0  # the padding row
     tables = [torch.zeros(n, 2 * halves, device=device) for n in rows]
     weight, zeros, ones = torch.ones(2 * halves), torch.zeros(ids.shape[1]), torch.ones(ids.shape[1])
     weight, zeros, ones, ids, dy = (x.to(device) for x in (weight, zeros, ones, ids, dy))
     found = PRIMITIVES["embedding_bwd"]("cuda", dy, *ids, *tables, weight, zeros, ones, None, 0.0, 0, 4, [True] * 4)
-    assert all(torch.equal(one.cpu(), truth) for one, truth in zip(found, truths, strict=False))
-    assert torch.equal(found[4], dy.sum(0)) and found[3].abs().sum() == 0
+    for one, truth in zip(found, truths, strict=False):
+        torch.testing.assert_close(one.cpu(), truth, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found[4], dy.sum(0)) and (found[3].isnan().all() if wild.any() else found[3].abs().sum() == 0)
     for need in ([False, False, True, False], [True, False, False, False]):
         some = PRIMITIVES["embedding_bwd"]("cuda", dy, *ids, *tables, weight, zeros, ones, None, 0.0, 0, 4, need)
         for one, other, needed in zip(some, found, [*need, need[3]], strict=True):
-            assert torch.equal(one, other) if needed else one.numel() == 0
+            assert torch.allclose(one, other, 0, 0, equal_nan=True) if needed else one.numel() == 0
 
 
 def test_table_gradients_in_cuda_are_added_up_in_float32():

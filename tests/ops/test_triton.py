@@ -260,7 +260,7 @@ def test_the_backward_in_one_pass_repeats_bit_for_bit(monkeypatch):
 
 # ---- attention of several short sequences in one program
 
-SHORT = pytest.mark.parametrize("lengths", [(0, 1, 15, 16, 17, 31, 32), (16, 0, 1, 15, 16, 9)], ids=["32", "16"])
+SHORT = pytest.mark.parametrize("lengths", [(0, 1, 15, 17, 32), (16, 0, 1, 9)], ids=["32", "16"])
 
 
 def short(lengths, heads, size, p=0.0):

@@ -148,9 +148,9 @@ def as_people_run_it(tmp_path, monkeypatch):
 
 
 # Slow pages, which export, prepare and train. Tests of models and of training do that too.
-PAGES = "data export inference training"
+SLOW_PAGES = "data export inference training"
 TASKS = "classification distillation electra embeddings multi_vector pretraining question_answering sentence_encoders"
-SLOW = {f"docs/{name}.md" for name in PAGES.split()}
+SLOW = {f"docs/{name}.md" for name in SLOW_PAGES.split()}
 SLOW |= {f"docs/tasks/{name}.md" for name in f"{TASKS} serving tagging".split()}
 
 
