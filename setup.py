@@ -107,7 +107,7 @@ def cmake_build(torch: tuple[str, str], target: Path) -> None:
     version, folder = torch
     build_dir = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
     # CMake looks for these once and caches them, so a build folder is valid for one set of them only.
-    kept = json.dumps([version, folder, *map(os.environ.get, ("CXX", "CUDA_HOME")), shutil.which("nvcc")])
+    kept = json.dumps([version, folder, *map(os.environ.get, ("CXX", "CXXFLAGS", "CUDA_HOME")), shutil.which("nvcc")])
     stamp = build_dir / "built_for.json"
     if not stamp.exists() or stamp.read_text() != kept:
         shutil.rmtree(build_dir, ignore_errors=True)

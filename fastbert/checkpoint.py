@@ -365,7 +365,13 @@ def write(directory: str | Path, config: dict, state: Mapping[str, Tensor]) -> N
 
     Two files cannot be replaced at once. So the weights, which are written first, also hold the new configuration and
     the hash of the config.json that it replaces: `interrupted_save` finds it if a save was killed between the two.
+    Raises RuntimeError for sharded tensors.
     """
+    if sharded := [name for name, tensor in state.items() if hasattr(tensor, "full_tensor")]:
+        raise RuntimeError(
+            f"{sharded[0]} is sharded (FSDP2): gather the state with fastbert.training.distributed.whole in all "
+            "processes, and load it in the first into a model that is not sharded"
+        )
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors, seen = {}, set()

@@ -6,8 +6,10 @@ from pathlib import Path
 # configurations and tokenizers, also in sentence-transformers' folders, and ColBERT's settings
 FILES = ("*.json", "vocab.txt", "merges.txt", "spm.model", "artifact.metadata")
 # weights of the model and of layers after it: sentence-transformers' Dense, BGE-M3's linear layers
-WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "*_Dense/model.safetensors", "*_linear.pt")
-PICKLED = ("pytorch_model.bin", "*_Dense/pytorch_model.bin")
+OF_MODEL = ("model.safetensors", "model-*-of-*.safetensors")
+WEIGHTS = (*OF_MODEL, *(f"*_Transformer/{name}" for name in OF_MODEL), "*_Dense/model.safetensors", "*_linear.pt")
+PICKLED = ("pytorch_model.bin", "*_Transformer/pytorch_model.bin", "*_Dense/pytorch_model.bin")
+_WHOLE_MODEL = ("model*.safetensors", "*_Transformer/model*.safetensors")
 NAME = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?")
 
 
@@ -27,7 +29,7 @@ def directory_of(source: str | Path, *, weights: bool = True) -> Path:
     folder = _snapshot(*name.groups(), (*FILES, *WEIGHTS) if weights else FILES)
     if weights and (missing := _without_safetensors(folder)):
         folder = _snapshot(*name.groups(), missing)
-    if weights and not any(path for pattern in ("model*.safetensors", PICKLED[0]) for path in folder.glob(pattern)):
+    if weights and not _has_any(folder, *_WHOLE_MODEL, *PICKLED[:2]):
         raise FileNotFoundError(f"the hub's cache has not all of {source}: run `hf download {name[1]}` with a network")
     return folder
 
@@ -35,8 +37,12 @@ def directory_of(source: str | Path, *, weights: bool = True) -> Path:
 def _without_safetensors(folder: Path) -> tuple[str, ...]:
     """The patterns of pickled weights that stand in for safetensors that the folder does not have."""
     dense = [part for part in folder.glob("*_Dense") if not (part / "model.safetensors").exists()]
-    lacks = not any(folder.glob("model*.safetensors")), bool(dense)
-    return tuple(pattern for pattern, missing in zip(PICKLED, lacks, strict=True) if missing)
+    of_model = () if _has_any(folder, *_WHOLE_MODEL) else PICKLED[:2]
+    return (*of_model, *PICKLED[2:]) if dense else of_model
+
+
+def _has_any(folder: Path, *patterns: str) -> bool:
+    return any(path for pattern in patterns for path in folder.glob(pattern))
 
 
 def _snapshot(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:

@@ -31,6 +31,8 @@ class BatchLoader(DataLoader):
         """options: for DataLoader (num_workers, pin_memory, persistent_workers, ...)."""
         generator = torch.Generator().manual_seed(sampler.seed)  # for the workers' seeds
         super().__init__(dataset, batch_sampler=sampler, collate_fn=collator, **{"generator": generator} | options)
+        if hasattr(collator, "set_epoch"):
+            sampler.followers.append(collator)
         self._batch = 0  # how many batches of the epoch have been handed out
 
     def set_epoch(self, epoch: int) -> None:
@@ -43,8 +45,6 @@ class BatchLoader(DataLoader):
 
     def _go_to(self, epoch: int, batch: int) -> None:
         self.batch_sampler.set_epoch(epoch)
-        if hasattr(self.collate_fn, "set_epoch"):
-            self.collate_fn.set_epoch(epoch)
         self._batch = self.batch_sampler.start = batch
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -23,11 +23,19 @@ class _BatchSampler(Sampler[list[int]]):
         self.count, self.shuffle, self.seed = count, shuffle, seed
         self.rank, self.world_size = rank, world_size
         self.start = 0  # the first batch of the next iterator
+        self.followers: list[Any] = []  # a collator whose masks depend on the epoch
         self.set_epoch(0)
+
+    @property
+    def sampler(self) -> "_BatchSampler":
+        """Itself: Hugging Face's accelerate, which wraps a batch sampler, calls batch_sampler.sampler.set_epoch."""
+        return self
 
     def set_epoch(self, epoch: int) -> None:
         """Selects the epoch, which decides the order. Call it before the first batch, as transformers.Trainer does."""
         self.epoch = epoch
+        for follower in self.followers:
+            follower.set_epoch(epoch)
         generator = torch.Generator().manual_seed(self.seed + epoch)
         self._order = torch.randperm(self.count, generator=generator) if self.shuffle else torch.arange(self.count)
         self._ends = self._even(self._fill(self._order))

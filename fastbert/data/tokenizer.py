@@ -6,6 +6,7 @@ DeBERTa-v3 (BERT's template), which can be read but not trained.
 """
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,8 @@ def get_tokenizer(source: str | Path | Iterable[str | Path]) -> "Tokenizer":
     """Reads a `tokenizers.Tokenizer` from a Hugging Face directory, from files of one, or by a model's name on the hub.
 
     source: a directory, a name (`fastbert.hub`), a file, or several files. The first that exists of these is read:
-    tokenizer.json (without its truncation and padding), vocab.txt (WordPiece), vocab.json with merges.txt (byte-level
+    tokenizer.json (without its truncation and padding; normalised as tokenizer_config.json says if that names one of
+    BERT's classes), vocab.txt (WordPiece), vocab.json with merges.txt (byte-level
     BPE), and spm.model (SentencePiece's unigrams, as in DeBERTa-v3; needs the extra `sentencepiece`). All but the first
     follow tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars; add_prefix_space, trim_offsets;
     split_by_punct; special and added tokens), with the defaults of `transformers`. Names of given files may have a
@@ -67,6 +69,7 @@ def get_tokenizer(source: str | Path | Iterable[str | Path]) -> "Tokenizer":
         from tokenizers import Tokenizer
 
         tokenizer = _read(path, lambda: Tokenizer.from_file(str(path)))
+        _follow_config(tokenizer, files.config())
     elif path := files.get("vocab.txt"):
         tokenizer = _from_vocab_txt(path, files.config())
     elif (path := files.get("vocab.json")) and (merges := files.get("merges.txt")):
@@ -76,9 +79,29 @@ def get_tokenizer(source: str | Path | Iterable[str | Path]) -> "Tokenizer":
     else:
         expected = "no tokenizer.json, vocab.txt or spm.model, and not both vocab.json and merges.txt"
         raise FileNotFoundError(f"{files} has {expected}")
+    if "left" in (files.config().get("truncation_side"), ((tokenizer.truncation or {}).get("direction") or "").lower()):
+        warnings.warn(f"{files}: truncation_side is left; texts that are too long are cut at their ends", stacklevel=2)
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+def _follow_config(tokenizer: "Tokenizer", config: dict[str, Any]) -> None:
+    """Normalises as tokenizer_config.json says if it names one of BERT's classes: transformers builds their normaliser
+    anew, whatever tokenizer.json holds."""
+    from tokenizers import normalizers
+
+    named = (config.get("tokenizer_class") or "").removesuffix("Fast") in _CLASSES["wordpiece"]
+    if named and isinstance(tokenizer.normalizer, normalizers.BertNormalizer):
+        tokenizer.normalizer = normalizers.BertNormalizer(**_normalization(config))
+
+
+def _normalization(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "lowercase": config.get("do_lower_case", True),
+        "strip_accents": config.get("strip_accents"),
+        "handle_chinese_chars": config.get("tokenize_chinese_chars", True),
+    }
 
 
 class _Files:
@@ -129,10 +152,7 @@ def _from_vocab_txt(path: Path, config: dict[str, Any]) -> "Tokenizer":
     _check_class(path, "wordpiece", config)
     special = _special_tokens("wordpiece", config)
     tokenizer = _wordpiece(
-        models.WordPiece(vocabulary, unk_token=special["unk_token"].content),
-        lowercase=config.get("do_lower_case", True),
-        strip_accents=config.get("strip_accents"),
-        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
+        models.WordPiece(vocabulary, unk_token=special["unk_token"].content), **_normalization(config)
     )
     _add_tokens(tokenizer, path, special, config)
     return _with_template(tokenizer, special)
@@ -375,18 +395,27 @@ class Counted:
             yield item
 
 
-def save_tokenizer(tokenizer: Any, directory: str | Path, max_length: int | None = None) -> None:
+def takes_token_types(directory: Path) -> bool:
+    """Whether the tokenizer in a directory gives token types in transformers; also if it does not say."""
+    names = _Files(directory).config().get("model_input_names")
+    return names is None or "token_type_ids" in names
+
+
+def save_tokenizer(
+    tokenizer: Any, directory: str | Path, max_length: int | None = None, token_types: bool = True
+) -> None:
     """Writes tokenizer.json and tokenizer_config.json, for `get_tokenizer` and `transformers.AutoTokenizer`.
 
     directory: created if missing; may be a model's. max_length: the length to which transformers cuts texts; None takes
-    it from the tokenizer, if it is one of transformers, or else from the model in that directory.
+    it from the tokenizer, if it is one of transformers, or else from the model in that directory. token_types: whether
+    transformers gives them to the model.
     """
     directory, backend = Path(directory), copy_of(tokenizer)
     tokens = {
         role: getattr(tokenizer, role, None) or special_token(backend, role) for role in SPECIAL_TOKENS["wordpiece"]
     }
     names = {role: token for role, token in tokens.items() if token is not None}
-    inputs = ["input_ids", "token_type_ids", "attention_mask"]  # transformers omits token types without it
+    inputs = ["input_ids", *["token_type_ids"] * token_types, "attention_mask"]
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": inputs, **names}
     if (longest := max_length or _model_max_length(tokenizer, directory)) is not None:
         config["model_max_length"] = longest

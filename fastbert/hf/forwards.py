@@ -690,6 +690,7 @@ class LayerForward(Replacement):
             parts.plain = all([supported.check_leaf(module, kind) for module, kind in leaves])
         supported.check_activation(parts.activation)
         supported.check_attention_dropout(parts.attention)
+        supported.check_direction(parts.attention.module)
         if self.family.layer.of_positions:
             supported.check_attention_to_positions(parts.attention.module)
         for dropout in (parts.out_dropout, parts.down_dropout):

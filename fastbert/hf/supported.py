@@ -131,6 +131,11 @@ def check_positions(encoder: nn.Module) -> None:
         raise Fallback(f"position_buckets is {buckets} beside max_relative_positions of {farthest}")
 
 
+def check_direction(attention: nn.Module) -> None:
+    if getattr(attention, "is_causal", False):
+        raise Fallback(f"a {type(attention).__name__} is causal")
+
+
 def check_attention_to_positions(attention: nn.Module) -> None:
     check_methods(attention, "disentangled_attention_bias")
     for name in ("pos_key_proj", "pos_query_proj"):

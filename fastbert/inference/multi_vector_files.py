@@ -23,6 +23,7 @@ from fastbert.inference.sentence_files import (
     read_dense,
     read_json,
     read_modules,
+    settings_of,
     write_dense,
     write_json,
     write_modules,
@@ -153,7 +154,7 @@ def _check_normalize(folder: Path | None) -> None:
 
 
 def _lengths(folder: Path) -> dict[str, Any]:
-    settings = read_json(folder / SETTINGS)
+    settings = settings_of(folder)
     expansion = _expansion(folder, settings.get("query_expansion"))
     return {name: settings.get(name) for name in ("query_length", "document_length")} | {"expansion": expansion}
 

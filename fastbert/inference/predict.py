@@ -32,6 +32,7 @@ from fastbert.data.tokenizer import (
     get_tokenizer,
     special_token_id,
     strings,
+    takes_token_types,
     text_of,
 )
 from fastbert.heads import (
@@ -176,7 +177,10 @@ class Predictor:
         directory = hub.directory_of(source)
         model = load(lambda dtype: trained_model(directory, cls.classes, dtype=dtype), dtype, device, precision)
         given = {name: value for name, value in arguments.items() if value is not None}
-        return cls(model, cls._tokenizer(directory), **cls._options(directory, model.config) | given)
+        made = cls(model, cls._tokenizer(directory), **cls._options(directory, model.config) | given)
+        if not takes_token_types(directory):
+            made.columns = ("input_ids",)
+        return made
 
     @classmethod
     def _tokenizer(cls, directory: Path) -> Any:

@@ -57,7 +57,7 @@ class CrossEncoder(Predictor):
         self.config.extra["sentence_transformers"] = {**entry, "activation_fn": path}
         self.config.extra["sbert_ce_default_activation_function"] = path  # for releases before 4
         self.model.save_pretrained(directory)
-        save_tokenizer(self.tokenizer, directory, self.max_length)
+        save_tokenizer(self.tokenizer, directory, self.max_length, "token_type_ids" in self.columns)
 
     def predict(self, pairs: Iterable[Sequence[str]], *, progress: Callable[[int], object] | None = None) -> Tensor:
         """(N,) float32 scores of pairs of texts; (N, num_labels) of a model with several labels.

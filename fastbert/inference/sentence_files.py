@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "LeakyReLU", "ELU", "Mish", "ReLU6", "Softplus")
 SETTINGS = "sentence_bert_config.json"  # sentence-transformers', of the model and its tokenizer, in the model's folder
+_OLD_SETTINGS = [
+    f"sentence_{name}_config.json" for name in ("roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+]
+# Settings that readers look at, or refuse by themselves, and one that changes nothing but the speed.
+_FOLLOWED = (
+    "max_seq_length do_lower_case query_length document_length query_expansion transformer_task unpad_inputs".split()
+)
+_OUTPUTS = "last_hidden_state", "logits"
 _LEGACY = {  # names before sentence-transformers 5.4, in the order in which vectors are concatenated
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -100,13 +108,14 @@ def read(directory: Path) -> Recipe:
     if not modules:
         _check_whole(directory, "1_Pooling")
         return Recipe(directory, max_length=max_length_of(directory, directory))
-    kinds = _kinds(modules)
+    kinds = kinds_of(directory, modules)
     middle = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
     if kinds[:2] != ["Transformer", "Pooling"] or set(middle) - {"Dense"}:
         expected = "Transformer, Pooling[, Dense ...][, Normalize]"
         raise ValueError(f"{directory} has the modules {', '.join(kinds)}; expected {expected}")
     folders = [directory / module["path"] for module in modules]
     _check_one_length(folders[0])
+    _check_task(folders[0], "feature-extraction")
     if not (folders[1] / "config.json").exists():
         raise ValueError(f"{directory} has a pooling, but no {folders[1].name}/config.json; expected one")
     pooling = read_json(folders[1] / "config.json")
@@ -139,8 +148,33 @@ def read_modules(directory: Path) -> list[dict[str, Any]]:
     return modules
 
 
-def _kinds(modules: list[dict[str, Any]]) -> list[str]:
+def kinds_of(directory: Path, modules: list[dict[str, Any]]) -> list[str]:
+    """The classes of modules. Raises ValueError for classes that are not sentence-transformers' or PyLate's."""
+    for module in modules:
+        if not module["type"].startswith(("sentence_transformers.", "pylate.")):
+            expected = "sentence_transformers'; code that comes with a model is not run"
+            raise ValueError(f"{directory} has a module of the class {module['type']}; expected one of {expected}")
     return [module["type"].rsplit(".", 1)[-1] for module in modules]
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """sentence-transformers' settings of the model in a folder; empty without a file of them. Raises ValueError for
+    those that change its vectors and are not supported."""
+    name = next((name for name in (SETTINGS, *_OLD_SETTINGS) if (folder / name).exists()), SETTINGS)
+    settings = read_json(folder / name)
+    for key, value in settings.items():
+        if value and not _changes_nothing(key, value):
+            raise ValueError(f"{folder / name}: {key} is {value!r}, which is not supported; expected none")
+    return settings
+
+
+def _changes_nothing(key: str, value: Any) -> bool:
+    """Whether a setting is followed, or says only how sentence-transformers is to run the model."""
+    if key in ("model_args", "model_kwargs"):
+        return value.keys() <= {"attn_implementation", "torch_dtype", "dtype", "add_pooling_layer"}
+    if key == "modality_config":
+        return value in [{"text": {"method": "forward", "method_output_name": n}} for n in _OUTPUTS]
+    return key in _FOLLOWED or (key == "module_output_name" and value in ("token_embeddings", "scores"))
 
 
 def _pooling(directory: Path, settings: dict[str, Any]) -> tuple[str, ...]:
@@ -184,12 +218,12 @@ def read_sparse(directory: Path) -> SparseRecipe:
     if not modules:
         _check_whole(directory, "1_SpladePooling")
         return SparseRecipe(directory, max_length=max_length_of(directory, directory))
-    kinds, folders = _kinds(modules), [directory / module["path"] for module in modules]
+    kinds, folders = kinds_of(directory, modules), [directory / module["path"] for module in modules]
     if len(kinds) != 2 or kinds[0] not in ("MLMTransformer", "Transformer") or kinds[1] != "SpladePooling":
         expected = "MLMTransformer (or Transformer for fill-mask), SpladePooling"
         raise ValueError(f"{directory} has the modules {', '.join(kinds)}; expected {expected}")
     _check_one_length(folders[0])
-    task = read_json(folders[0] / SETTINGS).get("transformer_task")
+    task = settings_of(folders[0]).get("transformer_task")
     if task != "fill-mask" and (task or kinds[0] == "Transformer"):
         raise ValueError(f"{directory}: transformer_task is {task!r}; expected 'fill-mask'")
     pooling, more = read_json(folders[1] / "config.json"), read_json(directory / "config_sentence_transformers.json")
@@ -217,9 +251,10 @@ def read_cross_encoder(directory: Path) -> dict[str, Any]:
     modules = read_modules(directory)
     if not modules:
         return {"activation": None, "max_length": _tokenizer_length(directory)}
-    kinds = _kinds(modules)
+    kinds = kinds_of(directory, modules)
     if kinds != ["Transformer"]:
         raise ValueError(f"{directory} has the modules {', '.join(kinds)}; expected Transformer alone")
+    _check_task(directory / modules[0]["path"], "sequence-classification")
     settings = read_json(directory / "config_sentence_transformers.json")
     if prompt := (settings.get("prompts") or {}).get(settings.get("default_prompt_name")):
         raise ValueError(f"{directory} has the default prompt {prompt!r}; expected none: put it before your queries")
@@ -237,13 +272,18 @@ def read_tokenizer(folder: Path) -> "Tokenizer":
     given = tokenizer.normalizer
     steps = list(given) if isinstance(given, normalizers.Sequence) else [] if given is None else [given]
     lowers = any(isinstance(step, normalizers.Lowercase) for step in steps)
-    if read_json(folder / SETTINGS).get("do_lower_case") and not lowers:
+    if settings_of(folder).get("do_lower_case") and not lowers:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
     return tokenizer
 
 
+def _check_task(folder: Path, expected: str) -> None:
+    if (task := settings_of(folder).get("transformer_task")) not in (None, expected):
+        raise ValueError(f"{folder}: transformer_task is {task!r}; expected {expected!r}")
+
+
 def _check_one_length(folder: Path) -> None:
-    settings = read_json(folder / SETTINGS)
+    settings = settings_of(folder)
     for name in ("query_length", "document_length"):
         if settings.get(name) is not None:
             expected = "max_seq_length alone, for queries and documents"
@@ -252,7 +292,7 @@ def _check_one_length(folder: Path) -> None:
 
 def max_length_of(folder: Path, directory: Path) -> int | None:
     """The maximum length in sentence-transformers' file or else, as since release 6, in the tokenizer's; or None."""
-    settings = read_json(folder / SETTINGS) or read_json(directory / SETTINGS)
+    settings = settings_of(folder) or settings_of(directory)
     return settings.get("max_seq_length") or _tokenizer_length(folder)
 
 

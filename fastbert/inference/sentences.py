@@ -181,7 +181,13 @@ class SentenceEncoder(TextEncoder):
         if self.include_prompt or not prompt:
             return 0
         encoding = self.tokenizer.encode(prompt)
-        return len(encoding.ids) - (encoding.special_tokens_mask[-1:] == [1])
+        skipped = len(encoding.ids) - (encoding.special_tokens_mask[-1:] == [1])
+        if skipped + 2 > self.max_length:
+            raise ValueError(
+                f"SentenceEncoder: the prompt has {skipped} tokens, which the pooling leaves out; expected fewer than "
+                f"max_length, {self.max_length}, so that tokens of the text are left"
+            )
+        return skipped
 
     @torch.inference_mode()
     def embed(self, ids: list[list[int]], skip: int = 0, normalize: bool | None = None) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 _LAYER = re.compile(r"(.*\blayer)\.(\d+)\b")
+# relative positions of DeBERTa and MPNet, and DeBERTa's convolution beside the first layer
+_SHARED = re.compile(r"(.*\.)?encoder\.(rel_embeddings|LayerNorm|conv|relative_attention_bias)\b")
 _EMBEDDINGS = re.compile(r".*\bembeddings(_project)?\b")
 
 
@@ -27,7 +29,8 @@ def parameter_groups(
     groups: dict[tuple[int, bool], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups.setdefault((_depth(name, top), parameter.dim() > 1), []).append(parameter)
+            decays = parameter.dim() > 1 and "relative_attention_bias" not in name
+            groups.setdefault((_depth(name, top), decays), []).append(parameter)
     rates = {depth: lr * layer_decay ** (top - depth) for depth, _ in groups}
     return [
         {"params": parameters, "lr": rates[depth], "weight_decay": weight_decay if decays else 0.0}
@@ -36,10 +39,10 @@ def parameter_groups(
 
 
 def _depth(name: str, top: int) -> int:
-    """0 for embeddings, 1 for the first layer, `top` for the pooler and heads."""
+    """0 for embeddings and what all layers share, 1 for the first layer, `top` for the pooler and heads."""
     if match := _LAYER.match(name):
         return int(match[2]) + 1
-    return 0 if _EMBEDDINGS.match(name) else top
+    return 0 if _EMBEDDINGS.match(name) or _SHARED.match(name) else top
 
 
 def freeze(model: nn.Module, layers: int | Iterable[int] = 0, embeddings: bool = True) -> None:

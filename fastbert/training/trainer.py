@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler
 from fastbert.files import replacing
+from fastbert.modes import keeping_modes
 from fastbert.training.best import Best
 from fastbert.training.distributed import sharded, whole
 from fastbert.training.logs import TABLES, Log, keep_rows, opened_logs
@@ -176,8 +177,10 @@ class AMPTrainer:
         self.stopping = True
 
     def evaluate(self, loader: Iterable[Batch], metric: Callable[..., Any] = compute_loader_loss) -> dict[str, float]:
-        """Runs metric(model, loader, device) in the training precision, then restores training's random states."""
-        with keeping_random_state(self.device, _generators(loader)), self._autocast():  # it may be training's loader
+        """Runs metric(model, loader, device) in the training precision, then restores training's random states, and
+        the modes (training or evaluation) of the model's parts."""
+        generators = _generators(loader)  # it may be training's loader
+        with keeping_modes(self.model), keeping_random_state(self.device, generators), self._autocast():
             found = metric(unwrapped(self.model), loader, self.device)
         values = found if isinstance(found, Mapping) else {"loss": found}
         numbers = {n: x.item() if isinstance(x, (Tensor, np.ndarray)) and x.ndim == 0 else x for n, x in values.items()}
@@ -478,7 +481,7 @@ class AMPTrainer:
                 for log in logs if event in TABLES else ():
                     log({f"{event}/{name}": x for name, x in values.items()}, self.step)
                 if self.callbacks:
-                    with keeping_random_state(self.device):
+                    with keeping_modes(self.model), keeping_random_state(self.device):
                         for callback in self.callbacks:
                             callback(self, event, values)
 

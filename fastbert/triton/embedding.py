@@ -39,24 +39,24 @@ def _ids(ids, at, inside, rows):
 
 
 @triton.jit
-def _rows(table, ids, token, tokens, column, rows, channels):
-    """The rows of ids; NaN for an id that is out of range."""
+def _rows(table, ids, token, tokens, column, rows, channels, CHECKED: tl.constexpr):
+    """The rows of ids; if CHECKED, NaN for an id that is out of range."""
     id = tl.load(ids + token, token < tokens, other=-1).to(tl.int64)
     row = _nearest(id, token < tokens, rows)
     inside = (row >= 0)[:, None] & (column < channels)[None, :]
     x = tl.load(table + row[:, None] * channels + column[None, :], inside, other=0.0).to(tl.float32)
-    return tl.where((id == row)[:, None], x, float("nan"))
+    return tl.where((id == row)[:, None], x, float("nan")) if CHECKED else x
 
 
 @triton.jit
 def _sum(
     input_ids, position_ids, token_type_ids, word, position, token_type, token, column,
-    tokens, channels, words, positions, types, TYPES: tl.constexpr,
+    tokens, channels, words, positions, types, TYPES: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    z = _rows(word, input_ids, token, tokens, column, words, channels)
-    z += _rows(position, position_ids, token, tokens, column, positions, channels)
+    z = _rows(word, input_ids, token, tokens, column, words, channels, CHECKED)
+    z += _rows(position, position_ids, token, tokens, column, positions, channels, CHECKED)
     if TYPES:
-        z += _rows(token_type, token_type_ids, token, tokens, column, types, channels)
+        z += _rows(token_type, token_type_ids, token, tokens, column, types, channels, CHECKED)
     return z
 
 
@@ -87,7 +87,7 @@ def _forward(
     inside = (token < tokens)[:, None] & (column < channels)[None, :]
     z = _sum(
         input_ids, position_ids, token_type_ids, word, position, token_type, token, column,
-        tokens, channels, words, positions, types, TYPES,
+        tokens, channels, words, positions, types, TYPES, CHECKED=True,
     )  # fmt: skip
     z, row_mean, row_rstd = normalize(z, inside, channels, eps)
     w = tl.load(weight + column, column < channels, other=0.0).to(tl.float32)
@@ -144,9 +144,10 @@ def _backward(
         token = program * share + first + tl.arange(0, ROWS)
         inside = (token < tokens)[:, None] & (column < channels)[None, :]
         at = token[:, None] * channels + column[None, :]
+        # After an id out of range the saved mean is NaN, and so is all that follows from it.
         z = _sum(
             input_ids, position_ids, token_type_ids, word, position, token_type, token, column,
-            tokens, channels, words, positions, types, TYPES,
+            tokens, channels, words, positions, types, TYPES, CHECKED=False,
         )  # fmt: skip
         d = tl.load(dy + at, inside, other=0.0).to(tl.float32)
         if DROPOUT:

@@ -439,9 +439,22 @@ def test_transformers_trainer_takes_data_set_and_collator(tmp_path):
     assert len(losses) == 3 and all(map(np.isfinite, losses))
 
 
+def test_accelerate_tells_the_epoch_of_shared_batches(corpus, accelerate):
+    """With several processes it wraps the batch sampler; the order and the masks follow the epoch nevertheless."""
+    prepare = accelerate.data_loader.prepare_data_loader
+    shares = [prepare(loader(corpus), num_processes=2, process_index=i, even_batches=False) for i in range(2)]
+    for epoch in (0, 1):
+        expected = loader(corpus)
+        expected.set_epoch(epoch)
+        for share in shares:
+            share.set_epoch(epoch)
+        found = itertools.chain.from_iterable(zip(*map(list, shares), strict=False))
+        assert all(same(mine, batch) for mine, batch in zip(found, expected, strict=False))
+
+
 def test_accelerate_takes_a_loader(corpus, accelerate):
     prepared = accelerate.Accelerator(cpu=True).prepare(loader(corpus))
     prepared.set_epoch(1)
     expected = loader(corpus)
-    expected.batch_sampler.set_epoch(1)  # accelerate tells the epoch to the sampler only
+    expected.batch_sampler.set_epoch(1)  # as accelerate does
     assert all(itertools.starmap(same, zip(prepared, expected, strict=True)))

@@ -52,6 +52,41 @@ def test_tokenizer_json_as_it_stands_without_truncation_and_padding():
     assert tokenizer.to_str() == expected.to_str()
 
 
+@pytest.mark.parametrize("cased", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"do_lower_case": False},
+        {"do_lower_case": True, "strip_accents": False},
+        {"do_lower_case": False, "strip_accents": True, "tokenize_chinese_chars": False},
+    ],
+)
+@pytest.mark.parametrize("kind", ["BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast"])
+def test_tokenizer_json_is_normalised_as_its_class_says(tmp_path, cased, config, kind):
+    """transformers builds the normaliser of BERT's classes anew, from tokenizer_config.json or from its defaults."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(minilm() / "tokenizer.json"))
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=not cased)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    special = {role: f"[{role[:-6].upper()}]" for role in ("unk_token", "pad_token", "cls_token", "sep_token")}
+    config = {"tokenizer_class": kind, "mask_token": "[MASK]", **special, **config}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("Hello CAFÉS, 中文", "an Ångström"):
+        assert get_tokenizer(tmp_path).encode(text).tokens == theirs.convert_ids_to_tokens(theirs(text)["input_ids"])
+
+
+@pytest.mark.parametrize("place", ["tokenizer.json", "tokenizer_config.json"])
+def test_texts_that_would_be_cut_at_their_beginning_are_told_of(tmp_path, place):
+    tokenizer = get_tokenizer(minilm())
+    tokenizer.enable_truncation(8, direction="left" if place == "tokenizer.json" else "right")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    if place == "tokenizer_config.json":
+        (tmp_path / place).write_text(json.dumps({"truncation_side": "left"}))
+    with pytest.warns(UserWarning, match="truncation_side is left; texts that are too long are cut at their ends"):
+        get_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -291,6 +291,17 @@ def test_noise_on_embeddings_runs_the_original():
     assert torch.equal(*results)
 
 
+def test_a_causal_module_runs_the_original():
+    """transformers reads it from each attention module, not from the configuration."""
+    original, model, report, inputs = pair("bert")
+    for each in (original, model):
+        each.encoder.layer[1].attention.self.is_causal = True
+    inputs.pop("attention_mask")
+    with pytest.warns(RuntimeWarning, match="BertSelfAttention is causal"):
+        assert torch.equal(model(**inputs)[0], original(**inputs)[0])
+    assert_fell_back(report, "causal")
+
+
 def test_vmap_and_trace_run_the_original():
     model = tagger()
     other, ids = copy.deepcopy(model), torch.randint(1, 99, (3, 1, 5))

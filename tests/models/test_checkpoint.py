@@ -4,11 +4,13 @@ import errno
 import json
 import os
 import resource
+import shutil
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from small_models import DEVICE, TINY, batch, hugging_face, minilm, ours
 
 import fastbert
-from fastbert import BertConfig, BertEncoder, BertModel, checkpoint
+from fastbert import BertConfig, BertEncoder, BertModel, checkpoint, hub
 
 
 @pytest.fixture
@@ -251,6 +253,24 @@ def test_a_model_by_its_name_comes_from_the_hub_s_cache(cached, name):
     for kind in (BertModel, fastbert.AutoModel):
         state = kind.from_pretrained(name).state_dict()
         assert all(torch.equal(tensor, expected[key]) for key, tensor in state.items())
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_weights_in_a_folder_of_sentence_transformers_come_from_the_hub_s_cache(cached, pickled):
+    folder = cached / "0_Transformer"
+    folder.mkdir()
+    (cached / "model.safetensors").rename(folder / "model.safetensors")
+    shutil.copy(cached / "config.json", folder)
+    if pickled:
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    assert hub.directory_of("someone/small") == cached
+
+
+def test_sharded_tensors_are_not_written(tmp_path):
+    with pytest.raises(RuntimeError, match=r"a is sharded \(FSDP2\): gather"):
+        checkpoint.write(tmp_path, {}, {"a": SimpleNamespace(full_tensor=None)})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_that_cannot_be_had_says_how_to_get_it(cached):

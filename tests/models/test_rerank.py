@@ -104,6 +104,18 @@ def test_scores_are_those_of_sentence_transformers(tmp_path, small, family, labe
     assert torch.equal(scores_of(again), found)
 
 
+def test_token_types_are_left_out_where_the_tokenizer_has_none(tmp_path, small):
+    made = small(1, "bert")
+    made.save_pretrained(tmp_path)
+    edit(tmp_path / "tokenizer_config.json", model_input_names=["input_ids", "attention_mask"])
+    found, other = CrossEncoder.from_pretrained(tmp_path), theirs(tmp_path)
+    expected = torch.from_numpy(other.predict(PAIRS))
+    assert_like(scores_of(found), torch.from_numpy(exact(other).predict(PAIRS)), expected)
+    assert (scores_of(found) - scores_of(made)).abs().max() > 1e-3
+    found.save_pretrained(tmp_path / "again")
+    assert torch.equal(scores_of(CrossEncoder.from_pretrained(tmp_path / "again")), scores_of(found))
+
+
 @pytest.mark.parametrize(
     ("labels", "entries"),
     [
@@ -223,7 +235,7 @@ def test_a_score_that_is_not_a_number_is_an_error(small):
 
 
 def test_texts_are_put_into_lower_case_if_a_file_beside_modules_json_says_so(tmp_path, small):
-    made, modules = small(), [{"type": "a.Transformer", "path": ""}]
+    made, modules = small(), [{"type": "sentence_transformers.models.Transformer", "path": ""}]
     made.tokenizer.normalizer.lowercase = False
     made.save_pretrained(tmp_path)
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
@@ -259,7 +271,10 @@ def test_directories_that_are_not_supported_are_refused(tmp_path, small):
         ),
         (
             "modules",
-            [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": ""}],
+            [
+                {"type": "sentence_transformers.models.Transformer", "path": ""},
+                {"type": "sentence_transformers.models.Dense", "path": ""},
+            ],
             "has the modules Transformer, Dense; expected",
         ),
     ):

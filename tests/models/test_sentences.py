@@ -191,6 +191,48 @@ def test_texts_are_put_into_lower_case_where_sentence_transformers_does_so(tmp_p
     assert torch.equal(SentenceEncoder.from_pretrained(tmp_path / "again").encode(texts), found.encode(texts))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("processing_kwargs", {"text": {"max_length": 6}}),
+        ("modality_config", {"text": {"method": "forward", "method_output_name": ["hidden_states", 1]}}),
+        ("config_args", {"layer_norm_eps": 0.5}),
+        ("processor_kwargs", {"truncation_side": "left"}),
+        ("transformer_task", "fill-mask"),
+    ],
+)
+def test_settings_that_change_vectors_are_refused(tmp_path, encoder, name, value):
+    small(encoder).save_pretrained(tmp_path)
+    rewritten(tmp_path / "sentence_bert_config.json", **{name: value})
+    with pytest.raises(ValueError, match=f"{name} is "):
+        SentenceEncoder.from_pretrained(tmp_path)
+
+
+def test_settings_under_their_older_names_count(tmp_path, encoder):
+    small(encoder).save_pretrained(tmp_path)
+    rewritten(tmp_path / "sentence_bert_config.json", max_seq_length=6)
+    (tmp_path / "sentence_bert_config.json").rename(tmp_path / "sentence_roberta_config.json")
+    found = SentenceEncoder.from_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="longer than 6 tokens"):
+        assert_encodes(found.encode(TEXTS), theirs(tmp_path), TEXTS)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_modules_with_code_of_their_own_are_refused(tmp_path, encoder, place):
+    small(encoder).save_pretrained(tmp_path)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    modules[place]["type"] = "custom_st." + modules[place]["type"].rsplit(".", 1)[-1]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ValueError, match=r"a module of the class custom_st\."):
+        SentenceEncoder.from_pretrained(tmp_path)
+
+
+def test_a_prompt_that_leaves_no_token_of_the_text_is_refused(encoder):
+    made = small(encoder, include_prompt=False, prompts={"long": "word " * 30}, max_length=20)
+    with pytest.raises(ValueError, match="the prompt has 31 tokens"):
+        made.encode(["text"], prompt_name="long")
+
+
 @pytest.mark.parametrize("name", ["query_length", "document_length"])
 def test_a_length_of_queries_or_documents_alone_is_refused(tmp_path, encoder, name):
     small(encoder).save_pretrained(tmp_path)

@@ -248,7 +248,10 @@ def described(directory, kinds, pooling=None, task=None):
     (directory / "sentence_bert_config.json").write_text(json.dumps({"transformer_task": task} if task else {}))
 
 
-MLM, POOLING = "sentence_transformers.sparse_encoder.models.MLMTransformer", "somewhere.SpladePooling"
+MLM, POOLING = (
+    "sentence_transformers.sparse_encoder.models.MLMTransformer",
+    "sentence_transformers.sparse_encoder.models.SpladePooling",
+)
 
 
 @pytest.mark.parametrize(
@@ -256,14 +259,39 @@ MLM, POOLING = "sentence_transformers.sparse_encoder.models.MLMTransformer", "so
     [
         ([MLM, POOLING], {"pooling_strategy": "sum"}, None, "pooling_strategy is 'sum'; expected 'max'"),
         ([MLM, POOLING], {"activation_function": "gelu"}, None, "activation_function is 'gelu'; expected 'relu' or"),
-        (["a.Router", POOLING], {}, None, "has the modules Router, SpladePooling; expected MLMTransformer"),
-        ([MLM, "a.Pooling"], {}, None, "has the modules MLMTransformer, Pooling"),
-        ([MLM, POOLING, "a.SparseAutoEncoder"], {}, None, "has the modules MLMTransformer, SpladePooling, SparseAuto"),
-        (["a.SparseStaticEmbedding"], {}, None, "has the modules SparseStaticEmbedding"),
-        (["a.Transformer", POOLING], {}, None, "transformer_task is None; expected 'fill-mask'"),
-        (["a.Transformer", POOLING], {}, "feature-extraction", "transformer_task is 'feature-extraction'"),
+        (
+            ["sentence_transformers.models.Router", POOLING],
+            {},
+            None,
+            "has the modules Router, SpladePooling; expected MLMTransformer",
+        ),
+        ([MLM, "sentence_transformers.models.Pooling"], {}, None, "has the modules MLMTransformer, Pooling"),
+        (
+            [MLM, POOLING, "sentence_transformers.models.SparseAutoEncoder"],
+            {},
+            None,
+            "has the modules MLMTransformer, SpladePooling, SparseAuto",
+        ),
+        (["sentence_transformers.models.SparseStaticEmbedding"], {}, None, "has the modules SparseStaticEmbedding"),
+        (
+            ["sentence_transformers.models.Transformer", POOLING],
+            {},
+            None,
+            "transformer_task is None; expected 'fill-mask'",
+        ),
+        (
+            ["sentence_transformers.models.Transformer", POOLING],
+            {},
+            "feature-extraction",
+            "transformer_task is 'feature-extraction'",
+        ),
         ([MLM, POOLING], {}, None, None),
-        (["a.Transformer", POOLING], {"activation_function": "log1p_relu"}, "fill-mask", None),
+        (
+            ["sentence_transformers.models.Transformer", POOLING],
+            {"activation_function": "log1p_relu"},
+            "fill-mask",
+            None,
+        ),
     ],
 )
 def test_modules_are_honoured_or_refused(tmp_path, encoder, kinds, pooling, task, words):

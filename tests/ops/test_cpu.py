@@ -103,6 +103,29 @@ def test_attention_has_the_same_bits_for_any_number_of_threads(lengths, D):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_long_sequence_has_the_same_bits_in_any_company_and_for_any_number_of_threads(dtype):
+    """Threads and other sequences decide how its queries are shared out. Values that nearly cancel between blocks of
+    keys, with weights that differ little, show in which order they are added."""
+    length = 1120
+    qkv, dout = torch.randn(length, 3, 1, 64), torch.randn(length, 1, 64).to(dtype)
+    qkv[:, 0] *= 0.3
+    qkv[512:768, 2] += 300
+    qkv[768:1024, 2] -= 300
+
+    def attend(sequences):
+        ends = torch.arange(sequences + 1, dtype=torch.int32) * length
+        leaf = qkv.to(dtype).repeat(sequences, 1, 1, 1).requires_grad_()
+        out = ops.attention(leaf, ends, length)
+        out.backward(dout.repeat(sequences, 1, 1))
+        return out[:length].detach(), leaf.grad[:length]
+
+    _assert_same_bits_for_any_number_of_threads(lambda: attend(1))
+    with fastbert.backend("cpu"):
+        for alone, accompanied in zip(attend(1), attend(4), strict=True):
+            assert torch.equal(alone, accompanied)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_have_the_same_bits_for_any_number_of_threads(dtype):
     """Covers the loss and its gradient to the logits; the products with that gradient may run in a library."""
     hidden, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((ROWS, C), (900, C), (900,)))

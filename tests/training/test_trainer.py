@@ -317,6 +317,32 @@ def test_rates_fall_layer_by_layer():
         assert {rates[name] for name in rates if part in name} == {rate}, part
 
 
+@pytest.mark.parametrize("model_type", ["deberta-v2", "mpnet"])
+def test_what_all_layers_share_has_the_rate_of_the_embeddings(model_type):
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(model_type, **SHARING[model_type]))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, 1.0, layer_decay=0.5, weight_decay=0.3)
+    rates = {names[p]: group["lr"] for group in groups for p in group["params"]}
+    shared = {rate for name, rate in rates.items() if name.startswith("encoder.") and "layer." not in name}
+    assert shared == {rates["embeddings.word_embeddings.weight"]} == {0.125}
+    assert rates["encoder.layer.1.output.dense.weight"] == 0.5
+    decayed = {names[p] for group in groups if group["weight_decay"] for p in group["params"]}
+    assert "encoder.relative_attention_bias.weight" not in decayed
+
+
+SHARING = {
+    "deberta-v2": {
+        **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
+        **{"vocab_size": 30, "relative_attention": True, "position_buckets": 8, "norm_rel_ebd": "layer_norm"},
+        **{"pos_att_type": ["p2c", "c2p"], "conv_kernel_size": 3, "share_att_key": True},
+    },
+    "mpnet": {
+        **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
+        **{"vocab_size": 30},
+    },
+}
+
+
 @pytest.mark.parametrize("kind", ["ours", "theirs"])
 def test_decay_spares_what_the_trainer_of_transformers_spares(kind, tmp_path):
     theirs = transformers.BertForPreTraining(transformers.BertConfig(**EXACT.to_dict()))
@@ -472,6 +498,19 @@ def test_evaluation_changes_nothing_in_training(tmp_path):
     assert plain == evaluated and nothing == {}
     logged = [float(row["loss"]) for row in rows(tmp_path / "evaluated" / "evaluation.csv")]
     assert len(logged) == 6 and logged[-1] == found["loss"] > 0
+
+
+@pytest.mark.parametrize("who", ["metric", "callback"])
+def test_what_evaluates_the_model_leaves_its_modes(tmp_path, who):
+    """A metric usually calls model.eval(); so do predictors that are built around the model."""
+    model, seen = BertForMaskedLM(CONFIG), []
+    model.bert.embeddings.eval()  # a part without dropout, for all of the training
+    model.register_forward_pre_hook(lambda module, _: seen.append((module.training, module.bert.embeddings.training)))
+    callbacks = [lambda trainer, *_: trainer.model.eval()] if who == "callback" else []
+    trainer = sgd(model, tmp_path, callbacks=callbacks)
+    more = {"eval_loader": [], "eval_steps": 1, "metric": lambda model, *_: float(not model.eval())}
+    trainer.train(list(process.masking_loader())[:3], max_steps=3, **more if who == "metric" else {})
+    assert len(seen) == 3 and {training for training, _ in seen} == {True}
 
 
 def test_an_evaluation_that_fails_changes_nothing_in_training(tmp_path):

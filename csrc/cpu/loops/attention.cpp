@@ -17,7 +17,8 @@ static_assert(kKeys % (16 * kGroups) == 0);  // for the dropout's counters
 float logarithm(float v) { return __builtin_logf(v); }
 double logarithm(double v) { return __builtin_log(v); }
 
-// Stride of the rows of scores. A power of two would put every row into the same sets of the cache.
+// Stride of the rows of scores. A power of two would put every row into the same sets of the cache. After the keys of a
+// row there is room for a whole vector: rows are read and written in whole vectors, the last of which is part garbage.
 template <class M>
 int64_t row_stride(int64_t keys) {
   return whole_panels<M>(keys) + 16;
@@ -91,15 +92,15 @@ typename N::M weigh(typename N::M* scores, int64_t keys, typename N::M late_scal
   V most[kSlots];
   for (V& part : most) part = splat<V>(-__builtin_inf());
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-    most[slot] = greater(most[slot], or_fill(load(scores + i, n), n, -__builtin_inf()));
+    most[slot] = greater(most[slot], or_fill(load(scores + i), n, -__builtin_inf()));
   });
   const M here = largest(most), high = here > so_far.high ? here : so_far.high, base = base_of(high);
   V total[kSlots]{};
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-    V weight = N::weight(load(scores + i, n) - base, late_scale);
+    V weight = N::weight(load(scores + i) - base, late_scale);
     total[slot] += or_fill(weight, n, 0);
     if constexpr (kDrop) weight = keep(weight, bits + i, unscaled);
-    N::put_weights(weight, scores, i, n);
+    N::put_weights(weight, scores, i);
   });
   N::end_weights(scores, keys);
   const M rescale = so_far.total > 0 ? N::weight(splat<V>(so_far.high - base), late_scale)[0] : 0;
@@ -231,8 +232,8 @@ M exponentiate(M* scores, int64_t keys, M scale, M lse) {
   using V = vec<M>;
   V total[kSlots]{};
   for_vectors_in_slots<M>(keys, [&](int64_t i, auto n, auto slot) {
-    const V p = N::weight(N::scaled(load(scores + i, n), scale) - lse, 1);
-    store(p, scores + i, n);
+    const V p = N::weight(N::scaled(load(scores + i), scale) - lse, 1);
+    store(p, scores + i);
     total[slot] += or_fill(p, n, 0);
   });
   return sum(total);
@@ -270,9 +271,9 @@ LeftGradients<typename N::E> put_gradients(const GradientBlock<typename N::M>& b
     const M *const p = block.weights + row * block.stride, *const dp = block.scores + row * block.stride;
     M* const wide = kWide ? with.wide + row * with.wide_stride : nullptr;
     const M rescale = M(1) / with.total[row], delta = with.delta[row];
-    return [=, drop = with.a.drop](int64_t i, auto n) {
-      const auto both = differentiate<kDrop, M>(load(p + i, n), load(dp + i, n), bits + i, drop, rescale, delta);
-      if constexpr (kWide) store(both.scores, wide + i, n);
+    return [=, drop = with.a.drop](int64_t i) {
+      const auto both = differentiate<kDrop, M>(load(p + i), load(dp + i), bits + i, drop, rescale, delta);
+      if constexpr (kWide) store(both.scores, wide + i);
       return both;
     };
   });

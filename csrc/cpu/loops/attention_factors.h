@@ -53,26 +53,23 @@ struct Widened {
     from.typed<M>([&](auto* data) { load_rows(data, from.stride, rows, D, factor, to); });
   }
 
-  template <class N>
-  static void put_weights(vec<M> weights, M* row, int64_t i, N n) {
-    store(weights, row + i, n);
-  }
+  static void put_weights(vec<M> weights, M* row, int64_t i) { store(weights, row + i); }
   static void end_weights(M*, int64_t) {}
   static Left<false, E> weights(const M* rows, int64_t stride) { return {rows, stride}; }
 
   static constexpr int64_t kAlongRoom = 0;
 
-  // gradients_of(row) returns a function of (i, n): P F and dS for one vector of the row. The functions of two
-  // neighbouring rows can be used at a time.
+  // gradients_of(row) returns a function of i: P F and dS for the vector of the row that begins there. The functions of
+  // two neighbouring rows can be used at a time.
   template <class F>
   static LeftGradients<E> put_gradients(const GradientBlock<M>& b, E*, const F& gradients_of) {
     for (int64_t row = 0; row < b.rows; ++row) {
       const auto gradients = gradients_of(row);
       M *const weights = b.weights + row * b.stride, *const scores = b.scores + row * b.stride;
-      for_vectors<M>(b.keys, [&](int64_t i, auto n) {
-        const BothGradients<M> both = gradients(i, n);
-        store(both.weights, weights + i, n), store(both.scores, scores + i, n);
-      });
+      for (int64_t i = 0; i < b.keys; i += kLanes<M>) {
+        const BothGradients<M> both = gradients(i);
+        store(both.weights, weights + i), store(both.scores, scores + i);
+      }
     }
     return {{b.weights, b.stride}, {b.scores, b.stride}, {b.scores, b.stride}};
   }
@@ -102,10 +99,7 @@ struct Paired {
       __builtin_memcpy(to + row * D / 2, data + row * from.stride, D * sizeof(bf16));
   }
 
-  template <class N>
-  static void put_weights(vfloat weights, float* row, int64_t i, N n) {
-    store(weights, reinterpret_cast<bf16*>(row) + i, n);
-  }
+  static void put_weights(vfloat weights, float* row, int64_t i) { store(weights, reinterpret_cast<bf16*>(row) + i); }
   static void end_weights(float* row, int64_t keys) {
     if (keys % 2) reinterpret_cast<bf16*>(row)[keys] = {};
   }
@@ -128,14 +122,13 @@ struct Paired {
       pair* const scores = reinterpret_cast<pair*>(b.scores + row * b.stride);
       bf16* const first_row = reinterpret_cast<bf16*>(along + row * kAlong);
       bf16* const second_row = reinterpret_cast<bf16*>(along + (row + 1) * kAlong);
-      for_vectors<float>(b.keys, [&](int64_t i, auto n) {
-        const BothGradients<float> first = of_first_row(i, n),
-                                   second = alone ? BothGradients<float>{} : of_second_row(i, n);
+      for (int64_t i = 0; i < b.keys; i += kLanes<float>) {
+        const BothGradients<float> first = of_first_row(i), second = alone ? BothGradients<float>{} : of_second_row(i);
         const vhalves of_first = rounded(first.scores), of_second = rounded(second.scores);
-        store(of_first, first_row + i, n), store(of_second, second_row + i, n);
-        store(paired(of_first, of_second), scores + i, n);
-        store(paired(rounded(first.weights), rounded(second.weights)), weights + i, n);
-      });
+        store(of_first, first_row + i), store(of_second, second_row + i);
+        store(paired(of_first, of_second), scores + i);
+        store(paired(rounded(first.weights), rounded(second.weights)), weights + i);
+      }
       if (b.keys % 2) first_row[b.keys] = second_row[b.keys] = {};
     }
     const auto pairs = [](const float* data) { return reinterpret_cast<const pair*>(data); };

@@ -248,8 +248,10 @@ inline V or_fill(V v, Whole, double) {
 }
 template <class V>
 inline V or_fill(V v, int n, double fill) {
-  for (int i = n; i < int(sizeof(V) / sizeof v[0]); ++i) v[i] = fill;
-  return v;
+  using Lanes = decltype(v == v);
+  Lanes lane{};
+  for (int i = 0; i < int(sizeof(V) / sizeof v[0]); ++i) lane[i] = i;
+  return lane < Lanes{} + n ? v : V{} + decltype(v[0] + 0)(fill);
 }
 
 // ---- arithmetic

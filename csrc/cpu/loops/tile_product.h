@@ -110,11 +110,12 @@ void tile_blocks(int64_t rows, TileRows<in_tiles, E> a, const E* b, int64_t inne
 
 // The same, one part of the inner dimension at a time, so that this part of two tiles of rows and of the panel stays in
 // the first-level cache. A panel that is read only once is taken whole, unless a is in tiles, which is faster in parts
-// even then.
+// even then. Whether there are parts may depend on the number of rows only where sums are resumed, which gives the same
+// bits. Onto::scaled adds the first part to c times a factor, so that part is the same for any number of rows.
 template <Onto what, bool in_tiles, class E, class A>
 void tile_product(int64_t rows, int64_t inner, TileRows<in_tiles, E> a, const E* b, float* c, int64_t c_stride,
                   const float* factors, A ahead) {
-  const int64_t part = in_tiles || rows > kBlockRows ? 128 : inner + 1;
+  const int64_t part = in_tiles || what == Onto::scaled || rows > kBlockRows ? 128 : inner + 1;
   for (int64_t k = 0; k == 0 || k < inner; k += part, b += part * kBlockColumns) {
     const auto add = k ? tile_blocks<Onto::sums, in_tiles, E, A> : tile_blocks<what, in_tiles, E, A>;
     add(rows, a.from(0, k), b, least(part, inner - k), c, c_stride, factors, ahead.after(k));
