@@ -117,7 +117,8 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, 
     scalar, float32 (float64 for float64); 0 if no row is labelled. Rows without a label are left out before the
     product with `weight`, which costs one host synchronisation on a GPU (in compiled or captured graphs they are
     computed, and have no weight in the loss). One (labelled rows, V) tensor is saved for backward.
-    Raises IndexError (a label out of range, on a CPU, or under FASTBERT_CHECK=1), ValueError and TypeError.
+    Raises IndexError (a label out of range, on a CPU, or under FASTBERT_CHECK=1; on a GPU without it, the loss and the
+    gradients are NaN), ValueError and TypeError.
 
     Equivalent to::
 

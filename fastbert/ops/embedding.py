@@ -197,8 +197,8 @@ def embedding(
     in `add_layer_norm`. padding_idx, position_padding_idx: the word row and the position row that get no gradient
     (RoBERTa's models have both). dropout_p, rng, site: as in `add_layer_norm`; element t of the flattened ids is token
     t. Returns (..., C) in the promoted dtype of the tables. The tables' gradients are summed in float32 in a fixed
-    order. Raises IndexError (an id out of range: always on a CPU, under FASTBERT_CHECK=1 on a GPU), ValueError,
-    TypeError.
+    order. Raises IndexError (an id out of range: always on a CPU, under FASTBERT_CHECK=1 on a GPU, where it otherwise
+    gives NaN), ValueError, TypeError.
 
     Equivalent to::
 
