@@ -278,16 +278,16 @@ def _cuda_problem() -> str | None:
     if torch.version.hip:
         return NOT_FOR_AMD
     major, minor = (int(part) for part in str(info["cuda_version"]).split(".")[:2])
-    driver, served = driver_version(), cuda_name(driver_version())
+    driver = driver_version()
     if driver // 1000 < major:
-        return f"driver: it serves CUDA {served}, the kernels were built with {major}.{minor}"
+        return f"driver: it serves CUDA {cuda_name(driver)}, the kernels were built with {major}.{minor}"
     built = info["cuda_architectures"]
     compiles = driver >= 1000 * major + 10 * minor
     why = f"built for {', '.join(built)}"
     if not compiles:
-        why += f" by CUDA {major}.{minor}, whose PTX a driver for CUDA {served} does not compile"
-    kinds = (_has_binary, _has_ptx)[: 1 + compiles]
-    return _gpu_problem(lambda gpu: any(has(architecture, gpu) for architecture in built for has in kinds), why)
+        why += f" by CUDA {major}.{minor}, whose PTX a driver for CUDA {cuda_name(driver)} does not compile"
+    served = lambda gpu: any(_has_binary(one, gpu) or (compiles and _has_ptx(one, gpu)) for one in built)  # noqa: E731
+    return _gpu_problem(served, why)
 
 
 def _gpu_problem(served: Callable[[tuple[int, int]], bool], why: str) -> str | None:

@@ -6,10 +6,14 @@ from pathlib import Path
 # configurations and tokenizers, also in sentence-transformers' folders, and ColBERT's settings
 FILES = ("*.json", "vocab.txt", "merges.txt", "spm.model", "artifact.metadata")
 # weights of the model and of layers after it: sentence-transformers' Dense, BGE-M3's linear layers
-OF_MODEL = ("model.safetensors", "model-*-of-*.safetensors")
-WEIGHTS = (*OF_MODEL, *(f"*_Transformer/{name}" for name in OF_MODEL), "*_Dense/model.safetensors", "*_linear.pt")
-PICKLED = ("pytorch_model.bin", "*_Transformer/pytorch_model.bin", "*_Dense/pytorch_model.bin")
-_WHOLE_MODEL = ("model*.safetensors", "*_Transformer/model*.safetensors")
+OF_MODEL = ("model*.safetensors", "*_Transformer/model*.safetensors")
+WEIGHTS = (
+    *("model.safetensors", "model-*-of-*.safetensors"),
+    *("*_Transformer/model.safetensors", "*_Transformer/model-*-of-*.safetensors"),
+    *("*_Dense/model.safetensors", "*_linear.pt"),
+)
+PICKLED_MODEL = ("pytorch_model.bin", "*_Transformer/pytorch_model.bin")
+PICKLED_DENSE = ("*_Dense/pytorch_model.bin",)
 NAME = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?")
 
 
@@ -29,7 +33,7 @@ def directory_of(source: str | Path, *, weights: bool = True) -> Path:
     folder = _snapshot(*name.groups(), (*FILES, *WEIGHTS) if weights else FILES)
     if weights and (missing := _without_safetensors(folder)):
         folder = _snapshot(*name.groups(), missing)
-    if weights and not _has_any(folder, *_WHOLE_MODEL, *PICKLED[:2]):
+    if weights and not _has_any(folder, *OF_MODEL, *PICKLED_MODEL):
         raise FileNotFoundError(f"the hub's cache has not all of {source}: run `hf download {name[1]}` with a network")
     return folder
 
@@ -37,8 +41,7 @@ def directory_of(source: str | Path, *, weights: bool = True) -> Path:
 def _without_safetensors(folder: Path) -> tuple[str, ...]:
     """The patterns of pickled weights that stand in for safetensors that the folder does not have."""
     dense = [part for part in folder.glob("*_Dense") if not (part / "model.safetensors").exists()]
-    of_model = () if _has_any(folder, *_WHOLE_MODEL) else PICKLED[:2]
-    return (*of_model, *PICKLED[2:]) if dense else of_model
+    return (() if _has_any(folder, *OF_MODEL) else PICKLED_MODEL) + (PICKLED_DENSE if dense else ())
 
 
 def _has_any(folder: Path, *patterns: str) -> bool:

@@ -65,21 +65,22 @@ def get_tokenizer(source: str | Path | Iterable[str | Path]) -> "Tokenizer":
     and a tokenizer_class that splits texts differently (BertJapaneseTokenizer).
     """
     files = _Files(source)
+    config = files.config()
     if path := files.get("tokenizer.json"):
         from tokenizers import Tokenizer
 
         tokenizer = _read(path, lambda: Tokenizer.from_file(str(path)))
-        _follow_config(tokenizer, files.config())
+        _follow_config(tokenizer, config)
     elif path := files.get("vocab.txt"):
-        tokenizer = _from_vocab_txt(path, files.config())
+        tokenizer = _from_vocab_txt(path, config)
     elif (path := files.get("vocab.json")) and (merges := files.get("merges.txt")):
-        tokenizer = _from_merges(path, merges, files.config())
+        tokenizer = _from_merges(path, merges, config)
     elif path := files.get("spm.model"):
-        tokenizer = _from_sentencepiece(path, files.config())
+        tokenizer = _from_sentencepiece(path, config)
     else:
         expected = "no tokenizer.json, vocab.txt or spm.model, and not both vocab.json and merges.txt"
         raise FileNotFoundError(f"{files} has {expected}")
-    if "left" in (files.config().get("truncation_side"), ((tokenizer.truncation or {}).get("direction") or "").lower()):
+    if "left" in (config.get("truncation_side"), ((tokenizer.truncation or {}).get("direction") or "").lower()):
         warnings.warn(f"{files}: truncation_side is left; texts that are too long are cut at their ends", stacklevel=2)
     tokenizer.no_padding()
     tokenizer.no_truncation()

@@ -17,6 +17,7 @@ from torch import nn
 from fastbert import checkpoint
 from fastbert.files import write_text
 from fastbert.inference.sentence_files import (
+    PACKAGES,
     SETTINGS,
     Dense,
     max_length_of,
@@ -127,7 +128,7 @@ def _parts(directory: Path, types: Sequence[str]) -> list[str]:
     after = names[1:]
     while after and after[0] == "Dense":
         del after[0]
-    known = all(kind.startswith(("sentence_transformers.", "pylate.")) for kind in types)
+    known = all(kind.startswith(PACKAGES) for kind in types)
     if (
         not known
         or names[:1] != ["Transformer"]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "LeakyReLU", "ELU", "Mish", "ReLU6", "Softplus")
+PACKAGES = ("sentence_transformers.", "pylate.")  # whose classes modules.json may name
 SETTINGS = "sentence_bert_config.json"  # sentence-transformers', of the model and its tokenizer, in the model's folder
 _OLD_SETTINGS = [
     f"sentence_{name}_config.json" for name in ("roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -151,7 +152,7 @@ def read_modules(directory: Path) -> list[dict[str, Any]]:
 def kinds_of(directory: Path, modules: list[dict[str, Any]]) -> list[str]:
     """The classes of modules. Raises ValueError for classes that are not sentence-transformers' or PyLate's."""
     for module in modules:
-        if not module["type"].startswith(("sentence_transformers.", "pylate.")):
+        if not module["type"].startswith(PACKAGES):
             expected = "sentence_transformers'; code that comes with a model is not run"
             raise ValueError(f"{directory} has a module of the class {module['type']}; expected one of {expected}")
     return [module["type"].rsplit(".", 1)[-1] for module in modules]

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from fastbert import backends
 from fastbert.ops import checks
-from fastbert.ops.checks import without_values
 from fastbert.ops.numbers import wide
 from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, needs_grad
 
@@ -147,7 +146,7 @@ def find_labelled_rows(labels: Tensor, ignore_index: int = -100) -> Tensor | Non
 
     Returns None in compiled and captured graphs, and for fake tensors: the number of these rows cannot be known there.
     """
-    if without_values(labels) or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if checks.without_values(labels) or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     return (labels != ignore_index).nonzero().squeeze(-1)
 

@@ -79,8 +79,9 @@ class _DenseGelu(torch.autograd.Function):
     def backward(ctx, saved, dy):
         x, weight, preactivation, bias = saved  # the gradients depend on the bias, by the pre-activation
         need_dx, need_dparams = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:4])
-        made = BWD(ctx.backend, dy, x, weight.to(x.dtype), preactivation, ctx.approximate, need_dx, need_dparams)
-        dx, dweight, dbias = made
+        dx, dweight, dbias = BWD(
+            ctx.backend, dy, x, weight.to(x.dtype), preactivation, ctx.approximate, need_dx, need_dparams
+        )
         return None, dx, dweight.to(weight.dtype), dbias.to(bias.dtype), None
 
 
