@@ -173,7 +173,10 @@ def test_pooling_of_packed_tokens(mode, skip):
     assert pool(hidden[:0], cu_seqlens[:1].expand(3), mode, skip).tolist() == [[0.0] * 3] * 2
 
 
-@pytest.mark.parametrize("normalizer", ["BertNormalizer", "Sequence", "Lowercase", None])
+@pytest.mark.parametrize(
+    "normalizer",
+    ["BertNormalizer", "Sequence", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Lowercase", None))],
+)
 def test_texts_are_put_into_lower_case_where_sentence_transformers_does_so(tmp_path, encoder, normalizer):
     kinds = {
         "BertNormalizer": normalizers.BertNormalizer(lowercase=False),

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fastbert import testing
 from fastbert.ops.op import PRIMITIVES
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HALF = (torch.bfloat16, torch.float16)
 # For cases that take Triton's interpreter seconds, although a smaller case runs the same code.
 slow_interpreted = pytest.mark.slow_on("triton")
@@ -98,10 +97,15 @@ class OpSuite:
 
     # ---- numbers
 
-    # The same code as float16's: other tests of a suite run it in both.
+    # The code for both is the same: other tests of a suite run it in both.
     @pytest.mark.parametrize(
         "dtype",
-        [pytest.param(d, marks=[pytest.mark.slow_on("cuda")] * (d is torch.bfloat16)) for d in DTYPES],
+        [
+            torch.float32,
+            pytest.param(torch.bfloat16, marks=pytest.mark.slow_on("cuda")),
+            pytest.param(torch.float16, marks=pytest.mark.slow_on("triton")),
+            torch.float64,
+        ],
         ids=lambda d: str(d).removeprefix("torch."),
     )
     def test_accuracy(self, backend, shape, dtype):

@@ -66,6 +66,7 @@ class TestCrossEntropy(OpSuite):
         for need in ((True, True), (True, False), (False, True)):
             yield "cross_entropy_bwd", (dloss, hidden, weight, labels, dlogits, -100, *need)
 
+    @slow_interpreted
     @pytest.mark.parametrize("dtype", HALF, ids=("bfloat16", "float16"))
     def test_many_rows_and_a_number_of_classes_that_is_no_multiple_of_8(self, backend, dtype):
         """On a GPU all rows, even those without a label, are multiplied by a weight padded with classes of zeros."""
@@ -120,6 +121,7 @@ class TestCrossEntropy(OpSuite):
         loss = ops.cross_entropy(weight[:1] / 3e4, weight, weight[0] * 0, torch.tensor([1], device=backend.device))
         assert loss.item() == 3e4
 
+    @slow_interpreted
     def test_float16_gradients_survive_loss_scaling_and_its_absence(self, backend):
         """Softmax gives each of 9000 classes 1e-6, which would be 0 in float16 if divided by 64 rows before rounding.
 

@@ -15,7 +15,7 @@ class TestDenseGelu(ProductSuite):
     gain = 2
     shapes = [
         pytest.param((5, 7, 11), id="odd"),
-        pytest.param((33, 768, 3072), id="bert-base", marks=pytest.mark.slow_on("triton", "cuda")),
+        pytest.param((33, 768, 3072), id="bert-base", marks=pytest.mark.slow_on("triton", "cuda", "reference")),
         pytest.param((70, 72, 136), id="tails-of-small-tiles"),  # of the CUDA kernel; tests have 3 multiprocessors
         pytest.param((130, 136, 200), id="tails-of-large-tiles", marks=slow_interpreted),  # its last step is in slot 0
         pytest.param((1, 64, 16), id="one-token"),

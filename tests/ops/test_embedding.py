@@ -202,7 +202,7 @@ def triton_table_gradient(dz, ids, table, padding_idx):
 @pytest.mark.parametrize(
     ("runs", "padding_idx"),
     [
-        pytest.param(runs, -1, id=name, marks=[pytest.mark.slow] * (sum(count for _, count in runs) > 2000))
+        pytest.param(runs, -1, id=name, marks=[pytest.mark.slow] * (sum(count for _, count in runs) > 400))
         for name, runs in RUNS.items()
     ]
     + [pytest.param(RUNS["out-of-range"], 8, id="padding")],

@@ -62,7 +62,7 @@ class Rows(OpSuite):
         self.assert_accurate(backend, self.inputs(size, torch.float32, backend.device), torch.float32)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=("float32", "float16"))
-    @pytest.mark.parametrize("columns", [264, pytest.param(1288, marks=slow_interpreted)])
+    @pytest.mark.parametrize("columns", [264, pytest.param(1288, marks=pytest.mark.slow_on("triton", "cuda"))])
     def test_unaligned_memory(self, backend, dtype, columns):
         backend.require(dtype)
         inputs = self.inputs((5, columns), dtype, backend.device)
@@ -283,7 +283,7 @@ class TestAddLayerNormDropout(TestAddLayerNorm):
         y = ops.add_layer_norm(x, x * 0, one, zero, EPS, **self.dropout_arguments(x))
         assert torch.equal(y > 0, self.factor_of(x) > 0)
 
-    @slow_interpreted
+    @pytest.mark.slow_on("triton", "cuda")
     def test_rows_whose_number_takes_more_than_16_bits(self, backend):
         """Rows from 2**16 on drop other elements than the first rows. A row that drops none is constant and gives 0."""
         x = torch.ones(2**16 + 8, 8, device=backend.device)

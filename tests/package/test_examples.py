@@ -307,6 +307,7 @@ def test_pairs_of_a_file(examples, tmp_path):
     assert functions == [("The text of the file, without what is around it.", code)]
 
 
+@pytest.mark.slow  # it parses Python's own library
 def test_no_text_held_out_is_trained_on(examples):
     pairs = importlib.import_module("retrieval_pairs")
     training, held_out = pairs.parts(every=12)
