@@ -99,6 +99,17 @@ class PackingCollator:
                 f"PackingCollator: mask_token_id is {self.mask_token_id}; expected an id below {self.vocab_size}"
             )
 
+    @property
+    def draws(self) -> bool:
+        """Whether it draws from torch's generator: it masks, and has no seed."""
+        return self.mlm_probability is not None and self.seed is None
+
+    def __copy__(self) -> "PackingCollator":
+        """A collator with an epoch of its own."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), _epoch=self._epoch.clone().share_memory_())
+        return other
+
     def set_epoch(self, epoch: int) -> None:
         """Selects the epoch: with a seed, each epoch has other masks. Call it before the epoch's first batch."""
         self._epoch.fill_(epoch)
@@ -232,6 +243,9 @@ def labels_of(examples: Sequence[Mapping[str, Any]]) -> Tensor | list | None:
     labels = next((column for column in columns if column is not None), None)
     if labels is None:
         return None
+    missing = [label is None for label in labels]
+    if any(missing):
+        raise ValueError(f"PackingCollator: the label of example {missing.index(True)} of the batch is None")
     of_tokens = all(label.dim() == 1 and not label.is_floating_point() for label in map(torch.as_tensor, labels))
     return labels if of_tokens else _stacked(labels)
 

@@ -1,5 +1,7 @@
 """A DataLoader that can resume within an epoch, and functions that make one from texts."""
 
+import copy
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -17,8 +19,9 @@ from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler
 class BatchLoader(DataLoader):
     """A DataLoader over one of this package's samplers that can stop within an epoch and continue there.
 
-    Batches do not depend on the number of workers, nor do masks if the collator has a seed. Torch's global generator is
-    not used, so starting a loader does not change what a model draws.
+    Batches do not depend on the number of workers, nor do masks if the collator has a seed. Workers draw different
+    numbers in each rank. Torch's global generator is not used, so starting a loader does not change what a model draws;
+    but by a collator that masks without a seed, and for the seeds of its workers.
     """
 
     def __init__(
@@ -28,9 +31,13 @@ class BatchLoader(DataLoader):
         collator: PackingCollator,
         **options: Any,
     ) -> None:
-        """options: for DataLoader (num_workers, pin_memory, persistent_workers, ...)."""
-        generator = torch.Generator().manual_seed(sampler.seed)  # for the workers' seeds
-        super().__init__(dataset, batch_sampler=sampler, collate_fn=collator, **{"generator": generator} | options)
+        """collator: copied, so that several loaders may be given the same one. options: for DataLoader (num_workers,
+        pin_memory, persistent_workers, ...)."""
+        collator = copy.copy(collator)  # with an epoch of its own
+        if not getattr(collator, "draws", False):  # otherwise torch's generator, for the workers' seeds too
+            seed = zlib.crc32(f"{sampler.seed} {sampler.rank}".encode())
+            options = {"generator": torch.Generator().manual_seed(seed)} | options
+        super().__init__(dataset, batch_sampler=sampler, collate_fn=collator, **options)
         if hasattr(collator, "set_epoch"):
             sampler.followers.append(collator)
         self._batch = 0  # how many batches of the epoch have been handed out

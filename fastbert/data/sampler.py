@@ -6,7 +6,9 @@ batches.
 """
 
 import bisect
+import zlib
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,22 +38,23 @@ class _BatchSampler(Sampler[list[int]]):
         self.epoch = epoch
         for follower in self.followers:
             follower.set_epoch(epoch)
-        generator = torch.Generator().manual_seed(self.seed + epoch)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {epoch}".encode()))
         self._order = torch.randperm(self.count, generator=generator) if self.shuffle else torch.arange(self.count)
         self._ends = self._even(self._fill(self._order))
 
     def _even(self, ends: list[int]) -> list[int]:
         """Halves the largest batches until their number is a multiple of world_size."""
-        while len(ends) % self.world_size:
-            sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        while len(sizes) % self.world_size:
             largest = max(range(len(sizes)), key=sizes.__getitem__)
             if sizes[largest] < 2:
                 raise ValueError(
-                    f"{type(self).__name__}: {len(ends)} batches of one example each cannot be shared evenly by "
+                    f"{type(self).__name__}: {len(sizes)} batches of one example each cannot be shared evenly by "
                     f"{self.world_size} ranks; expected larger batches, or a number of examples that they divide"
                 )
-            ends.insert(largest, ends[largest] - sizes[largest] // 2)
-        return ends
+            half = sizes[largest] // 2
+            sizes[largest : largest + 1] = sizes[largest] - half, half
+        return list(accumulate(sizes))
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._batches(self.start)  # a generator would read `start` only when the first batch is asked for

@@ -5,13 +5,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+_ERRORS = "loss", "perplexity", "error", "mse", "mae", "nll", "wer", "cer"  # names of what is better if smaller
+
 
 @dataclass
 class Best:
     """For `AMPTrainer(best=...)`: keeps the checkpoint of the best evaluation, and can stop early.
 
     metric: the name of a number in the evaluation. larger_is_better: None means False for names that end in "loss",
-    "perplexity" or "error", and True for others, such as "f1".
+    "perplexity", "error", "mse", "mae", "nll", "wer" or "cer", and True for others, such as "f1".
     patience: training ends after this many evaluations in a row without an improvement; None never ends it.
     min_improvement: an evaluation has to be better than the best one by more than this. Raises ValueError for a
     patience below 1 or a min_improvement below 0.
@@ -27,7 +29,7 @@ class Best:
 
     def __post_init__(self) -> None:
         if self.larger_is_better is None:
-            self.larger_is_better = not self.metric.endswith(("loss", "perplexity", "error"))
+            self.larger_is_better = not self.metric.endswith(_ERRORS)
         if self.patience is not None and self.patience < 1:
             raise ValueError(f"Best: patience is {self.patience}; expected at least 1, or None")
         if not 0 <= self.min_improvement < math.inf:
@@ -40,8 +42,8 @@ class Best:
             raise ValueError(f"Best: metric is {self.metric!r}, and the evaluation has {given}")
         return evaluation[self.metric]
 
-    def improves(self, value: float, step: int) -> bool:
-        """Records an evaluation, and returns whether it is the best so far. NaN never is."""
+    def record(self, value: float, step: int) -> bool:
+        """Records an evaluation. Returns whether it is the best so far. NaN never is."""
         gain = math.inf if self.value is None else (value - self.value) * (1 if self.larger_is_better else -1)
         better = not math.isnan(value) and gain > self.min_improvement
         if better:

@@ -55,8 +55,8 @@ class InBatchNegatives:
 
     symmetric: averages this loss with the reverse one, which finds each positive's anchor among all anchors. Hard
     negatives are candidates for anchors only. skip_equal: texts that the batch itself shows to be right do not count as
-    negatives: for an anchor, candidates that equal its positive, and positives of an equal anchor; for a positive,
-    anchors of an equal positive, and anchors that equal its own.
+    negatives: for an anchor, candidates (hard negatives too) that equal its positive or that of an equal anchor; for a
+    positive, anchors that equal its own or that of an equal positive.
     """
 
     scale: float = 20.0
@@ -83,21 +83,31 @@ class InBatchNegatives:
         options = {"scale": self.scale, "similarity": self.similarity}
         anchors, positives, candidates = embeddings[0], embeddings[1], embeddings[1:].flatten(0, 1)
         targets = torch.arange(len(anchors), device=anchors.device)[own]
-        ignored = None if keys is None else _right(keys, targets)
-        loss = contrastive_loss(anchors[own], candidates, targets, ignored=ignored, **options)
+        ignored = (None, None) if keys is None else _right(keys, targets)
+        loss = contrastive_loss(anchors[own], candidates, targets, ignored=ignored[0], **options)
         if not self.symmetric:
             return loss
-        ignored = None if keys is None else ignored[:, : len(anchors)]  # by pairs that share a text, so for both ways
-        return (loss + contrastive_loss(positives[own], anchors, targets, ignored=ignored, **options)) / 2
+        return (loss + contrastive_loss(positives[own], anchors, targets, ignored=ignored[1], **options)) / 2
 
 
-def _right(keys: Tensor, own: Tensor) -> Tensor:
-    """(len(own), candidates) bool: which candidates, except an anchor's own positive, are as right as that one."""
-    anchors, positives = keys[0], keys[1]
-    right = keys[1:].flatten() == positives[own, None]
-    right[:, : len(anchors)] |= anchors == anchors[own, None]
-    right[torch.arange(len(own), device=own.device), own] = False
-    return right
+def _right(keys: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """Which texts are right for a row beside its own: they make up a pair of the batch with the row's text. Of the
+    candidates for the rows' anchors, (len(own), candidates) bool, and of the anchors for their positives, (len(own),
+    B)."""
+    anchors, candidates = _numbered(keys[0]), _numbered(keys[1:].flatten())
+    positives, rows = candidates[: len(anchors)], torch.arange(len(own), device=own.device)
+    is_pair = torch.zeros(len(anchors), len(candidates), dtype=torch.bool, device=keys.device)
+    is_pair[anchors, positives] = True
+    of_anchors, of_positives = is_pair[anchors[own]][:, candidates], is_pair[anchors][:, positives[own]].T.contiguous()
+    of_anchors[rows, own] = of_positives[rows, own] = False
+    return of_anchors, of_positives
+
+
+def _numbered(keys: Tensor) -> Tensor:
+    """Numbers below len(keys), equal where keys are. torch.unique would wait for the GPU."""
+    ordered, order = keys.sort()
+    numbers = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
+    return torch.empty_like(numbers).scatter_(0, order, numbers)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 
-def distribute(model: nn.Module, kind: str = "ddp") -> nn.Module:
+def distribute(model: nn.Module, kind: str = "ddp", **options: Any) -> nn.Module:
     """Moves the model to this process's GPU, if each process has one, and distributes it over `torchrun`'s processes.
 
     kind: "ddp" for DistributedDataParallel, "fsdp" to shard layers by FSDP2; without `torchrun` neither is used. All
-    processes get the first process's weights, and different random seeds. Raises ValueError for another kind.
+    processes get the first process's weights, and different random seeds. options: DistributedDataParallel's or
+    fully_shard's, such as find_unused_parameters=True for a model that does not use all of its parameters in each step.
+    Raises ValueError for another kind.
     """
     if kind not in ("ddp", "fsdp"):
         raise ValueError(f"distribute: kind is {kind!r}; expected 'ddp' or 'fsdp'")
@@ -31,12 +33,12 @@ def distribute(model: nn.Module, kind: str = "ddp") -> nn.Module:
         dist.init_process_group("nccl" if on_gpus else "gloo")
     torch.manual_seed(torch.initial_seed() + dist.get_rank())
     if kind == "ddp":
-        return DistributedDataParallel(model)
+        return DistributedDataParallel(model, **options)
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, 0)
     for layer in [layer for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part]:
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
 
 
 def whole(state: Any) -> Any:

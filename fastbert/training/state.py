@@ -3,13 +3,15 @@
 import pickle
 import random
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+
+T = TypeVar("T")
 
 
 def set_seed(seed: int) -> None:
@@ -55,6 +57,26 @@ def keeping_random_state(device: torch.device, generators: Sequence[torch.Genera
         yield
     finally:
         set_random_state(before, device, generators)
+
+
+def drawing_apart(loader: Iterable[T], start: Callable[[], Any], device: torch.device) -> Iterator[T]:
+    """Iterates over the loader, after start(), with random states of its own: neither what a model draws between its
+    items nor what it draws changes the other. One number of torch's generator decides them."""
+    host = torch.device("cpu")
+    seed = int(torch.empty((), dtype=torch.int64).random_(1 << 32))
+    with keeping_random_state(device):
+        set_seed(seed)
+        start()
+        iterator, own = iter(loader), random_state(host)
+    while True:
+        with keeping_random_state(host):
+            set_random_state(own, host)
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            own = random_state(host)
+        yield item
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

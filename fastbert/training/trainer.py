@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler
 from fastbert.files import replacing
@@ -28,10 +28,19 @@ from fastbert.training.distributed import sharded, whole
 from fastbert.training.logs import TABLES, Log, keep_rows, opened_logs
 from fastbert.training.losses import Batch, compute_loader_loss, label_counts, loss_terms, to_device, unwrapped
 from fastbert.training.signals import Signalled, signals_put_off
-from fastbert.training.state import keeping_random_state, random_state, read_checkpoint, set_random_state, set_seed
+from fastbert.training.state import (
+    drawing_apart,
+    keeping_random_state,
+    random_state,
+    read_checkpoint,
+    set_random_state,
+    set_seed,
+)
 
 Callback = Callable[["AMPTrainer", str, dict[str, float]], Any]
 _COUNTERS = ("step", "skipped_steps", "epoch", "position")
+_STATE = "states/"  # the beginning of names of `states` in checkpoints
+_SMALLEST_SCALE = 2.0**-24  # float16's smallest number: below it, scaled losses of one are 0
 
 
 class AMPTrainer:
@@ -53,6 +62,7 @@ class AMPTrainer:
         max_grad_norm: float | None = 1.0,
         save_total_limit: int | None = 2,
         best: Best | None = None,
+        states: Mapping[str, Any] | None = None,
         seed: int | None = None,
         callbacks: Iterable[Callback] = (),
         loggers: Iterable[Log] = (),
@@ -60,8 +70,10 @@ class AMPTrainer:
         progress: bool = True,
     ) -> None:
         """mixed_precision: None computes in the parameters' dtype, "bf16" and "fp16" under autocast, "fp16" with a
-        GradScaler. scheduler: None for constant learning rates. save_total_limit: how many checkpoints to keep, besides
-        the best one; None keeps all. best: which evaluation's checkpoint to keep, and when to stop early.
+        GradScaler. scheduler: advances with each step; None for constant learning rates. save_total_limit: how many
+        checkpoints to keep, besides the best one; None keeps all. best: which evaluation's checkpoint to keep, and when
+        to stop early. states: more objects with `state_dict` and `load_state_dict` that checkpoints contain, by name,
+        such as a moving average of the weights (torch.optim.swa_utils.AveragedModel).
 
         seed: seeds Python, NumPy and torch from here on, differently in each process; the model's weights were drawn
         before. callbacks: called as callback(trainer, event, values) in every process. Events: "begin"; "train" after
@@ -70,7 +82,8 @@ class AMPTrainer:
 
         Raises ValueError for invalid values, for an optimizer that has none of the model's parameters, and if there are
         several processes but `distribute` was not called;
-        TypeError for callbacks and loggers that cannot be called, and a `best` that is no Best.
+        TypeError for callbacks and loggers that cannot be called, a `best` that is no Best, a ReduceLROnPlateau, and
+        `states` without these methods.
         """
         dtypes = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
         if mixed_precision not in dtypes:
@@ -80,6 +93,9 @@ class AMPTrainer:
             raise ValueError(f"AMPTrainer: max_grad_norm is {max_grad_norm}; expected a positive number, or None")
         if best is not None and not isinstance(best, Best):
             raise TypeError(f"AMPTrainer: best is {best!r}; expected a Best, or None")
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError("AMPTrainer: scheduler is a ReduceLROnPlateau, which does not advance with each step")
+        self.states = _with_states(states or {})
         self.callbacks, self.loggers = _callables("callbacks", callbacks), _callables("loggers", loggers)
         self.processes, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if self.processes > 1 and not isinstance(model, (DistributedDataParallel, FSDPModule)):
@@ -94,6 +110,7 @@ class AMPTrainer:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         self.progress, self.tensorboard = progress, tensorboard
         self.best, self.stopping = best, False
+        self.best_directory = self.output_dir  # where the checkpoint of the best evaluation is
         self.step = self.skipped_steps = 0  # steps taken, and how many of these the scaler skipped
         self.epoch = self.position = 0  # position: batches that this process has used in this epoch
         self.epoch_random = self.loader_state = None  # random state at the epoch's start; the loader's state
@@ -117,16 +134,17 @@ class AMPTrainer:
 
         loader: this process's share of the batches; an epoch ends with the shortest share. Another loader than in the
         call before starts a new epoch, except after `load`. metric(model, eval_loader, device): returns the loss, or a
-        dictionary whose numbers are kept. It runs in every process, every eval_steps and at max_steps, and once if
-        training had already ended before this call. Checkpoints are written every save_steps, for the best evaluation,
-        and at the end.
+        dictionary whose numbers are kept. It runs in every process, on the whole eval_loader, every eval_steps and at
+        max_steps, and once if training had already ended before this call. Checkpoints are written every save_steps,
+        for the best evaluation, and at the end.
         Training also ends if `stop` is called, if `best` has waited long enough, and, in all processes, if one of them
         gets SIGINT or SIGTERM: the step is finished and saved, then the signal takes its usual course
         (KeyboardInterrupt, or the end of the process). A second signal takes its usual course at once.
         Raises FloatingPointError for a loss that is not finite, before its step is taken; FileExistsError if output_dir
         has checkpoints of later steps; ValueError for a loader without batches or labels or that can be iterated only
-        once, for a loader of fastbert.data that is shared by another number of processes, for a loader with persistent
-        workers that is also eval_loader, and for `best` without evaluations.
+        once, for a loader of fastbert.data that is shared by another number of processes, or an eval_loader that is
+        shared at all, for a loader with persistent workers that is also eval_loader, for `best` without evaluations,
+        and for processes that have loaded different checkpoints.
         """
         _at_least_one(max_steps=max_steps, eval_steps=eval_steps, save_steps=save_steps)
         if eval_loader is loader and getattr(loader, "persistent_workers", False):  # it would silently end the epoch
@@ -136,39 +154,39 @@ class AMPTrainer:
         if self.best is not None and (eval_loader is None or eval_steps is None):
             raise ValueError("train: best needs evaluations to choose from; expected eval_loader and eval_steps")
         self._require_a_share(loader)
+        self._require_one_step()
+        self._require_whole(eval_loader)
         self._clear_up()
         self.model.train()
         self.stopping = False
         ended = self._ends(max_steps)
+        if self.step == max_steps and self.loader is None:  # after `load`; the next call may have another loader
+            self.loader = loader
         self.labelled = ended or self.position > 0  # what was in earlier steps of this epoch is not known
         result = self.evaluate(eval_loader, metric) if ended and eval_loader is not None else {}
         with signals_put_off() as signalled, self._telling(max_steps) as tell:
             tell("begin", {})
-            while not ended:
-                for batches in self._steps_of_the_epoch(loader, signalled):
-                    row = self._step(batches)
-                    self._record_position(loader, len(batches))
-                    if self.step == max_steps:
-                        self._require_labels()
-                    tell("train", row)
-                    improved = False
-                    if eval_loader is not None and (self.step == max_steps or _due(self.step, eval_steps)):
-                        result = self.evaluate(eval_loader, metric)
-                        improved = self._improves(result)
-                        tell("evaluation", result)
-                    ended = self._ends(max_steps, signalled)
-                    if ended or improved or _due(self.step, save_steps):
-                        self.save()
-                        tell("save", {})
-                    if ended:
-                        break
-                else:
-                    if ended := self._ends(max_steps, signalled):  # by a signal that killed the loader's workers
-                        self.save()
-                        tell("save", {})
-                    else:
-                        self._end_epoch()
-                        self._require_labels()
+            ended = ended or self._ends(max_steps, signalled)  # a callback may have called `stop`
+            for batches in () if ended else self._steps(loader, max_steps, signalled):
+                row = self._step(batches)
+                self._record_position(loader, len(batches))
+                if self.step == max_steps:
+                    self._require_labels()
+                tell("train", row)
+                improved = False
+                if eval_loader is not None and (self.step == max_steps or _due(self.step, eval_steps)):
+                    result = self.evaluate(eval_loader, metric)
+                    improved = self._improves(result)
+                    tell("evaluation", result)
+                ended = self._ends(max_steps, signalled)
+                if ended or improved or _due(self.step, save_steps):
+                    self._save_and(tell)
+                    ended = ended or self._ends(max_steps, signalled)
+                if ended:
+                    break
+            else:
+                if not ended:  # by a signal that killed the loader's workers
+                    self._save_and(tell)
             tell("end", result)
         return result
 
@@ -178,7 +196,9 @@ class AMPTrainer:
 
     def evaluate(self, loader: Iterable[Batch], metric: Callable[..., Any] = compute_loader_loss) -> dict[str, float]:
         """Runs metric(model, loader, device) in the training precision, then restores training's random states, and
-        the modes (training or evaluation) of the model's parts."""
+        the modes (training or evaluation) of the model's parts. Raises TypeError for a metric that returns no number,
+        and ValueError for a loader of fastbert.data that is shared by several processes."""
+        self._require_whole(loader)
         generators = _generators(loader)  # it may be training's loader
         with keeping_modes(self.model), keeping_random_state(self.device, generators), self._autocast():
             found = metric(unwrapped(self.model), loader, self.device)
@@ -186,10 +206,19 @@ class AMPTrainer:
         numbers = {n: x.item() if isinstance(x, (Tensor, np.ndarray)) and x.ndim == 0 else x for n, x in values.items()}
         if not isinstance(found, Mapping) and not isinstance(numbers["loss"], Real):
             raise TypeError(f"evaluate: metric returned {found!r}; expected a number, or numbers by name")
+        if "step" in numbers:
+            raise ValueError("evaluate: metric returned a number named 'step', which is a column of its own in tables")
         return {name: float(x) for name, x in numbers.items() if isinstance(x, Real)}
 
     def _improves(self, evaluation: dict[str, float]) -> bool:
-        return self.best is not None and self.best.improves(*self._largest(self.best.of(evaluation)), self.step)
+        improved = self.best is not None and self.best.record(*self._largest(self.best.of(evaluation)), self.step)
+        if improved:
+            self.best_directory = self.output_dir
+        return improved
+
+    def _save_and(self, tell: Callable[[str, dict[str, float]], None]) -> None:
+        self.save()
+        tell("save", {})
 
     def _ends(self, max_steps: int, signalled: Signalled | None = None) -> bool:
         """Whether training ends here. If one process was told to stop or got a signal, it ends in all of them."""
@@ -264,6 +293,11 @@ class AMPTrainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.step += 1
+        if self.scaler.is_enabled() and self.scaler.get_scale() < _SMALLEST_SCALE:
+            raise FloatingPointError(
+                f"step {self.step}: gradients overflow whatever the scale of the loss, which is {scale} now; "
+                f"{self.skipped_steps + 1} steps were skipped"
+            )
         if self.scaler.get_scale() < scale:
             self.skipped_steps += 1
         elif self.scheduler is not None:
@@ -297,7 +331,33 @@ class AMPTrainer:
                 f"{self.processes}; expected a loader that was made after `distribute`"
             )
 
+    def _require_whole(self, loader: Iterable[Batch] | None) -> None:
+        """Raises ValueError for a loader of fastbert.data of which each process has a share."""
+        sampler = getattr(loader, "batch_sampler", None)
+        if isinstance(sampler, (BatchSizeSampler, TokenBudgetSampler)) and sampler.world_size != 1:
+            raise ValueError(
+                f"evaluate: the loader's batches are divided among {sampler.world_size} processes, each of which would "
+                "evaluate its share alone; expected all batches in each: rank=0, world_size=1"
+            )
+
+    def _require_one_step(self) -> None:
+        """Raises ValueError if processes are at different steps."""
+        last, first = self._largest(self.step, -self.step)
+        if last != -first:
+            raise ValueError(
+                f"train: processes are at steps {int(-first)} to {int(last)}; expected one output_dir for all of them"
+            )
+
     # -- the place in the data
+
+    def _steps(self, loader: Iterable[Batch], max_steps: int, signalled: Signalled) -> Iterator[list[Batch]]:
+        """Yields the batches of each step, epoch after epoch, until a signal kills the loader's workers."""
+        while True:
+            yield from self._steps_of_the_epoch(loader, signalled)
+            if self._ends(max_steps, signalled):
+                return
+            self._end_epoch()
+            self._require_labels()
 
     def _steps_of_the_epoch(self, loader: Iterable[Batch], signalled: Signalled) -> Iterator[list[Batch]]:
         """Yields the batches of each step, from the current position in the epoch."""
@@ -316,28 +376,36 @@ class AMPTrainer:
             yield batches
 
     def _open(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Iterates over the rest of the epoch. A loader without a state starts over with the epoch's random state, and
-        the batches that were used before are skipped."""
+        """Iterates over the rest of the epoch."""
         now = random_state(self.device)
         if self.position > 0 and self.loader is not None and self.loader is not loader:
             self._end_epoch()
         self.loader = loader
         self._begin_epoch(loader)
         has_state = self.position > 0 and self.loader_state is not None
-        if has_state:
-            if not hasattr(loader, "load_state_dict"):
-                place = "the run is in an epoch of a loader with a state"
-                raise ValueError(f"train: {place}; expected a loader of that kind")
-            loader.load_state_dict(self.loader_state)
-        if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None:
-            # A resumed run starts its workers here, which draws their seed; running workers draw none. So draw it here.
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        iterator = iter(loader)
-        skipped = self.position if has_state else sum(1 for _ in itertools.islice(iterator, self.position))
-        if skipped < self.position:
-            raise ValueError(f"the run is at batch {self.position} of its epoch; the loader has {skipped} batches")
+        iterator = self._continued(loader) if has_state else self._replayed(loader)
         if self.position:
             set_random_state(now, self.device)
+        return iterator
+
+    def _continued(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        if not hasattr(loader, "load_state_dict"):
+            raise ValueError("train: the run is in an epoch of a loader with a state; expected a loader of that kind")
+        loader.load_state_dict(self.loader_state)
+        _draw_as_new_workers_do(loader)
+        return iter(loader)
+
+    def _replayed(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Iterates from the epoch's start, without the batches that were used before. A loader without a state draws
+        apart from the model, and so gives the same batches."""
+        if hasattr(loader, "state_dict"):
+            _draw_as_new_workers_do(loader)
+            iterator = iter(loader)
+        else:
+            iterator = drawing_apart(loader, lambda: _draw_as_new_workers_do(loader), self.device)
+        skipped = sum(1 for _ in itertools.islice(iterator, self.position))
+        if skipped < self.position:
+            raise ValueError(f"the run is at batch {self.position} of its epoch; the loader has {skipped} batches")
         return iterator
 
     def _begin_epoch(self, loader: Iterable[Batch]) -> None:
@@ -346,7 +414,8 @@ class AMPTrainer:
         if self.position == 0:
             self.epoch_random = random_state(self.device, generators)
         set_random_state(self.epoch_random, self.device, generators)
-        for part in parts[:1] if hasattr(loader, "set_epoch") else parts:
+        told = [loader] if hasattr(loader, "set_epoch") else parts
+        for part in told:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self.epoch)
 
@@ -379,10 +448,7 @@ class AMPTrainer:
 
     def best_checkpoint(self) -> Path | None:
         """The checkpoint of the best evaluation, for `load`; None before the first, and without `best`."""
-        return self._path(self.best.step) if self.best and self.best.step else None
-
-    def _path(self, step: int) -> Path:
-        return self.output_dir / f"checkpoint-{step:08}.pt"
+        return _checkpoint(self.best_directory, self.best.step) if self.best and self.best.step else None
 
     def save(self) -> Path:
         """Writes a checkpoint atomically, then removes the oldest, but never the best. All processes must call it.
@@ -396,11 +462,11 @@ class AMPTrainer:
             everyone = [None] * self.processes
             dist.all_gather_object(everyone, own)
         state = {name: whole(part.state_dict()) for name, part in self._parts().items()}
-        path = self._path(place["step"])
+        path = _checkpoint(self.output_dir, place["step"])
+        facts = {"optimizer_class": type(self.optimizer).__name__, "best_directory": self._elsewhere()}
         if self.rank == 0:
             with replacing(path) as file:
-                kind = type(self.optimizer).__name__
-                torch.save({**state, **place, "optimizer_class": kind, "processes": everyone}, file)
+                torch.save({**state, **place, **facts, "processes": everyone}, file)
             older = self.checkpoints()[: -self.save_total_limit] if self.save_total_limit else []
             for old in older:
                 if old != self.best_checkpoint():
@@ -409,20 +475,28 @@ class AMPTrainer:
             dist.barrier()
         return path
 
+    def _elsewhere(self) -> str | None:
+        """The directory of the best evaluation's checkpoint, if it is not output_dir."""
+        here = self.best_checkpoint() is None or self.best_directory == self.output_dir
+        return None if here else str(self.best_directory.resolve())
+
     def resume(self) -> bool:
-        """Loads the newest checkpoint in output_dir. Returns False if there is none."""
+        """Loads the newest checkpoint in output_dir. Returns False if there is none. Raises as `load`."""
         found = self.checkpoints()
         if found:
             self.load(found[-1])
         return bool(found)
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, *, new_epoch: bool = False) -> None:
         """Continues from a checkpoint, bit for bit if there are as many processes as wrote it.
 
-        With another number of processes the epoch starts over with new random numbers, and a UserWarning says so.
+        new_epoch: starts a new epoch, for other data than the checkpoint's. With another number of processes the epoch
+        starts over with new random numbers, and a UserWarning says so. Learning rates and their schedule are the
+        checkpoint's; a LambdaLR with another function goes on with that one. A UserWarning says so where the trainer
+        was given other rates.
         Raises FileNotFoundError; ValueError, before anything changes, for a corrupt file, for another class of
-        optimizer, if only one of checkpoint and trainer has a scheduler or a scaler, or if `best` had another metric;
-        RuntimeError and ValueError for another model or other parameter groups.
+        optimizer, if only one of checkpoint and trainer has a scheduler, a scaler or one of `states`, or if `best` had
+        another metric; RuntimeError and ValueError for another model or other parameter groups.
         """
         state = read_checkpoint(Path(path))
         self._require_the_same_parts(path, state)
@@ -430,9 +504,16 @@ class AMPTrainer:
         state["model"] = {name: sharded(x, expected.get(name)) for name, x in state["model"].items()}
         for i, moments in state["optimizer"]["state"].items():
             state["optimizer"]["state"][i] = {name: sharded(x, parameters.get(i)) for name, x in moments.items()}
+        given = _rates(self.optimizer.param_groups)
         for name, part in self._parts().items():
             if name in state:  # `best` may be missing, if the earlier trainer had none
                 part.load_state_dict(state[name])
+        if given != (rates := _rates(self.optimizer.param_groups)):
+            warnings.warn(f"{path}: learning rates are the checkpoint's, {rates}, instead of {given}", stacklevel=2)
+        if isinstance(self.scheduler, LambdaLR):
+            _follow_functions(self.scheduler)
+        there = Path(state.get("best_directory") or Path(path).parent)
+        self.best_directory = self.output_dir if there.resolve() == self.output_dir.resolve() else there
         for name in _COUNTERS:
             setattr(self, name, state[name])
         self.loader = None
@@ -448,11 +529,15 @@ class AMPTrainer:
                 "again, with new random numbers",
                 stacklevel=2,
             )
+        if new_epoch and self.position:
+            self._end_epoch()
         self.place = self._place()
 
     def _require_the_same_parts(self, path: str | Path, state: dict[str, Any]) -> None:
         here = {"a scheduler": self.scheduler is not None, 'mixed_precision="fp16"': self.scaler.is_enabled()}
         there = {"a scheduler": "scheduler" in state, 'mixed_precision="fp16"': bool(state["scaler"])}
+        for name in {*self.states, *(key.removeprefix(_STATE) for key in state if key.startswith(_STATE))}:
+            here[f"states[{name!r}]"], there[f"states[{name!r}]"] = name in self.states, _STATE + name in state
         made_by, ours = state.get("optimizer_class"), type(self.optimizer).__name__
         if made_by not in (None, ours):
             raise ValueError(f"{path} was saved with {made_by} as its optimizer, and this trainer has {ours}")
@@ -463,6 +548,7 @@ class AMPTrainer:
 
     def _parts(self) -> dict[str, Any]:
         optional = {"best": self.best, "scheduler": self.scheduler}
+        optional |= {_STATE + name: part for name, part in self.states.items()}
         parts = {"model": unwrapped(self.model), "optimizer": self.optimizer, "scaler": self.scaler}
         return {name: part for name, part in optional.items() if part is not None} | parts
 
@@ -511,6 +597,37 @@ def _generators(loader: Iterable[Batch]) -> list[torch.Generator]:
     return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
+def _draw_as_new_workers_do(loader: Iterable[Batch]) -> None:
+    """Draws the seed that new workers would draw, if the loader has workers that go on from one epoch to the next. A
+    resumed run starts its workers anew, and would otherwise draw one number more."""
+    if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
+def _rates(groups: Iterable[Mapping[str, Any]]) -> list[float]:
+    """The learning rates that a schedule begins with, or the present ones without a schedule."""
+    return [float(group.get("initial_lr", group["lr"])) for group in groups]
+
+
+def _follow_functions(scheduler: LambdaLR) -> None:
+    """Sets the rates of the next step, if the scheduler's functions are not those that its loaded state was of."""
+    rates = [
+        base * function(scheduler.last_epoch)
+        for base, function in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    if rates != scheduler.get_last_lr():
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler._last_lr = rates
+
+
+def _with_states(states: Mapping[str, Any]) -> dict[str, Any]:
+    for name, each in states.items():
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise TypeError(f"AMPTrainer: states[{name!r}] is {each!r}; expected state_dict and load_state_dict")
+    return dict(states)
+
+
 def _callables(name: str, given: Iterable[Any]) -> list[Any]:
     given = list(given)
     for each in given:
@@ -527,6 +644,10 @@ def _at_least_one(**numbers: int | None) -> None:
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
+
+
+def _checkpoint(directory: Path, step: int) -> Path:
+    return directory / f"checkpoint-{step:08}.pt"
 
 
 def _step_of(path: Path) -> int:

@@ -157,9 +157,9 @@ def test_contrastive_loss_by_its_formula():
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_equal_texts_are_no_negatives(symmetric):
-    """The truth is the formula, anchor by anchor. Pairs 0 and 3 share an answer, pairs 1 and 4 a question; a hard
-    negative of pair 2 is its own answer, and one of pair 5 is the answer of pairs 0 and 3."""
-    keys = torch.tensor([[0, 1, 2, 3, 1, 5], [10, 11, 12, 10, 14, 15], [20, 21, 12, 23, 24, 10]])
+    """The truth is the formula, anchor by anchor. Pairs 0 and 3 share an answer, pairs 1 and 4 a question, pairs 4 and
+    5 an answer; hard negatives are the answers of pair 2 (its own), of pairs 0 and 3, and of pairs 4 and 5."""
+    keys = torch.tensor([[0, 1, 2, 3, 1, 5], [10, 11, 12, 10, 14, 14], [14, 21, 12, 23, 24, 10]])
     embeddings = torch.randn(3, 6, 5, dtype=torch.float64)
     unit = F.normalize(embeddings, dim=-1).tolist()
 
@@ -167,12 +167,13 @@ def test_equal_texts_are_no_negatives(symmetric):
         cosines = [20 * sum(a * b for a, b in zip(query, x, strict=True)) for x in (own, *negatives)]
         return math.log(sum(map(math.exp, cosines))) - cosines[0]
 
-    right = {0: {3, 11}, 1: {4}, 2: {8}, 3: {0, 11}, 4: {1}, 5: set()}  # candidates 6 to 11 are hard negatives
+    right = {0: {3, 11}, 1: {4, 5, 6}, 2: {8}, 3: {0, 11}, 4: {1, 5, 6}, 5: {4, 6}}  # 6 to 11 are hard negatives
+    right_anchors = {0: {3}, 1: {4}, 2: set(), 3: {0}, 4: {1, 5}, 5: {1, 4}}
     candidates, expected = [*unit[1], *unit[2]], 0.0
     for i, others in right.items():
         expected += loss_of(unit[0][i], unit[1][i], [c for n, c in enumerate(candidates) if n not in {i, *others}])
     if symmetric:
-        for i, others in right.items():
+        for i, others in right_anchors.items():
             wrong = [x for n, x in enumerate(unit[0]) if n not in {i, *others}]
             expected = expected + loss_of(unit[1][i], unit[0][i], wrong)
         expected /= 2

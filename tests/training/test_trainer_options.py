@@ -213,10 +213,10 @@ def test_a_best_that_makes_no_sense_is_refused(options, message):
         Best(**options)
 
 
-@pytest.mark.parametrize("metric, larger", [("loss", False), ("mlm_loss", False), ("perplexity", False), ("f1", True)])
+@pytest.mark.parametrize("metric, larger", [("loss", False), ("mlm_loss", False), ("rmse", False), ("f1", True)])
 def test_the_name_of_a_metric_tells_which_is_better(metric, larger):
     best = Best(metric)
-    assert [best.improves(value, step) for step, value in enumerate((0.5, 0.9, 0.1), 1)] == [True, larger, not larger]
+    assert [best.record(value, step) for step, value in enumerate((0.5, 0.9, 0.1), 1)] == [True, larger, not larger]
     assert best.value == (0.9 if larger else 0.1)
 
 
